@@ -20,11 +20,12 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_
 PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test slow lint format sanitize neon fuzz bench clean
+.PHONY: help install build train test slow lint format docs notebooks sanitize neon fuzz bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
+	@echo "make docs      the site in build/site, its links checked      make notebooks  execute the tutorials"
 	@echo "make sanitize  the native core's tests under ASan, UBSan, TSan"
 	@echo "make neon      the same tests for aarch64, under qemu (Debian: g++-aarch64-linux-gnu qemu-user)"
 	@echo "make fuzz      parsers of files, coverage-guided (FUZZ_SECONDS=60 each, FUZZ=all of them)"
@@ -74,6 +75,18 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
+
+# The pages' generated parts are checked by make test; the site shows the outputs that make notebooks has left.
+DOCS_READY = $(BIN)/python -c 'import ipykernel, matplotlib, mkdocs, mkdocstrings, nbclient' 2> /dev/null \
+  || $(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[$(EXTRAS),docs]'
+docs: build
+	@$(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m benchmarks.check_site build/site
+
+notebooks: build
+	@$(DOCS_READY)
+	$(TEST_ENV) $(BIN)/python -m benchmarks.run_notebooks docs/tutorials build/tutorials
 
 # ThreadSanitizer needs the old layout of addresses; setarch asks for it where the machine allows that.
 sanitize: $(STAMP)

@@ -1,1 +1,1 @@
-"""What only developers of this library run, from the checkout: ``python -m benchmarks.NAME``."""
+"""Scripts for developers of this library, run from the checkout as ``python -m benchmarks.NAME``."""

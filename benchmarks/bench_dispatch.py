@@ -1,8 +1,8 @@
-"""pytest-benchmark over single operations of one rank, for a quick before and after on one machine:
+"""pytest-benchmark of single operations on one rank, to compare two versions on one machine:
 
     pytest benchmarks/bench_dispatch.py --benchmark-only
 
-The comparison with other libraries, over several ranks, is ``moe-comm bench dispatch``; it runs here once as well.
+``moe-comm bench dispatch`` compares with other libraries on several ranks; it also runs once here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bench.common.case import Case, make_case
+from moe_comm.bench.common.inputs import RankInputs, make_inputs
 from moe_comm.bench.common.settings import DispatchBench
-from moe_comm.bench.dispatch.benchmark import Ours, measure_all
+from moe_comm.bench.dispatch.benchmark import MoeCommDispatch, measure_all
 from moe_comm.dispatch import make_dispatcher
 
 SHAPES = {
@@ -29,15 +29,13 @@ def settings(request: pytest.FixtureRequest) -> DispatchBench:
 
 
 @pytest.fixture
-def case(settings: DispatchBench) -> Case:
-    return make_case(settings, 0)
+def inputs(settings: DispatchBench) -> RankInputs:
+    return make_inputs(settings, 0)
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine", "combine_backward", "dispatch_backward"])
-def test_phase(benchmark: Any, settings: DispatchBench, case: Case, phase: str) -> None:
-    dispatcher = make_dispatcher(settings.experts)
-    ours = Ours(dispatcher, settings, case)
-    steps = ours.steps()
+def test_phase(benchmark: Any, settings: DispatchBench, inputs: RankInputs, phase: str) -> None:
+    steps = MoeCommDispatch(make_dispatcher(settings.experts), settings, inputs).steps()
     names = [name for name, _ in steps]
 
     def prepare() -> None:
@@ -49,8 +47,8 @@ def test_phase(benchmark: Any, settings: DispatchBench, case: Case, phase: str) 
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_against_the_others(benchmark: Any, ranks: int) -> None:
+def test_peers(benchmark: Any, ranks: int) -> None:
     settings = DispatchBench(ranks=ranks, tokens=1024, iterations=5)
-    found = benchmark.pedantic(measure_all, args=([settings],), rounds=1)[0]
-    benchmark.extra_info.update({key: found[key] for key in ("dispatch_ms", "combine_ms", "limit_ratio", "peers")})
-    assert torch.tensor([found["dispatch_ms"], found["combine_ms"]]).gt(0).all()
+    result = benchmark.pedantic(measure_all, args=([settings],), rounds=1)[0]
+    benchmark.extra_info.update({key: result[key] for key in ("dispatch_ms", "combine_ms", "limit_ratio", "peers")})
+    assert torch.tensor([result["dispatch_ms"], result["combine_ms"]]).gt(0).all()

@@ -1,8 +1,8 @@
-"""pytest-benchmark over the whole layer, forward and backward, one rank:
+"""pytest-benchmark of forward and backward of an MoE layer on one rank:
 
     pytest benchmarks/bench_layer.py --benchmark-only
 
-The comparison over several ranks is ``moe-comm bench layer``.
+``moe-comm bench layer`` compares layers on several ranks.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from moe_comm.bench.common.settings import LAYER_PRESETS, LayerBench
-from moe_comm.bench.layer.benchmark import KINDS, Turn
+from moe_comm.bench.layer.benchmark import KINDS, ContestantRun
 
 
 @pytest.mark.parametrize("name", ["moe_comm_ep1", "hf_grouped_mm"])
 @pytest.mark.parametrize("preset", LAYER_PRESETS)
 def test_layer(benchmark: Any, preset: str, name: str) -> None:
     settings = LayerBench(ranks=1, **LAYER_PRESETS[preset])
-    if reason := KINDS[name].why_not(settings):
+    if reason := KINDS[name].unavailable_reason(settings):
         pytest.skip(reason)
     x_TD = torch.randn(settings.tokens, settings.hidden, generator=torch.Generator().manual_seed(0))
-    turn = Turn(KINDS[name](settings, 0), x_TD, x_TD)
+    turn = ContestantRun(KINDS[name](settings, 0), x_TD, x_TD)
 
     def step() -> None:
         turn.forward()
         turn.backward()
-        turn.drop()
+        turn.free()
 
     benchmark.pedantic(step, rounds=3, warmup_rounds=1)
     benchmark.extra_info["gflops"] = settings.flops * 1e-9 / benchmark.stats.stats.median

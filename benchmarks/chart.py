@@ -1,4 +1,4 @@
-"""A picture of lines, as SVG in plain Python: no package to install, and a diff that can be read."""
+"""Line charts as SVG in plain Python, without dependencies and with readable diffs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 520, 70, 280, 40, 50
 
 @dataclass(frozen=True)
 class Line:
-    """One line: its name in the legend, and its points. guide: thin and dotted, without a name or marks."""
+    """A line with its name in the legend. A ``guide`` is thin and dotted, without name and marks."""
 
     name: str
     xs: Sequence[float]
@@ -25,7 +25,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over common axes. log: both axes are logarithmic. x_ticks: where to mark x; None: by round numbers."""
+    """Lines with common axes. ``log``: both axes are logarithmic. ``x_ticks``: tick values; None: round numbers."""
 
     title: str
     x_label: str
@@ -35,7 +35,7 @@ class Chart:
     x_ticks: Sequence[float] | None = None
 
     def svg(self) -> str:
-        """The picture."""
+        """Return the chart as SVG."""
         shown = [line for line in self.lines if not line.guide]
         x = _axis([v for line in shown for v in line.xs], LEFT, WIDTH - RIGHT, self.log)
         y = _axis([v for line in shown for v in line.ys], HEIGHT - BOTTOM, TOP, self.log)
@@ -86,13 +86,13 @@ def _axis(values: Sequence[float], begin: float, end: float, log: bool) -> _Axis
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Powers of ten inside [low, high], or both ends where there are none."""
-    found = [10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-    return [tick for tick in found if low <= tick <= high] or [low, high]
+    """Return the powers of ten in [low, high], or both ends if there are none."""
+    ticks = [10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    return [tick for tick in ticks if low <= tick <= high] or [low, high]
 
 
 def _round(low: float, high: float) -> list[float]:
-    """Four to ten round numbers inside [low, high]."""
+    """Return four to ten round numbers in [low, high]."""
     step = 10.0 ** math.floor(math.log10((high - low) / 4))
     step *= next(factor for factor in (5, 2, 1) if (high - low) / (step * factor) >= 4)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -1,8 +1,6 @@
-"""Compiles csrc/cuda by nvcc for GPUs that are not there, and says what each kernel takes of one.
+"""Compile csrc/cuda with nvcc and list the resources of each kernel. Requires nvcc, but no GPU.
 
-    python -m benchmarks.cuda_resources --json cuda-resources.json [--targets sm_80 sm_90a sm_100a] [--csrc csrc]
-
-Needs nvcc, and no GPU.
+python -m benchmarks.cuda_resources --json cuda-resources.json [--targets sm_80 sm_90a sm_100a] [--csrc csrc]
 """
 
 from __future__ import annotations
@@ -29,41 +27,37 @@ _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 
 
 def find_nvcc() -> str:
-    """Path of nvcc.
-
-    Raises:
-        MissingDependency: there is none on PATH.
-    """
-    found = shutil.which("nvcc")
-    if found is None:
-        raise MissingDependency("nvcc is not on PATH; install the CUDA toolkit, or put its bin folder there")
-    return found
+    """Return the path of nvcc, or raise ``MissingDependency``."""
+    path = shutil.which("nvcc")
+    if path is None:
+        raise MissingDependency("nvcc is not on PATH; install the CUDA toolkit and add its bin folder to PATH")
+    return path
 
 
 def nvcc_version() -> str:
-    """Of the compiler that ``resources`` uses: "13.0.88"."""
-    said = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    return next((word[1:] for word in said.split() if re.fullmatch(r"V\d[\d.]*", word)), "unknown")
+    """Return the version of nvcc, such as "13.0.88"."""
+    output = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    return next((word[1:] for word in output.split() if re.fullmatch(r"V\d[\d.]*", word)), "unknown")
 
 
 def resources(
     target: str, files: Mapping[str, str] | None = None, source: str = nvrtc.SOURCE
 ) -> Iterator[dict[str, Any]]:
-    """A row for each kernel of ``source``: registers a thread; bytes spilled (stored, loaded), of stack, and of static
-    shared memory.
+    """Yield a row for each kernel of ``source``: registers per thread, and bytes of spills, stack and shared memory.
 
     Args:
-        target: ``sm_90a``.
-        files: by path below csrc; those in the native core if not given.
+        target: architecture, such as ``sm_90a``.
+        files: sources by path below csrc. None: the sources in the native core.
+        source: file to compile.
 
     Raises:
-        KernelError: nvcc refuses.
-        MissingDependency: no nvcc.
+        KernelError: nvcc failed.
+        MissingDependency: nvcc is not installed.
     """
     nvcc = find_nvcc()
-    given = nvrtc.needed(source, files if files is not None else nvrtc.carried_sources())
+    needed = nvrtc.needed(source, files if files is not None else nvrtc.carried_sources())
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in given.items():
+        for name, text in needed.items():
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -71,9 +65,9 @@ def resources(
         command += ["-Xptxas=-v", f"-I{folder}", "-o", str(Path(folder, "kernels.cubin")), str(Path(folder, source))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     if done.returncode:
-        raise KernelError(f"nvcc refuses {source} for {target}:\n{done.stderr.strip()[-4000:]}")
-    for found in _KERNEL.finditer(done.stdout + done.stderr):
-        name, compiled_for, between, registers, rest = found.groups()
+        raise KernelError(f"nvcc failed to compile {source} for {target}:\n{done.stderr.strip()[-4000:]}")
+    for match in _KERNEL.finditer(done.stdout + done.stderr):
+        name, compiled_for, between, registers, rest = match.groups()
         stack = _STACK.search(between)
         shared = re.search(r"(\d+) bytes smem", rest)
         frame, stores, loads = map(int, stack.groups()) if stack else (0, 0, 0)
@@ -88,25 +82,25 @@ def resources(
 
 
 def read_tree(csrc: Path) -> dict[str, str]:
-    """The files below a checkout's csrc."""
+    """Return the sources below the csrc folder of a checkout."""
     return {str(path.relative_to(csrc)): path.read_text() for path in csrc.rglob("*") if path.suffix in (".h", ".cu")}
 
 
 def table(targets: Iterable[str], files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What is written down: the compiler and the rows."""
+    """Return the JSON object: the compiler version and the rows."""
     rows = [row for target in targets for row in resources(target, files)]
     return {"nvcc": nvcc_version(), "results": rows}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the table; without it, to the terminal")
+    parser.add_argument("--json", type=Path, help="output file; default: standard output")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))
-    parser.add_argument("--csrc", type=Path, help="a checkout's folder; without it, what the native core carries")
+    parser.add_argument("--csrc", type=Path, help="csrc folder of a checkout; default: the sources in the native core")
     options = parser.parse_args(arguments)
-    found = table(options.targets, read_tree(options.csrc) if options.csrc else None)
-    text = json.dumps(found, indent=1) + "\n"
+    result = table(options.targets, read_tree(options.csrc) if options.csrc else None)
+    text = json.dumps(result, indent=1) + "\n"
     if options.json is None:
         sys.stdout.write(text)
     else:

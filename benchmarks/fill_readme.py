@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marked import fill
+from benchmarks.fill_block import fill_block
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -30,6 +30,41 @@ def where(found: dict[str, Any], folder: Path) -> str:
     machine = found["machine"]
     torch = machine["versions"]["torch"]
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}, torch {torch}; `{folder}`"
+
+
+def summary_block(folder: Path) -> str:
+    """One line for each kind of measurement: ours and the best of those that distribute experts or weights."""
+    lines = ["| measurement, 2 CPU ranks | moe_comm | compared with | result | factor |", "|---|---:|---|---:|---:|"]
+
+    def shown(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+    def row(what: str, ours: float, peer: str, theirs: float, unit: str, factor: float) -> None:
+        lines.append(f"| {what} | {shown(ours)} {unit} | {peer} | {shown(theirs)} {unit} | {factor:.2g}x |")
+
+    dispatch = load(folder, "dispatch-2-ranks")
+    ours = dispatch["dispatch_ms"] + dispatch["combine_ms"]
+    limit = dispatch["dispatch_limit_ms"] + dispatch["combine_limit_ms"]
+    row("dispatch and combine", ours, "bare copy of the same bytes", limit, "ms", limit / ours)
+    for name, text in (("torch_gloo", "torch permute + gloo"), ("torch_mpich_tuned", "MPICH, tuned")):
+        theirs = dispatch["peers"][name]["dispatch_ms"] + dispatch["peers"][name]["combine_ms"]
+        row("dispatch and combine", ours, text, theirs, "ms", theirs / ours)
+    for preset, what in (("comm", "MoE layer, 64 small experts"), ("compute", "MoE layer, 8 wide experts")):
+        found = load(folder, f"layer-{preset}")["contestants"]
+        mine, peer = (found[name]["total_ms"] / 1e3 for name in ("moe_comm", "hf_all_to_all"))
+        row(f"{what}, forward + backward", mine, "Hugging Face expert parallelism", peer, "s", peer / mine)
+    for preset, what in (("comm", "training, 32 small experts"), ("compute", "training, 8 wide experts")):
+        found = load(folder, f"train-{preset}")
+        peer = found["peers"]["hf_ep_fsdp2"]["tokens_per_s"]
+        text = "Hugging Face expert parallelism + FSDP2"
+        row(what, found["tokens_per_s"], text, peer, "tokens/s", found["tokens_per_s"] / peer)
+    s = dispatch["settings"]
+    lines += [
+        "",
+        f"Dispatch: {s['tokens']} tokens per rank, D {s['hidden']}, E {s['experts']}, K {s['top_k']}, {s['dtype']}. "
+        f"The factor is the speed of moe_comm relative to the other system. {where(dispatch, folder)}.",
+    ]
+    return "\n".join(lines)
 
 
 def dispatch_block(folder: Path) -> str:
@@ -66,10 +101,10 @@ def dispatch_block(folder: Path) -> str:
     }
     lines += [
         "",
-        f"{s['tokens']} tokens a rank, D {s['hidden']}, E {s['experts']}, K {s['top_k']}, {s['dtype']}; in brackets, "
-        f"how many times slower than ours. Ours takes {ratios} times the bare copies at 2 and 4 ranks. Batches of 1 "
-        f"to 64 tokens, 2 ranks: at most {overheads['in_a_row'][0]:.0f} µs (dispatch) and "
-        f"{overheads['in_a_row'][1]:.0f} µs (combine) above the bare copy when called in a row, "
+        f"{s['tokens']} tokens per rank, D {s['hidden']}, E {s['experts']}, K {s['top_k']}, {s['dtype']}; in brackets, "
+        f"the time relative to moe_comm. moe_comm takes {ratios} times as long as the bare copies on 2 and 4 ranks. "
+        f"Batches of 1 to 64 tokens, 2 ranks: at most {overheads['in_a_row'][0]:.0f} µs (dispatch) and "
+        f"{overheads['in_a_row'][1]:.0f} µs (combine) above the bare copy in consecutive calls, "
         f"{overheads['after_a_barrier'][0]:.0f} and {overheads['after_a_barrier'][1]:.0f} µs as single calls with "
         f"cold caches. {where(results[0], folder)}.",
     ]
@@ -79,7 +114,8 @@ def dispatch_block(folder: Path) -> str:
 def layer_block(folder: Path) -> str:
     """Whole layers: ours and Hugging Face's, at one and at two ranks."""
     lines = [
-        "| shape | layer | EP | forward + backward, ms | GFLOP/s a rank | of GEMM rate | peak MiB | ours is faster |",
+        "| shape | layer | EP | forward + backward, ms | GFLOP/s per rank | of GEMM rate | peak MiB "
+        "| speedup of moe_comm |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for preset in ("comm", "compute"):
@@ -94,14 +130,14 @@ def layer_block(folder: Path) -> str:
                 f"{one['gemm_fraction']:.0%} | {f'{peak:,.0f}' if peak else '-'} | "
                 f"{f'{speedup:.2f}x' if speedup else ''} |"
             )
-    lines += ["", f"fp32, 4096 tokens a rank, one thread a rank, two ranks at once. {where(found, folder)}."]
+    lines += ["", f"fp32, 4096 tokens per rank, two ranks with one thread each, concurrently. {where(found, folder)}."]
     return "\n".join(lines)
 
 
 def train_block(folder: Path) -> str:
     """Whole training steps: ours and the peers."""
     lines = [
-        "| shape | trainer | tokens/s | MFU | ms a step | ours is faster |",
+        "| shape | trainer | tokens/s | MFU | ms per step | speedup of moe_comm |",
         "|---|---|---:|---:|---:|---:|",
     ]
     shares = []
@@ -117,13 +153,13 @@ def train_block(folder: Path) -> str:
         step = found["step"]
         shares.append(
             f"{preset}: compute {step['compute']:.1%}, communication {step['communication']:.1%}, data "
-            f"{step['data']:.2%}, the loop itself {step['loop']:.2%}"
+            f"{step['data']:.2%}, loop {step['loop']:.2%}"
         )
     s = found["settings"]
     lines += [
         "",
-        f"fp32, {s['ranks']} ranks of one thread, {s['layers']} layers, sequences of {s['seq_len']} tokens, AdamW; "
-        "medians of rounds in which the trainers take turns. Of our step, "
+        f"fp32, {s['ranks']} ranks with one thread each, {s['layers']} layers, sequences of {s['seq_len']} tokens, "
+        "AdamW; medians of rounds in which the trainers alternate. Parts of a step of moe_comm: "
         f"{'; '.join(shares)}. {where(found, folder)}.",
     ]
     return "\n".join(lines)
@@ -144,8 +180,12 @@ def parity_block(folder: Path) -> str:
         ]
         lines.append(f"| {mapping.replace('|', '/')} | {ranks} | {mode} | " + " | ".join(cells) + " |")
     copies = max(one["replica_diff"] for one in found["mappings"])
-    told = "Copies of a parameter are equal in bits" if copies == 0 else f"Copies of a parameter differ by {copies:.0e}"
-    lines += ["", f"{found['steps']} steps, fp32; largest relative differences. {told}. `{folder}/parity.json`."]
+    note = (
+        "Replicas of a parameter are equal in bits"
+        if copies == 0
+        else f"Replicas of a parameter differ by {copies:.0e}"
+    )
+    lines += ["", f"{found['steps']} steps, fp32; largest relative differences. {note}. `{folder}/parity.json`."]
     return "\n".join(lines)
 
 
@@ -153,8 +193,8 @@ def overlap_block(folder: Path) -> str:
     """What the fused operators hide, and what becomes of whole layers."""
     found, layers, rows = (load(folder, name) for name in ("overlap", "overlap-layer", "overlap-rows"))
     lines = [
-        "| operator | communication / compute asked for (measured) | compute, ms | communication, ms "
-        "| one after the other, ms | overlapped, ms | hidden |",
+        "| operator | communication / compute, requested (measured) | compute, ms | communication, ms "
+        "| serial, ms | overlapped, ms | hidden |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for one in found["results"]:
@@ -170,17 +210,17 @@ def overlap_block(folder: Path) -> str:
     lines += [
         "",
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, "
-        f"{found['results'][0]['rows']} rows a rank, {s['width']} columns travel, fp32, {s['chunks']} chunks. "
-        "hidden = (one after the other - overlapped) / the smaller of compute and communication. Above 1: chunks also "
-        "make the transfers themselves faster (gloo moves one large message one way at a time), and the backward pass "
-        "of gather_matmul has two under way at once. "
+        f"{found['results'][0]['rows']} rows per rank, {s['width']} transferred columns, fp32, {s['chunks']} chunks. "
+        "hidden = (serial - overlapped) / the smaller of compute and communication. Above 1: chunks also make the "
+        "transfers faster (gloo moves one large message in one direction at a time), and the backward pass of "
+        "gather_matmul has two transfers in flight. "
         f"Over {len(swept)} numbers of rows from {min(swept)} to {max(swept)} "
         f"(`overlap-rows.json`, {rows['settings']['chunks']} chunks) the operators took at most "
-        f"{rows['slowest_vs_serial']:.3f} times as long as one step after the other (`{slow['op']}`, "
+        f"{rows['slowest_vs_serial']:.3f} times as long as the serial order (`{slow['op']}`, "
         f"{slow['direction']}, {slow['rows']} rows; by pairs of calls, between {low:.3f} and {high:.3f} with 95%).",
         "",
-        "| MoE layer, forward and backward | experts alone, ms | communication, ms | one after the other, ms "
-        "| overlapped, ms | faster | Hugging Face's EP, ms | faster | hidden |",
+        "| MoE layer, forward and backward | experts alone, ms | communication, ms | serial, ms | overlapped, ms "
+        "| speedup | Hugging Face EP, ms | speedup | hidden |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for one in layers["layer"]:
@@ -189,10 +229,10 @@ def overlap_block(folder: Path) -> str:
         gains = f"{one['speedup_vs_serial']:.2f}x | {hf} | {one['hidden']:.2f}"
         lines.append(f"| F {one['ffn']} | {shown} | {gains} |")
     s = layers["settings"]
-    experts = f"{s['experts']} experts" if s["experts"] else "8 experts a rank"
+    experts = f"{s['experts']} experts" if s["experts"] else "8 experts per rank"
     lines += [
         "",
-        f"{s['tokens']} tokens a rank, D {s['hidden']}, {experts}, K {s['top_k']}, the same hosts and link. "
+        f"{s['tokens']} tokens per rank, D {s['hidden']}, {experts}, K {s['top_k']}, the same hosts and link. "
         f"{where(found, folder)}.",
     ]
     return "\n".join(lines)
@@ -202,7 +242,7 @@ def hierarchical_block(folder: Path) -> str:
     """One copy for each host against one for each slot."""
     found = load(folder, "hierarchical")
     lines = [
-        "| | forward, ms | backward, ms | together, ms | faster | MB by the formula | MB on the links |",
+        "| | forward, ms | backward, ms | together, ms | speedup | MB by the formula | MB on the links |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for one in found["results"]:
@@ -213,18 +253,18 @@ def hierarchical_block(folder: Path) -> str:
     s = found["settings"]
     lines += [
         "",
-        f"{s['hosts']} hosts x {s['ranks_per_host']} ranks, links of {s['link_gbit']:g} Gbit/s, {s['tokens']} tokens a "
-        f"rank, D {s['hidden']}, {s['experts']} experts, K {s['top_k']}, fp32. {where(found, folder)}.",
+        f"{s['hosts']} hosts x {s['ranks_per_host']} ranks, links of {s['link_gbit']:g} Gbit/s, {s['tokens']} tokens "
+        f"per rank, D {s['hidden']}, {s['experts']} experts, K {s['top_k']}, fp32. {where(found, folder)}.",
     ]
     return "\n".join(lines)
 
 
 def tune_block(folder: Path) -> str:
     """How far the cost model is from what was measured, and what its choices would cost."""
-    places = {"2 ranks of a host": load(folder, "tune-2-ranks"), "2 hosts": load(folder, "tune-2-hosts")}
+    places = {"2 ranks of one host": load(folder, "tune-2-ranks"), "2 hosts": load(folder, "tune-2-hosts")}
     lines = [
         "| operator | "
-        + " | ".join(f"{p}: error, median / worst | one chunk, ms | its choice | best" for p in places)
+        + " | ".join(f"{p}: error, median / worst | one chunk, ms | choice of the model | best" for p in places)
         + " |",
         "|---|" + "---:|" * 4 * len(places),
     ]
@@ -245,8 +285,8 @@ def tune_block(folder: Path) -> str:
     errors = " and ".join(f"{error['median']:.0%} (worst {error['worst']:.0%})" for error in of_all)
     lines += [
         "",
-        f"Over all of them {errors}. Times are sums over {len(s['rows'])} numbers of rows from {min(s['rows'])} to "
-        f"{max(s['rows'])}; {s['sent']} columns travel beside {s['other']}, links between hosts have "
+        f"All together: {errors}. Times are sums over {len(s['rows'])} numbers of rows from {min(s['rows'])} to "
+        f"{max(s['rows'])}; {s['sent']} transferred columns, other width {s['other']}; links between hosts have "
         f"{s['link_gbit']:g} Gbit/s. {where(hosts, folder)}.",
     ]
     return "\n".join(lines)
@@ -276,13 +316,14 @@ def plan_block(folder: Path) -> str:
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = {
-    "dispatch": ("README.md", dispatch_block),
-    "layer": ("README.md", layer_block),
-    "train": ("README.md", train_block),
-    "parity": ("docs/parallel.md", parity_block),
+    "summary": ("README.md", summary_block),
+    "dispatch": ("docs/measure.md", dispatch_block),
+    "layer": ("docs/measure.md", layer_block),
+    "train": ("docs/measure.md", train_block),
+    "parity": ("docs/parallelism.md", parity_block),
     "overlap": ("docs/overlap.md", overlap_block),
     "tune": ("docs/overlap.md", tune_block),
-    "hierarchical": ("docs/dispatch.md", hierarchical_block),
+    "hierarchical": ("docs/layers.md", hierarchical_block),
     "plan": ("docs/plan.md", plan_block),
 }
 
@@ -292,7 +333,7 @@ def main() -> None:
     folder, wanted = Path(sys.argv[1]), sys.argv[2:] or list(BLOCKS)
     for name in wanted:
         page, block = BLOCKS[name]
-        fill(ROOT / page, name, block(folder))
+        fill_block(ROOT / page, name, block(folder))
 
 
 if __name__ == "__main__":

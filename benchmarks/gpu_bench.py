@@ -1,19 +1,18 @@
-"""What ``peer_to_peer`` costs on one GPU, beside plain torch and what the machine can do at best, in one JSON file.
+"""Measure the ``peer_to_peer`` backend on GPUs against plain torch and the copy rate, and write one JSON file.
 
     python benchmarks/gpu_bench.py dispatch --json dispatch-p2p.json
     python benchmarks/gpu_bench.py few --json few-p2p.json
     python benchmarks/gpu_bench.py virtual --json virtual-p2p.json
     python benchmarks/gpu_bench.py host --json host-p2p.json
 
-``dispatch``: dispatch and combine of many tokens. ``few``: of 1 to 256. ``virtual``: of 2, 4 and 8 ranks in this one
-process, a stream each, which share the GPU and its memory's rate. ``host``: how long a layer's forward, and dispatch
-and combine alone, keep the host. One rank holds all experts, so every row moves within the GPU's memory; under
-torchrun every rank has its GPU and its share of the experts, tokens are those of each rank, and the slowest rank's time
-counts.
-``--device cpu`` runs the same kernels emulated, to see that this script works; its times mean nothing.
+``dispatch``: dispatch and combine of many tokens. ``few``: of 1 to 256 tokens. ``virtual``: of 2, 4 and 8 ranks in one
+process with one stream each, which share the GPU and its memory bandwidth. ``host``: host time of a layer's forward,
+and of dispatch and combine. One rank has all experts, so all rows stay in the memory of the GPU. Under torchrun, each
+rank has its own GPU and its local experts, tokens are per rank, and the slowest rank counts.
+``--device cpu`` emulates the kernels to test this script; the times are meaningless.
 
-The limits: a row that is dispatched or combined is read and written as ``torch.Tensor.copy_`` moves bytes, measured in
-the same run. Dispatch reads T rows and writes T K; combine reads T K and writes T.
+The lower bound is the rate of ``torch.Tensor.copy_`` in the same run. Dispatch reads T rows and writes T K rows;
+combine reads T K rows and writes T rows.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement
 
 ERROR_BOUND, FP8_ERROR_BOUND = 2e-2, 8e-2
-"""How far from the reference y may be, over its largest element: rows round to bfloat16, or to e4m3 on their way."""
+"""Largest allowed error of y relative to its largest element, for rows in bfloat16 and for rows sent in e4m3."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The command line. Tokens T (several), hidden D, experts E, top-k K."""
+    """Command line: tokens T (several values), hidden D, experts E, top-k K."""
 
     device: str
     tokens: tuple[int, ...]
@@ -66,17 +65,17 @@ class Settings:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """All ranks, if there are several."""
+        """The group of all ranks, or None for one rank."""
         return dist.group.WORLD if self.world > 1 else None
 
     @property
     def row_bytes(self) -> int:
-        """In bfloat16."""
+        """Bytes of a bfloat16 row."""
         return 2 * self.hidden
 
 
 def milliseconds(work: Callable[[], Any], settings: Settings) -> float:
-    """Median time of ``work``, as the device sees it from one end of the queue to the other."""
+    """Return the median device time of ``work`` in milliseconds, on the slowest rank."""
     cuda = settings.device == "cuda"
     times = []
     for i in range(settings.warmup + settings.iterations):
@@ -100,46 +99,46 @@ def milliseconds(work: Callable[[], Any], settings: Settings) -> float:
 
 
 def copy_rate(settings: Settings, num_bytes: int) -> float:
-    """GB/s of a copy on the device, bytes read and bytes written both counted."""
+    """Return the rate of a copy on the device in GB/s, counting both read and written bytes."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=settings.device)
     target = torch.empty_like(source)
     return 2 * num_bytes / milliseconds(lambda: target.copy_(source), settings) / 1e6
 
 
-class Torch:
+class TorchContestant:
     """Dispatch by a sort and ``index_select``, combine by ``index_select`` and a weighted sum in fp32."""
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows by expert, and the order they were taken in."""
+        """Return the rows by expert, and their order."""
         order = ids_TK.flatten().argsort(stable=True)
         return x_TD.index_select(0, order // ids_TK.shape[1]), order
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, order: Tensor) -> Tensor:
-        """[T, D]."""
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        slots_TKD = rows_RD.index_select(0, place).view(*weights_TK.shape, rows_RD.shape[1])
+        """Return the weighted sums, [T, D]."""
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        slots_TKD = rows_RD.index_select(0, inverse).view(*weights_TK.shape, rows_RD.shape[1])
         return (slots_TKD.float() * weights_TK.unsqueeze(2)).sum(1).to(rows_RD.dtype)
 
 
-class Ours:
-    """One of our dispatchers."""
+class MoeCommContestant:
+    """A dispatcher of this library."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Any]:
-        """Rows by expert, and the layout."""
-        sent = self.dispatcher.dispatch(x_TD, ids_TK)
-        return sent.rows_RD, sent.handle
+        """Return the rows by expert, and the dispatch handle."""
+        dispatched = self.dispatcher.dispatch(x_TD, ids_TK)
+        return dispatched.rows_RD, dispatched.handle
 
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor, layout: Any) -> Tensor:
-        """[T, D]."""
-        return self.dispatcher.combine(rows_RD, weights_TK, layout)
+    def combine(self, rows_RD: Tensor, weights_TK: Tensor, handle: Any) -> Tensor:
+        """Return the weighted sums, [T, D]."""
+        return self.dispatcher.combine(rows_RD, weights_TK, handle)
 
 
-def peer_to_peer(settings: Settings, tokens: int, wire_dtype: str = "same", heap: int = 0) -> Ours:
-    """The dispatcher with a heap for ``tokens``, or of ``heap`` bytes."""
+def peer_to_peer(settings: Settings, tokens: int, wire_dtype: str = "same", heap: int = 0) -> MoeCommContestant:
+    """Return a peer-to-peer dispatcher with a heap for ``tokens``, or of ``heap`` bytes."""
     heap = heap or heap_bytes(tokens * settings.top_k, settings.hidden, torch.bfloat16, blocks=3) + (1 << 20)
     options = DispatchOptions(
         wire_dtypes=WireDtypes(dispatch=wire_dtype),  # type: ignore[arg-type]
@@ -150,16 +149,18 @@ def peer_to_peer(settings: Settings, tokens: int, wire_dtype: str = "same", heap
     )
     placement = ExpertPlacement.of(settings.experts, settings.world, None)
     rank = dist.get_rank() if settings.world > 1 else 0
-    return Ours(PeerToPeerDispatcher(placement, settings.group, rank, options, settings.device))
+    return MoeCommContestant(PeerToPeerDispatcher(placement, settings.group, rank, options, settings.device))
 
 
 def contestants(settings: Settings, tokens: int) -> dict[str, Callable[[], Any]]:
-    """Made one after another, since heaps are large."""
+    """Return the constructors of the contestants, which exist one at a time because heaps are large."""
 
-    def named(backend: str) -> Ours:
-        return Ours(make_dispatcher(settings.experts, settings.group, backend, device=settings.device))
+    def named(backend: str) -> MoeCommContestant:
+        return MoeCommContestant(
+            make_dispatcher(settings.experts, settings.group, backend=backend, device=settings.device)
+        )
 
-    others: dict[str, Callable[[], Any]] = {"torch": Torch, "local": lambda: named("local")}
+    others: dict[str, Callable[[], Any]] = {"torch": TorchContestant, "local": lambda: named("local")}
     if settings.world > 1:
         others = {name: partial(named, name) for name in ("all_to_all", "all_gather")}
     return {
@@ -170,72 +171,73 @@ def contestants(settings: Settings, tokens: int) -> dict[str, Callable[[], Any]]
 
 
 def batch(settings: Settings, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, K different experts of each, and weights."""
-    maker = torch.Generator().manual_seed(tokens)
-    x_TD = torch.randn(tokens, settings.hidden, generator=maker).to(settings.device, torch.bfloat16)
-    ids_TK = torch.rand(tokens, settings.experts, generator=maker).topk(settings.top_k).indices
-    weights_TK = torch.rand(tokens, settings.top_k, generator=maker)
+    """Return tokens, K distinct experts of each, and weights."""
+    generator = torch.Generator().manual_seed(tokens)
+    x_TD = torch.randn(tokens, settings.hidden, generator=generator).to(settings.device, torch.bfloat16)
+    ids_TK = torch.rand(tokens, settings.experts, generator=generator).topk(settings.top_k).indices
+    weights_TK = torch.rand(tokens, settings.top_k, generator=generator)
     return x_TD, ids_TK.to(settings.device), weights_TK.to(settings.device)
 
 
-def check(name: str, rows_RD: Tensor, y_TD: Tensor, wanted: tuple[Tensor, Tensor], world: int) -> float:
-    """Largest difference of y from the reference, which is the same for every number of ranks, since rows come back as
-    they went. One rank's rows must have its bits, but for fp8.
+def check(name: str, rows_RD: Tensor, y_TD: Tensor, expected: tuple[Tensor, Tensor], world: int) -> float:
+    """Return the largest difference of y from the reference, which does not depend on the number of ranks.
+
+    On one rank, the rows must be bit-identical to the reference, except for fp8.
 
     Raises:
-        SystemExit: wrong rows, or a y that is too far away.
+        SystemExit: the rows or y differ.
     """
-    if world == 1 and "fp8" not in name and not torch.equal(rows_RD, wanted[0]):
-        raise SystemExit(f"{name}: other rows than index_select gives")
-    return difference(name, y_TD, wanted[1])
+    if world == 1 and "fp8" not in name and not torch.equal(rows_RD, expected[0]):
+        raise SystemExit(f"{name}: the rows differ from those of index_select")
+    return difference(name, y_TD, expected[1])
 
 
 def difference(name: str, y_TD: Tensor, exact_TD: Tensor) -> float:
-    """Largest difference of ``y_TD`` from the reference.
+    """Return the largest difference of ``y_TD`` from the reference.
 
     Raises:
-        SystemExit: it is above ERROR_BOUND or FP8_ERROR_BOUND.
+        SystemExit: the difference exceeds ERROR_BOUND or FP8_ERROR_BOUND.
     """
     if y_TD.shape != exact_TD.shape:
-        raise SystemExit(f"{name}: y has shape {tuple(y_TD.shape)}, not {tuple(exact_TD.shape)}")
+        raise SystemExit(f"{name}: y has shape {tuple(y_TD.shape)}; expected {tuple(exact_TD.shape)}")
     error = float((y_TD.double() - exact_TD).abs().max())
-    most = (FP8_ERROR_BOUND if "fp8" in name else ERROR_BOUND) * float(exact_TD.abs().max())
-    if not error <= most:  # NaN, too
+    limit = (FP8_ERROR_BOUND if "fp8" in name else ERROR_BOUND) * float(exact_TD.abs().max())
+    if not error <= limit:  # also if NaN
         raise SystemExit(
-            f"{name}: y is {error:g} away from the reference, and {most:g} is the most for {len(y_TD)} tokens"
+            f"{name}: y differs from the reference by {error:g} for {len(y_TD)} tokens (allowed: {limit:g})"
         )
     return error
 
 
 def run_sizes(settings: Settings) -> list[dict[str, Any]]:
-    """A row for each number of tokens and contestant: milliseconds, GB/s of each operation."""
-    found = []
+    """Return a row for each number of tokens and contestant, with milliseconds and GB/s of each operation."""
+    rows = []
     for tokens in settings.tokens:
-        x_TD, ids_TK, weights_TK = given = batch(settings, tokens)
+        x_TD, ids_TK, weights_TK = inputs = batch(settings, tokens)
         rate = copy_rate(settings, tokens * settings.top_k * settings.row_bytes)
-        rows_RD, order = Torch().dispatch(x_TD, ids_TK)
-        wanted = rows_RD, Torch().combine(rows_RD.double(), weights_TK.double(), order)
+        rows_RD, order = TorchContestant().dispatch(x_TD, ids_TK)
+        expected = rows_RD, TorchContestant().combine(rows_RD.double(), weights_TK.double(), order)
         for name, make in contestants(settings, tokens).items():
-            found.append(
-                {"tokens": tokens, "who": name, "copy_gb_s": rate, **run_one(make(), name, given, wanted, settings)}
+            rows.append(
+                {"tokens": tokens, "who": name, "copy_gb_s": rate, **run_one(make(), name, inputs, expected, settings)}
             )
             if settings.device == "cuda":
                 torch.cuda.empty_cache()
-    return found
+    return rows
 
 
 def run_one(
-    who: Torch | Ours,
+    who: TorchContestant | MoeCommContestant,
     name: str,
-    given: tuple[Tensor, Tensor, Tensor],
-    wanted: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    expected: tuple[Tensor, Tensor],
     settings: Settings,
 ) -> dict[str, Any]:
-    """Of one contestant: times, rates, and how far its result is from the reference."""
-    x_TD, ids_TK, weights_TK = given
+    """Return times, rates and error of one contestant."""
+    x_TD, ids_TK, weights_TK = inputs
     rows_RD, state = who.dispatch(x_TD, ids_TK)
     row: dict[str, Any] = {
-        "max_error": check(name, rows_RD, who.combine(rows_RD, weights_TK, state), wanted, settings.world)
+        "max_error": check(name, rows_RD, who.combine(rows_RD, weights_TK, state), expected, settings.world)
     }
     row["dispatch_ms"] = milliseconds(lambda: who.dispatch(x_TD, ids_TK), settings)
     row["combine_ms"] = milliseconds(lambda: who.combine(rows_RD, weights_TK, state), settings)
@@ -251,16 +253,16 @@ def _swap(sent: tuple[Tensor, Any], weights_TK: Tensor) -> tuple[Tensor, Tensor,
 
 
 def low_latency(settings: Settings, tokens: int) -> dict[str, Any]:
-    """The row of the low-latency operations, which only come in pairs."""
+    """Return the row of the low-latency operations, which are timed as a pair."""
     x_TD, ids_TK, weights_TK = batch(settings, tokens)
     heap = heap_bytes(tokens * settings.experts, settings.hidden, torch.bfloat16, blocks=2) + (4 << 20)
-    # The low-latency calls belong to this backend, not to the interface of all dispatchers.
+    # The low-latency operations exist in this backend only.
     dispatcher: Any = peer_to_peer(settings, tokens, heap=heap).dispatcher
 
     def both(copy: bool) -> Any:
         sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, tokens)
         rows_LND, _ = sent.receive()
-        # Timed as with experts that write their results where they are wanted.
+        # Timed without a copy, as for experts that write their outputs into the buffer of the dispatcher.
         return dispatcher.low_latency_combine(rows_LND if copy else sent.results, weights_TK, sent)
 
     exact_TD = x_TD.double() * weights_TK.double().sum(1, keepdim=True)
@@ -271,18 +273,18 @@ def low_latency(settings: Settings, tokens: int) -> dict[str, Any]:
 
 
 def run_few(settings: Settings) -> list[dict[str, Any]]:
-    """``run_sizes`` and ``low_latency``."""
+    """Return the rows of ``run_sizes`` and ``low_latency``."""
     return [*run_sizes(settings), *(low_latency(settings, tokens) for tokens in settings.tokens)]
 
 
 def run_virtual(settings: Settings) -> list[dict[str, Any]]:
-    """``tokens`` of all ranks together; their operations at the same time."""
-    found = []
+    """Return the rows of several ranks in one process that run concurrently. ``tokens`` are over all ranks."""
+    rows = []
     for tokens in settings.tokens:
         for world in (2, 4, 8):
             share = -(-tokens // world)
             placement = ExpertPlacement.of(settings.experts, world, None)
-            # Rows are drawn alike for all experts: twice as many as come on average are enough.
+            # Experts are drawn uniformly, so twice the mean number of rows is sufficient.
             heap = heap_bytes(2 * share * settings.top_k, settings.hidden, torch.bfloat16, blocks=3) + (1 << 20)
             peers = PeerToPeerOptions(heap_bytes=heap, emulate=settings.device == "cpu")
             ranks = virtual_ranks(placement, DispatchOptions(peer_to_peer=peers), settings.device)
@@ -290,16 +292,16 @@ def run_virtual(settings: Settings) -> list[dict[str, Any]]:
             took = run_ranks(ranks, partial(_one_of_many, settings=settings, tokens=share, start=start))
             error, both_ms = (max(column) for column in zip(*took, strict=True))
             who = f"peer_to_peer, {world} ranks in one process"
-            found.append({"tokens": tokens, "who": who, "max_error": error, "both_ms": both_ms})
+            rows.append({"tokens": tokens, "who": who, "max_error": error, "both_ms": both_ms})
             if settings.device == "cuda":
                 torch.cuda.empty_cache()
-    return found
+    return rows
 
 
 def _one_of_many(
     dispatcher: Dispatcher, settings: Settings, tokens: int, start: threading.Barrier
 ) -> tuple[float, float]:
-    """Largest error, and mean milliseconds of dispatch and combine, of one rank's thread."""
+    """Return the largest error and the mean milliseconds of dispatch and combine, for the thread of one rank."""
     x_TD, ids_TK, weights_TK = batch(settings, tokens)
 
     def both() -> Tensor:
@@ -311,18 +313,17 @@ def _one_of_many(
     for _ in range(settings.warmup):
         both()
     start.wait()
-    began = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(settings.iterations):
         both()
     if settings.device == "cuda":
         torch.cuda.current_stream().synchronize()
-    return error, (time.perf_counter() - began) * 1e3 / settings.iterations
+    return error, (time.perf_counter() - started) * 1e3 / settings.iterations
 
 
 def run_host(settings: Settings) -> list[dict[str, Any]]:
-    """Microseconds that a layer's forward, and dispatch and combine alone, keep the host (until they return), and until
-    the result is there."""
-    found = []
+    """Return the microseconds until a layer's forward, and dispatch and combine, return, and until they complete."""
+    rows = []
     for tokens in settings.tokens:
         config = MoEConfig(settings.hidden, settings.hidden, RouterConfig(settings.experts, settings.top_k))
         layer = MoELayer.build(config).to(settings.device, torch.bfloat16)
@@ -332,7 +333,7 @@ def run_host(settings: Settings) -> list[dict[str, Any]]:
             heap_bytes=heap, capacity_rows=tokens * settings.top_k, emulate=settings.device == "cpu"
         )
         placement = ExpertPlacement.of(settings.experts, 1, None)
-        # Unchecked: else combine waits for the device, which is not the host's time.
+        # With checked=True, combine would wait for the device.
         options = DispatchOptions(checked=False, peer_to_peer=peers)
         dispatcher = PeerToPeerDispatcher(placement, None, 0, options, settings.device)
         contestants = {
@@ -341,13 +342,13 @@ def run_host(settings: Settings) -> list[dict[str, Any]]:
             "peer_to_peer dispatch_fixed and combine": partial(_fixed, dispatcher, x_TD, ids_TK, weights_TK),
         }
         for who, once in contestants.items():
-            found.append({"tokens": tokens, "who": who, **_host_us(once, settings)})
-    return found
+            rows.append({"tokens": tokens, "who": who, **_host_us(once, settings)})
+    return rows
 
 
 def _host_us(once: Callable[[], Any], settings: Settings) -> dict[str, float]:
-    """Medians; see ``run_host``."""
-    returns, there = [], []
+    """Return the medians of ``run_host``."""
+    returns, completions = [], []
     with torch.no_grad():
         for i in range(settings.warmup + settings.iterations):
             start = time.perf_counter()
@@ -357,8 +358,8 @@ def _host_us(once: Callable[[], Any], settings: Settings) -> dict[str, float]:
                 torch.cuda.synchronize()
             if i >= settings.warmup:
                 returns.append((returned - start) * 1e6)
-                there.append((time.perf_counter() - start) * 1e6)
-    return {"host_us": statistics.median(returns), "total_us": statistics.median(there)}
+                completions.append((time.perf_counter() - start) * 1e6)
+    return {"host_us": statistics.median(returns), "total_us": statistics.median(completions)}
 
 
 def _exact(dispatcher: PeerToPeerDispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -380,7 +381,7 @@ PARTS: dict[str, tuple[Callable[[Settings], list[dict[str, Any]]], dict[str, Any
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--json", type=Path, required=True)
@@ -390,23 +391,23 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=20)
-    given = parser.parse_args(arguments)
-    defaults = PARTS[given.part][1]
-    chosen = {name: getattr(given, name) or value for name, value in defaults.items()}
+    args = parser.parse_args(arguments)
+    defaults = PARTS[args.part][1]
+    chosen = {name: getattr(args, name) or value for name, value in defaults.items()}
     chosen["tokens"] = tuple(chosen["tokens"])
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    settings = Settings(given.device, **chosen, warmup=given.warmup, iterations=given.iterations, world=world)
-    with init_ranks(given.device) if world > 1 else nullcontext():
-        found = measured(settings, given.part, chosen)
+    settings = Settings(args.device, **chosen, warmup=args.warmup, iterations=args.iterations, world=world)
+    with init_ranks(args.device) if world > 1 else nullcontext():
+        result = measured(settings, args.part, chosen)
         if world > 1 and dist.get_rank():
             return
-    given.json.write_text(json.dumps(found, indent=2) + "\n")
-    for row in found["results"]:
+    args.json.write_text(json.dumps(result, indent=2) + "\n")
+    for row in result["results"]:
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
 
 
 def measured(settings: Settings, part: str, chosen: dict[str, Any]) -> dict[str, Any]:
-    """What is written to the file; the limits are measured in the same process."""
+    """Return the JSON object. The limits are measured in the same process."""
     limits = {
         "copy_gb_s": copy_rate(settings, 1 << (30 if settings.device == "cuda" else 20)),
         "gemm_tflop_s": gemm_flops(torch.bfloat16, settings.device) / 1e12,
@@ -414,7 +415,7 @@ def measured(settings: Settings, part: str, chosen: dict[str, Any]) -> dict[str,
     return {
         "benchmark": f"gpu-{part}",
         "settings": {"dtype": "bfloat16", "ranks": settings.world, **chosen},
-        "machine": machine.facts(settings.device),
+        "machine": machine.machine_info(settings.device),
         "limits": limits,
         "results": PARTS[part][0](settings),
     }

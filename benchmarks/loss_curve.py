@@ -1,9 +1,9 @@
-"""Loss against step of the ready configuration ``small``, folded and with experts on one rank each, as a plot.
+"""Plot the loss of the configuration ``small`` with ep 4 and with ep 1.
 
     python -m benchmarks.loss_curve --out docs/loss-small
 
-trains twice: as the configuration says (attention tp 2 x dp 2, experts ep 4), and the same with ep 1. Writes OUT.json
-and OUT.svg. The two must learn alike: where experts are changes only the order of some sums.
+Trains twice: with the configuration (attention tp 2 x dp 2, experts ep 4), and with ep 1. Writes OUT.json and OUT.svg.
+The losses must agree, because the placement of experts changes only the order of some sums.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chart import Chart, Line
-from moe_comm.bench.common.machine import facts
+from moe_comm.bench.common.machine import machine_info
 from moe_comm.runtime.launch import init_ranks, launch
-from moe_comm.train import config as configuration
-from moe_comm.train import run
+from moe_comm.train import config as configuration, run
 
 SMOOTH = 10
 
 
 def train(overrides: list[str]) -> dict[str, Any]:
-    """Every step's loss, and the losses at the end. One rank's part; collective."""
+    """Train on this rank. Return the losses of all steps and the final results. Collective."""
     with init_ranks("cpu"):
         result = run("small", overrides)
     lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
@@ -38,36 +37,36 @@ def train(overrides: list[str]) -> dict[str, Any]:
 
 
 def smooth(losses: list[float]) -> list[float]:
-    """Means of neighbouring steps: the noise of single batches is the same in both runs and hides the rest."""
+    """Return means over adjacent steps, which remove the noise of single batches."""
     return [sum(losses[at : at + SMOOTH]) / len(losses[at : at + SMOOTH]) for at in range(0, len(losses), SMOOTH)]
 
 
 def main() -> None:
-    """Train both and write the results."""
+    """Train twice and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--out", type=Path, default=Path("docs/loss-small"))
-    given = parser.parse_args()
-    found: dict[str, Any] = {"machine": facts("cpu"), "steps": given.steps, "runs": {}}
+    args = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine_info("cpu"), "steps": args.steps, "runs": {}}
     ranks = configuration.load("small").parallel.ranks
     with tempfile.TemporaryDirectory() as folder:
-        common = [f"run.steps={given.steps}", f"run.folder={folder}", "run.sample_tokens=0", "checkpoint.every=0"]
+        common = [f"run.steps={args.steps}", f"run.folder={folder}", "run.sample_tokens=0", "checkpoint.every=0"]
         for name, extra in (("tp 2 x dp 2 | ep 4", []), ("tp 2 x dp 2 | ep 1", ["parallel.ep=1"])):
-            found["runs"][name] = launch(train, ([*common, *extra],), ranks)[0]
+            result["runs"][name] = launch(train, ([*common, *extra],), ranks)[0]
     lines: list[Line] = []
-    for name, one in found["runs"].items():
+    for name, one in result["runs"].items():
         ys = smooth(one["losses"])
         xs = [SMOOTH * (n + 0.5) for n in range(len(ys))]
         lines.append(Line(f"{name}, validation {one['validation_loss']:.3f}", xs, ys, dashed=bool(lines), marks=False))
-    first, second = (one["losses"] for one in found["runs"].values())
-    found["largest_rel_diff"] = max(abs(a - b) / b for a, b in zip(first, second, strict=True))
-    entropy = next(iter(found["runs"].values()))["unigram_entropy"]
-    lines.append(Line("", (0, given.steps), (entropy, entropy), guide=True))
+    first, second = (one["losses"] for one in result["runs"].values())
+    result["largest_rel_diff"] = max(abs(a - b) / b for a, b in zip(first, second, strict=True))
+    entropy = next(iter(result["runs"].values()))["unigram_entropy"]
+    lines.append(Line("", (0, args.steps), (entropy, entropy), guide=True))
     chart = Chart("small: loss on the standard library's source text", "step", "nats/byte", lines)
-    given.out.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
-    given.out.with_suffix(".svg").write_text(chart.svg())
-    print(f"largest relative difference of a step's loss: {found['largest_rel_diff']:.1e}")
-    for name, one in found["runs"].items():
+    args.out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+    args.out.with_suffix(".svg").write_text(chart.svg())
+    print(f"largest relative difference of the losses: {result['largest_rel_diff']:.1e}")
+    for name, one in result["runs"].items():
         print(f"{name}: loss {one['losses'][0]:.3f} -> {smooth(one['losses'])[-1]:.3f}, {one['seconds']:.0f} s")
 
 

@@ -1,4 +1,4 @@
-"""A sweep as a picture: SVG in plain Python, and an interactive page where plotly is installed."""
+"""Plot a sweep: an SVG file, and an interactive page if plotly is installed."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ from typing import Any
 from benchmarks.chart import Chart, Line
 
 
-def svg(found: dict[str, Any]) -> str:
-    """Milliseconds over the swept value, both axes logarithmic; the dotted line is proportional growth."""
-    values, lines, s = found["values"], found["milliseconds"], found["settings"]
-    other = "hidden" if found["axis"] == "tokens" else "tokens"
-    shown = [
-        Line(f"{name} (slope {found['linearity'][name]['log_slope']:.2f})", values, times, name.startswith("limit"))
+def svg(result: dict[str, Any]) -> str:
+    """Return a log-log plot of milliseconds over the swept value. The dotted line shows proportional growth."""
+    values, lines, s = result["values"], result["milliseconds"], result["settings"]
+    other = "hidden" if result["axis"] == "tokens" else "tokens"
+    measured = [
+        Line(f"{name} (slope {result['linearity'][name]['log_slope']:.2f})", values, times, name.startswith("limit"))
         for name, times in lines.items()
     ]
     first, lowest = next(iter(lines.values())), min(time for times in lines.values() for time in times)
     proportional = max(first[-1] * values[0] / values[-1], lowest)
     return Chart(
-        title=f"{found['benchmark']}: {s['ranks']} ranks, {other} {s[other]}, {s['experts']} experts, "
+        title=f"{result['benchmark']}: {s['ranks']} ranks, {other} {s[other]}, {s['experts']} experts, "
         f"top-{s['top_k']}, {s['dtype']}",
-        x_label=f"{found['axis']} a rank",
+        x_label=f"{result['axis']} per rank",
         y_label="ms",
-        lines=[*shown, Line("", (values[0], values[-1]), (proportional, first[-1]), guide=True)],
+        lines=[*measured, Line("", (values[0], values[-1]), (proportional, first[-1]), guide=True)],
         log=True,
         x_ticks=values,
     ).svg()
 
 
-def html(found: dict[str, Any]) -> str:
-    """One self-contained page with the same lines, to zoom and hover."""
+def html(result: dict[str, Any]) -> str:
+    """Return a self-contained interactive page with the same lines."""
     from plotly import graph_objects
 
     lines = [
-        graph_objects.Scatter(x=found["values"], y=times, name=name, mode="lines+markers")
-        for name, times in found["milliseconds"].items()
+        graph_objects.Scatter(x=result["values"], y=times, name=name, mode="lines+markers")
+        for name, times in result["milliseconds"].items()
     ]
     figure = graph_objects.Figure(lines)
-    figure.update_layout(title=found["benchmark"], xaxis_title=f"{found['axis']} a rank", yaxis_title="ms")
+    figure.update_layout(title=result["benchmark"], xaxis_title=f"{result['axis']} per rank", yaxis_title="ms")
     figure.update_xaxes(type="log")
     figure.update_yaxes(type="log")
     return str(figure.to_html(include_plotlyjs=True, full_html=True))
 
 
-def write(found: dict[str, Any], stem: Path) -> list[Path]:
-    """Write ``stem``.svg, and ``stem``.html where plotly is installed; returns what was written."""
+def write(result: dict[str, Any], stem: Path) -> list[Path]:
+    """Write ``stem``.svg, and ``stem``.html if plotly is installed. Return the written paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     written = [stem.with_suffix(".svg")]
-    written[0].write_text(svg(found))
+    written[0].write_text(svg(result))
     try:
-        page = html(found)
+        page = html(result)
     except ImportError:
         return written
     written.append(stem.with_suffix(".html"))

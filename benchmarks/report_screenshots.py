@@ -1,8 +1,8 @@
-"""The pictures of pages in docs/: reports of made-up runs of 2 and of 1,000 ranks, and a plan, by headless Chromium.
+"""Write the screenshots in docs/ with headless Chromium: reports of synthetic runs of 2 and 1,000 ranks, and a plan.
 
     python -m benchmarks.report_screenshots [FOLDER]
 
-Needs the extras observe and dev, and Debian's packages chromium and chromium-driver. FOLDER: docs.
+Requires the extras observe and dev, and the Debian packages chromium and chromium-driver. FOLDER defaults to docs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from selenium import webdriver
 from moe_comm.observe.report import write_report
 from moe_comm.plan.machine.hardware_table import cluster_named
 from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.pages.plan_page import write_page
 from moe_comm.plan.pages.timeline import timeline
-from moe_comm.plan.search.question import Question
+from moe_comm.plan.search.request import PlanRequest
 from moe_comm.plan.step.simulate import simulate
 from tests.support.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
 
-WIDTH, COLORS, MOST_BYTES = 1280, 160, 400_000
+WIDTH, COLORS, MAX_BYTES = 1280, 160, 400_000
 PLANNED = ("tp=2,pp=8", "tp=2,pp=4", "tp=4,pp=8", "tp=1,pp=8", "tp=4,pp=4", "tp=8,pp=4")
 RUNS = {
     "report-2-ranks": (
@@ -59,7 +59,7 @@ RUNS = {
 
 
 def main(folder: Path) -> None:
-    """Write one picture for each run."""
+    """Write one screenshot for each page."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
@@ -77,23 +77,23 @@ def main(folder: Path) -> None:
 
 
 def plan_page(path: Path) -> Path:
-    """Of Mixtral 8x22B on 128 H100, the mappings of MoE Parallel Folding's table 3 among the candidates."""
-    asked = Question(model_named("mixtral-8x22b"), cluster_named("h100", 128), Load(4096, capacity=1.0), 256)
-    found = [asked.candidate(Mapping.parse(f"{one},ep=8", 128)) for one in PLANNED]
-    best, *others = sorted(found, key=lambda one: one.step.seconds)
-    model = asked.model(best.mapping)
-    write_page(asked, best, timeline(model), (best, *others), path, simulate(model, {67: 1.5}))
+    """Write the plan page of Mixtral 8x22B on 128 H100 with mappings of table 3 of MoE Parallel Folding."""
+    request = PlanRequest(model_named("mixtral-8x22b"), cluster_named("h100", 128), Workload(4096, capacity=1.0), 256)
+    candidates = [request.candidate(Mapping.parse(f"{one},ep=8", 128)) for one in PLANNED]
+    best, *others = sorted(candidates, key=lambda one: one.step.seconds)
+    model = request.model(best.mapping)
+    write_page(request, best, timeline(model), (best, *others), path, simulate(model, {67: 1.5}))
     return path
 
 
 def save(browser: webdriver.Chrome, page: Path, theme: str, out: Path) -> None:
-    """Write the page's picture."""
+    """Write the screenshot of a page."""
     out.write_bytes(picture(browser, page, theme))
     print(f"{out}: {out.stat().st_size:,} bytes, of a page of {page.stat().st_size / 1e6:.1f} MB")
 
 
 def picture(browser: webdriver.Chrome, page: Path, theme: str) -> bytes:
-    """The whole page as a PNG of few colours."""
+    """Return the full page as a PNG with ``COLORS`` colors."""
     features = [{"name": "prefers-color-scheme", "value": theme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.set_window_size(WIDTH, 1000)
@@ -107,8 +107,8 @@ def picture(browser: webdriver.Chrome, page: Path, theme: str) -> bytes:
     shot = Image.open(io.BytesIO(browser.find_element("tag name", "body").screenshot_as_png)).convert("RGB")
     packed = io.BytesIO()
     shot.quantize(COLORS, dither=Image.Dither.NONE).save(packed, "PNG", optimize=True)
-    if packed.tell() > MOST_BYTES:
-        raise SystemExit(f"{page.name}: {packed.tell():,} bytes are too many for the documentation")
+    if packed.tell() > MAX_BYTES:
+        raise SystemExit(f"{page.name}: the screenshot has {packed.tell():,} bytes; the maximum is {MAX_BYTES:,}")
     return packed.getvalue()
 
 

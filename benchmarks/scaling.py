@@ -1,8 +1,8 @@
-"""Does time grow linearly, in tokens up to 65,536 a rank and in hidden size? Measures, plots, and says the slopes.
+"""Measure and plot how dispatch and combine scale with tokens (up to 65,536 per rank) and with the hidden size.
 
     python -m benchmarks.scaling --ranks 2 --out benchmarks/results/scaling
 
-writes OUT_tokens.{json,svg,html} and OUT_hidden.{json,svg,html}. The longest points move 134 MB a rank.
+Writes OUT_tokens.{json,svg,html} and OUT_hidden.{json,svg,html}. The largest points transfer 134 MB per rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SWEEPS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Measure both sweeps and write the results."""
+    """Run both sweeps and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
@@ -30,23 +30,23 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=9)
     parser.add_argument("--peers", nargs="*", default=["torch_gloo"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scaling"))
-    given = parser.parse_args()
+    args = parser.parse_args()
     for axis, (values, fixed) in SWEEPS.items():
         base = DispatchBench(
-            ranks=given.ranks,
-            dtype=given.dtype,
-            backend=given.backend,
-            iterations=given.iterations,
-            peers=tuple(given.peers),
+            ranks=args.ranks,
+            dtype=args.dtype,
+            backend=args.backend,
+            iterations=args.iterations,
+            peers=tuple(args.peers),
             **fixed,
         )
-        found = sweep.run(sweep.Sweep(base, axis, values))
-        if not found:
+        result = sweep.run(sweep.Sweep(base, axis, values))
+        if not result:
             continue
-        stem = given.out.with_name(f"{given.out.name}_{axis}")
-        report.write_json(found, str(stem.with_suffix(".json")))
-        print(f"{axis}: " + ", ".join(map(str, plot.write(found, stem))))
-        for name, line in found["linearity"].items():
+        stem = args.out.with_name(f"{args.out.name}_{axis}")
+        report.write_json(result, str(stem.with_suffix(".json")))
+        print(f"{axis}: " + ", ".join(map(str, plot.write(result, stem))))
+        for name, line in result["linearity"].items():
             print(f"  {name}: slope {line['log_slope']:.2f}, unit cost last/first {line['unit_cost_ratio']:.2f}")
 
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.small``: overhead of batches of 1 to 64 tokens, in microseconds above the bare copy."""
+"""``python -m benchmarks.small``: overhead over bare copies for batches of 1 to 64 tokens, in microseconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_comm.errors import MoeCommError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; 2 where the settings are wrong."""
+    """Measure and print. Return 2 if the settings are invalid."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.small", description=__doc__)
     base = DispatchBench(peers=())
     for name in ("ranks", "hidden", "experts", "top_k", "iterations", "seed"):
@@ -20,10 +20,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=base.dtype)
     parser.add_argument("--backend", default=base.backend)
     parser.add_argument("--json", metavar="OUT", help="write one JSON object; - is standard output")
-    given = vars(parser.parse_args(arguments))
-    out = given.pop("json")
+    settings = vars(parser.parse_args(arguments))
+    out = settings.pop("json")
     try:
-        small(replace(base, **given), out)
+        small(replace(base, **settings), out)
     except MoeCommError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

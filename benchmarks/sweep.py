@@ -1,4 +1,4 @@
-"""Sweeps of ``bench dispatch``: small batches, where overhead shows, and growth, which must be linear."""
+"""Sweeps of ``bench dispatch``: overhead of small batches, and scaling with tokens or hidden size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ PHASES = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
 @dataclass(frozen=True)
 class Sweep:
-    """``moe-comm bench`` over one axis.
+    """``bench dispatch`` with increasing values of one setting.
 
-    axis: ``tokens`` or ``hidden``.
-    values: points, increasing; each is ``base`` with that one setting changed.
+    Args:
+        base: settings.
+        axis: setting to change, ``tokens`` or ``hidden``.
+        values: increasing values.
     """
 
     base: DispatchBench
@@ -31,21 +33,19 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if self.axis not in ("tokens", "hidden"):
-            raise ConfigError(f"a sweep is over tokens or hidden; got {self.axis!r}")
+            raise ConfigError(f"axis must be tokens or hidden; got {self.axis!r}")
         if not self.values or list(self.values) != sorted(set(self.values)):
-            raise ConfigError(f"the values of a sweep must increase; got {self.values}")
+            raise ConfigError(f"values must be increasing and not empty; got {self.values}")
 
     def points(self) -> list[DispatchBench]:
-        """The settings of each point."""
-        if self.axis == "tokens":
-            return [replace(self.base, tokens=value) for value in self.values]
-        return [replace(self.base, hidden=value) for value in self.values]
+        """Return the settings of all points."""
+        return [replace(self.base, **{self.axis: value}) for value in self.values]  # type: ignore[arg-type]
 
 
 def linearity(values: tuple[int, ...], times: list[float]) -> dict[str, float]:
-    """How linear ``times`` grow: time per unit at the last point over that at the first, and the log-log slope.
+    """Return the ratio of the last to the first unit cost, and the log-log slope.
 
-    Both are 1 for exact proportionality; a fixed overhead makes both smaller, anything superlinear larger.
+    Both are 1 for proportional times, smaller with a fixed overhead, and larger for superlinear growth.
     """
     import numpy as np
 
@@ -54,7 +54,7 @@ def linearity(values: tuple[int, ...], times: list[float]) -> dict[str, float]:
 
 
 def run(sweep: Sweep) -> dict[str, Any]:
-    """Measure every point with the same processes; one JSON object. Empty on ranks of torchrun other than 0."""
+    """Measure all points in the same processes. Return the JSON object; empty on ranks of torchrun other than 0."""
     results = measure_all(sweep.points())
     if not results:
         return {}
@@ -78,23 +78,22 @@ def run(sweep: Sweep) -> dict[str, Any]:
 
 
 def small(base: DispatchBench, json_out: str | None = None) -> dict[str, Any]:
-    """Batches of 1 to 64 tokens: microseconds of ours above the bare copy, forward. Prints tables and writes JSON.
+    """Measure the forward overhead over bare copies for batches of 1 to 64 tokens, print tables, write JSON.
 
-    Twice: calls in a row, as one decoding step after the other makes them, and single calls after a barrier of
-    another library, which leaves cold caches behind.
+    Measured twice: consecutive calls, as in decoding, and single calls after a barrier, with cold caches.
     """
     report.check_writable(json_out)
     base = replace(base, backward=False)
-    found: dict[str, Any] = {"benchmark": "small batches"}
+    result: dict[str, Any] = {"benchmark": "small batches"}
     for name, in_a_row in (("in_a_row", IN_A_ROW), ("after_a_barrier", 1)):
-        swept = run(Sweep(replace(base, in_a_row=in_a_row), "tokens", SMALL))
-        if not swept:
+        sweep = run(Sweep(replace(base, in_a_row=in_a_row), "tokens", SMALL))
+        if not sweep:
             return {}
-        swept["overhead_us"] = {one["settings"]["tokens"]: one["overhead_us"] for one in swept["points"]}
-        found[name] = swept
-    report.write_json(found, json_out)
+        sweep["overhead_us"] = {one["settings"]["tokens"]: one["overhead_us"] for one in sweep["points"]}
+        result[name] = sweep
+    report.write_json(result, json_out)
     report.show(
-        [table for name in ("in_a_row", "after_a_barrier") for table in report.small_tables(found[name]["points"])],
+        [table for name in ("in_a_row", "after_a_barrier") for table in report.small_tables(result[name]["points"])],
         json_out,
     )
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""Write the table of docs/triton.md from what the compiled kernels take, so that no number is typed by hand.
+"""Write the table of Triton kernel resources in docs/gpus.md.
 
 python -m moe_comm.overlap.triton.ahead --json benchmarks/results/triton-resources.json
 python -m benchmarks.triton_table
@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.marked import fill
+from benchmarks.fill_block import fill_block
 
 ROOT = Path(__file__).parents[1]
 RESOURCES = ROOT / "benchmarks" / "results" / "triton-resources.json"
-PAGE = ROOT / "docs" / "triton.md"
+PAGE = ROOT / "docs" / "gpus.md"
 
 
 def block() -> str:
-    """Registers, shared memory and spills of every kernel, one row each."""
-    found = json.loads(RESOURCES.read_text())
-    targets = list(dict.fromkeys(row["target"] for row in found["results"]))
-    kernels = list(dict.fromkeys(row["kernel"] for row in found["results"]))
-    rows = {(row["kernel"], row["target"]): row for row in found["results"]}
+    """Return the table of registers, shared memory and spills, one row per kernel."""
+    result = json.loads(RESOURCES.read_text())
+    targets = list(dict.fromkeys(row["target"] for row in result["results"]))
+    kernels = list(dict.fromkeys(row["kernel"] for row in result["results"]))
+    rows = {(row["kernel"], row["target"]): row for row in result["results"]}
     lines = ["| kernel | threads | " + " | ".join(targets) + " |", "|---|---:|" + "---:|" * len(targets)]
     for kernel in kernels:
         cells = []
@@ -30,10 +30,9 @@ def block() -> str:
             stack = f", {row['stack_bytes']} B spilled" if row["stack_bytes"] else ""
             cells.append(f"{row['registers']}, {row['shared_bytes'] / 1024:.0f} KiB{stack}")
         lines.append(f"| {kernel} | {rows[kernel, targets[0]]['threads']} | " + " | ".join(cells) + " |")
-    lines.append("")
-    lines.append(f"Registers a thread and shared memory a program; Triton {found['triton']}, compiled, not run.")
+    lines += ["", f"Registers per thread and shared memory per program; Triton {result['triton']}, compiled, not run."]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    fill(PAGE, "triton", block())
+    fill_block(PAGE, "triton", block())

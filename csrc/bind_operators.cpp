@@ -1,4 +1,4 @@
-// The Python face of operators on tensors: addresses of their elements, sizes, strides.
+// Python bindings of operators on tensors. Arguments are element addresses, sizes and strides.
 #include "bind_operators.h"
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// The Python face of peer_to_peer's kernels: what words they take, and starting them one by one or as operations.
+// Python bindings of peer_to_peer's kernels: their argument words, single launches, and whole operations (Plan).
 #include "bind_p2p.h"
 
 #include <pybind11/pybind11.h>
@@ -75,7 +75,7 @@ int checked_number(const std::string& kernel, const std::string& args) {
   return number;
 }
 
-// A launcher in Python: recorders and other devices of tests.
+// A Starter implemented in Python: recorders and other devices in tests.
 class PythonStarter : public p2p::Starter {
  public:
   explicit PythonStarter(py::function call) : call_(std::move(call)) {}
@@ -248,13 +248,13 @@ void bind_plan(py::module_& m) {
       });
 }
 
-// Bytes of a block as a matrix; `owner` lives as long as a tensor over it.
+// Wrap bytes of a block as a matrix. The tensor keeps `owner` alive.
 py::capsule block_tensor(uintptr_t at, int64_t rows, int64_t columns, int code, int bits, int device_type, int device,
                          const py::object& owner) {
   PyObject* kept = owner.inc_ref().ptr();
   return matrix_tensor(reinterpret_cast<void*>(at), rows, columns,
                        {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, {device_type, device}, [kept] {
-                         if (!Py_IsInitialized()) return;  // at exit it just stays
+                         if (!Py_IsInitialized()) return;  // at interpreter exit, leak the reference
                          py::gil_scoped_acquire gil;
                          Py_DECREF(kept);
                        });

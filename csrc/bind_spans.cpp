@@ -1,5 +1,5 @@
-// Spans as Python enters and leaves them, by Python's own C interface: a training step has many, and what pybind11
-// adds to a call is more than what a span costs.
+// Python bindings of spans, written with the Python C API. A training step has many spans, and the call overhead of
+// pybind11 exceeds the cost of a span.
 #include "bind_spans.h"
 
 #include <structmember.h>
@@ -33,12 +33,12 @@ struct Open {
 
 PyTypeObject* open_type = nullptr;
 PyObject* no_text = nullptr;
-PyObject* told_names[5];  // layer, group, peer, nbytes, name: what span() and put() may be told
+PyObject* told_names[5];  // keyword arguments of span() and put(): layer, group, peer, nbytes, name
 
 Recorder* as_recorder(PyObject* self) { return reinterpret_cast<Recorder*>(self); }
 Open* as_open(PyObject* self) { return reinterpret_cast<Open*>(self); }
 PyObject* none() { return Py_NewRef(Py_None); }
-// Data, checkpoint, pause and mark queue no work on a device.
+// Spans of kind data, checkpoint, pause and mark queue no work on the device.
 bool on_device(const Open* open) {
   PyObject* device = open->recorder->device;
   return device != nullptr && device != Py_None && (open->span.kind < 3 || open->span.kind > 6);
@@ -58,7 +58,7 @@ bool number_of(Recorder* recorder, PyObject* text, uint32_t* number) {
   return !PyErr_Occurred();
 }
 
-// Whether what this thread does is beside the main one, which does not wait for it; -1: an exception.
+// Return 1 if this thread runs beside the main thread, which does not wait for it; 0 if not; -1 on an exception.
 int is_aside(Recorder* recorder) {
   if (PyThread_get_thread_ident() == recorder->main_thread) return 0;
   PyObject* answer = PyObject_CallMethod(reinterpret_cast<PyObject*>(recorder), "_is_aside", nullptr);
@@ -68,7 +68,7 @@ int is_aside(Recorder* recorder) {
   return aside;
 }
 
-// What span() and put() are told by name; null where they are not.
+// Parse the keyword arguments of span() and put() into `found`; absent ones remain null.
 bool keywords(PyObject* const* values, PyObject* names, PyObject* found[5]) {
   const Py_ssize_t number = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
   for (Py_ssize_t n = 0; n < number; ++n) {
@@ -247,7 +247,7 @@ PyObject* recorder_new(PyTypeObject* type, PyObject*, PyObject*) {
   return self;
 }
 
-// The buffer's first bytes hold the header and the names; `records` of them fit, which the caller has checked.
+// The buffer starts with the header and the names. The caller has checked that `records` records fit after them.
 PyObject* recorder_bind(PyObject* self, PyObject* arguments) {
   Recorder* recorder = as_recorder(self);
   PyObject* buffer = nullptr;
@@ -306,7 +306,7 @@ PyObject* recorder_count_anew(PyObject* self, PyObject*) {
   return none();
 }
 
-// (ns by kind, bytes by kind, bytes by peer, bytes by group, rows); kinds without a span are left out.
+// Return (ns by kind, bytes by kind, bytes by peer, bytes by group, rows). Kinds without spans are omitted.
 PyObject* recorder_take(PyObject* self, PyObject*) {
   const SpanTotals totals = as_recorder(self)->writer.take();
   namespace py = pybind11;

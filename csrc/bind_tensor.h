@@ -1,4 +1,4 @@
-// Memory as a matrix that torch takes through DLPack.
+// Wraps memory as a matrix that torch imports through DLPack.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,7 +11,7 @@
 
 namespace moe_comm {
 
-// `dropped` is called when torch drops the last tensor over it, on whatever thread.
+// `dropped` is called when torch releases the last tensor that uses the memory, on any thread.
 struct Matrix {
   DLManagedTensor managed{};
   int64_t shape[2]{};
@@ -39,7 +39,7 @@ inline pybind11::capsule matrix_tensor(void* data, int64_t rows, int64_t columns
   matrix->managed.deleter = &Matrix::release;
   matrix->dropped = std::move(dropped);
   PyObject* capsule = PyCapsule_New(&matrix->managed, "dltensor", [](PyObject* self) {
-    // Torch renames a capsule that it has taken; one still called "dltensor" was never used.
+    // Torch renames a capsule when it imports it. A capsule that is still named "dltensor" was not imported.
     if (PyCapsule_IsValid(self, "dltensor")) {
       auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
       managed->deleter(managed);

@@ -1,4 +1,5 @@
-// The Python face of the native core: addresses, sizes and plain numbers in; DLPack capsules out. No libtorch.
+// Python bindings of the native core. Arguments are addresses, sizes and plain numbers; tensors are returned as DLPack
+// capsules. No libtorch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -43,14 +44,14 @@ py::capsule matrix_tensor(char* data, int64_t rows, int64_t columns, int dtype, 
                                  std::move(dropped));
 }
 
-// A block of a heap, which goes back with the tensor.
+// A heap block as a tensor. The block is freed with the tensor.
 py::capsule block_tensor(std::shared_ptr<Heap> heap, int64_t offset, int64_t rows, int64_t columns, int dtype) {
   char* data = heap->base() + offset;
   return matrix_tensor(data, rows, columns, dtype, [heap = std::move(heap), offset] { heap->free(offset); });
 }
 
-// A block that peers write to until `arriving` is finished. If it never is, they may still do, and it is not used
-// again.
+// A block that peers write to until `arriving` is finished. If it never finishes, peers may still write to the block,
+// so the block is not reused.
 py::capsule arriving_tensor(std::shared_ptr<Heap> heap, std::shared_ptr<Arriving> arriving, int64_t offset,
                             const Layout& layout) {
   char* data = heap->base() + offset;
@@ -74,13 +75,13 @@ void raise_python(const char* name, const char* text) {
   PyErr_SetString(kind.ptr(), text);
 }
 
-// Lets Ctrl-C end a wait: Python's own handler only notes the signal, and runs when somebody asks.
+// Allow Ctrl-C to interrupt a wait. Python's signal handler only sets a flag; PyErr_CheckSignals raises the exception.
 void check_signals() {
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// Takes the GIL only; releases it around `body`.
+// Release the GIL while `body` runs.
 template <class Body>
 auto without_gil(Body body) {
   py::gil_scoped_release release;
@@ -191,7 +192,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Transfer>(m, "Transfer")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Heap>, std::vector<int64_t>, int>(),
            py::arg("communicator").none(true), py::arg("heap"), py::arg("expert_offsets"), py::arg("threads"))
-      // send, sum, spread: both halves at once.
+      // send, sum, spread: both halves of the operation in one call.
       .def("send",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, uintptr_t x,
               int64_t x_stride, uintptr_t ids, int64_t tokens, int64_t top_k, int64_t hidden, int dtype) {

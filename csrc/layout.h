@@ -1,12 +1,12 @@
 // Index arithmetic of dispatch, shared by the CPU and CUDA backends and tested on the CPU.
 //
-// A routed slot (token t, choice k) goes to one place: row `row` of the block that rank `owner` allocated for
-// this dispatch. Rows of a block stand by (local expert, source rank, token, slot):
+// A routed slot (token t, choice k) is assigned to row `row` of the block that rank `owner` allocates for this
+// dispatch. Rows of a block are ordered by (local expert, source rank, token, slot):
 //
 //   rank 1's block    | expert 2              | expert 3        |
 //                     | from 0 | from 1 | ... | from 0 | from 1 |
 //
-// so the start of (expert e, source s) needs the counts of all ranks and two prefix sums, and no atomics.
+// The start of (expert e, source s) follows from the counts of all ranks and two prefix sums. No atomics are needed.
 #pragma once
 
 #if defined(__CUDACC_RTC__)  // has no headers of the C++ library
@@ -33,13 +33,14 @@ constexpr int kOwnerShift = 48;
 constexpr int64_t kRowMask = (int64_t{1} << kOwnerShift) - 1;
 constexpr int kMaxWorld = 1 << 15;
 
-// One int64 names a place: the owner in the upper 16 bits, the row below. kDropped is no place.
+// A place is a packed int64: the owner rank in the upper 16 bits, the row index in the lower 48. kDropped marks a
+// dropped slot.
 MOE_HD inline int64_t pack_place(int64_t owner, int64_t row) { return (owner << kOwnerShift) | row; }
 MOE_HD inline int64_t place_owner(int64_t place) { return place >> kOwnerShift; }
 MOE_HD inline int64_t place_row(int64_t place) { return place & kRowMask; }
 
-// Fill first_row[e]: the row, in the block of e's owner, of the first slot that `source` sends to expert e.
-// count(s, e) is the number of slots that rank s sends to expert e; expert_offsets has world + 1 entries.
+// Set first_row[e] to the row, in the block of e's owner, of the first slot that `source` sends to expert e.
+// count(s, e) is the number of slots that rank s sends to expert e. expert_offsets has world + 1 entries.
 template <class Count>
 MOE_HD inline void first_rows(const int64_t* expert_offsets, int world, int source, Count count, int64_t* first_row) {
   for (int owner = 0; owner < world; ++owner) {

@@ -1,9 +1,9 @@
-"""A whole model folded onto four ranks: attention tp 2 x dp 2, experts ep 4. A few steps, without the bundled loop.
+"""Train a model folded onto four ranks (attention tp 2 x dp 2, experts ep 4) in a custom loop.
 
     python examples/folded_transformer.py
     torchrun --nproc-per-node 4 examples/folded_transformer.py
 
-Started without torchrun, it starts four ranks itself. The losses are those of one process, whatever the mapping is.
+Without torchrun, the script starts four ranks. The losses are those of one process for every mapping.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ CONFIG = TransformerConfig(
 
 
 def work(mapping: ParallelConfig) -> list[str]:
-    """What each rank does; returns what it has to say."""
+    """Run on each rank. Return the lines to print."""
     with init_ranks("cpu") as ranks:
         mesh = ParallelMesh(mapping)
         model = Transformer(CONFIG, ModelPlan.of(mesh))
         initialize(model, seed=0)
         shardings = shardings_of(model)
 
-        # The global batch, cut over dp by sequence; over tp the model cuts it itself.
+        # The sequences of the global batch are sharded over dp. The model shards them over tp.
         ids_BS = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-        own_BS = ids_BS.chunk(mapping.dp)[mesh.place["dp"]]
-        held = len(next(model.moe_layers()).local_experts)
-        says = [
-            f"rank {ranks.rank}: tp {mesh.place['tp']}, dp {mesh.place['dp']}, ep {mesh.place['ep']}, {held} experts"
+        local_BS = ids_BS.chunk(mapping.dp)[mesh.place["dp"]]
+        experts = len(next(model.moe_layers()).local_experts)
+        lines = [
+            f"rank {ranks.rank}: tp {mesh.place['tp']}, dp {mesh.place['dp']}, ep {mesh.place['ep']}, {experts} experts"
         ]
         for step in range(3):
-            loss = model.loss(model(own_BS[:, :-1]), own_BS[:, 1:]) / (BATCH * LENGTH)  # over the tokens of all ranks
+            loss = model.loss(model(local_BS[:, :-1]), local_BS[:, 1:]) / (BATCH * LENGTH)  # tokens of all ranks
             model.zero_grad()
             loss.backward()
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     assert parameter.grad is not None
-                    group = mesh.sum_group(shardings[name])  # the ranks that hold the same
+                    group = mesh.sum_group(shardings[name])  # the ranks with the same shard
                     if group is not None:
                         dist.all_reduce(parameter.grad, group=group)
                     parameter -= 0.5 * parameter.grad
@@ -56,11 +56,11 @@ def work(mapping: ParallelConfig) -> list[str]:
                 if mesh.world_group is not None:
                     dist.all_reduce(total)
             if ranks.rank == 0:
-                says.append(f"step {step + 1}: loss {total:.4f}")
+                lines.append(f"step {step + 1}: loss {total:.4f}")
         model.close()
-        return says
+        return lines
 
 
 if __name__ == "__main__":
-    for says in launch(work, (ParallelConfig(tp=2, dp=2, ep=4),), ranks=4):
-        print("\n".join(says))
+    for lines in launch(work, (ParallelConfig(tp=2, dp=2, ep=4),), ranks=4):
+        print("\n".join(lines))

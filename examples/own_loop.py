@@ -1,11 +1,11 @@
-"""Train a swapped Hugging Face model in a loop of your own: DDP, clipping, accumulation, bf16, saving and resuming.
+"""Train a swapped Hugging Face model in a custom loop: DDP, clipping, accumulation, bf16, saving and resuming.
 
     python examples/own_loop.py
     torchrun --nproc-per-node 2 examples/own_loop.py runs/own_loop
-    python examples/own_loop.py runs/own_loop        # goes on, on another number of ranks
+    python examples/own_loop.py runs/own_loop        # resumes on a different number of ranks
 
-A small random Qwen3-MoE learns bytes of the language reference that comes with Python. Lines marked (*) are what
-expert parallelism changes in an ordinary DDP loop.
+A small random Qwen3-MoE learns the bytes of Python's language reference. Lines marked (*) are the changes to an
+ordinary DDP loop for expert parallelism.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def small_model() -> Any:
 
 
 def batch(step: int, rank: int, world: int) -> torch.Tensor:
-    """This rank's sequences of the global batch, which is the same for any number of ranks."""
+    """Return this rank's sequences of the global batch, which does not depend on the number of ranks."""
     starts = torch.randint(len(TEXT) - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(step))
     return torch.stack([TEXT[start : start + LENGTH] for start in starts[rank::world].tolist()])
 
@@ -70,8 +70,8 @@ def main(folder: Path) -> None:
         optimizer.zero_grad()
         losses = []
         for number, ids in enumerate(batch(step, rank, world).chunk(ACCUMULATE), 1):
-            wait = world > 1 and number < ACCUMULATE
-            with model.no_sync() if wait else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+            accumulating = world > 1 and number < ACCUMULATE
+            with model.no_sync() if accumulating else nullcontext(), torch.autocast("cpu", torch.bfloat16):
                 loss = model(ids, labels=ids).loss / ACCUMULATE
                 loss.backward()
             losses.append(loss.detach())
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
             dist.all_reduce(total)
         if rank == 0 and (step - first) % 5 in (0, 4):
             print(f"step {step}: loss {total:.3f}, norm {norm:.2f}, {world} rank(s)")
-    state = {  # (*) every rank calls both; rank 0 gets all experts
+    state = {  # (*) collective; rank 0 gets all experts
         "model": moe_comm.state_dict(raw, rank0_only=True),
         "optimizer": moe_comm.optimizer_state_dict(raw, optimizer, rank0_only=True),
         "step": first + STEPS,

@@ -445,7 +445,7 @@ class Open:
         """When the work began and ended on a GPU, on the host's clock; may be known long after the span ended."""
 
 class SpanRecorder:
-    """Writes spans into a region; ``moe_comm.runtime.events.Recorder`` prepares it."""
+    """Writes spans into a region; ``moe_comm.runtime.events.EventRecorder`` prepares it."""
 
     step: int
     micro: int

@@ -6,119 +6,31 @@ The names below load their modules on first use, so that ``import moe_comm`` cos
 from __future__ import annotations
 
 import contextlib
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from moe_comm.deprecated import loads_renamed
-from moe_comm.lazy import loads_on_use
+from moe_comm.integrations.post_import import after_import
+from moe_comm.lazy import attach_stub
 from moe_comm.runtime import cpu_guard
-
-if TYPE_CHECKING:
-    from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
-    from moe_comm.integrations.hugging_face import (
-        gather_state_dict,
-        save_swapped,
-        swap_attention,
-        swap_linears,
-        swap_moe,
-    )
-    from moe_comm.layers import (
-        Experts,
-        MoEConfig,
-        MoELayer,
-        Router,
-        RouterConfig,
-        Transformer,
-        TransformerConfig,
-        check_grads,
-    )
-    from moe_comm.layers.data_parallel import (
-        clip_grad_norm_,
-        load_optimizer_state_dict,
-        load_state_dict,
-        optimizer_state_dict,
-        prepare_ddp,
-        prepare_fsdp,
-        skip_gradient_checks,
-        state_dict,
-        sync_gradients,
-    )
-    from moe_comm.topology import ParallelConfig, ParallelMesh
-
-    __version__: str
-
-_HOME = {
-    "Dispatcher": "moe_comm.dispatch",
-    "DispatchOptions": "moe_comm.dispatch",
-    "make_dispatcher": "moe_comm.dispatch",
-    "Experts": "moe_comm.layers.moe.experts",
-    "MoEConfig": "moe_comm.layers.moe.config",
-    "MoELayer": "moe_comm.layers.moe.layer",
-    "Router": "moe_comm.layers.moe.router",
-    "RouterConfig": "moe_comm.layers.moe.router",
-    "check_grads": "moe_comm.layers.check.gradients",
-    "gather_state_dict": "moe_comm.integrations.hugging_face",
-    "save_swapped": "moe_comm.integrations.hugging_face",
-    "swap_attention": "moe_comm.integrations.hugging_face",
-    "swap_linears": "moe_comm.integrations.hugging_face",
-    "swap_moe": "moe_comm.integrations.hugging_face",
-    "clip_grad_norm_": "moe_comm.layers.data_parallel",
-    "load_optimizer_state_dict": "moe_comm.layers.data_parallel",
-    "load_state_dict": "moe_comm.layers.data_parallel",
-    "optimizer_state_dict": "moe_comm.layers.data_parallel",
-    "prepare_ddp": "moe_comm.layers.data_parallel",
-    "prepare_fsdp": "moe_comm.layers.data_parallel",
-    "skip_gradient_checks": "moe_comm.layers.data_parallel",
-    "state_dict": "moe_comm.layers.data_parallel",
-    "sync_gradients": "moe_comm.layers.data_parallel",
-    "Transformer": "moe_comm.layers.transformer.model",
-    "TransformerConfig": "moe_comm.layers.transformer.config",
-    "ParallelMesh": "moe_comm.topology",
-    "ParallelConfig": "moe_comm.topology",
-}
-
-__all__ = [
-    "DispatchOptions",
-    "Dispatcher",
-    "Experts",
-    "MoEConfig",
-    "MoELayer",
-    "ParallelConfig",
-    "ParallelMesh",
-    "Router",
-    "RouterConfig",
-    "Transformer",
-    "TransformerConfig",
-    "__version__",
-    "check_grads",
-    "clip_grad_norm_",
-    "gather_state_dict",
-    "load_optimizer_state_dict",
-    "load_state_dict",
-    "make_dispatcher",
-    "optimizer_state_dict",
-    "prepare_ddp",
-    "prepare_fsdp",
-    "save_swapped",
-    "skip_gradient_checks",
-    "state_dict",
-    "swap_attention",
-    "swap_linears",
-    "swap_moe",
-    "sync_gradients",
-]
 
 # Before torch's first matmul, and only on machines where bf16 would otherwise kill the process.
 cpu_guard.apply()
 
-if sys.modules.get("transformers") is not None:
-    from moe_comm.integrations.hugging_face import register
 
-    register()
+def _register() -> None:
+    """Add ``"moe_comm"`` to the registries of transformers, if its version has them."""
+    from moe_comm.errors import MissingDependency
+
+    with contextlib.suppress(MissingDependency):
+        # Imports parts of transformers.
+        from moe_comm.integrations.hugging_face.registries import register
+
+        register()
 
 
-_RENAMED = {"FoldedMesh": "ParallelMesh"}
-_load = loads_renamed(__name__, _RENAMED, loads_on_use(__name__, _HOME))
+after_import(("transformers.integrations.moe", "transformers.distributed.expert_parallel"), _register)
+
+_load, __dir__, __all__ = attach_stub(__name__, __file__, {"FoldedMesh": "ParallelMesh"})
+__all__ += ["__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -141,7 +53,3 @@ def _version() -> str:
         return metadata.version("moe_comm")
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

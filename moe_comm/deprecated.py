@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
@@ -19,23 +21,33 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
     )
 
 
-def loads_renamed(package: str, renamed: Mapping[str, str], load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a module-level ``__getattr__`` that resolves old names.
+def renamed_parameters(*positional: str, **renamed: str) -> Callable[[F], F]:
+    """Function decorator: accept old keywords, and keyword-only parameters by position.
 
     Args:
-        package: name of the module that gets the ``__getattr__``.
-        renamed: new name of each old one.
-        load: returns the object with a given new name; also called for names that are not in ``renamed``.
+        positional: names of the keyword-only parameters that were positional before, in order.
+        renamed: new name of each old keyword, as ``old="new"``.
     """
 
-    def getattr_(name: str) -> Any:
-        new = renamed.get(name)
-        if new is None:
-            return load(name)
-        warn_renamed(f"{package}.{name}", f"{package}.{new}")
-        return load(new)
+    def decorate(function: F) -> F:
+        accepted = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(function).parameters.values())
 
-    return getattr_
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old, new in renamed.items():
+                if old in kwargs:
+                    warn_renamed(f"{function.__qualname__}({old}=...)", f"{new}=")
+                    kwargs[new] = kwargs.pop(old)
+            if len(args) > accepted and positional:
+                extra = dict(zip(positional, args[accepted:], strict=False))
+                warn_renamed(f"positional {', '.join(extra)} of {function.__qualname__}", "keywords")
+                args = args[:accepted] + args[accepted + len(extra) :]
+                kwargs = extra | kwargs
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def renamed_fields(**renamed: str) -> Callable[[C], C]:
@@ -46,18 +58,42 @@ def renamed_fields(**renamed: str) -> Callable[[C], C]:
     """
 
     def decorate(cls: C) -> C:
-        init = cls.__init__  # type: ignore[misc]
-
-        @functools.wraps(init)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            for old, new in renamed.items():
-                if old in kwargs:
-                    warn_renamed(f"{cls.__name__}({old}=...)", f"{new}=")
-                    kwargs[new] = kwargs.pop(old)
-            init(self, *args, **kwargs)
-
-        cls.__init__ = __init__  # type: ignore[misc]
+        cls.__init__ = renamed_parameters(**renamed)(cls.__init__)  # type: ignore[misc]
         return _readable(cls, renamed)
+
+    return decorate
+
+
+def attribute_parameters(*names: str) -> Callable[[F], F]:
+    """Decorator of ``__init__``: accept old keywords that are attributes now, and set these."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(self: Any, *args: Any, **kwargs: Any) -> None:
+            values = {name: kwargs.pop(name) for name in names if name in kwargs}
+            function(self, *args, **kwargs)
+            for name, value in values.items():
+                warn_renamed(f"{type(self).__name__}({name}=...)", f"the attribute {name}")
+                setattr(self, name, value)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def converted_parameters(convert: Callable[[dict[str, Any]], None]) -> Callable[[F], F]:
+    """Function decorator: ``convert`` replaces old keywords in place, in a dict of all arguments by name, and warns."""
+
+    def decorate(function: F) -> F:
+        names = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first, arguments = args[0], dict(zip(names[1:], args[1:], strict=False)) | kwargs
+            convert(arguments)
+            return function(first, **arguments)
+
+        return call  # type: ignore[return-value]
 
     return decorate
 

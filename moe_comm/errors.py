@@ -1,28 +1,29 @@
-"""Typed errors. Each says what was given, what was expected and what to do.
+"""Typed errors. Each message states what was given, what was expected and how to fix it.
 
-Errors about input are raised on *every* rank of the group, before rows move: a rank that finds its own
-input bad tells its peers in the handshake that starts each operation, and all raise the same class.
+Errors about input are raised on *every* rank of the group, before rows move. A rank that detects invalid input reports
+it to its peers in the handshake that starts each operation, and all ranks raise the same class.
 """
 
 from __future__ import annotations
 
 
 class MoeCommError(RuntimeError):
-    """Base of everything this library raises on purpose.
+    """Base class of all errors that this library raises on purpose.
 
-    details: the traceback on the rank that raised it, where ``launch`` was asked for tracebacks; else "".
+    Attributes:
+        details: the traceback of the rank that raised the error, if ``launch`` collects tracebacks; else "".
     """
 
     details: str = ""
 
 
 def mark_known(error: BaseException) -> None:
-    """Note on ``error`` that the other ranks of the group know of it: they raise, too."""
+    """Mark ``error`` as known to the other ranks of the group: they raise as well."""
     error._known_to_peers = True  # type: ignore[attr-defined]
 
 
 def known_to_peers(error: BaseException) -> bool:
-    """Return whether ``error`` or its cause came from an operation, or was passed to ``abort``."""
+    """Return whether ``error`` or one of its causes was raised by an operation or passed to ``abort``."""
     while not getattr(error, "_known_to_peers", False):
         if error.__cause__ is None:
             return False
@@ -43,27 +44,27 @@ class RoutingError(InputError):
 
 
 class RankMismatch(MoeCommError):
-    """Ranks of one group disagree: on hidden size, dtype, top-k, experts, or on the order of calls."""
+    """Ranks of one group disagree on hidden size, dtype, top-k, experts, or the order of calls."""
 
 
 class PeerRaised(MoeCommError):
-    """Another rank raised an exception between two operations; the message has its type and text."""
+    """Another rank raised an exception between two operations; the message contains its type and text."""
 
 
 class PeerError(MoeCommError):
-    """Another rank cannot take part any more; this group is unusable afterwards."""
+    """Another rank can no longer take part; the group is unusable afterwards."""
 
 
 class PeerDied(PeerError):
-    """A peer's process has ended."""
+    """The process of a peer has exited."""
 
 
 class PeerTimeout(PeerError):
-    """A peer did not arrive before the deadline."""
+    """A peer did not reach the operation before the deadline."""
 
 
 FROM_PEERS = (PeerError, PeerRaised)
-"""What a rank raises because of another one, which has the cause."""
+"""Errors that another rank caused."""
 
 
 class HeapError(MoeCommError, MemoryError):
@@ -71,15 +72,15 @@ class HeapError(MoeCommError, MemoryError):
 
 
 class UnsupportedModel(MoeCommError, ValueError):
-    """A model has no MoE block, or one whose structure is not known."""
+    """A model has no MoE block, or an MoE block with an unknown structure."""
 
 
 class MissingDependency(MoeCommError, ImportError):
-    """An optional package is needed for this; the message names the extra that brings it."""
+    """An optional package is required; the message names the extra that installs it."""
 
 
 class KernelError(MoeCommError):
-    """A GPU kernel could not be compiled, loaded or launched; its text has the compiler's or the driver's words."""
+    """A GPU kernel could not be compiled, loaded or launched; the message contains the compiler or driver output."""
 
 
 class NonFiniteLoss(MoeCommError, ArithmeticError):
@@ -87,20 +88,20 @@ class NonFiniteLoss(MoeCommError, ArithmeticError):
 
 
 class GradientMismatch(MoeCommError):
-    """Gradients of experts and of replicated parameters do not belong together; raised before the optimizer steps."""
+    """Gradients of expert and replicated parameters were reduced inconsistently; raised before the optimizer step."""
 
 
 class UnsettledStep(MoeCommError, ArithmeticError):
-    """A step gave bad numbers, and other bad ones when it was run again; the message names the ranks that differed."""
+    """A step produced invalid numbers, and different ones when it was repeated; the message names the ranks."""
 
 
 class CorruptPayload(MoeCommError):
-    """Rows that arrived are not those that were sent, by their checksums."""
+    """Received rows do not match the checksums of the rows that were sent."""
 
 
 class CheckpointError(MoeCommError):
-    """A checkpoint could not be written, or does not hold what is wanted from it; the message names the file."""
+    """A checkpoint could not be written, or does not contain the requested data; the message names the file."""
 
 
 class CorruptFile(MoeCommError):
-    """A file on disk is truncated, or its bytes do not match their checksum; the message names the file."""
+    """A file on disk is truncated, or its content does not match its checksum; the message names the file."""

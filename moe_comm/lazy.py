@@ -1,18 +1,45 @@
-"""Names of a package that load their modules on first use (PEP 562)."""
+"""Public names of a package that are imported on first use (PEP 562).
+
+The stub ``__init__.pyi`` of a package is the only list of its names. Type checkers and ``attach_stub`` read it.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from moe_comm.deprecated import warn_renamed
 
-def loads_on_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A ``__getattr__`` for ``package``. homes: by name, the module that defines it."""
+
+def attach_stub(
+    package: str, file: str, renamed: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package with a stub.
+
+    Args:
+        package: ``__name__`` of the package.
+        file: ``__file__`` of the package. Its stub has the suffix ``.pyi``, and imports as ``from a import b as b``.
+        renamed: deprecated names, each with its new name.
+    """
+    tree = ast.parse(Path(file).with_suffix(".pyi").read_text("utf-8"))
+    homes = {
+        alias.name: node.module
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+        if alias.asname
+    }
+    deprecated = renamed or {}
 
     def load(name: str) -> Any:
+        if name in deprecated:
+            warn_renamed(f"{package}.{name}", f"{package}.{deprecated[name]}")
+            name = deprecated[name]
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(homes[name]), name)
 
-    return load
+    return load, lambda: sorted(homes), sorted(homes)

@@ -1,4 +1,4 @@
-"""A browser without a window, for the pages that the library writes."""
+"""A headless browser, for the pages that the library writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What holds for the whole test run: one torch thread, ranks to borrow, the same examples each time, and nothing left
-behind in shared memory."""
+"""Fixtures of all tests: one torch thread, rank pools, reproducible examples, and a check of shared memory leaks."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tests.pool import RankPool
 SHARED_MEMORY = Path("/dev/shm")
 BEFORE: pytest.StashKey[set[str]] = pytest.StashKey()
 
-# Or an example that takes 0.2 s on a busy machine would be a failure, and each run would draw other ones.
+# No deadline, because an example may take 0.2 s on a busy machine, and the same examples in each run.
 settings.register_profile(
     "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
@@ -42,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    """A pool for each number of ranks; ranks start when a pool is first used."""
+    """A pool for each number of ranks. Ranks start when a pool is first used."""
     with ExitStack() as stack:
         yield {world: stack.enter_context(RankPool(world)) for world in (2, 3, 4, 8)}
 
@@ -72,19 +71,19 @@ def _segments() -> set[str]:
 
 
 def _mapped(names: set[str]) -> set[str]:
-    """Those of ``names`` that a living process still maps: another test run on this machine, not a leak."""
+    """Return the ``names`` that a running process maps: they belong to another test run and are not leaks."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text()
-        except OSError:  # ended in between, or another user's
+        except OSError:  # the process ended, or belongs to another user
             continue
         found |= {name for name in names if name in text}
     return found
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    """Whether this is one of several processes that run the tests (pytest-xdist); another one started them."""
+    """Return whether this is a worker process of pytest-xdist."""
     return hasattr(config, "workerinput")
 
 
@@ -95,7 +94,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if anything that the tests put into /dev/shm outlives them, whatever was killed meanwhile."""
+    """Fail if the tests leave anything in /dev/shm."""
     if _is_worker(session.config):
         return
     left = _segments() - session.config.stash[BEFORE]

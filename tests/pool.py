@@ -1,24 +1,24 @@
-"""Ranks for tests: processes that stay up between tests, a deadline on everything, stacks when it passes.
+"""Ranks for tests: processes that are reused between tests, with a deadline and stack traces after a timeout.
 
     with RankPool(2) as pool:
         results = pool.run(work, arg, timeout=60)     # work(rank, world, arg), a module-level function
 
-Each rank is a process with one torch thread, in which torch.distributed's default group is gloo over a
-FileStore on loopback. Functions go by import path, arguments and results by pickled bytes (tensors by
-value), so nothing is shared but what the code under test shares.
+Each rank is a process with one torch thread. Its default process group is gloo with a FileStore on loopback. Functions
+are sent by import path, arguments and results as pickled bytes (tensors by value), so ranks share only what the code
+under test shares.
 
-What a run does when something goes wrong:
+Errors of a run:
 
-    a rank raises       the others get ``grace`` seconds to end by themselves, then RankFailure
-    a rank dies         the same, unless the test said expect_dead={rank}
-    the deadline        every rank prints its stacks (SIGUSR1, faulthandler), all are killed, RankFailure
+    a rank raises       the other ranks get ``grace`` seconds to finish, then RankFailure
+    a rank dies         the same, unless the test passed expect_dead={rank}
+    the deadline        all ranks print their stacks (SIGUSR1, faulthandler) and are killed, RankFailure
 
-A pool some rank of which did not come back starts afresh on its next run; so does one whose ranks have made many
-process groups: each has threads of gloo's that wake up a hundred times a second until the process ends.
+After a failure of a rank, the pool restarts its ranks on the next run. It also restarts ranks that created many process
+groups, because the gloo threads of each group wake up a hundred times per second until the process exits.
 
-The processes come from multiprocessing's fork server: clean processes as with "spawn", in 50 ms each and not in the
-two to four core-seconds that importing torch and transformers takes. The server has imported ``PRELOAD``, less what
-the tests that were collected do without.
+The processes come from the fork server of multiprocessing. They start in 50 ms; with "spawn", importing torch and
+transformers would take two to four core-seconds. The server has imported ``PRELOAD``, without modules that the
+collected tests do not need.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ Work = Callable[[int, int, Any], Any]
 
 
 class RankFailure(AssertionError):
-    """Some rank raised, died, or did not come back before the deadline.
+    """A rank raised, died, or exceeded the deadline.
 
-    errors: rank -> (name of the exception's type, message); "ProcessDied" and "Deadline" are the pool's own.
+    ``errors`` contains (type name, message) by rank. The pool adds the types "ProcessDied" and "Deadline".
     """
 
     def __init__(self, errors: dict[int, tuple[str, str]], details: dict[int, str]) -> None:
@@ -82,15 +82,15 @@ class RankFailure(AssertionError):
 
 
 _BARE = forkserver.ForkServer()
-"""Forks bare ranks. multiprocessing's own fork server, of which a process has one, forks the others."""
+"""Fork server of bare ranks. The fork server of multiprocessing forks the other ranks."""
 
 
 class RankPool:
-    """``world`` rank processes; a context manager. Ranks start on the first run.
+    """Context manager with ``world`` rank processes, which start on the first run.
 
     Args:
-        bare: fork ranks from a server that has imported nothing but torch: for tests of what happens at or before
-            other imports, such as Triton's, which chooses its interpreter then.
+        bare: fork ranks from a server that has imported only torch, for tests of what happens on other imports, such
+            as that of Triton, which selects its interpreter on import.
     """
 
     def __init__(self, world: int, *, bare: bool = False) -> None:
@@ -109,7 +109,7 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank; starts the ranks if they are not up."""
+        """Return the process ids by rank, and start the ranks if necessary."""
         self._ensure_up()
         return [process.pid for process in self._processes]
 
@@ -166,7 +166,7 @@ class RankPool:
         return results
 
     def close(self) -> None:
-        """End every rank: politely, then with SIGKILL."""
+        """End all ranks: with a request, then with SIGKILL."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -215,13 +215,13 @@ class RankPool:
         return self._folder / f"stacks{self._generation}.{rank}"
 
     def _stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        """Ask ``ranks`` for their Python stacks and collect what comes within two seconds."""
+        """Request the Python stacks of ``ranks`` and return what they write within two seconds."""
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         end = time.monotonic() + 2
         while time.monotonic() < end and not all(self._stack_file(rank).stat().st_size for rank in ranks):
             time.sleep(0.02)
-        time.sleep(0.1)  # the files are being written; nothing but the message depends on it
+        time.sleep(0.1)  # the stacks may be incomplete
         found = {rank: self._stack_file(rank).read_text() or "(no stacks: stopped)" for rank in ranks}
         for rank, text in sorted(found.items()):
             print(f"--- stacks of rank {rank} (pid {self._processes[rank].pid})\n{text}", file=sys.stderr)
@@ -239,7 +239,7 @@ class RankPool:
 
 
 def _threads(pid: int) -> int:
-    """How many threads a process has; 0 if it has ended."""
+    """Return the number of threads of a process; 0 if it ended."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except FileNotFoundError:
@@ -297,8 +297,8 @@ def _rank_main(
         try:
             module, name, arg, timeout = pickle.loads(pipe.recv_bytes())
         except EOFError:
-            os._exit(0)  # destructors of process groups may wait for peers that have gone
-        # If the parent is killed nobody else ends a rank that hangs.
+            os._exit(0)  # destructors of process groups may wait for ranks that exited
+        # Without this, a hung rank would not exit when the parent is killed.
         faulthandler.dump_traceback_later(timeout + 60, exit=True)
         try:
             answer = pickle.dumps(("", _find(module, name)(rank, world, arg)))

@@ -1,4 +1,4 @@
-"""The command: what was wrong is one line on standard error with an exit code, never a traceback."""
+"""The command line: errors are one line on standard error with an exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import torch
 
 import moe_comm
 from moe_comm import cli
-from moe_comm.cli import options
-from moe_comm.cli import train as train_command
+from moe_comm.cli import options, train as train_command
 from moe_comm.errors import MissingDependency, PeerTimeout
 from moe_comm.runtime.launch import RankFailed
 from moe_comm.runtime.memory import native_is_built
@@ -27,7 +26,7 @@ CONFIG = str(Path(__file__).parent.parent / "examples" / "pydoc.toml")
 
 
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on standard error, without its start."""
+    """Return the line on standard error, without its prefix."""
     return error_line_of(capsys.readouterr().err)
 
 
@@ -39,7 +38,7 @@ def error_line_of(shown: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nothing"], "nothing"),
         (["doctor", "--jsn"], "--json"),
@@ -59,12 +58,12 @@ def error_line_of(shown: str) -> str:
         (["train", CONFIG, "stray"], "section.key=value"),
         (["train", CONFIG, "--ranks", "0"], "--ranks"),
         (["train", __file__], "is a .toml or .json file"),
-        (["train", "huge"], "no configuration named 'huge'; ready ones: deepseek-v3"),
+        (["train", "huge"], "no configuration named 'huge'; presets: deepseek-v3"),
         (["train", "tiny", "--set", "run.step=3"], "did you mean 'run.steps'?"),
         (["train", "tiny", "--resume", "always"], "checkpoint.resume: 'always' is neither no nor auto, nor the folder"),
         (["train", "tiny", "--restarts", "-1"], "--restarts"),
         (["train", "tiny", 'faults.plan=["klil:step=1"]'], "did you mean kill"),
-        (["train", "tiny", "--ranks", "2", 'faults.plan=["kill:rank=2,step=1"]'], "there is no rank 2 among 2"),
+        (["train", "tiny", "--ranks", "2", 'faults.plan=["kill:rank=2,step=1"]'], "no rank 2; there are 2 ranks"),
         (["mesh", "tiny", "--ranks", "3", "parallel.tp=2"], "3"),
         (["parity", "--mapping", "tp 3"], "unknown mapping 'tp 3'; known: tp 2"),
         (["parity", "--optimizer", "adam"], "unknown optimizer 'adam'; known: sgd"),
@@ -72,25 +71,25 @@ def error_line_of(shown: str) -> str:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_wrong_request_is_one_line_and_exit_code_2(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_a_usage_error_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(arguments) == 2
-    assert told in error_line(capsys)
+    assert message in error_line(capsys)
 
 
 def test_there_is_nothing_to_export_from_an_empty_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["export", str(tmp_path), str(tmp_path / "out")]) == 1
-    assert "holds no complete checkpoint" in error_line(capsys)
+    assert "has no complete checkpoint" in error_line(capsys)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_path_that_is_not_there_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_path_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
     assert error_line(capsys) == f"there is no run or checkpoint at {tmp_path / 'nothing'}"
 
 
-def test_malformed_toml_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_toml_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.toml").write_text("[run\n")
     assert cli.run(["train", str(tmp_path / "bad.toml")]) == 2
     assert "bad.toml" in error_line(capsys)
@@ -112,7 +111,7 @@ def test_a_missing_extra_names_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "told"),
+    ("raised", "code", "message"),
     [
         (PeerTimeout("rank 1 did not come\nwithin 3 s"), 1, "rank 1 did not come; within 3 s"),
         (MissingDependency("install it"), 2, "install it"),
@@ -124,7 +123,7 @@ def test_a_missing_extra_names_what_to_install(
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_every_kind_of_failure_has_its_exit_code(
-    raised: BaseException, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    raised: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise raised
@@ -132,7 +131,7 @@ def test_every_kind_of_failure_has_its_exit_code(
     monkeypatch.setattr(train_command, "launch", fail)
     assert cli.run(["train", CONFIG]) == code
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == f"moe-comm: error: {told}"
+    assert lines[-1] == f"moe-comm: error: {message}"
     assert lines[:-1] == (["the traceback"] if isinstance(raised, RankFailed) else [])
 
 
@@ -149,7 +148,7 @@ def test_a_typed_error_of_ranks_is_one_line_and_a_traceback_if_asked_for(
     assert trace[0].startswith("Traceback") and any("in load_tokenizer" in one for one in trace)
 
 
-def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
@@ -158,7 +157,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         cli.run(["train", CONFIG])
 
 
-def test_train_starts_the_ranks_it_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_starts_the_requested_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def launch(*args: Any, **options: Any) -> list[int]:
@@ -187,10 +186,10 @@ def test_train_starts_the_ranks_it_was_told_to(monkeypatch: pytest.MonkeyPatch) 
         (["checkpoint.resume=a-run/checkpoints/step-00000002"], "1", ['checkpoint.resume="a-run"']),
     ],
 )
-def test_ranks_that_are_started_again_go_on_with_their_run(
+def test_restarted_ranks_resume_their_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str], restarts: str, resume: list[str]
 ) -> None:
-    """And those that start for the first time do not take over an older one, unless they are told to."""
+    """Ranks that start for the first time do not resume an older run, unless requested."""
     import moe_comm.train
 
     calls = []
@@ -218,7 +217,7 @@ def test_version_is_that_of_pyproject(capsys: pytest.CaptureFixture[str]) -> Non
     assert ("native core: yes" in found) == native_is_built()
 
 
-def test_mesh_shows_who_sits_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mesh_shows_the_coordinates_of_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["mesh", "tiny", "--ranks", "4", "parallel.tp=2", "--set", "parallel.ep=4"]) == 0
     shown = capsys.readouterr().out
     assert "tp" in shown and "ep" in shown and len(shown.splitlines()) > 4
@@ -256,7 +255,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--top-k" in capsys.readouterr().out
 
 
-def test_python_dash_m_is_the_same_command_and_imports_torch_for_nothing() -> None:
+def test_python_dash_m_is_the_same_command_and_does_not_import_torch() -> None:
     code = "import sys; from moe_comm import cli; cli.run(['--help']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "False"

@@ -13,13 +13,13 @@ ROOT = Path(moe_comm.__file__).parent
 LAZY = [
     ".".join(("moe_comm", *file.parent.relative_to(ROOT).parts))
     for file in sorted(ROOT.rglob("__init__.py"))
-    if "loads_on_use(" in file.read_text()
+    if "attach_stub(" in file.read_text()
 ]
 
 
 @pytest.mark.parametrize("name", LAZY)
 def test_every_name_loads_and_none_is_that_of_a_module(name: str) -> None:
-    """A module of the same name would take the place of a function as soon as somebody imports it."""
+    """A module with the same name would replace a function when it is imported."""
     package = importlib.import_module(name)
     assert package.__file__ is not None
     for public in package.__all__:

@@ -1,4 +1,4 @@
-"""What is built and shipped: a native core free of torch, a wheel that works alone, pins, and a CI that counts."""
+"""Packaging: a native core without torch, a standalone wheel, pinned dependencies, and the checks of CI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHILD = {"capture_output": True, "text": True, "timeout": 280, "check": False}
 
 
 def native() -> Path:
-    """The built module's file."""
+    """Return the file of the built module."""
     core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
     return Path(core.__file__)
 
@@ -101,7 +101,7 @@ SUITE += 'skipped="{skipped}" tests="{tests}" time="1.0"></testsuite></testsuite
 
 
 @pytest.mark.parametrize(
-    ("lint", "test", "counts", "code", "told"),
+    ("lint", "test", "counts", "code", "message"),
     [
         (0, 0, (5, 0, 1), 0, ""),
         (0, 2, (5, 1, 0), 2, ""),
@@ -112,8 +112,8 @@ SUITE += 'skipped="{skipped}" tests="{tests}" time="1.0"></testsuite></testsuite
     ],
     ids=["passed", "one failed", "none collected", "all skipped", "no report", "lint failed"],
 )
-def test_ci_tells_passed_from_no_test_ran(
-    lint: int, test: int, counts: tuple[int, int, int] | None, code: int, told: str, tmp_path: Path
+def test_ci_distinguishes_passed_from_no_test_ran(
+    lint: int, test: int, counts: tuple[int, int, int] | None, code: int, message: str, tmp_path: Path
 ) -> None:
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     (tmp_path / "bin").mkdir()
@@ -127,8 +127,8 @@ def test_ci_tells_passed_from_no_test_ran(
     env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], env=env, **CHILD)
     assert done.returncode == code, done.stderr
-    assert told in done.stderr
-    assert bool(told) or not done.stderr
+    assert message in done.stderr
+    assert bool(message) or not done.stderr
 
 
 def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: Path) -> None:

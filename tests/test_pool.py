@@ -1,4 +1,4 @@
-"""The rank pool itself: results by rank, failures with their rank, deadlines with stacks, restarts."""
+"""The rank pool: results by rank, failures with their rank, deadlines with stacks, and restarts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_results_come_by_rank(pool: RankPool) -> None:
     assert [int(total) for total in pool.run(add_up, 10)] == [21, 21]
 
 
-def test_a_rank_that_raises_does_not_leave_the_others_until_the_deadline(pool: RankPool) -> None:
+def test_an_error_of_a_rank_ends_the_run_before_the_deadline(pool: RankPool) -> None:
     with pytest.raises(RankFailure) as failure:
         pool.run(fail_on_one, timeout=60, grace=0.5)
     assert failure.value.errors[1] == ("ValueError", "only here")

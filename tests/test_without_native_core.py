@@ -1,4 +1,4 @@
-"""Without ``moe_comm._C`` all that docs/install.md promises works in plain torch, and the rest says what to build."""
+"""Without ``moe_comm._C``, the features in docs/index.md work in plain torch, and others name what to build."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import moe_comm
 SOURCE = Path(moe_comm.__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
-# The same numbers with and without the core: of each rank, what fits into JSON exactly.
+# Results of each rank as exact JSON values, to compare runs with and without the core.
 LAYER = """
 import json, sys, warnings
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as recorded:
     warnings.simplefilter("always")
     import torch
     import torch.distributed as dist
@@ -32,7 +32,7 @@ if dist.is_torchelastic_launched():
     dist.init_process_group("gloo")
 rank = dist.get_rank() if dist.is_initialized() else 0
 group = dist.group.WORLD
-found = {"native": core() is not None, "warnings": [str(one.message) for one in told]}
+found = {"native": core() is not None, "warnings": [str(one.message) for one in recorded]}
 config = MoEConfig(16, 24, RouterConfig(6, 2, balance_loss=0.1), shared_ffn=8)
 layer = MoELayer.build(config, group, "all_to_all", seed=3)
 found["backend"] = MoELayer.build(config, group, seed=3).dispatcher.name
@@ -69,14 +69,14 @@ if group is not None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as it is before its core is built."""
+    """Return a folder with the package without its native core."""
     folder = tmp_path_factory.mktemp("plain")
     shutil.copytree(SOURCE, folder / "moe_comm", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
     return folder
 
 
 def run(path: Path, arguments: list[str]) -> str:
-    """What a successful run with the package in ``path`` says."""
+    """Return the output of a successful run with the package in ``path``."""
     environment = os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -108,16 +108,16 @@ def test_layers_and_swaps_compute_what_the_native_core_does(plain: Path, ranks: 
         assert own["grads"].keys() == other["grads"].keys()
         for name, values in own["grads"].items():
             assert values == pytest.approx(other["grads"][name], rel=1e-5, abs=1e-6), name
-        told = [text for text in own["warnings"] if "native core" in text]
-        assert len(told) == 1 and "pip install -e ." in told[0], own["warnings"]
+        recorded = [text for text in own["warnings"] if "native core" in text]
+        assert len(recorded) == 1 and "pip install -e ." in recorded[0], own["warnings"]
         assert not any("native core" in text for text in other["warnings"])
         if ranks > 1:
             assert "not built on every rank; run `pip install -e .`, or use 'all_to_all'" in own["refused"]
 
 
 def test_the_doctor_says_what_to_build_and_finds_nothing_broken(plain: Path) -> None:
-    said = " ".join(run(plain, ["-m", "moe_comm", "doctor"]).split())
-    assert "moe_comm._C: plain torch does its work, more slowly; build it: pip install ." in said
+    output = " ".join(run(plain, ["-m", "moe_comm", "doctor"]).split())
+    assert "moe_comm._C: plain torch replaces it, but is slower; to build it: pip install ." in output
 
 
 def test_a_model_trains_without_the_native_core_and_is_not_watched(plain: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_model_trains_without_the_native_core_and_is_not_watched(plain: Path, 
     (tmp_path / "text.txt").write_text("some words about experts\n" * 400)
     settings = [f"data.source={tmp_path / 'text.txt'}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=16"]
     settings += [f"run.folder={tmp_path / 'runs'}", "run.steps=2", "run.sample_tokens=0", "model.layers=1"]
-    said = run(plain, ["-m", "moe_comm", "train", "tiny", *settings])
-    assert "the ranks are not watched: rank 0 has no native core" in said
+    output = run(plain, ["-m", "moe_comm", "train", "tiny", *settings])
+    assert "the ranks are not watched: rank 0 has no native core" in output
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "result.json").read_text())["status"] == "finished"

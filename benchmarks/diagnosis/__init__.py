@@ -1,1 +1,1 @@
-"""Count how often ``moe-comm diagnose`` names the right rank or link, in training runs with injected faults."""
+"""Measure the accuracy of ``moe-comm diagnose`` in training runs with injected faults."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.diagnosis``: how often ``moe-comm diagnose`` names the right rank or link."""
+"""``python -m benchmarks.diagnosis``: accuracy of ``moe-comm diagnose``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def diagnosis(
-    slow: Annotated[int, typer.Option(min=0, help="Cases of a slow rank.")] = 80,
-    links: Annotated[int, typer.Option(min=0, help="Cases of a slow link.")] = 60,
-    hangs: Annotated[int, typer.Option(min=0, help="Cases of a rank that is stuck or dies.")] = 60,
-    ranks: Annotated[int, typer.Option(min=2, help="Of runs on this host.")] = 4,
-    hosts: Annotated[int, typer.Option(min=3, help="Network namespaces to make, each a host with a rank.")] = 3,
+    slow: Annotated[int, typer.Option(min=0, help="Number of cases with a slow rank.")] = 80,
+    links: Annotated[int, typer.Option(min=0, help="Number of cases with a slow link.")] = 60,
+    hangs: Annotated[int, typer.Option(min=0, help="Number of cases with a rank that hangs or dies.")] = 60,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks of runs on this host.")] = 4,
+    hosts: Annotated[int, typer.Option(min=3, help="Hosts (network namespaces) with one rank each, for links.")] = 3,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Whether `moe-comm diagnose` names the right one, in training with faults on purpose. Slow links need root."""
-    study.main(study.Cases(slow, links, hangs, ranks, hosts, seed), json_out)
+    """Measure how often `moe-comm diagnose` names the injected fault. Slow links require root."""
+    study.main(study.DiagnosisStudy(slow, links, hangs, ranks, hosts, seed), json_out)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Compare the predictions of ``moe_comm.plan`` with published measurements."""
+"""Compare predictions of ``moe_comm.plan`` with published measurements."""

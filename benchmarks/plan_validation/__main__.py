@@ -1,4 +1,4 @@
-"""``python -m benchmarks.plan_validation``: errors of predicted operators and steps against published measurements."""
+"""``python -m benchmarks.plan_validation``: errors of predicted operators and steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from benchmarks.plan_validation import answer, published_step, validate
+from benchmarks.plan_validation import json_report, published_step, validate
 from moe_comm import cli
 from moe_comm.bench.common import report
 from moe_comm.cli.options import JsonOut
@@ -17,10 +17,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def plan_validation(json_out: JsonOut = None) -> None:
-    """Predict every row of the published tables, and print errors and rankings."""
+    """Predict every row of the published tables and print errors and rankings."""
     report.check_writable(json_out)
     found = validate.validate(published_step.predict_step)
-    report.write_json(answer.validation(found), json_out)
+    report.write_json(json_report.validation(found), json_out)
     typer.echo(found.text(), err=json_out == "-")
 
 

@@ -1,32 +1,32 @@
-"""Published measurements that predictions are held against: ``published/*.json``, read with every key checked.
+"""Published measurements to compare predictions with: ``published/*.json``, validated strictly.
 
     {"format": "moe_comm published", "version": 1, "name": "flux-dense", "source": "...", "machine": "l20",
      "unit": "ms", "better": "lower", "notes": [...],
      "rows": [{"system": "flux", "case": "AG+GEMM", "value": 5.9, ...}]}
 
-A row describes either one operator (``operator``) or a whole training step (``step``). Its value is a number in the
-table's unit, or "OOM". ``fits`` names the constant that was fitted on it, at most once for each system; ``excluded``
-says why it does not count.
+A row describes either one operator (``operator``) or a training step (``step``). Its value is a number in the unit of
+the table, or "OOM". ``fits`` names the constant that is fitted to the row, at most once per system. ``excluded`` is the
+reason why the row is not evaluated.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.model.mapping import Dispatcher, Overlap
+from moe_comm.layers.transformer.config import Recompute
+from moe_comm.plan.model.mapping import Dispatcher, OverlapMode, ShardingMode
 
-FORMAT, VERSION = "moe_comm published", 1
 FOLDER = Path(__file__).parent / "published"
-LONGEST = 2**20
-"""Bytes: a longer file is not a table."""
-PATTERNS = (
+MAX_BYTES = 2**20
+"""Largest size of a file."""
+Pattern = Literal[
     "product",
     "gather",
     "scatter",
@@ -34,8 +34,7 @@ PATTERNS = (
     "product scatter",
     "gather experts",
     "experts scatter",
-)
-TRANSPORTS = ("none", "serial", "copies", "stores", "adds", "units")
+]
 UNITS = {
     "ms": "lower",
     "s": "lower",
@@ -44,89 +43,89 @@ UNITS = {
     "tflops": "higher",
     "times the first": "higher",
 }
-"""And which way is better. "tokens/s", "tflops": of each accelerator; the latter counts attention in full, as Megatron
-did until March 2025."""
+"""Units and which values are better. "tokens/s" and "tflops" are per accelerator. "tflops" counts attention without the
+causal mask, as Megatron did until March 2025."""
 
-T = TypeVar("T")
+Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """A product on each of ``ranks`` ranks of a host, and the transfer before or after it.
+    """A GEMM on each of ``ranks`` ranks of a host, and the transfer before or after it.
 
-    m: rows of one rank's product; with experts, tokens of all ranks together. n, k: of one rank's product, for one
-    expert. ep: groups of ranks that share the experts out; imbalance: rows of the busiest of them over the mean.
-    transport: "none" moves nothing, "serial" is a collective beside the product, others: see ``machine.fused``.
+    Attributes:
+        m: rows of the GEMM of one rank; with experts, tokens of all ranks.
+        n, k: sizes of the GEMM of one rank, for one expert.
+        ep: number of groups of ranks over which the experts are distributed.
+        imbalance: rows of the busiest group over the mean.
+        transport: "none" transfers nothing, "serial" is a separate collective, for others see ``machine.fused``.
     """
 
-    pattern: str
-    transport: str
-    m: int
-    n: int
-    k: int
-    ranks: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    pattern: Pattern
+    transport: Literal["none", "serial", "copies", "stores", "adds", "units"]
+    m: Count
+    n: Count
+    k: Count
+    ranks: Count
     dtype: str = "bf16"
-    experts: int = 1
-    top_k: int = 1
-    ep: int = 1
-    imbalance: float = 1.0
+    experts: Count = 1
+    top_k: Count = 1
+    ep: Count = 1
+    imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
 
     def __post_init__(self) -> None:
-        _one_of("pattern", self.pattern, PATTERNS)
-        _one_of("transport", self.transport, TRANSPORTS)
-        for name in ("m", "n", "k", "ranks", "experts", "top_k", "ep"):
-            _count(name, getattr(self, name))
-        if self.imbalance < 1:
-            raise ConfigError(f"imbalance is at least 1, got {self.imbalance}")
         if self.experts % self.ep or self.ranks % self.ep or self.top_k > self.experts:
             raise ConfigError(
-                f"{self.experts} experts, top {self.top_k}, on {self.ranks} ranks do not fit ep {self.ep}"
+                f"experts and ranks must be multiples of ep, and top_k at most experts; got {self.experts} experts, "
+                f"top_k {self.top_k}, {self.ranks} ranks, ep {self.ep}"
             )
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """A training step. machine: from the table.
+    """A training step.
 
-    mapping: degrees as ``Mapping.parse`` reads them; free: those that the source does not tell, of which the best
-    counts. coupled: expert parallelism lies inside data parallelism. capacity: slots of an expert over its mean load.
-    micro_batch, recompute: None: the source does not tell; nor does it the virtual stages, if the mapping has no vpp.
-    dispatcher: "auto": the system takes the fastest.
+    Attributes:
+        mapping: degrees for ``Mapping.parse``. Without "vpp", the number of virtual stages is unknown.
+        machine: name of the machine, from the table.
+        coupled: expert parallelism is inside data parallelism.
+        free: degrees that the source does not state. The fastest values are used.
+        capacity: slots of an expert over its mean load.
+        micro_batch, recompute: None: the source does not state them.
+        dispatcher: "auto": the fastest dispatcher.
     """
 
-    model: str
-    gpus: int
-    seq_len: int
-    global_batch: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    model: Text
+    gpus: Count
+    seq_len: Count
+    global_batch: Count
     mapping: str
-    machine: str
+    machine: Text
     coupled: bool = False
     free: tuple[str, ...] = ()
-    sharding: str = "zero1"
-    overlap: str = "none"
-    capacity: float | None = None
+    sharding: ShardingMode = "zero1"
+    overlap: OverlapMode = "none"
+    capacity: Annotated[float, Field(allow_inf_nan=False)] | None = None
     dtype: str = "bf16"
-    micro_batch: int | None = None
-    recompute: str | None = None
-    dispatcher: str = "all_to_all"
-
-    def __post_init__(self) -> None:
-        for name in ("gpus", "seq_len", "global_batch"):
-            _count(name, getattr(self, name))
-        if self.micro_batch is not None:
-            _count("micro_batch", self.micro_batch)
-        if self.recompute is not None:
-            _one_of("recompute", self.recompute, ("none", "selective", "full"))
-        _one_of("sharding", self.sharding, ("replicate", "zero1", "fsdp"))
-        _one_of("overlap", self.overlap, get_args(Overlap))
-        _one_of("dispatcher", self.dispatcher, ("auto", *get_args(Dispatcher)))
+    micro_batch: Count | None = None
+    recompute: Recompute | None = None
+    dispatcher: Dispatcher | Literal["auto"] = "all_to_all"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published number. value: in the table's unit, None: it ran out of memory.
+    """One published number.
 
-    workload: rows of one workload and system are mappings that a choice is made among; as a rule the case itself.
+    Attributes:
+        value: number in the unit of the table. None: out of memory.
+        workload: rows with the same system and workload are different mappings, which are ranked. Default: the case.
+        fits: name of the constant that is fitted to this row.
+        excluded: reason why the row is not evaluated.
     """
 
     system: str
@@ -140,7 +139,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one source on one machine. unit: one of ``UNITS``."""
+    """Rows of one source on one machine. ``unit`` is one of ``UNITS``."""
 
     name: str
     source: str
@@ -154,129 +153,101 @@ class Table:
         return UNITS[self.unit] == "lower"
 
 
+class _FileRow(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    system: Text
+    case: Text
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["OOM"]
+    workload: Text | None = None
+    fits: Text | None = None
+    excluded: Text | None = None
+    operator: OperatorCase | None = None
+    step: StepCase | None = None
+
+    def row(self) -> Row:
+        what = self.operator or self.step
+        if what is None or (self.operator and self.step):
+            raise ConfigError(f"{self.system}, {self.case} needs either operator or step")
+        value = None if self.value == "OOM" else self.value
+        return Row(self.system, self.case, value, what, self.workload or self.case, self.fits, self.excluded)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal["moe_comm published"]
+    version: Literal[1]
+    name: Text
+    source: Text
+    machine: Text
+    unit: str
+    better: str
+    notes: Annotated[tuple[Text, ...], Field(min_length=1)]
+    rows: Annotated[tuple[_FileRow, ...], Field(min_length=1)]
+
+    def table(self) -> Table:
+        if UNITS.get(self.unit) != self.better:
+            raise ConfigError(f"unit and better must be a pair of {UNITS}; got {self.unit!r} and {self.better!r}")
+        rows = tuple(row.row() for row in self.rows)
+        cases: set[tuple[str, str]] = set()
+        fitted: set[str] = set()
+        for row in rows:
+            if (row.system, row.case) in cases:
+                raise ConfigError(f"{row.system}, {row.case} appears twice")
+            cases.add((row.system, row.case))
+            if row.fits is not None:
+                if row.system in fitted or row.excluded is not None or row.value is None:
+                    raise ConfigError(
+                        f"at most one row of {row.system} may have fits; it must not be excluded or out of memory"
+                    )
+                fitted.add(row.system)
+        return Table(self.name, self.source, self.machine, self.unit, self.notes, rows)
+
+
 @cache
 def tables() -> tuple[Table, ...]:
-    """All tables in ``published/``, by name."""
+    """Return all tables in ``published/``, sorted by file name."""
     return tuple(load(path) for path in sorted(FOLDER.glob("*.json")))
 
 
 def load(path: Path | str) -> Table:
-    """A table from its file. Raises ConfigError that names the file and what is wrong in it."""
+    """Read a table from its file. Raises ``ConfigError`` with the path and the reason."""
     path = Path(path)
     try:
         with path.open("rb") as file:
-            text = file.read(LONGEST + 1)
-        if len(text) > LONGEST:
-            raise ConfigError(f"{path}: longer than {LONGEST} bytes, not a table of published numbers")
-        data = json.loads(text, parse_constant=_no_constant)
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ConfigError(f"{path} is longer than {MAX_BYTES} bytes")
+        data = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     return from_json(data, path.name)
 
 
 def from_json(data: Any, where: str = "table") -> Table:
-    """The table that ``data`` describes. Raises ConfigError that starts with ``where``."""
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
-        raise ConfigError(f'{where}: expected an object with "format": "{FORMAT}" and "version": {VERSION}')
-    wanted = {"name": str, "source": str, "machine": str, "unit": str, "better": str, "notes": list, "rows": list}
-    _keys(data, {"format", "version", *wanted}, {"format", "version", *wanted}, where)
-    for key, kind in wanted.items():
-        if not isinstance(data[key], kind) or not data[key]:
-            raise ConfigError(f"{where}: {key} must be a {kind.__name__} that is not empty, got {data[key]!r:.80}")
-    if UNITS.get(data["unit"]) != data["better"]:
-        raise ConfigError(f"{where}: unit and better must be a pair of {UNITS}; got {data['unit']}, {data['better']}")
-    if not all(isinstance(note, str) for note in data["notes"]):
-        raise ConfigError(f"{where}: notes must be texts")
-    rows = tuple(_row(row, data["machine"], f"{where}: row {i}") for i, row in enumerate(data["rows"]))
-    seen: set[tuple[str, str]] = set()
-    fitted: set[str] = set()
-    for row in rows:
-        if (row.system, row.case) in seen:
-            raise ConfigError(f"{where}: {row.system}, {row.case} is there twice")
-        seen.add((row.system, row.case))
-        if row.fits is not None:
-            if row.system in fitted or row.excluded is not None or row.value is None:
-                raise ConfigError(f"{where}: at most one row of {row.system} may be fitted, one that counts and ran")
-            fitted.add(row.system)
-    return Table(data["name"], data["source"], data["machine"], data["unit"], tuple(data["notes"]), rows)
-
-
-def _row(data: Any, machine: str, where: str) -> Row:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: expected an object, got {data!r:.80}")
-    _keys(data, {"system", "case", "value"}, {f.name for f in fields(Row)} - {"what"} | {"operator", "step"}, where)
-    for key in ("system", "case", "workload", "fits", "excluded"):
-        if key in data and (not isinstance(data[key], str) or not data[key]):
-            raise ConfigError(f"{where}: {key} must be a text, got {data[key]!r:.80}")
-    value = data["value"]
-    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-    if not number and value != "OOM":
-        raise ConfigError(f'{where}: value must be a number above 0 or "OOM", got {value!r:.80}')
-    if ("operator" in data) == ("step" in data):
-        raise ConfigError(f"{where}: needs either operator or step")
-    workload: str = data["workload"] if "workload" in data else data["case"]
-    what: OperatorCase | StepCase
-    if "operator" in data:
-        what = _made(OperatorCase, data["operator"], where)
-    else:
-        what = _made(StepCase, data["step"], where, {"machine": machine})
-    return Row(
-        system=data["system"],
-        case=data["case"],
-        value=float(value) if number else None,
-        what=what,
-        workload=workload,
-        fits=data.get("fits"),
-        excluded=data.get("excluded"),
-    )
-
-
-def _made(cls: type[T], data: Any, where: str, more: Mapping[str, Any] | None = None) -> T:
-    """The dataclass from an object with its fields; types are checked."""
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: expected an object for {cls.__name__}, got {data!r:.80}")
-    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-    needed = {name for name, field in known.items() if field.default is MISSING} - set(more or ())
-    _keys(data, needed, set(known) - set(more or ()), where)
-    hints = get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for key, value in data.items():
-        kind, given = hints[key], value
-        if kind == tuple[str, ...]:
-            fine = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            given = tuple(value) if fine else value
-        elif kind in (float, float | None):
-            fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            fine = fine or (value is None and kind is not float)
-        else:
-            fine = type(value) in (get_args(kind) or (kind,))
-        if not fine:
-            raise ConfigError(f"{where}: {key} must be {kind}, got {value!r:.80}")
-        values[key] = given
+    """Return the table of a JSON object. Raises ``ConfigError`` with ``where`` and the reason."""
     try:
-        return cls(**values, **(more or {}))
+        # Strict validation accepts lists as tuples and objects as dataclasses only in JSON text.
+        return _File.model_validate_json(json.dumps(_with_machine(data)), strict=True).table()
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"{where}: {problems}") from error
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _keys(data: dict[str, Any], needed: set[str], known: set[str], where: str) -> None:
-    if missing := sorted(needed - set(data)):
-        raise ConfigError(f"{where}: lacks {missing[0]!r}")
-    if unknown := sorted(set(data) - known):
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r:.80}; expected {', '.join(sorted(known))}")
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
-
-
-def _count(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, got {value}")
-
-
-def _no_constant(text: str) -> float:
-    raise ConfigError(f"{text} is not a number that a table can hold")
+def _with_machine(data: Any) -> Any:
+    """Add the machine of the table to its steps, which must not have a machine."""
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+        return data
+    rows = []
+    for row in data["rows"]:
+        if isinstance(row, dict) and isinstance(row.get("step"), dict):
+            if "machine" in row["step"]:
+                raise ConfigError("step must not have the key 'machine'; set it in the table")
+            row = row | {"step": row["step"] | {"machine": data.get("machine")}}
+        rows.append(row)
+    return data | {"rows": rows}

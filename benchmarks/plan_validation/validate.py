@@ -1,10 +1,10 @@
-"""Predictions held against published tables: every row, its error, what was fitted, and whether rankings are right.
+"""Compare predictions with published tables: errors, fitted constants and rankings.
 
     report = validate(predict_step)
     print(report.text())
 
-Operators are predicted here, from a machine's description and ``moe_comm.plan.machine.fused``; whole steps by the
-function that is given. Rows that a constant was fitted on and rows that are excluded are shown but do not count.
+Operators are predicted with ``moe_comm.plan.machine.fused``, steps by the ``predict_step`` argument. Fitted and
+excluded rows are listed but not evaluated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from benchmarks.plan_validation.published import OperatorCase, Row, StepCase, Table, tables
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine import fused
-from moe_comm.plan.machine.fused import Product, Transport
+from moe_comm.plan.machine.fused import Gemm, Transport
 from moe_comm.plan.machine.hardware import Cluster, item_bytes
 from moe_comm.plan.machine.hardware_table import H100, PCIE_4, cluster_named
 from moe_comm.plan.model.files import model_named
@@ -27,7 +27,7 @@ from moe_comm.plan.step.weights import SLOW_RING
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What a step's prediction is where no mapping fits. missing_bytes: on the worst rank."""
+    """Prediction of a step if no mapping fits into memory. ``missing_bytes`` is for the rank with the most."""
 
     missing_bytes: float = 0.0
 
@@ -44,12 +44,12 @@ CONSTANTS: dict[str, float] = {
     "weights.SLOW_RING": SLOW_RING,
     "load.DROPLESS": DROPLESS,
 }
-"""Those that rows' ``fits`` name, each fitted on that one row."""
+"""Constants that the ``fits`` of rows name. Each is fitted to one row."""
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A row and its prediction, in the table's unit; None: out of memory."""
+class CheckedRow:
+    """A row and its prediction, in the unit of the table. None: out of memory."""
 
     table: str
     system: str
@@ -63,7 +63,7 @@ class Checked:
 
     @property
     def error(self) -> float:
-        """Predicted over published, less 1; 0 if both ran out of memory, infinite if one did."""
+        """Predicted over published, minus 1; 0 if both are out of memory, infinite if one is."""
         if self.published is None or self.predicted is None:
             return 0.0 if self.published is self.predicted else math.inf
         return self.predicted / self.published - 1
@@ -79,7 +79,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Systems of one case, or mappings of one system and workload, the best first."""
+    """Ranking of the systems of a case, or of the mappings of a system and workload, best first."""
 
     table: str
     kind: str
@@ -94,7 +94,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted one and the row it comes from."""
+    """A fitted constant and its row."""
 
     name: str
     value: float
@@ -104,15 +104,15 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What ``validate`` finds."""
+class ValidationReport:
+    """Result of ``validate``."""
 
-    rows: tuple[Checked, ...]
+    rows: tuple[CheckedRow, ...]
     rankings: tuple[Ranking, ...]
     constants: tuple[Constant, ...]
 
     def errors(self, table: str | None = None) -> list[float]:
-        """Absolute errors of the rows that count, of one table or of all; rows in which both ran out are left out."""
+        """Return the absolute errors of the evaluated rows of one table or of all, except rows with OOM in both."""
         return [
             abs(row.error)
             for row in self.rows
@@ -120,16 +120,16 @@ class Report:
         ]
 
     def median(self, table: str | None = None) -> float:
-        """Median absolute error, NaN if no row counts."""
-        found = self.errors(table)
-        return statistics.median(found) if found else math.nan
+        """Return the median absolute error, NaN without evaluated rows."""
+        errors = self.errors(table)
+        return statistics.median(errors) if errors else math.nan
 
     def worst(self, table: str | None = None) -> float:
-        """Greatest absolute error, NaN if no row counts."""
+        """Return the largest absolute error, NaN without evaluated rows."""
         return max(self.errors(table), default=math.nan)
 
     def text(self) -> str:
-        """The report as plain text: a line for each row, then each table's summary, rankings and constants."""
+        """Return the report as text: all rows, the summary of each table, wrong rankings and constants."""
         head = ("table", "system", "case", "published", "predicted", "error", "unit", "")
         lines = [
             (
@@ -148,14 +148,14 @@ class Report:
         names = list(dict.fromkeys(row.table for row in self.rows))
         summary = [("table", "rows that count", "median error", "worst", "rankings right")]
         for name in [*names, None]:
-            found = [ranking for ranking in self.rankings if name in (None, ranking.table)]
+            rankings = [ranking for ranking in self.rankings if name in (None, ranking.table)]
             summary.append(
                 (
                     name or "all",
                     str(len(self.errors(name))),
                     f"{self.median(name):.1%}",
                     f"{self.worst(name):.1%}",
-                    f"{sum(ranking.right for ranking in found)} of {len(found)}",
+                    f"{sum(ranking.right for ranking in rankings)} of {len(rankings)}",
                 )
             )
         out += ["", *_aligned(summary)]
@@ -171,55 +171,55 @@ class Report:
         return "\n".join(out)
 
 
-def validate(predict_step: PredictStep | None = None, chosen: Iterable[Table] | None = None) -> Report:
+def validate(predict_step: PredictStep | None = None, chosen: Iterable[Table] | None = None) -> ValidationReport:
     """Predict every row.
 
     Args:
-        predict_step: seconds of a step, or ``OutOfMemory``. Without it, tables of steps are left out.
-        chosen: tables; None: all in ``published/``.
+        predict_step: returns the seconds of a step, or ``OutOfMemory``. None: tables of steps are skipped.
+        chosen: tables. None: all tables in ``published/``.
 
     Raises:
-        ConfigError: a row names a constant, machine or model that is not known.
+        ConfigError: a row names an unknown constant, machine or model.
     """
-    rows: list[Checked] = []
+    rows: list[CheckedRow] = []
     rankings: list[Ranking] = []
     constants: list[Constant] = []
     for table in tables() if chosen is None else chosen:
         if predict_step is None and any(isinstance(row.what, StepCase) for row in table.rows):
             continue
-        found = _checked(table, predict_step)
-        rows += found
-        rankings += _rankings(found, table.lower_is_better)
+        checked = _checked(table, predict_step)
+        rows += checked
+        rankings += _rankings(checked, table.lower_is_better)
         for row in table.rows:
             if row.fits is not None:
                 if row.fits not in CONSTANTS:
                     raise ConfigError(
-                        f"table {table.name}: no constant {row.fits!r}; fitted ones are {', '.join(CONSTANTS)}"
+                        f"table {table.name}: unknown constant {row.fits!r}; known: {', '.join(CONSTANTS)}"
                     )
                 constants.append(Constant(row.fits, CONSTANTS[row.fits], table.name, row.system, row.case))
-    return Report(tuple(rows), tuple(rankings), tuple(constants))
+    return ValidationReport(tuple(rows), tuple(rankings), tuple(constants))
 
 
 def predict_operator(case: OperatorCase, machine: str) -> float:
-    """Seconds of an operator on one host of a named machine."""
+    """Return the predicted seconds of an operator on one host of a named machine."""
     cluster = cluster_named(machine, case.ranks)
     span = cluster.span(range(case.ranks))
     size = item_bytes(case.dtype)
     if "experts" in case.pattern:
         return _experts(case, cluster, size)
-    product = Product(case.m, case.n, case.k, case.dtype)
+    product = Gemm(case.m, case.n, case.k, case.dtype)
     alone = product.seconds(cluster.accelerator)
     if case.pattern == "product":
         return alone
     if "gather" in case.pattern:
-        moved = cluster.all_gather_s(case.m * case.k * size, span)
+        moved = cluster.all_gather(case.m * case.k * size, span).seconds
     else:
-        moved = cluster.reduce_scatter_s(case.m * case.n * size, span)
+        moved = cluster.reduce_scatter(case.m * case.n * size, span).seconds
     if "product" not in case.pattern:
         return moved
     if case.transport in ("none", "serial"):
         return alone + moved
-    build = fused.gather_product if case.pattern == "gather product" else fused.product_scatter
+    build = fused.gather_gemm if case.pattern == "gather product" else fused.gemm_scatter
     return build(cluster, span, product, _transport(case)).seconds
 
 
@@ -228,7 +228,7 @@ def _experts(case: OperatorCase, cluster: Cluster, size: int) -> float:
     span, gpu = cluster.span(range(case.ranks)), cluster.accelerator
     local = case.experts // case.ep
     each = case.m * case.top_k / case.experts * case.imbalance
-    product = Product(each, case.n, case.k, case.dtype, local, gathered=True)
+    product = Gemm(each, case.n, case.k, case.dtype, local, gathered=True)
     ahead = case.pattern == "gather experts"
     num_bytes = case.m * (case.k if ahead else case.n) * size
     if case.transport in ("none", "serial"):
@@ -236,23 +236,23 @@ def _experts(case: OperatorCase, cluster: Cluster, size: int) -> float:
         one = gpu.gemm_seconds(each, case.n, case.k, case.dtype) + gpu.launch_s
         one += gpu.memory_seconds(2 * each * case.n * size)
         ordered = case.m * case.top_k * (case.k if ahead else case.n) * size
-        rest = cluster.all_gather_s(num_bytes, span) if ahead else cluster.reduce_scatter_s(num_bytes, span)
+        rest = cluster.all_gather(num_bytes, span).seconds if ahead else cluster.reduce_scatter(num_bytes, span).seconds
         return local * one + 2 * gpu.launch_s + gpu.memory_seconds(4 * ordered) + rest
     if ahead:
-        return fused.dispatch_product(cluster, span, product, num_bytes, "gather", _transport(case)).seconds
-    return fused.product_combine(cluster, span, product, num_bytes, "scatter", _transport(case)).seconds
+        return fused.dispatch_gemm(cluster, span, product, num_bytes, "gather", _transport(case)).seconds
+    return fused.gemm_combine(cluster, span, product, num_bytes, "scatter", _transport(case)).seconds
 
 
 def _transport(case: OperatorCase) -> Transport:
     return fused.TRANSPORTS[case.transport]
 
 
-def _checked(table: Table, predict_step: PredictStep | None) -> list[Checked]:
+def _checked(table: Table, predict_step: PredictStep | None) -> list[CheckedRow]:
     seconds: dict[StepCase, float | OutOfMemory] = {}
 
     def step(case: StepCase) -> float | None:
         if predict_step is None:
-            raise ConfigError(f"table {table.name} is of training steps: it needs a function that predicts them")
+            raise ConfigError(f"table {table.name} has training steps; pass predict_step")
         if case not in seconds:
             seconds[case] = predict_step(case)
         taken = seconds[case]
@@ -271,7 +271,7 @@ def _checked(table: Table, predict_step: PredictStep | None) -> list[Checked]:
         if table.unit == "s":
             return taken
         if not isinstance(case, StepCase):
-            raise ConfigError(f"table {table.name}: {table.unit} is not a unit of operators")
+            raise ConfigError(f"table {table.name}: the unit {table.unit} is not valid for operators")
         if table.unit == "mfu %":
             return 100 * mfu(case, taken)
         if table.unit == "tokens/s":
@@ -283,7 +283,7 @@ def _checked(table: Table, predict_step: PredictStep | None) -> list[Checked]:
         return None if base is None else base / taken
 
     return [
-        Checked(
+        CheckedRow(
             table.name,
             row.system,
             row.case,
@@ -299,28 +299,28 @@ def _checked(table: Table, predict_step: PredictStep | None) -> list[Checked]:
 
 
 def mfu(case: StepCase, seconds: float) -> float:
-    """Share of the accelerators' peak that a step of so many seconds reaches."""
+    """Return the model FLOPs utilization of a step of ``seconds``."""
     accelerator = cluster_named(case.machine).accelerator
     flops = model_named(case.model).model_flops(case.seq_len) * case.seq_len * case.global_batch
     return flops / (seconds * case.gpus * accelerator.peak(case.dtype))
 
 
 def tokens_per_s(case: StepCase, seconds: float) -> float:
-    """Of each accelerator, in a step of so many seconds."""
+    """Return the tokens/s per accelerator of a step of ``seconds``."""
     return case.seq_len * case.global_batch / (seconds * case.gpus)
 
 
-def _rankings(rows: Sequence[Checked], lower_is_better: bool) -> list[Ranking]:
-    """Of systems within each case, and of cases within each workload of a system. Excluded rows are not compared."""
-    groups: dict[tuple[str, str], list[tuple[str, Checked]]] = {}
+def _rankings(rows: Sequence[CheckedRow], lower_is_better: bool) -> list[Ranking]:
+    """Rank systems within each case, and cases within each workload of a system, without excluded rows."""
+    groups: dict[tuple[str, str], list[tuple[str, CheckedRow]]] = {}
     for row in rows:
         if row.excluded is None:
             groups.setdefault(("systems", row.case), []).append((row.system, row))
             if row.workload != row.case:
                 groups.setdefault(("mappings", f"{row.system}, {row.workload}"), []).append((row.case, row))
 
-    def order(members: list[tuple[str, Checked]], which: str) -> tuple[str, ...]:
-        def key(member: tuple[str, Checked]) -> float:
+    def order(members: list[tuple[str, CheckedRow]], which: str) -> tuple[str, ...]:
+        def key(member: tuple[str, CheckedRow]) -> float:
             value: float | None = getattr(member[1], which)
             if value is None:
                 return math.inf

@@ -1,1 +1,1 @@
-"""Train through hundreds of faults; the run must end with the bits of a run without any."""
+"""Train with hundreds of injected faults; the result must be bit-identical to a run without faults."""

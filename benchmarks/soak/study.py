@@ -1,10 +1,10 @@
-"""A training run through hundreds of faults, which must end with the bits of one without any.
+"""Training with hundreds of injected faults, compared with a run without faults.
 
-    reference   config ─▶ train ─────────────────────────────────▶ losses, parameters ─┐ identical?
-    soak        config + faults ─▶ train --restarts ─▶ killed ─▶ ... ▶ the same         ─┘ nothing left behind?
+    reference   config ─▶ train ─────────────────────────────────▶ losses, parameters ─┐ bit-identical?
+    soak        config + faults ─▶ train --restarts ─▶ killed ─▶ ... ▶ the same         ─┘ no leaks?
 
-One fault every three steps; kinds, ranks and places are drawn by the seed. Checkpoints are taken every four steps and
-copies in memory every three, so that ranks which are started again go on from either.
+There is one fault every three steps. Kinds, ranks and positions are random. Checkpoints are written every four steps
+and in-memory snapshots every three, so that restarted ranks resume from both.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from typing import Any
 
 import torch
 
-from benchmarks.soak import left_over
+from benchmarks.soak import leak_check
 from moe_comm.bench.common import machine
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.observe.effective import effective_time
+from moe_comm.observe.fault_outcomes import fault_outcomes, summary
 from moe_comm.observe.faults import DAMAGE, KINDS, PLACES, parse, read_injections
 from moe_comm.observe.records import INJECTED, METRICS
-from moe_comm.observe.survival import answers, summary
 from moe_comm.train import config as configuration
 from moe_comm.train.checkpoint import CheckpointReader, latest
 
 EVERY, FIRST = 3, 14
 CHECKPOINT_EVERY, PEER_EVERY = 4, 3
 PERIOD, DISK_IS_NEWER = 12, (4, 5, 8)
-"""After so many steps, modulo the period, the newest checkpoint is newer than what is in memory: what harms it is met
-by ranks that are then started again."""
+"""Numbers of completed steps, modulo PERIOD, at which the newest checkpoint is newer than the in-memory snapshot.
+Restarted ranks then read the checkpoint, so damage to it has an effect."""
 MARK = "MOE_COMM_SOAK"
-"""Environment variable by which every process of a soak is known."""
+"""Environment variable that marks the processes of a soak."""
 LEFT_S = 30.0
-"""What processes and shared memory get to go away after the run."""
-LOOK_S = 0.5
-TOLD_S = 10.0
+"""Time for processes and shared memory to disappear after the run."""
+POLL_S = 0.5
+PROGRESS_S = 10.0
 IMPOSSIBLE = ("slow_link",)
-"""Needs ranks on hosts of their own."""
+"""Requires ranks on several hosts."""
 _OPTIONS = {
     "slow_cpu": ("seconds=0.05", "steps=2"),
     "slow_sleep": ("seconds=0.05", "steps=2"),
@@ -61,8 +61,15 @@ _PLACED = ("kill", "stop", "segv", "exit", "hold_gil")
 
 @dataclass(frozen=True)
 class Soak:
-    """faults: how many. folder: where everything goes; a run that was interrupted there goes on. stuck_s: see
-    ``WatchSection``. kinds: of faults; () is all that can be had. settings: more overrides of the configuration."""
+    """Settings of a soak.
+
+    Args:
+        folder: folder of the runs. An interrupted soak in this folder resumes.
+        faults: number of faults.
+        stuck_s: see ``WatchSection``.
+        kinds: kinds of faults; empty: all possible kinds.
+        settings: additional overrides of the configuration.
+    """
 
     folder: Path
     ranks: int = 4
@@ -77,48 +84,48 @@ class Soak:
         if unknown or self.ranks < 1 or self.faults < 1:
             known = ", ".join(kind for kind in KINDS if kind not in IMPOSSIBLE)
             raise ConfigError(
-                f"a soak needs ranks, faults and known kinds; got {self.ranks}, {self.faults}, {', '.join(unknown)}; "
-                f"known: {known}"
+                f"a soak needs at least one rank and fault, and known kinds; got {self.ranks} ranks, {self.faults} "
+                f"faults, unknown kinds: {', '.join(unknown) or 'none'}; known: {known}"
             )
 
 
 def plan(soak: Soak) -> list[str]:
-    """The faults. Damage to a checkpoint is followed by a kill in the same step, which is a fault too."""
-    chance = random.Random(soak.seed)
+    """Return the faults. Damage to a checkpoint is followed by a kill in the same step, which counts as a fault."""
+    rng = random.Random(soak.seed)
     kinds = list(soak.kinds or (kind for kind in KINDS if kind not in IMPOSSIBLE))
     groups: dict[str, list[str]] = {"damage": [], "disk": [], "any": []}
     for kind in kinds:
         groups["damage" if kind in DAMAGE else "disk" if kind == "full_disk" else "any"].append(kind)
-    waiting: dict[str, list[str]] = {name: [] for name in groups}
+    remaining: dict[str, list[str]] = {name: [] for name in groups}
 
     def draw(group: str) -> str:
-        """Each kind once before any comes again."""
-        if not waiting[group]:
-            waiting[group] = chance.sample(groups[group], len(groups[group]))
-        return waiting[group].pop()
+        """Return a kind. All kinds of a group are drawn once before a kind is repeated."""
+        if not remaining[group]:
+            remaining[group] = rng.sample(groups[group], len(groups[group]))
+        return remaining[group].pop()
 
-    found: list[str] = []
+    faults: list[str] = []
     step = FIRST
-    while len(found) < soak.faults:
-        rank = chance.randrange(soak.ranks)
+    while len(faults) < soak.faults:
+        rank = rng.randrange(soak.ranks)
         group = "any"
         if (step - 1) % PERIOD in DISK_IS_NEWER and groups["damage"]:
             group = "damage"
-        elif step % CHECKPOINT_EVERY == 0 and groups["disk"] and (not groups["any"] or chance.random() < 0.4):
+        elif step % CHECKPOINT_EVERY == 0 and groups["disk"] and (not groups["any"] or rng.random() < 0.4):
             group = "disk"
         if groups[group]:
             kind = draw(group)
             options = [f"rank={rank}", f"step={step}", *_OPTIONS.get(kind, ())]
-            options += [f"at={chance.choice(PLACES)}"] if kind in _PLACED else []
-            found.append(f"{kind}:" + ",".join(options))
+            options += [f"at={rng.choice(PLACES)}"] if kind in _PLACED else []
+            faults.append(f"{kind}:" + ",".join(options))
             if kind in DAMAGE:
-                found.append(f"kill:rank={rank},step={step}")
+                faults.append(f"kill:rank={rank},step={step}")
         step += EVERY
-    return found[: soak.faults]
+    return faults[: soak.faults]
 
 
 def settings_of(soak: Soak, faults: Sequence[str]) -> list[str]:
-    """Overrides of ``tiny``; without ``faults`` those of the reference."""
+    """Return the overrides of the configuration ``tiny``. Without ``faults``, they are those of the reference run."""
     last = max((fault.step or 0 for fault in map(parse, plan(soak))), default=0)
     return [
         f"run.name={'soak' if faults else 'reference'}",
@@ -151,92 +158,93 @@ def settings_of(soak: Soak, faults: Sequence[str]) -> list[str]:
 
 
 def run(soak: Soak, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Train with and without faults, and compare; what OUT holds.
+    """Train with and without faults, compare the runs, and return the JSON object.
 
     Args:
-        say: told how far it is.
+        soak: settings.
+        say: receives progress messages.
 
     Raises:
-        ConfigError: the folder holds a soak with other settings.
-        MoeCommError: a run ended before its last step; its output is in the folder.
-        KeyboardInterrupt: another call with the same folder goes on.
+        ConfigError: the folder contains a soak with different settings.
+        MoeCommError: a run ended before its last step. Its output is in the folder.
+        KeyboardInterrupt: the user interrupted the soak. Another call with the same folder resumes it.
     """
     soak.folder.mkdir(parents=True, exist_ok=True)
     faults = plan(soak)
     _same_plan(soak, faults)
-    began = time.monotonic()
-    before = left_over.look()
+    started = time.monotonic()
+    leaks = leak_check.start()
     token = f"{MARK}={secrets.token_hex(8)}"
-    reference = _train(soak, [], token, lambda: before.watch(token))
-    say(f"reference: {reference.name} is complete after {time.monotonic() - began:.0f} s")
-    told = _Progress(soak, len(faults), say)
+    reference = _train(soak, [], token, lambda: leaks.watch(token))
+    say(f"reference: {reference.name} is complete after {time.monotonic() - started:.0f} s")
+    report_progress = _Progress(soak, len(faults), say)
 
-    def look() -> None:
-        before.watch(token)
-        told()
+    def poll() -> None:
+        leaks.watch(token)
+        report_progress()
 
-    broken = _train(soak, faults, token, look)
-    left = before.left(token, LEFT_S)
-    happened = Counter(one.key for one in read_injections(broken / INJECTED))
-    difference = _difference(reference, broken)
-    effective = effective_time(broken)
+    faulty = _train(soak, faults, token, poll)
+    left = leaks.left(token, LEFT_S)
+    injected = Counter(one.key for one in read_injections(faulty / INJECTED))
+    difference = _difference(reference, faulty)
+    effective = effective_time(faulty)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]),
-        "machine": machine.facts("cpu"),
+        "machine": machine.machine_info("cpu"),
         "ranks": soak.ranks,
         "seed": soak.seed,
         "steps": len(_losses(reference)),
         "planned": len(faults),
-        "faults": len(happened),
-        "repeated": sorted(key for key, count in happened.items() if count > 1),
+        "faults": len(injected),
+        "repeated": sorted(key for key, count in injected.items() if count > 1),
         "identical": not difference,
         "difference": difference,
         "left_behind": left,
-        "kinds": summary(answers(broken)),
+        "kinds": summary(fault_outcomes(faulty)),
         "starts": effective.attempts if effective else 0,
         "effective_time_ratio": effective.ratio if effective else math.nan,
         "effective_time": effective.as_dict() if effective else {},
-        "seconds": time.monotonic() - began,
+        "seconds": time.monotonic() - started,
     }
 
 
-def problems(found: dict[str, Any]) -> list[str]:
-    """What keeps a soak from being passed."""
-    said = []
-    if not found["identical"]:
-        said.append(f"not the bits of a run without faults: {found['difference']}")
-    if found["left_behind"]:
-        said.append(f"left behind: {', '.join(found['left_behind'])}")
-    if found["repeated"]:
-        said.append(f"faults that happened more than once: {', '.join(found['repeated'])}")
-    if found["faults"] < found["planned"]:
-        said.append(f"only {found['faults']} of {found['planned']} faults happened")
-    return said
+def problems(result: dict[str, Any]) -> list[str]:
+    """Return the reasons why a soak failed; empty if it passed."""
+    reasons = []
+    if not result["identical"]:
+        reasons.append(f"not bit-identical to a run without faults: {result['difference']}")
+    if result["left_behind"]:
+        reasons.append(f"left behind: {', '.join(result['left_behind'])}")
+    if result["repeated"]:
+        reasons.append(f"faults that were injected more than once: {', '.join(result['repeated'])}")
+    if result["faults"] < result["planned"]:
+        reasons.append(f"only {result['faults']} of {result['planned']} faults were injected")
+    return reasons
 
 
-def table(found: dict[str, Any]) -> str:
-    """What was found, to be read."""
+def table(result: dict[str, Any]) -> str:
+    """Return the result as text."""
 
-    def shown(spread: dict[str, float] | None) -> str:
+    def cells(spread: dict[str, float] | None) -> str:
         return " ".join(f"{value:8.2f}" for value in spread.values()) if spread else f"{'-':>26}"
 
-    lines = [f"{'':<22}{'':>6} | {'noticed: median, p99, worst':>26} | {'recovered: the same, seconds':>26}"]
+    lines = [f"{'':<22}{'':>6} | {'detected: median, p99, max':>26} | {'recovered: the same, seconds':>26}"]
     lines += [
-        f"{kind:<22}{one['count']:>6} | {shown(one['detected'])} | {shown(one['recovered'])}"
-        for kind, one in found["kinds"].items()
+        f"{kind:<22}{one['count']:>6} | {cells(one['detected'])} | {cells(one['recovered'])}"
+        for kind, one in result["kinds"].items()
     ]
-    same = "the same bits as" if found["identical"] else "NOT the bits of"
+    same = "bit-identical to" if result["identical"] else "NOT bit-identical to"
     lines.append(
-        f"{found['faults']} faults, {found['starts']} starts of {found['ranks']} ranks, {found['steps']} steps: {same} "
-        f"a run without faults; effective time {found['effective_time_ratio']:.1%}"
+        f"{result['faults']} faults, {result['starts']} starts of {result['ranks']} ranks, {result['steps']} steps: "
+        f"{same} a run without faults; effective time {result['effective_time_ratio']:.1%}"
     )
     return "\n".join(lines)
 
 
 class _Progress:
-    """Says how many faults are survived, now and then."""
+    """Reports the number of injected faults every ``PROGRESS_S`` seconds."""
 
     def __init__(self, soak: Soak, total: int, say: Callable[[str], None]) -> None:
         self._soak, self._total, self._say = soak, total, say
@@ -245,7 +253,7 @@ class _Progress:
     def __call__(self) -> None:
         if time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + TOLD_S
+        self._next = time.monotonic() + PROGRESS_S
         folder = _folder(self._soak, "soak")
         injected = read_injections(folder / INJECTED) if folder else []
         steps = len(_losses(folder)) if folder else 0
@@ -253,8 +261,8 @@ class _Progress:
         self._say(f"{len(injected)} of {self._total} faults, step {steps}; last: {last}")
 
 
-def _train(soak: Soak, faults: Sequence[str], token: str, look: Callable[[], None]) -> Path:
-    """Train to the end in processes of their own, unless that has been done; returns the run's folder."""
+def _train(soak: Soak, faults: Sequence[str], token: str, poll: Callable[[], None]) -> Path:
+    """Train in separate processes unless the run is finished, and return its folder. Calls ``poll`` regularly."""
     name = "soak" if faults else "reference"
     folder = _folder(soak, name)
     if folder is not None and _status(folder) == "finished":
@@ -269,23 +277,23 @@ def _train(soak: Soak, faults: Sequence[str], token: str, look: Callable[[], Non
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | {key: value})
         try:
             while process.poll() is None:
-                look()
-                time.sleep(LOOK_S)
+                poll()
+                time.sleep(POLL_S)
         except BaseException:
-            # Ctrl-C has reached it too; it saves and ends.
+            # On SIGINT, the run saves a checkpoint and exits.
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
     folder = _folder(soak, name)
     if process.returncode or folder is None or _status(folder) != "finished":
         tail = log.read_text(errors="replace").splitlines()[-5:]
-        raise MoeCommError(f"the {name} run ended with exit code {process.returncode}; see {log}: {' / '.join(tail)}")
+        raise MoeCommError(f"the {name} run exited with code {process.returncode}; see {log}: {' / '.join(tail)}")
     return folder
 
 
 def _folder(soak: Soak, name: str) -> Path | None:
-    found = list((soak.folder / "runs").glob(f"{name}-*"))
-    return max(found, key=lambda path: (path / "config.resolved.toml").stat().st_mtime_ns) if found else None
+    folders = (soak.folder / "runs").glob(f"{name}-*")
+    return max(folders, key=lambda path: (path / "config.resolved.toml").stat().st_mtime_ns, default=None)
 
 
 def _status(folder: Path) -> str:
@@ -297,44 +305,46 @@ def _status(folder: Path) -> str:
 
 def _same_plan(soak: Soak, faults: Sequence[str]) -> None:
     path = soak.folder / "plan.json"
-    wanted = {"ranks": soak.ranks, "seed": soak.seed, "settings": list(soak.settings), "faults": list(faults)}
-    if path.exists() and json.loads(path.read_text()) != wanted:
-        raise ConfigError(f"{soak.folder} holds a soak with other settings; give the same ones, or another --folder")
-    path.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+    own_plan = {"ranks": soak.ranks, "seed": soak.seed, "settings": list(soak.settings), "faults": list(faults)}
+    if path.exists() and json.loads(path.read_text()) != own_plan:
+        raise ConfigError(
+            f"{soak.folder} contains a soak with different settings; use the same settings or another --folder"
+        )
+    path.write_text(json.dumps(own_plan, indent=1), encoding="utf-8")
 
 
 def _losses(run: Path) -> dict[int, Any]:
-    """By step."""
-    found = {}
+    """Return the losses by step."""
+    losses = {}
     for line in (run / METRICS).read_text().splitlines() if (run / METRICS).exists() else ():
         try:
             values = json.loads(line)
-            found[int(values["step"])] = values["loss"]
+            losses[int(values["step"])] = values["loss"]
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return losses
 
 
-def _difference(reference: Path, broken: Path) -> str:
-    """Where the runs differ in a bit of a loss or of the final state; "" where they do not."""
-    losses, theirs = _losses(reference), _losses(broken)
-    for step in sorted(losses.keys() | theirs.keys()):
-        if losses.get(step) != theirs.get(step):
-            return f"the loss of step {step} is {theirs.get(step)}, without faults {losses.get(step)}"
-    paths = [latest(run / "checkpoints") for run in (reference, broken)]
+def _difference(reference: Path, faulty: Path) -> str:
+    """Return the first difference of the losses or of the final checkpoints, or "" if they are bit-identical."""
+    expected, actual = _losses(reference), _losses(faulty)
+    for step in sorted(expected.keys() | actual.keys()):
+        if expected.get(step) != actual.get(step):
+            return f"the loss of step {step} is {actual.get(step)}, without faults {expected.get(step)}"
+    paths = [latest(run / "checkpoints") for run in (reference, faulty)]
     if None in paths:
-        return "a run has no checkpoint of its end"
+        return "a run has no final checkpoint"
     first, second = (CheckpointReader(path) for path in paths if path is not None)
     if sorted(first.names) != sorted(second.names):
-        return "the checkpoints hold other tensors"
+        return "the checkpoints contain different tensors"
     for name in sorted(first.names):
         if not torch.equal(first.read(name).view(torch.uint8), second.read(name).view(torch.uint8)):
-            return f"{name} has other bits at the end"
+            return f"the final values of {name} differ"
     return ""
 
 
 def commit() -> str:
-    """The commit of the source tree that this runs from; "" outside of one."""
+    """Return the commit of the source tree, or "" if the sources are not in a git repository."""
     here = Path(__file__).parent
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else ""

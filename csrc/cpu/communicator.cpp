@@ -21,7 +21,7 @@ namespace {
 
 constexpr uint64_t kMagic = 0x6d6f65636f6d6d01;
 constexpr uint32_t kArrived = 1, kReady = 2, kDone = 3, kPerOp = 4;
-constexpr int64_t kLookAround = 100 * 1000 * 1000;  // ns between looks at the peers' pulses
+constexpr int64_t kLookAround = 100 * 1000 * 1000;  // ns between liveness checks of the peers
 
 int open_pidfd(pid_t pid) {
 #ifdef SYS_pidfd_open
@@ -169,7 +169,7 @@ void Communicator::wait_for(int p, Patience& patience, Met met) {
     }
     own.sleeping.store(0);
     const int64_t now = now_ns();
-    // A job that was stopped as a whole (Ctrl-Z) goes on afterwards: peers are not blamed for that time.
+    // If the whole job was stopped (Ctrl-Z) and resumed, the stopped time does not count against the peers.
     if (now - before > 10 * kLookAround) patience.deadline += now - before;
     if ((broken || now >= patience.next_look || now >= patience.deadline) && !met()) {
       look_after(p);
@@ -209,7 +209,7 @@ void Communicator::post(const Op& op) {
   for (int i = 0; i < kHeaderWords; ++i) {
     int64_t word;
     std::memcpy(&word, header.data() + i * sizeof word, sizeof word);
-    __atomic_store_n(&mine.header[i], word, __ATOMIC_RELAXED);  // a peer that reports may be reading
+    __atomic_store_n(&mine.header[i], word, __ATOMIC_RELAXED);  // a peer's error report may read it
   }
   own.since_ns.store(now_ns(), std::memory_order_relaxed);
   own.in_op.store(1, std::memory_order_relaxed);
@@ -281,7 +281,7 @@ void Communicator::raise(std::atomic<uint32_t>& flag, int peer) {
 void Communicator::wait_flag(const std::atomic<uint32_t>& flag, int peer) {
   Patience patience(*this);
   wait_for(peer, patience, [&] { return flag.load() != 0 || has_reached(peer, kDone); });
-  // A peer that is done raises nothing more; it raised all it had before.
+  // A peer that has left sets no more flags. It set all completed flags before it left.
   if (flag.load() == 0) disagree();
 }
 
@@ -308,7 +308,7 @@ void Communicator::finish() {
 void Communicator::abandon() {
   if (!in_op_) return;
   in_op_ = false;
-  if (!failure_.empty()) return;  // the peers know already
+  if (!failure_.empty()) return;  // the peers were already notified
   failure_ = "rank " + std::to_string(rank_) + " left an operation in the middle after an error; the group is unusable";
   failure_kind_ = Broken::gave_up;
   Control& own = control(rank_);

@@ -1,17 +1,18 @@
-// Ranks of one host that see each other's heaps: handshakes, waiting with deadlines, and noticing the dead.
+// Communication between the ranks of one host, which map each other's heaps: handshake, waits with deadlines, and
+// detection of dead peers.
 //
-// Every rank publishes a record in the control region at the start of its segment, and one counter, `progress`,
-// that only grows (and wraps). An operation number n takes four counts:
+// Every rank publishes a record in the control region at the start of its segment. It also publishes a counter,
+// `progress`, that only increases (and wraps). Operation number n uses four counts:
 //
 //   4n + 1  arrived   header, counts and offsets of this operation can be read
-//   4n + 2  ready     the block that peers write to has been allocated (dispatch only)
-//   4n + 3  done      this rank reads and writes peers' memory no more
+//   4n + 2  ready     the block that peers write to is allocated (dispatch only)
+//   4n + 3  done      this rank no longer reads or writes its peers' memory
 //
-// A rank that waits sleeps on its own doorbell, which peers ring after each step; so one futex serves all waits.
-// Nobody starts operation n + 1 before all are done with n, so one record per rank is enough.
+// A waiting rank sleeps on its own doorbell. Peers ring it after each step, so one futex serves all waits. A rank
+// starts operation n + 1 only after all ranks are done with n, so one record per rank is enough.
 //
-// begin waits for all. An operation that has work to do meanwhile takes it apart: post, then wait_any for its peers one
-// after the other, and flags of its own within the block that it offers; and at its end leave, then wait_left.
+// begin waits for all ranks. An operation that overlaps communication with computation uses the separate steps instead:
+// post, wait_any per peer, flags in its own published block, leave, wait_left.
 #pragma once
 
 #include <atomic>
@@ -26,8 +27,8 @@
 
 namespace moe_comm {
 
-constexpr int kHeaderWords = 49;   // as comm/header.py packs them
-constexpr int kComparedWords = 8;  // of these, the first must agree
+constexpr int kHeaderWords = 49;   // packed by comm/header.py
+constexpr int kComparedWords = 8;  // the first kComparedWords words must be equal on all ranks
 constexpr int kFaultWord = 8;      // 0, or 1 + the kind of error in this rank's input
 constexpr int kTextWord = 9;
 
@@ -35,9 +36,9 @@ struct Record {
   int64_t header[kHeaderWords];
   int64_t counts_offset;  // dispatch: slots per global expert, E int64
   int64_t rows_offset;    // the block peers read from (sum, spread)
-  int64_t rows_bytes;     // its size, and that of the block written to in spread
-  int64_t block_offset;   // the block peers write to; -1 while there is none, -2 if it could not be allocated
-  int64_t flags_offset;   // sum: for each rank, whether the rows that it reads stand; -1: all do
+  int64_t rows_bytes;     // the size of that block, and of the block written to in spread
+  int64_t block_offset;   // the block peers write to; -1 before it is allocated, -2 if the allocation failed
+  int64_t flags_offset;   // sum: one flag per reading rank, set once its rows are written; -1: all rows are written
 };
 
 struct Control {
@@ -46,10 +47,10 @@ struct Control {
   uint32_t rank;
   alignas(64) std::atomic<uint32_t> doorbell;  // rung by peers
   std::atomic<uint32_t> sleeping;
-  alignas(64) std::atomic<uint32_t> progress;  // written by the owner alone
-  std::atomic<uint32_t> broken;                // 0, or 1 + kind: the owner gave up, and why
-  std::atomic<int32_t> culprit;                // the rank it blames
-  // What the owner is doing, for reports; torn reads do no harm.
+  alignas(64) std::atomic<uint32_t> progress;  // written only by the owner
+  std::atomic<uint32_t> broken;                // 0, or a Broken value: the owner gave up for this reason
+  std::atomic<int32_t> culprit;                // the rank that caused it
+  // The owner's current activity, for error reports. Torn reads are harmless.
   alignas(64) std::atomic<int64_t> since_ns;
   std::atomic<int64_t> step;
   std::atomic<int32_t> waiting_for;  // a rank, or -1
@@ -60,7 +61,7 @@ struct Control {
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free,
               "atomics in shared memory must not hide a lock");
 
-// One operation as this rank is about to do it.
+// The header of this rank's next operation.
 struct Op {
   int64_t compared[kComparedWords];
   std::string label;
@@ -77,9 +78,9 @@ class Communicator {
   struct Options {
     double timeout_s = 300;
     double spin_us = 50;
-    uint32_t first_progress = 0;  // tests start near the wrap
+    uint32_t first_progress = 0;  // tests set a value close to the wrap-around
     bool watch_pids = true;
-    std::function<void()> on_wait;  // called about every 0.1 s of a long wait; may throw (Ctrl-C)
+    std::function<void()> on_wait;  // called about every 0.1 s during a long wait; may throw (Ctrl-C)
   };
 
   Communicator(std::shared_ptr<Heap> heap, int rank, int world, Options options);
@@ -90,7 +91,7 @@ class Communicator {
   static int64_t control_bytes() { return sizeof(Control); }
   // Open the peers' segments by name. The owner's name is ignored.
   void attach(const std::vector<std::string>& names);
-  // The same for ranks that are threads of one process (tests under sanitizers).
+  // Same as attach, for ranks that are threads of one process (tests under sanitizers).
   void attach_local(const std::vector<std::shared_ptr<Heap>>& heaps);
 
   int rank() const { return rank_; }
@@ -99,51 +100,55 @@ class Communicator {
   const std::shared_ptr<Heap>& heap_ptr() const { return heap_; }
   void set_step(int64_t step);
   void set_timeout(double seconds) { timeout_s_.store(seconds, std::memory_order_relaxed); }
-  // Throws if a peer is dead or has given up, without waiting. Does nothing while another thread is in an operation,
-  // which looks for itself.
+  // Throw if a peer is dead or has given up; does not wait. Does nothing while another thread runs an operation,
+  // because that operation checks its peers itself.
   void check_peers();
-  // Pids of all ranks, as attached.
+  // Return the pids of all ranks, as recorded by attach.
   std::vector<int32_t> pids() const;
 
-  // --- the protocol; between begin and finish one thread runs one operation ---
+  // --- the protocol; one thread runs each operation, from begin to finish ---
   std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
   Record& record() { return control(rank_).record; }
   const Record& record(int peer) const { return control(peer).record; }
-  // Throws if an earlier operation broke the group, or in a forked child of the process that made it.
+  // Throw if an earlier operation broke the group, or if this process is a forked child of the creator.
   void check_usable() const;
-  // Publish `op`, wait for all, compare. Throws HandshakeFailed, after which the next operation may begin.
+  // Publish `op`, wait for all ranks and compare headers. Throws HandshakeFailed on a mismatch; the next operation may
+  // then begin.
   void begin(const Op& op);
   // The first part of begin: publish `op`.
   void post(const Op& op);
-  // The rest of it, peer by peer: the first of `peers` that has posted, once one has. Throws HandshakeFailed if it
-  // posted something else, and this operation is over. Every rank must ask for each of its peers: so all find out.
+  // The second part of begin, peer by peer: wait until one of `peers` has posted and return it. Throws HandshakeFailed
+  // if that peer posted a different header; the operation is then over. Every rank must call this for each of its
+  // peers, so that all ranks detect a mismatch.
   int wait_any(const std::vector<int>& peers);
-  // Whether wait_any would give `peer` at once; and then, whether it would throw.
+  // has_posted: whether wait_any would return `peer` immediately. agrees: whether it would then not throw.
   bool has_posted(int peer) const;
   bool agrees(int peer) const;
-  // The first of `peers` that reads and writes this rank's memory no more, once there is one.
+  // Wait until one of `peers` no longer reads or writes this rank's memory, and return it.
   int wait_left(const std::vector<int>& peers);
   bool has_left(int peer) const;
-  // Throws std::invalid_argument unless `peers` are some of the other ranks.
+  // Throw std::invalid_argument unless all of `peers` are valid ranks other than this one.
   void must_be_peers(const std::vector<int>& peers) const;
-  // Tell `peer`, which may be waiting for it, that `flag` in this rank's memory is up.
+  // Set `flag` in this rank's memory and wake `peer`, which may be waiting for it.
   void raise(std::atomic<uint32_t>& flag, int peer);
-  // Until `flag` in the memory of `peer` is up. Throws HandshakeFailed if it left instead because ranks disagree.
+  // Wait until `peer` has set `flag` in its memory. Throws HandshakeFailed if `peer` left because of a header mismatch.
   void wait_flag(const std::atomic<uint32_t>& flag, int peer);
-  // Dispatch only: tell that the block stands; wait until all blocks stand.
+  // Dispatch only: publish_ready announces this rank's block; wait_ready waits for the blocks of all ranks.
   void publish_ready();
   void wait_ready();
-  // Tell that this rank reads no more of its peers' memory: the first part of finish, which waits until nobody does.
+  // Announce that this rank no longer reads its peers' memory. This is the first part of finish, which then waits until
+  // all peers have left too.
   void leave();
   void finish();
-  // Called at the end of every operation; if it did not finish, the peers are told that this rank gave up.
+  // Called at the end of every operation. If the operation did not finish, this notifies the peers that this rank gave
+  // up.
   void abandon();
-  // Address of [offset, offset + bytes) in a peer's segment, mapping more of it where needed.
+  // Return the address of [offset, offset + bytes) in a peer's segment. Maps more of the segment where needed.
   char* address(int peer, int64_t offset, int64_t bytes);
 
  private:
   struct Peer {
-    std::shared_ptr<Heap> local;  // own heap, or a thread's
+    std::shared_ptr<Heap> local;  // own heap, or the heap of a rank in the same process
     std::unique_ptr<Mapping> map;
     int pidfd = -1;
     int32_t pid = 0;
@@ -153,14 +158,14 @@ class Communicator {
   char* peer_base(int peer) const;
   void advance(uint32_t phase);
   void wait_all(uint32_t phase);
-  // Until met(), for which this rank waits for `peer`.
+  // Wait until met() returns true; `peer` is the rank waited for.
   struct Patience;
   template <class Met>
   void wait_for(int peer, Patience& patience, Met met);
   bool has_reached(int peer, uint32_t phase) const;
-  // The first of `peers` to reach `phase`.
+  // Return the first of `peers` that reaches `phase`.
   int wait_first(const std::vector<int>& peers, uint32_t phase);
-  // Once all have posted, throws HandshakeFailed.
+  // Wait until all ranks have posted, then throw HandshakeFailed.
   [[noreturn]] void disagree();
   void look_after(int waiting_for);
   bool alive(int peer) const;
@@ -178,7 +183,7 @@ class Communicator {
   Options options_;
   std::atomic<double> timeout_s_;
   std::vector<Peer> peers_;
-  uint32_t op_base_;  // progress value of the current operation's start
+  uint32_t op_base_;  // value of `progress` at the start of the current operation
   bool in_op_ = false;
   bool left_ = false;
   std::string failure_;
@@ -186,8 +191,8 @@ class Communicator {
   std::mutex mutex_;
 };
 
-// One operation on the communicator (or on none). Left by an exception in the middle, it tells the peers, who would
-// otherwise wait for this rank until their deadline.
+// Scope of one operation on the communicator (or without one, if null). If an exception leaves the scope, the peers are
+// notified; otherwise they would wait for this rank until their deadline.
 class OpScope {
  public:
   explicit OpScope(Communicator* communicator) : communicator_(communicator) {

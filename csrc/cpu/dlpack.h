@@ -1,4 +1,4 @@
-// The part of DLPack's stable C ABI (github.com/dmlc/dlpack, version 0) that hands a heap block to torch.
+// The subset of DLPack's stable C ABI (github.com/dmlc/dlpack, version 0) that is needed to pass a heap block to torch.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Exceptions of the native core; bindings.cpp turns each into the Python class of the same name.
+// Exceptions of the native core. bindings.cpp translates each to the Python class of the same name.
 #pragma once
 
 #include <stdexcept>
@@ -20,7 +20,7 @@ struct PeerTimeout : PeerError {
   using PeerError::PeerError;
 };
 
-// Ranks disagree, or one of them reports bad input. Python compares the headers and says which.
+// The ranks' headers differ, or a header reports invalid input. Python compares the headers and formats the message.
 struct HandshakeFailed : std::runtime_error {
   explicit HandshakeFailed(std::vector<std::string> all) : std::runtime_error("handshake"), headers(std::move(all)) {}
   std::vector<std::string> headers;

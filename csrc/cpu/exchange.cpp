@@ -14,10 +14,10 @@ namespace moe_comm {
 
 namespace {
 
-constexpr int64_t kGrainBytes = int64_t{256} << 10;  // less than this is not worth another thread
-constexpr int64_t kAlignElements = 32;               // parts that a rank writes start on a cache line of their own
+constexpr int64_t kGrainBytes = int64_t{256} << 10;  // minimum work per thread
+constexpr int64_t kAlignElements = 32;               // each part that a rank writes starts on its own cache line
 
-// Elements [first, last) that rank `part` of `parts` sums.
+// Elements [first, last) that rank `part` of `parts` reduces.
 struct Span {
   Span(int64_t count, int part, int parts) {
     const int64_t each = (count / parts + kAlignElements) / kAlignElements * kAlignElements;
@@ -58,7 +58,7 @@ void Exchange::copy(const Op& op, Offer mine, int64_t first, int64_t part, char*
   OpScope scope(communicator_.get());
   begin(op, mine);
   const int world = communicator_->world(), rank = communicator_->rank();
-  for (int i = 1; i <= world; ++i) {  // the own part last: reading starts at another rank on each
+  for (int i = 1; i <= world; ++i) {  // own part last, so that each rank starts reading at a different peer
     const int peer = (rank + i) % world;
     const char* from = offered(peer) + first;
     parallel_for(part, kGrainBytes, threads_, [&](int64_t begin, int64_t end) {
@@ -83,7 +83,8 @@ void Exchange::all_sum(const Op& op, Offer mine, int dtype) {
   char* own = offered(rank);
   const Span summed(count, rank, world);
   add(summed.first, summed.last - summed.first, dtype, own + summed.first * size);
-  // Nobody reads a part of this rank's addends but the rank that sums it, and after this nobody does.
+  // Each rank reads only its own part of the peers' buffers before this point. After wait_ready all parts are reduced,
+  // so the other parts of this rank's buffer may be overwritten.
   communicator_->publish_ready();
   communicator_->wait_ready();
   for (int i = 1; i < world; ++i) {
@@ -107,7 +108,8 @@ void add_parts(const std::vector<char*>& parts, int64_t count, int dtype, int th
   const int64_t size = dtype_bytes(dtype), world = static_cast<int64_t>(parts.size());
   std::vector<int64_t> place;
   for (int p = 0; p < world; ++p) place.push_back(pack_place(p, 0));
-  // As a combine of one token, whose `world` rows are the parts; cut into blocks of whole cache lines for threads.
+  // Reuse the combine kernel with one token; its `world` rows are the parts. Threads split the range into blocks of
+  // whole cache lines.
   const int64_t blocks = (count + kAlignElements - 1) / kAlignElements;
   parallel_for(blocks, kGrainBytes / (kAlignElements * size), threads, [&](int64_t begin, int64_t end) {
     const int64_t from = begin * kAlignElements, to = std::min(count, end * kAlignElements);

@@ -1,4 +1,4 @@
-// Sleeping on a word of shared memory, and the monotonic clock that deadlines use.
+// Futex wait and wake on a word of shared memory, and the monotonic clock used for deadlines.
 #pragma once
 
 #include <linux/futex.h>
@@ -38,7 +38,7 @@ inline void cpu_relax() {
 #endif
 }
 
-// Counters wrap; a is at or past b if it is less than half the range ahead.
+// Counters wrap. `a` has reached `b` if it is ahead of it by less than half the range.
 inline bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
 
 }  // namespace moe_comm

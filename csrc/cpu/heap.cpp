@@ -31,7 +31,7 @@ std::string reason(const std::string& what, int code) { return what + ": " + std
 }  // namespace
 
 Mapping::Mapping(int fd, int64_t reserve) : fd_(fd), reserve_(round_up(reserve, kGrowStep)) {
-  // One step more than needed, so that the base can stand on a huge-page boundary.
+  // Reserve one extra step, so that the base can be aligned to a huge page.
   const size_t bytes = static_cast<size_t>(reserve_ + kGrowStep);
   void* raw = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) {
@@ -62,8 +62,8 @@ bool Mapping::extend(int64_t bytes, bool populate) {
   char* at = base_ + old;
   if (mmap(at, more, PROT_READ | PROT_WRITE, flags, fd_, fd_ >= 0 ? old : 0) == MAP_FAILED) return false;
   madvise(at, more, MADV_HUGEPAGE);
-  // Page faults cost more than the copies that follow, so take them now. Where the kernel lacks this call, the
-  // pages come one by one; posix_fallocate has reserved them.
+  // Page faults cost more than the copies that follow, so fault the pages in now. If the kernel lacks this call, pages
+  // are faulted in on first access; posix_fallocate has reserved them.
   if (populate && madvise(at, more, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
     shrink(old);
     return false;
@@ -73,7 +73,7 @@ bool Mapping::extend(int64_t bytes, bool populate) {
 }
 
 void Mapping::shrink(int64_t bytes) {
-  // Turns everything past `bytes` back into reserved addresses.
+  // Return everything beyond `bytes` to reserved address space.
   mmap(base_ + bytes, static_cast<size_t>(reserve_ - bytes), PROT_NONE,
        MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   mapped_.store(std::min(mapped(), bytes), std::memory_order_release);
@@ -86,7 +86,7 @@ Heap::Heap(const std::string& name, int64_t control_bytes, int64_t initial_bytes
     fd = shm_open(name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
     if (fd < 0) throw HeapError(reason("cannot create shared memory " + name_, errno));
     linked_ = true;
-    flock(fd, LOCK_SH | LOCK_NB);  // tells the sweep, from any pid namespace, that somebody lives here
+    flock(fd, LOCK_SH | LOCK_NB);  // shows sweep_stale, in any pid namespace, that a process uses the segment
   }
   const int64_t control = round_up(control_bytes, kBlockAlign);
   try {
@@ -97,7 +97,7 @@ Heap::Heap(const std::string& name, int64_t control_bytes, int64_t initial_bytes
     throw;
   }
   if (control) {
-    // The first free block starts behind the control region.
+    // The first free block starts after the control region.
     const int64_t bytes = free_.at(0);
     free_.clear();
     free_size_.clear();
@@ -107,7 +107,7 @@ Heap::Heap(const std::string& name, int64_t control_bytes, int64_t initial_bytes
 }
 
 Heap::~Heap() {
-  if (getpid() == owner_) unlink();  // a forked child must not remove what its parent still offers
+  if (getpid() == owner_) unlink();  // a forked child must not unlink a segment that its parent still uses
 }
 
 void Heap::unlink() {
@@ -146,8 +146,8 @@ void Heap::grow(int64_t bytes) {
   }
   const int fd = map_->fd();
   if (fd >= 0 && ftruncate(fd, target) != 0) throw HeapError(reason(wanted, errno));
-  // Touch through the mapping first, which can take huge pages; then fallocate, which makes a full /dev/shm an
-  // error here rather than a SIGBUS later.
+  // Touch pages through the mapping first, which can use huge pages. Then call fallocate, so that a full /dev/shm is an
+  // error here instead of a SIGBUS later.
   bool done = map_->extend(target, /*populate=*/true);
   int code = done ? 0 : fd >= 0 ? ENOSPC : ENOMEM;
   if (done && fd >= 0) {
@@ -203,7 +203,8 @@ void Heap::free(int64_t offset) {
   insert_free(offset, bytes);
 }
 
-// Private memory is the child's own copy; a shared segment still is the parent's, whose bookkeeping we only copied.
+// Private memory is copied on fork and belongs to the child. A shared segment still belongs to the parent; the child
+// has only a copy of the allocator state.
 bool Heap::inherited() const { return map_->fd() >= 0 && getpid() != owner_; }
 
 bool Heap::owns(const void* p, int64_t bytes) const {
@@ -235,7 +236,7 @@ int sweep_stale(const std::string& prefix) {
     if (file.rfind(prefix + ".", 0) != 0) continue;
     const long pid = std::strtol(file.c_str() + prefix.size() + 1, nullptr, 10);
     if (pid <= 0 || kill(static_cast<pid_t>(pid), 0) == 0 || errno != ESRCH) continue;
-    // The pid may live in another pid namespace; whoever has the segment open also holds a lock on it.
+    // The pid may belong to another pid namespace. A process that has the segment open also holds a lock on it.
     const int fd = shm_open(("/" + file).c_str(), O_RDWR | O_CLOEXEC, 0);
     if (fd < 0) continue;
     if (flock(fd, LOCK_EX | LOCK_NB) == 0 && shm_unlink(("/" + file).c_str()) == 0) ++removed;

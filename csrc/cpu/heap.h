@@ -1,8 +1,8 @@
-// One rank's memory: a POSIX shared-memory segment that grows, and blocks within it.
+// One rank's heap: a POSIX shared-memory segment that grows, and an allocator for blocks in it.
 //
-// The address range is reserved once, so growing never moves a block; peers map the grown part when they first
-// see an offset beyond what they have mapped. Only the owner allocates and frees; the bookkeeping is private to
-// its process, so a peer that dies in the middle of an operation cannot damage it.
+// The address range is reserved once, so growing never moves a block. Peers map the grown part when they first access
+// an offset beyond their mapping. Only the owner allocates and frees. The allocator state is private to the owner's
+// process, so a peer that dies during an operation cannot corrupt it.
 #pragma once
 
 #include <sys/types.h>
@@ -18,9 +18,9 @@
 namespace moe_comm {
 
 constexpr int64_t kBlockAlign = 64;
-constexpr int64_t kGrowStep = int64_t{2} << 20;  // a huge page
+constexpr int64_t kGrowStep = int64_t{2} << 20;  // size of a huge page
 
-// A reserved address range of which the first `mapped` bytes show a file (or private memory where fd is -1).
+// A reserved address range. The first `mapped` bytes map a file (or private memory if fd is -1).
 class Mapping {
  public:
   Mapping(int fd, int64_t reserve);
@@ -32,7 +32,7 @@ class Mapping {
   int64_t mapped() const { return mapped_.load(std::memory_order_acquire); }
   int64_t reserve() const { return reserve_; }
   int fd() const { return fd_; }
-  // Map up to `bytes`. With `populate`, touch the new pages; returns false if memory ran out doing so.
+  // Extend the mapping to `bytes`. With `populate`, fault in the new pages; returns false if memory ran out.
   bool extend(int64_t bytes, bool populate);
   void shrink(int64_t bytes);
 
@@ -45,21 +45,21 @@ class Mapping {
 
 class Heap {
  public:
-  // `name` (with leading slash) creates a shared segment, mode 0600; empty makes private memory.
-  // The first `control_bytes` are zeroed and never handed out.
+  // A non-empty `name` (with leading slash) creates a shared segment with mode 0600; an empty name creates private
+  // memory. The first `control_bytes` are zeroed and never allocated.
   Heap(const std::string& name, int64_t control_bytes, int64_t initial_bytes, int64_t reserve_bytes);
   ~Heap();
   Heap(const Heap&) = delete;
   Heap& operator=(const Heap&) = delete;
 
-  // Offset of a block of at least `bytes`; throws HeapError when memory is exhausted, and in a forked child where the
-  // segment is shared. Thread-safe.
+  // Allocate at least `bytes` and return the offset. Throws HeapError if memory is exhausted, or in a forked child if
+  // the segment is shared. Thread-safe.
   int64_t alloc(int64_t bytes);
-  // Give a block back. Safe on any thread, and in a forked child, where it does nothing to a shared segment.
+  // Free a block. Thread-safe. In a forked child it has no effect on a shared segment.
   void free(int64_t offset);
-  // Whether [p, p + bytes) lies within this heap.
+  // Return whether [p, p + bytes) is inside this heap.
   bool owns(const void* p, int64_t bytes) const;
-  // Remove the name; the memory lives until the last mapping is gone.
+  // Unlink the name. The memory is released when the last mapping is removed.
   void unlink();
 
   char* base() const { return map_->base(); }
@@ -80,14 +80,15 @@ class Heap {
   pid_t owner_;
   std::unique_ptr<Mapping> map_;
   mutable std::mutex mutex_;
-  std::map<int64_t, int64_t> free_;                  // offset -> bytes, neighbours merged
+  std::map<int64_t, int64_t> free_;                  // offset -> bytes, adjacent free blocks are merged
   std::set<std::pair<int64_t, int64_t>> free_size_;  // (bytes, offset), for best fit
   std::map<int64_t, int64_t> live_;                  // offset -> bytes
   int64_t used_ = 0;
   int64_t peak_ = 0;
 };
 
-// Remove segments named /<prefix>.<pid>.* whose process is gone; returns how many. Run at start.
+// Remove segments named /<prefix>.<pid>.* of processes that have exited, and return how many were removed. Runs at
+// startup.
 int sweep_stale(const std::string& prefix);
 
 }  // namespace moe_comm

@@ -9,7 +9,7 @@ namespace {
 std::vector<const Kernels*> usable() {
   std::vector<const Kernels*> all;
 #if defined(__x86_64__)
-  // Everything that CMakeLists.txt lets the compiler use for that file.
+  // All features that CMakeLists.txt enables for that file.
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c")) {

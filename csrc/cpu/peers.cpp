@@ -1,4 +1,4 @@
-// What a Communicator knows of its peers: who is alive, what each is doing, and the error that says so.
+// Communicator: peer liveness, the state of each peer, and the error messages that report it.
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -26,7 +26,7 @@ std::string op_name(int64_t op) {
   return known ? kOps[op] : "an unknown operation";
 }
 
-// A header that its owner may be rewriting: words may be of two calls, but each is whole.
+// A snapshot of a header that its owner may be overwriting. Words may come from two calls, but no word is torn.
 struct Glimpse {
   explicit Glimpse(const Record& record) {
     for (int i = 0; i < kHeaderWords; ++i) words[i] = __atomic_load_n(&record.header[i], __ATOMIC_RELAXED);
@@ -36,7 +36,7 @@ struct Glimpse {
     const char* text = reinterpret_cast<const char*>(words + kTextWord);
     return std::string(text, strnlen(text, sizeof(int64_t) * (kHeaderWords - kTextWord)));
   }
-  // "combine (call 3) of layer 'moe.1'", "all-reduce of (4, 8) float32 along 0 (call 7)"
+  // For example "combine (call 3) of layer 'moe.1'" or "all-reduce of (4, 8) float32 along 0 (call 7)".
   std::string call() const {
     const std::string name = label(), number = " (call " + std::to_string(words[1]) + ")";
     if (words[0] == kCollective && !name.empty()) return name + number;
@@ -58,10 +58,11 @@ bool Communicator::alive(int peer) const {
   if (p.local || !options_.watch_pids) return true;
   if (p.pidfd >= 0) {
     pollfd poll_for{p.pidfd, POLLIN, 0};
-    return poll(&poll_for, 1, 0) <= 0;  // readable once the process has ended, also as a zombie
+    return poll(&poll_for, 1, 0) <= 0;  // readable once the process has exited, even if it is a zombie
   }
   if (kill(p.pid, 0) != 0 && errno == ESRCH) return false;
-  // Without pidfd_open (seccomp, old kernels) a zombie still answers; its state stands behind the name's parenthesis.
+  // Without pidfd_open (seccomp, old kernels), a zombie still has a pid. Its state follows the closing parenthesis of
+  // the name.
   char stat[512];
   const int fd = open(("/proc/" + std::to_string(p.pid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return true;

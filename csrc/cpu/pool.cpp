@@ -69,8 +69,8 @@ class Pool {
   bool stop_ = false;
 };
 
-// Made on first use, and anew in a forked child, which inherits no threads. Never destroyed: a thread may still
-// be in it while the process ends.
+// Created on first use and again in a forked child, which inherits no threads. Never destroyed, because a thread may
+// still use it at process exit.
 Pool& pool() {
   static std::mutex mutex;
   static Pool* instance = nullptr;

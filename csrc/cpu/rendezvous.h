@@ -1,16 +1,16 @@
-// One operation between the ranks of a host in which each rank computes while its peers come: what they offer is read
-// where it lies as soon as they have posted it, and what they are still computing for this rank once its flag is up.
+// One collective between the ranks of a host that overlaps with computation. Each rank reads a peer's buffer as soon as
+// the peer has posted it, and reads the part that a peer still computes once the peer has set the flag for this rank.
 //
-//   offer   [flag for rank 0 | flag for rank 1 | ... | what peers read]     a block of the rank's own heap
+//   offer   [flag for rank 0 | flag for rank 1 | ... | data for peers ]     a block in the rank's own heap
 //
-//   post    next(peers)    row by row, whoever has posted first             gathers: rows(peer) can be read
-//           raise(peer)    the part for `peer` stands in the offer          scatters: the peer may read it
-//           add            this rank's parts of all offers, added
-//           leave          reads no more; finish waits until nobody does
+//   post    next(peers)    first peer that has posted                       gather: rows(peer) is readable
+//           raise(peer)    the part for `peer` is written                   scatter: the peer may read it
+//           add            sum this rank's part over all ranks
+//           leave          stop reading; finish waits until all ranks have left
 //
-// As in every operation ranks say what they are in, and a rank that finds a peer in another one tells all: no rank ends
-// this without having asked for each of its peers. Nothing here may be called by two threads, nor the end of it by
-// another thread than the beginning.
+// Each rank publishes the header of its operation. A rank that detects a mismatch notifies all ranks, and no rank
+// finishes before it has checked each of its peers. All methods must be called from the thread that constructed the
+// object.
 #pragma once
 
 #include <cstdint>
@@ -25,25 +25,25 @@ namespace moe_comm {
 
 class Rendezvous {
  public:
-  static constexpr int64_t kFlagBytes = 64;  // a cache line each: they are polled
+  static constexpr int64_t kFlagBytes = 64;  // one cache line per flag, because flags are polled
 
-  // Posts. The flags at the start of `mine` are lowered first. With op.fault set, throws HandshakeFailed on all ranks.
+  // Post `op`. Clears the flags at the start of `mine` first. With op.fault set, all ranks throw HandshakeFailed.
   Rendezvous(std::shared_ptr<Communicator> communicator, int threads, const Op& op, Exchange::Offer mine);
 
-  // The first of `peers` that has posted, once one has; ready ones in the order given.
+  // Wait until one of `peers` has posted and return it. If several have, return the first in the order given.
   int next(const std::vector<int>& peers);
-  // Bytes [first, first + bytes) of what `peer` offers; it must have been asked for.
+  // Return bytes [first, first + bytes) of `peer`'s buffer. next() must have returned `peer` before.
   char* rows(int peer, int64_t first, int64_t bytes);
-  // This rank's part for `peer` stands in its offer.
+  // Set the flag for `peer`: its part in this rank's buffer is written.
   void raise(int peer);
-  // y [count]: the `count` elements from byte `first` of each rank's offer, added in order of rank in fp32 and rounded
-  // once, as soon as every rank has raised this rank's flag.
+  // y [count]: `count` elements from byte `first` of each rank's buffer, summed in rank order in fp32 and rounded once.
+  // Waits until every rank has set this rank's flag.
   void add(int64_t first, int64_t count, int dtype, char* y);
-  // This rank reads no more of its peers' memory.
+  // Announce that this rank no longer reads its peers' memory.
   void leave();
-  // ... and nobody reads of its own.
+  // Wait until all peers have left, so that none of them reads this rank's memory.
   void finish();
-  // Instead of finish, after an error: the peers hear of it. Not needed after an exception from here.
+  // Call instead of finish after an error; notifies the peers. Not needed after an exception from this class.
   void abandon();
 
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
@@ -51,7 +51,7 @@ class Rendezvous {
  private:
   std::atomic<uint32_t>& flag(char* offer, int of) const;
   void check_open() const;
-  // Asks for the peers that were not asked for yet.
+  // Check the peers that next() has not returned yet.
   void meet_all();
 
   std::shared_ptr<Communicator> communicator_;

@@ -33,7 +33,7 @@ int64_t monotonic_ns() {
   return int64_t{1000000000} * now.tv_sec + now.tv_nsec;
 }
 
-// A word that other processes read while it changes.
+// Publish a word that other processes read concurrently.
 void tell(char* base, int64_t at, int64_t value) {
   __atomic_store_n(reinterpret_cast<int64_t*>(base + at), value, __ATOMIC_RELEASE);
 }
@@ -63,7 +63,7 @@ void SpanWriter::begin(Span& span, uint32_t name, uint32_t layer, bool aside, in
     inside_group_ = 0;
   }
   Record& record = ring_[head_ % records_];
-  __atomic_store_n(&record.index, int64_t{-1}, __ATOMIC_RELAXED);  // readers leave out what is half overwritten
+  __atomic_store_n(&record.index, int64_t{-1}, __ATOMIC_RELAXED);  // readers skip records that are being overwritten
   __atomic_thread_fence(__ATOMIC_RELEASE);
   record.begin_ns = now;
   record.end_ns = record.device_begin_ns = record.device_end_ns = 0;
@@ -129,7 +129,7 @@ void SpanWriter::put_rows(const Span& span, const uint32_t* rows, int64_t number
   record->nbytes = span.nbytes;
   number = std::min(number, kRowsWords);
   const int64_t left = kRowsWords - rows_head_ % kRowsWords;
-  if (number > left) rows_head_ += left;  // rows of one span stand together
+  if (number > left) rows_head_ += left;  // rows of one span are contiguous
   std::memcpy(base_ + kHeaderBytes + kNamesBytes + 4 * (rows_head_ % kRowsWords), rows, 4 * number);
   record->rows_at = rows_head_;
   record->experts = static_cast<uint32_t>(number);

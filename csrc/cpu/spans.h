@@ -1,5 +1,5 @@
-// What a rank is doing and has just done, in a region of memory that others may read at any time. The region's layout
-// is that of moe_comm/runtime/event_layout.py, which reads it.
+// Span recorder: writes what a rank does to a memory region that other processes may read at any time.
+// moe_comm/runtime/event_layout.py defines the layout of the region and reads it.
 #pragma once
 
 #include <array>
@@ -9,20 +9,20 @@
 namespace moe_comm {
 
 constexpr int kSpanKinds = 16;
-constexpr int kFirstMoving = 8;  // kinds from here on move data between ranks
+constexpr int kFirstMoving = 8;  // kinds >= this value move data between ranks
 
-// One that is under way. What its owner says of it, and what begin() adds.
+// An open span: the fields set by the caller and the fields set by begin().
 struct Span {
   int kind = 0;
   uint32_t group = 0;
   int32_t peer = -1;
   int64_t nbytes = 0;
-  int64_t index = -1;  // -1: never begun
+  int64_t index = -1;  // -1: begin() was not called
   int64_t begin_ns = 0;
-  uint64_t region = 0;  // the number of the region that it began in
+  uint64_t region = 0;  // number of the region in which the span began
 };
 
-// Sums over spans that move data; what is inside another one counts once.
+// Totals over spans that move data. Nested spans are counted once.
 struct SpanTotals {
   std::array<int64_t, kSpanKinds> ns{}, nbytes{};
   std::unordered_map<int32_t, int64_t> peers;
@@ -30,15 +30,15 @@ struct SpanTotals {
   int64_t rows = 0;
 };
 
-// Writes into one region after the other. Its callers take turns (they hold Python's lock).
+// Writes spans to the bound region. Not thread-safe; callers hold the GIL.
 class SpanWriter {
  public:
-  // From now on into this region, which is empty but for its header and names.
+  // Bind to a new region. The region must be empty except for its header and names.
   void bind(char* base, int64_t records);
   void begin(Span& span, uint32_t name, uint32_t layer, bool aside, int32_t step, int32_t micro);
   void end(const Span& span);
 
-  // These change a span's record, unless the ring has gone round since or another region is written to.
+  // Update a span's record. No effect if the ring has overwritten the record or another region is bound.
   void put(const Span& span, uint32_t name, uint32_t layer, int32_t micro);
   void put_rows(const Span& span, const uint32_t* rows, int64_t number, int64_t sum);
   void put_device(const Span& span, int64_t begin_ns, int64_t end_ns);
@@ -51,7 +51,7 @@ class SpanWriter {
   struct Record;
   struct Calls {
     int64_t number = 0;
-    int64_t* shown = nullptr;  // where the region tells it; null: no room
+    int64_t* shown = nullptr;  // the counter in the region; null if the region has no free entry
   };
 
   Record* record_of(const Span& span) const;
@@ -64,7 +64,7 @@ class SpanWriter {
   uint64_t region_ = 0;
   int64_t head_ = 0, rows_head_ = 0;
   std::unordered_map<uint64_t, Calls> calls_;
-  int64_t outer_ = -1;  // index of the span that the sums count, with what is inside it
+  int64_t outer_ = -1;  // index of the outermost span being counted, which includes its nested spans; -1: none
   int64_t inside_bytes_ = 0;
   uint32_t inside_group_ = 0;
   SpanTotals totals_;

@@ -17,8 +17,8 @@ constexpr int64_t kBlockFailed = -2;
 constexpr int64_t kInputFault = 1;                   // 1 + index in header.FAULTS: InputError
 constexpr int64_t kRoutingFault = 2;                 // RoutingError
 constexpr int64_t kHeapFault = 4;                    // HeapError
-constexpr int64_t kStreamBytes = int64_t{2} << 20;   // results beyond this leave the cache anyway
-constexpr int64_t kGrainBytes = int64_t{256} << 10;  // less than this is not worth another thread
+constexpr int64_t kStreamBytes = int64_t{2} << 20;   // larger results do not stay in the cache anyway
+constexpr int64_t kGrainBytes = int64_t{256} << 10;  // minimum work per thread
 
 int64_t grain(const Layout& layout) {
   return std::max<int64_t>(
@@ -73,8 +73,8 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
   Record local{};
   Record& mine = communicator_ ? communicator_->record() : local;
 
-  // Count this rank's slots per expert where the peers can read it. Memory that runs out on one rank becomes the same
-  // error on all: it travels as the fault of the handshake.
+  // Count this rank's slots per expert in memory that the peers can read. An allocation failure on one rank is sent as
+  // the fault word of the handshake, so all ranks raise the same error.
   int64_t* counts = nullptr;
   mine.block_offset = kBlockFailed;
   try {
@@ -119,7 +119,7 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
     return rows;
   };
 
-  // This rank's block; peers may write there while this rank still computes places.
+  // Allocate this rank's block. Peers may write to it while this rank still computes places.
   for (int64_t e = expert_offsets_[my_rank]; e < expert_offsets_[my_rank + 1]; ++e) {
     layout->own += count(rank(), e);
     layout->rows_per_expert.push_back(rows_of(e));

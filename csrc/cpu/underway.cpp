@@ -102,7 +102,7 @@ bool Leaving::ready() {
     for (int i = 1; i < world; ++i) {
       const int p = (communicator_->rank() + i) % world;
       if (!communicator_->has_posted(p)) return false;
-      if (!communicator_->agrees(p)) return true;  // sum says so
+      if (!communicator_->agrees(p)) return true;  // sum will throw HandshakeFailed
       const std::atomic<uint32_t>* const up = flag(p, communicator_->rank());
       if (up && up->load() == 0 && !communicator_->has_left(p)) return false;
     }

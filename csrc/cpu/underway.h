@@ -1,12 +1,11 @@
-// A transfer between its two halves: begun, and not over yet, so that the caller computes while the peers do their
-// part.
+// A pending dispatch or combine: begun but not completed, so that the caller can compute in the meantime.
 //
-//   Arriving   this rank's rows stand at their owners   next(peers)   whose rows stand in this rank's block, too
-//   Leaving    this rank's rows are being computed      raise(peer)   those that `peer` reads stand
-//                                                       sum           reads the peers', as soon as theirs do
+//   Arriving   own rows are written at their owners   next(peers)   rows of that peer are complete in this block
+//   Leaving    own rows are still being computed      raise(peer)   the rows that `peer` reads are written
+//                                                       sum           reads the peers' rows once they are written
 //
-// A transfer that has nothing to compute meanwhile goes through both halves at once (transfer.cpp); ranks need not do
-// alike. Calls come from one thread, the last from the thread that made the first.
+// A transfer without computation to overlap performs both halves in one call (transfer.cpp). Ranks may choose
+// differently. All calls must come from one thread.
 #pragma once
 
 #include <atomic>
@@ -26,23 +25,23 @@ struct Layout;
 
 class Underway {
  public:
-  // `communicator` null: there are no peers.
+  // If `communicator` is null, there are no peers.
   Underway(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap);
   Underway(const Underway&) = delete;
   Underway& operator=(const Underway&) = delete;
 
-  // This rank reads and writes no more of its peers' memory.
+  // Announce that this rank no longer reads or writes its peers' memory.
   void leave();
-  // ... and nobody does of its own.
+  // Wait until no peer reads or writes this rank's memory.
   void finish();
-  // Instead of finish, after an error: the peers hear of it. Not needed after an exception from here.
+  // Call instead of finish after an error; notifies the peers. Not needed after an exception from this class.
   void abandon() { scope_.reset(); }
-  // Whether it came to an end that all ranks reached. Before, and after an error for ever, a peer may be writing to
-  // this rank's block. Any thread may ask.
+  // Return whether the operation completed on all ranks. While this is false (permanently after an error), a peer may
+  // still write to this rank's block. Thread-safe.
   bool finished() const { return finished_.load(); }
 
   // --- for Transfer ---
-  // A block of the heap until the end, or until it is given to somebody else.
+  // Allocate a block. It is freed when the operation completes, unless give() releases it to the caller.
   int64_t alloc(int64_t bytes);
   int64_t give(int64_t block);
   void begin(const Op& op);
@@ -52,7 +51,7 @@ class Underway {
   void check_open() const {
     if (!scope_) throw std::logic_error("this transfer is over");
   }
-  // What follows after an exception: the operation is over, on all ranks alike if they disagree.
+  // Run one step. After an exception the operation is over; a header mismatch ends it on all ranks.
   template <class Step>
   auto step(Step part) {
     check_open();
@@ -80,36 +79,37 @@ class Underway {
 class Arriving : public Underway {
  public:
   using Underway::Underway;
-  // Whether all rows of `peer` stand in this rank's block.
+  // Return whether all rows of `peer` are written in this rank's block.
   bool ready(int peer) const;
-  // The first of `peers` of which they do, once there is one; in the order given.
+  // Wait until the rows of one of `peers` are complete and return it. If several are, return the first in the order
+  // given.
   int next(const std::vector<int>& peers);
 };
 
 class Leaving : public Underway {
  public:
-  static constexpr int64_t kFlagBytes = 64;  // a cache line each: they are polled
+  static constexpr int64_t kFlagBytes = 64;  // one cache line per flag, because flags are polled
 
   Leaving(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap, const Layout& layout, int threads);
-  // The rows of this rank's block that `peer` dispatched stand.
+  // Set the flag for `peer`: the rows that `peer` dispatched to this rank are computed.
   void raise(int peer);
-  // Whether sum would not wait.
+  // Return whether sum would run without waiting.
   bool ready();
-  // y [T, D] = the rows of each token of this rank, times `weights` [T, K] where they are not null, in order of slot;
-  // as soon as all peers have raised this rank's flag. Its own rows must stand. Then this rank has left.
+  // y [T, D] = the sum of each token's rows in slot order, multiplied by `weights` [T, K] unless null. Waits until all
+  // peers have set this rank's flag. This rank's own rows must be written. Calls leave() at the end.
   void sum(const float* weights, char* y);
 
   // --- for Transfer ---
-  // The rows stand `rows_offset` from the heap's start. Without flags where they are `computed`.
+  // Publish the rows at `rows_offset` from the heap's start. No flags are needed if the rows are already `computed`.
   void offer(int64_t rows_offset, bool computed);
 
  private:
-  // Of `owner`, for rank `of`; null: all its rows stand.
+  // The flag of `owner` for rank `of`; null if all of the owner's rows are already written.
   std::atomic<uint32_t>* flag(int owner, int of);
 
   const Layout& layout_;
   int threads_;
-  Record alone_{};  // where there is no communicator
+  Record alone_{};  // used if there is no communicator
 };
 
 }  // namespace moe_comm

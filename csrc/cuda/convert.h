@@ -1,5 +1,5 @@
-// Numbers in 16 and 8 bits, by arithmetic on their bits, so that a GPU and a CPU give the same; by the GPU's own
-// conversions where these are exact.
+// Conversions between fp32 and 16-bit and 8-bit floats by bit arithmetic, so that a GPU and a CPU produce the same
+// bits. The GPU's conversion instructions are used where they give the same result.
 #pragma once
 
 #include "cuda/machine.h"
@@ -26,7 +26,7 @@ MOE_BLOCK uint32_t to_bits(float f) {
 #endif
 }
 
-// Rounded twice, never contracted. (The host is compiled with -ffp-contract=off.)
+// Multiply and add are rounded separately and never contracted to FMA. (The host is compiled with -ffp-contract=off.)
 MOE_BLOCK float times(float a, float b) {
 #if defined(__CUDACC__)
   return __fmul_rn(a, b);
@@ -51,7 +51,7 @@ MOE_BLOCK float divided(float a, float b) {
 
 constexpr int64_t kFp32 = 0, kBf16 = 1, kFp16 = 2;
 
-// How many elements are in 16 bytes, and how one looks in memory.
+// Storage type of an element, and the number of elements in 16 bytes.
 template <int64_t dtype>
 struct Element {
   typedef uint16_t Bits;
@@ -83,7 +83,7 @@ MOE_BLOCK float widen(uint32_t h) {
   }
 }
 
-// To nearest, ties to even; a NaN becomes what the CPU kernels write.
+// Round to nearest, ties to even. NaN becomes the same NaN that the CPU kernels write.
 template <int64_t dtype>
 MOE_BLOCK uint32_t narrow(float f) {
   const uint32_t u = to_bits(f);
@@ -95,23 +95,22 @@ MOE_BLOCK uint32_t narrow(float f) {
   } else {
     const uint32_t sign = (u >> 16) & 0x8000, rest = u & 0x7fffffff;
     if (rest > 0x7f800000) return sign | 0x7e00 | ((rest >> 13) & 0x3ff);
-    if (rest >= 0x477ff000) return sign | 0x7c00;  // 65520 and more round to infinity
+    if (rest >= 0x477ff000) return sign | 0x7c00;  // 65520 and larger round to infinity
     if (rest >= 0x38800000) return sign | ((rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13);
-    // Below 2^-14 adding 0.5 leaves the value in units of 2^-24 in the last bits, rounded by the hardware.
+    // Below 2^-14, adding 0.5 leaves the value in units of 2^-24 in the low bits, rounded by the hardware.
     return sign | (to_bits(plus(from_bits(rest), 0.5f)) - 0x3f000000);
   }
 }
 
-// e4m3: 4 bits of exponent, 3 of fraction, no infinity; 448 is the largest, and what is larger becomes 448. NaN is
-// 0x7f.
+// e4m3: 4 exponent bits, 3 fraction bits, no infinity. The maximum is 448; larger values saturate to 448. NaN is 0x7f.
 MOE_BLOCK uint32_t narrow_e4m3(float f) {
   const uint32_t u = to_bits(f), sign = (u >> 24) & 0x80, rest = u & 0x7fffffff;
   if (rest > 0x7f800000) return 0x7f;
   if (rest >= 0x43e00000) return sign | 0x7e;
-  if (rest >= 0x3c800000) {  // 2^-6 and more: round the fraction to 3 bits; a carry may reach 448, never beyond
+  if (rest >= 0x3c800000) {  // 2^-6 and larger: round the fraction to 3 bits; a carry can reach 448 but not exceed it
     return sign | ((rest - 0x3c000000 + 0x7ffff + ((rest >> 20) & 1)) >> 20);
   }
-  // Adding 2^14 leaves the value in units of 2^-9 in the last bits.
+  // Adding 2^14 leaves the value in units of 2^-9 in the low bits.
   return sign | (to_bits(plus(from_bits(rest), 16384.0f)) - 0x46800000);
 }
 MOE_BLOCK float widen_e4m3(uint32_t b) {
@@ -121,7 +120,7 @@ MOE_BLOCK float widen_e4m3(uint32_t b) {
   return from_bits(to_bits(static_cast<float>(fraction) * 0.001953125f) | sign);  // 2^-9, exact
 }
 
-// Four at once, first in the lowest byte.
+// Convert four values; the first goes to the lowest byte.
 MOE_BLOCK uint32_t narrow_e4m3x4(const float* f) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint16_t low, high;
@@ -133,8 +132,8 @@ MOE_BLOCK uint32_t narrow_e4m3x4(const float* f) {
 #endif
 }
 
-// Scale of numbers whose largest magnitude has these bits: that / 448, at least 2^-126; NaN where it is none or
-// infinite. As dispatch/wire_dtype.py's scales_for.
+// Scale for values with largest magnitude `most` (as bits): magnitude / 448, at least 2^-126; NaN if the magnitude is
+// NaN or infinite. Matches scales_for in dispatch/wire_dtype.py.
 MOE_BLOCK float scale_for(uint32_t most, bool power_of_two) {
   if (most >= 0x7f800000) return from_bits(0x7fc00000);
   uint32_t scale = to_bits(divided(from_bits(most), 448.0f));
@@ -143,7 +142,7 @@ MOE_BLOCK float scale_for(uint32_t most, bool power_of_two) {
   return from_bits(scale);
 }
 
-// 16 bytes as floats, and back.
+// Convert 16 bytes to floats and back.
 template <int64_t dtype>
 MOE_BLOCK void widen_vector(const Words16& v, float* f) {
   MOE_UNROLL
@@ -170,7 +169,7 @@ MOE_BLOCK Words16 narrow_vector(const float* f) {
   return v;
 }
 
-// The loops over elements are compiled for vectors of 16 bytes, where all rows start on 16, and for single elements.
+// Element loops are compiled for 16-byte vectors, if all rows are 16-byte aligned, and for single elements.
 template <int64_t dtype, bool vectors>
 struct Piece {
   typedef typename Element<dtype>::Bits Bits;
@@ -192,7 +191,7 @@ struct Piece {
   }
 };
 
-// f(Piece<dtype, vectors>()), of what is known only when the kernel runs.
+// Call f(Piece<dtype, vectors>()) for the runtime values of dtype and vectors.
 template <class F>
 MOE_BLOCK void by_piece(int64_t dtype, bool vectors, F f) {
   if (dtype == kFp32) {

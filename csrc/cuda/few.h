@@ -1,4 +1,4 @@
-// Dispatch of few rows: no round trip for counts, since every expert has a place for every rank's rows.
+// Low-latency dispatch. No count exchange is needed, because every expert has a fixed region for the rows of each rank.
 #pragma once
 
 #include "cuda/meet.h"
@@ -24,10 +24,10 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
   const int per = (slots + threads - 1) / threads;
   int64_t* counts = m.template shared<int64_t>(threads);
   int64_t* more = m.template shared<int64_t>(threads);
-  int32_t* tokens = m.template shared<int32_t>(a.max_tokens);  // this part's
+  int32_t* tokens = m.template shared<int32_t>(a.max_tokens);  // tokens sent by this part
   char** rows = m.template shared<char*>(a.max_tokens);
   char** scale_rows = m.template shared<char*>(a.max_tokens);
-  int64_t* found = m.template shared<int64_t>(2);  // bad ids; slots of this expert
+  int64_t* found = m.template shared<int64_t>(2);  // number of bad ids; slots of this expert
   const Scratch scratch = quantise_scratch(m, a.hidden, a.format);
 
   m.each(2, [&](int i) { found[i] = 0; });

@@ -1,4 +1,4 @@
-// The kernels on the host, and what is to be known of them.
+// Runs the kernels on the host, and provides their names, argument sizes and default block sizes.
 #include <cstring>
 #include <vector>
 
@@ -28,7 +28,7 @@ Args read(const void* args) {
   return a;
 }
 
-// Within what kernels.cu compiles them for.
+// Must not exceed the launch bounds in kernels.cu.
 constexpr int64_t threads_of(Kernel kernel) {
   switch (kernel) {
     case k_count:

@@ -1,10 +1,10 @@
-// The kernels of peer_to_peer dispatch: cuda/*.h for the blocks of a GPU. By nvcc as part of the wheel, or by NVRTC.
+// The kernels of peer_to_peer dispatch: cuda/*.h instantiated for the GPU. Compiled by nvcc for the wheel, or by NVRTC.
 #include "cuda/few.h"
 #include "cuda/meet.h"
 #include "cuda/pull.h"
 #include "cuda/push.h"
 
-// What waits has one block, which may be as large as there are; what moves rows wants several on a multiprocessor.
+// Kernels that wait have one block of the maximum size. Kernels that move rows need several blocks per multiprocessor.
 #define MOE_P2P_KERNEL(name, Args, threads, resident)             \
   extern "C" __global__ void __launch_bounds__(threads, resident) \
       p2p_##name(const __grid_constant__ moe_comm::p2p::Args a) { \
@@ -36,8 +36,8 @@ std::string launch_cuda(int kernel, const Launch& launch, const void* args) {
 #define MOE_P2P_FUNCTION(name, Args, words) reinterpret_cast<const void*>(&p2p_##name),
   static const void* const functions[] = {MOE_P2P_KERNELS(MOE_P2P_FUNCTION)};
   const void* function = functions[kernel];
-  const int64_t usual = 48 << 10;  // more shared memory than this must be asked for
-  // Stream 0 is the current device's, which need not be the one whose memory the arguments name.
+  const int64_t usual = 48 << 10;  // larger shared memory sizes must be requested
+  // Stream 0 belongs to the current device, which may differ from the device of the arguments' memory.
   int before = launch.device;
   cudaError_t status = launch.device < 0 ? cudaSuccess : cudaGetDevice(&before);
   const bool away = status == cudaSuccess && before != launch.device;
@@ -57,7 +57,7 @@ std::string launch_cuda(int kernel, const Launch& launch, const void* args) {
     if (status == cudaSuccess) status = back;
   }
   if (status == cudaSuccess) return "";
-  cudaGetLastError();  // an error that is not cleared would surface in the caller's next CUDA call
+  cudaGetLastError();  // an error that is not cleared would appear in the caller's next CUDA call
   return std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status);
 }
 

@@ -1,4 +1,4 @@
-// Starting a kernel of peer_to_peer dispatch by its number: on a GPU, or on the calling thread.
+// Launching kernels of peer_to_peer dispatch by number, on a GPU or on the calling host thread.
 #pragma once
 
 #include <cstdint>
@@ -16,31 +16,31 @@ enum Kernel : int { MOE_P2P_KERNELS(MOE_P2P_NUMBER) kKernels };
 struct Launch {
   int64_t blocks = 1, threads = 1, shared_bytes = 0;
   uintptr_t stream = 0;
-  int device = -1;  // that the stream belongs to; -1: the current one
+  int device = -1;  // device of the stream; -1: the current device
 };
 
-// Their number in MOE_P2P_KERNELS, -1 if there is none of that name, and back; bytes of its arguments.
+// Kernel number in MOE_P2P_KERNELS (-1 for an unknown name), its name, and the size of its arguments in bytes.
 int kernel_number(const std::string& name);
 const char* kernel_name(int kernel);
 int64_t argument_bytes(int kernel);
 
-// Of a block, where nobody says otherwise: what waits has one large block.
+// Default number of threads per block. Kernels that wait run one large block.
 int64_t usual_threads(int kernel);
 
-// What blocks of `threads` threads need; see cuda/shared.h.
+// Shared memory that a block of `threads` threads needs; see cuda/shared.h.
 int64_t shared_bytes(int kernel, const void* args, int64_t threads);
 
-// Runs all blocks, one after the other, on this thread, as if they had `threads` threads.
+// Run all blocks serially on this thread, emulating `threads` threads per block.
 void run_on_host(int kernel, int64_t blocks, const void* args, int threads = 1);
 
-// In builds with CUDA. Why the kernel was not launched, or an empty string.
+// Only in builds with CUDA. Returns the reason why the kernel was not launched, or an empty string.
 std::string launch_cuda(int kernel, const Launch& launch, const void* args);
 
 struct LaunchError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Whatever starts kernels, from any thread.
+// Interface for launching kernels. Thread-safe.
 class Starter {
  public:
   virtual ~Starter() = default;

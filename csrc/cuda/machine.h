@@ -1,6 +1,7 @@
-// What kernels run on. Each is written once, for a block, in phases: m.each(n, f) does f(0) to f(n - 1) in any order,
-// spread over the block's threads, and m.sync() ends a phase. So the same source runs on a GPU and, one block after the
-// other, on a thread of the host, where tests run it under sanitizers: what waits has one block, so nothing is stuck.
+// The execution model of the kernels. Each kernel is written once, for one block, in phases: m.each(n, f) calls f(0) to
+// f(n - 1) in any order, distributed over the block's threads, and m.sync() ends a phase. The same source runs on a GPU
+// and, block by block, on a host thread, where tests run it under sanitizers. Kernels that wait have one block, so the
+// serial host execution cannot deadlock.
 #pragma once
 
 #include "cuda/args.h"
@@ -47,7 +48,7 @@ class Machine {
   MOE_BLOCK void each(int n, F f) const {
     for (int i = static_cast<int>(threadIdx.x); i < n; i += static_cast<int>(blockDim.x)) f(i);
   }
-  // Like each, but `kAtOnce` loads are under way before the first store.
+  // Like each, but issues `kAtOnce` loads before the first store.
   template <int kAtOnce, class Load, class Store>
   MOE_BLOCK void move(int n, Load load, Store store) const {
     const int step = static_cast<int>(blockDim.x);
@@ -65,7 +66,7 @@ class Machine {
   }
   MOE_BLOCK void sync() const { __syncthreads(); }
 
-  // Memory of the block, in the order asked for; cuda/shared.h says how much there must be.
+  // Allocate shared memory of the block, in call order. cuda/shared.h computes the total size.
   template <class T>
   MOE_BLOCK T* shared(int64_t count) {
     T* p = reinterpret_cast<T*>(reinterpret_cast<char*>(block_memory) + used_);
@@ -78,12 +79,13 @@ class Machine {
     asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
   }
-  // Whatever this block did before its last sync() stands before *p holds v, for every processor in the machine.
+  // Release store at system scope: all writes of this block before its last sync() become visible before *p == v.
   MOE_BLOCK void store_release(int64_t* p, int64_t v) const {
     __threadfence_system();
     asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
   }
-  // Adds to a counter of this device, after whatever this block did before its last sync(); returns what it held.
+  // Add to a counter in device memory and return the previous value. Ordered after all writes of this block before its
+  // last sync().
   MOE_BLOCK int64_t fetch_add(int64_t* p, int64_t v) const {
     __threadfence_system();
     const int64_t old =
@@ -91,7 +93,7 @@ class Machine {
     __threadfence_system();
     return old;
   }
-  // Of words of the block (or of the report), in any order.
+  // Unordered atomics on words of the block (or of the report).
   MOE_BLOCK void add(int64_t* p, int64_t v) const {
     atomicAdd_system(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(v));
   }
@@ -120,7 +122,7 @@ MOE_BLOCK void store16(void* p, const Words16& v) {
 
 class Machine {
  public:
-  // threads: how many the kernels take a block to have, one after the other, the last of them first.
+  // threads: the emulated number of threads per block. They run serially, the last thread first.
   Machine(int64_t block, int64_t blocks, char* memory, int64_t bytes, int threads = 1)
       : block_(block), blocks_(blocks), memory_(memory), bytes_(bytes), threads_(threads) {}
 
@@ -144,7 +146,7 @@ class Machine {
   T* shared(int64_t count) {
     T* p = reinterpret_cast<T*>(memory_ + used_);
     used_ += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
-    if (used_ > bytes_) __builtin_trap();  // cuda/shared.h and the kernel differ
+    if (used_ > bytes_) __builtin_trap();  // cuda/shared.h and the kernel disagree
     return p;
   }
 
@@ -160,7 +162,7 @@ class Machine {
     const auto t = std::chrono::steady_clock::now().time_since_epoch();
     return std::chrono::duration_cast<std::chrono::nanoseconds>(t).count();
   }
-  // Ranks may be more than cores: who waits long leaves his to those who have something to do.
+  // There may be more ranks than cores. A rank that waits long sleeps, so that other ranks can run.
   void pause() const {
     constexpr int kYields = 1000;
     constexpr timespec kNap = {0, 50000};
@@ -188,7 +190,7 @@ inline void store16(void* p, const Words16& v) { std::memcpy(p, &v, sizeof v); }
 
 #endif
 
-// --- what every kernel begins with ---
+// --- common start of all kernels ---
 
 template <class Args>
 MOE_BLOCK Group group_of(const Args& a) {
@@ -202,7 +204,7 @@ MOE_BLOCK bool failed(const Args& a) {
   return at<const State>(a.state_at)->fault != kNone;
 }
 
-// The control areas, mine and peers'.
+// The control areas of this rank and its peers.
 struct Blocks {
   char* const* peers;
   Control control;
@@ -214,7 +216,7 @@ struct Blocks {
 };
 
 MOE_BLOCK int64_t owner_of(const int64_t* offsets, int64_t world, int64_t expert) {
-  int64_t low = 0, high = world;  // the owner is in [low, high)
+  int64_t low = 0, high = world;  // invariant: the owner is in [low, high)
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
     if (offsets[middle] <= expert) {
@@ -230,7 +232,7 @@ struct Failure {
   int64_t fault, who, what, wanted, seen;
 };
 
-// By one thread: this and every later kernel of this rank does nothing more.
+// Called by one thread. Records the failure; this and every later kernel of this rank then returns.
 template <class M>
 MOE_BLOCK void fail(M& m, const Group& g, int64_t turn, const Failure& f) {
   Report* report = at<Report>(g.report_at);
@@ -244,12 +246,12 @@ MOE_BLOCK void fail(M& m, const Group& g, int64_t turn, const Failure& f) {
 }
 
 struct Word {
-  const int64_t* at;  // null: nothing to wait for
+  const int64_t* at;  // null: no wait
   int64_t who;
 };
 
-// The whole block: waits until each of `count` words, shifted right by `shift`, is at least `wanted`. word(i) says
-// which they are. False after a failure, which is then reported: the first of the words that did not come.
+// Called by the whole block. Waits until each of `count` words, shifted right by `shift`, is at least `turn`. word(i)
+// returns the i-th word. On a timeout or abort, reports the first word that is still behind and returns false.
 template <class M, class WordOf>
 MOE_BLOCK bool wait_all(M& m, const Group& g, int count, Wait what, int64_t turn, int shift, WordOf word) {
   int64_t* late = m.template shared<int64_t>(1);
@@ -261,7 +263,7 @@ MOE_BLOCK bool wait_all(M& m, const Group& g, int count, Wait what, int64_t turn
     const Word w = word(i);
     if (w.at == nullptr) return;
     for (int64_t spins = 1; (m.load_acquire(w.at) >> shift) < turn; ++spins) {
-      // The host's word is far away: look there, and at the clock, now and then.
+      // The abort word is in host memory and slow to read. Check it and the clock every 64 spins.
       if (spins % 64 == 0 && (m.load_acquire(stop) != 0 || m.now_ns() > deadline)) {
         m.lowest(late, i);
         return;
@@ -281,7 +283,8 @@ MOE_BLOCK bool wait_all(M& m, const Group& g, int count, Wait what, int64_t turn
   return good;
 }
 
-// The whole block: values[i] becomes the sum of values[0] to values[i]; `other` is as large. Returns where they stand.
+// Called by the whole block. Inclusive prefix sum of `values`; `other` is scratch memory of the same size. Returns the
+// buffer that holds the result.
 template <class M>
 MOE_BLOCK int64_t* running_sums(M& m, int64_t* values, int64_t* other, int n) {
   for (int reach = 1; reach < n; reach *= 2) {

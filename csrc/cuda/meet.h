@@ -1,4 +1,4 @@
-// The start and the end of a turn: count, meet, arrive, done.
+// Kernels that start and end a turn: count, meet, arrive, done.
 #pragma once
 
 #include "cuda/machine.h"
@@ -7,14 +7,14 @@
 namespace moe_comm {
 namespace p2p {
 
-// The slots of a chunk, as far as there are any.
+// Number of slots in a chunk; the last chunk may be shorter.
 MOE_BLOCK int chunk_slots(int64_t tokens, int64_t top_k, int64_t chunk, int64_t block) {
   const int64_t left = tokens * top_k - block * chunk;
   return static_cast<int>(left < chunk ? left : chunk);
 }
 
-// How many of ids[0, n) equal ids[i], and how many of those come before i. By looking at all of them: the cost does not
-// grow with the number of experts, neighbours read the same words, and no order is left to chance.
+// Count the ids in ids[0, n) that equal ids[i], in total and before i. Each thread scans the whole chunk: the cost does
+// not depend on the number of experts, neighbouring threads read the same words, and the order is deterministic.
 struct Rank {
   int before, all;
 };
@@ -36,7 +36,7 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
   const int64_t* given = at<const int64_t>(a.ids_at) + m.block() * a.chunk;
   int64_t* counts = at<int64_t>(a.counts_at) + m.block() * a.experts;
   int32_t* ids = m.template shared<int32_t>(a.chunk);
-  int64_t* found = m.template shared<int64_t>(4);  // dropped, bad, the first bad
+  int64_t* found = m.template shared<int64_t>(4);  // dropped, bad, index of the first bad slot
   m.each(static_cast<int>(a.experts), [&](int e) { counts[e] = 0; });
   m.each(3, [&](int i) { found[i] = i == 2 ? n : 0; });
   m.sync();
@@ -63,19 +63,19 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
   });
 }
 
-// What meet finds out before it tells anybody, and after.
+// Intermediate results of meet, in shared memory.
 struct Meeting {
-  int64_t* header;    // [49]
-  int64_t* found;     // dropped, bad, first chunk with bad ids, first rank that differs, first without room, overflow
-  int64_t* partial;   // [segments, E] slots of the segments before, of this rank
-  int64_t* own;       // [E] slots of this rank
+  int64_t* header;  // [49]
+  int64_t* found;  // dropped, bad, first chunk with bad ids, first rank with a mismatch, first without memory, overflow
+  int64_t* partial;   // [segments, E] this rank's slots in the preceding segments
+  int64_t* own;       // [E] this rank's slots
   int64_t* earlier;   // [E] slots of the ranks before this one
   int64_t* sums;      // [E + 1]
   int64_t* more;      // [E + 1]
-  int segments, per;  // chunks of a segment
+  int segments, per;  // number of segments; chunks per segment
 };
 
-// Adds up this rank's chunks.
+// Sum the counts over this rank's chunks.
 template <class M>
 MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, Meeting& x) {
   const int experts = static_cast<int>(a.experts), chunks = static_cast<int>(a.chunks);
@@ -116,7 +116,7 @@ MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, Meeting& x) {
   });
 }
 
-// Everybody's counts are here: first rows of this rank's chunks, of its own experts, and what has no room.
+// All ranks' counts have been received. Compute the first rows of this rank's chunks and experts, and the overflow.
 template <class M>
 MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64_t parity, Meeting& x) {
   const int experts = static_cast<int>(a.experts), world = static_cast<int>(a.world);
@@ -217,8 +217,8 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   const int64_t* mine = blocks.words(a.rank);
   if (!wait_all(m, g, world, kTold, turn, 0, [&](int p) { return Word{mine + blocks.control.told(p), p}; })) return;
 
-  // Copied although it could be read in place: whoever is a turn further writes to the other half, but a dispatch may
-  // take two.
+  // Copy the data although it could be read in place. A rank that is one turn ahead writes to the other half, but a
+  // dispatch may take two turns.
   m.each(world, [&](int p) {
     const int64_t* header = mine + blocks.control.header(parity, p);
     const int64_t* from = mine + blocks.control.offer(parity, p);
@@ -269,7 +269,7 @@ MOE_BLOCK void arrive(M& m, const ArriveArgs& a) {
   });
 }
 
-// Tells all peers, and waits until all have told.
+// Set this rank's done word at all peers and wait for theirs.
 template <class M, class Args>
 MOE_BLOCK bool all_done(M& m, const Args& a, int64_t turn) {
   const Blocks blocks(a);

@@ -1,7 +1,8 @@
-// One rank's operations of peer_to_peer, each a row of launches: all that the host does between two looks at what came.
+// Operations of peer_to_peer dispatch on one rank. Each operation is a sequence of kernel launches between two points
+// at which the host reads results.
 //
-// What stays from call to call is kept here, so that a call names only what is its own. No Python, and no waiting for
-// the device but in `wait`.
+// State that is constant across calls is kept here, so a call passes only its own arguments. This code does not use
+// Python and waits for the device only in `wait`.
 #pragma once
 
 #include <memory>
@@ -13,22 +14,22 @@
 namespace moe_comm {
 namespace p2p {
 
-// What stays as long as the rank's block. group.timeout_ns is each operation's own.
+// Constants for the lifetime of the rank's block. group.timeout_ns is set by each operation.
 struct Home {
   Group group{};
-  std::vector<int64_t> offsets;  // as at group.offsets_at, for the host
-  int64_t headers_at = 0;        // [slots, 49] in host memory: headers on their way to the device
+  std::vector<int64_t> offsets;  // host copy of group.offsets_at
+  int64_t headers_at = 0;        // [slots, 49] in host memory: staging buffers for headers
   int64_t all_headers_at = 0, host_counts_at = 0, left_at = 0;
 };
 
-// Of one turn, on the device: kernels behind each other use it, and nothing reads it later.
+// Device buffers for one turn. Later kernels in the same stream use them; they are not read after the turn.
 struct Scratch {
   int64_t counts_at = 0, bad_at = 0, offers_at = 0, all_counts_at = 0, summary_at = 0;
 };
 
 struct Told {
-  const char* header = nullptr;  // kHeaderWords words
-  int64_t slot = 0;              // where they stand until the device has read them
+  const char* header = nullptr;  // kHeaderWords 8-byte words
+  int64_t slot = 0;              // staging slot that holds the header until the device has read it
   int64_t offer[kOfferWords] = {};
 };
 
@@ -40,16 +41,16 @@ struct Tokens {
   int64_t tokens = 0, top_k = 0;
 };
 
-// Of relayed rows; `rows` 0: none.
+// Buffers of relayed rows; rows == 0: no relay.
 struct Links {
   int64_t rows_at = 0, scales_at = 0, links_at = 0, rows = 0, blocks = 0;
 };
 
-// What this rank and all ranks have, from the last meeting with counts.
+// Counts from the last meet with counts.
 struct Counted {
   std::vector<int64_t> own;   // rows for each of this rank's experts
-  std::vector<int64_t> rows;  // for each rank
-  std::vector<int64_t> said;  // one word of each rank's header
+  std::vector<int64_t> rows;  // rows for each rank
+  std::vector<int64_t> said;  // one header word from each rank
   int64_t dropped = 0;
 };
 
@@ -57,37 +58,38 @@ class Plan {
  public:
   Plan(std::shared_ptr<Starter> starter, const Home& home);
 
-  // An operation begins: its launches go to `stream`. captured: they run when a graph does, which counts their turns.
+  // Begin an operation: kernels are launched on `stream`. captured: the launches are recorded in a CUDA graph and run
+  // at replay, which advances the device's turn.
   void begin(uintptr_t stream, int64_t timeout_ns, bool captured);
   void use(const Scratch& scratch) { scratch_ = scratch; }
 
-  // Counts slots and begins a turn that tells how many; the rows of `move` are these slots'.
+  // Launch count and a meet with counts. The rows of the next `move` belong to these slots.
   void count_and_meet(const Tokens& t, int64_t ids_at, int64_t chunk, const Told& told);
-  // Begins a turn without counts.
+  // Launch a meet without counts.
   void meet(const Told& told);
   void move(const Rows& x, int64_t place_at, int64_t format, int64_t power_of_two, const Links& links);
-  // offers_at: of rows that stay where they are; 0: those of the last meeting.
+  // offers_at: the offers for rows at fixed offsets; 0 uses the offers of the last meet.
   void sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at = 0);
   void spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at);
-  // Ends the turn of sum or spread.
+  // End the turn of sum or spread.
   void done();
 
-  // Few rows; see dispatch/peer_to_peer/few.py.
+  // Low latency; see dispatch/peer_to_peer/low_latency.py.
   void send_few(LlSendArgs args);
   void receive_few(int64_t parts, int64_t counts_at);
   void sum_few(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at);
 
-  // Turns that were launched and will count when they run.
+  // Number of turns launched so far, excluding captured launches.
   int64_t turn = 0;
 
-  int64_t seen_turn() const;  // that is over on the device, as far as the host can see
+  int64_t seen_turn() const;  // last turn that the device has reported as completed
   bool failed() const;
-  // Whether turn `until` is over, or something has failed, before `limit_ns` have passed.
+  // Return true once turn `until` is completed or a fault is reported; false after `limit_ns`.
   bool wait(int64_t until, int64_t limit_ns) const;
   Counted counted(int64_t header_word) const;
 
  private:
-  // args: without the group's words, which are this rank's.
+  // args: all words except those of the group, which start() fills in.
   template <class Args>
   void start(Kernel kernel, int64_t blocks, Args& args);
   void meet(const Told& told, bool with_counts);

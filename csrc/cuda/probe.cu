@@ -1,4 +1,4 @@
-// The first CUDA file: proves that what this build compiled runs on the devices it finds.
+// Checks that kernels of this build run on the available devices.
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Sums 1..n with one block; small, but it needs a cubin (or PTX) for the device, shared memory and a barrier.
+// Sum 1..n with one block. Small, but it needs a cubin (or PTX) for the device, shared memory and a barrier.
 __global__ void sum_kernel(int n, int* out) {
   __shared__ int partial[kThreads];
   int sum = 0;
@@ -28,7 +28,7 @@ __global__ void sum_kernel(int n, int* out) {
   if (threadIdx.x == 0) *out = partial[0];
 }
 
-// Returns why the kernel did not run, or an empty string. Leaves the caller's current device as it was.
+// Return why the kernel did not run, or an empty string. Restores the caller's current device.
 std::string run_kernel(int device) {
   int previous = 0;
   cudaError_t status = cudaGetDevice(&previous);
@@ -45,7 +45,7 @@ std::string run_kernel(int device) {
   }
   cudaSetDevice(previous);
   if (status != cudaSuccess) {
-    cudaGetLastError();  // an error that is not cleared would surface in the caller's next CUDA call
+    cudaGetLastError();  // an error that is not cleared would appear in the caller's next CUDA call
     return cudaGetErrorString(status);
   }
   return sum == n * (n + 1) / 2 ? "" : "the kernel gave a wrong sum";

@@ -1,4 +1,5 @@
-// What the CUDA part of this build is, and which devices it finds. Free of CUDA headers: any C++ file may include it.
+// Reports the CUDA part of this build and the available devices. Includes no CUDA headers, so any C++ file may include
+// it.
 #pragma once
 
 #include <string>
@@ -13,26 +14,26 @@ struct CudaDevice {
   int minor = 0;
   int multiprocessors = 0;
   long long memory_bytes = 0;
-  bool kernel_ran = false;  // a kernel of this build ran here and gave the right answer
-  std::string error;        // why not, empty if it did
-  std::vector<int> peers;   // devices whose memory this one can address directly
+  bool kernel_ran = false;  // a kernel of this build ran here and returned the correct result
+  std::string error;        // why it did not run; empty if it did
+  std::vector<int> peers;   // devices with memory that this device can address directly
 };
 
 struct CudaProbe {
-  int runtime_version = 0;  // 13000 for CUDA 13.0; the runtime is linked in
-  int driver_version = 0;   // newest CUDA the installed driver serves; 0 if there is no driver
-  std::string archs;        // what the kernels were compiled for
-  std::string error;        // why no device was found, empty if one was
+  int runtime_version = 0;  // 13000 for CUDA 13.0; the version of the linked runtime
+  int driver_version = 0;   // newest CUDA version that the installed driver supports; 0 without a driver
+  std::string archs;        // architectures that the kernels were compiled for
+  std::string error;        // why no device was found; empty if one was
   std::vector<CudaDevice> devices;
 };
 
-// What the kernels were compiled for, "sm_80,sm_90a"; asks no device.
+// Architectures that the kernels were compiled for, as "sm_80,sm_90a". Does not query a device.
 std::string cuda_archs();
 
-// Never throws on account of a missing driver or device: then driver_version is 0 and devices is empty.
+// Does not throw if the driver or a device is missing: then driver_version is 0 and devices is empty.
 CudaProbe cuda_probe();
 
-// The same as one JSON object.
+// The result of cuda_probe as one JSON object.
 std::string cuda_probe_json();
 
 }  // namespace moe_comm

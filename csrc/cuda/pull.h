@@ -1,4 +1,4 @@
-// Combine and its backward: rows are read, and gradients written, where they stand at their owners.
+// Combine and its backward. Rows are read from, and gradients are written to, the owners' blocks directly.
 #pragma once
 
 #include "cuda/convert.h"
@@ -7,7 +7,7 @@
 namespace moe_comm {
 namespace p2p {
 
-constexpr int kAtOnce = 4;  // rows of a token that are read before the first is added
+constexpr int kAtOnce = 4;  // rows of a token that are loaded before the first is added
 
 template <class P, class M>
 MOE_BLOCK void sum_pieces(M& m, const SumArgs& a, const Blocks& blocks) {
@@ -77,7 +77,8 @@ MOE_BLOCK void sum(M& m, const SumArgs& a) {
   by_piece(a.dtype, (bits & 15) == 0, [&](auto piece) { sum_pieces<decltype(piece)>(m, a, blocks); });
 }
 
-// Lane l of a dot product takes elements l, l + 32, ...; whoever reads a piece holds the lanes of its elements.
+// Lane l of a dot product takes elements l, l + 32, ... The thread that reads a piece accumulates the lanes of its
+// elements.
 template <class P, bool with_dots, class M>
 MOE_BLOCK void spread_pieces(M& m, const SpreadArgs& a, const Blocks& blocks) {
   const int64_t* offers = at<const int64_t>(a.offers_at);
@@ -88,7 +89,7 @@ MOE_BLOCK void spread_pieces(M& m, const SpreadArgs& a, const Blocks& blocks) {
   const int64_t bytes = a.hidden * size, slots = a.tokens * a.top_k;
   char** to = m.template shared<char*>(batch);
   const char** from = m.template shared<const char*>(batch);
-  float* sums = m.template shared<float>(batch * (lanes + 1));  // one more, so that columns stand in different banks
+  float* sums = m.template shared<float>(batch * (lanes + 1));  // padded by one element to avoid bank conflicts
   for (int64_t first = m.block() * batch; first < slots; first += m.blocks() * batch) {
     const int n = static_cast<int>(slots - first < batch ? slots - first : batch);
     m.sync();

@@ -1,4 +1,4 @@
-// Dispatch: rows go straight to their places.
+// Dispatch: each row is written directly to its place at the owner.
 #pragma once
 
 #include "cuda/meet.h"
@@ -7,16 +7,16 @@
 namespace moe_comm {
 namespace p2p {
 
-// What a block of push knows of each of its slots.
+// Per-slot data of one push block.
 struct ChunkSlots {
   int32_t* ids;
-  int32_t* together;  // slots of the same expert in this chunk, at the first of them; else 0
+  int32_t* together;  // at the first slot of each expert: number of slots of that expert in this chunk; otherwise 0
   int64_t* places;
   char** rows;
   char** scales;
 };
 
-// Of a token's slots that go to one rank, the first carries the row; the others are links to it.
+// If several slots of a token have the same owner, the first slot carries the row and the others link to it.
 template <class M>
 MOE_BLOCK void link_slots(M& m, const PushArgs& a, const Blocks& blocks, int n, const ChunkSlots& s) {
   const int64_t* offers = at<const int64_t>(a.offers_at);
@@ -90,7 +90,7 @@ MOE_BLOCK void push(M& m, const PushArgs& a) {
     send_rows(m, from, n / top_k, {s.rows, s.scales, top_k}, scratch, [&](int i) { return first_token + i; });
   }
 
-  // The block that sends the last row for an expert tells its owner.
+  // The block that sends the last row for an expert sets the flag at the expert's owner.
   m.sync();
   m.each(n, [&](int i) {
     if (s.together[i] == 0) return;
@@ -104,7 +104,7 @@ MOE_BLOCK void push(M& m, const PushArgs& a) {
   });
 }
 
-// Copies of rows that came once for several experts of this rank.
+// Copy relayed rows to the other experts of this rank.
 template <class M>
 MOE_BLOCK void fan_out(M& m, const FanOutArgs& a) {
   if (failed(a)) return;

@@ -1,4 +1,4 @@
-// Rows on their way: copied as they are, or quantised to e4m3 with scales.
+// Sending rows: copied unchanged, or quantised to e4m3 with scales.
 #pragma once
 
 #include "cuda/convert.h"
@@ -7,28 +7,28 @@
 namespace moe_comm {
 namespace p2p {
 
-// Where rows come from and what becomes of them.
+// The source rows and their wire format.
 struct Source {
   const char* x;
   int64_t stride, hidden, dtype, format;
-  bool power_of_two, vectors;  // vectors: 16 bytes at a time, since all addresses allow it
+  bool power_of_two, vectors;  // vectors: all addresses are 16-byte aligned, so 16 bytes are moved at a time
 };
 
-// Whether everything that rows begin at stands on 16 bytes: this rank's rows, and all blocks they may go to.
+// Return whether all row addresses are 16-byte aligned: this rank's rows and the destination blocks.
 MOE_BLOCK bool all_on_16(const int64_t* offers, int64_t world, int64_t which, int64_t more) {
   int64_t bits = more;
   for (int64_t p = 0; p < world; ++p) bits |= offers[p * kOfferWords + which];
   return (bits & 15) == 0;
 }
 
-// A list of rows of x, each with `top_k` destinations, 0 where there is none.
+// Destinations of n rows of x: `top_k` pointers per row, null if absent.
 struct Destinations {
   char* const* rows;    // [n, K]
   char* const* scales;  // [n, K]
   int top_k;
 };
 
-// Whole rows in words of type T.
+// Copy rows without conversion, in words of type T.
 template <class T, class M, class RowOf>
 MOE_BLOCK void copy_rows(M& m, const Source& from, int n, const Destinations& to, RowOf row_of) {
   const int words = static_cast<int>(from.hidden * element_bytes(from.dtype) / static_cast<int64_t>(sizeof(T)));
@@ -42,7 +42,7 @@ MOE_BLOCK void copy_rows(M& m, const Source& from, int n, const Destinations& to
       });
 }
 
-// Channels [first, first + 16) of row `index` of x as floats, zeros beyond the row.
+// Load channels [first, first + 16) of a row of x as floats, with zeros beyond the row.
 template <int64_t dtype>
 MOE_BLOCK void load_group_of(const char* row, bool vectors, int first, int hidden, float* f) {
   typedef Piece<dtype, true> Vector;
@@ -50,7 +50,7 @@ MOE_BLOCK void load_group_of(const char* row, bool vectors, int first, int hidde
   const Bits* from = reinterpret_cast<const Bits*>(row) + first;
   MOE_UNROLL
   for (int c = 0; c < static_cast<int>(kGroup); c += Vector::kSize) {
-    if (vectors && first + c < hidden) {  // then hidden is a multiple of kSize
+    if (vectors && first + c < hidden) {  // in this case hidden is a multiple of kSize
       Vector::load(from + c, f + c);
     } else {
       MOE_UNROLL
@@ -86,7 +86,8 @@ MOE_BLOCK Scratch quantise_scratch(M& m, int64_t hidden, int64_t format) {
   return s;
 }
 
-// Up to kBatch rows. Magnitudes are compared as bits: that is the order of floats, with infinity and NaN on top.
+// Quantise up to kBatch rows. Magnitudes are compared as bits: the order equals that of floats, with infinity and NaN
+// largest.
 template <class M, class RowOf>
 MOE_BLOCK void quantise_batch(M& m, const Source& from, int n, const Destinations& to, const Scratch& s, RowOf row_of) {
   const int groups = static_cast<int>(quantise_groups(from.hidden));
@@ -142,7 +143,7 @@ MOE_BLOCK void quantise_batch(M& m, const Source& from, int n, const Destination
       for (int c = 4 * w; c < 4 * w + 4; ++c) f[c] = divided(f[c], scale);
       v.w[w] = narrow_e4m3x4(f + 4 * w);
     }
-    // Channels beyond the row are zeros, also where the scale is NaN.
+    // Channels beyond the row are zeros, even if the scale is NaN.
     const int used = static_cast<int>(from.hidden) - group * static_cast<int>(kGroup);
     if (used < static_cast<int>(kGroup)) {
       MOE_UNROLL
@@ -158,7 +159,7 @@ MOE_BLOCK void quantise_batch(M& m, const Source& from, int n, const Destination
   m.sync();
 }
 
-// Sends n rows to their destinations; row_of(i) is the row of x that is i-th. Ends without a sync.
+// Send n rows to their destinations. row_of(i) is the index in x of the i-th row. Does not sync at the end.
 template <class M, class RowOf>
 MOE_BLOCK void send_rows(M& m, const Source& from, int n, const Destinations& to, const Scratch& s, RowOf row_of) {
   if (from.format == kSame) {

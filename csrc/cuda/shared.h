@@ -1,5 +1,5 @@
-// How much memory of its own a block of each kernel needs. The host asks before a launch; kernels take it piece by
-// piece with m.shared, in the order that is added up here.
+// Shared memory size per block of each kernel. The host computes it before a launch; kernels allocate with m.shared in
+// the order of the additions here.
 #pragma once
 
 #include "cuda/args.h"
@@ -8,10 +8,10 @@ namespace moe_comm {
 namespace p2p {
 
 constexpr int64_t kBatch = 8;         // rows quantised, or tokens summed, between two syncs
-constexpr int64_t kSpreadBatch = 64;  // slots of spread between two syncs
-constexpr int64_t kLinkBatch = 32;    // rows of fan_out between two syncs
-constexpr int64_t kLanes = 32;        // of a dot product, as on the CPU
-constexpr int64_t kGroup = 16;        // channels that one step of quantisation takes
+constexpr int64_t kSpreadBatch = 64;  // slots that spread processes between two syncs
+constexpr int64_t kLinkBatch = 32;    // rows that fan_out processes between two syncs
+constexpr int64_t kLanes = 32;        // lanes of a dot product, as on the CPU
+constexpr int64_t kGroup = 16;        // channels per quantisation step
 
 struct Pieces {
   int64_t bytes = 0;
@@ -24,7 +24,7 @@ struct Pieces {
 MOE_HD inline int64_t quantise_groups(int64_t hidden) { return (hidden + kGroup - 1) / kGroup; }
 MOE_HD inline int64_t quantise_blocks(int64_t hidden) { return (hidden + kScaleChannels - 1) / kScaleChannels; }
 
-// Segments of chunks that meet adds up side by side.
+// Number of chunk segments that meet sums in parallel.
 MOE_HD inline int64_t meet_segments(int64_t experts, int64_t chunks, int64_t threads) {
   int64_t segments = experts > 0 ? threads / experts : 1;
   if (segments > chunks) segments = chunks;

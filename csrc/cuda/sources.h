@@ -1,4 +1,4 @@
-// The text of the device code that this build was made from, for NVRTC. The function itself is written by CMake.
+// The source text of the device code in this build, for NVRTC. CMake generates the function definition.
 #pragma once
 
 #include <map>
@@ -6,7 +6,7 @@
 
 namespace moe_comm {
 
-// Paths below csrc, as #include has them, and what they hold.
+// Map from path relative to csrc, as used in #include, to file content.
 std::map<std::string, std::string> cuda_sources();
 
 }  // namespace moe_comm

@@ -4,7 +4,7 @@ namespace moe_comm {
 namespace p2p {
 
 namespace {
-constexpr int64_t kUnasked = 48 << 10;      // bytes of shared memory that a block gets unasked
+constexpr int64_t kUnasked = 48 << 10;      // dynamic shared memory that a block gets without a request
 constexpr int kMostDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 }  // namespace
 
@@ -43,7 +43,7 @@ void DriverStarter::start(int kernel, const Launch& launch, const void* args) {
                             1, 1, static_cast<unsigned>(launch.shared_bytes), reinterpret_cast<void*>(launch.stream),
                             arguments, nullptr);
   }
-  // A thread that had none keeps this one: torch would take the same.
+  // If the thread had no context, it keeps this one; torch would set the same.
   if (before != nullptr && before != driver_.context) check("cuCtxSetCurrent", driver_.set_context(before));
   check(name, status);
 }

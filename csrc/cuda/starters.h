@@ -1,5 +1,5 @@
-// Where kernels are started: on the calling thread, by the CUDA runtime that nvcc's kernels came with, or by the
-// driver.
+// Kernel launchers: on the calling host thread, through the CUDA runtime (kernels compiled by nvcc), or through the
+// driver API (kernels compiled by NVRTC).
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,8 @@ class CudaStarter : public Starter {
 };
 #endif
 
-// The driver's functions by address, so that it need not be linked, and what it has made of NVRTC's code.
+// Addresses of driver API functions, so that libcuda need not be linked, and the kernel functions loaded from NVRTC's
+// output.
 struct Driver {
   int (*launch)(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared,
                 void* stream, void** arguments, void** extra) = nullptr;
@@ -35,10 +36,10 @@ struct Driver {
   int (*error_name)(int status, const char** text) = nullptr;
   int (*error_words)(int status, const char** text) = nullptr;
   void* context = nullptr;
-  void* functions[kKernels] = {};  // by number
+  void* functions[kKernels] = {};  // indexed by kernel number
 };
 
-// Launches in the driver's context, and gives the thread back the one it had.
+// Launches in the given context and restores the calling thread's context.
 class DriverStarter : public Starter {
  public:
   explicit DriverStarter(const Driver& driver);
@@ -48,7 +49,7 @@ class DriverStarter : public Starter {
   void check(const char* name, int status) const;
 
   const Driver driver_;
-  std::atomic<int64_t> shared_[kKernels];  // bytes of shared memory that a block may have, as far as asked for
+  std::atomic<int64_t> shared_[kKernels];  // largest dynamic shared memory size requested so far, per kernel
 };
 
 }  // namespace p2p

@@ -1,4 +1,4 @@
-// A plain test harness: TEST registers a function, CHECK counts a failure and goes on, and ranks are threads.
+// A minimal test harness: TEST registers a function, CHECK counts a failure and continues, ranks are threads.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Test {
 std::vector<Test>& tests();
 void fail(const char* file, int line, const std::string& what);
 int failures();
-// How often random tests repeat: 1 under sanitizers by default, more from the command line.
+// Number of repetitions of random tests: 1 by default (for sanitizers); the command line can raise it.
 int repeats();
 
 struct Register {
@@ -54,7 +54,7 @@ struct Register {
     if (!check_thrown) ::moe_comm::test::fail(__FILE__, __LINE__, #expression " must throw " #Error); \
   } while (0)
 
-// Small, fast and the same on every machine.
+// A small, fast generator with the same sequence on every machine.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 1) {}
@@ -68,7 +68,7 @@ class Random {
   uint64_t state_;
 };
 
-// body(rank) on `world` threads; an exception that leaves it is a failure.
+// Run body(rank) on `world` threads. An exception that escapes from body is a failure.
 void on_ranks(int world, const std::function<void(int)>& body);
 
 }  // namespace moe_comm::test

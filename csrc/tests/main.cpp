@@ -1,4 +1,4 @@
-// moe_comm_tests [part of a test's name] [repeats]
+// Usage: moe_comm_tests [part of a test's name] [repeats]
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -60,7 +60,7 @@ void fill_case(Random& random, P2pCase& c) {
     c.places.emplace_back(ids.size(), kDropped);
     c.overflow.push_back(0);
   }
-  // The contract taken literally: all slots of an owner, sorted by (expert, source, slot).
+  // Literal implementation of the contract: all slots of an owner, sorted by (expert, source, slot).
   for (int owner = 0; owner < c.world; ++owner) {
     auto& rows = c.rows[at_index(owner)];
     for (int s = 0; s < c.world; ++s) {
@@ -140,7 +140,7 @@ Group P2pRanks::group(int rank, const P2pCase& c) {
 
 int64_t P2pRanks::region(int rank, const P2pCase& c, int which) const {
   const p2p::Control largest{world_, kMostExperts, kMostExperts};
-  // Offers differ between ranks, and odd ranks' rows start where vectors of 16 bytes may not.
+  // Offers differ between ranks. Rows of odd ranks may start at addresses that are not 16-byte aligned.
   const int64_t shift = c.hidden % 2 && which != 3 && c.format == 0 ? rank % 2 * 4 : rank % 3 * 64;
   return largest.bytes() + which * kRegionBytes + shift;
 }
@@ -352,7 +352,7 @@ void P2pRanks::play(int rank, const P2pCase& c) {
   }
   check_received(rank, c, data(rank, region(rank, c, 0)), data(rank, region(rank, c, 2)), c.kept(rank));
 
-  // Combine, with the bits of the CPU's kernels.
+  // Combine must produce the same bits as the CPU kernels.
   char* out = data(rank, region(rank, c, 4));
   if (!c.out[r].empty()) std::memcpy(out, c.out[r].data(), c.out[r].size());
   std::vector<char*> bases;
@@ -361,14 +361,14 @@ void P2pRanks::play(int rank, const P2pCase& c) {
   for (const bool weighted : {true, false}) {
     CHECK(meet(rank, c, false, {region(rank, c, 4), 0, 0, 0, -1}));
     Bytes y(at_index(tokens * bytes) + 16, 'y'), expected = y;
-    // Where rows start on 16 bytes, so does y; else it need not.
+    // y is 16-byte aligned if the rows are; otherwise it need not be.
     sum(rank, c, weighted, y.data());
     done(rank, c);
     kernels().sum(loop, 0, tokens, expected.data(), bytes, weighted ? c.weights[r].data() : nullptr);
     CHECK(y == expected);
   }
 
-  // Its backward: gradients of the rows, at their owners, and of the weights.
+  // Backward of combine: row gradients at the owners, and weight gradients.
   char* grads = data(rank, region(rank, c, 1));
   std::memset(grads, 0, at_index(c.kept(rank) * bytes));
   CHECK(meet(rank, c, false, {region(rank, c, 4), region(rank, c, 1), 0, 0, -1}));

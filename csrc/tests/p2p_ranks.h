@@ -1,4 +1,4 @@
-// Ranks of peer_to_peer dispatch as threads of one process: the kernels of csrc/cuda on the host.
+// Ranks of peer_to_peer dispatch as threads of one process. The kernels of csrc/cuda run on the host.
 #pragma once
 
 #include <cstdint>
@@ -12,33 +12,34 @@
 
 namespace moe_comm::test {
 
-// One dispatch with what follows it, on all ranks, and what must come of it.
+// Inputs and expected results of one dispatch and the operations that follow it, on all ranks.
 struct P2pCase {
   int world = 1, dtype = 0;
   int64_t hidden = 8, top_k = 1, chunk = 1, format = 0, room = -1;
-  bool power_of_two = false, relay = false, exact = true;  // exact: the host learns the counts, then allocates
+  bool power_of_two = false, relay = false, exact = true;  // exact: the host reads the counts, then allocates
   std::vector<int64_t> offsets, tokens;
   std::vector<std::vector<int64_t>> ids;
   std::vector<Bytes> x, g, out;  // [T, hidden], [T, hidden] by rank; [R, hidden] by owner
   std::vector<std::vector<float>> weights;
-  // By rank:
+  // Indexed by rank:
   struct Slot {
     int64_t expert, source, slot;
   };
-  std::vector<std::vector<Slot>> rows;  // of each owner, in the order of the contract, room or not
+  std::vector<std::vector<Slot>> rows;  // of each owner, in contract order, including rows beyond capacity
   std::vector<std::vector<int64_t>> places;
   std::vector<int64_t> dropped, overflow;
 
   int64_t experts() const { return offsets.back(); }
   int64_t local_experts() const;
   int64_t element() const { return dtype == 0 ? 4 : 2; }
-  int64_t kept(int64_t owner) const;  // rows of an owner that have room
+  int64_t kept(int64_t owner) const;  // number of an owner's rows within capacity
 };
 
-// The control area is laid out for the experts, so cases that follow each other in one P2pRanks have equal offsets.
+// The layout of the control area depends on the experts, so all cases of one P2pRanks have equal offsets.
 P2pCase random_case(Random& random, const std::vector<int64_t>& offsets);
 std::vector<int64_t> random_offsets(Random& random, int world);
-// Routing, tensors and expectations for what is set already: world, dtype, hidden, top_k, offsets, tokens, room.
+// Fill in routing, tensors and expected results. The caller has set world, dtype, hidden, top_k, offsets, tokens and
+// room.
 void fill_case(Random& random, P2pCase& c);
 
 class P2pRanks {
@@ -55,7 +56,7 @@ class P2pRanks {
     std::vector<int64_t> header, offers, all_headers, all_counts, host_counts, summary, left, counts, bad, place;
   };
 
-  // Words that all kernels take.
+  // Arguments common to all kernels.
   p2p::Group group(int rank, const P2pCase& c);
   template <class Args>
   Args args(int rank, const P2pCase& c) {
@@ -66,14 +67,13 @@ class P2pRanks {
 #undef MOE_P2P_SET
     return a;
   }
-  // Where a region of this rank's block begins, bytes from the block: 0 rows, 1 gradients, 2 scales, 3 links, 4
-  // results.
+  // Byte offset of a region in this rank's block: 0 rows, 1 gradients, 2 scales, 3 links, 4 results.
   int64_t region(int rank, const P2pCase& c, int which) const;
   char* data(int rank, int64_t offset) { return peers_[static_cast<size_t>(rank)] + offset; }
   Rank& of(int rank) { return ranks_[static_cast<size_t>(rank)]; }
 
   void count(int rank, const P2pCase& c);
-  // offers: which regions of this rank; false where the turn failed.
+  // offer: the regions of this rank. Returns false if the turn failed.
   bool meet(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer);
   std::vector<int64_t> dispatch_offer(int rank, const P2pCase& c);
   void push(int rank, const P2pCase& c);
@@ -83,7 +83,7 @@ class P2pRanks {
   void spread(int rank, const P2pCase& c, float* dots);
   void done(int rank, const P2pCase& c);
 
-  // Everything, checked.
+  // Run dispatch, combine and backward, and check the results.
   void play(int rank, const P2pCase& c);
   void check_received(int rank, const P2pCase& c, const char* rows, const char* scales, int64_t n);
   void check_row(const P2pCase& c, const P2pCase::Slot& slot, const char* row, const char* scales);
@@ -96,13 +96,13 @@ class P2pRanks {
   std::vector<Rank> ranks_;
 };
 
-// Threads of a block in run_p2p, while no rank runs to be set: what they share out differs with their number.
+// Emulated threads per block in run_p2p; the distribution of work depends on it. Set it only while no rank runs.
 inline int host_threads = 1;
 
 template <class Args>
 void run_p2p(const char* name, int64_t blocks, const Args& a);
 
-// e4m3 by search among its 127 magnitudes, ties to even.
+// Convert to e4m3 by searching the 127 magnitudes; ties to even.
 uint8_t e4m3_by_search(float f);
 float e4m3_value(int byte);
 

@@ -41,10 +41,10 @@ struct Slot {
   int64_t slot;  // token * top_k + k
 };
 
-// The contract of row order, taken literally: sort all slots of the world by (expert, source, slot).
+// Literal implementation of the row order: sort all slots of all ranks by (expert, source, slot).
 struct Places {
-  std::vector<std::vector<Slot>> rows;                        // by owner
-  std::vector<std::vector<std::pair<int, int64_t>>> of_slot;  // by source: (owner, row), owner -1 where dropped
+  std::vector<std::vector<Slot>> rows;                        // indexed by owner
+  std::vector<std::vector<std::pair<int, int64_t>>> of_slot;  // indexed by source: (owner, row); owner -1 if dropped
 };
 
 Places sort_slots(const Plan& plan) {
@@ -74,7 +74,7 @@ Places sort_slots(const Plan& plan) {
   return places;
 }
 
-// y[t] = sum over k of weight * row, in fp32 and slot order; weights empty for ones.
+// y[t] = sum over k of weight * row, in fp32 and slot order. If weights is empty, all weights are 1.
 Bytes reference_sum(const Plan& plan, const Places& places, int rank, const std::vector<Bytes>& rows, int64_t stride,
                     const std::vector<float>& weights) {
   const int64_t tokens = plan.tokens[static_cast<size_t>(rank)];
@@ -96,7 +96,7 @@ Bytes reference_sum(const Plan& plan, const Places& places, int rank, const std:
   return y;
 }
 
-// 32 lanes, lane l adds the products l, l + 32, ... in order; then lanes are added in halves.
+// Dot product in 32 lanes: lane l adds the products l, l + 32, ... in order. A tree reduction then adds the lanes.
 float lane_dot(const Plan& plan, const Bytes& a, int64_t a_row, const Bytes& b, int64_t b_row) {
   float lanes[32] = {};
   for (int64_t d = 0; d < plan.hidden; ++d) {
@@ -201,7 +201,7 @@ void narrow(int dtype, float value, char* p) {
   } else if (std::isinf(value)) {
     bits = top << f.mantissa_bits;
   } else {
-    // Count in units of the last place: at the smallest normal exponent or above. nearbyint rounds half to even.
+    // Round to units in the last place, at the smallest normal exponent or above. nearbyint rounds half to even.
     int exponent = std::max(size > 0 ? std::ilogb(size) : 1 - bias, 1 - bias);
     double units = std::nearbyint(std::ldexp(size, f.mantissa_bits - exponent));
     if (units >= std::ldexp(2.0, f.mantissa_bits)) {
@@ -223,7 +223,7 @@ Plan random_plan(Random& random, int world, const Limits& limits) {
   Plan plan;
   plan.world = world;
   plan.dtype = static_cast<int>(random.below(3));
-  // Around multiples of a lane block, tiny, odd, and now and then empty.
+  // Hidden sizes near multiples of 32 lanes, small, odd, and sometimes 0.
   const int64_t near = 32 * random.between(1, std::max<int64_t>(1, limits.max_hidden / 32)) + random.between(-1, 1);
   plan.hidden = random.chance(0.05) ? 0 : random.chance(0.4) ? near : random.between(1, limits.max_hidden);
   plan.weighted = random.chance(0.8);

@@ -22,10 +22,10 @@ Op collective(int64_t call, int64_t fault = 0) {
   return op;
 }
 
-// Element i of rank's offer; small integers are exact in every dtype and every order of adding.
+// Element i of the rank's buffer. Small integers are exact in every dtype and every order of addition.
 float value(int rank, int64_t i) { return static_cast<float>((rank * 7 + i * 3) % 23 - 11); }
 
-// A block of `count` elements in the rank's heap; freed by the caller.
+// Allocate a block of `count` elements in the rank's heap; the caller frees it.
 int64_t offer(Heap& heap, int rank, int64_t count, int dtype) {
   const int64_t size = dtype == 0 ? 4 : 2, block = heap.alloc(count * size);
   for (int64_t i = 0; i < count; ++i) narrow(dtype, value(rank, i), heap.base() + block + i * size);

@@ -14,7 +14,7 @@ using namespace moe_comm::test;
 
 namespace {
 
-// Sleeps soon.
+// Options with a short spin phase before sleeping.
 Communicator::Options hasty(double timeout_s = 120) {
   Communicator::Options options = patient(timeout_s);
   options.spin_us = 20;
@@ -69,7 +69,7 @@ TEST(failure_ranks_that_disagree_all_get_the_headers_and_go_on) {
   for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
 }
 
-// One rank dispatches, the other combines: both hear of it, and the next operation works.
+// One rank dispatches while the other combines. Both raise, and the next operation succeeds.
 TEST(failure_different_operations_meet) {
   Random random(2);
   Ranks ranks(2, hasty());
@@ -132,10 +132,10 @@ TEST(failure_the_callers_own_fault_travels) {
     Op op = op_of(plan, 0, 1);
     if (rank == 0) {
       op.fault = 1;
-      op.fault_text = std::string(1000, 'x');  // longer than a header holds
+      op.fault_text = std::string(1000, 'x');  // longer than the text field of a header
     }
     try {
-      // As Python calls it with a fault: no tokens and no pointers.
+      // Arguments as passed from Python with a fault: no tokens and null pointers.
       rank == 0 ? transfer.send(op, {}, nullptr, {0, 2, 16, 0}) : send(plan, rank, transfer, op);
       CHECK(!"a fault must throw");
     } catch (const HandshakeFailed& error) {
@@ -147,7 +147,7 @@ TEST(failure_the_callers_own_fault_travels) {
   });
 }
 
-// Rank 1's heap holds one growth step; each place where memory can run out in turn.
+// Rank 1's heap holds one growth step. Tests each allocation that can fail, in order.
 TEST(failure_a_full_heap_on_one_rank_is_told_on_all_and_the_group_goes_on) {
   Random random(5);
   const int world = 3;
@@ -171,16 +171,16 @@ TEST(failure_a_full_heap_on_one_rank_is_told_on_all_and_the_group_goes_on) {
       for (int64_t block : filling) heap.free(block);
       filling.clear();
     };
-    // The block that rows go to.
+    // The block that receives rows.
     CHECK_THROWS(send(flood, rank, transfer, op_of(flood, 0, ++call)), HeapError);
     CHECK_EQ(heap.used(), int64_t{0});
     play(plan, rank, transfer, call);
-    // The counts.
+    // The counts buffer.
     fill();
     CHECK_THROWS(send(plan, rank, transfer, op_of(plan, 0, ++call)), HandshakeFailed);
     drain();
     CHECK_EQ(heap.used(), int64_t{0});
-    // Combine's copy of rows that stand elsewhere, and combine backward's blocks.
+    // Combine's copy of rows outside the heap, and the blocks of combine backward.
     const Sent sent = send(plan, rank, transfer, op_of(plan, 0, ++call));
     const Rows out{plan.out[r].data(), plan.stride()}, g{plan.g[r].data(), plan.stride()};
     Bytes y(plan.y[r].size());
@@ -238,13 +238,13 @@ TEST(failure_a_rank_that_never_calls_times_out_on_the_others) {
       CHECK(first == error.what());
     }
   });
-  // The late rank hears at once that the others are gone.
+  // The late rank raises immediately, because the others have given up.
   WholeTransfer late = ranks.transfer(2, plan.expert_offsets);
   CHECK_THROWS(send(plan, 2, late, op_of(plan, 0, 5)), PeerTimeout);
   CHECK_THROWS(ranks.communicators[2]->check_peers(), PeerTimeout);
 }
 
-// Rank 0 cannot map as much of rank 1's memory as rank 1 may grow to: an error in the middle of an operation.
+// Rank 0 cannot map as much of rank 1's memory as rank 1 may allocate: an error during an operation.
 TEST(failure_an_error_in_the_middle_reaches_every_rank) {
   Random random(7);
   Ranks ranks = Ranks::named(3, hasty(), {2 * kGrowStep, int64_t{1} << 30, int64_t{1} << 30});
@@ -289,13 +289,13 @@ TEST(failure_attach_refuses_what_is_not_a_rank_of_this_group) {
   Communicator second(other, 1, 2, hasty());
   Communicator rank0(own, 0, 2, hasty());
   Communicator same(other, 0, 2, hasty());
-  CHECK_THROWS(rank0.attach({own->name(), empty->name()}), HeapError);  // no control record
-  CHECK_THROWS(rank0.attach({own->name(), other->name()}), HeapError);  // rank 0, not rank 1
+  CHECK_THROWS(rank0.attach({own->name(), empty->name()}), HeapError);  // has no control record
+  CHECK_THROWS(rank0.attach({own->name(), other->name()}), HeapError);  // belongs to rank 0, not rank 1
   CHECK_THROWS(rank0.attach({own->name(), prefix + "missing"}), HeapError);
   CHECK_THROWS(rank0.attach({own->name()}), HeapError);
 }
 
-// A forked child has no threads of its parent's and must not touch its blocks, its peers or its names.
+// A forked child has no threads of its parent and must not touch the parent's blocks, peers or names.
 TEST(failure_a_forked_child_leaves_the_parents_memory_alone) {
   const std::string name = "/moe_comm_tests." + std::to_string(getpid()) + ".fork";
   auto heap = std::make_shared<Heap>(name, Communicator::control_bytes(), 0, kGrowStep);

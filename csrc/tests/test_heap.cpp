@@ -24,7 +24,7 @@ TEST(heap_blocks_are_aligned_apart_and_return) {
   CHECK_EQ(heap.used(), int64_t{64 + 128 + 64});
   CHECK_EQ(heap.blocks(), int64_t{3});
   heap.free(b);
-  heap.free(b);  // a second time, and an offset that never was one: nothing happens
+  heap.free(b);  // a double free and an invalid offset have no effect
   heap.free(17);
   heap.free(a);
   heap.free(c);
@@ -41,7 +41,7 @@ TEST(heap_merges_neighbours_in_any_order) {
     for (int64_t& block : blocks) block = heap.alloc(kGrowStep / 4);
     CHECK_THROWS(heap.alloc(1), HeapError);
     for (int i : order) heap.free(blocks[i]);
-    CHECK_EQ(heap.alloc(kGrowStep), int64_t{0});  // one piece again
+    CHECK_EQ(heap.alloc(kGrowStep), int64_t{0});  // merged into one block again
   } while (std::next_permutation(order, order + 4));
 }
 
@@ -71,7 +71,7 @@ TEST(heap_grows_without_moving_and_stops_at_its_reserve) {
   CHECK_THROWS(heap.alloc(4 * kGrowStep), HeapError);
   CHECK_EQ(heap.size(), before);
   heap.free(more);
-  heap.free(heap.alloc(2 * kGrowStep));  // still usable
+  heap.free(heap.alloc(2 * kGrowStep));  // the heap is still usable
   CHECK_EQ(heap.size(), before);
   CHECK(heap.owns(base, before));
   CHECK(!heap.owns(base, before + 1));
@@ -107,13 +107,13 @@ TEST(heap_name_cannot_be_taken_twice_and_goes_away) {
     heap.free(heap.alloc(100));
   }
   CHECK_EQ(shm_unlink(name.c_str()), -1);
-  // A constructor that fails leaves no name either.
+  // A constructor that throws leaves no name.
   CHECK_THROWS(Heap(name, 64, 4 * kGrowStep, kGrowStep), HeapError);
   CHECK_EQ(shm_unlink(name.c_str()), -1);
 }
 
-// Blocks are handed from thread to thread and freed by whoever gets them. Each is filled with its own byte, so two
-// blocks that overlap show.
+// Threads pass blocks to each other, and the receiver frees them. Each block is filled with its own byte value, so
+// overlapping blocks are detected.
 TEST(heap_survives_threads_that_free_each_others_blocks) {
   Heap heap("", 64, 0, int64_t{256} << 20);
   struct Given {
@@ -150,5 +150,5 @@ TEST(heap_survives_threads_that_free_each_others_blocks) {
   CHECK_EQ(damaged.load(), 0);
   CHECK_EQ(heap.used(), int64_t{0});
   CHECK_EQ(heap.blocks(), int64_t{0});
-  heap.free(heap.alloc(heap.size() - 64));  // all merged again
+  heap.free(heap.alloc(heap.size() - 64));  // all free blocks are merged again
 }

@@ -19,7 +19,8 @@ TEST(layout_places_pack_and_unpack) {
   }
 }
 
-// Against the contract taken literally: list all rows of an owner sorted by (expert, source), find the first.
+// Compares with a literal implementation of the contract: list all rows of an owner sorted by (expert, source) and find
+// the first.
 TEST(layout_first_rows_match_sorting_for_thousands_of_random_routings) {
   Random random(5);
   for (int round = 0; round < 3000 * repeats(); ++round) {

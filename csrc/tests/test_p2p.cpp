@@ -1,4 +1,4 @@
-// Dispatch, combine and their backward of peer_to_peer on the host: where rows land, what numbers, what fails and how.
+// Dispatch, combine and backward of peer_to_peer on the host: row positions, values, and failure reports.
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -13,7 +13,7 @@ using namespace moe_comm::p2p;
 
 namespace {
 
-// Every rank for itself, all cases one after the other: flags of hundreds of turns, none ever reset.
+// Ranks run all cases without synchronizing between them: hundreds of turns, and flags are never reset.
 void play_all(const std::vector<P2pCase>& cases) {
   for (const int threads : {1, 3, 64}) {
     host_threads = threads;
@@ -103,7 +103,7 @@ TEST(p2p_many_experts_and_chunks) {
 TEST(p2p_a_missing_rank_is_named_and_what_follows_does_nothing) {
   Random random(64);
   const P2pCase c = small_case(random, 4);
-  P2pRanks ranks(4, 0.5);  // s; threads of a busy machine start late
+  P2pRanks ranks(4, 0.5);  // seconds; threads on a busy machine start late
   on_ranks(4, [&](int rank) {
     if (rank == 2) return;
     counts_and_offers(ranks, rank, c);
@@ -148,7 +148,7 @@ TEST(p2p_ranks_that_differ_all_learn_it_and_may_go_on) {
   on_ranks(4, [&](int rank) {
     P2pRanks::Rank& me = ranks.of(rank);
     me.header[3] = rank == 1 ? 99 : 7;
-    me.header[20] = rank;  // text is not compared
+    me.header[20] = rank;  // the text part is not compared
     counts_and_offers(ranks, rank, c);
     CHECK_EQ(me.state.fault, int64_t{kDisagree});
     CHECK_EQ(me.report.who, int64_t{rank == 1 ? 0 : 1});
@@ -236,7 +236,7 @@ TEST(p2p_parts_of_the_control_area_do_not_overlap) {
   }
 }
 
-// --- numbers ---
+// --- number formats ---
 
 TEST(p2p_e4m3_is_the_nearest_number_for_every_16_bit_float_and_its_neighbours) {
   for (uint32_t h = 0; h < 0x10000; ++h) {

@@ -1,4 +1,4 @@
-// Dispatch of few rows: fixed places, no round trip for counts.
+// Low-latency dispatch: fixed regions, no count exchange.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -18,7 +18,7 @@ struct Few {
   P2pCase c;
   int64_t max_tokens = 12, parts = 1;
 
-  // Row of a slot in its owner's block, -1 where there is none: its number among this rank's slots of the expert.
+  // Place of a slot: its row follows from its index among this rank's slots of the expert. -1 if it has none.
   int64_t place(int source, int64_t slot) const {
     const auto& ids = c.ids[static_cast<size_t>(source)];
     const int64_t id = ids[static_cast<size_t>(slot)];
@@ -70,7 +70,7 @@ std::vector<int64_t> arrive(P2pRanks& ranks, int rank, const Few& f) {
   return counts;
 }
 
-// The results of the experts: any function of a place will do.
+// Expert output: an arbitrary function of the place.
 void results(const P2pCase& c, int64_t place, char* row) {
   Random random(static_cast<uint64_t>(place) + 5);
   for (int64_t d = 0; d < c.hidden; ++d) {
@@ -202,7 +202,7 @@ TEST(p2p_few_rows_name_the_rank_that_did_not_send) {
   on_ranks(3, [&](int rank) {
     if (rank == 1) return;
     send(ranks, rank, f);
-    // Time runs from here: a thread that starts late would be taken for the one that did not send.
+    // Start the timeout only after both ranks have sent; otherwise a late thread could be reported instead of rank 1.
     for (++sent; sent < 2;) std::this_thread::yield();
     arrive(ranks, rank, f);
     CHECK_EQ(ranks.of(rank).report.fault, int64_t{kTimedOut});

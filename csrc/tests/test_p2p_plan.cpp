@@ -1,4 +1,4 @@
-// Operations as rows of launches: their order and words, whose turns count, and what starts them.
+// Operations as sequences of launches: launch order, argument words, turn counting, and launchers.
 #include <cstring>
 #include <string>
 #include <utility>
@@ -16,7 +16,7 @@ namespace {
 
 int64_t address_of(const void* p) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p)); }
 
-// Writes down what it is told, and refuses one kernel.
+// Records all launches, and rejects one chosen kernel.
 struct Recorder : Starter {
   struct One {
     int kernel;
@@ -40,7 +40,7 @@ struct Recorder : Starter {
   }
 };
 
-// One rank with `experts` experts, alone.
+// A group of one rank with `experts` experts.
 struct Alone {
   static constexpr int64_t kSlots = 4;
 

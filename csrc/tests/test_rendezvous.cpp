@@ -28,7 +28,7 @@ Op meeting(int64_t call, int64_t fault = 0, int64_t bytes = 0) {
 
 float value(int rank, int to, int64_t i) { return static_cast<float>((rank * 7 + to * 5 + i * 3) % 23 - 11); }
 
-// What a rank offers: flags, `count` floats for all, then `count` floats for each rank.
+// The buffer of a rank: flags, `count` floats for all ranks, then `count` floats for each rank.
 struct Place {
   Place(Heap& from, int ranks, int64_t each) : heap(from), world(ranks), count(each), block(heap.alloc(bytes())) {}
   ~Place() { heap.free(block); }
@@ -49,7 +49,7 @@ std::vector<int> peers_of(int rank, int world) {
   return peers;
 }
 
-// A gather and a scatter in one operation.
+// Run a gather and a scatter in one operation.
 void play(Ranks& ranks, int rank, int64_t count, int64_t call) {
   const int world = ranks.world();
   const size_t r = static_cast<size_t>(rank);
@@ -104,7 +104,7 @@ TEST(rendezvous_in_named_memory_that_grows) {
   });
 }
 
-// Rank 0 reads rank 2's rows while rank 1 has yet to come, and rank 1 comes only after that.
+// Rank 0 reads rank 2's rows before rank 1 has posted. Rank 1 posts only after that.
 TEST(rendezvous_takes_who_has_come_and_does_not_wait_for_all) {
   Ranks ranks(3, patient());
   std::atomic<bool> read{false};
@@ -127,7 +127,8 @@ TEST(rendezvous_takes_who_has_come_and_does_not_wait_for_all) {
   });
 }
 
-// The ranks that agree wait for each other's flags when one of them finds the third in another call and goes.
+// Two ranks run the same operation and wait for each other's flags. One of them detects that the third rank runs a
+// different operation, and leaves.
 TEST(rendezvous_of_ranks_in_different_calls_fails_alike_everywhere_and_the_next_goes_on) {
   for (const int odd : {0, 1, 2}) {
     Ranks ranks(3, patient());
@@ -137,7 +138,7 @@ TEST(rendezvous_of_ranks_in_different_calls_fails_alike_everywhere_and_the_next_
       Place place(*ranks.heaps[r], 3, 4);
       std::vector<float> sum(4);
       CHECK_EQ(headers_of([&] {
-                 // The odd one comes last, when the others are in the middle.
+                 // The mismatching rank posts last, while the others are in the operation.
                  while (rank == odd && waiting.load() < 2) std::this_thread::yield();
                  Rendezvous meet(ranks.communicators[r], 1, meeting(1, 0, rank == odd ? 7 : 8), place.offer());
                  const int other = 3 - odd - rank;
@@ -145,7 +146,7 @@ TEST(rendezvous_of_ranks_in_different_calls_fails_alike_everywhere_and_the_next_
                    CHECK_EQ(meet.next({other}), other);
                    ++waiting;
                  }
-                 meet.raise(rank);  // and for nobody else
+                 meet.raise(rank);  // sets no flag for other ranks
                  meet.add(place.part(rank), 4, 0, reinterpret_cast<char*>(sum.data()));
                  CHECK(!"must not be added");
                }),
@@ -155,7 +156,8 @@ TEST(rendezvous_of_ranks_in_different_calls_fails_alike_everywhere_and_the_next_
   }
 }
 
-// All ranks agree but one, which has met nobody; the others have met each other, and wait for flags first.
+// One rank has a different header and has waited for no peer. The others have checked each other, and one of them waits
+// for a flag.
 TEST(rendezvous_a_rank_that_leaves_for_a_mismatch_wakes_those_that_wait_for_its_flag) {
   Ranks ranks(3, patient());
   on_ranks(3, [&](int rank) {

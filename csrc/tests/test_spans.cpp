@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kRowsAt = 4096 + (64 << 10), kRows = 32 << 10, kRingAt = kRowsAt + 4 * kRows, kRecord = 96;
 
-// As large as it must be and no larger, so that ASan sees what goes beyond.
+// Exactly the required size, so that ASan detects accesses beyond the end.
 std::vector<int64_t> region(int64_t records) { return std::vector<int64_t>((kRingAt + records * kRecord) / 8); }
 
 char* bytes(std::vector<int64_t>& words) { return reinterpret_cast<char*>(words.data()); }
@@ -42,7 +42,7 @@ TEST(spans_go_round_the_ring_and_touch_nothing_beyond_it) {
     const int64_t index = word(words, kRingAt + place * kRecord);
     CHECK_EQ(index, place < 4 ? 16 + place : 8 + place);
     CHECK(word(words, kRingAt + place * kRecord + 16) >= word(words, kRingAt + place * kRecord + 8));
-    CHECK_EQ(word(words, kRingAt + place * kRecord + 40), index + 1);  // its call
+    CHECK_EQ(word(words, kRingAt + place * kRecord + 40), index + 1);  // its call number
   }
   const auto before = words;
   const uint32_t rows[2] = {1, 2};

@@ -39,7 +39,7 @@ TEST(transfer_gives_the_reference_bits_on_2_4_8_ranks) {
   }
 }
 
-// More than any table of 32 peers holds, and no power of two.
+// More ranks than a table of 32 peers holds, and not a power of two.
 TEST(transfer_gives_the_reference_bits_on_67_ranks) {
   Communicator::Options options = patient();
   options.spin_us = 0.0;
@@ -52,7 +52,7 @@ TEST(transfer_gives_the_reference_bits_through_named_shared_memory) {
   Ranks ranks = Ranks::named(3, patient(), {int64_t{1} << 30, int64_t{1} << 30, int64_t{1} << 30});
   Random random(3);
   play_random(ranks, random, 10 * repeats(), Limits());
-  // Growth: peers map the new part when they first see it.
+  // Growth: peers map the new part when they first access it.
   play_random(ranks, random, 2, {600, 512, 6});
   play_random(ranks, random, 2, {1200, 512, 6});
 }
@@ -69,7 +69,7 @@ TEST(transfer_without_peers_gives_the_reference_bits) {
   CHECK_EQ(heap->used(), int64_t{0});
 }
 
-// Large enough for non-temporal stores and for several threads a rank, aligned and not.
+// Large enough for non-temporal stores and for several threads per rank, aligned and unaligned.
 TEST(transfer_with_threads_and_non_temporal_stores_gives_the_reference_bits) {
   Random random(23);
   for (const int64_t hidden : {1024, 1000, 1025}) {
@@ -124,7 +124,7 @@ TEST(transfer_counters_survive_the_wrap) {
   }
 }
 
-// Several dispatches stand before the first combine; layouts and blocks must not depend on later ones.
+// Several dispatches are pending before the first combine. Layouts and blocks must not depend on later dispatches.
 TEST(transfer_dispatches_in_flight_do_not_disturb_each_other) {
   Random random(41);
   Ranks ranks(2, patient());
@@ -149,7 +149,7 @@ TEST(transfer_dispatches_in_flight_do_not_disturb_each_other) {
   });
 }
 
-// Two threads of one process use one communicator: operations come one after another, each whole.
+// Two threads of one process share a communicator. Operations are serialized; they do not interleave.
 TEST(transfer_operations_of_two_threads_are_serialised) {
   Random random(43);
   Ranks ranks(1, patient());

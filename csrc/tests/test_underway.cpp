@@ -19,7 +19,7 @@ std::vector<int> peers_of(int rank, int world) {
   return peers;
 }
 
-// The rows that `source` has in the block of `rank`, compared with those of the reference.
+// Compare the rows from `source` in the block of `rank` with the reference.
 void check_rows(const Plan& plan, int rank, int source, const Layout& layout, const char* block,
                 const Bytes& expected) {
   const int64_t experts = plan.expert_offsets.back(), bytes = plan.row_bytes();
@@ -37,7 +37,7 @@ void check_rows(const Plan& plan, int rank, int source, const Layout& layout, co
   CHECK_EQ(row, layout.rows);
 }
 
-// All rows as they come, which are compared at once, while peers are still writing others.
+// Check each peer's rows as soon as they are complete, while other peers are still writing.
 void follow(const Plan& plan, int rank, const Layout& layout, Arriving& arriving, const char* block,
             const Bytes& expected) {
   check_rows(plan, rank, rank, layout, block, expected);
@@ -51,7 +51,7 @@ void follow(const Plan& plan, int rank, const Layout& layout, Arriving& arriving
   CHECK(arriving.finished());
 }
 
-// Results for each peer are written just before its flag rises; own ones last.
+// Write the results for each peer just before setting its flag; own results last.
 void lead(const Plan& plan, int rank, const Layout& layout, Leaving& leaving, char* block, const Bytes& results) {
   const int64_t experts = plan.expert_offsets.back(), bytes = plan.row_bytes();
   std::vector<int> order = peers_of(rank, plan.world);
@@ -72,7 +72,7 @@ void lead(const Plan& plan, int rank, const Layout& layout, Leaving& leaving, ch
   }
 }
 
-// The plan with rows of the experts' output end to end.
+// Return the experts' output without padding between rows.
 Bytes dense(const Plan& plan, int rank) {
   const size_t r = static_cast<size_t>(rank);
   Bytes rows(static_cast<size_t>(plan.rows[r] * plan.row_bytes()));
@@ -83,7 +83,8 @@ Bytes dense(const Plan& plan, int rank) {
   return rows;
 }
 
-// As play() in reference.cpp, but in pieces where bit `i` of `in_pieces` is set for operation i, and at once elsewhere.
+// Same as play() in reference.cpp, but operation i runs in two halves if bit i of `in_pieces` is set, and in one call
+// otherwise.
 void play_pieces(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& call, unsigned in_pieces) {
   const size_t r = static_cast<size_t>(rank);
   Heap& heap = transfer.heap();
@@ -142,7 +143,7 @@ TEST(underway_in_pieces_gives_the_reference_bits_on_1_2_3_8_ranks_near_the_wrap_
     for (int i = 0; i < (world == 8 ? 6 : 16) * repeats(); ++i) plans.push_back(random_plan(random, world, Limits()));
     on_ranks(world, [&](int rank) {
       int64_t call = 0;
-      unsigned in_pieces = static_cast<unsigned>(rank);  // ranks do not do alike
+      unsigned in_pieces = static_cast<unsigned>(rank);  // ranks use different modes
       for (const Plan& plan : plans) {
         WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
         play_pieces(plan, rank, transfer, call, in_pieces % 3 ? 31u : in_pieces * 7);
@@ -178,7 +179,7 @@ TEST(underway_without_peers_gives_the_reference_bits) {
   CHECK_EQ(heap->used(), int64_t{0});
 }
 
-// Rank 0 has its sum while rank 1 has yet to write its own rows, and rank 2 to raise a flag for rank 1.
+// Rank 0 completes its sum before rank 1 has written its own rows and before rank 2 has set the flag for rank 1.
 TEST(underway_a_sum_waits_for_its_own_flags_alone) {
   Random random(8);
   Ranks ranks(3, patient());
@@ -194,7 +195,7 @@ TEST(underway_a_sum_waits_for_its_own_flags_alone) {
     const auto leaving =
         transfer.start_sum(op_of(plan, 1, 2), *sent.layout, {transfer.heap().base() + block, plan.row_bytes()}, false);
     std::memcpy(transfer.heap().base() + block, results.data(), results.size());
-    if (rank == 1) CHECK(!leaving->ready());  // nobody raises its flag before rank 0 has its sum
+    if (rank == 1) CHECK(!leaving->ready());  // its flag is set only after rank 0 has completed its sum
     leaving->raise(0);
     while (rank != 0 && !summed.load()) std::this_thread::yield();
     Bytes y(plan.y[r].size());
@@ -250,7 +251,7 @@ TEST(underway_ranks_that_disagree_all_get_the_headers_and_go_on) {
   }
 }
 
-// After its rows have been pushed a rank gives up: its peers have their rows, and hear of it in what comes next.
+// A rank gives up after its rows have been written. Its peers receive the rows and raise in their next call.
 TEST(underway_an_operation_that_is_abandoned_reaches_every_rank) {
   Random random(10);
   for (const bool late : {false, true}) {

@@ -1,1 +1,1 @@
-"""Benchmarks: what dispatch, combine and a whole layer cost here, against what people use today."""
+"""Benchmarks of dispatch, layers, overlap and training against other libraries."""

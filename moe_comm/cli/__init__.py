@@ -1,7 +1,7 @@
-"""The ``moe-comm`` command: one thin function a subcommand. What they do lives in the modules they call.
+"""The ``moe-comm`` command. Each subcommand is one thin function.
 
-Exit codes: 0 done; 1 it failed, or ``doctor`` found something broken; 2 the request was wrong (flags, configuration,
-unreadable file, missing extra); 128 + n stopped by signal n.
+Exit codes: 0 success; 1 failure, or ``doctor`` found a problem; 2 invalid request (options, configuration, unreadable
+file, missing extra); 128 + n stopped by signal n.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ClickError: type[Exception] = typer.BadParameter.mro()[2]
 
 app = typer.Typer(
     name="moe-comm",
-    help="Mixture-of-Experts layers whose experts live on different ranks.",
+    help="Mixture-of-Experts training and inference with expert parallelism.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,13 +35,13 @@ app = typer.Typer(
 
 
 def _versions() -> str:
-    """Loads neither torch nor anything else that takes long."""
+    """Return the versions without importing torch or other slow modules."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
     try:
-        from moe_comm import _C  # here because it may not be built
+        from moe_comm import _C  # imported here because it may not be built
     except ImportError as error:
         core = f"no ({error})"
     else:
@@ -49,17 +49,16 @@ def _versions() -> str:
     return f"moe-comm {moe_comm.__version__}, torch {torch}, native core: {core}"
 
 
-def _print_versions(wanted: bool) -> None:
-    if wanted:
+def _print_versions(requested: bool) -> None:
+    if requested:
         typer.echo(_versions())
         raise typer.Exit
 
 
 @app.callback()
-def _of_all_commands(
+def _options_of_all_commands(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions: ours, torch's, core."),
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
     pass
@@ -78,18 +77,18 @@ app.add_typer(faults.app)
 
 
 def run(arguments: Sequence[str] | None = None, command: typer.Typer = app, name: str = "moe-comm") -> int:
-    """Run a command and return its exit code; an error is printed as one line on standard error.
+    """Run a command and return its exit code. An error is printed as one line on standard error.
 
     Args:
-        arguments: those of the command line; None takes them from ``sys.argv``.
+        arguments: command line arguments; None: ``sys.argv``.
         command: another command that reports errors and exit codes in the same way.
-        name: what the command is called in help and errors.
+        name: name of the command in help and errors.
     """
     cpu_guard.apply()
     try:
         code = command(args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)
     except _ClickError as error:
-        # Its message carries the option and click's own "Did you mean"; it is empty where help was shown instead.
+        # The message contains the option and click's "Did you mean". It is empty if help was shown.
         return _fail(name, error.format_message().replace("Value error, ", ""), USAGE_ERROR)  # type: ignore[attr-defined]
     except (ConfigError, MissingDependency) as error:
         return _fail(name, error, USAGE_ERROR)
@@ -103,7 +102,7 @@ def run(arguments: Sequence[str] | None = None, command: typer.Typer = app, name
         if error.filename is None:
             raise
         return _fail(name, f"{error.filename}: {error.strerror}", USAGE_ERROR)
-    if code == 128 + signal.SIGINT:  # typer's own answer to an interrupt
+    if code == 128 + signal.SIGINT:  # typer's exit code for an interrupt
         return _fail(name, "interrupted", code)
     return code if isinstance(code, int) else 0
 

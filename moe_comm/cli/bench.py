@@ -1,4 +1,4 @@
-"""``moe-comm bench``: what things cost on this machine."""
+"""``moe-comm bench``: benchmarks on this machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from moe_comm.cli.options import (
     DtypeOf,
     Experts,
     Hidden,
+    Hosts,
     Iterations,
     JsonOut,
+    LinkGbit,
     Peers,
     Preset,
     Ranks,
+    Rounds,
     Seed,
     Tokens,
     TopK,
@@ -27,7 +30,7 @@ from moe_comm.cli.options import (
     load,
 )
 
-bench = typer.Typer(no_args_is_help=True, help="Measure dispatch, a whole MoE layer, training steps, overlap.")
+bench = typer.Typer(no_args_is_help=True, help="Measure dispatch, MoE layers, training steps, and overlap.")
 
 
 @bench.command("dispatch")
@@ -40,14 +43,14 @@ def bench_dispatch(
     dtype: DtypeOf = Dtype.float32,
     backend: Backend = "auto",
     device: DeviceOf = Device.cpu,
-    backward: Annotated[bool, typer.Option(help="Measure the two backward passes too.")] = True,
+    backward: Annotated[bool, typer.Option(help="Also measure both backward passes.")] = True,
     peers: Peers = None,
     warmup: Warmup = 2,
     iterations: Iterations = 0,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Dispatch and combine against torch + gloo, MPICH, and the bare copy of the same bytes."""
+    """Compare dispatch and combine with torch + gloo, MPICH, and a plain copy of the same bytes."""
     settings = load("moe_comm.bench.common.settings", "bench")
     values = chosen(peers, ranks=ranks, tokens=tokens, hidden=hidden, experts=experts, top_k=top_k, dtype=dtype.value)
     values |= {"backend": backend, "device": device.value, "backward": backward}
@@ -67,16 +70,16 @@ def bench_layer(
     backend: Backend = "auto",
     device: DeviceOf = Device.cpu,
     preset: Annotated[
-        Preset | None, typer.Option(help="Shape to use instead: comm (many small experts) or compute (few wide ones).")
+        Preset | None, typer.Option(help="Replace the shape: comm (many small experts) or compute (few wide experts).")
     ] = None,
-    memory: Annotated[bool, typer.Option(help="Measure each contestant's peak memory too.")] = True,
+    memory: Annotated[bool, typer.Option(help="Also measure the peak memory of each implementation.")] = True,
     peers: Peers = None,
     warmup: Warmup = 2,
     iterations: Iterations = 0,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """A whole MoE layer, forward and backward, against Hugging Face and torchtitan."""
+    """Compare a complete MoE layer, forward and backward, with Hugging Face and torchtitan."""
     settings = load("moe_comm.bench.common.settings", "bench")
     values = chosen(peers, ranks=ranks, tokens=tokens, hidden=hidden, experts=experts, top_k=top_k, dtype=dtype.value)
     values |= {"ffn": ffn, "backend": backend, "device": device.value, "memory": memory}
@@ -90,62 +93,66 @@ def bench_layer(
 def bench_train(
     ranks: Ranks = 2,
     preset: Annotated[
-        Preset, typer.Option(help="Shape: comm (many small experts) or compute (few wide ones).")
+        Preset, typer.Option(help="Shape: comm (many small experts) or compute (few wide experts).")
     ] = Preset.comm,
-    layers: Annotated[int | None, typer.Option(min=1, help="Instead of the preset's.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens of a sequence, instead of the preset's.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a rank, instead of the preset's.")] = None,
-    sharding: Annotated[str, typer.Option(help="Of ours: replicate, zero1 or fsdp.")] = "replicate",
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.  [default: the preset's]")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.  [default: the preset's]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank.  [default: the preset's]")] = None,
+    sharding: Annotated[str, typer.Option(help="Sharding in moe_comm: replicate, zero1 or fsdp.")] = "replicate",
     peers: Peers = None,
     warmup: Warmup = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Number of measured rounds; the median is reported.")] = 7,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Whole training steps against Hugging Face (EP with FSDP2, FSDP2, DDP), DeepSpeed's AutoEP, and one process."""
+    """Compare training steps with Hugging Face (EP with FSDP2, FSDP2, DDP), DeepSpeed AutoEP, and one process."""
     settings = load("moe_comm.bench.train.settings", "bench")
-    given = {"layers": layers, "seq_len": seq_len, "batch": batch}
+    overrides = {"layers": layers, "seq_len": seq_len, "batch": batch}
     values = chosen(peers, ranks=ranks, sharding=sharding, warmup=warmup, steps=steps, seed=seed)
-    values |= settings.TRAIN_PRESETS[preset.value] | {key: value for key, value in given.items() if value is not None}
+    values |= settings.TRAIN_PRESETS[preset.value]
+    values |= {key: value for key, value in overrides.items() if value is not None}
     load("moe_comm.bench.train.benchmark", "bench").main(settings.TrainBench(**values), json_out)
 
 
 @bench.command("overlap")
 def bench_overlap(
-    hosts: Annotated[int, typer.Option(min=2, max=64, help="Network namespaces to make, each a host.")] = 2,
-    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each.")] = 1,
-    link_gbit: Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")] = 1.0,
+    hosts: Hosts = 2,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks per host.")] = 1,
+    link_gbit: LinkGbit = 1.0,
     operator: Annotated[
-        list[str] | None, typer.Option("--op", help="Only this operator; repeat for more. [all four]")
+        list[str] | None, typer.Option("--op", help="Operator to measure; repeatable. [all four]")
     ] = None,
-    rows: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows (tokens) of a rank; repeat for more. [2048]")
-    ] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Rows from 1 to 8192 at ratio 1, and no layer.")] = False,
-    width: Annotated[int, typer.Option(min=1, help="Columns of what travels.")] = 512,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows (tokens) per rank; repeatable. [2048]")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Measure 1 to 8192 rows at ratio 1, without layers.")] = False,
+    width: Annotated[int, typer.Option(min=1, help="Columns of the transferred rows.")] = 512,
     ratio: Annotated[
-        list[float] | None, typer.Option(min=0.01, help="Communication over compute; repeat for more. [0.5, 1, 2]")
+        list[float] | None,
+        typer.Option(min=0.01, help="Ratio of communication to computation; repeatable. [0.5, 1, 2]"),
     ] = None,
-    chunks: Annotated[str, typer.Option(help="Parts in which a rank's rows travel; or auto.")] = "8",
-    deterministic: Annotated[bool, typer.Option(help="Weight gradients with the same bits for any chunks.")] = True,
-    layer: Annotated[bool, typer.Option(help="Measure whole MoE layers too.")] = True,
-    hf: Annotated[bool, typer.Option(help="Hugging Face's expert parallelism beside them.")] = True,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank, of the layer.")] = 2048,
-    hidden: Annotated[int, typer.Option(min=1, help="Width of the layer's rows.")] = 512,
+    chunks: Annotated[str, typer.Option(help="Number of chunks of a rank's rows, or auto.")] = "8",
+    deterministic: Annotated[
+        bool, typer.Option(help="Compute weight gradients with equal bits for any number of chunks.")
+    ] = True,
+    layer: Annotated[bool, typer.Option(help="Also measure complete MoE layers.")] = True,
+    hf: Annotated[bool, typer.Option(help="Also measure Hugging Face's expert parallelism.")] = True,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per rank in the layer.")] = 2048,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size of the layer.")] = 512,
     ffn: Annotated[
-        list[int] | None, typer.Option(min=1, help="Width of its experts; repeat for more. [one that fits the link]")
+        list[int] | None, typer.Option(min=1, help="Width of its experts; repeatable. [chosen for the link]")
     ] = None,
-    experts: Annotated[int, typer.Option(min=0, help="Experts over all ranks; 0: 8 for each.")] = 0,
+    experts: Annotated[int, typer.Option(min=0, help="Total number of experts; 0: 8 per rank.")] = 0,
     top_k: TopK = 2,
-    trace: Annotated[str | None, typer.Option(metavar="OUT", help="File for timelines, for Perfetto.")] = None,
-    png: Annotated[str | None, typer.Option(metavar="OUT", help="File for timelines, a picture.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="OUT", help="File for a Perfetto trace of the timelines.")
+    ] = None,
+    png: Annotated[str | None, typer.Option(metavar="OUT", help="File for an image of the timelines.")] = None,
     warmup: Warmup = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 7,
-    seconds: Annotated[float, typer.Option(min=0, help="More rounds while they fit in so many seconds.")] = 2.0,
+    rounds: Rounds = 7,
+    seconds: Annotated[float, typer.Option(min=0, help="Add rounds for up to this many seconds.")] = 2.0,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """What the fused operators and MoE layers hide between hosts with a shaped link. Needs root and iproute2."""
+    """Measure the overlap of fused operators and MoE layers between hosts with a shaped link. Needs root."""
     module = load("moe_comm.bench.overlap.benchmark", "bench")
     values: dict[str, Any] = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "width": width}
     values |= {"chunks": int(chunks) if chunks.isdecimal() else chunks, "deterministic": deterministic}
@@ -160,19 +167,19 @@ def bench_overlap(
 
 @bench.command("hierarchical")
 def bench_hierarchical(
-    hosts: Annotated[int, typer.Option(min=2, max=64, help="Network namespaces to make, each a host.")] = 2,
-    ranks_per_host: Annotated[int, typer.Option(min=2, help="Ranks on each.")] = 2,
-    link_gbit: Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")] = 1.0,
+    hosts: Hosts = 2,
+    ranks_per_host: Annotated[int, typer.Option(min=2, help="Ranks per host.")] = 2,
+    link_gbit: LinkGbit = 1.0,
     tokens: Tokens = 1024,
     hidden: Hidden = 1024,
     experts: Experts = 64,
     top_k: TopK = 8,
     warmup: Warmup = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 7,
+    rounds: Rounds = 7,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Dispatch and combine in two levels against plain all-to-all, between hosts with a shaped link. Needs root."""
+    """Compare hierarchical dispatch with all-to-all, between hosts with a shaped link. Needs root."""
     module = load("moe_comm.bench.dispatch.hierarchical", "bench")
     values = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "tokens": tokens}
     values |= {"hidden": hidden, "experts": experts, "top_k": top_k, "warmup": warmup, "rounds": rounds, "seed": seed}
@@ -182,16 +189,16 @@ def bench_hierarchical(
 @bench.command("plan")
 def bench_plan(
     ranks: Annotated[
-        list[int] | None, typer.Option(min=2, help="Only mappings on so many; repeat for more. [2, 4 and 8]")
+        list[int] | None, typer.Option(min=2, help="Only mappings on this many ranks; repeatable. [2, 4 and 8]")
     ] = None,
-    hosts: Annotated[bool, typer.Option(help="Mappings over a shaped link too; needs root.")] = True,
-    link_gbit: Annotated[float, typer.Option(min=0.001, help="Rate of the link, Gbit/s.")] = 1.0,
+    hosts: Annotated[bool, typer.Option(help="Also measure mappings over a shaped link; needs root.")] = True,
+    link_gbit: LinkGbit = 1.0,
     warmup: Warmup = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Number of measured rounds; the median is reported.")] = 5,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Steps of mappings on this machine, measured and predicted; and whether planning picks the fastest."""
+    """Compare measured and predicted steps of mappings on this machine, and the planner's choice with the fastest."""
     settings = load("moe_comm.bench.plan.settings", "bench")
     cases = tuple(case for case in settings.CASES if (not ranks or case.ranks in ranks) and (hosts or case.hosts == 1))
     values: dict[str, Any] = {"link_gbit": link_gbit, "warmup": warmup, "steps": steps, "seed": seed, "cases": cases}

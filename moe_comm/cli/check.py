@@ -1,4 +1,4 @@
-"""Commands that look and compare: ``doctor``, ``mesh``, ``check-grads``, ``parity``."""
+"""Commands that inspect and compare: ``doctor``, ``mesh``, ``check-grads``, ``parity``."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ app = typer.Typer()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Look at this machine: what is there, what each backend can do, and what to do about what is missing."""
-    # These load torch, which takes seconds; help and other commands do without.
-    from moe_comm.dispatch.doctor import look_at_gpus, show_choices
+    """Inspect this machine: hardware, the state of each backend, and how to install missing parts."""
+    # These import torch, which takes seconds; help and other commands do not need it.
+    from moe_comm.dispatch.doctor import examine_gpus, report_choices
     from moe_comm.runtime import doctor as examination
 
-    report = examination.examine([look_at_gpus, show_choices])
+    report = examination.examine([examine_gpus, report_choices])
     if as_json:
         typer.echo(report.to_json())
     else:
@@ -54,20 +54,20 @@ def mesh(
     config: Config,
     overrides: Overrides = None,
     settings: Settings = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to lay out.  [default: parallel.ranks]")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks.  [default: parallel.ranks]")] = None,
 ) -> None:
-    """Show which rank sits where on both sides of a folded mapping, and over which ranks gradients are summed."""
-    from moe_comm.topology import picture  # loads torch
+    """Show the attention and expert coordinates of each rank in a folded mapping, and the gradient groups."""
+    from moe_comm.topology import picture  # imports torch
 
     configuration = load("moe_comm.train.config", "train")
-    found = configuration.load(config, [*(overrides or []), *(settings or [])])
-    typer.echo(picture(found.parallel.mapping(ranks or found.parallel.ranks)))
+    parsed = configuration.load(config, [*(overrides or []), *(settings or [])])
+    typer.echo(picture(parsed.parallel.mapping(ranks or parsed.parallel.ranks)))
 
 
 @app.command("check-grads")
 def check_grads(
     ranks: Ranks = 2,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 37,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per rank.")] = 37,
     hidden: Hidden = 64,
     ffn: Annotated[int, typer.Option(min=1, help="Width of each expert.")] = 96,
     experts: Experts = 8,
@@ -75,15 +75,15 @@ def check_grads(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     backend: Backend = "auto",
     device: DeviceOf = Device.cpu,
-    score: Annotated[str, typer.Option(help="How the router scores: softmax, sigmoid or topk_softmax.")] = "softmax",
+    score: Annotated[str, typer.Option(help="Router score: softmax, sigmoid or topk_softmax.")] = "softmax",
     shared_ffn: Annotated[int, typer.Option(min=0, help="Width of a shared expert; 0: none.")] = 0,
-    deterministic: Annotated[bool, typer.Option(help="Demand equal bits for any number of ranks.")] = True,
-    tolerance: Annotated[float | None, typer.Option(help="Largest difference over largest value.")] = None,
-    cases: Annotated[list[str] | None, typer.Option("--case", help="Only this one; repeat for more.")] = None,
+    deterministic: Annotated[bool, typer.Option(help="Require equal bits for any number of ranks.")] = True,
+    tolerance: Annotated[float | None, typer.Option(help="Largest difference, relative to the largest value.")] = None,
+    cases: Annotated[list[str] | None, typer.Option("--case", help="Case to check; repeatable.")] = None,
     seed: Seed = 0,
 ) -> None:
-    """Compare an expert-parallel layer's output and every gradient with one rank's and with float64."""
-    # Both load torch.
+    """Compare an expert-parallel layer's output and all gradients with those of one rank and of float64."""
+    # Both import torch.
     from moe_comm.layers.check.gradients import CASES, CheckGradsConfig
     from moe_comm.layers.moe.router import Score
 
@@ -104,7 +104,7 @@ def check_grads(
         cases=tuple(one_of("case", case, CASES) for case in cases or CASES),
     )
     report = launch(_check_grads_rank, (config,), ranks)[0]
-    if report is None:  # under torchrun the first rank speaks for all
+    if report is None:  # under torchrun only the first rank reports
         return
     typer.echo(str(report))
     if not report.ok:
@@ -112,7 +112,7 @@ def check_grads(
 
 
 def _check_grads_rank(config: CheckGradsConfig) -> GradReport | None:
-    # Only ranks load torch, not the process that starts them.
+    # Only ranks import torch, not the process that starts them.
     import torch.distributed as dist
 
     from moe_comm.layers.check.gradients import run_check_grads
@@ -124,18 +124,18 @@ def _check_grads_rank(config: CheckGradsConfig) -> GradReport | None:
 
 @app.command()
 def parity(
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each training run.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per training run.")] = 20,
     mappings: Annotated[
-        list[str] | None, typer.Option("--mapping", help="Only this one, by its name in the table; repeat for more.")
+        list[str] | None, typer.Option("--mapping", help="Name of a mapping in the table; repeatable.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only a few mappings, one of each kind.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only one mapping of each kind.")] = False,
     optimizers: Annotated[
-        list[str] | None, typer.Option("--optimizer", help="sgd, adamw, lamb or muon; repeat.  [default: sgd, adamw]")
+        list[str] | None, typer.Option("--optimizer", help="sgd, adamw, lamb or muon; repeatable. [sgd, adamw]")
     ] = None,
     settings: Settings = None,
     json_out: JsonOut = None,
 ) -> None:
-    """Train the same model on one process and on every mapping, and compare losses, gradient norms and weights."""
+    """Train the same model on one process and on all mappings, and compare losses, gradient norms and weights."""
     names = [*(mappings or []), *(QUICK if quick else ())]
     module = load("moe_comm.bench.parity.compare", "train")
     chosen = [one_of("optimizer", name, tuple(module.SETTINGS)) for name in optimizers or module.OPTIMIZERS]

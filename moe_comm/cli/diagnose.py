@@ -1,4 +1,4 @@
-"""``moe-comm diagnose``: who made a run slow, or held it up."""
+"""``moe-comm diagnose``: find the rank, link or host that slowed or stopped a run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ app = typer.Typer()
 
 @app.command()
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     steps: Annotated[
         str | None, typer.Option(metavar="A:B", help="Only steps A to B.  [default: all, in windows of --window]")
     ] = None,
-    window: Annotated[int, typer.Option(min=5, help="Steps that are judged together.")] = 50,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the findings to FILE as well.")] = None,
+    window: Annotated[int, typer.Option(min=5, help="Steps that are analyzed together.")] = 50,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the findings to FILE.")] = None,
 ) -> None:
-    """Name the rank, link or host that made a run slow or held it up, and how sure that is."""
-    found = load("moe_comm.observe.culprits", "observe")
-    chosen = None if steps is None else load("moe_comm.observe.trace", "observe").parse_steps(steps)
+    """Report the rank, link or host that slowed or stopped a run, with a confidence."""
+    diagnosis = load("moe_comm.observe.culprits", "observe")
+    selected = None if steps is None else load("moe_comm.observe.trace", "observe").parse_steps(steps)
     if not run.is_dir():
-        raise ConfigError(f"{run} is no folder of a run")
-    named = found.culprits(run, chosen, window)
-    for one in named:
+        raise ConfigError(f"{run} is not a run folder")
+    culprits = diagnosis.culprits(run, selected, window)
+    for one in culprits:
         typer.echo(str(one))
-    if not named:
-        typer.echo("nobody stands out")
+    if not culprits:
+        typer.echo("no rank, link or host stands out")
     if json is not None:
-        found.save(named, json)
+        diagnosis.save(culprits, json)

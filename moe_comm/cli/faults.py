@@ -1,4 +1,4 @@
-"""``moe-comm inject``: train with injected faults, and report what was detected and recovered."""
+"""``moe-comm inject``: train with injected faults, and report how each was detected and recovered from."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ def inject(
     settings: Settings = None,
     fault: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND:KEY=VALUE,...", help="Such as kill:rank=1,step=5; repeat for more."),
+        typer.Option(metavar="KIND:KEY=VALUE,...", help="Fault, such as kill:rank=1,step=5; repeatable."),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start here.  [default: parallel.ranks]")] = None,
-    restarts: Annotated[int, typer.Option(min=0, help="Start all ranks again this often if one dies.")] = 3,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start.  [default: parallel.ranks]")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Number of restarts of all ranks after a failure.")] = 3,
 ) -> None:
-    """Train with faults on purpose; say what was done, what was noticed, and what was recovered."""
+    """Train with injected faults, and report how each was detected and recovered from."""
     configuration = load("moe_comm.train.config", "train")
     changes = [*(overrides or []), *(settings or [])]
     if ranks is not None:
         changes.append(f"parallel.ranks={ranks}")
     if fault:
         changes.append(f"faults.plan={json.dumps(fault)}")
-    found = configuration.load(config, changes)
-    check_faults(found)
-    runs = Path(found.run.folder)
-    before = set(runs.glob(f"{found.run.name}-*"))
+    parsed = configuration.load(config, changes)
+    check_faults(parsed)
+    runs = Path(parsed.run.folder)
+    before = set(runs.glob(f"{parsed.run.name}-*"))
     try:
         launch(
             train_rank,
-            (config, changes, found.parallel.timeout_s),
-            found.parallel.ranks,
+            (config, changes, parsed.parallel.timeout_s),
+            parsed.parallel.ranks,
             restarts=restarts,
             preload=LOADED if restarts else (),
         )
     finally:
-        for run in sorted(set(runs.glob(f"{found.run.name}-*")) - before):
-            typer.echo(_told(run))
+        for run in sorted(set(runs.glob(f"{parsed.run.name}-*")) - before):
+            typer.echo(_report(run))
 
 
-def _told(run: Path) -> str:
-    """A line for every fault that happened in the run."""
-    survival = load("moe_comm.observe.survival", "train")
+def _report(run: Path) -> str:
+    """Return a line for each fault of the run."""
+    survival = load("moe_comm.observe.fault_outcomes", "train")
     lines = [f"{run}:"]
-    for answer in survival.answers(run):
+    for answer in survival.fault_outcomes(run):
         one = answer.injection
-        noticed = f"noticed after {answer.detected_s:.2f} s ({answer.noticed})" if answer.noticed else "not noticed"
+        noticed = f"detected after {answer.detected_s:.2f} s ({answer.noticed})" if answer.noticed else "not detected"
         known = answer.recovered_s == answer.recovered_s
         recovered = f"recovered after {answer.recovered_s:.2f} s" if known else "not recovered"
         lines.append(f"  step {one.step}, rank {one.rank}: {one.fault}: {noticed}, {recovered}")
-    return "\n".join(lines if len(lines) > 1 else [f"{run}: no fault happened"])
+    return "\n".join(lines if len(lines) > 1 else [f"{run}: no fault was injected"])

@@ -1,4 +1,4 @@
-"""Types of options that several commands share, and the small things all commands need."""
+"""Option types and helpers that several commands share."""
 
 from __future__ import annotations
 
@@ -29,47 +29,49 @@ class Preset(StrEnum):
     compute = "compute"
 
 
-Ranks = Annotated[int, typer.Option(min=1, help="Ranks to start here; under torchrun its ranks are used.")]
-Tokens = Annotated[int, typer.Option(min=0, help="Tokens of each rank.")]
-Hidden = Annotated[int, typer.Option(min=1, help="Width of a token's row.")]
-Experts = Annotated[int, typer.Option(min=1, help="Experts over all ranks together.")]
-TopK = Annotated[int, typer.Option("--top-k", min=1, help="Experts of each token.")]
-DtypeOf = Annotated[Dtype, typer.Option(help="Type of the rows.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Ranks to start; torchrun's ranks are used under torchrun.")]
+Hosts = Annotated[int, typer.Option(min=2, max=64, help="Number of hosts, each a network namespace.")]
+LinkGbit = Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")]
+Tokens = Annotated[int, typer.Option(min=0, help="Tokens per rank.")]
+Hidden = Annotated[int, typer.Option(min=1, help="Hidden size.")]
+Experts = Annotated[int, typer.Option(min=1, help="Total number of experts.")]
+TopK = Annotated[int, typer.Option("--top-k", min=1, help="Experts per token.")]
+DtypeOf = Annotated[Dtype, typer.Option(help="Dtype of the rows.")]
 Backend = Annotated[str, typer.Option(help="auto, local, shared_memory, all_to_all, all_gather or hierarchical.")]
-DeviceOf = Annotated[Device, typer.Option(help="Where the tensors are.")]
-Iterations = Annotated[int, typer.Option(min=0, help="Rounds to take the median of; 0: chosen by size.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Rounds to throw away first.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of tokens, routing and weights.")]
+DeviceOf = Annotated[Device, typer.Option(help="Device of the tensors.")]
+Iterations = Annotated[int, typer.Option(min=0, help="Number of measured rounds; 0: chosen by size.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of measured rounds; the median is reported.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Number of discarded rounds at the start.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of tokens, routing and weights.")]
 JsonOut = Annotated[
     str | None, typer.Option("--json", metavar="OUT", help="File for the result; - is standard output.")
 ]
 Peers = Annotated[
-    list[str] | None, typer.Option("--peer", help="Compare with this one; repeat for more. [default: all]")
+    list[str] | None, typer.Option("--peer", help="Implementation to compare with; repeatable. [default: all]")
 ]
 Config = Annotated[
-    str,
-    typer.Argument(metavar="CONFIG", help="A .toml or .json file, or a ready configuration such as tiny or small."),
+    str, typer.Argument(metavar="CONFIG", help="A .toml or .json file, or a preset such as tiny or small.")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="run.steps=200, and so on.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: run.steps=200, ...")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="The same as an option; repeat for more.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An override as an option; repeatable.")
 ]
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> Any:
-    """``value``, or a ConfigError where it is not known."""
+    """Return ``value``. Raise ConfigError if it is not in ``known``."""
     if value not in known:
         raise ConfigError(f"unknown {name} {value!r}; known: {', '.join(known)}")
     return value
 
 
 def chosen(peers: list[str] | None, **values: Any) -> dict[str, Any]:
-    """Settings to build a benchmark from; ``peers`` only where the user named some."""
+    """Return settings of a benchmark, with ``peers`` only if the user selected some."""
     return values if peers is None else values | {"peers": tuple(peers)}
 
 
 def load(module: str, extra: str) -> ModuleType:
-    """Import one of our modules; a package that it needs and is not there becomes advice to install the extra."""
+    """Import a module of this package. If a dependency is missing, raise an error that names the extra to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``moe-comm plan``: from a model, a cluster and a batch, a mapping and what a step with it would cost; on paper."""
+"""``moe-comm plan``: choose a mapping for a model, a cluster and a batch, and predict the cost of a step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moe_comm.cli.options import JsonOut, load
 from moe_comm.errors import ConfigError, MoeCommError
 
 if TYPE_CHECKING:
-    from moe_comm.plan.search.question import Candidate, Question
-    from moe_comm.plan.search.search import Found
-    from moe_comm.plan.step.simulate import Simulated
+    from moe_comm.plan.search.request import PlanCandidate, PlanRequest
+    from moe_comm.plan.search.search import SearchResult
+    from moe_comm.plan.step.simulate import SimulatedStep
 
 app = typer.Typer()
 TOP, RANKS = 10, 2
 MOST, LONGEST = 1 << 20, 1 << 30
-"""Of accelerators and of sequences, and tokens of a sequence: ten times what anybody has."""
+"""Upper bounds of accelerators and sequences, and of tokens per sequence."""
 
 
 class PlanDtype(StrEnum):
@@ -32,20 +32,20 @@ class PlanDtype(StrEnum):
     fp32 = "fp32"
 
 
-class Overlap(StrEnum):
+class OverlapOption(StrEnum):
     none = "none"
     outer = "outer"
     inter = "inter"
     all = "all"
 
 
-class Recompute(StrEnum):
+class RecomputeOption(StrEnum):
     none = "none"
     selective = "selective"
     full = "full"
 
 
-class Schedule(StrEnum):
+class ScheduleOption(StrEnum):
     gpipe = "gpipe"
     one_f_one_b = "1f1b"
     interleaved_1f1b = "interleaved_1f1b"
@@ -54,13 +54,13 @@ class Schedule(StrEnum):
     dualpipev = "dualpipev"
 
 
-class Sharding(StrEnum):
+class ShardingOption(StrEnum):
     replicate = "replicate"
     zero1 = "zero1"
     fsdp = "fsdp"
 
 
-class PlanDispatcher(StrEnum):
+class DispatcherOption(StrEnum):
     auto = "auto"
     all_to_all = "all_to_all"
     all_gather = "all_gather"
@@ -70,67 +70,67 @@ class PlanDispatcher(StrEnum):
 def _option(
     help: str, metavar: str | None = None, *, flags: str | None = None, by: str | bool = False, **more: Any
 ) -> Any:
-    """An option without a default of its own; by: what is taken instead, for its help."""
+    """Return an option with default None. ``by`` describes the default in its help."""
     return typer.Option(*filter(None, [flags]), metavar=metavar, help=help, show_default=by, **more)
 
 
 @app.command()
 def plan(
     model: Annotated[
-        str | None, _option("A model's name, a config.json or its folder, a configuration of train.", "NAME|FILE")
+        str | None, _option("Model name, config.json or its folder, or a configuration of train.", "NAME|FILE")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, max=MOST, help="Accelerators.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, max=MOST, help="Number of accelerators.")] = None,
     hardware: Annotated[
-        str | None, _option("h100, b200, ..., this-machine, or a description's .json.", "NAME|FILE")
+        str | None, _option("h100, b200, ..., this-machine, or a .json description.", "NAME|FILE")
     ] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, max=LONGEST, help="Tokens of a sequence.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, max=MOST, help="Sequences of a step.")] = None,
-    dtype: Annotated[PlanDtype, typer.Option(help="Of products.")] = PlanDtype.bf16,
+    seq_len: Annotated[int | None, typer.Option(min=1, max=LONGEST, help="Tokens per sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, max=MOST, help="Sequences per step.")] = None,
+    dtype: Annotated[PlanDtype, typer.Option(help="Dtype of matrix products.")] = PlanDtype.bf16,
     mapping: Annotated[
-        str | None, _option("Predict this one, such as tp=2,pp=8,ep=8; without it, search.", "KEY=N,...")
+        str | None, _option("Mapping to predict, such as tp=2,pp=8,ep=8; without it, search.", "KEY=N,...")
     ] = None,
     folded: Annotated[
         bool | None,
-        _option("Experts spread apart from attention, or inside dp.", flags="--folded/--coupled", by="both"),
+        _option("Fold experts independently of attention, or inside dp.", flags="--folded/--coupled", by="both"),
     ] = None,
     overlap: Annotated[
-        Overlap | None, _option("Gradients beside passes; transfers, too; and inside.", by="none")
+        OverlapOption | None, _option("Overlap of gradients (outer), transfers (inter), tiles (all).", by="none")
     ] = None,
     capacity_factor: Annotated[
         float | None,
-        _option("Slots of an expert over its mean load; what is more is dropped.", by="nothing is dropped"),
+        _option("Slots of an expert over its mean load; further rows are dropped.", by="nothing is dropped"),
     ] = None,
     imbalance: Annotated[
-        float | None,
-        _option("Rows of the busiest rank's experts over the mean.", by="1.29; 1 with a capacity factor"),
+        float | None, _option("Rows of the busiest rank's experts over the mean.", by="1.29; 1 with a capacity factor")
     ] = None,
-    host_size: Annotated[int | None, _option("Accelerators of a host.", by="the hardware's", min=1, max=MOST)] = None,
-    micro_batch: Annotated[int | None, _option("Sequences at a time.", by="the fastest", min=1)] = None,
-    recompute: Annotated[Recompute | None, _option("What backward does again.", by="the least that fits")] = None,
+    host_size: Annotated[int | None, _option("Accelerators per host.", by="the hardware's", min=1, max=MOST)] = None,
+    micro_batch: Annotated[int | None, _option("Sequences per micro-batch.", by="the fastest", min=1)] = None,
+    recompute: Annotated[RecomputeOption | None, _option("Activations to recompute.", by="the least that fits")] = None,
     sharding: Annotated[
-        Sharding | None, _option("Of weights and optimizer.", by="search: all, --mapping: zero1")
+        ShardingOption | None, _option("Sharding of weights and optimizer.", by="search: all, --mapping: zero1")
     ] = None,
     schedule: Annotated[
-        Schedule | None, _option("Of the pipeline.", by="search: all but gpipe, --mapping: 1f1b, or interleaved by vpp")
+        ScheduleOption | None,
+        _option("Pipeline schedule.", by="search: all but gpipe, --mapping: 1f1b, or interleaved by vpp"),
     ] = None,
     dispatcher: Annotated[
-        PlanDispatcher, typer.Option(help="How rows get to their experts; auto: the fastest.")
-    ] = PlanDispatcher.auto,
-    top: Annotated[int | None, _option("Mappings to tell of a search.", by="10", min=1)] = None,
+        DispatcherOption, typer.Option(help="Dispatch backend; auto: the fastest.")
+    ] = DispatcherOption.auto,
+    top: Annotated[int | None, _option("Number of mappings to report of a search.", by="10", min=1)] = None,
     slow: Annotated[
-        list[str] | None, _option("A rank that computes so many times longer; repeat for more.", "RANK=FACTOR")
+        list[str] | None, _option("A rank that computes this many times longer; repeatable.", "RANK=FACTOR")
     ] = None,
     config_out: Annotated[
         Path | None, _option("Write the mapping as a configuration of train.", "FILE", flags="--config")
     ] = None,
     trace: Annotated[Path | None, _option("Write the step as a Perfetto trace.", "FILE")] = None,
-    page: Annotated[Path | None, _option("Write a page of HTML about it.", "FILE")] = None,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Instead: measure this machine.")] = False,
-    ranks: Annotated[int | None, _option("To measure with.", by="2", min=1)] = None,
-    hardware_file: Annotated[Path | None, _option("This machine's description.", "FILE", by="in the cache")] = None,
+    page: Annotated[Path | None, _option("Write an HTML page.", "FILE")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine instead.")] = False,
+    ranks: Annotated[int | None, _option("Ranks for --calibrate.", by="2", min=1)] = None,
+    hardware_file: Annotated[Path | None, _option("Description of this machine.", "FILE", by="in the cache")] = None,
     json_out: JsonOut = None,
 ) -> None:
-    """Choose how to spread a model over accelerators that need not be there, and predict what a step would cost."""
+    """Choose a mapping of a model to accelerators, which need not be present, and predict the cost of a step."""
     outputs = _Outputs(json_out, config_out, trace, page, tuple(slow or ()))
     outputs.check()
     needed: dict[str, object] = {"--model": model, "--gpus": gpus, "--hardware": hardware, "--seq-len": seq_len}
@@ -146,40 +146,42 @@ def plan(
         }
         _measure_only(needed | others)
     if not calibrate and ranks is not None:
-        raise ConfigError("--ranks is for --calibrate; --gpus says how many accelerators to plan for")
+        raise ConfigError("--ranks applies to --calibrate; --gpus is the number of accelerators to plan for")
     if calibrate:
         _calibrate(ranks or RANKS, hardware_file, json_out)
     else:
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ConfigError(f"--capacity-factor must be a finite number above 0; got {capacity_factor}")
         if imbalance is not None and not 1 <= imbalance < math.inf:
-            raise ConfigError(f"--imbalance must be a finite number from 1; got {imbalance}")
+            raise ConfigError(f"--imbalance must be a finite number of at least 1; got {imbalance}")
         if mapping is not None and top is not None:
-            raise ConfigError("--top is for a search; --mapping predicts one mapping")
+            raise ConfigError("--top applies to a search; --mapping predicts one mapping")
         if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:
             raise ConfigError(f"missing option {next(name for name, value in needed.items() if value is None)}")
-        question = load("moe_comm.plan.search.question", "train").Question(
+        request = load("moe_comm.plan.search.request", "train").PlanRequest(
             load("moe_comm.plan.model.files", "train").model_named(model),
             _cluster(hardware, hardware_file, gpus, host_size),
-            load("moe_comm.plan.model.load", "train").Load.assumed(seq_len, dtype.value, capacity_factor, imbalance),
+            load("moe_comm.plan.model.load", "train").Workload.assumed(
+                seq_len, dtype.value, capacity_factor, imbalance
+            ),
             global_batch,
         )
-        open_: dict[str, Any] = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding}
-        open_ |= {"overlap": overlap, "schedule": schedule}
-        open_["dispatcher"] = None if dispatcher is PlanDispatcher.auto else dispatcher
-        fixed = {name: getattr(value, "value", value) for name, value in open_.items() if value is not None}
+        options: dict[str, Any] = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding}
+        options |= {"overlap": overlap, "schedule": schedule}
+        options["dispatcher"] = None if dispatcher is DispatcherOption.auto else dispatcher
+        fixed = {name: getattr(value, "value", value) for name, value in options.items() if value is not None}
         if mapping is None:
-            _search(question, folded, fixed, top or TOP, outputs)
+            _search(request, folded, fixed, top or TOP, outputs)
         else:
-            given = load("moe_comm.plan.search.partial_mapping", "train").Given(
+            partial = load("moe_comm.plan.search.partial_mapping", "train").PartialMapping(
                 mapping, coupled=folded is False, **fixed
             )
-            outputs.write(question, given.candidate(question))
+            outputs.write(request, partial.candidate(request))
 
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Where what was found goes, beside the terminal. slow: ranks to replay the step with, as RANK=FACTOR."""
+    """Outputs in addition to the terminal. slow: slow ranks of a simulation, as RANK=FACTOR."""
 
     json: str | None
     config: Path | None
@@ -188,94 +190,101 @@ class _Outputs:
     slow: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Before anything is computed. Raises OSError for what cannot be written."""
+        """Check all paths before the computation. Raises OSError if a file cannot be written."""
         for path in (self.json, self.config, self.trace, self.page):
             load("moe_comm.bench.common.report", "bench").check_writable(None if path is None else str(path))
 
-    def write(self, question: Question, candidate: Candidate, found: Found | None = None) -> None:
-        """Print and write all that is wanted of ``candidate``, and of the search that found it."""
+    def write(self, request: PlanRequest, candidate: PlanCandidate, result: SearchResult | None = None) -> None:
+        """Print and write the requested outputs about ``candidate``, and the search that found it."""
         report, text = load("moe_comm.bench.common.report", "bench"), load("moe_comm.cli.plan_text", "train")
-        answer = load("moe_comm.plan.search.answer", "train").answer(question, candidate, found)
-        simulated = self._simulated(question, candidate)
+        output = load("moe_comm.plan.search.plan_json", "train").plan_json(request, candidate, result)
+        simulated = self._simulated(request, candidate)
         if simulated is not None:
-            answer["slow"] = {"step_s": simulated.seconds, "slowdown": simulated.slowdown}
-        report.write_json(answer, self.json)
-        told = self.json == "-"
-        if found is not None:
-            text.show(lambda width: text.search_parts(question, found, width), told)
-        text.show(lambda _: text.mapping_parts(question, candidate, headed=found is None), told)
+            output["slow"] = {"step_s": simulated.seconds, "slowdown": simulated.slowdown}
+        report.write_json(output, self.json)
+        to_stderr = self.json == "-"
+        if result is not None:
+            text.show(lambda width: text.search_parts(request, result, width), to_stderr)
+        text.show(lambda _: text.mapping_parts(request, candidate, headed=result is None), to_stderr)
         if simulated is not None:
-            typer.echo(f"with {', '.join(self.slow)}: {simulated}", err=told)
-        for path in self._files(question, candidate, found, simulated):
-            typer.echo(f"wrote {path} ({path.stat().st_size / 2**20:.2f} MiB)", err=told)
+            typer.echo(f"with {', '.join(self.slow)}: {simulated}", err=to_stderr)
+        for path in self._files(request, candidate, result, simulated):
+            typer.echo(f"wrote {path} ({path.stat().st_size / 2**20:.2f} MiB)", err=to_stderr)
 
-    def _simulated(self, question: Question, candidate: Candidate) -> Simulated | None:
-        """The step with slow ranks, if any are given."""
+    def _simulated(self, request: PlanRequest, candidate: PlanCandidate) -> SimulatedStep | None:
+        """Return the simulated step, if slow ranks were requested."""
         if not self.slow:
             return None
         module = load("moe_comm.plan.step.simulate", "train")
-        found: Simulated = module.simulate(question.model(candidate.mapping), module.parse_slow(self.slow))
-        return found
+        result: SimulatedStep = module.simulate(request.model(candidate.mapping), module.parse_slow(self.slow))
+        return result
 
     def _files(
-        self, question: Question, candidate: Candidate, found: Found | None, simulated: Simulated | None
+        self,
+        request: PlanRequest,
+        candidate: PlanCandidate,
+        result: SearchResult | None,
+        simulated: SimulatedStep | None,
     ) -> Iterator[Path]:
         if self.config is not None:
-            toml: str = load("moe_comm.train.plan_config", "train").train_config(question, candidate)
+            toml: str = load("moe_comm.train.plan_config", "train").train_config(request, candidate)
             self.config.write_text(toml, encoding="utf-8")
             yield self.config
-            for difference in load("moe_comm.train.plan_config", "train").differences(question, candidate):
+            for difference in load("moe_comm.train.plan_config", "train").differences(request, candidate):
                 typer.echo(f"{self.config}: {difference}", err=self.json == "-")
         if self.trace is None and self.page is None:
             return
-        timeline = load("moe_comm.plan.pages.timeline", "train").timeline(question.model(candidate.mapping))
+        timeline = load("moe_comm.plan.pages.timeline", "train").timeline(request.model(candidate.mapping))
         if self.trace is not None:
             load("moe_comm.plan.pages.trace", "observe").write_trace(timeline, self.trace)
             yield self.trace
         if self.page is not None:
-            others = (candidate,) if found is None else found.best
+            others = (candidate,) if result is None else result.best
             write = load("moe_comm.plan.pages.plan_page", "observe").write_page
-            write(question, candidate, timeline, others, self.page, simulated)
+            write(request, candidate, timeline, others, self.page, simulated)
             yield self.page
 
 
-def _search(question: Question, folded: bool | None, fixed: dict[str, Any], top: int, outputs: _Outputs) -> None:
-    search, space = load("moe_comm.plan.search.search", "train"), load("moe_comm.plan.search.space", "train").Space
-    found: Found = search.search(question, space.of(folded=folded, **fixed), keep=top)
-    if found.best:
-        outputs.write(question, found.best[0], found)
+def _search(request: PlanRequest, folded: bool | None, fixed: dict[str, Any], top: int, outputs: _Outputs) -> None:
+    search, space = (
+        load("moe_comm.plan.search.search", "train"),
+        load("moe_comm.plan.search.space", "train").SearchSpace,
+    )
+    result: SearchResult = search.search(request, space.of(folded=folded, **fixed), keep=top)
+    if result.best:
+        outputs.write(request, result.best[0], result)
         return
-    nearest = question.candidate(found.nearest[0].mapping)
-    told = load("moe_comm.plan.search.answer", "train").answer(question, nearest, found)
-    load("moe_comm.bench.common.report", "bench").write_json(told, outputs.json)
-    raise MoeCommError(load("moe_comm.cli.plan_text", "train").nothing_fits(question, found))
+    nearest = request.candidate(result.nearest[0].mapping)
+    output = load("moe_comm.plan.search.plan_json", "train").plan_json(request, nearest, result)
+    load("moe_comm.bench.common.report", "bench").write_json(output, outputs.json)
+    raise MoeCommError(load("moe_comm.cli.plan_text", "train").nothing_fits(request, result))
 
 
 def _cluster(hardware: str, file: Path | None, gpus: int, host_size: int | None) -> Any:
-    """The cluster by name, by its description's path, or as it was measured here."""
+    """Return the cluster with a name, from a description, or as measured on this machine."""
     table = load("moe_comm.plan.machine.hardware_table", "train")
     if hardware == table.THIS_MACHINE:
         measured = file or _measured()
         if not measured.is_file():
             raise ConfigError(
-                f"{measured}: this machine was not measured yet; run: moe-comm plan --calibrate --ranks N"
+                f"{measured}: this machine has not been measured; run: moe-comm plan --calibrate --ranks N"
             )
         return table.cluster_named(str(measured), gpus, host_size)
     if file is not None:
-        raise ConfigError(f"--hardware-file is of {table.THIS_MACHINE}; give another description as --hardware FILE")
+        raise ConfigError(f"--hardware-file applies to {table.THIS_MACHINE}; use --hardware FILE for a description")
     return table.cluster_named(hardware, gpus, host_size)
 
 
 def _measured() -> Path:
-    """Where the description of this machine is kept: ``moe_comm/hardware.json`` in XDG_CACHE_HOME, or in ~/.cache."""
+    """Return the description's path: ``moe_comm/hardware.json`` in XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_comm" / "hardware.json"
 
 
-def _measure_only(refused: dict[str, object]) -> None:
-    """Raise ConfigError if an option of planning was given beside ``--calibrate``."""
-    given = [name for name, value in refused.items() if value is not None]
-    if given:
-        raise ConfigError(f"--calibrate does not go with {given[0]}")
+def _measure_only(excluded: dict[str, object]) -> None:
+    """Raise ConfigError if an option of planning is combined with ``--calibrate``."""
+    used = [name for name, value in excluded.items() if value is not None]
+    if used:
+        raise ConfigError(f"--calibrate cannot be combined with {used[0]}")
 
 
 def _calibrate(ranks: int, file: Path | None, json_out: str | None) -> None:

@@ -1,4 +1,4 @@
-"""``moe-comm whatif``: what stragglers cost a run, by replaying it as it was and as it could have been."""
+"""``moe-comm whatif``: the cost of stragglers in a run, from replays with measured and with ideal durations."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ app = typer.Typer()
 
 @app.command()
 def whatif(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a published straggler trace.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a published straggler trace.")],
     steps: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Only steps A to B.  [default: all whose spans were written]")
+        str | None, typer.Option(metavar="A:B", help="Only steps A to B.  [default: all with recorded spans]")
     ] = None,
     json_out: JsonOut = None,
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page of HTML with a heat map of the workers to FILE.")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with a heat map of the workers to FILE.")
     ] = None,
 ) -> None:
-    """Say how much slower a run was than if nothing had been slower than its like, and what made it so."""
-    report, told = load("moe_comm.bench.common.report", "bench"), load("moe_comm.plan.whatif.text", "observe")
+    """Report how much slower a run was than without stragglers, and which operations and ranks caused it."""
+    report, text = load("moe_comm.bench.common.report", "bench"), load("moe_comm.plan.whatif.text", "observe")
     for path in (json_out, page):
         report.check_writable(None if path is None else str(path))
     what_if = load("moe_comm.plan.whatif.analysis", "observe").what_if
     if run.is_dir():
-        chosen = None if steps is None else load("moe_comm.observe.trace", "observe").parse_steps(steps)
-        trace = load("moe_comm.plan.whatif.run_trace", "observe").read_run_trace(run, chosen)
-        found = what_if(trace.graph, trace.even_N)
+        selected = None if steps is None else load("moe_comm.observe.trace", "observe").parse_steps(steps)
+        trace = load("moe_comm.plan.whatif.run_trace", "observe").read_run_trace(run, selected)
+        analysis = what_if(trace.graph, trace.even_N)
     elif steps is not None:
-        raise ConfigError("--steps is for runs of moe-comm; a published trace is taken as a whole")
+        raise ConfigError("--steps applies only to runs of moe-comm, not to published traces")
     else:
         published = load("moe_comm.plan.whatif.straggler_trace", "data")
-        found = what_if(published.straggler_graph(published.read_straggler_trace(run)))
-    report.write_json(told.summary(found), json_out)
-    typer.echo(told.text(found), err=json_out == "-")
+        analysis = what_if(published.straggler_graph(published.read_straggler_trace(run)))
+    report.write_json(text.summary(analysis), json_out)
+    typer.echo(text.text(analysis), err=json_out == "-")
     if page is not None:
-        load("moe_comm.plan.pages.whatif_page", "observe").write_page(found, page, run.absolute().name)
+        load("moe_comm.plan.pages.whatif_page", "observe").write_page(analysis, page, run.absolute().name)
         typer.echo(f"wrote {page} ({page.stat().st_size / 2**20:.1f} MiB)", err=json_out == "-")

@@ -1,6 +1,6 @@
-"""What this process keeps for a process group: one ``Communicator``, from the group's first use to its destruction.
+"""The state of a process group in this process: one ``Communicator``, from the group's first use to its destruction.
 
-``meeting.communicator_of`` makes it, which is collective; ``channel.Channel`` and the dispatchers move data with it.
+``group_setup.communicator_of`` creates it, which is collective. Channels and dispatchers use it to transfer data.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
     from moe_comm import _C
 
 T = TypeVar("T")
-LAST_S = 0.05
-"""How long the end of the process waits for threads of gloo."""
+EXIT_PAUSE_S = 0.05
+"""Wait for threads of gloo before the process exits."""
 
 
 @dataclass(frozen=True)
 class CollectiveOptions:
-    """How collectives wait and check.
+    """Options of the collectives of tensor, context and data parallelism.
 
-    timeout_s: seconds to wait for a peer that lives but does not arrive before ``PeerTimeout``.
-    checked: compare operation, shape, dtype and number of the call over the group before each one, at the price of a
-        small exchange; ranks that differ get ``RankMismatch`` instead of a wrong answer. Through shared memory calls
-        are always compared, at no price.
-    shared_memory: CPU tensors of a group whose ranks are all on one host travel through shared memory.
+    Args:
+        timeout_s: seconds to wait for a live peer before ``PeerTimeout`` is raised.
+        checked: compare operation, shape, dtype and call number between ranks before each collective, with one small
+            exchange. Ranks that differ raise ``RankMismatch``; without the check they may get wrong results.
+            Collectives through shared memory always compare, at no cost.
+        shared_memory: use shared memory for CPU tensors of groups on one host.
     """
 
     timeout_s: float = 300.0
@@ -55,29 +56,32 @@ class CollectiveOptions:
 
 
 class Releases(Protocol):
-    """What holds things of a group."""
+    """An object that holds resources of a group."""
 
     def release(self) -> None:
-        """Let go of them: the group is destroyed."""
+        """Drop references to these resources, because the group is being destroyed."""
 
 
 class Communicator:
-    """The state of one process group in this process. Every dispatcher and channel of the group uses the same one.
+    """The state of one process group in this process, which all its dispatchers and channels share.
 
-    Destroying the process group closes it, and so does the end of the process.
+    It is closed when the process group is destroyed, and when the process exits.
 
     Attributes:
         rank, world: of this process in the group.
-        ranks: global ranks of the group's members. span_group: what ``EVENTS.span`` takes as ``group``.
-        calls: numbers of the group's operations.
-        peers: the members' processes; None before they have met.
-        hosts: a number for each member, equal for those of one host.
+        ranks: global ranks of the members.
+        span_group: ``group`` argument of ``EVENTS.span``.
+        calls: sequence numbers of the group's operations.
+        peers: processes of the members; None before setup.
+        hosts: one number per member, equal for members on the same host.
         native: whether all members have the native core.
-        failed: what made the group unusable; every later operation raises it again.
-        core: the native core's part, once the ranks share memory.
-        users: what is told when the group is destroyed.
-        left_behind: memory that peers may still be reading after an error; it is not used again.
-        closed: whether it has been.
+        failed: error that made the group unusable. Later operations raise it again.
+        num_operations: number of started operations of the backend.
+        core: communicator of the native core; None without shared memory.
+        core_timeout_s: its timeout.
+        users: objects to release when the group is destroyed.
+        retained: memory that peers may still read after an error; it is not reused.
+        closed: whether the group has been destroyed.
     """
 
     def __init__(self, group: ProcessGroup, ranks: Sequence[int], store: Store) -> None:
@@ -88,15 +92,15 @@ class Communicator:
         self.hosts: tuple[int, ...] = ()
         self.native = False
         self.failed: PeerError | None = None
-        self.places = 0
+        self.num_operations = 0
         self.backends = {device.type: group._get_backend(device).name() for device in group._device_types}
         self._group: ProcessGroup | None = group
-        self._store: Store | None = PrefixStore("moe_comm", store)  # an object of our own, see ``register``
+        self._store: Store | None = PrefixStore("moe_comm", store)  # another object than the group's, see ``register``
         self.users: weakref.WeakSet[Releases] = weakref.WeakSet()
-        self._kept: dict[Hashable, Any] = {}
+        self._objects: dict[Hashable, Any] = {}
         self.core: _C.Communicator | None = None
-        self.limit_s = 0.0
-        self.left_behind: list[object] = []
+        self.core_timeout_s = 0.0
+        self.retained: list[object] = []
 
     @property
     def closed(self) -> bool:
@@ -115,26 +119,27 @@ class Communicator:
 
     @property
     def store(self) -> Store:
-        """A part of the group's store that is ours; raises as ``group``."""
+        """The part of the group's store that this library uses; raises as ``group``."""
         if self._store is None:
             self.group  # noqa: B018 - raises
         assert self._store is not None
         return self._store
 
-    def next_place(self) -> int:
-        """Count an operation of the group's backend; ranks that wait leave notes by this number."""
-        self.places += 1
-        return self.places
+    def next_operation(self) -> int:
+        """Count an operation of the group's backend and return its number. Waiting ranks write notes under it."""
+        self.num_operations += 1
+        return self.num_operations
 
     def use(self, core: _C.Communicator) -> None:
-        """Let the operations of the native core on this group meet by ``core``."""
-        self.core, self.limit_s = core, 0.0
+        """Set the native communicator for operations of the native core."""
+        self.core, self.core_timeout_s = core, 0.0
 
     def check(self) -> None:
-        """Raise what made the group unusable, if anything.
+        """Raise if the group is unusable.
 
         Raises:
-            PeerError: the error of the operation that failed. ConfigError: the group was destroyed.
+            PeerError: the error of the operation that failed.
+            ConfigError: the group was destroyed.
         """
         if self.failed is None and self.calls.gave_up:
             self.failed = PeerError(f"an earlier operation failed: {self.calls.gave_up}. This group is unusable.")
@@ -143,122 +148,124 @@ class Communicator:
         if self._group is None:
             self.group  # noqa: B018 - raises
 
-    def limit(self, timeout_s: float) -> None:
-        """Set how long the next operations of the native core wait for a peer: ``limit_s``, from then on."""
-        if timeout_s != self.limit_s and self.core is not None:
+    def set_core_timeout(self, timeout_s: float) -> None:
+        """Set the timeout of the next operations of the native core."""
+        if timeout_s != self.core_timeout_s and self.core is not None:
             self.core.set_timeout(timeout_s)
-            self.limit_s = timeout_s
+            self.core_timeout_s = timeout_s
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` gave for ``key`` on the first call. It lives as long as the group. If it has a method
-        ``close``, that is called at the end."""
-        if key not in self._kept:
-            made = make()
+        """Return the object for ``key``, created by ``make`` in the first call.
+
+        It lives as long as the group. Its method ``close``, if it has one, is called at the end.
+        """
+        if key not in self._objects:
+            created = make()
             if self.closed:
                 self.group  # noqa: B018 - raises
-            self._kept[key] = made
-        found: T = self._kept[key]
-        return found
+            self._objects[key] = created
+        result: T = self._objects[key]
+        return result
 
-    def kept(self, key: Hashable) -> Any:
-        """What ``keep`` has for ``key``; None if nothing."""
-        return self._kept.get(key)
+    def get(self, key: Hashable) -> Any:
+        """Return the object that ``keep`` has stored for ``key``; None if there is none."""
+        return self._objects.get(key)
 
     def forget(self, key: Hashable) -> None:
-        """Close what is kept for ``key``, if anything."""
-        _close(self._kept.pop(key, None))
+        """Remove and close the object for ``key``, if any."""
+        _close(self._objects.pop(key, None))
 
-    def part(self, members: Sequence[int], timeout_s: float) -> ProcessGroup:
-        """A process group of the ranks ``members`` of this one, this rank among them; made once. Collective over them.
+    def subgroup(self, members: Sequence[int], timeout_s: float) -> ProcessGroup:
+        """Return a process group of some ranks of this one, including this rank. Collective over ``members``.
 
-        Torch does not know it, so ranks that make none need not take part, and the names that torch gives to other
-        groups do not depend on it.
+        torch.distributed does not register it. Other ranks need not call this, and the names of torch's groups do not
+        change.
         """
-        chosen = tuple(members)
-        return self.keep(("part", chosen), lambda: self._part(chosen, timeout_s))
+        key = tuple(members)
+        return self.keep(("subgroup", key), lambda: self._subgroup(key, timeout_s))
 
-    def _part(self, members: tuple[int, ...], timeout_s: float) -> ProcessGroup:
+    def _subgroup(self, members: tuple[int, ...], timeout_s: float) -> ProcessGroup:
         name = "-".join(map(str, members))
         store = PrefixStore(f"part/{name}", self.store)
-        made = _group_like(self.group, store, members.index(self.rank), len(members), timedelta(seconds=timeout_s))
-        part = Communicator(made, [self.ranks[member] for member in members], store)
-        _registry.made[made] = part
-        self.keep(("communicator of part", members), lambda: part)
-        return made
+        group = _group_like(self.group, store, members.index(self.rank), len(members), timedelta(seconds=timeout_s))
+        comm = Communicator(group, [self.ranks[member] for member in members], store)
+        registry.communicators[group] = comm
+        self.keep(("communicator of subgroup", members), lambda: comm)
+        return group
 
     def close(self) -> None:
-        """Let go of all that the group has here: shared memory, connections, threads. Not collective."""
+        """Release all resources of the group: shared memory, connections, threads. Not collective."""
         group, self._group, self._store, self.core = self._group, None, None, None
         if group is not None:
-            _registry.made.pop(group, None)
+            registry.communicators.pop(group, None)
         self.peers, self.calls.closed = None, True
         for user in list(self.users):
             user.release()
-        while self._kept:
-            _close(self._kept.popitem()[1])
+        while self._objects:
+            _close(self._objects.popitem()[1])
 
 
-def _close(kept: Any) -> None:
-    close = getattr(kept, "close", None)
+def _close(resource: Any) -> None:
+    close = getattr(resource, "close", None)
     if close is not None:
         close()
 
 
 def _group_like(group: ProcessGroup, store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-    """A group of fewer ranks with the backends of ``group``."""
-    made = ProcessGroup(store, rank, size)
+    """Create a process group with the backends of ``group`` for ``size`` ranks."""
+    created = ProcessGroup(store, rank, size)
     kinds = {"gloo": ProcessGroup.BackendType.GLOO, "nccl": ProcessGroup.BackendType.NCCL}
     backends: dict[str, Any] = {}
     for device in group._device_types:
         name = group._get_backend(device).name()
         if name not in kinds:
-            raise ConfigError(f"a group of some ranks of this one needs gloo or nccl for {device}; it has {name}")
+            raise ConfigError(f"a subgroup needs backend gloo or nccl for {device}; this group has {name}")
         if name not in backends:
             prefixed = PrefixStore(name, store)
             if name == "nccl":
-                from torch.distributed import ProcessGroupNCCL  # builds of torch for the CPU have none
+                from torch.distributed import ProcessGroupNCCL  # missing in builds of torch for the CPU
 
                 options = ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 backends[name] = ProcessGroupNCCL(prefixed, rank, size, options)
             else:
                 backends[name] = dist.ProcessGroupGloo(prefixed, rank, size, timeout=timeout)
-        made._register_backend(device, kinds[name], backends[name])
-    made._set_default_backend(kinds["nccl" if "nccl" in backends else "gloo"])
-    return made
+        created._register_backend(device, kinds[name], backends[name])
+    created._set_default_backend(kinds["nccl" if "nccl" in backends else "gloo"])
+    return created
 
 
 class _Registry:
-    """Of this process: its communicators by group, and the options of their collectives. used: there has been one."""
+    """Communicators of this process by group, and the options of collectives. used: whether there has been any."""
 
     def __init__(self) -> None:
-        self.made: dict[ProcessGroup, Communicator] = {}
+        self.communicators: dict[ProcessGroup, Communicator] = {}
         self.options = CollectiveOptions()
         self.lock = threading.Lock()
         self.used = False
 
 
-_registry = _Registry()
+registry = _Registry()
 
 
-def known(group: ProcessGroup) -> Communicator | None:
-    """The communicator of ``group``, if its ranks have met."""
-    return _registry.made.get(group)
+def find_communicator(group: ProcessGroup) -> Communicator | None:
+    """Return the communicator of ``group``; None before setup."""
+    return registry.communicators.get(group)
 
 
 def register(comm: Communicator) -> Communicator:
-    """Keep ``comm`` for its group, from now on until the group is destroyed."""
-    with _registry.lock:
-        _registry.used = True
-        found = _registry.made.setdefault(comm.group, comm)
-    if found is comm:
-        # destroy_process_group drops this object, and nothing else that can be noticed. The process's end counts, too.
+    """Register ``comm`` until its group is destroyed. Return the communicator that the group has now."""
+    with registry.lock:
+        registry.used = True
+        registered = registry.communicators.setdefault(comm.group, comm)
+    if registered is comm:
+        # destroy_process_group gives no notice, but drops the store object. The finalizer also runs at exit.
         weakref.finalize(_get_process_group_store(comm.group), comm.close)
-    return found
+    return registered
 
 
-def unmet(group: ProcessGroup) -> Communicator:
-    """A communicator for ``group`` whose ranks have yet to meet.
+def new_communicator(group: ProcessGroup) -> Communicator:
+    """Create a communicator for ``group``, before setup.
 
     Raises:
         ConfigError: the group was destroyed.
@@ -267,45 +274,34 @@ def unmet(group: ProcessGroup) -> Communicator:
         ranks, store = dist.get_process_group_ranks(group), _get_process_group_store(group)
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            "this process group was destroyed, or torch.distributed does not know it; use one that dist.new_group or "
-            "dist.init_process_group has made"
+            "this process group was destroyed, or torch.distributed does not know it; use one created by "
+            "dist.new_group or dist.init_process_group"
         ) from error
     return Communicator(group, ranks, store)
 
 
-def collective_options() -> CollectiveOptions:
-    """Those of this process."""
-    return _registry.options
-
-
-def set_collective_options(options: CollectiveOptions) -> None:
-    """Set those of this process."""
-    _registry.options = options
-
-
 def communicators() -> list[Communicator]:
-    """All of this process."""
-    return list(_registry.made.values())
+    """Return all communicators of this process."""
+    return list(registry.communicators.values())
 
 
 def close_all() -> None:
-    """Close the communicators of all groups, whose collectives are over. Groups that torch knows live on."""
+    """Close all communicators. No collective may be in flight. Process groups of torch stay open."""
     for comm in communicators():
         comm.close()
 
 
 def _end() -> None:
-    """Before the interpreter ends.
+    """Close all groups before the interpreter exits.
 
-    A thread of gloo takes the interpreter's lock to let go of the tensors of a collective, which may be a while after
-    the collective is over. If the interpreter is ending by then, the thread is ended in the middle of it, and that
-    aborts the process ("terminate called without an active exception"). A group joins its threads when it is freed; the
-    pause is for groups that something else still refers to.
+    A thread of gloo takes the GIL to free the tensors of a collective, possibly some time after the collective. If the
+    interpreter exits meanwhile, it ends the thread, and the process aborts ("terminate called without an active
+    exception"). A group joins its threads when it is freed. The pause is for groups that are still referenced.
     """
     close_all()
-    gc.collect()  # or groups in cycles would stay
-    if _registry.used:
-        time.sleep(LAST_S)
+    gc.collect()  # frees groups in reference cycles
+    if registry.used:
+        time.sleep(EXIT_PAUSE_S)
 
 
 atexit.register(_end)

@@ -1,8 +1,8 @@
-"""The handshake that starts every operation: each rank says what it is about to do, and all compare.
+"""The header that each rank sends before an operation, and its comparison between ranks.
 
-Disagreement (hidden size, dtype, top-k, order of calls) or bad input on one rank becomes the same typed
-error on every rank before any row moves. A header is a fixed-size int64 vector, so that ranks which
-disagree on everything else still exchange the same number of bytes.
+If ranks differ (hidden size, dtype, top-k, order of calls), or one rank has invalid input, every rank raises the same
+typed error before any row moves. A header is an int64 vector of fixed size, so that ranks in different operations
+exchange the same number of bytes.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
 ORDINAL_MASK = 0xFFF
 COLLECTIVES = ORDINAL_MASK
-"""The ordinal of a group's collectives among its dispatchers."""
+"""Ordinal of a group's collectives, in place of a dispatcher's ordinal."""
 
 DESTROYED = (
-    "this process group was destroyed (dist.destroy_process_group); layers and dispatchers over it cannot be used any "
-    "more: build new ones over a new group"
+    "this process group was destroyed (dist.destroy_process_group), so its layers and dispatchers cannot be used; "
+    "build new ones with a new group"
 )
 
 Words = npt.NDArray[np.int64]
@@ -61,14 +61,13 @@ Words = npt.NDArray[np.int64]
 
 @dataclass(eq=False)
 class GroupCalls:
-    """The numbers of a group's operations, counted for each dispatcher, and for the collectives, by itself.
+    """Sequence numbers of a group's operations, counted separately for each dispatcher and for the collectives.
 
-    Ranks make the same calls in the same order, so they agree on the numbers. Where ranks called different ones, and so
-    raised, each of them learns the others' numbers from their headers: after the error all agree again.
+    Ranks make the same calls in the same order, so their numbers are equal. After ranks made different calls and
+    raised, each rank takes over the numbers in the headers of the others, so that all are equal again.
 
-    most_experts: of any dispatcher of the group, for handshakes of one size.
-    gave_up: why this rank takes part in no operation of the group any more; empty while it does.
-    closed: the group was destroyed.
+    most_experts: maximum number of experts of the group's dispatchers, which determines the handshake size.
+    gave_up: why this rank takes part in no further operation; "" while it does. closed: the group was destroyed.
     """
 
     most_experts: int = 0
@@ -96,26 +95,25 @@ class GroupCalls:
         if self.closed:
             raise errors.ConfigError(DESTROYED)
         with self._lock:
-            found = self._last[ordinal & ORDINAL_MASK] = self._last.get(ordinal & ORDINAL_MASK, 0) + 1
-        return found
+            number = self._last[ordinal & ORDINAL_MASK] = self._last.get(ordinal & ORDINAL_MASK, 0) + 1
+        return number
 
     def catch_up(self, headers: Sequence[Words]) -> None:
-        """Count what the ranks began that sent ``headers``, all of them."""
+        """Take over the numbers in ``headers``, which all ranks have sent."""
         with self._lock:
             for words in headers:
                 ordinal = COLLECTIVES if words[0] == OPS.index(COLLECTIVE) else int(words[7]) & ORDINAL_MASK
                 self._last[ordinal] = max(self.last(ordinal), int(words[1]))
 
 
-@dataclass(slots=True, eq=False)  # one is made for every operation: a frozen one takes longer to make
+@dataclass(slots=True, eq=False)  # created for every operation; a frozen dataclass takes longer to construct
 class Header:
-    """What one rank is about to do. Nothing changes it.
+    """Describes the operation that a rank starts. Do not modify it.
 
-    fault: an error in its own input, found before data moves.
-    of_call: call number of the dispatch whose rows these are; 0 for a dispatch itself.
-    ordinal: which of the group's dispatchers.
-    maker: which of this process's dispatchers; not compared.
-    calls: of the group; ranks that disagree bring it into agreement.
+    label: name of the layer. fault: error in this rank's input.
+    of_call: sequence number (``seq``) of the dispatch of these rows; 0 for a dispatch.
+    ordinal: of the dispatcher in the group. maker: id of the dispatcher in this process; not compared.
+    calls: of the group; updated when ranks differ.
     """
 
     op: str
@@ -133,7 +131,7 @@ class Header:
     calls: GroupCalls | None = field(default=None, repr=False, compare=False)
 
     def compared(self) -> tuple[int, ...]:
-        """The words in which ranks must agree, in the order of ``COMPARED``."""
+        """Return the words that must be equal on all ranks, in the order of ``COMPARED``."""
         return (
             OPS.index(self.op),
             self.seq,
@@ -142,12 +140,12 @@ class Header:
             self.top_k,
             self.num_experts,
             int(self.requires_grad),
-            # Layer, dispatcher and dispatch in one word: ranks take up what is in flight in the same order.
+            # Layer, dispatcher and dispatch in one word: ranks process rows in flight in the same order.
             _origin_hash(self.label, self.ordinal) | (self.of_call & 0x7FFFFFFF) << 32,
         )
 
     def pack(self) -> Words:
-        """The header as ``WORDS`` int64."""
+        """Return the header as ``WORDS`` int64."""
         words = np.zeros(WORDS, np.int64)
         words[:NUM_COMPARED] = self.compared()
         text = self.label
@@ -161,12 +159,12 @@ class Header:
 
 
 def describe(header: Header) -> str:
-    """``dispatch (call 3) of layer 'moe.1'``."""
+    """Return text like ``dispatch (call 3) of layer 'moe.1'``."""
     return f"{header.op} (call {header.seq})" + (f" of layer {header.label!r}" if header.label else "")
 
 
 def fault_word(fault: errors.MoeCommError | None, otherwise: type[errors.MoeCommError] = errors.InputError) -> int:
-    """How the class of ``fault`` travels: 0 for none, else 1 + its place in ``FAULTS``, or that of ``otherwise``."""
+    """Return the code of the class of ``fault`` in headers: 0 for None, else 1 + index in ``FAULTS``."""
     if fault is None:
         return 0
     return 1 + FAULTS.index(type(fault) if type(fault) in FAULTS else otherwise)
@@ -196,11 +194,11 @@ def _show(place: int, words: Words) -> str:
 
 
 def check(headers: Sequence[Words], rank: int, own: Header) -> None:
-    """Raise on this rank, as on every other, if any header holds a fault or two differ.
+    """Raise if a header has a fault or two headers differ. Every rank raises.
 
     Raises:
-        the fault's own class (``RoutingError``, ``InputError``): some rank's input is bad.
-        RankMismatch: the ranks are not doing the same thing.
+        The class of the fault (``RoutingError``, ``InputError``): the input of a rank is invalid.
+        RankMismatch: ranks started different operations.
     """
     compared = [tuple(words[:NUM_COMPARED]) for words in headers]
     if own.calls is not None and len(set(compared)) > 1:
@@ -219,16 +217,16 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
         return
     for place in range(NUM_COMPARED):
         if len({words[place] for words in compared}) > 1:
-            given = ", ".join(f"rank {peer}: {_show(place, words)}" for peer, words in enumerate(headers))
+            values = ", ".join(f"rank {peer}: {_show(place, words)}" for peer, words in enumerate(headers))
             where = f" of layer {own.label!r}" if own.label else ""
             raise errors.RankMismatch(
-                f"ranks disagree on {COMPARED[place]} in {own.op} (call {own.seq}){where}: {given}. "
+                f"ranks disagree on {COMPARED[place]} in {own.op} (call {own.seq}){where}: {values}. "
                 "Every rank of a group must make the same calls in the same order with the same settings."
             )
 
 
 def _others(headers: Sequence[Words], rank: int) -> str:
-    """What the ranks do that are not in the collective of ``rank``."""
+    """Describe the operations of ranks that are not in the collective of ``rank``."""
     others = []
     for peer, words in enumerate(headers):
         if (words[:NUM_COMPARED] != headers[rank][:NUM_COMPARED]).any():
@@ -239,18 +237,18 @@ def _others(headers: Sequence[Words], rank: int) -> str:
 
 
 def other_collective(rank: int, call: int, description: str, others: str) -> errors.RankMismatch:
-    """The error of a rank in one collective whose peers are in another."""
+    """Return the error of a rank whose peers are in another collective."""
     return errors.RankMismatch(
         f"rank {rank} is in call {call}, {description}, but {others}: "
         "ranks of a group must make the same calls in the same order with the same shapes"
     )
 
 
-def failure(told: Sequence[bytes], rank: int, own: Header) -> Exception:
-    """The typed error that every rank raises after a handshake that failed in the native core."""
-    headers = [np.frombuffer(words, np.int64) for words in told]
+def failure(packed: Sequence[bytes], rank: int, own: Header) -> Exception:
+    """Return the error that every rank raises after a failed handshake of the native core."""
+    headers = [np.frombuffer(words, np.int64) for words in packed]
     try:
         check(headers, rank, own)
-    except Exception as explained:
-        return explained
-    return RuntimeError("the native core saw ranks disagree, but their headers are equal")
+    except Exception as error:
+        return error
+    return RuntimeError("the native core reported a mismatch between ranks, but their headers are equal")

@@ -1,8 +1,8 @@
-"""Who the ranks of a group are, and what became of one that does not answer.
+"""The processes of a group's ranks, and the state of a rank that does not respond.
 
-torch.distributed says that an operation failed, seldom because of whom. Ranks on one host can look at each
-other's process; ranks anywhere leave a note in the group's store when they wait long, so that the one without
-a note is the one waited for (MegaScale, arXiv 2402.15627, section 5: the silent rank is the culprit).
+torch.distributed reports that an operation failed, but often not which rank caused it. Ranks on one host can inspect
+each other's process. Ranks on any host write a note to the group's store when they wait long. The rank without a note
+is the one that the others wait for (MegaScale, arXiv 2402.15627, section 5).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from torch.distributed import Store
 
 from moe_comm.runtime.host import host_key
 
-STORE_PATIENCE_S = 2.0
+STORE_TIMEOUT_S = 2.0
 GAVE_UP = "gave up"
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State letter and start time of a process; None if there is none."""
+    """Return the state letter and the start time of a process; None if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -33,7 +34,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process: host, pid, and start time, since pids are used again."""
+    """A rank's process: host, pid and start time. The start time distinguishes processes that reuse a pid."""
 
     host: int
     pid: int
@@ -42,11 +43,11 @@ class Process:
     @classmethod
     def own(cls) -> Process:
         stat = _stat(os.getpid())
-        # 62 bits of the key, so that the word is not negative.
+        # 62 bits of the key, so that the number is not negative.
         return cls(int(host_key(), 16) >> 2, os.getpid(), stat[1] if stat else 0)
 
-    def fate(self, here: int) -> str:
-        """What became of it as seen from host ``here``: ended, stopped, alive, or on another host."""
+    def status(self, here: int) -> str:
+        """Return "ended", "stopped", "alive" or "on another host", as seen from host ``here``."""
         if self.host != here:
             return "on another host"
         if not Path("/proc/self/stat").exists():
@@ -68,66 +69,64 @@ class Peers:
         self._store_answers = True
 
     def ended(self) -> list[int]:
-        """Ranks on this host whose process has ended."""
+        """Return the ranks on this host whose process has ended."""
         here = self.processes[self.rank].host
-        return [rank for rank, process in enumerate(self.processes) if process.fate(here) == "ended"]
+        return [rank for rank, process in enumerate(self.processes) if process.status(here) == "ended"]
 
     def describe(self, rank: int) -> str:
-        """``rank 1 (pid 123, stopped)``."""
+        """Return text like ``rank 1 (pid 123, stopped)``."""
         process = self.processes[rank]
-        return f"rank {rank} (pid {process.pid}, {process.fate(self.processes[self.rank].host)})"
+        return f"rank {rank} (pid {process.pid}, {process.status(self.processes[self.rank].host)})"
 
-    def note(self, place: str, text: str) -> None:
-        """Leave a note that this rank waits at ``place``; gives up silently if the store does not answer."""
-        _patiently(lambda: self._store_set(f"{self._name}/{place}/{self.rank}", text))
+    def note(self, operation: str, text: str) -> None:
+        """Write a note that this rank waits in ``operation``. Errors of the store are ignored."""
+        _with_deadline(lambda: self._store.set(f"{self._name}/{operation}/{self.rank}", text))
 
     def give_up(self, text: str) -> None:
-        """Leave a note, for all channels of the group, that this rank left an operation in the middle."""
-        _patiently(lambda: self._store_set(GAVE_UP, text))
+        """Write a note, for all channels of the group, that this rank abandoned an operation."""
+        _with_deadline(lambda: self._store.set(GAVE_UP, text))
 
     def gave_up(self) -> str:
-        """Return the note of a rank that gave up; empty if there is none, or if the store does not answer."""
-        found: list[str] = []
+        """Return the note of a rank that gave up; "" if there is none, or if the store does not respond."""
+        notes: list[str] = []
 
-        def look() -> None:
+        def read() -> None:
             store = self._store
-            found.append(store.get(GAVE_UP).decode() if store.check([GAVE_UP]) else "")
+            notes.append(store.get(GAVE_UP).decode() if store.check([GAVE_UP]) else "")
 
         if self._store_answers:
-            _patiently(look)
-            self._store_answers = bool(found)  # once it does not, each look would take as long as the patience
-        return found[0] if found else ""
+            _with_deadline(read)
+            self._store_answers = bool(notes)  # after one timeout do not ask again: each call would time out
+        return notes[0] if notes else ""
 
-    def silent(self, place: str) -> list[int]:
-        """Ranks that left no note at ``place``; they get a moment to. Empty if the store does not answer."""
-        found: list[list[int]] = []
+    def silent(self, operation: str) -> list[int]:
+        """Return the ranks without a note for ``operation``, after a short wait; [] if the store does not respond."""
+        results: list[list[int]] = []
 
-        def look() -> None:
+        def read() -> None:
             others = [rank for rank in range(len(self.processes)) if rank != self.rank]
-            end = time.monotonic() + STORE_PATIENCE_S / 2
+            end = time.monotonic() + STORE_TIMEOUT_S / 2
             while True:
-                missing = [rank for rank in others if not self._store.check([f"{self._name}/{place}/{rank}"])]
+                missing = [rank for rank in others if not self._store.check([f"{self._name}/{operation}/{rank}"])]
                 if time.monotonic() > end or not missing:
-                    found.append(missing)
+                    results.append(missing)
                     return
                 time.sleep(0.05)
 
-        _patiently(look)
-        return found[0] if found else []
-
-    def _store_set(self, key: str, text: str) -> None:
-        self._store.set(key, text)
+        _with_deadline(read)
+        return results[0] if results else []
 
 
-def _patiently(action: Callable[[], None]) -> None:
-    """Run a store call beside this thread: the store's own deadline is minutes, and its host may be the dead rank."""
+def _with_deadline(action: Callable[[], None]) -> None:
+    """Run a store call in a thread for at most STORE_TIMEOUT_S.
+
+    The store's own deadline is minutes, and its host may be the dead rank.
+    """
 
     def guarded() -> None:
-        try:
+        with suppress(Exception):  # without the store, error messages have less detail
             action()
-        except Exception:  # the store is a help for a message; without it the message is shorter
-            return
 
     thread = threading.Thread(target=guarded, daemon=True)
     thread.start()
-    thread.join(STORE_PATIENCE_S)
+    thread.join(STORE_TIMEOUT_S)

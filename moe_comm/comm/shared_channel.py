@@ -1,8 +1,8 @@
-"""Collectives of CPU ranks on one host through shared memory: peers read a rank's tensor where it stands.
+"""Collectives of CPU ranks on one host through shared memory.
 
-A tensor is copied once into its rank's heap; from there each peer takes its share straight into the result. There are
-no sockets and no kernel buffers in between, and every call carries the handshake of a dispatch: ranks that are in
-different calls get ``RankMismatch``. The protocol is in csrc/cpu/communicator.h, the copying in csrc/cpu/exchange.h.
+A rank copies its tensor once into its heap. Peers copy or sum their part of it directly into the result. There are no
+sockets or kernel buffers. Each call has the same handshake as a dispatch: ranks in different calls raise
+``RankMismatch``. csrc/cpu/communicator.h defines the protocol, csrc/cpu/exchange.h the copies.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from moe_comm.comm.channel import Channel, PendingTensor, operation
 from moe_comm.comm.header import COLLECTIVE, COLLECTIVES, Header, failure, fault_word, other_collective
 from moe_comm.comm.shared_heap import SharedHeap
 from moe_comm.errors import HeapError
-from moe_comm.kernels.wide import added_in_order
+from moe_comm.kernels.accumulate import sum_in_rank_order
 from moe_comm.runtime.event_layout import Kind
-from moe_comm.runtime.events import moving
+from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.memory import DTYPE_CODES, block, native, warm_rows
 
 if TYPE_CHECKING:
@@ -30,120 +30,127 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Run = Callable[[tuple[Any, ...], int], None]
-"""Takes what all calls of the native core begin with, and the address of the result."""
+"""Function of the common arguments of native calls and the address of the result."""
 
-WHOLE_BYTES = 32_768
-"""Up to this size every rank adds up a whole all-reduce by itself: the second wait would cost more than the adding."""
+LOCAL_SUM_BYTES = 32_768
+"""Up to this size every rank computes all sums of an all-reduce. A second wait would take longer than the sums."""
 
 
 class SharedChannel(Channel):
-    """A channel whose CPU tensors travel through shared memory once ``share`` has been called on every rank.
+    """A channel that transfers CPU tensors through shared memory after ``attach_heap``.
 
-    What shared memory cannot take (other devices, unequal splits, a full /dev/shm) goes over the group's backend.
+    It uses the group's backend for everything else: other devices, unequal splits, a full /dev/shm.
+    ``shared_memory`` and ``checked`` are options that must be equal on all ranks; see ``CollectiveOptions``.
     """
 
     _shared: SharedHeap | None = None
-    sharing = True
-    """Set alike on every rank: whether to use shared memory where there is some."""
+    shared_memory = True
     checked = False
-    """Set alike on every rank: whether ``compare`` asks the others where calls are not compared by themselves."""
 
-    def share(self, shared: SharedHeap) -> None:
-        """Use ``shared``, which belongs to the same group. Every rank calls this at the same place."""
+    def attach_heap(self, shared: SharedHeap) -> None:
+        """Use the shared memory of the group. All ranks must call this before the same collective."""
         self._core = native()
         self._threads = torch.get_num_threads()
         self._exchange = self._core.Exchange(shared.communicator, self._threads)
         self._shared = shared
 
     def close(self) -> None:
-        """Let go of the shared memory."""
+        """Drop the reference to the shared memory."""
         self._shared = None
 
     def compare(self, description: str, x: Tensor) -> None:
-        """Before a collective of ``x``, if ``checked``: raise ``RankMismatch`` on every rank unless all do this.
+        """Raise ``RankMismatch`` on every rank unless all are about to call the same collective, if ``checked``.
 
-        Not where it goes through shared memory, which compares by itself.
+        Calls through shared memory are not compared here, because they always compare.
         """
-        if not self.checked or self._takes(x):
+        if not self.checked or self._uses_shared_memory(x):
             return
         call = self.comm.calls.next(COLLECTIVES)
         words = torch.tensor([call, zlib.crc32(description.encode())])
-        told = self.all_gather(words.to(self.control_device), f"the check before {description}").cpu()
-        odd = [rank for rank, row in enumerate(told.tolist()) if row != told[self.rank].tolist()]
-        if odd:
-            raise other_collective(self.rank, call, description, f"ranks {odd} are in another")
+        rows = self.all_gather(words.to(self.control_device), f"the check before {description}").cpu()
+        different = [rank for rank, row in enumerate(rows.tolist()) if row != rows[self.rank].tolist()]
+        if different:
+            raise other_collective(self.rank, call, description, f"ranks {different} are in another")
 
-    def agree(self, description: str, x: Tensor) -> None:
-        """As ``compare``, before transfers that never compare by themselves (``rotate``): through shared memory where
-        there is some, else if ``checked``."""
-        if self._takes(x):
+    def compare_before_transfer(self, description: str, x: Tensor) -> None:
+        """As ``compare``, for transfers without a comparison of their own (``rotate``).
+
+        With shared memory calls are always compared, otherwise if ``checked``.
+        """
+        if self._uses_shared_memory(x):
             self.all_gather(torch.zeros(1), description)
         else:
             self.compare(description, x)
 
-    def sums(self, x: Tensor) -> bool:
-        """As ``Channel.sums``; shared memory adds in fp32, in order of rank, and rounds once."""
-        return self.adds(x) or super().sums(x)
+    def can_sum(self, x: Tensor) -> bool:
+        """See ``Channel.can_sum``. Shared memory sums in fp32, in order of rank, and rounds once."""
+        return self.can_sum_in_memory(x) or super().can_sum(x)
 
     def start_all_gather(self, tensor: Tensor, description: str) -> PendingTensor:
-        """As ``Channel.start_all_gather``. Through shared memory it is done at once: copying is work of this core."""
+        """See ``Channel.start_all_gather``. Through shared memory it completes immediately."""
 
-        def gather(offer: tuple[Any, ...], out: int) -> None:
-            self._exchange.copy(*offer, 0, tensor.nbytes, out)
+        def gather(args: tuple[Any, ...], out: int) -> None:
+            self._exchange.copy(*args, 0, tensor.nbytes, out)
 
         shape, nbytes = (self.world, *tensor.shape), (self.world - 1) * tensor.nbytes
-        done = self._share(tensor, shape, gather, description, nbytes) if self._takes(tensor) else None
-        return super().start_all_gather(tensor, description) if done is None else PendingTensor.here(done)
+        result = (
+            self._exchange_shared(tensor, shape, gather, description, nbytes)
+            if self._uses_shared_memory(tensor)
+            else None
+        )
+        return super().start_all_gather(tensor, description) if result is None else PendingTensor.completed(result)
 
     def start_all_to_all(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], description: str, out: Tensor | None = None
     ) -> PendingTensor:
-        """As ``Channel.start_all_to_all``; done at once too."""
+        """See ``Channel.start_all_to_all``. Through shared memory it completes immediately."""
 
-        def swap(offer: tuple[Any, ...], at: int) -> None:
+        def swap(args: tuple[Any, ...], at: int) -> None:
             part = rows.nbytes // self.world
-            self._exchange.copy(*offer, self.rank * part, part, at)
+            self._exchange.copy(*args, self.rank * part, part, at)
 
-        equal = len({*send, *receive}) == 1
-        nbytes = rows.nbytes // self.world * (self.world - 1)
-        done = self._share(rows, rows.shape, swap, description, nbytes) if equal and self._takes(rows) else None
-        if done is None:
-            return super().start_all_to_all(rows, send, receive, description, out)
-        return PendingTensor.here(done if out is None else out.copy_(done))
+        if len({*send, *receive}) == 1 and self._uses_shared_memory(rows):
+            nbytes = rows.nbytes // self.world * (self.world - 1)
+            result = self._exchange_shared(rows, rows.shape, swap, description, nbytes)
+            if result is not None:
+                return PendingTensor.completed(result if out is None else out.copy_(result))
+        return super().start_all_to_all(rows, send, receive, description, out)
 
     def reduce_scatter(self, parts_WTD: Tensor, description: str) -> Tensor:
-        if not self.adds(parts_WTD):
+        if not self.can_sum_in_memory(parts_WTD):
             return super().reduce_scatter(parts_WTD, description)
         shape = parts_WTD.shape[1:]
 
-        def add(offer: tuple[Any, ...], out: int) -> None:
+        def add(args: tuple[Any, ...], out: int) -> None:
             count = shape.numel()
-            self._exchange.sum(*offer, self.rank * count, count, DTYPE_CODES[parts_WTD.dtype], out)
+            self._exchange.sum(*args, self.rank * count, count, DTYPE_CODES[parts_WTD.dtype], out)
 
-        done = self._share(parts_WTD, shape, add, description, parts_WTD.nbytes // self.world * (self.world - 1))
-        if done is not None:
-            return done
-        ones = [1] * self.world  # with the bits that shared memory would have given
-        return added_in_order(Channel.start_all_to_all(self, parts_WTD, ones, ones, description)())
+        nbytes = parts_WTD.nbytes // self.world * (self.world - 1)
+        result = self._exchange_shared(parts_WTD, shape, add, description, nbytes)
+        if result is not None:
+            return result
+        ones = [1] * self.world  # the fallback gives the same bits as shared memory
+        return sum_in_rank_order(Channel.start_all_to_all(self, parts_WTD, ones, ones, description)())
 
     def all_reduce(self, tensor: Tensor, description: str) -> Tensor:
-        if not self.adds(tensor):
+        if not self.can_sum_in_memory(tensor):
             return super().all_reduce(tensor, description)
 
-        def add(offer: tuple[Any, ...], out: int) -> None:
-            self._exchange.sum(*offer, 0, tensor.numel(), DTYPE_CODES[tensor.dtype], out)
+        def add(args: tuple[Any, ...], out: int) -> None:
+            self._exchange.sum(*args, 0, tensor.numel(), DTYPE_CODES[tensor.dtype], out)
 
-        whole = tensor.nbytes <= WHOLE_BYTES
-        nbytes = (self.world - 1) * tensor.nbytes if whole else 2 * (self.world - 1) * tensor.nbytes // self.world
-        done = self._share(tensor, tensor.shape, add if whole else None, description, nbytes)
-        return added_in_order(Channel.start_all_gather(self, tensor, description)()) if done is None else done
+        local = tensor.nbytes <= LOCAL_SUM_BYTES
+        nbytes = (self.world - 1) * tensor.nbytes if local else 2 * (self.world - 1) * tensor.nbytes // self.world
+        result = self._exchange_shared(tensor, tensor.shape, add if local else None, description, nbytes)
+        if result is not None:
+            return result
+        return sum_in_rank_order(Channel.start_all_gather(self, tensor, description)())
 
-    def adds(self, x: Tensor) -> bool:
-        """Whether tensors like ``x`` travel through shared memory and can be added up there; alike on every rank whose
-        ``x`` has the same dtype."""
-        return x.dtype in DTYPE_CODES and self._takes(x)
+    def can_sum_in_memory(self, x: Tensor) -> bool:
+        """Return whether shared memory can sum tensors like ``x``. Equal on all ranks if the dtype of ``x`` is."""
+        return x.dtype in DTYPE_CODES and self._uses_shared_memory(x)
 
-    def meet(
+    def rendezvous(
         self,
         num_bytes: int,
         dtype: torch.dtype,
@@ -151,52 +158,59 @@ class SharedChannel(Channel):
         offer: Callable[[Heap], Tensor],
         body: Callable[[Any], T],
     ) -> T | None:
-        """One operation in which peers come while this rank computes: ``body`` runs with the native core's
-        ``Rendezvous``. Only where ``adds`` says so.
+        """Run ``body`` with the native core's ``Rendezvous``: peers access this rank's memory while it computes.
+
+        Requires ``can_sum_in_memory``.
 
         Args:
-            num_bytes, dtype, description: what ranks must agree on.
-            offer: makes the block that this rank offers, with what can be read at once in it.
-            body: must be able to run again in another way; asks for each peer, and keeps no peer's memory.
+            num_bytes, dtype, description: compared between ranks.
+            offer: allocates the block that peers can read, and writes what is available at the start.
+            body: requests the block of each peer. It must not keep memory of peers, and it must be repeatable, because
+                the caller runs it in another form if this method returns None.
 
         Returns:
-            What ``body`` returns; None if a rank has no room for its offer. All ranks learn so.
+            The result of ``body``; None on every rank if a rank has no room for its block.
 
         Raises:
-            RankMismatch: on every rank. PeerDied, PeerTimeout: a rank is gone or stuck. PeerError: it failed in its
-            ``body``, as the peers of this rank get if this ``body`` raises anything.
+            RankMismatch: on every rank.
+            PeerDied, PeerTimeout: a rank died or hangs.
+            PeerError: a peer's ``body`` raised.
         """
         assert self._shared is not None
         fault: HeapError | None = None
-        offered = torch.empty(0, dtype=dtype)
+        block_ = torch.empty(0, dtype=dtype)
         try:
-            offered = offer(self._shared.heap)
+            block_ = offer(self._shared.heap)
         except HeapError as error:
             fault = error.with_traceback(None)
-        header, said = self._say(num_bytes, dtype, description, offered, fault)
+        header, args = self._call_args(num_bytes, dtype, description, block_, fault)
         rendezvous = None
+        group = self.comm.span_group
         try:
-            with moving(Kind.COLLECTIVE, operation(description), group=self.comm.span_group, nbytes=num_bytes):
-                rendezvous = self._core.Rendezvous(self._shared.communicator, self._threads, *said)
+            with communication_span(Kind.COLLECTIVE, operation(description), group=group, nbytes=num_bytes):
+                rendezvous = self._core.Rendezvous(self._shared.communicator, self._threads, *args)
             result = body(rendezvous)
-            with moving(Kind.COLLECTIVE, "the end of others"):
+            with communication_span(Kind.COLLECTIVE, "the end of others"):
                 rendezvous.finish()
             return result
         except self._core.HandshakeFailed as error:
-            self._no_room(error, header, "another way")
+            self._warn_no_room(error, header, "uses another method")
             return None
         finally:
             if rendezvous is not None:
-                rendezvous.abandon()  # does nothing once it is finished
+                rendezvous.abandon()  # has no effect after finish
 
-    def _takes(self, x: Tensor) -> bool:
-        return self._shared is not None and self.sharing and x.device.type == "cpu" and self.comm.failed is None
+    def _uses_shared_memory(self, x: Tensor) -> bool:
+        return self._shared is not None and self.shared_memory and x.device.type == "cpu" and self.comm.failed is None
 
-    def _share(self, x: Tensor, shape: Sequence[int], run: Run | None, description: str, nbytes: int) -> Tensor | None:
-        """[*shape] that ``run`` makes of the ranks' ``x``, or, without it, their sum, added up where it is offered.
-        Others read ``nbytes`` of it.
+    def _exchange_shared(
+        self, x: Tensor, shape: Sequence[int], run: Run | None, description: str, nbytes: int
+    ) -> Tensor | None:
+        """Run a collective in shared memory. Return its result; None on every rank if a rank has no room.
 
-        None: if a rank has no room for it, all ranks learn so, and go over the backend.
+        Args:
+            run: computes the result of ``shape``; None for an all-reduce in place.
+            nbytes: bytes of ``x`` that peers read.
         """
         assert self._shared is not None
         fault: HeapError | None = None
@@ -204,27 +218,27 @@ class SharedChannel(Channel):
         try:
             offer, out = _offer(x, self._shared), _empty(shape, x.dtype)
         except HeapError as error:
-            fault = error.with_traceback(None)  # which holds ``x``
-        header, said = self._say(x.nbytes, x.dtype, description, offer, fault)
+            fault = error.with_traceback(None)  # the traceback references ``x``
+        header, args = self._call_args(x.nbytes, x.dtype, description, offer, fault)
         try:
-            with moving(Kind.COLLECTIVE, operation(description), group=self.comm.span_group, nbytes=nbytes):
+            with communication_span(Kind.COLLECTIVE, operation(description), group=self.comm.span_group, nbytes=nbytes):
                 if run is not None:
-                    run(said, out.data_ptr())
+                    run(args, out.data_ptr())
                     return out
-                self._exchange.all_sum(*said, DTYPE_CODES[x.dtype])
-            # Not the offer itself: who keeps it would fill the shared memory that dispatch needs.
+                self._exchange.all_sum(*args, DTYPE_CODES[x.dtype])
+            # Return a copy: keeping the offer would occupy shared memory that dispatch needs.
             return out.copy_(offer)
         except self._core.HandshakeFailed as error:
-            self._no_room(error, header, "over the group's backend")
+            self._warn_no_room(error, header, "uses the group's backend")
             return None
 
-    def _say(
+    def _call_args(
         self, num_bytes: int, dtype: torch.dtype, description: str, offer: Tensor, fault: HeapError | None
     ) -> tuple[Header, tuple[Any, ...]]:
-        """The next call's header, and what all calls of the native core begin with."""
+        """Return the header of the next call, and the common arguments of native calls."""
         assert self._shared is not None
         call = self.comm.calls.next(COLLECTIVES)
-        self.comm.limit(self.timeout_s)
+        self.comm.set_core_timeout(self.timeout_s)
         header = Header(COLLECTIVE, call, num_bytes, dtype, 0, 0, False, description, fault, calls=self.comm.calls)
         return header, (
             header.compared(),
@@ -235,17 +249,17 @@ class SharedChannel(Channel):
             offer.nbytes,
         )
 
-    def _no_room(self, error: Any, header: Header, instead: str) -> None:
-        """Raise what made the handshake fail, but if a rank has no room: that only warns."""
-        found = failure(error.headers, self.rank, header)
-        said = str(found)
+    def _warn_no_room(self, handshake_error: Any, header: Header, instead: str) -> None:
+        """Raise the error of a failed handshake. If a rank has no room, only warn."""
+        error = failure(handshake_error.headers, self.rank, header)
+        text = str(error)
         try:
-            if not isinstance(found, HeapError):
-                raise found from None
+            if not isinstance(error, HeapError):
+                raise error from None
         finally:
-            del found, error  # their tracebacks have this frame and, below it, what stands in the heap
+            del error, handshake_error  # their tracebacks reference this frame and memory of the heap
         warnings.warn(
-            f"{said}; {header.label} goes {instead} instead, which is slower. Enlarge /dev/shm "
+            f"{text}; {header.label} {instead} instead, which is slower. Enlarge /dev/shm "
             "(docker run --shm-size) or set CollectiveOptions(shared_memory=False)",
             RuntimeWarning,
             stacklevel=5,
@@ -257,7 +271,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _offer(x: Tensor, shared: SharedHeap) -> Tensor:
-    """A dense copy of ``x`` where peers can read it."""
+    """Return a dense copy of ``x`` in memory that peers can read."""
     if x.dtype in DTYPE_CODES:
         return block(shared.heap, 1, x.numel(), x.dtype).view(x.shape).copy_(x)
     words = block(shared.heap, 1, -(-x.nbytes // 4), torch.float32).view(-1).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Ranks of one host that share memory: one growing heap a rank, mapped by all, and waiting with deadlines.
+"""Shared memory of ranks on one host: one growing heap per rank, mapped by all ranks, and waits with deadlines.
 
 rank 0  [control | blocks ...]  ◀──────┐ every rank maps every heap
-rank 1  [control | blocks ...]  ◀──────┤ the name is removed as soon as all have: a SIGKILL leaks nothing
-rank 2  [control | blocks ...]  ◀──────┘
+rank 1  [control | blocks ...]  ◀──────┤ the name is removed after all ranks have mapped it,
+rank 2  [control | blocks ...]  ◀──────┘ so a SIGKILL leaves nothing in /dev/shm
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ from moe_comm.runtime.memory import native
 
 SEGMENT_PREFIX = "moe_comm"
 TEXT_BYTES = 1024
-"""Of what ranks tell each other at set-up: a name, and a bit for each core."""
+"""Size of the text that ranks exchange at setup: a name, and one bit per core."""
 SPIN_US = 50.0
-"""How long a rank with a core of its own spins before it sleeps: waking up costs about as much."""
+"""Spin time before a rank with its own core sleeps, in microseconds. A wake-up takes about as long."""
 
 
 @dataclass(frozen=True)
 class SharedOptions:
-    """spin_us: microseconds to spin before sleeping; None spins only where
-    every rank has a core. initial_bytes: room each heap starts with. reserve_bytes: address range each heap may grow
-    into. first_progress: where the wrapping counters start (tests)."""
+    """Options of shared memory.
+
+    Args:
+        spin_us: microseconds to spin before sleeping; None spins only if each rank has its own core.
+        initial_bytes: initial size of each heap.
+        reserve_bytes: address range that each heap can grow into.
+        first_progress: initial value of the wrapping counters, for tests.
+    """
 
     spin_us: float | None = None
     initial_bytes: int = 4 << 20
@@ -40,23 +45,20 @@ class SharedOptions:
 
 
 def _core_mask() -> int:
-    """The cores this process may use, a bit each."""
+    """Return the cores that this process may use, as a bit mask."""
     return sum(1 << core for core in os.sched_getaffinity(0))
 
 
 def _distinct_cores(masks: Iterable[str]) -> int:
-    """Cores that ranks with these hexadecimal masks have together; each may be pinned to its own."""
-    together = 0
+    """Return the number of cores in the union of hexadecimal masks."""
+    union = 0
     for mask in masks:
-        together |= int(mask, 16)
-    return together.bit_count()
+        union |= int(mask, 16)
+    return union.bit_count()
 
 
 class SharedHeap:
-    """This rank's heap and its peers', which all map. Construction is collective over the ranks of ``channel``.
-
-    Attributes:
-        heap: this rank's. communicator: of the native core, by which its operations meet.
+    """The heaps of all ranks, mapped into this process. Construction is collective over the ranks of ``channel``.
 
     Raises:
         ConfigError: the ranks are not on one host.
@@ -67,23 +69,23 @@ class SharedHeap:
         core = native()
         core.sweep_stale(SEGMENT_PREFIX)
         try:
-            self._meet(core, channel, options or SharedOptions())
+            self._create(core, channel, options or SharedOptions())
         finally:
-            # Whatever went wrong: an error that somebody keeps would keep this object, and so the name, alive.
+            # Also after errors: a stored exception would keep this object, and so the name, alive.
             if hasattr(self, "heap"):
                 self.heap.unlink()
 
-    def _meet(self, core: ModuleType, channel: Channel, options: SharedOptions) -> None:
-        """Make this rank's heap and attach the others'."""
+    def _create(self, core: ModuleType, channel: Channel, options: SharedOptions) -> None:
+        """Create this rank's heap and attach those of the others."""
         name = f"/{SEGMENT_PREFIX}.{os.getpid()}.{secrets.token_hex(8)}"
-        # A rank that fails must not leave the others waiting in a collective: it says so in the next one.
+        # A rank that fails reports it in the next collective, so that the others do not wait.
         problem: Exception | None = None
         try:
             self.heap = core.Heap(name, core.Communicator.control_bytes(), options.initial_bytes, options.reserve_bytes)
         except HeapError as error:
             problem = error
-        said = _gather_text(f"{host_key()} {name if problem is None else ''} {_core_mask():x}", channel)
-        keys, names, masks = zip(*(text.split(" ") for text in said), strict=True)
+        texts = _gather_text(f"{host_key()} {name if problem is None else ''} {_core_mask():x}", channel)
+        keys, names, masks = zip(*(text.split(" ") for text in texts), strict=True)
         try:
             if len(set(keys)) > 1:
                 raise ConfigError(
@@ -98,30 +100,30 @@ class SharedHeap:
                 self.communicator = core.Communicator(
                     self.heap, channel.rank, channel.world, channel.timeout_s, spin, options.first_progress
                 )
-                # Control regions must stand before peers look at them.
+                # Peers access the control region only after the exchange below.
         except (HeapError, ConfigError) as error:
             problem = problem or error
-        _agree(problem, channel, "set up its shared memory")
+        _raise_on_all(problem, channel, "set up its shared memory")
         try:
             self.communicator.attach(list(names))
         except HeapError as error:
             problem = error
-        _agree(problem, channel, "attach the shared memory of its peers")
+        _raise_on_all(problem, channel, "attach the shared memory of its peers")
 
 
 def _gather_text(text: str, channel: Channel) -> list[str]:
-    """``text`` of every rank, by a collective of fixed size (no pickle)."""
+    """Gather ``text`` of every rank with a collective of fixed size (no pickle)."""
     raw = text.encode()
     if len(raw) > TEXT_BYTES:
         raise ValueError(f"{text!r} is longer than {TEXT_BYTES} bytes")
     own = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else own[:0]
-    told = channel.all_gather(own.to(channel.control_device), "setting up shared memory")
-    return [bytes(row).rstrip(b"\0").decode() for row in told.tolist()]
+    rows = channel.all_gather(own.to(channel.control_device), "setting up shared memory")
+    return [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]
 
 
-def _agree(problem: Exception | None, channel: Channel, what: str) -> None:
-    """Raise on every rank if any has a problem."""
+def _raise_on_all(problem: Exception | None, channel: Channel, what: str) -> None:
+    """Raise on every rank if a rank has a problem."""
     failed = _gather_text("" if problem is None else "failed", channel)
     if problem is not None:
         raise problem

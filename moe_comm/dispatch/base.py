@@ -1,12 +1,12 @@
-"""The typed seam between layers and the ways to move rows.
+"""The dispatcher interface, with autograd on top of three primitives of each backend.
 
     x_TD, ids_TK ──dispatch──▶ rows_RD (this rank's experts, expert-major) ──experts──▶ rows_RD ──combine──▶ y_TD
 
-A backend provides three primitives without autograd; the functions below the class give them gradients:
+The primitives have no autograd:
 
-    _send    dispatch forward:  each routed row to its place at the owner of its expert
-    _sum     combine forward (weighted) and dispatch backward (unweighted): K rows of a token, in slot order
-    _spread  combine backward: a token's gradient, times its weight, back to the K places; and the weights' gradient
+    _send    dispatch forward: copy each routed row to the rank of its expert
+    _sum     combine forward (weighted) and dispatch backward (unweighted): sum the K rows of each token in slot order
+    _spread  combine backward: send each token's gradient, times its weight, to its K rows; compute weight gradients
 """
 
 from __future__ import annotations
@@ -25,43 +25,38 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
+from moe_comm.comm.group_setup import communicator_of
 from moe_comm.comm.header import DTYPES, GroupCalls, Header
-from moe_comm.comm.meeting import communicator_of
-from moe_comm.dispatch.checksums import Damage, claim
-from moe_comm.dispatch.dispatch_spans import put_handle, rows_moved
+from moe_comm.deprecated import warn_renamed
+from moe_comm.dispatch.checksums import CorruptionLog, exchange_checksums
+from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.types import DROPPED, Dispatched, DispatchHandle, DispatchOptions, routing_error
-from moe_comm.dispatch.wire_dtype import AS_THEY_ARE, rounded
-from moe_comm.errors import (
-    InputError,
-    MoeCommError,
-    PeerRaised,
-    RoutingError,
-    known_to_peers,
-    mark_known,
-)
+from moe_comm.dispatch.wire_dtype import UNCHANGED, rounded
+from moe_comm.errors import InputError, MoeCommError, PeerRaised, RoutingError, known_to_peers, mark_known
 from moe_comm.topology import ExpertPlacement
 
 ID_DTYPES = (torch.int64, torch.int32)
 MESSAGE_CHARS = 160
-"""Of an exception's text, what other ranks are told: it travels in a header."""
+"""Length limit for the text of an exception in a header."""
 
 _makers = count(1)
 
 
 class Dispatcher(ABC):
-    """Moves token rows to the ranks that hold their experts, and the results back. Differentiable.
+    """Dispatches token rows to the ranks of their experts and combines the results. Differentiable.
 
     Attributes:
-        rounds: whether rows are rounded as their payload would before this dispatcher moves them.
-        damage: of rows that arrived, with ``DispatchOptions.checksums``.
-        comm: what this process keeps for the group; None without one. calls: numbers of the group's operations.
-        maker: a number that no other dispatcher of this process has.
+        rounds: whether this class rounds rows to the wire dtype before it calls the backend.
+        corruption: checksum mismatches of received rows, with ``DispatchOptions.checksums``.
+        comm: communicator of the group; None without a group.
+        calls: sequence numbers of the group's operations.
+        maker: id of this dispatcher, unique in the process.
     """
 
     name: ClassVar[str]
     packs: ClassVar[bool] = False
-    """Whether it moves rows as their payload; else it is given rows that are rounded as the payload would."""
+    """Whether the backend encodes rows in the wire dtype. If not, it is given rows that are already rounded."""
 
     def __init__(
         self,
@@ -75,8 +70,8 @@ class Dispatcher(ABC):
         self.rank = rank
         self.world = placement.world
         self.options = options or DispatchOptions()
-        self.rounds = not self.packs and self.options.wire_dtypes != AS_THEY_ARE
-        self.damage = Damage()
+        self.rounds = not self.packs and self.options.wire_dtypes != UNCHANGED
+        self.corruption = CorruptionLog()
         self.calls = GroupCalls() if self.comm is None else self.comm.calls
         if self.comm is not None:
             self.comm.users.add(self)
@@ -85,16 +80,22 @@ class Dispatcher(ABC):
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The expert-parallel process group; None where this process holds all experts.
+        """The expert-parallel process group; None if this process holds all experts.
 
         Raises:
-            ConfigError: it has been destroyed.
+            ConfigError: the group has been destroyed.
         """
         return None if self.comm is None else self.comm.group
 
     @property
+    def damage(self) -> CorruptionLog:
+        """Deprecated alias of ``corruption``."""
+        warn_renamed("Dispatcher.damage", "Dispatcher.corruption")
+        return self.corruption
+
+    @property
     def num_calls(self) -> int:
-        """How many operations this dispatcher has begun."""
+        """Number of operations that this dispatcher has started."""
         return self.calls.last(self._ordinal)
 
     @cached_property
@@ -110,51 +111,52 @@ class Dispatcher(ABC):
         """Send each token's row to the owners of its K experts.
 
         Args:
-            x_TD: [T, D] fp32, bf16 or fp16; any strides; T may be zero and may differ between ranks.
-            ids_TK: [T, K] int32 or int64 global expert ids; -1 drops the slot.
+            x_TD: [T, D] fp32, bf16 or fp16, any strides. T may be zero and may differ between ranks.
+            ids_TK: [T, K] int32 or int64 global expert ids. -1 drops the slot.
             label: name of the layer, for error messages.
 
         Returns:
-            Rows of this rank's experts, and the layout that ``combine`` needs.
+            Rows of this rank's experts, and the handle for ``combine``.
 
         Raises:
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
-            PeerDied, PeerTimeout: a rank is gone, or did not call in time.
-            CorruptPayload: on every rank, of the rows of an earlier dispatch, with ``DispatchOptions.checksums``.
+            PeerDied, PeerTimeout: a rank died, or did not call in time.
+            CorruptPayload: on every rank, for the rows of an earlier dispatch, with ``DispatchOptions.checksums``.
         """
         header = self.dispatch_header(x_TD, ids_TK, label)
         tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
-        with rows_moved(self, "dispatch", label) as span:
-            carried_TD = _carried(self, tokens_TD, header) if self.rounds else tokens_TD
-            rows_RD, handle = self._send(carried_TD, ids_TK, header)
+        with dispatch_span(self, "dispatch", label) as span:
+            rounded_TD = _rounded(self, tokens_TD, header) if self.rounds else tokens_TD
+            rows_RD, handle = self._send(rounded_TD, ids_TK, header)
             if self.options.checksums:
-                claimed = claim(self, tokens_TD, ids_TK, header)
-                if claimed is not None:
-                    claimed.check(rows_RD)
-            put_handle(span, self, handle)
+                checksums = exchange_checksums(self, tokens_TD, ids_TK, header)
+                if checksums is not None:
+                    checksums.check(rows_RD)
+            record_handle(span, self, handle)
         if header.requires_grad:
             rows_RD = _Dispatch.apply(x_TD, rows_RD, self, handle)
         return Dispatched(rows_RD, handle)
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Tensor:
-        """Bring each token's K results back and sum them, weighted, in fp32 and in slot order.
+        """Return the weighted sum of each token's K expert outputs, in fp32 and in slot order.
 
         Args:
-            rows_RD: [R, D] the experts' output, rows as ``dispatch`` gave them. Read in place by the peers if it
-                comes from ``empty_rows``, else copied there first.
+            rows_RD: [R, D] outputs of the experts, in the order of the dispatched rows. Peers read a tensor from
+                ``empty_rows`` in place. Any other tensor is copied first.
             weights_TK: [T, K] routing weights.
-            handle: what ``dispatch`` returned.
+            handle: from ``dispatch``.
 
         Returns:
-            y_TD: [T, D] in the dtype of ``rows_RD``.
+            [T, D] in the dtype of ``rows_RD``.
 
         Raises:
-            CorruptPayload: as ``dispatch``, if operations are checked.
+            InputError: shapes, dtype, device or handle do not match the dispatch.
+            RankMismatch, PeerDied, PeerTimeout, CorruptPayload: as in ``dispatch``, if operations are ``checked``.
         """
         fault = _combine_fault(self, rows_RD, weights_TK, handle)
         if fault is not None:
             if self.handshakes:
-                # A handshake that holds the fault, so that every rank raises it; no backend's _send goes further.
+                # Send the fault in the handshake, so that every rank raises it. _send stops at the handshake.
                 header = replace(self.header("combine", handle, False), fault=fault)
                 self._send(rows_RD.detach(), weights_TK.detach(), header)
             raise fault
@@ -164,25 +166,27 @@ class Dispatcher(ABC):
         return _combined(self, rows_RD, weights_TK, handle, False)[0]
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised [num_rows, width] storage of the kind this backend reads and writes fastest."""
+        """Return uninitialised [num_rows, width] storage that this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)
 
-    def own_rows(self, handle: DispatchHandle, leaving: int) -> int | None:
-        """How many of the ``leaving`` rows of an operation are for this rank itself; None: rows go another way than
-        straight from rank to rank, and what moves them counts them."""
+    def own_rows(self, handle: DispatchHandle, sent: int) -> int | None:
+        """Return how many of the ``sent`` rows of an operation stay on this rank.
+
+        None if rows are relayed or gathered: the inner collectives record their bytes.
+        """
         return None
 
-    def close(self) -> None:  # noqa: B027 - most backends hold nothing beyond their group
-        """Give back what this dispatcher holds. Collective; calling it twice is allowed."""
+    def close(self) -> None:  # noqa: B027 - most backends own nothing beyond their group
+        """Release the resources of this dispatcher. Collective. May be called twice."""
 
     def release(self) -> None:  # noqa: B027
-        """Let go of what belongs to the group, which is destroyed. Not collective."""
+        """Drop references to resources of the group, which is being destroyed. Not collective."""
 
     def refuse(self, fault: MoeCommError, x: Tensor, *, label: str = "") -> NoReturn:
-        """Meet the other ranks' dispatch with an error of this rank's own, found before it could call: all raise it.
+        """Raise ``fault`` of this rank on every rank, in place of the next dispatch.
 
         Args:
-            x: any tensor of the dtype and on the device of the rows that would have been sent.
+            x: any tensor with the dtype and device of the rows that would have been sent.
         """
         header = Header(
             "dispatch",
@@ -201,19 +205,20 @@ class Dispatcher(ABC):
         raise fault
 
     def abort(self, error: Exception, *, label: str = "", in_flight: bool = False) -> None:
-        """Tell the other ranks that this rank raised ``error`` between two operations, instead of its next one.
+        """Report to the other ranks that this rank raised ``error`` between two operations.
 
-        Every rank then raises: this one ``error``, which the caller raises again, and the others ``PeerRaised`` from
-        the operation that they are in, or that they call next. It must be one of a dispatcher of this group. This call
-        waits for it, at most ``DispatchOptions.timeout_s``. Afterwards the group can be used again: the ranks agree on
-        the number of calls. It does nothing if the other ranks raise already, because ``error`` came from an operation.
+        The other ranks raise ``PeerRaised`` from their current or next dispatcher operation on this group. The caller
+        raises ``error`` again. This call waits for the other ranks for at most ``DispatchOptions.timeout_s``.
+        Afterwards the group can be used again. Nothing happens if ``error`` came from an operation, because all ranks
+        raise it.
 
-        Where ranks do not meet in the next operation, because rows are in flight or because nothing is ``checked``, the
-        others raise ``PeerError`` where they wait, and the group is unusable afterwards.
+        If the ranks do not compare headers in the next operation (rows are in flight, or operations are not
+        ``checked``), the other ranks raise ``PeerError`` where they wait, and the group is unusable afterwards.
 
         Args:
+            error: exception of this rank.
             label: name of the layer, for the other ranks' message.
-            in_flight: rows of an operation that has begun are still in transfer.
+            in_flight: rows of an operation that has started are still in transfer.
         """
         if self.world == 1 or known_to_peers(error):
             return
@@ -222,18 +227,20 @@ class Dispatcher(ABC):
         text = " ".join(str(error).split())[:MESSAGE_CHARS]
         text = f"raised {type(error).__name__}{where} instead of its next operation: {text}"
         if in_flight or not self.handshakes:
-            self._leave_behind(f"rank {self.rank} {text}")
+            self._report_stop(f"rank {self.rank} {text}")
             return
         with suppress(MoeCommError):
             self.refuse(PeerRaised(text), torch.empty(0), label=label)
 
     @contextmanager
     def abort_on_error(self, label: str = "", *, in_flight: bool = False) -> Iterator[None]:
-        """Call ``abort`` for an exception that leaves the ``with`` block. The block is the code between two operations:
-        the experts, or the call of ``backward``."""
+        """Call ``abort`` for an exception that leaves the ``with`` block.
+
+        The block holds the code between two operations: the experts, or the call of ``backward``.
+        """
         try:
             yield
-        except _StopRecomputationError:  # how activation checkpointing ends a forward pass early
+        except _StopRecomputationError:  # activation checkpointing ends a forward pass early with it
             raise
         except Exception as error:
             self.abort(error, label=label, in_flight=in_flight)
@@ -241,16 +248,16 @@ class Dispatcher(ABC):
 
     @property
     def handshakes(self) -> bool:
-        """Whether every operation compares headers between ranks, and not only dispatch."""
+        """Whether every operation compares headers between ranks, and not dispatch alone."""
         return self.options.checked
 
-    def _leave_behind(self, text: str) -> None:  # noqa: B027 - only what waits for torch.distributed has others to tell
-        """Tell the other ranks that this one does not go on, where they cannot meet it."""
+    def _report_stop(self, text: str) -> None:  # noqa: B027 - only backends over torch.distributed wait for a report
+        """Report that this rank stops, to ranks that wait outside a handshake."""
 
     # --- for the functions below and the backends ---
 
     def header(self, op: str, handle: DispatchHandle, requires_grad: bool) -> Header:
-        """The next handshake for ``op`` on rows laid out by ``handle``."""
+        """Return the next header for ``op`` on the rows of ``handle``."""
         return Header(
             op,
             self.calls.next(self._ordinal),
@@ -268,10 +275,10 @@ class Dispatcher(ABC):
         )
 
     def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Header:
-        """The handshake of a dispatch; holds the fault if the input is bad."""
+        """Return the header of a dispatch. It contains the fault if the input is invalid."""
         fault = self._fault(x_TD, ids_TK)
         if fault is None and self.options.checksums:
-            fault = self.damage.fault()
+            fault = self.corruption.fault()
         return Header(
             "dispatch",
             self.calls.next(self._ordinal),
@@ -304,7 +311,7 @@ class Dispatcher(ABC):
         return self._routing_fault(ids_TK)
 
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
-        """Ids out of range. Backends that count in native code override this and check while counting."""
+        """Check the range of ids. Backends that count slots in native code check there and override this."""
         if not ids_TK.numel():
             return None
         low, high = (int(v) for v in torch.aminmax(ids_TK))
@@ -322,11 +329,11 @@ class Dispatcher(ABC):
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        """``rows_RD`` None: the weights need no gradient."""
+        """``rows_RD`` is None if the weights need no gradient."""
 
 
-def _carried(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
-    """``rows_RD`` as the backend takes them: rounded already if it moves them in place. Gradients pass straight."""
+def _rounded(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
+    """Return ``rows_RD`` rounded to the wire dtype of the operation."""
     if header.fault is not None:
         return rows_RD
     wire_dtype = dispatcher.options.wire_dtypes.of(header.op)
@@ -334,7 +341,7 @@ def _carried(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows that have been dispatched, as a function of the tokens."""
+    """Identity on the dispatched rows. Its backward sums the K gradient rows of each token."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, rows_RD: Tensor, dispatcher: Dispatcher, handle: DispatchHandle) -> Tensor:
@@ -346,8 +353,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         header = ctx.dispatcher.header("dispatch backward", ctx.handle, False)
         if ctx.dispatcher.rounds:
-            grad_RD = _carried(ctx.dispatcher, grad_RD, header)
-        with rows_moved(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
+            grad_RD = _rounded(ctx.dispatcher, grad_RD, header)
+        with dispatch_span(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
             return ctx.dispatcher._sum(grad_RD, None, ctx.handle, header), None, None, None
 
 
@@ -357,7 +364,7 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, handle: DispatchHandle
     ) -> Tensor:
         y_TD, wide_TK = _combined(dispatcher, rows_RD, weights_TK, handle, True)
-        # Peers read the saved rows again in backward, in place.
+        # In backward, peers read the saved rows in place again.
         ctx.save_for_backward(rows_RD, wide_TK)
         ctx.dispatcher, ctx.handle, ctx.weights_dtype = dispatcher, handle, weights_TK.dtype
         return y_TD
@@ -369,8 +376,8 @@ class _Combine(torch.autograd.Function):
         header = ctx.dispatcher.header("combine backward", ctx.handle, ctx.needs_input_grad[1])
         rows = rows_RD if ctx.needs_input_grad[1] else None
         if ctx.dispatcher.rounds:
-            grad_TD = _carried(ctx.dispatcher, grad_TD, header)
-        with rows_moved(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
+            grad_TD = _rounded(ctx.dispatcher, grad_TD, header)
+        with dispatch_span(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
             grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.handle, header)
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None
 
@@ -378,38 +385,34 @@ class _Combine(torch.autograd.Function):
 def _combined(
     dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle, grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """The combined rows, where autograd is off or has nothing to do; and the weights as they were multiplied."""
+    """Combine without autograd. Also return the weights in the dtype of the multiplication."""
     header = dispatcher.header("combine", handle, grad)
     wide = torch.float64 if rows_RD.dtype is torch.float64 else torch.float32
     wide_TK = weights_TK if weights_TK.dtype is wide else weights_TK.to(wide)
-    carried_RD = _carried(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
-    with rows_moved(dispatcher, header.op, handle.label, handle):
-        return dispatcher._sum(carried_RD, wide_TK, handle, header), wide_TK
-
-
-def joined(dispatcher: Dispatcher, x_TD: Tensor, rows_RD: Tensor, handle: DispatchHandle) -> Dispatched:
-    """The dispatch of ``x_TD`` that gave ``rows_RD``, differentiable: its backward pass is a combine."""
-    if torch.is_grad_enabled() and x_TD.requires_grad:
-        rows_RD = _Dispatch.apply(x_TD, rows_RD, dispatcher, handle)
-    return Dispatched(rows_RD, handle)
-
-
-Send = Callable[[Tensor], tuple[Tensor, DispatchHandle]]
-"""Tokens to the rows of this rank's experts, without autograd."""
+    rounded_RD = _rounded(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
+    with dispatch_span(dispatcher, header.op, handle.label, handle):
+        return dispatcher._sum(rounded_RD, wide_TK, handle, header), wide_TK
 
 
 def dispatch_by(
-    dispatcher: Dispatcher, x_TD: Tensor, send: Send, label: str = "", *, counted: bool = True
+    dispatcher: Dispatcher,
+    x_TD: Tensor,
+    send: Callable[[Tensor], tuple[Tensor, DispatchHandle]],
+    label: str = "",
+    *,
+    counted: bool = True,
 ) -> Dispatched:
-    """Differentiable dispatch by a primitive of the backend, which takes rows in the payload that it moves.
+    """Dispatch with autograd through ``send``, which has none.
 
     Args:
-        label: name of the layer. counted: whether its span is a call of the group; False where the call has its own.
+        counted: whether the span counts as a call of the group; False if the caller records that call.
     """
-    with rows_moved(dispatcher, "dispatch", label, counted=counted) as span:
+    with dispatch_span(dispatcher, "dispatch", label, counted=counted) as span:
         rows_RD, handle = send(x_TD.detach())
-        put_handle(span, dispatcher, handle)
-    return joined(dispatcher, x_TD, rows_RD, handle)
+        record_handle(span, dispatcher, handle)
+    if torch.is_grad_enabled() and x_TD.requires_grad:
+        rows_RD = _Dispatch.apply(x_TD, rows_RD, dispatcher, handle)
+    return Dispatched(rows_RD, handle)
 
 
 def _combine_fault(
@@ -417,19 +420,19 @@ def _combine_fault(
 ) -> MoeCommError | None:
     if handle.maker != dispatcher.maker:
         return InputError(
-            f"this layout, of call {handle.call}, was made by another dispatcher; combine with the one that dispatched"
+            f"the handle of call {handle.call} belongs to another dispatcher; combine with the one that dispatched"
         )
     if rows_RD.shape != (handle.num_rows, handle.hidden) or rows_RD.dtype != handle.dtype:
         return InputError(
-            f"combine needs rows [{handle.num_rows}, {handle.hidden}] {handle.dtype}, as dispatch gave them; "
+            f"combine needs rows [{handle.num_rows}, {handle.hidden}] {handle.dtype}, as returned by dispatch; "
             f"got {tuple(rows_RD.shape)} {rows_RD.dtype}"
         )
     if weights_TK.shape != (handle.num_tokens, handle.top_k):
         return InputError(f"combine needs weights [{handle.num_tokens}, {handle.top_k}]; got {tuple(weights_TK.shape)}")
     if rows_RD.device != handle.device or weights_TK.device != handle.device:
         return InputError(
-            f"combine needs rows and weights on {handle.device}, where dispatch was called; "
+            f"combine needs rows and weights on {handle.device}, the device of dispatch; "
             f"got rows on {rows_RD.device} and weights on {weights_TK.device}"
         )
-    # Without a handshake the others would not hear of it: it waits for the next dispatch.
-    return dispatcher.damage.fault() if dispatcher.options.checksums and dispatcher.handshakes else None
+    # Without a handshake the other ranks cannot learn of the fault here, so the next dispatch raises it.
+    return dispatcher.corruption.fault() if dispatcher.options.checksums and dispatcher.handshakes else None

@@ -1,27 +1,27 @@
-"""Which backend ``auto`` takes, and why: what each can do for a group, and a rough cost in bytes.
+"""The choice of ``auto``: which backends work for a group, and a rough cost in bytes.
 
-Costs are bytes a token that one rank moves in dispatch and combine, forward, with K slots on W ranks, a row of
-``hidden`` elements, and f = (W - 1) / W the share of rows that leave their rank:
+Costs are bytes per token that one rank moves in forward dispatch and combine. There are K slots per token and W ranks.
+A row has ``hidden`` elements, and f = (W - 1) / W is the share of rows that leave their rank:
 
     backend          over the wire                      copies in memory (read + write)
-    shared_memory    0                                  2 K + (K + 1): one gather there, one weighted sum back
+    shared_memory    0                                  2 K + (K + 1): one gather, one weighted sum
     peer_to_peer     0                                  the same, in the memory of the host's GPUs
-    all_to_all       2 K f                              6 K + (5 K + 1): sort, exchange, reorder; and the way back
+    all_to_all       2 K f                              6 K + (5 K + 1): sort, exchange, reorder; and in reverse
     all_gather       (W - 1) + K f                      2 W + 2 K + (5 K + 1)
       not            (W - 1) + (W - 1) * 4 / item       2 W + 2 K + 2 K + 4 (W + 1) / item
       deterministic
-    hierarchical     H' + K h                           4 H' + 6 K + (5 K + 1) + 4: copies, slots, reorder; and back
+    hierarchical     H' + K h                           4 H' + 6 K + (5 K + 1) + 4: copies, slots, reorder; reverse
       not            2 H'                               8 H' + 4 K + (3 K + 1) + 4
       deterministic
 
-With H hosts, h = (H - 1) / H of the rows leave their host, and a token has experts on H' = (H - 1) (1 - (1 - 1 / H)^K)
-other hosts, if routing is balanced. Of what crosses the wire, this goes between hosts: all of ``hierarchical``'s, whose
-ranks of one host share memory (without the native core 2 K (f - h) more is on the wire, inside hosts); 2 K h of
-``all_to_all``'s; and of ``all_gather``'s (W - 1) H / W for each collective, which goes round a ring, plus K h.
+With H hosts and balanced routing, h = (H - 1) / H of the rows leave their host, and a token has experts on
+H' = (H - 1) (1 - (1 - 1 / H)^K) other hosts. Bytes between hosts are: for ``hierarchical`` all wire bytes, because the
+ranks of a host share memory (without the native core, 2 K (f - h) more wire bytes stay inside hosts); for
+``all_to_all`` 2 K h; for ``all_gather`` (W - 1) H / W per ring collective, plus K h.
 
-A wire_dtype makes the rows on the wire that much shorter; and where combine has one, ``all_gather`` sends rows back even
-if it need not be deterministic. A wire byte counts as ``WIRE_BYTE`` bytes in memory, and one between hosts as
-``BETWEEN_BYTE`` more. Only the order of the sums matters, and they are far apart.
+A wire dtype makes the rows on the wire shorter. If combine has one, ``all_gather`` returns rows and not partial sums,
+even if it need not be deterministic. A wire byte costs as much as ``WIRE_BYTE`` bytes in memory, and ``BETWEEN_BYTE``
+more between hosts. The costs of backends differ by far more than the error of this model.
 """
 
 from __future__ import annotations
@@ -30,22 +30,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_comm.dispatch.wire_dtype import AS_THEY_ARE, WireDtypes, bytes_per_row
+from moe_comm.dispatch.wire_dtype import UNCHANGED, WireDtypes, bytes_per_row
 
 WIRE_BYTE = 8.0
 BETWEEN_BYTE = 16.0
-"""What a byte between hosts costs beside ``WIRE_BYTE``: links of 10 to 100 Gbit/s are slower than loopback."""
+"""Additional cost of a byte between hosts: links of 10 to 100 Gbit/s are slower than loopback."""
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What is known of a group when a backend is chosen; equal on all its ranks.
+    """Properties of a group that the choice depends on; equal on all its ranks.
 
-    hosts: number of hosts (that is, of /dev/shm) its ranks are on. native: every rank has the native core.
-    device: "cpu" or "cuda", where the rows will be. transport: name of torch.distributed's backend.
-    host_by_host: hosts have equal numbers of ranks, which are next to each other.
-    peers: why kernels of one rank cannot reach the memory of another's GPU, "" if they can. emulate: CPU tensors may be
-    moved by these kernels, on the CPU.
+    Attributes:
+        world: number of ranks.
+        hosts: number of hosts (that is, of /dev/shm) of its ranks.
+        native: whether every rank has the native core.
+        device: device type of the rows, "cpu" or "cuda".
+        transport: name of torch.distributed's backend.
+        host_by_host: whether hosts have equal numbers of ranks with adjacent numbers.
+        peers: why the GPUs cannot access each other's memory; "" if they can.
+        emulate: whether the ``peer_to_peer`` kernels may run on the CPU.
     """
 
     world: int
@@ -54,40 +58,51 @@ class GroupFacts:
     device: str
     transport: str
     host_by_host: bool = False
-    peers: str = "nobody has looked whether its GPUs reach each other's memory"
+    peers: str = "it was not checked whether its GPUs can access each other's memory"
     emulate: bool = False
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is expected to move. top_k None: not known yet, taken as 1, the least that can move.
+    """Expected sizes of dispatch, for the cost model of ``auto``.
 
-    overlap: rows are to cross while experts compute. On GPUs ``auto`` then takes what can do that; on CPUs, where the
-    cores that compute move rows too, it makes no difference.
+    Args:
+        top_k: K; None if unknown, which assumes 1.
+        hidden: D.
+        item_bytes: bytes per element of a row.
+        deterministic, wire_dtypes: as in ``DispatchOptions``.
+        overlap: rows are transferred while experts compute. On GPUs ``auto`` then takes a backend that supports it.
+            On CPUs it has no effect, because the computing cores also move the rows.
     """
 
     top_k: int | None = None
     hidden: int = 1024
     item_bytes: int = 4
     deterministic: bool = True
-    wire_dtypes: WireDtypes = AS_THEY_ARE
+    wire_dtypes: WireDtypes = UNCHANGED
     overlap: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
-        """One with ``item_bytes``."""
+        """A dtype with ``item_bytes``."""
         return {2: torch.bfloat16, 8: torch.float64}.get(self.item_bytes, torch.float32)
 
     def wire_row(self, op: str) -> int:
-        """Bytes of one row on the wire in ``op``."""
+        """Return the bytes of one row on the wire in ``op``."""
         return bytes_per_row(self.hidden, self.wire_dtypes.of(op), self.dtype)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One backend: why it cannot be used ("" if it can), what it moves, and its cost in memory bytes a token.
+class BackendCost:
+    """Usability and cost of one backend.
 
-    wire_bytes: all that are sent; between_bytes: those of them that go to another host.
+    Attributes:
+        backend: its name.
+        problem: why it cannot be used; "" if it can.
+        wire_bytes: bytes per token sent to other ranks.
+        between_bytes: those of them sent to other hosts.
+        copied_bytes: bytes per token read and written in memory.
+        if_asked: why ``auto`` does not take it although it works.
     """
 
     backend: str
@@ -96,7 +111,6 @@ class Candidate:
     between_bytes: float
     copied_bytes: float
     if_asked: str = ""
-    """Why ``auto`` does not take it though it can be used."""
 
     @property
     def cost(self) -> float:
@@ -104,16 +118,16 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """``picked`` is the cheapest usable candidate; ``str`` is the table."""
+class BackendChoice:
+    """Result of ``choose``. ``picked`` is the cheapest usable backend. ``str`` gives the table."""
 
     picked: str
     facts: GroupFacts
     traffic: Traffic
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[BackendCost, ...]
 
     def problem(self, backend: str) -> str:
-        """Why ``backend`` cannot be used here; "" if it can."""
+        """Return why ``backend`` cannot be used here; "" if it can."""
         return next(c.problem for c in self.candidates if c.backend == backend)
 
     def __str__(self) -> str:
@@ -131,50 +145,57 @@ class Choice:
             moved = (candidate.wire_bytes, candidate.between_bytes, candidate.copied_bytes, candidate.cost)
             wire, between, copied, cost = (v / 1e3 for v in moved)
             note = f"   no: {candidate.problem}" if candidate.problem else ""
-            note = note or (f"   only if asked for: {candidate.if_asked}" if candidate.if_asked else "")
+            note = note or (f"   on request only: {candidate.if_asked}" if candidate.if_asked else "")
             lines.append(
                 f" {mark} {candidate.backend:<14} {wire:13.1f} {between:15.1f} {copied:15.1f} {cost:10.1f}{note}"
             )
         return "\n".join(lines)
 
 
-def choose(facts: GroupFacts, traffic: Traffic | None = None) -> Choice:
-    """Judge every backend for a group."""
+def choose(facts: GroupFacts, traffic: Traffic | None = None) -> BackendChoice:
+    """Evaluate every backend for a group and pick one."""
     traffic = traffic or Traffic()
     row = traffic.hidden * traffic.item_bytes
     world, slots = facts.world, traffic.top_k or 1
     away, abroad = slots * (world - 1) / world, slots * (facts.hosts - 1) / facts.hosts
     out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
     in_place = (3 * slots + 1) * row
-    found = [
-        Candidate("local", "" if world == 1 else _LOCAL.format(world=world), 0, 0, in_place),
-        Candidate("shared_memory", _shared_memory_problem(facts), 0, 0, in_place),
-        _peer_to_peer(facts, in_place),
-        Candidate("all_to_all", "", away * (out + back), abroad * (out + back), (11 * slots + 1) * row),
+    candidates = [
+        BackendCost("local", "" if world == 1 else _LOCAL.format(world=world), 0, 0, in_place),
+        BackendCost("shared_memory", _shared_memory_problem(facts), 0, 0, in_place),
+        BackendCost(
+            "peer_to_peer",
+            _peer_to_peer_problem(facts),
+            0,
+            0,
+            in_place,
+            "on the CPU it emulates a GPU, for tests" if facts.device == "cpu" else "",
+        ),
+        BackendCost("all_to_all", "", away * (out + back), abroad * (out + back), (11 * slots + 1) * row),
         _all_gather(facts, traffic, away, abroad),
         _hierarchical(facts, traffic, away, abroad),
     ]
     if traffic.overlap and facts.device == "cuda" and traffic.wire_dtypes.invariant:
-        found = [c if c.backend in _OVERLAPS else replace(c, if_asked=c.if_asked or _SERIAL) for c in found]
-    picked = min((c for c in found if not c.problem and not c.if_asked), key=lambda c: c.cost)
-    return Choice(picked.backend, facts, traffic, tuple(found))
+        candidates = [c if c.backend in _OVERLAPS else replace(c, if_asked=c.if_asked or _SERIAL) for c in candidates]
+    picked = min((c for c in candidates if not c.problem and not c.if_asked), key=lambda c: c.cost)
+    return BackendChoice(picked.backend, facts, traffic, tuple(candidates))
 
 
-def _all_gather(facts: GroupFacts, traffic: Traffic, away: float, abroad: float) -> Candidate:
+def _all_gather(facts: GroupFacts, traffic: Traffic, away: float, abroad: float) -> BackendCost:
     row = traffic.hidden * traffic.item_bytes
     world, slots = facts.world, traffic.top_k or 1
     out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
     ring = (world - 1) * facts.hosts / world if facts.hosts > 1 else 0
     if traffic.deterministic or traffic.wire_dtypes.of("combine").narrows(traffic.dtype):
         wire, between = (world - 1) * out + away * back, ring * out + abroad * back
-        return Candidate("all_gather", "", wire, between, (2 * world + 7 * slots + 1) * row)
+        return BackendCost("all_gather", "", wire, between, (2 * world + 7 * slots + 1) * row)
     wide = max(4, traffic.item_bytes) / traffic.item_bytes
     both = out + wide * row
     copied = (2 * world + 4 * slots + wide * (world + 1)) * row
-    return Candidate("all_gather", "", (world - 1) * both, ring * both, copied)
+    return BackendCost("all_gather", "", (world - 1) * both, ring * both, copied)
 
 
-def _hierarchical(facts: GroupFacts, traffic: Traffic, away: float, abroad: float) -> Candidate:
+def _hierarchical(facts: GroupFacts, traffic: Traffic, away: float, abroad: float) -> BackendCost:
     row, slots = traffic.hidden * traffic.item_bytes, traffic.top_k or 1
     out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
     others = (facts.hosts - 1) * (1 - (1 - 1 / facts.hosts) ** slots)
@@ -185,19 +206,15 @@ def _hierarchical(facts: GroupFacts, traffic: Traffic, away: float, abroad: floa
     shares = facts.native and facts.device == "cpu"
     inside = 0 if shares else 2 * (away - abroad) * row
     if_asked = "" if facts.device == "cpu" else f"it has not been measured on {facts.device}"
-    return Candidate("hierarchical", _hierarchical_problem(facts), between + inside, between, copied, if_asked)
+    return BackendCost("hierarchical", _hierarchical_problem(facts), between + inside, between, copied, if_asked)
 
 
 _OVERLAPS = ("local", "all_to_all")
-_SERIAL = "overlap is asked for, and its rows cross before and after the experts' products, not beside them"
+_SERIAL = "overlap is requested, but it transfers rows before and after the experts compute"
 _LOCAL = "this group has {world} ranks and 'local' sends nothing between them; use 'auto', or no group"
 
 
-def _shared_memory_problem(facts: GroupFacts) -> str:
-    if facts.world == 1:
-        return "there is one rank; 'local' does the same without a heap to share"
-    if facts.device != "cpu":
-        return f"it moves rows in CPU memory and these are on {facts.device}; use 'all_to_all'"
+def _one_host_problem(facts: GroupFacts) -> str:
     if facts.hosts > 1:
         return f"the ranks are on {facts.hosts} hosts; use 'all_to_all' between hosts, or 'hierarchical'"
     if not facts.native:
@@ -205,14 +222,17 @@ def _shared_memory_problem(facts: GroupFacts) -> str:
     return ""
 
 
-def _peer_to_peer(facts: GroupFacts, in_place: float) -> Candidate:
-    if_asked = "on the CPU it emulates a GPU, for tests" if facts.device == "cpu" else ""
-    return Candidate("peer_to_peer", _peer_to_peer_problem(facts), 0, 0, in_place, if_asked)
+def _shared_memory_problem(facts: GroupFacts) -> str:
+    if facts.world == 1:
+        return "the group has one rank; 'local' does the same without a heap to share"
+    if facts.device != "cpu":
+        return f"it moves rows in CPU memory and these are on {facts.device}; use 'all_to_all'"
+    return _one_host_problem(facts)
 
 
 def _peer_to_peer_problem(facts: GroupFacts) -> str:
     if facts.world == 1:
-        return "there is one rank; 'local' does the same without peers"
+        return "the group has one rank; 'local' does the same without peers"
     if facts.device == "cpu" and not facts.emulate:
         return (
             "it moves rows between GPUs and these are on the CPU; use 'shared_memory', or, for tests, "
@@ -220,11 +240,8 @@ def _peer_to_peer_problem(facts: GroupFacts) -> str:
         )
     if facts.device not in ("cpu", "cuda"):
         return f"it moves rows between NVIDIA GPUs and these are on {facts.device}; use 'all_to_all'"
-    if facts.hosts > 1:
-        return f"the ranks are on {facts.hosts} hosts; use 'all_to_all' between hosts, or 'hierarchical'"
-    if not facts.native:
-        return "the native core moe_comm._C is not built on every rank; run `pip install -e .`, or use 'all_to_all'"
-    return f"{facts.peers}; use 'all_to_all'" if facts.device == "cuda" and facts.peers else ""
+    no_access = f"{facts.peers}; use 'all_to_all'" if facts.device == "cuda" and facts.peers else ""
+    return _one_host_problem(facts) or no_access
 
 
 def _hierarchical_problem(facts: GroupFacts) -> str:
@@ -236,5 +253,5 @@ def _hierarchical_problem(facts: GroupFacts) -> str:
             "host by host, or use 'all_to_all'"
         )
     if facts.hosts == facts.world:
-        return "every host has one rank, so there is nobody to forward to; use 'all_to_all'"
+        return "every host has one rank, so it could not forward rows inside a host; use 'all_to_all'"
     return ""

@@ -1,4 +1,4 @@
-"""A dispatcher's place in a layer that has no memory yet (the meta device): who holds what, and nothing that moves."""
+"""The dispatcher of a layer on the meta device. It has a placement and moves no rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 
-Make = Callable[[torch.device | str], Dispatcher]
-
 
 class DeferredDispatcher(Dispatcher):
-    """Knows the placement; ``connect`` makes the dispatcher that moves rows. No communication, no heap.
+    """Placeholder for a dispatcher, without communication or memory. ``connect`` replaces it.
 
     Args:
-        make: the dispatcher for rows on a device; collective over ``group``.
+        placement, group, rank, options: of the dispatcher.
+        make: creates the dispatcher for rows on a device. Collective over ``group``.
     """
 
     name = "deferred"
@@ -33,9 +32,9 @@ class DeferredDispatcher(Dispatcher):
         group: ProcessGroup | None,
         rank: int,
         options: DispatchOptions | None,
-        make: Make,
+        make: Callable[[torch.device | str], Dispatcher],
     ) -> None:
-        # Not the group, whose dispatchers are numbered: this one takes part in nothing.
+        # Pass no group: a dispatcher of a group is numbered, and this one takes part in no call.
         super().__init__(placement, None, rank, options)
         self._group = group
         self.make = make
@@ -45,9 +44,7 @@ class DeferredDispatcher(Dispatcher):
         return self._group
 
     def _refuse(self) -> NoReturn:
-        raise ConfigError(
-            "this MoE layer was built on the meta device, to look at shapes; build it on the device it is to run on"
-        )
+        raise ConfigError("this MoE layer is on the meta device and cannot run; build it on the device it will run on")
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         self._refuse()
@@ -62,7 +59,7 @@ class DeferredDispatcher(Dispatcher):
 
 
 def connect(dispatcher: Dispatcher, device: torch.device | str) -> Dispatcher:
-    """The dispatcher that a deferred one stands for, for rows on ``device``; any other as it is. Collective.
+    """Return the dispatcher for rows on ``device`` that replaces a deferred one, or ``dispatcher``. Collective.
 
     Raises:
         ConfigError, RankMismatch, PeerDied, PeerTimeout: as ``make_dispatcher``.

@@ -1,4 +1,4 @@
-"""Spans of what moves rows between the ranks that share experts, and how many bytes that is."""
+"""Trace spans of dispatch and combine, with the number of bytes that they send."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_comm.dispatch.wire_dtype import bytes_per_row
 from moe_comm.runtime.event_layout import NO_NAME, Kind
-from moe_comm.runtime.events import EVENTS, Open, moving
+from moe_comm.runtime.events import EVENTS, Open, communication_span
 
 if TYPE_CHECKING:
     from moe_comm.dispatch.base import Dispatcher
@@ -19,44 +19,45 @@ KINDS = {
     "combine": Kind.COMBINE,
     "dispatch backward": Kind.COMBINE,
 }
-"""Where each operation moves rows: to the experts, or home."""
+"""Kind of span of each operation. DISPATCH sends rows to experts, COMBINE sends them to their tokens."""
 
 
-def rows_moved(
+def dispatch_span(
     dispatcher: Dispatcher, op: str, label: str, handle: DispatchHandle | None = None, *, counted: bool = True
 ) -> AbstractContextManager[Open]:
-    """Around ``op`` of layer ``label``; a rank alone moves nothing, and computes.
+    """Return the span of operation ``op`` of layer ``label``. Without a group it is a span of computation.
 
     Args:
-        handle: where it is known before; else ``put_handle`` says it after.
-        counted: whether it is the group's next call: every rank enters this span for this operation.
+        handle: of the dispatch, if it exists already; otherwise call ``record_handle`` later.
+        counted: whether every rank enters this span for this operation, so that it counts as a call of the group.
     """
     kind = KINDS[op]
     if dispatcher.comm is None:
         return EVENTS.span(Kind.COMPUTE, op, layer=label)
     group = dispatcher.comm.span_group if counted else NO_NAME
-    return moving(kind, op, layer=label, group=group, nbytes=0 if handle is None else sent(dispatcher, op, handle))
+    nbytes = 0 if handle is None else sent_bytes(dispatcher, op, handle)
+    return communication_span(kind, op, layer=label, group=group, nbytes=nbytes)
 
 
-def put_handle(span: Open, dispatcher: Dispatcher, handle: DispatchHandle) -> None:
-    """What a dispatch turned out to be: bytes, and rows of each expert."""
+def record_handle(span: Open, dispatcher: Dispatcher, handle: DispatchHandle) -> None:
+    """Record the bytes and the rows per expert of a dispatch."""
     if span.index >= 0:
-        nbytes = sent(dispatcher, "dispatch", handle) if dispatcher.comm is not None else 0
+        nbytes = sent_bytes(dispatcher, "dispatch", handle) if dispatcher.comm is not None else 0
         span.put_rows(handle.rows_per_expert, nbytes)
 
 
-def sent(dispatcher: Dispatcher, op: str, handle: DispatchHandle) -> int:
-    """Bytes of the rows that this rank sends to others in ``op``, without weights and scales of groups.
+def sent_bytes(dispatcher: Dispatcher, op: str, handle: DispatchHandle) -> int:
+    """Return the bytes of rows that this rank sends to other ranks in ``op``, without weights and group scales.
 
-    0 where rows pass through other ranks or are sent to all: the collectives inside say it.
+    0 if rows are relayed or gathered: the inner collectives record their bytes.
     """
     if not EVENTS.enabled:
         return 0
     slots = handle.num_tokens * handle.top_k - handle.num_dropped
-    leaving = slots if KINDS[op] is Kind.DISPATCH else handle.num_rows
-    own = dispatcher.own_rows(handle, leaving)
+    rows = slots if KINDS[op] is Kind.DISPATCH else handle.num_rows
+    own = dispatcher.own_rows(handle, rows)
     if own is None:
         return 0
     if not dispatcher.packs:
-        return (leaving - own) * handle.hidden * handle.dtype.itemsize
-    return (leaving - own) * bytes_per_row(handle.hidden, dispatcher.options.wire_dtypes.of(op), handle.dtype)
+        return (rows - own) * handle.hidden * handle.dtype.itemsize
+    return (rows - own) * bytes_per_row(handle.hidden, dispatcher.options.wire_dtypes.of(op), handle.dtype)

@@ -1,4 +1,4 @@
-"""What ``moe-comm doctor`` says of GPUs that work together, of device code, and of what ``auto`` takes."""
+"""``moe-comm doctor``: peer access between GPUs, device code, and the backend that ``auto`` takes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
+from moe_comm.dispatch.choice import BackendChoice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.peer_to_peer.access import BLOCKED, NO_KERNELS, REACHES, problem_of
 from moe_comm.errors import KernelError, MissingDependency
 from moe_comm.gpu import nvrtc
 from moe_comm.gpu.launch import PTX_FROM, compiled_for
-from moe_comm.runtime.doctor import Notes
+from moe_comm.runtime.doctor import DoctorReport
 from moe_comm.runtime.launch import available_cores
 from moe_comm.runtime.memory import native_is_built
 
 TRAFFIC = Traffic(top_k=8, hidden=4096, item_bytes=2)
-"""For which the choice is shown."""
+"""Sizes for which the choice of ``auto`` is reported."""
 LINKS = {
     "PIX": "PCIe, one switch",
     "PXB": "PCIe, several switches",
@@ -31,58 +31,58 @@ LINKS = {
     "NODE": "PCIe, over one CPU's bridges",
     "SYS": "PCIe, from CPU to CPU",
 }
-"""What ``nvidia-smi topo -m`` calls the ways between GPUs; NV18 are 18 NVLinks."""
+"""Names of connections between GPUs in ``nvidia-smi topo -m``. NV18 means 18 NVLinks."""
 
 NO_CODE = "none"
 
 
-def look_at_gpus(notes: Notes) -> None:
-    """Who compiles device code, how GPUs reach each other, and torch's symmetric memory."""
+def examine_gpus(notes: DoctorReport) -> None:
+    """Report compilers of device code, peer access of GPUs, and torch's symmetric memory."""
     _compilers(notes)
     devices: list[dict[str, Any]] = notes.data["gpus"]
     _peer_access(notes, devices)
     _symmetric_memory(notes, devices)
 
 
-def _compilers(notes: Notes) -> None:
+def _compilers(notes: DoctorReport) -> None:
     try:
-        found = nvrtc.find()
+        compiler = nvrtc.find()
     except MissingDependency as error:
         notes.data["nvrtc"] = None
-        advice = "only needed on GPUs that the native core has no code for: pip install 'moe_comm[cu13]', or [cu12]"
+        advice = "only needed on GPUs without compiled kernels: pip install 'moe_comm[cu13]', or [cu12]"
         notes.add("gpu", "NVRTC", "missing", str(error).split(" (")[0], advice)
     else:
-        version = f"{found.version[0]}.{found.version[1]}"
+        version = f"{compiler.version[0]}.{compiler.version[1]}"
         folder = nvrtc.cache_folder()
-        notes.data["nvrtc"] = {"version": version, "path": found.path, "archs": list(found.archs), "cache": str(folder)}
-        span = f"sm_{min(found.archs)} to sm_{max(found.archs)}"
-        notes.add("gpu", "NVRTC", "ok", f"{version}, {span}; keeps kernels in {folder}")
+        notes.data["nvrtc"] = {
+            "version": version,
+            "path": compiler.path,
+            "archs": list(compiler.archs),
+            "cache": str(folder),
+        }
+        span = f"sm_{min(compiler.archs)} to sm_{max(compiler.archs)}"
+        notes.add("gpu", "NVRTC", "ok", f"{version}, {span}; caches kernels in {folder}")
     cupy = next(filter(None, map(_version, ("cupy-cuda13x", "cupy-cuda12x", "cupy"))), None)
     notes.data["cupy"] = cupy
     if cupy:
-        notes.add("gpu", "CuPy", "ok", f"{cupy}; its arrays can be given through DLPack")
+        notes.add("gpu", "CuPy", "ok", f"{cupy}; DLPack accepts its arrays")
     else:
         notes.add("gpu", "CuPy", "missing", "not installed", "only needed by code that uses CuPy arrays")
-    archs = _compiled_in(notes)
-    roads = {}
-    for device in notes.data["gpus"]:
-        road, advice = _road(device["capability"], archs, notes.data["nvrtc"])
-        roads[device["index"]] = road
-        notes.add("gpu", f"device code, cuda:{device['index']}", "missing" if advice else "ok", road, advice)
-    notes.data["device_code"] = roads
-
-
-def _compiled_in(notes: Notes) -> tuple[str, ...]:
-    """What nvcc has compiled the native core's kernels for."""
     cuda = (notes.data["native"] or {}).get("cuda")
-    return tuple(cuda["archs"].split(",")) if cuda and cuda["archs"] else ()
+    archs = cuda["archs"].split(",") if cuda and cuda["archs"] else ()
+    sources = {}
+    for device in notes.data["gpus"]:
+        source, advice = _kernel_source(device["capability"], archs, notes.data["nvrtc"])
+        sources[device["index"]] = source
+        notes.add("gpu", f"device code, cuda:{device['index']}", "missing" if advice else "ok", source, advice)
+    notes.data["device_code"] = sources
 
 
-def _road(capability: str, archs: Sequence[str], compiler: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Where a GPU's kernels come from, and advice if from nowhere. capability: "9.0"."""
+def _kernel_source(capability: str, archs: Sequence[str], compiler: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return where the kernels of a GPU come from, and advice if there are none. ``capability`` is like "9.0"."""
     major, minor = (int(part) for part in capability.split("."))
-    if found := compiled_for(archs, (major, minor)):
-        if found != "PTX":
+    if compiled := compiled_for(archs, (major, minor)):
+        if compiled != "PTX":
             return f"compiled in for sm_{major}{minor}", ""
         return f"compiled in, from the PTX of sm_{PTX_FROM} by the driver at first use", ""
     if compiler is None:
@@ -94,19 +94,19 @@ def _road(capability: str, archs: Sequence[str], compiler: Mapping[str, Any] | N
     return f"by NVRTC for {arch}: at first use, then from disk", ""
 
 
-def _peer_access(notes: Notes, devices: Sequence[Mapping[str, Any]]) -> None:
-    """Which GPUs address each other's memory, and over what."""
+def _peer_access(notes: DoctorReport, devices: Sequence[Mapping[str, Any]]) -> None:
+    """Report which GPUs can access each other's memory, and over which connection."""
     pairs = [(a["index"], b["index"]) for a in devices for b in devices if a["index"] < b["index"]]
     reached = {(a["index"], peer) for a in devices for peer in a["peers"]}
     apart = [(a, b) for a, b in pairs if (a, b) not in reached or (b, a) not in reached]
     links = topology(_topology_text()) if len(devices) > 1 else {}
     if any(index >= len(devices) for pair in links for index in pair):
-        links = {}  # not all GPUs are visible here, so theirs are other numbers
+        links = {}  # only some GPUs are visible, so their indices differ from those of nvidia-smi
     notes.data["peer_access"] = {
         f"{a}-{b}": {"direct": (a, b) not in apart, "link": links.get((a, b), "unknown")} for a, b in pairs
     }
     if not pairs:
-        notes.add("gpu", "peer access", "missing", "fewer than two GPUs", "one GPU, or the CPU, needs none")
+        notes.add("gpu", "peer access", "missing", "fewer than two GPUs", "not needed with one GPU or on the CPU")
         return
     kinds = sorted({links[pair] for pair in pairs if pair in links})
     over = f", over {', '.join(_words(kind) for kind in kinds)}" if kinds else ""
@@ -114,13 +114,13 @@ def _peer_access(notes: Notes, devices: Sequence[Mapping[str, Any]]) -> None:
         notes.add("gpu", "peer access", "ok", f"all {len(pairs)} pairs{over}")
         return
     shown = ", ".join(f"{a}-{b}" for a, b in apart[:8]) + (" ..." if len(apart) > 8 else "")
-    advice = "groups with such a pair use all_to_all over NCCL; in a container or VM, peer access may be switched off"
+    advice = "groups with such a pair use all_to_all over NCCL; a container or VM may disable peer access"
     notes.add("gpu", "peer access", "note", f"{len(apart)} of {len(pairs)} pairs without: {shown}{over}", advice)
 
 
 def topology(text: str) -> dict[tuple[int, int], str]:
-    """The matrix of ``nvidia-smi topo -m``: pairs of GPUs to the name of the way between them."""
-    found: dict[tuple[int, int], str] = {}
+    """Parse the matrix of ``nvidia-smi topo -m``: name of the connection of each pair of GPUs."""
+    links: dict[tuple[int, int], str] = {}
     columns: list[int] = []
     for line in text.splitlines():
         cells = re.sub(r"\x1b\[[\d;]*m", "", line).split()
@@ -128,8 +128,8 @@ def topology(text: str) -> dict[tuple[int, int], str]:
             columns = [int(cell[3:]) for cell in cells if re.fullmatch(r"GPU\d+", cell)]
         elif cells and re.fullmatch(r"GPU\d+", cells[0]):
             row = int(cells[0][3:])
-            found |= {(row, column): cell for column, cell in zip(columns, cells[1:], strict=False) if column != row}
-    return found
+            links |= {(row, column): cell for column, cell in zip(columns, cells[1:], strict=False) if column != row}
+    return links
 
 
 def _topology_text() -> str:
@@ -146,33 +146,32 @@ def _words(link: str) -> str:
     return f"{link[2:]} NVLinks" if link.startswith("NV") else LINKS.get(link, link)
 
 
-def _symmetric_memory(notes: Notes, devices: Sequence[Mapping[str, Any]]) -> None:
-    """Whether torch has it here, and so whether peer_to_peer can run."""
-    gpus = len(devices)
-    there = importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
-    works = there and gpus > 0 and torch.cuda.is_available()
+def _symmetric_memory(notes: DoctorReport, devices: Sequence[Mapping[str, Any]]) -> None:
+    """Report whether torch has symmetric memory here, and whether peer_to_peer can run."""
+    installed = importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
+    works = installed and len(devices) > 0 and torch.cuda.is_available()
     notes.data["symmetric_memory"] = works
     if works:
-        notes.add("gpu", "symmetric memory", "ok", "torch's; peer_to_peer shares its blocks by it")
+        notes.add("gpu", "symmetric memory", "ok", "of torch; peer_to_peer uses it to share blocks")
     else:
-        why = "no GPU that this torch can use" if there else "this torch has none"
+        why = "no GPU that this torch can use" if installed else "this torch has none"
         notes.add("gpu", "symmetric memory", "missing", why, "needed by peer_to_peer on GPUs only: torch for CUDA")
-    apart = [pair for pair, found in notes.data["peer_access"].items() if not found["direct"]]
-    uncoded = [index for index, road in notes.data["device_code"].items() if road == NO_CODE]
+    apart = [pair for pair, access in notes.data["peer_access"].items() if not access["direct"]]
+    uncoded = [index for index, source in notes.data["device_code"].items() if source == NO_CODE]
     advice = ""
     if not works:
         advice = "needs GPUs and torch's symmetric memory"
     elif apart:
-        advice = f"needs direct access between GPUs: not {', '.join(apart[:8])}; use all_to_all there"
+        advice = f"needs direct access between GPUs, but not {', '.join(apart[:8])}; use all_to_all"
     elif uncoded:
         advice = f"needs kernels for GPUs {uncoded}; see device code"
-    how = "cannot run" if advice else "GPUs of one host, straight into each other's memory"
+    how = "cannot run" if advice else "GPUs of one host, by access to each other's memory"
     notes.data["backends"]["peer_to_peer"] = {"works": not advice, "how": how}
     notes.add("backends", "peer_to_peer", "missing" if advice else "ok", how, advice)
 
 
-def show_choices(notes: Notes) -> None:
-    """Which dispatcher ``auto`` takes for as many ranks as this machine has cores or GPUs, and why."""
+def report_choices(notes: DoctorReport) -> None:
+    """Report which backend ``auto`` takes for one rank per core, and for one rank per GPU."""
     gpus: list[dict[str, Any]] = notes.data["gpus"]
     cases = [("cpu", max(2, available_cores()), "gloo")]
     if gpus and torch.cuda.is_available():
@@ -186,8 +185,8 @@ def show_choices(notes: Notes) -> None:
         notes.add("auto", f"{ranks} on {device}", "ok", f"{choice.picked}: {_why(choice)}")
 
 
-def _facts(notes: Notes, device: str, world: int, transport: str) -> GroupFacts:
-    """As ranks would find them, a GPU each."""
+def _facts(notes: DoctorReport, device: str, world: int, transport: str) -> GroupFacts:
+    """Return the facts of a group with one rank per core or GPU of this machine."""
     facts = GroupFacts(world, 1, native_is_built(), device, transport, host_by_host=True)
     if device != "cuda":
         return facts
@@ -198,11 +197,11 @@ def _facts(notes: Notes, device: str, world: int, transport: str) -> GroupFacts:
     return replace(facts, peers=problem_of(range(1, world + 1), access))
 
 
-def _why(choice: Choice) -> str:
-    """The cheapest of how many, and what kept out those that would move less."""
+def _why(choice: BackendChoice) -> str:
+    """Describe the cheapest usable backend and why cheaper ones cannot be used."""
     usable = sorted((c for c in choice.candidates if not c.problem and not c.if_asked), key=lambda c: c.cost)
     picked = usable[0]
-    text = f"cost {picked.cost / 1e3:.0f} a token"
+    text = f"cost {picked.cost / 1e3:.0f} per token"
     if len(usable) > 1:
         text += f", against {usable[1].cost / 1e3:.0f} of {usable[1].backend}"
     for other in choice.candidates:

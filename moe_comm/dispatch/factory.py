@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.meeting import communicator_of, compare
-from moe_comm.dispatch.backends.local import LocalDispatcher
+from moe_comm.comm.group_setup import as_group, communicator_of, compare
+from moe_comm.deprecated import renamed_parameters
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
+from moe_comm.dispatch.choice import BackendChoice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.runtime.group_place import place_in
+from moe_comm.runtime.group_rank import rank_and_size
 from moe_comm.runtime.memory import native_is_built
 from moe_comm.topology import ExpertPlacement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BACKENDS = ("auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical")
 
 
+@renamed_parameters("backend")
 def make_dispatcher(
     num_experts: int,
-    group: ProcessGroup | None = None,
-    backend: str = "auto",
+    group: ProcessGroup | DeviceMesh | None = None,
     *,
+    backend: str = "auto",
     experts_per_rank: Sequence[int] | None = None,
     options: DispatchOptions | None = None,
     traffic: Traffic | None = None,
@@ -36,20 +41,22 @@ def make_dispatcher(
     """Build a dispatcher for ``num_experts`` experts over the ranks of ``group``. Collective over the group.
 
     Args:
-        group: the expert-parallel process group; None means this process holds every expert.
-        backend: one of ``BACKENDS``; ``auto`` takes the cheapest that works for this group, see ``explain_choice``.
-            A group of one rank gets ``local`` whatever is asked: the bits are the same.
-        experts_per_rank: how many experts each rank holds; balanced if not given.
-        traffic: what is expected to move; ``auto`` weighs ``all_to_all``, ``all_gather`` and ``hierarchical`` with it.
-        device: where rows will be; if not given, CUDA where the group has NCCL, else the CPU.
+        num_experts: global number of experts.
+        group: expert-parallel process group. None means that this process holds every expert.
+        backend: one of ``BACKENDS``. ``auto`` takes the cheapest one that works for this group; see ``explain_choice``.
+            A group of one rank always gets ``local``; the results are the same.
+        experts_per_rank: number of experts of each rank; default: balanced.
+        options: see ``DispatchOptions``.
+        traffic: expected sizes, for the cost model of ``auto``.
+        device: device of the rows; default: CUDA if the group has NCCL, else the CPU.
 
     Raises:
-        ConfigError: unknown backend, one that cannot work for this group, or sizes that do not add up; on every rank.
-        RankMismatch: ranks ask for different things; on every rank.
-        PeerDied, PeerTimeout: a rank does not take part.
+        ConfigError: unknown backend, a backend that cannot work for this group, or inconsistent sizes; on every rank.
+        RankMismatch: ranks pass different arguments; on every rank.
+        PeerDied, PeerTimeout: a rank died, or did not call in time.
     """
-    options = options or DispatchOptions()
-    rank, world = place_in(group)
+    options, group = options or DispatchOptions(), as_group(group, "ep")
+    rank, world = rank_and_size(group)
     placement: ExpertPlacement | None = None
     fault: MoeCommError | None = None
     try:
@@ -61,7 +68,9 @@ def make_dispatcher(
     if group is None or world == 1:
         if placement is None:
             raise fault or ConfigError("no placement")
-        return _local(placement, group, options)
+        from moe_comm.dispatch.backends.local_native import local_dispatcher  # loads one backend
+
+        return local_dispatcher(placement, group, options)
     same = {
         "backend": backend,
         "number of experts": num_experts,
@@ -69,12 +78,12 @@ def make_dispatcher(
         "expected traffic": traffic,
     }
     choice = _compare(group, options, traffic, device, same, fault)
-    assert placement is not None, "a fault is raised by every rank"
+    assert placement is not None, "every rank raises a fault"
     picked = choice.picked if backend == "auto" else backend
     if problem := choice.problem(picked):
         raise ConfigError(f"backend {picked!r} cannot be used here: {problem}")
     if backend == "auto":
-        warn_of_gpus(choice)
+        warn_no_peer_access(choice)
     return _build(picked, placement, group, rank, options, device)
 
 
@@ -85,9 +94,9 @@ def explain_choice(
     traffic: Traffic | None = None,
     device: torch.device | str | None = None,
 ) -> str:
-    """The table by which ``auto`` chooses: each backend, why it cannot be used or what it would cost. Collective."""
+    """Return the table of ``auto``: for each backend, its cost or why it cannot be used. Collective over the group."""
     options = options or DispatchOptions()
-    _, world = place_in(group)
+    _, world = rank_and_size(group)
     if group is None or world == 1:
         facts = GroupFacts(1, 1, native_is_built(), torch.device(device or "cpu").type, "nothing")
         return str(choose(facts, traffic or _traffic(options)))
@@ -101,22 +110,25 @@ def _compare(
     device: torch.device | str | None,
     same: dict[str, object],
     fault: MoeCommError | None,
-) -> Choice:
-    """Learn from every rank what the choice depends on, and choose alike."""
+) -> BackendChoice:
+    """Compare the arguments of all ranks, exchange the facts that the choice depends on, and choose."""
     comm = communicator_of(group, options.timeout_s)
     channel = Channel(comm, options.timeout_s)
     where = torch.device(device) if device is not None else channel.rows_device
-    same = {**same, "deterministic": int(options.deterministic), "rows on the CPU": int(where.type == "cpu")}
-    same["wire_dtypes"] = options.wire_dtypes
-    same["checked"] = int(options.checked)
-    same["checksums"] = int(options.checksums)
-    same["options of peer_to_peer"] = options.peer_to_peer
-    told = {"GPU": 0, "access": 0}
+    same = same | {
+        "deterministic": int(options.deterministic),
+        "rows on the CPU": int(where.type == "cpu"),
+        "wire_dtypes": options.wire_dtypes,
+        "checked": int(options.checked),
+        "checksums": int(options.checksums),
+        "options of peer_to_peer": options.peer_to_peer,
+    }
+    words = {"GPU": 0, "access": 0}
     if where.type == "cuda":
-        from moe_comm.dispatch.peer_to_peer import access  # only GPUs have peers
+        from moe_comm.dispatch.peer_to_peer import access  # only needed on GPUs
 
-        told = {"GPU": access.device_word(where), "access": access.access_word(where)}
-    found = compare(channel, "a dispatcher", same, told, fault)
+        words = {"GPU": access.device_word(where), "access": access.access_word(where)}
+    all_words = compare(channel, "a dispatcher", same, words, fault)
     facts = GroupFacts(
         comm.world,
         len(set(comm.hosts)),
@@ -124,7 +136,7 @@ def _compare(
         where.type,
         dist.get_backend(group),
         _host_by_host(comm.hosts),
-        access.problem_of(found["GPU"], found["access"]) if where.type == "cuda" else "",
+        access.problem_of(all_words["GPU"], all_words["access"]) if where.type == "cuda" else "",
         options.peer_to_peer.emulate,
     )
     return choose(facts, traffic or _traffic(options))
@@ -133,7 +145,7 @@ def _compare(
 def _host_by_host(hosts: Sequence[int]) -> bool:
     if len(set(hosts)) == 1:
         return True
-    from moe_comm.dispatch.hierarchical.relay_routes import HostMap  # only several hosts need a map
+    from moe_comm.dispatch.hierarchical.relay_routes import HostMap  # only needed for several hosts
 
     try:
         HostMap.of(hosts)
@@ -146,16 +158,8 @@ def _traffic(options: DispatchOptions) -> Traffic:
     return Traffic(deterministic=options.deterministic, wire_dtypes=options.wire_dtypes)
 
 
-def _local(placement: ExpertPlacement, group: ProcessGroup | None, options: DispatchOptions) -> Dispatcher:
-    if not native_is_built():
-        return LocalDispatcher(placement, group, 0, options)
-    from moe_comm.dispatch.backends.local_native import NativeLocalDispatcher  # loads one backend
-
-    return NativeLocalDispatcher(placement, group, 0, options)
-
-
-def warn_of_gpus(choice: Choice) -> None:
-    """Warn that GPUs of one host cannot use each other's memory. Python shows it once for each line that builds."""
+def warn_no_peer_access(choice: BackendChoice) -> None:
+    """Warn if GPUs of one host cannot access each other's memory. Python shows the warning once per call site."""
     facts = choice.facts
     if facts.device == "cuda" and facts.hosts == 1 and facts.peers:
         warnings.warn(f"auto takes {choice.picked!r} on these GPUs: {facts.peers}", RuntimeWarning, stacklevel=3)

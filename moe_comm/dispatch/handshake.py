@@ -1,11 +1,11 @@
-"""What ranks tell each other before rows move, over any backend of torch.distributed.
+"""The handshake before each operation, over any backend of torch.distributed.
 
-Before every operation one all-gather (E is the largest number of experts of the group's dispatchers, so that ranks
-which call different dispatchers exchange the same number of bytes):
+It is one all-gather of these int64 words per rank. E is the largest number of experts of the group's dispatchers, so
+that ranks which call different dispatchers exchange the same number of bytes:
 
-    header.WORDS    tokens    device    bad ids    first bad slot    its id    | rows for each expert [E]
+    header.WORDS    tokens    device    invalid ids    first invalid slot    its id    | rows for each expert [E]
 
-so a single exchange carries the check on every rank and the counts from which all sizes follow.
+Every rank then checks all headers, and computes all sizes from the counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Words = npt.NDArray[np.int64]
 
 
 def settings_of(dispatcher: Dispatcher) -> dict[str, object]:
-    """What must be equal on all ranks that build a dispatcher."""
+    """Return the settings that must be equal on all ranks that build a dispatcher."""
     options, placement = dispatcher.options, dispatcher.placement
     return {
         "backend": dispatcher.name,
@@ -48,9 +48,9 @@ def settings_of(dispatcher: Dispatcher) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Counts:
-    """What all ranks are about to send. On the host.
+    """Numbers of rows that all ranks will send, on the host.
 
-    rows_WE: rows that each rank has for each expert. tokens_W: its tokens. num_dropped: of this rank.
+    rows_WE: rows of each rank for each expert. tokens_W: tokens of each rank. num_dropped: dropped slots of this rank.
     """
 
     rows_WE: Words
@@ -64,16 +64,16 @@ class Handshake:
     def __init__(self, channel: Channel, placement: ExpertPlacement, calls: GroupCalls) -> None:
         self._channel = channel
         self._num_experts = placement.num_experts
-        # Every rank is here once all have met, so all handshakes of the group grow at the same call.
+        # All ranks have compared their settings before, so the handshakes of the group grow at the same call.
         calls.most_experts = max(calls.most_experts, placement.num_experts)
         self._calls = calls
 
     def exchange(self, header: Header, ids_TK: Tensor | None, device: torch.device) -> Counts:
-        """Tell and learn; raise the same error on every rank if one is bad or two differ.
+        """Exchange headers and counts. If a header has a fault or two differ, raise the same error on every rank.
 
         Raises:
-            InputError, RoutingError, RankMismatch: as ``header.check`` does.
-            PeerDied, PeerTimeout: a rank does not answer.
+            InputError, RoutingError, RankMismatch: see ``header.check``.
+            PeerDied, PeerTimeout: a rank died, or did not call in time.
         """
         try:
             return self._exchange(header, ids_TK, device)
@@ -95,10 +95,10 @@ class Handshake:
         check(list(rows[:, : head.WORDS]), self._channel.rank, header)
         extra = rows[:, head.WORDS : head.WORDS + EXTRA]
         if len(set(extra[:, 1].tolist())) > 1:
-            given = ", ".join(
+            devices = ", ".join(
                 f"rank {rank}: {(*DEVICES, 'another')[int(value)]}" for rank, value in enumerate(extra[:, 1])
             )
-            raise RankMismatch(f"ranks disagree on the device of the rows in {describe(header)}: {given}")
+            raise RankMismatch(f"ranks disagree on the device of the rows in {describe(header)}: {devices}")
         self._check_ids(extra, ids_TK, header)
         rows_WE = rows[:, head.WORDS + EXTRA : head.WORDS + EXTRA + self._num_experts]
         slots = ids_TK.numel() if ids_TK is not None else 0

@@ -1,4 +1,4 @@
-"""Settings of the ``peer_to_peer`` dispatcher."""
+"""Options of the ``peer_to_peer`` dispatcher."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from moe_comm.errors import ConfigError
 
 @dataclass(frozen=True)
 class PeerToPeerOptions:
-    """How ``peer_to_peer`` dispatches and what it may take of the device.
+    """Options of ``peer_to_peer``.
 
-    heap_bytes: each rank's memory for rows that peers write or read: rows of dispatches, experts' outputs and gradients
-        that live at the same time. ``gpu.heap.heap_bytes`` reckons it. None: 2 GiB on CUDA, 16 MiB in emulation.
-    num_blocks: blocks of the kernels that move rows; None: two for each multiprocessor. Bits do not depend on it.
-    relay: a token's row goes once to each rank and is copied there; else once for each of its experts.
-    capacity_rows: rows that ``dispatch_fixed`` has room for.
-    own_stream: operations run on a stream of their own, which the caller's waits for.
-    emulate: take CPU tensors and run the same kernels on the CPU. For tests: it is slow.
+    Args:
+        heap_bytes: size of each rank's device memory for dispatched rows, expert outputs and gradients that exist at
+            the same time. ``gpu.heap.heap_bytes`` computes it. None: 2 GiB on CUDA, 16 MiB in emulation.
+        num_blocks: thread blocks of the kernels that move rows; None: two per multiprocessor. Does not change results.
+        relay: send a token's row once to each rank and copy it there, instead of once to each of its experts.
+        capacity_rows: number of rows that ``dispatch_fixed`` has room for.
+        own_stream: run operations on a separate stream, which the caller's stream waits for.
+        emulate: take CPU tensors and run the same kernels on the CPU. For tests: it is slow.
     """
 
     heap_bytes: int | None = None

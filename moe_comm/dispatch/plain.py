@@ -1,12 +1,12 @@
-"""Dispatch arithmetic in plain torch: the reference of every backend, and what runs where no kernel takes the tensors.
+"""Dispatch arithmetic in plain torch: the reference of every backend, and the fallback if no kernel takes the tensors.
 
 All sums are fp32 in a fixed order, so every backend gives these bits:
     y[t]      = ((0 + w[t,0] * r0) + w[t,1] * r1) + ...           multiply, round, add, round; one cast at the end
     dot(a, b) = 32 lanes, lane l adds the products l, l + 32, ... in order; then lanes are added in halves
-                (l + 16, l + 8, ..., l + 1), which is what a warp does with shuffles
-A dropped slot (place -1) adds nothing, whatever its weight is. (64-bit floats are summed in 64 bits.)
+                (l + 16, l + 8, ..., l + 1), as a warp does with shuffles
+A dropped slot (place -1) adds nothing, whatever its weight is. fp64 rows are summed in fp64.
 
-Nothing here copies from the device to the host but ``sort_slots``, so CUDA streams run on.
+Only ``sort_slots`` copies from the device to the host.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.kernels.wide import wide_dtype
+from moe_comm.kernels.accumulate import accumulate_dtype
 from moe_comm.runtime.memory import warm_rows
 
 LANES = 32
 
 
 def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """[E + 4] int64: slots of each expert; then dropped slots, bad slots, the first bad one (flat) and its id.
+    """Count the slots of each expert.
 
-    A bad id is below -1 or not below E. One tensor, so that one copy to the host brings everything.
+    Returns:
+        [E + 4] int64: slots of each expert; dropped slots; invalid slots (id below -1 or not below E); flat index and
+        id of the first invalid slot. One tensor, so that one copy brings it to the host.
     """
     flat = ids_TK.reshape(-1).long()
     if not flat.numel():
@@ -38,25 +40,25 @@ def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def order_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """All T*K slots by (expert, token, slot), those without an expert last; and the place of each slot.
+    """Order the T*K slots by (expert, token, slot), slots without an expert last.
 
     Returns:
         order: [T * K] int64 flat slots.
         place_TK: [T, K] int64 place of each slot in that order; -1 for a slot without an expert.
     """
     flat = ids_TK.reshape(-1).long()
-    away = (flat < 0) | (flat >= num_experts)
-    order = torch.sort(torch.where(away, num_experts, flat), stable=True).indices
+    dropped = (flat < 0) | (flat >= num_experts)
+    order = torch.sort(torch.where(dropped, num_experts, flat), stable=True).indices
     place = torch.empty_like(flat)
     place[order] = torch.arange(flat.numel(), device=flat.device)
-    return order, place.masked_fill_(away, -1).view(ids_TK.shape)
+    return order, place.masked_fill_(dropped, -1).view(ids_TK.shape)
 
 
 def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order the T*K slots by (expert, token, slot).
 
     Returns:
-        kept: [R] flat slots in that order, dropped slots left out.
+        order: [R] flat slots in that order, without dropped slots.
         place_TK: [T, K] int64 place of each slot in that order; -1 where dropped.
         counts_E: [E] int64 rows of each expert.
     """
@@ -66,13 +68,13 @@ def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def transpose_blocks(counts_AB: Tensor, num_rows: int) -> Tensor:
-    """Where each row of a (b, a)-ordered list of blocks stands in the (a, b)-ordered one.
+    """Return the position in an (a, b)-ordered list of blocks of each row of the (b, a)-ordered list.
 
         counts [[2, 1],     (a, b) order: a0b0 a0b0 a0b1 a1b0        (b, a) order: a0b0 a0b0 a1b0 a0b1
                 [1, 0]]                    0    1    2    3                         0    1    3    2   = result
 
     Args:
-        counts_AB: [A, B] int64 rows in each block, on the device of the result.
+        counts_AB: [A, B] int64 number of rows of each block, on the device of the result.
         num_rows: their sum, known on the host.
 
     Returns:
@@ -87,8 +89,8 @@ def transpose_blocks(counts_AB: Tensor, num_rows: int) -> Tensor:
 
 
 def take_rows(rows_RD: Tensor, place_T: Tensor) -> Tensor:
-    """Rows at ``place_T`` in the wide dtype; zeros where it is -1."""
-    wide = wide_dtype(rows_RD.dtype)
+    """Return the rows at ``place_T`` in the wide dtype; zeros where it is -1."""
+    wide = accumulate_dtype(rows_RD.dtype)
     if not rows_RD.shape[0]:
         return rows_RD.new_zeros(place_T.shape[0], rows_RD.shape[1], dtype=wide)
     rows = rows_RD[place_T.clamp(min=0)].to(wide)
@@ -96,22 +98,22 @@ def take_rows(rows_RD: Tensor, place_T: Tensor) -> Tensor:
 
 
 def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """[T, D] sum of each token's rows in slot order, in the dtype of ``rows_RD``; wide weights, or None for ones."""
-    wide, shape = wide_dtype(rows_RD.dtype), (place_TK.shape[0], rows_RD.shape[1])
+    """Return [T, D], the sum of each token's rows in slot order. ``weights_TK`` is in the wide dtype, or None for 1."""
+    wide, shape = accumulate_dtype(rows_RD.dtype), (place_TK.shape[0], rows_RD.shape[1])
     total = warm_rows(*shape, wide, rows_RD.device).zero_()
     if rows_RD.shape[0]:
-        away_KT, from_KT = (place_TK < 0).T.contiguous(), place_TK.clamp(min=0).T.contiguous()
-        weights_KT = None if weights_TK is None else weights_TK.T.to(wide).masked_fill(away_KT, 0.0)
-        taken_TD = warm_rows(*shape, rows_RD.dtype, rows_RD.device)  # one for all slots
+        dropped_KT, from_KT = (place_TK < 0).T.contiguous(), place_TK.clamp(min=0).T.contiguous()
+        weights_KT = None if weights_TK is None else weights_TK.T.to(wide).masked_fill(dropped_KT, 0.0)
+        taken_TD = warm_rows(*shape, rows_RD.dtype, rows_RD.device)  # reused for all slots
         for k in range(place_TK.shape[1]):
             row = torch.index_select(rows_RD, 0, from_KT[k], out=taken_TD).to(wide)
-            row.masked_fill_(away_KT[k].unsqueeze(1), 0.0)
+            row.masked_fill_(dropped_KT[k].unsqueeze(1), 0.0)
             total += row if weights_KT is None else row.mul_(weights_KT[k].unsqueeze(1))
     return total.to(rows_RD.dtype)
 
 
 def spread(grad_TD: Tensor, place_TK: Tensor, weights_TK: Tensor, num_rows: int) -> Tensor:
-    """[R, D] gradient of each row: its token's gradient times its weight."""
+    """Return [R, D], the gradient of each row: its token's gradient times its weight."""
     grad_RD = grad_TD.new_empty(num_rows + 1, grad_TD.shape[1])  # the last row takes the dropped slots
     place_TK = torch.where(place_TK < 0, num_rows, place_TK)
     for k in range(place_TK.shape[1]):
@@ -120,19 +122,19 @@ def spread(grad_TD: Tensor, place_TK: Tensor, weights_TK: Tensor, num_rows: int)
 
 
 def scale(rows_RD: Tensor, weights_R: Tensor) -> Tensor:
-    """Rows times their weights: multiplied in the wide dtype, cast back once."""
-    return (rows_RD * weights_R.to(wide_dtype(rows_RD.dtype)).unsqueeze(1)).to(rows_RD.dtype)
+    """Multiply rows by their weights in the wide dtype, and cast the product back once."""
+    return (rows_RD * weights_R.to(accumulate_dtype(rows_RD.dtype)).unsqueeze(1)).to(rows_RD.dtype)
 
 
 def weight_grad(grad_TD: Tensor, rows_RD: Tensor, place_TK: Tensor) -> Tensor:
-    """[T, K] gradient of the routing weights: dot product of each row with its token's gradient; 0 where dropped."""
+    """Return [T, K], the gradient of the weights: dot products of rows and their token's gradient; 0 where dropped."""
     grads = [lane_dot(grad_TD, take_rows(rows_RD, place_TK[:, k])) for k in range(place_TK.shape[1])]
     return torch.stack(grads, dim=1).masked_fill_(place_TK < 0, 0.0)
 
 
 def lane_dot(a_TD: Tensor, b_TD: Tensor) -> Tensor:
-    """[T] row-wise dot product in the lane order described above, in the wide dtype."""
-    wide = wide_dtype(b_TD.dtype)
+    """Return [T], the row-wise dot product in the lane order of the module docstring, in the wide dtype."""
+    wide = accumulate_dtype(b_TD.dtype)
     product = a_TD.to(wide) * b_TD.to(wide)
     product = F.pad(product, (0, -product.shape[1] % LANES)).unflatten(1, (-1, LANES))
     lanes: Tensor = product.new_zeros(product.shape[0], LANES)

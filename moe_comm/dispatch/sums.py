@@ -1,5 +1,6 @@
-"""The gathers and sums of ``plain`` in one pass over memory: by the native core on the CPU and by Triton on a GPU,
-where they take the tensors, else by ``plain``; the same bits.
+"""Fused gathers and sums with the bits of ``plain``: the native core on CPUs, Triton on GPUs, else ``plain``.
+
+Each function makes one pass over memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from moe_comm.runtime.memory import DTYPE_CODES, warm_rows
 
 
 def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
-    """[N, X] the rows at ``index_N``, int64, no autograd; of any dtype."""
+    """Return [N, X], the rows at ``index_N`` (int64), of any dtype. No autograd."""
     if rows_RX.dim() != 2 or not for_triton(rows_RX, index_N):
         return memory.take(rows_RX, index_N)
     from moe_comm.kernels.triton.take_rows import take_rows  # needs Triton
@@ -23,7 +24,7 @@ def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
 
 
 def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """``plain.weighted_sum``."""
+    """Same as ``plain.weighted_sum``."""
     native = rows_RD.numel() and place_TK.numel() and rows_RD.dtype in DTYPE_CODES and rows_RD.is_contiguous()
     inputs = (rows_RD, place_TK) if weights_TK is None else (rows_RD, place_TK, weights_TK)
     if rows_RD.dtype in DTYPE_CODES and for_triton(*inputs):
@@ -50,13 +51,9 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
 
 
 def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None) -> Tensor | None:
-    """Multiply rows by their weights, in place, as ``plain.scale`` does.
+    """Multiply rows [R, D] (dense) by their wide weights in place, as ``plain.scale`` does.
 
-    Args:
-        rows_RD: [R, D], dense. weights_R: [R] wide. partner_RD: like ``rows_RD``.
-
-    Returns:
-        [R] ``plain.lane_dot`` of the rows, before, and ``partner_RD``; None without it.
+    Returns [R] ``plain.lane_dot`` of the unscaled rows and ``partner_RD``; None without ``partner_RD``.
     """
     inputs = (rows_RD, weights_R) if partner_RD is None else (rows_RD, weights_R, partner_RD)
     if rows_RD.dtype in DTYPE_CODES and weights_R.dtype == torch.float32 and for_triton(*inputs):
@@ -84,7 +81,7 @@ def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None)
 def spread(
     grad_TD: Tensor, place_TK: Tensor, weights_TK: Tensor, num_rows: int, rows_RD: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """``plain.spread`` and, where the rows are given, ``plain.weight_grad``."""
+    """Return ``plain.spread`` and, if ``rows_RD`` is given, ``plain.weight_grad``."""
     same = rows_RD is None or rows_RD.dtype in DTYPE_CODES
     if grad_TD.dtype in DTYPE_CODES and same and for_triton(grad_TD, place_TK, weights_TK, rows_RD):
         from moe_comm.kernels.triton import scale_rows as on_gpu  # needs Triton
@@ -97,5 +94,5 @@ def spread(
 
 
 def _dense(rows_RX: Tensor) -> Tensor:
-    """Rows whose elements stand side by side; gradients of sums are one number everywhere."""
+    """Return rows with unit stride. The gradient of ``sum()`` is one expanded number, for example."""
     return rows_RX if rows_RX.stride(1) == 1 or not rows_RX.numel() else rows_RX.contiguous()

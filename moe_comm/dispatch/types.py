@@ -1,46 +1,50 @@
-"""What dispatch takes and gives: options, the layout of rows, and the errors of bad expert ids."""
+"""Options and results of dispatch, and the errors for invalid expert ids."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moe_comm.deprecated import renamed_attributes, renamed_fields
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.wire_dtype import AS_THEY_ARE, WireDtypes
+from moe_comm.dispatch.wire_dtype import UNCHANGED, WireDtypes
 from moe_comm.errors import ConfigError, RoutingError
 
+if TYPE_CHECKING:
+    from moe_comm.comm.header import Header
+
 DROPPED = -1
-"""Expert id of a slot that goes to no expert and adds nothing to the output."""
+"""Expert id of a dropped slot. The slot has no expert and adds nothing to the output."""
 INVALID_LOGITS = -2
-"""Expert id by which a router marks a token whose logits are NaN or all -Inf; dispatch raises on every rank."""
+"""Expert id that a router assigns to a token whose logits are NaN or all -Inf. Dispatch then raises on every rank."""
 
 
 @renamed_fields(payloads="wire_dtypes")
 @dataclass(frozen=True)
 class DispatchOptions:
-    """How operations wait and check.
+    """Options of a dispatcher.
 
-    timeout_s: seconds to wait for a peer that lives but does not arrive before ``PeerTimeout``.
-    deterministic: the bits of the results do not depend on the number of ranks; False allows a backend to
-        sum partial results in another order where that moves fewer bytes.
-    checked: compare headers before every operation; where False, only in dispatch.
-    wire_dtypes: what rows look like while they travel, by direction; rounding is the same with every backend, so that
-        bits still do not depend on the number of ranks. Only backends that send rows move fewer bytes:
-        ``local`` and ``shared_memory`` read rows where they lie.
-    peer_to_peer: what only that backend has.
-    checksums: compare the rows that dispatch brings with what was sent; see ``checksums.py``. Costs a pass over tokens
-        and rows, and an exchange of 16 bytes an expert.
+    Args:
+        timeout_s: seconds to wait for a live peer before ``PeerTimeout`` is raised.
+        deterministic: make the bits of the results independent of the number of ranks. False allows a backend to sum
+            partial results in another order if that moves fewer bytes.
+        checked: compare headers between ranks before every operation. False compares them only in dispatch.
+        wire_dtypes: format of rows in transfer, by direction. All backends round in the same way, so results stay
+            independent of the number of ranks. ``local`` and ``shared_memory`` read rows in place, so a wire dtype does
+            not reduce the bytes that they move.
+        peer_to_peer: options of the ``peer_to_peer`` backend.
+        checksums: compare dispatched rows with checksums from the sender; see ``checksums.py``. Costs one pass over
+            tokens and rows, and an exchange of 16 bytes per expert.
     """
 
     timeout_s: float = 300.0
     deterministic: bool = True
     checked: bool = True
-    wire_dtypes: WireDtypes = AS_THEY_ARE
+    wire_dtypes: WireDtypes = UNCHANGED
     peer_to_peer: PeerToPeerOptions = field(default_factory=PeerToPeerOptions)
     checksums: bool = False
 
@@ -48,25 +52,28 @@ class DispatchOptions:
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s must be a positive, finite number of seconds; got {self.timeout_s}")
         if not isinstance(self.wire_dtypes, WireDtypes):
-            raise ConfigError(
-                f"wire_dtypes must be a WireDtypes, a choice for each direction; got {self.wire_dtypes!r}"
-            )
+            raise ConfigError(f"wire_dtypes must be a WireDtypes; got {self.wire_dtypes!r}")
         if self.deterministic and not self.wire_dtypes.invariant:
             raise ConfigError(
-                "with fp8 scales per group of rows the bits depend on the number of ranks; use fp8_block for "
+                "with fp8 scales per group of rows the results depend on the number of ranks; use fp8_block for "
                 "gradients, or DispatchOptions(deterministic=False)"
             )
 
 
-@dataclass(slots=True, eq=False)  # one is made for every dispatch: a frozen one takes longer to make
+@dataclass(slots=True, eq=False)  # created in every dispatch; a frozen dataclass takes longer to construct
 class DispatchHandle:
-    """Where one dispatch put the rows; ``combine`` and both backward passes need it. Nothing changes it.
+    """Describes the rows of one dispatch. ``combine`` and both backward passes take it. Do not modify it.
 
-    rows_per_expert: rows of each local expert, in order of expert id; they stand one after another in rows_RD.
-    num_dropped: slots of this rank's tokens with id -1.
-    state: private to the backend that made the handle.
-    call: number of the dispatch call, by which ranks notice that they combine different ones.
-    maker: which of this process's dispatchers made it; ``combine`` of any other one raises.
+    Attributes:
+        num_tokens, top_k, hidden: sizes T, K and D of the dispatched tokens.
+        dtype, device: of the rows.
+        rows_per_expert: number of rows of each local expert, in order of expert id. ``rows_RD`` has them in this order.
+        num_rows: sum of ``rows_per_expert``.
+        num_dropped: number of this rank's slots with id -1.
+        label: name of the layer, for error messages.
+        state: private to the backend.
+        call: sequence number of the dispatch. Ranks compare it in ``combine``.
+        maker: id of the dispatcher that created the handle. ``combine`` of any other dispatcher raises.
     """
 
     num_tokens: int
@@ -82,18 +89,31 @@ class DispatchHandle:
     call: int = 0
     maker: int = 0
 
+    @classmethod
+    def of(
+        cls, header: Header, x_TD: Tensor, rows_per_expert: tuple[int, ...], num_rows: int, num_dropped: int, state: Any
+    ) -> DispatchHandle:
+        """Return the handle of the dispatch of ``x_TD`` with ``header``."""
+        sizes = x_TD.shape[0], header.top_k, x_TD.shape[1], x_TD.dtype, x_TD.device
+        return cls(*sizes, rows_per_expert, num_rows, num_dropped, header.label, state, header.seq, header.maker)
+
 
 @renamed_attributes(layout="handle")
 @dataclass(slots=True, eq=False)
 class Dispatched:
-    """``rows_RD``: the rows for this rank's experts, by (expert, source rank, token, slot)."""
+    """Result of a dispatch.
+
+    Attributes:
+        rows_RD: [R, D] rows of this rank's experts, ordered by (expert, source rank, token, slot).
+        handle: argument of ``combine``.
+    """
 
     rows_RD: Tensor
     handle: DispatchHandle
 
 
 def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:
-    """The error for the first bad id of ``ids_TK``."""
+    """Return the error for the first invalid id of ``ids_TK``."""
     bad = ((ids_TK < DROPPED) | (ids_TK >= num_experts)).nonzero()
     token, slot = (int(v) for v in bad[0])
     value = int(ids_TK[token, slot])
@@ -108,7 +128,7 @@ def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:
 
 
 def peers_routing_error(rank: int, bad: int, first: int, value: int, top_k: int, num_experts: int) -> RoutingError:
-    """The error for the ids of another rank, of which it told how many are bad, and slot and value of the first."""
+    """Return the error for ``bad`` invalid ids of another rank; the first one is ``value`` in flat slot ``first``."""
     token, slot = divmod(first, top_k)
     if value == INVALID_LOGITS:
         return RoutingError(f"rank {rank}: router logits of token {token} are NaN or all -Inf")

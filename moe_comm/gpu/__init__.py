@@ -1,1 +1,1 @@
-"""What kernels that reach other ranks' memory need of a machine: blocks that ranks share, a heap over one, launches."""
+"""Launching CUDA kernels that access memory of other ranks: shared memory blocks, a heap in them, launchers, NVRTC."""

@@ -1,6 +1,6 @@
-"""Arguments of the kernels in csrc/cuda: their names, and the struct that a kernel takes them in.
+"""Arguments of the kernels in csrc/cuda: their names and the struct that contains them.
 
-A kernel takes one struct of 8-byte words by value. csrc/cuda/args.h declares the names of the words once; the native
+A kernel takes one struct of 8-byte words by value. csrc/cuda/args.h declares the names of the words, and the native
 core returns them.
 """
 
@@ -14,49 +14,49 @@ from types import ModuleType
 from moe_comm.errors import ConfigError, MissingDependency
 
 Words = Mapping[str, int]
-"""A kernel's arguments by name: numbers, and addresses (0: nothing there)."""
+"""Arguments of a kernel by name: numbers and addresses (0 for none)."""
 
 Fields = Mapping[str, Sequence[str]]
-"""The names of each kernel's words, in order."""
+"""Names of the arguments of each kernel, in order."""
 
 
 class Packer:
-    """Words by name to the struct that a kernel takes."""
+    """Packs arguments into the struct of a kernel."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = {kernel: tuple(names) for kernel, names in fields.items()}
         self._structs = {kernel: struct.Struct(f"={len(names)}q") for kernel, names in self.fields.items()}
-        self._in_order = {kernel: _looked_up(names) for kernel, names in self.fields.items()}
+        self._getters = {kernel: _getter(names) for kernel, names in self.fields.items()}
 
     def pack(self, kernel: str, words: Words) -> bytes:
-        """The struct's bytes.
+        """Return the bytes of the struct.
 
         Raises:
-            ConfigError: see ``Launcher.launch``; or a word that no int64 holds.
+            ConfigError: unknown kernel, missing or unknown arguments, or a value that does not fit in int64.
         """
         names = self.fields.get(kernel)
         if names is None:
-            raise ConfigError(f"there is no kernel {kernel!r}; known: {', '.join(sorted(self.fields))}")
+            raise ConfigError(f"unknown kernel {kernel!r}; known: {', '.join(sorted(self.fields))}")
         try:
             if len(words) == len(names):
-                return self._structs[kernel].pack(*self._in_order[kernel](words))
+                return self._structs[kernel].pack(*self._getters[kernel](words))
         except KeyError:
             pass
         except struct.error as error:
-            raise ConfigError(f"kernel {kernel!r}: a word is no int64 ({error}): {dict(words)}") from None
+            raise ConfigError(f"kernel {kernel!r}: a value does not fit in int64 ({error}): {dict(words)}") from None
         missing, unknown = sorted(set(names) - set(words)), sorted(set(words) - set(names))
         raise ConfigError(
             f"kernel {kernel!r}: missing words {missing}, unknown words {unknown}; it takes {list(names)}"
         )
 
 
-def _looked_up(names: Sequence[str]) -> Callable[[Words], tuple[int, ...]]:
-    """The words of these names, without a loop in Python where ``itemgetter`` gives a tuple."""
+def _getter(names: Sequence[str]) -> Callable[[Words], tuple[int, ...]]:
+    """Return a function that gets the values of ``names``. ``itemgetter`` returns no tuple for a single name."""
     return itemgetter(*names) if len(names) > 1 else lambda words: tuple(words[name] for name in names)
 
 
 def unpack(names: Sequence[str], packed: bytes) -> dict[str, int]:
-    """A kernel's struct as words by name."""
+    """Return the arguments in a kernel's struct, by name."""
     return dict(zip(names, struct.unpack(f"={len(names)}q", packed), strict=True))
 
 
@@ -78,18 +78,18 @@ def native_core() -> ModuleType:
 
 
 def kernel_fields() -> dict[str, tuple[str, ...]]:
-    """The words of every kernel, as the native core was compiled with.
+    """Return the names of all kernels' arguments, from the native core.
 
     Raises:
-        MissingDependency: there is no native core.
+        MissingDependency: the native core is not built.
     """
     return {kernel: tuple(names) for kernel, names in native_core().p2p_words().items()}
 
 
 def kernel_constants() -> dict[str, int]:
-    """The named numbers of csrc/cuda/args.h.
+    """Return the constants of csrc/cuda/args.h by name.
 
     Raises:
-        MissingDependency: there is no native core.
+        MissingDependency: the native core is not built.
     """
     return dict(native_core().p2p_constants())

@@ -1,7 +1,7 @@
-"""Blocks of memory, one a rank and all of one size, that the kernels of every rank read and write.
+"""Memory blocks of equal size, one per rank, that the kernels of all ranks read and write.
 
-On GPUs they are torch's symmetric memory; on CPUs anonymous files that the ranks of one host map, which have no name in
-/dev/shm and so leave nothing behind. A rank alone has a block of its own.
+On GPUs they are torch's symmetric memory. On CPUs they are anonymous files that the ranks of one host map. These files
+have no name in /dev/shm, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from torch.distributed import ProcessGroup
 from moe_comm.errors import HeapError, MissingDependency
 
 ALIGN = 256
-"""Bytes; where every part of a block begins."""
+"""Alignment in bytes of all parts of a block."""
 
 Gather = Callable[[list[int]], list[list[int]]]
-"""Numbers of this rank to those of all, by rank; collective."""
+"""Collective function from the numbers of this rank to those of all ranks."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """own: this rank's block, as bytes. addresses: of all ranks' blocks, as seen from this rank."""
+    """own: this rank's block, as bytes. addresses: of all blocks in this process. keep: owner of the mappings."""
 
     own: Tensor
     addresses: tuple[int, ...]
     keep: Any = field(repr=False, default=None)
-    """Holds the mappings."""
 
 
-def up(num_bytes: int, to: int = ALIGN) -> int:
-    """``num_bytes``, rounded up to a multiple of ``to``."""
+def round_up(num_bytes: int, to: int = ALIGN) -> int:
+    """Return ``num_bytes`` rounded up to a multiple of ``to``."""
     return -(-num_bytes // to) * to
 
 
-def alone(total: int, device: torch.device) -> Blocks:
-    """The block of a rank without peers, all zeros."""
+def single_block(total: int, device: torch.device) -> Blocks:
+    """Return the block of a rank without peers, filled with zeros."""
     own = torch.zeros(total + ALIGN, dtype=torch.uint8, device=device)
     own = own[-own.data_ptr() % ALIGN :][:total]
     return Blocks(own, (own.data_ptr(),))
 
 
-def together(world: int, total: int, device: torch.device) -> list[Blocks]:
-    """The blocks of ``world`` ranks in this one process and on one device, all zeros; by rank."""
-    own_W = [alone(total, device).own for _ in range(world)]
+def local_blocks(world: int, total: int, device: torch.device) -> list[Blocks]:
+    """Return the blocks of ``world`` ranks of this process on one device, filled with zeros, by rank."""
+    own_W = [single_block(total, device).own for _ in range(world)]
     addresses = tuple(own.data_ptr() for own in own_W)
     return [Blocks(own, addresses, own_W) for own in own_W]
 
 
-def symmetric(group: ProcessGroup, device: torch.device, total: int) -> Blocks:
-    """Blocks on GPUs, all zeros; torch's symmetric memory. Collective: peers may write once all have come back from
-    another collective.
+def symmetric_blocks(group: ProcessGroup, device: torch.device, total: int) -> Blocks:
+    """Return blocks on GPUs in torch's symmetric memory, filled with zeros. Collective.
+
+    Peers may write to them after a later collective.
 
     Raises:
-        MissingDependency: this torch has none.
+        MissingDependency: this torch has no symmetric memory.
     """
     torch.cuda.synchronize(device)
     try:
@@ -69,21 +69,21 @@ def symmetric(group: ProcessGroup, device: torch.device, total: int) -> Blocks:
     own.zero_()
     handle = symmetric_memory.rendezvous(own, group)
     torch.cuda.synchronize(device)
-    # Where torch cut it from a larger piece, it did so alike on every rank.
+    # torch may allocate it inside a larger buffer, at the same offset on every rank.
     first = own.data_ptr() - handle.buffer_ptrs[handle.rank]
     return Blocks(own, tuple(buffer + first for buffer in handle.buffer_ptrs), handle)
 
 
-def mapped(gather: Gather, rank: int, host: int, total: int, what: str, first: bytes = b"") -> Blocks:
-    """Blocks of CPU ranks on one host: each makes an anonymous file and maps the files of all. Collective.
+def mapped_blocks(gather: Gather, rank: int, host: int, total: int, what: str, first: bytes = b"") -> Blocks:
+    """Return blocks of CPU ranks on one host. Each rank creates an anonymous file and maps those of all. Collective.
 
     Args:
-        host: a number that is the same on ranks of one host alone.
-        first: what this rank's block begins with; the rest is zeros.
-        what: it is for, in errors.
+        host: a number that identifies the host.
+        what: purpose, for error messages.
+        first: initial bytes of this rank's block; the rest is zeros.
 
     Raises:
-        HeapError: on every rank, if one has no room or cannot reach another's file.
+        HeapError: a rank has no room or cannot map another's file; on every rank.
     """
     fd, problem = -1, ""
     try:
@@ -91,13 +91,13 @@ def mapped(gather: Gather, rank: int, host: int, total: int, what: str, first: b
         os.posix_fallocate(fd, 0, total)
         os.pwrite(fd, first, 0)
     except OSError as error:
-        problem = f"could not make {total} bytes of shared memory: {error}"
+        problem = f"could not allocate {total} bytes of shared memory: {error}"
     try:
-        told_WF = gather([os.getpid(), -1 if problem else fd, total, host])
+        files_WF = gather([os.getpid(), -1 if problem else fd, total, host])
         blocks: list[Tensor] = []
         if not problem:
-            problem, blocks = _map_all(told_WF, rank, total)
-        # Whoever is here has mapped all files or given up, so the descriptors may go.
+            problem, blocks = _map_all(files_WF, rank, total)
+        # After this exchange all ranks have mapped all files or failed, so the descriptors can be closed.
         bad_W = [peer for peer, word in enumerate(gather([int(bool(problem))])) if word[0]]
     finally:
         if fd >= 0:
@@ -107,18 +107,18 @@ def mapped(gather: Gather, rank: int, host: int, total: int, what: str, first: b
     return Blocks(blocks[rank], tuple(block.data_ptr() for block in blocks), blocks)
 
 
-def _map_all(told_WF: list[list[int]], rank: int, total: int) -> tuple[str, list[Tensor]]:
-    """What went wrong, and the blocks in order of rank, each as bytes."""
+def _map_all(files_WF: list[list[int]], rank: int, total: int) -> tuple[str, list[Tensor]]:
+    """Return an error text ("" for none), and the blocks as bytes, by rank."""
     blocks: list[Tensor] = []
-    for peer, (pid, fd, size, host) in enumerate(told_WF):
+    for peer, (pid, fd, size, host) in enumerate(files_WF):
         if fd < 0:
             return f"rank {peer} has no shared memory", blocks
-        if host != told_WF[rank][3]:
+        if host != files_WF[rank][3]:
             return f"rank {peer} is on another host; kernels on CPUs need all ranks on one", blocks
         if size != total:
-            return f"rank {peer} makes {size} bytes and rank {rank} {total}: they call different operators", blocks
+            return f"rank {peer} needs {size} bytes and rank {rank} {total}: they call different operators", blocks
         try:
-            # Maps the file and closes it; mmap.mmap would keep it open.
+            # from_file closes the file after mapping it; mmap.mmap would keep it open.
             blocks.append(torch.from_file(f"/proc/{pid}/fd/{fd}", shared=True, size=total, dtype=torch.uint8))
         except RuntimeError as error:
             return f"could not map the memory of rank {peer}: {error}", blocks

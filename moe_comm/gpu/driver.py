@@ -1,14 +1,13 @@
-"""Kernels that NVRTC compiled, loaded and launched by the CUDA driver.
+"""Loads and launches kernels compiled by NVRTC, with the CUDA driver.
 
-The driver's library comes with the GPU, so no package is needed for it: ctypes finds its functions and calls those that
-load; the native core calls by their addresses those that launch. Launches queue on the stream that they are given and
-return.
+The driver's library comes with the GPU, so this needs no package. ctypes calls the functions that load kernels. The
+native core calls those that launch kernels by their addresses. Launches are queued on a stream and return immediately.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +32,7 @@ LAUNCHING = (
 
 
 class Driver:
-    """The calls that loading needs. Each raises KernelError with the driver's name and words for what is wrong.
-
-    path: the library; another one in tests.
-    """
+    """Driver functions that load kernels. Each raises KernelError with the driver's name and text of an error."""
 
     def __init__(self, path: str = LIBRARY) -> None:
         try:
@@ -53,54 +49,43 @@ class Driver:
         self.get_function = self._function("cuModuleGetFunction", to(pointer), pointer, ctypes.c_char_p)
 
     def addresses(self) -> dict[str, int]:
-        """Where the calls are that launching needs, by name."""
-        found = {name: ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value for name in LAUNCHING}
-        return {name: at or 0 for name, at in found.items()}
+        """Return the addresses of the functions that launch kernels, by name."""
+        values = {name: ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value for name in LAUNCHING}
+        return {name: value or 0 for name, value in values.items()}
 
     def _function(self, name: str, *arguments: Any) -> Callable[..., None]:
         function = getattr(self._library, name)
         function.argtypes, function.restype = arguments, ctypes.c_int
 
-        def call(*given: Any) -> None:
-            if status := function(*given):
-                raise KernelError(f"the CUDA driver answers {name} with {self._words(status)}")
+        def call(*args: Any) -> None:
+            if status := function(*args):
+                raise KernelError(f"{name} of the CUDA driver failed with {self._error_text(status)}")
 
         return call
 
-    def _words(self, status: int) -> str:
-        found = []
+    def _error_text(self, status: int) -> str:
+        texts = []
         for name in ("cuGetErrorName", "cuGetErrorString"):
             text = ctypes.c_char_p()
             function = getattr(self._library, name)
             function.argtypes, function.restype = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)), ctypes.c_int
             if function(status, ctypes.byref(text)) == 0 and text.value:
-                found.append(text.value.decode())
-        return f"error {status}" + (f" ({': '.join(found)})" if found else "")
-
-
-def driver_starter(calls: Mapping[str, int], context: int, functions: Mapping[str, int]) -> _C.P2pStarter:
-    """A ``starter`` that calls the CUDA driver.
-
-    Args:
-        calls: addresses of the driver's functions by name. context: to launch in.
-        functions: of every kernel, as the driver has loaded them.
-    """
-    made: _C.P2pStarter = native_core().P2pStarter.driver(calls, context, functions)
-    return made
+                texts.append(text.value.decode())
+        return f"error {status}" + (f" ({': '.join(texts)})" if texts else "")
 
 
 class NvrtcLauncher:
-    """Kernels compiled for the GPU at hand when it is made; a ``Launcher``.
+    """A ``Launcher`` of kernels compiled for the present GPU.
 
-    Takes the device's primary context, which is torch's, so streams and addresses of torch's may be given. A kernel
-    called ``name`` is the function ``p2p_name``. Any thread may launch, autograd's too.
+    It uses the device's primary context, as torch does, so it can use streams and addresses of torch. The function of
+    kernel ``name`` is called ``p2p_name``. Any thread may launch.
 
     Args:
-        device: a CUDA device; its current one if it has no index.
-        code, driver: what is loaded, and by whom; others in tests.
+        device: a CUDA device; default index: the current device.
+        code, driver: for tests.
 
     Raises:
-        KernelError: NVRTC or the driver refuses.
+        KernelError: NVRTC or the driver fails.
         MissingDependency: no NVRTC, or no native core with the kernels.
     """
 
@@ -120,25 +105,27 @@ class NvrtcLauncher:
         module, before = ctypes.c_void_p(), self._enter()
         try:
             self._driver.load(ctypes.byref(module), code)
-            # All of them now: what is first used while a graph is captured could not be loaded then.
+            # Load all kernels now: a kernel cannot be loaded during the capture of a graph.
             for kernel in fields:
                 function = ctypes.c_void_p()
                 self._driver.get_function(ctypes.byref(function), module, f"p2p_{kernel}".encode())
                 functions[kernel] = function.value or 0
         finally:
             self._leave(before)
-        self.starter = driver_starter(self._driver.addresses(), self._context.value or 0, functions)
+        self.starter: _C.P2pStarter = native_core().P2pStarter.driver(
+            self._driver.addresses(), self._context.value or 0, functions
+        )
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
         """See ``Launcher``.
 
         Raises:
-            KernelError: also if the driver refuses; what a kernel does wrong later shows in a later call.
+            KernelError: the driver fails. A later call raises errors of the running kernel.
         """
         self.starter.start(kernel, grid, block, shared, stream, self._packer.pack(kernel, words))
 
     def _enter(self) -> int | None:
-        """Makes this device's context current on this thread; returns the one that was, if it was another."""
+        """Make this device's context current on this thread. Return the previous context, or None."""
         current = ctypes.c_void_p()
         self._driver.get_context(ctypes.byref(current))
         if current.value == self._context.value:
@@ -147,16 +134,16 @@ class NvrtcLauncher:
         return current.value
 
     def _leave(self, before: int | None) -> None:
-        # A thread that had none keeps this one: torch would take the same.
+        # A thread without a context keeps this one, which torch would also use.
         if before is not None and before != self._context.value:
             self._driver.set_context(before)
 
 
 @cache
 def nvrtc_launcher(index: int) -> NvrtcLauncher:
-    """The one for a device of this process: dispatchers share it, so that kernels are loaded once.
+    """Return the launcher of a device, which all dispatchers of the process share.
 
     Raises:
-        KernelError, MissingDependency: as ``NvrtcLauncher``.
+        KernelError, MissingDependency: see ``NvrtcLauncher``.
     """
     return NvrtcLauncher(torch.device("cuda", index))

@@ -1,15 +1,15 @@
-"""A heap over this rank's block: where rows stand that peers write to or read from.
+"""A heap in this rank's memory block, for rows that peers write or read.
 
     block   [ control | rows of a dispatch | free | output of experts | free ... ]
 
-Its memory is one block of fixed size that all ranks have mapped, so places are found here and not by the device's
-allocator. A place belongs to the storage of the tensor that was made over it and comes back when that dies, whatever
-views and detached tensors there were of it.
+All ranks map the block, which has a fixed size, so this heap allocates from it instead of the device's allocator. An
+allocation (``HeapBlock``) belongs to the storage of the tensor created from it. It is freed when that storage is freed,
+including all views and detached tensors.
 
-Streams: a place is used in the order of the stream that was current when it was allocated. It goes to another stream,
-or is used on one (``record``), only with an event between: it is given out again once those have passed. A place that
-dies on the stream it is wanted on is given out at once, as with torch's own allocator. What is free has been used up to
-the last stream that took something; when another takes something, it waits for that one.
+Streams: an allocation is used on the stream that was current when it was made, and on streams that were recorded
+(``record``). After it is freed, it is reused on the same stream immediately, as by torch's allocator. It is reused on
+other streams after events on the streams of its use have completed. Free memory belongs to the last stream that
+allocated. Another stream that allocates waits for that stream.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import HeapError
-from moe_comm.gpu.blocks import ALIGN, up
-from moe_comm.gpu.launch import matrix_of_memory
+from moe_comm.gpu.arguments import native_core
+from moe_comm.gpu.blocks import ALIGN, round_up
 
 _DLPACK = {
     torch.float32: (2, 32),
@@ -35,11 +35,11 @@ _DLPACK = {
     torch.uint8: (1, 8),
     torch.int64: (0, 64),
 }
-"""Kinds and bits of elements, by which DLPack names them."""
+"""DLPack codes and bits of dtypes."""
 
 
 class _Freed(NamedTuple):
-    """Bytes of the block whose last tensor has died; events: on the other streams that used them."""
+    """A freed range of the block. events: recorded on the other streams that used it."""
 
     first: int
     size: int
@@ -47,11 +47,8 @@ class _Freed(NamedTuple):
     events: tuple[torch.cuda.Event, ...] = ()
 
 
-class Place:
-    """Bytes of the block; torch keeps it for as long as a storage over it lives.
-
-    first: its offset in the block; size: in bytes.
-    """
+class HeapBlock:
+    """An allocated range of the block, at offset ``first``. torch keeps this object while a storage over it exists."""
 
     __slots__ = ("_block", "_dead", "_streams", "first", "size")
 
@@ -60,38 +57,40 @@ class Place:
         self._block, self._dead, self._streams = block, dead, streams
 
     def __del__(self) -> None:
-        # On any thread, even in the middle of an allocation: only written down.
+        # This may run on any thread and during an allocation, so it only records the range.
         self._dead.append(_Freed(self.first, self.size, self._streams))
 
     def matrix(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns] dense, from ``offset`` bytes behind its start on; a storage of its own."""
+        """Return a dense [rows, columns] tensor with its own storage, starting at byte ``offset``."""
         device = self._block.device
         if not rows or not columns:
             return torch.empty(rows, columns, dtype=dtype, device=device)
         on = (2, device.index) if device.type == "cuda" else (1, 0)
         at = self._block.data_ptr() + self.first + offset
-        made: Tensor = torch.from_dlpack(matrix_of_memory(at, rows, columns, *_DLPACK[dtype], *on, self))
-        return made
+        memory = native_core().p2p_tensor(at, rows, columns, *_DLPACK[dtype], *on, self)  # keeps this object alive
+        return torch.from_dlpack(memory)
 
 
 class Heap:
-    """Places in ``block``, a tensor of bytes, from ``first`` on. Not to be used by two threads at once; tensors may die
-    on any."""
+    """Allocates from ``block``, a tensor of bytes, starting at byte ``first``.
+
+    Only one thread may allocate at a time. Tensors may be freed on any thread.
+    """
 
     def __init__(self, block: Tensor, first: int) -> None:
-        self.first, self.end = up(first), block.numel() // ALIGN * ALIGN
+        self.first, self.end = round_up(first), block.numel() // ALIGN * ALIGN
         self._block = block
         self._base = block.data_ptr()
         self._free: list[tuple[int, int]] = [(self.first, self.end)]
-        """(first, end) of what is free, in order, none touching another."""
-        self._graphs: list[Place] = []
-        """What CUDA graphs use whenever they run; it does not come back."""
+        """(first, end) of free ranges, sorted and merged."""
+        self._graphs: list[HeapBlock] = []
+        """Allocations of CUDA graphs, which are never freed."""
         self._dead: deque[_Freed] = deque()
         self._waiting: list[_Freed] = []
         self._streams: dict[int, set[Any]] = {}
-        """Of the places in use, by their first byte."""
+        """Streams that use each allocation, by its first byte."""
         self._last: Any = None
-        """The stream in whose order what is free may be used."""
+        """The stream that may use free memory without waiting."""
 
     @property
     def device(self) -> torch.device:
@@ -99,27 +98,27 @@ class Heap:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Size of the heap in bytes."""
         return self.end - self.first
 
     @property
     def used(self) -> int:
-        """Bytes that are not free, with those that still wait for a stream."""
+        """Bytes that are allocated or wait for a stream."""
         self._collect(None, capturing(self.device))
         return self.size - sum(end - first for first, end in self._free)
 
     def room(self) -> int:
-        """Bytes of the largest place that could be had now."""
+        """Return the bytes of the largest possible allocation."""
         self._collect(_stream(self.device), capturing(self.device))
         return self._largest()
 
-    def place(self, num_bytes: int) -> Place:
-        """``num_bytes`` uninitialised bytes, at a multiple of 256; they come back when nothing has the place any more.
+    def block(self, num_bytes: int) -> HeapBlock:
+        """Allocate ``num_bytes`` uninitialised bytes, aligned to 256 bytes.
 
         Raises:
-            HeapError: no room. This rank's own error: peers must be told.
+            HeapError: no room. Only this rank raises; the caller must report it to its peers.
         """
-        size = max(up(num_bytes), ALIGN)
+        size = max(round_up(num_bytes), ALIGN)
         stream, in_graph = _stream(self.device), capturing(self.device)
         self._collect(stream, in_graph)
         first = self._take(size)
@@ -132,39 +131,38 @@ class Heap:
         if first is None:
             raise HeapError(
                 f"no room for {num_bytes} bytes in the heap of {self.size}: {self.used} are in use and the largest "
-                f"free place has {self._largest()}. Raise PeerToPeerOptions.heap_bytes, alike on every rank"
+                f"free block has {self._largest()}. Increase PeerToPeerOptions.heap_bytes on every rank"
             )
         streams = self._streams[first] = {stream}
-        found = Place(self._block, first, size, self._dead, streams)
+        block = HeapBlock(self._block, first, size, self._dead, streams)
         if in_graph:
-            self._graphs.append(found)
-        return found
+            self._graphs.append(block)
+        return block
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """``num_bytes`` uninitialised bytes; as ``place``."""
-        return self.place(num_bytes).matrix(0, 1, num_bytes, torch.uint8).view(-1)
+        """Allocate ``num_bytes`` uninitialised bytes as a tensor; see ``block``."""
+        return self.block(num_bytes).matrix(0, 1, num_bytes, torch.uint8).view(-1)
 
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[num_rows, width] uninitialised and dense; as ``place``."""
-        return self.place(num_rows * width * dtype.itemsize).matrix(0, num_rows, width, dtype)
+        """Allocate a dense, uninitialised tensor [num_rows, width]; see ``block``."""
+        return self.block(num_rows * width * dtype.itemsize).matrix(0, num_rows, width, dtype)
 
     def owns(self, x: Tensor) -> bool:
-        """Whether ``x`` has memory of this heap."""
+        """Return whether the memory of ``x`` belongs to this heap."""
         return x.device == self.device and self._base + self.first <= x.data_ptr() < self._base + self.end
 
     def offset(self, x: Tensor) -> int:
-        """Bytes from the start of the block to the start of ``x``, which this heap owns."""
+        """Return the offset of ``x`` from the start of the block, in bytes. The heap must own ``x``."""
         return x.data_ptr() - self._base
 
     def record(self, x: Tensor, stream: torch.cuda.Stream) -> None:
-        """``x``, of this heap, is used on ``stream``, too: its place is not given out before what is queued there now
-        and until it dies has run."""
+        """Record that ``stream`` also uses ``x``: its memory is not reused before work queued there has run."""
         first = x.untyped_storage().data_ptr() - self._base
         if first in self._streams:
             self._streams[first].add(stream)
 
     def _take(self, size: int) -> int | None:
-        """The first place that fits, from its front: places that live shortly stay together."""
+        """Return the first range that fits (first fit keeps short-lived allocations together), or None."""
         for i, (first, end) in enumerate(self._free):
             if end - first >= size:
                 self._free[i : i + 1] = [(first + size, end)] if end - first > size else []
@@ -175,9 +173,9 @@ class Heap:
         return max((end - first for first, end in self._free), default=0)
 
     def _collect(self, stream: Any, in_graph: bool) -> None:
-        """Take back what has died, as far as ``stream`` may have it at once or the streams of its use have passed.
+        """Free dead allocations whose streams allow reuse on ``stream``.
 
-        stream: that may now have all that is free; None: as it is. in_graph: whether it is captured.
+        ``stream`` will allocate; None does not change the stream of free memory. ``in_graph``: it is captured.
         """
         if stream is not None and stream != self._last and not in_graph:
             if self._last is not None:
@@ -211,20 +209,21 @@ class Heap:
 
 
 def heap_bytes(rows: int, width: int, dtype: torch.dtype, blocks: int = 4) -> int:
-    """What a heap needs for ``blocks`` blocks of ``rows`` rows at a time, each a dispatch's rows, an expert's output or
-    the gradient of one."""
-    return blocks * up(rows * width * dtype.itemsize)
+    """Return the heap size for ``blocks`` blocks of ``rows`` rows: dispatched rows, expert outputs, or gradients."""
+    return blocks * round_up(rows * width * dtype.itemsize)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Of a GPU with an index. ``torch.cuda.current_stream`` makes an object, which takes microseconds; this does once
-    for each stream."""
+    """Return the current stream of a GPU, whose device must have an index.
+
+    ``torch.cuda.current_stream`` creates an object, which takes microseconds. This function caches one per stream.
+    """
     return _stream_object(device.index, torch._C._cuda_getCurrentRawStream(device.index))
 
 
 @cache
 def _stream_object(index: int, raw_stream: int) -> torch.cuda.Stream:
-    """That of ``raw_stream``, which is the current one of this GPU."""
+    """Return the stream object of ``raw_stream``, which must be the current stream of this GPU."""
     return torch.cuda.current_stream(index)
 
 
@@ -233,7 +232,7 @@ def _stream(device: torch.device) -> Any:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of ``device``, which need not be the current one, is captured in a CUDA graph."""
+    """Return whether the current stream of ``device`` is captured in a CUDA graph."""
     if device.type != "cuda":
         return False
     if device.index is None or device.index == torch.cuda.current_device():

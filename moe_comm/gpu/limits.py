@@ -1,19 +1,18 @@
-"""What a block of a kernel may take of a GPU, asked before ranks set anything up."""
+"""Checks of shared memory per thread block, before ranks set anything up."""
 
 from __future__ import annotations
 
 import torch
 
 from moe_comm.errors import ConfigError
-from moe_comm.gpu.arguments import Packer, kernel_fields
-from moe_comm.gpu.launch import block_threads, needed_shared_bytes
+from moe_comm.gpu.arguments import Packer, kernel_fields, native_core
 
 UNASKED = 48 << 10
-"""Bytes of shared memory that any GPU gives a block."""
+"""Bytes of shared memory per thread block that every GPU has."""
 
 
 def shared_limit(device: torch.device) -> int | None:
-    """Bytes of shared memory that a block may have on ``device``; None: any number, where kernels are emulated."""
+    """Return the maximum bytes of shared memory per thread block on ``device``; None without a limit (emulation)."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -21,22 +20,24 @@ def shared_limit(device: torch.device) -> int | None:
 
 
 def check_shared(kernel: str, device: torch.device, what: str, **words: int) -> None:
-    """That a block of ``kernel`` has the shared memory that it needs for ``words``; others count as 0.
+    """Check that a thread block of ``kernel`` gets the shared memory that it needs for the arguments ``words``.
 
     Args:
-        what: of the caller's makes it large, as "max_tokens=20000".
+        what: the caller's setting that determines the size, such as "max_tokens=20000".
+        words: arguments of the kernel that determine the size; others count as 0.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the kernel needs more than the device has.
     """
     limit = shared_limit(device)
     if limit is None:
         return
     fields = kernel_fields()
     packed = Packer(fields).pack(kernel, {**dict.fromkeys(fields[kernel], 0), **words})
-    needed = needed_shared_bytes(kernel, block_threads(kernel), packed)
+    core = native_core()
+    needed = core.p2p_shared_bytes(kernel, core.p2p_threads()[kernel], packed)
     if needed > limit:
         raise ConfigError(
-            f"peer_to_peer with {what} needs {needed} bytes of shared memory in a block, and {device} has {limit}; "
-            "take less, or another dispatcher"
+            f"peer_to_peer with {what} needs {needed} bytes of shared memory per thread block, and {device} has "
+            f"{limit}; use a smaller value, or another dispatcher"
         )

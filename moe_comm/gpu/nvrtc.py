@@ -1,9 +1,8 @@
-"""Device code compiled at run time by NVRTC, for machines where nobody compiled it before: no nvcc, no headers.
+"""Compiles device code at run time with NVRTC, for machines without kernels compiled by nvcc.
 
     text in moe_comm._C ──NVRTC──▸ cubin for this GPU ──▸ ~/.cache/moe_comm/kernels ──▸ the driver (``driver.py``)
 
-NVRTC is one library, which torch for CUDA depends on and so has installed; the driver is the machine's own. Compiling
-needs no GPU, only loading does.
+NVRTC is a library that torch for CUDA installs. The driver belongs to the machine. Compiling does not need a GPU.
 """
 
 from __future__ import annotations
@@ -23,21 +22,22 @@ from pathlib import Path
 import torch
 
 from moe_comm.errors import KernelError, MissingDependency
+from moe_comm.gpu.arguments import native_core
 
 log = logging.getLogger(__name__)
 
 SOURCE = "cuda/kernels.cu"
-"""Below csrc: the file with the kernels; it includes the others."""
+"""File with the kernels, relative to csrc. It includes the others."""
 OPTIONS = ("--std=c++17", "--fmad=false")
-"""As nvcc is given when the module is built: a * b + c rounds twice, as on the CPU."""
+"""Same as for nvcc at build time: a * b + c rounds twice, as on the CPU."""
 FAMILIES = {9: "a", 10: "a", 12: "a"}
-"""By major compute capability: the suffix that opens what only this generation has."""
+"""Suffix by major compute capability that enables features of this generation only."""
 _DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """One NVRTC. version: (13, 0) for CUDA 13.0. archs: compute capabilities it compiles for, 90 for 9.0."""
+    """An NVRTC library. version: (13, 0) for CUDA 13.0. archs: compute capabilities that it supports, 90 for 9.0."""
 
     path: str
     version: tuple[int, int]
@@ -45,14 +45,14 @@ class Nvrtc:
     library: ctypes.CDLL
 
     def compile(self, source: str, headers: Mapping[str, str], arch: str, options: Sequence[str] = OPTIONS) -> bytes:
-        """Machine code for ``sm_..``; PTX, which the driver translates, for ``compute_..``.
+        """Return machine code for ``sm_..``, or PTX for ``compute_..``.
 
         Args:
-            source: name in ``headers`` of the file to compile.
-            headers: all files, by the names that #include has.
+            source: key in ``headers`` of the file to compile.
+            headers: text of all files, by the names in #include lines.
 
         Raises:
-            KernelError: with the compiler's words.
+            KernelError: with the compiler's log.
         """
         names = [name for name in headers if name != source]
         texts = (ctypes.c_char_p * len(names))(*(headers[name].encode() for name in names))
@@ -66,10 +66,10 @@ class Nvrtc:
         )
         try:
             flags = [f"--gpu-architecture={arch}", *options]
-            given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-            if status := self.library.nvrtcCompileProgram(program, len(flags), given):
-                said = self._bytes(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
-                self._check(status, f"could not compile {source} for {arch}", said)
+            arguments = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+            if status := self.library.nvrtcCompileProgram(program, len(flags), arguments):
+                text = self._bytes(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+                self._check(status, f"could not compile {source} for {arch}", text)
             return self._bytes(program, "CUBIN" if arch.startswith("sm_") else "PTX")
         finally:
             self.library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -81,24 +81,24 @@ class Nvrtc:
         self._check(getattr(self.library, f"nvrtcGet{what}")(program, buffer), f"has no {what}")
         return buffer.raw
 
-    def _check(self, status: int, description: str, said: str = "") -> None:
+    def _check(self, status: int, description: str, log_text: str = "") -> None:
         if status:
             why = self.library.nvrtcGetErrorString(status).decode()
             raise KernelError(
                 f"NVRTC {self.version[0]}.{self.version[1]} ({self.path}) {description}: {why}"
-                + (f"\n{said}" if said else "")
+                + (f"\n{log_text}" if log_text else "")
             )
 
 
 @cache
 def find(major: int | None = None) -> Nvrtc:
-    """The NVRTC of this machine: torch's own version first, else the newest.
+    """Return the NVRTC of this machine: the version of torch if possible, else the newest.
 
     Args:
-        major: of CUDA, that it must have; None: any.
+        major: required major version of CUDA; None for any.
 
     Raises:
-        MissingDependency: none is there.
+        MissingDependency: no library was found.
     """
     tried = []
     for path in _candidates(major):
@@ -107,25 +107,24 @@ def find(major: int | None = None) -> Nvrtc:
         except OSError as error:
             tried.append(f"{path}: {error}")
     raise MissingDependency(
-        f"no NVRTC{f' for CUDA {major}' if major else ''} was found ({'; '.join(tried)}); torch for CUDA brings "
-        "it, and so does pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12"
+        f"no NVRTC{f' for CUDA {major}' if major else ''} was found ({'; '.join(tried)}); install torch for CUDA, "
+        "or pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12"
     )
 
 
 def _candidates(major: int | None) -> list[str]:
-    """Where it may be: files of NVIDIA's packages, and what the loader finds by name."""
+    """Return possible paths: files of NVIDIA's packages, and names for the dynamic loader."""
     torch_major = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
     majors = [major] if major else list(dict.fromkeys([*([torch_major] if torch_major else []), 13, 12]))
     spec = importlib.util.find_spec("nvidia")
     homes = list(spec.submodule_search_locations or []) if spec is not None else []
-    found = []
-    for wanted in majors:
-        name = f"libnvrtc.so.{wanted}"
+    paths = []
+    for version in majors:
+        name = f"libnvrtc.so.{version}"
         for home in homes:
-            found += sorted(str(path) for path in Path(home).glob(f"*/lib/{name}"))
-        found.append(name)
-        found.append(f"/usr/local/cuda/lib64/{name}")
-    return found
+            paths += sorted(str(path) for path in Path(home).glob(f"*/lib/{name}"))
+        paths += [name, f"/usr/local/cuda/lib64/{name}"]
+    return paths
 
 
 def _open(path: str) -> Nvrtc:
@@ -160,12 +159,12 @@ def _open(path: str) -> Nvrtc:
 
 
 def arch_for(capability: tuple[int, int], archs: Iterable[int]) -> str:
-    """What to compile for a GPU of this compute capability: ``sm_90a`` for (9, 0).
+    """Return the architecture to compile for: ``sm_90a`` for capability (9, 0).
 
-    A GPU newer than NVRTC gets PTX of the newest that it knows.
+    A GPU newer than NVRTC gets PTX of the newest supported architecture.
 
     Raises:
-        KernelError: a GPU older than anything it compiles for.
+        KernelError: the GPU is older than all supported architectures.
     """
     major, minor = capability
     number, known = 10 * major + minor, sorted(archs)
@@ -178,34 +177,28 @@ def arch_for(capability: tuple[int, int], archs: Iterable[int]) -> str:
 
 
 def carried_sources() -> dict[str, str]:
-    """The device code in the native core, by path below csrc.
+    """Return the device code in the native core, by path relative to csrc.
 
     Raises:
-        MissingDependency: there is no native core, or it is older than these kernels.
+        MissingDependency: the native core is not built, or has no device code.
     """
-    try:
-        from moe_comm import _C  # here because it may not be built
-    except ImportError as error:
-        raise MissingDependency(f"the native core moe_comm._C is not built ({error}); run `pip install .`") from error
-    if not hasattr(_C, "cuda_sources"):
-        raise MissingDependency("this build of moe_comm._C carries no device code; run `pip install .` again")
-    return dict(_C.cuda_sources())
+    return dict(native_core().cuda_sources())
 
 
 def needed(source: str, sources: Mapping[str, str]) -> dict[str, str]:
-    """``source`` and what it includes of ``sources``, however deep."""
-    found: dict[str, str] = {}
-    wanted = [source]
-    while wanted:
-        name = wanted.pop()
-        if name in sources and name not in found:
-            found[name] = sources[name]
-            wanted += re.findall(r'^\s*#\s*include\s*"([^"]+)"', sources[name], re.MULTILINE)
-    return dict(sorted(found.items()))
+    """Return ``source`` and all files of ``sources`` that it includes, recursively."""
+    files: dict[str, str] = {}
+    queue = [source]
+    while queue:
+        name = queue.pop()
+        if name in sources and name not in files:
+            files[name] = sources[name]
+            queue += re.findall(r'^\s*#\s*include\s*"([^"]+)"', sources[name], re.MULTILINE)
+    return dict(sorted(files.items()))
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept, as XDG says: below $XDG_CACHE_HOME, else ~/.cache."""
+    """Return the cache folder of compiled kernels: in $XDG_CACHE_HOME, or else in ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "moe_comm" / "kernels"
 
@@ -218,57 +211,57 @@ def kernels(
     source: str = SOURCE,
     folder: Path | None = None,
 ) -> bytes:
-    """The kernels for ``arch``: from disk if they were compiled before, else compiled and left there.
+    """Return the kernels for ``arch`` (``sm_90a``, or ``compute_90`` for PTX), from the cache or compiled and cached.
 
-    Ranks may call it at the same time: each file is written under a name of its own and renamed. A file with other
-    bytes than were written counts as none; a folder that cannot be written to is a notice.
+    Ranks may call this at the same time: files are written under a temporary name and renamed. A cached file with a
+        wrong
+    checksum is ignored. If the folder is not writable, a warning is logged.
 
     Args:
-        arch: ``sm_90a``, or ``compute_90`` for PTX.
-        sources: other files than the native core's; the one called ``source`` is compiled.
-        folder: instead of ``cache_folder()``.
+        compiler, folder: default: ``find()`` and ``cache_folder()``.
+        sources, source: files to use instead of the native core's, and the one to compile.
 
     Raises:
-        KernelError: NVRTC refuses.
+        KernelError: NVRTC fails.
         MissingDependency: no NVRTC, or no native core.
     """
     compiler = compiler or find()
-    given = needed(source, sources if sources is not None else carried_sources())
-    if source not in given:
-        raise MissingDependency(f"this build of moe_comm._C carries no {source}; run `pip install .` again")
-    path = (folder or cache_folder()) / _name(given, arch, compiler.version)
+    files = needed(source, sources if sources is not None else carried_sources())
+    if source not in files:
+        raise MissingDependency(f"this build of moe_comm._C contains no {source}; run `pip install .` again")
+    path = (folder or cache_folder()) / _name(files, arch, compiler.version)
     code = _read(path)
     if code is None:
-        code = compiler.compile(source, given, arch)
+        code = compiler.compile(source, files, arch)
         _write(path, code)
     return code
 
 
 def _name(files: Mapping[str, str], arch: str, version: tuple[int, int]) -> str:
-    """Of the file on disk; other text, options or compiler: another file."""
+    """Return the file name, which depends on the source text, the options and the compiler."""
     digest = hashlib.sha256(repr((sorted(files.items()), OPTIONS, version)).encode()).hexdigest()[:24]
     return f"{arch}-{version[0]}.{version[1]}-{digest}.bin"
 
 
 def _read(path: Path) -> bytes | None:
     try:
-        whole = path.read_bytes()
+        content = path.read_bytes()
     except OSError:
         return None
-    digest, code = whole[:_DIGEST_BYTES], whole[_DIGEST_BYTES:]
+    digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return code if hashlib.sha256(code).digest() == digest else None
 
 
 def _write(path: Path, code: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, fresh = tempfile.mkstemp(dir=path.parent, suffix=".new")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".new")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(hashlib.sha256(code).digest() + code)
-            os.replace(fresh, path)
+            os.replace(temporary, path)
         except BaseException:
-            os.unlink(fresh)
+            os.unlink(temporary)
             raise
     except OSError as error:
-        log.warning("compiled kernels cannot be kept in %s (%s); every start compiles them again", path.parent, error)
+        log.warning("cannot write compiled kernels to %s (%s); every start compiles them again", path.parent, error)

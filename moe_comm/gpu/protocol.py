@@ -1,4 +1,4 @@
-"""What the host and the kernels of csrc/cuda/args.h must name alike: words, faults, sizes. No memory, no launches."""
+"""Constants and structures shared by the host and the kernels of csrc/cuda/args.h."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from moe_comm.gpu.blocks import ALIGN, up
+from moe_comm.gpu.blocks import ALIGN, round_up
 
 HEADER_WORDS = 49
 FAULT_WORD = 8
 BAD_IDS_WORD = -1
-"""What ``meet`` writes over word FAULT_WORD of a header if ``count`` found bad ids; the first bad slot, its id and how
-many there are follow."""
+"""``meet`` writes this value to word FAULT_WORD of a header if ``count`` found invalid ids.
+
+The next words are the first invalid slot, its id, and the number of invalid ids.
+"""
 OFFER_WORDS = 5
-"""Of an offer: rows, rows of another block, scales, links; last, how many rows there is room for."""
+"""Words of an offer: rows, rows of another block, scales, links, and the number of rows that there is room for."""
 NOWHERE = -1
-"""The offer of a rank that could not allocate."""
+"""Offer of a rank that could not allocate."""
 UNLIMITED = -1
 MAX_PARTS = 4
-"""Blocks of ll_send an expert."""
+"""Maximum number of thread blocks of ll_send per expert."""
 NO_FAULT, TIMED_OUT, ABORTED, DISAGREE, BAD_IDS, NO_ROOM = 0, 1, 2, 3, 4, 6
 TOLD, DONE, ARRIVED, SENT = range(4)
-"""What a rank waited for."""
+"""What a rank waited for: a header, the end of a turn, rows, rows of low-latency dispatch."""
 SAME, BLOCK_SCALES, ROW_SCALES = range(3)
-"""How rows travel."""
+"""Encodings of rows."""
 MOST_SLOTS = 512
-"""Of a chunk: they stand in a block's shared memory, and each looks at all others."""
+"""Maximum number of slots of a chunk. They are held in shared memory, and each is compared with all others."""
 REPORT_WORDS = ("turn", "fault", "who", "what", "wanted", "seen", "rows", "dropped", "overflow", "bad")
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """offsets: ``world + 1`` ids; rank r holds experts ``offsets[r]`` to ``offsets[r + 1]``."""
+class GroupShape:
+    """This rank, and ``world + 1`` expert ids: rank r holds experts ``offsets[r]`` to ``offsets[r + 1] - 1``."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -53,7 +55,7 @@ class Shape:
 
     @property
     def local_experts(self) -> int:
-        """The most that one rank holds."""
+        """Maximum number of experts of a rank."""
         return max(end - first for first, end in pairwise(self.offsets))
 
     @property
@@ -62,15 +64,15 @@ class Shape:
 
     @property
     def control_bytes(self) -> int:
-        """Of the control area, with which a block begins; see Control in csrc/cuda/args.h."""
+        """Size of the control area at the start of a block; see Control in csrc/cuda/args.h."""
         world = self.world
         halves = 2 * world * (HEADER_WORDS + OFFER_WORDS + self.experts)
-        return up(8 * (2 * world + halves + self.local_experts * world * (1 + MAX_PARTS)))
+        return round_up(8 * (2 * world + halves + self.local_experts * world * (1 + MAX_PARTS)))
 
 
 @dataclass(frozen=True)
-class Report:
-    """What the device wrote about the last turn; the fields are those of Report in csrc/cuda/args.h."""
+class FaultReport:
+    """Result of the last turn, written by the device. The fields are those of Report in csrc/cuda/args.h."""
 
     turn: int
     fault: int
@@ -85,7 +87,7 @@ class Report:
 
 
 class Offer(NamedTuple):
-    """What this rank has in its block: bytes from its start, or NOWHERE. room: rows, or UNLIMITED."""
+    """Memory of this rank for its peers: byte offsets in its block, or NOWHERE. room: number of rows, or UNLIMITED."""
 
     rows: int = 0
     block: int = 0
@@ -97,8 +99,8 @@ class Offer(NamedTuple):
 NOTHING = Offer()
 
 
-class Links(NamedTuple):
-    """Of relayed rows, as ``fan_out`` takes them; ``blocks`` 0: rows are not relayed."""
+class RelayLinks(NamedTuple):
+    """Arguments of ``fan_out`` for relayed rows. ``blocks`` is 0 if rows are not relayed."""
 
     rows_at: int = 0
     scales_at: int = 0
@@ -107,33 +109,35 @@ class Links(NamedTuple):
     blocks: int = 0
 
 
-NOT_RELAYED = Links()
+NOT_RELAYED = RelayLinks()
 
 
-class Counted(NamedTuple):
-    """What all ranks have told in a meeting with counts.
+class MeetingCounts(NamedTuple):
+    """Counts of all ranks, exchanged in a meeting.
 
-    own_L: rows for each of this rank's experts. rows_W: for each rank. said_W: one word of each rank's header.
-    dropped: slots of this rank with id -1.
+    own_L: number of rows of each expert of this rank. rows_W: number of rows received by each rank.
+    word_W: one word of each rank's header. dropped: number of this rank's slots with id -1.
     """
 
     own_L: list[int]
     rows_W: list[int]
-    said_W: list[int]
+    word_W: list[int]
     dropped: int
 
 
 def chunk_of(tokens: int, top_k: int, blocks: int) -> int:
-    """Slots in each chunk of ``tokens`` with ``top_k`` each, whole tokens: count and push have a block for each chunk,
-    about ``blocks`` of them, more if chunks would be too large."""
+    """Return the number of slots per chunk: all slots of whole tokens, for about ``blocks`` chunks.
+
+    Count and push use one thread block per chunk. There are more chunks if one would exceed ``MOST_SLOTS``.
+    """
     return max(1, min(-(-tokens // blocks), MOST_SLOTS // top_k)) * top_k
 
 
 def address(x: Tensor | None) -> int:
-    """Of a tensor's memory; 0 for none."""
-    return 0 if x is None else x.data_ptr()  # which is 0 where there is nothing in it
+    """Return the address of a tensor's memory; 0 for None or an empty tensor."""
+    return 0 if x is None else x.data_ptr()
 
 
-def blocks_bytes(shape: Shape, heap_bytes: int) -> int:
-    """Size of a block with a heap of ``heap_bytes``."""
-    return shape.control_bytes + up(heap_bytes, ALIGN)
+def blocks_bytes(shape: GroupShape, heap_bytes: int) -> int:
+    """Return the size of a block with a heap of ``heap_bytes``."""
+    return shape.control_bytes + round_up(heap_bytes, ALIGN)

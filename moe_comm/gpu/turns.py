@@ -1,15 +1,16 @@
-"""One rank's side of the protocol in csrc/cuda/args.h: its block, its heap, and the turns that it takes with its peers.
+"""One rank's side of the protocol in csrc/cuda/args.h: its block, its heap and its turns.
 
-A turn is one operation on all ranks. A meeting begins it: every rank tells what it is about to do (a header), where its
-rows stand (an offer) and how many rows it has for each expert (counts), and learns the same of all. Then come the
-kernels that move rows, and ``done``. The device counts turns and holds what went wrong; the host reads a report.
+A turn is one operation of all ranks. It begins with a meeting, in which the device exchanges headers (what a rank is
+about to do), offers (addresses of its rows) and counts (rows for each expert). Then kernels move rows, and ``done``
+ends the turn. The device counts turns and records faults; the host reads them in a report.
 
-The launches of an operation are one or two calls of native code (csrc/cuda/plan.h), which keeps what does not change
-from one operation to the next.
+An operation takes one or two calls of native code (csrc/cuda/plan.h), which keeps the arguments that do not change
+between operations.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 import weakref
 from contextlib import suppress
@@ -27,33 +28,34 @@ from moe_comm.gpu.protocol import (
     NOT_RELAYED,
     OFFER_WORDS,
     REPORT_WORDS,
-    Counted,
+    FaultReport,
+    GroupShape,
     Ints,
-    Links,
+    MeetingCounts,
     Offer,
-    Report,
-    Shape,
+    RelayLinks,
     address,
     chunk_of,
 )
 
 RING = 64
-"""Headers that may be on their way to the device at a time."""
+"""Maximum number of headers that the device has not read yet."""
 IN_GRAPHS = 1024
-"""Headers in CUDA graphs."""
+"""Maximum number of headers in CUDA graphs."""
 GRACE_S = 5.0
-"""How long after a kernel's own deadline the host takes it for lost."""
+"""Time after a kernel's own deadline at which the host raises."""
 SETTLE_S = 0.001
 SLICE_NS = 50_000_000
-"""How long native code waits before Python may look at signals."""
+"""Maximum time in native code before Python can handle signals."""
 
 
 class Scratch(NamedTuple):
-    """What kernels of one turn hand each other, on the device.
+    """Device memory that the kernels of one turn share.
 
-    counts_CE: count writes the slots of each chunk for each expert, meet makes first rows of them. bad_C4: dropped
-    slots, bad ones, the first bad one, its id. offers_W5: of all ranks. counts_WE: rows of each rank for each expert.
-    summary: [L + 1] first row of each of this rank's experts, then the end; L is the most that any rank has.
+    counts_CE: slots of each chunk for each expert, written by count; meet replaces them by first rows.
+    bad_C4: dropped slots, invalid slots, the first invalid slot, and its id, of each chunk.
+    offers_W5: offers of all ranks. counts_WE: number of rows of each rank for each expert.
+    summary: [L + 1] first row of each of this rank's experts, then the end. L is the maximum of all ranks.
     """
 
     counts_CE: Tensor
@@ -63,7 +65,7 @@ class Scratch(NamedTuple):
     summary: Tensor
 
     @classmethod
-    def of(cls, shape: Shape, chunks: int, device: torch.device) -> Scratch:
+    def of(cls, shape: GroupShape, chunks: int, device: torch.device) -> Scratch:
         def words(*sizes: int) -> Tensor:
             return torch.empty(sizes, dtype=torch.int64, device=device)
 
@@ -78,36 +80,32 @@ class Scratch(NamedTuple):
 
 
 class Turns:
-    """One rank's state of the protocol. Launches of an operation go to the stream that is current when it begins.
+    """One rank's state of the protocol. Kernels of an operation run on the stream that is current in ``begin``.
 
-    heap: what follows the control area in this rank's block.
-    scratch: of the last meeting, until the next.
-
-    Args:
-        blocks: zeros in every control area.
-        launcher: for the device that the blocks are on.
+    ``heap`` follows the control area in this rank's block. ``scratch`` belongs to the last meeting. ``blocks`` must
+    have zeros in the control areas, and ``launcher`` must be for their device.
     """
 
-    def __init__(self, shape: Shape, blocks: Blocks, launcher: Launcher) -> None:
+    def __init__(self, shape: GroupShape, blocks: Blocks, launcher: Launcher) -> None:
         self.shape, self.blocks, self.launcher = shape, blocks, launcher
         self.device = blocks.own.device
         self.heap = Heap(blocks.own, shape.control_bytes)
         self._captured, self._capturing, self._timeout_s = 0, False, 0.0
         self._replays = False
-        """Whether there are graphs that count turns when they run."""
+        """Whether there are graphs, which count turns when they run."""
         world, experts = shape.world, shape.experts
         self._peers_W = torch.tensor(blocks.addresses, dtype=torch.int64, device=self.device)
         self._offsets = torch.tensor(shape.offsets, dtype=torch.int64, device=self.device)
         self._state = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._report = self.host_words(len(REPORT_WORDS))
         self._abort = self.host_words(1)
-        # In one piece and now: page-locked memory cannot be had while a graph is captured.
+        # Allocate all headers now: page-locked memory cannot be allocated during a capture.
         self._headers = self.host_words(RING + IN_GRAPHS * (self.device.type == "cuda"), HEADER_WORDS)
         self._all_headers = self.host_words(world, HEADER_WORDS)
         self._all_counts = self.host_words(world, experts)
-        # Zeros that push counts in.
+        # Zeros, in which push counts.
         self._left_E = torch.zeros(experts, dtype=torch.int64, device=self.device)
-        # Looked at without torch: reading one number costs it a microsecond and more.
+        # numpy views, because reading one number of a tensor takes a microsecond.
         self._seen: Ints = self._report.numpy()
         self._abort_seen: Ints = self._abort.numpy()
         self._all_headers_seen: Ints = self._all_headers.numpy()
@@ -126,57 +124,52 @@ class Turns:
         self.plan = make_plan(starter_of(launcher), group, shape.offsets, *host, address(self._left_E))
         self.scratch = Scratch.of(shape, 0, self.device)
         self._scratches = [self.scratch]
-        """What was used outside of graphs, the last is; kernels may still use the others. Each is twice as large."""
-        self.plan.use([address(part) for part in self.scratch])
+        """Scratch outside of graphs. Kernels may still use all but the last one. Sizes at least double."""
+        self.plan.use([address(words) for words in self.scratch])
         self._last: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # other streams find the zeros
-        # Kernels may write to these when nobody has this object any more. At exit they just stay.
-        held = [self._report, self._abort, self._headers, self._all_headers, self._all_counts, self._peers_W]
-        held += [self._offsets, self._state, self._left_E]
-        last = weakref.finalize(self, _let_go, self.device, [*held, self._scratches, blocks])
-        last.atexit = False
+        # Kernels may write to this memory after this object is gone. At exit it is not freed.
+        buffers = [self._report, self._abort, self._headers, self._all_headers, self._all_counts, self._peers_W]
+        buffers += [self._offsets, self._state, self._left_E]
+        weakref.finalize(self, _free, self.device, [*buffers, self._scratches, blocks]).atexit = False
 
     def host_words(self, *shape: int) -> Tensor:
-        """Zeros, int64, in memory of the host that the device reads and writes."""
+        """Return int64 zeros in host memory that the device can read and write."""
         return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     @property
     def turn(self) -> int:
-        """How many turns have been queued; the device counts them when they run."""
+        """Number of queued turns. The device counts them when they run."""
         return self.plan.turn
 
     @property
-    def report(self) -> Report:
-        """As it stands now."""
-        return Report(*self._seen.tolist())
+    def report(self) -> FaultReport:
+        """The current report."""
+        return FaultReport(*self._seen.tolist())
 
     @property
     def failed(self) -> bool:
-        """Whether the report tells of a fault, at once."""
+        """Whether the report contains a fault. Does not wait."""
         return self.plan.failed()
 
     @property
     def headers(self) -> list[Ints]:
-        """What every rank said in the last turn that is over, by rank."""
+        """Headers of all ranks in the last completed turn."""
         return list(self._all_headers_seen.copy())
 
-    def counted(self, word: int) -> Counted:
-        """Of the last turn with counts, once that is over. word: of the headers."""
-        return Counted(*self.plan.counted(word))
+    def counted(self, word: int) -> MeetingCounts:
+        """Return the counts of the last completed meeting with counts. ``word`` selects a word of the headers."""
+        return MeetingCounts(*self.plan.counted(word))
 
     def abort(self) -> None:
-        """Have kernels that wait leave. From any thread."""
+        """Make waiting kernels end. Any thread may call this."""
         self._abort_seen[0] = 1
 
-    # --- operations, each after ``begin``; header: HEADER_WORDS as bytes, what this rank is about to do ---
+    # --- operations, each after ``begin``; header: this rank's header as HEADER_WORDS words in bytes ---
 
     def begin(self, timeout_s: float) -> None:
-        """An operation begins, on the current stream and behind the last one: turns follow each other.
-
-        Args:
-            timeout_s: how long each of its kernels waits.
-        """
+        """Begin an operation on the current stream. Each of its kernels waits for up to ``timeout_s``."""
         handle, self._timeout_s = 0, timeout_s
         if self.device.type == "cuda":
             self._capturing = capturing(self.device)
@@ -189,11 +182,9 @@ class Turns:
         self.plan.begin(handle, int(timeout_s * 1e9), self._capturing)
 
     def count_and_meet(self, header: bytes, ids_TK: Tensor, blocks: int, offer: Offer) -> None:
-        """Queue the counting of slots, and a meeting that tells how many.
+        """Queue the count kernel for ``ids_TK`` (dense int64) and a meeting that exchanges the counts.
 
-        Args:
-            ids_TK: dense int64; the slots that ``move`` will move.
-            blocks: about how many blocks shall count, and move.
+        ``blocks`` is the approximate number of thread blocks of count and of the later push.
         """
         tokens, top_k = ids_TK.shape
         chunk = chunk_of(tokens, top_k, blocks)
@@ -202,18 +193,18 @@ class Turns:
         self.plan.count_and_meet(tokens, top_k, address(ids_TK), chunk, header, slot, offer)
 
     def meet(self, header: bytes, offer: Offer) -> None:
-        """Queue a meeting without counts. ``scratch`` has its offers, and still what was counted before."""
+        """Queue a meeting without counts. ``scratch`` keeps the counts of the previous meeting."""
         self.plan.meet(header, self._slot(), offer)
 
     def move(
-        self, x_TD: Tensor, place_TK: Tensor, dtype: int, form: tuple[int, int], links: Links = NOT_RELAYED
+        self, x_TD: Tensor, place_TK: Tensor, dtype: int, form: tuple[int, int], links: RelayLinks = NOT_RELAYED
     ) -> None:
-        """Queue what moves rows to where the ranks offered room in the last meeting; the slots are those last counted.
+        """Queue the kernels that move rows into the buffers offered in the last meeting, for the slots last counted.
 
         Args:
-            x_TD: rows of unit stride. place_TK: written: where each slot's row is.
-            dtype: as ``runtime.memory.DTYPE_CODES`` has it.
-            form: how they travel, and whether scales are powers of two.
+            x_TD: rows of unit stride.
+            place_TK: output: location of each slot's row.
+            form: encoding of the rows, and whether scales are powers of two.
         """
         stride = x_TD.stride(0) * x_TD.element_size()
         self.plan.move(address(x_TD), stride, x_TD.shape[1], dtype, address(place_TK), *form, links)
@@ -228,11 +219,9 @@ class Turns:
         dtype: int,
         blocks: int,
     ) -> None:
-        """Queue a turn that writes to ``y_TD``, dense, the sum of each token's rows, which stand in peers' offers.
+        """Queue a turn that writes the sum of each token's rows to ``y_TD`` (dense). It reads rows offered by peers.
 
-        Args:
-            weights_TK: dense fp32, or None for ones.
-            dtype: as ``runtime.memory.DTYPE_CODES`` has it. blocks: of the kernel, at most.
+        ``weights_TK`` is dense fp32, or None for ones. ``blocks`` is the maximum number of thread blocks.
         """
         self._prepare(0)
         slot = self._slot()
@@ -251,11 +240,9 @@ class Turns:
         dtype: int,
         blocks: int,
     ) -> None:
-        """Queue a turn that writes each token's gradient, weighted, to its places in the block that peers offer second.
+        """Queue a turn that writes each token's weighted gradient (rows of unit stride) into the peers' second offer.
 
-        Args:
-            grad_TD: rows of unit stride.
-            dots_TK: written, unless None: products of the gradient with the rows of the first offer.
+        Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the rows of the first offer.
         """
         self._prepare(0)
         slot = self._slot()
@@ -266,38 +253,38 @@ class Turns:
         self.plan.spread(header, slot, offer, blocks, tokens, top_k, *rows, *places, *grad, address(dots_TK))
 
     def count_turn(self) -> None:
-        """Before a turn is queued: one of a graph is counted when that runs, and the host is not asked."""
+        """Synchronise the count of turns before a turn is queued. The device counts turns of a graph when it runs."""
         if self._capturing:
             self._replays = True
         elif self._replays:
             self.plan.turn = int(self._state[0])
 
-    # --- what came of them ---
+    # --- results ---
 
     def wait(self) -> bool:
-        """Wait until the last meeting is over, but not for the kernels behind it; whether something has ``failed``.
+        """Wait until the last meeting has completed, but not for later kernels. Return ``failed``.
 
         Raises:
-            PeerTimeout: the device does not come to it at all.
+            PeerTimeout: the device has not begun the turn.
         """
         turn = self.plan.turn
-        self._until(turn)
+        self._wait_for(turn)
         if not self.plan.failed():
             return False
         if self.plan.seen_turn() < turn:
-            time.sleep(SETTLE_S)  # the fault is written before what it is about
+            time.sleep(SETTLE_S)  # the device writes the fault before its details
         return True
 
-    def forgive(self) -> None:
-        """After a fault that all ranks have found alike: the next turn may begin."""
+    def reset_fault(self) -> None:
+        """Clear a fault that all ranks have raised, so that the next turn can begin."""
         self._state[1:].zero_()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._seen[1:] = 0
-        self.plan.turn = int(self._state[0])  # kernels that were queued behind the fault have counted nothing
+        self.plan.turn = int(self._state[0])  # kernels queued after the fault have not counted turns
 
     def _prepare(self, chunks: int) -> None:
-        """Have scratch of a turn whose slots are in so many chunks. Each in a graph has its own: graphs outlive it."""
+        """Select scratch for a turn with ``chunks`` chunks of slots. Each turn of a graph gets its own."""
         if self._capturing:
             scratch = Scratch.of(self.shape, chunks, self.device)
         elif (most := self._scratches[-1].bad_C4.shape[0]) < chunks:
@@ -307,24 +294,24 @@ class Turns:
             scratch = self._scratches[-1]
         if scratch is not self.scratch:
             self.scratch = scratch
-            self.plan.use([address(part) for part in scratch])
+            self.plan.use([address(words) for words in scratch])
 
     def _slot(self) -> int:
-        """Where the header of the next turn stands until the device has read it; one that is free."""
+        """Return a free position for the next header, which the device reads later."""
         self.count_turn()
         if self._capturing:
-            # The graph reads this header whenever it runs.
+            # The graph reads this header in every replay.
             if self._captured == IN_GRAPHS:
                 raise ConfigError(f"CUDA graphs hold at most {IN_GRAPHS} turns of a group's peer_to_peer")
             self._captured += 1
             return RING + self._captured - 1
         turn = self.plan.turn + 1
         if turn > RING and not self._replays:
-            self._until(turn - RING + 1)
+            self._wait_for(turn - RING + 1)
         return turn % RING
 
-    def _until(self, turn: int) -> None:
-        """Wait until ``turn`` is over or something has failed."""
+    def _wait_for(self, turn: int) -> None:
+        """Wait until ``turn`` has completed or there is a fault."""
         if self.plan.wait(turn, SLICE_NS):
             return
         end = time.monotonic() + self._timeout_s + GRACE_S
@@ -336,16 +323,13 @@ class Turns:
                 )
 
 
-_kept: list[list[Any]] = []
-
-
-def _let_go(device: torch.device, held: list[Any]) -> None:
-    """Give memory back once no kernel uses it; in the middle of a CUDA graph, which forbids to wait, never."""
+def _free(device: torch.device, buffers: list[Any]) -> None:
+    """Free memory after all kernels have completed. During a capture, which cannot wait, leak it."""
     if device.type != "cuda":
         return
     if capturing(device):
-        _kept.append(held)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffers))
         return
-    with suppress(RuntimeError):  # of a kernel, which its own user is told of
+    with suppress(RuntimeError):  # the error of a kernel is raised elsewhere
         torch.cuda.synchronize(device)
-    held.clear()
+    buffers.clear()

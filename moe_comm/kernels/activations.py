@@ -1,11 +1,12 @@
-"""Activations between an expert's two matrix products, by name or as any function.
+"""Activations between the two GEMMs of an expert, by name or as a function.
 
-An activation maps h_RG to act_RF: G = 2F where it is gated (a GLU), else G = F. Forward and backward write into
-given memory, which is scratch that all experts of a layer share.
+An activation maps h_RG to act_RF: G = 2F if it is gated (a GLU), else G = F. Forward and backward write to buffers that
+all experts of a layer share.
 
-Routed experts are evaluated one by one, so their bits do not depend on how they are spread over ranks. For a shared
-expert they must not depend on the batch either: that holds for the SwiGLUs, relu and exact gelu in fp32; torch's tanh
-form of gelu and its silu round the last few elements of a tensor differently (see ``pointwise.py``).
+Routed experts run one by one, so their bits do not depend on the placement of experts. For a shared expert the bits
+must
+also not depend on the batch: that holds for the SwiGLUs, relu and exact gelu in fp32. torch's tanh gelu and silu round
+the last elements of a tensor differently (see ``pointwise.py``).
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from moe_comm.kernels.swiglu import swiglu_backward, swiglu_forward
 class Activation:
     """A differentiable function of rows, evaluated and differentiated by torch.
 
-    fn: [R, G] -> [R, F], row by row.
-    gated: G = 2F. Else G = F.
-    interleaved: the two inputs of a gated one stand side by side (gate 0, up 0, gate 1, ...), not in halves; cutting
-        an expert over several ranks must know.
+    Args:
+        name: Name, for messages.
+        fn: Maps [R, G] to [R, F], row by row.
+        gated: Whether G = 2F; else G = F.
+        interleaved: Whether gate and up of a gated activation alternate (gate 0, up 0, gate 1, ...) instead of being
+            halves. Expert tensor parallelism needs it to shard the weights.
     """
 
     name: str
@@ -56,14 +59,14 @@ class Activation:
 
 
 class SwiGLU(Activation):
-    """silu(gate) * up with gate | up in halves: one pass over memory each way."""
+    """silu(gate) * up with gate and up as halves: one pass over memory for forward and for backward."""
 
     forward = staticmethod(swiglu_forward)
     backward = staticmethod(swiglu_backward)
 
 
 def glu(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """act_fn(gate) * up with gate | up in halves: what Hugging Face's experts do with their ``act_fn``."""
+    """Return the function act_fn(gate) * up with gate and up as halves, as in Hugging Face's experts."""
 
     def fn(h_RG: Tensor) -> Tensor:
         gate, up = h_RG.chunk(2, dim=-1)
@@ -73,7 +76,7 @@ def glu(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
-    """gpt-oss's GLU: gate and up interleaved, both clamped, (up + 1) * gate * sigmoid(alpha * gate)."""
+    """Return gpt-oss's GLU: gate and up interleaved and clamped, (up + 1) * gate * sigmoid(alpha * gate)."""
 
     def fn(h_RG: Tensor) -> Tensor:
         gate = h_RG[..., ::2].clamp(max=limit)
@@ -106,16 +109,16 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(activation: str | Activation) -> Activation:
-    """The activation of that name, or the given one.
+    """Return the activation with that name, or ``activation`` itself.
 
     Raises:
-        ConfigError: the name is not known.
+        ConfigError: the name is unknown.
     """
     if isinstance(activation, Activation):
         return activation
     if activation not in ACTIVATIONS:
         raise ConfigError(
             f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}. "
-            "Any other function can be given as Activation(name, fn, gated)."
+            "Pass any other function as Activation(name, fn, gated)."
         )
     return ACTIVATIONS[activation]

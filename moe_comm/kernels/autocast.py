@@ -1,4 +1,4 @@
-"""Autocast for our own operators, as it is for ``nn.Linear``."""
+"""Autocast for custom operators, with the rules of ``nn.Linear``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product with ``x`` runs here: autocast's if it is on, else that of ``x``.
+    """Return the dtype of a GEMM with ``x``: the autocast dtype if autocast is enabled, else that of ``x``.
 
-    float64 stays float64, as in torch's own autocast.
+    float64 stays float64, as in torch's autocast.
     """
     kind = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
@@ -21,16 +21,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def cast_parameter(p: Tensor, x: Tensor) -> Tensor:
-    """``p`` in ``compute_dtype(x)`` under autocast; without autocast as it is."""
+    """Return ``p`` in ``compute_dtype(x)`` under autocast; without autocast return ``p``."""
     if not torch.is_autocast_enabled(x.device.type) or p.dtype == torch.float64:
         return p
     return p.to(compute_dtype(x))
 
 
 def without_autocast(x: Tensor) -> Any:
-    """A context in which autocast is off for the device of ``x``; meta tensors have none.
+    """Return a context in which autocast is disabled for the device of ``x``.
 
-    Where it is off already, none is entered: that takes as long as a small product.
+    If it is disabled already, the context does nothing, because entering one takes as long as a small GEMM.
     """
     kind = x.device.type
     off = kind == "meta" or not torch.is_autocast_enabled(kind)

@@ -1,14 +1,14 @@
-"""The arithmetic of one rank's experts, by row range: forward, backward and gradients of weights. No autograd.
+"""The MLPs of one rank's experts, by row range: forward, backward and weight gradients, without autograd.
 
     rows_RD ──w13──▶ h_RG ──activation──▶ act ──w2──▶ out_RD         expert by expert
 
-Everything that runs experts (``overlap/executors``) calls this code: all rows at once, or row range by row range as
-they arrive. Rows of one expert have the same bits in every split into ranges, provided that operands and results stand
-at equally aligned addresses: BLAS adds in another order at odd ones. Slices that do not (widths that are not a multiple
-of 64 bytes) are copied (``row_invariant.py``). Gradients of weights are one product over all rows of an expert.
+All executors (``overlap/executors``) call this code, with all rows at once or row range by row range as they are
+received. The bits of a row do not depend on how its expert's rows are split into ranges, if operands and results have
+equal alignment: BLAS adds in another order at unaligned addresses. Slices whose width is not a multiple of 64 bytes are
+copied (``row_invariant.py``). Weight gradients are one GEMM over all rows of an expert.
 
-``ExpertMLP`` is both products and the activation; ``ExpertLinear`` is one product. What either saves for backward is
-``rows_RD`` and, unless it is recomputed, ``h_RG``.
+``ExpertMLP`` is two GEMMs and the activation; ``ExpertLinear`` is one GEMM. Both save ``rows_RD`` for backward and,
+without recompute, ``h_RG``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.row_invariant import aligned, are_aligned, expert_mm, product_into
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
-"""(rows, width, dtype, device) to an uninitialised [rows, width] tensor."""
+"""Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
 Sizes = tuple[int, ...]
 
 
 class ExpertForward(ABC):
-    """One forward pass over rows that stand expert after expert.
+    """One forward pass over rows that are sorted by expert.
 
     Attributes:
-        saved_RG: what backward needs besides the rows; None: nothing.
+        saved_RG: what backward needs besides the rows, or None.
     """
 
     saved_RG: Tensor | None = None
@@ -50,49 +50,68 @@ class ExpertForward(ABC):
 
 
 class ExpertBackward(ABC):
-    """One backward pass. First ``row_range`` for all rows of an expert, then ``weights_of`` it; or ``all_rows``."""
+    """One backward pass. Call ``row_range`` for all rows of an expert, then ``weights_of`` it; or call ``all_rows``."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._starts = [0, *accumulate(sizes)]
 
     @abstractmethod
     def row_range(self, expert: int, rows: slice) -> None:
-        """Compute the gradient of ``rows``, and what the gradients of weights need of them."""
+        """Compute the gradient of ``rows``, and what their weight gradients need."""
 
     @abstractmethod
     def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
-        """Write the gradients of an expert's tensors, once all its rows are computed. An expert without rows has zeros:
-        an optimizer or a reduction over ranks treats it like any other.
+        """Write the gradients of an expert's tensors, after all its rows are computed; zeros for an expert without
+        rows.
 
         Args:
-            into: one expert's gradient of each of ``LocalExperts.tensors``; None where it is not wanted.
+            into: One expert's gradient of each of ``LocalExperts.tensors``; None if it is not needed.
         """
 
-    @abstractmethod
     def all_rows(self, grads: Sequence[Tensor | None]) -> None:
-        """Compute everything, expert by expert. grads: of all experts, as ``into`` of one."""
+        """Compute all gradients, expert by expert. grads: gradients of all experts, as ``into`` for one."""
+        for expert, into in enumerate(zip(*by_expert(grads, len(self._sizes)), strict=True)):
+            if self._sizes[expert]:
+                self.row_range(expert, self._rows_of(expert))
+            self.weights_of(expert, into)
+
+    def _rows_of(self, expert: int) -> slice:
+        return slice(self._starts[expert], self._starts[expert + 1])
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which gradients a backward pass computes.
+@dataclass(frozen=True, eq=False)
+class BackwardInputs:
+    """Inputs and outputs of a backward pass.
 
-    grad_rows_RD: where that of the rows is written; None: it is not wanted.
-    weights: which of ``LocalExperts.tensors`` will have one, now or in a later call of ``weights_of``.
+    rows_RD, saved_RG, grad_RD: rows and saved tensor of the forward pass, and the gradient of its output.
+    sizes: rows of each expert.
+    grad_rows_RD: output for the gradient of the rows; None if it is not needed.
+    needs_weights: which of ``LocalExperts.tensors`` need a gradient, now or in a later call of ``weights_of``.
+    per_expert: only ``all_rows`` is called, so scratch buffers have one expert's size.
     """
 
+    rows_RD: Tensor
+    saved_RG: Tensor | None
+    grad_RD: Tensor
+    sizes: Sizes
     grad_rows_RD: Tensor | None
-    weights: tuple[bool, ...]
+    needs_weights: tuple[bool, ...]
+    alloc: Alloc
+    per_expert: bool
 
 
 @dataclass(frozen=True, eq=False)
 class LocalExperts(ABC):
-    """The experts of one rank, their weights stacked.
+    """The experts of one rank, with stacked weights.
 
-    tensors: parameters in the dtype of the rows, any strides; empty where only the settings are kept.
+    tensors: parameters in the dtype of the rows, any strides; empty if only the settings are stored.
     """
 
     tensors: tuple[Tensor | None, ...]
 
     def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> Self:
-        """The same settings with other parameters."""
+        """Return the same settings with other parameters."""
         return replace(self, tensors=tuple(tensors))
 
     @property
@@ -103,25 +122,16 @@ class LocalExperts(ABC):
     @property
     @abstractmethod
     def recomputes(self) -> bool:
-        """Whether backward computes the hidden rows again instead of saving them."""
+        """Whether backward recomputes the hidden rows instead of saving them."""
 
     @abstractmethod
     def forward(self, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
-        """A forward pass from ``rows_RD`` to ``out_RD``, which may still be filled. keep: save for backward."""
+        """Return a forward pass from ``rows_RD``, which may still be in flight, to ``out_RD``. keep: save for
+        backward."""
 
     @abstractmethod
-    def backward(
-        self,
-        rows_RD: Tensor,
-        saved_RG: Tensor | None,
-        grad_RD: Tensor,
-        sizes: Sizes,
-        wanted: Wanted,
-        alloc: Alloc,
-        whole: bool,
-    ) -> ExpertBackward:
-        """A backward pass. whole: rows come expert after expert, so that scratch memory of one expert's size will do;
-        only ``all_rows`` may be called then."""
+    def backward(self, inputs: BackwardInputs) -> ExpertBackward:
+        """Return a backward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +139,7 @@ class ExpertMLP(LocalExperts):
     """activation(rows @ w13[e].T + b13[e]) @ w2[e].T + b2[e].
 
     tensors: w13 [E, G, D], w2 [E, D, F], b13 [E, G] or None, b2 [E, D] or None.
-    recompute: keep only the rows for backward, at the price of one product more there.
+    recompute: save only the rows for backward, which then needs one more GEMM.
     """
 
     activation: Activation
@@ -144,7 +154,7 @@ class ExpertMLP(LocalExperts):
         return self.recompute
 
     def check(self, rows_RD: Tensor, rows_per_expert: Sequence[int]) -> None:
-        """Raise InputError unless shapes and dtypes fit rows [R, D] of so many per expert."""
+        """Raise InputError unless shapes and dtypes match rows [R, D] with these counts per expert."""
         if rows_RD.dim() != 2 or rows_RD.shape[1] != self.tensors[0].shape[2]:  # type: ignore[union-attr]
             hidden = self.tensors[0].shape[2]  # type: ignore[union-attr]
             raise InputError(f"experts of hidden size {hidden} need rows [R, {hidden}]; got {tuple(rows_RD.shape)}")
@@ -157,7 +167,7 @@ class ExpertMLP(LocalExperts):
         self.check_weights(rows_RD)
 
     def check_weights(self, rows: Tensor) -> None:
-        """Raise InputError unless the weights fit each other and the dtype of ``rows``, of any shape."""
+        """Raise InputError unless the weights match each other and the dtype of ``rows``, of any shape."""
         w13, w2, b13, b2 = self.tensors
         assert w13 is not None
         assert w2 is not None
@@ -180,17 +190,8 @@ class ExpertMLP(LocalExperts):
     def forward(self, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         return _MLPForward(self, rows_RD, out_RD, sizes, keep and not self.recompute, alloc)
 
-    def backward(
-        self,
-        rows_RD: Tensor,
-        saved_RG: Tensor | None,
-        grad_RD: Tensor,
-        sizes: Sizes,
-        wanted: Wanted,
-        alloc: Alloc,
-        whole: bool,
-    ) -> ExpertBackward:
-        return _MLPBackward(self, rows_RD, saved_RG, grad_RD, sizes, wanted, alloc, whole)
+    def backward(self, inputs: BackwardInputs) -> ExpertBackward:
+        return _MLPBackward(self, inputs)
 
 
 class _MLPForward(ExpertForward):
@@ -206,20 +207,18 @@ class _MLPForward(ExpertForward):
         self._act_RF = alloc(largest, w2_EDF.shape[2], dtype, device)
         self._aligned = are_aligned(rows_RD, w13_EGD, w2_EDF)
         self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
-        none = [None] * experts
-        self._b13 = none if b13_EG is None else b13_EG.unbind(0)
-        self._b2 = none if b2_ED is None else b2_ED.unbind(0)
+        self._b13, self._b2 = by_expert((b13_EG, b2_ED), experts)
 
     def row_range(self, expert: int, rows: slice) -> None:
         h = self._h_RG[: rows.stop - rows.start] if self.saved_RG is None else self._h_RG[rows]
         self._run(expert, self._rows_RD[rows], h, self._out_RD[rows])
 
     def all_rows(self) -> None:
-        kept = None if self.saved_RG is None else self.saved_RG.split(self._sizes)
+        saved = None if self.saved_RG is None else self.saved_RG.split(self._sizes)
         out = self._out_RD.split(self._sizes)
         for expert, rows in enumerate(self._rows_RD.split(self._sizes)):
             if size := self._sizes[expert]:
-                self._run(expert, rows, self._h_RG[:size] if kept is None else kept[expert], out[expert])
+                self._run(expert, rows, self._h_RG[:size] if saved is None else saved[expert], out[expert])
 
     def _run(self, e: int, rows_rD: Tensor, h_rG: Tensor, out_rD: Tensor) -> None:
         act_rF, w13_GD, w2_DF = self._act_RF[: rows_rD.shape[0]], self._w13[e], self._w2[e]
@@ -231,48 +230,39 @@ class _MLPForward(ExpertForward):
 
 
 class _MLPBackward(ExpertBackward):
-    def __init__(
-        self,
-        mlp: ExpertMLP,
-        rows_RD: Tensor,
-        saved_RG: Tensor | None,
-        grad_RD: Tensor,
-        sizes: Sizes,
-        wanted: Wanted,
-        alloc: Alloc,
-        whole: bool,
-    ) -> None:
+    def __init__(self, mlp: ExpertMLP, inputs: BackwardInputs) -> None:
+        super().__init__(inputs.sizes)
         w13_EGD, w2_EDF, b13_EG, _ = mlp.tensors
         assert w13_EGD is not None
         assert w2_EDF is not None
+        rows_RD, alloc = inputs.rows_RD, inputs.alloc
         dtype, device = rows_RD.dtype, rows_RD.device
-        self._activation, self._sizes, self._scratch = mlp.activation, sizes, whole
-        self._rows_RD, self._saved_RG, self._grad_RD = rows_RD, saved_RG, grad_RD
-        self._grad_rows_RD, self._weights = wanted.grad_rows_RD, wanted.weights
-        # Whether the gradient goes through the activation, or is needed for w2 and b2 alone.
-        self._through = wanted.grad_rows_RD is not None or wanted.weights[0] or wanted.weights[2]
-        room = max(sizes, default=0) if whole else rows_RD.shape[0]
-        self._act_RF = alloc(room, w2_EDF.shape[2], dtype, device)
-        self._grad_h_RG = alloc(room, w13_EGD.shape[1], dtype, device)
-        self._aligned = are_aligned(rows_RD, grad_RD, w13_EGD, w2_EDF, self._act_RF, self._grad_h_RG)
+        self._activation, self._per_expert = mlp.activation, inputs.per_expert
+        self._rows_RD, self._saved_RG, self._grad_RD = rows_RD, inputs.saved_RG, inputs.grad_RD
+        self._grad_rows_RD, self._weights = inputs.grad_rows_RD, inputs.needs_weights
+        # False if only w2 and b2 need gradients.
+        self._needs_grad_h = self._grad_rows_RD is not None or self._weights[0] or self._weights[2]
+        buffer_rows = max(inputs.sizes, default=0) if inputs.per_expert else rows_RD.shape[0]
+        self._act_RF = alloc(buffer_rows, w2_EDF.shape[2], dtype, device)
+        self._grad_h_RG = alloc(buffer_rows, w13_EGD.shape[1], dtype, device)
+        self._aligned = are_aligned(rows_RD, self._grad_RD, w13_EGD, w2_EDF, self._act_RF, self._grad_h_RG)
         self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
-        self._b13 = [None] * len(sizes) if b13_EG is None else b13_EG.unbind(0)
-        self._starts = starts_of(sizes)
+        (self._b13,) = by_expert((b13_EG,), len(inputs.sizes))
 
     def row_range(self, expert: int, rows: slice) -> None:
-        room = slice(0, rows.stop - rows.start) if self._scratch else rows
-        act, grad_h, grad = self._act_RF[room], self._grad_h_RG[room], self._grad_RD[rows]
+        local = slice(0, rows.stop - rows.start) if self._per_expert else rows
+        act, grad_h, grad = self._act_RF[local], self._grad_h_RG[local], self._grad_RD[rows]
         w13, w2 = self._w13[expert], self._w2[expert]
         if not self._aligned:
             grad, w13, w2 = aligned(grad), aligned(w13), aligned(w2)
         if self._saved_RG is not None:
             h = self._saved_RG[rows]
         else:
-            h = grad_h  # whose place it takes, and which is written once it has been read
+            h = grad_h  # h shares the buffer: grad_h is written after h has been read
             expert_mm(aligned(self._rows_RD[rows]), w13.t(), h, self._b13[expert])
-        if self._through:
+        if self._needs_grad_h:
             expert_mm(grad, w2, act)
-            # The activation takes the place of its gradient, which is read first.
+            # The activation overwrites its gradient, which is read first.
             self._activation.backward(h, act, grad_h, act)
         elif self._weights[1]:
             self._activation.forward(h, act)
@@ -287,9 +277,10 @@ class _MLPBackward(ExpertBackward):
                 if empty is not None:
                     empty.zero_()
             return
-        rows = slice(self._starts[expert], self._starts[expert + 1])
-        room = slice(0, size) if self._scratch else rows
-        rows_rD, grad, grad_h, act = self._rows_RD[rows], self._grad_RD[rows], self._grad_h_RG[room], self._act_RF[room]
+        rows = self._rows_of(expert)
+        local = slice(0, size) if self._per_expert else rows
+        rows_rD, grad = self._rows_RD[rows], self._grad_RD[rows]
+        grad_h, act = self._grad_h_RG[local], self._act_RF[local]
         if not self._aligned:
             rows_rD, grad, grad_h, act = aligned(rows_rD), aligned(grad), aligned(grad_h), aligned(act)
         if w2 is not None:
@@ -300,12 +291,6 @@ class _MLPBackward(ExpertBackward):
             product_into(grad_h.t(), rows_rD, w13)
         if b13 is not None:
             torch.sum(grad_h, 0, out=b13)
-
-    def all_rows(self, grads: Sequence[Tensor | None]) -> None:
-        for expert, into in enumerate(zip(*by_expert(grads, len(self._sizes)), strict=True)):
-            if self._sizes[expert]:
-                self.row_range(expert, slice(self._starts[expert], self._starts[expert + 1]))
-            self.weights_of(expert, into)
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,22 +303,13 @@ class ExpertLinear(LocalExperts):
 
     @property
     def recomputes(self) -> bool:
-        return True  # there is nothing between the rows and the output
+        return True  # there are no hidden rows
 
     def forward(self, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
         return _LinearForward(self.tensors[0], rows_RD, out_RD, sizes)  # type: ignore[arg-type]
 
-    def backward(
-        self,
-        rows_RD: Tensor,
-        saved_RG: Tensor | None,
-        grad_RD: Tensor,
-        sizes: Sizes,
-        wanted: Wanted,
-        alloc: Alloc,
-        whole: bool,
-    ) -> ExpertBackward:
-        return _LinearBackward(self.tensors[0], rows_RD, grad_RD, sizes, wanted)  # type: ignore[arg-type]
+    def backward(self, inputs: BackwardInputs) -> ExpertBackward:
+        return _LinearBackward(self.tensors[0], inputs)  # type: ignore[arg-type]
 
 
 class _LinearForward(ExpertForward):
@@ -353,9 +329,10 @@ class _LinearForward(ExpertForward):
 
 
 class _LinearBackward(ExpertBackward):
-    def __init__(self, w_EGD: Tensor, rows_RD: Tensor, grad_RG: Tensor, sizes: Sizes, wanted: Wanted) -> None:
-        self._rows_RD, self._grad_RG, self._grad_rows_RD = rows_RD, grad_RG, wanted.grad_rows_RD
-        self._w, self._sizes, self._starts = w_EGD.unbind(0), sizes, starts_of(sizes)
+    def __init__(self, w_EGD: Tensor, inputs: BackwardInputs) -> None:
+        super().__init__(inputs.sizes)
+        self._rows_RD, self._grad_RG, self._grad_rows_RD = inputs.rows_RD, inputs.grad_RD, inputs.grad_rows_RD
+        self._w = w_EGD.unbind(0)
 
     def row_range(self, expert: int, rows: slice) -> None:
         if self._grad_rows_RD is not None:
@@ -368,24 +345,10 @@ class _LinearBackward(ExpertBackward):
         if not self._sizes[expert]:
             into_GD.zero_()
             return
-        rows = slice(self._starts[expert], self._starts[expert + 1])
+        rows = self._rows_of(expert)
         product_into(aligned(self._grad_RG[rows]).t(), aligned(self._rows_RD[rows]), into_GD)
 
-    def all_rows(self, grads: Sequence[Tensor | None]) -> None:
-        for expert, into in enumerate(zip(*by_expert(grads, len(self._sizes)), strict=True)):
-            if self._sizes[expert]:
-                self.row_range(expert, slice(self._starts[expert], self._starts[expert + 1]))
-            self.weights_of(expert, into)
 
-
-def starts_of(sizes: Sizes) -> list[int]:
-    """Where each expert's rows begin, and the last ones end."""
-    return [0, *accumulate(sizes)]
-
-
-def by_expert(grads: Sequence[Tensor | None], num_experts: int) -> list[Sequence[Tensor | None]]:
-    """Each gradient's views of the experts, in the order of ``grads``."""
-    found: list[Sequence[Tensor | None]] = []
-    for grad in grads:
-        found.append([None] * num_experts if grad is None else grad.unbind(0))
-    return found
+def by_expert(tensors: Sequence[Tensor | None], num_experts: int) -> list[Sequence[Tensor | None]]:
+    """Return the views of the experts of each tensor; Nones for a tensor that is None."""
+    return [[None] * num_experts if t is None else t.unbind(0) for t in tensors]

@@ -1,10 +1,10 @@
-"""``ExpertMLP`` on a GPU: all experts' rows in one launch for each product, by ``kernels/triton/grouped_mm.py``.
+"""``ExpertMLP`` on a GPU: one launch per GEMM for the rows of all experts (``kernels/triton/grouped_mm.py``).
 
     forward    h = rows @ w13.T          act = activation(h)         out = act @ w2.T
     backward   grad_act = grad @ w2      grad_h, act again           grad_rows = grad_h @ w13
                                          grad_w2 = grad.T @ act      grad_w13 = grad_h.T @ rows
 
-Each line is a launch or two, whatever the number of experts, and none asks the device for counts.
+Each line is one or two launches for any number of experts. None of them copies the row counts to the host.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.native import for_triton
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""fp32 stays with cuBLAS, expert by expert: these kernels have no tensor cores for it."""
-
-
-OLDEST = (8, 0)
-"""Compute capability; GPUs before it have no products of bf16."""
+"""fp32 uses cuBLAS, expert by expert, because these kernels multiply it without tensor cores."""
+MIN_CAPABILITY = (8, 0)
+"""Compute capability of the first GPUs with bf16 tensor cores."""
 
 
 def takes(mlp: ExpertMLP, rows_RD: Tensor) -> bool:
-    """Whether these experts run here: 16-bit ones without biases."""
+    """Return whether the kernels support these experts: 16-bit, without biases."""
     w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
     if rows_RD.dtype not in DTYPES or b13_EG is not None or b2_ED is not None or w13_EGD is None:
         return False
@@ -36,16 +34,16 @@ def takes(mlp: ExpertMLP, rows_RD: Tensor) -> bool:
 
 @lru_cache
 def _has_tensor_cores(device: torch.device) -> bool:
-    """For what the kernels multiply, and with their memory; on the CPU they are interpreted."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST
+    """Return whether the device can run the kernels; on the CPU they are interpreted."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -> Tensor:
-    """Write the experts' output into ``out_RD``; returns h_RG, which ``backward`` can use.
+    """Write the experts' output into ``out_RD``. Returns h_RG, for ``backward``.
 
     Args:
-        rows_RD: [R, D], unit stride along D. counts_E: int64 rows of each expert, on the device. Rows beyond their sum
-            are left as they are.
+        rows_RD: [R, D], unit stride along D.
+        counts_E: int64 rows of each expert, on the device. Rows of ``out_RD`` beyond their sum are not written.
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
 
@@ -69,10 +67,10 @@ def backward(
     grad_rows_RD: Tensor | None,
     grads: Sequence[Tensor | None],
 ) -> None:
-    """Write the rows' gradient into ``grad_rows_RD`` and those of w13 and w2 into ``grads``, where they are not None.
+    """Write the gradient of the rows into ``grad_rows_RD`` and those of w13 and w2 into ``grads``, if not None.
 
     Args:
-        h_RG: of ``forward``; None: it is computed again.
+        h_RG: The result of ``forward``; None: it is recomputed.
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into  # needs Triton
 
@@ -87,7 +85,7 @@ def backward(
     grad_h_RG = torch.empty_like(h_RG) if grad_rows_RD is not None or grad_w13 is not None else None
     if grad_h_RG is not None:
         grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
-        # The activation takes the place of its gradient.
+        # The activation overwrites its gradient.
         mlp.activation.backward(h_RG, act_RF, grad_h_RG, act_RF)
     elif grad_w2 is not None:
         mlp.activation.forward(h_RG, act_RF)

@@ -1,4 +1,4 @@
-"""When an operator may hand its tensors to the native core by address, or to a Triton kernel."""
+"""Whether an operator can pass its tensors to the native core by address, or to a Triton kernel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 TRITON_DEVICES = {"cuda"}
-"""Kinds of device whose tensors Triton kernels take, where Triton is installed. Tests that interpret kernels add "cpu";
-a comparison with plain torch takes "cuda" out."""
+"""Device types whose tensors run in Triton kernels if Triton is installed. Tests with interpreted kernels add "cpu";
+comparisons with plain torch remove "cuda"."""
 
 
 @lru_cache(maxsize=1)
 def core() -> Any:
-    """The native core, or None where it is not built; plain torch then runs instead."""
+    """Return the native core, or None if it is not built; callers then use plain torch."""
     try:
         from moe_comm import _C  # may not be built
     except ImportError:
@@ -25,9 +25,9 @@ def core() -> Any:
 
 
 def on_host(*tensors: Tensor) -> bool:
-    """Whether all are plain tensors in this host's memory, and the core is there to take them.
+    """Return whether all tensors are plain CPU tensors and the native core is built.
 
-    Not so for subclasses (fake tensors, DTensor) and while a compiler traces: those have no addresses.
+    Subclasses (fake tensors, DTensor) and tensors that a compiler traces have no addresses.
     """
     return (
         all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in tensors)
@@ -42,7 +42,8 @@ def _triton_is_installed() -> bool:
 
 
 def for_triton(*tensors: Tensor | None) -> bool:
-    """Whether Triton kernels take all that are not None: plain tensors on a GPU, not while a compiler traces."""
+    """Return whether Triton kernels support the tensors: plain tensors on a GPU, outside compiler traces; None is
+    allowed."""
     for t in tensors:
         if t is not None and (t.device.type not in TRITON_DEVICES or type(t) not in (Tensor, nn.Parameter)):
             return False

@@ -1,26 +1,33 @@
-"""Which gradients a backward pass asks of a custom autograd function."""
+"""Which gradients of a custom autograd function the current backward pass needs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
-    """``ctx.needs_input_grad``, less what nobody asks for in this very backward pass.
+def needed_gradients(ctx: Any) -> tuple[bool, ...]:
+    """Return ``ctx.needs_input_grad`` without the gradients that the current backward pass does not use.
 
-    ``needs_input_grad`` says which inputs can have a gradient. A pipeline schedule that splits the backward runs a
-    function twice, once for its rows' gradient and once for its weights', and would pay for both each time.
+    ``needs_input_grad`` lists the inputs that can have a gradient. A pipeline schedule with split backward runs a
+    function twice, once for the gradient of the rows and once for those of the weights, and would compute both each
+    time.
     """
-    wanted, edges = list(ctx.needs_input_grad), iter(ctx.next_functions)
-    for place, needs in enumerate(wanted):
+    needed, edges = list(ctx.needs_input_grad), iter(ctx.next_functions)
+    for index, needs in enumerate(needed):
         if needs:
             node = None
             while node is None:
                 node = next(edges)[0]
             try:
-                wanted[place] = torch._C._will_engine_execute_node(node)
-            except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked for
-                wanted[place] = True
-    return tuple(wanted)
+                needed[index] = torch._C._will_engine_execute_node(node)
+            except RuntimeError:  # raised for a leaf that is an input of torch.autograd.grad
+                needed[index] = True
+    return tuple(needed)
+
+
+def needs_autograd(*tensors: Tensor | None) -> bool:
+    """Return whether autograd records operations on any of the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -1,8 +1,8 @@
-"""Sigmoid whose bits for an element do not depend on where in the tensor the element stands.
+"""Sigmoid whose bits do not depend on an element's position in the tensor.
 
-``torch.sigmoid`` and ``silu`` handle the last few elements of a thread's share with another formula than the rest,
-so a token's result can change with the number of tokens beside it. ``torch.exp`` does not, and negation, addition
-and division are exactly rounded everywhere: composed of these, every element gets the same bits in any batch.
+``torch.sigmoid`` and ``silu`` compute the last elements of each thread with another formula, so a token's result can
+change with the number of tokens. ``torch.exp`` does not, and negation, addition and division are exactly rounded, so
+their composition gives an element the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 
 def sigmoid_values(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)) in the dtype of ``x``, without autograd. exp may overflow to inf; the quotient is then 0."""
+    """Return 1 / (1 + exp(-x)) in the dtype of ``x``, without autograd. If exp overflows to inf, the result is 0."""
     return torch.neg(x).exp_().add_(1.0).reciprocal_()
 
 
@@ -34,5 +34,5 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Differentiable sigmoid of any shape and floating dtype; see the module's text."""
+    """Return the sigmoid of ``x``, of any shape and floating dtype; differentiable once."""
     return _Sigmoid.apply(x)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Root-mean-square normalisation (arXiv 1910.07467): y = x / sqrt(mean(x²) + eps) * weight, row by row.
+"""RMS normalization (arXiv 1910.07467): y = x / sqrt(mean(x²) + eps) * weight, row by row.
 
-torch has no kernel for it on the CPU: five passes over memory forward and about twelve backward. Here each way is one
-pass; on other devices and dtypes torch's own composition runs. A row's bits depend on that row alone.
+torch has no fused CPU kernel: it needs five passes over memory forward and about twelve backward. Here each is one
+pass. Other devices and dtypes use torch's composition. The bits of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -14,18 +14,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.native import core, on_host
-from moe_comm.kernels.needed_grads import wanted_gradients
+from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.kernels.swiglu import NATIVE_DTYPES
 
-ROWS_OF_PART = 128
-"""The weight's gradient is summed over this many rows at a time, whatever the number of threads."""
+PARTIAL_ROWS = 128
+"""The weight gradient is summed over blocks of this many rows, for every number of threads."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[.., D] to the same shape and dtype, computed in fp32 (float64 for float64) and rounded once.
+    """Normalize the rows of ``x``, computed in fp32 (float64 for float64) and rounded once.
 
     Args:
+        x: [..., D].
         weight: [D], of any dtype.
+        eps: Added to the mean square.
+
+    Returns:
+        [..., D] in the dtype of ``x``.
     """
     if x.dtype in NATIVE_DTYPES and x.is_contiguous() and x.numel() and on_host(x, weight):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
@@ -33,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm`` in plain torch."""
+    """Compute ``rms_norm`` in plain torch."""
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
 
@@ -63,11 +68,11 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale_R = ctx.saved_tensors
-        needs_x, needs_weight, _ = wanted_gradients(ctx)
+        needs_x, needs_weight, _ = needed_gradients(ctx)
         rows, width = scale_R.numel(), x.shape[-1]
         grad, weight_D = grad.contiguous(), weight.float()
         grad_x = torch.empty_like(x) if needs_x else None
-        parts_PD = torch.zeros(-(-rows // ROWS_OF_PART), width, dtype=torch.float32) if needs_weight else None
+        parts_PD = torch.zeros(-(-rows // PARTIAL_ROWS), width, dtype=torch.float32) if needs_weight else None
         core().rms_norm_backward(
             x.data_ptr(),
             weight_D.data_ptr(),
@@ -76,7 +81,7 @@ class _RMSNorm(torch.autograd.Function):
             0 if grad_x is None else grad_x.data_ptr(),
             0 if parts_PD is None else parts_PD.data_ptr(),
             rows,
-            ROWS_OF_PART,
+            PARTIAL_ROWS,
             width,
             NATIVE_DTYPES[x.dtype],
             torch.get_num_threads(),

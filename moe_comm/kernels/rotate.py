@@ -1,10 +1,10 @@
-"""The rotation of rotary position embedding (arXiv 2104.09864): each token's heads turned by its angles.
+"""Rotary position embedding (arXiv 2104.09864): rotates the halves of each head by the angles of its token.
 
     y1 = x1 cos - x2 sin      x1, x2: halves of a head
     y2 = x2 cos + x1 sin
 
-One pass over memory in the native core for fp32 on the CPU, any strides; the same bits as plain torch, which runs
-otherwise. Backward is the rotation back.
+One pass over memory in the native core for fp32 on the CPU, with any strides; otherwise plain torch, with the same
+bits. Backward is the inverse rotation.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from moe_comm.kernels.native import core, on_host
 
 
 def rotate_halves(x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[B, S, heads, d], each token turned by its angles.
+    """Rotate [B, S, heads, d] by each token's angles.
 
     Args:
-        cos, sin: [B or 1, S, d / 2], not differentiated.
+        x_BShd: [B, S, heads, d].
+        cos, sin: [B or 1, S, d / 2]; they get no gradient.
     """
     fits = x_BShd.dtype == cos.dtype == sin.dtype == torch.float32 and x_BShd.stride(-1) == 1 and x_BShd.numel()
     if fits and on_host(x_BShd, cos, sin) and not (cos.requires_grad or sin.requires_grad):
@@ -31,13 +32,13 @@ def rotate_halves(x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_halves_reference(x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``rotate_halves`` in plain torch."""
+    """Compute ``rotate_halves`` in plain torch."""
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     first, second = x_BShd.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _turn(x_BShd: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _rotate(x_BShd: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     y_BShd = torch.empty(x_BShd.shape, dtype=x_BShd.dtype)
     core().rotate(
         x_BShd.data_ptr(),
@@ -57,11 +58,11 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x_BShd, cos, sin, 1.0)
+        return _rotate(x_BShd, cos, sin, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BShd: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad_BShd = grad_BShd if grad_BShd.stride(-1) == 1 else grad_BShd.contiguous()
-        return _turn(grad_BShd, cos, sin, -1.0), None, None
+        return _rotate(grad_BShd, cos, sin, -1.0), None, None

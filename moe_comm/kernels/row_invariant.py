@@ -1,13 +1,13 @@
-"""Matrix products whose rows have the same bits in any batch: of a linear layer, and of one expert among others.
+"""GEMMs whose rows have the same bits in every batch: for a linear layer, and for one of many experts.
 
-BLAS picks another kernel, with another order of additions, for few rows, for the ragged edge of a tile, and for
-rows at odd addresses (measured with MKL: 1 to 3 rows differ from 4 and more; with 7 outputs, rows differ by their
-place modulo 4; in double precision many sizes do). With rows, inputs and outputs all rounded up to whole tiles the
-difference is gone. A router needs this: else a token's logits, and with them its experts, would change with the
-number of ranks that the batch is spread over.
+BLAS uses another kernel, with another order of additions, for few rows, for the last rows of a tile, and for rows at
+unaligned addresses. (Measured with MKL: 1 to 3 rows differ from 4 and more; with 7 outputs, rows differ by their index
+modulo 4; in double precision many sizes differ.) With rows, inputs and outputs padded to whole tiles the bits are
+equal.
+A router needs this: otherwise a token's logits, and so its experts, would change with the number of ranks.
 
-``expert_mm`` copies less where widths are multiples of ``TILE``: only few rows are padded, and only what does not stand
-on a cache line is copied.
+``expert_mm`` copies less if widths are multiples of ``TILE``: it pads only if there are few rows, and copies only
+operands that do not start on a cache line.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.autocast import without_autocast
-from moe_comm.kernels.needed_grads import wanted_gradients
+from moe_comm.kernels.needed_grads import needed_gradients
 
 TILE = 16
-"""Rows, inputs and outputs are multiples of this. 8 is enough for the kernels seen; 16 is a vector of AVX-512."""
+"""Rows, inputs and outputs are padded to multiples of this: one AVX-512 vector. The kernels of MKL and oneDNN need
+8."""
 ALIGNMENT = 64
-FEW = 4
-"""Rows from which the kernels seen (MKL, oneDNN) give a row the same bits in every product."""
+MIN_ROWS = 4
+"""Number of rows from which MKL and oneDNN give a row the same bits in every GEMM."""
 
 
 def _padded(a_MN: Tensor, rows: int, columns: int) -> Tensor:
@@ -35,36 +36,39 @@ def _padded(a_MN: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
-    """[M, N] = a @ b; each row has the same bits for every M and wherever it stands. No autograd.
+    """Return a @ b, [M, N]. Each row has the same bits for every M and every position. No autograd.
 
-    Only the ragged last rows are copied if K and N are multiples of ``TILE`` and ``a`` starts on a cache line; else
-    everything is. out: a dense [M, N] to write to.
+    If K and N are multiples of ``TILE`` and ``a`` starts on a cache line, only the last M % ``TILE`` rows are copied;
+    else all operands are.
+
+    Args:
+        out: A dense [M, N] for the result, or None.
     """
     device = a_MK.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # it would leave a product into ``out`` alone
+    if device != "meta" and torch.is_autocast_enabled(device):  # autocast does not cast a GEMM with ``out``
         with without_autocast(a_MK):
             return row_invariant_mm(a_MK, b_KN, out)
     m, k, n = a_MK.shape[0], a_MK.shape[1], b_KN.shape[1]
-    whole_m, whole_k, whole_n = m + -m % TILE, k + -k % TILE, n + -n % TILE
-    direct, dense = out is not None and n == whole_n, k == whole_k and n == whole_n
-    out_MN = out if out is not None and direct else a_MK.new_empty(m, whole_n)
+    padded_m, padded_k, padded_n = m + -m % TILE, k + -k % TILE, n + -n % TILE
+    direct, dense = out is not None and n == padded_n, k == padded_k and n == padded_n
+    out_MN = out if out is not None and direct else a_MK.new_empty(m, padded_n)
     if out_MN.numel():
         if not dense:
-            b_KN = _padded(b_KN, whole_k, whole_n)
-        if k != whole_k or a_MK.data_ptr() % ALIGNMENT:
-            a_MK = _padded(a_MK, whole_m, whole_k).contiguous()
+            b_KN = _padded(b_KN, padded_k, padded_n)
+        if k != padded_k or a_MK.data_ptr() % ALIGNMENT:
+            a_MK = _padded(a_MK, padded_m, padded_k).contiguous()
             a_MK = a_MK.clone() if a_MK.data_ptr() % ALIGNMENT else a_MK
-        whole = a_MK.shape[0] // TILE * TILE
-        if whole > m:
+        tiled = a_MK.shape[0] // TILE * TILE
+        if tiled > m:
             out_MN.copy_(torch.mm(a_MK, b_KN)[:m])
-        elif whole:
-            torch.mm(a_MK[:whole], b_KN, out=out_MN[:whole])
-        if whole < m:
-            out_MN[whole:] = torch.mm(_padded(a_MK[whole:], TILE, whole_k), b_KN)[: m - whole]
+        elif tiled:
+            torch.mm(a_MK[:tiled], b_KN, out=out_MN[:tiled])
+        if tiled < m:
+            out_MN[tiled:] = torch.mm(_padded(a_MK[tiled:], TILE, padded_k), b_KN)[: m - tiled]
     if out is not None:
         return out if direct else out.copy_(out_MN[:, :n])
-    # A dense result: functions of whole tensors treat strided ones differently.
-    return out_MN if n == whole_n else out_MN[:, :n].contiguous()
+    # Return a dense tensor: torch computes pointwise functions of strided tensors differently.
+    return out_MN if n == padded_n else out_MN[:, :n].contiguous()
 
 
 class _RowInvariantLinear(torch.autograd.Function):
@@ -78,7 +82,7 @@ class _RowInvariantLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, w_ED = ctx.saved_tensors
-        needs_x, needs_w, needs_b = wanted_gradients(ctx)
+        needs_x, needs_w, needs_b = needed_gradients(ctx)
         with without_autocast(x_TD):
             return (
                 row_invariant_mm(grad_TE, w_ED) if needs_x else None,
@@ -88,12 +92,12 @@ class _RowInvariantLinear(torch.autograd.Function):
 
 
 def row_invariant_linear(x_TD: Tensor, w_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """x @ w.T + bias; output rows and input-gradient rows have the same bits in any batch.
+    """Return x @ w.T + bias. Output rows and input-gradient rows have the same bits in every batch.
 
     Args:
         x_TD: [T, D]; T may be zero.
-        w_ED: [E, D] of the same dtype. Its gradient is a plain sum over the rows, which does depend on the batch.
-        bias_E: [E].
+        w_ED: [E, D] of the same dtype. Its gradient is a plain sum over the rows, which depends on the batch.
+        bias_E: [E] or None.
 
     Returns:
         [T, E] in the dtype of ``x_TD``.
@@ -102,27 +106,27 @@ def row_invariant_linear(x_TD: Tensor, w_ED: Tensor, bias_E: Tensor | None = Non
 
 
 def are_aligned(*tensors: Tensor) -> bool:
-    """Whether all slices of each along its first dimension are. There may be hundreds, so they are asked once."""
-    for x in tensors:  # noqa: SIM110 - a generator would cost more than what it yields
+    """Return whether all slices of the tensors along the first dimension are aligned."""
+    for x in tensors:  # noqa: SIM110 - a generator is slower
         if x.data_ptr() % ALIGNMENT or x.stride(0) * x.element_size() % ALIGNMENT:
             return False
     return True
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x``, or a copy that is aligned."""
+    """Return ``x``, or an aligned copy."""
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
-    """out = a @ b + bias. ``a`` and ``b`` are aligned. On CPUs the same bits for a row of ``a`` for every M."""
+    """Compute out = a @ b + bias, with aligned ``a`` and ``b``. On CPUs a row has the same bits for every M."""
     rows = a_MK.shape[0]
     if a_MK.is_cpu and (a_MK.shape[1] % TILE or out_MN.shape[1] % TILE):
         row_invariant_mm(a_MK, b_KN, out_MN)
         if bias_N is not None:
             out_MN.add_(bias_N)
-    elif rows < FEW:
-        padded = F.pad(a_MK, (0, 0, 0, FEW - rows))
+    elif rows < MIN_ROWS:
+        padded = F.pad(a_MK, (0, 0, 0, MIN_ROWS - rows))
         few_FN = torch.mm(padded, b_KN) if bias_N is None else torch.addmm(bias_N, padded, b_KN)
         out_MN.copy_(few_FN[:rows])
     elif bias_N is None and out_MN.data_ptr() % ALIGNMENT == 0:
@@ -132,11 +136,11 @@ def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None 
 
 
 def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
-    """out = a @ b + bias, where M is no number of rows: for gradients of weights."""
-    into = out_MN if out_MN.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out_MN)
+    """Compute out = a @ b + bias for weight gradients, where the bits may depend on M."""
+    result_MN = out_MN if out_MN.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out_MN)
     if bias_N is None:
-        torch.mm(a_MK, b_KN, out=into)
+        torch.mm(a_MK, b_KN, out=result_MN)
     else:
-        torch.addmm(bias_N, a_MK, b_KN, out=into)
-    if into is not out_MN:
-        out_MN.copy_(into)
+        torch.addmm(bias_N, a_MK, b_KN, out=result_MN)
+    if result_MN is not out_MN:
+        out_MN.copy_(result_MN)

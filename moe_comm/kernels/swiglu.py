@@ -1,10 +1,10 @@
-"""SwiGLU: act = silu(gate) * up with gate | up side by side in one row (arXiv 2002.05202).
+"""SwiGLU: act = silu(gate) * up, with gate and up in one row (arXiv 2002.05202).
 
     h_RG    [R, 2F]   gate = columns 0..F, up = columns F..2F
     act_RF  [R, F]    gate * sigmoid(gate) * up, computed in fp32 (float64 for float64), rounded once
 
-Each way is a single pass over memory, in the native core on the CPU and in Triton on a GPU; the plain-torch reference
-beside them runs on every device and dtype. In all, a row's bits depend on that row alone.
+Forward and backward are one pass over memory each, in the native core on the CPU and in Triton on a GPU. The
+plain-torch reference runs on every device and dtype. The bits of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
     """Write silu(gate) * up into ``out_RF``.
 
     Args:
-        h_RG: [R, 2F] gate | up; rows may be any distance apart.
+        h_RG: [R, 2F] gate | up; any row stride.
         out_RF: [R, F] of the same dtype, contiguous.
     """
     rows, width = out_RF.shape
@@ -51,15 +51,15 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
 
 
 def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor | None) -> None:
-    """Write the gradient of ``h_RG`` into ``grad_h_RG`` and, if given, the activation again into ``act_RF``.
+    """Write the gradient of ``h_RG`` into ``grad_h_RG`` and, if given, the recomputed activation into ``act_RF``.
 
-    Recomputing the activation here costs nothing beside the reads, and the forward pass need not keep it.
+    Recomputing the activation needs no additional reads, so the forward pass need not save it.
 
     Args:
-        h_RG: [R, 2F] what the forward pass was given.
-        grad_RF: [R, F] gradient of the activation, contiguous; may be the same memory as ``act_RF``.
-        grad_h_RG: [R, 2F] contiguous; may be the same memory as ``h_RG``.
-        act_RF: [R, F] contiguous.
+        h_RG: [R, 2F] input of the forward pass.
+        grad_RF: [R, F] gradient of the activation, contiguous; may share memory with ``act_RF``.
+        grad_h_RG: [R, 2F] contiguous; may share memory with ``h_RG``.
+        act_RF: [R, F] contiguous, or None.
     """
     rows, width = grad_RF.shape
     if h_RG.shape != (rows, 2 * width) or (act_RF is not None and act_RF.shape != (rows, width)):
@@ -132,5 +132,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(h_RG: Tensor) -> Tensor:
-    """Differentiable SwiGLU: [R, 2F] gate | up to [R, F]."""
+    """Return SwiGLU of [R, 2F] gate | up as [R, F]; differentiable once."""
     return _SwiGLU.apply(h_RG)  # type: ignore[no-any-return]

@@ -1,1 +1,1 @@
-"""What a run says about itself: records, traces, diagnosis, reports; and faults on purpose. Training imports it."""
+"""Records, traces, diagnosis and reports of training runs, and fault injection."""

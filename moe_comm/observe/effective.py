@@ -1,13 +1,13 @@
-"""Effective training time: how much of the clock a run spent on steps that counted (the ETTR of ByteRobust).
+"""Effective training time ratio (ETTR) of ByteRobust, arXiv 2509.16293: the fraction of time spent on useful steps.
 
-    first start                    fault              steps again                         end
-    │ start │ steps ... │ lost steps │ restart │ steps (again those lost) ... │ other │
-            └ counted ──┘                       └ counted ──────────────────┘
+    first start                    fault              repeated steps                      end
+    │ start │ steps ... │ lost steps │ restart │ steps (incl. the lost ones) ... │ other │
+            └ counted ──┘                       └ counted ─────────────────────┘
 
-    ratio = seconds of the steps that counted / seconds from the first start to the end
+    ratio = seconds of counted steps / seconds from the first start to the end
 
-The ratio is that of ByteRobust, arXiv 2509.16293. A step counts once, when it was done for the last time and changed
-the weights, without what it waited for checkpoints.
+Of a repeated step only the last execution counts, and only if it updated the weights. Waiting for checkpoints does not
+count.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, read_lines
 
 @dataclass(frozen=True)
 class EffectiveTime:
-    """Where a run's wall-clock went, in seconds that add up to ``wall_s``. Pauses do not count: from where the user
-    ended the run to the next start.
+    """Wall time of a run by activity, in seconds that add up to ``wall_s``.
 
-    productive_s: steps that counted. start_s: from a start of the processes to the first step, where no fault came
-    before. restart_s: from the last step before each fault to the first one after it: noticing it, starting again, and
-    the step in progress.
-    again_s: steps that were done and lost, or left the weights as they were. checkpoint_s: what the steps that counted
-    waited for checkpoints and copies in memory. other_s: all the rest, such as evaluation and saving at the end.
-    lost_steps: done more than once. attempts: starts of the ranks.
+    Pauses between the end of a run by the user and its next start are excluded.
+
+    Attributes:
+        attempts: number of starts of the ranks.
+        steps: number of counted steps.
+        lost_steps: steps that were executed more than once.
+        wall_s: seconds from the first start to the end, without pauses.
+        productive_s: counted steps.
+        start_s: from a start of the processes to the first step, if no fault preceded the start.
+        restart_s: from the last step before each fault to the first step after it (detection, restart, lost step).
+        again_s: steps that were lost or did not update the weights.
+        checkpoint_s: waiting of counted steps for checkpoints and snapshots.
     """
 
     attempts: int
@@ -53,36 +58,37 @@ class EffectiveTime:
 
     @property
     def other_s(self) -> float:
-        known = self.productive_s + self.start_s + self.restart_s + self.again_s + self.checkpoint_s
-        return max(self.wall_s - known, 0.0)
+        accounted = self.productive_s + self.start_s + self.restart_s + self.again_s + self.checkpoint_s
+        return max(self.wall_s - accounted, 0.0)
 
     def __str__(self) -> str:
         parts = [
             ("start", self.start_s),
-            ("faults noticed and ranks started again", self.restart_s),
-            (f"{self.lost_steps} steps again", self.again_s),
+            ("fault detection and restart", self.restart_s),
+            (f"{self.lost_steps} repeated steps", self.again_s),
             ("checkpoints", self.checkpoint_s),
             ("other", self.other_s),
         ]
         lost = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
         return (
             f"effective training time: {self.ratio:.1%} of {self.wall_s:.1f} s in {self.attempts} attempt(s); "
-            f"the rest: {lost}"
+            f"remaining time: {lost}"
         )
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON, with ``ratio`` and ``other_s``."""
+        """Return all values for JSON, including ``ratio`` and ``other_s``."""
         return vars(self) | {"ratio": self.ratio, "other_s": self.other_s}
 
 
 def effective_time(run: Path, end_s: float | None = None) -> EffectiveTime | None:
-    """Of the run whose folder is ``run``; None where its ranks never came to a first step.
+    """Return the effective training time of a run; None if no step began.
 
     Args:
-        end_s: seconds since 1970; None: when its last step was written.
+        run: the run folder.
+        end_s: end of the run in seconds since 1970; None: the time when the last step was written.
 
     Raises:
-        CorruptFile: the run's ``attempts.jsonl`` is damaged.
+        CorruptFile: ``attempts.jsonl`` is corrupted.
     """
     attempts = list(read_lines(run / ATTEMPTS, Attempt))
     if not attempts:
@@ -122,9 +128,9 @@ def effective_time(run: Path, end_s: float | None = None) -> EffectiveTime | Non
 
 
 def step_times(run: Path) -> Iterator[tuple[int, float, float, bool]]:
-    """Of every step in ``metrics.jsonl``: its number, seconds in all, of these for checkpoints, whether it counted.
+    """Yield (step, total seconds, checkpoint seconds, whether it updated the weights) of ``metrics.jsonl``.
 
-    Lines that are no steps, or were cut off, are left out.
+    Invalid and truncated lines are skipped.
     """
     path = run / METRICS
     if not path.exists():
@@ -133,15 +139,15 @@ def step_times(run: Path) -> Iterator[tuple[int, float, float, bool]]:
         for line in lines:
             try:
                 values: Any = json.loads(line)
-                times = values["times"]
-                found = int(values["step"]), float(times["total"]), float(times["checkpoint"])
+                step, times = int(values["step"]), values["times"]
+                total, checkpoint = float(times["total"]), float(times["checkpoint"])
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue
-            if math.isfinite(found[1]) and math.isfinite(found[2]):
-                yield *found, not values.get("skipped")
+            if math.isfinite(total) and math.isfinite(checkpoint):
+                yield step, total, checkpoint, not values.get("skipped")
 
 
 def last_step_s(run: Path) -> float:
-    """When the last step was written, in seconds since 1970; NaN where there is none."""
+    """Return the time when the last step was written, in seconds since 1970; NaN if there is none."""
     path = run / METRICS
     return path.stat().st_mtime if path.exists() else math.nan

@@ -1,8 +1,8 @@
-"""How well a step's tokens were spread over experts: which layers' numbers to keep, and what all layers say together.
+"""Reduce per-layer expert load metrics to a few series.
 
-A model of 61 layers with 256 experts has 15,616 loads a step: too many series for any dashboard. The loads themselves
-go to ``loads.jsonl`` every few steps; of the numbers of single layers the worst layers' are kept; and across all layers
-there are always the median and the 95th percentile.
+A model of 61 layers with 256 experts has 15,616 loads per step, too many series for a dashboard. The loads are written
+to ``loads.jsonl`` every few steps. Per-layer metrics are written for the worst layers only. The median and the 95th
+percentile over all layers are always written.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 LOW_IS_BAD = frozenset({"least", "diversity"})
-"""Of these numbers the small ones are bad, so that their worst layers are at the bottom."""
+"""Metrics of which low values are bad."""
 
 
-def kept_layers(imbalance: Sequence[float], metrics: int, most: int) -> tuple[int, ...]:
-    """Layers whose numbers are written: all if ``metrics`` of each are at most ``most``, else those with the highest
-    load, worst first come, in order of their place in the model."""
+def layers_to_write(imbalance: Sequence[float], metrics: int, most: int) -> tuple[int, ...]:
+    """Return the layers whose metrics are written, in model order: at most ``most`` values of ``metrics`` per layer.
+
+    If not all layers fit, the layers with the highest imbalance are chosen.
+    """
     layers = len(imbalance)
     if layers * metrics <= most:
         return tuple(range(layers))
@@ -25,10 +27,7 @@ def kept_layers(imbalance: Sequence[float], metrics: int, most: int) -> tuple[in
 
 
 def across_layers(values: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    """For each metric the median layer's value, and the value that 95% of layers are no worse than; none of no layers.
-
-    Both are interpolated between the two layers next to the percentile.
-    """
+    """Return the median and the 95th percentile (5th where low values are bad) over layers of each metric."""
     return {
         name: (quantile(one, 0.5), quantile(one, 0.05 if name in LOW_IS_BAD else 0.95))
         for name, one in values.items()
@@ -37,9 +36,9 @@ def across_layers(values: Mapping[str, Sequence[float]]) -> dict[str, tuple[floa
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of ``values`` lie."""
+    """Return the ``share`` quantile of ``values``, with linear interpolation."""
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
+    return float(ordered[below] + (position - below) * (ordered[above] - ordered[below]))

@@ -1,11 +1,11 @@
-"""A trace for people, as Perfetto's TrackEvent protobuf (https://ui.perfetto.dev opens it): slices on tracks, arrows.
+"""Write traces as Perfetto TrackEvent protobuf (https://ui.perfetto.dev opens them): slices on tracks, and arrows.
 
     process "rank 0"    track "compute"      [ forward            ][ backward ... ]
-                                               [ attention ][ ... ]                    nested ones stand below
+                                               [ attention ][ ... ]                    nested slices
                         track "dispatch"            [ dispatch ]──╮
                                                                   ╰──▶[ combine ]      an arrow
 
-Slices of one track that overlap without one holding the other get another track of the same name.
+Slices of one track that overlap without nesting are placed on additional tracks of the same name.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ _SEQUENCE = 1
 
 
 def check_package(extra: str = "observe") -> None:
-    """Raise ``MissingDependency`` where no trace could be written, before it takes minutes to come so far."""
+    """Raise ``MissingDependency`` if ``perfetto`` is not installed."""
     if util.find_spec("perfetto") is None:
         raise MissingDependency(f"perfetto is not installed; run: pip install 'moe_comm[{extra}]'")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a track. arrows_out: that leave it; arrows_in: that reach it. Perfetto draws them forward in time: from
-    the slice that begins first."""
+    """A slice of a track, with the ids of outgoing and incoming arrows.
+
+    Perfetto draws an arrow from the slice that begins first.
+    """
 
     track: int
     name: str
@@ -48,15 +50,11 @@ class _Track:
     name: str
     order: int
     lanes: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Of each: its uuid, and the ends of the slices that are open in it, the innermost last."""
+    """uuid and ends of the open slices of each lane, the innermost last."""
 
 
 class TraceBuilder:
-    """Collects slices; ``data`` is the file.
-
-    Raises:
-        MissingDependency: the package ``perfetto`` is not there.
-    """
+    """Collect slices and serialize them. Raises ``MissingDependency`` if ``perfetto`` is not installed."""
 
     def __init__(self) -> None:
         check_package()
@@ -68,7 +66,7 @@ class TraceBuilder:
         self._slices: list[Slice] = []
 
     def process(self, pid: int, name: str, label: str = "") -> int:
-        """A group of tracks. pid: above 0, which is the idle process."""
+        """Add a group of tracks and return its id. ``pid`` must be above 0, the id of the idle process."""
         described = self._descriptor()
         described.process.pid = pid
         described.process.process_name = name
@@ -77,22 +75,22 @@ class TraceBuilder:
         return int(described.uuid)
 
     def track(self, process: int, name: str, order: int) -> int:
-        """A number for ``Slice.track``. A track without slices is not written."""
+        """Add a track and return its index for ``Slice.track``. A track without slices is not written."""
         self._tracks.append(_Track(process, name, order))
         return len(self._tracks) - 1
 
     def add(self, one: Slice) -> None:
-        """In any order."""
+        """Add a slice, in any order."""
         self._slices.append(one)
 
     def data(self) -> bytes:
-        """The trace; once."""
+        """Serialize the trace. Call it once."""
         from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 
-        # (time, order, ...): what ends goes before what begins, an outer slice before its inner ones.
+        # (time, order, ...): ends before beginnings, an outer slice before its inner ones.
         events: list[tuple[int, int, int, int, int, Slice]] = []
         for one in sorted(self._slices, key=lambda one: (one.begin_ns, -one.end_ns)):
-            end_ns = max(one.end_ns, one.begin_ns + 1)  # or it would end before it begins
+            end_ns = max(one.end_ns, one.begin_ns + 1)  # otherwise the end would sort before the beginning
             uuid = self._lane(self._tracks[one.track], one.begin_ns, end_ns)
             length = end_ns - one.begin_ns
             events.append((one.begin_ns, 1, -length, len(events), uuid, one))
@@ -120,7 +118,7 @@ class TraceBuilder:
         return described
 
     def _lane(self, track: _Track, begin_ns: int, end_ns: int) -> int:
-        """The first lane in which a slice is inside of what is open, or nothing is. Slices come by their beginning."""
+        """Return the first lane where the slice nests in the open slices. Slices are passed in order of beginning."""
         for uuid, open_ends in track.lanes:
             while open_ends and open_ends[-1] <= begin_ns:
                 open_ends.pop()

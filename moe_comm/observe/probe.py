@@ -1,10 +1,10 @@
-"""How long a message of fixed size takes from each host to each other one, while a run goes on.
+"""Measure the time of a message of fixed size between each pair of hosts during a run.
 
-    round k of hosts - 1:   barrier;   host i ── PROBE_BYTES ──▶ host i + k        all at once: each link once each way
+    round k of hosts - 1:   barrier;   host i ── PROBE_BYTES ──▶ host i + k        all hosts at once, each link once
 
-The first rank of each host probes. The receiver measures, from the barrier's end until the message is there. There is
-no answer: it would queue behind the answerer's own message, and a slow sender would look like a slow receiver too.
-Ranks of one host have no link between them, and probe nothing.
+The first rank of each host probes. The receiver measures the time from the end of the barrier until the message is
+complete. There is no reply: it would queue behind the message of its sender, so that a slow sender would also look like
+a slow receiver.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moe_comm.runtime.event_layout import Kind
-from moe_comm.runtime.events import moving
+from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.group_names import group_of
 
 PROBE_BYTES = 256 << 10
-"""2 ms at 1 Gbit/s, 5 us at 400 Gbit/s: far above what a message costs by itself on the first, below on the second."""
+"""2 ms at 1 Gbit/s, far above the latency of a message; 5 us at 400 Gbit/s, below it."""
 
 
 def first_ranks(hosts: Sequence[str]) -> list[int]:
-    """The first rank of each host, given each rank's host."""
+    """Return the first rank of each host, given the host of each rank."""
     return sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
 
 
 class Probe:
-    """Probes between the hosts of ``group``. Every rank makes one and calls it alike. Collective.
+    """Probe the links between the hosts of ``group``. All ranks construct and call it. Collective.
 
     Args:
-        hosts: of each rank of the group, in order.
-        group: None: the default one. Of a backend that moves CPU tensors, such as gloo.
+        hosts: host of each rank of the group, in rank order.
+        group: a group whose backend supports CPU tensors, such as gloo; None: the default group.
+        timeout_s: timeout of a probe in seconds.
     """
 
     def __init__(self, hosts: Sequence[str], group: ProcessGroup | None = None, timeout_s: float = 60.0) -> None:
         self._ends = first_ranks(hosts)
         self._rank = dist.get_rank(group)
         self._timeout = timedelta(seconds=timeout_s)
-        # Of its own, so that what a probe waits for is never a message of training. All ranks make it.
+        # A separate group, so that probes never wait for messages of training. All ranks construct it.
         self._group: ProcessGroup | None = dist.new_group(
             [dist.get_global_rank(group, rank) if group is not None else rank for rank in self._ends],
             backend="gloo",
@@ -53,36 +54,38 @@ class Probe:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank probes at all."""
+        """Whether this rank probes."""
         return len(self._ends) > 1 and self._rank in self._ends
 
     def __call__(self) -> dict[int, float]:
-        """Seconds from the first rank of every other host; {} on ranks that do not probe. Collective.
+        """Return the seconds of a message from the first rank of each other host, by rank. Collective.
+
+        Ranks that do not probe return {}.
 
         Raises:
-            RuntimeError: of the backend, where a host is gone or takes longer than the timeout.
+            RuntimeError: an error of the backend: a host failed or exceeded the timeout.
         """
         if not self.takes_part:
             return {}
         place = self._ends.index(self._rank)
         number = len(self._ends)
-        found = {}
+        seconds = {}
         for distance in range(1, number):
             target, source = (place + distance) % number, (place - distance) % number
-            # A call of the group that is recorded, so that a watcher knows for whom a rank waits here.
-            with moving(Kind.COLLECTIVE, "probe between hosts", group=group_of(self._group)):
-                # So that no host begins while another is still at the training step: its lateness is not the link's.
+            # A recorded call of the group, so that the watcher knows which rank this one waits for.
+            with communication_span(Kind.COLLECTIVE, "probe between hosts", group=group_of(self._group)):
+                # All hosts begin together: the delay of a host in the training step must not count for the link.
                 dist.barrier(self._group)
                 began = time.perf_counter()
                 pending = dist.irecv(self._room, group=self._group, group_src=source, tag=distance)
                 sent = dist.isend(self._message, group=self._group, group_dst=target, tag=distance)
                 _wait(pending)
-                found[self._ends[source]] = time.perf_counter() - began
+                seconds[self._ends[source]] = time.perf_counter() - began
                 _wait(sent)
-        return found
+        return seconds
 
     def close(self) -> None:
-        """Give up the group. A second call does nothing."""
+        """Destroy the group. A second call does nothing."""
         group, self._group = self._group, None
         if self.takes_part and group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

@@ -1,16 +1,16 @@
-"""The files in which a run says what happened to it, beside ``metrics.jsonl``: one JSON object a line.
+"""Record files of a run in JSON lines format.
 
     runs/<name>-<date>/
-        metrics.jsonl               rank 0: StepReport of every step (moe_comm.train.metrics)
-        ranks/rank-00000.jsonl      every rank: RankStep, one a step
-        spans/rank-00000.jsonl      every rank: SpanLine, those of the steps that are written out, and of faults
-        loads.jsonl                 rank 0: LoadLine of every MoE layer, every ``observe.every`` steps and at the first
-        attempts.jsonl              Attempt: one a start of the ranks
-        faults.jsonl                FaultRecord: what was noticed
-        injected.jsonl              what was done on purpose (moe_comm.observe.faults)
+        metrics.jsonl               rank 0: StepReport of each step (moe_comm.train.metrics)
+        ranks/rank-00000.jsonl      each rank: RankStep of each step
+        spans/rank-00000.jsonl      each rank: SpanLine of each span of the selected steps
+        loads.jsonl                 rank 0: LoadLine of each MoE layer, after step 1 and every ``observe.every`` steps
+        attempts.jsonl              Attempt: one per start of the ranks
+        faults.jsonl                FaultRecord: detected faults
+        injected.jsonl              injected faults (moe_comm.observe.faults)
 
-Lines are whole or, the last one of a rank that was killed, cut off; readers leave a cut line out. Unknown keys are
-left out too, so that files of a later version can be read.
+The last line of a killed rank can be truncated; readers skip it. Readers ignore unknown keys, so that they can read
+files of later versions.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ ATTEMPTS, FAULTS, INJECTED, METRICS = "attempts.jsonl", "faults.jsonl", "injecte
 LOADS = "loads.jsonl"
 MAX_LINE = 16 << 20
 MAX_RANKS = 1 << 20
-"""More than any run has: readers make room for every rank that a line names."""
+"""Upper limit of ranks in records, because readers allocate memory for each rank."""
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step of one rank. Times in seconds, parts of ``total`` as in ``StepTimes``; begin_s since 1970.
+    """One step of one rank. Times are in seconds; ``begin_s`` is since 1970.
 
-    waits: seconds by kind of what moves data ("dispatch", "combine", "collective", "transfer"), all of it exposed.
-    sent: bytes by the same kinds. peers: bytes sent to single ranks, where that is known. rows: that came to this
-    rank's experts, over all layers. links: seconds that a probe of fixed size took from single ranks, in the steps that
-    have one (``moe_comm.observe.probe``).
+    Attributes:
+        total, compute, communication, data, checkpoint: as in ``moe_comm.train.metrics.StepTimes``.
+        waits: exposed seconds by kind of communication ("dispatch", "combine", "collective", "transfer").
+        sent: bytes by kind of communication.
+        peers: bytes sent to each rank, where the receiver is known.
+        rows: rows received by this rank's experts, over all layers.
+        links: seconds of a probe from each rank, in steps with probes (``moe_comm.observe.probe``).
     """
 
     step: int
@@ -64,9 +67,9 @@ class RankStep:
 
 @dataclass(frozen=True)
 class SpanLine:
-    """A span; times on its host's wall clock, ns since 1970; ``skew_ns`` added gives those of rank 0's host.
+    """A span. Times are in ns since 1970 on the wall clock of its host; add ``skew_ns`` for the clock of rank 0's host.
 
-    begun_ns: of a wait, when what it waits for was begun, if that was well before; else 0.
+    ``begun_ns`` of a wait is the time when the awaited operation began, if it began well before the wait; else 0.
     """
 
     rank: int
@@ -88,7 +91,7 @@ class SpanLine:
 
     @classmethod
     def of(cls, span: Span, wall_minus_monotonic_ns: int, skew_ns: int = 0) -> SpanLine:
-        """``span`` with its device's times where there are any."""
+        """Return the line of ``span``, with device times if available."""
         begin, end = span.device_ns if span.device_ns[1] else (span.begin_ns, span.end_ns)
         shift = wall_minus_monotonic_ns
         begun = span.device_ns[0] if not span.device_ns[1] else 0
@@ -114,7 +117,7 @@ class SpanLine:
 
 @dataclass(frozen=True)
 class LoadLine:
-    """What one layer's router chose in a step. load: slots of each expert, before any drop, over all ranks."""
+    """Expert loads of one layer in a step. load: slots of each expert over all ranks, before drops."""
 
     step: int
     layer: str
@@ -123,12 +126,19 @@ class LoadLine:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of the ranks. number: from 0. source: "fresh", "checkpoint" or "peer memory". first_step: to be done,
-    from 1. started_s: of the processes; ready_s: when the first step began. Seconds since 1970.
+    """A start of the ranks. Times are in seconds since 1970.
 
-    Of the attempt before this one: last_s: when its last step ended. lost_steps: that it had done and are done again;
-    lost_s: seconds they had taken. ended: "interrupted" by Ctrl-C, "finished" or "time limit" where the user ended it:
-    the time until this one is no fault's.
+    Attributes:
+        number: number of the attempt, from 0.
+        started_s: start of the processes.
+        ready_s: beginning of the first step.
+        first_step: number of the first step, from 1.
+        source: "fresh", "checkpoint" or "peer memory".
+        mapping: sizes of the parallel axes.
+        last_s: end of the last step of the previous attempt.
+        lost_steps: steps of the previous attempt that are repeated.
+        lost_s: seconds that these steps took.
+        ended: "interrupted", "finished" or "time limit" if the user ended the previous attempt; "" after a fault.
     """
 
     number: int
@@ -147,10 +157,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """Something that went wrong, as it was noticed. time_s: since 1970. ranks: the culprits.
+    """A detected fault.
 
-    kind: "died", "unreachable", "stuck", "nonfinite", "spike", "corrupt", "slow", "checkpoint", "error". action: what
-    was done: "restart", "rerun", "skip", "stop", "none". noticed_s: seconds from the last sign of health to the notice.
+    Attributes:
+        time_s: seconds since 1970.
+        kind: "died", "unreachable", "stuck", "nonfinite", "spike", "corrupt", "slow", "checkpoint" or "error".
+        ranks: the faulty ranks.
+        action: "restart", "rerun", "skip", "stop" or "none".
+        noticed_s: seconds from the last sign of health to the detection.
     """
 
     time_s: float
@@ -167,19 +181,18 @@ Line = TypeVar("Line", RankStep, SpanLine, LoadLine, Attempt, FaultRecord)
 
 
 class LineWriter:
-    """Appends dataclasses to a file, a line each, visible to others at once. A line that was cut off, at the end of a
-    file that is there already, is taken out."""
+    """Append dataclasses to a file as JSON lines, without buffering. A truncated last line is removed first."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_to_append(path)
 
     def write(self, line: Any) -> None:
-        """What is no number becomes null."""
+        """Write one line. NaN and infinity become null."""
         self.write_text(to_json(line) + "\n")
 
     def write_text(self, text: str) -> None:
-        """Lines of JSON, each with its end."""
-        # In one piece: another process may append to the same file.
+        """Write complete lines of JSON."""
+        # A single write, because other processes may append to the same file.
         self._file.write(text.encode())
 
     def close(self) -> None:
@@ -187,7 +200,7 @@ class LineWriter:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """``path``, unbuffered, to write whole lines behind whole ones; the folder is made if need be."""
+    """Open ``path`` unbuffered for appending lines; create its folder, and remove a truncated last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file: BinaryIO = path.open("ab", buffering=0)
     with path.open("rb") as before:
@@ -202,26 +215,26 @@ def open_to_append(path: Path) -> BinaryIO:
         json.loads(tail[2])
     except (ValueError, RecursionError):
         file.truncate(begin + len(tail[0]) + len(tail[1]))
-    else:  # but for its end it is whole
+    else:  # only the newline is missing
         file.write(b"\n")
     return file
 
 
 def cut_after(path: Path, done: int) -> None:
-    """Take the lines of steps after ``done``, and one that was cut off, out of a file of lines with a ``step``."""
+    """Remove the lines of steps after ``done`` and a truncated line from a file of lines with a ``step``."""
     if not path.exists():
         return
-    fresh = path.with_suffix(".partial")
+    partial = path.with_suffix(".partial")
     with (
         path.open(encoding="utf-8", errors="replace", newline="\n") as lines,
-        fresh.open("w", encoding="utf-8", newline="\n") as kept,
+        partial.open("w", encoding="utf-8", newline="\n") as output,
     ):
-        kept.writelines(line.rstrip("\n") + "\n" for line in lines if _step_of(line) <= done)
-    os.replace(fresh, path)
+        output.writelines(line.rstrip("\n") + "\n" for line in lines if _step_of(line) <= done)
+    os.replace(partial, path)
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinite for one that was cut off when its process was killed."""
+    """Return the step of a line; infinity for a truncated line."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -229,10 +242,10 @@ def _step_of(line: str) -> float:
 
 
 def to_json(line: Any) -> str:
-    """A dataclass, or what JSON has, on one line; NaN and infinities as null."""
+    """Return a dataclass or JSON value as one line of JSON; NaN and infinities become null."""
     values = dict(vars(line)) if dataclasses.is_dataclass(line) else line
     try:
-        # A step's line is written in every step: fields hold what JSON has, which needs no copy made first.
+        # The common case: all fields are JSON values, which avoids the deep copy of ``asdict``.
         return json.dumps(values, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError):
         values = dataclasses.asdict(line) if dataclasses.is_dataclass(line) and not isinstance(line, type) else line
@@ -240,17 +253,17 @@ def to_json(line: Any) -> str:
 
 
 def append(path: Path, line: Any) -> None:
-    """A single line at the end of ``path``."""
+    """Append one line to ``path``."""
     writer = LineWriter(path)
     writer.write(line)
     writer.close()
 
 
 def read_lines(path: Path, kind: type[Line]) -> Iterator[Line]:
-    """The lines of a file; none if it is not there.
+    """Yield the lines of a file; none if it does not exist.
 
     Raises:
-        CorruptFile: a line other than the last is no JSON object with the fields of ``kind``.
+        CorruptFile: a line other than a truncated last line is not a JSON object with the fields of ``kind``.
     """
     if not path.exists():
         return
@@ -258,30 +271,29 @@ def read_lines(path: Path, kind: type[Line]) -> Iterator[Line]:
         number = 0
         while raw := file.readline(MAX_LINE + 1):
             number += 1
-            whole = raw.endswith(b"\n")
             try:
                 if len(raw) > MAX_LINE:
                     raise ValueError(f"it is longer than {MAX_LINE} bytes")
                 line = parse(json.loads(raw), kind)
             except (ValueError, TypeError, RecursionError) as error:
-                if not whole:
+                if not raw.endswith(b"\n"):
                     return
                 raise CorruptFile(f"{path}, line {number}: not a {kind.__name__}: {error}") from error
             yield line
 
 
 def parse(values: Any, kind: type[Line]) -> Line:
-    """What a line's JSON says, as ``kind``; unknown keys are left out.
+    """Convert the JSON value of a line to ``kind``; unknown keys are ignored.
 
     Raises:
-        ValueError: it is no object, lacks a field, or has one of the wrong type.
+        ValueError: it is not an object, a field is missing, or a field has the wrong type.
     """
     if not isinstance(values, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     types = _TYPES[kind]
-    known = {key: _read(types[key], key, value) for key, value in values.items() if key in types}
+    fields = {key: _read(types[key], key, value) for key, value in values.items() if key in types}
     try:
-        return kind(**known)
+        return kind(**fields)
     except TypeError as error:
         raise ValueError(str(error)) from error
 
@@ -293,7 +305,7 @@ _TYPES = {
 
 
 def read_folder(folder: Path, kind: type[Line]) -> Iterator[Line]:
-    """The lines of every ``rank-*.jsonl`` in ``folder``, rank after rank."""
+    """Yield the lines of all ``rank-*.jsonl`` files in ``folder``, in rank order."""
     for path in sorted(folder.glob("rank-*.jsonl")):
         yield from read_lines(path, kind)
 
@@ -310,7 +322,7 @@ def _finite(value: Any) -> Any:
 
 def _in_range(text: str, key: str, value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()  # half of a pair could not be written again
+        return value.encode(errors="replace").decode()  # lone surrogates cannot be encoded
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{key} is beyond 64 bits")
     if key in ("rank", "world") and not 0 <= value < MAX_RANKS:
@@ -322,7 +334,7 @@ _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "s
 
 
 def _read(kind: Any, key: str, value: Any) -> Any:
-    """``value`` if it is of the annotated type (a string here), else a ``ValueError``."""
+    """Return ``value`` if it has the annotated type ``kind`` (a string), else raise ``ValueError``."""
     text = str(kind)
     if text == "float" and value is None:
         return math.nan

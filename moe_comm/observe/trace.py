@@ -1,11 +1,11 @@
-"""A run's spans as a Perfetto trace: ranks are processes, arrows show who waited for whom.
+"""Convert the spans of a run to a Perfetto trace: ranks are processes, and arrows show which rank others waited for.
 
 rank 0 (host a)   compute                  [step [forward [attention]          [experts]          ]]
                   dispatch and combine                    [dispatch           ]           ▶[combine]
-                                                                ▶[rank 1 came ] │          ╷
-                                                                ╷               ╰──────────╯ the same rows
-rank 1 (host a)   dispatch and combine                          [dispatch    ]               come home
-                                      the rank that came last lets the others go on
+                                                            ▶[rank 1 arrived  ] │          ╷
+                                                            ╷                   ╰──────────╯ the same rows
+rank 1 (host a)   dispatch and combine                      [dispatch        ]
+                                      an arrow starts at the rank that arrived last
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRACKS = (
     "collectives",
     "transfers",
     "data and checkpoint",
-    "beside the main thread",
+    "other threads",
 )
 _TRACK_OF = {
     "step": "compute",
@@ -42,16 +42,16 @@ _TRACK_OF = {
     "pause": "data and checkpoint",
     "mark": "data and checkpoint",
 }
-_HOME = {"dispatch": "combine", "combine backward": "dispatch backward"}
-"""By what rows come home that an operation has sent out."""
+_RETURN_OF = {"dispatch": "combine", "combine backward": "dispatch backward"}
+"""The operation that returns the rows of another one."""
 SAME_NS = 10_000
-"""Two dumps read the clocks anew, and give the same span times that differ by less."""
+"""Maximum difference of the times of one span in two dumps, which read the clocks separately."""
 _SEND, _RECEIVE = "send ", "receive "
 
 
 @dataclass(frozen=True)
 class Release:
-    """The part of the span at ``place`` from when another rank was there too; an arrow reaches it."""
+    """The rest of the span at index ``place`` after another rank arrived; an arrow points to it."""
 
     place: int
     begin_ns: int
@@ -60,7 +60,7 @@ class Release:
 
 
 class Arrows:
-    """Numbers of the arrows that leave and reach spans, by the spans' places in a list."""
+    """Ids of outgoing and incoming arrows by span index."""
 
     def __init__(self) -> None:
         self.out: dict[int, list[int]] = defaultdict(list)
@@ -69,14 +69,14 @@ class Arrows:
         self._last = 0
 
     def draw(self, source: int, target: int) -> None:
-        """From a span to one that begins later."""
+        """Add an arrow from a span to one that begins later."""
         self._last += 1
         self.out[source].append(self._last)
         self.into[target].append(self._last)
 
     def release(self, source: int, target: int, spans: Sequence[SpanLine], name: str) -> None:
-        """From a span to one that had begun before and waited, if it did."""
-        begin_ns = _begin(spans[source]) + 1  # or which one is first would be left open
+        """Add an arrow from a span to one that waited for it."""
+        begin_ns = _begin(spans[source]) + 1  # so that the source begins first
         if _begin(spans[target]) >= begin_ns:
             self.draw(source, target)
         elif begin_ns < _end(spans[target]):
@@ -86,30 +86,30 @@ class Arrows:
 
 
 def arrows(spans: list[SpanLine]) -> Arrows:
-    """Those between ``spans``, which are in order of their beginning on one clock.
+    """Return the arrows between ``spans``, which are sorted by their beginning on one clock.
 
-    From a dispatch to its combine, on each rank; from the last rank that entered a group's call to all that were in it
-    already; from a pipeline stage that sends to the one that receives.
+    Arrows connect a dispatch and its combine on each rank, the last rank that entered a collective and the ranks that
+    waited for it, and the send and receive of pipeline stages.
     """
-    found = Arrows()
-    _draw_home(spans, found)
-    _draw_calls(spans, found)
-    _draw_transfers(spans, found)
-    return found
+    result = Arrows()
+    _draw_returns(spans, result)
+    _draw_calls(spans, result)
+    _draw_transfers(spans, result)
+    return result
 
 
-def _draw_home(spans: list[SpanLine], found: Arrows) -> None:
-    away: dict[tuple[object, ...], list[int]] = defaultdict(list)
+def _draw_returns(spans: list[SpanLine], result: Arrows) -> None:
+    pending: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for place, span in enumerate(spans):
-        if span.kind == "compute" or span.group:  # the one span of an operation, not one of waits that belong to it
+        if span.kind == "compute" or span.group:  # the span of the operation itself, not of its waits
             key = (span.rank, span.step, span.micro, span.layer)
-            if span.name in _HOME:
-                away[(*key, _HOME[span.name])].append(place)
-            elif waiting := away.get((*key, span.name)):
-                found.draw(waiting.pop(0), place)
+            if span.name in _RETURN_OF:
+                pending[(*key, _RETURN_OF[span.name])].append(place)
+            elif sources := pending.get((*key, span.name)):
+                result.draw(sources.pop(0), place)
 
 
-def _draw_calls(spans: list[SpanLine], found: Arrows) -> None:
+def _draw_calls(spans: list[SpanLine], result: Arrows) -> None:
     calls: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)
     for place, span in enumerate(spans):
         if span.call:
@@ -118,10 +118,10 @@ def _draw_calls(spans: list[SpanLine], found: Arrows) -> None:
         last = max(members.values())  # in order of beginning
         for place in members.values():
             if place != last:
-                found.release(last, place, spans, f"rank {spans[last].rank} came")
+                result.release(last, place, spans, f"rank {spans[last].rank} arrived")
 
 
-def _draw_transfers(spans: list[SpanLine], found: Arrows) -> None:
+def _draw_transfers(spans: list[SpanLine], result: Arrows) -> None:
     sent: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for place, span in enumerate(spans):
         if span.kind == "transfer" and span.name.startswith(_SEND):
@@ -129,12 +129,12 @@ def _draw_transfers(spans: list[SpanLine], found: Arrows) -> None:
     for place, span in enumerate(spans):
         if span.kind == "transfer" and span.name.startswith(_RECEIVE):
             what = span.name.removeprefix(_RECEIVE)
-            if waiting := sent.get((span.step, span.micro, span.layer, what, span.peer, span.rank)):
-                found.release(waiting.pop(0), place, spans, f"rank {span.peer} sent")
+            if sources := sent.get((span.step, span.micro, span.layer, what, span.peer, span.rank)):
+                result.release(sources.pop(0), place, spans, f"rank {span.peer} sent")
 
 
 def build(lines: Iterable[SpanLine], hosts: Mapping[int, str]) -> bytes:
-    """The trace of ``lines``, in any order. hosts: by rank, of those that are known."""
+    """Return the trace of ``lines``, in any order. ``hosts`` contains the known hosts by rank."""
     builder = TraceBuilder()
     spans = sorted(lines, key=lambda line: (_begin(line), -_end(line)))
     drawn = arrows(spans)
@@ -164,51 +164,52 @@ def build(lines: Iterable[SpanLine], hosts: Mapping[int, str]) -> bytes:
 
 
 def write_trace(run: Path, out: Path, steps: tuple[int, int] | None = None, *, faults: bool = False) -> int:
-    """The spans of a run's folder as a Perfetto trace at ``out``; returns how many.
+    """Write the spans of a run as a Perfetto trace.
 
     Args:
-        steps: only those from the first to the last of these. faults: the spans that were dumped at faults, in place of
-            those that are written every ``observe.every`` steps.
+        run: the run folder.
+        out: the trace file.
+        steps: first and last step to include; None: all.
+        faults: use the spans dumped after faults instead of those written every ``observe.every`` steps.
+
+    Returns:
+        The number of spans.
 
     Raises:
-        ConfigError: there are none. CorruptFile: a file of the run is damaged. MissingDependency: no ``perfetto``.
+        ConfigError: there are no spans.
+        CorruptFile: a file of the run is corrupted.
+        MissingDependency: ``perfetto`` is not installed.
     """
     check_package()
     if not run.is_dir():
-        raise ConfigError(f"{run} is not a run's folder")
-    lines = _dumped(run) if faults else read_folder(run / SPANS, SpanLine)
-    found = [line for line in lines if steps is None or steps[0] <= line.step <= steps[1]]
-    if not found:
+        raise ConfigError(f"{run} is not a run folder")
+    lines = _read_dumps(run) if faults else read_folder(run / SPANS, SpanLine)
+    spans = [line for line in lines if steps is None or steps[0] <= line.step <= steps[1]]
+    if not spans:
         which = "" if steps is None else f" of steps {steps[0]} to {steps[1]}"
-        cure = (
-            "no fault was noticed there" if faults else "set observe.every to less than run.steps, or look at --faults"
-        )
-        raise ConfigError(f"{run} has no spans{which}; {cure}")
-    data = build(found, _hosts(run))
+        advice = "no fault was detected" if faults else "set observe.every to less than run.steps, or use --faults"
+        raise ConfigError(f"{run} has no spans{which}; {advice}")
+    data = build(spans, _hosts(run))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(data)
-    return len(found)
+    return len(spans)
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """ "20" or "20:40", both ends included.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Parse "20" or "20:40" (both ends included). Raises ``ConfigError`` for other text."""
     first, colon, last = text.partition(":")
     try:
-        found = int(first), int(last if colon else first)
+        steps = int(first), int(last if colon else first)
     except ValueError:
-        found = (1, 0)
-    if found[0] > found[1]:
-        raise ConfigError(f"steps are one, such as 20, or first and last, such as 20:40; got {text!r}")
-    return found
+        steps = (1, 0)
+    if steps[0] > steps[1]:
+        raise ConfigError(f"steps must be a step, such as 20, or first and last, such as 20:40; got {text!r}")
+    return steps
 
 
-def _dumped(run: Path) -> Iterator[SpanLine]:
-    """A dump has the spans of several steps, and later dumps may have them again; what was open ends with its dump."""
-    seen: dict[tuple[object, ...], SpanLine] = {}
+def _read_dumps(run: Path) -> Iterator[SpanLine]:
+    """Yield the spans of all dumps without duplicates; a span that was open ends at the time of its dump."""
+    spans: dict[tuple[object, ...], SpanLine] = {}
     for path in sorted((run / DUMPS).glob("step-*/rank-*.jsonl")):
         now = 0
         for line in read_lines(path, SpanLine):
@@ -216,19 +217,16 @@ def _dumped(run: Path) -> Iterator[SpanLine]:
                 now = line.begin_ns
             what = (line.rank, line.kind, line.name, line.layer, line.step, line.micro, line.call, line.thread)
             at = line.begin_ns // SAME_NS
-            key = next((key for near in (at, at - 1, at + 1) if (key := (*what, near)) in seen), (*what, at))
+            key = next((key for near in (at, at - 1, at + 1) if (key := (*what, near)) in spans), (*what, at))
             if not line.end_ns:
                 line = replace(line, name=f"{line.name} (not ended)", end_ns=max(now, line.begin_ns))
-            seen[key] = line
-    yield from seen.values()
+            spans[key] = line
+    yield from spans.values()
 
 
 def _hosts(run: Path) -> dict[int, str]:
-    found = {}
-    for path in (run / RANKS).glob("rank-*.jsonl"):
-        for line in islice(read_lines(path, RankStep), 1):
-            found[line.rank] = line.host
-    return found
+    files = (run / RANKS).glob("rank-*.jsonl")
+    return {line.rank: line.host for path in files for line in islice(read_lines(path, RankStep), 1)}
 
 
 def _track(span: SpanLine) -> str:

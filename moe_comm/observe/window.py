@@ -1,4 +1,4 @@
-"""Some steps of a run as arrays, one row a step and one column a rank: what diagnosis and comparison look at."""
+"""Step records of a run as arrays with one row per step and one column per rank."""
 
 from __future__ import annotations
 
@@ -17,53 +17,59 @@ from moe_comm.observe.records import Attempt, RankStep
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 PARTS = ("compute", "data", "checkpoint")
-"""What a rank does by itself; the rest of a step it waits for others, or keeps the books."""
+"""Activities of a rank that do not wait for other ranks."""
 
 
 MOST_CELLS = 1 << 22
-"""Places for steps of ranks, or of links, beyond what is known of them: files are not to be trusted."""
+"""Maximum size of sparse matrices, because record files are untrusted."""
 
 
 @dataclass(frozen=True)
-class Links:
-    """N probes, in order of their steps. at_N3: [N, 3], the place of the step in its window, and the ranks that sent
-    and received. seconds_N: what they took."""
+class LinkProbes:
+    """N probes, sorted by step.
+
+    at_N3: [N, 3]: step index in the window, sending rank, receiving rank. seconds_N: [N] durations.
+    """
 
     at_N3: Ints
     seconds_N: Floats
 
-    def between(self, first: int, end: int) -> Links:
-        """Those of the steps in places from ``first`` to before ``end``."""
+    def between(self, first: int, end: int) -> LinkProbes:
+        """Return the probes of the steps with index ``first`` to ``end`` (exclusive)."""
         low, high = np.searchsorted(self.at_N3[:, 0], (first, end))
-        return Links(self.at_N3[low:high] - (first, 0, 0), self.seconds_N[low:high])
+        return LinkProbes(self.at_N3[low:high] - (first, 0, 0), self.seconds_N[low:high])
 
     def matrices(self) -> tuple[list[int], Floats]:
-        """The H ranks that probe or are probed, in order, and [P, H, H] seconds in each of the P steps that have
-        probes, from one of them to another; NaN where not known. Of more steps than there is room for, the last.
+        """Return the H probing ranks, and [P, H, H] seconds from sender to receiver in P steps; NaN without a probe.
+
+        The P steps are the last ones with probes, as many as the size limit allows.
 
         Raises:
             InputError: there are too many ranks.
         """
         ends, at_M = np.unique(self.at_N3[:, 1:], return_inverse=True)
-        steps, place_N = np.unique(self.at_N3[:, 0], return_inverse=True)
-        room = max(MOST_CELLS, 2 * len(self.seconds_N)) // max(len(ends), 1) ** 2
-        if len(steps) and not room:
-            raise InputError(f"probes between {len(ends)} hosts are too many to judge")
-        skipped = max(len(steps) - room, 0)
+        steps, index_N = np.unique(self.at_N3[:, 0], return_inverse=True)
+        most = max(MOST_CELLS, 2 * len(self.seconds_N)) // max(len(ends), 1) ** 2
+        if len(steps) and not most:
+            raise InputError(f"the probes between {len(ends)} hosts exceed the size limit of the diagnosis")
+        skipped = max(len(steps) - most, 0)
         matrices = np.full((len(steps) - skipped, len(ends), len(ends)), np.nan)
         source_N, target_N = at_M.reshape(-1, 2).T
-        kept = place_N >= skipped
-        matrices[place_N[kept] - skipped, source_N[kept], target_N[kept]] = self.seconds_N[kept]
+        used = index_N >= skipped
+        matrices[index_N[used] - skipped, source_N[used], target_N[used]] = self.seconds_N[used]
         return ends.tolist(), matrices
 
 
 @dataclass(frozen=True)
 class Window:
-    """S steps of W ranks; what is not known is NaN.
+    """S steps of W ranks. Missing values are NaN.
 
-    steps: [S]. ranks: [W], those that have written anything. parts: by ``PARTS``, [S, W] seconds of a rank's own work.
-    waits_SW: seconds in dispatch, combine and collectives. rows_SW: that came to a rank's experts. links: probes from
-    one rank to another. hosts: of each rank. stage: of each rank in the pipeline, 0 where there is none.
+    Attributes:
+        ranks: [W] ranks with records.
+        parts: [S, W] seconds of each of ``PARTS``.
+        waits_SW: seconds in dispatch, combine and collectives.
+        rows_SW: rows received by a rank's experts.
+        stage: [W] pipeline stage of each rank; 0 without a pipeline.
     """
 
     steps: tuple[int, ...]
@@ -71,7 +77,7 @@ class Window:
     parts: Mapping[str, Floats]
     waits_SW: Floats
     rows_SW: Floats
-    links: Links
+    links: LinkProbes
     hosts: tuple[str, ...]
     stage: tuple[int, ...]
 
@@ -80,7 +86,7 @@ class Window:
         return int(self.waits_SW.shape[1])
 
     def between(self, first: int, last: int) -> Window:
-        """The steps from ``first`` to ``last``, both included."""
+        """Return the steps from ``first`` to ``last``, both included."""
         low, high = bisect_left(self.steps, first), bisect_right(self.steps, last)
         chosen = slice(low, max(low, high))
         return Window(
@@ -96,18 +102,25 @@ class Window:
 
 
 def make_window(lines: Iterable[RankStep], stage: Sequence[int] = ()) -> Window:
-    """From step lines in any order; of a step that was done again the later line counts.
+    """Build a window from step lines in any order. Of a repeated step the later line counts.
+
+    Args:
+        lines: the step lines.
+        stage: pipeline stage of each rank of the run; (): no pipeline.
 
     Raises:
-        InputError: there are none. CorruptFile: nearly all ranks lack nearly all steps.
+        InputError: there are no lines.
+        CorruptFile: almost all steps of almost all ranks are missing.
     """
     by_place = {(line.step, line.rank): line for line in lines}
     if not by_place:
-        raise InputError("no step of any rank was recorded; train with observe.events=true, and for more than a step")
+        raise InputError("the run has no step records; train with observe.events=true for more than one step")
     steps = sorted({step for step, _ in by_place})
     ranks = sorted({rank for _, rank in by_place})
     if len(steps) * len(ranks) > max(MOST_CELLS, 16 * len(by_place)):
-        raise CorruptFile(f"{len(by_place)} lines are of {len(steps)} steps of {len(ranks)} ranks: they are no run's")
+        raise CorruptFile(
+            f"{len(by_place)} lines for {len(steps)} steps of {len(ranks)} ranks are not the records of a run"
+        )
     row_of = {step: index for index, step in enumerate(steps)}
     column_of = {rank: index for index, rank in enumerate(ranks)}
     shape = (len(steps), len(ranks))
@@ -121,33 +134,29 @@ def make_window(lines: Iterable[RankStep], stage: Sequence[int] = ()) -> Window:
             part[place] = getattr(line, name)
         waits[place], rows[place] = line.communication, line.rows
         for peer, seconds in line.links.items():
-            if (sender := _known(peer, column_of)) is not None and np.isfinite(seconds):
+            sender = int(peer) if peer.isascii() and peer.isdigit() and len(peer) < 10 else -1
+            if sender in column_of and np.isfinite(seconds):
                 probes.append((row_of[step], sender, rank, seconds))
         hosts[column_of[rank]] = line.host
     probes.sort(key=lambda probe: probe[0])
-    links = Links(
+    links = LinkProbes(
         np.array([probe[:3] for probe in probes], dtype=np.int64).reshape(-1, 3),
         np.array([probe[3] for probe in probes], dtype=np.float64),
     )
-    known = tuple(stage[rank] for rank in ranks) if len(stage) == 1 + ranks[-1] else (0,) * len(ranks)
-    return Window(tuple(steps), tuple(ranks), parts, waits, rows, links, tuple(hosts), known)
-
-
-def _known(peer: str, column_of: Mapping[int, int]) -> int | None:
-    """The rank of which ``peer`` is the number, if there is one."""
-    rank = int(peer) if peer.isascii() and peer.isdigit() and len(peer) < 10 else -1
-    return rank if rank in column_of else None
+    stages = tuple(stage[rank] for rank in ranks) if len(stage) == 1 + ranks[-1] else (0,) * len(ranks)
+    return Window(tuple(steps), tuple(ranks), parts, waits, rows, links, tuple(hosts), stages)
 
 
 def read_window(run: Path) -> Window:
-    """Every step of a run's folder.
+    """Read all steps of the run folder ``run``.
 
     Raises:
-        InputError: it has no records of ranks. CorruptFile: one is damaged.
+        InputError: it has no step records.
+        CorruptFile: a record is corrupted.
     """
     stage: list[int] = []
     for attempt in records.read_lines(run / records.ATTEMPTS, Attempt):
         pp = attempt.mapping.get("pp", 1)
-        # Pipeline stages are outermost in the order of ranks.
+        # The pipeline axis is the outermost in rank order.
         stage = [rank * pp // attempt.world for rank in range(attempt.world)]
     return make_window(records.read_folder(run / records.RANKS, RankStep), stage)

@@ -1,4 +1,4 @@
-"""What can be wrong with the input of ``dispatch_matmul`` and ``matmul_combine``, on any executor."""
+"""Input checks of ``dispatch_matmul`` and ``matmul_combine``, for all executors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_comm.errors import InputError
 
 
 def weights_fault(dispatcher: Dispatcher, w_EGD: Tensor, rows: Tensor, operator: str) -> InputError | None:
-    """What is wrong with the weights of the dispatcher's experts for ``rows`` [.., D]."""
+    """Return the error if the weights of the dispatcher's experts do not match ``rows`` [.., D], else None."""
     experts = len(dispatcher.local_experts)
     fits = w_EGD.dim() == 3 and w_EGD.shape[0] == experts and w_EGD.shape[2] == rows.shape[-1]
     if fits and w_EGD.dtype == rows.dtype and w_EGD.device == rows.device:
@@ -24,7 +24,7 @@ def weights_fault(dispatcher: Dispatcher, w_EGD: Tensor, rows: Tensor, operator:
 def combine_fault(
     dispatcher: Dispatcher, handle: DispatchHandle, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor
 ) -> InputError | None:
-    """What is wrong with the input of a ``matmul_combine`` of rows that stand as ``handle`` says."""
+    """Return the error if the arguments of ``matmul_combine`` do not match the dispatch handle, else None."""
     if (fault := weights_fault(dispatcher, w_EDF, rows_RF, "matmul_combine")) is not None:
         return fault
     if rows_RF.shape[0] != handle.num_rows or w_EDF.shape[1] != handle.hidden or rows_RF.dtype != handle.dtype:

@@ -1,13 +1,13 @@
-"""Dispatch + grouped GEMM: tokens to the experts' first product (COMET, arXiv 2502.19811, layer 0).
+"""Dispatch + grouped GEMM: tokens to the first GEMM of their experts (COMET, arXiv 2502.19811, layer 0).
 
-h = dispatch(x) @ w[e].T              expert by expert, on the rank that holds it
+h = dispatch(x) @ w[e].T              expert by expert, on the rank of the expert
 
-forward    rows are sent in chunks    products of the own rows, then of each chunk as it completes
-backward   grad @ w[e] of what        while the gradients of a chunk are in transfer, the next are computed; then own
-           is sent first              rows, and grad.T @ rows of every expert, whole: one product each
+forward    rows are sent in chunks    GEMMs of the own rows, then of each chunk as it completes
+backward   grad @ w[e] of the chunk   while the gradients of a chunk are in flight, the next are computed; then own
+           that is sent first         rows, and one GEMM grad.T @ rows for each expert
 
-The pipelined executor (``executors/pipelined.py``) with a single product for an expert. Between CPU ranks that share
-memory rows are not sent, but written and read in place (``executors/shared_rows.py``).
+The pipelined executor (``executors/pipelined.py``) with one GEMM for each expert. CPU ranks that share memory write and
+read rows in place instead (``executors/shared_rows.py``).
 """
 
 from __future__ import annotations
@@ -37,32 +37,36 @@ def dispatch_matmul(
     *,
     label: str = "",
 ) -> tuple[Tensor, ChunkedDispatch | SharedDispatch]:
-    """Send each token to its K experts and multiply it there with the expert's weights. Collective.
+    """Dispatch each token to its K experts and multiply it there by the expert's weight. Collective.
 
     Args:
         dispatcher: ``all_to_all``, whose rows are sent in chunks, or ``shared_memory``, whose rows are written and read
-            in place; chunks are groups of peers then.
-        x_TD: [T, D] as ``Dispatcher.dispatch`` takes it. ids_TK: [T, K] global expert ids; -1 drops the slot.
-        w_EGD: [E, G, D] of this rank's experts, of the same dtype.
-        overlap: backend and chunks; the result has the same bits for every number of them, and so have the gradients;
-            Triton's kernels have their own. One chunk is one step after the other.
-        label: name of the layer, for error messages.
+            in place; chunks are groups of peers there.
+        x_TD: [T, D] as for ``Dispatcher.dispatch``.
+        ids_TK: [T, K] global expert ids; -1 drops the slot.
+        w_EGD: [E, G, D] weights of this rank's experts, in the dtype of ``x_TD``.
+        overlap: Backend and chunks. The result and the gradients have the same bits for every number of chunks;
+            Triton kernels have their own bits. One chunk runs serially.
+        label: Name of the layer, for error messages.
 
     Returns:
         h_RG: [R, G] for the rows of this rank's experts, by (expert, source rank, token, slot).
-        dispatch: what ``matmul_combine`` needs to bring them back; ``dispatch.handle`` is the dispatch handle.
+        dispatch: The argument of ``matmul_combine``. ``dispatch.handle`` is the dispatch handle.
 
     Raises:
-        ConfigError: a dispatcher that does not overlap. With MissingDependency: Triton is asked for and cannot run
-            here; the message says what to do.
+        ConfigError: the dispatcher does not support overlap, or Triton is requested and cannot run here; the message
+            says what to do.
+        MissingDependency: Triton is requested and not installed.
         InputError, RoutingError, RankMismatch: on every rank, before rows move.
-        PeerDied, PeerTimeout: a rank failed, or did not call in time.
+        PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
     overlap, width, experts = overlap or Overlap(), w_EGD.shape[1], ExpertLinear((w_EGD,))
     fault: MoeCommError | None = weights_fault(dispatcher, w_EGD, x_TD, "dispatch_matmul")
     if isinstance(dispatcher, SharedMemoryDispatcher):
         if overlap.backend == TRITON:
-            fault = fault or ConfigError("Triton's kernels move rows between GPUs; shared_memory is for ranks on CPUs")
+            fault = fault or ConfigError(
+                "Triton kernels need the dispatcher all_to_all; got shared_memory, which is for CPU ranks"
+            )
         if fault is not None:
             dispatcher.refuse(fault, x_TD, label=label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label)
@@ -76,14 +80,14 @@ def dispatch_matmul(
     dispatch = ChunkedDispatch.open(dispatcher, x_TD, ids_TK, overlap, width=width, label=label)
     if (choice := fused_choice(dispatch, "dispatch_matmul", width)) is not None:
         return fused_dispatch(dispatch, x_TD, ids_TK, w_EGD, choice)
-    if all(each.chunks == 1 for each in dispatch.each_way("dispatch_matmul", width)):
+    forward, backward = dispatch.per_direction("dispatch_matmul", width)
+    if forward.chunks == backward.chunks == 1:
         rows_RD = dispatch.dispatch_at_once(x_TD).rows_RD
         return grouped(experts, rows_RD, dispatch.handle.rows_per_expert), dispatch
-    forward, _ = dispatch.each_way("dispatch_matmul", width)
     return pipelined_dispatch(dispatch, forward.send, x_TD, experts), dispatch
 
 
 def reference(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, w_EGD: Tensor, *, label: str = "") -> Tensor:
-    """One step after the other: the bits that ``dispatch_matmul`` must give."""
+    """Compute the forward pass serially. ``dispatch_matmul`` has the same bits."""
     dispatched = dispatcher.dispatch(x_TD, ids_TK, label=label)
     return grouped(ExpertLinear((w_EGD,)), dispatched.rows_RD, dispatched.handle.rows_per_expert)

@@ -1,96 +1,77 @@
-"""What ``gather_matmul`` and ``matmul_scatter`` share: how their rows travel, and what they are on one rank."""
+"""Parts shared by ``gather_matmul`` and ``matmul_scatter``: choice of transport, Triton kernels, and one-rank GEMMs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.kernels.needed_grads import wanted_gradients
+from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.kernels.row_invariant import row_invariant_mm
-from moe_comm.overlap.chunked import Arrival, Lines, exact_mm, scattered_mm
-from moe_comm.overlap.cost import Work
+from moe_comm.overlap.chunked import GatheredRows, OperatorPlan, exact_mm
 from moe_comm.overlap.options import TRITON
-from moe_comm.overlap.shared import Traffic, in_place, reads_in_place
+from moe_comm.overlap.shared import SharedTransfers, reads_in_place, run_in_place
+from moe_comm.overlap.tuning.cost import OperatorWork
 
 if TYPE_CHECKING:
-    from moe_comm.overlap.triton.linear import Kernels
+    from moe_comm.overlap.triton.linear import LinearKernels
 
 T = TypeVar("T")
 
 
-class Way(Protocol):
-    """How one pass moves rows between the ranks. What it begins has to be taken before the pass ends."""
+class LinearTransport(Protocol):
+    """Transfers rows between the ranks for one pass of an operator: an ``OperatorPlan`` or a ``SharedTransport``."""
 
-    def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
-        """Every rank's rows as they arrive; one arrival's are valid until the next is asked for."""
-
-    def scattered_mm(self, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tensor]:
-        """Begin the sum over ranks of x @ b; the call returned gives this rank's rows of it, [S, N]."""
-
-
-@dataclass(frozen=True)
-class Chunked:
-    """By chunks, over whatever the group's channel has."""
-
-    lines: Lines
-
-    def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
-        return self.lines.start_gather(x_SD)
+    def start_gather(self, x_SD: Tensor) -> Iterator[GatheredRows]:
+        """Gather all ranks' rows. Each item is valid until the next one is requested."""
 
     def scattered_mm(self, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tensor]:
-        return scattered_mm(self.lines, x_WSK, b_KN)
+        """Start the reduce-scatter of x @ b. The returned call waits for this rank's rows, [S, N]."""
 
 
-def carried(lines: Lines, traffic: Traffic, body: Callable[[Way], T]) -> T:
-    """What ``body`` computes, its rows moved in place between ranks that share memory, and by chunks otherwise.
+def run_on_transport(plan: OperatorPlan, transfers: SharedTransfers, body: Callable[[LinearTransport], T]) -> T:
+    """Return ``body(transport)``, with shared memory as the transport where it can be used, else chunked collectives.
 
     Args:
-        body: begins what ``traffic`` says. It runs again if a rank's shared memory turns out to be full.
+        body: Starts the operations that ``transfers`` describes. It runs again if a rank's shared memory is full.
     """
-    moves = traffic.gathered_SD is not None or traffic.sum_columns is not None
-    if moves and reads_in_place(lines, traffic.like):
-        done = in_place(lines, traffic, body)
-        if done is not None:
-            return done
-    return body(Chunked(lines))
+    communicates = transfers.gathered_SD is not None or transfers.sum_columns is not None
+    if communicates and reads_in_place(plan, transfers.like):
+        result = run_in_place(plan, transfers, body)
+        if result is not None:
+            return result
+    return body(plan)
 
 
-work_of = lru_cache(maxsize=1024)(Work)
-"""The same object for the same sizes: making it, and hashing it anew, would take as long as a product of few rows."""
+operator_work = lru_cache(maxsize=1024)(OperatorWork)
+"""Cached: constructing and hashing an OperatorWork takes as long as a GEMM of few rows."""
 
 
-def differentiated(*tensors: Tensor) -> bool:
-    """Whether autograd will ask for gradients of any of these."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def fused(lines: Lines, group: ProcessGroup, like: Tensor) -> Kernels | None:
-    """The Triton kernels, if they are chosen for this pass.
+def fused_kernels(plan: OperatorPlan, group: ProcessGroup, like: Tensor) -> LinearKernels | None:
+    """Return the Triton kernels if the plan uses them.
 
     Raises:
-        MissingDependency: Triton is not installed. InputError: they do not take this dtype.
+        MissingDependency: Triton is not installed.
+        InputError: the kernels do not support the dtype.
         ConfigError: CPU tensors outside Triton's interpreter.
     """
-    if lines.choice.backend != TRITON:
+    if plan.choice.backend != TRITON:
         return None
-    from moe_comm.overlap.triton.linear import Kernels  # needs Triton
+    from moe_comm.overlap.triton.linear import LinearKernels  # needs Triton
 
-    return Kernels.of(group, like, lines.choice.programs or None)
+    return LinearKernels.of(group, like, plan.choice.programs or None)
 
 
-def product(x_RK: Tensor, w_NK: Tensor) -> Tensor:
-    """[R, N] = x @ w.T: both operators on one rank."""
+def local_linear(x_RK: Tensor, w_NK: Tensor) -> Tensor:
+    """Return x @ w.T, [R, N]: both operators on one rank."""
     return row_invariant_mm(x_RK, w_NK.t())
 
 
-def product_gradients(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Those of ``product``, of x and w as saved in ``ctx``; None where nobody wants one."""
+def local_linear_gradients(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x and w, which ``ctx`` saved; None for a gradient that is not needed."""
     x_RK, w_NK = ctx.saved_tensors
-    needs_x, needs_w = wanted_gradients(ctx)[:2]
+    needs_x, needs_w = needed_gradients(ctx)[:2]
     return row_invariant_mm(grad_RN, w_NK) if needs_x else None, exact_mm(grad_RN.t(), x_RK) if needs_w else None

@@ -1,15 +1,15 @@
-"""Grouped GEMM + combine: the experts' last product, and its results back to their tokens (COMET, layer 1).
+"""Grouped GEMM + combine: the last GEMM of the experts, and the sum of each token's results (COMET, layer 1).
 
-y = sum over k of weights[t, k] * (rows @ w[e].T)        at the rank of token t
+y = sum over k of weights[t, k] * (rows @ w[e].T)        on the rank of token t
 
-forward    rows that leave first       while the results of a chunk are in transfer, the next are computed; own last
-backward   gradients sent in chunks    own rows, then each chunk as it completes: its products with w[e], and with the
-                                       results, which are the gradient of the weights; grad.T @ rows fills the waits
+forward    rows that are sent first    while the results of a chunk are in flight, the next are computed; own rows last
+backward   gradients sent in chunks    own rows, then each chunk as it completes: its GEMMs with w[e], and its dot
+                                       products with the results (for the weights); grad.T @ rows fills the waits
 
-COMET cuts the columns, so that the first sums of a token can be taken, and sent, after one slice of all its experts.
-Here the rows themselves go back, which keeps the bits at every number of ranks, and they can go as soon as they are
-computed, expert after expert, with whole products. The pipelined executor (``executors/pipelined.py``) with a single
-product for an expert; between CPU ranks that share memory results are read in place (``executors/shared_rows.py``).
+COMET cuts the results along columns, so that sums of a token can start after one slice of all its experts. Here the
+rows themselves are returned, which keeps the bits for every number of ranks. They can be sent as soon as they are
+computed, expert by expert, with whole GEMMs. The pipelined executor (``executors/pipelined.py``) with one GEMM for each
+expert; CPU ranks that share memory read results in place (``executors/shared_rows.py``).
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ from moe_comm.overlap.executors.shared_rows import SharedDispatch
 def matmul_combine(
     rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, dispatch: ChunkedDispatch | SharedDispatch
 ) -> Tensor:
-    """[T, D] the weighted sum of each token's experts. Collective; differentiable once.
+    """Multiply rows by their expert's weight and sum each token's results. Collective; differentiable once.
 
     Args:
-        rows_RF: [R, F] of this rank's experts, as ``dispatch_matmul`` gave them.
-        w_EDF: [E, D, F] of the same dtype; D is the width of the rows that were dispatched.
+        rows_RF: [R, F] rows of this rank's experts, in the order of ``dispatch_matmul``.
+        w_EDF: [E, D, F] weights of the same dtype. D is the width of the rows that were dispatched.
         weights_TK: [T, K] routing weights.
-        dispatch: what ``dispatch_matmul`` returned.
+        dispatch: The dispatch that ``dispatch_matmul`` returned.
+
+    Returns:
+        [T, D] the weighted sum of each token's experts.
 
     Raises:
-        InputError: something does not fit; on every rank if the dispatcher is checked.
-        RankMismatch: ranks differ in what they do, or in whether weights need a gradient; if it is checked.
-        PeerDied, PeerTimeout: a rank failed, or did not call in time.
+        InputError: arguments do not match; raised on every rank if the dispatcher is checked.
+        RankMismatch: ranks make different calls, or differ in whether weights need a gradient; if it is checked.
+        PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
     handle, experts = dispatch.handle, ExpertLinear((w_EDF,))
     fault = combine_fault(dispatch.dispatcher, handle, rows_RF, w_EDF, weights_TK)
@@ -48,14 +51,14 @@ def matmul_combine(
         dispatch.refuse("combine", fault)
     if isinstance(dispatch, ChunkedDispatch) and dispatch.fused is not None:
         return fused_combine(dispatch, rows_RF, w_EDF, weights_TK)
-    if all(each.chunks == 1 for each in dispatch.each_way("matmul_combine", rows_RF.shape[1])):
+    if all(each.chunks == 1 for each in dispatch.per_direction("matmul_combine", rows_RF.shape[1])):
         results_RD = grouped(experts, rows_RF, handle.rows_per_expert)
         return dispatch.dispatcher.combine(results_RD, weights_TK, handle)
     return pipelined_combine(dispatch, rows_RF, experts, weights_TK)
 
 
 def reference(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, dispatch: ChunkedDispatch | SharedDispatch) -> Tensor:
-    """One step after the other: the bits that ``matmul_combine`` must give."""
+    """Compute the forward pass serially. ``matmul_combine`` has the same bits."""
     handle: DispatchHandle = dispatch.handle
     results_RD = grouped(ExpertLinear((w_EDF,)), rows_RF, handle.rows_per_expert)
     return dispatch.dispatcher.combine(results_RD, weights_TK, handle)

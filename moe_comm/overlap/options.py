@@ -1,4 +1,4 @@
-"""``Overlap``: how layers and operators overlap what they compute with what they transfer. Settings only."""
+"""Overlap settings of layers and operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from moe_comm.errors import ConfigError
 
 CHUNKED, SHARED, TRITON = BACKENDS = ("chunked", "shared_memory", "triton")
-"""What an operator can be run by."""
+"""Backends of an operator, as stored measurements name them."""
 DEFAULT_CHUNKS = 4
 Backend = Literal["auto", "chunked", "triton"]
 ExecutorName = Literal["auto", "serial", "pipelined", "device"]
@@ -16,37 +16,42 @@ _ALLOWED: dict[str, tuple[str, ...]] = {"auto": BACKENDS, "chunked": (CHUNKED,),
 
 
 def at_least_one(name: str, value: int) -> None:
-    """Raise ConfigError unless ``value`` is a whole number of at least 1."""
+    """Raise ConfigError unless ``value`` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1; got {value!r}")
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How an operator overlaps its collective.
+    """Settings for overlapping communication with GEMMs.
 
-    chunks: parts in which a rank's rows travel. 1: all at once, and one step after the other. "auto": as ``moe-comm
-        tune`` measured on this machine, else as a cost model predicts from the group's own rates; every rank does as
-        the group's first, which tells the others when an operator of a shape is first called.
-    chunk_bytes: no smaller parts than this, and so fewer: each costs a round trip, which must be short beside it. Not
-        for "auto", which knows what a round trip costs.
-    deterministic: weight gradients have the same bits for every number of chunks: they are one product over all rows,
-        or one for each rank, and wait for the last of these. False: they are added up as rows arrive, which hides more.
-    backend: "chunked": chunks over whatever the group's ranks talk by. "triton": one fused kernel on symmetric memory,
-        of GPUs of one host (of CPU ranks only where Triton interprets, as tests do); its own bits, whatever the
-        programs. "auto": linear layers of CPU ranks that share memory read in place, all else is chunked; and with
-        chunks "auto", a kernel where ``moe-comm tune`` measured on these GPUs that it is faster: there the bits, which
-        on GPUs nothing promises for every number of ranks, depend on what was measured. "chunked" keeps them.
-    executor: of a whole expert layer. "serial": dispatch, experts and combine one after the other. "pipelined": experts
-        compute rows as they arrive, over ``all_to_all`` in chunks and over ``shared_memory`` peer by peer. "device":
-        Triton's kernels, for experts without biases. "auto": "device" with backend "triton", else pipelined where the
-        dispatcher can and there are enough rows for more than one chunk. A dispatcher that cannot run an executor that
-        is named is a ConfigError on every rank, in the layer's first call.
-    programs: of a Triton kernel, those that communicate; None: with chunks "auto" as tuned, else as it takes by itself.
+    Every rank of a group must use the same settings.
+
+    Args:
+        chunks: Number of chunks that a rank's rows are sent in. 1 disables overlap: one transfer, then one GEMM.
+            "auto" takes the number that ``moe-comm tune`` stored for this machine, else the prediction of the cost
+            model. Rank 0 of the group decides; the first call of an operator with a new shape is collective.
+        chunk_bytes: Minimum size of a chunk in bytes, which limits an integer ``chunks``. "auto" ignores it, because
+            the cost model includes the latency of a chunk.
+        deterministic: If True, weight gradients have the same bits for every number of chunks: they are one GEMM over
+            all rows (or one for each rank) and wait for all rows. If False, they are accumulated as rows are received,
+            which hides more communication.
+        backend: "chunked": collectives in chunks, over any transport. "triton": one fused kernel on symmetric memory,
+            for the GPUs of one host (CPU ranks only in Triton's interpreter); its bits differ from the other backends
+            and do not depend on ``programs``. "auto": linear layers of CPU ranks that share memory read peers' rows in
+            place, all other operators are chunked. With ``chunks="auto"``, "auto" also selects a Triton kernel where
+            ``moe-comm tune`` measured that it is faster, so on GPUs the bits depend on the stored measurements.
+        programs: Number of programs of a Triton kernel that communicate. None: the tuned number with
+            ``chunks="auto"``, else the kernel's default.
+        executor: Execution order of a whole expert layer. "serial": dispatch, experts, combine. "pipelined": experts
+            compute rows as they are received, over ``all_to_all`` in chunks and over ``shared_memory`` peer by peer.
+            "device": Triton kernels, for experts without biases. "auto": "device" with ``backend="triton"``, else
+            "pipelined" if the dispatcher supports it and there are enough rows for two chunks, else "serial". If the
+            dispatcher does not support the named executor, the first call raises ConfigError on every rank.
 
     Raises:
-        ConfigError: chunks is neither a whole number of at least 1 nor "auto", or backend or executor is
-            not known.
+        ConfigError: ``chunks`` is neither an integer of at least 1 nor "auto", or ``backend`` or ``executor`` is
+            unknown.
     """
 
     chunks: int | Literal["auto"] = DEFAULT_CHUNKS
@@ -69,10 +74,10 @@ class Overlap:
 
     @classmethod
     def of(cls, overlap: Overlap | Literal["auto"] | None) -> Overlap | None:
-        """What a layer is given: "auto" is ``Overlap("auto")``.
+        """Return the settings that a layer's ``overlap`` argument means: "auto" is ``Overlap("auto")``.
 
         Raises:
-            ConfigError: another name.
+            ConfigError: ``overlap`` is a string other than "auto".
         """
         if isinstance(overlap, str):
             if overlap != "auto":
@@ -82,11 +87,11 @@ class Overlap:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Those that ``backend`` allows."""
+        """Backends that ``backend`` allows."""
         return _ALLOWED[self.backend]
 
     def chunks_of(self, num_bytes: int) -> int:
-        """In how many parts ``num_bytes`` travel; by name, where no more than that is known, ``DEFAULT_CHUNKS``."""
+        """Return the number of chunks for ``num_bytes``. "auto" counts as ``DEFAULT_CHUNKS``."""
         chunks = DEFAULT_CHUNKS if isinstance(self.chunks, str) else self.chunks
         return min(chunks, max(1, num_bytes // self.chunk_bytes))
 

@@ -1,23 +1,23 @@
-"""In which order tiles are computed, which flags each waits for, and which it raises. No tensors, no process group.
+"""Tile schedules: the order of tiles, the flags that each tile waits for, and the flags that it raises.
 
-A GEMM is cut into tiles of rows. Beside it runs the communication that brings its rows, or takes its results away:
+A GEMM is cut into tiles of rows. Communication runs concurrently: it delivers the rows, or sends the results:
 
     producer              flags                 consumer
-    rows from rank 2  ──▶ [2] raised ─────────▶ tiles that touch rows of rank 2        gather_order, dispatch_order
-    tiles of rank 2   ──▶ [2] counted to full ▶ rank 2 takes its results               scatter_order, combine_order
+    rows from rank 2  ──▶ [2] raised ─────────▶ tiles with rows of rank 2              gather_order, dispatch_order
+    tiles of rank 2   ──▶ [2] counted to full ▶ rank 2 reads its results               scatter_order, combine_order
 
-Rows stand as dispatch puts them: by (expert, source rank, token, slot). Rank 1 of 4, one expert, tiles of 4 rows:
+Rows have dispatch's order: (expert, source rank, token, slot). Rank 1 of 4, one expert, tiles of 4 rows:
 
     row        0   1 │ 2   3   4 │ 5   6   7 │ 8   9
     from rank  0   0 │ 1   1   1 │ 2   2   2 │ 3   3
-    arrives    last  │ at once   │ 2nd       │ 3rd             ring from rank 1: 1 2 3 0
+    received   last  │ own rows  │ 1st       │ 2nd             ring from rank 1: 1 2 3 0
 
-    plain cut  ╰──── A ────╯╰──── B ─────╯╰─ C ─╯              order B C A, but A keeps two own rows waiting for rank 0
-    our cut    ╰ A ╯╰──── B ─────╯╰───── C ─────╯              order B C A, as many tiles
+    plain cut  ╰──── A ────╯╰──── B ─────╯╰─ C ─╯              order B C A, but two own rows in A wait for rank 0
+    this cut   ╰ A ╯╰──── B ─────╯╰───── C ─────╯              order B C A, same number of tiles
 
-In the order of rows a rank would begin with A, and wait for the last arrival before it computes anything.
-Sources: Flux (arXiv 2406.06858) for gather and scatter, COMET (2502.19811) for the stage of a tile and for columns
-first in combine, UniEP (2604.19241) for flags per (expert, rank).
+In row order, a rank would start with A and wait for the last rows before it computes anything. Sources: Flux (arXiv
+2406.06858) for gather and scatter, COMET (2502.19811) for the stage of a tile and for the column-first order of
+combine, UniEP (2604.19241) for flags per (expert, rank).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from numpy.typing import ArrayLike
 from moe_comm.errors import InputError
 from moe_comm.overlap.options import at_least_one
 from moe_comm.overlap.ring import Ring
-from moe_comm.overlap.tiles import Cut, Ints, Ragged, Tiles, chunk_rows
+from moe_comm.overlap.tiles import Cut, Ints, Ragged, RowTiles, chunk_rows
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Rows ``first_row`` to ``end_row - 1`` of one local expert, and one slice of the columns of the result.
+class ScheduledTile:
+    """Rows ``first_row`` to ``end_row - 1`` of one local expert, and one slice of the result's columns.
 
-    ranks: whose rows these are, ascending: they come from there (dispatch, gather) or go there (combine, scatter).
-    stage: when it can begin, or what it serves; tiles are ordered by it.
-    needs: flags that must be up before the tile is read. signals: counters that go up by one once it is written.
+    ranks: source ranks (dispatch, gather) or destination ranks (combine, scatter) of the rows, ascending.
+    stage: position of the source or destination in the ring; tiles are sorted by it.
+    needs: flags that must be raised before the tile is read. signals: counters to increment after it is written.
     """
 
     expert: int
@@ -58,11 +58,11 @@ class Tile:
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
-    """N tiles in the order of their computation; arrays for kernels, ``schedule[i]`` for readers.
+class TileSchedule:
+    """N tiles in order of execution. The arrays are for kernels; ``schedule[i]`` is a ``ScheduledTile``.
 
-    expert_N, first_row_N, end_row_N, slice_N, stage_N: int64 [N]; the fields of ``Tile``.
-    ranks, needs, signals: the same as lists. num_flags: flags, or counters, that they are out of.
+    expert_N, first_row_N, end_row_N, slice_N, stage_N: int64 [N], the fields of ``ScheduledTile``.
+    ranks, needs, signals: the same as ragged lists. num_flags: total number of flags or counters.
     """
 
     expert_N: Ints
@@ -78,13 +78,13 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.expert_N)
 
-    def __getitem__(self, index: int) -> Tile:
+    def __getitem__(self, index: int) -> ScheduledTile:
         fields = (self.expert_N, self.first_row_N, self.end_row_N, self.slice_N, self.stage_N)
         at = range(len(self))[index]
         expert, first, end, column_slice, stage = (int(field[at]) for field in fields)
-        return Tile(expert, first, end, column_slice, stage, self.ranks[at], self.needs[at], self.signals[at])
+        return ScheduledTile(expert, first, end, column_slice, stage, self.ranks[at], self.needs[at], self.signals[at])
 
-    def __iter__(self) -> Iterator[Tile]:
+    def __iter__(self) -> Iterator[ScheduledTile]:
         return (self[index] for index in range(len(self)))
 
     @property
@@ -93,12 +93,12 @@ class Schedule:
         return self.end_row_N - self.first_row_N
 
     def expected_F(self) -> Ints:
-        """For each counter how many tiles signal it: full at that value. 0 where there is nothing to wait for."""
+        """Return the final value of each counter: the number of tiles that signal it."""
         return np.bincount(self.signals.values, minlength=self.num_flags)
 
 
-def dispatch_order(rows_EW: ArrayLike, ring: Ring, cut: Cut, *, flags_per_expert: bool = False) -> Schedule:
-    """Dispatch + grouped GEMM: a tile's stage is the ring distance of the *latest* rank whose rows it holds (COMET).
+def dispatch_order(rows_EW: ArrayLike, ring: Ring, cut: Cut, *, flags_per_expert: bool = False) -> TileSchedule:
+    """Schedule dispatch + grouped GEMM: tiles by the ring distance of the *latest* rank whose rows they hold (COMET).
 
     Tiles are sorted by (stage, expert, row). Rank 1 of 4, two experts, tiles of 4 rows:
 
@@ -106,28 +106,29 @@ def dispatch_order(rows_EW: ArrayLike, ring: Ring, cut: Cut, *, flags_per_expert
         expert 0     2   3   3   2        rows 0-1 │ 2-4 │ 5-7 │ 8-9
         expert 1     0   4   1   0        rows        10-13 │ 14
 
-        stage 0      expert 1 rows 10-13      ranks 1         can begin at once
+        stage 0      expert 1 rows 10-13      ranks 1         needs no transfer
         stage 1      expert 0 rows  2-5       ranks 1 2
                      expert 1 row  14         ranks 2
         stage 2      expert 0 rows  6-9       ranks 2 3
         stage 3      expert 0 rows  0-1       ranks 0
 
-    For one worker that goes in order: where rows arrive round the ring, no other order of these tiles ends earlier; and
-    over all orders of arrival the worst wait is no longer than any other's (own rows are there, and go first).
+    If one worker executes the tiles in order and rows are received in ring order, no other order of these tiles ends
+    earlier. Over all orders of receipt, the worst wait is no longer than that of any other order.
 
     Args:
-        rows_EW: [E, W] whole numbers, rows of each local expert from each source rank. Or rows_EWC [E, W, C], where
-            each source sends its tokens in C chunks: a flag for each (source, chunk), chunks of a source in order.
-        flags_per_expert: a flag for each (expert, source) as in UniEP, number ``expert * W + source``; else for each
-            source, number ``source``. With chunks, W * C in place of W, and ``source * C + chunk`` of the source.
+        rows_EW: [E, W] integers, rows of each local expert from each source rank. Or rows_EWC [E, W, C] if each source
+            sends its tokens in C chunks: there is one flag for each (source, chunk), and chunks are sent in order.
+        flags_per_expert: One flag for each (expert, source), as in UniEP, with number ``expert * W + source``. If
+            False, one flag for each source, with number ``source``. With chunks, W * C replaces W, and
+            ``source * C + chunk`` replaces the source.
 
     Raises:
-        InputError: rows_EW has another shape or dtype, or counts below zero.
+        InputError: rows_EW has another shape or dtype, or negative counts.
     """
     rows_EWC = _counts(rows_EW, ring, (2, 3))
     chunks = rows_EWC.shape[2]
     stage_F = (ring.distance_W[:, None] * chunks + np.arange(chunks)).reshape(-1)
-    tiles = Tiles.of(rows_EWC, stage_F, cut)
+    tiles = RowTiles.of(rows_EWC, stage_F, cut)
     flags = tiles.flags
     num_flags = stage_F.size
     if flags_per_expert:
@@ -138,11 +139,11 @@ def dispatch_order(rows_EW: ArrayLike, ring: Ring, cut: Cut, *, flags_per_expert
     return _schedule(tiles, order_N, np.zeros_like(stage_N), stage_N[order_N], num_flags, needs=flags.take(order_N))
 
 
-def row_order(rows_EW: ArrayLike, ring: Ring, cut: Cut) -> Schedule:
-    """The order without overlap, to compare with: tiles as ``dispatch_order`` cuts them, in the order of rows."""
+def row_order(rows_EW: ArrayLike, ring: Ring, cut: Cut) -> TileSchedule:
+    """Return the tiles of ``dispatch_order`` in row order, as a baseline without overlap."""
     staged = dispatch_order(rows_EW, ring, cut)
     order_N = np.argsort(staged.first_row_N, kind="stable")
-    return Schedule(
+    return TileSchedule(
         expert_N=staged.expert_N[order_N],
         first_row_N=staged.first_row_N[order_N],
         end_row_N=staged.end_row_N[order_N],
@@ -155,10 +156,10 @@ def row_order(rows_EW: ArrayLike, ring: Ring, cut: Cut) -> Schedule:
     )
 
 
-def gather_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> Schedule:
-    """All-gather + GEMM: tiles of the own shard first, then shard after shard round the ring (Flux).
+def gather_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> TileSchedule:
+    """Schedule all-gather + GEMM: tiles of the own shard first, then the other shards in ring order (Flux).
 
-    Rank 2 of 4, shards of 4 rows, tiles of 2, two chunks a shard; a flag rises when its chunk has been copied:
+    Rank 2 of 4, shards of 4 rows, tiles of 2, two chunks per shard. A flag is raised when its chunk has been copied:
 
         shard            0         1         2         3
         rows           0-1 2-3   4-5 6-7   8-9  ·    ·   ·
@@ -167,29 +168,30 @@ def gather_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> Sc
 
     Args:
         rows_W: [W] rows of each rank's shard; they may differ, and be zero.
-        chunks: parts in which a shard travels, cut as ``chunk_rows`` does; flag ``source * chunks + chunk``.
+        chunks: Chunks of a shard, cut as by ``chunk_rows``; flag ``source * chunks + chunk``.
 
     Raises:
-        InputError: rows_W has another shape or dtype, or counts below zero. ConfigError: chunks below one.
+        InputError: rows_W has another shape or dtype, or negative counts.
+        ConfigError: ``chunks`` is below one.
     """
     rows_WC = chunk_rows(_counts(rows_W, ring, (1,))[0, :, 0], chunks, cut.tile_rows)
     return dispatch_order(rows_WC[None], ring, cut)
 
 
-def combine_order(rows_EW: ArrayLike, ring: Ring, cut: Cut, slices: int = 1) -> Schedule:
-    """Grouped GEMM + combine: all experts' tiles for the first slice of columns, then for the second, ... (COMET).
+def combine_order(rows_EW: ArrayLike, ring: Ring, cut: Cut, slices: int = 1) -> TileSchedule:
+    """Schedule grouped GEMM + combine: all experts' tiles for the first slice of columns, then the next slice (COMET).
 
-    A token's K results are in different experts. By rows, the first sum could begin only when nearly all experts are
-    done; by columns, it begins after one slice of ``slices``:
+    A token's K results are in different experts. In row order, the first sum could start only when nearly all experts
+    are computed. In column order, it starts after the first of ``slices``:
 
                  slice 0       slice 1       slice 2
         expert 0  1  2  3       7  8  9     13 14 15         numbers: order of tiles
         expert 1  4  5  6      10 11 12     16 17 18
                            │
-                           └─ the sums of slice 0 travel while slice 1 is computed
+                           └─ the sums of slice 0 are taken while slice 1 is computed
 
-    Within a slice, tiles go by the turn of the *first* destination they serve, in the order of ``ring.scatters``: other
-    hosts first, own rows last, and every rank at another destination. 4 ranks with as many rows for each:
+    Within a slice, tiles are sorted by the *first* destination that they serve, in the order of ``ring.scatters``:
+    other hosts first, own rows last, and each rank at another destination. 4 ranks with equally many rows for each:
 
         step        0     1     2     3
         rank 0      1     2     3     0        a column is a permutation: no destination has two writers
@@ -198,38 +200,41 @@ def combine_order(rows_EW: ArrayLike, ring: Ring, cut: Cut, slices: int = 1) -> 
         rank 3      0     1     2     3
 
     Args:
-        rows_EW: [E, W] whole numbers, rows of each local expert that go back to each rank.
-        slices: parts of the columns; ``column_slices`` gives their bounds. Tiles signal counter
-            ``slice * W + destination``, which is full at ``expected_F()[counter]``.
+        rows_EW: [E, W] integers, rows of each local expert that return to each rank.
+        slices: Slices of the columns; ``column_slices`` returns their bounds. Tiles signal counter
+            ``slice * W + destination``, which is complete at ``expected_F()[counter]``.
 
     Raises:
-        InputError: rows_EW has another shape or dtype, or counts below zero. ConfigError: slices below one.
+        InputError: rows_EW has another shape or dtype, or negative counts.
+        ConfigError: ``slices`` is below one.
     """
     at_least_one("slices", slices)
     return _outgoing(_counts(rows_EW, ring, (2,)), ring, cut, slices)
 
 
-def scatter_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> Schedule:
-    """GEMM + reduce-scatter: the rows of rank + 1 first, own rows last, so that ranks write to different ones (Flux).
+def scatter_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> TileSchedule:
+    """Schedule GEMM + reduce-scatter: the rows of rank + 1 first, own rows last, so that ranks write to different ones.
 
-    4 ranks with shards of one tile: the table in ``combine_order``. With hosts, other hosts' rows come first.
+    4 ranks with shards of one tile have the order of the table in ``combine_order``. With several hosts, the rows of
+    other hosts come first (Flux).
 
     Args:
         rows_W: [W] rows of each destination's shard; they may differ, and be zero.
-        chunks: parts in which a shard travels, cut as ``chunk_rows`` does; counter ``destination * chunks + chunk``.
+        chunks: Chunks of a shard, cut as by ``chunk_rows``; counter ``destination * chunks + chunk``.
 
     Raises:
-        InputError: rows_W has another shape or dtype, or counts below zero. ConfigError: chunks below one.
+        InputError: rows_W has another shape or dtype, or negative counts.
+        ConfigError: ``chunks`` is below one.
     """
     rows_WC = chunk_rows(_counts(rows_W, ring, (1,))[0, :, 0], chunks, cut.tile_rows)
     return _outgoing(rows_WC[None], ring, cut, 1)
 
 
-def _outgoing(rows_EWC: Ints, ring: Ring, cut: Cut, slices: int) -> Schedule:
-    """Tiles as producers of what leaves. A tile with rows for several ranks is due when the first of them is."""
+def _outgoing(rows_EWC: Ints, ring: Ring, cut: Cut, slices: int) -> TileSchedule:
+    """Schedule tiles as producers. A tile with rows for several ranks is sorted by the first of them."""
     chunks = rows_EWC.shape[2]
     turn_F = (ring.turn_W[:, None] * chunks + np.arange(chunks)).reshape(-1)
-    tiles = Tiles.of(rows_EWC, turn_F, cut)
+    tiles = RowTiles.of(rows_EWC, turn_F, cut)
     turn_N = tiles.flags.extreme(np.minimum, turn_F).astype(np.int64)
     order_N = np.argsort(turn_N, kind="stable")
     slice_N = np.repeat(np.arange(slices), len(order_N))
@@ -241,16 +246,16 @@ def _outgoing(rows_EWC: Ints, ring: Ring, cut: Cut, slices: int) -> Schedule:
 
 
 def _schedule(
-    tiles: Tiles,
+    tiles: RowTiles,
     order_N: Ints,
     slice_N: Ints,
     stage_N: Ints,
     num_flags: int,
     needs: Ragged | None = None,
     signals: Ragged | None = None,
-) -> Schedule:
-    """``tiles`` in ``order_N``; the other arguments are in that order already."""
-    return Schedule(
+) -> TileSchedule:
+    """Return ``tiles`` in ``order_N``. The other arguments are in that order already."""
+    return TileSchedule(
         expert_N=tiles.expert_N[order_N],
         first_row_N=tiles.first_row_N[order_N],
         end_row_N=tiles.end_row_N[order_N],
@@ -264,18 +269,18 @@ def _schedule(
 
 
 def _counts(rows: ArrayLike, ring: Ring, dims: tuple[int, ...]) -> Ints:
-    """Checked, as [E, W, C]."""
-    given = np.asarray(rows)
-    named = " or ".join({1: "[W]", 2: "[E, W]", 3: "[E, W, C]"}[dim] for dim in dims)
-    ranks = given.shape[min(1, given.ndim - 1)] if given.ndim in dims else -1
-    if ranks != ring.world or given.dtype.kind not in "iu":
+    """Check the row counts and return them as [E, W, C]."""
+    counts = np.asarray(rows)
+    shapes = " or ".join({1: "[W]", 2: "[E, W]", 3: "[E, W, C]"}[dim] for dim in dims)
+    ranks = counts.shape[min(1, counts.ndim - 1)] if counts.ndim in dims else -1
+    if ranks != ring.world or counts.dtype.kind not in "iu":
         raise InputError(
-            f"rows must be whole numbers of shape {named} with W = {ring.world} ranks; got shape {given.shape}, "
-            f"{given.dtype}"
+            f"rows must be whole numbers of shape {shapes} with W = {ring.world} ranks; got shape {counts.shape}, "
+            f"{counts.dtype}"
         )
-    if given.size and given.min() < 0:
-        raise InputError(f"rows must not be negative; got {given.min()}")
-    shape = {1: (1, ring.world, 1), 2: (*given.shape, 1), 3: given.shape}[given.ndim]
+    if counts.size and counts.min() < 0:
+        raise InputError(f"rows must not be negative; got {counts.min()}")
+    shape = {1: (1, ring.world, 1), 2: (*counts.shape, 1), 3: counts.shape}[counts.ndim]
     if not shape[-1]:
-        raise InputError(f"rows must have at least one chunk of each source; got shape {given.shape}")
-    return given.astype(np.int64).reshape(shape)
+        raise InputError(f"rows must have at least one chunk of each source; got shape {counts.shape}")
+    return counts.astype(np.int64).reshape(shape)

@@ -1,16 +1,15 @@
-"""GEMMs between ranks of one host that read each other's rows where they stand: nothing is sent, so nothing is cut.
+"""GEMMs of ranks on one host that read each other's rows in place. No rows are sent, so there are no chunks.
 
-A pass of an operator is one operation of the group (csrc/cpu/rendezvous.h). Each rank offers one block of its heap, and
-computes while the others come:
+One pass of an operator is one operation of the group (csrc/cpu/rendezvous.h). Each rank offers a block of its heap:
 
-    offer   [a flag for each rank | own rows, that all gather | products for rank 0 | for rank 1 | ...]
+    block       [one flag for each rank | own rows, to be gathered | results for rank 0 | for rank 1 | ...]
 
-    gathers     own rows     rank 2's rows            rank 1's rows          whoever has offered first: the product of
-                                                                             its rows is made straight from its heap
-    scatters    products for rank 1   for rank 2   ...   own   [ sum ]       the flag of each rises with its product; a
-                                                                             rank adds what all have for it, in place
+    gather      own rows     rank 2's rows            rank 1's rows          the GEMM reads a peer's rows directly from
+                                                                             its heap, as soon as the peer has offered
+    scatter     results for rank 1    for rank 2   ...   own   [ sum ]       the flag of a rank is raised with its
+                                                                             results; the rank sums all peers' in place
 
-Bits are those of ``chunked``: the same products of whole rows, and sums in order of rank, in fp32, rounded once.
+The bits are those of ``chunked``: the same GEMMs of whole rows, and sums in rank order in fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ import torch
 from torch import Tensor
 
 from moe_comm.kernels.row_invariant import row_invariant_mm
-from moe_comm.overlap.chunked import Arrival, Lines
+from moe_comm.overlap.chunked import GatheredRows, OperatorPlan
 from moe_comm.overlap.options import SHARED
 from moe_comm.runtime.event_layout import Kind
-from moe_comm.runtime.events import moving
+from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.memory import DTYPE_CODES, block, native
 
 if TYPE_CHECKING:
@@ -36,15 +35,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LINE = 64
-"""Bytes at whose multiples rows begin: BLAS gives other bits elsewhere (``row_invariant_mm``)."""
+"""Alignment of rows in bytes. BLAS returns other bits at other addresses (``row_invariant_mm``)."""
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What travels in one pass of an operator, alike on every rank.
+class SharedTransfers:
+    """What one pass of an operator transfers; the same on every rank.
 
-    rows: S, of each rank. like: a tensor of their dtype and device. gathered_SD: this rank's rows, which all gather, or
-    None. sum_columns: N of the [W, S, N] products that are summed over the ranks, or None.
+    rows: S, the rows of each rank. like: a tensor of their dtype and device. gathered_SD: this rank's rows to be
+    gathered, or None. sum_columns: N of the [W, S, N] results that are summed over the ranks, or None.
     """
 
     rows: int
@@ -54,8 +53,8 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """Where things stand in every rank's block, in bytes. widths: columns of rows and of products, 0 without."""
+class _BlockLayout:
+    """Offsets in each rank's block, in bytes. widths: columns of the rows and of the results; 0 if there are none."""
 
     world: int
     rows: int
@@ -66,107 +65,109 @@ class _Layout:
     def rows_at(self) -> int:
         return self.world * int(native().Rendezvous.flag_bytes())
 
-    def products_at(self, rank: int) -> int:
-        """Of the products for ``rank``; of rank W, the end of the block."""
-        gathered, products = self._sizes
-        return self.rows_at + gathered + rank * products
-
     @cached_property
     def _sizes(self) -> tuple[int, int]:
-        """Of the rows, and of the products for one rank."""
-        gathered, products = (_up(self.rows * width * self.dtype.itemsize) for width in self.widths)
-        return gathered, products
+        """Bytes of the rows, and of the results for one rank."""
+        rows, results = (_round_up(self.rows * width * self.dtype.itemsize) for width in self.widths)
+        return rows, results
+
+    def results_at(self, rank: int) -> int:
+        """Return the offset of the results for ``rank``; for rank W, the size of the block."""
+        rows, results = self._sizes
+        return self.rows_at + rows + rank * results
 
     def view(self, block_X: Tensor, at: int, width: int) -> Tensor:
-        """[S, width] of this rank's own block."""
+        """Return rows [S, width] of this rank's own block."""
         first = at // self.dtype.itemsize
         return block_X[first : first + self.rows * width].view(self.rows, width)
 
 
-class SharedWay:
-    """How one pass gathers and scatters in place. Only within the ``body`` of ``in_place``."""
+class SharedTransport:
+    """The ``LinearTransport`` of one pass in place. Valid only within the ``body`` of ``run_in_place``."""
 
-    def __init__(self, lines: Lines, handle: _Layout, block_X: Tensor, rendezvous: Rendezvous) -> None:
-        self._lines, self._layout, self._block, self._rendezvous = lines, handle, block_X, rendezvous
+    def __init__(self, plan: OperatorPlan, layout: _BlockLayout, block_X: Tensor, rendezvous: Rendezvous) -> None:
+        self._plan, self._layout, self._block, self._rendezvous = plan, layout, block_X, rendezvous
 
-    def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
-        """The rows of ``Traffic.gathered_SD`` of every rank, whole ones: this rank's, then whose are there first, else
-        round the ring. A peer's rows stand in its memory, and are valid until the next are asked for."""
-        own, *left = self._lines.ring.arrivals
-        handle = self._layout
-        offered_SD = handle.view(self._block, handle.rows_at, handle.widths[0])  # dense and aligned, as the peers' are
-        yield Arrival(slice(own, own + 1), 0, x_SD.shape[0], offered_SD[None])
-        while left:
-            with moving(Kind.COLLECTIVE, "rows of others"):
-                peer = self._rendezvous.next(left)
-            left.remove(peer)
-            yield Arrival(slice(peer, peer + 1), 0, x_SD.shape[0], self._rows_of(peer)[None])
-        if not handle.widths[1]:
-            self._rendezvous.leave()  # peers need not wait for what this rank does next
+    def start_gather(self, x_SD: Tensor) -> Iterator[GatheredRows]:
+        """Yield all rows of each rank: this rank's, then the peers' as they are offered, in ring order among those.
+
+        A peer's rows are views of its memory. They are valid until the next item is requested.
+        """
+        own, *peers = self._plan.ring.arrivals
+        layout = self._layout
+        offered_SD = layout.view(self._block, layout.rows_at, layout.widths[0])  # dense and aligned, as the peers' rows
+        yield GatheredRows(slice(own, own + 1), 0, x_SD.shape[0], offered_SD[None])
+        while peers:
+            with communication_span(Kind.COLLECTIVE, "rows of others"):
+                peer = self._rendezvous.next(peers)
+            peers.remove(peer)
+            yield GatheredRows(slice(peer, peer + 1), 0, x_SD.shape[0], self._rows_of(peer)[None])
+        if not layout.widths[1]:
+            self._rendezvous.leave()  # peers need not wait for the next work of this rank
 
     def scattered_mm(self, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tensor]:
-        """As ``chunked.scattered_mm``: computes all products; the call returned adds up the ranks', [S, N]."""
-        lines, handle = self._lines, self._layout
+        """Compute x @ b for all ranks. The returned call sums this rank's rows, [S, N]."""
+        plan, layout = self._plan, self._layout
         columns = b_KN.shape[1]
-        for peer in lines.ring.scatters:
-            part_SN = handle.view(self._block, handle.products_at(peer), columns)
+        for peer in plan.ring.scatters:
+            part_SN = layout.view(self._block, layout.results_at(peer), columns)
             row_invariant_mm(x_WSK[peer], b_KN, out=part_SN)
             self._rendezvous.raise_flag(peer)
 
         def finish() -> Tensor:
-            y_SN = x_WSK.new_empty(handle.rows, columns)
-            at = handle.products_at(lines.ring.rank)
-            with moving(Kind.COLLECTIVE, "products of others"):
-                self._rendezvous.add(at, y_SN.numel(), DTYPE_CODES[handle.dtype], y_SN.data_ptr())
+            y_SN = x_WSK.new_empty(layout.rows, columns)
+            at = layout.results_at(plan.ring.rank)
+            with communication_span(Kind.COLLECTIVE, "products of others"):
+                self._rendezvous.add(at, y_SN.numel(), DTYPE_CODES[layout.dtype], y_SN.data_ptr())
             return y_SN
 
         return finish
 
     def _rows_of(self, peer: int) -> Tensor:
-        handle = self._layout
-        rows, width = handle.rows, handle.widths[0]
+        layout = self._layout
+        rows, width = layout.rows, layout.widths[0]
         if not rows * width:
-            return torch.empty(rows, width, dtype=handle.dtype)
-        found = self._rendezvous.rows(peer, handle.rows_at, rows, width, DTYPE_CODES[handle.dtype])
-        return torch.from_dlpack(found)
+            return torch.empty(rows, width, dtype=layout.dtype)
+        return torch.from_dlpack(self._rendezvous.rows(peer, layout.rows_at, rows, width, DTYPE_CODES[layout.dtype]))
 
 
-def reads_in_place(lines: Lines, like: Tensor) -> bool:
-    """Whether a pass whose tensors are like ``like`` goes through ``in_place``: ranks of one host, and not all at once.
+def reads_in_place(plan: OperatorPlan, like: Tensor) -> bool:
+    """Return whether a pass with tensors like ``like`` uses ``run_in_place``: CPU ranks of one host, not one chunk.
 
-    One chunk is one step after the other. None, of zero rows, is for ``in_place``, which compares what ranks do.
+    Zero rows have no chunks and do use it, because it checks that all ranks make the same call.
     """
-    return lines.choice.backend == SHARED and len(lines.spans) != 1 and lines.channel.adds(like)
+    return plan.choice.backend == SHARED and not plan.is_serial and plan.channel.can_sum_in_memory(like)
 
 
-def in_place(lines: Lines, traffic: Traffic, body: Callable[[SharedWay], T]) -> T | None:
-    """What ``body`` makes of a pass; None, after a warning, if a rank's shared memory is full, on every rank then.
+def run_in_place(plan: OperatorPlan, transfers: SharedTransfers, body: Callable[[SharedTransport], T]) -> T | None:
+    """Return ``body(transport)``. If a rank's shared memory is full, warn and return None, on every rank.
 
     Raises:
-        RankMismatch: ranks are in different calls; on every rank. PeerDied, PeerTimeout: a rank is gone or stuck.
-        PeerError: a rank failed in the middle.
+        RankMismatch: the ranks make different calls; raised on every rank.
+        PeerDied, PeerTimeout: a rank failed or did not call in time.
+        PeerError: a rank raised an exception during the operation.
     """
-    x_SD, like = traffic.gathered_SD, traffic.like
-    widths = (0 if x_SD is None else x_SD.shape[1], traffic.sum_columns or 0)
-    handle = _Layout(lines.ring.world, traffic.rows, widths, like.dtype)
-    num_bytes = handle.products_at(handle.world)
+    x_SD, like = transfers.gathered_SD, transfers.like
+    widths = (0 if x_SD is None else x_SD.shape[1], transfers.sum_columns or 0)
+    layout = _BlockLayout(plan.ring.world, transfers.rows, widths, like.dtype)
+    num_bytes = layout.results_at(layout.world)
     offered: list[Tensor] = []
 
     def offer(heap: Heap) -> Tensor:
         block_X = block(heap, 1, num_bytes // like.dtype.itemsize, like.dtype).view(-1)
         if x_SD is not None:
-            handle.view(block_X, handle.rows_at, widths[0]).copy_(x_SD)
+            layout.view(block_X, layout.rows_at, widths[0]).copy_(x_SD)
         offered.append(block_X)
         return block_X
 
-    return lines.channel.meet(
+    return plan.channel.rendezvous(
         num_bytes,
         like.dtype,
-        lines.description,
+        plan.description,
         offer,
-        lambda meeting: body(SharedWay(lines, handle, offered[0], meeting)),
+        lambda rendezvous: body(SharedTransport(plan, layout, offered[0], rendezvous)),
     )
 
 
-def _up(num_bytes: int) -> int:
+def _round_up(num_bytes: int) -> int:
     return math.ceil(num_bytes / LINE) * LINE

@@ -1,6 +1,6 @@
-"""Rows cut into tiles, and which ranks' rows each tile holds. Everything is computed on whole arrays of numpy.
+"""Cuts rows into tiles, and lists the ranks whose rows each tile holds. All functions work on whole numpy arrays.
 
-512 local experts with rows of 64 ranks have 32768 segments and are cut in milliseconds; nothing here loops over rows.
+512 local experts with rows of 64 ranks have 32768 segments and are cut in milliseconds; there are no loops over rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ Ints = NDArray[np.int64]
 class Cut:
     """How rows are cut into tiles. A tile never holds rows of two experts.
 
-    tile_rows: rows of a tile at most.
-    extra_tiles: share of additional tiles that an expert may get so that its tiles do not mix ranks: 0 cuts only where
-        that costs no tile, 0.25 allows a quarter more, ``math.inf`` always cuts. Cuts are tried from fine to coarse:
-        between all ranks; where the ring jumps, that is between the rows that come last and the first; nowhere.
+    Args:
+        tile_rows: Maximum number of rows of a tile.
+        extra_tiles: Fraction of additional tiles that an expert may get to avoid tiles with rows of several ranks: 0
+            cuts between ranks only if that needs no additional tile, 0.25 allows a quarter more, ``math.inf`` always
+            cuts. Cuts are tried from fine to coarse: between all ranks; where ring order jumps, between the rows that
+            are received last and first; none.
     """
 
     tile_rows: int
@@ -33,12 +35,12 @@ class Cut:
     def __post_init__(self) -> None:
         at_least_one("tile_rows", self.tile_rows)
         if not self.extra_tiles >= 0:
-            raise ConfigError(f"extra_tiles must be a share of at least 0; got {self.extra_tiles!r}")
+            raise ConfigError(f"extra_tiles must be a fraction of at least 0; got {self.extra_tiles!r}")
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """N lists of whole numbers, end to end: list i is ``values[offsets[i]:offsets[i + 1]]``."""
+    """N lists of integers, concatenated: list i is ``values[offsets[i]:offsets[i + 1]]``."""
 
     offsets: Ints
     values: Ints
@@ -58,26 +60,26 @@ class Ragged:
         return tuple(self.values[self.offsets[index] : self.offsets[index + 1]].tolist())
 
     def take(self, order_N: Ints) -> Ragged:
-        """The lists in another order."""
+        """Return the lists in another order."""
         counts_N = np.diff(self.offsets)[order_N]
         return Ragged.of_counts(counts_N, self.values[_spans(self.offsets[order_N], counts_N)])
 
     def owners(self) -> Ints:
-        """For each value the list it is in."""
+        """Return the index of the list of each value."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def extreme(self, ufunc: np.ufunc, of_F: NDArray[np.generic]) -> NDArray[np.generic]:
-        """``ufunc`` (``np.maximum``, ``np.minimum``) over ``of_F[values]`` of each list; 0 for an empty one."""
+        """Reduce ``of_F[values]`` of each list with ``np.maximum`` or ``np.minimum``; 0 for an empty list."""
         result = np.zeros(len(self), of_F.dtype)
         filled = np.flatnonzero(np.diff(self.offsets))
-        if len(filled):  # lists without values take no room, so the filled ones lie end to end
+        if len(filled):  # empty lists have no values, so the others are contiguous
             result[filled] = ufunc.reduceat(of_F[self.values], self.offsets[filled])
         return result
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles:
-    """Tiles in the order of rows. ``flags``: the (rank, chunk) pairs whose rows each holds; ``ranks``: the ranks."""
+class RowTiles:
+    """Tiles in row order. ``flags``: the (rank, chunk) pairs whose rows each tile holds; ``ranks``: the ranks."""
 
     expert_N: Ints
     first_row_N: Ints
@@ -86,41 +88,40 @@ class Tiles:
     ranks: Ragged
 
     @classmethod
-    def of(cls, rows_EWC: Ints, stage_F: Ints, cut: Cut) -> Tiles:
-        """Cut rows that stand by (expert, rank, chunk). ``stage_F``: step of each (rank, chunk), all different."""
+    def of(cls, rows_EWC: Ints, stage_F: Ints, cut: Cut) -> RowTiles:
+        """Cut rows in the order (expert, rank, chunk). ``stage_F``: step of each (rank, chunk), all different."""
         rows_EF = rows_EWC.reshape(-1, stage_F.size)
         begins_EF = _begins(rows_EF, stage_F, cut)
-        pieces = np.flatnonzero(begins_EF)
+        range_starts = np.flatnonzero(begins_EF)
         starts = _starts(rows_EF.reshape(-1))
-        rows_P = np.add.reduceat(rows_EF.reshape(-1), pieces) if len(pieces) else np.zeros(0, np.int64)
+        rows_P = np.add.reduceat(rows_EF.reshape(-1), range_starts) if len(range_starts) else np.zeros(0, np.int64)
         tiles_P = -(-rows_P // cut.tile_rows)
-        piece_N = np.repeat(np.arange(len(pieces)), tiles_P)
-        first_P = starts[pieces]
-        first_N = _spans(np.zeros_like(tiles_P), tiles_P) * cut.tile_rows + first_P[piece_N]
-        end_N = np.minimum(first_N + cut.tile_rows, (first_P + rows_P)[piece_N])
+        range_N = np.repeat(np.arange(len(range_starts)), tiles_P)
+        first_P = starts[range_starts]
+        first_N = _spans(np.zeros_like(tiles_P), tiles_P) * cut.tile_rows + first_P[range_N]
+        end_N = np.minimum(first_N + cut.tile_rows, (first_P + rows_P)[range_N])
         flags, ranks = (_touched(first_N, end_N, rows) for rows in (rows_EF, rows_EWC.sum(2)))
-        return cls(pieces[piece_N] // stage_F.size, first_N, end_N, flags, ranks)
+        return cls(range_starts[range_N] // stage_F.size, first_N, end_N, flags, ranks)
 
 
 def _begins(rows_EF: Ints, stage_F: Ints, cut: Cut) -> NDArray[np.bool_]:
-    """Where a new piece begins, which tiles do not cross: the finest of three ways that an expert can afford."""
+    """Return where tiles must start: for each expert, the finest of three cuts that its tile limit allows."""
     num_experts, num_flags = rows_EF.shape
-    nowhere, jumps, everywhere = (np.zeros(num_flags, bool), np.zeros(num_flags, bool), np.ones(num_flags, bool))
-    nowhere[0] = jumps[0] = True
-    jumps[1:] = stage_F[1:] != stage_F[:-1] + 1
-    begins_EF = np.tile(nowhere, (num_experts, 1))
-    # Times and not plus: an expert of three tiles may get none more at 0.25, one of four may get one.
-    most_E = -(-rows_EF.sum(1) // cut.tile_rows) * (1 + cut.extra_tiles) if np.isfinite(cut.extra_tiles) else np.inf
-    for begins_F in (jumps, everywhere):
+    jumps = np.append(True, stage_F[1:] != stage_F[:-1] + 1)
+    begins_EF = np.zeros((num_experts, num_flags), bool)
+    begins_EF[:, 0] = True
+    # Multiplied, not added: at 0.25, an expert with three tiles gets no additional one, an expert with four gets one.
+    max_E = -(-rows_EF.sum(1) // cut.tile_rows) * (1 + cut.extra_tiles) if np.isfinite(cut.extra_tiles) else np.inf
+    for begins_F in (jumps, np.ones(num_flags, bool)):
         rows_EP = np.add.reduceat(rows_EF, np.flatnonzero(begins_F), axis=1)
-        begins_EF[(-(-rows_EP // cut.tile_rows)).sum(1) <= most_E] = begins_F
+        begins_EF[(-(-rows_EP // cut.tile_rows)).sum(1) <= max_E] = begins_F
     return begins_EF
 
 
 def chunk_rows(rows_W: ArrayLike, chunks: int, align: int = 1) -> Ints:
-    """Rows of each chunk of each shard, int64 [W, chunks]: even, and cut at multiples of ``align`` within the shard.
+    """Return the rows of each chunk of each shard, int64 [W, chunks]: even, and cut at multiples of ``align``.
 
-    Chunks are empty where a shard has fewer than ``chunks`` blocks of ``align`` rows.
+    If a shard has fewer than ``chunks`` blocks of ``align`` rows, some of its chunks are empty.
     """
     at_least_one("chunks", chunks)
     at_least_one("align", align)
@@ -132,7 +133,7 @@ def chunk_rows(rows_W: ArrayLike, chunks: int, align: int = 1) -> Ints:
 
 
 def column_slices(columns: int, slices: int, align: int = 1) -> tuple[range, ...]:
-    """The columns of each slice: even, cut at multiples of ``align`` (a kernel's block), none empty.
+    """Return the columns of each slice: even, cut at multiples of ``align`` (a kernel's block), none empty.
 
     Raises:
         ConfigError: fewer blocks of ``align`` columns than slices.
@@ -142,12 +143,12 @@ def column_slices(columns: int, slices: int, align: int = 1) -> tuple[range, ...
     blocks = -(-columns // align)
     if blocks < slices:
         raise ConfigError(f"{columns} columns in blocks of {align} make {blocks} slices at most; got slices={slices}")
-    ends = [min(blocks * part // slices * align, columns) for part in range(slices + 1)]
+    ends = [min(blocks * cut // slices * align, columns) for cut in range(slices + 1)]
     return tuple(range(first, end) for first, end in itertools.pairwise(ends))
 
 
 def _touched(first_N: Ints, end_N: Ints, rows_EX: Ints) -> Ragged:
-    """Which columns of ``rows_EX`` have rows in each tile. Rows stand by (expert, column)."""
+    """Return which columns of ``rows_EX`` have rows in each tile. Rows are ordered by (expert, column)."""
     filled = np.flatnonzero(rows_EX)
     ends = np.cumsum(rows_EX.reshape(-1))[filled]
     low_N = np.searchsorted(ends, first_N, side="right")
@@ -156,11 +157,11 @@ def _touched(first_N: Ints, end_N: Ints, rows_EX: Ints) -> Ragged:
 
 
 def _starts(counts: Ints) -> Ints:
-    """Sum of all counts before each."""
+    """Return the exclusive prefix sum."""
     return np.cumsum(counts) - counts
 
 
 def _spans(first_N: Ints, counts_N: Ints) -> Ints:
-    """first, first + 1, ... first + count - 1 of each, end to end."""
+    """Concatenate the ranges [first, first + count)."""
     spans: Ints = np.arange(counts_N.sum()) + np.repeat(first_N - _starts(counts_N), counts_N)
     return spans

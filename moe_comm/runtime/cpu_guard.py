@@ -1,8 +1,8 @@
-"""Keep oneDNN away from AMX where a virtual machine advertises it but hides how to set it up.
+"""Disable AMX in oneDNN on virtual machines that advertise it but hide how to configure it.
 
-Such a machine lists ``amx_tile`` among the CPU's flags while CPUID ends below leaf 0x1D, which describes the tile
-palettes. oneDNN then configures palette 0, and the first bf16 matmul of torch dies with SIGILL. oneDNN reads
-``ONEDNN_MAX_CPU_ISA`` once, at its first use, so the setting must be there before torch's first matmul.
+Such a machine lists ``amx_tile`` among the CPU flags, but its CPUID ends before leaf 0x1D, which describes the tile
+palettes. oneDNN then configures palette 0, and the first bf16 matmul of torch fails with SIGILL. oneDNN reads
+``ONEDNN_MAX_CPU_ISA`` once, at its first use, so the variable must be set before the first matmul.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ TILE_LEAF = 0x1D
 CPUINFO = Path("/proc/cpuinfo")
 
 NOTICE = (
-    f"moe_comm: this machine advertises AMX but hides CPUID leaf 0x1D, so bf16 matmuls would die with SIGILL; "
+    f"moe_comm: this machine advertises AMX but hides CPUID leaf 0x1D, so bf16 matmuls would fail with SIGILL; "
     f"set {VARIABLE}={SAFE_ISA}"
 )
 
 
 def has_amx_trap(cpuinfo: str) -> bool:
-    """Whether ``cpuinfo`` (the text of /proc/cpuinfo) shows tiles without the CPUID leaf that describes them."""
+    """Whether ``cpuinfo`` (the text of /proc/cpuinfo) lists AMX tiles without the CPUID leaf that describes them."""
     flags: set[str] = set()
     leaves: list[int] = []
     for line in cpuinfo.splitlines():
@@ -38,7 +38,7 @@ def has_amx_trap(cpuinfo: str) -> bool:
 
 
 def read_cpuinfo() -> str:
-    """The text of /proc/cpuinfo; empty where there is none."""
+    """Return the text of /proc/cpuinfo; "" if it cannot be read."""
     try:
         return CPUINFO.read_text(errors="replace")
     except OSError:
@@ -46,13 +46,12 @@ def read_cpuinfo() -> str:
 
 
 def apply(environ: MutableMapping[str, str] | None = None, cpuinfo: str | None = None) -> bool:
-    """Set ``ONEDNN_MAX_CPU_ISA`` if this machine needs it and the user did not set it; say so once on stderr.
+    """Set ``ONEDNN_MAX_CPU_ISA`` if this machine needs it and the user has not set it, and print a notice.
 
-    Child processes inherit the setting, so ranks started by this process stay silent; of ranks that torchrun
-    started, the first of a host speaks.
+    Child processes inherit the variable and print nothing. Of ranks that torchrun started, only local rank 0 prints.
 
     Returns:
-        whether it was set by this call.
+        Whether this call has set it.
     """
     environ = os.environ if environ is None else environ
     if VARIABLE in environ or "DNNL_MAX_CPU_ISA" in environ:

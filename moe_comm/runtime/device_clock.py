@@ -1,12 +1,12 @@
-"""When work that was queued on a GPU began and ended, on the host's clock, without ever waiting for it.
+"""Begin and end times of work on a GPU on the host's clock, measured without waiting for the GPU.
 
     host    ──begin span──[queue work]──end span──────────────── poll ────────────── poll ──▶ span.put_device
-    stream  ...earlier work... | event a | work of the span | event b | ...           a, b done: times are known
+    stream  ...earlier work... | event a | work of the span | event b | ...           a, b completed: times are known
 
-An event's time is known only as its distance to another event, in single-precision milliseconds; so distances are
-taken to a reference that is renewed all the time, and the reference is placed on the host's clock by what cannot be
-otherwise: no event is reached before it was queued, nor after it was seen to be done. An idle stream reaches an event
-at once, which places it to some microseconds; clocks that drift apart are set right by each event.
+CUDA only reports the distance of two events, in single-precision milliseconds. So distances are taken to a reference
+event that is renewed regularly. Two bounds place the reference on the host's clock: no event completes before it was
+queued, or after it was seen completed. An idle stream completes an event at once, which places it to within
+microseconds. Each event corrects the drift of the clocks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from moe_comm.runtime.events import Open
 
 MOST_PENDING = 8192
 RENEW_MS = 1000.0
-"""A reference older than this is replaced: single precision then still tells tenths of a microsecond."""
+"""Maximum age of the reference. Single precision then has a resolution of a tenth of a microsecond."""
 
 
 class DeviceEvent(Protocol):
-    """As ``torch.cuda.Event(enable_timing=True)``."""
+    """The interface of ``torch.cuda.Event(enable_timing=True)``."""
 
     def record(self) -> Any: ...
 
@@ -37,18 +37,18 @@ class DeviceEvent(Protocol):
 
 @dataclass
 class _Queued:
-    """An event, and when the host queued it."""
+    """An event, and the time when the host queued it."""
 
     event: DeviceEvent
     queued_ns: int
 
 
 class QueuedTimes:
-    """A ``DeviceClock`` of any device that has events. Of use to one device and any number of its streams.
+    """A ``DeviceClock`` for one device with events, and any number of its streams.
 
     Args:
-        make: a fresh event. capturing: whether the current stream is being captured into a graph, where an event says
-            nothing about when.
+        make: returns a new event.
+        capturing: whether the current stream is captured into a graph. Events in a graph have no time.
     """
 
     def __init__(self, make: Callable[[], DeviceEvent], capturing: Callable[[], bool] = lambda: False) -> None:
@@ -74,7 +74,7 @@ class QueuedTimes:
             while self._pending and self._pending[0][2].event.query():
                 seen_ns = time.monotonic_ns()
                 span, first, last = self._pending.popleft()
-                if not first.event.query():  # on another stream, which is behind
+                if not first.event.query():  # it is on another stream, which is behind
                     self._pending.append((span, first, last))
                     return
                 begin_ns = self._placed(first, seen_ns)
@@ -92,7 +92,7 @@ class QueuedTimes:
         return queued
 
     def _placed(self, one: _Queued, seen_ns: int) -> float:
-        """The host's time of an event that is done, seen so at ``seen_ns``."""
+        """Return the time of a completed event on the host's clock. It was seen completed at ``seen_ns``."""
         if self._reference is None:
             self._reference, self._reference_ns = one.event, float(one.queued_ns)
             return self._reference_ns
@@ -108,8 +108,8 @@ class QueuedTimes:
 
 
 def cuda_times() -> QueuedTimes:
-    """For spans of this process's current CUDA device."""
-    # The module itself does without torch, so that spans can be recorded and read without loading it.
+    """Return a clock for spans on the current CUDA device."""
+    # Imported here, so that spans can be recorded and read without torch.
     import torch
 
     return QueuedTimes(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing)

@@ -1,18 +1,18 @@
-"""What a rank is doing and has just done: typed spans in a ring of fixed size, always on.
+"""The recorder of spans: what a rank executes and has just executed, in a ring of fixed size. It is always on.
 
-    region of one rank (an anonymous map, or a part of a board that the ranks of a host share)
-    ┌────────┬───────────────┬──────────────────────┬───────────────────────────────────┐
-    │ header │ names, groups │ rows of experts, ring │ ring of records, one for each span │
-    └────────┴───────────────┴──────────────────────┴───────────────────────────────────┘
+    region of one rank (an anonymous mapping, or a part of the status table that the ranks of a host share)
+    ┌────────┬───────────────┬──────────────────────┬───────────────────────────┐
+    │ header │ names, groups │ rows of experts, ring │ ring of records, one a span │
+    └────────┴───────────────┴──────────────────────┴───────────────────────────┘
 
-A record is written when its span begins and completed when it ends, so that whoever maps the region, a peer or the
-launcher, reads what a rank was in the middle of, even if it was killed or is stopped. A span costs a microsecond or
-two (csrc/cpu/spans.cpp writes it); nothing waits.
+A record is written when its span begins and completed when it ends. So another process that maps the region (a peer or
+the launcher) can read the open spans of a rank, even if the rank was killed or is stopped. A span costs one or two
+microseconds (csrc/cpu/spans.cpp writes it), and never waits.
 
-    with EVENTS.span(Kind.DISPATCH, "layers.0", group=group_id, nbytes=...):    a region only
-    with moving(Kind.COLLECTIVE, "gradients", group=...):                       and counted by COMMUNICATION
-    with COMMUNICATION.paused():                  inside of that, around what others do between their transfers
-    COMMUNICATION.take()                          seconds since the last call, by which a training step's time is split
+    with EVENTS.span(Kind.DISPATCH, "layers.0", group=group_id, nbytes=...):         records only
+    with communication_span(Kind.COLLECTIVE, "gradients", group=...):                 and is counted by COMMUNICATION
+    with COMMUNICATION.paused():                  inside a communication span, around other work between its transfers
+    COMMUNICATION.take()                          seconds since the last call; used to split the time of a training step
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ import struct
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from moe_comm.runtime import memory_server
 from moe_comm.runtime.event_layout import (
     ACTIVE_AT,
-    BEAT_AT,
     FIXED,
     HEADER_BYTES,
+    HEARTBEAT_AT,
     LONG,
     MAGIC,
     NAMES_AT,
@@ -53,95 +55,109 @@ else:
     try:
         from moe_comm._C import Open, SpanRecorder
     except ImportError as error:
-        from moe_comm.runtime.no_spans import Open, SpanRecorder
+        from moe_comm.runtime.no_spans import NullSpan as Open, NullSpanRecorder as SpanRecorder
 
-        # All of dispatch, layers and training load this module, and a module is loaded once in a process.
+        # All packages import this module, and a process imports it once.
         warnings.warn(
-            f"the native core of moe_comm is not built ({error}): plain torch does its work, which is slower, ranks "
+            f"the native core of moe_comm is not built ({error}): plain torch replaces it, which is slower, ranks "
             "share no memory, and no spans are recorded. To build it, run: pip install -e .",
             RuntimeWarning,
             stacklevel=2,
         )
 
-__all__ = ["COMMUNICATION", "EVENTS", "DeviceClock", "Meter", "Open", "Recorder", "moving", "start_ticks"]
+__all__ = [
+    "COMMUNICATION",
+    "EVENTS",
+    "DeviceClock",
+    "EventRecorder",
+    "Meter",
+    "Open",
+    "communication_span",
+    "start_ticks",
+]
 
 
 def start_ticks(pid: int | None = None) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is none."""
+    """Return the start time of a process in clock ticks since boot; 0 if it is unknown."""
     try:
-        with open(f"/proc/{pid or 'self'}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
+        return memory_server.start_ticks(pid or os.getpid())
+    except OSError:
         return 0
 
 
 class DeviceClock(Protocol):
-    """Takes the time of work that is queued on a device, and never waits for it; see ``runtime.device_clock``."""
+    """Measures work that is queued on a device, without waiting for it; see ``runtime.device_clock``."""
 
     def begun(self, span: Open) -> None:
-        """What is queued from now on belongs to ``span``."""
+        """Work that is queued from now on belongs to ``span``."""
 
     def ended(self, span: Open) -> None:
-        """No more does. Once it is done its times go to ``span.put_device``."""
+        """The work of ``span`` is queued. When it has completed, its times go to ``span.put_device``."""
 
     def poll(self) -> None:
-        """Look what is done by now."""
+        """Process completed work."""
 
 
-class Recorder(SpanRecorder):
-    """Writes a rank's spans. Any thread may record.
+class EventRecorder(SpanRecorder):
+    """Records the spans of a rank. Any thread may record.
 
-    Spans with a group count as its calls, of each kind for itself: every member of the group enters them in the same
-    order and equally often, on its main thread or one of torch's own, or leaves out the group.
+    Spans with a group are numbered as calls of the group, separately for each kind. Every member of the group must
+    begin them in the same order and number, on its main thread or a thread of torch. Otherwise leave out the group.
 
-    step, micro: set by who knows them (the training loop, the pipeline's stages); every span takes them over.
-    enabled: where False, spans cost an attribute look-up. It stays False without the native core.
-    device: takes the times of spans on a GPU, if there is one.
+    Attributes:
+        step, micro: step and micro-batch of new spans; set by the training loop and the pipeline.
+        enabled: if False, a span only costs an attribute look-up. Without the native core, it is always False.
+        device: clock for spans on a GPU, or None.
+        skew_ns: offset from this host's wall clock to that of rank 0's host; set by ``moe_comm.observe.rank_log``.
+        group_texts: ranks of process groups, cached by ``group_names``.
     """
 
     _buffer: memoryview
 
     def __init__(self, records: int = RECORDS) -> None:
         self._lock = threading.RLock()
+        self.skew_ns = 0
+        self.group_texts: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._names[""] = NO_NAME
         self._names_end = HEADER_BYTES + 2
-        # Private: a process that is forked from this one has a copy, and does not write into this one's.
+        # Private, so that a forked process has its own copy.
         private = mmap.mmap(-1, region_bytes(records), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._region(memoryview(private), records, 0)
 
     def attach(self, region: memoryview, rank: int, records: int = RECORDS) -> None:
-        """Record into ``region`` from now on, as ``rank``; what was recorded before stays behind. Numbers of names and
-        groups stay good, calls of groups count anew.
+        """Record into ``region`` from now on, as ``rank``. Earlier spans are not copied.
+
+        Numbers of names and groups remain valid. Calls of groups are counted from 1 again.
 
         Raises:
-            ValueError: it is smaller than ``region_bytes(records)``.
+            ValueError: ``region`` is smaller than ``region_bytes(records)``.
         """
         if len(region) < region_bytes(records):
-            raise ValueError(f"a region of {records} records takes {region_bytes(records)} bytes; got {len(region)}")
+            raise ValueError(f"a region of {records} records needs {region_bytes(records)} bytes; got {len(region)}")
         with self._lock:
             self._region(region, records, rank)
 
     @property
     def region(self) -> memoryview:
-        """What is being recorded into."""
+        """The region that is recorded into."""
         return self._buffer
 
-    def beat(self) -> None:
-        """Say that this process's threads run."""
-        LONG.pack_into(self._buffer, BEAT_AT, time.monotonic_ns())
+    def heartbeat(self) -> None:
+        """Publish that the threads of this process run."""
+        LONG.pack_into(self._buffer, HEARTBEAT_AT, time.monotonic_ns())
 
-    def at(self, step: int) -> None:
-        """A step begins."""
+    def begin_step(self, step: int) -> None:
+        """Begin step ``step``."""
         self._begin_step(step)
         if self.device is not None:
             self.device.poll()
 
-    def count_anew(self) -> None:
-        """The next calls of all groups are their first ones. Every rank does so at the same place of the program."""
+    def reset_call_counts(self) -> None:
+        """Count the calls of all groups from 1 again. Every rank must do so at the same point of the program."""
         self._count_anew()
 
     def take(self) -> Totals:
-        """Sums since the last call."""
+        """Return the sums since the last call."""
         ns, nbytes, peers, groups, rows = self._take()
         kinds = Kind._value2member_map_
         return Totals(
@@ -153,22 +169,22 @@ class Recorder(SpanRecorder):
         )
 
     def group(self, ranks: Iterable[int]) -> int:
-        """A number for a group of global ranks, to give to ``span``."""
+        """Return the number of a group of global ranks, for ``span``."""
         return self.name(group_text(ranks))
 
     def name(self, text: str) -> int:
-        """A number for ``text``, which the region then holds; 0 for the empty one, and when the table is full."""
-        found = self._names.get(text)
-        return found if found is not None else self._add_name(text)
+        """Return the number of ``text`` and store it in the region; 0 for "" and when the table is full."""
+        number = self._names.get(text)
+        return number if number is not None else self._add_name(text)
 
     def text(self, number: int) -> str:
-        """What ``name`` gave ``number`` for."""
-        return next((text for text, found in self._names.items() if found == number), "")
+        """Return the text with ``number``."""
+        return next((text for text, other in self._names.items() if other == number), "")
 
     def _region(self, buffer: memoryview, records: int, rank: int) -> None:
         names_end, ring_at = self._names_end, HEADER_BYTES + NAMES_BYTES + 4 * ROWS_WORDS
         names = bytes(self._buffer[HEADER_BYTES:names_end]) if len(self._names) > 1 else b""
-        # Regions are used again by ranks that were started again: nothing old may be left.
+        # Restarted ranks reuse regions: clear the old content.
         buffer[: HEADER_BYTES + NAMES_BYTES] = bytes(HEADER_BYTES + NAMES_BYTES)
         buffer[ring_at : ring_at + records * RECORD_BYTES] = bytes(records * RECORD_BYTES)
         buffer[HEADER_BYTES : HEADER_BYTES + len(names)] = names
@@ -179,12 +195,12 @@ class Recorder(SpanRecorder):
         self._buffer, self.records = buffer, records
         self._bind(buffer, records, threading.main_thread().ident or 0)
 
-    # --- what the native part asks ---
+    # --- called by the native core ---
 
     def _add_name(self, text: str) -> int:
         data = text.encode()[:60_000]
         with self._lock:
-            at = self._names.get(text)  # another thread may have been faster
+            at = self._names.get(text)  # another thread may have added it
             if at is not None:
                 return at
             at = self._names_end
@@ -197,25 +213,25 @@ class Recorder(SpanRecorder):
             return at
 
     def _is_aside(self) -> bool:
-        """Whether this thread was started by Python: what it does is beside the main one, which does not wait."""
+        """Whether this is a background thread: one started by Python, for which the main thread does not wait."""
         return not isinstance(threading.current_thread(), threading._DummyThread)
 
 
-EVENTS: Final = Recorder()
-"""This process's."""
+EVENTS: Final = EventRecorder()
+"""The recorder of this process."""
 
 
 class _Entered(threading.local):
-    """How often a thread is inside of a meter, and since when."""
+    """Nesting depth of a thread in a meter, and the time of the outermost entry."""
 
     depth = 0
     began = 0.0
 
 
 class Meter:
-    """Seconds between entering and leaving, summed; what is nested counts once. Each thread enters for itself.
+    """Sum of the seconds between entering and leaving, over all threads. Nested entries of a thread count once.
 
-    On a GPU the host only queues the work, so the seconds are those it could not go on, not those on the device.
+    On a GPU, this is the time that the host was blocked, not the time on the device.
     """
 
     def __init__(self) -> None:
@@ -238,7 +254,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count until it ends, but for what enters anew meanwhile."""
+        """Context manager: time inside does not count, except in new entries."""
         depth = self._local.depth
         if not depth:
             yield
@@ -252,18 +268,18 @@ class Meter:
             self._local.depth = depth
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call, and start from zero."""
         with self._lock:
             seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 COMMUNICATION = Meter()
-"""Dispatch, combine, and every collective of this library: all that moves data between ranks, and the waits in it."""
+"""Time in dispatch, combine and all collectives of this library, including their waits."""
 
 
-class moving:
-    """A span of ``EVENTS`` that ``COMMUNICATION`` counts too: around what moves data between ranks."""
+class communication_span:
+    """A span of ``EVENTS`` around communication. ``COMMUNICATION`` counts it too."""
 
     __slots__ = ("_open",)
 

@@ -1,4 +1,4 @@
-"""How fast a plain matrix product is here: what model FLOPs utilisation is measured against."""
+"""The matrix multiplication rate of this machine, the reference of model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 import torch
 
 BUDGET_S = 0.3
-"""About how long a measurement may take: where bf16 is emulated, one large product takes seconds."""
+"""Approximate duration of a measurement. Where bf16 is emulated, one large product takes seconds."""
 
 
 def gemm_flops(dtype: torch.dtype = torch.float32, device: str = "cpu", size: int | None = None) -> float:
-    """FLOP/s of this process's ``torch.mm`` of square matrices, the median of several, with the threads it has.
+    """Return the median FLOP/s of ``torch.mm`` of square matrices with the threads of this process.
 
-    Ranks that share a machine call it together, or each measures a rate that all of them cannot have at once.
+    Ranks that share a machine must call it at the same time. Otherwise each measures the rate of the whole machine.
 
     Args:
-        size: of the matrices; None: large enough for the best rate, but smaller where that takes long.
+        size: size of the matrices. None: large enough for the best rate, but smaller on slow machines.
     """
     cuda = device.startswith("cuda")
     if size is None:

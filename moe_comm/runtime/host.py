@@ -1,4 +1,4 @@
-"""The name of this host, as far as sharing memory goes."""
+"""A key of this host for sharing memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def host_key() -> str:
-    """Equal for two processes exactly when they see the same /dev/shm on the same kernel and name pids alike."""
+    """Return a key that is equal for processes with the same /dev/shm, kernel and pid namespace."""
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -20,6 +20,6 @@ def host_key() -> str:
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
 
-def host_word() -> int:
-    """``host_key`` as a number that fits an int64."""
+def host_key_int64() -> int:
+    """Return ``host_key`` as a number that fits int64."""
     return int(host_key(), 16) >> 2

@@ -1,4 +1,4 @@
-"""The native core, and where layers and operators take large buffers from: memory whose pages stay mapped."""
+"""The native core, and allocation of large buffers in memory whose pages stay mapped."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from moe_comm import _C
 
 from_capsule: Callable[[Any], Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)
-"""A tensor of a DLPack capsule: what ``torch.from_dlpack`` ends in, after looking for what a capsule does not have."""
+"""Return a tensor of a DLPack capsule. ``torch.from_dlpack`` calls it after protocol checks that a capsule skips."""
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
-"""(rows, width, dtype, device) to an uninitialised [rows, width] tensor; ``Dispatcher.empty_rows`` is one."""
+"""Maps (rows, width, dtype, device) to an uninitialised [rows, width] tensor, like ``Dispatcher.empty_rows``."""
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def native() -> ModuleType:
-    """The native core.
+    """Return the native core.
 
     Raises:
-        MissingDependency: it was not built.
+        MissingDependency: it is not built.
     """
     try:
         from moe_comm import _C  # may not be built
@@ -49,25 +49,27 @@ def native_is_built() -> bool:
 
 @lru_cache(maxsize=1)
 def private_heap() -> _C.Heap:
-    """This process's heap of private memory, for dispatch without peers. Pages stay mapped and warm: faulting in
-    fresh ones costs more than the copies into them."""
+    """Return this process's heap of private memory, for dispatch within one rank.
+
+    Its pages stay mapped: faulting in new pages costs more than the copies into them.
+    """
     heap: _C.Heap = native().Heap("")
     return heap
 
 
 def block(heap: _C.Heap, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised [rows, width] tensor in ``heap``; its memory goes back when the tensor dies, on any thread."""
+    """Return an uninitialised [rows, width] tensor in ``heap``. The memory is freed with the tensor, on any thread."""
     if rows == 0 or width == 0:
         return torch.empty(rows, width, dtype=dtype)
     return from_capsule(heap.tensor(rows, width, DTYPE_CODES[dtype]))
 
 
 WARM_BYTES = 128 << 10
-"""malloc keeps smaller tensors' pages mapped by itself (its mmap threshold)."""
+"""malloc keeps the pages of smaller tensors mapped (its mmap threshold)."""
 
 
 def warm_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory; on the CPU with its pages mapped, as faulting in fresh ones costs more than using them."""
+    """Return an uninitialised [rows, width] tensor. On the CPU its pages are mapped already, if it is large."""
     size = rows * width * dtype.itemsize
     if size < WARM_BYTES or device.type != "cpu" or not native_is_built():
         return torch.empty(rows, width, dtype=dtype, device=device)
@@ -78,7 +80,7 @@ def warm_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -
 
 
 def warm_like(x: Tensor) -> Tensor:
-    """Uninitialised tensor of the shape and strides of ``x``, as ``warm_rows``; ``x`` must be dense."""
+    """Return an uninitialised tensor with the shape and strides of ``x``, as ``warm_rows``. ``x`` must be dense."""
     if x.is_contiguous() and x.numel():
         return warm_rows(x.numel() // x.shape[-1], x.shape[-1], x.dtype, x.device).view(x.shape)
     if x.dim() == 3 and x.transpose(1, 2).is_contiguous() and x.numel():
@@ -87,7 +89,7 @@ def warm_like(x: Tensor) -> Tensor:
 
 
 def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
-    """[N, X] the rows at ``index_N``, int64, in memory as ``warm_rows`` gives. No autograd."""
+    """Return the rows at ``index_N`` (int64) as [N, X], in memory of ``warm_rows``. No autograd."""
     out_NX = warm_rows(index_N.shape[0], rows_RX.shape[1], rows_RX.dtype, rows_RX.device)
     return torch.index_select(rows_RX, 0, index_N, out=out_NX)
 
@@ -95,8 +97,8 @@ def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
 def as_dtype(dtype: torch.dtype, rows_RX: Tensor) -> Tensor:
     """Return the bytes of rows [R, X] as another dtype, without a copy if the rows are contiguous.
 
-    Torch refuses to view a tensor whose last stride is not 1 even where that stride has no meaning: with no elements,
-    with one, or with one column. So the strides are set here.
+    Torch does not view a tensor as another dtype if its last stride is not 1, even if that stride has no effect: with
+    at most one element, or with one column. So the strides are set here.
     """
     width = rows_RX.shape[1] * rows_RX.element_size() // dtype.itemsize
     return rows_RX.contiguous().as_strided((rows_RX.numel(),), (1,)).view(dtype).view(rows_RX.shape[0], width)

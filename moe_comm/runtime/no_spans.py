@@ -1,12 +1,12 @@
-"""What ``events`` has in place of the native span recorder where the core is not built: it records nothing."""
+"""Replacement of the native span recorder where the native core is not built. It records nothing."""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
 
-class Open:
-    """A span that leaves no record; ``moe_comm._C.Open`` has the methods' meaning."""
+class NullSpan:
+    """A span without a record; see ``moe_comm._C.Open`` for the methods."""
 
     index = -1
     begin_ns = 0
@@ -15,24 +15,17 @@ class Open:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def _ignore(self, *args: Any, **values: Any) -> None:
         pass
 
-    def put_rows(self, rows: Any, nbytes: int, /) -> None:
-        pass
-
-    def put(self, **told: Any) -> None:
-        pass
-
-    def put_device(self, begin_ns: int, end_ns: int, /) -> None:
-        pass
+    __exit__ = put_rows = put = put_device = _ignore
 
 
-_OPEN = Open()
+_SPAN = NullSpan()
 
 
-class SpanRecorder:
-    """As ``moe_comm._C.SpanRecorder``, but ``enabled`` stays False."""
+class NullSpanRecorder:
+    """Like ``moe_comm._C.SpanRecorder``, but ``enabled`` is always False."""
 
     step = 0
     micro = 0
@@ -40,29 +33,22 @@ class SpanRecorder:
     _names: dict[str, int]
 
     def __new__(cls, *args: Any) -> Self:
-        made = super().__new__(cls)
-        made._names = {}
-        return made
+        recorder = super().__new__(cls)
+        recorder._names = {}
+        return recorder
 
-    @property
-    def enabled(self) -> bool:
-        return False
+    enabled = property(lambda self: False, lambda self, value: None)
 
-    @enabled.setter
-    def enabled(self, wanted: bool) -> None:
+    def span(self, kind: int, name: str, /, **values: Any) -> NullSpan:
+        return _SPAN
+
+    def _ignore(self, *args: Any) -> None:
         pass
 
-    def span(self, kind: int, name: str, /, **told: Any) -> Open:
-        return _OPEN
-
-    def _bind(self, buffer: memoryview, records: int, main_thread: int, /) -> None:
-        pass
+    _bind = _count_anew = _ignore
 
     def _begin_step(self, step: int, /) -> None:
         self.step, self.micro = step, 0
-
-    def _count_anew(self) -> None:
-        pass
 
     def _take(self) -> tuple[dict[int, int], dict[int, int], dict[int, int], dict[int, int], int]:
         return {}, {}, {}, {}, 0

@@ -1,10 +1,10 @@
-"""Memory that outlives this process: two slots a name, one complete while the other is written.
+"""Memory that outlives this process: two slots per name. One slot is complete while the other is written.
 
-memory of one name, kept by the host's ``memory_server``   header (4 KiB)
-┌────────┬──────────────┬────────┬──────────────┐          mark, length and CRC-32 of what follows,
-│ header │ content      │ header │ content      │          JSON: what the content is, its length and CRC-32
+memory of one name, held by the host's ``memory_server``   header (4 KiB)
+┌────────┬──────────────┬────────┬──────────────┐          magic, then length and CRC-32 of the JSON,
+│ header │ content      │ header │ content      │          JSON: description of the content, its length and CRC-32
 └────────┴──────────────┴────────┴──────────────┘
-   slot 0, complete        slot 1, being written: its header is cleared first, and written last
+   slot 0, complete        slot 1, being written: its header is cleared first and written last
 """
 
 from __future__ import annotations
@@ -29,93 +29,90 @@ from moe_comm.runtime.memory_server import peer_user, start_ticks
 from moe_comm.runtime.untrusted import parse_object
 
 HEADER_BYTES = 4096
-MARK = b"mckept1\n"
+MAGIC = b"mckept1\n"
 SLOTS = 2
 BLOCK = 32 << 20
-"""Bytes of which a checksum is taken at once, without Python's lock."""
+"""Bytes per checksum call. The call releases the interpreter's lock."""
 START_S = 20.0
-"""Within which a memory server must answer."""
+"""Timeout for an answer of a memory server."""
 IDLE_S = 1800.0
-"""A memory server without any rank ends after this."""
+"""A memory server without connected ranks ends after this time."""
 
 
 @dataclass(frozen=True)
-class Owner:
-    """The process that starts ranks again, for as long as it lives what is kept is of use.
-
-    folder: its own, which it removes when its ranks have ended; "" where it has none.
-    """
+class LauncherProcess:
+    """The process that restarts ranks. Snapshots are valid while it lives."""
 
     pid: int
-    ticks: int
-    folder: str = ""
+    ticks: int  # its start time; see ``start_ticks``
+    folder: str = ""  # its temporary folder, which it removes when its ranks have ended; "" if it has none
 
     @classmethod
-    def parent(cls, folder: str = "") -> Owner:
-        """This process's parent.
+    def parent(cls, folder: str = "") -> LauncherProcess:
+        """Return the parent of this process.
 
         Raises:
-            MoeCommError: it cannot be seen from here.
+            MoeCommError: the parent is not visible from this process.
         """
         pid = os.getppid()
         try:
             return cls(pid, start_ticks(pid), folder)
         except OSError:
-            raise MoeCommError("this process has no parent that could start ranks again") from None
+            raise MoeCommError("this process has no parent process that could restart ranks") from None
 
     def name(self, host: str) -> str:
-        """Of the memory server's socket. host: tells hosts apart that are emulated on one."""
+        """Return the name of the memory server's socket. ``host`` distinguishes hosts that are emulated on one."""
         return f"moe_comm-keeper-{os.getuid()}-{self.pid}-{self.ticks}-{host}"
 
 
 @dataclass(frozen=True)
-class Header:
-    """What a slot holds. epoch: names the attempt that wrote it. layout: digest of how the content is cut.
+class SlotHeader:
+    """Description of the content of a slot."""
 
-    content, state: bytes of tensors, and of the JSON behind them. crc: CRC-32 of both.
-    """
-
-    run: str
-    epoch: str
+    run: str  # id of the run
+    epoch: str  # id of the attempt that wrote it
     step: int
-    owner: int
-    layout: str
-    content: int
-    state: int
-    crc: int
+    owner: int  # rank whose state it is
+    layout: str  # digest of the layout of the content
+    content: int  # size of the tensors in bytes
+    state: int  # size of the JSON after the tensors in bytes
+    crc: int  # CRC-32 of both
 
     def to_bytes(self) -> bytes:
-        """Padded to ``HEADER_BYTES``."""
+        """Return the header, padded to ``HEADER_BYTES``."""
         text = json.dumps(vars(self)).encode()
-        return (MARK + struct.pack("<II", len(text), zlib.crc32(text)) + text).ljust(HEADER_BYTES, b"\0")
+        return (MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text).ljust(HEADER_BYTES, b"\0")
 
     @classmethod
-    def read(cls, raw: bytes) -> Header | None:
-        """None where there is none, or it is damaged."""
-        if len(raw) != HEADER_BYTES or not raw.startswith(MARK):
+    def read(cls, raw: bytes) -> SlotHeader | None:
+        """Parse a header. Returns None if there is none or it is damaged."""
+        if len(raw) != HEADER_BYTES or not raw.startswith(MAGIC):
             return None
-        length, crc = struct.unpack_from("<II", raw, len(MARK))
-        text = raw[len(MARK) + 8 :][:length]
+        length, crc = struct.unpack_from("<II", raw, len(MAGIC))
+        text = raw[len(MAGIC) + 8 :][:length]
         if len(text) != length or zlib.crc32(text) != crc:
             return None
         try:
-            found = cls(**parse_object(text))
+            header = cls(**parse_object(text))
         except (ValueError, TypeError):
             return None
-        numbers = (found.step, found.owner, found.content, found.state, found.crc)
-        texts = (found.run, found.epoch, found.layout)
-        whole = all(type(value) is int and value >= 0 for value in numbers)
-        return found if whole and all(isinstance(value, str) for value in texts) else None
+        numbers = (header.step, header.owner, header.content, header.state, header.crc)
+        texts = (header.run, header.epoch, header.layout)
+        valid = all(type(value) is int and value >= 0 for value in numbers)
+        return header if valid and all(isinstance(value, str) for value in texts) else None
 
 
 class Slots:
-    """The two slots of one name, mapped. ``handle`` is closed."""
+    """The two slots of one name, mapped into this process. Closes ``handle``."""
 
     def __init__(self, handle: int, *, reserve: bool = False) -> None:
-        """reserve: have the system find the memory now, and not when it is written to.
+        """
+        Args:
+            handle: file descriptor of the memory.
+            reserve: allocate the memory now instead of at the first write.
 
         Raises:
-            OSError: there is not enough.
+            OSError: there is not enough memory.
         """
         try:
             size = os.fstat(handle).st_size
@@ -127,65 +124,69 @@ class Slots:
         self.stride = size // SLOTS
 
     @staticmethod
-    def size_for(room: int) -> int:
-        """Bytes of the memory of a name whose slots have ``room`` for content and state."""
-        return SLOTS * (HEADER_BYTES + -(-room // mmap.PAGESIZE) * mmap.PAGESIZE)
+    def size_for(capacity: int) -> int:
+        """Return the size in bytes of two slots with ``capacity`` bytes each for content and state."""
+        return SLOTS * (HEADER_BYTES + -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE)
 
-    def header(self, slot: int) -> Header | None:
-        """What is complete in ``slot``; None: nothing."""
-        found = Header.read(bytes(self.raw(slot)[:HEADER_BYTES]))
-        return None if found is None or found.content + found.state > self.stride - HEADER_BYTES else found
+    def header(self, slot: int) -> SlotHeader | None:
+        """Return the header of ``slot``, or None if it is not complete."""
+        header = SlotHeader.read(bytes(self.raw(slot)[:HEADER_BYTES]))
+        return None if header is None or header.content + header.state > self.stride - HEADER_BYTES else header
 
     def clear(self, slot: int) -> None:
-        """Whatever is in ``slot`` is no longer complete."""
+        """Mark ``slot`` as incomplete."""
         self.raw(slot)[:HEADER_BYTES] = bytes(HEADER_BYTES)
 
-    def commit(self, slot: int, header: Header) -> None:
-        """The content of ``slot`` is complete."""
+    def commit(self, slot: int, header: SlotHeader) -> None:
+        """Mark ``slot`` as complete."""
         self.raw(slot)[:HEADER_BYTES] = header.to_bytes()
 
     def raw(self, slot: int) -> memoryview:
-        """Header and content, writable."""
+        """SlotHeader and content, writable."""
         return memoryview(self._map)[slot * self.stride : (slot + 1) * self.stride]
 
-    def whole(self) -> memoryview:
-        """Both slots, writable."""
+    def buffer(self) -> memoryview:
+        """Return both slots, writable."""
         return memoryview(self._map)
 
     def content(self, slot: int) -> memoryview:
-        """What comes after the header, writable."""
+        """Return the content of ``slot``, writable."""
         return self.raw(slot)[HEADER_BYTES:]
 
 
 def checksum(data: memoryview, crc: int = 0) -> int:
-    """CRC-32, a block at a time: other threads run meanwhile."""
+    """Return the CRC-32. It is computed in blocks, so that other threads can run in between."""
     for at in range(0, len(data), BLOCK):
         crc = zlib.crc32(data[at : at + BLOCK], crc)
     return crc
 
 
 class PersistentMemory:
-    """This process's connection to the memory server of its host.
+    """A connection of this process to the memory server of its host.
 
     Attributes:
-        token: the same for all processes that share the memory server, and for no other.
+        token: id of the memory server; equal for all processes that are connected to it.
     """
 
-    def __init__(self, owner: Owner, *, host: str = "", start: bool = True, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self, launcher: LauncherProcess, *, host: str = "", start: bool = True, idle_s: float = IDLE_S
+    ) -> None:
         """
         Args:
-            host: a name where several hosts are emulated on one.
-            start: start the memory server at once if there is none; else wait for another rank to do it, for a while.
+            launcher: the memory server ends with this process.
+            host: name of the host, if several hosts are emulated on one.
+            start: start the memory server if there is none. Otherwise another rank should; this one does after 2 s.
+            idle_s: time after which the memory server ends if no rank is connected.
 
         Raises:
-            MoeCommError: there is none and none can be started.
+            MoeCommError: there is no memory server, and none can be started.
         """
         self._child: subprocess.Popen[bytes] | None = None
-        self._socket = self._connect(owner, host, start, idle_s)
+        self._socket = self._connect(launcher, host, start, idle_s)
         self.token = str(self._ask(do="hello")["token"])
 
-    def _connect(self, owner: Owner, host: str, start: bool, idle_s: float) -> socket.socket:
-        name = owner.name(host)
+    def _connect(self, launcher: LauncherProcess, host: str, start: bool, idle_s: float) -> socket.socket:
+        name = launcher.name(host)
         began = time.monotonic()
         while time.monotonic() - began < START_S:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -199,34 +200,44 @@ class PersistentMemory:
             except OSError:
                 connection.close()
             if self._child is None and (start or time.monotonic() - began > 2):
-                self._child = _start(owner, name, idle_s)
+                self._child = _start(launcher, name, idle_s)
             time.sleep(0.005)
         raise MoeCommError(f"no memory server answered within {START_S:g} s")
 
     def names(self) -> dict[str, int]:
-        """What is kept, and its size in bytes."""
+        """Return all names and their sizes in bytes."""
         return {str(name): int(size) for name, size in self._ask(do="list")["sizes"].items()}
 
     def find(self, name: str) -> Slots | None:
-        """What is kept as ``name``; None: nothing, or nothing with room for two headers."""
+        """Return the slots of ``name``, or None if there are none or they are too small for the headers."""
         if self.names().get(name, 0) < SLOTS * HEADER_BYTES:
             return None
         return Slots(self._handle(name, 0))
 
-    def make(self, name: str, room: int) -> Slots:
-        """Slots with at least ``room`` bytes each for content. What is kept there stays, unless it has less room.
+    def headers(self) -> list[tuple[str, int, SlotHeader]]:
+        """Return name, slot and header of all complete slots."""
+        results = []
+        for name in self.names():
+            slots = self.find(name)
+            for slot in range(SLOTS) if slots is not None else ():
+                if slots is not None and (header := slots.header(slot)) is not None:
+                    results.append((name, slot, header))
+        return results
+
+    def allocate(self, name: str, capacity: int) -> Slots:
+        """Return slots with at least ``capacity`` bytes each. Existing content is retained if it is large enough.
 
         Raises:
             OSError: there is not enough memory.
         """
-        return Slots(self._handle(name, Slots.size_for(room)), reserve=True)
+        return Slots(self._handle(name, Slots.size_for(capacity)), reserve=True)
 
     def retain(self, names: list[str]) -> None:
-        """Let go of all others."""
+        """Free the memory of all other names."""
         self._ask(do="retain", names=names)
 
     def end(self) -> None:
-        """The run is over: the memory server ends, and all memory with it once nobody has it mapped."""
+        """End the memory server at the end of a run. The memory is freed when no process has it mapped."""
         with contextlib.suppress(MoeCommError):  # it has ended
             self._ask(do="end")
         self.close()
@@ -235,13 +246,13 @@ class PersistentMemory:
                 self._child.wait(5)
 
     def close(self) -> None:
-        """Give up the connection; the memory stays."""
+        """Close the connection. The memory is retained."""
         self._socket.close()
 
     def _handle(self, name: str, size: int) -> int:
         _, handles = self._exchange(do="get", name=name, size=size)
         if len(handles) != 1:
-            raise MoeCommError(f"the memory server gave no handle of {name!r}")
+            raise MoeCommError(f"the memory server returned no descriptor for {name!r}")
         return handles[0]
 
     def _ask(self, **request: Any) -> dict[str, Any]:
@@ -259,8 +270,8 @@ class PersistentMemory:
         return answer, handles
 
 
-def read(slots: Slots, slot: int) -> tuple[Header, memoryview]:
-    """A complete slot, header and content with the state behind, checked.
+def read(slots: Slots, slot: int) -> tuple[SlotHeader, memoryview]:
+    """Return the header of a complete slot, and its content followed by the state, after verifying the checksum.
 
     Raises:
         CheckpointError: it is not complete, or damaged.
@@ -270,17 +281,17 @@ def read(slots: Slots, slot: int) -> tuple[Header, memoryview]:
         raise CheckpointError("it is not complete")
     data = slots.content(slot)[: header.content + header.state]
     if checksum(data) != header.crc:
-        raise CheckpointError(f"the checksum of what rank {header.owner} kept after step {header.step} differs")
+        raise CheckpointError(f"the checksum of rank {header.owner}'s state after step {header.step} does not match")
     return header, data
 
 
-def _start(owner: Owner, name: str, idle_s: float) -> subprocess.Popen[bytes]:
-    """Start a memory server, in a session of its own: what ends the ranks does not end it.
+def _start(launcher: LauncherProcess, name: str, idle_s: float) -> subprocess.Popen[bytes]:
+    """Start a memory server in a new session, so that signals to the ranks do not end it.
 
-    By its file and isolated, so that neither this process's modules nor its environment matter; without the variables
-    by which a rank is known.
+    It runs as an isolated script with a minimal environment: it must not load this process's modules, and it must not
+    look like a rank.
     """
-    arguments = [name, str(owner.pid), str(owner.ticks), owner.folder, str(idle_s)]
+    arguments = [name, str(launcher.pid), str(launcher.ticks), launcher.folder, str(idle_s)]
     environment = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME") if key in os.environ}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(memory_server.__file__).resolve()), *arguments],

@@ -1,7 +1,7 @@
-"""Reading files that others may have made: regular files only, no more bytes than allowed, JSON without surprises.
+"""Reading of files that others may have written: regular files of limited size, and strict JSON.
 
-What a parser takes for granted is what such a file leaves out: that it ends (a pipe does not), that it is small (a
-sparse file of a terabyte takes no room on the disk), that a key comes once (which of two counts is anybody's guess).
+Parsers assume properties that such files may lack: a pipe never ends, a sparse file of a terabyte takes no space on the
+disk, and a JSON object may contain a key twice.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 DEEPEST = 64
-"""Objects and lists inside one another. What is deeper may exhaust the stack of whoever looks at it later."""
+"""Maximum nesting of objects and lists. Deeper values can overflow the stack of code that handles them later."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read a regular file with; the caller closes it. Never waits, as opening a pipe would.
+    """Open a regular file for reading, and return its descriptor. Never blocks, as opening a pipe would.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -37,16 +37,16 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes.
+    """Return the content of a regular file of at most ``limit`` bytes.
 
     Raises:
-        OSError: it cannot be read, is no regular file, is longer (``EFBIG``), or grew while it was read.
+        OSError: it cannot be read, is not a regular file, is longer (``EFBIG``), or grew while it was read.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise OSError(errno.EFBIG, f"File is longer than {limit} bytes", str(path))
-        # No more than there is: room for all that is asked for is taken before a byte is read.
+        # Not ``limit``: read() allocates the requested size first.
         content = file.read(size + 1)
     if len(content) > size:
         raise OSError(errno.EBUSY, "File grew while it was read", str(path))
@@ -54,11 +54,11 @@ def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def parse_object(text: str | bytes, deepest: int = DEEPEST) -> dict[str, Any]:
-    """A JSON object, as the standard has it.
+    """Parse a JSON object, strictly by the standard.
 
     Raises:
-        ValueError: it is none, holds a key twice, NaN, infinity, a number of thousands of digits or half of a
-            surrogate pair in a key, or is nested more than ``deepest`` deep.
+        ValueError: it is not an object, holds a key twice, NaN, infinity, a number with thousands of digits or half of
+            a surrogate pair in a key, or is nested more than ``deepest`` levels deep.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite)
@@ -71,43 +71,39 @@ def parse_object(text: str | bytes, deepest: int = DEEPEST) -> dict[str, Any]:
 
 
 def regular_size(path: Path) -> int:
-    """Size of a regular file in bytes.
+    """Return the size of a regular file in bytes.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no such file.
     """
-    handle = open_regular(path)
-    try:
-        return os.fstat(handle).st_size
-    finally:
-        os.close(handle)
+    with os.fdopen(open_regular(path), "rb") as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def shown(value: object, length: int = 200) -> str:
-    """``repr`` for a message, abridged; never raises."""
+    """Return an abridged ``repr`` for a message. Never raises."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists in lists
+    except (ValueError, RecursionError):  # a number with thousands of digits, or deeply nested lists
         return f"a {type(value).__name__} too large to show"
     return abridged(text, length)
 
 
 def abridged(text: str, length: int = 200) -> str:
-    """The start of a text, for a message that can be printed."""
+    """Return the start of a text, in printable form."""
     text = text if len(text) <= length else f"{text[:length]}..."
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {shown(twice)} occurs twice")
-    for key in found:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"key {shown(key)} occurs twice")
         if not key.isascii():
             key.encode()  # UnicodeEncodeError is a ValueError
-    return found
+        values[key] = value
+    return values
 
 
 def _no_number(text: str) -> NoReturn:

@@ -1,11 +1,11 @@
-"""Which rank keeps a copy of whose state: one on another host that shares no parallel group with the owner.
+"""Buddy ranks for state replicas: each rank's buddy is on another host and shares as few parallel groups as possible.
 
-hosts      A A A A  B B B B          what fails together, so that a copy there would be lost with the original:
-ranks      0 1 2 3  4 5 6 7          a host; and often the ranks of a group, which share switches, or are replaced
-tp 2       0 1 0 1  0 1 0 1          together when one of them fails (ByteRobust, arXiv 2509.16293, section 6.3;
-dp 4       0 0 1 1  2 2 3 3          Gemini, SOSP 2023, places copies on other machines)
+hosts      A A A A  B B B B          Failures are correlated within a host, and often within a parallel group, whose
+ranks      0 1 2 3  4 5 6 7          ranks share switches or are replaced together (ByteRobust, arXiv 2509.16293,
+tp 2       0 1 0 1  0 1 0 1          section 6.3). A replica must survive the failure of its owner (Gemini, SOSP 2023,
+dp 4       0 0 1 1  2 2 3 3          places replicas on other machines).
 
-rank 0 is in groups with 1 (tp), 2, 4, 6 (dp): kept by 5 or 7
+Rank 0 shares groups with 1 (tp) and with 2, 4, 6 (dp), so its buddy is 5 or 7.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ AXES = tuple(dict.fromkeys((*ATTENTION_AXES, *EXPERT_AXES)))
 
 
 def buddies(config: ParallelConfig, hosts: Sequence[object]) -> tuple[int, ...] | None:
-    """For every rank the one that keeps its copy; None on a single host, where a copy would be lost with the original.
+    """Return the rank that stores the replica of each rank, or None if all ranks are on one host.
 
-    Always on another host. No rank keeps more than it must: one copy, so that this is a permutation, unless one host
-    has more than half of all ranks. Among all ways to do that, one in which the most groups (over single axes: tp, cp,
-    dp, pp, etp, ep, edp) that any rank shares with its keeper are the fewest: none where that is possible. The same on
-    every rank that computes it.
+    A replica is always on another host. The replicas are distributed evenly: the result is a permutation unless one
+    host has more than half of all ranks. Among these assignments, the result minimizes the largest number of groups
+    (over single axes: tp, cp, dp, pp, etp, ep, edp) that a rank shares with its buddy. The result is deterministic.
 
     Args:
-        hosts: of each rank, anything that can be compared and hashed.
+        hosts: the host of each rank, as comparable and hashable values.
 
     Raises:
-        ConfigError: not one host a rank.
+        ConfigError: the number of hosts differs from the number of ranks.
     """
     world = config.world
     if len(hosts) != world:
@@ -47,18 +46,13 @@ def buddies(config: ParallelConfig, hosts: Sequence[object]) -> tuple[int, ...] 
     copies = max(1, -(-largest // (world - largest)))
     groups_AW = _groups(config)
     for shared in range(len(groups_AW) + 1):
-        if (found := _match(host_W, groups_AW, shared, copies)) is not None:
-            return found
-    raise AssertionError("other hosts have room for the copies of every host")
-
-
-def shared_groups(config: ParallelConfig, first: int, second: int) -> int:
-    """How many groups over a single axis two ranks are both in."""
-    return int((_groups(config)[:, first] == _groups(config)[:, second]).sum())
+        if (buddy_of := _match(host_W, groups_AW, shared, copies)) is not None:
+            return buddy_of
+    raise AssertionError("other hosts have room for the replicas of each host")
 
 
 def _groups(config: ParallelConfig) -> npt.NDArray[np.int64]:
-    """[axes, W]: the number of each rank's group over each axis on which there is more than one rank."""
+    """[axes, W]: the index of each rank's group over each axis with more than one rank."""
     rows = []
     for axis in AXES:
         if config.size(axis) > 1:
@@ -72,53 +66,44 @@ def _groups(config: ParallelConfig) -> npt.NDArray[np.int64]:
 def _match(
     host_W: npt.NDArray[Any], groups_AW: npt.NDArray[np.int64], shared: int, copies: int
 ) -> tuple[int, ...] | None:
-    """A keeper for every rank that shares at most ``shared`` groups with it, each taking up to ``copies``; None: there
-    is none. Kuhn's augmenting paths, which on a regular mapping are rarely needed."""
+    """Assign a buddy to each rank, or return None if no assignment exists.
+
+    A rank and its buddy share at most ``shared`` groups, and each buddy stores up to ``copies`` replicas. Uses Kuhn's
+    algorithm; regular mappings rarely need an augmenting path.
+    """
     world = len(host_W)
-    kept: list[list[int]] = [[] for _ in range(world)]
-    full_W = np.zeros(world, dtype=bool)
+    stored: list[list[int]] = [[] for _ in range(world)]  # by buddy, the ranks whose replicas it stores
 
-    def allowed(rank: int) -> npt.NDArray[np.bool_]:
-        result: npt.NDArray[np.bool_] = (host_W != host_W[rank]) & (
-            (groups_AW == groups_AW[:, rank : rank + 1]).sum(0) <= shared
-        )
-        return result
-
-    def put(rank: int) -> bool:
-        # From rank to the keepers it may have, and from each to the ranks it could hand on: breadth first.
-        came_from: dict[int, int] = {}
-        asked_by: dict[int, int] = {}
-        seen_W = np.zeros(world, dtype=bool)
+    def assign(rank: int) -> bool:
+        # Breadth-first search over alternating paths: rank, allowed buddy, a rank that buddy already stores, ...
+        reached_from: dict[int, int] = {}
+        buddy_of = {rank: -1}
+        visited_W = np.zeros(world, dtype=bool)
         queue = [rank]
         for owner in queue:
-            choice_W = allowed(owner) & ~seen_W
-            # Beginning behind the owner, so that neighbours find different ones.
-            order = (np.flatnonzero(np.roll(choice_W, -owner - 1)) + owner + 1) % world
-            free = order[~full_W[order]]
-            if len(free):
-                keeper, mover = int(free[0]), owner
-                while mover != rank:
-                    before = came_from[mover]
-                    kept[before].remove(mover)
-                    kept[keeper].append(mover)
-                    full_W[keeper] = len(kept[keeper]) >= copies
-                    keeper, mover = before, asked_by[before]
-                kept[keeper].append(mover)
-                full_W[keeper] = len(kept[keeper]) >= copies
-                return True
-            for one in order.tolist():
-                seen_W[one] = True
-                asked_by[one] = owner
-                for other in kept[one]:
-                    came_from[other] = one
-                    queue.append(other)
+            shared_W = (groups_AW == groups_AW[:, owner : owner + 1]).sum(0)
+            allowed_W = (host_W != host_W[owner]) & (shared_W <= shared) & ~visited_W
+            # Start the search after the owner, so that neighbouring ranks try different buddies first.
+            order = (np.flatnonzero(np.roll(allowed_W, -owner - 1)) + owner + 1) % world
+            for buddy in order.tolist():
+                if len(stored[buddy]) < copies:
+                    while buddy >= 0:  # augment: each rank on the path moves to the next buddy
+                        previous = buddy_of[owner]
+                        if previous >= 0:
+                            stored[previous].remove(owner)
+                        stored[buddy].append(owner)
+                        if previous >= 0:
+                            owner = reached_from[previous]
+                        buddy = previous
+                    return True
+            for buddy in order.tolist():
+                visited_W[buddy] = True
+                reached_from[buddy] = owner
+                buddy_of |= dict.fromkeys(stored[buddy], buddy)
+                queue += stored[buddy]
         return False
 
-    for rank in range(world):
-        if not put(rank):
-            return None
-    found = [0] * world
-    for keeper, owners in enumerate(kept):
-        for owner in owners:
-            found[owner] = keeper
-    return tuple(found)
+    if not all(assign(rank) for rank in range(world)):
+        return None
+    buddies_W = {owner: buddy for buddy, owners in enumerate(stored) for owner in owners}
+    return tuple(buddies_W[rank] for rank in range(world))

@@ -1,4 +1,4 @@
-"""A mapping as plain text: who sits where, who shares a group with whom, and over whom each gradient is summed.
+"""A parallel mapping as plain text: coordinates of each rank, its groups, and the groups that sum each gradient.
 
 8 ranks
 attention   tp 2 x cp 1 x dp 2 x pp 2
@@ -20,39 +20,39 @@ from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES, ParallelConf
 from moe_comm.topology.sharding import Sharding, Split
 
 SMALL = 64
-"""Ranks of the largest world that is shown in full."""
+"""Largest world size that is drawn in full."""
 COLUMNS = 16
-"""Ranks side by side."""
+"""Ranks per line."""
 LISTED = 8
-"""Ranks of a group, and groups of a kind, that are listed where there are more than a line takes."""
+"""Largest number of ranks of a group that are listed one by one."""
 WIDTH = 100
 
 MEANS = {
-    "tp": "share a layer's heads and columns, and the sequence between layers",
-    "cp": "share a sequence",
-    "dp": "hold other sequences",
-    "pp": "hold other layers",
-    "etp": "share an expert",
-    "ep": "share the experts",
-    "edp": "hold copies of the same experts",
+    "tp": "split a layer's heads and columns, and the sequence between layers",
+    "cp": "split a sequence",
+    "dp": "process different sequences",
+    "pp": "hold different layers",
+    "etp": "split an expert",
+    "ep": "hold different experts",
+    "edp": "hold replicas of the same experts",
 }
 PARAMETERS = (
-    ("cut by tp", "attention, dense FFN, embedding, head", Sharding((1,), (Split(0, "tp"),))),
+    ("split by tp", "attention, dense FFN, embedding, head", Sharding((1,), (Split(0, "tp"),))),
     ("replicated", "norms, router, shared expert", Sharding((1,))),
-    ("experts", "cut by ep and etp", Sharding((1, 1), (Split(0, "ep"), Split(1, "etp")), expert=True)),
+    ("experts", "split by ep and etp", Sharding((1, 1), (Split(0, "ep"), Split(1, "etp")), expert=True)),
 )
 
 
 def picture(config: ParallelConfig) -> str:
-    """The mapping as plain text of at most 100 columns (a few more where rank numbers are long).
+    """Return a plain-text drawing of the mapping, about 100 columns wide.
 
-    Worlds of more than 64 ranks are cut short: the first ranks of the first pipeline stage, the first groups.
+    For more than 64 ranks, only the first ranks of the first pipeline stage and the first groups are shown.
     """
     parts = [_title(config)]
     shown = range(config.pp if config.world <= SMALL else 1)
     parts += [_stage(config, stage) for stage in shown]
     if config.pp > len(shown):
-        parts.append(f"... {config.pp - 1} more stages like it; stage s starts at rank s * {config.stage}")
+        parts.append(f"... {config.pp - 1} more stages of the same form; stage s starts at rank s * {config.stage}")
     parts += [_groups(config), _gradients(config)]
     return "\n\n".join(parts) + "\n"
 
@@ -66,13 +66,13 @@ def _title(config: ParallelConfig) -> str:
 
 
 def _stage(config: ParallelConfig, stage: int) -> str:
-    """One line an axis, one column a rank, in blocks of ``COLUMNS`` ranks."""
+    """Draw one line per axis and one column per rank, in blocks of ``COLUMNS`` ranks."""
     first = stage * config.stage
     ranks = range(first, first + config.stage)
     shown = ranks if config.world <= SMALL else ranks[: 2 * COLUMNS]
     axes = [axis for axis in (*ATTENTION_AXES[:-1], *EXPERT_AXES[:-1]) if config.sizes[axis] > 1]
     width = len(str(config.world - 1)) + 2
-    lines = [f"pipeline stage {stage}" if config.pp > 1 else "who sits where"]
+    lines = [f"pipeline stage {stage}" if config.pp > 1 else "coordinates of each rank"]
     for start in range(0, len(shown), COLUMNS):
         block = shown[start : start + COLUMNS]
         places = [config.place(rank) for rank in block]
@@ -101,18 +101,18 @@ def _gradients(config: ParallelConfig) -> str:
         groups = config.groups(*sharding.sum_axes)
         lines.append(f"{kind} ({what})")
         if len(groups[0]) == 1:
-            lines.append(f"  {over}: no other rank holds the same")
+            lines.append(f"  {over}: no other rank holds the same part")
         else:
             lines.append(_listed(f"  {over}, {len(groups[0])} ranks: ", groups))
     if config.pp > 1:
         ends = [(pipeline[0], pipeline[-1]) for pipeline in config.groups("pp")]
         lines.append("tied embedding (replicated on the first and last stage)")
-        lines.append(_listed("  also over those two stages: ", ends))
+        lines.append(_listed("  summed over these two stages as well: ", ends))
     return "\n".join(lines)
 
 
 def _listed(head: str, groups: Sequence[tuple[int, ...]]) -> str:
-    """``head`` and as many of ``groups`` as fit the line: 0 1 | 2 3 | ... 6 more"""
+    """Append as many ``groups`` to ``head`` as fit on the line: 0 1 | 2 3 | ... 6 more"""
     text = head + _ranks(groups[0])
     for at, group in enumerate(groups[1:], 1):
         more = f" | ... {len(groups) - at} more"
@@ -124,7 +124,7 @@ def _listed(head: str, groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    """0 1 2 3, or where there are many 0-63, or 0 8 16 ... 248."""
+    """Format a group as 0 1 2 3, and a long one as 0-63 or 0 8 16 24 ... 248."""
     if len(ranks) <= LISTED:
         return " ".join(map(str, ranks))
     if ranks == tuple(range(ranks[0], ranks[-1] + 1)):

@@ -1,4 +1,4 @@
-"""``ParallelMesh``: the process groups of a ``ParallelConfig``, and two DeviceMeshes over one world made of them."""
+"""``ParallelMesh``: the process groups of a ``ParallelConfig``, and the two DeviceMeshes over the same ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES, ParallelConf
 from moe_comm.topology.sharding import Sharding
 
 STAGE = ("tp", "cp", "dp")
-"""Axes of all ranks of one pipeline stage."""
+"""The axes that span all ranks of one pipeline stage."""
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("tp",),
     ("cp",),
@@ -30,30 +30,32 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("etp", "ep"),
     ("etp", "edp"),
 )
-"""Every group a mesh makes, by the axes on which its ranks differ."""
+"""Each group that a mesh creates, given by the axes on which its ranks differ."""
 
 
 class ParallelMesh:
-    """This rank's place in a folded mapping and the groups it is in. Every rank makes one alike. Collective.
+    """The process groups and the coordinates of this rank in a folded mapping. Collective.
 
-    Needs the default process group where ``config.world`` is more than one; a single rank needs none.
+    Needs the default process group if ``config.world`` is more than one.
 
     Args:
-        device: of the DeviceMeshes, "cpu" or "cuda".
+        device: device type of the DeviceMeshes, "cpu" or "cuda".
 
     Attributes:
-        attention: DeviceMesh (pp, dp, cp, tp). expert: DeviceMesh (pp, edp, ep, etp). Outermost first, as DeviceMesh
-            has it; ``mesh.attention["tp"]`` is the tensor-parallel one. Both None where there is no process group.
-        place: this rank's coordinate on each of the seven axes. sizes: their sizes.
+        attention: DeviceMesh (pp, dp, cp, tp), outermost axis first; None without a process group.
+        expert: DeviceMesh (pp, edp, ep, etp), outermost axis first; None without a process group.
+        place: coordinate of this rank on each of the seven axes.
+        sizes: size of each axis.
+        tied_group: first and last pipeline stage, which share a tied embedding; None on other ranks.
 
     Raises:
-        ConfigError: the world has another size than ``config``.
+        ConfigError: the world size differs from that of ``config``.
     """
 
     def __init__(self, config: ParallelConfig, device: str = "cpu") -> None:
         world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if world != config.world:
-            raise ConfigError(f"the mapping ({config}) is for {config.world} ranks, but there are {world}")
+            raise ConfigError(f"the mapping ({config}) is for {config.world} ranks, but the world size is {world}")
         self.config = config
         self.device = device
         self.place: Mapping[str, int] = config.place(self.rank)
@@ -61,7 +63,7 @@ class ParallelMesh:
         self.attention: DeviceMesh | None = None
         self.expert: DeviceMesh | None = None
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._tied: ProcessGroup | None = None
+        self.tied_group: ProcessGroup | None = None
         if not dist.is_initialized():
             return
         for axes in GROUPS:
@@ -70,54 +72,53 @@ class ParallelMesh:
             pipeline = self.ranks("pp")
             # Only the ends of the pipeline share the tied embedding; the ranks between never call it.
             if self.rank in (pipeline[0], pipeline[-1]):
-                self._tied = self._make((pipeline[0], pipeline[-1]))
+                self.tied_group = self._make((pipeline[0], pipeline[-1]))
             else:
-                # torch names a group by how many its maker has made: ranks that had made fewer would wait in vain for
-                # the others to meet them in any group that comes after.
+                # torch names a group by the number of groups that the process created before it. All ranks must
+                # create the same number, or the rendezvous of later groups times out.
                 dist.new_group(pipeline[1:-1], use_local_synchronization=True)
         self.attention = self._mesh(ATTENTION_AXES)
         self.expert = self._mesh(EXPERT_AXES)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """The ranks of this rank's group over ``axes``."""
+        """Return the ranks of this rank's group over ``axes``."""
         return self.config.group_of(self.rank, *axes)
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        """This rank's group over ``axes`` (one of ``GROUPS``, in any order); None where it would be alone.
+        """Return this rank's process group over ``axes``, or None if the group has one rank.
+
+        Args:
+            axes: one of ``GROUPS``, in any order.
 
         Raises:
-            ConfigError: no such group is made.
+            ConfigError: the mesh has no group over ``axes``.
         """
         ranks = self.ranks(*axes)
         if len(ranks) == 1:
             return None
         if ranks not in self._groups:
-            raise ConfigError(f"no group over {axes}; there are {GROUPS}")
+            raise ConfigError(f"the mesh has no group over {axes}; expected one of {GROUPS}")
         return self._groups[ranks]
 
     def size(self, *axes: str) -> int:
+        """Return the number of ranks of the group over ``axes``."""
         return self.config.size(*axes)
 
     @property
-    def tied_group(self) -> ProcessGroup | None:
-        """First and last pipeline stage, which both hold a tied embedding; None without pipeline, or between them."""
-        return self._tied
-
-    @property
     def world_group(self) -> ProcessGroup | None:
-        """All ranks; None where this one is alone."""
-        whole: Any = dist.group
-        return whole.WORLD if self.config.world > 1 else None
+        """The group of all ranks; None for a single rank."""
+        groups: Any = dist.group
+        return groups.WORLD if self.config.world > 1 else None
 
     def sum_group(self, sharding: Sharding) -> ProcessGroup | None:
-        """The group over which the gradient of a parameter with ``sharding`` is summed."""
+        """Return the group over which the gradient of a parameter with ``sharding`` is summed."""
         return self.group(*sharding.sum_axes)
 
     def flat_mesh(self, *axes: str) -> DeviceMesh:
-        """A one-dimensional DeviceMesh over the group of ``axes``, such as ("cp", "dp") for FSDP. No communication."""
+        """Return a 1-D DeviceMesh over the group of ``axes``, such as ("cp", "dp") for FSDP. Not collective."""
         ranks = self.ranks(*axes)
         if ranks not in self._groups:
-            raise ConfigError(f"no group over {axes}; there are {GROUPS}")
+            raise ConfigError(f"the mesh has no group over {axes}; expected one of {GROUPS}")
         return DeviceMesh.from_group(self._groups[ranks], self.device, mesh_dim_names=("_".join(axes),))
 
     def _mesh(self, side: tuple[str, ...]) -> DeviceMesh:
@@ -128,7 +129,7 @@ class ParallelMesh:
 
     def _make(self, ranks: tuple[int, ...]) -> ProcessGroup:
         if ranks not in self._groups:
-            # Only members take part, so a rank makes the few groups it is in and not those of the whole world.
+            # Only members create a group, so each rank creates few groups.
             group = self.world_group if len(ranks) == self.config.world else None
             self._groups[ranks] = group or dist.new_group(ranks, use_local_synchronization=True)
         return self._groups[ranks]

@@ -1,6 +1,6 @@
 """How attention and experts share the same ranks (MoE Parallel Folding, arXiv 2504.14960). Needs no process group.
 
-Every rank has a place on two grids over one world. Fastest axis first:
+Each rank has coordinates on two grids over the same world. Fastest axis first:
 
     attention   tp, cp, dp, pp        expert   etp, ep, edp, pp        tp * cp * dp == etp * ep * edp
 
@@ -12,8 +12,8 @@ Every rank has a place on two grids over one world. Fastest axis first:
     ep        0 1 2 3 4 5 6 7                  ep        0 0 1 1 0 0 1 1
                                                pp        0 0 0 0 1 1 1 1
 
-pp is outermost on both sides, so a pipeline stage is the same set of ranks for both. (The paper's listing puts it
-second; the two sides' pipeline groups then coincide only where tp * cp == ep * etp.)
+pp is outermost on both grids, so a pipeline stage is the same set of ranks on both. (The paper lists pp second; then
+the pipeline groups of the two grids are equal only if tp * cp == ep * etp.)
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ from functools import cached_property
 from moe_comm.errors import ConfigError
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
-"""Fastest first."""
+"""Axes of the attention grid, fastest first."""
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
-"""Fastest first."""
+"""Axes of the expert grid, fastest first."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Degrees of parallelism. ``edp``, the number of copies of each expert, follows from the others.
+    """Degrees of parallelism. ``edp``, the number of replicas of each expert, follows from the other degrees.
 
-    tp: tensor parallel, with sequence parallelism. cp: context parallel. dp: data parallel. pp: pipeline stages.
-    ep: ranks that share one set of experts. etp: ranks that share one expert.
+    Args:
+        tp: tensor parallel, with sequence parallelism.
+        cp: context parallel.
+        dp: data parallel.
+        pp: pipeline stages.
+        ep: expert parallel: ranks among which the experts of a layer are divided.
+        etp: expert tensor parallel: ranks among which each expert is divided.
     """
 
     tp: int = 1
@@ -68,10 +73,17 @@ class ParallelConfig:
         ep: int | None = None,
         etp: int = 1,
     ) -> ParallelConfig:
-        """Fit ``world`` ranks: ``dp`` None takes what tp, cp and pp leave, ``ep`` None what etp leaves of a stage.
+        """Return the configuration for ``world`` ranks.
+
+        Args:
+            world: number of ranks.
+            tp, cp, pp, etp: degrees.
+            dp: None: ``world`` divided by tp * cp * pp.
+            ep: None: the ranks of a pipeline stage divided by etp.
 
         Raises:
-            ConfigError: the degrees do not multiply to ``world``, or do not divide each other.
+            ConfigError: the product of the degrees is not ``world``, or a degree does not divide the ranks it applies
+                to.
         """
         model = tp * cp * pp
         if dp is None:
@@ -90,11 +102,12 @@ class ParallelConfig:
 
     @property
     def stage(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def world(self) -> int:
+        """Number of ranks of the mapping."""
         return self.stage * self.pp
 
     @property
@@ -112,7 +125,11 @@ class ParallelConfig:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, rank: int) -> Mapping[str, int]:
-        """Coordinate of ``rank`` on each of the seven axes."""
+        """Return the coordinate of ``rank`` on each of the seven axes.
+
+        Raises:
+            ConfigError: ``rank`` is out of range.
+        """
         if not 0 <= rank < self.world:
             raise ConfigError(f"rank {rank} is outside 0..{self.world - 1}")
         place = {}
@@ -123,9 +140,12 @@ class ParallelConfig:
         return place
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """The world cut into groups whose ranks differ only on ``axes`` (all of one side), in order of rank.
+        """Return all groups whose ranks differ only on ``axes``, in order of their first rank.
 
-        Position within a group follows the coordinates on ``axes``, fastest axis first.
+        Ranks within a group are ordered by their coordinates on ``axes``, fastest axis first.
+
+        Args:
+            axes: axes of one grid.
         """
         side = _side(axes)
         offsets = self._combinations(side, [axis for axis in side if axis in axes])
@@ -133,14 +153,14 @@ class ParallelConfig:
         return [tuple(first + offset for offset in offsets) for first in firsts]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one of ``groups(*axes)`` that ``rank`` is in, computed alone."""
+        """Return the group of ``groups(*axes)`` that contains ``rank``, without computing the others."""
         side = _side(axes)
         place, strides = self.place(rank), self._strides(side)
         first = rank - sum(place[axis] * strides[axis] for axis in set(axes))
         return tuple(first + offset for offset in self._combinations(side, [axis for axis in side if axis in axes]))
 
     def _strides(self, side: tuple[str, ...]) -> Mapping[str, int]:
-        """How far apart neighbours on each axis are."""
+        """Return the distance in ranks between neighbours on each axis."""
         strides, stride = {}, 1
         for axis in side:
             strides[axis] = stride
@@ -148,7 +168,7 @@ class ParallelConfig:
         return strides
 
     def _combinations(self, side: tuple[str, ...], axes: list[str]) -> list[int]:
-        """The ranks at 0 on all axes of ``side`` but ``axes``, which are in its order; ascending."""
+        """Return the ranks with coordinate 0 on all axes of ``side`` except ``axes``, ascending."""
         strides = self._strides(side)
         ranks = [0]
         for axis in axes:
@@ -165,4 +185,4 @@ def _side(axes: tuple[str, ...]) -> tuple[str, ...]:
     for side in (ATTENTION_AXES, EXPERT_AXES):
         if set(axes) <= set(side):
             return side
-    raise ConfigError(f"a group is over axes of one side, {ATTENTION_AXES} or {EXPERT_AXES}; got {axes}")
+    raise ConfigError(f"the axes of a group must all be in {ATTENTION_AXES} or all in {EXPERT_AXES}; got {axes}")

@@ -1,11 +1,12 @@
-"""Which part of a parameter a rank holds, and the boxes of the global tensor that part is made of.
+"""The part of a parameter that a rank holds, as boxes of the full tensor.
 
-    w13 [E, 2F, D] over ep 2 and etp 2          what rank (ep 1, etp 0) holds, as boxes of the global tensor
+    w13 [E, 2F, D] over ep 2 and etp 2          boxes of rank (ep 1, etp 0)
+
       dim 0 split by ep                           experts E/2.., gate rows 0..F/2   ─▶ local rows 0..F/2
       dim 1 split by etp, in 2 segments           experts E/2.., up rows   F..3F/2  ─▶ local rows F/2..F
-      (gate | up: each is split by itself)
+      (gate | up: each is split separately)
 
-Fresh weights, checkpoints on another mapping, gradient sums, norms and export all read this one description.
+Initialization, checkpoints for other mappings, gradient sums, norms and export use this description.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from moe_comm.deprecated import renamed_attributes
 from moe_comm.errors import ConfigError
 from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES
 
 
 @dataclass(frozen=True)
 class Split:
-    """One dimension cut over the ranks of one mesh axis.
+    """One tensor dimension that is split over the ranks of one mesh axis.
 
-    segments: the dimension is this many equal parts, each of which is cut by itself (a fused gate and up projection).
-    sizes: of the cut by rank of the axis, where they are not all equal (experts); only with one segment.
+    Args:
+        segments: the dimension consists of this many equal segments, each of which is split separately (fused gate and
+            up).
+        sizes: length on each rank of the axis if the lengths differ (experts); requires one segment.
     """
 
     dim: int
@@ -36,27 +40,33 @@ class Split:
     sizes: tuple[int, ...] | None = None
 
 
+@renamed_attributes(whole="full")
 @dataclass(frozen=True)
 class Box:
-    """A piece of a local tensor and its place in the global one, both as slices."""
+    """A rectangular region of a parameter.
+
+    Attributes:
+        local: position in the local tensor, one slice per dimension.
+        full: position in the full tensor, one slice per dimension.
+    """
 
     local: tuple[slice, ...]
-    whole: tuple[slice, ...]
+    full: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one of the ranks that hold the same part owns of it, as ``deal`` gives it: ``rows`` of dimension ``dim``."""
+class ShardSlice:
+    """The slice of a local tensor that one data-parallel rank owns (FSDP, ZeRO): ``rows`` of dimension ``dim``."""
 
     dim: int
     rows: range
 
     def shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Of the share, where the part has shape ``local``."""
+        """Return the shape of the slice for a local tensor of shape ``local``."""
         return (*local[: self.dim], len(self.rows), *local[self.dim + 1 :])
 
     def of(self, local: Tensor) -> Tensor:
-        """A view of the share in the part ``local``."""
+        """Return the slice of ``local`` as a view."""
         return local.narrow(self.dim, self.rows.start, len(self.rows))
 
 
@@ -64,9 +74,13 @@ class Share:
 class Sharding:
     """How the ranks of a pipeline stage hold one parameter.
 
-    shape: of the global tensor. splits: the cut dimensions. expert: it lives on the expert side of the mesh.
+    Each rank computes the gradient of its own tokens, so a parameter's gradient is summed over each axis that does not
+    split the parameter.
 
-    A rank sees its own tokens only, so a parameter's gradient is summed over every axis that does not cut it.
+    Args:
+        shape: shape of the full tensor.
+        splits: the split dimensions.
+        expert: the parameter is on the expert grid of the mesh.
     """
 
     shape: tuple[int, ...]
@@ -75,38 +89,42 @@ class Sharding:
 
     def __post_init__(self) -> None:
         side = EXPERT_AXES if self.expert else ATTENTION_AXES
-        for what in ([split.dim for split in self.splits], [split.axis for split in self.splits]):
-            if len(set(what)) < len(what):
-                raise ConfigError(f"a dimension is cut by one axis, and an axis cuts one dimension; got {self.splits}")
+        for values in ([split.dim for split in self.splits], [split.axis for split in self.splits]):
+            if len(set(values)) < len(values):
+                raise ConfigError(
+                    f"each axis can split one dimension, and each dimension can be split by one axis; got {self.splits}"
+                )
         for split in self.splits:
             if split.axis not in side[:-1]:
-                raise ConfigError(f"{split.axis} does not cut parameters of this side; its axes are {side[:-1]}")
+                raise ConfigError(f"this parameter can be split over the axes {side[:-1]}; got {split.axis}")
             if not 0 <= split.dim < len(self.shape):
-                raise ConfigError(f"dimension {split.dim} is cut, but the shape is {self.shape}")
+                raise ConfigError(f"dimension {split.dim} does not exist in a tensor of shape {self.shape}")
 
     @property
     def sum_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which this parameter is replicated, and its gradient summed; fastest first."""
+        """Mesh axes over which the parameter is replicated and its gradient is summed; fastest first."""
         cut = {split.axis for split in self.splits}
         return tuple(axis for axis in (EXPERT_AXES if self.expert else ATTENTION_AXES)[:-1] if axis not in cut)
 
     def counts_once(self, place: Mapping[str, int]) -> bool:
-        """Whether the rank at ``place`` is the one that stands for all that hold the same part."""
+        """Return whether the rank at ``place`` is the first of the ranks that hold the same part."""
         return all(place[axis] == 0 for axis in self.sum_axes)
 
     def local_shape(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the part of the rank at ``place`` on axes of ``sizes`` (``ParallelConfig.place`` and ``.sizes``)."""
+        """Return the shape of the part that the rank at ``place`` holds (``ParallelConfig.place``, ``.sizes``)."""
         return tuple(sum(length for _, length in runs) for runs in self._runs(place, sizes))
 
-    def boxes(self, place: Mapping[str, int], sizes: Mapping[str, int], share: Share | None = None) -> list[Box]:
-        """The boxes that make up this rank's part, in local order.
+    def boxes(self, place: Mapping[str, int], sizes: Mapping[str, int], share: ShardSlice | None = None) -> list[Box]:
+        """Return the boxes that make up this rank's part, in local order.
 
         Args:
-            share: only this share of the local tensor, as FSDP and ZeRO keep it; ``Box.local`` is a place in the share.
+            place: coordinates of the rank.
+            sizes: size of each mesh axis.
+            share: restrict the result to this slice of the local tensor; ``Box.local`` is then relative to the slice.
         """
         runs = self._runs(place, sizes)
         if share is not None and runs:
-            runs[share.dim] = _cut(runs[share.dim], share.rows)
+            runs[share.dim] = _clip_runs(runs[share.dim], share.rows)
         placed = []
         for dim_runs in runs:
             starts = [0, *accumulate(length for _, length in dim_runs)]
@@ -114,71 +132,78 @@ class Sharding:
                 [(slice(at, at + n), slice(begin, begin + n)) for at, (begin, n) in zip(starts, dim_runs, strict=False)]
             )
         return [
-            Box(tuple(local for local, _ in pick), tuple(whole for _, whole in pick))
+            Box(tuple(local for local, _ in pick), tuple(full for _, full in pick))
             for pick in itertools.product(*placed)
         ]
 
-    def take(self, whole: Tensor, place: Mapping[str, int], sizes: Mapping[str, int]) -> Tensor:
-        """A copy of the part of ``whole`` that the rank at ``place`` holds."""
-        if tuple(whole.shape) != self.shape:
-            raise ConfigError(f"expected a tensor of shape {self.shape}; got {tuple(whole.shape)}")
-        part = whole.new_empty(self.local_shape(place, sizes))
+    def take(self, full: Tensor, place: Mapping[str, int], sizes: Mapping[str, int]) -> Tensor:
+        """Return a copy of the part of ``full`` that the rank at ``place`` holds.
+
+        Raises:
+            ConfigError: ``full`` has another shape than this sharding.
+        """
+        if tuple(full.shape) != self.shape:
+            raise ConfigError(f"expected a tensor of shape {self.shape}; got {tuple(full.shape)}")
+        part = full.new_empty(self.local_shape(place, sizes))
         for box in self.boxes(place, sizes):
-            part[box.local] = whole[box.whole]
+            part[box.local] = full[box.full]
         return part
 
     def _runs(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> list[list[tuple[int, int]]]:
-        """For each dimension the (start, length) of what is held of it."""
+        """Return the (start, length) ranges that the rank holds of each dimension."""
         runs = [[(0, length)] for length in self.shape]
         for split in self.splits:
-            runs[split.dim] = self._held(split, place[split.axis], sizes[split.axis])
+            runs[split.dim] = self._runs_of_split(split, place[split.axis], sizes[split.axis])
         return runs
 
-    def _held(self, split: Split, index: int, parts: int) -> list[tuple[int, int]]:
+    def _runs_of_split(self, split: Split, index: int, parts: int) -> list[tuple[int, int]]:
         length = self.shape[split.dim]
         if split.sizes is not None:
             if len(split.sizes) != parts or sum(split.sizes) != length or split.segments != 1:
-                raise ConfigError(f"sizes {split.sizes} do not cut {length} over {split.axis} {parts}")
+                raise ConfigError(f"sizes {split.sizes} do not split {length} over {split.axis} {parts}")
             return [(sum(split.sizes[:index]), split.sizes[index])]
         if length % (parts * split.segments):
-            of = f" in {split.segments} segments" if split.segments > 1 else ""
-            raise ConfigError(f"a dimension of {length}{of} cannot be cut evenly over {split.axis} {parts}")
+            segments = f" in {split.segments} segments" if split.segments > 1 else ""
+            raise ConfigError(f"a dimension of {length}{segments} cannot be split evenly over {split.axis} {parts}")
         segment = length // split.segments
-        piece = segment // parts
-        return [(s * segment + index * piece, piece) for s in range(split.segments)]
+        size = segment // parts
+        return [(s * segment + index * size, size) for s in range(split.segments)]
 
 
-def _cut(runs: list[tuple[int, int]], rows: range) -> list[tuple[int, int]]:
-    """The part of ``runs``, laid end to end, that ``rows`` covers."""
-    kept, at = [], 0
+def _clip_runs(runs: list[tuple[int, int]], rows: range) -> list[tuple[int, int]]:
+    """Return the ranges of ``runs`` that the local ``rows`` cover."""
+    clipped, at = [], 0
     for begin, length in runs:
         low, high = max(rows.start, at), min(rows.stop, at + length)
         if low < high:
-            kept.append((begin + low - at, high - low))
+            clipped.append((begin + low - at, high - low))
         at += length
-    return kept
+    return clipped
 
 
-def deal(shape: Sequence[int], index: int, parts: int, even: bool = False) -> Share:
-    """The share of owner ``index`` of ``parts``, where a rank's part of ``shape`` (one dimension or more) is dealt out.
+def shard_slice(shape: Sequence[int], index: int, parts: int, even: bool = False) -> ShardSlice:
+    """Return the slice that owner ``index`` of ``parts`` holds of a local tensor of ``shape`` (one or more dimensions).
 
-        [64, F, D] to 4    experts 0..16, 16..32, 32..48, 48..64
-        [1, F, D] to 4     rows 0..F/4, F/4..F/2, F/2..3F/4, 3F/4..F of the one expert
+        [64, F, D] over 4    experts 0..16, 16..32, 32..48, 48..64
+        [1, F, D] over 4     rows 0..F/4, F/4..F/2, F/2..3F/4, 3F/4..F of the one expert
 
-    Along dimension 0, which moves nothing about, where every owner gets something of it; else along the dimension that
-    leaves the largest share smallest.
+    The tensor is split along dimension 0 if each owner gets some rows. Otherwise it is split along the dimension that
+    minimizes the largest slice.
 
     Args:
-        even: a dimension other than 0 is dealt out only if it divides by ``parts``, as FSDP2 needs it.
+        shape: shape of the local tensor.
+        index: the owner, from 0.
+        parts: number of owners.
+        even: use a dimension other than 0 only if ``parts`` divides it (required by FSDP2).
     """
     dim = 0
     if all(shape) and not row_range(shape[0], parts - 1, parts):
         fit = [d for d, length in enumerate(shape) if d == 0 or not even or length % parts == 0]
         dim = min(fit, key=lambda d: len(row_range(shape[d], 0, parts)) / shape[d])
-    return Share(dim, row_range(shape[dim], index, parts))
+    return ShardSlice(dim, row_range(shape[dim], index, parts))
 
 
 def row_range(rows: int, index: int, parts: int) -> range:
-    """The rows that part ``index`` of ``parts`` owns, as ``torch.chunk`` and FSDP2 cut them: all but the last alike."""
+    """Return rows ``index`` of ``parts``, split as by ``torch.chunk`` and FSDP2: only the last ones are shorter."""
     size = math.ceil(rows / parts)
     return range(min(index * size, rows), min((index + 1) * size, rows))

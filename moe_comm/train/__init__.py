@@ -1,8 +1,8 @@
-"""Training a small MoE language model, its experts spread over ranks.
+"""Train an MoE language model with expert parallelism.
 
     result = moe_comm.train.run("examples/pydoc.toml", ["run.steps=100"])
 
-Every rank calls ``run``; the command line (``moe-comm train``) starts the ranks.
+All ranks call ``run``. The command line (``moe-comm train``) starts the ranks.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ from pathlib import Path
 from moe_comm.errors import MissingDependency
 from moe_comm.train.result import RunResult
 
-NEEDED = ("pydantic", "rich", "safetensors", "tensorboard", "tokenizers", "transformers")
+REQUIRED = ("pydantic", "rich", "safetensors", "tensorboard", "tokenizers", "transformers")
 
 
 def run(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunResult:
-    """Train as ``config_path`` and ``overrides`` say. Every rank of the default process group calls it.
+    """Train a model. Collective over the default process group.
 
     Args:
-        config_path: a ``.toml`` or ``.json`` file; None for the defaults.
-        overrides: ``section.key=value`` each.
+        config_path: a ``.toml`` or ``.json`` file. None: the defaults.
+        overrides: a list of ``section.key=value``.
+
+    Returns:
+        The status, losses and folder of the run.
 
     Raises:
         MissingDependency: a package of the extra ``train`` is not installed.
-        ConfigError: the configuration or the text cannot be used.
-        NonFiniteLoss: on every rank; the newest checkpoint holds the last good weights.
-        PeerError: another rank is gone.
+        ConfigError: the configuration or the text is invalid.
+        NonFiniteLoss: raised on all ranks; the newest checkpoint contains the last finite weights.
+        PeerError: another rank failed.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingDependency(f"training needs {', '.join(missing)}; install with: pip install 'moe_comm[train]'")
-    # Needs the packages of the extra, and takes seconds to load.
+        raise MissingDependency(f"training requires {', '.join(missing)}; install with: pip install 'moe_comm[train]'")
+    # Imports the packages of the extra, which takes seconds.
     from moe_comm.train.loop.job import run_config
 
     return run_config(config_path, overrides)

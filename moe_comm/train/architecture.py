@@ -1,4 +1,4 @@
-"""From the ``[model]`` section to the exact description of a transformer.
+"""Build the ``TransformerConfig`` of a ``[model]`` section.
 
              attention                   router                                      feed-forward
 mixtral      GQA, window                 softmax, weights sum to 1                   experts
@@ -22,10 +22,10 @@ NORM_EPS = {"mixtral": 1e-5, "qwen3_moe": 1e-6, "olmoe": 1e-5, "deepseek_v3": 1e
 
 
 def transformer_config(section: ModelSection, vocab: int, seq_len: int) -> TransformerConfig:
-    """The model that ``section`` describes, for ``vocab`` tokens and sequences of up to ``seq_len``.
+    """Return the model of ``section`` with ``vocab`` embedding rows and sequences of up to ``seq_len`` tokens.
 
     Raises:
-        ConfigError: settings that contradict each other.
+        ConfigError: contradicting settings.
     """
     eps = NORM_EPS[section.family]
     return TransformerConfig(
@@ -86,8 +86,8 @@ def _router(section: ModelSection) -> RouterConfig:
     )
 
 
-def training_side(architecture: TransformerConfig, section: ModelSection) -> TransformerConfig:
-    """``architecture``, read from elsewhere, with the losses, capacity and recomputing of ``section``."""
+def with_training_settings(architecture: TransformerConfig, section: ModelSection) -> TransformerConfig:
+    """Return ``architecture`` with the losses, capacity and recomputation of ``section``."""
     router = replace(architecture.moe.router, balance_loss=section.aux_loss, z_loss=section.z_loss)
     moe = replace(architecture.moe, router=router, capacity=_capacity(section), recompute=section.recompute_experts)
     return replace(architecture, moe=moe)
@@ -98,10 +98,10 @@ def _capacity(section: ModelSection) -> Capacity | None:
 
 
 def family_of(section: ModelSection) -> str:
-    """The Hugging Face family that the model's weights export to."""
+    """Return the Hugging Face model type to export to."""
     if section.pretrained is None:
         return section.family
-    # Loads transformers, which takes a second that other models need not spend.
+    # Imports transformers, which takes a second.
     from moe_comm.integrations.hugging_face.architecture import read_config
 
     family: str = read_config(section.pretrained).model_type

@@ -1,8 +1,8 @@
-"""``moe-comm train CONFIG --dry-run``: does it build, how large is it, does it fit, without ranks, GPUs or data.
+"""``moe-comm train CONFIG --dry-run``: check that a model builds, and count its parameters, FLOPs and memory.
 
-The first rank of every pipeline position builds its stages on the meta device, under torch's fake process group of as
-many ranks as the mapping has: every check of a real build runs, and nothing is allocated or sent. The rest is
-arithmetic: ``moe_comm.plan.model`` counts parameters, FLOPs and memory.
+A dry run needs one process and no GPU or data. It builds the stages of each pipeline position on the meta device, under
+a fake process group with the world size of the mapping. All checks of a real build run; nothing is allocated or sent.
+``moe_comm.plan.model`` counts parameters, FLOPs and memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import nn
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
-from moe_comm.plan.model.activations import Activations
-from moe_comm.plan.model.fixed_memory import Fixed, Part, Parts, state_bytes
+from moe_comm.plan.model.activations import ActivationMemory
+from moe_comm.plan.model.fixed_memory import FixedMemory, ParameterShard, StageContents, state_bytes
 from moe_comm.plan.model.matrices import FAMILY, MASTER
-from moe_comm.plan.model.memory import most_kept
+from moe_comm.plan.model.memory import peak_saved
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.model.split_memory import gradients_between
-from moe_comm.plan.pipeline.in_flight import moments
+from moe_comm.plan.model.split_memory import split_gradient_bytes
+from moe_comm.plan.pipeline.in_flight import in_flight_peaks
 from moe_comm.plan.pipeline.schedules import can_split, check_micro_batches
 from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, picture
@@ -38,76 +38,73 @@ from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
 from moe_comm.train.loop.build import DTYPES, FULL_PRECISION, architecture_of, build_stages, stage_plan
 from moe_comm.train.optim.base import OptimizerOptions, is_matrix
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
-from moe_comm.train.parallel.owned import Owned
+from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import Strategy
 
 GIB, MIB = 1 << 30, 1 << 20
-_NOTHING = nn.Parameter(torch.empty(0, device="meta"))
+_EMPTY = nn.Parameter(torch.empty(0, device="meta"))
 
-Place = Mapping[str, int]
+Coordinates = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes on one rank. activations: an estimate."""
+class RankEstimate:
+    """Bytes on one rank; ``activations`` is an estimate."""
 
     rank: int
-    fixed: Fixed
+    fixed: FixedMemory
     activations: int
 
     @property
     def total(self) -> int:
-        """At its highest: the activations are gone when the weights are updated."""
+        """Peak bytes. The activations are freed before the weights are updated."""
         fixed = self.fixed
         return fixed.weights + fixed.gradients + fixed.optimizer + max(self.activations, fixed.at_update)
 
 
 @dataclass(frozen=True)
-class Position:
-    """One pipeline position: what its stages hold, and every one of its ranks.
-
-    shardings: of the parameters on each of the ranks, by name in the whole model.
-    """
+class PipelinePosition:
+    """The parameters (by full name) and the ranks of one pipeline position."""
 
     shardings: dict[str, Sharding]
-    ranks: tuple[RankMemory, ...]
+    ranks: tuple[RankEstimate, ...]
 
     @property
-    def fullest(self) -> RankMemory:
+    def fullest(self) -> RankEstimate:
         return max(self.ranks, key=lambda rank: rank.total)
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found out. shape: of the model, which counts its parameters and FLOPs."""
+    """Result of a dry run. ``shape`` counts the parameters and FLOPs of the model."""
 
     name: str
     architecture: TransformerConfig
     shape: ModelShape
     mapping: ParallelConfig
     plan: StagePlan
-    positions: tuple[Position, ...]
+    positions: tuple[PipelinePosition, ...]
 
 
 def describe(config: TrainConfig) -> str:
-    """The model, the mapping and the memory of ``config``, as plain text.
+    """Return the model, mapping and memory of ``config`` as plain text.
 
     Raises:
-        ConfigError: it cannot be built, or a step's batch cannot be cut as it says.
+        ConfigError: the model cannot be built, or the batch cannot be split over the ranks.
     """
-    found = examine(config)
-    counted = _parameters(found.shape, config.data.seq_len)
-    return "\n\n".join([_title(found, config), counted, _mapping(found), _memory(found, config)]) + "\n"
+    result = examine(config)
+    parameters = _parameters(result.shape, config.data.seq_len)
+    return "\n\n".join([_title(result, config), parameters, _mapping(result), _memory(result, config)]) + "\n"
 
 
 def examine(config: TrainConfig) -> DryRun:
-    """Build every pipeline position of ``config`` on the meta device, and work out the memory of all ranks.
+    """Build all pipeline positions of ``config`` on the meta device, and compute the memory of all ranks.
 
     Raises:
-        ConfigError: as ``describe``; also where there is a process group already.
+        ConfigError: as ``describe``, or a process group is already initialized.
     """
     if dist.is_initialized():
-        raise ConfigError("a dry run is for one process without a process group; start it without torchrun")
+        raise ConfigError("a dry run requires one process without a process group; start it without torchrun")
     mapping = config.parallel.mapping(config.parallel.ranks)
     architecture = architecture_of(config, _vocab(config))
     plan = stage_plan(config, architecture)
@@ -120,18 +117,18 @@ def examine(config: TrainConfig) -> DryRun:
             for stage in build_stages(config, architecture, ParallelMesh(mapping), device="meta"):
                 shardings |= shardings_of(stage)
         activations = _activations(config, architecture, plan, pp, tokens, mapping)
-        positions.append(Position(shardings, _ranks(config, mapping, pp, shardings, activations)))
+        positions.append(PipelinePosition(shardings, _ranks(config, mapping, pp, shardings, activations)))
     shape = ModelShape.of(architecture)
     return DryRun(config.run.name, architecture, shape, mapping, plan, tuple(positions))
 
 
 @contextmanager
 def fake_ranks(world: int, rank: int) -> Iterator[None]:
-    """torch's fake process group: this process is ``rank`` of ``world``, and there are no others."""
+    """Initialize torch's fake process group, in which this process is ``rank`` of ``world``."""
     if world == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # private to torch: only where it is needed
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # a private module of torch
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -141,7 +138,7 @@ def fake_ranks(world: int, rank: int) -> Iterator[None]:
 
 
 def _vocab(config: TrainConfig) -> int | None:
-    """Ids of the tokenizer, as far as that is known without reading text; None: it is a file that is not here."""
+    """Return the number of tokenizer ids; None if the tokenizer file does not exist here."""
     kind = config.data.tokenizer
     if kind == "bytes":
         return ByteTokenizer.vocab_size
@@ -151,7 +148,7 @@ def _vocab(config: TrainConfig) -> int | None:
 
 
 def _tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
-    """Tokens of a micro-batch that are the own ones of the rank with the most."""
+    """Return the maximum number of tokens per rank in a micro-batch."""
     data = config.data
     rows = data.batch // data.micro_batches
     if rows < mapping.dp:
@@ -160,11 +157,11 @@ def _tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
             f"for {mapping.dp} data-parallel ranks; each needs at least one: raise data.batch or lower "
             "data.micro_batches"
         )
-    pieces = mapping.cp * (2 if config.parallel.context != "ulysses" and mapping.cp > 1 else 1)
-    if data.seq_len % pieces or data.seq_len // mapping.cp % mapping.tp:
+    chunks = mapping.cp * (2 if config.parallel.context != "ulysses" and mapping.cp > 1 else 1)
+    if data.seq_len % chunks or data.seq_len // mapping.cp % mapping.tp:
         raise ConfigError(
-            f"data.seq_len ({data.seq_len}) cannot be cut into {pieces} pieces for cp {mapping.cp} "
-            f"({config.parallel.context}), and each rank's part into {mapping.tp} for tp"
+            f"data.seq_len ({data.seq_len}) must be divisible into {chunks} chunks for cp {mapping.cp} "
+            f"({config.parallel.context}), and each rank's tokens into {mapping.tp} for tp"
         )
     return math.ceil(rows / mapping.dp) * data.seq_len // (mapping.cp * mapping.tp)
 
@@ -177,15 +174,15 @@ def _activations(
     tokens: int,
     mapping: ParallelConfig,
 ) -> int:
-    """Estimated bytes on each rank of pipeline position ``pp``.
+    """Estimate the activation bytes on each rank of pipeline position ``pp``.
 
-    What passes keep when the rank holds the most (``most_kept``), twice where two micro-batches are interleaved; what
-    the backward of its largest layer computes again; and on the last stage the loss, whose backward follows at once but
-    with gpipe.
+    This is the sum of the peak of saved activations (``peak_saved``; twice with interleaved micro-batches), the
+    recomputed activations of the largest layer, and the loss on the last stage. The backward pass of the loss follows
+    immediately, except with gpipe.
     """
     parallel, n, model = config.parallel, config.data.micro_batches, config.model
     capacity = architecture.moe.capacity
-    estimate = Activations(
+    estimate = ActivationMemory(
         ModelShape.of(architecture),
         DTYPES[model.dtype].itemsize,
         mapping.tp,
@@ -199,21 +196,21 @@ def _activations(
     for stage in stages:
         layers = plan.layers_of(stage)
         dense = sum(layer in architecture.dense_layers for layer in layers)
-        parts.append(Parts(dense, len(layers) - dense, plan.is_first(stage), plan.is_last(stage)))
+        parts.append(StageContents(dense, len(layers) - dense, plan.is_first(stage), plan.is_last(stage)))
     split = model.recompute != "full" and can_split(parallel.schedule, plan.pp)
-    halfway = gradients_between(estimate, bool(parallel.overlap_chunks)) if split else (0.0, 0.0)
-    held = sum(most_kept(estimate, parts, moments(parallel.schedule, plan.pp, plan.virtual, n)[pp], halfway))
-    again = max(estimate.again(one.dense, one.moe) for one in parts)
+    halfway = split_gradient_bytes(estimate, bool(parallel.overlap_chunks)) if split else (0.0, 0.0)
+    saved = sum(peak_saved(estimate, parts, in_flight_peaks(parallel.schedule, plan.pp, plan.virtual, n)[pp], halfway))
+    again = max(estimate.recomputed(one.dense, one.moe) for one in parts)
     together = 2 if parallel.interleave else 1
     losses = (n if parallel.schedule == "gpipe" and plan.pp > 1 else together) if plan.is_last(stages[-1]) else 0
-    return round(tokens * (together * held + again)) + losses * estimate.loss(tokens)
+    return round(tokens * (together * saved + again)) + losses * estimate.loss(tokens)
 
 
 def _ranks(
     config: TrainConfig, mapping: ParallelConfig, pp: int, shardings: dict[str, Sharding], activations: int
-) -> tuple[RankMemory, ...]:
+) -> tuple[RankEstimate, ...]:
     o = config.optimizer
-    keeping = _Keeping(
+    storage = _ParameterStorage(
         strategy=config.parallel.sharding if mapping.world > 1 else "replicate",  # FSDP needs a process group
         itemsize=DTYPES[config.model.dtype].itemsize,
         optimizer=OptimizerOptions(o.kind, momentum=o.momentum_of_kind),
@@ -222,16 +219,16 @@ def _ranks(
     )
     ranks = range(pp * mapping.stage, (pp + 1) * mapping.stage)
     return tuple(
-        RankMemory(rank, keeping.fixed(shardings, mapping.place(rank), mapping.sizes), activations) for rank in ranks
+        RankEstimate(rank, storage.fixed(shardings, mapping.place(rank), mapping.sizes), activations) for rank in ranks
     )
 
 
 @dataclass(frozen=True)
-class _Keeping:
-    """How a run keeps its parameters.
+class _ParameterStorage:
+    """How a run stores its parameters.
 
-    itemsize: bytes of an element in the dtype that computes. accumulates: a step has several micro-batches. pipeline:
-    there are several stages.
+    itemsize: bytes per element in the compute dtype. accumulates: a step has several micro-batches. pipeline: there
+    are several stages.
     """
 
     strategy: Strategy
@@ -240,9 +237,9 @@ class _Keeping:
     accumulates: bool
     pipeline: bool
 
-    def fixed(self, shardings: Mapping[str, Sharding], place: Place, sizes: Place) -> Fixed:
-        """What the rank at ``place`` keeps of the parameters of its stages, which are named as in the whole model."""
-        total = Fixed()
+    def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:
+        """Return the parameter, gradient and optimizer memory of the rank at ``place``."""
+        total = FixedMemory()
         gathered: dict[str, int] = {}
         partial = self.strategy == "fsdp" and not (self.accumulates or self.pipeline)
         for name, sharding in shardings.items():
@@ -255,7 +252,7 @@ class _Keeping:
             total = replace(total, weights=root + sum(sorted(gathered.values())[-2:]))
         return total
 
-    def _part(self, name: str, sharding: Sharding, place: Place, sizes: Place) -> Part:
+    def _part(self, name: str, sharding: Sharding, place: Coordinates, sizes: Coordinates) -> ParameterShard:
         cut = tuple(sorted((split.axis, place[split.axis], sizes[split.axis]) for split in sharding.splits))
         owners = sharding.sum_axes
         if self.strategy == "fsdp":
@@ -264,8 +261,8 @@ class _Keeping:
         for axis in reversed(owners):
             index = index * sizes[axis] + place[axis]
         o = self.optimizer
-        muon = is_matrix(Owned(name, _NOTHING, sharding)) and not _matches(name, o.muon_excludes)
-        return Part(
+        muon = is_matrix(OwnedParameter(name, _EMPTY, sharding)) and not _matches(name, o.muon_excludes)
+        return ParameterShard(
             _local_shape(sharding, cut),
             MASTER if _matches(name, FULL_PRECISION) else self.itemsize,
             state_bytes(o.kind, o.momentum > 0, muon),
@@ -284,11 +281,11 @@ def _local_shape(sharding: Sharding, cut: tuple[tuple[str, int, int], ...]) -> t
     return sharding.local_shape({axis: at for axis, at, _ in cut}, {axis: size for axis, _, size in cut})
 
 
-def _title(found: DryRun, config: TrainConfig) -> str:
-    a, data = found.architecture, config.data
+def _title(result: DryRun, config: TrainConfig) -> str:
+    a, data = result.architecture, config.data
     expert = f"{a.moe.num_experts} experts, {a.moe.router.top_k} a token, in {len(a.moe_layers)} of {a.layers} layers"
     return (
-        f"{found.name}: builds on {found.mapping.world} ranks\n"
+        f"{result.name}: builds on {result.mapping.world} ranks\n"
         f"{family_of(config.model)}, hidden {a.hidden}, {expert}; sequences of {data.seq_len}, {data.batch} a step "
         f"in {data.micro_batches} micro-batches"
     )
@@ -309,43 +306,43 @@ def _parameters(shape: ModelShape, seq_len: int) -> str:
     return "\n".join(lines)
 
 
-def _mapping(found: DryRun) -> str:
-    sizes = picture(found.mapping).split("\n\n")[0].split("\n", 1)[1]
-    return f"mapping\n{sizes}\n{found.plan}" if found.mapping.pp > 1 else f"mapping\n{sizes}"
+def _mapping(result: DryRun) -> str:
+    sizes = picture(result.mapping).split("\n\n")[0].split("\n", 1)[1]
+    return f"mapping\n{sizes}\n{result.plan}" if result.mapping.pp > 1 else f"mapping\n{sizes}"
 
 
-def _memory(found: DryRun, config: TrainConfig) -> str:
+def _memory(result: DryRun, config: TrainConfig) -> str:
     p, model = config.parallel, config.model
-    worst = max((position.fullest for position in found.positions), key=lambda rank: rank.total)
+    fullest = max((position.fullest for position in result.positions), key=lambda rank: rank.total)
     head = ("pp", "rank", "parameters", "weights", "gradients", "masters+state", "activations*", "all")
     widths = (3, 6, 12, 9, 11, 15, 14, 9)
-    unit, size = ("GiB", GIB) if worst.total >= GIB else ("MiB", MIB)
+    unit, size = ("GiB", GIB) if fullest.total >= GIB else ("MiB", MIB)
 
     def shown(amount: int) -> str:
         return f"{amount / size:.2f}"
 
     lines = [
         f"memory in {unit} on the fullest rank of each pipeline position: {model.dtype}, {config.optimizer.kind}, "
-        f"{p.sharding}, recompute {model.recompute}" + (f", {p.schedule}" if found.mapping.pp > 1 else ""),
+        f"{p.sharding}, recompute {model.recompute}" + (f", {p.schedule}" if result.mapping.pp > 1 else ""),
         "".join(f"{title:>{width}}" for title, width in zip(head, widths, strict=True)),
     ]
-    for pp, position in enumerate(found.positions):
+    for pp, position in enumerate(result.positions):
         rank = position.fullest
         fixed = rank.fixed
         sizes = (fixed.weights, fixed.gradients, fixed.optimizer, rank.activations, rank.total)
         cells = [str(pp), str(rank.rank), _short(fixed.params), *map(shown, sizes)]
         line = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        lines.append(line + ("  <- the most" if rank == worst and len(found.positions) > 1 else ""))
+        lines.append(line + ("  <- peak" if rank == fullest and len(result.positions) > 1 else ""))
     lines += [
-        "* an estimate of what autograd keeps, with even routing; not counted: libraries, caches, communication",
-        f"  buffers. In 'all', the sums of gradients ({shown(worst.fixed.at_update)} on rank {worst.rank}) take the "
-        "place of the activations if they are more.",
+        "* estimated activations saved by autograd, with even routing. Libraries, caches and communication buffers are",
+        f"  not included. 'all' counts the larger of the activations and the buffers of the gradient reduction "
+        f"({shown(fullest.fixed.at_update)} on rank {fullest.rank}).",
     ]
     return "\n".join(lines)
 
 
 def _short(number: float) -> str:
-    """Three to four digits and a unit: 671.0 B."""
+    """Format ``number`` with one decimal and a unit, such as 671.0 B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -1,8 +1,8 @@
-"""What may look into a training step, or interfere with it: watching, faults on purpose, records.
+"""Hooks of the training step, used for the watcher, fault injection and records.
 
     before_step ─▶ batch ─▶ forward, backward ─▶ after_backward ─▶ all ranks agree ─▶ gradients, update ─▶ after_step
 
-A hook's methods are called by every rank alike, in the order in which the hooks were given.
+All ranks call the same hooks in the same order.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from moe_comm.train.metrics import StepReport
 
 
 class StepHook:
-    """Does nothing; what a hook is for is overridden. Steps count from 1, as in reports.
+    """Base class of hooks; all methods do nothing. Steps count from 1.
 
-    on_disk: before and after a step it writes files, which may take long and makes no rank stuck.
+    Attributes:
+        on_disk: the hook writes files. The watcher does not report the rank as hung meanwhile.
     """
 
     on_disk = False
 
     def before_step(self, step: int) -> None:
-        """Before the batch of ``step`` is read."""
+        """Called before the batch of ``step`` is read."""
 
     def after_backward(self, step: int, loss: float) -> float:
-        """This rank's gradients are whole; no other has seen them or ``loss``. Returns the loss to go on with."""
+        """Called when this rank's gradients are complete, before any reduction over ranks. Returns the loss to use."""
         return loss
 
     def after_step(self, report: StepReport) -> None:
-        """The weights have changed, or the step was left out."""
+        """Called after the weights were updated or the step was skipped."""
 
     def close(self) -> None:
-        """The run ends, in whichever way."""
+        """Called when the run ends, also after an error."""

@@ -1,4 +1,4 @@
-"""What a step measured, and where it is written."""
+"""Metrics of a training step, and the sinks that write them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_comm.layers.moe.load import LayerLoad, spread
-from moe_comm.observe.expert_health import across_layers, kept_layers
+from moe_comm.layers.moe.load import LayerLoad, load_statistics
+from moe_comm.observe.expert_health import across_layers, layers_to_write
 from moe_comm.observe.records import LineWriter, LoadLine, cut_after
 
 SERIES = 200
@@ -20,11 +20,14 @@ LAYER_METRICS = ("imbalance", "least", "mean", "dead", "dead_share", "diversity"
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where a step's seconds went on this rank. They add up to ``total``.
+    """Seconds of a step on this rank by activity; they add up to ``total``.
 
-    compute: forward, backward and optimizer, without ``communication`` in them: dispatch, combine and collectives, all
-    of it exposed (what overlaps with compute is not in it). data: waiting for the batch. checkpoint: waiting for the
-    copy of the state, and the save after the step before. loop: all the rest, this library's own overhead.
+    Attributes:
+        compute: forward, backward and optimizer, excluding ``communication``.
+        communication: exposed time of dispatch, combine and collectives. Overlapped communication is not included.
+        data: waiting for the batch.
+        checkpoint: waiting for the copy of the state, and the save after the previous step.
+        loop: everything else, the overhead of the training loop.
     """
 
     total: float
@@ -39,15 +42,20 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Load:
-    """How the tokens of a step were spread over the experts, for each MoE layer in order.
+class ExpertLoad:
+    """Expert load of a step, one value for each MoE layer in order.
 
-    imbalance: load of the busiest expert over the mean load. least: the same of the one with the fewest slots.
-    mean: slots of an average expert. dead: experts without any token. dead_share: of all experts.
-    diversity: exp(entropy)/experts of how slots are spread, 1 where routers are perfectly even.
-    dropped: fraction of the slots that the capacity dropped. balance: the load-balancing loss, top-k where routers are
-    perfectly even (and where it is not computed, 0).
-    names: of the layers. slots_LE: [L, E] of each layer, for each expert; left out of what is kept of a step.
+    Attributes:
+        imbalance: maximum load over mean load.
+        dead: number of experts without tokens.
+        dropped: fraction of slots that the capacity dropped.
+        balance: load-balancing loss; top-k for a perfectly even router, 0 if it is not computed.
+        least: minimum load over mean load.
+        mean: mean slots per expert.
+        dead_share: fraction of experts without tokens.
+        diversity: exp(entropy) of the load distribution over the number of experts; 1 for a perfectly even router.
+        names: names of the layers.
+        slots_LE: [L, E] slots of each expert. Not part of stored reports.
     """
 
     imbalance: tuple[float, ...]
@@ -62,29 +70,29 @@ class Load:
     slots_LE: Tensor | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, loads: Mapping[str, LayerLoad], balance: Sequence[float]) -> Load:
-        """From what the routers counted, by layer; all have as many experts."""
+    def of(cls, loads: Mapping[str, LayerLoad], balance: Sequence[float]) -> ExpertLoad:
+        """Return the metrics of the routers' ``loads`` by layer name. All layers have the same number of experts."""
         if not loads:
             return NO_LOAD
         slots_LE = torch.stack([layer.load_E for layer in loads.values()])
-        found = spread(slots_LE, torch.stack([layer.dropped for layer in loads.values()]))
+        stats = load_statistics(slots_LE, torch.stack([layer.dropped for layer in loads.values()]))
         experts = slots_LE.shape[1]
         return cls(
-            imbalance=tuple(found.imbalance),
-            dead=tuple(found.dead),
-            dropped=tuple(found.drop_rate),
+            imbalance=tuple(stats.imbalance),
+            dead=tuple(stats.dead),
+            dropped=tuple(stats.drop_rate),
             balance=tuple(balance),
-            least=tuple(found.least),
-            mean=tuple(found.mean),
-            dead_share=tuple(dead / experts for dead in found.dead),
-            diversity=tuple(found.diversity),
+            least=tuple(stats.least),
+            mean=tuple(stats.mean),
+            dead_share=tuple(dead / experts for dead in stats.dead),
+            diversity=tuple(stats.diversity),
             names=tuple(loads),
             slots_LE=slots_LE,
         )
 
     @property
     def slots(self) -> tuple[tuple[int, ...], ...]:
-        """As numbers; () where they were left out. A large model has 15,000: only what writes them asks for them."""
+        """``slots_LE`` as tuples; () if it was removed. A large model has 15,000 values."""
         return () if self.slots_LE is None else tuple(map(tuple, self.slots_LE.tolist()))
 
     @property
@@ -92,21 +100,24 @@ class Load:
         return max(self.imbalance, default=1.0)
 
     def metrics(self) -> dict[str, tuple[float, ...]]:
-        """Numbers of single layers, by name; those that are known."""
+        """Return the available per-layer metrics by name."""
         return {name: values for name in LAYER_METRICS if len(values := getattr(self, name)) == len(self.imbalance)}
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One training step, the same on every rank but for ``times`` and ``memory_bytes``.
+    """Metrics of one training step, identical on all ranks except for ``times`` and ``memory_bytes``.
 
-    step: from 1. loss: mean over the global batch, nats per token, before the update.
-    lr, grad_norm: as used; the norm before clipping. tokens: targets in the global batch.
-    mfu: model FLOP/s over the rate of a matrix product measured on these ranks at the start; None if not measured.
-    memory_bytes: most that this process held so far: resident on the CPU, allocated on a GPU.
-    skipped: why the weights were left as they were, "" if they were updated.
-    reruns: times that the step was run again in place, as ``moe_comm.train.resilience.guard`` says.
-    stop: why training ends after this step, "" if it goes on.
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean loss over the global batch before the update, in nats per token.
+        grad_norm: global gradient norm before clipping.
+        tokens: targets in the global batch.
+        memory_bytes: peak memory of this process: resident on the CPU, allocated on a GPU.
+        mfu: model FLOP/s over the matrix-product rate measured at the start of the run; None if not measured.
+        skipped: reason why the weights were not updated; "" if they were.
+        stop: reason why training ends after this step; "" if it continues.
+        reruns: number of reruns of the step, see ``moe_comm.train.resilience.guard``.
     """
 
     step: int
@@ -115,7 +126,7 @@ class StepReport:
     grad_norm: float
     tokens: int
     times: StepTimes
-    load: Load
+    load: ExpertLoad
     memory_bytes: int
     mfu: float | None = None
     skipped: str = ""
@@ -127,7 +138,7 @@ class StepReport:
         return self.times.total
 
     def without_slots(self) -> StepReport:
-        """The same but for the loads of single experts, of which a large model has megabytes in a few steps."""
+        """Return the report without per-expert loads, which take megabytes in a large model."""
         return replace(self, load=replace(self.load, slots_LE=None))
 
     @property
@@ -135,38 +146,45 @@ class StepReport:
         return self.tokens / self.seconds
 
 
-NO_LOAD = Load((), (), (), ())
+NO_LOAD = ExpertLoad((), (), (), ())
 
 
 class MetricsSink(Protocol):
-    """Where reports go. Sinks hold no more than one step back, so that a run that is killed leaves its metrics."""
+    """Destination of reports. A sink buffers at most one step, so that a killed run leaves its metrics."""
 
     def write(self, report: StepReport) -> None: ...
 
     def summary(self, step: int, values: dict[str, float]) -> None:
-        """Numbers of the whole run, such as the validation loss."""
+        """Write metrics that do not belong to a training step, such as the validation loss."""
 
     def close(self) -> None: ...
 
 
-class JsonlSink:
-    """One JSON object a line; what is no number (the norm of a skipped step) is null.
+class _LineSink:
+    def __init__(self, path: Path, done: int) -> None:
+        cut_after(path, done)
+        self._lines = LineWriter(path)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class JsonlSink(_LineSink):
+    """Write one JSON object per line. NaN and infinity (the norm of a skipped step) become null.
 
     Args:
-        done: steps after which the run goes on. Lines of later steps, from before it was killed, are taken out, so
-            that the file has every step once.
-        series: most numbers of single layers in a line; where there are more, the worst layers' are kept.
+        done: completed steps when the run resumes. Lines of later steps are removed, so that each step is written once.
+        series: maximum number of per-layer values in a line. Beyond it, only the worst layers are written.
     """
 
     def __init__(self, path: Path, done: int = 0, series: int = SERIES) -> None:
-        cut_after(path, done)
-        self._lines = LineWriter(path)
+        super().__init__(path, done)
         self._series = series
 
     def write(self, report: StepReport) -> None:
         values = asdict(replace(report, load=NO_LOAD)) | {"loop_s": report.times.loop}
         metrics = report.load.metrics()
-        layers = kept_layers(report.load.imbalance, len(metrics), self._series)
+        layers = layers_to_write(report.load.imbalance, len(metrics), self._series)
         values["load"] = {"layers": layers} | {name: [one[i] for i in layers] for name, one in metrics.items()}
         values["load_across"] = across_layers(metrics)
         values["tokens_per_s"] = report.tokens_per_s
@@ -175,20 +193,12 @@ class JsonlSink:
     def summary(self, step: int, values: dict[str, float]) -> None:
         self._lines.write({"step": step, **values})
 
-    def close(self) -> None:
-        self._lines.close()
 
-
-class LoadsSink:
-    """The loads of single experts, every few steps: ``moe_comm.observe.records.LoadLine``.
-
-    Args:
-        every: steps between those that are written; the first is one of them. done: as for ``JsonlSink``.
-    """
+class LoadsSink(_LineSink):
+    """Write per-expert loads (``moe_comm.observe.records.LoadLine``) after step 1 and after every ``every`` steps."""
 
     def __init__(self, path: Path, every: int, done: int = 0) -> None:
-        cut_after(path, done)
-        self._lines = LineWriter(path)
+        super().__init__(path, done)
         self._every = every
 
     def write(self, report: StepReport) -> None:
@@ -197,18 +207,15 @@ class LoadsSink:
                 self._lines.write(LoadLine(report.step, name, list(slots)))
 
     def summary(self, step: int, values: dict[str, float]) -> None:
-        """Nothing of it belongs here."""
-
-    def close(self) -> None:
-        self._lines.close()
+        """Ignore the values."""
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard, in ``folder``. done: as for ``JsonlSink``; what was written later is not shown.
-    series: as there; the worst layers may be others in another step."""
+    """Write TensorBoard event files to ``folder``. ``done`` and ``series`` as for ``JsonlSink``; events of steps after
+    ``done`` are hidden. The worst layers can differ from step to step."""
 
     def __init__(self, folder: Path, done: int = 0, series: int = SERIES) -> None:
-        # tensorboard takes a second to load, and only rank 0 writes event files.
+        # tensorboard takes a second to import, and only rank 0 writes event files.
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=done + 1 if done else None)
@@ -238,7 +245,7 @@ class TensorBoardSink:
         metrics = load.metrics()
         for name, (median, worst) in across_layers(metrics).items():
             values |= {f"router/{name}_p50": median, f"router/{name}_p95": worst}
-        for i in kept_layers(load.imbalance, len(metrics), self._series):
+        for i in layers_to_write(load.imbalance, len(metrics), self._series):
             values |= {f"router/{name}_layer_{i}": per_layer[i] for name, per_layer in metrics.items()}
         self.summary(report.step, values)
 

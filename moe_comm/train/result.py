@@ -1,4 +1,4 @@
-"""What a run returns; free of optional packages, so that the command line can name the type."""
+"""The result of a training run. This module imports no optional package."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended, the same on every rank but for ``sample``, which rank 0 alone has, and ``signal``.
+    """Result of a run, identical on all ranks except for ``sample`` and ``signal``. Losses are in nats per token.
 
-    folder: what the run left behind. status: "finished", "interrupted" or "time limit". steps: done.
-    first_loss, last_loss: training loss of the first step, and the mean over the last ``LAST_STEPS`` steps.
-    validation_loss: after the last step; None where the run was interrupted. unigram_entropy: of the text.
-    All in nats per token. signal: the first that asked this process to stop; 0: none.
+    Attributes:
+        status: "finished", "interrupted" or "time limit".
+        first_loss: training loss of the first step.
+        last_loss: mean training loss of the last ``LAST_STEPS`` steps.
+        validation_loss: loss after the last step; None if the run was interrupted.
+        unigram_entropy: entropy of the text's unigram distribution.
+        sample: generated text; "" on ranks other than 0.
+        signal: first signal that asked this process to stop; 0 for none.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""The sections of a training run's configuration: what each setting means, its default and its bounds."""
+"""Configuration sections of a training run, with defaults and bounds."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
 
 
 class Section(BaseModel):
-    """A group of settings: unknown keys, wrong types and NaN are refused, and nothing changes afterwards."""
+    """Base class of all sections: frozen; rejects unknown keys, wrong types and NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
-    """What to run, for how long, and where its folder goes (``folder/name-date``).
+    """Length, evaluation and output folder of a run. The folder is ``folder/name-date``.
 
-    time_limit_s: training stops cleanly at the first step past it; None: no limit.
-    eval_every: steps between measurements of the validation loss; 0: only at the end. eval_batches: batches of
-        validation text in each.
-    sample_tokens: length of the text sample at the end, 0 for none. temperature: of its sampling.
-    log_every: steps between lines where the output is not a terminal.
-    nonfinite: what a NaN or infinite loss or gradient does, on all ranks alike: end the run, leave out the step, or run
-        it again in place: if it is there again the run ends, else it goes on with the second result.
-    gc_every: steps between garbage collections, by all ranks after the same step; 0: whenever Python sees fit.
+    Attributes:
+        name: name of the run.
+        folder: folder of all runs.
+        seed: seed of the initial weights and of the data order.
+        steps: number of training steps.
+        time_limit_s: training stops after the first step that ends past this limit. None: no limit.
+        eval_every: steps between evaluations. 0: evaluate only at the end.
+        eval_batches: validation batches per evaluation.
+        sample_tokens: length of the text sample generated at the end. 0: no sample.
+        temperature: sampling temperature of the text sample.
+        log_every: steps between log lines when the output is not a terminal.
+        nonfinite: action on a NaN or infinite loss or gradient, on all ranks. "stop" ends the run. "skip" discards
+            the step. "rerun" repeats the step once and ends the run if the value is non-finite again.
+        gc_every: steps between garbage collections, which all ranks run after the same step. 0: Python decides.
     """
 
     name: str = Field(default="train", min_length=1, pattern=r"^[\w.-]+$")
@@ -46,20 +52,27 @@ class RunSection(Section):
 
 
 class DataSection(Section):
-    """The text, and how it becomes batches.
+    """Training text, tokenizer and batches.
 
-    source: "pydoc" (the language reference inside every Python), "stdlib" (the source text of its standard library), a
-        file, a folder or a glob pattern; or a list of these. weights: share of each source; None: by equal parts.
-    format: of the files; "auto" goes by their suffix. field: key or column that holds the text in JSONL and Parquet.
-    tokenizer: "bytes", "bpe" (trained from the text, ``vocab`` entries), or the path of a tokenizer.json.
-    end_of_text: name of the token that ends a document in a tokenizer file; None: found by well-known names.
-    cache: folder of prepared token files. workers: processes that tokenise; 0: by the amount of text.
-    batch: sequences of ``seq_len`` tokens in one step, over all ranks together. micro_batches: parts in which a step
-        takes them one after another; each part is spread over the data-parallel ranks.
-    validation: the fraction at the end of each source that training never sees.
-    shuffle: another order of the sequences in each epoch.
-    packing: how documents fill sequences. documents: whether a token sees earlier documents of its sequence.
-    verify: check every byte of the token files at the start, or each block when it is read.
+    Attributes:
+        source: "pydoc" (the language reference shipped with Python), "stdlib" (source code of the standard library),
+            a file, a folder, a glob pattern, or a list of these.
+        weights: sampling weight of each source. None: equal weights.
+        format: file format; "auto" chooses by file suffix.
+        field: key or column that contains the text in JSONL and Parquet files.
+        vocab: entries of a trained "bpe" tokenizer.
+        seq_len: tokens of a sequence.
+        tokenizer: "bytes", "bpe" (trained on the text, with ``vocab`` entries), or the path of a tokenizer.json.
+        end_of_text: name of the end-of-document token in a tokenizer file. None: search for well-known names.
+        cache: folder of prepared token files.
+        workers: tokenizer processes. 0: choose by the amount of text.
+        batch: sequences of ``seq_len`` tokens per step, over all ranks.
+        micro_batches: micro-batches per step; each is sharded over the data-parallel ranks.
+        validation: fraction at the end of each source that is held out for validation.
+        shuffle: reorder the sequences in each epoch.
+        packing: how documents are packed into sequences.
+        documents: "joined": a token attends to earlier documents of its sequence. "separate": it does not.
+        verify: "all": verify the token files at the start. "touched": verify each block when it is read.
     """
 
     source: str | list[str] = "pydoc"
@@ -81,12 +94,12 @@ class DataSection(Section):
     verify: Literal["all", "touched"] = "all"
 
     @model_validator(mode="after")
-    def _parts(self) -> Self:
+    def _check(self) -> Self:
         if self.batch % self.micro_batches:
             raise ValueError(f"batch ({self.batch}) must be a multiple of micro_batches ({self.micro_batches})")
         if self.weights is not None and len(self.weights) != len(self.sources):
             raise ValueError(
-                f"weights must hold one number for each of {len(self.sources)} sources; got {self.weights}"
+                f"weights must have one number for each of {len(self.sources)} sources; got {self.weights}"
             )
         return self
 
@@ -96,29 +109,48 @@ class DataSection(Section):
 
 
 class ModelSection(Section):
-    """Shape of the model. ``family`` says which published architecture it is, and so what its weights export to.
+    """Shape of the model. ``family`` names the published architecture and the Hugging Face export format.
 
-    pretrained: folder of a Hugging Face model of a known family, whose architecture and weights training starts from;
-        of the other keys only losses, bias_rate, capacity, dtype and recomputing then count.
-    kv_heads: None: as many as ``heads``. head_dim: None: hidden / heads. rope_theta: base of the position angles.
-    window: a token sees this many tokens, itself included; None: all before it (mixtral only).
-    ffn: width of one expert. shared_ffn: width of the shared expert, 0 for none. first_dense: layers at the start that
-        have a plain feed-forward block of width ``dense_ffn`` instead of experts.
-    expert_groups, top_groups, route_scale: of DeepSeek-V3's group-limited routing.
-    q_rank, kv_rank, nope_dim, rope_dim, v_dim: of its latent attention.
-    tie: the output layer shares the embedding.
-    parallel_block: attention and feed-forward side by side (MegaScale); no family to export to.
-    shortcut: layers with experts have two attentions and two dense blocks of width ``dense_ffn``, beside which the
-        experts' rows travel (LongCat-Flash); no family to export to.
-    aux_loss: coefficient of the load-balancing loss of each MoE layer. z_loss: of the router's z-loss.
-    bias_rate: step of DeepSeek-V3's correction bias after each update.
-    capacity: slots per expert over the mean load; None drops nothing. capacity_scope: over a rank's tokens or the
-        whole micro-batch.
-    vocab: rows of the embedding; None: as many as the tokenizer has ids. More leaves rows unused.
-    init_std: standard deviation of the initial weights. dtype: of the weights that compute; masters are fp32.
-    recompute: what the backward pass computes again instead of keeping it. recompute_experts: experts then keep their
-        rows alone, at the price of one matrix product more.
-    max_length: longest text the model is for; None: ``data.seq_len``.
+    Attributes:
+        family: architecture and export format.
+        dense_ffn: width of the dense feed-forward blocks.
+        pretrained: folder of a Hugging Face model of a known family. Training starts from its architecture and
+            weights; of the other keys only losses, bias_rate, capacity, dtype and recomputation are used.
+        hidden: hidden size.
+        layers: number of layers.
+        heads: number of attention heads.
+        experts: number of experts of an MoE layer.
+        top_k: experts per token.
+        vocab: rows of the embedding. None: the number of tokenizer ids. A larger value leaves rows unused.
+        kv_heads: None: same as ``heads``.
+        head_dim: None: hidden / heads.
+        rope_theta: base of the rotary embedding.
+        window: attention window in tokens, including the token itself. None: full attention (mixtral only).
+        ffn: width of one expert.
+        shared_ffn: width of the shared expert. 0: none.
+        first_dense: leading layers that have a dense feed-forward block of width ``dense_ffn`` instead of experts.
+        expert_groups: number of expert groups (DeepSeek-V3's group-limited routing).
+        top_groups: groups from which a token selects experts.
+        route_scale: factor of the routing weights.
+        q_rank: rank of the query projection (DeepSeek-V3's latent attention). None: no compression.
+        kv_rank: rank of the key and value projection.
+        nope_dim: head dimension of keys without rotary embedding.
+        rope_dim: head dimension of keys with rotary embedding.
+        v_dim: head dimension of values.
+        tie: share the embedding with the output layer.
+        parallel_block: run attention and feed-forward in parallel (MegaScale). Cannot be exported.
+        shortcut: MoE layers have two attention and two dense blocks of width ``dense_ffn``, and dispatch overlaps with
+            the dense blocks (LongCat-Flash). Cannot be exported.
+        aux_loss: coefficient of the load-balancing loss of each MoE layer.
+        z_loss: coefficient of the router z-loss.
+        bias_rate: update rate of DeepSeek-V3's correction bias.
+        capacity: slots per expert, relative to the mean load. None: drop nothing.
+        capacity_scope: compute the capacity over a rank's tokens or over the whole micro-batch.
+        init_std: standard deviation of the initial weights.
+        dtype: dtype of the computation; master weights are fp32.
+        recompute: activations that the backward pass recomputes.
+        recompute_experts: save only the input rows of experts, for one extra matrix product in backward.
+        max_length: maximum sequence length of the model. None: ``data.seq_len``.
     """
 
     family: Family = "qwen3_moe"
@@ -170,21 +202,29 @@ class ModelSection(Section):
         if self.first_dense > self.layers:
             raise ValueError(f"first_dense ({self.first_dense}) must not exceed layers ({self.layers})")
         if self.first_dense and not self.dense_ffn:
-            raise ValueError("first_dense needs dense_ffn, the width of those layers")
+            raise ValueError("first_dense requires dense_ffn, the width of the dense layers")
         if self.shortcut and not self.dense_ffn:
-            raise ValueError("shortcut needs dense_ffn, the width of the dense blocks beside the experts")
+            raise ValueError("shortcut requires dense_ffn, the width of the dense blocks")
         if self.shortcut and self.parallel_block:
-            raise ValueError("shortcut and parallel_block are two forms of a layer; choose one")
+            raise ValueError("shortcut and parallel_block exclude each other; choose one")
         return self
 
 
 class OptimizerSection(Section):
-    """The optimizer, and its learning rate: linear warm-up over ``warmup`` steps, then ``schedule``.
+    """The optimizer and its learning rate: linear warm-up over ``warmup`` steps, then ``schedule``.
 
-    schedule: "cosine" or "linear" down to ``final_lr`` x lr at the last step; "wsd": constant, then linear over the
-        last ``decay`` steps; "constant".
-    betas, eps: AdamW and LAMB. momentum: SGD and Muon; None: 0 and 0.95. weight_decay: on matrices only.
-    clip: largest global gradient norm, 0 for any.
+    Attributes:
+        kind: optimizer; Muon updates matrices, and AdamW the other parameters.
+        lr: maximum learning rate.
+        warmup: warm-up steps.
+        final_lr: learning rate of the last step, relative to ``lr``.
+        decay: decay steps of "wsd".
+        schedule: "cosine" or "linear": decay to ``final_lr`` x lr at the last step. "wsd": constant, then linear decay
+            over the last ``decay`` steps. "constant": no decay.
+        betas, eps: parameters of AdamW and LAMB.
+        momentum: momentum of SGD and Muon. None: 0 for SGD and 0.95 for Muon.
+        weight_decay: applied to matrices only.
+        clip: maximum global gradient norm. 0: no clipping.
     """
 
     kind: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
@@ -201,33 +241,42 @@ class OptimizerSection(Section):
 
     @property
     def momentum_of_kind(self) -> float:
-        """``momentum``, or what is usual for the optimizer."""
+        """``momentum``, or the default of the optimizer."""
         return self.momentum if self.momentum is not None else 0.95 if self.kind == "muon" else 0.0
 
     @model_validator(mode="after")
     def _betas(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1); got {list(self.betas)}")
+            raise ValueError(f"betas must be in [0, 1); got {list(self.betas)}")
         return self
 
 
 class ParallelSection(Section):
-    """How the work is spread; see ``moe_comm.topology.ParallelConfig``.
+    """Parallelism and communication; see ``moe_comm.topology.ParallelConfig``.
 
-    ranks: processes the command line starts; under torchrun its own number counts.
-    dp: None: what tp, cp and pp leave. ep: ranks that share one set of experts; None: the most that fit.
-    context: how a sequence is spread over cp ranks. schedule: of the pipeline.
-    virtual: pipeline stages on each rank (interleaved schedules). stage_layers: layers of each stage; None: even.
-    sharding: what data-parallel ranks keep of the same weights: all ("replicate"), all but optimizer state ("zero1"),
-        a part ("fsdp").
-    compress: gradients travel as bf16 and are summed in fp32.
-    overlap_chunks: parts in which tokens travel behind the products of linear layers (with tp, or with cp and
-        "ulysses") and of experts; 0: before and after them. "auto": see ``moe_comm.overlap.options.Overlap``.
-    executor: of whole expert layers, with ``overlap_chunks``; see ``moe_comm.overlap.options.Overlap``.
-    interleave: two micro-batches at a time, which take turns: the rows of one travel while the other computes. They
-        travel with ``overlap_chunks``; not with a pipeline, FSDP or full recomputing.
-    backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
-    deterministic: its results have the same bits on any number of ranks; False lets some move fewer bytes.
+    Attributes:
+        ranks: processes that the command line starts. Under torchrun, its world size is used.
+        tp: tensor-parallel size, with sequence parallelism.
+        cp: context-parallel size.
+        pp: pipeline-parallel size.
+        etp: expert-tensor-parallel size.
+        dp: data-parallel size. None: ranks / (tp x cp x pp).
+        ep: expert-parallel size. None: the largest that fits.
+        context: context parallelism over the cp ranks.
+        schedule: pipeline schedule.
+        virtual: pipeline stages per rank (interleaved schedules).
+        stage_layers: layers of each stage. None: even split.
+        sharding: "replicate" (no sharding), "zero1" (shard optimizer state and masters) or "fsdp" (shard everything).
+        compress: send gradients as bf16 and sum them in fp32.
+        overlap_chunks: chunks in which communication overlaps with the matrix products of linear layers (with tp, or
+            with cp and "ulysses") and experts. 0: no overlap. "auto": see ``moe_comm.overlap.options.Overlap``.
+        executor: executor of MoE layers with ``overlap_chunks``; see ``moe_comm.overlap.options.Overlap``.
+        interleave: run two micro-batches at a time: the all-to-all of one overlaps with the computation of the other.
+            Requires ``overlap_chunks``. Excludes pipelines, FSDP and full recomputation.
+        backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
+        deterministic: dispatch results have the same bits for every number of ranks. False allows some backends to
+            send fewer bytes.
+        timeout_s: seconds to wait for a peer.
     """
 
     ranks: int = Field(default=2, ge=1)
@@ -253,18 +302,18 @@ class ParallelSection(Section):
     timeout_s: float = Field(default=300.0, gt=0)
 
     def mapping(self, world: int) -> ParallelConfig:
-        """These degrees on ``world`` ranks.
-
-        Raises:
-            ConfigError: they do not fit.
-        """
+        """Return the mapping of ``world`` ranks. Raises ``ConfigError`` if the sizes do not fit."""
         return ParallelConfig.of(world, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, etp=self.etp)
 
 
 class PayloadSection(Section):
-    """What rows look like while they travel between the ranks that share experts; see ``moe_comm.dispatch.WireDtypes``.
+    """Wire dtypes; see ``moe_comm.dispatch.WireDtypes``.
 
-    dispatch: tokens to their experts. combine: results back. dispatch_backward, combine_backward: their gradients.
+    Attributes:
+        dispatch: wire dtype of tokens in dispatch.
+        combine: wire dtype of expert outputs in combine.
+        dispatch_backward: wire dtype of the gradients of dispatched tokens.
+        combine_backward: wire dtype of the gradients of expert outputs.
     """
 
     dispatch: WireDtypeName = "same"
@@ -273,19 +322,21 @@ class PayloadSection(Section):
     combine_backward: WireDtypeName = "same"
 
     def wire_dtypes(self) -> WireDtypes:
-        """As ``DispatchOptions`` takes them."""
+        """Return the wire dtypes for ``DispatchOptions``."""
         return WireDtypes(self.dispatch, self.combine, self.dispatch_backward, self.combine_backward)
 
 
 class CheckpointSection(Section):
-    """Checkpoints, from which a run goes on.
+    """Checkpoints on disk and snapshots in memory.
 
-    every: steps between them; 0: only when the run is told to stop. keep: newest complete ones that stay.
-    background: write while training goes on.
-    resume: "no": start afresh; "auto": go on with the newest run of this name if it left a checkpoint and has steps to
-        do, or start; else the folder of a run, or of one of its checkpoints, to go on from.
-    peer_every: steps between copies of the state into the memory of this host and of another rank, from which ranks
-        that are started again go on; 0: none.
+    Attributes:
+        every: steps between checkpoints. 0: only when the run stops.
+        keep: number of complete checkpoints to keep; older ones are deleted.
+        background: write checkpoints while training continues.
+        resume: "no": start a new run. "auto": resume the newest run of this name if it has a checkpoint and remaining
+            steps, else start a new run. Otherwise: the folder of the run or checkpoint to resume from.
+        peer_every: steps between in-memory snapshots, on this host and on a peer rank, from which restarted ranks
+            resume. 0: none.
     """
 
     every: int = Field(default=0, ge=0)
@@ -296,12 +347,14 @@ class CheckpointSection(Section):
 
 
 class WatchSection(Section):
-    """Ranks that watch each other; see ``moe_comm.runtime.watch``.
+    """Detection of hung and dead ranks; see ``moe_comm.runtime.watch``.
 
-    enabled: a thread in each rank that says that it lives and looks at the others.
-    stuck_s: seconds without a sign of progress from a rank for which others wait, until it is reported as stuck; ten
-        times the longest pause it has made so far, if that is more. start_s: the same, before a rank's first step ends.
-    end: whether a stuck rank is then killed, so that the ranks end and can be started again; False only reports.
+    Attributes:
+        enabled: run a watcher thread on each rank.
+        stuck_s: seconds without progress until a rank that others wait for is reported as hung, or ten times its
+            longest pause so far if that is longer.
+        start_s: the same limit until the rank's first step ends.
+        end: kill a hung rank, so that the ranks exit and can be restarted. False: only report it.
     """
 
     enabled: bool = True
@@ -311,13 +364,15 @@ class WatchSection(Section):
 
 
 class GuardSection(Section):
-    """Against numbers that are wrong without being NaN.
+    """Detection of corrupted rows and of spikes in loss and gradient norm.
 
-    checksums: rows are checked when they arrive at their experts; a step with a damaged row is run again.
-    loss_spike, norm_spike: a loss or gradient norm of more than this many times its mean over the last ``window``
-        updates is a spike; None: never.
-    on_spike: "warn": say so; "skip": leave out the step; "rerun": run it again in place, and take the second result if
-        it differs from the first, which was then a transient fault.
+    Attributes:
+        checksums: verify checksums of dispatched rows; a step with a corrupted row is rerun.
+        loss_spike, norm_spike: a loss or gradient norm above this multiple of its mean over the last ``window`` updates
+            is a spike. None: no detection.
+        window: updates in the mean of the spike detection. No spike is detected before this number of updates.
+        on_spike: "warn": log it. "skip": discard the step. "rerun": rerun the step; if the second result differs, the
+            first was a transient fault and the second is used.
     """
 
     checksums: bool = False
@@ -328,9 +383,11 @@ class GuardSection(Section):
 
 
 class FaultsSection(Section):
-    """Faults on purpose; see ``moe_comm.observe.faults``.
+    """Fault injection; see ``moe_comm.observe.faults``.
 
-    plan: each like "kill:rank=1,step=5". seed: of what is left to chance.
+    Attributes:
+        plan: fault specifications, such as "kill:rank=1,step=5".
+        seed: seed of random faults.
     """
 
     plan: list[str] = []
@@ -338,10 +395,13 @@ class FaultsSection(Section):
 
 
 class ObserveSection(Section):
-    """What a run writes down about itself beside its metrics; see ``moe_comm.observe``.
+    """Spans and per-rank records in the run folder; see ``moe_comm.observe``.
 
-    events: record spans. records: spans that a rank's ring holds. every: steps between those whose spans are written to
-        the run's folder; 0: none but on faults. series: most metrics of single layers and experts in one step.
+    Attributes:
+        events: record spans.
+        records: capacity of the span ring of each rank.
+        every: steps between those whose spans are written to the run folder. 0: write spans only after faults.
+        series: maximum number of per-layer metrics written in one step.
     """
 
     events: bool = True

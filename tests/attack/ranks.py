@@ -1,4 +1,4 @@
-"""What each rank does in a sequence, and what it should get: a reference in plain torch that knows nothing of ranks.
+"""The operations of each rank in a sequence, and the expected results from a single-rank reference in plain torch.
 
 An expert multiplies its rows by a power of two, so every value before the sums is exact.
 """
@@ -25,7 +25,7 @@ TIMEOUT_S = 30.0
 LABEL = "moe.1"
 
 Outcome = tuple[str, str]
-"""Type and text of what was raised. ("", ""): a right result. ("wrong", what): another. ("none", ""): nothing to do."""
+"""Type and text of the error. ("", ""): correct result. ("wrong", text): wrong result. ("none", ""): nothing to do."""
 
 
 class Boom(Exception):
@@ -80,7 +80,7 @@ def restrided(x: Tensor, strides: str) -> Tensor:
 
 
 def given(x: Tensor, strides: str) -> Tensor:
-    """``x`` as it is given to the library: with "expanded", its first column for all of them."""
+    """``x`` as passed to the library: with "expanded", its first column is expanded to all columns."""
     return x[:, :1].expand(x.shape) if strides == "expanded" else restrided(x, strides)
 
 
@@ -129,7 +129,7 @@ class Run:
             assert group is not None
             hosts = [rank if world == 3 else rank * 2 // world for rank in range(world)]
             return HierarchicalDispatcher(ExpertPlacement.of(experts, world, None), group, self.rank, options, hosts)
-        return make_dispatcher(experts, group, backend, options=options)
+        return make_dispatcher(experts, group, backend=backend, options=options)
 
     def outcomes(self) -> list[Outcome]:
         found: list[Outcome] = []
@@ -154,7 +154,7 @@ class Run:
         if own == "bad id":
             ids_TK[0, 0] = 99
         self._act(own, dispatcher)
-        # A leaf of its own memory would lose the strides.
+        # A separate leaf would lose the strides.
         x_TD = part.x_TD.detach().requires_grad_()
         sent = dispatcher.dispatch(x_TD, ids_TK, label=LABEL)
         self.handles.append(Handle(step, dispatcher, sent, Inputs(x_TD, ids_TK, part.weights_TK, part.grad_TD)))
@@ -168,7 +168,7 @@ class Run:
             other = self.handles[(step.pick + 1) % len(self.handles)]
         self._act(own, handle.dispatcher)
         rows_RD = experts_of(handle)
-        # Gradients of what is expanded are sums, whose order is not the library's.
+        # Gradients of expanded tensors are sums, whose order the library does not define.
         strides = "transposed" if step.strides == "expanded" else step.strides
         rows_RD = _MayFail.apply(rows_RD, handle.fails, strides)
         if own == "bad rows":

@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Odd:
-    """What one rank does instead.
+    """The deviation of one rank.
 
     how: "bad id", "other dispatcher" (dispatch); "bad rows", "other handle" (combine); "raise", "kill" (all three). One
         that the step cannot have is no deviation.
@@ -93,7 +93,7 @@ class Sequence:
 
 
 def useful(steps: list[Step]) -> tuple[Step, ...]:
-    """``steps`` in which what has nothing to combine dispatches, and what has no backward combines."""
+    """Return ``steps`` in a valid order: a combine without a dispatch becomes one, a backward without one a combine."""
     found: list[Step] = []
     before = set[str]()
     for step in steps:
@@ -129,7 +129,7 @@ def sequences(backend: str) -> SearchStrategy[Sequence]:
         odd=st.none() | odd,
     )
     some = st.integers(1, 5)
-    # Dispatchers of other experts have other memory there, and no rank can see what is called in it.
+    # Dispatchers of other experts use other memory there, in which no rank can see the calls.
     experts = some.map(lambda number: (number, number))
     if backend != "peer_to_peer":
         experts |= st.tuples(some, some)

@@ -40,7 +40,7 @@ FAILED_ONCE: dict[str, Callable[[str], Sequence]] = {
         backend, 2, (Step("dispatch"), Step("combine", odd=Odd(1, "bad rows")), Step("combine")), checked=False
     ),
 }
-"""Sequences that failed once, by what they do."""
+"""Sequences that failed once, by description."""
 
 
 class Pools:
@@ -107,10 +107,10 @@ def check(sequence: Sequence, found: list[list[Outcome]]) -> bool:
         if odd is None:
             assert kinds == {""}, where
         elif odd.how == "raise":
-            told = "PeerRaised" if sequence.handshakes else "PeerError"
+            expected = "PeerRaised" if sequence.handshakes else "PeerError"
             assert outcomes.get(odd.rank, ("Boom", ""))[0] == "Boom", where
-            assert {kind for rank, (kind, _) in outcomes.items() if rank != odd.rank} <= {told}, where
-            if told == "PeerError" and sequence.world > 1:
+            assert {kind for rank, (kind, _) in outcomes.items() if rank != odd.rank} <= {expected}, where
+            if expected == "PeerError" and sequence.world > 1:
                 return True
         else:
             assert len(kinds) == 1 and kinds <= EXPECTED[odd.how], where

@@ -1,4 +1,4 @@
-"""What ranks on hosts do in tests. Imports little: most of these need no torch, and every rank begins afresh."""
+"""Functions that ranks on hosts run in tests. Most do not import torch, because every rank is a new process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank sees of the host that it is on."""
+    """Return what a rank sees of its host."""
 
     name: str
     address: str
@@ -47,7 +47,7 @@ def look_around(note: str) -> Seen:
 
 
 def listening() -> set[str]:
-    """Addresses of this host that somebody listens on."""
+    """Return the addresses of this host with listening sockets."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -60,19 +60,22 @@ def listening() -> set[str]:
 
 @dataclass(frozen=True)
 class Met:
-    """key: of the host. picked: by ``auto``. told: name of what asking for shared memory raises. listening: before any
-    rank ended. results: of the contract's cases."""
+    """Result of one rank.
+
+    key: host key. picked: backend that ``auto`` selects. error: type of the error for shared memory.
+    listening: listening addresses before any rank ended. results: results of the contract's cases.
+    """
 
     rank: int
     key: str
     picked: str
-    told: str
+    error: str
     listening: set[str]
     results: dict[str, Result]
 
 
 def dispatch() -> Met:
-    """Under the group that is there."""
+    """Run in the existing process group."""
     import torch.distributed as dist
 
     from moe_comm.dispatch import make_dispatcher
@@ -83,14 +86,14 @@ def dispatch() -> Met:
 
     with init_ranks() as here:
         group = dist.group.WORLD
-        told, _ = workers.caught(lambda: make_dispatcher(8, group, "shared_memory"))
+        error, _ = workers.caught(lambda: make_dispatcher(8, group, backend="shared_memory"))
         picked = make_dispatcher(8, group).name
         results = {
             case: workers.run_case(cases.BY_NAME[case], Job("auto"), group, here.rank, here.world) for case in CASES
         }
         listens = listening()
         dist.barrier()
-    return Met(here.rank, host_key(), picked, told, listens, results)
+    return Met(here.rank, host_key(), picked, error, listens, results)
 
 
 def train(settings: list[str]) -> list[float]:
@@ -115,7 +118,7 @@ def fail_on_the_last(how: str) -> None:
         dist.barrier()
     elif how == "hang":
         while True:
-            signal.pause()  # a signal that asks for stacks ends a pause
+            signal.pause()  # the signal that requests stacks ends a pause
     elif rank and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif rank:

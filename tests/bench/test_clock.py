@@ -1,4 +1,4 @@
-"""Pinning and the arithmetic of times; no test here depends on how long anything takes."""
+"""Pinning and the arithmetic of times. No test depends on how long anything takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from moe_comm.bench.common.clock import Clock, summarise, sync_alone
+from moe_comm.bench.common.clock import Clock, summarize, sync_single_rank
 from moe_comm.bench.common.ranks import cores_of_rank, pinned
 from moe_comm.bench.common.settings import DispatchBench
 from moe_comm.errors import ConfigError
@@ -22,7 +22,7 @@ from moe_comm.errors import ConfigError
         (3, [0, 1, 2, 3], [[0], [1], [2, 3]]),
     ],
 )
-def test_ranks_get_their_own_cores_while_there_are_enough(ranks: int, cores: list[int], want: list[list[int]]) -> None:
+def test_ranks_have_separate_cores_if_there_are_enough(ranks: int, cores: list[int], want: list[list[int]]) -> None:
     assert [cores_of_rank(rank, ranks, cores) for rank in range(ranks)] == want
 
 
@@ -34,16 +34,16 @@ def test_pinning_ends_with_its_block() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-def test_an_iteration_takes_as_long_as_its_slowest_rank_and_the_median_is_reported() -> None:
+def test_the_median_over_the_slowest_ranks_is_reported() -> None:
     key = ("ours", "dispatch")
-    stats = summarise([{key: [0.001, 0.005, 0.003]}, {key: [0.004, 0.002, 0.003]}])[key]
+    stats = summarize([{key: [0.001, 0.005, 0.003]}, {key: [0.004, 0.002, 0.003]}])[key]
     assert stats["median_ms"] == pytest.approx(4.0)
     assert stats["min_ms"] == pytest.approx(3.0)
     assert stats["iterations"] == 3
 
 
-def test_parts_are_timed_one_after_another_and_together() -> None:
-    clock = Clock(sync_alone)
+def test_phases_are_timed_separately_and_in_total() -> None:
+    clock = Clock(sync_single_rank)
     done: list[str] = []
     clock.measure("ours", ("forward", lambda: done.append("f")), ("backward", lambda: done.append("b")))
     clock.measure("gemm", ("total", lambda: done.append("g")))
@@ -55,14 +55,14 @@ def test_parts_are_timed_one_after_another_and_together() -> None:
     assert not clock.times
 
 
-def test_calls_in_a_row_count_with_their_mean() -> None:
+def test_the_mean_of_consecutive_calls_is_recorded() -> None:
     done: list[str] = []
-    clock = Clock(sync_alone)
+    clock = Clock(sync_single_rank)
     clock.measure("ours", ("dispatch", lambda: done.append("d")), in_a_row=5)
     assert done == ["d"] * 5
     assert len(clock.times["ours", "dispatch"]) == 1
 
 
-def test_a_graph_is_not_walked_back_in_a_row() -> None:
-    with pytest.raises(ConfigError, match="in_a_row=3 needs backward off"):
+def test_consecutive_backward_calls_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="in_a_row=3 requires backward=False"):
         DispatchBench(in_a_row=3)

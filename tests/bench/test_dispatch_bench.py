@@ -1,4 +1,4 @@
-"""``bench dispatch`` end to end at tiny sizes: keys, agreement of all contestants, and refusal of wrong answers."""
+"""``bench dispatch`` end to end at tiny sizes: keys, agreement of all contestants, and rejection of wrong results."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import pytest
 import torch
 
 from moe_comm.bench.common import report
-from moe_comm.bench.common.case import (
+from moe_comm.bench.common.inputs import (
     WrongAnswer,
-    error_of,
+    check_result,
     expected_rows,
     expected_sum,
     expected_y,
-    make_case,
     make_ids,
+    make_inputs,
     make_x,
-    require,
+    relative_error,
 )
 from moe_comm.bench.common.settings import DISPATCH_PEERS, DispatchBench
-from moe_comm.bench.dispatch import benchmark as dispatch
-from moe_comm.bench.dispatch import mpi_ranks
+from moe_comm.bench.dispatch import benchmark as dispatch, mpi_ranks
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.errors import ConfigError
 
@@ -34,7 +33,7 @@ PHASES = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One whole run at two ranks, as the command does it; read back from its file."""
+    """The result of the command with two ranks, read from its file."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
     returned = dispatch.main(TINY, str(path))
     read: dict[str, Any] = json.loads(path.read_text())
@@ -63,17 +62,17 @@ def test_ratios_follow_from_the_times(found: dict[str, Any]) -> None:
 def test_every_peer_is_measured_or_skipped_with_a_reason(found: dict[str, Any]) -> None:
     assert set(found["peers"]) | set(found["skipped"]) == set(DISPATCH_PEERS)
     assert {"torch_gloo", "torch_gloo_tuned"} <= found["peers"].keys()
-    if mpi_ranks.why_not() is None:
+    if mpi_ranks.unavailable_reason() is None:
         assert {"torch_mpich", "torch_mpich_tuned"} <= found["peers"].keys(), found["skipped"]
         assert "mpiexec" in found["peers"]["torch_mpich"]["measured"]
 
 
-def test_ours_agrees_with_plain_torch_in_bits_and_peers_within_tolerance(found: dict[str, Any]) -> None:
+def test_moe_comm_matches_plain_torch_in_bits_and_peers_within_tolerance(found: dict[str, Any]) -> None:
     assert found["max_error"]["moe_comm"]["combine"] == 0.0
     assert all(error < 1e-5 for errors in found["max_error"].values() for error in errors.values())
 
 
-def test_a_result_can_be_measured_again_from_its_settings(found: dict[str, Any]) -> None:
+def test_a_result_contains_its_settings(found: dict[str, Any]) -> None:
     assert DispatchBench.from_dict(found["settings"]) == TINY
 
 
@@ -85,17 +84,17 @@ def test_one_rank_runs_in_every_dtype(dtype: str) -> None:
     assert found["dispatch_limit_ms"] > 0
 
 
-def test_forward_alone_and_no_tokens_are_measured() -> None:
+def test_forward_only_and_zero_tokens_are_measured() -> None:
     settings = replace(TINY, ranks=1, peers=("torch_gloo_tuned",))
     alone, empty = dispatch.measure_all([replace(settings, backward=False), replace(settings, tokens=0)])
     assert alone["dispatch_backward_ms"] is None
     assert empty["dispatch_ms"] > 0
 
 
-def test_wrong_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_rows_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(TINY, ranks=1)
-    case = make_case(settings, 0)
-    ours = dispatch.Ours(make_dispatcher(settings.experts), settings, case)
+    inputs = make_inputs(settings, 0)
+    ours = dispatch.MoeCommDispatch(make_dispatcher(settings.experts), settings, inputs)
     monkeypatch.setattr(dispatch, "expected_rows", lambda s, rank: expected_rows(s, rank).flip(0))
     with pytest.raises(WrongAnswer, match="dispatch differs"):
         ours.check()
@@ -103,10 +102,10 @@ def test_wrong_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nan_and_wrong_shapes_never_pass() -> None:
     want = torch.ones(2, 3)
-    assert error_of(torch.full((2, 3), float("nan")), want) == float("inf")
-    assert error_of(torch.ones(3, 2), want) == float("inf")
+    assert relative_error(torch.full((2, 3), float("nan")), want) == float("inf")
+    assert relative_error(torch.ones(3, 2), want) == float("inf")
     with pytest.raises(WrongAnswer):
-        require("x", "y", torch.full((2, 3), float("nan")), want, bits=False)
+        check_result("x", "y", torch.full((2, 3), float("nan")), want, bits=False)
 
 
 def test_inputs_are_seeded_distinct_and_differ_between_ranks() -> None:
@@ -115,10 +114,10 @@ def test_inputs_are_seeded_distinct_and_differ_between_ranks() -> None:
     assert not torch.equal(ids_TK, make_ids(TINY, 1))
     assert not torch.equal(make_x(TINY, 0), make_x(TINY, 1))
     assert all(len(set(row)) == TINY.top_k for row in ids_TK.tolist())
-    case = make_case(TINY, 0)
-    unweighted = expected_sum(case, None, case.x_TD)
-    assert error_of(unweighted, case.x_TD * case.scale_E[case.ids_TK].sum(1, keepdim=True)) < 1e-6
-    assert expected_y(case).shape == case.x_TD.shape
+    inputs = make_inputs(TINY, 0)
+    unweighted = expected_sum(inputs, None, inputs.x_TD)
+    assert relative_error(unweighted, inputs.x_TD * inputs.scale_E[inputs.ids_TK].sum(1, keepdim=True)) < 1e-6
+    assert expected_y(inputs).shape == inputs.x_TD.shape
 
 
 @pytest.mark.parametrize(
@@ -133,12 +132,12 @@ def test_inputs_are_seeded_distinct_and_differ_between_ranks() -> None:
         ({"device": "cuda"}, "ranks=2"),
     ],
 )
-def test_bad_settings_are_named(change: dict[str, Any], named: str) -> None:
+def test_invalid_settings_are_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         replace(TINY, **change)
 
 
-def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_rejected_before_measuring(tmp_path: Path) -> None:
     report.check_writable(None)
     report.check_writable("-")
     report.check_writable(str(tmp_path / "new" / "out.json"))

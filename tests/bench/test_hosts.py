@@ -1,4 +1,4 @@
-"""Hosts on one machine: really apart, their links no faster than asked for, gone in any case; and ranks on them."""
+"""Hosts on one machine: isolation, link rates, cleanup, and ranks on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_comm.bench.hosts.namespaces import Hosts, burst_bytes, why_not
+from moe_comm.bench.hosts.namespaces import Hosts, burst_bytes, unavailable_reason
 from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
 from moe_comm.errors import ConfigError, RoutingError
 from moe_comm.runtime.launch import RankFailed
@@ -28,25 +28,25 @@ from tests.train.common import write_text
 
 GBIT = 0.2
 SHAPED = 1.15
-"""What a link may seem to carry over what it was given. There is no lower bound: the machine may be busy."""
+"""Tolerated excess over the rate of a link. There is no lower bound because the machine may be busy."""
 
 
 @pytest.fixture(scope="module")
 def able() -> None:
-    """Namespaces can be made here."""
-    if problem := why_not():
+    """Skip unless namespaces can be created."""
+    if problem := unavailable_reason():
         pytest.skip(problem)
 
 
 @pytest.fixture(scope="module")
 def pair(able: None) -> Iterator[Hosts]:
-    """Two hosts and a cable, for all tests that leave them as they are."""
+    """Two connected hosts, for tests that do not change them."""
     with Hosts(2, GBIT) as hosts:
         yield hosts
 
 
 def ended(watched: list[int], within_s: float) -> list[bool]:
-    """Whether the processes of these pidfds, which are closed, have ended."""
+    """Return whether the processes of these pidfds have ended, and close the pidfds."""
     found = []
     for pidfd in watched:
         found.append(bool(select.select([pidfd], [], [], within_s)[0]))
@@ -61,12 +61,12 @@ def network_of(pid: int) -> int:
 # --- links ---
 
 
-def test_a_link_carries_no_more_than_it_is_given_in_either_direction(pair: Hosts) -> None:
+def test_a_link_does_not_exceed_its_rate_in_either_direction(pair: Hosts) -> None:
     rates = measure_links(pair, 6 << 20)
     assert len(rates) == 2 and all(0 < rate <= SHAPED * GBIT for rate in rates), rates
 
 
-def test_a_switch_gives_every_host_its_rate_and_the_one_that_all_send_to_no_more(able: None) -> None:
+def test_a_switch_limits_every_host_to_its_rate(able: None) -> None:
     with Hosts(3, GBIT) as hosts:
         around = measure_links(hosts, 2 << 20)
         assert all(0 < rate <= SHAPED * GBIT for rate in around), around
@@ -74,12 +74,12 @@ def test_a_switch_gives_every_host_its_rate_and_the_one_that_all_send_to_no_more
         assert 0 < first <= SHAPED * GBIT and others == [0, 0]
 
 
-def test_the_bucket_holds_a_whole_packet_and_a_late_timers_worth() -> None:
+def test_the_bucket_holds_a_packet_and_the_traffic_of_the_timer_latency() -> None:
     assert burst_bytes(0.001) == burst_bytes(1) > 65536 + 45 * 66
     assert burst_bytes(40) == 40e9 / 8 * 250e-6
 
 
-# --- apart ---
+# --- isolation ---
 
 
 def test_hosts_share_neither_name_nor_network_nor_shared_memory(pair: Hosts) -> None:
@@ -92,7 +92,7 @@ def test_hosts_share_neither_name_nor_network_nor_shared_memory(pair: Hosts) -> 
     assert [one.ranks for one in seen] == [("0", "2", "0", "1", "0"), ("1", "2", "0", "1", "1")]
 
 
-def test_nothing_appears_among_the_machines_own_interfaces(pair: Hosts) -> None:
+def test_the_network_of_the_machine_does_not_change(pair: Hosts) -> None:
     before = socket.if_nameindex()
     with Hosts(3, GBIT) as hosts:
         assert socket.if_nameindex() == before
@@ -100,16 +100,16 @@ def test_nothing_appears_among_the_machines_own_interfaces(pair: Hosts) -> None:
     assert socket.if_nameindex() == before
 
 
-# --- gone ---
+# --- cleanup ---
 
 
-def test_hosts_go_when_the_block_ends_by_an_exception(able: None) -> None:
+def test_hosts_are_removed_after_an_exception(able: None) -> None:
     watched: list[int] = []
     networks: list[int] = []
 
     def fail() -> None:
         with Hosts(2, GBIT) as hosts:
-            # Whatever runs on a host goes with it, also what was not started as a rank.
+            # All processes on a host are killed, including those that are not ranks.
             pipe = subprocess.PIPE
             other = subprocess.Popen(hosts.command(1, ["sh", "-c", "echo in; read _"]), stdin=pipe, stdout=pipe)
             assert other.stdout is not None and other.stdout.readline() == b"in\n"
@@ -120,7 +120,7 @@ def test_hosts_go_when_the_block_ends_by_an_exception(able: None) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fail()
-    # No process, no name: nothing keeps the kernel from taking a namespace down.
+    # The namespace has no process and no name, so the kernel removes it.
     assert len({*networks, network_of(os.getpid())}) == 3
     assert ended(watched, 0) == [True] * 3
 
@@ -130,7 +130,7 @@ import os, signal, sys
 from moe_comm.bench.hosts import Hosts, run_on_hosts
 
 def hang():
-    os.write(1, b"%d\\n" % os.getpid())  # in one piece: two ranks write
+    os.write(1, b"%d\\n" % os.getpid())  # one write call: two ranks write
     signal.pause()
 
 if __name__ == "__main__":
@@ -143,7 +143,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_hosts_and_ranks_go_when_their_maker_is_killed(able: None, tmp_path: Path, number: signal.Signals) -> None:
+def test_hosts_and_ranks_are_removed_when_their_creator_is_killed(
+    able: None, tmp_path: Path, number: signal.Signals
+) -> None:
     (tmp_path / "maker.py").write_text(MAKER)
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
     run = subprocess.Popen(
@@ -155,7 +157,7 @@ def test_hosts_and_ranks_go_when_their_maker_is_killed(able: None, tmp_path: Pat
             pids = [int(run.stdout.readline()) for _ in range(4)]
             assert len({network_of(pid) for pid in pids}) == 2
             watched = [os.pidfd_open(pid) for pid in pids]
-            os.kill(pids[3], signal.SIGSTOP)  # not even a stopped rank stays
+            os.kill(pids[3], signal.SIGSTOP)  # also a stopped rank must end
         finally:
             run.send_signal(number)
     assert ended(watched, 20) == [True] * 4
@@ -166,22 +168,22 @@ def test_hosts_and_ranks_go_when_their_maker_is_killed(able: None, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def met(pair: Hosts) -> list[host_work.Met]:
-    """What two hosts of two ranks found."""
+    """Results of two hosts with two ranks each."""
     found: list[host_work.Met] = run_on_hosts(host_work.dispatch, (), pair, 2, 240)
     return found
 
 
-def test_ranks_meet_over_the_link_and_nobody_listens_elsewhere(pair: Hosts, met: list[host_work.Met]) -> None:
+def test_ranks_communicate_over_the_link_and_do_not_listen_elsewhere(pair: Hosts, met: list[host_work.Met]) -> None:
     assert [one.rank for one in met] == [0, 1, 2, 3]
     assert [one.listening for one in met] == [{host.address} for host in pair.hosts for _ in range(2)]
 
 
-def test_between_hosts_auto_takes_no_shared_memory_and_it_is_refused(met: list[host_work.Met]) -> None:
+def test_shared_memory_between_hosts_is_not_chosen_and_is_rejected(met: list[host_work.Met]) -> None:
     keys = [one.key for one in met]
     assert keys[0] == keys[1] != keys[2] == keys[3]
     (picked,) = {one.picked for one in met}
     assert picked not in ("local", "shared_memory")
-    assert {one.told for one in met} == {"ConfigError"}
+    assert {one.error for one in met} == {"ConfigError"}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -203,10 +205,10 @@ def test_two_hosts_train_with_the_losses_of_one(pair: Hosts, tmp_path: Path) -> 
     assert found == expected
 
 
-# --- what goes wrong ---
+# --- errors ---
 
 
-def test_the_first_cause_is_raised_and_names_rank_and_host(pair: Hosts) -> None:
+def test_the_earliest_cause_is_raised_and_names_rank_and_host(pair: Hosts) -> None:
     with pytest.raises(RoutingError, match=r"rank 1 on host 1 \(10\.77\.0\.2\): expert id 9 of token 3"):
         run_on_hosts(host_work.fail_on_the_last, ("group",), pair, 1, 60)
 
@@ -216,19 +218,19 @@ def test_the_first_cause_is_raised_and_names_rank_and_host(pair: Hosts) -> None:
     [
         ("killed", r"rank 1 on host 1 .* was killed by SIGKILL", ""),
         ("foreign", r"rank 1 on host 1 .* failed with KeyError: 'a key'", "fail_on_the_last"),
-        ("hang", r"rank 0 on host 0 .*, rank 1 on host 1 .*: not done within 8 s", "in fail_on_the_last"),
+        ("hang", r"rank 0 on host 0 .*, rank 1 on host 1 .* did not finish within 8 s", "in fail_on_the_last"),
     ],
 )
-def test_other_failures_say_who_and_where(pair: Hosts, how: str, message: str, details: str) -> None:
+def test_other_failures_name_rank_and_host(pair: Hosts, how: str, message: str, details: str) -> None:
     with pytest.raises(RankFailed, match=message) as caught:
         run_on_hosts(host_work.fail_on_the_last, (how,), pair, 1, 8 if how == "hang" else 60, group=False)
     assert details in caught.value.details
 
 
-def test_without_root_or_tools_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_or_tools_the_error_says_how_to_fix_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 1000)
-        with pytest.raises(ConfigError, match=r"cannot make 2 hosts: .*needs root.*1000.*sudo"), Hosts(2, 1):
+        with pytest.raises(ConfigError, match=r"cannot create 2 hosts: .*requires root; .*1000.*sudo"), Hosts(2, 1):
             pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("ip", "tc") else f"/bin/{tool}")
@@ -240,16 +242,16 @@ def test_without_root_or_tools_the_error_says_what_to_do(monkeypatch: pytest.Mon
     ("count", "gbit", "message"),
     [(1, 1.0, "count"), (65, 1.0, "count"), (2, 0.0, "link_gbit"), (2, float("nan"), "nan")],
 )
-def test_senseless_numbers_are_refused(count: int, gbit: float, message: str) -> None:
+def test_invalid_numbers_are_rejected(count: int, gbit: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Hosts(count, gbit)
 
 
-def test_functions_that_no_rank_can_import_are_refused() -> None:
+def test_functions_that_cannot_be_imported_are_rejected() -> None:
     hosts = Hosts(2, 1)
     with pytest.raises(ConfigError, match="importable"):
         run_on_hosts(lambda: None, (), hosts, 1, 1)
     with pytest.raises(ConfigError, match="ranks_per_host"):
         run_on_hosts(host_work.train, (), hosts, 0, 1)
-    with pytest.raises(ConfigError, match="not up"):
+    with pytest.raises(ConfigError, match="there are no hosts"):
         run_on_hosts(host_work.train, (), hosts, 1, 1)

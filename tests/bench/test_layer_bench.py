@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bench.common.case import WrongAnswer
+from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.settings import LAYER_PRESETS, LayerBench
 from moe_comm.bench.layer import benchmark as layer
-from moe_comm.bench.layer.peers import Weights
+from moe_comm.bench.layer.peers import LayerWeights
 from moe_comm.errors import ConfigError
 
 pytest.importorskip("transformers")
@@ -22,7 +22,7 @@ TINY = LayerBench(ranks=2, tokens=40, hidden=64, ffn=32, experts=8, top_k=2, war
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One whole run at two ranks, as the command does it; read back from its file."""
+    """The result of the command with two ranks, read from its file."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
     returned = layer.main(TINY, str(path))
     read: dict[str, Any] = json.loads(path.read_text())
@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return read
 
 
-def test_ours_and_both_of_hugging_face_agree_at_their_expert_parallel_sizes(found: dict[str, Any]) -> None:
+def test_moe_comm_and_hugging_face_agree_for_every_expert_parallel_size(found: dict[str, Any]) -> None:
     sizes = {name: row["ep"] for name, row in found["contestants"].items() if name != "torchtitan"}
     assert sizes == {"moe_comm_ep1": 1, "moe_comm": 2, "hf_grouped_mm": 1, "hf_all_to_all": 2}
     assert all(found["max_error"][name] < 1e-5 for name in sizes)
@@ -50,7 +50,7 @@ def test_rates_and_speedups_follow_from_the_times(found: dict[str, Any]) -> None
     assert "speedup" not in rows["moe_comm"]
 
 
-def test_one_rank_compares_whole_copies_and_says_why_the_rest_is_missing() -> None:
+def test_one_rank_compares_replicated_layers_and_reports_skipped_ones() -> None:
     found = layer.main(replace(TINY, ranks=1, peers=("hf_grouped_mm", "hf_all_to_all")))
     assert set(found["contestants"]) == {"moe_comm_ep1", "hf_grouped_mm"}
     assert "more than one rank" in found["skipped"]["hf_all_to_all"]
@@ -64,16 +64,16 @@ def test_peak_memory_holds_at_least_weights_and_gradients() -> None:
 
 
 def test_layers_that_disagree_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = Weights.fill
+    fill = LayerWeights.fill
     calls: list[int] = []
 
-    def crooked(self: Weights, experts: range, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def crooked(self: LayerWeights, experts: range, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         fill(self, experts, gate_up, down)
         calls.append(1)
         if len(calls) > 1:
             down[3] *= 1.01
 
-    monkeypatch.setattr(Weights, "fill", torch.no_grad()(crooked))
+    monkeypatch.setattr(LayerWeights, "fill", torch.no_grad()(crooked))
     with pytest.raises(WrongAnswer, match="hf_grouped_mm"):
         layer.main(replace(TINY, ranks=1, peers=("hf_grouped_mm",)))
 
@@ -81,8 +81,8 @@ def test_layers_that_disagree_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_rank_makes_the_same_weights_for_an_expert() -> None:
     whole, part = torch.empty(8, 64, 64), torch.empty(2, 64, 64)
     down = torch.empty(8, 64, 32)
-    Weights(TINY).fill(range(8), whole, down)
-    Weights(TINY).fill(range(4, 6), part, down[:2].clone())
+    LayerWeights(TINY).fill(range(8), whole, down)
+    LayerWeights(TINY).fill(range(4, 6), part, down[:2].clone())
     assert torch.equal(whole[4:6], part)
     assert not torch.equal(whole[4], whole[5])
 
@@ -94,5 +94,37 @@ def test_presets_are_the_two_shapes_of_the_targets() -> None:
 
 
 def test_experts_must_divide_by_ranks() -> None:
-    with pytest.raises(ConfigError, match="divide"):
+    with pytest.raises(ConfigError, match="divisible"):
         replace(TINY, experts=7)
+
+
+def test_the_allowed_error_follows_from_the_dtype_and_from_near_ties_of_the_router() -> None:
+    """A bf16 router may choose another expert; our own results, whose logits are float32, are within rounding."""
+    settings = replace(TINY, ranks=1, tokens=512, experts=16, dtype="bfloat16")
+    x_TD = make_x(settings, 0)
+    allowed = layer.allowed_error(settings, x_TD)
+    assert allowed > layer.allowed_error(replace(settings, top_k=16), x_TD) == pytest.approx(4 * 2**-7)
+    exact = layer.allowed_error(replace(settings, dtype="float32"), x_TD.float())
+    assert exact < 0.01
+    found = layer.main(settings)
+    assert found["max_error"]["hf_grouped_mm"] <= allowed
+
+
+def test_the_layer_bench_result_in_bf16_is_that_of_float64() -> None:
+    """Relative error of each result of ours against plain torch in float64 on the same bf16 values."""
+    settings = replace(TINY, ranks=1, tokens=64, dtype="bfloat16")
+    x_TD = make_x(settings, 0)
+    weights = LayerWeights(settings)
+    router_ED = weights.router().double()
+    weights_TK, ids_TK = torch.softmax(x_TD.double() @ router_ED.T, -1).topk(settings.top_k, -1)
+    weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    want_TD = torch.zeros(x_TD.shape, dtype=torch.float64)
+    for expert in range(settings.experts):
+        token, slot = (ids_TK == expert).nonzero(as_tuple=True)
+        h = x_TD[token].double() @ weights.gate_up(expert).double().T
+        out = (torch.nn.functional.silu(h[:, : settings.ffn]) * h[:, settings.ffn :]) @ weights.down(expert).double().T
+        want_TD.index_add_(0, token, out * weights_TK[token, slot, None])
+    contestant = layer.KINDS["moe_comm_ep1"](settings, 0)
+    got_TD = contestant.forward(x_TD).detach().double()
+    contestant.close()
+    assert float((got_TD - want_TD).norm() / want_TD.norm()) < 2**-7

@@ -1,4 +1,4 @@
-"""SonicMoE's weights and gradients in the layout that its documentation gives, on a stand-in for its package."""
+"""SonicMoE's weights and gradients in the documented layout, with a fake package."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.bench.common.settings import LayerBench
-from moe_comm.bench.layer.peers import HuggingFace, Weights
-from moe_comm.bench.layer.sonic import SonicMoE
+from moe_comm.bench.layer.peers import HuggingFaceLayer, LayerWeights
+from moe_comm.bench.layer.sonic import SonicMoELayer
 
 pytest.importorskip("transformers")
 
@@ -29,7 +29,7 @@ class Activation(Enum):
 
 
 class StandIn(nn.Module):
-    """What ``sonicmoe.MoE`` computes: gate and value rows take turns, weights are a softmax over the chosen logits."""
+    """Fake ``sonicmoe.MoE``: gate and up rows alternate; weights are a softmax over the selected logits."""
 
     def __init__(
         self,
@@ -69,24 +69,26 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sonicmoe.enums", enums)
 
 
-def test_its_output_and_gradients_are_those_of_the_reference(package: None) -> None:
+def test_output_and_gradients_match_the_reference(package: None) -> None:
     x_TD = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     found = {}
-    for kind in (HuggingFace, SonicMoE):
+    for kind in (HuggingFaceLayer, SonicMoELayer):
         contestant = kind(SETTINGS, 0)
         y_TD = contestant.forward(x_TD)
         y_TD.float().square().sum().backward()
         found[kind.name] = {"output": y_TD.detach(), **contestant.grads()}
-    for name, wanted in found[HuggingFace.name].items():
-        difference = float((found[SonicMoE.name][name].float() - wanted.float()).norm() / wanted.float().norm())
+    for name, expected in found[HuggingFaceLayer.name].items():
+        difference = float(
+            (found[SonicMoELayer.name][name].float() - expected.float()).norm() / expected.float().norm()
+        )
         assert difference < 3e-2, f"{name} differs by {difference:.1e}"
 
 
-def test_the_layout_is_not_that_of_halves() -> None:
-    """Or the test above could not tell them apart."""
-    gate_up_FD = Weights(SETTINGS).gate_up(0)
+def test_the_interleaved_layout_differs_from_halves() -> None:
+    """Otherwise the test above would not detect a wrong layout."""
+    gate_up_FD = LayerWeights(SETTINGS).gate_up(0)
     assert not torch.equal(gate_up_FD[::2], gate_up_FD[:16])
 
 
-def test_it_says_where_it_cannot_run() -> None:
-    assert "GPU" in str(SonicMoE.why_not(SETTINGS))
+def test_the_unavailable_reason_names_the_gpu() -> None:
+    assert "GPU" in str(SonicMoELayer.unavailable_reason(SETTINGS))

@@ -1,4 +1,4 @@
-"""``bench overlap``: end to end between real network namespaces at tiny sizes, and its parts without them."""
+"""``bench overlap``: end to end between network namespaces with tiny sizes, and its functions over loopback."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.bench.common import report
-from moe_comm.bench.common.case import WrongAnswer
-from moe_comm.bench.hosts.namespaces import why_not
-from moe_comm.bench.overlap import benchmark as overlap
-from moe_comm.bench.overlap import experts as overlap_experts
-from moe_comm.bench.overlap.case import DIRECTIONS, OPERATORS, PARTS, Machine, OverlapBench, hidden_of
-from moe_comm.bench.overlap.layer import LayerContest, widths
+from moe_comm.bench.common.inputs import WrongAnswer
+from moe_comm.bench.hosts.namespaces import unavailable_reason
+from moe_comm.bench.overlap import benchmark as overlap, experts as overlap_experts
+from moe_comm.bench.overlap.contest import DIRECTIONS, OPERATORS, PARTS, MeasuredRates, OverlapBench, hidden_of
+from moe_comm.bench.overlap.layer import OverlapLayerContest, widths
 from moe_comm.errors import ConfigError, MissingDependency
 from tests.pool import RankPool
 
@@ -36,7 +35,7 @@ TINY = OverlapBench(
 )
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
+@pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be made")
 def test_operators_and_layer_are_checked_and_timed_between_hosts(tmp_path: Path) -> None:
     for package in ("perfetto", "matplotlib", "transformers"):
         pytest.importorskip(package)
@@ -59,7 +58,7 @@ def test_operators_and_layer_are_checked_and_timed_between_hosts(tmp_path: Path)
     assert png.read_bytes().startswith(b"\x89PNG") and trace.stat().st_size > 1000
 
 
-def test_without_the_means_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_privileges_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("moe_comm.bench.hosts.namespaces.os.geteuid", lambda: 1000)
         with pytest.raises(ConfigError, match="root"):
@@ -69,11 +68,11 @@ def test_without_the_means_it_says_what_is_missing(monkeypatch: pytest.MonkeyPat
         overlap.main(TINY, trace="out.perfetto-trace")
 
 
-# --- the ranks' part, over loopback ---
+# --- ranks over loopback ---
 
 
 def all_contests(rank: int, world: int, bench: OverlapBench) -> list[tuple[str, list[str]]]:
-    """Each operator and direction, checked, and the parts of it that gave something."""
+    """Check each operator and direction. Return the parts that returned a result."""
     found = []
     for operator in OPERATORS:
         for direction in DIRECTIONS:
@@ -84,14 +83,14 @@ def all_contests(rank: int, world: int, bench: OverlapBench) -> list[tuple[str, 
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_every_operator_equals_its_parts_one_after_the_other(pool2: RankPool, deterministic: bool) -> None:
+def test_every_operator_equals_its_serial_form(pool2: RankPool, deterministic: bool) -> None:
     found = pool2.run(all_contests, replace(TINY, deterministic=deterministic, experts=6, top_k=3), timeout=60)
     names = [f"{operator} {direction}" for operator in OPERATORS for direction in DIRECTIONS]
     assert found[0] == found[1] == [(name, list(PARTS)) for name in names]
 
 
 def crooked(rank: int, world: int, operator: str) -> str:
-    """What is said of an operator whose result is off by the least bit."""
+    """Return the error for an operator whose result differs in the last bit."""
     contest = overlap.CONTESTS[operator]("forward", TINY, 20, 48)
     straight = contest.overlapped
 
@@ -110,8 +109,8 @@ def crooked(rank: int, world: int, operator: str) -> str:
 
 
 @pytest.mark.parametrize("operator", ["gather_matmul", "matmul_combine"])
-def test_an_operator_with_other_bits_is_not_timed(pool2: RankPool, operator: str) -> None:
-    assert all(operator in said and "differs" in said for said in pool2.run(crooked, operator, timeout=60))
+def test_an_operator_with_different_bits_is_not_timed(pool2: RankPool, operator: str) -> None:
+    assert all(operator in message and "differs" in message for message in pool2.run(crooked, operator, timeout=60))
 
 
 def whole_run(rank: int, world: int, bench: OverlapBench) -> Any:
@@ -126,7 +125,7 @@ def test_the_same_results_and_timelines_on_every_rank(pool2: RankPool) -> None:
     both = ("serial", "overlapped")
     assert titles == {(title, v) for title in (*_names("dispatch_matmul"), "MoE layer of width 32") for v in both}
     assert [row["rows"] for row in found["results"]] == [1, 32, 1, 32]
-    assert found["layer"][0]["skipped"] == "not asked for" and found["layer"][0]["speedup_vs_hf_ep"] is None
+    assert found["layer"][0]["skipped"] == "peers=False" and found["layer"][0]["speedup_vs_hf_ep"] is None
     found |= overlap.slowest(found["results"]) | {"settings": vars(bench), "link_gbit_measured": [1.0]}
     found["machine"] = {"cpu": "any", "cores": 2, "isa": "none"}
     assert [table.row_count for table in report.overlap_tables(found)] == [4, 3]
@@ -137,22 +136,22 @@ def _names(operator: str) -> list[str]:
 
 
 def layer_gradients(rank: int, world: int, arg: None) -> tuple[bool, bool]:
-    """Whether the layers of a contest overlap, and whether a layer with another weight is told from the other."""
-    contest = LayerContest(replace(TINY, peers=False), 32)
+    """Return whether the layers overlap, and whether a layer with a different weight is detected."""
+    contest = OverlapLayerContest(replace(TINY, peers=False), 32)
     modules: list[Any] = [turn.contestant.module for turn in contest.turns.values()]
     contest.check()
     with torch.no_grad():
         modules[1].experts.w2[0, 0, 0] += 1
     try:
         contest.check()
-        told = False
+        differs = False
     except WrongAnswer:
-        told = True
+        differs = True
     dist.barrier()
-    return [module.overlap is not None for module in modules] == [False, True], told
+    return [module.overlap is not None for module in modules] == [False, True], differs
 
 
-def test_the_layers_differ_in_overlap_alone_and_are_compared_in_bits(pool2: RankPool) -> None:
+def test_the_layers_differ_only_in_overlap_and_are_compared_in_bits(pool2: RankPool) -> None:
     assert pool2.run(layer_gradients, None, timeout=60) == [(True, True)] * 2
 
 
@@ -160,7 +159,7 @@ def test_the_layers_differ_in_overlap_alone_and_are_compared_in_bits(pool2: Rank
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(48, 8, 2), (16, 4, 4), (64, 16, 1)])
-def test_routing_is_random_but_gives_every_expert_as_many_tokens(tokens: int, experts: int, top_k: int) -> None:
+def test_routing_is_random_and_balanced(tokens: int, experts: int, top_k: int) -> None:
     ids_TK = overlap_experts.balanced_ids(tokens, experts, top_k, torch.Generator().manual_seed(0))
     assert ids_TK.shape == (tokens, top_k)
     assert torch.equal(ids_TK.flatten().bincount(minlength=experts), torch.full((experts,), tokens * top_k // experts))
@@ -168,12 +167,12 @@ def test_routing_is_random_but_gives_every_expert_as_many_tokens(tokens: int, ex
     assert not torch.equal(ids_TK[:experts], ids_TK[experts : 2 * experts])
 
 
-def test_tokens_that_do_not_fill_a_block_are_routed_too() -> None:
+def test_an_incomplete_block_of_tokens_is_routed() -> None:
     ids_TK = overlap_experts.balanced_ids(1, 16, 2, torch.Generator().manual_seed(0))
     assert ids_TK.shape == (1, 2) and int(ids_TK.min()) >= 0 and int(ids_TK.max()) < 16
 
 
-def test_products_of_experts_are_those_of_a_loop() -> None:
+def test_expert_gemms_equal_a_loop() -> None:
     generator, sizes = torch.Generator().manual_seed(0), (3, 0, 5)
     rows, grad = (torch.randn(8, width, generator=generator) for width in (16, 32))
     b_EDG = torch.randn(3, 16, 32, generator=generator)
@@ -184,7 +183,7 @@ def test_products_of_experts_are_those_of_a_loop() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_hidden_is_what_was_saved_of_the_smaller_one() -> None:
+def test_hidden_is_the_saved_fraction_of_the_smaller_time() -> None:
     times = {"serial_ms": 30.0, "overlapped_ms": 21.0, "compute_ms": 20.0, "comm_ms": 10.0}
     assert hidden_of(times | {"wire_ms": 9.0}) == {
         "hidden": 0.9,
@@ -201,7 +200,7 @@ def test_hidden_is_what_was_saved_of_the_smaller_one() -> None:
 
 def test_the_width_of_a_layers_experts_follows_from_the_rates() -> None:
     # 2 ranks: a row is sent by half of them, 4 bytes a column; 64 GFLOP/s over 0.1 GB/s make 640 columns.
-    here = Machine(flops_per_s=64e9, bytes_per_s=0.1e9)
+    here = MeasuredRates(flops_per_s=64e9, bytes_per_s=0.1e9)
     assert here.balanced(2) == 640
     assert widths(replace(TINY, ffn=()), here) == (256,)
     assert widths(replace(TINY, ffn=(96, 7)), here) == (96, 7)
@@ -214,11 +213,11 @@ def test_the_width_of_a_layers_experts_follows_from_the_rates() -> None:
         ({"operators": (), "layer": False}, "nothing to measure"),
         ({"rows": ()}, "rows"),
         ({"ratios": (0.0,)}, "positive"),
-        ({"experts": 5}, "divide"),
+        ({"experts": 5}, "multiple of the"),
         ({"top_k": 17}, "top_k 17"),
         ({"chunks": "many"}, "chunks"),
     ],
 )
-def test_senseless_settings_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(TINY, **changed)

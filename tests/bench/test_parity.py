@@ -1,4 +1,4 @@
-"""``moe-comm parity``: a list of mappings that fits into a test run keeps the target, and the tool can tell."""
+"""``moe-comm parity``: the quick mappings match one process, and differences are detected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_comm.bench.parity import compare as parity
-from moe_comm.bench.parity.cases import CASES, PIPELINES, QUICK, Case
+from moe_comm.bench.parity.cases import CASES, PIPELINES, QUICK, ParityCase
 from moe_comm.bench.parity.training import Parts, assemble
 from moe_comm.errors import ConfigError
 from moe_comm.topology import Sharding, Split
@@ -21,8 +21,8 @@ from tests.train.common import session, write_text
 SMALL = ("data.seq_len=32", "data.batch=8", "model.hidden=32", "model.ffn=32")
 
 
-def test_the_quick_list_has_the_losses_norms_and_weights_of_one_process(tmp_path: Path) -> None:
-    """With SGD alone: AdamW hides a wrong gradient scale. The whole list, with both, is the command's."""
+def test_the_quick_mappings_match_one_process(tmp_path: Path) -> None:
+    """With SGD only: AdamW hides a wrong gradient scale. The command runs all mappings with both."""
     out = tmp_path / "parity.json"
     assert parity.main(str(out), steps=6, names=QUICK, optimizers=("sgd",), settings=SMALL)
     found = json.loads(out.read_text())
@@ -37,37 +37,41 @@ def test_the_quick_list_has_the_losses_norms_and_weights_of_one_process(tmp_path
 
 
 @pytest.mark.slow
-def test_the_whole_list_keeps_the_target(tmp_path: Path) -> None:
+def test_all_mappings_match_one_process(tmp_path: Path) -> None:
     sizes = [setting for setting in SMALL if not setting.startswith("data.batch")]  # four ranks need more sequences
     assert parity.main(str(tmp_path / "parity.json"), steps=6, settings=sizes)
 
 
-def test_a_run_that_differs_is_found_and_no_parity_is_promised_where_drops_depend_on_the_mapping() -> None:
-    cases = [Case("other weights", 1, ("run.seed=1",)), Case("alike", 1), Case("by rank", 1, (), "capacity (rank)")]
-    cases += [Case("other model", 1, (), model=("model.tie=true",))]
+def test_a_difference_is_detected_and_per_rank_capacity_has_no_parity() -> None:
+    cases = [
+        ParityCase("other weights", 1, ("run.seed=1",)),
+        ParityCase("alike", 1),
+        ParityCase("by rank", 1, (), "capacity (rank)"),
+    ]
+    cases += [ParityCase("other model", 1, (), model=("model.tie=true",))]
     rows = {row.mapping: row for row in parity.compare(cases, ("sgd",), 2, SMALL)}
     assert {name: row.ok for name, row in rows.items()} == {
         "other weights": False,
         "alike": True,
         "by rank": None,
-        "other model": True,  # compared with one process that has that model
+        "other model": True,  # compared with one process with the same model
     }
     assert rows["alike"].loss_rel_diff == rows["alike"].param_rel_diff == 0
     assert rows["other weights"].param_rel_diff > 0.1
     assert rows["by rank"].dropped > 0
 
 
-def test_each_difference_is_judged_by_itself() -> None:
+def test_each_difference_has_its_own_limit() -> None:
     row = parity.ParityRow("a", 2, "dropless", "sgd", 1e-8, 1e-7, 1e-6, 0.0, 0.0, None)
-    assert row.beyond() == []
-    assert replace(row, loss_rel_diff=2e-5).beyond() == ["loss"]
-    assert replace(row, grad_norm_rel_diff=2e-5).beyond() == ["grad norm"]
-    assert replace(row, param_rel_diff=2e-5, replica_diff=1e-9).beyond() == ["weights", "copies"]
-    assert replace(row, optimizer="adamw", param_rel_diff=2e-5).beyond() == []
-    assert replace(row, loss_rel_diff=math.nan, replica_diff=math.nan).beyond() == ["loss", "copies"]
+    assert row.exceeded() == []
+    assert replace(row, loss_rel_diff=2e-5).exceeded() == ["loss"]
+    assert replace(row, grad_norm_rel_diff=2e-5).exceeded() == ["grad norm"]
+    assert replace(row, param_rel_diff=2e-5, replica_diff=1e-9).exceeded() == ["weights", "copies"]
+    assert replace(row, optimizer="adamw", param_rel_diff=2e-5).exceeded() == []
+    assert replace(row, loss_rel_diff=math.nan, replica_diff=math.nan).exceeded() == ["loss", "copies"]
 
 
-def test_copies_that_differ_are_measured_against_the_first_and_a_nan_is_not_passed_over() -> None:
+def test_replicas_are_compared_with_the_first_and_nan_is_reported() -> None:
     sharding = Sharding((4,), (Split(0, "tp"),))
 
     def parts(values: list[float], tp: int) -> Parts:
@@ -83,7 +87,7 @@ def test_copies_that_differ_are_measured_against_the_first_and_a_nan_is_not_pass
 
 
 def drifting(rank: int, world: int, arg: tuple[list[str], str]) -> tuple[list[Parts], list[Parts]]:
-    """What this rank owns and what it computes with after a step, before and after a weight of the last rank drifts."""
+    """Return parts and copies after a step, before and after a weight of the last rank changes."""
     settings, name = arg
     with session(settings) as here:
         here.trainer.train_step(0)
@@ -107,14 +111,14 @@ def drifting(rank: int, world: int, arg: tuple[list[str], str]) -> tuple[list[Pa
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_copy_that_drifts_is_found(
+def test_a_replica_that_differs_is_detected(
     pool2: RankPool, tmp_path: Path, mapping: tuple[str, ...], name: str, origin: str
 ) -> None:
     found = pool2.run(drifting, ([*write_text(tmp_path), *mapping], name), timeout=90)
     for kind in range(2):
         before, after = (assemble([rank[kind][when] for rank in found])[1] for when in range(2))
         assert before.keys() == after.keys() and not any(before.values())
-        # Under ZeRO-1 the optimizer's own rows are nobody else's: only what modules compute with has copies.
+        # Under ZeRO-1 no other rank has the rows of the optimizer; only the parameters of modules are replicated.
         drifted = {name for name, difference in after.items() if difference}
         assert drifted == ({origin} if kind == 1 or "parallel.sharding=zero1" not in mapping else set())
 

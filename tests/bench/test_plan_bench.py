@@ -1,4 +1,4 @@
-"""``bench plan``: steps that are really measured, and the arithmetic of errors and regrets."""
+"""``bench plan``: measured steps, and the arithmetic of errors and regrets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from moe_comm.bench.plan import benchmark as plan_bench
 from moe_comm.bench.plan.benchmark import main, predict
-from moe_comm.bench.plan.ranks import Measured, measure
-from moe_comm.bench.plan.settings import CASES, Case, PlanBench
+from moe_comm.bench.plan.ranks import MeasuredStep, measure
+from moe_comm.bench.plan.settings import CASES, PlanBench, PlanCase
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, Tile
+from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
 
 TINY = PlanBench(
     hidden=32,
@@ -30,9 +30,9 @@ TINY = PlanBench(
     batch=4,
     warmup=1,
     steps=2,
-    cases=(Case(2, "dp=2,ep=2", 2), Case(2, "pp=2,ep=1", 1)),
+    cases=(PlanCase(2, "dp=2,ep=2", 2), PlanCase(2, "pp=2,ep=1", 1)),
 )
-CORE = Accelerator("core", {"fp32": 60e9}, {"fp32": 1.0}, 4 << 30, 20e9, 1, (Tile(8, 8),))
+CORE = Accelerator("core", {"fp32": 60e9}, {"fp32": 1.0}, 4 << 30, 20e9, 1, (GemmTile(8, 8),))
 MEMORY = Link("memory", 2e9, 1e-5, 1.0)
 
 
@@ -40,7 +40,7 @@ def cluster(ranks: int) -> Cluster:
     return Cluster(CORE, ranks, ranks, MEMORY, MEMORY)
 
 
-def test_mappings_that_take_turns_train_the_same_model(tmp_path: Path) -> None:
+def test_interleaved_mappings_train_the_same_model(tmp_path: Path) -> None:
     folded, piped = measure(TINY, TINY.cases, tmp_path)
     assert len(folded.losses) == len(piped.losses) == TINY.warmup + TINY.steps
     assert folded.losses == pytest.approx(piped.losses, rel=1e-3)  # auxiliary losses are over a micro-batch
@@ -49,15 +49,15 @@ def test_mappings_that_take_turns_train_the_same_model(tmp_path: Path) -> None:
         assert 0 < one.fastest <= one.seconds and one.processor > 0 and one.communication >= 0
 
 
-def test_routing_counts_in_a_prediction_only_where_experts_are_spread() -> None:
+def test_imbalance_affects_a_prediction_only_with_expert_parallelism() -> None:
     even, uneven = [[256] * 8] * 4, [[1024, 1024, 0, 0, 0, 0, 0, 0]] * 4
-    whole, spread = Case(2, "dp=2,ep=1"), Case(2, "dp=2,ep=2")
+    whole, spread = PlanCase(2, "dp=2,ep=1"), PlanCase(2, "dp=2,ep=2")
     bench = PlanBench()
     assert predict(bench, whole, cluster(2), uneven).seconds == predict(bench, whole, cluster(2), even).seconds
     assert predict(bench, spread, cluster(2), uneven).seconds > 1.2 * predict(bench, spread, cluster(2), even).seconds
 
 
-def test_every_mapping_of_the_benchmark_suits_its_model_and_batch() -> None:
+def test_every_mapping_is_valid_for_the_model_and_batch() -> None:
     bench = PlanBench()
     for case in CASES:
         assert predict(bench, case, replace(cluster(case.ranks), host_size=case.ranks // case.hosts), []).seconds > 0
@@ -65,16 +65,16 @@ def test_every_mapping_of_the_benchmark_suits_its_model_and_batch() -> None:
     assert {case.ranks for case in CASES} == {2, 4, 8} and any(case.hosts > 1 for case in CASES)
 
 
-def test_errors_and_regret_are_those_of_what_was_measured(
+def test_errors_and_regret_follow_from_the_times(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = {"dp2 ep2 mb2": 0.5, "pp2 mb1": 0.4}
     predicted = {"dp2 ep2 mb2": 0.3, "pp2 mb1": 0.5}
 
-    def steps(bench: PlanBench, cases: Any, folder: Path) -> list[Measured]:
-        return [Measured(measured[str(case)], 0.1, (1.0,), ((1, 1, 1, 1),), 0.0, 0.1) for case in cases]
+    def steps(bench: PlanBench, cases: Any, folder: Path) -> list[MeasuredStep]:
+        return [MeasuredStep(measured[str(case)], 0.1, (1.0,), ((1, 1, 1, 1),), 0.0, 0.1) for case in cases]
 
-    def on_paper(bench: PlanBench, case: Case, where: Cluster, slots: Any) -> Any:
+    def on_paper(bench: PlanBench, case: PlanCase, where: Cluster, slots: Any) -> Any:
         return replace(predict(bench, case, where, slots), seconds=predicted[str(case)])
 
     monkeypatch.setattr(plan_bench, "measure", steps)
@@ -90,18 +90,18 @@ def test_errors_and_regret_are_those_of_what_was_measured(
     assert found["median_error"] == pytest.approx(0.325) and found["worst_error"] == pytest.approx(0.4)
     assert (found["within"], found["mappings"]) == (0, 2)
     shown = capsys.readouterr().out
-    assert "picks dp2 ep2 mb2: its step takes 25.0% longer than the fastest's" in shown and "+25.0%" in shown
+    assert "selects dp2 ep2 mb2: its step is 25.0% longer than the fastest" in shown and "+25.0%" in shown
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
-        (lambda: Case(3, "dp=3,ep=3", hosts=2), "cannot be spread evenly over 2 hosts"),
-        (lambda: Case(2, "tp=4"), "4"),
-        (lambda: PlanBench(steps=0), "steps must be larger"),
-        (lambda: PlanBench(cases=()), "no mapping"),
+        (lambda: PlanCase(3, "dp=3,ep=3", hosts=2), "must be a multiple of hosts"),
+        (lambda: PlanCase(2, "tp=4"), "4"),
+        (lambda: PlanBench(steps=0), "steps must be at least 1"),
+        (lambda: PlanBench(cases=()), "must not be empty"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(make: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_settings_are_rejected(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Timelines: what is taken down while ranks compute and wait, and the files that show it."""
+"""Recorded timelines of two ranks, and their trace and picture files."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm.bench.overlap.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes, record, recording
+from moe_comm.bench.overlap.timeline import (
+    PRODUCT,
+    ROWS,
+    TRANSFER,
+    WAIT,
+    TimelineSpan,
+    TimelineStep,
+    lanes,
+    record,
+    recording,
+)
 from moe_comm.bench.overlap.timeline_files import TRACKS, perfetto, picture
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.meeting import communicator_of
-from moe_comm.kernels import expert_mlp as user
-from moe_comm.kernels import row_invariant as kernel
+from moe_comm.comm.group_setup import communicator_of
+from moe_comm.kernels import expert_mlp as user, row_invariant as kernel
 from tests.pool import RankPool
 
 
-def late_transfer(rank: int, world: int, arg: None) -> Step:
-    """A transfer that cannot end before rank 0 has computed: rank 1 sends its part only then."""
+def late_transfer(rank: int, world: int, arg: None) -> TimelineStep:
+    """A transfer that cannot complete before rank 0 has computed, because rank 1 sends only then."""
     group = dist.group.WORLD
     assert group is not None
     channel = Channel(communicator_of(group), 30.0)
@@ -39,20 +48,20 @@ def late_transfer(rank: int, world: int, arg: None) -> Step:
 
 
 @pytest.fixture(scope="module")
-def step(pool2: RankPool) -> Step:
-    """Taken down by two ranks."""
+def step(pool2: RankPool) -> TimelineStep:
+    """A step recorded on two ranks."""
     first, second = pool2.run(late_transfer, None, timeout=60)
     assert first == second
-    found: Step = first
+    found: TimelineStep = first
     return found
 
 
-def of_kind(spans: tuple[Span, ...], kind: str) -> Span:
+def of_kind(spans: tuple[TimelineSpan, ...], kind: str) -> TimelineSpan:
     (found,) = [span for span in spans if span.kind == kind]
     return found
 
 
-def test_products_waits_and_transfers_are_spans_of_each_rank(step: Step) -> None:
+def test_products_waits_and_transfers_are_spans_of_each_rank(step: TimelineStep) -> None:
     for spans in step.ranks:
         assert sorted(span.kind for span in spans) == [PRODUCT, TRANSFER, WAIT]
         product, transfer, wait = (of_kind(spans, kind) for kind in (PRODUCT, TRANSFER, WAIT))
@@ -61,14 +70,14 @@ def test_products_waits_and_transfers_are_spans_of_each_rank(step: Step) -> None
         assert transfer.start_ns <= product.start_ns and product.end_ns <= wait.start_ns
 
 
-def test_a_transfer_lasts_until_it_has_arrived_and_covers_the_product_meanwhile(step: Step) -> None:
+def test_a_transfer_span_lasts_until_completion_and_overlaps_a_gemm(step: TimelineStep) -> None:
     product, transfer = (of_kind(step.ranks[0], kind) for kind in (PRODUCT, TRANSFER))
     assert transfer.start_ns <= product.start_ns <= product.end_ns <= transfer.end_ns
-    # One clock for all ranks: what rank 1 started late could not arrive before.
+    # All ranks use one clock: the transfer completes after rank 1 started it.
     assert of_kind(step.ranks[1], TRANSFER).start_ns <= transfer.end_ns
 
 
-def test_the_library_is_as_it_was_after_recording() -> None:
+def test_recording_restores_the_library() -> None:
     before = (kernel.expert_mm, user.expert_mm, Channel._start)
     a, out = torch.ones(4, 16), torch.empty(4, 16)
     with recording() as recorder:
@@ -77,7 +86,7 @@ def test_the_library_is_as_it_was_after_recording() -> None:
         with pytest.raises(RuntimeError):
             user.expert_mm(a, a, out)
     assert (kernel.expert_mm, user.expert_mm, Channel._start) == before
-    # expert_mm is made of product_into, which is no product of its own.
+    # expert_mm calls product_into, which must not be recorded again.
     assert [span.kind for span in recorder.spans] == [PRODUCT, PRODUCT] and torch.equal(out, a)
     with pytest.raises(KeyError), recording():
         raise KeyError
@@ -85,13 +94,28 @@ def test_the_library_is_as_it_was_after_recording() -> None:
 
 
 MADE = (
-    Step("a", "serial", ((Span(TRANSFER, "t", 0, 900), Span(WAIT, "w", 0, 900), Span(PRODUCT, "p", 900, 2000)), ())),
-    Step(
+    TimelineStep(
+        "a",
+        "serial",
+        (
+            (
+                TimelineSpan(TRANSFER, "t", 0, 900),
+                TimelineSpan(WAIT, "w", 0, 900),
+                TimelineSpan(PRODUCT, "p", 900, 2000),
+            ),
+            (),
+        ),
+    ),
+    TimelineStep(
         "a",
         "overlapped",
         (
-            (Span(TRANSFER, "t0", 0, 900), Span(TRANSFER, "t1", 0, 1000), Span(TRANSFER, "t2", 950, 1100)),
-            (Span(ROWS, "lands", 0, 50), Span(WAIT, "w", 0, 40), Span(PRODUCT, "p", 50, 1100)),
+            (
+                TimelineSpan(TRANSFER, "t0", 0, 900),
+                TimelineSpan(TRANSFER, "t1", 0, 1000),
+                TimelineSpan(TRANSFER, "t2", 950, 1100),
+            ),
+            (TimelineSpan(ROWS, "lands", 0, 50), TimelineSpan(WAIT, "w", 0, 40), TimelineSpan(PRODUCT, "p", 50, 1100)),
         ),
     ),
 )
@@ -102,7 +126,7 @@ def test_spans_that_overlap_are_in_different_lanes() -> None:
 
 
 def slices(data: bytes) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
-    """Name, begin and end of all slices of a trace, by process and track; fails where they do not nest."""
+    """Return name, begin and end of all slices of a trace by process and track. Fails unless they nest."""
     pytest.importorskip("perfetto")
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
@@ -146,7 +170,7 @@ def test_a_trace_read_back_has_every_span_on_its_ranks_tracks() -> None:
     assert [name for name, _, _ in found["rank 0", "step"]] == ["a, serial", "a, overlapped"]
 
 
-def test_a_recorded_trace_shows_a_transfer_over_a_product(step: Step) -> None:
+def test_a_recorded_trace_shows_a_transfer_over_a_product(step: TimelineStep) -> None:
     pytest.importorskip("perfetto")
     found = slices(perfetto([step]))
     ((_, begun, arrived),) = found["rank 0", "network"]
@@ -154,7 +178,7 @@ def test_a_recorded_trace_shows_a_transfer_over_a_product(step: Step) -> None:
     assert begun <= start <= end <= arrived
 
 
-def test_a_picture_is_drawn_of_any_steps(tmp_path: Path) -> None:
+def test_a_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture([*MADE, Step("b", "overlapped", ((), ()))], tmp_path / "out.png")
+    picture([*MADE, TimelineStep("b", "overlapped", ((), ()))], tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""``bench train`` end to end at a tiny size: every contestant trains the same model, and the report's arithmetic."""
+"""``bench train`` end to end at a tiny size: all contestants train the same model, and the arithmetic of the report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_comm.bench.common.case import WrongAnswer
+from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.train import benchmark as train
 from moe_comm.bench.train.settings import RIVALS, TRAIN_PEERS, TRAIN_PRESETS, TrainBench
 from moe_comm.cli import run
@@ -37,7 +37,7 @@ TINY = TrainBench(
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One whole run at two ranks, as the command does it; read back from its file."""
+    """The result of the command with two ranks, read from its file."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
     returned = train.main(TINY, str(path))
     read: dict[str, Any] = json.loads(path.read_text())
@@ -45,7 +45,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return read
 
 
-def test_all_contestants_have_our_loss_before_and_after_updates(found: dict[str, Any]) -> None:
+def test_all_contestants_have_the_same_losses(found: dict[str, Any]) -> None:
     assert set(found["peers"]) == set(TINY.peers) and found["skipped"] == {}
     assert all(row["loss_rel_diff"] < 1e-5 for row in found["peers"].values())
     assert len(found["losses"]) == 3 and found["losses"][-1] < found["losses"][0]
@@ -65,26 +65,26 @@ def test_rates_and_speedups_follow_from_the_times(found: dict[str, Any]) -> None
 def test_the_parts_of_a_step_add_up(found: dict[str, Any]) -> None:
     step = found["step"]
     parts = ("compute", "communication", "data", "checkpoint", "loop")
-    # Medians of each part by itself, so only about.
+    # Each part is a separate median, so the sum is approximate.
     assert sum(step[part] for part in parts) == pytest.approx(1, abs=0.2)
     assert sum(step["seconds"][part] for part in parts) == pytest.approx(step["seconds"]["total"], rel=0.2)
     assert 0 < step["communication"] < step["compute"] + 1 and step["checkpoint"] == 0
 
 
-def test_contestants_whose_losses_differ_are_refused() -> None:
+def test_contestants_with_different_losses_are_rejected() -> None:
     def turn(name: str, *losses: float) -> Any:
         return SimpleNamespace(kind=SimpleNamespace(name=name), losses=list(losses))
 
     train._check([turn("moe_comm", 5.0), turn("other", 5.004)])
     train._check([turn("moe_comm", 5.0, 4.0), turn("other", 5.0, 4.03)])
-    with pytest.raises(WrongAnswer, match=r"other: the loss of step 1 is 5\.006 but ours is 5"):
+    with pytest.raises(WrongAnswer, match=r"other: the loss of step 1 is 5\.006, but that of moe_comm is 5"):
         train._check([turn("moe_comm", 5.0), turn("other", 5.006)])
     with pytest.raises(WrongAnswer, match="step 2"):
         train._check([turn("moe_comm", 5.0, 4.0), turn("other", 5.0, float("nan"))])
 
 
-def test_on_one_rank_only_loops_of_one_process_are_compared() -> None:
-    names, skipped = train.wanted(replace(TINY, ranks=1, peers=TRAIN_PEERS))
+def test_one_rank_compares_single_process_loops_only() -> None:
+    names, skipped = train.select_contestants(replace(TINY, ranks=1, peers=TRAIN_PEERS))
     assert names == ["moe_comm", "hf_one_process"]
     assert set(skipped) == set(TRAIN_PEERS) - {"hf_one_process"}
 
@@ -93,18 +93,18 @@ def test_on_one_rank_only_loops_of_one_process_are_compared() -> None:
     ("change", "message"),
     [
         ({"peers": ("nobody",)}, "unknown peer 'nobody'"),
-        ({"experts": 7}, "experts must divide by ranks"),
+        ({"experts": 7}, "experts must be divisible by ranks"),
         ({"sharding": "zero3"}, "unknown sharding 'zero3'"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"vocab": 100}, "vocab must be at least 257"),
     ],
 )
-def test_impossible_settings_are_refused(change: dict[str, Any], message: str) -> None:
+def test_impossible_train_settings_are_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(TINY, **change)
 
 
-def test_presets_are_possible_and_the_command_names_its_fault(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_are_valid_and_the_command_reports_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(TrainBench(**preset).tokens > 0 for preset in TRAIN_PRESETS.values())
     assert run(["bench", "train", "--peer", "nobody"]) == 2
     assert "unknown peer 'nobody'" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""What developers run from ``benchmarks/``."""
+"""Tests of the scripts in ``benchmarks/``."""

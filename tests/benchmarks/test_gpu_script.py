@@ -1,6 +1,6 @@
-"""benchmarks/gpu.sh: what fails does not stop what follows, what has passed does not run again, and time has an end.
+"""benchmarks/gpu.sh: a failed part does not stop later parts, passed parts are not repeated, and time is limited.
 
-The interpreter that it is given here only says what it was asked to do: no GPU is needed.
+The fake interpreter only prints its arguments, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def table(shown: str) -> dict[str, str]:
     return dict(re.findall(r"^\| ([\w-]+) \| ([^|]+) \| *\d* \|$", shown, re.MULTILINE))
 
 
-def test_a_run_goes_on_where_the_last_one_ended(python: Path) -> None:
+def test_a_run_resumes_where_the_last_one_ended(python: Path) -> None:
     broken = python.parent / "broken"
     broken.touch()
     first = run(python, "--only", "build,doctor,triton")
@@ -82,7 +82,7 @@ def test_nothing_runs_without_what_the_build_makes(python: Path) -> None:
     assert (results["build"], results["doctor"], results["contract"]) == ("failed (2)", "not run", "not run")
 
 
-def test_what_there_is_no_time_for_is_said_and_is_a_failure(python: Path) -> None:
+def test_parts_without_time_are_reported_as_failures(python: Path) -> None:
     done = run(python, "--only", "build,dispatch", deadline_s=5)
     assert done.returncode == 1
     assert "build: no time left" in done.stdout

@@ -1,4 +1,4 @@
-"""Published training steps: all of them can be predicted, near enough, and what ran out of memory does."""
+"""Published training steps: predictions are close, and out-of-memory cases are predicted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.plan_validation.published import StepCase, tables
 from benchmarks.plan_validation.published_step import choice, predict_step
-from benchmarks.plan_validation.validate import CONSTANTS, OutOfMemory, Report, validate
+from benchmarks.plan_validation.validate import CONSTANTS, OutOfMemory, ValidationReport, validate
 from moe_comm.errors import ConfigError
 
 BEFORE = (
@@ -21,27 +21,27 @@ BEFORE = (
     "megascale-ablation",
     "parallelkittens",
 )
-"""Tables that constants are fitted on, or that were there when the model was made."""
+"""Tables to which constants are fitted, or that existed when the model was built."""
 MIXTRAL = StepCase("mixtral-8x7b", 32, 4096, 128, "tp=2,ep=8", "h100", capacity=1.0)
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> ValidationReport:
     return validate(predict_step)
 
 
-def test_every_row_of_every_table_is_predicted(report: Report) -> None:
+def test_every_row_of_every_table_is_predicted(report: ValidationReport) -> None:
     assert len(report.rows) == sum(len(table.rows) for table in tables())
     assert {one.name for one in report.constants} == set(CONSTANTS)
     assert "folding" in report.text()
 
 
-def test_what_ran_out_of_memory_does_and_nothing_else(report: Report) -> None:
+def test_exactly_the_published_out_of_memory_rows_are_predicted(report: ValidationReport) -> None:
     for row in report.rows:
         assert (row.published is None) == (row.predicted is None), row
 
 
-def test_every_fitted_step_reproduces_its_row(report: Report) -> None:
+def test_every_fitted_step_reproduces_its_row(report: ValidationReport) -> None:
     fitted = [row for row in report.rows if row.fitted]
     assert len(fitted) == len(CONSTANTS)
     assert max(abs(row.error) for row in fitted) < 0.01
@@ -63,15 +63,17 @@ def test_every_fitted_step_reproduces_its_row(report: Report) -> None:
         ("megatron-weak", 0.2, 0.35, 0),
     ],
 )
-def test_steps_come_close_to_what_was_published(
-    report: Report, table: str, median: float, worst: float, beyond: int
+def test_predicted_steps_are_close_to_published_ones(
+    report: ValidationReport, table: str, median: float, worst: float, beyond: int
 ) -> None:
     errors = sorted(report.errors(table))
     assert report.median(table) <= median
     assert sum(error > worst for error in errors) <= beyond, errors
 
 
-def test_over_the_tables_of_before_the_median_error_is_below_the_eight_percent_to_reach(report: Report) -> None:
+def test_the_median_error_of_the_first_tables_is_below_eight_percent(
+    report: ValidationReport,
+) -> None:
     errors = [error for table in BEFORE for error in report.errors(table)]
     assert len(errors) == 48 and statistics.median(errors) <= 0.08
 
@@ -80,7 +82,7 @@ def test_nothing_is_fitted_on_tables_that_came_later() -> None:
     assert {table.name for table in tables() if any(row.fits for row in table.rows)} <= set(BEFORE)
 
 
-def test_folding_wins_each_time_and_more_overlap_is_faster(report: Report) -> None:
+def test_folding_wins_each_time_and_more_overlap_is_faster(report: ValidationReport) -> None:
     by_system: dict[str, dict[str, float]] = {}
     for row in report.rows:
         if row.table in ("folding", "megascale-ablation") and row.predicted is not None:
@@ -91,7 +93,7 @@ def test_folding_wins_each_time_and_more_overlap_is_faster(report: Report) -> No
     assert ablation == sorted(ablation) and len(set(ablation)) == 3
 
 
-def test_what_is_not_told_is_chosen_as_the_fastest_that_fits() -> None:
+def test_unknown_settings_are_the_fastest_that_fit() -> None:
     pinned = choice(MIXTRAL)
     free = choice(replace(MIXTRAL, mapping="", free=("tp", "ep")))
     assert not isinstance(pinned, OutOfMemory) and not isinstance(free, OutOfMemory)
@@ -100,12 +102,12 @@ def test_what_is_not_told_is_chosen_as_the_fastest_that_fits() -> None:
     assert pinned[0].parallel.tp == 2 and pinned[0].parallel.ep == 8
 
 
-def test_what_is_told_is_taken_though_it_would_not_fit() -> None:
-    told = replace(MIXTRAL, mapping="pp=4,vpp=2,ep=8", global_batch=240, micro_batch=3, recompute="none")
-    found = choice(told)
+def test_stated_settings_are_used_even_if_they_do_not_fit() -> None:
+    stated = replace(MIXTRAL, mapping="pp=4,vpp=2,ep=8", global_batch=240, micro_batch=3, recompute="none")
+    found = choice(stated)
     assert not isinstance(found, OutOfMemory)
     assert (found[0].virtual, found[0].micro_batch, found[0].recompute) == (2, 3, "none")
-    alone = replace(told, gpus=1, mapping="", global_batch=3)
+    alone = replace(stated, gpus=1, mapping="", global_batch=3)
     assert not isinstance(choice(alone), OutOfMemory)
     assert isinstance(choice(replace(alone, recompute=None)), OutOfMemory)
 
@@ -118,11 +120,11 @@ def test_a_system_has_one_dispatcher_unless_it_takes_the_fastest() -> None:
     assert predict_step(replace(case, dispatcher="auto")) < predict_step(case)  # type: ignore[operator]
 
 
-def test_what_cannot_fit_says_by_how_much() -> None:
+def test_missing_memory_is_reported() -> None:
     found = predict_step(replace(MIXTRAL, gpus=4, mapping="", global_batch=4))
     assert isinstance(found, OutOfMemory) and found.missing_bytes > 0
 
 
-def test_what_cannot_run_is_an_error() -> None:
+def test_invalid_mappings_are_errors() -> None:
     with pytest.raises(ConfigError, match="no mapping"):
         predict_step(replace(MIXTRAL, mapping="tp=64"))

@@ -1,4 +1,4 @@
-"""A run through faults of every kind ends with the bits of one without, and leaves nothing behind."""
+"""A run with faults of every kind is bit-identical to one without faults and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import __main__ as command
-from benchmarks.soak import left_over
-from benchmarks.soak import study as soak
+from benchmarks.soak import __main__ as command, leak_check, study as soak
 from benchmarks.soak.study import Soak
 from moe_comm import cli
 from moe_comm.errors import ConfigError
 from moe_comm.observe.faults import DAMAGE, KINDS, parse
 
 
-def test_a_plan_has_every_kind_and_harms_checkpoints_where_they_are_read(tmp_path: Path) -> None:
+def test_a_plan_has_every_kind_and_damages_checkpoints_that_are_read(tmp_path: Path) -> None:
     faults = [parse(text) for text in soak.plan(Soak(tmp_path, faults=60))]
     assert len(faults) == 60
     assert {fault.kind for fault in faults} == set(KINDS) - {"slow_link"}
@@ -33,11 +31,11 @@ def test_a_plan_has_every_kind_and_harms_checkpoints_where_they_are_read(tmp_pat
             assert following.step is not None and fault.step is not None and following.step > fault.step
     assert [parse(text) for text in soak.plan(Soak(tmp_path, faults=60))] == faults
     assert soak.plan(Soak(tmp_path, faults=60, seed=1)) != soak.plan(Soak(tmp_path, faults=60))
-    with pytest.raises(ConfigError, match="got 4, 10, slow_link; known: kill"):
+    with pytest.raises(ConfigError, match="unknown kinds: slow_link; known: kill"):
         Soak(tmp_path, faults=10, kinds=("kill", "slow_link"))
 
 
-def test_thirty_faults_of_all_kinds_leave_no_trace(tmp_path: Path) -> None:
+def test_thirty_faults_of_all_kinds_do_not_change_the_result(tmp_path: Path) -> None:
     settings = Soak(tmp_path, ranks=2, faults=30, seed=1)
     said: list[str] = []
     found = soak.run(settings, said.append)
@@ -51,13 +49,13 @@ def test_thirty_faults_of_all_kinds_leave_no_trace(tmp_path: Path) -> None:
     assert 0 < found["effective_time_ratio"] < 1
     assert json.loads(json.dumps(found)) == found
     assert "30 faults" in soak.table(found) and said
-    # A soak that is complete is not done again, and one with other settings is not taken for it.
+    # A complete soak is not repeated, and a soak with different settings is rejected.
     assert soak.run(settings, said.append)["kinds"] == found["kinds"]
-    with pytest.raises(ConfigError, match="holds a soak with other settings"):
+    with pytest.raises(ConfigError, match="contains a soak with different settings"):
         soak.run(Soak(tmp_path, ranks=2, faults=31, seed=1))
 
 
-def test_the_command_writes_what_was_found_and_fails_with_one_line(
+def test_the_command_writes_the_result_and_fails_with_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = {"identical": True, "left_behind": [], "difference": "", "planned": 2, "faults": 2, "repeated": []}
@@ -68,7 +66,7 @@ def test_the_command_writes_what_was_found_and_fails_with_one_line(
         asked.append(settings)
         return good | changed
 
-    monkeypatch.setattr(soak, "run", found)  # a whole run is in the test above
+    monkeypatch.setattr(soak, "run", found)  # the test above has a real run
     arguments = ["--ranks", "2", "--faults", "2", "--kind", "kill", "--json", str(tmp_path / "out.json")]
     assert cli.run(arguments, command.app, command.NAME) == 0
     assert (asked[0].ranks, asked[0].faults, asked[0].kinds) == (2, 2, ("kill",))
@@ -81,15 +79,15 @@ def test_the_command_writes_what_was_found_and_fails_with_one_line(
     assert "python -m benchmarks.soak: error: a soak needs" in capsys.readouterr().err
 
 
-def test_a_fault_that_happened_twice_does_not_stand_for_one_that_never_did() -> None:
+def test_a_repeated_fault_does_not_replace_a_missing_one() -> None:
     good = {"identical": True, "left_behind": [], "difference": "", "planned": 2, "faults": 2, "repeated": []}
     assert not soak.problems(good)
-    told = soak.problems(good | {"faults": 1, "repeated": ["0@14"]})
-    assert told == ["faults that happened more than once: 0@14", "only 1 of 2 faults happened"]
+    reasons = soak.problems(good | {"faults": 1, "repeated": ["0@14"]})
+    assert reasons == ["faults that were injected more than once: 0@14", "only 1 of 2 faults were injected"]
 
 
-def test_what_a_run_left_behind_is_told_from_what_belongs_to_others(tmp_path: Path) -> None:
-    before = left_over.look()
+def test_leaks_of_a_run_are_distinguished_from_other_programs(tmp_path: Path) -> None:
+    before = leak_check.start()
     code = "import sys; sys.stdin.read()"
     mark = "MOE_COMM_SOAK=test-of-left-over"
     name, _, value = mark.partition("=")

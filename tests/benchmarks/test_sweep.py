@@ -1,4 +1,4 @@
-"""Sweeps of ``bench dispatch``: growth over one axis, small batches, and their pictures."""
+"""Sweeps of ``bench dispatch``: scaling along one axis, small batches, and plots."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def test_linearity_of_a_straight_line_is_one() -> None:
 
 
 def test_a_sweep_must_increase() -> None:
-    with pytest.raises(ConfigError, match="increase"):
+    with pytest.raises(ConfigError, match="increasing"):
         sweep.Sweep(TINY, "tokens", (8, 4))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm import MoEConfig, MoELayer, RouterConfig, make_dispatcher
-from moe_comm.comm.meeting import channel_of, communicator_of
+from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_over
@@ -33,7 +33,7 @@ def pool4() -> Iterator[RankPool]:
 
 
 def routed(dispatcher: Dispatcher, scale: float) -> Tensor:
-    """What comes back of this rank's tokens from experts that multiply by ``scale``."""
+    """Dispatch this rank's tokens to experts that multiply by ``scale``, and combine."""
     g = torch.Generator().manual_seed(dispatcher.rank)
     x_TD = torch.randn(5, HIDDEN, generator=g)
     ids_TK = torch.randint(EXPERTS, (5, 2), generator=g)
@@ -42,7 +42,7 @@ def routed(dispatcher: Dispatcher, scale: float) -> Tensor:
 
 
 def use(made: Any, group: Any, rank: int) -> None:
-    """One call of whatever it is, over the ranks of ``group``."""
+    """Call the object once, over the ranks of ``group``."""
     if isinstance(made, MoELayer):
         x = torch.randn(3, HIDDEN, requires_grad=True)
         made(x).sum().backward()
@@ -57,17 +57,16 @@ def make(what: str, group: Any) -> Any:
     if what == "layer":
         config = MoEConfig(hidden=HIDDEN, ffn=32, router=RouterConfig(num_experts=EXPERTS, top_k=2))
         return MoELayer.build(config, group, seed=0, options=OPTIONS)
-    return "collectives" if what == "collectives" else make_dispatcher(EXPERTS, group, what, options=OPTIONS)
+    return "collectives" if what == "collectives" else make_dispatcher(EXPERTS, group, backend=what, options=OPTIONS)
 
 
 def end(group: Any) -> None:
-    dist.barrier(group)  # a rank that is still connecting would take an end for a death
+    dist.barrier(group)  # a rank that is still connecting would report an ended peer as dead
     dist.destroy_process_group(group)
 
 
 def program(rank: int, world: int, seed: int) -> int:
-    """A random order in which groups come and go, and what is made and used over them. Ranks of a group agree on it;
-    of other ranks' groups a rank knows nothing."""
+    """Create, use and destroy groups and objects over them in a random order, equal for ranks of a group."""
     order = random.Random(seed)
     groups: dict[int, Any] = {}
     made: list[tuple[int, Any]] = []
@@ -107,7 +106,7 @@ def test_groups_layers_dispatchers_and_collectives_in_random_orders(seed: int, p
 def ends_with_its_group(rank: int, world: int, _: object) -> None:
     group = dist.new_group()
     comm = communicator_of(group)
-    dispatchers = [make_dispatcher(EXPERTS, group, backend, options=OPTIONS) for backend in BACKENDS]
+    dispatchers = [make_dispatcher(EXPERTS, group, backend=backend, options=OPTIONS) for backend in BACKENDS]
     assert all(dispatcher.comm is comm for dispatcher in dispatchers) and channel_of(group).comm is comm
     for dispatcher in dispatchers:
         routed(dispatcher, 1.0)
@@ -131,29 +130,29 @@ def test_destroying_a_group_closes_its_communicator_and_frees_its_memory() -> No
 
 
 def meets_once(rank: int, world: int, _: object) -> int:
-    """Exchanges that each further dispatcher takes, of which there is one by which settings are compared."""
+    """Return the exchanges per additional dispatcher, including the one that compares settings."""
     group = dist.new_group()
-    make_dispatcher(EXPERTS, group, "all_to_all", options=OPTIONS)
+    make_dispatcher(EXPERTS, group, backend="all_to_all", options=OPTIONS)
     comm = communicator_of(group)
-    before = comm.places
+    before = comm.num_operations
     for _ in range(3):
-        make_dispatcher(EXPERTS, group, "all_to_all", options=OPTIONS)
-    return (comm.places - before) // 3
+        make_dispatcher(EXPERTS, group, backend="all_to_all", options=OPTIONS)
+    return (comm.num_operations - before) // 3
 
 
-def test_ranks_meet_once_for_a_group_and_compare_settings_in_one_exchange(pool4: RankPool) -> None:
+def test_a_group_is_set_up_once_and_settings_are_compared_in_one_exchange(pool4: RankPool) -> None:
     assert pool4.run(meets_once) == [1] * 4
 
 
 def in_two_threads(rank: int, world: int, _: object) -> None:
-    """Each thread has a group of its own, and a dispatcher of each kind over it."""
+    """Each thread uses its own group, with a dispatcher of each kind."""
     groups = [dist.new_group() for _ in range(2)]
     found: list[float] = []
     errors: list[BaseException] = []
 
     def work(group: Any, scale: float) -> None:
         try:
-            dispatchers = [make_dispatcher(EXPERTS, group, backend, options=OPTIONS) for backend in BACKENDS]
+            dispatchers = [make_dispatcher(EXPERTS, group, backend=backend, options=OPTIONS) for backend in BACKENDS]
             for _ in range(10):
                 found.extend(float(routed(dispatcher, scale).abs().max()) for dispatcher in dispatchers)
                 assert sum_over(torch.ones(4), group).tolist() == [float(world)] * 4

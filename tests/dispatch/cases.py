@@ -1,4 +1,4 @@
-"""Data of the contract suite: one global batch a case, cut in different ways for different numbers of ranks."""
+"""Data of the contract suite: one global batch per case, divided in different ways for different numbers of ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors of a case; of all ranks, or of one after ``part``."""
+    """Tensors of a case, of all ranks or of one rank (``part``)."""
 
     x_TD: Tensor
     ids_TK: Tensor

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.meeting import communicator_of
+from moe_comm.comm.group_setup import communicator_of
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from tests.pool import RankPool
 
 
 def by_hand(ids: list[int], weights: list[float], num_experts: int, limit: int, policy: str) -> list[int]:
-    """The slots one after another, best first, each taken while its expert has room."""
+    """Take slots in order of priority while their expert has room."""
     order = list(range(len(ids)))
     if policy == "probability":
         order.sort(key=lambda slot: -weights[slot])  # stable: the earliest of equal ones first
@@ -38,7 +37,7 @@ def by_hand(ids: list[int], weights: list[float], num_experts: int, limit: int, 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.data())
-def test_the_same_slots_stay_as_by_hand(data: st.DataObject) -> None:
+def test_the_same_slots_are_kept_as_in_a_loop(data: st.DataObject) -> None:
     experts, tokens, top_k = (data.draw(st.integers(lo, hi)) for lo, hi in ((1, 6), (0, 15), (1, 4)))
     size = tokens * top_k
     ids = data.draw(st.lists(st.integers(-2, experts), min_size=size, max_size=size))
@@ -75,7 +74,7 @@ def test_the_limit_is_exact_where_floating_point_is_not() -> None:
 
 
 @pytest.mark.parametrize("factor", [0, -1, float("nan"), float("inf")])
-def test_factors_that_mean_nothing_are_refused(factor: float) -> None:
+def test_invalid_factors_are_refused(factor: float) -> None:
     with pytest.raises(ConfigError, match="capacity factor"):
         Capacity(factor)
 
@@ -116,7 +115,7 @@ CASES = [
 
 
 def decide(rank: int, world: int, _: None) -> list[tuple[Tensor, Tensor, int]]:
-    """Of every case: this rank's places in the batch, its ids after the drops, and how many it dropped."""
+    """Return for each case this rank's positions in the batch, its ids after the drops, and the number of drops."""
     channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # type: ignore[arg-type]
     found = []
     for seed, tokens, first, factor, policy, dtype, indexed in CASES:
@@ -130,7 +129,7 @@ def decide(rank: int, world: int, _: None) -> list[tuple[Tensor, Tensor, int]]:
     return found
 
 
-def test_ranks_together_drop_what_one_would_wherever_the_tokens_are(pool2: RankPool) -> None:
+def test_several_ranks_drop_the_same_slots_as_one(pool2: RankPool) -> None:
     ranks = pool2.run(decide, timeout=60)
     some = 0
     for at, (seed, tokens, _, factor, policy, dtype, _) in enumerate(CASES):
@@ -164,6 +163,6 @@ def disagree(rank: int, world: int, what: str) -> tuple[str, str]:
     ("what", "error", "message"),
     [("top-k", "RankMismatch", "[2, 3]"), ("token index", "RankMismatch", "[1, 0]"), ("shape", "InputError", "rank 1")],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(pool2: RankPool, what: str, error: str, message: str) -> None:
+def test_inconsistent_inputs_are_refused_on_every_rank(pool2: RankPool, what: str, error: str, message: str) -> None:
     found = pool2.run(disagree, what, timeout=60)
     assert [name for name, _ in found] == [error, error] and message in found[0][1]

@@ -1,4 +1,4 @@
-"""Flipped bits in rows that arrived are found, named, and raised on every rank; nothing else changes."""
+"""Flipped bits in received rows raise on every rank with their location; nothing else changes."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def test_sums_do_not_depend_on_strides_or_alignment() -> None:
 
 
 def _flip(rows_RD: Tensor, row: int, column: int, bit: int) -> None:
-    """One bit of one number, in place."""
+    """Flip one bit of one number, in place."""
     numbers = rows_RD[row, column : column + 1].view(torch.uint8)
     numbers[bit // 8] ^= torch.tensor(1 << bit % 8, dtype=torch.uint8)
 
 
 def _strike(dispatcher: Dispatcher, row: int) -> list[str]:
-    """Have the next dispatch with rows on this rank deliver a damaged one. Returns what was done."""
+    """Corrupt a row of the next dispatch with rows on this rank. Return a record of it."""
     done: list[str] = []
     send = dispatcher._send
 
-    def damaged(x_TD: Tensor, ids_TK: Tensor, header: Any) -> Any:
+    def corrupted(x_TD: Tensor, ids_TK: Tensor, header: Any) -> Any:
         rows_RD, handle = send(x_TD, ids_TK, header)
         if not done and rows_RD.shape[0] > row:
             rows_RD = rows_RD.clone()
@@ -71,12 +71,12 @@ def _strike(dispatcher: Dispatcher, row: int) -> list[str]:
             done.append("flipped")
         return rows_RD, handle
 
-    dispatcher._send = damaged  # type: ignore[method-assign]
+    dispatcher._send = corrupted  # type: ignore[method-assign]
     return done
 
 
 def _special(x_TD: Tensor) -> Tensor:
-    """Rows with what payloads and kernels may treat each in its own way."""
+    """Rows with values that wire dtypes and kernels may treat differently."""
     x_TD = x_TD.clone()
     for row, value in enumerate((0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42)):
         if row < x_TD.shape[0]:
@@ -86,7 +86,7 @@ def _special(x_TD: Tensor) -> Tensor:
 
 
 def _rounds(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str, str, bool]:
-    """Damaged blocks without a fault, by payload and case; what one flipped bit raises; whether bits are the same."""
+    """Return corrupt blocks without a fault, errors for one flipped bit, and whether the bits are equal."""
     job, wire_dtype = arg
     group = dist.group.WORLD if dist.is_initialized() else None
     clean: list[int] = []
@@ -97,7 +97,7 @@ def _rounds(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str
         batch, _ = cases.make(case)
         part = batch.part(case, rank, world)
         ways = [workers.build(case, group, replace(job, checksums=on), rank, world) for on in (False, True)]
-        ways[1].damage.count_only = True
+        ways[1].corruption.count_only = True
         results = []
         for way in ways:
             x_TD = _special(part.x_TD).requires_grad_()
@@ -106,10 +106,10 @@ def _rounds(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str
             y_TD.backward(part.grad_TD)
             assert x_TD.grad is not None
             results.append((rows.rows_RD.detach(), y_TD.detach(), x_TD.grad))
-        clean.append(ways[1].damage.take())
+        clean.append(ways[1].corruption.take())
         same &= all(_same_bits(a, b) for a, b in zip(*results, strict=True))
     dispatcher = ways[1]
-    dispatcher.damage.count_only = False
+    dispatcher.corruption.count_only = False
     case = CASE
     batch, _ = cases.make(case)
     part = batch.part(case, rank, world)
@@ -133,7 +133,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("wire_dtype", PAYLOADS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_flipped_bit_is_raised_on_every_rank_and_whole_rows_pass(
+def test_a_flipped_bit_raises_on_every_rank_and_intact_rows_pass(
     pool4: RankPool, backend: str, wire_dtype: str, device: str
 ) -> None:
     usable(backend, device)
@@ -146,7 +146,7 @@ def test_a_flipped_bit_is_raised_on_every_rank_and_whole_rows_pass(
 
 @pytest.mark.parametrize("wire_dtype", PAYLOADS)
 @pytest.mark.parametrize("backend", ["local", "plain"])
-def test_one_rank_alone_finds_it_too(backend: str, wire_dtype: str) -> None:
+def test_a_single_rank_detects_it_too(backend: str, wire_dtype: str) -> None:
     clean, raised, _, same = _rounds(0, 1, (Job(backend), wire_dtype))
     assert clean == [0] * len(NAMES) and same
     assert raised.startswith("rows of expert 0 from rank 0")
@@ -155,7 +155,7 @@ def test_one_rank_alone_finds_it_too(backend: str, wire_dtype: str) -> None:
 def _at_the_next_dispatch(rank: int, world: int, checked: bool) -> tuple[str, int]:
     """Without a combine in between, and without handshakes of other operations."""
     dispatcher = make_dispatcher(
-        4, dist.group.WORLD, "all_to_all", options=DispatchOptions(30, checked=checked, checksums=True)
+        4, dist.group.WORLD, backend="all_to_all", options=DispatchOptions(30, checked=checked, checksums=True)
     )
     x_TD, ids_TK = torch.ones(4, 8), torch.tensor([[0], [1], [2], [3]])
     if rank == 0:
@@ -168,57 +168,57 @@ def _at_the_next_dispatch(rank: int, world: int, checked: bool) -> tuple[str, in
         raised = "nothing"
     except CorruptPayload as error:
         raised = str(error)
-    dispatcher.damage.count_only = True
+    dispatcher.corruption.count_only = True
     if rank == 0:
         _strike(dispatcher, 0)
     dispatcher.dispatch(x_TD, ids_TK)
     dispatcher.dispatch(x_TD, ids_TK)
-    return raised, dispatcher.damage.take()
+    return raised, dispatcher.corruption.take()
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_the_next_dispatch_raises_it_and_who_counts_gets_no_error(pool4: RankPool, checked: bool) -> None:
+def test_the_next_dispatch_raises_unless_the_caller_counts(pool4: RankPool, checked: bool) -> None:
     found = pool4.run(_at_the_next_dispatch, checked, timeout=60)
-    assert all("rows of expert 0 from rank 0 are not those that it sent" in raised for raised, _ in found), found
+    assert all("rows of expert 0 from rank 0 differ from those that were sent" in raised for raised, _ in found), found
     assert [count for _, count in found] == [1, 0, 0, 0]
 
 
 def _in_flight(rank: int, world: int, chunks: int) -> tuple[bool, int, int]:
-    """A layer whose rows cross in chunks, without damage and with."""
+    """Run a layer with chunked rows, without and with corruption."""
     results, counts = [], []
     relu = Activation("relu", torch.relu, gated=False)
-    for checksums, damage in ((False, False), (True, False), (True, True)):
+    for checksums, corrupt in ((False, False), (True, False), (True, True)):
         options = DispatchOptions(30, checksums=checksums)
-        dispatcher = make_dispatcher(4, dist.group.WORLD, "all_to_all", options=options)
-        dispatcher.damage.count_only = True
+        dispatcher = make_dispatcher(4, dist.group.WORLD, backend="all_to_all", options=options)
+        dispatcher.corruption.count_only = True
         g = torch.Generator().manual_seed(rank)
         x_TD = torch.randn(12, 8, generator=g)
         ids_TK = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(12)])
         call = dispatch_rows(dispatcher, x_TD, ids_TK, torch.ones(12, 2), Overlap(chunks, 1), label="m")
         assert isinstance(call, PipelinedCall)
-        if damage and rank == 1:
+        if corrupt and rank == 1:
             _strike_chunk(call)
         mlp = ExpertMLP((torch.ones(1, 6, 8), torch.ones(1, 8, 6), None, None), relu)
         results.append(call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp)))
-        counts.append(dispatcher.damage.take())
+        counts.append(dispatcher.corruption.take())
     return torch.equal(results[0], results[1]), counts[1], counts[2]
 
 
 def _strike_chunk(call: PipelinedCall) -> None:
-    """Damage the first row of the first chunk when it lands."""
+    """Corrupt the first row of the first chunk when it is received."""
     outward = call._run.send
     assert isinstance(outward, ChunkedSend)
-    land = outward.land
+    receive_chunk = outward.receive_chunk
 
     def struck(chunk: int) -> None:
-        land(chunk)
+        receive_chunk(chunk)
         if chunk == 0:
-            _flip(outward.rows_RD, int(outward._crossing.chunks[0].arriving_R[0]), 3, 30)
+            _flip(outward.rows_RD, int(outward._plan.chunks[0].receive_R[0]), 3, 30)
 
-    outward.land = struck  # type: ignore[method-assign]
+    outward.receive_chunk = struck  # type: ignore[method-assign]
 
 
-def test_rows_that_cross_in_chunks_are_checked_too(pool4: RankPool) -> None:
+def test_chunked_rows_are_checked_too(pool4: RankPool) -> None:
     found = pool4.run(_in_flight, 2, timeout=60)
     assert [same for same, _, _ in found] == [True] * 4
     assert [clean for _, clean, _ in found] == [0] * 4
@@ -226,21 +226,21 @@ def test_rows_that_cross_in_chunks_are_checked_too(pool4: RankPool) -> None:
 
 
 def _claims(rank: int, world: int, arg: None) -> list[bool]:
-    """Whether rows that chunks bring, and that a fused kernel takes, have checksums."""
-    dispatcher = make_dispatcher(4, dist.group.WORLD, "all_to_all", options=DispatchOptions(30, checksums=True))
+    """Return whether there are checksums of rows in chunks, and of rows for a fused kernel."""
+    dispatcher = make_dispatcher(4, dist.group.WORLD, backend="all_to_all", options=DispatchOptions(30, checksums=True))
     x_TD, ids_TK = torch.ones(4, 8), torch.tensor([[0], [1], [2], [3]])
     assert isinstance(dispatcher, AllToAllDispatcher)
     ways = (Overlap(2), Overlap(2, backend="triton"))
-    return [ChunkedDispatch.open(dispatcher, x_TD, ids_TK, way, width=8).claim is not None for way in ways]
+    return [ChunkedDispatch.open(dispatcher, x_TD, ids_TK, way, width=8).checksums is not None for way in ways]
 
 
-def test_nobody_pays_for_checksums_of_rows_that_a_fused_kernel_takes(pool4: RankPool) -> None:
+def test_rows_for_a_fused_kernel_have_no_checksums(pool4: RankPool) -> None:
     assert pool4.run(_claims, None, timeout=60) == [[True, False]] * 4
 
 
 def _disagree(rank: int, world: int, backend: str) -> str:
     try:
-        make_dispatcher(4, dist.group.WORLD, backend, options=DispatchOptions(30, checksums=rank == 1))
+        make_dispatcher(4, dist.group.WORLD, backend=backend, options=DispatchOptions(30, checksums=rank == 1))
     except RankMismatch as error:
         return str(error)
     return "built"

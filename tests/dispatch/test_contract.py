@@ -1,4 +1,4 @@
-"""The one contract that every backend keeps, whatever carries the rows and however many ranks there are."""
+"""The contract of every backend, for any transport and number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def usable(backend: str, device: str) -> None:
 
 @pytest.fixture(scope="module")
 def results(pools: dict[int, RankPool], device: str) -> dict[tuple[str, int], list[dict[str, Result | str]]]:
-    """Filled as tests ask: all cases of one backend and number of ranks in one run."""
+    """Results, filled on demand: all cases of a backend and number of ranks run together."""
     return {}
 
 
@@ -86,7 +86,7 @@ def test_local_has_the_same_bits_as_plain_torch(name: str, device: str) -> None:
 
 
 def oracle(case: Case) -> dict[str, np.ndarray]:
-    """The same in float64, token by token and slot by slot, knowing nothing of dispatch."""
+    """Compute the same in float64 without dispatch, for each token and slot."""
     batch, experts_t = cases.make(case)
     x, grad, weights = (t.double().numpy() for t in (batch.x_TD, batch.grad_TD, batch.weights_TK))
     ids, experts = batch.ids_TK.numpy(), experts_t.double().numpy()
@@ -142,7 +142,7 @@ def test_shapes_may_change_from_call_to_call(
     assert pools[world].run(workers.many_shapes, Job(backend, device, checked=checked)) == [[]] * world
 
 
-def test_partial_sums_come_close_where_bits_are_not_asked_for(pools: dict[int, RankPool], device: str) -> None:
+def test_partial_sums_are_close_without_determinism(pools: dict[int, RankPool], device: str) -> None:
     ranks = pools[4].run(workers.run_cases, Job("all_gather", device, deterministic=False), timeout=120)
     for name in NAMES:
         whole = reference(name, device)
@@ -153,7 +153,7 @@ def test_partial_sums_come_close_where_bits_are_not_asked_for(pools: dict[int, R
                 torch.testing.assert_close(found, expected, rtol=8 * eps, atol=32 * eps, msg=f"{name}: {field}")
 
 
-# --- faults: the same typed error on every rank, and the group works on ---
+# --- faults: the same typed error on every rank, and the group stays usable ---
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -186,7 +186,7 @@ def test_bad_input_on_one_rank_is_the_same_error_on_every_rank(
 )
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_does_something_else_is_an_error_on_every_rank(  # type: ignore[no-untyped-def]
+def test_a_rank_in_another_operation_is_an_error_on_every_rank(  # type: ignore[no-untyped-def]
     backend: str, world: int, job, kind: str, pools: dict[int, RankPool], device: str
 ) -> None:
     usable(backend, device)
@@ -198,10 +198,10 @@ def test_a_rank_that_does_something_else_is_an_error_on_every_rank(  # type: ign
 @pytest.mark.parametrize("how", ["forward", "backward"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_exception_between_operations_is_raised_on_every_rank_and_the_group_works_on(
+def test_an_exception_between_operations_raises_on_every_rank_and_the_group_stays_usable(
     backend: str, world: int, how: str, pools: dict[int, RankPool], device: str
 ) -> None:
-    """The deadline of the operations is later than that of the run: a rank that waits for it fails here."""
+    """The timeout of operations is longer than that of the run, so a rank that waits for it fails here."""
     usable(backend, device)
     job = Job(backend, device, timeout_s=100.0, how=how)
     found = pools[world].run(workers.raises_in_between, job, timeout=60)
@@ -218,13 +218,13 @@ def test_an_exception_between_operations_is_raised_on_every_rank_and_the_group_w
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_do_not_matter(backend: str, world: int, pools: dict[int, RankPool], device: str) -> None:
-    """Of anything that is given, on ranks without rows as well; bits are those of dense tensors."""
+    """Strides of any argument, also on ranks without rows: the bits are those of dense tensors."""
     usable(backend, device)
     assert pools[world].run(workers.any_strides, Job(backend, device), timeout=60) == [[]] * world
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
-def test_ranks_that_build_different_dispatchers_are_told_on_every_rank(
+def test_different_dispatchers_on_ranks_raise_on_every_rank(
     backend: str, pools: dict[int, RankPool], device: str
 ) -> None:
     usable(backend, device)
@@ -244,10 +244,12 @@ def test_a_rank_that_never_calls_is_a_timeout_that_names_it(
 ) -> None:
     usable(backend, device)
     found = pools[world].run(workers.never_calls, Job(backend, device, timeout_s=2.0), timeout=60)
-    for rank, told in enumerate(found):
+    for rank, error_texts in enumerate(found):
         if rank != 1:
-            assert told[0][0] == "PeerTimeout" and "rank 1" in told[0][1] and "moe.3" in told[0][1], told
-            assert told[1][0] == "PeerTimeout", "refused from then on"
+            assert (
+                error_texts[0][0] == "PeerTimeout" and "rank 1" in error_texts[0][1] and "moe.3" in error_texts[0][1]
+            ), error_texts
+            assert error_texts[1][0] == "PeerTimeout", "later calls raise again"
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL backward", "SIGSTOP", "SIGSTOP backward"])
@@ -260,14 +262,14 @@ def test_a_lost_rank_is_named_on_every_other(
     job = Job(backend, device, timeout_s=60.0 if "KILL" in how else 1.0 + world / 2, how=how)
     found = pools[world].run(workers.lose_a_rank, job, timeout=50, expect_dead={1})
     kind = "PeerDied" if "KILL" in how else "PeerTimeout"
-    for rank, told in enumerate(found):
+    for rank, error_texts in enumerate(found):
         if rank != 1:
-            (raised, message), (again, _) = told
-            assert raised == kind and "rank 1" in message and "moe.3" in message, told
-            assert again == kind, "refused from then on"
+            (raised, message), (again, _) = error_texts
+            assert raised == kind and "rank 1" in message and "moe.3" in message, error_texts
+            assert again == kind, "later calls raise again"
 
 
-def test_local_refuses_bad_ids_and_works_on(device: str) -> None:
+def test_local_refuses_bad_ids_and_stays_usable(device: str) -> None:
     dispatcher = workers.build(cases.BY_NAME["plain"], None, Job("local", device), 0, 1)
     x_TD = torch.ones(3, 4, device=device)
     for bad in (8, -2, 2**31 - 1):
@@ -277,7 +279,7 @@ def test_local_refuses_bad_ids_and_works_on(device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["local", "plain"])
-def test_one_rank_refuses_the_layout_of_another_dispatcher(backend: str, device: str) -> None:
+def test_one_rank_refuses_the_handle_of_another_dispatcher(backend: str, device: str) -> None:
     first, second = (workers.build(cases.BY_NAME["plain"], None, Job(backend, device), 0, 1) for _ in range(2))
     x_TD, ids_TK = torch.ones(3, 4, device=device), torch.zeros(3, 1, dtype=torch.int64, device=device)
     sent = first.dispatch(x_TD, ids_TK)

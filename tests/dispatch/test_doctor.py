@@ -1,4 +1,4 @@
-"""The doctor says how GPUs reach each other, where their kernels come from, and what ``auto`` takes and why."""
+"""The doctor reports peer access, the source of kernels, and the choice of ``auto`` with its reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_comm.dispatch import doctor
 from moe_comm.dispatch.choice import choose
 from moe_comm.errors import MissingDependency
 from moe_comm.gpu import nvrtc
-from moe_comm.runtime.doctor import Finding, Notes
+from moe_comm.runtime.doctor import DoctorFinding, DoctorReport
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
 GPU0\t X \tNV18\tSYS\tPIX\t0-47\t0
@@ -28,10 +28,12 @@ def gpu(index: int, peers: list[int], capability: str = "9.0") -> dict[str, Any]
     return {"index": index, "name": "H", "capability": capability, "memory_bytes": 1, "peers": peers}
 
 
-def examined(devices: list[dict[str, Any]], archs: str = "sm_80,sm_90a") -> tuple[Notes, dict[str, Finding]]:
-    notes = Notes()
+def examined(
+    devices: list[dict[str, Any]], archs: str = "sm_80,sm_90a"
+) -> tuple[DoctorReport, dict[str, DoctorFinding]]:
+    notes = DoctorReport()
     notes.data |= {"gpus": devices, "native": {"cuda": {"archs": archs} if archs else None}, "backends": {}}
-    doctor.look_at_gpus(notes)
+    doctor.examine_gpus(notes)
     return notes, {finding.name: finding for finding in notes.findings}
 
 
@@ -47,7 +49,7 @@ def test_the_matrix_of_links_is_read() -> None:
     assert doctor.topology("No devices were found") == {}
 
 
-def test_gpus_that_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_with_access_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_topology_text", lambda: TOPOLOGY)
     notes, findings = examined([gpu(0, [1]), gpu(1, [0])])
     assert notes.data["peer_access"] == {"0-1": {"direct": True, "link": "unknown"}}, "GPU2 is not visible here"
@@ -71,7 +73,7 @@ def test_a_pair_without_access_is_named_and_rules_peer_to_peer_out(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("capability", "archs", "compiler", "road", "advised"),
+    ("capability", "archs", "compiler", "source", "advised"),
     [
         ("9.0", ("sm_80", "sm_90a"), None, "compiled in for sm_90", False),
         ("8.9", ("sm_80", "sm_90a"), None, "compiled in, from the PTX of sm_80", False),
@@ -82,14 +84,14 @@ def test_a_pair_without_access_is_named_and_rules_peer_to_peer_out(monkeypatch: 
     ],
 )
 def test_where_a_gpus_kernels_come_from(
-    capability: str, archs: tuple[str, ...], compiler: tuple[int, ...] | None, road: str, advised: bool
+    capability: str, archs: tuple[str, ...], compiler: tuple[int, ...] | None, source: str, advised: bool
 ) -> None:
-    found, advice = doctor._road(capability, archs, None if compiler is None else {"archs": compiler})
-    assert found.startswith(road)
+    found, advice = doctor._kernel_source(capability, archs, None if compiler is None else {"archs": compiler})
+    assert found.startswith(source)
     assert bool(advice) is advised
 
 
-def test_a_machine_without_compilers_or_gpus_says_what_each_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compilers_and_gpus_are_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> None:
         raise MissingDependency("no NVRTC was found (nowhere)")
 
@@ -103,11 +105,11 @@ def test_a_machine_without_compilers_or_gpus_says_what_each_is_for(monkeypatch: 
 
 
 @pytest.mark.parametrize("gpus", [0, 4])
-def test_what_auto_takes_is_what_it_takes(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+def test_the_reported_choice_is_that_of_auto(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     everyone = [gpu(i, [j for j in range(gpus) if j != i]) for i in range(gpus)]
     notes, _ = examined(everyone)
-    doctor.show_choices(notes)
+    doctor.report_choices(notes)
     assert list(notes.data["auto"]) == ["cpu", "cuda"][: 1 + bool(gpus)]
     for device, found in notes.data["auto"].items():
         transport = "nccl" if device == "cuda" else "gloo"
@@ -118,12 +120,12 @@ def test_what_auto_takes_is_what_it_takes(monkeypatch: pytest.MonkeyPatch, gpus:
         assert found["picked"] not in found["not"]
 
 
-def test_auto_says_why_gpus_without_access_do_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_says_why_gpus_without_access_do_not_use_peer_to_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     picked = {}
     for name, devices in {"apart": [gpu(0, []), gpu(1, [])], "joined": [gpu(0, [1]), gpu(1, [0])]}.items():
         notes, _ = examined(devices)
-        doctor.show_choices(notes)
+        doctor.report_choices(notes)
         picked[name] = notes.data["auto"]["cuda"]
     assert picked["joined"]["picked"] == "peer_to_peer"
     assert picked["apart"]["picked"] != "peer_to_peer"

@@ -1,4 +1,4 @@
-"""Choosing a backend: the same on every rank, explained, and refused with what to do instead."""
+"""Choosing a backend: the same on every rank, with an explanation, and errors with an alternative."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_comm.dispatch.choice import GroupFacts, Traffic, choose
 from moe_comm.dispatch.factory import explain_choice
 from moe_comm.dispatch.peer_to_peer.access import ALONE, BLOCKED, MAY_SHARE, NO_KERNELS, REACHES, problem_of
 from moe_comm.errors import ConfigError
-from tests.dispatch.workers import Told, caught
+from tests.dispatch.workers import ErrorText, caught
 from tests.pool import RankPool
 
 HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
@@ -75,17 +75,17 @@ def test_the_explanation_names_every_backend_its_cost_and_why_not() -> None:
     [
         ([5, 6], [REACHES, REACHES], ""),
         ([5, 5], [MAY_SHARE + ALONE, MAY_SHARE + ALONE], ""),
-        ([5, 5], [ALONE, ALONE], "ranks 0 and 1 share a GPU, and rank 0 does not let torch"),
-        ([5, 5], [MAY_SHARE + REACHES, REACHES], "ranks 0 and 1 share a GPU, and rank 1 does not let torch"),
+        ([5, 5], [ALONE, ALONE], "ranks 0 and 1 share a GPU, and rank 0 does not allow it for torch"),
+        ([5, 5], [MAY_SHARE + REACHES, REACHES], "ranks 0 and 1 share a GPU, and rank 1 does not allow it for torch"),
         ([5, 6], [MAY_SHARE + REACHES, BLOCKED], "the GPU of rank 1 cannot reach"),
         ([5, 6], [REACHES, BLOCKED], "the GPU of rank 1 cannot reach"),
-        ([5, 6], [ALONE, REACHES], "rank 0 sees no GPU but its own"),
+        ([5, 6], [ALONE, REACHES], "rank 0 sees only its own GPU"),
         ([5, 6], [REACHES, NO_KERNELS], "rank 1 has no kernels"),
         ([5, 0], [REACHES, NO_KERNELS], "rank 1 has no kernels"),
     ],
 )
 def test_gpus_must_reach_each_other(devices: list[int], access: list[int], said: str) -> None:
-    """One GPU for several ranks needs no access to others, but torch's leave."""
+    """Several ranks on one GPU need no peer access, but torch must allow it."""
     problem = problem_of(devices, access)
     assert said in problem and bool(problem) == bool(said)
     choice = choose(replace(HOST, world=2, device="cuda", transport="nccl", peers=problem), Traffic(top_k=2))
@@ -93,14 +93,14 @@ def test_gpus_must_reach_each_other(devices: list[int], access: list[int], said:
     assert said in choice.problem("peer_to_peer")
 
 
-def test_gpus_that_do_not_reach_each_other_are_told_of() -> None:
+def test_gpus_without_access_to_each_other_give_a_warning() -> None:
     gpus = replace(HOST, device="cuda", transport="nccl", peers="the GPU of rank 1 is shy")
     with pytest.warns(RuntimeWarning, match="auto takes 'all_to_all' on these GPUs: the GPU of rank 1 is shy"):
-        factory.warn_of_gpus(choose(gpus, Traffic(top_k=2)))
+        factory.warn_no_peer_access(choose(gpus, Traffic(top_k=2)))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for quiet in (replace(gpus, hosts=2), replace(gpus, peers=""), HOST):
-            factory.warn_of_gpus(choose(quiet))
+            factory.warn_no_peer_access(choose(quiet))
     assert not said
 
 
@@ -115,10 +115,10 @@ def test_one_rank_gets_local_whatever_is_asked() -> None:
     [
         ({"backend": "smoke"}, "unknown dispatch backend 'smoke'; known: auto, local"),
         ({"experts_per_rank": [1, 1]}, "1 counts that add up to 4"),
-        ({"num_experts": 0}, "at least one expert"),
+        ({"num_experts": 0}, "num_experts and world must be at least 1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_dispatcher(**{"num_experts": 4, **arguments})
 
@@ -129,25 +129,25 @@ def test_a_deadline_must_be_positive(timeout_s: float) -> None:
         DispatchOptions(timeout_s=timeout_s)
 
 
-def chosen(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, Told, Told]:
-    import moe_comm.comm.meeting as meeting
+def chosen(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, ErrorText, ErrorText]:
+    from moe_comm.comm import group_setup
 
-    real = meeting.native_is_built
-    meeting.native_is_built = lambda: real() and native[rank]
+    real = group_setup.native_is_built
+    group_setup.native_is_built = lambda: real() and native[rank]
     try:
         group = dist.new_group()
         return (
             make_dispatcher(4, group).name,
             make_dispatcher(4, group, traffic=Traffic(top_k=4)).name,
             explain_choice(group),
-            caught(lambda: make_dispatcher(4, group, "local")),
-            caught(lambda: make_dispatcher(4, group, "shared_memory", device="cuda")),
+            caught(lambda: make_dispatcher(4, group, backend="local")),
+            caught(lambda: make_dispatcher(4, group, backend="shared_memory", device="cuda")),
         )
     finally:
-        meeting.native_is_built = real
+        group_setup.native_is_built = real
 
 
-def test_all_ranks_choose_alike_even_if_one_lacks_the_native_core(pool2: RankPool) -> None:
+def test_all_ranks_make_the_same_choice_even_if_one_lacks_the_native_core(pool2: RankPool) -> None:
     for of_rank in pool2.run(chosen, [True, False]):
         name, for_many_slots, text, local, on_cuda = of_rank
         assert (name, for_many_slots) == ("all_to_all", "all_gather")
@@ -156,14 +156,14 @@ def test_all_ranks_choose_alike_even_if_one_lacks_the_native_core(pool2: RankPoo
         assert on_cuda[0] == "ConfigError" and "use 'all_to_all'" in on_cuda[1]
 
 
-def disagreeing(rank: int, world: int, arg: object) -> list[Told]:
+def disagreeing(rank: int, world: int, arg: object) -> list[ErrorText]:
     group = dist.group.WORLD
     wire = WireDtypes(dispatch="bf16") if rank else WireDtypes()
     experts = [3, 1] if rank else [1, 3]
     return [
         caught(lambda: make_dispatcher(4, group, traffic=Traffic(top_k=2 + 2 * rank, wire_dtypes=wire))),
         caught(lambda: make_dispatcher(4, group, traffic=Traffic(top_k=2) if rank else None)),
-        caught(lambda: make_dispatcher(4, group, "all_gather" if rank else "auto", experts_per_rank=experts)),
+        caught(lambda: make_dispatcher(4, group, backend="all_gather" if rank else "auto", experts_per_rank=experts)),
         caught(lambda: make_dispatcher(4, group, options=DispatchOptions(wire_dtypes=wire))),
         caught(lambda: make_dispatcher(4 + rank, group)),
     ]
@@ -172,7 +172,7 @@ def disagreeing(rank: int, world: int, arg: object) -> list[Told]:
 def test_the_settings_that_differ_are_named_with_their_values_by_rank(pool2: RankPool) -> None:
     for of_rank in pool2.run(disagreeing):
         assert {kind for kind, _ in of_rank} == {"RankMismatch"}, of_rank
-        traffic, none_given, backend, options, number = (text.partition(". Every")[0] for _, text in of_rank)
+        traffic, none_given, backend, options, number = (text.partition(". All ranks of")[0] for _, text in of_rank)
         assert traffic == (
             "ranks disagree on expected traffic when building a dispatcher: top_k: rank 0: 2, rank 1: 4; "
             "wire_dtypes.dispatch.format: rank 0: 'same', rank 1: 'bf16'"

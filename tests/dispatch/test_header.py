@@ -1,4 +1,4 @@
-"""The handshake's header: what ranks disagree on is said alike on every rank."""
+"""The handshake's header: every rank raises the same error about differences."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moe_comm.comm.header import Header, check
 GOOD = Header("dispatch", 7, 64, torch.bfloat16, 2, 8, True, "model.layers.3.mlp")
 
 
-def told(headers: list[Header]) -> list[tuple[type, str]]:
-    """What each rank raises."""
+def error_texts(headers: list[Header]) -> list[tuple[type, str]]:
+    """Return what each rank raises."""
     words = [header.pack() for header in headers]
     found = []
     for rank, header in enumerate(headers):
@@ -54,18 +54,18 @@ def test_every_header_has_the_same_size() -> None:
     ],
 )
 def test_a_difference_is_named_on_every_rank(change: dict[str, Any], said: tuple[str, str]) -> None:
-    for kind, message in told([GOOD, replace(GOOD, **change), GOOD]):
+    for kind, message in error_texts([GOOD, replace(GOOD, **change), GOOD]):
         assert kind is errors.RankMismatch
         assert f"disagree on {said[0]}" in message and said[1] in message
 
 
 @pytest.mark.parametrize("kind", head.FAULTS)
 def test_a_fault_on_one_rank_has_its_class_and_text_on_every_rank(kind: type[errors.MoeCommError]) -> None:
-    found = told([GOOD, replace(GOOD, fault=kind("7 is not 8"))])
+    found = error_texts([GOOD, replace(GOOD, fault=kind("7 is not 8"))])
     assert found[1] == (kind, "7 is not 8")
     assert found[0][0] is kind and found[0][1].startswith("rank 1: 7 is not 8")
 
 
 def test_a_fault_comes_before_the_differences_it_causes() -> None:
     bad = replace(GOOD, hidden=0, fault=errors.InputError("x has one dimension"))
-    assert [kind for kind, _ in told([GOOD, bad])] == [errors.InputError] * 2
+    assert [kind for kind, _ in error_texts([GOOD, bad])] == [errors.InputError] * 2

@@ -1,4 +1,4 @@
-"""Two levels: same bits whatever the hosts, bytes between them that equal the formula, faults told to every rank."""
+"""Hierarchical dispatch: same bits for any hosts, bytes between hosts as in the formula, faults on every rank."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.comm.meeting import communicator_of, heap_of
+from moe_comm.comm.group_setup import communicator_of, heap_of
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch import WireDtypes, make_dispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from moe_comm.dispatch.hierarchical.rail import Pieces
+from moe_comm.dispatch.hierarchical.rail import ChunkOptions
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap, WireBytes, inter_host_bytes
 from moe_comm.errors import HeapError
 from moe_comm.runtime.memory import block
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
-from tests.dispatch.workers import Job, Result, Told, caught, two_hosts
+from tests.dispatch.workers import ErrorText, Job, Result, caught, two_hosts
 from tests.pool import RankPool
 
 FIELDS = ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad")
 MIXED = WireDtypes("fp8_block_pow2", "bf16", "bf16", "fp8_token")
-WHOLE = Pieces(most=1)
-CUT = Pieces(least_bytes=1, most=3)
+WHOLE = ChunkOptions(max_chunks=1)
+CUT = ChunkOptions(min_bytes=1, max_chunks=3)
 ALL_FP8 = WireDtypes("fp8_token", "fp8_block", "fp8_block", "fp8_token")
 GROUPED = WireDtypes("fp8_block", "bf16", "fp8_group", "fp8_group")
 FEW = tuple(
@@ -53,16 +53,16 @@ FEW = tuple(
 
 @dataclass(frozen=True)
 class How:
-    """hosts: two, if none are given. pieces: what crosses is cut into."""
+    """hosts: default two. chunks: of rows between hosts."""
 
     job: Job
     hosts: tuple[int, ...] | None = None
-    pieces: Pieces = WHOLE
+    chunks: ChunkOptions = WHOLE
 
     def build(self, case: Case, rank: int, world: int) -> HierarchicalDispatcher:
         placement = ExpertPlacement.of(case.num_experts, world, case.experts_per_rank(world))
         hosts = self.hosts or two_hosts(world)
-        return HierarchicalDispatcher(placement, dist.group.WORLD, rank, self.job.options, hosts, self.pieces)
+        return HierarchicalDispatcher(placement, dist.group.WORLD, rank, self.job.options, hosts, self.chunks)
 
 
 def run_few(rank: int, world: int, how: How) -> list[Result]:
@@ -84,19 +84,19 @@ def require_bits(ranks: list[list[Result]], wire_dtypes: WireDtypes = WireDtypes
 
 @pytest.mark.parametrize("hosts", [(4, 4, 9, 9, 1, 1, 3, 3), (5,) * 8, tuple(range(8))], ids=["4x2", "1x8", "8x1"])
 def test_same_bits_on_any_number_of_hosts(hosts: tuple[int, ...], pool8: RankPool) -> None:
-    """The contract suite has 2 x 1, 2 x 2 and 2 x 4, with all its cases, and whole."""
-    require_bits(pool8.run(run_few, How(Job("hierarchical"), hosts, Pieces(1, 2)), timeout=120))
+    """The contract suite has 2 x 1, 2 x 2 and 2 x 4 with all its cases, in one chunk."""
+    require_bits(pool8.run(run_few, How(Job("hierarchical"), hosts, ChunkOptions(1, 2)), timeout=120))
 
 
 @pytest.mark.parametrize("wire_dtypes", [WireDtypes(), MIXED, ALL_FP8], ids=["same", "mixed", "fp8"])
-def test_same_bits_in_pieces_with_payloads(wire_dtypes: WireDtypes, pool4: RankPool) -> None:
-    require_bits(pool4.run(run_few, How(Job("hierarchical", wire_dtypes=wire_dtypes), pieces=CUT)), wire_dtypes)
+def test_same_bits_in_chunks_with_wire_dtypes(wire_dtypes: WireDtypes, pool4: RankPool) -> None:
+    require_bits(pool4.run(run_few, How(Job("hierarchical", wire_dtypes=wire_dtypes), chunks=CUT)), wire_dtypes)
 
 
 @pytest.mark.parametrize("wire_dtypes", [WireDtypes(), GROUPED], ids=["same", "groups"])
-def test_sums_of_a_host_have_the_same_bits_in_pieces_as_whole(wire_dtypes: WireDtypes, pool4: RankPool) -> None:
+def test_sums_of_a_host_have_the_same_bits_in_chunks(wire_dtypes: WireDtypes, pool4: RankPool) -> None:
     job = Job("hierarchical", deterministic=False, wire_dtypes=wire_dtypes)
-    whole, cut = (pool4.run(run_few, How(job, pieces=pieces)) for pieces in (WHOLE, CUT))
+    whole, cut = (pool4.run(run_few, How(job, chunks=chunks)) for chunks in (WHOLE, CUT))
     for of_whole, of_cut in zip(whole, cut, strict=True):
         for case, one, other in zip(FEW, of_whole, of_cut, strict=True):
             assert all(torch.equal(getattr(one, field), getattr(other, field)) for field in FIELDS), case
@@ -104,7 +104,7 @@ def test_sums_of_a_host_have_the_same_bits_in_pieces_as_whole(wire_dtypes: WireD
 
 def without_native(rank: int, world: int, how: How) -> list[Result]:
     comm = communicator_of(dist.group.WORLD)
-    comm.native = False  # what all ranks learn when they meet, where one has none
+    comm.native = False  # as if one rank had no native core
     try:
         return run_few(rank, world, how)
     finally:
@@ -116,7 +116,7 @@ def test_same_bits_where_a_rank_lacks_the_native_core(pool4: RankPool) -> None:
 
 
 @pytest.mark.parametrize("wire_dtypes", [WireDtypes(), GROUPED], ids=["same", "groups"])
-def test_sums_of_a_host_come_close_where_bits_are_not_asked_for(wire_dtypes: WireDtypes, pool4: RankPool) -> None:
+def test_sums_of_a_host_are_close_without_determinism(wire_dtypes: WireDtypes, pool4: RankPool) -> None:
     job = Job("hierarchical", deterministic=False, wire_dtypes=wire_dtypes)
     ranks = pool4.run(run_few, How(job))
     for case, of_ranks in zip(FEW, zip(*ranks, strict=True), strict=True):
@@ -133,7 +133,7 @@ def test_sums_of_a_host_come_close_where_bits_are_not_asked_for(wire_dtypes: Wir
 
 
 def wire(rank: int, world: int, how: tuple[How, Case]) -> tuple[dict[str, WireBytes], int, int]:
-    """What the dispatcher says it sent to the other host; what its channel was given for ranks there, in how many
+    """Return the bytes to the other host that the dispatcher reports, those passed to its channel, and the number of
     exchanges."""
     case = how[1]
     batch, experts = cases.make(case)
@@ -162,7 +162,7 @@ def wire(rank: int, world: int, how: tuple[How, Case]) -> tuple[dict[str, WireBy
 def test_the_bytes_between_hosts_are_those_of_the_formula(
     deterministic: bool, wire_dtypes: WireDtypes, pool4: RankPool
 ) -> None:
-    how = How(Job("hierarchical", deterministic=deterministic, wire_dtypes=wire_dtypes), pieces=CUT)
+    how = How(Job("hierarchical", deterministic=deterministic, wire_dtypes=wire_dtypes), chunks=CUT)
     for case in (
         Case("random", hidden=136, top_k=3, tokens=150),
         Case("dropped", routing="dropped", top_k=5, tokens=150, dtype=torch.bfloat16, weights_grad=False),
@@ -186,25 +186,25 @@ def test_the_bytes_between_hosts_are_those_of_the_formula(
         assert sum(given for _, given, _ in ranks) == sum(part.total for part in formula.values())
 
 
-def test_large_blocks_cross_in_pieces_and_small_ones_whole(pool4: RankPool) -> None:
+def test_large_blocks_are_sent_in_chunks_and_small_ones_in_one(pool4: RankPool) -> None:
     """One token of each of ranks 0 and 1 has both its experts on host 1: 2 rows of 32 bytes for a rank there."""
     case = Case("half of it", tokens=2, routing="one_expert", split="even")
     few = {
-        pieces: pool4.run(wire, (How(Job("hierarchical"), pieces=pieces), case))
-        for pieces in (WHOLE, Pieces(64, 8), Pieces(32, 8), Pieces(1, 2))
+        chunks: pool4.run(wire, (How(Job("hierarchical"), chunks=chunks), case))
+        for chunks in (WHOLE, ChunkOptions(64, 8), ChunkOptions(32, 8), ChunkOptions(1, 2))
     }
-    exchanges = {pieces: {found[2] for found in ranks} for pieces, ranks in few.items()}
-    # There: ids, and rows twice; weights twice, and a gradient back. Rows come back twice.
+    exchanges = {chunks: {found[2] for found in ranks} for chunks, ranks in few.items()}
+    # Sent: ids, rows twice, weights twice. Returned: a gradient of weights, and rows twice.
     assert exchanges[WHOLE] == {8}
-    assert exchanges[Pieces(64, 8)] == {8}
-    assert exchanges[Pieces(32, 8)] == {8 + 2}, "what comes back, in two"
-    assert exchanges[Pieces(1, 2)] == {8 + 4}, "all rows"
+    assert exchanges[ChunkOptions(64, 8)] == {8}
+    assert exchanges[ChunkOptions(32, 8)] == {8 + 2}, "returned rows in two chunks"
+    assert exchanges[ChunkOptions(1, 2)] == {8 + 4}, "all rows in two chunks"
 
 
-# --- what goes wrong ---
+# --- faults ---
 
 
-def built_with(rank: int, world: int, hosts: list[list[int]]) -> Told:
+def built_with(rank: int, world: int, hosts: list[list[int]]) -> ErrorText:
     placement = ExpertPlacement.balanced(4, world)
     return caught(
         lambda: HierarchicalDispatcher(placement, dist.group.WORLD, rank, Job("").options, hosts[rank % len(hosts)])
@@ -216,34 +216,32 @@ def built_with(rank: int, world: int, hosts: list[list[int]]) -> Told:
     [
         ([[0, 1, 0, 1]], "ConfigError", "next to each other"),
         ([[0, 0, 0, 1]], "ConfigError", "equal numbers"),
-        ([[0, 0], [0, 0, 1, 1]], "ConfigError", "a number for each of the 4 ranks; got 2"),
+        ([[0, 0], [0, 0, 1, 1]], "ConfigError", "one number for each of the 4 ranks; got 2"),
         ([[0, 0, 1, 1], [0, 0, 0, 0]], "RankMismatch", "hosts"),
     ],
 )
-def test_hosts_that_cannot_be_are_refused_on_every_rank(
-    hosts: list[list[int]], kind: str, said: str, pool4: RankPool
-) -> None:
+def test_invalid_hosts_are_refused_on_every_rank(hosts: list[list[int]], kind: str, said: str, pool4: RankPool) -> None:
     for raised, message in pool4.run(built_with, hosts):
         assert raised == kind and said in message
 
 
-def cut_alike(rank: int, world: int, _: None) -> Told:
-    placement, pieces = ExpertPlacement.balanced(4, world), Pieces(most=1 + rank // 2)
+def cut_alike(rank: int, world: int, _: None) -> ErrorText:
+    placement, chunks = ExpertPlacement.balanced(4, world), ChunkOptions(max_chunks=1 + rank // 2)
     return caught(
-        lambda: HierarchicalDispatcher(placement, dist.group.WORLD, rank, pieces=pieces, hosts=two_hosts(world))
+        lambda: HierarchicalDispatcher(placement, dist.group.WORLD, rank, chunks=chunks, hosts=two_hosts(world))
     )
 
 
-def test_ranks_that_would_cut_into_other_pieces_are_refused(pool4: RankPool) -> None:
+def test_different_chunk_options_on_ranks_are_refused(pool4: RankPool) -> None:
     for raised, message in pool4.run(cut_alike, None):
-        assert raised == "RankMismatch" and "pieces" in message
+        assert raised == "RankMismatch" and "chunks" in message
 
 
-def on_one_host(rank: int, world: int, _: None) -> Told:
-    return caught(lambda: make_dispatcher(4, dist.group.WORLD, "hierarchical"))
+def on_one_host(rank: int, world: int, _: None) -> ErrorText:
+    return caught(lambda: make_dispatcher(4, dist.group.WORLD, backend="hierarchical"))
 
 
-def test_one_host_is_told_what_to_use_instead(pool2: RankPool) -> None:
+def test_a_single_host_is_refused_with_an_alternative(pool2: RankPool) -> None:
     for raised, message in pool2.run(on_one_host, None):
         assert raised == "ConfigError" and "all ranks are on one host; use 'shared_memory'" in message
 
@@ -259,12 +257,12 @@ def filled(heap: Any) -> list[Tensor]:
 
 
 def little_memory(rank: int, world: int, operation: str) -> tuple[bool, list[str]]:
-    """Shared memory of one rank is full from ``operation`` on. Equal to one rank's bits? And the warnings."""
+    """Fill the shared memory of a rank before ``operation``. Return whether bits equal one rank's, and warnings."""
     import warnings
 
     hosts = HostMap.of(two_hosts(world))
     group = dist.new_group()
-    own = communicator_of(communicator_of(group).part(hosts.members(hosts.host(rank)), 30.0))
+    own = communicator_of(communicator_of(group).subgroup(hosts.members(hosts.host(rank)), 30.0))
     heap = heap_of(own, 30.0, SharedOptions(initial_bytes=1 << 20, reserve_bytes=8 << 20)).heap
     case = Case("wide", tokens=600, hidden=2048, top_k=1, split="even")
     batch, experts = cases.make(case)
@@ -290,40 +288,40 @@ def little_memory(rank: int, world: int, operation: str) -> tuple[bool, list[str
 
 
 @pytest.mark.parametrize("operation", ["_send", "_sum", "_spread"])
-def test_without_room_in_shared_memory_rows_take_another_way(operation: str, pool4: RankPool) -> None:
+def test_without_room_in_shared_memory_rows_use_the_backend(operation: str, pool4: RankPool) -> None:
     """150 rows of 8 KB for each rank."""
     pytest.importorskip("moe_comm._C", reason="the native core is not built")
     for rank, (same, warned) in enumerate(pool4.run(little_memory, operation)):
         assert same
         assert bool(warned) == (rank < 2), "only that rank's host"
-        assert all("go over the group's backend instead" in text for text in warned)
+        assert all("are sent over the group's backend instead" in text for text in warned)
 
 
-def die_inside(rank: int, world: int, job: Job) -> tuple[Told, Told]:
-    """Rank 1 dies when the exchange between hosts is over and its host's is about to begin."""
+def die_inside(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText]:
+    """Rank 1 dies between the exchange with other hosts and the operation inside its host."""
     dispatcher: Any = workers.build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     x_TD, ids_TK = torch.ones(6, 8), torch.arange(12).view(6, 2) % 8
     sent = dispatcher.dispatch(x_TD, ids_TK, label="moe.3")
     if rank == 1:
         dispatcher._inside.sum = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    told = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.handle))
-    return told, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
+    error_texts = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.handle))
+    return error_texts, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_rank_lost_inside_its_host_is_an_error_on_every_rank(deterministic: bool, pool4: RankPool) -> None:
     job = replace(Job("hierarchical", timeout_s=60.0), deterministic=deterministic)
     found = pool4.run(die_inside, job, timeout=40, expect_dead={1})
-    for rank, told in enumerate(found):
+    for rank, error_texts in enumerate(found):
         if rank != 1:
-            (raised, message), (again, _) = told
-            assert raised == "PeerDied" and "rank 1" in message, told
-            assert again == "PeerDied", "refused from then on"
+            (raised, message), (again, _) = error_texts
+            assert raised == "PeerDied" and "rank 1" in message, error_texts
+            assert again == "PeerDied", "later calls raise again"
 
 
-def die_between_pieces(rank: int, world: int, job: Job) -> tuple[Told, Told]:
-    """Rank 1 dies when a piece of what goes home has left, and others have not."""
-    dispatcher: Any = How(job, pieces=CUT).build(cases.BY_NAME["plain"], rank, world)
+def die_between_chunks(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText]:
+    """Rank 1 dies after it has sent one of several chunks of returned rows."""
+    dispatcher: Any = How(job, chunks=CUT).build(cases.BY_NAME["plain"], rank, world)
     x_TD, ids_TK = torch.ones(6, 8), torch.arange(12).view(6, 2) % 8
     sent = dispatcher.dispatch(x_TD, ids_TK, label="moe.3")
     start, left = dispatcher.channel.start_all_to_all, 0
@@ -337,14 +335,14 @@ def die_between_pieces(rank: int, world: int, job: Job) -> tuple[Told, Told]:
 
     if rank == 1:
         dispatcher.channel.start_all_to_all = dies
-    told = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.handle))
-    return told, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
+    error_texts = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.handle))
+    return error_texts, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
 
 
-def test_a_rank_lost_between_pieces_is_an_error_on_every_rank(pool4: RankPool) -> None:
-    found = pool4.run(die_between_pieces, Job("hierarchical", timeout_s=60.0), timeout=40, expect_dead={1})
-    for rank, told in enumerate(found):
+def test_a_rank_lost_between_chunks_is_an_error_on_every_rank(pool4: RankPool) -> None:
+    found = pool4.run(die_between_chunks, Job("hierarchical", timeout_s=60.0), timeout=40, expect_dead={1})
+    for rank, error_texts in enumerate(found):
         if rank != 1:
-            (raised, message), (again, _) = told
-            assert raised == "PeerDied" and "rank 1" in message, told
-            assert again == "PeerDied", "refused from then on"
+            (raised, message), (again, _) = error_texts
+            assert raised == "PeerDied" and "rank 1" in message, error_texts
+            assert again == "PeerDied", "later calls raise again"

@@ -1,4 +1,4 @@
-"""The native dispatchers: memory is reused and given back, rows are read in place, and ranks that differ are told."""
+"""The native dispatchers: memory is reused and freed, rows are read in place, and differences between ranks raise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def random_call(d: Dispatcher, g: torch.Generator, own: torch.Generator) -> None
         sent.append((d.dispatch(x_TD, ids_TK), weights_TK))
     for found, weights_TK in sent:
         rows = found.rows_RD
-        if two == 1:  # as the experts do: into memory that peers read in place
+        if two == 1:  # memory that peers read in place, as experts use
             out = d.empty_rows(*rows.shape, rows.dtype, rows.device)
             out.copy_(rows.detach())
             rows = rows + (out - rows).detach()
@@ -59,7 +59,7 @@ def random_call(d: Dispatcher, g: torch.Generator, own: torch.Generator) -> None
 
 
 def exercise(d: Dispatcher, rank: int, heap: Any) -> tuple[int, list[int], list[int]]:
-    """The same 100 random calls three times; what is in use afterwards and how large the heap was after each."""
+    """Run the same 100 random calls three times. Return the used memory and the sizes of the heap after each run."""
     used, sizes = [], []
     for _ in range(3):
         g, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
@@ -76,13 +76,13 @@ def exercise_shared(rank: int, world: int, _: None) -> tuple[int, list[int], lis
     return exercise(d, rank, d.shared.heap)
 
 
-def test_memory_comes_back_and_stops_growing(pool2: RankPool) -> None:
+def test_memory_is_freed_and_stops_growing(pool2: RankPool) -> None:
     for blocks, used, sizes in pool2.run(exercise_shared):
         assert blocks == 0 and used == [0, 0, 0]
         assert sizes[0] == sizes[1] == sizes[2]
 
 
-def test_local_memory_comes_back_and_stops_growing() -> None:
+def test_local_memory_is_freed_and_stops_growing() -> None:
     gc.collect()
     heap = private_heap()
     before, used_before = heap.blocks, heap.used
@@ -92,7 +92,7 @@ def test_local_memory_comes_back_and_stops_growing() -> None:
 
 
 def in_place(rank: int, world: int, _: None) -> list[int]:
-    """Peaks of the heap: after dispatch, after a combine of rows from empty_rows, and of rows from elsewhere."""
+    """Return peaks of the heap: after dispatch, and after a combine of rows from empty_rows and of other rows."""
     d = made(rank, world)
     heap = d.shared.heap
     x_TD = torch.randn(64, 256)
@@ -109,28 +109,28 @@ def in_place(rank: int, world: int, _: None) -> list[int]:
     return [*peaks, rows.numel() * 4]
 
 
-def test_combine_reads_rows_of_the_heap_in_place_and_copies_others_for_the_while(pool2: RankPool) -> None:
+def test_combine_reads_rows_of_the_heap_in_place_and_copies_others(pool2: RankPool) -> None:
     for own, same, more, size in pool2.run(in_place):
         assert same == own
         assert more == own + size
 
 
 def out_of_memory(rank: int, world: int, _: None) -> tuple[str, str, int]:
-    """Rank 1's heap is too small for what the ranks send it."""
+    """Rank 1's heap is too small for its rows."""
     d = made(rank, world, initial_bytes=0, reserve_bytes=(2 << 20) if rank else (1 << 30))
     x_TD = torch.ones(2048, 512)
     last = torch.full((2048, 1), EXPERTS - 1)
     try:
         d.dispatch(x_TD, last)
     except HeapError as error:
-        told = str(error)
+        error_texts = str(error)
     small = d.dispatch(x_TD[:4], last[:4])
     right = torch.equal(d.combine(small.rows_RD, torch.ones(4, 1), small.handle), x_TD[:4])
     del small
-    return told, str(right), d.shared.heap.blocks
+    return error_texts, str(right), d.shared.heap.blocks
 
 
-def test_a_rank_without_room_is_a_heap_error_on_every_rank_and_the_group_goes_on(pool2: RankPool) -> None:
+def test_a_rank_without_room_is_a_heap_error_on_every_rank_and_the_group_stays_usable(pool2: RankPool) -> None:
     found = pool2.run(out_of_memory)
     assert "rank 1 has no room for its rows" in found[0][0]
     assert "may hold at most 2097152" in found[1][0]
@@ -139,30 +139,30 @@ def test_a_rank_without_room_is_a_heap_error_on_every_rank_and_the_group_goes_on
 
 def grads_differ(rank: int, world: int, _: None) -> list[str]:
     d = made(rank, world)
-    told = []
+    error_texts = []
     x_TD, ids_TK, weights_TK = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
     for who in range(world):
         try:
             d.dispatch(x_TD.clone().requires_grad_(rank == who), ids_TK, label="moe.1")
         except RankMismatch as error:
-            told.append(str(error))
+            error_texts.append(str(error))
     found = d.dispatch(x_TD, ids_TK)
     try:
         d.combine(found.rows_RD, weights_TK.clone().requires_grad_(rank == 0), found.handle)
     except RankMismatch as error:
-        told.append(str(error))
+        error_texts.append(str(error))
     assert torch.equal(d.combine(found.rows_RD, weights_TK, found.handle), 2 * x_TD)
-    return told
+    return error_texts
 
 
-def test_ranks_that_differ_in_requires_grad_are_told_before_backward_can_hang(pool2: RankPool) -> None:
-    for told in pool2.run(grads_differ):
-        assert len(told) == 3
-        assert told[0].startswith(
+def test_a_difference_in_requires_grad_raises_before_backward_can_hang(pool2: RankPool) -> None:
+    for error_texts in pool2.run(grads_differ):
+        assert len(error_texts) == 3
+        assert error_texts[0].startswith(
             "ranks disagree on requires_grad in dispatch (call 1) of layer 'moe.1': rank 0: True, rank 1: False."
         )
-        assert "rank 0: False, rank 1: True" in told[1]
-        assert "ranks disagree on requires_grad in combine (call 4): rank 0: True, rank 1: False." in told[2]
+        assert "rank 0: False, rank 1: True" in error_texts[1]
+        assert "ranks disagree on requires_grad in combine (call 4): rank 0: True, rank 1: False." in error_texts[2]
 
 
 @pytest.mark.parametrize("label", ["", "moe.3", "Schicht äöü " * 40, "x" * 320, "x" * 321])
@@ -184,28 +184,28 @@ def test_the_core_packs_headers_as_python_does(label: str, fault: MoeCommError |
 
 
 def mixed_up(rank: int, world: int, _: None) -> list[str]:
-    """Two dispatchers alike on one group: a layout given to the other one, then each rank calls another one."""
+    """Two equal dispatchers on one group: combine with the other's handle, then use different ones on each rank."""
     one = made(rank, world)
     two = SharedMemoryDispatcher(one.placement, one.group, rank, one.options)
     x_TD, ids_TK = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64)
     sent = one.dispatch(x_TD, ids_TK)
     two.dispatch(x_TD, ids_TK)
-    told = []
+    error_texts = []
     for call in (
         lambda: two.combine(sent.rows_RD, torch.ones(3, 2), sent.handle),
         lambda: (two if rank else one).dispatch(x_TD, ids_TK),
     ):
         try:
             call()
-            told.append("nothing")
+            error_texts.append("nothing")
         except MoeCommError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            error_texts.append(f"{type(error).__name__}: {error}")
+    return error_texts
 
 
-def test_dispatchers_of_one_group_are_told_apart(pool2: RankPool) -> None:
+def test_dispatchers_of_one_group_are_distinguished(pool2: RankPool) -> None:
     for foreign, crossed in pool2.run(mixed_up):
-        assert foreign.startswith("InputError") and "made by another dispatcher" in foreign
+        assert foreign.startswith("InputError") and "belongs to another dispatcher" in foreign
         assert crossed.startswith("RankMismatch")
 
 

@@ -1,4 +1,4 @@
-"""What only ``peer_to_peer`` has; the contract is in test_contract.py. Its kernels run on CPU tensors here."""
+"""Features of ``peer_to_peer`` only, with kernels on CPU tensors; test_contract.py has the contract."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError, InputError, PeerTimeout
 from moe_comm.gpu import protocol
-from moe_comm.gpu.launch import Launch, RecordingLauncher, kernel_fields
+from moe_comm.gpu.arguments import kernel_fields
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, check_grads
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import BY_NAME
-from tests.dispatch.workers import Job, Told, caught
+from tests.dispatch.workers import ErrorText, Job, caught
 from tests.pool import RankPool
+from tests.support.launches import RecordedLaunch, RecordingLauncher
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
@@ -56,11 +57,11 @@ def test_one_rank_has_the_bits_of_plain_torch(name: str) -> None:
     assert same(workers.layer(alone(experts=case.num_experts), case, batch, experts), whole)
 
 
-# --- relay, payloads, numbers of blocks: the same bits ---
+# --- relay, wire dtypes, numbers of blocks: the same bits ---
 
 
 def several(rank: int, world: int, job: Job) -> list[tuple[str, bool]]:
-    """SOME cases with the settings of ``job``: does this rank have what ``all_to_all`` gives it?"""
+    """Run SOME cases with the settings of ``job``. Return whether the results equal those of ``all_to_all``."""
     found = []
     for name in SOME:
         ours = workers.run_case(BY_NAME[name], job, dist.group.WORLD, rank, world)
@@ -101,9 +102,8 @@ def test_a_layer_has_right_gradients_through_it(pool: RankPool) -> None:
 # --- room ---
 
 
-def no_room(rank: int, world: int, job: Job) -> tuple[Told, Told, bool]:
-    """All rows to the last rank's experts, more than its heap takes; a combine of rows that find no room; a usable
-    call."""
+def no_room(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText, bool]:
+    """Dispatch more rows to the last rank than its heap takes, combine rows without room, and run a valid call."""
     dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     x_TD, ids_TK = torch.full((8, 64), float(rank), device=job.device), torch.full((8, 1), 7, device=job.device)
     full = caught(lambda: dispatcher.dispatch(x_TD, ids_TK, label="moe.3"))
@@ -119,7 +119,7 @@ def no_room(rank: int, world: int, job: Job) -> tuple[Told, Told, bool]:
     return full, combine, torch.equal(y_TD, x_TD[:1])
 
 
-def test_a_full_heap_is_the_same_error_on_every_rank_and_ranks_work_on(pool: RankPool) -> None:
+def test_a_full_heap_is_the_same_error_on_every_rank_and_ranks_stay_usable(pool: RankPool) -> None:
     job = replace(JOB, peers=replace(PEERS, heap_bytes=4096))
     for full, combine, works_on in pool.run(no_room, job):
         assert full[0] == "HeapError" and "rank 3 has no room in its heap for 32 rows" in full[1], full
@@ -149,7 +149,7 @@ def test_forward_and_backward_leave_nothing_in_the_heap(pool: RankPool) -> None:
 
 
 def fixed(rank: int, world: int, job: Job) -> tuple[bool, bool, int, int]:
-    """Capacity that is enough: the bits of ``dispatch``. Then one that is not."""
+    """Compare with ``dispatch`` for a sufficient capacity, then use one that is too small."""
     dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     assert isinstance(dispatcher, PeerToPeerDispatcher)
     g = torch.Generator().manual_seed(rank)
@@ -179,7 +179,7 @@ def fixed(rank: int, world: int, job: Job) -> tuple[bool, bool, int, int]:
     return enough, dropped_are_zero, dispatcher.overflow, sent.ends_E[-1].item()  # type: ignore[return-value]
 
 
-def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_what_finds_no_room(pool: RankPool) -> None:
+def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_the_rest(pool: RankPool) -> None:
     found = pool.run(fixed, replace(JOB, peers=replace(PEERS, capacity_rows=16)))
     assert [of_rank[:2] for of_rank in found] == [(True, True)] * 4
     assert [of_rank[2] for of_rank in found] == [0, 0, 2, 6], "slots without room, by the rank that sent them"
@@ -191,11 +191,11 @@ def test_fixed_dispatch_needs_a_capacity() -> None:
         alone().dispatch_fixed(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
 
 
-# --- few rows ---
+# --- low latency ---
 
 
-def few(rank: int, world: int, job: Job) -> tuple[bool, Told, Told]:
-    """Several rounds of decoding: the bits of dispatch and combine? Then what is refused."""
+def few(rank: int, world: int, job: Job) -> tuple[bool, ErrorText, ErrorText]:
+    """Run several rounds of decoding and compare with dispatch and combine. Then make calls that are refused."""
     dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     assert isinstance(dispatcher, PeerToPeerDispatcher)
     good = True
@@ -225,14 +225,14 @@ def few(rank: int, world: int, job: Job) -> tuple[bool, Told, Told]:
 
 
 @pytest.mark.parametrize("wire_dtype", ["same", "fp8_block"])
-def test_few_rows_have_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool: RankPool) -> None:
+def test_low_latency_has_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool: RankPool) -> None:
     for good, many, between in pool.run(few, replace(JOB, wire_dtypes=WireDtypes(dispatch=wire_dtype))):
         assert good
-        assert many[0] == "InputError" and "5 tokens" in many[1]
+        assert many[0] == "InputError" and "got 5" in many[1]
         assert between[0] == "ConfigError" and "low_latency_combine" in between[1]
 
 
-# --- what is launched ---
+# --- launches ---
 
 
 def _write(address: int, *values: int) -> None:
@@ -240,8 +240,8 @@ def _write(address: int, *values: int) -> None:
         ctypes.c_int64.from_address(address + 8 * i).value = value
 
 
-def _device(launch: Launch) -> None:
-    """As much of a device as the host relies on: meetings of one rank that has three rows for expert 0, one for 1."""
+def _device(launch: RecordedLaunch) -> None:
+    """Simulate the device: meetings of one rank with three rows for expert 0 and one for expert 1."""
     if launch.kernel == "meet":
         words = launch.words
         _write(words["report_at"], ctypes.c_int64.from_address(words["report_at"]).value + 1)
@@ -288,15 +288,15 @@ def test_launches_of_a_step_with_their_grids_and_words() -> None:
         "sum",
         "done",
     ]
-    told, total, _, told_back, spread, _, _, unweighted, _ = (launch.words for launch in seen)
-    assert told["offer_0"] == sent.rows_RD.data_ptr() - start, "read in place"
+    error_texts, total, _, told_back, spread, _, _, unweighted, _ = (launch.words for launch in seen)
+    assert error_texts["offer_0"] == sent.rows_RD.data_ptr() - start, "read in place"
     assert total["y_at"] == y_TD.data_ptr() and total["place_at"] == push["place_at"] == spread["place_at"]
     assert total["weights_at"] and not unweighted["weights_at"]
-    assert told_back["offer_0"] == told["offer_0"] != told_back["offer_1"] and spread["dots_at"]
+    assert told_back["offer_0"] == error_texts["offer_0"] != told_back["offer_1"] and spread["dots_at"]
     assert [launch.grid for launch in seen] == [1, 2, 1] * 3
 
 
-def test_launches_without_the_host_and_of_few_rows() -> None:
+def test_launches_without_the_host_and_of_low_latency() -> None:
     launcher = RecordingLauncher(kernel_fields(), _device)
     options = DispatchOptions(peer_to_peer=replace(PEERS, capacity_rows=9))
     dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
@@ -320,19 +320,19 @@ def test_launches_without_the_host_and_of_few_rows() -> None:
         assert send.words["offers_at"] != total.words["offers_at"]
 
 
-def test_what_fails_while_nobody_waits_comes_with_the_next_call_and_ends_it() -> None:
+def test_an_unchecked_failure_raises_in_the_next_call_and_ends_the_group() -> None:
     """As on a GPU."""
     dispatcher = alone()
     dispatcher.memory.turns._report[1:6] = torch.tensor([protocol.TIMED_OUT, 0, protocol.ARRIVED, 7, 6])
     for _ in range(2):
-        with pytest.raises(PeerTimeout, match="for rank 0 to send its rows; its word stands at 6, not 7"):
+        with pytest.raises(PeerTimeout, match="for rank 0 to send its rows; its flag is 6, expected 7"):
             dispatcher.dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
         dispatcher.memory.turns._report.zero_()
     with pytest.raises(PeerTimeout):
         dispatcher.check()
 
 
-def test_what_it_is_not_for_is_refused() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     placement = ExpertPlacement.balanced(2, 1)
     with pytest.raises(ConfigError, match="emulate=True"):
         PeerToPeerDispatcher(placement, None, 0, DispatchOptions(), "cpu")
@@ -343,18 +343,18 @@ def test_what_it_is_not_for_is_refused() -> None:
             PeerToPeerOptions(**{name: 0})
 
 
-def built(rank: int, world: int, job: Job) -> tuple[str, str, Told, Told]:
+def built(rank: int, world: int, job: Job) -> tuple[str, str, ErrorText, ErrorText]:
     group, options = dist.group.WORLD, job.options
     different = DispatchOptions(peer_to_peer=replace(PEERS, num_blocks=1 + rank))
     return (
-        make_dispatcher(4, group, "peer_to_peer", options=options).name,
+        make_dispatcher(4, group, backend="peer_to_peer", options=options).name,
         make_dispatcher(4, group, options=options).name,
-        caught(lambda: make_dispatcher(4, group, "peer_to_peer")),
-        caught(lambda: make_dispatcher(4, group, "peer_to_peer", options=different)),
+        caught(lambda: make_dispatcher(4, group, backend="peer_to_peer")),
+        caught(lambda: make_dispatcher(4, group, backend="peer_to_peer", options=different)),
     )
 
 
-def test_on_the_cpu_it_is_had_by_asking_for_the_emulation_and_never_by_auto(pool: RankPool) -> None:
+def test_on_the_cpu_it_needs_emulation_and_auto_never_takes_it(pool: RankPool) -> None:
     for name, auto, unasked, different in pool.run(built, JOB):
         assert (name, auto) == ("peer_to_peer", "shared_memory")
         assert unasked[0] == "ConfigError" and "emulate=True" in unasked[1]

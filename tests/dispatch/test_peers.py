@@ -1,4 +1,4 @@
-"""What became of a rank's process, and which backend errors are about peers."""
+"""The state of a rank's process, and backend errors caused by peers."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import pytest
 import torch.distributed as dist
 
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.communicator import unmet
+from moe_comm.comm.communicator import new_communicator
 from moe_comm.comm.peers import Process, _stat
 from moe_comm.errors import PeerDied, PeerTimeout
 
 
-def test_the_own_process_is_alive_and_others_hosts_are_not_judged() -> None:
+def test_this_process_is_alive_and_other_hosts_are_unknown() -> None:
     own = Process.own()
-    assert own.fate(own.host) == "alive"
-    assert replace(own, host=own.host + 1).fate(own.host) == "on another host"
+    assert own.status(own.host) == "alive"
+    assert replace(own, host=own.host + 1).status(own.host) == "on another host"
 
 
-def test_a_process_that_took_over_the_pid_is_another_one() -> None:
+def test_a_process_that_reuses_the_pid_is_another_one() -> None:
     own = Process.own()
-    assert replace(own, started=own.started - 1).fate(own.host) == "ended"
+    assert replace(own, started=own.started - 1).status(own.host) == "ended"
 
 
-def test_stopped_ended_and_unreaped_processes_are_told_apart() -> None:
+def test_stopped_ended_and_unreaped_processes_are_distinguished() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     stat = _stat(child.pid)
     assert stat is not None
     process = Process(Process.own().host, child.pid, stat[1])
-    assert process.fate(process.host) == "alive"
+    assert process.status(process.host) == "alive"
     child.send_signal(signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
-    assert process.fate(process.host) == "stopped"
+    assert process.status(process.host) == "stopped"
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process.fate(process.host) == "ended", "a zombie has ended"
+    assert process.status(process.host) == "ended", "a zombie has ended"
     child.communicate()
-    assert process.fate(process.host) == "ended"
+    assert process.status(process.host) == "ended"
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_stopped_ended_and_unreaped_processes_are_told_apart() -> None:
         ("Invalid scalar type", None),
     ],
 )
-def test_backend_errors_become_ours_only_where_they_are_about_peers(text: str, kind: type | None) -> None:
+def test_only_backend_errors_about_peers_are_translated(text: str, kind: type | None) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        channel = Channel(unmet(dist.group.WORLD), 1.0)
+        channel = Channel(new_communicator(dist.group.WORLD), 1.0)
         found = channel.peer_error(text, 1.0, "dispatch (call 1)")
     finally:
         dist.destroy_process_group()

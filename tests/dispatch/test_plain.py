@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from moe_comm.dispatch import plain
@@ -26,7 +25,7 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, int]:
 
 @SEEDED
 @given(routings())
-def test_slots_stand_by_expert_then_token_then_slot(routing: tuple[Tensor, int]) -> None:
+def test_slots_are_ordered_by_expert_then_token_then_slot(routing: tuple[Tensor, int]) -> None:
     ids_TK, experts = routing
     kept, place_TK, counts_E = plain.sort_slots(ids_TK, experts)
     flat = ids_TK.reshape(-1).tolist()
@@ -38,7 +37,7 @@ def test_slots_stand_by_expert_then_token_then_slot(routing: tuple[Tensor, int])
 
 @SEEDED
 @given(routings(), st.sampled_from([-2, -(2**63), 2**31 - 1, 2**63 - 1]), st.data())
-def test_bad_ids_are_counted_and_go_nowhere(routing: tuple[Tensor, int], bad: int, data: st.DataObject) -> None:
+def test_bad_ids_are_counted_and_not_dispatched(routing: tuple[Tensor, int], bad: int, data: st.DataObject) -> None:
     ids_TK, experts = routing[0].long(), routing[1]
     if not ids_TK.numel():
         assert plain.count_slots(ids_TK, experts).tolist() == [0] * (experts + 4)
@@ -69,7 +68,7 @@ def routed(dtype: torch.dtype, hidden: int, seed: int = 0) -> tuple[Tensor, Tens
     g = torch.Generator().manual_seed(seed)
     ids_TK = torch.randint(-1, 5, (11, 4), generator=g)
     kept, place_TK, _ = plain.sort_slots(ids_TK, 5)
-    weights_TK = torch.rand(11, 4, generator=g).to(plain.wide_dtype(dtype))
+    weights_TK = torch.rand(11, 4, generator=g).to(plain.accumulate_dtype(dtype))
     weights_TK[ids_TK < 0] = float("nan")
     rows_RD = torch.randn(kept.numel(), hidden, generator=g).to(dtype)
     return rows_RD, place_TK, weights_TK, torch.randn(11, hidden, generator=g).to(dtype)
@@ -96,7 +95,7 @@ def test_sums_products_and_gradients_agree_with_float64(dtype: torch.dtype, hidd
     torch.testing.assert_close(
         plain.spread(grad_TD, place_TK, weights_TK, rows_RD.shape[0]), grad_rows.to(dtype), **close
     )
-    wide = torch.finfo(plain.wide_dtype(dtype)).eps
+    wide = torch.finfo(plain.accumulate_dtype(dtype)).eps
     torch.testing.assert_close(
         plain.weight_grad(grad_TD, rows_RD, place_TK), w_grad, rtol=0, atol=64 * wide * hidden**0.5, check_dtype=False
     )

@@ -1,4 +1,4 @@
-"""Pieces of what crosses between hosts: how many, and that they come together as the whole."""
+"""Chunks of rows between hosts: their number, and that the result is complete."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from moe_comm.comm.channel import PendingTensor
-from moe_comm.dispatch.hierarchical.rail import Arriving, Pieces, joined
+from moe_comm.dispatch.hierarchical.rail import ChunkOptions, PendingBlocks, gather_ranges
 from moe_comm.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "count"), [(0, 1), (99, 1), (100, 1), (199, 1), (200, 2), (399, 3), (400, 4), (10**9, 4)]
 )
-def test_a_piece_has_its_least_bytes_and_there_are_not_too_many(num_bytes: int, count: int) -> None:
-    assert Pieces(least_bytes=100, most=4).count(num_bytes) == count
+def test_a_chunk_has_its_minimum_bytes_and_the_number_is_limited(num_bytes: int, count: int) -> None:
+    assert ChunkOptions(min_bytes=100, max_chunks=4).count(num_bytes) == count
 
 
-@pytest.mark.parametrize("wrong", [{"least_bytes": 0}, {"most": 0}])
-def test_pieces_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize("wrong", [{"min_bytes": 0}, {"max_chunks": 0}])
+def test_invalid_chunk_options_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        Pieces(**wrong)
+        ChunkOptions(**wrong)
 
 
-def arriving(rows_ND: Tensor, cuts: list[int], own: range) -> Arriving:
-    """Pieces between ``cuts``, two by two in a message, last ones first."""
+def arriving(rows_ND: Tensor, cuts: list[int], own: range) -> PendingBlocks:
+    """Blocks divided at ``cuts``, two row ranges per message, last ones first."""
     edges = sorted({0, len(rows_ND), own.start, own.stop, *cuts})
     spans = [range(a, b) for a, b in pairwise(edges) if not own.start <= a < own.stop][::-1]
-    pieces = [spans[i : i + 2] for i in range(0, len(spans), 2)]
-    return Arriving(len(rows_ND), own, tuple((piece, PendingTensor.here(joined(rows_ND, piece))) for piece in pieces))
+    chunks = [spans[i : i + 2] for i in range(0, len(spans), 2)]
+    return PendingBlocks(
+        len(rows_ND), own, tuple((piece, PendingTensor.completed(gather_ranges(rows_ND, piece))) for piece in chunks)
+    )
 
 
 @given(st.data())
-def test_rows_come_together_in_their_order_or_at_an_index(data: st.DataObject) -> None:
+def test_rows_are_in_their_order_or_at_an_index(data: st.DataObject) -> None:
     rows = data.draw(st.integers(0, 12))
     rows_ND = torch.arange(rows * 3.0).view(rows, 3)
     place = st.integers(0, rows)

@@ -1,25 +1,24 @@
-"""Index arithmetic of the two levels against loops: copies, slots, what comes back, and the formula for the bytes."""
+"""Index arithmetic of hierarchical dispatch against loops: copies, slots, returned rows, and the formula for bytes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_comm.dispatch import WireDtypes
 from moe_comm.dispatch.hierarchical.relay_routes import (
-    ELSEWHERE,
-    NOWHERE,
+    DROPPED_SLOT,
+    OTHER_HOST,
     HostMap,
-    Way,
-    departures,
+    ReturnFormat,
     expert_places,
     ids_dtype,
     inter_host_bytes,
-    units,
-    way_back,
+    plan_sends,
+    relay_units,
+    return_format,
 )
 from moe_comm.dispatch.wire_dtype import bytes_per_row
 from moe_comm.errors import ConfigError
@@ -38,14 +37,14 @@ def test_hosts_are_blocks_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1, 0, 0], [0, 1, 1, 2], []])
-def test_hosts_that_are_no_blocks_of_equal_size_are_refused(hosts: list[int]) -> None:
+def test_hosts_that_are_not_blocks_of_equal_size_are_refused(hosts: list[int]) -> None:
     with pytest.raises(ConfigError, match="equal numbers of ranks"):
         HostMap.of(hosts)
 
 
 @SEEDED
 @given(st.data())
-def test_copies_slots_and_what_comes_back_stand_by_host(data: st.DataObject) -> None:
+def test_copies_slots_and_returned_rows_are_ordered_by_host(data: st.DataObject) -> None:
     hosts, tokens, top_k = (data.draw(st.integers(1, n)) for n in (4, 9, 5))
     bounds = [0, *np.cumsum([data.draw(st.integers(0, 3)) for _ in range(hosts)]).tolist()]
     ids = [[data.draw(st.integers(-1, bounds[-1] - 1)) for _ in range(top_k)] for _ in range(tokens)]
@@ -59,37 +58,40 @@ def test_copies_slots_and_what_comes_back_stand_by_host(data: st.DataObject) -> 
     slots_H = [sum(h == where for where, _, _ in slots) for h in range(hosts)]
     lead = {(h, t, k) for h, t, k in slots if all(other in (h, -1) for other in to[t][:k])}
     joined = {(h, t, k) for h, t, k in lead if any(slot in lead for slot in ((h, t, j) for j in range(k)))}
-    back = {
+    returned = {
         "sums": [(h, t, None) for h, t in copies],
         "slots": slots,
         "runs": [slot for slot in slots if slot not in joined],
     }
-    ways: tuple[Way, ...] = ("sums", "slots", "runs")
-    for way in ways:
-        found = departures(torch.tensor(ids), bounds, slots_H, way)
-        assert found.token_C.tolist() == [t for _, t in copies]
-        assert list(found.copies_H) == [sum(h == where for where, _ in copies) for h in range(hosts)]
-        assert found.ids_CK.dtype == torch.int16
-        assert found.ids_CK.tolist() == [
-            [e - bounds[h] if to[t][k] == h else ELSEWHERE if e >= 0 else NOWHERE for k, e in enumerate(ids[t])]
+    formats: tuple[ReturnFormat, ...] = ("sums", "slots", "runs")
+    for back in formats:
+        plan = plan_sends(torch.tensor(ids), bounds, slots_H, back)
+        assert plan.token_C.tolist() == [t for _, t in copies]
+        assert list(plan.copies_H) == [sum(h == where for where, _ in copies) for h in range(hosts)]
+        assert plan.ids_CK.dtype == torch.int16
+        assert plan.ids_CK.tolist() == [
+            [e - bounds[h] if to[t][k] == h else OTHER_HOST if e >= 0 else DROPPED_SLOT for k, e in enumerate(ids[t])]
             for h, t in copies
         ]
-        assert found.slot_S.tolist() == [t * top_k + k for _, t, k in slots]
-        rows = back[way]
-        assert list(found.rows_H) == [sum(row[0] == h for row in rows) for h in range(hosts)]
-        last = [[(h, t, None) for h in range(hosts)] if way == "sums" else [] for t in range(tokens)]
-        wanted = [last[t] or [(to[t][k], t, k) for k in range(top_k)] for t in range(tokens)]
-        assert found.place_TX.tolist() == [[rows.index(r) if r in rows else -1 for r in of] for of in wanted]
-        assert (found.lead_TK is not None) == (way == "runs")
-        if found.lead_TK is not None:
-            assert {(to[t][k], t, k) for t, k in found.lead_TK.nonzero().tolist()} == lead
+        assert plan.slot_S.tolist() == [t * top_k + k for _, t, k in slots]
+        rows = returned[back]
+        assert list(plan.rows_H) == [sum(row[0] == h for row in rows) for h in range(hosts)]
+        last = [[(h, t, None) for h in range(hosts)] if back == "sums" else [] for t in range(tokens)]
+        expected = [last[t] or [(to[t][k], t, k) for k in range(top_k)] for t in range(tokens)]
+        assert plan.place_TX.tolist() == [[rows.index(r) if r in rows else -1 for r in of] for of in expected]
+        assert (plan.lead_TK is not None) == (back == "runs")
+        if plan.lead_TK is not None:
+            assert {(to[t][k], t, k) for t, k in plan.lead_TK.nonzero().tolist()} == lead
 
 
-PICTURE = [[3, NOWHERE, 2, 2, ELSEWHERE, 1, 0], [ELSEWHERE, 4, 4, NOWHERE, NOWHERE, NOWHERE, NOWHERE]]
+PICTURE = [
+    [3, DROPPED_SLOT, 2, 2, OTHER_HOST, 1, 0],
+    [OTHER_HOST, 4, 4, DROPPED_SLOT, DROPPED_SLOT, DROPPED_SLOT, DROPPED_SLOT],
+]
 
 
 @pytest.mark.parametrize(
-    ("way", "tokens", "ids", "rows"),
+    ("back", "tokens", "ids", "rows"),
     [
         ("sums", None, [[3, -1, 2, 2, -1, 1, 0], [-1, 4, 4, -1, -1, -1, -1]], (2, 0)),
         ("slots", [0, 0, 0, 0, 0, 1, 1], [[3], [2], [2], [1], [0], [4], [4]], (7, 0)),
@@ -107,26 +109,26 @@ PICTURE = [[3, NOWHERE, 2, 2, ELSEWHERE, 1, 0], [ELSEWHERE, 4, 4, NOWHERE, NOWHE
         ),
     ],
 )
-def test_a_relay_sends_home_slots_or_a_first_run_or_one_sum(
-    way: Way, tokens: list[int] | None, ids: list[list[int]], rows: tuple[int, ...]
+def test_a_relay_returns_slots_or_a_leading_run_or_one_sum(
+    back: ReturnFormat, tokens: list[int] | None, ids: list[list[int]], rows: tuple[int, ...]
 ) -> None:
-    found = units(torch.tensor(PICTURE), (2, 0), (7, 0), way)
+    found = relay_units(torch.tensor(PICTURE), (2, 0), (7, 0), back)
     assert (None if found.token_U is None else found.token_U.tolist()) == tokens
     assert found.ids_UK.tolist() == ids and found.rows_H == rows
     assert found.ids_UK.flatten()[found.slot_S].tolist() == [3, 2, 2, 1, 0, 4, 4]
-    assert (found.lead_S is not None) == (way == "runs")
+    assert (found.lead_S is not None) == (back == "runs")
     if found.lead_S is not None:
         assert found.lead_S.tolist() == [True, True, True, False, False, False, False]
 
 
-def test_only_sums_as_wide_as_the_whole_have_its_bits() -> None:
+def test_partial_sums_need_the_dtype_of_the_total() -> None:
     same = WireDtypes()
-    assert way_back(True, torch.float32, same) == way_back(True, torch.float64, same) == "runs"
-    assert way_back(True, torch.bfloat16, same) == way_back(True, torch.float16, same) == "slots"
-    assert way_back(True, torch.float32, WireDtypes(combine="bf16")) == "slots"
-    assert way_back(True, torch.float32, WireDtypes(dispatch_backward="bf16")) == "slots"
-    assert way_back(True, torch.float32, WireDtypes("fp8_token", combine_backward="bf16")) == "runs"
-    assert way_back(False, torch.float32, same) == way_back(False, torch.bfloat16, same) == "sums"
+    assert return_format(True, torch.float32, same) == return_format(True, torch.float64, same) == "runs"
+    assert return_format(True, torch.bfloat16, same) == return_format(True, torch.float16, same) == "slots"
+    assert return_format(True, torch.float32, WireDtypes(combine="bf16")) == "slots"
+    assert return_format(True, torch.float32, WireDtypes(dispatch_backward="bf16")) == "slots"
+    assert return_format(True, torch.float32, WireDtypes("fp8_token", combine_backward="bf16")) == "runs"
+    assert return_format(False, torch.float32, same) == return_format(False, torch.bfloat16, same) == "sums"
 
 
 def test_the_ids_of_many_experts_are_wider() -> None:
@@ -135,7 +137,7 @@ def test_the_ids_of_many_experts_are_wider() -> None:
 
 @SEEDED
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.data())
-def test_rows_stand_by_source_rank(hosts: int, per_host: int, experts: int, data: st.DataObject) -> None:
+def test_rows_are_ordered_by_source_rank(hosts: int, per_host: int, experts: int, data: st.DataObject) -> None:
     where, host = HostMap(hosts, per_host), data.draw(st.integers(0, hosts - 1))
     counts = [[data.draw(st.integers(0, 3)) for _ in range(experts + 1)] for _ in range(where.world)]
     arrived = [
@@ -151,8 +153,8 @@ def test_rows_stand_by_source_rank(hosts: int, per_host: int, experts: int, data
         assert [sorted(arrived)[place] for place in place_N.tolist()] == side
 
 
-def test_a_token_crosses_once_however_many_of_its_experts_are_there() -> None:
-    """4 ranks of 10 tokens with 8 slots, of which each host has 4: in turns, or those of host 0 first."""
+def test_a_token_is_sent_once_to_a_host_with_several_of_its_experts() -> None:
+    """4 ranks of 10 tokens with 8 slots, 4 for each host: alternating, or those of host 0 first."""
     turns, first = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7]), torch.arange(8)
     row = bytes_per_row(16, WireDtypes().of("dispatch"), torch.float32)
     for ids_K, deterministic, back in ((turns, True, 4), (first, True, (4 + 1) / 2), (first, False, 1)):

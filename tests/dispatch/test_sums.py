@@ -19,7 +19,7 @@ def _draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_a_weighted_sum_is_that_of_plain_torch(dtype: torch.dtype, hidden: int) -> None:
     rows = _draw(50, hidden, dtype=dtype)
     place = torch.randint(-1, 50, (33, 3), generator=torch.Generator().manual_seed(hidden))
-    weights = _draw(33, 3, dtype=plain.wide_dtype(dtype))
+    weights = _draw(33, 3, dtype=plain.accumulate_dtype(dtype))
     for given in (weights, None, weights.T.contiguous().T):
         assert torch.equal(sums.weighted_sum(rows, place, given), plain.weighted_sum(rows, place, given))
     away = torch.full_like(place, -1)
@@ -28,8 +28,8 @@ def test_a_weighted_sum_is_that_of_plain_torch(dtype: torch.dtype, hidden: int) 
         assert torch.equal(sums.weighted_sum(some, places, kept), plain.weighted_sum(some, places, kept))
 
 
-def test_an_expanded_gradient_of_no_rows_is_taken() -> None:
-    """``y.sum().backward()`` on a rank that has none; no copy gives it other strides than 0."""
+def test_an_expanded_gradient_without_rows_is_accepted() -> None:
+    """``y.sum().backward()`` on a rank without rows: the strides are 0, even after a copy."""
     none, away = torch.ones(()).expand(0, 5), torch.full((2, 3), -1)
     assert not sums.weighted_sum(none, away, _draw(2, 3)).any()
     assert sums.take(none, away[0, :0]).shape == (0, 5)
@@ -38,9 +38,9 @@ def test_an_expanded_gradient_of_no_rows_is_taken() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [1, 7, 32, 100])
-def test_rows_are_scaled_in_place_and_multiplied_before(dtype: torch.dtype, hidden: int) -> None:
+def test_rows_are_scaled_in_place_after_the_dot_products(dtype: torch.dtype, hidden: int) -> None:
     rows, partner = _draw(40, hidden, dtype=dtype), _draw(40, hidden + 40, dtype=dtype)[:, :hidden]
-    weights = _draw(40, dtype=plain.wide_dtype(dtype))
+    weights = _draw(40, dtype=plain.accumulate_dtype(dtype))
     for other in (partner.contiguous(), partner, None):
         mine = rows.clone()
         dots = sums.scale_(mine, weights, other)

@@ -1,4 +1,4 @@
-"""What the ranks of the contract suite do. Results travel as CPU tensors by value."""
+"""Functions that the ranks of the contract suite run. They return CPU tensors by value."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one rank. experts_grad: of this rank's experts. rows_RD: as dispatch gave them."""
+    """Results of one rank. experts_grad: of this rank's experts. rows_RD: from dispatch."""
 
     y_TD: Tensor
     x_grad_TD: Tensor
@@ -63,7 +63,7 @@ class Result:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh tensors are full of NaN (bytes: of 255, which is NaN in every float format)."""
+    """Fill new tensors with NaN (bytes with 255, which is NaN in every float format)."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
@@ -73,7 +73,7 @@ def poisoned() -> Iterator[None]:
 
 
 class _Copy(torch.autograd.Function):
-    """Fresh memory in both directions: the bits of a GEMM depend on how its operands are aligned."""
+    """Copy in both directions, because the bits of a GEMM depend on the alignment of its operands."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _Copy(torch.autograd.Function):
 
 
 def run_experts(rows_RD: Tensor, counts: tuple[int, ...], experts: Tensor) -> Tensor:
-    """One expert after another, in fp32."""
+    """Apply the experts one by one, in fp32."""
     out, start = [], 0
     for weight, count in zip(experts, counts, strict=True):
         rows, weight = _Copy.apply(rows_RD[start : start + count].float()), _Copy.apply(weight)
@@ -149,7 +149,7 @@ def to_device(batch: Batch, device: str) -> Batch:
 
 
 def two_hosts(world: int) -> list[int]:
-    """Hosts of ``world`` ranks that are all on this machine: as if on two."""
+    """Assign ``world`` ranks of this machine to two hosts."""
     return [rank * 2 // world for rank in range(world)]
 
 
@@ -163,7 +163,7 @@ def build(case: Case, group: Any, job: Job, rank: int, world: int) -> Dispatcher
     return make_dispatcher(
         case.num_experts,
         group,
-        job.backend,
+        backend=job.backend,
         experts_per_rank=case.experts_per_rank(world),
         options=job.options,
         device=job.device,
@@ -176,7 +176,7 @@ def run_case(case: Case, job: Job, group: Any, rank: int, world: int) -> Result:
     part = to_device(batch.part(case, rank, world), job.device)
     own = experts[dispatcher.local_experts.start : dispatcher.local_experts.stop].to(job.device)
     with poisoned():
-        # Rows full of NaN first: what a backend keeps and uses again holds poison, too.
+        # Dispatch rows of NaN first, so that reused memory of a backend contains NaN, too.
         poison = part.x_TD.detach() * float("nan")
         dispatched = dispatcher.dispatch(poison, part.ids_TK)
         dispatcher.combine(dispatched.rows_RD, part.weights_TK, dispatched.handle)
@@ -185,7 +185,7 @@ def run_case(case: Case, job: Job, group: Any, rank: int, world: int) -> Result:
 
 
 def run_cases(rank: int, world: int, job: Job) -> dict[str, Result | str]:
-    """Every case, by name; the traceback where one failed."""
+    """Run every case. Return results by name, or the traceback of a failure."""
     results: dict[str, Result | str] = {}
     group = dist.group.WORLD
     for case in cases.CASES:
@@ -193,7 +193,7 @@ def run_cases(rank: int, world: int, job: Job) -> dict[str, Result | str]:
             results[case.name] = run_case(case, job, group, rank, world)
         except Exception:
             results[case.name] = traceback.format_exc()
-            break  # the ranks may not be in step any more
+            break  # ranks may be in different operations now
     return results
 
 
@@ -201,7 +201,7 @@ def run_cases(rank: int, world: int, job: Job) -> dict[str, Result | str]:
 
 
 def in_flight(rank: int, world: int, job: Job) -> list[bool]:
-    """Two dispatches before their combines, in both orders; equal to one after the other?"""
+    """Run two dispatches before their combines, in both orders. Compare with separate calls."""
     group = dist.group.WORLD
     pair = [cases.BY_NAME["plain"], replace(cases.BY_NAME["some slots dropped"], num_experts=8, seed=3)]
     dispatcher = build(pair[0], group, job, rank, world)
@@ -227,7 +227,7 @@ def in_flight(rank: int, world: int, job: Job) -> list[bool]:
 
 
 def many_shapes(rank: int, world: int, job: Job) -> list[str]:
-    """Calls whose tokens, top-k, hidden size and dtype change every time; the names of those with other bits."""
+    """Run calls with changing tokens, top-k, hidden size and dtype. Return the names of those with different bits."""
     g = torch.Generator().manual_seed(7)
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     reference = build(cases.BY_NAME["plain"], None, replace(job, backend="plain"), 0, 1)
@@ -257,13 +257,13 @@ def many_shapes(rank: int, world: int, job: Job) -> list[str]:
     return wrong
 
 
-# --- what goes wrong ---
+# --- faults ---
 
-Told = tuple[str, str]
+ErrorText = tuple[str, str]
 
 
-def caught(action: Callable[[], Any]) -> Told:
-    """Name and text of what ``action`` raises."""
+def caught(action: Callable[[], Any]) -> ErrorText:
+    """Return the name and text of the exception of ``action``."""
     try:
         action()
     except Exception as error:
@@ -272,7 +272,7 @@ def caught(action: Callable[[], Any]) -> Told:
 
 
 def _good(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Tensor]:
-    """A usable call: x and ids."""
+    """Return x and ids of a valid call."""
     g = torch.Generator().manual_seed(5)
     hidden, top_k, dtype = changes.get("hidden", 8), changes.get("top_k", 2), changes.get("dtype", torch.float32)
     x_TD = torch.randn(6, hidden, generator=g).to(dtype).to(job.device)
@@ -306,22 +306,24 @@ INPUT_FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "requires_grad differs": ("RankMismatch", "requires_grad", {"grad": True}),
     "layer differs": ("RankMismatch", "moe.4", {"label": "moe.4"}),
 }
-"""What only the last rank does -> the error and part of its text, both expected on every rank."""
+"""Fault of the last rank: the error and part of its text, expected on every rank."""
 
 
-def faults(rank: int, world: int, job: Job) -> dict[str, tuple[Told, bool]]:
-    """Each fault on the last rank only: what this rank raises, and whether the next call works as ever."""
+def faults(rank: int, world: int, job: Job) -> dict[str, tuple[ErrorText, bool]]:
+    """Cause each fault on the last rank only. Return what this rank raises, and whether the next call works."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     found = {}
     expected = _dispatch_with(dispatcher, job)[0]
     for name, (_, _, changes) in INPUT_FAULTS.items():
-        told = caught(lambda changes=changes: _dispatch_with(dispatcher, job, **(changes if rank == world - 1 else {})))
-        found[name] = told, torch.equal(expected, _dispatch_with(dispatcher, job)[0])
+        error_texts = caught(
+            lambda changes=changes: _dispatch_with(dispatcher, job, **(changes if rank == world - 1 else {}))
+        )
+        found[name] = error_texts, torch.equal(expected, _dispatch_with(dispatcher, job)[0])
     return found
 
 
-def order_of_calls(rank: int, world: int, job: Job) -> tuple[Told, bool]:
-    """The last rank dispatches where the others combine."""
+def order_of_calls(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
+    """The last rank dispatches while the others combine."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     rows, handle = _dispatch_with(dispatcher, job)
     weights = torch.ones(6, 2, device=job.device)
@@ -332,56 +334,56 @@ def order_of_calls(rank: int, world: int, job: Job) -> tuple[Told, bool]:
         else:
             dispatcher.combine(rows, weights, handle)
 
-    told = caught(act)
-    return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
+    error_texts = caught(act)
+    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
 
 
-def order_of_combines(rank: int, world: int, job: Job) -> tuple[Told, bool]:
-    """Two dispatches alike are in flight; the last rank combines the second where the others combine the first."""
+def order_of_combines(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
+    """Two equal dispatches are in flight; the last rank combines the second one, the others the first one."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     sent = [_dispatch_with(dispatcher, job) for _ in range(2)]
     rows, handle = sent[rank == world - 1]
     weights = torch.ones(6, 2, device=job.device)
-    told = caught(lambda: dispatcher.combine(rows, weights, handle))
-    return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
+    error_texts = caught(lambda: dispatcher.combine(rows, weights, handle))
+    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
 
 
-def combine_elsewhere(rank: int, world: int, job: Job) -> tuple[Told, bool]:
-    """The last rank gives combine weights on another device."""
+def combine_elsewhere(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
+    """The last rank passes weights on another device to combine."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     rows, handle = _dispatch_with(dispatcher, job)
     weights = torch.ones(6, 2, device="meta" if rank == world - 1 else job.device)
-    told = caught(lambda: dispatcher.combine(rows, weights, handle))
-    return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
+    error_texts = caught(lambda: dispatcher.combine(rows, weights, handle))
+    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
 
 
-def bad_combine(rank: int, world: int, job: Job) -> tuple[Told, bool]:
-    """The last rank gives combine rows of another width."""
+def bad_combine(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
+    """The last rank passes rows of another width to combine."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     rows, handle = _dispatch_with(dispatcher, job)
     wrong = torch.zeros(rows.shape[0], rows.shape[1] + 1, device=job.device)
     weights = torch.ones(6, 2, device=job.device)
-    told = caught(lambda: dispatcher.combine(wrong if rank == world - 1 else rows, weights, handle))
-    return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
+    error_texts = caught(lambda: dispatcher.combine(wrong if rank == world - 1 else rows, weights, handle))
+    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
 
 
-def handle_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[Told, bool]:
-    """Two dispatchers have dispatched the same; the last rank gives the first one's combine the second one's layout."""
+def handle_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
+    """Two dispatchers dispatch the same tokens; the last rank passes the handle of the second one to the first one."""
     made = [build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world) for _ in range(2)]
     (rows, handle), (_, other) = [_dispatch_with(dispatcher, job) for dispatcher in made]
     weights = torch.ones(6, 2, device=job.device)
-    told = caught(lambda: made[0].combine(rows, weights, other if rank == world - 1 else handle))
-    return told, all(torch.equal(rows, _dispatch_with(dispatcher, job)[0]) for dispatcher in made)
+    error_texts = caught(lambda: made[0].combine(rows, weights, other if rank == world - 1 else handle))
+    return error_texts, all(torch.equal(rows, _dispatch_with(dispatcher, job)[0]) for dispatcher in made)
 
 
-def call_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[Told, bool]:
-    """The last rank dispatches by another dispatcher, of more experts where they need not share memory for it."""
+def call_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
+    """The last rank uses another dispatcher, with more experts unless that needs shared memory."""
     more = replace(cases.BY_NAME["plain"], num_experts=8 if job.backend == "peer_to_peer" else 19)
     made = [build(case, dist.group.WORLD, job, rank, world) for case in (cases.BY_NAME["plain"], more)]
     expected = [_dispatch_with(dispatcher, job)[0] for dispatcher in made]
-    told = caught(lambda: _dispatch_with(made[rank == world - 1], job))
+    error_texts = caught(lambda: _dispatch_with(made[rank == world - 1], job))
     again = [_dispatch_with(dispatcher, job)[0] for dispatcher in made]
-    return told, all(map(torch.equal, expected, again))
+    return error_texts, all(map(torch.equal, expected, again))
 
 
 class _RaiseInBackward(torch.autograd.Function):
@@ -394,7 +396,7 @@ class _RaiseInBackward(torch.autograd.Function):
         raise ZeroDivisionError("no such gradient")
 
 
-def raises_in_between(rank: int, world: int, job: Job) -> tuple[Told, bool]:
+def raises_in_between(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
     """The last rank's experts raise, forward or backward (job.how)."""
     last = rank == world - 1
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
@@ -411,8 +413,8 @@ def raises_in_between(rank: int, world: int, job: Job) -> tuple[Told, bool]:
         with dispatcher.abort_on_error("moe.3"):
             y_TD.sum().backward()
 
-    told = caught(act)
-    return told, torch.equal(expected, dispatcher.dispatch(x_TD, ids_TK).rows_RD)
+    error_texts = caught(act)
+    return error_texts, torch.equal(expected, dispatcher.dispatch(x_TD, ids_TK).rows_RD)
 
 
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -425,7 +427,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def any_strides(rank: int, world: int, job: Job) -> list[str]:
-    """Tokens, outputs, weights and gradients of any strides where only rank 0 has experts; those with other bits."""
+    """Use any strides of inputs and gradients; only rank 0 has experts. Return cases with other bits."""
     wrong = []
     for dtype, hidden in ((torch.float32, 8), (torch.bfloat16, 5), (torch.float32, 1)):
         case = Case("", tokens=9, hidden=hidden, dtype=dtype, num_experts=3, split="even", placement="uneven")
@@ -445,40 +447,44 @@ def any_strides(rank: int, world: int, job: Job) -> list[str]:
     return wrong
 
 
-def construction(rank: int, world: int, job: Job) -> dict[str, Told]:
-    """The last rank builds another dispatcher than the rest."""
+def construction(rank: int, world: int, job: Job) -> dict[str, ErrorText]:
+    """The last rank builds a different dispatcher."""
     last, group = rank == world - 1, dist.group.WORLD
     sizes = ([2] * world, [2 * world, *[0] * (world - 1)])
     return {
-        "number of experts": caught(lambda: make_dispatcher(2 * world + last, group, job.backend, options=job.options)),
+        "number of experts": caught(
+            lambda: make_dispatcher(2 * world + last, group, backend=job.backend, options=job.options)
+        ),
         "experts per rank": caught(
-            lambda: make_dispatcher(2 * world, group, job.backend, experts_per_rank=sizes[last], options=job.options)
+            lambda: make_dispatcher(
+                2 * world, group, backend=job.backend, experts_per_rank=sizes[last], options=job.options
+            )
         ),
         "bad sizes on one rank": caught(
             lambda: make_dispatcher(
-                2 * world, group, job.backend, experts_per_rank=[1] if last else None, options=job.options
+                2 * world, group, backend=job.backend, experts_per_rank=[1] if last else None, options=job.options
             )
         ),
         "unknown backend on one rank": caught(
-            lambda: make_dispatcher(2 * world, group, "smoke" if last else job.backend, options=job.options)
+            lambda: make_dispatcher(2 * world, group, backend="smoke" if last else job.backend, options=job.options)
         ),
     }
 
 
-def never_calls(rank: int, world: int, job: Job) -> list[Told]:
+def never_calls(rank: int, world: int, job: Job) -> list[ErrorText]:
     """Rank 1 builds and then does nothing; the others dispatch, twice."""
     group = dist.new_group()
     dispatcher = build(cases.BY_NAME["plain"], group, job, rank, world)
-    told = []
+    error_texts = []
     if rank != 1:
-        told = [caught(lambda: _dispatch_with(dispatcher, job)) for _ in range(2)]
+        error_texts = [caught(lambda: _dispatch_with(dispatcher, job)) for _ in range(2)]
     dist.barrier()
-    return told
+    return error_texts
 
 
-def lose_a_rank(rank: int, world: int, job: Job) -> tuple[Told, Told]:
+def lose_a_rank(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText]:
     """Rank 1 is killed or stopped between dispatch and combine (job.how: SIGKILL, SIGSTOP), or in backward."""
-    dist.barrier()  # fresh processes take long to load what they need, which the dispatcher's deadline is not for
+    dist.barrier()  # new processes take long to import modules, which would exceed the dispatcher's deadline
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     name, _, where = job.how.partition(" ")
     x_TD, ids_TK = _good(dispatcher, job)
@@ -493,8 +499,8 @@ def lose_a_rank(rank: int, world: int, job: Job) -> tuple[Told, Told]:
     if where == "backward":
         y_TD = dispatcher.combine(found.rows_RD, weights_TK, found.handle)
         die()
-        told = caught(lambda: y_TD.sum().backward())
+        error_texts = caught(lambda: y_TD.sum().backward())
     else:
         die()
-        told = caught(lambda: dispatcher.combine(found.rows_RD, weights_TK, found.handle))
-    return told, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
+        error_texts = caught(lambda: dispatcher.combine(found.rows_RD, weights_TK, found.handle))
+    return error_texts, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))

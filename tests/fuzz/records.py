@@ -15,8 +15,8 @@ from moe_comm.observe.effective import effective_time
 from moe_comm.observe.report import write_report
 from moe_comm.observe.trace import write_trace
 from moe_comm.runtime.event_layout import Kind, region_bytes
-from moe_comm.runtime.event_reader import read_calls, read_open, read_spans, read_state
-from moe_comm.runtime.events import Recorder
+from moe_comm.runtime.event_reader import read_calls, read_header, read_open, read_spans
+from moe_comm.runtime.events import EventRecorder
 from tests.fuzz.rooms import READ, folder, refused
 from tests.support.synthetic import SyntheticRun, write_run
 
@@ -76,7 +76,7 @@ def events(content: bytes) -> str:
     region = bytearray(content[: region_bytes(_RECORDS)])
     region += bytes(region_bytes(_RECORDS) - len(region))
     view = memoryview(region)
-    read_state(view)
+    read_header(view)
     for one in (*read_spans(view), *read_open(view)):
         assert isinstance(one.kind, Kind) and len(one.rows) <= MANY and len(one.group) <= MANY
     read_calls(view)
@@ -89,10 +89,10 @@ def seeds_of(kind: str) -> Callable[[], list[bytes]]:
 
 
 def event_seeds() -> list[bytes]:
-    recorder = Recorder(_RECORDS)
+    recorder = EventRecorder(_RECORDS)
     group = recorder.group(range(4))
     for step in range(6):
-        recorder.at(step)
+        recorder.begin_step(step)
         with recorder.span(Kind.DISPATCH, "dispatch", layer="layers.0", group=group, nbytes=64) as one:
             one.put_rows([3, 0, 5], 64)
             with recorder.span(Kind.MARK, "here"):

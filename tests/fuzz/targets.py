@@ -301,7 +301,7 @@ def _pieces(name: str, kind: Any, content: bytes) -> tuple[str, str]:
     path = folder() / name
     path.write_bytes(content)
     try:
-        text = "".join(piece.text for piece in scan(SourceSpec(str(path), format=kind)).pieces())
+        text = "".join(part.text for part in scan(SourceSpec(str(path), format=kind)).parts())
     except ConfigError as error:
         return refused(error), ""
     text.encode()

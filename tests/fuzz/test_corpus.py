@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from moe_comm.train import config
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_json_lines

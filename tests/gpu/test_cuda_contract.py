@@ -1,4 +1,4 @@
-"""The contract on CUDA tensors: the CPU's rows, plain torch's bits on the same device, and the CPU's values.
+"""The contract on CUDA tensors: rows as on the CPU, bits as plain torch on the same device, values as on the CPU.
 
 One GPU is enough: the group is NCCL with one rank, on which ``all_to_all`` and ``all_gather`` are built directly
 (``make_dispatcher`` would take ``local`` there). Several ranks with CUDA tensors, which gloo carries through host
@@ -54,7 +54,7 @@ def build(backend: str, num_experts: int, group: dist.ProcessGroup) -> Dispatche
         return AllToAllDispatcher(placement, group, 0, options)
     if backend == "all_gather":
         return AllGatherDispatcher(placement, group, 0, options)
-    return make_dispatcher(num_experts, group, "local", options=options, device="cuda")
+    return make_dispatcher(num_experts, group, backend="local", options=options, device="cuda")
 
 
 def on_cuda(dispatcher: Dispatcher, case: Case) -> Result:

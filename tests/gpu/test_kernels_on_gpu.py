@@ -1,4 +1,4 @@
-"""``peer_to_peer`` on a GPU, one rank: the CPU's bits, whether nvcc compiled the kernels or NVRTC just now."""
+"""``peer_to_peer`` on a GPU, one rank: the CPU's bits, for kernels compiled by nvcc and by NVRTC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device code compiles at run time without a GPU, is kept on disk, and is launched as the driver wants it."""
+"""Device code is compiled at run time without a GPU, cached on disk, and launched with correct driver calls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.cuda_resources import read_tree
 from moe_comm.errors import ConfigError, KernelError
 from moe_comm.gpu import driver, nvrtc
 from moe_comm.gpu.arguments import kernel_fields
-from moe_comm.gpu.blocks import alone
+from moe_comm.gpu.blocks import single_block
 from moe_comm.gpu.nvrtc import Nvrtc
-from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, Shape
+from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, GroupShape
 from moe_comm.gpu.turns import Turns
 
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -34,7 +34,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def compiler() -> Nvrtc:
-    return nvrtc.find()  # which the extra dev brings, as torch for CUDA does
+    return nvrtc.find()  # the extra dev installs it, as does torch for CUDA
 
 
 class Counting:
@@ -68,7 +68,7 @@ def test_our_kernels_compile_without_a_gpu(compiler: Nvrtc, arch: str, tmp_path:
         assert f"p2p_{name}\0".encode() in code, name
 
 
-def test_the_native_core_carries_the_tree_s_device_code() -> None:
+def test_the_native_core_contains_the_device_code_of_the_tree() -> None:
     pytest.importorskip("moe_comm._C", reason="the native core is not built")
     carried = nvrtc.needed(nvrtc.SOURCE, nvrtc.carried_sources())
     assert carried == nvrtc.needed(nvrtc.SOURCE, read_tree(CSRC)), "rebuild the native core"
@@ -82,7 +82,7 @@ def test_ptx_serves_a_gpu_newer_than_the_compiler(compiler: Nvrtc) -> None:
     assert b".visible .entry p2p_add" in compiler.compile("cuda/add.cu", FILES, arch)
 
 
-def test_what_the_compiler_says_is_in_the_error(compiler: Nvrtc) -> None:
+def test_the_compiler_log_is_in_the_error(compiler: Nvrtc) -> None:
     broken = FILES | {"cuda/words.h": "struct Words { long long at, a; };\n"}
     with pytest.raises(KernelError, match=r'could not compile cuda/add.cu for sm_90a(.|\n)*has no member "b"'):
         compiler.compile("cuda/add.cu", broken, "sm_90a")
@@ -119,7 +119,7 @@ def test_kernels_are_compiled_once_and_again_when_anything_changes(tmp_path: Pat
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: b"", lambda whole: whole + b"x"])
-def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage: object) -> None:
+def test_a_damaged_file_is_compiled_again(tmp_path: Path, damage: object) -> None:
     counting = Counting()
     code = kept(tmp_path, counting)
     (path,) = tmp_path.iterdir()
@@ -130,7 +130,7 @@ def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage: object) -> None
     assert counting.compiled == 2
 
 
-def test_many_may_compile_at_once_and_leave_one_whole_file(tmp_path: Path) -> None:
+def test_concurrent_compilations_leave_one_complete_file(tmp_path: Path) -> None:
     at_once = threading.Barrier(8)
 
     class Slow(Counting):
@@ -144,7 +144,7 @@ def test_many_may_compile_at_once_and_leave_one_whole_file(tmp_path: Path) -> No
     assert [path.suffix for path in tmp_path.iterdir()] == [".bin"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_is_not_writable_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("not a folder")
     assert kept(tmp_path / "file" / "kernels", Counting()).startswith(b"sm_90a")
     assert "compiles them again" in caplog.text
@@ -157,7 +157,7 @@ def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert nvrtc.cache_folder() == Path.home() / ".cache" / "moe_comm" / "kernels"
 
 
-# --- the driver, played by a library that writes down what it is told ---
+# --- the driver, simulated by a library that records its calls ---
 
 GROUP = (
     "world",
@@ -246,7 +246,7 @@ def test_every_thread_launches_in_the_device_s_context_and_gets_its_own_back(
     assert [launch.context for launch in launches(library)] == [1003, 1000, 1003]
 
 
-def test_more_shared_memory_than_a_block_gets_unasked_is_asked_for_once(
+def test_more_shared_memory_than_the_default_is_requested_once(
     fake: tuple[driver.Driver, ctypes.CDLL],
 ) -> None:
     given, library = fake
@@ -261,7 +261,7 @@ def test_more_shared_memory_than_a_block_gets_unasked_is_asked_for_once(
 
 def test_an_operation_s_launches_reach_the_driver(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
     given, library = fake
-    turns = Turns(Shape(0, (0, 2)), alone(1 << 16, torch.device("cpu")), launcher(given, device=2))
+    turns = Turns(GroupShape(0, (0, 2)), single_block(1 << 16, torch.device("cpu")), launcher(given, device=2))
     turns.begin(7.0)
     turns.meet(bytes(8 * HEADER_WORDS), NOTHING)
     turns.plan.receive_few(1, 0)
@@ -275,7 +275,7 @@ def test_an_operation_s_launches_reach_the_driver(fake: tuple[driver.Driver, cty
     assert turns.turn == 1
 
 
-def test_what_the_driver_refuses_is_an_error_with_its_words(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
+def test_an_error_of_the_driver_is_raised_with_its_text(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
     given, library = fake
     ours = launcher(given)
     library.fake_refuse_next()

@@ -1,4 +1,4 @@
-"""What the tests of ``peer_to_peer`` do with kernels on the CPU, on a GPU that all ranks share."""
+"""The tests of ``peer_to_peer`` on a GPU that all ranks share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOB = Job("peer_to_peer", "cuda", timeout_s=60, peers=PEERS)
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, SHARING, "1")  # ranks take it from here, and torch reads it there
+        patch.setitem(os.environ, SHARING, "1")  # ranks inherit it, and torch reads it
         with RankPool(4) as pool:
             yield pool
 
@@ -48,20 +48,20 @@ def test_settings_do_not_change_bits(job: Job, pool: RankPool) -> None:
         assert of_rank == [(name, True) for name in on_cpu.SOME]
 
 
-def test_a_full_heap_is_the_same_error_on_every_rank_and_ranks_work_on(pool: RankPool) -> None:
+def test_a_full_heap_is_the_same_error_on_every_rank_and_ranks_stay_usable(pool: RankPool) -> None:
     for full, combine, works_on in pool.run(on_cpu.no_room, replace(JOB, peers=replace(PEERS, heap_bytes=4096))):
         assert full[0] == "HeapError" and "rank 3 has no room in its heap for 32 rows" in full[1], full
         assert combine[0] == "HeapError" and works_on, combine
 
 
-def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_what_finds_no_room(pool: RankPool) -> None:
+def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_the_rest(pool: RankPool) -> None:
     found = pool.run(on_cpu.fixed, replace(JOB, peers=replace(PEERS, capacity_rows=16)))
     assert found == [(True, True, overflow, end) for overflow, end in ((0, 0), (0, 0), (2, 0), (6, 16))]
 
 
-@pytest.mark.parametrize("payload", ["same", "fp8_block"])
-def test_few_rows_have_the_bits_of_dispatch_and_combine(payload: Any, pool: RankPool) -> None:
-    for good, many, between in pool.run(on_cpu.few, replace(JOB, wire_dtypes=WireDtypes(dispatch=payload))):
+@pytest.mark.parametrize("wire_dtype", ["same", "fp8_block"])
+def test_low_latency_has_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool: RankPool) -> None:
+    for good, many, between in pool.run(on_cpu.few, replace(JOB, wire_dtypes=WireDtypes(dispatch=wire_dtype))):
         assert good
         assert many[0] == "InputError" and "5 tokens" in many[1]
         assert between[0] == "ConfigError" and "low_latency_combine" in between[1]

@@ -1,4 +1,4 @@
-"""No CUDA kernel spills, and none takes more registers of a GPU than is written down."""
+"""No CUDA kernel spills, and none uses more registers than recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks" / "results" / "cuda-resources.json"
 AGAIN = "python -m benchmarks.cuda_resources --csrc csrc --json benchmarks/results/cuda-resources.json"
 MARGIN = 8
-"""Registers that another compiler's allocation may differ by without anybody's fault."""
+"""Tolerance in registers, because allocations of compilers differ."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,9 +33,9 @@ def check(target: str) -> None:
     for kernel, row in found.items():
         was = before[kernel]
         assert row["spill_bytes"] == 0, f"{kernel} spills: {row}"
-        assert row["registers"] <= was["registers"] + MARGIN, f"{kernel}: mend it, or {AGAIN}: {row}, was {was}"
-        assert row["shared_bytes"] <= was["shared_bytes"], f"{kernel}: mend it, or {AGAIN}: {row}, was {was}"
-        assert row["stack_bytes"] <= was["stack_bytes"], f"{kernel}: mend it, or {AGAIN}: {row}, was {was}"
+        assert row["registers"] <= was["registers"] + MARGIN, f"{kernel}: fix it, or {AGAIN}: {row}, was {was}"
+        assert row["shared_bytes"] <= was["shared_bytes"], f"{kernel}: fix it, or {AGAIN}: {row}, was {was}"
+        assert row["stack_bytes"] <= was["stack_bytes"], f"{kernel}: fix it, or {AGAIN}: {row}, was {was}"
 
 
 def test_no_kernel_spills_or_takes_more_of_a_hopper_than_recorded() -> None:
@@ -61,7 +61,7 @@ extern "C" __global__ void p2p_modest(float* x) { *x = 1; }
 """
 
 
-def test_a_kernel_that_spills_is_seen() -> None:
+def test_a_kernel_that_spills_is_detected() -> None:
     rows = cuda_resources.resources("sm_90a", {"x.cu": SPILLING}, "x.cu")
     greedy, modest = sorted(rows, key=lambda row: row["kernel"])
     assert (greedy["kernel"], modest["kernel"]) == ("greedy", "modest")
@@ -70,6 +70,6 @@ def test_a_kernel_that_spills_is_seen() -> None:
     assert (modest["spill_bytes"], modest["stack_bytes"], modest["shared_bytes"]) == (0, 0, 0)
 
 
-def test_what_nvcc_says_is_in_the_error() -> None:
-    with pytest.raises(KernelError, match=r'(?s)nvcc refuses x.cu for sm_80.*"nonsense" is undefined'):
+def test_the_output_of_nvcc_is_in_the_error() -> None:
+    with pytest.raises(KernelError, match=r'(?s)nvcc failed to compile x.cu for sm_80.*"nonsense" is undefined'):
         list(cuda_resources.resources("sm_80", {"x.cu": "__global__ void f() { nonsense; }"}, "x.cu"))

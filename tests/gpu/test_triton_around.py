@@ -77,16 +77,16 @@ def test_swiglu_agrees_with_float64_and_fp8_has_the_cpus_bytes(dtype: torch.dtyp
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad.cpu(), grad_h.to(dtype))
         for kind, power_of_two in (("token", False), ("block", False), ("block", True)):
-            payload = WireDtype("fp8", "token" if kind == "token" else "block", power_of_two)
-            scales = quantize.Scales(kind == "token", power_of_two)
-            packed_RB = encode(h_RG, payload)
+            wire_dtype = WireDtype("fp8", "token" if kind == "token" else "block", power_of_two)
+            scales = quantize.ScaleFormat(kind == "token", power_of_two)
+            packed_RB = encode(h_RG, wire_dtype)
             assert torch.equal(quantize.quantize(h_RG.to(DEVICE), scales).cpu(), packed_RB)
             back_RG = quantize.dequantize(packed_RB.to(DEVICE), scales, 2 * width, dtype)
-            assert torch.equal(back_RG.cpu(), decode(packed_RB, payload, 2 * width, dtype))
+            assert torch.equal(back_RG.cpu(), decode(packed_RB, wire_dtype, 2 * width, dtype))
             fused = quantize.swiglu_quantize(leaf.detach(), scales).cpu()
-            assert torch.equal(fused, encode(found.detach().cpu(), payload))
+            assert torch.equal(fused, encode(found.detach().cpu(), wire_dtype))
             fused = quantize.swiglu_backward_quantize(leaf.detach(), grad_RF.to(DEVICE), scales).cpu()
-            assert torch.equal(fused, encode(leaf.grad.cpu(), payload))
+            assert torch.equal(fused, encode(leaf.grad.cpu(), wire_dtype))
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.overlap import dispatch_matmul as dispatching
-from moe_comm.overlap import gather_matmul as gathering
-from moe_comm.overlap import matmul_combine as combining
-from moe_comm.overlap import matmul_scatter as scattering
+from moe_comm.overlap import (
+    dispatch_matmul as dispatching,
+    gather_matmul as gathering,
+    matmul_combine as combining,
+    matmul_scatter as scattering,
+)
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement

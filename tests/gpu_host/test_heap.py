@@ -1,4 +1,4 @@
-"""The heap over a block: places come back with the last tensor over them, and never while a stream may use them."""
+"""The heap in a block: memory is freed with its last tensor, and not reused while a stream may use it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from moe_comm.errors import HeapError
-from moe_comm.gpu.blocks import ALIGN, alone
+from moe_comm.gpu.blocks import ALIGN, single_block
 from moe_comm.gpu.heap import Heap, heap_bytes
 
 
 def heap(size: int = 16 * ALIGN, first: int = 0) -> Heap:
-    return Heap(alone(size, torch.device("cpu")).own, first)
+    return Heap(single_block(size, torch.device("cpu")).own, first)
 
 
-def test_a_place_comes_back_with_the_last_tensor_over_it() -> None:
+def test_memory_is_freed_with_its_last_tensor() -> None:
     places = heap()
     rows_RD = places.rows(3, 5, torch.bfloat16)
     view, detached = rows_RD[1:], rows_RD.detach()
@@ -27,7 +27,7 @@ def test_a_place_comes_back_with_the_last_tensor_over_it() -> None:
     assert places.used == 0
 
 
-def test_a_place_lives_as_long_as_autograd_keeps_it() -> None:
+def test_memory_lives_while_autograd_keeps_it() -> None:
     places = heap()
     weight = torch.ones(5, requires_grad=True)
     y = (places.rows(3, 5, torch.float32).fill_(2) * weight).sum()
@@ -37,8 +37,8 @@ def test_a_place_lives_as_long_as_autograd_keeps_it() -> None:
     assert places.used == 0 and weight.grad is not None and weight.grad.tolist() == [6.0] * 5
 
 
-def test_places_do_not_overlap_and_all_of_the_heap_can_be_had() -> None:
-    """Random sizes, freed in random order, against what was written there."""
+def test_allocations_do_not_overlap_and_can_use_the_whole_heap() -> None:
+    """Allocate random sizes, free them in random order, and compare their contents."""
     places, draw = heap(64 * ALIGN), random.Random(3)
     live: list[tuple[torch.Tensor, int]] = []
     for step in range(400):
@@ -65,7 +65,7 @@ def test_the_control_area_is_not_part_of_it() -> None:
     assert places.offset(places.allocate(8)) == 2 * ALIGN
 
 
-def test_a_full_heap_says_how_much_there_is() -> None:
+def test_the_error_of_a_full_heap_has_its_size() -> None:
     places = heap()
     kept = places.allocate(10 * ALIGN)
     with pytest.raises(HeapError, match=rf"{7 * ALIGN} bytes in the heap of {16 * ALIGN}: {10 * ALIGN} are in use"):
@@ -83,7 +83,7 @@ def test_tensors_may_die_on_other_threads() -> None:
 
 
 class Stream:
-    """As far as the heap knows one: whom it has waited for."""
+    """A fake stream that records waits."""
 
     def __init__(self) -> None:
         self.after: list[Stream] = []
@@ -92,8 +92,8 @@ class Stream:
         self.after.append(other)
 
 
-def test_a_stream_that_takes_what_another_has_left_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the other has given it back itself, so that nobody knows any more whose it was."""
+def test_a_stream_that_reuses_memory_of_another_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the other stream has freed it itself."""
     first, second = Stream(), Stream()
     now, capturing = [first], [False]
     monkeypatch.setattr("moe_comm.gpu.heap._stream", lambda device: now[0])
@@ -113,8 +113,8 @@ def test_a_stream_that_takes_what_another_has_left_waits_for_it(monkeypatch: pyt
     assert places.room() == 4 * ALIGN and first.after == [second], "room makes it this stream's, too"
 
 
-def test_what_another_stream_uses_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams and events as far as the heap knows them."""
+def test_memory_recorded_on_another_stream_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use fake streams and events."""
     over: list[bool] = []
 
     class Event:
@@ -131,7 +131,7 @@ def test_what_another_stream_uses_waits_for_it(monkeypatch: pytest.MonkeyPatch) 
     places = heap(4 * ALIGN)
     kept = places.allocate(2 * ALIGN)
     del kept
-    assert places.room() == 4 * ALIGN, "freed and wanted on one stream: at once"
+    assert places.room() == 4 * ALIGN, "freed and allocated on one stream: reused at once"
     used = places.allocate(2 * ALIGN)
     places.record(used, copies)  # type: ignore[arg-type]
     del used
@@ -139,9 +139,9 @@ def test_what_another_stream_uses_waits_for_it(monkeypatch: pytest.MonkeyPatch) 
     assert places.allocate(3 * ALIGN).numel() == 3 * ALIGN and over, "waited for it when nothing else was left"
     over.clear()
     now[0] = copies
-    assert places.room() < 4 * ALIGN, "what died on one stream is not another's at once"
+    assert places.room() < 4 * ALIGN, "memory freed on one stream is not reused by another at once"
 
 
-def test_the_reckoning_of_a_heap_holds() -> None:
-    places = Heap(alone(heap_bytes(10, 33, torch.bfloat16, 3), torch.device("cpu")).own, 0)
+def test_heap_bytes_is_sufficient() -> None:
+    places = Heap(single_block(heap_bytes(10, 33, torch.bfloat16, 3), torch.device("cpu")).own, 0)
     assert len([places.rows(10, 33, torch.bfloat16) for _ in range(3)]) == 3

@@ -1,4 +1,4 @@
-"""What goes to kernels: words by name, and what the host and the device code must agree on."""
+"""Arguments of kernels by name, and constants shared by host and device code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from moe_comm.comm import header
 from moe_comm.dispatch.peer_to_peer import access as peer_access
-from moe_comm.dispatch.peer_to_peer.rows import Form
+from moe_comm.dispatch.peer_to_peer.rows import RowFormat
 from moe_comm.dispatch.wire_dtype import WireDtype
 from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.gpu import launch, nvrtc, protocol
 from moe_comm.gpu.arguments import Packer, kernel_constants, kernel_fields
-from moe_comm.gpu.launch import RecordingLauncher
 from moe_comm.runtime.memory import DTYPE_CODES
+from tests.support.launches import RecordingLauncher
 
 core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 FIELDS = {"add": ("a_at", "b_at", "count")}
@@ -28,11 +28,11 @@ def test_words_go_into_the_struct_in_the_order_of_their_names() -> None:
 @pytest.mark.parametrize(
     ("kernel", "words", "said"),
     [
-        ("sub", {}, "no kernel 'sub'; known: add"),
+        ("sub", {}, "unknown kernel 'sub'; known: add"),
         ("add", {"a_at": 1, "b_at": 2}, r"missing words \['count'\]"),
         ("add", {"a_at": 1, "b_at": 2, "cuont": 3}, r"missing words \['count'\], unknown words \['cuont'\]"),
-        ("add", {"a_at": 1, "b_at": 2, "count": 2**63}, "no int64"),
-        ("add", {"a_at": 1, "b_at": 2, "count": 0.5}, "no int64"),
+        ("add", {"a_at": 1, "b_at": 2, "count": 2**63}, "does not fit in int64"),
+        ("add", {"a_at": 1, "b_at": 2, "count": 0.5}, "does not fit in int64"),
     ],
 )
 def test_wrong_words_are_an_error_before_a_launch(kernel: str, words: dict[str, int], said: str) -> None:
@@ -83,16 +83,16 @@ def test_the_host_counts_as_the_device_code_does() -> None:
 
 @pytest.mark.parametrize("offsets", [(0, 1), (0, 3, 3, 8), (0, 32, 64, 96, 128)])
 def test_the_control_area_is_as_large_as_the_kernels_take_it(offsets: tuple[int, ...]) -> None:
-    shape = protocol.Shape(0, offsets)
+    shape = protocol.GroupShape(0, offsets)
     control = core.p2p_control(shape.world, shape.experts, shape.local_experts)
     assert shape.control_bytes == control["bytes"]
 
 
-@pytest.mark.parametrize("payload", ["same", "fp8_token", "fp8_block"])
+@pytest.mark.parametrize("wire_dtype", ["same", "fp8_token", "fp8_block"])
 @pytest.mark.parametrize("hidden", [1, 33, 128, 7168])
-def test_rows_are_as_long_as_the_kernels_write_them(hidden: int, payload: str) -> None:
+def test_rows_are_as_long_as_the_kernels_write_them(hidden: int, wire_dtype: str) -> None:
     for dtype, code in DTYPE_CODES.items():
-        form = Form(hidden, dtype, WireDtype.named(payload), False)
+        form = RowFormat(hidden, dtype, WireDtype.named(wire_dtype), False)
         assert core.p2p_row_bytes(hidden, code, form.packing) == (form.row_bytes, 4 * form.scales)
 
 
@@ -116,7 +116,7 @@ def test_slots_are_cut_into_whole_tokens() -> None:
         ((9, 0), (), None, ""),
     ],
 )
-def test_kernels_come_from_where_there_are_some_for_this_gpu(
+def test_a_launcher_with_kernels_for_the_gpu_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     archs: tuple[str, ...],
@@ -136,17 +136,17 @@ def test_kernels_come_from_where_there_are_some_for_this_gpu(
     device = torch.device("cuda", 3)
     assert launch.cuda_kernels_at_hand(device) == bool(road)
     if road == "nvcc":
-        assert str(launch.cuda_launcher(device)) == "cuda 3", "not whichever is current"
+        assert str(launch.cuda_launcher(device)) == "cuda 3", "not the current device"
     elif road:
         assert str(launch.cuda_launcher(device)) == "nvrtc 3"
 
 
-def test_what_was_compiled_in_is_told_without_asking_a_device() -> None:
+def test_compiled_archs_need_no_device() -> None:
     assert launch.compiled_archs() == tuple(filter(None, core.cuda_archs().split(",")))
 
 
 @pytest.mark.parametrize("leave", ["1", "0", None])
-def test_a_rank_tells_whether_torch_may_share_its_gpu(monkeypatch: pytest.MonkeyPatch, leave: str | None) -> None:
+def test_the_access_word_includes_sharing(monkeypatch: pytest.MonkeyPatch, leave: str | None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)

@@ -1,4 +1,4 @@
-"""What asks for more than a GPU has is refused before anything is set up."""
+"""Requests beyond the limits of a GPU are refused before setup."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytest.importorskip("moe_comm._C", reason="the native core is not built")
 CPU = torch.device("cpu")
 
 
-def test_a_block_asks_for_what_its_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_memory_of_a_kernel_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     limits.check_shared("ll_send", CPU, "max_tokens=65535", max_tokens=65535)
     monkeypatch.setattr(limits, "shared_limit", lambda device: 100_000)
     limits.check_shared("ll_send", CPU, "max_tokens=4000", max_tokens=4000)
-    with pytest.raises(ConfigError, match=r"max_tokens=5000 needs 10\d{4} bytes of shared memory in a block"):
+    with pytest.raises(ConfigError, match=r"max_tokens=5000 needs 10\d{4} bytes of shared memory per thread block"):
         limits.check_shared("ll_send", CPU, "max_tokens=5000", max_tokens=5000)
     limits.check_shared("meet", CPU, "2000 experts", experts=2000, with_counts=1, chunks=1)
     with pytest.raises(ConfigError, match="3000 experts needs 120"):

@@ -1,4 +1,4 @@
-"""Operations as native code launches them: few calls of Python's, the same results, and whose kernels they are."""
+"""Operations launched by native code: few Python calls, the same results, and the right launcher."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import KernelError
 from moe_comm.gpu.arguments import kernel_fields
-from moe_comm.gpu.launch import NativeLauncher, RecordingLauncher, starter_of
+from moe_comm.gpu.launch import NativeLauncher, starter_of
 from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING
 from moe_comm.topology import ExpertPlacement
+from tests.support.launches import RecordingLauncher
 
 core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 PLACEMENT = ExpertPlacement.balanced(4, 1)
@@ -28,7 +29,7 @@ def alone() -> PeerToPeerDispatcher:
 
 
 def test_a_dispatch_and_a_combine_make_few_calls() -> None:
-    """What keeps the host of a GPU is Python: half as many calls again would be a step back."""
+    """Python calls dominate the host time on a GPU, so their number is limited."""
     dispatcher = alone()
     x_TD, ids_TK, weights_TK = torch.ones(2, 4), torch.tensor([[0, 1], [3, 2]]), torch.ones(2, 2)
 
@@ -64,7 +65,7 @@ def test_more_tokens_than_before_and_fewer_have_the_bits_of_local() -> None:
         del found, sent
 
 
-def test_what_kernels_of_a_turn_share_stays_unless_a_graph_holds_it() -> None:
+def test_scratch_of_a_turn_is_kept_unless_a_graph_owns_it() -> None:
     turns = alone().memory.turns
     turns._prepare(3)
     first = turns.scratch
@@ -78,7 +79,7 @@ def test_what_kernels_of_a_turn_share_stays_unless_a_graph_holds_it() -> None:
     assert turns.scratch is first, "a graph's goes with the graph"
     turns._prepare(4)
     assert turns.scratch.bad_C4.shape[0] == 6
-    assert any(kept is first for kept in turns._scratches), "kernels may still use what was there"
+    assert any(kept is first for kept in turns._scratches), "kernels may still use the old scratch"
 
 
 def test_a_header_of_another_length_is_refused() -> None:

@@ -1,8 +1,9 @@
-"""One rank's turns: what stays right when something goes wrong, with a device that only writes down, or a host's."""
+"""One rank's turns after faults, with a device that records launches, or with kernels on the host."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
-from moe_comm.dispatch.peer_to_peer.memory import PeerMemory
+from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory
 from moe_comm.errors import ConfigError, KernelError, PeerError, RoutingError
 from moe_comm.gpu import protocol, turns
 from moe_comm.gpu.arguments import Words, kernel_fields
-from moe_comm.gpu.launch import Launch, Launcher, NativeLauncher, RecordingLauncher
+from moe_comm.gpu.launch import Launcher, NativeLauncher
 from moe_comm.topology import ExpertPlacement
+from tests.support.launches import RecordedLaunch, RecordingLauncher
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 OPTIONS = DispatchOptions(
@@ -30,7 +32,7 @@ def alone(launcher: Launcher, options: DispatchOptions = OPTIONS) -> PeerToPeerD
 
 
 class Refusing:
-    """A host's that refuses what it is told to, once."""
+    """A launcher that refuses a kernel once."""
 
     def __init__(self) -> None:
         self.refuse, self._host = "", NativeLauncher("host")
@@ -61,12 +63,12 @@ def test_a_launch_that_is_refused_leaves_no_turn_counted() -> None:
 
 
 class Late:
-    """A device that comes to a turn when the host has queued the next one: finds bad ids in the first, stays there."""
+    """A device that reports bad ids of a turn after the host has queued the next one."""
 
     def __init__(self) -> None:
         self.meetings = 0
 
-    def __call__(self, launch: Launch) -> None:
+    def __call__(self, launch: RecordedLaunch) -> None:
         if launch.kernel != "meet":
             return
         self.meetings += 1
@@ -78,9 +80,9 @@ class Late:
             report[1], report[0] = protocol.BAD_IDS, 1
 
 
-def test_a_fault_that_is_noticed_a_turn_late_ends_the_group_s_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may have noticed it in time, or later still: nobody knows which turn comes next."""
-    monkeypatch.setattr(PeerMemory, "on_host", property(lambda memory: False))
+def test_a_fault_reported_a_turn_late_makes_the_group_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may be in another turn, so the next turn is unknown."""
+    monkeypatch.setattr(PeerGroupMemory, "on_host", property(lambda memory: False))
     device = Late()
     dispatcher = alone(RecordingLauncher(kernel_fields(), device))
     dispatcher.dispatch_fixed(X_TD, IDS_TK)
@@ -91,7 +93,7 @@ def test_a_fault_that_is_noticed_a_turn_late_ends_the_group_s_use(monkeypatch: p
     assert device.meetings == 2, "nothing is queued after it"
 
 
-def test_a_fault_that_all_notice_in_its_turn_is_forgiven_and_turns_agree() -> None:
+def test_a_fault_reported_in_its_turn_leaves_the_group_usable() -> None:
     dispatcher = alone(NativeLauncher("host"))
     state = dispatcher.memory.turns
     for _ in range(3):
@@ -101,11 +103,11 @@ def test_a_fault_that_all_notice_in_its_turn_is_forgiven_and_turns_agree() -> No
         assert dispatcher.dispatch(X_TD, IDS_TK).handle.rows_per_expert == (1, 1)
 
 
-def test_what_would_wait_for_a_graph_that_is_being_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_that_wait_are_refused_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = alone(NativeLauncher("host"))
     state = dispatcher.memory.turns
     before = state.turn
-    for module in ("peer_to_peer.steps", "peer_to_peer.dispatcher"):
+    for module in ("peer_to_peer.primitives", "peer_to_peer.dispatcher"):
         monkeypatch.setattr(f"moe_comm.dispatch.{module}.capturing", lambda device: True)
     with pytest.raises(ConfigError, match="use dispatch_fixed"):
         dispatcher.dispatch(X_TD, IDS_TK)
@@ -125,16 +127,17 @@ def test_memory_that_kernels_write_outlives_the_turns(monkeypatch: pytest.Monkey
     graph = [True]
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(turns, "capturing", lambda device: graph[0])
-    monkeypatch.setattr(turns, "_kept", [])
-    held, device = [object()], torch.device("cuda", 1)
-    turns._let_go(device, held)
-    assert not waited and turns._kept == [held] and len(held) == 1, "a graph forbids to wait"
+    buffers, device = [object()], torch.device("cuda", 1)
+    references = sys.getrefcount(buffers)
+    turns._free(device, buffers)
+    assert not waited and len(buffers) == 1, "a capture forbids to wait"
+    assert sys.getrefcount(buffers) == references + 1, "leaked, not freed"
     graph[0] = False
-    turns._let_go(device, held)
-    assert waited == [device] and not held
+    turns._free(device, buffers)
+    assert waited == [device] and not buffers
 
 
-def test_more_experts_than_a_block_can_count_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_experts_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_comm.gpu.limits.shared_limit", lambda device: 4096)
     placement = ExpertPlacement.balanced(200, 1)
     options = replace(OPTIONS, timeout_s=1)

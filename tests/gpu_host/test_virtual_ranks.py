@@ -64,7 +64,7 @@ def test_ranks_in_one_process_have_the_bits_of_one_rank(world: int, device: str)
 
 
 def test_gradients_of_ranks_in_one_process_have_the_bits_of_one_rank() -> None:
-    """On CPU tensors, where a backward runs in the thread that asks for it."""
+    """On CPU tensors, where a backward runs in the calling thread."""
 
     def work(dispatcher: PeerToPeerDispatcher, rank: int) -> list[Tensor]:
         x_TD, ids_TK, weights_TK = given(rank, "cpu")
@@ -81,7 +81,7 @@ def test_gradients_of_ranks_in_one_process_have_the_bits_of_one_rank() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_bad_id_of_one_rank_is_the_error_of_all_and_ranks_work_on(device: str) -> None:
+def test_a_bad_id_of_one_rank_is_the_error_of_all_and_ranks_stay_usable(device: str) -> None:
     ranks = virtual_ranks(ExpertPlacement.balanced(EXPERTS, 3), options_for(device), device)
 
     def work(dispatcher: PeerToPeerDispatcher) -> tuple[Any, bool]:

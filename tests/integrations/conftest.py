@@ -1,4 +1,4 @@
-"""One pool of four ranks for all of this folder, as every rank imports transformers; nothing touches the network."""
+"""One pool of four ranks for this folder, because every rank imports transformers. No test uses the network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it once
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import
 
 import pytest
 
@@ -24,7 +24,7 @@ def pool4() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="package")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Folder of the saved random model of a family, written on first use."""
+    """Return the folder of the random model of a family, which is written on first use."""
     folders: dict[str, str] = {}
 
     def folder(family: str) -> str:
@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture(scope="package")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Saved models to train: experts that divide by 2 and 4 ranks, and experts that do not."""
+    """Saved models to train, with numbers of experts that are divisible by 2 and 4 ranks and that are not."""
     shape: dict[str, int] = {"num_hidden_layers": 1, "hidden_size": 16}
     return [
         save_model("qwen3_moe", tmp_path_factory.mktemp("even"), **shape),

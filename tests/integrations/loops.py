@@ -1,4 +1,4 @@
-"""Training loops of ``Trainer`` and accelerate on ranks of a pool, and the loop of one process to compare them with."""
+"""Training loops of ``Trainer`` and accelerate on the ranks of a pool, and the reference loop of one process."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from tests.pool import RankPool, Work
 
 GLOBAL_BATCH, STEPS, LENGTH = 8, 5, 9
 OWN = "own GPT"
-"""In place of a folder: ``OwnGPT``."""
+"""Used in place of a folder: ``OwnGPT``."""
 LEARNING_RATE = 0.02
 ADAM_EPSILON = 1e-3
-"""Large, or rounding of a gradient close to zero would become a step of full size."""
+"""Large, because otherwise the rounding error of a gradient close to zero would become a full step."""
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """One training run.
 
     Attributes:
-        folder: of the saved model, or ``OWN``.
-        ep: ranks of one expert-parallel group.
-        clip: largest gradient norm; 0 for none.
-        accumulate: micro-batches of a step.
-        out: the folder for checkpoints.
-        resume: a checkpoint to start from.
-        stop: the step after which a run of accelerate ends and is saved.
+        folder: folder of the saved model, or ``OWN``.
+        ep: expert-parallel size.
+        clip: maximum gradient norm; 0: no clipping.
+        accumulate: micro-batches per step.
+        out: folder for checkpoints.
+        resume: checkpoint to resume from.
+        stop: step after which a run of accelerate ends and is saved.
     """
 
     folder: str
@@ -72,10 +72,10 @@ class OwnBlock(nn.Module):
 
 
 class OwnGPT(nn.Module):
-    """A model of the user's own, with uneven experts, that computes its loss as those of transformers do."""
+    """A custom model with uneven experts that computes its loss like transformers."""
 
     _no_split_modules = ("OwnBlock",)
-    loss_type = "ForCausalLM"  # by which Trainer knows that labels are shifted
+    loss_type = "ForCausalLM"  # with it, Trainer assumes that labels are shifted
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -93,18 +93,18 @@ class OwnGPT(nn.Module):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
-def whole_model(case: Case) -> Any:
+def whole_model(case: TrainingCase) -> Any:
     """The model on one process."""
     return OwnGPT(None) if case.folder == OWN else load(case.folder)
 
 
-def spread_model(case: Case) -> Any:
+def spread_model(case: TrainingCase) -> Any:
     """The model with its experts over ``case.ep`` ranks."""
     return OwnGPT(ep_group(case.ep)) if case.folder == OWN else swap_moe(load(case.folder), ep_group(case.ep))
 
 
 def examples() -> list[dict[str, Tensor]]:
-    """Sequences with different numbers of targets, so that ranks have unequal numbers, too."""
+    """Sequences with different numbers of targets, so that the numbers differ between ranks too."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for i in range(GLOBAL_BATCH * STEPS):
@@ -134,8 +134,8 @@ def make_optimizer(model: Any, name: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), LEARNING_RATE, eps=ADAM_EPSILON, weight_decay=0.0)
 
 
-def one_process(case: Case) -> tuple[dict[str, Tensor], list[float]]:
-    """Parameters after, and the loss at, each step of one process on the whole global batch; torch only."""
+def one_process(case: TrainingCase) -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters and loss of each step of one process on the global batch, with torch only."""
     model = whole_model(case).train()
     optimizer = make_optimizer(model, case.optimizer)
     data, losses = examples(), []
@@ -154,7 +154,7 @@ def one_process(case: Case) -> tuple[dict[str, Tensor], list[float]]:
 
 @contextmanager
 def launched(rank: int, world: int) -> Iterator[None]:
-    """What torchrun and ``accelerate launch --cpu`` tell a rank; accelerate starts from nothing."""
+    """Set the environment of torchrun and ``accelerate launch --cpu``, and reset the state of accelerate."""
     from accelerate.state import AcceleratorState
 
     before = dict(os.environ)
@@ -172,14 +172,14 @@ def launched(rank: int, world: int) -> Iterator[None]:
 
 
 def let_fsdp_run_on_the_cpu() -> None:
-    """accelerate ignores its FSDP plugin unless ranks have an accelerator, though nothing in it needs one."""
+    """Enable the FSDP plugin of accelerate on the CPU, where accelerate ignores it."""
     from accelerate import DistributedType, PartialState
 
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def make_accelerator(case: Case, **settings: Any) -> Any:
+def make_accelerator(case: TrainingCase, **settings: Any) -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import GradientAccumulationPlugin
 
@@ -189,7 +189,7 @@ def make_accelerator(case: Case, **settings: Any) -> Any:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="FULL_STATE_DICT", **settings
         )
-    # The loop fetches all batches of a step first, so the end of the data is seen one batch too early.
+    # The loop fetches all batches of a step first, so it sees the end of the data one batch too early.
     accumulation = GradientAccumulationPlugin(num_steps=case.accumulate, sync_with_dataloader=False)
     precision = "bf16" if case.bf16 else "no"
     return Accelerator(
@@ -197,8 +197,8 @@ def make_accelerator(case: Case, **settings: Any) -> Any:
     )
 
 
-def with_accelerate(case: Case, world: int, prepare: Any = prepare_accelerator) -> tuple[Any, Any, list[float]]:
-    """The loop of accelerate's documentation; returns accelerator, model and the loss at each step of all ranks."""
+def with_accelerate(case: TrainingCase, world: int, prepare: Any = prepare_accelerator) -> tuple[Any, Any, list[float]]:
+    """The loop of accelerate's documentation. Returns accelerator, model and the losses of all ranks."""
     accelerator = prepare(make_accelerator(case))
     model = spread_model(case).train()
     data = DataLoader(examples(), batch_size=GLOBAL_BATCH // world // case.accumulate, collate_fn=stacked)  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def with_accelerate(case: Case, world: int, prepare: Any = prepare_accelerator) 
             with accelerator.accumulate(model):
                 loss = summed_loss(model, batch) / num_targets
                 total += loss.item()
-                # accelerate divides by the number of micro-batches, DDP and FSDP by that of ranks.
+                # accelerate divides by the number of micro-batches, DDP and FSDP by the number of ranks.
                 accelerator.backward(loss * case.accumulate * accelerator.num_processes)
                 if accelerator.sync_gradients and case.clip:
                     accelerator.clip_grad_norm_(model.parameters(), case.clip)
@@ -229,7 +229,7 @@ def with_accelerate(case: Case, world: int, prepare: Any = prepare_accelerator) 
     return accelerator, model, losses
 
 
-def make_trainer(case: Case, world: int, model: Any, kind: Any = None, **settings: Any) -> Any:
+def make_trainer(case: TrainingCase, world: int, model: Any, kind: Any = None, **settings: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from moe_comm.integrations.hugging_face import MoETrainer
@@ -265,27 +265,27 @@ def make_trainer(case: Case, world: int, model: Any, kind: Any = None, **setting
     return InOrder(model, arguments, train_dataset=examples(), eval_dataset=examples()[:GLOBAL_BATCH])
 
 
-def matrix(folders: list[str], world: int) -> list[Case]:
-    """Both wrappers and models, over all ranks and over subgroups; every setting at least once, not every product."""
+def matrix(folders: list[str], world: int) -> list[TrainingCase]:
+    """Both wrappers and models, over all ranks and over subgroups, with every setting at least once."""
     found = []
     for folder in (*folders, OWN):
         for wrapper in ("ddp", "fsdp2"):
-            case = Case(folder, wrapper, ep=world)
+            case = TrainingCase(folder, wrapper, ep=world)
             found += [case, replace(case, ep=2)] if world > 2 else [case, replace(case, optimizer="sgd")]
     if world == 2:
         found += [replace(case, clip=0.0, accumulate=1, ep=2) for case in found[::4]]
     return found
 
 
-def product(folders: list[str], world: int) -> list[Case]:
-    """Every product of the settings of ``Case``."""
+def product(folders: list[str], world: int) -> list[TrainingCase]:
+    """All combinations of the settings of ``TrainingCase``."""
     choices = itertools.product(
         (*folders, OWN), ("ddp", "fsdp2"), sorted({2, world}), ("sgd", "adamw"), (0.0, 0.05), (1, 2)
     )
-    return [Case(*choice) for choice in choices]
+    return [TrainingCase(*choice) for choice in choices]
 
 
-def assert_equals_one_process(case: Case, params: dict[str, Tensor], losses: list[float]) -> None:
+def assert_equals_one_process(case: TrainingCase, params: dict[str, Tensor], losses: list[float]) -> None:
     expected, expected_losses = one_process(case)
     assert params.keys() == expected.keys()
     for name, value in expected.items():
@@ -293,8 +293,8 @@ def assert_equals_one_process(case: Case, params: dict[str, Tensor], losses: lis
     assert losses == pytest.approx(expected_losses[case.stop - len(losses) :], rel=1e-5), str(case)
 
 
-def check_against_one_process(train: Work, pool: RankPool, cases: list[Case]) -> None:
-    """Run ``train`` on the ranks of ``pool``; it returns parameters and losses of each case on rank 0."""
+def check_against_one_process(train: Work, pool: RankPool, cases: list[TrainingCase]) -> None:
+    """Run ``train`` on the ranks of ``pool``. Rank 0 returns parameters and losses of each case."""
     for start in range(0, len(cases), 8):
         some = cases[start : start + 8]
         for case, (params, losses) in zip(some, pool.run(train, some, timeout=90)[0], strict=True):
@@ -302,7 +302,7 @@ def check_against_one_process(train: Work, pool: RankPool, cases: list[Case]) ->
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
-    """Type and message of what ``call`` raises."""
+    """Return type and message of the exception of ``call``."""
     try:
         call(*args, **kwargs)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Small random models of every family, written as safetensors and loaded back the way users do."""
+"""Small random models of every family, saved as safetensors and loaded like user models."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ SEQUENCE = 7
 
 
 def new_model(family: str, **changes: Any) -> Any:
-    """A model as transformers initialises it."""
+    """A model as transformers initializes it."""
     return AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **{**_SHARED, **SMALL.get(family, {}), **changes})
     )
@@ -85,7 +85,7 @@ def new_model(family: str, **changes: Any) -> Any:
 def save_model(
     family: str, folder: Path, seed: int = 0, edit: Callable[[Any], None] | None = None, **changes: Any
 ) -> str:
-    """Write a model with random weights, none of them zero or one by default; returns the folder."""
+    """Save a model in which all weights are random, also those that are initialized to 0 or 1. Returns the folder."""
     model = new_model(family, **changes)
     randomise(model, seed)
     if edit is not None:
@@ -96,7 +96,7 @@ def save_model(
 
 @torch.no_grad()
 def route_to_first_half(model: Any) -> None:
-    """Make every token of a DeepSeek-V3 choose among experts 0..3, so that the ranks of the others get no rows."""
+    """Route all tokens of a DeepSeek-V3 to experts 0..3, so that other ranks receive no rows."""
     for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias[:4] += 100
 
@@ -122,7 +122,7 @@ def batch(ranks: int = 4, seed: int = 1) -> list[Tensor]:
 
 
 def token_loss(logits: Tensor, ids: Tensor, num_tokens: int) -> Tensor:
-    """This rank's share of the mean over all tokens of all ranks."""
+    """Return this rank's contribution to the mean over the tokens of all ranks."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum") / num_tokens
 
 
@@ -135,7 +135,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_close(got: Tensor, expected: Tensor, what: str, rtol: float = 1e-5) -> None:
-    """Equal to ``rtol``, measured against the largest element where elements cancel to almost nothing."""
+    """Compare with ``rtol``, relative to the largest element where elements cancel."""
     floor = rtol * float(expected.abs().max()) if expected.numel() else 0.0
     torch.testing.assert_close(got, expected, rtol=rtol, atol=floor, msg=lambda m: f"{what}: {m}")
 
@@ -144,7 +144,7 @@ _GROUPS: dict[int, Any] = {}
 
 
 def ep_group(size: int) -> Any:
-    """The expert-parallel group of ``size`` neighbouring ranks that this rank is in; None for one rank. Collective."""
+    """Return the group of ``size`` consecutive ranks that contains this rank, or None for one rank. Collective."""
     if size == 1:
         return None
     if size not in _GROUPS:

@@ -1,4 +1,4 @@
-"""accelerate trains, clips, saves and resumes swapped models as one process does, or refuses to on every rank."""
+"""accelerate trains, clips, saves and resumes swapped models like one process, or raises on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_comm.integrations.hugging_face import prepare_accelerator, swap_moe
 from tests.integrations.loops import (
     OWN,
     STEPS,
-    Case,
+    TrainingCase,
     assert_equals_one_process,
     check_against_one_process,
     error_of,
@@ -35,7 +35,7 @@ from tests.integrations.test_state import assert_same
 from tests.pool import RankPool
 
 
-def train(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, Tensor], list[float]]]:
+def train(rank: int, world: int, cases: list[TrainingCase]) -> list[tuple[dict[str, Tensor], list[float]]]:
     results = []
     for case in cases:
         with launched(rank, world):
@@ -68,20 +68,20 @@ def test_every_product_of_settings_equals_one_process(folders: list[str], pool2:
 
 
 def test_bf16_stays_close_to_one_process_in_bf16(folders: list[str], pool2: RankPool) -> None:
-    cases = [Case(folders[0], wrapper, bf16=True) for wrapper in ("ddp", "fsdp2")]
+    cases = [TrainingCase(folders[0], wrapper, bf16=True) for wrapper in ("ddp", "fsdp2")]
     for case, (_, losses) in zip(cases, pool2.run(train, cases)[0], strict=True):
         assert losses == pytest.approx(one_process(case)[1], rel=0.02), str(case)
 
 
 @pytest.mark.parametrize("way", ["2 to 4", "4 to 2", "4 to 1"])
-def test_a_run_resumed_on_another_number_of_ranks_goes_on_as_if_uninterrupted(
+def test_a_run_resumed_on_a_different_number_of_ranks_matches_an_uninterrupted_one(
     way: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
-    """Also with another wrapper. One process loads with accelerate alone."""
+    """Also with a different wrapper. One process loads with plain accelerate."""
     before, after = int(way[0]), int(way[-1])
     pools: dict[int, RankPool] = {2: pool2, 4: pool4}
     first = [
-        Case(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"), stop=3)
+        TrainingCase(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"), stop=3)
         for i, folder in enumerate((*folders, OWN))
         for wrapper in ("ddp", "fsdp2")
     ]
@@ -105,14 +105,14 @@ def test_ranks_without_experts_train_save_and_resume(
     wrapper: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
     folder = save_model("mixtral", tmp_path / "model", num_local_experts=3, hidden_size=16)
-    case = Case(folder, wrapper, ep=4, out=str(tmp_path / "run"), stop=3)
+    case = TrainingCase(folder, wrapper, ep=4, out=str(tmp_path / "run"), stop=3)
     check(pool4, [replace(case, stop=STEPS, out=""), replace(case, stop=2), case])
     check(pool2, [replace(case, ep=2, stop=STEPS, resume=f"{case.out}-3", out="")])
     check(pool4, [replace(case, stop=STEPS, resume=f"{case.out}-2", out="")])
 
 
-def write(rank: int, world: int, arg: tuple[Case, str]) -> dict[str, Any]:
-    """Train, then save in each way that accelerate documents."""
+def write(rank: int, world: int, arg: tuple[TrainingCase, str]) -> dict[str, Any]:
+    """Train, then save in every way that accelerate documents."""
     case, folder = arg
     with launched(rank, world):
         accelerator, model, _ = with_accelerate(case, world)
@@ -128,12 +128,12 @@ def write(rank: int, world: int, arg: tuple[Case, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_saved_models_are_whole(wrapper: str, folders: list[str], tmp_path: Path, pool2: RankPool) -> None:
+def test_saved_models_are_complete(wrapper: str, folders: list[str], tmp_path: Path, pool2: RankPool) -> None:
     from safetensors.torch import load_file
 
     for folder in folders:
         out = tmp_path / Path(folder).name
-        results = pool2.run(write, (Case(folder, wrapper), str(out)))
+        results = pool2.run(write, (TrainingCase(folder, wrapper), str(out)))
         expected = results[0]["expected"]
         assert_same(load(str(out / "model")).state_dict(), expected)
         assert_same(load_file(out / "weights" / "model.safetensors"), expected)
@@ -143,10 +143,10 @@ def test_saved_models_are_whole(wrapper: str, folders: list[str], tmp_path: Path
 
 
 def use_without_integration(rank: int, world: int, folder: str) -> list[str]:
-    """What plain accelerate does with a spread model, and what it says."""
+    """Return the errors of plain accelerate with a swapped model."""
     messages = []
     with launched(rank, world):
-        accelerator = make_accelerator(Case(folder))
+        accelerator = make_accelerator(TrainingCase(folder))
         model = swap_moe(load(folder), ep_group(2))
         model, _ = accelerator.prepare(model, make_optimizer(model, "adamw"))
         for call, args in (
@@ -157,7 +157,7 @@ def use_without_integration(rank: int, world: int, folder: str) -> list[str]:
         ):
             messages.append(error_of(call, *args))
     with launched(rank, world):
-        accelerator = make_accelerator(Case(folder, "fsdp2"))
+        accelerator = make_accelerator(TrainingCase(folder, "fsdp2"))
         model = swap_moe(load(folder), ep_group(2))
         messages.append(error_of(accelerator.prepare, model, make_optimizer(model, "adamw")))
     return messages
@@ -170,14 +170,14 @@ def test_what_plain_accelerate_would_get_wrong_raises_on_every_rank(folders: lis
                 assert message.startswith("ConfigError") and "prepare_accelerator(accelerator)" in message, message
 
 
-def train_without_integration(rank: int, world: int, case: Case) -> tuple[dict[str, Tensor], list[float]]:
+def train_without_integration(rank: int, world: int, case: TrainingCase) -> tuple[dict[str, Tensor], list[float]]:
     with launched(rank, world):
         _, model, losses = with_accelerate(case, world, prepare=lambda accelerator: accelerator)
         return moe_comm.state_dict(model), losses
 
 
 def test_plain_accelerate_trains_under_ddp(folders: list[str], pool2: RankPool) -> None:
-    case = Case(folders[1])
+    case = TrainingCase(folders[1])
     assert_equals_one_process(case, *pool2.run(train_without_integration, case)[0])
 
 
@@ -190,7 +190,7 @@ class Wrapper(torch.nn.Module):
         return self.inner(**inputs)
 
 
-def wrap_and_train(rank: int, world: int, case: Case) -> str:
+def wrap_and_train(rank: int, world: int, case: TrainingCase) -> str:
     with launched(rank, world):
         accelerator = prepare_accelerator(make_accelerator(case))
         model = Wrapper(swap_moe(load(case.folder), ep_group(2)))
@@ -202,7 +202,7 @@ def wrap_and_train(rank: int, world: int, case: Case) -> str:
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_a_model_that_contains_the_swapped_one_trains(wrapper: str, folders: list[str], pool2: RankPool) -> None:
-    assert pool2.run(wrap_and_train, Case(folders[1], wrapper, accumulate=1)) == ["no error"] * 2
+    assert pool2.run(wrap_and_train, TrainingCase(folders[1], wrapper, accumulate=1)) == ["no error"] * 2
 
 
 def refuse_settings(rank: int, world: int, folder: str) -> dict[str, str]:
@@ -218,12 +218,12 @@ def refuse_settings(rank: int, world: int, folder: str) -> dict[str, str]:
             messages[name] = error_of(accelerator.prepare, model, make_optimizer(model, "adamw"))
     for name, set_up in (("fp16", _scale), ("DEEPSPEED", _use_deepspeed), ("data parallelism only", _use_tp)):
         with launched(rank, world):
-            accelerator = prepare_accelerator(make_accelerator(Case(folder, "fsdp2")))
+            accelerator = prepare_accelerator(make_accelerator(TrainingCase(folder, "fsdp2")))
             set_up(accelerator)
             model = swap_moe(load(folder), ep_group(2))
             messages[name] = error_of(accelerator.prepare, model, make_optimizer(model, "adamw"))
     with launched(rank, world):
-        accelerator = prepare_accelerator(make_accelerator(Case(folder, "fsdp2")))
+        accelerator = prepare_accelerator(make_accelerator(TrainingCase(folder, "fsdp2")))
         model = swap_moe(load(folder), ep_group(2))
         foreign = make_optimizer(load(folder), "adamw")
         messages["build it after swap_moe"] = error_of(accelerator.prepare, model, foreign)
@@ -234,13 +234,13 @@ def refuse_settings(rank: int, world: int, folder: str) -> dict[str, str]:
 
 
 def _scale(accelerator: Any) -> None:
-    accelerator.scaler = torch.amp.GradScaler("cpu")  # accelerate makes one on GPUs only
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # accelerate creates one on GPUs only
 
 
 def _use_deepspeed(accelerator: Any) -> None:
     from accelerate import DistributedType
 
-    accelerator.state.distributed_type = DistributedType.DEEPSPEED  # whose package is not installed
+    accelerator.state.distributed_type = DistributedType.DEEPSPEED  # the package is not installed
 
 
 def _use_tp(accelerator: Any) -> None:
@@ -251,7 +251,7 @@ def _use_tp(accelerator: Any) -> None:
 
 def _accelerator(folder: str, name: str, settings: dict[str, Any]) -> Any:
     if name != "fsdp_version":
-        return make_accelerator(Case(folder, "fsdp2"), **settings)
+        return make_accelerator(TrainingCase(folder, "fsdp2"), **settings)
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     let_fsdp_run_on_the_cpu()
@@ -264,23 +264,23 @@ def test_unsupported_settings_raise_on_every_rank_and_are_named(folders: list[st
             assert message.startswith(("ConfigError", "UnsupportedModel")) and named in message, message
 
 
-def resume_and_count(rank: int, world: int, case: Case) -> int:
+def resume_and_count(rank: int, world: int, case: TrainingCase) -> int:
     with launched(rank, world):
         accelerator, _, _ = with_accelerate(case, world)
         accelerator.load_state(case.resume)
         return int(accelerator.step)
 
 
-def test_ranks_that_were_not_there_continue_at_the_same_micro_batch(
+def test_new_ranks_resume_at_the_same_micro_batch(
     folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
-    case = Case(folders[0], out=str(tmp_path / "run"), stop=1)
+    case = TrainingCase(folders[0], out=str(tmp_path / "run"), stop=1)
     pool2.run(train, [case])
     steps = pool4.run(resume_and_count, replace(case, out="", resume=f"{case.out}-1", stop=1))
     assert steps == [case.accumulate] * 4
 
 
-def fail_to_write(rank: int, world: int, arg: tuple[Case, str]) -> str:
+def fail_to_write(rank: int, world: int, arg: tuple[TrainingCase, str]) -> str:
     case, blocked = arg
     with launched(rank, world):
         accelerator, _, _ = with_accelerate(case, world)
@@ -291,14 +291,14 @@ def test_a_save_that_fails_on_one_rank_raises_on_every_rank(
     folders: list[str], tmp_path: Path, pool2: RankPool
 ) -> None:
     (tmp_path / "state" / "model.safetensors").mkdir(parents=True)
-    first, second = pool2.run(fail_to_write, (Case(folders[0], stop=1), str(tmp_path / "state")))
+    first, second = pool2.run(fail_to_write, (TrainingCase(folders[0], stop=1), str(tmp_path / "state")))
     assert first.split(":")[0] not in ("no error", "CheckpointError")
     assert second.startswith("CheckpointError")
 
 
 def test_other_models_are_handled_as_before(saved: Callable[[str], str], tmp_path: Path) -> None:
     with launched(0, 1):
-        accelerator = prepare_accelerator(make_accelerator(Case(saved("mixtral"), accumulate=1)))
+        accelerator = prepare_accelerator(make_accelerator(TrainingCase(saved("mixtral"), accumulate=1)))
         assert prepare_accelerator(accelerator) is accelerator
         model = torch.nn.Linear(2, 2)
         model, optimizer = accelerator.prepare(model, make_optimizer(model, "adamw"))

@@ -1,4 +1,4 @@
-"""Configurations of Hugging Face to ours and back, and what either side cannot say."""
+"""Conversion of Hugging Face configurations in both directions, and unsupported settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_comm.integrations.hugging_face.architecture import (
     to_hugging_face,
 )
 from moe_comm.layers.attention.config import MLAConfig, Yarn
-from moe_comm.layers.moe.layer import ZeroExperts
+from moe_comm.layers.moe.router import ZeroExperts
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.train.architecture import transformer_config
 from moe_comm.train.config import load
@@ -50,7 +50,7 @@ def theirs(family: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_comes_back_from_the_other_side_unchanged(name: str, tmp_path: Path) -> None:
+def test_a_configuration_survives_the_round_trip(name: str, tmp_path: Path) -> None:
     family, changes = CONFIGS[name]
     ours = from_hugging_face(theirs(family, **changes))
     made = to_hugging_face(ours, family)
@@ -60,7 +60,7 @@ def test_a_configuration_comes_back_from_the_other_side_unchanged(name: str, tmp
 
 
 PUBLISHED = {
-    # Where transformers' own defaults differ from the published config.json, that says so.
+    # Settings of the published config.json that differ from the defaults of transformers.
     "mixtral-8x7b": MixtralConfig(),
     "mixtral-8x22b": MixtralConfig(
         vocab_size=32768,
@@ -87,18 +87,18 @@ def test_the_ready_configurations_describe_the_published_models(name: str) -> No
     preset = transformer_config(config.model, config.model.vocab, config.data.seq_len)
     published = from_hugging_face(PUBLISHED[name])
     back = from_hugging_face(to_hugging_face(preset, config.model.family))
-    # Longer than what is trained at first; training has its own losses.
+    # The published length is longer than that of the training configuration.
     assert replace(back, max_length=published.max_length) == published
 
 
 def test_the_norms_inside_deepseeks_attention_have_their_own_epsilon() -> None:
     ours = from_hugging_face(theirs("deepseek_v3", rms_norm_eps=1e-3))
     assert (ours.norm_eps, ours.attention.norm_eps) == (1e-3, 1e-6)
-    with pytest.raises(UnsupportedModel, match=r"attention\.norm_eps is 0\.001, there it would be 1e-06"):
+    with pytest.raises(UnsupportedModel, match=r"attention\.norm_eps is 0\.001 but would become 1e-06"):
         to_hugging_face(replace(ours, attention=replace(ours.attention, norm_eps=1e-3)), "deepseek_v3")
 
 
-def test_what_yarn_leaves_out_is_what_transformers_takes_it_for() -> None:
+def test_missing_yarn_settings_have_the_defaults_of_transformers() -> None:
     def yarn(**changes: Any) -> Yarn:
         found = from_hugging_face(theirs("qwen3_moe", rope_parameters={**YARN, **changes})).attention.rope.yarn
         assert found is not None
@@ -106,7 +106,7 @@ def test_what_yarn_leaves_out_is_what_transformers_takes_it_for() -> None:
 
     assert yarn() == Yarn(40.0, 32, 32.0, 1.0, 0.707, 1.0)
     assert yarn(mscale=None, mscale_all_dim=None) == Yarn(40.0, 32)
-    assert yarn(mscale=None).mscale == 0.0  # 1 would divide by the other one
+    assert yarn(mscale=None).mscale == 0.0  # 1 would be divided by mscale_all_dim
     assert yarn(factor=None).factor == 128 / 32
 
 
@@ -117,7 +117,7 @@ def test_what_yarn_leaves_out_is_what_transformers_takes_it_for() -> None:
         (theirs("mixtral", hidden_act="gelu"), ["hidden_act", "gelu"]),
         (theirs("mixtral", router_jitter_noise=0.1), ["router_jitter_noise", "0.1"]),
         (theirs("qwen3_moe", attention_dropout=0.2), ["attention_dropout", "0.2"]),
-        (theirs("olmoe", quantization_config={"quant_method": "fp8"}), ["quantization_config", "dequantise"]),
+        (theirs("olmoe", quantization_config={"quant_method": "fp8"}), ["quantization_config", "dequantize"]),
         (theirs("olmoe", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}), ["linear"]),
         (
             theirs("qwen3_moe", rope_parameters={**YARN, "attention_factor": 1.5}),
@@ -150,21 +150,21 @@ def cases() -> list[Any]:
     return [
         ("llama", qwen3, "llama"),
         ("qwen3_moe", replace(qwen3, parallel_block=True), "parallel_block"),
-        ("mixtral", qwen3, r"attention\.qk_norm is 'head', there it would be 'none'"),
+        ("mixtral", qwen3, r"attention\.qk_norm is 'head' but would become 'none'"),
         ("mixtral", replace(attention(qwen3, qk_norm="none"), dense_layers=(1,), dense_ffn=48), "dense_layers is "),
         ("mixtral", router(attention(qwen3, qk_norm="none"), normalize=False), r"router\.normalize is False"),
         ("olmoe", attention(qwen3, qk_norm="full", head_dim=16), r"attention\.head_dim is 16"),
         ("qwen3_moe", attention(qwen3, clip_qkv=2.0), r"clip_qkv is 2\.0"),
-        ("qwen3_moe", attention(qwen3, bias=True), r"out_bias is False, there it would be True"),
+        ("qwen3_moe", attention(qwen3, bias=True), r"out_bias is False but would become True"),
         ("qwen3_moe", attention(qwen3, mla=latent, qk_norm="none"), r"attention\.mla is MLAConfig"),
         ("qwen3_moe", moe(qwen3, shared_ffn=24), "shared_ffn is 24"),
         ("qwen3_moe", router(qwen3, score="sigmoid"), "score is 'sigmoid'"),
         ("qwen3_moe", router(qwen3, scale=2.0), r"scale is 2\.0"),
-        ("qwen3_moe", router(moe(qwen3, zero_experts=ZeroExperts(1)), num_experts=9), "zero_experts.identity is 1"),
+        ("qwen3_moe", router(qwen3, zero_experts=ZeroExperts(1)), "zero_experts.identity is 1"),
         ("qwen3_moe", moe(qwen3, activation="geglu"), "activation is 'geglu'"),
         ("deepseek_v3", qwen3, "latent attention"),
-        ("deepseek_v3", moe(deepseek, shared_ffn=25), "shared_ffn 25 with ffn 24"),
-        ("deepseek_v3", replace(deepseek, dense_layers=(1,)), r"dense_layers is \(1,\), there it would be \(0,\)"),
+        ("deepseek_v3", moe(deepseek, shared_ffn=25), "shared_ffn 25 and ffn 24"),
+        ("deepseek_v3", replace(deepseek, dense_layers=(1,)), r"dense_layers is \(1,\) but would become \(0,\)"),
         ("deepseek_v3", router(deepseek, num_groups=8, top_groups=4), "8 experts in 8 groups"),
         ("deepseek_v3", attention(deepseek, window=4), "window is 4"),
     ]
@@ -173,13 +173,13 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(
     ("family", "config", "message"), cases(), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_a_family_cannot_express_is_named(family: str, config: TransformerConfig, message: str) -> None:
+def test_unsupported_fields_of_a_family_are_named(family: str, config: TransformerConfig, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         to_hugging_face(config, family)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_what_only_training_knows_does_not_stand_in_the_way(family: str) -> None:
+def test_training_only_settings_are_ignored(family: str) -> None:
     ours = from_hugging_face(theirs(family))
     training = replace(ours.moe.router, balance_loss=0.02, z_loss=0.1, balance_form="batch")
     trained = replace(ours, moe=replace(ours.moe, router=training, capacity=Capacity(1.25), recompute=True))
@@ -188,14 +188,14 @@ def test_what_only_training_knows_does_not_stand_in_the_way(family: str) -> None
     assert made.bos_token_id == 5 and made.router_aux_loss_coef == 0.02
 
 
-def test_a_folder_without_a_usable_configuration_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_valid_configuration_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no config"):
         read_config(tmp_path)
     with pytest.raises(ConfigError, match="no config"):
-        read_config("mistralai/Mixtral-8x7B-v0.1")  # not looked for anywhere else
+        read_config("mistralai/Mixtral-8x7B-v0.1")  # nothing is downloaded
     for text in ("{", json.dumps({"model_type": "unheard_of"}), json.dumps({"model_type": "olmoe", "vocab_size": "x"})):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"config\.json cannot be used"):
+        with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
             read_config(tmp_path)
     GptOssConfig().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="gpt_oss"):

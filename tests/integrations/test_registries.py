@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -36,7 +38,7 @@ needs_cpu = pytest.mark.skipif(
 )
 
 
-def test_registering_twice_changes_nothing() -> None:
+def test_registering_twice_has_no_effect() -> None:
     register()
     first = ExpertsInterface()["moe_comm"], EPImplementationInterface()["moe_comm"]
     register()
@@ -100,12 +102,12 @@ def test_experts_implementation_refuses_experts_it_cannot_compute(saved: Callabl
     register()
     model = load(saved("mixtral"), experts_implementation="moe_comm")
     model.model.layers[0].mlp.experts.has_post_expert_norm = True
-    with pytest.raises(UnsupportedModel, match="normalises"):
+    with pytest.raises(UnsupportedModel, match="normalizes"):
         model(batch()[0])
 
 
 def run_distributed(rank: int, world: int, arg: tuple[str, dict[str, Any], str]) -> tuple[Any, ...]:
-    """Logits, full gradients and this rank's experts under ``DistributedConfig``; TP ranks share one batch."""
+    """Logits, full gradients and local experts under ``DistributedConfig``. TP ranks use one batch."""
     folder, sizes, experts_implementation = arg
     register()
     results = []
@@ -232,3 +234,23 @@ def test_ep_implementation_loads_each_ranks_experts_only(saved: Callable[[str], 
     for name, full in load(saved("gpt_oss")).named_parameters():
         if ".experts." in name:
             assert torch.equal(torch.cat([part[name] for part in results]), full)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import moe_comm; import transformers",
+        "import transformers; import moe_comm",
+        "import transformers.integrations.moe; import moe_comm",
+        "import moe_comm; import transformers.distributed.expert_parallel",
+        "import moe_comm; from transformers import Qwen3MoeForCausalLM",
+    ],
+)
+def test_registration_does_not_depend_on_the_order_of_imports(imports: str) -> None:
+    code = f"""
+{imports}
+from transformers.distributed.expert_parallel import EPImplementationInterface
+from transformers.integrations.moe import ExpertsInterface
+assert ExpertsInterface()["moe_comm"] and EPImplementationInterface()["moe_comm"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""A swapped model computes what the unswapped one does, holds only its share, and fails clearly."""
+"""A swapped model matches the unswapped one, holds only its local experts, and raises clear errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WORLD = 4
 
 
 def run_swapped(rank: int, world: int, arg: tuple[str, int, dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits of this rank's batch; gradients, reduced over the ranks."""
+    """Return the logits of this rank's batch, and gradients reduced over the ranks."""
     folder, ep, settings = arg
     model = swap_moe(load(folder, dtype=settings.get("dtype")), ep_group(ep), backend=settings.get("backend", "auto"))
     model.train()
@@ -56,7 +56,7 @@ def run_swapped(rank: int, world: int, arg: tuple[str, int, dict[str, Any]]) -> 
 
 
 def reference(folder: str, dtype: torch.dtype | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Logits by rank and the gradients of the unswapped model on the whole batch."""
+    """Return logits by rank and gradients of the unswapped model on the global batch."""
     model = load(folder, dtype=dtype)
     model.train()
     ids = batch(WORLD)
@@ -66,7 +66,7 @@ def reference(folder: str, dtype: torch.dtype | None = None) -> tuple[list[Tenso
 
 
 def compare(results: list[Any], expected: tuple[list[Tensor], dict[str, Tensor]], ep: int, rtol: float = 1e-5) -> None:
-    """``results`` of ``run_swapped`` by rank; experts have 4 / ep copies."""
+    """Compare the ``results`` of ``run_swapped`` by rank. Experts have 4 / ep replicas."""
     logits, grads = expected
     for rank, (got, got_grads) in enumerate(results):
         assert_close(got, logits[rank], f"logits of rank {rank}", rtol)
@@ -93,13 +93,13 @@ def test_logits_and_all_gradients_equal_those_of_the_unswapped_model(
 
 
 @pytest.mark.parametrize("backend", ["shared_memory", "all_to_all", "all_gather"])
-def test_every_backend_serves_a_swapped_model(backend: str, saved: Callable[[str], str], pool4: RankPool) -> None:
+def test_every_backend_works_with_a_swapped_model(backend: str, saved: Callable[[str], str], pool4: RankPool) -> None:
     folder = saved("mixtral")
     compare(pool4.run(run_swapped, (folder, 2, {"backend": backend}), timeout=120), reference(folder), 2)
 
 
 @pytest.mark.parametrize("num_experts", [3, 7])
-def test_experts_need_not_divide_by_ranks_nor_be_as_many(num_experts: int, tmp_path: Path, pool4: RankPool) -> None:
+def test_any_number_of_experts_works_with_four_ranks(num_experts: int, tmp_path: Path, pool4: RankPool) -> None:
     folder = save_model("mixtral", tmp_path, num_local_experts=num_experts)
     compare(pool4.run(run_swapped, (folder, 4, {}), timeout=120), reference(folder), 4)
 
@@ -126,7 +126,7 @@ def test_a_bf16_model_stays_bf16_and_as_close_to_fp32_as_the_unswapped_one(
     results = pool4.run(run_swapped, (folder, 2, {"dtype": torch.bfloat16}), timeout=120)
     assert {value.dtype for logits, grads in results for value in (logits, *grads.values())} == {torch.bfloat16}
     exact, plain = torch.cat(reference(folder)[0]), torch.cat(reference(folder, torch.bfloat16)[0])
-    # The median over tokens, as rounding sends a few tokens of either model to other experts.
+    # The median over tokens: rounding changes the experts of a few tokens.
     assert token_error(torch.cat([logits for logits, _ in results]), exact) < 1.2 * token_error(plain, exact) < 0.02
 
 
@@ -164,7 +164,7 @@ def _spy(call: Callable[..., Any], seen: list[torch.dtype]) -> Callable[..., Any
 
 
 def measure_memory(rank: int, world: int, folder: str) -> tuple[int, int, list[str]]:
-    """Experts' elements before and after the swap, and names of full tensors that are still alive."""
+    """Return the expert elements before and after the swap, and names of full tensors that are still alive."""
     model = load(folder)
     full = {n: weakref.ref(p) for n, p in model.named_parameters() if ".experts." in n}
     before = sum(p().numel() for p in full.values())  # type: ignore[union-attr]
@@ -176,7 +176,7 @@ def measure_memory(rank: int, world: int, folder: str) -> tuple[int, int, list[s
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_each_rank_holds_its_share_only_and_full_weights_are_freed(
+def test_each_rank_holds_its_local_experts_only_and_full_weights_are_freed(
     family: str, saved: Callable[[str], str], pool4: RankPool
 ) -> None:
     for before, after, alive in pool4.run(measure_memory, saved(family)):
@@ -196,7 +196,7 @@ def test_without_a_group_no_weight_is_copied(saved: Callable[[str], str]) -> Non
 
 
 def raise_in_experts(rank: int, world: int, folder: str) -> tuple[str, str, bool]:
-    """Rank 1's experts raise once; afterwards the model works again."""
+    """The experts of rank 1 raise once. Then the model must work again."""
     model = swap_moe(load(folder), ep_group(4), options=DispatchOptions(timeout_s=100.0))
     ids = batch(world)[rank]
 
@@ -226,7 +226,7 @@ def test_experts_that_raise_on_one_rank_raise_on_every_rank(saved: Callable[[str
 
 
 def route_nan(rank: int, world: int, folder: str) -> tuple[str, bool]:
-    """Rank 1's input makes its router's logits NaN; afterwards good input must work again."""
+    """The input of rank 1 makes its router logits NaN. Then valid input must work again."""
     model = swap_moe(load(folder), ep_group(4))
     embeds = model.get_input_embeddings()(batch(world)[rank]).detach()
     good = embeds.clone()
@@ -274,7 +274,7 @@ def test_router_logits_and_auxiliary_loss_are_those_of_the_unswapped_model(
 
 
 def generate(rank: int, world: int, folder: str) -> tuple[Tensor, Tensor]:
-    """Ranks stop after different numbers of tokens."""
+    """Ranks generate different numbers of tokens."""
     ids = batch(world)[rank]
     settings = {"do_sample": False, "max_new_tokens": 3 + 2 * rank, "attention_mask": torch.ones_like(ids)}
     plain = load(folder).generate(ids, **settings)
@@ -366,7 +366,7 @@ def test_distributed_data_parallel_does_not_overwrite_experts(saved: Callable[[s
         assert kept and all(kept.values())
 
 
-# --- what cannot be swapped ---
+# --- unsupported models ---
 
 
 def test_a_model_without_moe_blocks_is_refused_by_name() -> None:
@@ -378,7 +378,7 @@ def test_a_model_without_moe_blocks_is_refused_by_name() -> None:
 
 
 class HomemadeMoE(nn.Module):
-    """Experts in a list, as older code has them."""
+    """Experts in a list, as in older code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ class HomemadeMoE(nn.Module):
 
 
 def test_an_unknown_moe_block_is_named() -> None:
-    with pytest.raises(UnsupportedModel, match=r"unknown kind: HomemadeMoE.*Looked for .*GptOssExperts"):
+    with pytest.raises(UnsupportedModel, match=r"unknown kind: HomemadeMoE.*Supported are .*GptOssExperts"):
         swap_moe(nn.Sequential(HomemadeMoE()))
 
 
@@ -399,19 +399,19 @@ def test_an_unknown_moe_block_is_named() -> None:
         {"act_fn": nn.PReLU()},
     ],
 )
-def test_experts_that_do_more_than_is_known_are_named_and_nothing_changes(
+def test_experts_with_unsupported_features_are_named_and_the_model_is_unchanged(
     missing: dict[str, Any], saved: Callable[[str], str]
 ) -> None:
     model = load(saved("olmoe"))
     for key, value in missing.items():
         setattr(model.model.layers[1].mlp.experts, key, value)
-    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.experts \(OlmoeExperts\) cannot be run.*: it"):
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.experts \(OlmoeExperts\) is not supported: it"):
         swap_moe(model)
     assert not swapped_experts(model)
 
 
 def test_an_experts_module_alone_is_refused(saved: Callable[[str], str]) -> None:
-    with pytest.raises(UnsupportedModel, match="MixtralExperts is an experts module itself"):
+    with pytest.raises(UnsupportedModel, match="MixtralExperts is an experts module; pass"):
         swap_moe(load(saved("mixtral")).model.layers[0].mlp.experts)
 
 
@@ -421,7 +421,7 @@ def test_swapping_twice_is_refused(saved: Callable[[str], str]) -> None:
         swap_moe(model)
 
 
-def test_an_unknown_backend_is_refused_before_anything_changes(saved: Callable[[str], str]) -> None:
+def test_an_unknown_backend_is_rejected_before_the_model_changes(saved: Callable[[str], str]) -> None:
     model = load(saved("mixtral"))
     with pytest.raises(ConfigError, match="telepathy"):
         swap_moe(model, backend="telepathy")

@@ -1,4 +1,4 @@
-"""A model with swapped attention computes what the unswapped one does, on 2 and 4 ranks, and fails clearly."""
+"""A model with swapped attention matches the unswapped one on 2 and 4 ranks, and raises clear errors."""
 
 from __future__ import annotations
 
@@ -83,16 +83,16 @@ def reference(folder: str, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def run(rank: int, world: int, arg: tuple[str, list[tuple[int, int, str]], bool]) -> list[Any]:
-    """Whole logits and whole gradients by mapping."""
+    """Return full logits and full gradients by mapping."""
     folder, mappings, packed = arg
     return [spread(folder, tp, cp, context, packed) for tp, cp, context in mappings]
 
 
 def spread(folder: str, tp: int, cp: int, context: Any, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    # The pool has four ranks; a mapping of two runs twice side by side.
+    # The pool has four ranks; a mapping of two ranks runs twice concurrently.
     mesh = ParallelMesh(ParallelConfig(tp=tp, cp=cp, dp=4 // (tp * cp)))
     tp_group, cp_group = mesh.group("tp"), mesh.group("cp")
-    model = swap_attention(load(folder), tp_group, cp_group, context=context)
+    model = swap_attention(load(folder), tp_group, cp_group=cp_group, context=context)
     answer = model(**shard_inputs(**data(packed), cp_group=cp_group, context=context))
     answer.loss.backward()
     if cp_group is not None:
@@ -100,16 +100,16 @@ def spread(folder: str, tp: int, cp: int, context: Any, packed: bool) -> tuple[T
     parts: list[Any] = [None] * 4
     dist.all_gather_object(parts, (answer.logits.detach(), gradients(model)))
     logits = unshard_sequence([parts[at * tp][0] for at in range(cp)], context)
-    held = {f"{n}.{k}": s for n, m in swapped_attention(model).items() for k, s in m.held.items()}
+    sharding_of = {f"{n}.{k}": s for n, m in swapped_attention(model).items() for k, s in m.sharding_of.items()}
     whole = {}
     for name, value in parts[0][1].items():
-        if name in held and held[name].splits:
-            whole[name] = torch.zeros(held[name].shape)
+        if name in sharding_of and sharding_of[name].splits:
+            whole[name] = torch.zeros(sharding_of[name].shape)
             for rank in range(tp):
-                for box in held[name].boxes({"tp": rank}, {"tp": tp}):
-                    whole[name][box.whole] = parts[rank][1][name][box.local]
+                for box in sharding_of[name].boxes({"tp": rank}, {"tp": tp}):
+                    whole[name][box.full] = parts[rank][1][name][box.local]
         else:
-            # Complete on every rank, so nothing is left to sum.
+            # Complete on every rank: no reduction is needed.
             for rank in range(tp * cp):
                 assert_close(parts[rank][1][name], value, f"{name} on rank {rank}")
             whole[name] = value
@@ -139,13 +139,13 @@ def test_logits_and_all_gradients_equal_those_of_the_unswapped_model(
 def test_each_of_four_ranks_holds_a_quarter_of_the_heads(
     family: str, folders: Callable[[str], str], pool4: RankPool
 ) -> None:
-    """All of these have four key and value heads, or a latent that serves all heads."""
+    """All of these have four key and value heads, or a latent that all heads share."""
     folder = folders(family)
     compare(pool4.run(run, (folder, [(4, 1, "ulysses")], False))[0], reference(folder, **data()), family)
 
 
 @pytest.mark.parametrize("family", ["mixtral_window", "deepseek_v3"])
-def test_positions_that_start_again_begin_a_new_document(
+def test_positions_that_restart_begin_a_new_document(
     family: str, folders: Callable[[str], str], pool4: RankPool
 ) -> None:
     folder = folders(family)
@@ -168,7 +168,7 @@ def test_padding_is_not_attended_to(left: bool, folders: Callable[[str], str]) -
 
 
 def swap_both(rank: int, world: int, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Attention in a ring of four ranks and experts over the same; every rank its own tokens."""
+    """Ring attention over four ranks and experts over the same ranks, with different tokens on each rank."""
     mesh = ParallelMesh(ParallelConfig(cp=4))
     group = mesh.group("cp")
     model = swap_moe(swap_attention(load(folder), cp_group=group, context="ring"), group)
@@ -180,7 +180,7 @@ def swap_both(rank: int, world: int, folder: str) -> tuple[Tensor, dict[str, Ten
     return answer.logits.detach(), {n: g for n, g in gradients(model).items() if ".experts." not in n}
 
 
-def test_swapped_beside_swap_moe_and_with_gradient_checkpointing(
+def test_swap_attention_works_with_swap_moe_and_gradient_checkpointing(
     folders: Callable[[str], str], pool4: RankPool
 ) -> None:
     folder = folders("qwen3_moe")
@@ -196,9 +196,9 @@ def gather(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     with torch.no_grad():
         for module in swapped_attention(model).values():
             module.o_proj.weight.zero_()
-    with pytest.raises(ConfigError, match="this rank's heads only"):
+    with pytest.raises(ConfigError, match="the heads of this rank only"):
         model.save_pretrained("nowhere")
-    model.load_state_dict(load(folder).state_dict())  # full weights load: each rank takes its part
+    model.load_state_dict(load(folder).state_dict())  # full weights: each rank takes its shards
     return {**model.state_dict(), **gather_attention(model)}
 
 
@@ -225,7 +225,7 @@ def test_generation_without_a_cache_is_the_unswapped_model_s_and_with_one_is_ref
         model.generate(prompt, **how)
 
 
-def test_what_cannot_be_swapped_is_refused_and_left_alone(folders: Callable[[str], str], tmp_path: Path) -> None:
+def test_unsupported_models_are_rejected_and_unchanged(folders: Callable[[str], str], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="GptOssAttention"):
         swap_attention(load(save_model("gpt_oss", tmp_path)))
     with pytest.raises(UnsupportedModel, match="no decoder"):
@@ -238,7 +238,7 @@ def test_what_cannot_be_swapped_is_refused_and_left_alone(folders: Callable[[str
     swapped = swap_attention(load(folders("mixtral")))
     with pytest.raises(ConfigError, match="already swapped"):
         swap_attention(swapped)
-    with pytest.raises(InputError, match="attention_mask must be"):
+    with pytest.raises(InputError, match="attention_mask must have shape"):
         swapped(data()["input_ids"], attention_mask=torch.ones(2, 1, LENGTH, LENGTH))
     hole = torch.ones(2, LENGTH)
     hole[1, 5] = 0

@@ -1,4 +1,4 @@
-"""The example that the documentation shows runs as it says."""
+"""The example in the documentation runs and matches."""
 
 from __future__ import annotations
 

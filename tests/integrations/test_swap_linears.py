@@ -1,4 +1,4 @@
-"""A model whose linears are cut over ranks computes what the whole one does, and what cannot be cut is refused."""
+"""A model with sharded linears matches the unsharded one, and unsupported models are rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.integrations.models import (
 from tests.pool import RankPool
 
 DENSE = {"intermediate_size": 48}
-UNEVEN = 98  # a vocabulary that 4 ranks share as 25, 25, 25, 23
+UNEVEN = 98  # 4 ranks hold 25, 25, 25 and 23 rows
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def reference(folder: str, dtype: torch.dtype | None = None) -> tuple[Tensor, di
 
 
 def run_cut(rank: int, world: int, arg: tuple[str, Case]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and gradients of the whole weights."""
+    """Return logits, and gradients of the full weights."""
     folder, case = arg
     model = swap_linears(load(folder, dtype=case.settings.get("dtype")), ep_group(case.tp))
     if case.settings.get("checkpointing"):
@@ -117,7 +117,7 @@ def test_logits_and_all_gradients_equal_those_of_the_whole_model(
     compare(pool4.run(run_cut, (folder, case), timeout=120), reference(folder))
 
 
-def test_a_bf16_model_stays_bf16_and_near_the_whole_one(tmp_path: Path, pool4: RankPool) -> None:
+def test_a_bf16_model_stays_bf16_and_close_to_the_unswapped_one(tmp_path: Path, pool4: RankPool) -> None:
     case = Case("llama", 4, DENSE, {"dtype": torch.bfloat16})
     folder = save_model("llama", tmp_path, **DENSE)
     results = pool4.run(run_cut, (folder, case), timeout=120)
@@ -143,21 +143,19 @@ def inspect_cut(rank: int, world: int, folder: str) -> None:
     assert torch.equal(deepcopy(model).generate(ids, max_new_tokens=4, do_sample=False), expected)
     with pytest.raises(ConfigError, match="already swapped"):
         swap_linears(model, dist.group.WORLD)
-    with pytest.raises(ConfigError, match="this rank's part only"):
+    with pytest.raises(ConfigError, match="the shards of this rank only"):
         model.save_pretrained("unused")
     with pytest.raises(InputError, match="token id 98 is outside"):
         model(ids + 98 - ids.max())
 
 
-def test_each_rank_holds_its_share_generates_the_same_and_gathers_the_same_bits(
-    tmp_path: Path, pool4: RankPool
-) -> None:
+def test_ranks_hold_their_shards_generate_the_same_and_gather_the_same_bits(tmp_path: Path, pool4: RankPool) -> None:
     folder = save_model("llama", tmp_path, **DENSE, tie_word_embeddings=True, vocab_size=UNEVEN)
     pool4.run(inspect_cut, folder, timeout=120)
 
 
 def run_with_experts(rank: int, world: int, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """tp 2 x ep 2: neighbours share a batch, and ranks two apart share the experts."""
+    """tp 2 x ep 2: adjacent ranks have one batch, and ranks two apart share the experts."""
     tp = ep_group(2)
     ep = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     model = swap_linears(swap_moe(load(folder), ep), tp)
@@ -170,7 +168,7 @@ def run_with_experts(rank: int, world: int, folder: str) -> tuple[Tensor, dict[s
     return logits.detach(), gather_linears(model, moe_comm.state_dict(model, form="local"))
 
 
-def test_it_goes_together_with_expert_parallelism_over_other_ranks(
+def test_swap_linears_works_with_expert_parallelism_over_other_ranks(
     saved: Callable[[str], str], pool4: RankPool
 ) -> None:
     folder = saved("qwen2_moe")
@@ -188,12 +186,12 @@ def test_it_goes_together_with_expert_parallelism_over_other_ranks(
 
 
 def run_with_all(rank: int, world: int, arg: tuple[str, str]) -> tuple[Tensor, dict[str, Tensor]]:
-    """tp 2 x cp 2: attention and linears over tp, sequences in a ring over cp, and experts over cp too."""
+    """tp 2 x cp 2: attention and linears over tp, ring attention over cp, and experts over cp."""
     folder, order = arg
     mesh = ParallelMesh(ParallelConfig(tp=2, cp=2))
     tp, cp = mesh.group("tp"), mesh.group("cp")
     swaps: dict[str, Callable[[Any], Any]] = {
-        "a": lambda model: swap_attention(model, tp, cp, context="ring"),
+        "a": lambda model: swap_attention(model, tp, cp_group=cp, context="ring"),
         "l": lambda model: swap_linears(model, tp),
         "m": lambda model: swap_moe(model, cp),
     }
@@ -216,10 +214,10 @@ def whole_sequences() -> Tensor:
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
 @pytest.mark.parametrize("order", ["alm", "mla"])
-def test_it_goes_together_with_swapped_attention_and_experts_in_any_order(
+def test_swap_linears_works_with_swapped_attention_and_experts_in_any_order(
     order: str, family: str, saved: Callable[[str], str], pool4: RankPool
 ) -> None:
-    """Mixtral has no plain feed-forward block; its vocabulary is cut."""
+    """Mixtral has no plain feed-forward block; only its vocabulary is sharded."""
     folder, ids = saved(family), whole_sequences()
     model = load(folder)
     expected = model(ids, labels=ids, use_cache=False)
@@ -233,7 +231,7 @@ def test_it_goes_together_with_swapped_attention_and_experts_in_any_order(
 
 
 class Normalising(LlamaMLP):
-    """The structure of Llama's block, but the middle looks at whole rows."""
+    """The structure of Llama's block, with a normalization over full rows between the linears."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).softmax(-1))
@@ -251,30 +249,32 @@ def refusals(rank: int, world: int, folder: str) -> None:
 
     odd = load(folder)
     odd.model.layers[1].mlp.__class__ = Normalising
-    refused(odd, UnsupportedModel, r"layers\.1\.mlp \(Normalising\) cannot be cut over 4 ranks: the results differ")
+    refused(odd, UnsupportedModel, r"layers\.1\.mlp \(Normalising\) cannot be sharded over 4 ranks: the outputs differ")
     other = load(folder)
     with torch.no_grad():
         other.model.layers[0].mlp.down_proj.weight += 0.5 * (rank == 2)
-    refused(other, UnsupportedModel, "given different weights")
-    refused(nn.Sequential(nn.Linear(4, 4)), UnsupportedModel, "no feed-forward block of plain linears; looked for gate")
+    refused(other, UnsupportedModel, "ranks have different weights")
+    refused(
+        nn.Sequential(nn.Linear(4, 4)), UnsupportedModel, "no feed-forward block of plain linears; supported are gate"
+    )
     hooked = load(folder)
     hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     refused(hooked, UnsupportedModel, r"layers\.0\.mlp has forward hooks")
     alone = load(folder)
     if rank == 3:
         alone.model.layers[0].mlp.forward = lambda x: x
-    refused(alone, UnsupportedModel if rank == 3 else ConfigError, "forward replaced")
+    refused(alone, UnsupportedModel if rank == 3 else ConfigError, "was replaced")
     assert swapped_linears(swap_linears(load(folder), group))
 
 
 def narrow(rank: int, world: int, folder: str) -> None:
     model = load(folder)
-    with pytest.raises(ConfigError, match=r"layers\.0\.mlp: its width 30 does not divide evenly over the 4 ranks"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp: the width 30 is not divisible by the 4 ranks"):
         swap_linears(model, dist.group.WORLD)
     assert not swapped_linears(model)
 
 
-def test_what_cannot_be_cut_is_refused_on_every_rank_and_left_as_it_was(tmp_path: Path, pool4: RankPool) -> None:
+def test_unsupported_blocks_are_rejected_on_every_rank_and_unchanged(tmp_path: Path, pool4: RankPool) -> None:
     pool4.run(refusals, save_model("llama", tmp_path / "llama", **DENSE), timeout=120)
     pool4.run(narrow, save_model("llama", tmp_path / "narrow", intermediate_size=30), timeout=120)
 

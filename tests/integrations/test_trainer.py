@@ -1,4 +1,4 @@
-"""``MoETrainer`` trains, clips, saves and resumes swapped models as one process does; ``Trainer`` does or refuses."""
+"""``MoETrainer`` trains, clips, saves and resumes swapped models like one process; ``Trainer`` does or raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import moe_comm
 from moe_comm.integrations.hugging_face import swap_moe
 from tests.integrations.loops import (
     OWN,
-    Case,
+    TrainingCase,
     assert_equals_one_process,
     check_against_one_process,
     error_of,
@@ -34,14 +34,16 @@ from tests.integrations.test_state import assert_same
 from tests.pool import RankPool
 
 SAVED = 2
-"""The step of the checkpoint that runs are resumed from."""
+"""Step of the checkpoint from which runs resume."""
 
 
 def logged(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def run(rank: int, world: int, case: Case, kind: Any = None, **settings: Any) -> tuple[dict[str, Tensor], list[float]]:
+def run(
+    rank: int, world: int, case: TrainingCase, kind: Any = None, **settings: Any
+) -> tuple[dict[str, Tensor], list[float]]:
     with launched(rank, world):
         model = spread_model(case)
         trainer = make_trainer(case, world, model, kind, **settings)
@@ -51,7 +53,7 @@ def run(rank: int, world: int, case: Case, kind: Any = None, **settings: Any) ->
         return state, losses[SAVED:] if case.resume else losses
 
 
-def train(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, Tensor], list[float]]]:
+def train(rank: int, world: int, cases: list[TrainingCase]) -> list[tuple[dict[str, Tensor], list[float]]]:
     results = [run(rank, world, case) for case in cases]
     return results if rank == 0 else []
 
@@ -79,25 +81,25 @@ def test_every_product_of_settings_equals_one_process(folders: list[str], pool2:
 
 
 def test_bf16_stays_close_to_one_process_in_bf16(folders: list[str], pool2: RankPool) -> None:
-    cases = [Case(folders[0], wrapper, bf16=True) for wrapper in ("ddp", "fsdp2")]
+    cases = [TrainingCase(folders[0], wrapper, bf16=True) for wrapper in ("ddp", "fsdp2")]
     for case, (_, losses) in zip(cases, pool2.run(train, cases)[0], strict=True):
         assert losses == pytest.approx(one_process(case)[1], rel=0.02), str(case)
 
 
-def train_and_save(rank: int, world: int, cases: list[Case]) -> None:
+def train_and_save(rank: int, world: int, cases: list[TrainingCase]) -> None:
     for case in cases:
         run(rank, world, case, save_strategy="steps", save_steps=SAVED)
 
 
 @pytest.mark.parametrize("way", ["2 to 4", "4 to 2", "4 to 1"])
-def test_a_run_resumed_on_another_number_of_ranks_goes_on_as_if_uninterrupted(
+def test_a_run_resumed_on_a_different_number_of_ranks_matches_an_uninterrupted_one(
     way: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
-    """Also with another wrapper. Each checkpoint is a whole model for ``from_pretrained``."""
+    """Also with a different wrapper. Each checkpoint is a full model for ``from_pretrained``."""
     before, after = int(way[0]), int(way[-1])
     pools: dict[int, RankPool] = {2: pool2, 4: pool4}
     first = [
-        Case(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"))
+        TrainingCase(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"))
         for i, folder in enumerate((*folders, OWN))
         for wrapper in ("ddp", "fsdp2")
     ]
@@ -120,7 +122,7 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_as_if_uninterrupted(
         assert_equals_one_process(case, *run(0, 1, replace(case, ep=1)))
 
 
-def save_and_load_best(rank: int, world: int, case: Case) -> dict[str, Any]:
+def save_and_load_best(rank: int, world: int, case: TrainingCase) -> dict[str, Any]:
     """Evaluate after each step with a metric that is best after the second one."""
     from transformers import Trainer
 
@@ -142,11 +144,11 @@ def save_and_load_best(rank: int, world: int, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_a_subclass_loads_the_best_model_and_saves_it_whole(
+def test_a_subclass_loads_the_best_model_and_saves_the_full_model(
     wrapper: str, folders: list[str], tmp_path: Path, pool2: RankPool
 ) -> None:
     for folder in folders:
-        case = Case(folder, wrapper, out=str(tmp_path / Path(folder).name))
+        case = TrainingCase(folder, wrapper, out=str(tmp_path / Path(folder).name))
         best = pool2.run(save_and_load_best, case)[0]
         assert_same(load(f"{case.out}/final").state_dict(), best)
         expected, _ = one_process(replace(case, stop=SAVED))
@@ -162,14 +164,14 @@ def use_plain_trainer(rank: int, world: int, folder: str) -> dict[str, str]:
     messages = {}
     with launched(rank, world):
         model = swap_moe(load(folder), ep_group(2))
-        trainer = make_trainer(Case(folder), world, model, Trainer, save_strategy="steps")
+        trainer = make_trainer(TrainingCase(folder), world, model, Trainer, save_strategy="steps")
         messages["train with checkpoints"] = error_of(trainer.train)
     with launched(rank, world):
-        trainer = make_trainer(Case(folder), world, model, Trainer)
+        trainer = make_trainer(TrainingCase(folder), world, model, Trainer)
         messages["save_model"] = error_of(trainer.save_model, f"{folder}/refused")
         messages["resume"] = error_of(trainer.train, resume_from_checkpoint=folder)
     with launched(rank, world):
-        trainer = make_trainer(Case(folder, "fsdp2"), world, model, Trainer)
+        trainer = make_trainer(TrainingCase(folder, "fsdp2"), world, model, Trainer)
         messages["fsdp2"] = error_of(trainer.train)
     return messages
 
@@ -182,7 +184,7 @@ def test_what_plain_trainer_would_get_wrong_raises_on_every_rank(folders: list[s
                 assert message.startswith("ConfigError") and expected in message, f"{what}: {message}"
 
 
-def import_trainer_late(rank: int, world: int, case: Case) -> tuple[bool, str]:
+def import_trainer_late(rank: int, world: int, case: TrainingCase) -> tuple[bool, str]:
     with launched(rank, world):
         model = swap_moe(load(case.folder), ep_group(2))
         late = "transformers.trainer" not in sys.modules
@@ -194,26 +196,26 @@ def import_trainer_late(rank: int, world: int, case: Case) -> tuple[bool, str]:
 
 def test_a_trainer_imported_after_the_swap_raises_at_its_first_checkpoint(folders: list[str], tmp_path: Path) -> None:
     with RankPool(2, bare=True) as pool:
-        for late, message in pool.run(import_trainer_late, Case(folders[0], out=str(tmp_path)), timeout=60):
+        for late, message in pool.run(import_trainer_late, TrainingCase(folders[0], out=str(tmp_path)), timeout=60):
             assert late
             assert message.startswith("ConfigError") and "MoETrainer" in message
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def train_plain(rank: int, world: int, case: Case) -> tuple[dict[str, Tensor], list[float]]:
+def train_plain(rank: int, world: int, case: TrainingCase) -> tuple[dict[str, Tensor], list[float]]:
     from transformers import Trainer
 
     return run(rank, world, case, Trainer)
 
 
 def test_plain_trainer_without_checkpoints_trains_under_ddp(folders: list[str], pool2: RankPool) -> None:
-    case = Case(folders[1])
+    case = TrainingCase(folders[1])
     assert_equals_one_process(case, *pool2.run(train_plain, case)[0])
 
 
 def test_a_model_on_one_rank_resumes_with_its_experts(folders: list[str], tmp_path: Path) -> None:
-    """``Trainer`` itself leaves them as they were before: the names in its checkpoints are those of the hub."""
-    case = Case(folders[0], out=str(tmp_path), ep=1)
+    """Plain ``Trainer`` does not restore them, because its checkpoints use the names of the hub."""
+    case = TrainingCase(folders[0], out=str(tmp_path), ep=1)
     run(0, 1, case, save_strategy="steps", save_steps=SAVED)
     again = replace(case, resume=str(tmp_path / f"checkpoint-{SAVED}"))
     assert_equals_one_process(again, *run(0, 1, again))

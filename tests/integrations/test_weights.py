@@ -1,4 +1,4 @@
-"""Weights between our transformer and Hugging Face folders, compared through transformers' own logits and gradients."""
+"""Conversion of weights between ``Transformer`` and Hugging Face folders, checked by logits and gradients."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from transformers import AutoModelForCausalLM
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.architecture import from_hugging_face, read_config, to_hugging_face
-from moe_comm.integrations.hugging_face.weights import INDEX, SINGLE, HubFolder, pieces, read_part, write_folder
+from moe_comm.integrations.hugging_face.weights import INDEX, SINGLE, HubFolder, hub_slices, read_shard, write_folder
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import Transformer
-from moe_comm.topology import ParallelConfig, ParallelMesh, deal
+from moe_comm.topology import ParallelConfig, ParallelMesh, shard_slice
 from moe_comm.train.loop.build import read_pretrained
 from tests.integrations.models import VOCAB, assert_close, load, save_model
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of a family, with settings that are not the family's usual ones."""
+    """A model of a family with unusual settings."""
 
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ VARIANTS = {
             "n_shared_experts": 2,
             "first_k_dense_replace": 2,
             "attention_bias": True,
-            "rms_norm_eps": 1e-3,  # the latents' norms do not follow it
+            "rms_norm_eps": 1e-3,  # the norms of the latents do not use it
         },
     ),
 }
@@ -71,7 +71,7 @@ variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.ke
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Path]:
-    """Folder of a variant's random model, written by transformers on first use."""
+    """Return the folder of a variant's random model, which transformers writes on first use."""
     folders: dict[int, Path] = {}
 
     def folder(variant: Variant) -> Path:
@@ -89,7 +89,7 @@ def imported(folder: Path) -> Transformer:
 
 
 def some_ids(seed: int = 3) -> Tensor:
-    # Token 0 pads: its row gets no gradient in transformers.
+    # Token 0 is padding: its row gets no gradient in transformers.
     return torch.randint(1, VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed))
 
 
@@ -117,7 +117,7 @@ def test_imported_weights_give_the_logits_and_all_gradients_of_transformers(
     compared = set()
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
-        for piece in pieces(ours.config, variant.family, name, expected):
+        for piece in hub_slices(ours.config, variant.family, name, expected):
             assert_close(parameter.grad[piece.place], expected[piece.name].grad, name, rtol=2e-5)
             compared.add(piece.name)
     assert compared == expected.keys()
@@ -167,23 +167,23 @@ def random_model(config: TransformerConfig) -> Transformer:
     ],
     ids=str,
 )
-def test_a_rank_reads_just_its_parts(name: str, mapping: ParallelConfig, folder_of: Callable[[Variant], Path]) -> None:
+def test_a_rank_reads_only_its_shards(name: str, mapping: ParallelConfig, folder_of: Callable[[Variant], Path]) -> None:
     folder, family = folder_of(VARIANTS[name]), VARIANTS[name].family
     whole = imported(folder)
     shardings = shardings_of(whole)
     hub = HubFolder(folder)
     for own, value in whole.named_parameters():
-        sharding, made_of = shardings[own], pieces(whole.config, family, own)
+        sharding, made_of = shardings[own], hub_slices(whole.config, family, own)
         for rank in range(mapping.world):
             place, sizes = mapping.place(rank), mapping.sizes
             expected = sharding.take(value.detach(), place, sizes)
             local = torch.full_like(expected, torch.nan)
-            read_part(hub, made_of, local, sharding, place, sizes)
+            read_shard(hub, made_of, local, sharding, place, sizes)
             assert torch.equal(local, expected), (own, rank)
             for owners in (3, 7):
-                share = deal(expected.shape, 1, owners)
+                share = shard_slice(expected.shape, 1, owners)
                 some = torch.full(share.shape(expected.shape), torch.nan)
-                read_part(hub, made_of, some, sharding, place, sizes, share)
+                read_shard(hub, made_of, some, sharding, place, sizes, share)
                 assert torch.equal(some, share.of(expected)), (own, rank, share)
 
 
@@ -240,10 +240,10 @@ def damaged(folder: Path, out: Path, change: Callable[[dict[str, Tensor]], Any])
         (
             lambda state: state.update({EXPERT: state[EXPERT].to(torch.float8_e4m3fn)}),
             UnsupportedModel,
-            ["a.safetensors", EXPERT, "F8_E4M3", "dequantise"],
+            ["a.safetensors", EXPERT, "F8_E4M3", "Dequantize"],
         ),
     ],
-    ids=["missing", "too short", "transposed", "quantised"],
+    ids=["missing", "too short", "transposed", "quantized"],
 )
 def test_a_wrong_tensor_is_named_with_its_file(
     change: Callable[[dict[str, Tensor]], Any],
@@ -280,11 +280,11 @@ def test_damaged_files_are_named(folder_of: Callable[[Variant], Path], tmp_path:
         with pytest.raises(CorruptFile, match=INDEX):
             HubFolder(folder)
     (folder / INDEX).unlink()
-    with pytest.raises(ConfigError, match="safetensors only"):
+    with pytest.raises(ConfigError, match="only safetensors"):
         HubFolder(folder)
 
 
-def test_an_incomplete_or_foreign_set_of_tensors_is_not_written(
+def test_missing_or_unknown_tensors_are_rejected_on_export(
     folder_of: Callable[[Variant], Path], tmp_path: Path
 ) -> None:
     config = from_hugging_face(read_config(folder_of(VARIANTS["deepseek"])))
@@ -311,7 +311,7 @@ def test_an_incomplete_or_foreign_set_of_tensors_is_not_written(
         write("good")
 
 
-def test_a_last_stage_takes_a_tied_embedding_for_its_head(
+def test_a_last_stage_reads_a_tied_embedding_as_its_head(
     folder_of: Callable[[Variant], Path],
 ) -> None:
     folder = folder_of(VARIANTS["mixtral, windowed and tied"])

@@ -1,4 +1,4 @@
-"""A row of an expert's product has the same bits however the expert's rows are cut."""
+"""A row of an expert's GEMM has the same bits for every split of the expert's rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ CUTS = ((0, 37), (0, 1, 37), (0, 3, 10, 37), (0, 8, 9, 24, 37))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "columns"), [(12, 10), (10, 7), (7, 16), (16, 12), (32, 48), (1, 1)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_rows_have_the_same_bits_however_they_are_cut(
-    inner: int, columns: int, dtype: torch.dtype, with_bias: bool
-) -> None:
+def test_rows_have_the_same_bits_for_every_split(inner: int, columns: int, dtype: torch.dtype, with_bias: bool) -> None:
     generator = torch.Generator().manual_seed(inner * 100 + columns)
     a_MK, w_NK = (torch.randn(rows, inner, generator=generator).to(dtype) for rows in (CUTS[0][-1], columns))
     bias_N = torch.randn(columns, generator=generator).to(dtype) if with_bias else None

@@ -29,7 +29,7 @@ def ran_native(y: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 2, 32), (300, 40), (2, 130, 129)])
-def test_norm_both_ways_matches_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_norm_forward_and_backward_match_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, grad = draw(*shape, dtype=dtype).requires_grad_(), draw(*shape, dtype=dtype, seed=1)
     weight = (1 + draw(shape[-1], dtype=dtype, seed=2)).requires_grad_()
     y = rms_norm(x, weight, 1e-6)
@@ -83,7 +83,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
-def test_norm_of_tokens_and_weights_of_two_dtypes_keeps_that_of_the_tokens() -> None:
+def test_norm_with_weights_of_another_dtype_returns_the_dtype_of_the_tokens() -> None:
     x, weight = draw(4, 64, dtype=torch.bfloat16), draw(64, seed=1).requires_grad_()
     y = rms_norm(x, weight, 1e-6)
     y.sum().backward()
@@ -102,7 +102,7 @@ def test_norm_runs_in_plain_torch_for_double_strided_and_empty_tensors(monkeypat
 
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("width", [2, 10, 64, 128])
-def test_rotation_both_ways_has_the_bits_of_plain_torch_at_any_strides(width: int, batched: bool) -> None:
+def test_rotation_forward_and_backward_have_the_bits_of_plain_torch_at_any_strides(width: int, batched: bool) -> None:
     angles = draw(3 if batched else 1, 5, width // 2, seed=1)
     cos, sin = angles.cos(), angles.sin()
     plain = draw(3, 5, 4, width)

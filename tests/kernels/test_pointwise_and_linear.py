@@ -1,4 +1,4 @@
-"""A row's bits depend on that row alone: sigmoid, SwiGLU and the row-invariant linear."""
+"""The bits of a row do not depend on other rows: sigmoid, SwiGLU and the row-invariant linear."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_sigmoid_has_the_same_bits_in_every_batch(width: int, dtype: torch.dtype
         assert torch.equal(sigmoid(x[501 - rows :].clone()), full[501 - rows :]) or rows > 501, rows
 
 
-def test_sigmoid_is_finite_and_has_finite_gradients_far_out() -> None:
+def test_sigmoid_and_its_gradient_are_finite_for_large_inputs() -> None:
     x = torch.tensor([-1e4, -100.0, -88.5, 0.0, 88.5, 100.0, 1e4, float("-inf"), float("inf")], requires_grad=True)
     y = sigmoid(x)
     y.sum().backward()

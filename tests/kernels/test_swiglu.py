@@ -37,7 +37,7 @@ def exact(h: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 32, 40, 129])
 @pytest.mark.parametrize("rows", [0, 1, 5, 70])
-def test_both_ways_match_float64(dtype: torch.dtype, width: int, rows: int) -> None:
+def test_forward_and_backward_match_float64(dtype: torch.dtype, width: int, rows: int) -> None:
     h, grad = draw(rows, 2 * width, dtype=dtype), draw(rows, width, dtype=dtype, seed=1)
     act_ref, grad_ref = exact(h, grad)
     tolerance = TOLERANCE[dtype]
@@ -53,7 +53,7 @@ def test_both_ways_match_float64(dtype: torch.dtype, width: int, rows: int) -> N
         torch.testing.assert_close(grad_h.double(), grad_ref, rtol=tolerance, atol=4 * tolerance)
 
 
-def test_the_activation_may_take_the_place_of_its_gradient() -> None:
+def test_the_activation_may_overwrite_its_gradient() -> None:
     h, grad = draw(20, 2 * 40), draw(20, 40, seed=1)
     for backward in (swiglu_backward, swiglu_backward_reference):
         act, grad_h, shared, grad_h2 = torch.empty(20, 40), torch.empty(20, 80), grad.clone(), torch.empty(20, 80)
@@ -78,7 +78,7 @@ def test_a_row_has_the_same_bits_in_every_batch(width: int) -> None:
             assert torch.equal(part_grad, full_grad[start : start + rows])
 
 
-def test_autograd_form_is_right_and_takes_strided_rows() -> None:
+def test_autograd_form_is_correct_and_accepts_strided_rows() -> None:
     h = draw(9, 2 * 6, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(swiglu, h)
     wide = draw(9, 100)

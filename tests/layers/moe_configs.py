@@ -1,4 +1,4 @@
-"""MoE layers with everything that a fold must get right: biases, both auxiliary losses, shared and zero experts."""
+"""MoE layer configurations with all features: biases, both auxiliary losses, shared and zero experts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,4 @@ BALANCED = MoEConfig(
     shared_ffn=8,
     shared_gate=True,
 )
-RICH = replace(
-    BALANCED, router=replace(BALANCED.router, num_experts=7), zero_experts=ZeroExperts(1, 1), expert_bias=True
-)
+RICH = replace(BALANCED, router=replace(BALANCED.router, zero_experts=ZeroExperts(1, 1)), expert_bias=True)

@@ -1,4 +1,4 @@
-"""An MoE layer written in the plainest way, for comparison: a loop over experts, nothing shared with the package."""
+"""A reference MoE layer: a plain loop over tokens and experts that shares no code with the package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loop_over_experts(
     b13_EG: Tensor | None = None,
     b2_ED: Tensor | None = None,
 ) -> Tensor:
-    """Differentiable; [T, D]."""
+    """Return the differentiable output [T, D]."""
     y_TD = torch.zeros_like(x_TD)
     for t in range(x_TD.shape[0]):
         total = torch.zeros_like(x_TD[t])

@@ -1,4 +1,4 @@
-"""Attention over tp, cp and both computes what one process does with an explicit mask: output and all gradients."""
+"""Attention over tp, cp and both: output and all gradients equal those of one process with an explicit mask."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import configure_collectives
+from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import ConfigError, InputError, RankMismatch
 from moe_comm.layers.attention import context
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig, Yarn
 from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.attention.sequence import Documents, shard_sequence, unshard_sequence
 from moe_comm.layers.parallel import linear
-from moe_comm.layers.parallel.recompute import keeping_less
+from moe_comm.layers.parallel.recompute import selective_recompute
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
 from tests.pool import RankPool
@@ -30,7 +30,7 @@ CONTEXTS = ("ulysses", "ring", "token_ring")
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, what it is fed, and how it is spread."""
+    """A layer, its inputs, and its mapping."""
 
     config: AttentionConfig
     tp: int = 1
@@ -68,7 +68,7 @@ VARIANTS = {
 
 
 def weights(config: AttentionConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of the whole layer, none of them zero or one."""
+    """Weights of the full layer, none of them zero or one."""
     generator = torch.Generator().manual_seed(3)
     return {
         name: (torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.4 + ("norm" in name)).to(dtype)
@@ -77,7 +77,7 @@ def weights(config: AttentionConfig, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """x, the output's gradient, document ids and positions, of the whole sequence."""
+    """Return x, the gradient of the output, document ids and positions of the full sequence."""
     generator = torch.Generator().manual_seed(4)
     x, grad = (torch.randn(BATCH, LENGTH, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
     if case.documents is None:
@@ -87,7 +87,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
 
 
 def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
-    """Plain float64, an explicit mask, no parallelism and none of the layer's own arithmetic but its RoPE."""
+    """Plain float64 attention with an explicit mask, which shares only RoPE with the layer."""
     config = case.config
     w = {name: value.double().requires_grad_() for name, value in weights(config, case.dtype).items()}
     x, grad, ids, positions = inputs(case)
@@ -146,7 +146,7 @@ def run(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, dict[str
 
 
 def run_one(case: Case, mesh: ParallelMesh) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole output and whole gradients, put together from the ranks' parts by the layer's own shardings."""
+    """Assemble the full output and gradients from the ranks' parts by the layer's shardings."""
     tp_group, cp_group = mesh.group("tp"), mesh.group("cp")
     tp, cp = mesh.place["tp"], mesh.place["cp"]
     layer = Attention(
@@ -186,11 +186,11 @@ def run_one(case: Case, mesh: ParallelMesh) -> tuple[Tensor, dict[str, Tensor]]:
         parts = [mine]
     else:
         dist.all_gather_object(parts, mine)
-    return whole_of([p[0] for p in parts], case), gather_grads([p[1] for p in parts], case, held, mesh)
+    return full_sequence([p[0] for p in parts], case), gather_grads([p[1] for p in parts], case, held, mesh)
 
 
-def whole_of(parts: list[Tensor], case: Case) -> Tensor:
-    """The whole sequence from the ranks' parts, tp fastest."""
+def full_sequence(parts: list[Tensor], case: Case) -> Tensor:
+    """Return the full sequence from the ranks' parts, tp fastest."""
     rows = [parts[at : at + case.tp] for at in range(0, len(parts), case.tp)]
     if not case.sequence_parallel:
         assert all(torch.equal(row[0], part) for row in rows for part in row)
@@ -201,8 +201,8 @@ def whole_of(parts: list[Tensor], case: Case) -> Tensor:
 def gather_grads(
     parts: list[dict[str, Tensor]], case: Case, held: dict[str, Sharding], mesh: ParallelMesh
 ) -> dict[str, Tensor]:
-    """Plain sums over the ranks, except over tp where the tokens were replicated: there they are complete."""
-    found = {"x": whole_of([part["x"] for part in parts], case)}
+    """Sum gradients over the ranks, except over tp with replicated tokens, where they are complete."""
+    found = {"x": full_sequence([part["x"] for part in parts], case)}
     for name, sharding in held.items():
         total = torch.zeros(sharding.shape, dtype=parts[0][name].dtype)
         replicated = not case.sequence_parallel and not sharding.splits
@@ -213,7 +213,7 @@ def gather_grads(
                 torch.testing.assert_close(part[name], same, rtol=0, atol=0)
                 continue
             for box in sharding.boxes(place, mesh.sizes):
-                total[box.whole] += part[name][box.local]
+                total[box.full] += part[name][box.local]
         found[name] = total
     return found
 
@@ -292,8 +292,7 @@ def test_four_ranks_that_overlap_equal_the_plain_reference(variant: str, pool4: 
 
 
 def on_every_transport(rank: int, world: int, case: Case) -> None:
-    """Overlapped in any number of chunks, over shared memory or the backend, with and without recomputation: one set
-    of bits."""
+    """Compare bits for several numbers of chunks, both transports, and with and without recomputation."""
     found = []
     mesh = ParallelMesh(ParallelConfig(tp=case.tp, cp=case.cp))
     try:
@@ -301,7 +300,7 @@ def on_every_transport(rank: int, world: int, case: Case) -> None:
             configure_collectives(options)
             for chunks in (1, 2):
                 found.append(run_one(replace(case, overlap=Overlap(chunks, 1)), mesh))
-            with keeping_less():
+            with selective_recompute():
                 found.append(run_one(replace(case, overlap=Overlap(2, 1)), mesh))
     finally:
         configure_collectives(CollectiveOptions())
@@ -318,7 +317,7 @@ def test_the_number_of_chunks_the_transport_and_recomputation_change_no_bit(vari
 
 
 def count_operators(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
-    """How often each operator runs in a forward pass, by case."""
+    """Count how often each operator runs in a forward pass, by case."""
     found = []
     for case in cases:
         seen = dict.fromkeys(("gather_matmul", "matmul_scatter", "matmul_swap", "swap_matmul"), 0)
@@ -340,7 +339,7 @@ def count_operators(rank: int, world: int, cases: list[Case]) -> list[dict[str, 
     return found
 
 
-def test_projections_hide_what_travels_beside_them(pool2: RankPool) -> None:
+def test_projections_overlap_with_the_transfers(pool2: RankPool) -> None:
     cases, expected = [], []
     for variant, entering in (("grouped", 1), ("latent", 2), ("full_norm_clipped", 1)):
         swapped_in = 0 if variant == "full_norm_clipped" else entering
@@ -353,23 +352,23 @@ def test_projections_hide_what_travels_beside_them(pool2: RankPool) -> None:
     assert [tuple(seen.values()) for seen in pool2.run(count_operators, cases)[0]] == expected
 
 
-def swaps_disagree(rank: int, world: int, arg: Any) -> None:
+def mismatched_ulysses(rank: int, world: int, arg: Any) -> None:
     x = torch.ones(1, 8, HIDDEN)
     layer = Attention(VARIANTS["grouped"], cp_group=dist.group.WORLD, overlap=Overlap(2 + rank, 1))
     with pytest.raises(RankMismatch):
         layer(torch.ones(1, 64, HIDDEN))
     layer = Attention(VARIANTS["grouped"], cp_group=dist.group.WORLD, overlap=OVERLAP)
-    with pytest.raises(InputError, match="the whole sequence is"):
+    with pytest.raises(InputError, match="the full sequences have shape"):
         layer(x, None, Documents(torch.zeros(1, 8, dtype=torch.long)))
-    with pytest.raises(ConfigError, match="3 heads of a rank do not divide by cp 2"):
+    with pytest.raises(ConfigError, match="cp 2 does not divide the 3 heads of a rank"):
         Attention(gqa(heads=3, kv_heads=3), cp_group=dist.group.WORLD, overlap=OVERLAP)
 
 
 def test_bad_input_to_overlapped_ulysses_is_an_error_on_every_rank(pool2: RankPool) -> None:
-    pool2.run(swaps_disagree)
+    pool2.run(mismatched_ulysses)
 
 
-def test_recomputation_runs_the_exchanges_again_and_gives_the_same_gradients(pool4: RankPool) -> None:
+def test_recomputation_repeats_the_all_to_alls_and_gives_the_same_gradients(pool4: RankPool) -> None:
     how: dict[str, Any] = {"tp": 2, "cp": 2, "documents": PACKED, "recompute": True}
     cases = [Case(VARIANTS["full_norm_clipped"], context=context, **how) for context in CONTEXTS]
     check(pool4.run(run, cases)[0], cases)
@@ -388,7 +387,7 @@ def test_bf16_stays_close_to_float64(pool4: RankPool) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_autocast_runs_it_in_bf16_also_in_pieces(variant: str) -> None:
+def test_autocast_runs_in_bf16_also_in_blocks(variant: str) -> None:
     layer = Attention(VARIANTS[variant])
     with torch.no_grad():
         for name, value in weights(VARIANTS[variant], torch.float32).items():

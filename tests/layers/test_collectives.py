@@ -1,4 +1,4 @@
-"""Differentiable collectives against the same work on whole tensors in one process."""
+"""Differentiable collectives compared with the same computation on full tensors in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pool_of(world: int, request: pytest.FixtureRequest) -> RankPool:
 
 
 def rounded_sum(parts: list[Tensor]) -> Tensor:
-    """In order of rank, in fp32 or wider, rounded once."""
+    """Sum in order of rank, in fp32 or wider, and round once."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     total = parts[0].to(wide)
     for part in parts[1:]:
@@ -46,7 +46,7 @@ def rounded_sum(parts: list[Tensor]) -> Tensor:
 
 
 def run(rank: int, world: int, arg: tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Output and gradient; the same bits through shared memory and over the backend."""
+    """Return output and gradient, after checking equal bits through shared memory and the backend."""
     found = []
     try:
         for shared_memory in (True, False):
@@ -80,7 +80,7 @@ def forward_and_backward(
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_gather_joins_the_parts_and_its_gradient_is_the_sum_of_the_slices(
+def test_gather_concatenates_and_its_gradient_is_the_sum_of_the_slices(
     dim: int, dtype: torch.dtype, world: int, request: pytest.FixtureRequest
 ) -> None:
     shape = (2, 3, 5)
@@ -92,7 +92,7 @@ def test_gather_joins_the_parts_and_its_gradient_is_the_sum_of_the_slices(
         assert torch.equal(grad, rounded_sum([grads[r][rank] for r in range(world)]))
 
 
-def test_a_replicated_gather_gives_back_ones_own_slice_of_the_gradient_unsummed(pool4: RankPool) -> None:
+def test_the_gradient_of_a_replicated_gather_is_the_local_slice(pool4: RankPool) -> None:
     shape = (2, 3, 5)
     results = pool4.run(run, ("gather_replicated", shape, torch.float32, (1,)))
     for rank, (y, grad) in enumerate(results):
@@ -103,7 +103,7 @@ def test_a_replicated_gather_gives_back_ones_own_slice_of_the_gradient_unsummed(
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_scatter_sum_keeps_ones_part_of_the_sum_and_gathers_the_gradient(
+def test_scatter_sum_returns_the_local_part_and_gathers_the_gradient(
     dim: int, dtype: torch.dtype, world: int, request: pytest.FixtureRequest
 ) -> None:
     shape = (4, 8, 4)
@@ -119,7 +119,7 @@ def test_scatter_sum_keeps_ones_part_of_the_sum_and_gathers_the_gradient(
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [7, 20_001])  # one message, and two with a length that does not divide
-def test_copy_to_and_sum_over_are_each_others_backward_and_give_the_same_bits_on_every_rank(
+def test_copy_to_and_sum_over_are_transposes_with_the_same_bits_on_all_ranks(
     size: int, dtype: torch.dtype, world: int, request: pytest.FixtureRequest
 ) -> None:
     pool = pool_of(world, request)
@@ -134,7 +134,7 @@ def test_copy_to_and_sum_over_are_each_others_backward_and_give_the_same_bits_on
 
 
 @pytest.mark.parametrize("dims", [(2, 1), (1, 2), (0, -1)])
-def test_swap_dims_cuts_one_dimension_and_joins_another_and_its_gradient_goes_back(
+def test_swap_dims_splits_one_dimension_and_joins_another_and_its_gradient_is_the_inverse(
     dims: tuple[int, int], pool4: RankPool
 ) -> None:
     split, join = dims
@@ -169,7 +169,7 @@ def strided_and_empty(rank: int, world: int, arg: Any) -> None:
     assert sum_values(torch.full((2,), 2**40 + 1), group).tolist() == [world * (2**40 + 1)] * 2  # no float holds it
 
 
-def test_strided_empty_and_integer_tensors_travel_too(pool2: RankPool) -> None:
+def test_strided_empty_and_integer_tensors(pool2: RankPool) -> None:
     pool2.run(strided_and_empty)
 
 
@@ -193,7 +193,7 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool, pool2: RankPo
 
 
 def split_backward(rank: int, world: int, arg: Any) -> None:
-    """As zero-bubble schedules do: the gradient of the inputs first, that of the weights later."""
+    """Compute gradients of the inputs first and of the weights later, as zero-bubble schedules do."""
     group = dist.group.WORLD
     weight = draw(6, 6, seed=9).requires_grad_()
     x = draw(2, 4, 6, seed=rank).requires_grad_()
@@ -206,7 +206,7 @@ def split_backward(rank: int, world: int, arg: Any) -> None:
     assert torch.equal(for_weight, weight.grad)
 
 
-def test_gradients_of_inputs_and_weights_can_be_asked_for_separately(pool2: RankPool) -> None:
+def test_gradients_of_inputs_and_weights_can_be_computed_separately(pool2: RankPool) -> None:
     pool2.run(split_backward)
 
 
@@ -224,13 +224,13 @@ def test_no_group_is_the_tensor_itself() -> None:
 
 
 def uneven(rank: int, world: int, arg: Any) -> None:
-    with pytest.raises(InputError, match="is 3 long, which does not divide evenly over the 2 ranks"):
+    with pytest.raises(InputError, match="must be a multiple of 2, the number of ranks"):
         scatter_sum(torch.ones(2, 3), dist.group.WORLD, 1)
-    with pytest.raises(InputError, match="no dimension 2"):
+    with pytest.raises(InputError, match="dimension 2 does not exist"):
         gather_dim(torch.ones(2, 3), dist.group.WORLD, 2)
 
 
-def test_a_dimension_that_cannot_be_cut_is_an_error_before_anything_moves(pool2: RankPool) -> None:
+def test_a_dimension_that_cannot_be_split_raises_before_the_collective(pool2: RankPool) -> None:
     pool2.run(uneven)
 
 
@@ -249,13 +249,13 @@ def mismatched(rank: int, world: int, options: CollectiveOptions) -> None:
 @pytest.mark.parametrize(
     "options", [CollectiveOptions(), CollectiveOptions(checked=True, shared_memory=False)], ids=["memory", "backend"]
 )
-def test_compared_collectives_name_the_difference_on_every_rank_and_go_on(
+def test_checked_collectives_report_the_difference_on_all_ranks_and_continue(
     options: CollectiveOptions, pool2: RankPool
 ) -> None:
     pool2.run(mismatched, options)
 
 
-def one_dies(rank: int, world: int, arg: Any) -> None:
+def exit_one_rank(rank: int, world: int, arg: Any) -> None:
     sum_over(torch.ones(3), dist.group.WORLD)
     if rank == 1:
         os._exit(3)
@@ -263,9 +263,9 @@ def one_dies(rank: int, world: int, arg: Any) -> None:
         sum_over(torch.ones(3), dist.group.WORLD)
 
 
-def one_is_late(rank: int, world: int, arg: Any) -> None:
+def delay_one_rank(rank: int, world: int, arg: Any) -> None:
     sum_over(torch.ones(3), dist.group.WORLD)
-    configure_collectives(CollectiveOptions(timeout_s=0.5))  # from now on: a busy machine may take long to begin
+    configure_collectives(CollectiveOptions(timeout_s=0.5))  # set after the start, which may be slow on a busy machine
     if rank == 0:
         with pytest.raises(PeerTimeout, match=r"all-reduce of \(3,\) float32.*rank 1"):
             sum_over(torch.ones(3), dist.group.WORLD)
@@ -276,7 +276,7 @@ def one_is_late(rank: int, world: int, arg: Any) -> None:
         _get_default_store().wait(["done"])
 
 
-def test_a_dead_peer_and_a_late_one_are_typed_errors_that_name_the_rank() -> None:
+def test_a_dead_or_late_peer_raises_an_error_that_names_the_rank() -> None:
     with RankPool(2) as pool:
-        pool.run(one_dies, expect_dead={1})
-        pool.run(one_is_late)
+        pool.run(exit_one_rank, expect_dead={1})
+        pool.run(delay_one_rank)

@@ -1,4 +1,4 @@
-"""Layouts of the sequence, documents, and attention in pieces: what is computed, by whom, and that it is right."""
+"""Sequence layouts, documents, and attention in blocks: results, costs and transfers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from moe_comm.comm.channel import Channel, PendingTensor
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import configure_collectives
+from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
-from moe_comm.layers.attention import sequence
+from moe_comm.layers.attention import attention_blocks, sequence
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig
 from moe_comm.layers.attention.context import ContextSpec, check_heads, context_attention, local_attention
 from moe_comm.layers.attention.layer import Attention
@@ -28,7 +27,6 @@ from moe_comm.layers.attention.sequence import (
     local_positions,
     shard_sequence,
     unshard_sequence,
-    zigzag_positions,
 )
 from moe_comm.layers.attention.token_ring import token_ring_attention
 from tests.pool import RankPool
@@ -38,7 +36,7 @@ CONTEXTS: tuple[Context, ...] = ("ulysses", "ring", "token_ring")
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and groups of a few tokens, so that short sequences have many."""
+    """Use small blocks and groups, so that short sequences have many of them."""
     monkeypatch.setattr(sequence, "GROUP_TOKENS", 6)
     monkeypatch.setattr(attention_blocks, "BLOCK_MIN", 4)
 
@@ -46,9 +44,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- layouts ---
 
 
-def test_zigzag_gives_every_rank_a_chunk_from_either_end() -> None:
-    assert [zigzag_positions(8, 2, rank).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert zigzag_positions(3, 1, 0).tolist() == [0, 1, 2]
+def test_zigzag_gives_each_rank_a_chunk_from_each_end() -> None:
+    assert [local_positions(8, 2, rank, "ring").tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert local_positions(3, 1, 0, "ring").tolist() == [0, 1, 2]
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,19 +62,19 @@ def test_sharding_a_sequence_has_an_inverse_and_follows_the_positions(
         assert torch.equal(part, whole.index_select(dim, local_positions(length, cp, rank, context)))
 
 
-def test_what_cannot_be_cut_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InputError, match="10 tokens cannot be cut into 4 equal pieces"):
-        zigzag_positions(10, 2, 0)
-    with pytest.raises(InputError, match="9 tokens cannot be cut into 2 equal pieces"):
+def test_sequences_that_cannot_be_split_raise_with_both_numbers() -> None:
+    with pytest.raises(InputError, match="10 tokens cannot be split into 4 equal chunks"):
+        local_positions(10, 2, 0, "ring")
+    with pytest.raises(InputError, match="9 tokens cannot be split into 2 equal chunks"):
         local_positions(9, 2, 0, "ulysses")
-    with pytest.raises(ConfigError, match="6 heads of a rank do not divide by cp 4"):
+    with pytest.raises(ConfigError, match="cp 4 does not divide the 6 heads of a rank"):
         check_heads(6, 3, 4, "ulysses")
     check_heads(6, 3, 4, "ring")
     check_heads(6, 3, 4, "token_ring")
     with pytest.raises(ConfigError, match="ulysses, ring, token_ring"):
         check_heads(6, 3, 2, "rings")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rank 2 is outside"):
-        zigzag_positions(8, 2, 2)
+        local_positions(8, 2, 2, "ring")
 
 
 def test_documents_are_runs_of_equal_ids(small_blocks: None) -> None:
@@ -84,37 +82,37 @@ def test_documents_are_runs_of_equal_ids(small_blocks: None) -> None:
     assert documents.runs_BS[0].tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 2]
     assert documents.positions_BS.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 0], [0, 1, 0, 1, 2, 0, 0, 1, 2, 3]]
     row0, row1 = slice(0, 1), slice(1, 2)
-    # A long one alone and without a mask; short ones together as far as they fit into 6 tokens.
+    # A long document alone without a mask; short documents together, up to 6 tokens.
     assert documents.groups == [(row0, 0, 7, False), (row0, 7, 10, True), (row1, 0, 6, True), (row1, 6, 10, False)]
 
 
-def test_bad_documents_and_positions_are_refused() -> None:
+def test_invalid_documents_and_positions_raise() -> None:
     with pytest.raises(InputError, match="must be integers"):
         Documents.of(torch.zeros(2, 3))
     layer = Attention(AttentionConfig(8, 2, 2, 4))
     x = torch.zeros(2, 6, 8)
-    with pytest.raises(InputError, match="the whole sequence is"):
+    with pytest.raises(InputError, match="the full sequences have shape"):
         layer(x, None, torch.zeros(2, 5, dtype=torch.long))
     with pytest.raises(InputError, match=r"positions must be \[2 or 1, 6\]"):
         layer(x, torch.arange(5)[None])
-    with pytest.raises(InputError, match=r"takes \[B, S, 8\]"):
+    with pytest.raises(InputError, match=r"expects \[B, S, 8\]"):
         layer(x[..., :4])
     with pytest.raises(ConfigError, match="qk_norm must be 'none'"):
         Attention(AttentionConfig(8, 2, 2, 4, qk_norm="head", mla=MLAConfig(None, 4, 4, 2, 4)))
 
 
-# --- pieces ---
+# --- blocks ---
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, documents: Documents | None) -> Tensor:
-    """By a mask of S x S."""
+    """Attention with an S x S mask."""
     ahead = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
-    may = (ahead >= 0) & (ahead < (window or q.shape[1]))
+    mask = (ahead >= 0) & (ahead < (window or q.shape[1]))
     if documents is not None:
-        may = may & (documents.whole_BS[:, :, None] == documents.whole_BS[:, None])[:, None]
+        mask = mask & (documents.ids_BS[:, :, None] == documents.ids_BS[:, None])[:, None]
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~may, -torch.inf).softmax(-1), v)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
 def draw(length: int, heads: tuple[int, int], v_width: int, packed: bool) -> tuple[list[Tensor], Tensor, Any]:
@@ -135,7 +133,7 @@ def assert_same(got: Tensor, expected: Tensor, qkv: list[Tensor], grad: Tensor) 
 @pytest.mark.parametrize("v_width", [4, 8, 12])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
-def test_pieces_add_up_to_attention_under_a_mask(
+def test_blocks_merge_to_attention_with_a_mask(
     window: int | None,
     packed: bool,
     v_width: int,
@@ -150,7 +148,7 @@ def test_pieces_add_up_to_attention_under_a_mask(
         assert_same(got, dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents), qkv, grad)
 
 
-def test_plain_causal_attention_takes_the_flash_path_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_causal_attention_uses_the_flash_kernel_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     original = F.scaled_dot_product_attention
 
@@ -168,33 +166,33 @@ def test_plain_causal_attention_takes_the_flash_path_without_a_mask(monkeypatch:
         assert seen[-1]["is_causal"] and seen[-1].get("attn_mask") is None
 
 
-def area(found: list[attention_blocks.Piece]) -> int:
+def area(found: list[attention_blocks.ScoreBlock]) -> int:
     def size(s: slice) -> int:
         return int(s.stop - s.start)
 
     return sum(size(p.rows) * size(p.queries) * size(p.keys) for p in found)
 
 
-def test_windows_and_documents_cost_what_they_attend_to() -> None:
+def test_windows_and_documents_compute_only_attended_blocks() -> None:
     length = 8192
     q = torch.empty(1, 1, length, 8, device="meta")
-    windowed = RingSpec(None, 1.0, window=256).pieces(q, 0)
+    windowed = RingSpec(None, 1.0, window=256).blocks(q, 0)
     assert area(windowed) <= 2 * 256 * length
-    masks = {id(p.may_BQK): p.may_BQK for p in windowed if p.may_BQK is not None}
-    assert sum(mask.numel() for mask in masks.values()) <= 4 * 512 * 256  # one for all blocks but the first
+    masks = {id(p.mask_BQK): p.mask_BQK for p in windowed if p.mask_BQK is not None}
+    assert sum(mask.numel() for mask in masks.values()) <= 4 * 512 * 256  # one mask for all blocks except the first
     ids = (torch.arange(length) // 1024)[None]
-    packed = RingSpec(None, 1.0, documents=Documents(ids)).pieces(q, 0)
-    assert area(packed) == 8 * 1024 * 1024 and all(p.may_BQK is None for p in packed)
+    packed = RingSpec(None, 1.0, documents=Documents(ids)).blocks(q, 0)
+    assert area(packed) == 8 * 1024 * 1024 and all(p.mask_BQK is None for p in packed)
 
 
-def test_every_rank_of_a_ring_has_the_same_work_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_of_a_ring_have_the_same_work_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     cp, chunk = 4, 3
     q = torch.empty(2, 1, 2 * chunk, 8)
     monkeypatch.setattr("moe_comm.layers.attention.ring.group_size", lambda group: cp)
     work = []
     for rank in range(cp):
         monkeypatch.setattr("moe_comm.layers.attention.ring.group_rank", lambda group, rank=rank: rank)
-        work.append([area(RingSpec(None, 1.0).pieces(q, (rank - step) % cp)) for step in range(cp)])
+        work.append([area(RingSpec(None, 1.0).blocks(q, (rank - step) % cp)) for step in range(cp)])
     assert work == [[2 * 3 * chunk**2] + [2 * 2 * chunk**2] * (cp - 1)] * cp
 
 
@@ -207,13 +205,13 @@ def ring_spec(window: int | None = None, documents: Documents | None = None) -> 
 
 
 def both_rings(rank: int, world: int, dtype: torch.dtype) -> None:
-    """On either transport, twice: the same bits; and the token ring is the ring but for rounding."""
+    """Run both rings over both transports, twice: equal bits, and equal results up to rounding."""
     sequence.GROUP_TOKENS, attention_blocks.BLOCK_MIN = 6, 4
     group: Any = dist.group
     for window, packed, heads, v_width in ((None, False, (4, 4), 8), (3, True, (4, 2), 4), (None, True, (3, 3), 12)):
         qkv, grad, documents = draw(32, heads, v_width, packed)
         if documents is not None:
-            ids = shard_sequence(documents.whole_BS, world, rank, "ring")
+            ids = shard_sequence(documents.ids_BS, world, rank, "ring")
             documents = Documents.of(ids, group.WORLD, "ring")
         found: dict[Any, list[list[Tensor]]] = {ring_attention: [], token_ring_attention: []}
         for attend, results in found.items():
@@ -236,17 +234,21 @@ def both_rings(rank: int, world: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_token_ring_is_the_ring_but_for_rounding_and_both_repeat_their_bits(
+def test_the_token_ring_equals_the_ring_up_to_rounding_and_both_are_deterministic(
     world: int, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(f"pool{world}").run(both_rings, dtype)
 
 
 def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list[int], list[int]]:
-    """What is sent, arrives and is computed, in order, and how many ranks on it is sent: forward and backward."""
+    """Record sends, receives and computations in order, with the distance to the destination, forward and backward."""
     events: list[str] = []
     steps: list[int] = []
-    rotate, attend, gradients = Channel.rotate, attention_blocks.State.add, attention_blocks.Gradients.add
+    rotate, attend, gradients = (
+        Channel.rotate,
+        attention_blocks.AttentionState.add,
+        attention_blocks.AttentionGradients.add,
+    )
     short = {"values": "keys", "queries": "queries", "outputs": "back", "gradients of": "back"}
 
     def rotated(channel: Any, tensor: Tensor, description: str, step: int = 1) -> PendingTensor:
@@ -263,12 +265,12 @@ def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list
 
     def computed(self: Any, *args: Any) -> None:
         events.append("attend")
-        (attend if isinstance(self, attention_blocks.State) else gradients)(self, *args)
+        (attend if isinstance(self, attention_blocks.AttentionState) else gradients)(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "rotate", rotated)
-        patch.setattr(attention_blocks.State, "add", computed)
-        patch.setattr(attention_blocks.Gradients, "add", computed)
+        patch.setattr(attention_blocks.AttentionState, "add", computed)
+        patch.setattr(attention_blocks.AttentionGradients, "add", computed)
         q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
         run: Any = ring_attention if name == "ring" else token_ring_attention
         out = run(q, k, v, ring_spec())
@@ -279,7 +281,7 @@ def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list
         return forward[0], list(events), forward[1], list(steps)
 
 
-def test_keys_of_the_next_step_travel_while_this_one_is_computed_and_gradients_while_the_next_is(
+def test_transfers_of_keys_and_gradients_overlap_with_computation(
     pool4: RankPool,
 ) -> None:
     for forward, backward, *_ in pool4.run(record, "ring"):
@@ -290,11 +292,11 @@ def test_keys_of_the_next_step_travel_while_this_one_is_computed_and_gradients_w
             *("send keys", "attend", "take back", "send back", "take keys"),
             *("send keys", "attend", "take back", "send back", "take keys"),
             *("attend", "take back", "send back"),
-            *("attend", "take back"),  # the rest of the own part hides the way home
+            *("attend", "take back"),  # the second part of the own blocks hides the return
         ]
 
 
-def test_queries_travel_one_way_and_what_becomes_of_them_the_other_while_both_are_computed(pool4: RankPool) -> None:
+def test_transfers_of_queries_and_results_overlap_with_computation(pool4: RankPool) -> None:
     for forward, backward, *steps in pool4.run(record, "token_ring"):
         assert forward == [
             *("send queries", "attend", "take queries"),
@@ -322,14 +324,14 @@ def disagree(rank: int, world: int, arg: Any) -> None:
                     attend(*draw_heads(4), ring_spec(window=3 + rank))
             with pytest.raises(RankMismatch):
                 attends[rank](*draw_heads(4), ring_spec())
-            with pytest.raises(InputError, match="cannot be cut into 4 equal pieces"):
+            with pytest.raises(InputError, match="cannot be split into 4 equal chunks"):
                 attends[0](*draw_heads(3), ring_spec())
             attends[1](*draw_heads(4), ring_spec()).sum().backward()
     finally:
         configure_collectives(CollectiveOptions())
 
 
-def test_ranks_that_disagree_about_a_ring_all_learn_it_and_the_next_call_works(pool2: RankPool) -> None:
+def test_a_mismatch_between_ranks_of_a_ring_raises_on_all_and_the_next_call_works(pool2: RankPool) -> None:
     pool2.run(disagree)
 
 
@@ -344,7 +346,7 @@ def ring_of_small_blocks(rank: int, world: int, arg: Any) -> None:
                     spec = ContextSpec(group.WORLD, context, 0.3, window)
                     own = [shard_sequence(t, world, rank, context).detach().requires_grad_() for t in qkv]
                     if documents is not None:
-                        ids = shard_sequence(documents.whole_BS, world, rank, context)
+                        ids = shard_sequence(documents.ids_BS, world, rank, context)
                         documents = Documents.of(ids, group.WORLD, context)
                     expected = dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
                     out = context_attention(own[0], own[1], own[2], spec, documents)
@@ -355,12 +357,12 @@ def ring_of_small_blocks(rank: int, world: int, arg: Any) -> None:
                         torch.testing.assert_close(got, part, rtol=0, atol=1e-11)
 
 
-def test_four_ranks_with_many_blocks_equal_attention_under_a_mask(pool4: RankPool) -> None:
+def test_four_ranks_with_many_blocks_equal_attention_with_a_mask(pool4: RankPool) -> None:
     pool4.run(ring_of_small_blocks)
 
 
 def split_backward(rank: int, world: int, context: Any) -> None:
-    """The two halves of backward that zero-bubble schedules run apart."""
+    """Run the two parts of backward that zero-bubble schedules separate."""
     group: Any = dist.group
     torch.manual_seed(0)
     config = AttentionConfig(8, 4, 4, 4, qk_norm="head", window=5)
@@ -381,7 +383,7 @@ def split_backward(rank: int, world: int, context: Any) -> None:
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_backward_in_two_halves_gives_the_same_gradients(context: str, pool4: RankPool) -> None:
+def test_a_split_backward_gives_the_same_gradients(context: str, pool4: RankPool) -> None:
     pool4.run(split_backward, context)
 
 
@@ -397,7 +399,7 @@ def lose_a_rank(rank: int, world: int, context: Any) -> str:
 
 
 @pytest.mark.parametrize("context", ["ring", "token_ring"])
-def test_a_rank_that_dies_in_the_ring_is_an_error_on_all_others(context: str, pool4: RankPool) -> None:
+def test_a_rank_that_dies_in_the_ring_raises_on_all_others(context: str, pool4: RankPool) -> None:
     messages = pool4.run(lose_a_rank, context, expect_dead={2})
     what = f"{context.replace('_', ' ')} attention backward"
     assert all(what in message for rank, message in enumerate(messages) if rank != 2)

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding, head and cross-entropy against torch's own on whole tensors in one process."""
+"""Vocabulary-parallel embedding, head and cross-entropy compared with torch on full tensors in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
 
 
 def data(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, the table, ids, and targets some of which are ignored."""
+    """Return hidden states, the table, ids, and targets, some of which are ignored."""
     x_BSD = 2 * draw(BATCH, SEQUENCE, HIDDEN, seed=1, dtype=DOUBLE)
     weight_VD = 2 * draw(case.vocab, HIDDEN, seed=2, dtype=DOUBLE)
     generator = torch.Generator().manual_seed(3)
@@ -45,7 +45,7 @@ def data(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def reference(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, gradients of x and of the table, in float64."""
+    """Return loss and gradients of x and of the table in float64."""
     x_BSD, weight_VD, ids_BS, targets_BS = (t.double() if t.is_floating_point() else t for t in data(case))
     x_BSD.requires_grad_(), weight_VD.requires_grad_()
     h_BSD = torch.tanh(F.embedding(ids_BS, weight_VD)) + x_BSD if case.tied else x_BSD
@@ -57,7 +57,7 @@ def reference(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def parts(case: Case, rank: int, group: Any) -> tuple[VocabParallelEmbedding, VocabParallelHead, Tensor]:
-    """Embedding and head of this rank, of one weight, and its hidden states."""
+    """Build embedding and head of this rank from one weight, and its hidden states."""
     x_BSD, weight_VD, _, _ = data(case)
     embed = VocabParallelEmbedding.from_weight(weight_VD, group, sequence_dim=case.sequence_dim)
     head = VocabParallelHead.from_weight(weight_VD, group, sequence_dim=case.sequence_dim)
@@ -121,7 +121,7 @@ def test_lower_precision_is_as_close_as_it_can_be(dtype: torch.dtype, rtol: floa
     check(pool4.run(work, case), case, rtol)
 
 
-def test_a_loss_over_bf16_is_summed_in_fp32() -> None:
+def test_the_loss_of_bf16_states_is_summed_in_fp32() -> None:
     x_BSD, weight_VD, _, targets_BS = data(Case(dtype=HALF))
     loss = vocab_parallel_cross_entropy(x_BSD, weight_VD, targets_BS)
     logits_TV = (x_BSD @ weight_VD.t()).flatten(0, 1)
@@ -141,8 +141,8 @@ def test_autocast_gives_fp32_parameters_fp32_gradients() -> None:
     torch.testing.assert_close(weight_VD.grad.double(), exact_VD, rtol=0.05, atol=0.02 * float(exact_VD.abs().max()))
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that any floating tensor made under it had."""
+class LargestTensor(TorchDispatchMode):
+    """Records the maximum number of elements of floating-point tensors created inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,19 +160,19 @@ def largest(rank: int, world: int, tokens: int) -> int:
     vocab, hidden = 512, 4
     weight_VD = draw(vocab // world, hidden, seed=rank).requires_grad_()
     x_BSD = draw(1, tokens // world, hidden, seed=rank).requires_grad_()
-    with Largest() as seen:
+    with LargestTensor() as seen:
         loss = vocab_parallel_cross_entropy(x_BSD, weight_VD, torch.arange(tokens)[None] % vocab, group, chunk=8)
         loss.backward()
     return seen.elements
 
 
-def test_nothing_larger_than_the_logits_of_one_chunk_ever_exists(pool2: RankPool) -> None:
+def test_no_tensor_is_larger_than_the_logits_of_one_chunk(pool2: RankPool) -> None:
     assert largest(0, 1, 128) == 8 * 512
     assert largest(0, 1, 256) == 8 * 512
     assert pool2.run(largest, 128) == [8 * 256] * 2
 
 
-def test_gradients_can_be_asked_for_separately_and_of_one_input_alone() -> None:
+def test_gradients_can_be_computed_separately() -> None:
     x_BSD, weight_VD, _, targets_BS = data(Case())
     _, expected_BSD, expected_VD = reference(Case(factor=1.0))
     x_BSD.requires_grad_(), weight_VD.requires_grad_()
@@ -187,7 +187,7 @@ def test_gradients_can_be_asked_for_separately_and_of_one_input_alone() -> None:
 
 
 @pytest.mark.parametrize("ignored", [True, False], ids=["all ignored", "no tokens"])
-def test_nothing_to_predict_is_a_loss_of_zero_with_zero_gradients(ignored: bool) -> None:
+def test_without_targets_the_loss_and_gradients_are_zero(ignored: bool) -> None:
     x_BSD, weight_VD, _, targets_BS = data(Case())
     targets_BS = torch.full_like(targets_BS, -100) if ignored else targets_BS[:0]
     x_BSD = (x_BSD if ignored else x_BSD[:0]).requires_grad_()
@@ -219,7 +219,7 @@ def full_logits(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("sequence_dim", [1, None])
 @pytest.mark.parametrize("vocab", [16, 13, 9])
-def test_full_logits_are_those_of_the_whole_table_and_so_are_gradients_through_them(
+def test_full_logits_and_their_gradients_are_those_of_the_full_table(
     vocab: int, sequence_dim: int | None, pool4: RankPool
 ) -> None:
     case = Case(vocab=vocab, sequence_dim=sequence_dim)
@@ -244,7 +244,7 @@ def embedded(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [DOUBLE, HALF], ids=str)
-def test_an_embedding_looks_up_the_same_bits_and_its_gradient_covers_every_ranks_tokens(
+def test_an_embedding_has_the_same_bits_and_its_gradient_covers_the_tokens_of_all_ranks(
     dtype: torch.dtype, pool4: RankPool
 ) -> None:
     case = Case(dtype=dtype)
@@ -257,7 +257,7 @@ def test_an_embedding_looks_up_the_same_bits_and_its_gradient_covers_every_ranks
     torch.testing.assert_close(torch.cat([grad for _, grad in results]), weight_VD.grad)
 
 
-def test_shardings_describe_the_true_vocabulary_and_cut_it_as_the_modules_do() -> None:
+def test_shardings_have_the_true_vocabulary_and_match_the_modules() -> None:
     weight_VD = draw(13, HIDDEN)
     for ranks in (1, 2, 4, 8):
         sharding = vocab_sharding(13, HIDDEN, ranks)
@@ -267,7 +267,7 @@ def test_shardings_describe_the_true_vocabulary_and_cut_it_as_the_modules_do() -
     assert module.shardings()["weight"].local_shape({"tp": 0}, {"tp": 1}) == tuple(module.weight.shape) == (13, HIDDEN)
 
 
-def refused(rank: int, world: int, arg: Any) -> None:
+def raise_for_invalid_input(rank: int, world: int, arg: Any) -> None:
     group = dist.group.WORLD
     case = Case(vocab=16)
     embed, head, x_BSD = parts(case, rank, group)
@@ -281,14 +281,14 @@ def refused(rank: int, world: int, arg: Any) -> None:
             head.loss(x_BSD, bad_BS)
     with pytest.raises(InputError, match=r"need targets \[2, 8\]; got \(2, 7\)" if rank else r"ranks \[1\]"):
         head.loss(x_BSD, targets_BS[:, : 8 - rank])
-    with pytest.raises(RankMismatch, match="ranks disagree"):
+    with pytest.raises(RankMismatch, match="ranks differ in a cross-entropy"):
         head.loss(x_BSD, targets_BS, chunk=3 + rank)
-    with pytest.raises(RankMismatch, match="ranks disagree"):
+    with pytest.raises(RankMismatch, match="ranks differ in a cross-entropy"):
         head.loss(x_BSD, targets_BS.clamp(min=0) if rank else targets_BS)
     with pytest.raises(InputError, match=r"the weight torch\.float64; convert"):
         head.loss(x_BSD.float(), targets_BS)
     assert torch.isfinite(head.loss(x_BSD, targets_BS))
 
 
-def test_bad_input_is_the_same_class_of_error_on_every_rank_and_leaves_the_group_usable(pool2: RankPool) -> None:
-    pool2.run(refused)
+def test_invalid_input_raises_the_same_class_on_all_ranks_and_leaves_the_group_usable(pool2: RankPool) -> None:
+    pool2.run(raise_for_invalid_input)

@@ -1,4 +1,4 @@
-"""Experts: grouped_mlp against float64 and gradcheck, strides, biases, empty experts, autocast, memory."""
+"""Experts: grouped_mlp compared with float64 and gradcheck; strides, biases, empty experts, autocast, memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.activations import ACTIVATIONS, Activation, activation_of
+from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers import Experts, grouped_mlp
 from moe_comm.overlap.executors.serial import run_mlp
 from tests.layers.reference import draw, silu_glu
@@ -28,7 +29,7 @@ def run(experts: Experts, rows: Tensor, sizes: tuple[int, ...], grad: Tensor) ->
 
 
 def reference(experts: Experts, rows: Tensor, sizes: tuple[int, ...], grad: Tensor) -> dict[str, Tensor]:
-    """The same in float64, one expert at a time, by autograd."""
+    """The same in float64 with autograd, one expert at a time."""
     leaf = rows.double().requires_grad_()
     p = {n: v.detach().double().requires_grad_() for n, v in experts.named_parameters()}
     parts = []
@@ -66,10 +67,10 @@ def test_every_activation_passes_gradcheck(name: str) -> None:
         draw(*shape, seed=seed, dtype=torch.float64).requires_grad_()
         for seed, shape in enumerate([(5, 4), (3, width_h, 4), (3, 4, 3), (3, width_h), (3, 4)])
     ]
-    assert torch.autograd.gradcheck(lambda *a: grouped_mlp(a[0], (2, 0, 3), *a[1:], activation), args)
+    assert torch.autograd.gradcheck(lambda *a: grouped_mlp(a[0], (2, 0, 3), ExpertMLP(a[1:], activation, False)), args)
 
 
-def test_experts_without_rows_get_zero_gradients_and_not_none() -> None:
+def test_experts_without_rows_have_zero_gradients() -> None:
     experts = Experts(3, 8, 4, bias=True)
     got = run(experts, draw(5, 8), (0, 5, 0), torch.ones(5, 8))
     for name in ("w13", "w2", "b13", "b2"):
@@ -85,7 +86,8 @@ def test_a_rank_without_experts_runs() -> None:
 
 
 def test_recompute_changes_no_bit() -> None:
-    plain, again = Experts(3, 32, 16), Experts(3, 32, 16, recompute=True)
+    plain, again = Experts(3, 32, 16), Experts(3, 32, 16)
+    again.recompute = True
     again.load_state_dict(plain.state_dict())
     rows, grad = draw(50, 32), draw(50, 32, seed=1)
     one, two = (run(e, rows, (20, 0, 30), grad) for e in (plain, again))
@@ -99,8 +101,8 @@ def test_weights_and_gradients_keep_the_layout_of_their_storage() -> None:
         assert p.grad is not None and p.grad.is_contiguous() and p.grad.shape == p.shape
 
 
-def test_an_experts_bits_depend_on_its_rows_alone() -> None:
-    """The same expert, elsewhere in the stack and at odd addresses: what a change of EP size does."""
+def test_the_bits_of_an_expert_depend_on_its_rows_only() -> None:
+    """Move an expert within the stack and to unaligned addresses, as a change of the EP size does."""
     for hidden, ffn in ((32, 16), (33, 7), (20, 10)):
         many = Experts(4, hidden, ffn)
         alone = Experts(1, hidden, ffn)
@@ -115,7 +117,7 @@ def test_an_experts_bits_depend_on_its_rows_alone() -> None:
             assert torch.equal(big["w13"][2], small["w13"][0]) and torch.equal(big["w2"][2], small["w2"][0])
 
 
-def test_only_the_gradients_asked_for_are_computed() -> None:
+def test_only_required_gradients_are_computed() -> None:
     experts = Experts(2, 8, 4)
     experts.w13.requires_grad_(False)
     experts(draw(5, 8), (2, 3)).sum().backward()
@@ -126,7 +128,7 @@ def test_only_the_gradients_asked_for_are_computed() -> None:
     assert rows.grad is not None
 
 
-def test_output_and_input_gradient_come_from_the_given_memory() -> None:
+def test_output_and_input_gradient_use_the_given_memory() -> None:
     taken: list[Tensor] = []
 
     def alloc(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -156,7 +158,7 @@ def test_autocast_runs_in_its_dtype_and_gradients_stay_in_fp32() -> None:
     torch.testing.assert_close(out.double(), want["out"], rtol=0.05, atol=1e-5)
 
 
-def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+def test_a_second_derivative_raises() -> None:
     experts = Experts(1, 4, 2)
     rows = draw(3, 4).requires_grad_()
     (grad,) = torch.autograd.grad(experts(rows, (3,)).square().sum(), rows, create_graph=True)
@@ -171,14 +173,14 @@ def test_any_function_may_be_the_activation() -> None:
     torch.testing.assert_close(twice(draw(5, 8), (5,)), 2 * once(draw(5, 8), (5,)))
 
 
-def test_initial_weights_depend_on_the_global_expert_only() -> None:
+def test_initial_weights_depend_on_the_global_id_only() -> None:
     full, part = Experts(6, 8, 4), Experts(2, 8, 4)
     full.reset_parameters(7)
     part.reset_parameters(7, first_expert=3)
     assert torch.equal(full.w13[3:5], part.w13) and torch.equal(full.w2[3:5], part.w2)
 
 
-def test_wrong_input_is_refused_with_what_was_expected() -> None:
+def test_invalid_input_raises_with_the_expected_value() -> None:
     experts = Experts(2, 8, 4)
     with pytest.raises(InputError, match="add up to 5"):
         experts(draw(5, 8), (2, 2))
@@ -187,6 +189,8 @@ def test_wrong_input_is_refused_with_what_was_expected() -> None:
     with pytest.raises(InputError, match="bfloat16"):
         experts(draw(5, 8).bfloat16(), (2, 3))
     with pytest.raises(InputError, match="needs w13"):
-        grouped_mlp(draw(2, 4), (2,), draw(1, 5, 4), draw(1, 4, 3), None, None, activation_of("swiglu"))
+        grouped_mlp(
+            draw(2, 4), (2,), ExpertMLP((draw(1, 5, 4), draw(1, 4, 3), None, None), activation_of("swiglu"), False)
+        )
     with pytest.raises(ConfigError):
         Experts(2, 0, 4)

@@ -1,4 +1,4 @@
-"""MoE layers folded onto tp, cp and dp ranks, experts cut over etp: all against one process that holds everything."""
+"""MoE layers folded onto tp, cp and dp ranks, with experts split over etp, compared with one process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moe_comm.dispatch.capacity import Capacity
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers import MoEConfig, MoELayer, Router, RouterConfig
 from moe_comm.layers.data_parallel import ExpertShards
+from moe_comm.layers.moe.config import MoEGroups
 from moe_comm.layers.moe.load import take_loads, update_biases
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
 from tests.layers.moe_configs import BALANCED, HIDDEN, RICH
@@ -35,8 +36,8 @@ MAPPINGS = [
 
 
 @dataclass(frozen=True)
-class Step:
-    """``micro_batches`` of SEQUENCES sequences each. form: of the balance loss."""
+class TrainStep:
+    """``micro_batches`` of SEQUENCES sequences each. form: form of the balance loss."""
 
     config: MoEConfig
     mapping: ParallelConfig
@@ -45,7 +46,7 @@ class Step:
 
 
 def own_tokens(mapping: ParallelConfig, place: Any) -> tuple[Tensor, int]:
-    """Global places [b, s] of a rank's tokens in a micro-batch: dp cuts sequences, cp zig-zag, then tp contiguously."""
+    """Global positions [b, s] of a rank's tokens: dp splits sequences, cp zig-zag, then tp contiguously."""
     places = torch.arange(SEQUENCES * LENGTH).view(SEQUENCES, LENGTH).chunk(mapping.dp)[place["dp"]]
     pieces = places.chunk(2 * mapping.cp, 1)
     places = torch.cat([pieces[place["cp"]], pieces[2 * mapping.cp - 1 - place["cp"]]], 1)
@@ -53,8 +54,8 @@ def own_tokens(mapping: ParallelConfig, place: Any) -> tuple[Tensor, int]:
     return places, places.shape[0]
 
 
-def train_step(layer: MoELayer, step: Step, places_BS: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Outputs and gradients of this rank: main loss sum(y * g) over all micro-batches, auxiliary losses scaled."""
+def train_step(layer: MoELayer, step: TrainStep, places_BS: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Return this rank's outputs and gradients: main loss sum(y * g), and scaled auxiliary losses."""
     layer.aux_scale = 1 / step.micro_batches
     ys, xs, dropped, aux, flows = [], [], [], [], []
     for m in range(step.micro_batches):
@@ -73,23 +74,22 @@ def train_step(layer: MoELayer, step: Step, places_BS: Tensor, dtype: torch.dtyp
     return {"y": ys, "x": xs, "dropped": dropped, "aux": aux, "flow": flows}
 
 
-def run_alone(step: Step, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Any], dict[str, Tensor], MoELayer]:
+def run_single(
+    step: TrainStep, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Any], dict[str, Tensor], MoELayer]:
     layer = MoELayer.build(step.config, seed=3, dtype=dtype)
     places = torch.arange(SEQUENCES * LENGTH).view(SEQUENCES, LENGTH)
     found = train_step(layer, step, places, dtype)
     return found, {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}, layer
 
 
-def run_folded(rank: int, world: int, step: Step) -> dict[str, Any]:
-    """The same step on this rank; parameters' gradients summed and put together as the shardings say."""
+def run_folded(rank: int, world: int, step: TrainStep) -> dict[str, Any]:
+    """Run the same step on this rank; sum and assemble parameter gradients by their shardings."""
     mesh = ParallelMesh(step.mapping)
     layer = MoELayer.build(
         step.config,
-        mesh.group("etp", "ep"),
-        "all_to_all",  # shared memory moves no float64
-        etp=step.mapping.etp,
-        tokens_group=mesh.group("tp", "cp", "dp"),
-        sequence_group=mesh.group("tp", "cp"),
+        MoEGroups(mesh.group("etp", "ep"), step.mapping.etp, mesh.group("tp", "cp", "dp"), mesh.group("tp", "cp")),
+        backend="all_to_all",  # the shared-memory backend does not support float64
         seed=3,
         dtype=torch.float64,
     )
@@ -114,9 +114,9 @@ def run_folded(rank: int, world: int, step: Step) -> dict[str, Any]:
     return {**found, "places": places, "grads": grads, "loads": loads, "bias": bias}
 
 
-def compare(pool: RankPool, step: Step) -> list[dict[str, Any]]:
-    """Everything of ``step`` against one process."""
-    alone, grads, layer = run_alone(step)
+def compare(pool: RankPool, step: TrainStep) -> list[dict[str, Any]]:
+    """Compare all results of ``step`` with those of one process."""
+    alone, grads, layer = run_single(step)
     ranks: list[dict[str, Any]] = pool.run(run_folded, step, timeout=120)
     for m in range(step.micro_batches):
         for key in ("y", "x"):
@@ -140,17 +140,17 @@ def compare(pool: RankPool, step: Step) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("form", ["batch", "sequence"])
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
-def test_a_folded_step_is_that_of_one_process(pool4: RankPool, mapping: ParallelConfig, form: Any) -> None:
+def test_a_folded_step_equals_that_of_one_process(pool4: RankPool, mapping: ParallelConfig, form: Any) -> None:
     router = replace(RICH.router, balance_form=form)
-    compare(pool4, Step(replace(RICH, router=router), mapping, micro_batches=2))
+    compare(pool4, TrainStep(replace(RICH, router=router), mapping, micro_batches=2))
 
 
-def test_recomputation_changes_no_count_and_no_gradient(pool4: RankPool) -> None:
+def test_recomputation_changes_no_counter_and_no_gradient(pool4: RankPool) -> None:
     config = replace(
         RICH, router=replace(RICH.router, balance_form="sequence"), capacity=Capacity(0.6, "probability", "batch")
     )
-    plain = compare(pool4, Step(config, MAPPINGS[1]))
-    again = compare(pool4, Step(config, MAPPINGS[1], recompute=True))
+    plain = compare(pool4, TrainStep(config, MAPPINGS[1]))
+    again = compare(pool4, TrainStep(config, MAPPINGS[1], recompute=True))
     for one, two in zip(plain, again, strict=True):
         assert int(one["loads"][""].dropped) == int(two["loads"][""].dropped) > 0
         assert all(torch.equal(one["grads"][name], two["grads"][name]) for name in one["grads"])
@@ -158,11 +158,11 @@ def test_recomputation_changes_no_count_and_no_gradient(pool4: RankPool) -> None
 
 @pytest.mark.parametrize("policy", ["position", "probability"])
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
-def test_capacity_over_the_whole_batch_drops_the_same_slots_at_every_mapping(
+def test_capacity_over_the_global_batch_drops_the_same_slots_for_all_mappings(
     pool4: RankPool, mapping: ParallelConfig, policy: Any
 ) -> None:
-    step = Step(replace(RICH, capacity=Capacity(0.5, policy, "batch")), mapping)
-    alone, _, layer = run_alone(step)
+    step = TrainStep(replace(RICH, capacity=Capacity(0.5, policy, "batch")), mapping)
+    alone, _, layer = run_single(step)
     ranks = compare(pool4, step)
     assert sum(int(found["dropped"][0]) for found in ranks) == int(alone["dropped"][0]) > 0
     assert all(int(found["loads"][""].dropped) == int(layer.dropped_total) for found in ranks)
@@ -170,19 +170,19 @@ def test_capacity_over_the_whole_batch_drops_the_same_slots_at_every_mapping(
 
 
 def test_capacity_per_rank_depends_on_the_mapping(pool4: RankPool) -> None:
-    step = Step(replace(BALANCED, capacity=Capacity(0.5)), MAPPINGS[0])
-    alone, _, _ = run_alone(step)
+    step = TrainStep(replace(BALANCED, capacity=Capacity(0.5)), MAPPINGS[0])
+    alone, _, _ = run_single(step)
     ranks = pool4.run(run_folded, step, timeout=120)
     got = torch.zeros_like(alone["y"][0]).flatten(0, 1)
     for found in ranks:
         got[found["places"]] = found["y"][0]
-    assert not torch.allclose(got, alone["y"][0].flatten(0, 1)), "scope batch would be tested by nothing"
+    assert not torch.allclose(got, alone["y"][0].flatten(0, 1)), "the test does not cover scope batch"
 
 
 @pytest.mark.parametrize("capacity", [None, Capacity(0.6), Capacity(0.6, scope="batch")])
 @pytest.mark.parametrize("mapping", [MAPPINGS[1], MAPPINGS[2]], ids=str)
 def test_tokens_are_conserved(pool4: RankPool, mapping: ParallelConfig, capacity: Capacity | None) -> None:
-    ranks = pool4.run(run_folded, Step(replace(BALANCED, capacity=capacity), mapping), timeout=120)
+    ranks = pool4.run(run_folded, TrainStep(replace(BALANCED, capacity=capacity), mapping), timeout=120)
     flows = [found["flow"][0] for found in ranks]
     slots = SEQUENCES * LENGTH * BALANCED.router.top_k
     dropped = sum(0 if flow.dropped is None else int(flow.dropped) for flow in flows)
@@ -196,7 +196,7 @@ def test_tokens_are_conserved(pool4: RankPool, mapping: ParallelConfig, capacity
 # --- counters and groups ---
 
 
-def test_loads_of_all_layers_are_taken_at_once_and_never_counted_in_evaluation() -> None:
+def test_take_loads_returns_all_layers_and_evaluation_counts_nothing() -> None:
     model = nn.Sequential(*(MoELayer.build(replace(BALANCED, capacity=Capacity(0.5)), seed=s) for s in (0, 1)))
     x = draw(30, HIDDEN)
     model(x)
@@ -213,16 +213,16 @@ def test_loads_of_all_layers_are_taken_at_once_and_never_counted_in_evaluation()
         update_biases(model, {"0": loads["0"]}, 0.1)
 
 
-def a_stage_without_layers(rank: int, world: int, _: None) -> int:
-    """Rank 0's stage has an MoE layer, rank 1's has none: it must not wait for anybody."""
+def stage_without_layers(rank: int, world: int, _: None) -> int:
+    """Rank 0's stage has an MoE layer, and rank 1's has none: it must not wait for others."""
     mesh = ParallelMesh(ParallelConfig(pp=2))
     stage = nn.Sequential(MoELayer.build(BALANCED, seed=0)) if rank == 0 else nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
     stage(draw(5, HIDDEN))
     return len(take_loads(stage, mesh.group("tp", "cp", "dp") if rank == 0 else dist.group.WORLD))
 
 
-def test_a_pipeline_stage_without_moe_layers_sends_nothing(pool2: RankPool) -> None:
-    assert pool2.run(a_stage_without_layers, timeout=60) == [1, 0]
+def test_a_pipeline_stage_without_moe_layers_sends_no_message(pool2: RankPool) -> None:
+    assert pool2.run(stage_without_layers, timeout=60) == [1, 0]
 
 
 def unequal_sequences(rank: int, world: int, _: None) -> str:
@@ -233,17 +233,17 @@ def unequal_sequences(rank: int, world: int, _: None) -> str:
     return str(caught.value)
 
 
-def test_pieces_of_unequal_numbers_of_sequences_are_refused_on_every_rank(pool2: RankPool) -> None:
-    assert all("[3, 4] sequences" in text for text in pool2.run(unequal_sequences, timeout=60))
+def test_unequal_numbers_of_sequences_raise_on_all_ranks(pool2: RankPool) -> None:
+    assert all("got [3, 4] by rank" in text for text in pool2.run(unequal_sequences, timeout=60))
 
 
-def seedless(rank: int, world: int, _: None) -> Tensor:
-    """Two copies of the experts (edp 2): a seed drawn by each would make two different models."""
+def build_without_seed(rank: int, world: int, _: None) -> Tensor:
+    """With two replicas of the experts (edp 2), a separate seed on each would create different models."""
     torch.manual_seed(rank)
-    layer = MoELayer.build(BALANCED, None, tokens_group=dist.group.WORLD)
+    layer = MoELayer.build(BALANCED, MoEGroups(tokens=dist.group.WORLD))
     return torch.cat([p.detach().flatten() for p in layer.parameters()])
 
 
-def test_copies_of_experts_start_alike_without_a_seed(pool2: RankPool) -> None:
-    one, two = pool2.run(seedless, timeout=60)
+def test_replicas_of_experts_have_equal_weights_without_a_seed(pool2: RankPool) -> None:
+    one, two = pool2.run(build_without_seed, timeout=60)
     assert torch.equal(one, two)

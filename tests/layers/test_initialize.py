@@ -1,4 +1,4 @@
-"""Initial weights are a function of the seed and the name: the same whole model from every mapping."""
+"""Initial weights depend on the seed and parameter names only: each mapping gives the same full model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.shard import shardings_of
-from moe_comm.layers.transformer.initialize import Draw, fill, initialize, kind_of
+from moe_comm.layers.transformer.initialize import NormalInit, fill, init_kind, initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, Sharding, Split
 from tests.layers.tiny import LATENT, TINY
 
-module = importlib.import_module("moe_comm.layers.transformer.initialize")  # the package has a function of this name
+module = importlib.import_module(
+    "moe_comm.layers.transformer.initialize"
+)  # the package exports a function with this name
 
 EVEN = replace(TINY, vocab=64)
 MAPPINGS = [
@@ -28,8 +30,8 @@ MAPPINGS = [
 ]
 
 
-def whole_of(mapping: ParallelConfig, config: object = EVEN, seed: int = 3) -> dict[str, Tensor]:
-    """Every rank's part, put together; no process group is needed for that."""
+def assemble(mapping: ParallelConfig, config: object = EVEN, seed: int = 3) -> dict[str, Tensor]:
+    """Assemble the parameters from the parts of all ranks, without a process group."""
     model = Transformer(config, ModelPlan(device="meta"))  # type: ignore[arg-type]
     found = {}
     for name, sharding in shardings_of(model).items():
@@ -37,11 +39,11 @@ def whole_of(mapping: ParallelConfig, config: object = EVEN, seed: int = 3) -> d
         for rank in range(mapping.world):
             place = mapping.place(rank)
             local = torch.full(sharding.local_shape(place, mapping.sizes), torch.nan)
-            fill(local, name, sharding, Draw(seed, 0.2), place, mapping.sizes)
+            fill(local, name, sharding, NormalInit(seed, 0.2), place, mapping.sizes)
             for box in sharding.boxes(place, mapping.sizes):
-                known = full[box.whole]
+                known = full[box.full]
                 assert known.isnan().all() or torch.equal(known, local[box.local]), f"copies of {name} differ"
-                full[box.whole] = local[box.local]
+                full[box.full] = local[box.local]
         assert not full.isnan().any(), name
         found[name] = full
     return found
@@ -49,19 +51,19 @@ def whole_of(mapping: ParallelConfig, config: object = EVEN, seed: int = 3) -> d
 
 @pytest.mark.parametrize("mapping", MAPPINGS[1:], ids=str)
 @pytest.mark.parametrize("block", [1 << 22, 100], ids=["one block", "many blocks"])
-def test_every_mapping_starts_from_the_same_whole_model(
+def test_all_mappings_have_the_same_initial_model(
     mapping: ParallelConfig, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", block)
-    alone, spread = whole_of(MAPPINGS[0]), whole_of(mapping)
+    alone, spread = assemble(MAPPINGS[0]), assemble(mapping)
     assert all(torch.equal(alone[name], spread[name]) for name in alone)
 
 
-def test_the_model_gets_what_its_parts_are_filled_with() -> None:
+def test_initialize_fills_each_parameter() -> None:
     model = Transformer(EVEN)
     initialize(model, seed=3)
     assert all(
-        torch.equal(p, whole) for p, whole in zip(model.parameters(), whole_of(MAPPINGS[0]).values(), strict=True)
+        torch.equal(p, whole) for p, whole in zip(model.parameters(), assemble(MAPPINGS[0]).values(), strict=True)
     )
 
 
@@ -87,18 +89,18 @@ def test_weights_are_normal_norms_one_biases_zero_and_buffers_zero() -> None:
     assert all(not buffer.any() for buffer in model.buffers())
 
 
-def test_seeds_names_experts_and_blocks_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_names_experts_and_blocks_give_different_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 8 * 32)
-    weights = whole_of(MAPPINGS[0])
+    weights = assemble(MAPPINGS[0])
     assert not torch.equal(weights["layers.0.attention.q.weight"], weights["layers.2.attention.q.weight"])
-    assert not torch.equal(weights["embed.weight"], whole_of(MAPPINGS[0], seed=4)["embed.weight"])
+    assert not torch.equal(weights["embed.weight"], assemble(MAPPINGS[0], seed=4)["embed.weight"])
     experts = weights["layers.0.moe.experts.w13"]
     assert len({tuple(expert.flatten()[:4].tolist()) for expert in experts}) == len(experts)
     rows = weights["layers.0.attention.q.weight"]
     assert len({tuple(row.tolist()) for row in rows}) == len(rows)
 
 
-def test_a_tied_head_on_its_own_stage_starts_as_the_embedding() -> None:
+def test_a_tied_head_on_another_stage_has_the_values_of_the_embedding() -> None:
     tied = replace(TINY, tie=True)
     last = Transformer(tied, ModelPlan(layers=(), has_embedding=False))
     first = Transformer(tied, ModelPlan(layers=(), has_head=False))
@@ -116,14 +118,14 @@ def test_16_bit_weights_are_the_rounded_ones() -> None:
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(wide.parameters(), narrow.parameters(), strict=True))
 
 
-def test_torch_s_own_generator_is_left_as_it_was() -> None:
+def test_torchs_generator_is_unchanged() -> None:
     model = Transformer(TINY)
     before = torch.get_rng_state()
     initialize(model, seed=3)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_what_is_drawn_at_a_time_is_a_block_and_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_required_blocks_are_generated_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 64)
     drawn: list[int] = []
     real = Tensor.normal_
@@ -135,23 +137,23 @@ def test_what_is_drawn_at_a_time_is_a_block_and_only_where_it_is_needed(monkeypa
     monkeypatch.setattr(Tensor, "normal_", counted)
     sharding = Sharding((64, 16), (Split(0, "tp"),))
     mapping = ParallelConfig(tp=4)
-    fill(torch.empty(16, 16), "x.weight", sharding, Draw(0), mapping.place(1), mapping.sizes)
+    fill(torch.empty(16, 16), "x.weight", sharding, NormalInit(0), mapping.place(1), mapping.sizes)
     assert drawn == [64] * 4
 
 
-def test_parameters_of_the_wrong_shape_or_unknown_kind_are_refused() -> None:
+def test_a_wrong_shape_or_unknown_kind_raises() -> None:
     mapping = ParallelConfig(tp=2)
     sharding = Sharding((8, 4), (Split(0, "tp"),))
-    with pytest.raises(ConfigError, match=r"leaves this rank \(4, 4\)"):
-        fill(torch.empty(8, 4), "q.weight", sharding, Draw(0), mapping.place(0), mapping.sizes)
-    with pytest.raises(ConfigError, match="not known how"):
-        kind_of("layers.0.scale", Sharding((4,)))
-    assert kind_of("layers.0.attention.q_norm.weight", Sharding((4,))) == "ones"
+    with pytest.raises(ConfigError, match=r"this rank holds \(4, 4\)"):
+        fill(torch.empty(8, 4), "q.weight", sharding, NormalInit(0), mapping.place(0), mapping.sizes)
+    with pytest.raises(ConfigError, match="no initialization is defined"):
+        init_kind("layers.0.scale", Sharding((4,)))
+    assert init_kind("layers.0.attention.q_norm.weight", Sharding((4,))) == "ones"
 
 
-def test_a_model_of_plain_modules_can_be_filled_by_name_too() -> None:
+def test_a_model_of_plain_modules_can_be_filled_by_name() -> None:
     linear = nn.Linear(4, 8)
     one = ParallelConfig()
     for name, parameter in linear.named_parameters():
-        fill(parameter, name, Sharding(tuple(parameter.shape)), Draw(1), one.place(0), one.sizes)
+        fill(parameter, name, Sharding(tuple(parameter.shape)), NormalInit(1), one.place(0), one.sizes)
     assert not linear.bias.any() and linear.weight.abs().max() < 0.2

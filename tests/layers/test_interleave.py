@@ -1,4 +1,4 @@
-"""Micro-batches that take turns: the numbers of one after the other, and one computes while another's rows travel."""
+"""Interleaved micro-batches: results of sequential micro-batches, with transfers overlapped."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from moe_comm.plan.pipeline.stages import plan_stages
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import load
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in
-from moe_comm.train.pipeline.batch import Activations, MicroBatch
+from moe_comm.train.pipeline.batch import ActivationShape, MicroBatch
 from moe_comm.train.pipeline.runner import Accumulation, make_runner
-from tests.layers.flights import Flights, recorded
 from tests.layers.tiny import BY_WEIGHT, LENGTH, TINY, own
+from tests.layers.transfers import TransferLog, record_transfers
 from tests.pool import RankPool
 
 OVERLAP = Overlap(chunks=2, chunk_bytes=1)
@@ -40,7 +40,7 @@ def _steps(name: str, number: int, seen: list[str]) -> Steps[str]:
     return name.upper()
 
 
-def test_steps_run_in_turns_to_their_ends() -> None:
+def test_computations_run_in_turns_to_completion() -> None:
     seen: list[str] = []
     assert take_turns([_steps("a", 3, seen), _steps("b", 1, seen), _steps("c", 2, seen)]) == ("A", "B", "C")
     assert seen == ["a0", "b0", "c0", "a1", "c1", "a2"]
@@ -48,7 +48,7 @@ def test_steps_run_in_turns_to_their_ends() -> None:
     assert take_turns([]) == ()
 
 
-def test_where_one_raises_the_others_are_closed() -> None:
+def test_if_one_raises_the_others_are_closed() -> None:
     closed = []
 
     def open_until_closed() -> Steps[None]:
@@ -68,7 +68,7 @@ def test_where_one_raises_the_others_are_closed() -> None:
 
 
 def _micro_batches(number: int, plan: ModelPlan) -> list[MicroBatch]:
-    """Of different contents, this rank's part of each; every second one is packed."""
+    """Micro-batches with different contents, this rank's part of each; every second one is packed."""
     generator = torch.Generator().manual_seed(11)
     found = []
     for place in range(number):
@@ -85,20 +85,20 @@ Seen = dict[str, Tensor]
 
 def _train(
     config: TransformerConfig, mapping: ParallelConfig, number: int, interleave: bool, **plan_options: Any
-) -> tuple[Seen, Flights]:
-    """Losses, gradients and routers' counts of one step, and what was under way when attention computed."""
+) -> tuple[Seen, TransferLog]:
+    """Return losses, gradients and router counts of one step, and the transfers in flight during attention."""
     plan = ModelPlan.of(ParallelMesh(mapping), **{"backend": "all_to_all", "dtype": torch.float32, **plan_options})
     model = Transformer(config, plan)
     initialize(model, seed=3)
-    if plan.dtype == torch.bfloat16:  # as a training run has it: gradients add up in fp32
+    if plan.dtype == torch.bfloat16:  # as in training: gradients are accumulated in fp32
         for parameter in model.parameters():
             compute_in(parameter, torch.bfloat16)
             clear_gradient(parameter)
     for layer in model.moe_layers():
         layer.aux_scale = 1 / number
-    with recorded() as flights:
+    with record_transfers() as log:
         for block in model.layers.values():
-            flights.watch("attention", block.attention)  # type: ignore[arg-type]
+            log.watch("attention", block.attention)  # type: ignore[arg-type]
         losses = Accumulation(model, interleave=interleave).step(_micro_batches(number, plan), 0.01)
     found = {"losses": losses}
     for name, parameter in model.named_parameters():
@@ -108,13 +108,13 @@ def _train(
         found[f"load {place}"], found[f"dropped {place}"] = layer.router.load_E, layer.dropped_total
         found |= {f"{name} {place}": value for name, value in layer.router.losses.items()}
     model.close()
-    assert flights.under_way == 0
-    return found, Flights(flights.events)
+    assert log.in_flight == 0
+    return found, TransferLog(log.events)
 
 
 def _differing(rank: int, world: int, arg: Any) -> list[str]:
     config, mapping, options = arg
-    # Linear layers that overlap multiply by other kernels.
+    # Linear layers that overlap use other GEMM kernels.
     ignored = ("recompute",) if mapping.tp > 1 else ("recompute", "overlap")
     plain = {name: value for name, value in options.items() if name not in ignored}
     wanted, _ = _train(config, mapping, 2, False, **plain)
@@ -137,14 +137,14 @@ def _differing(rank: int, world: int, arg: Any) -> list[str]:
     ],
     ids=["gqa", "drops", "tp", "shortcut", "parallel", "not overlapped", "shared memory", "bf16"],
 )
-def test_a_pair_has_the_bits_of_one_after_the_other(
+def test_a_pair_has_the_bits_of_sequential_micro_batches(
     pool2: RankPool, config: TransformerConfig, mapping: ParallelConfig, options: dict[str, Any]
 ) -> None:
-    """Losses, all gradients, counted and dropped slots, auxiliary losses."""
+    """Compare losses, all gradients, counted and dropped slots, and auxiliary losses."""
     assert pool2.run(_differing, (config, mapping, options)) == [[], []]
 
 
-def test_so_it_has_on_four_ranks(pool4: RankPool) -> None:
+def test_a_pair_has_the_bits_of_sequential_micro_batches_on_four_ranks(pool4: RankPool) -> None:
     assert pool4.run(_differing, (BY_WEIGHT, ParallelConfig(tp=2, dp=2, ep=4), {"overlap": OVERLAP})) == [[]] * 4
 
 
@@ -154,32 +154,31 @@ def _two_pairs(rank: int, world: int, config: TransformerConfig) -> tuple[Seen, 
 
 
 @pytest.mark.parametrize("config", [TINY, replace(TINY, tie=True)], ids=["untied", "tied"])
-def test_several_pairs_add_up_their_gradients_in_another_order(pool2: RankPool, config: TransformerConfig) -> None:
+def test_several_pairs_add_gradients_in_another_order(pool2: RankPool, config: TransformerConfig) -> None:
     for wanted, found in pool2.run(_two_pairs, config):
         assert torch.equal(found["losses"], wanted["losses"])
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
 
 
-def _under_way(rank: int, world: int, interleave: bool) -> tuple[list[int], list[int]]:
-    _, flights = _train(ALL_EXPERTS, DP2, 2, interleave, overlap=OVERLAP)
-    return flights.of("attention"), flights.of("attention backward")
+def _in_flight(rank: int, world: int, interleave: bool) -> tuple[list[int], list[int]]:
+    _, log = _train(ALL_EXPERTS, DP2, 2, interleave, overlap=OVERLAP)
+    return log.counts("attention"), log.counts("attention backward")
 
 
-def test_the_attention_of_one_runs_while_rows_of_the_other_travel_forward_and_backward(pool2: RankPool) -> None:
-    """All but the first attention, before which nothing has left, and the last one's backward, after which nothing
-    is left to do."""
-    for forward, backward in pool2.run(_under_way, True):
+def test_attention_overlaps_with_transfers_of_the_other_micro_batch(pool2: RankPool) -> None:
+    """All but the first attention, before the first dispatch, and the last backward, after the last transfer."""
+    for forward, backward in pool2.run(_in_flight, True):
         assert len(forward) == len(backward) == 2 * ALL_EXPERTS.layers
         assert forward[0] == 0 and min(forward[1:]) > 0
         assert backward[-1] == 0 and min(backward[:-1]) > 0
-    for forward, backward in pool2.run(_under_way, False):
+    for forward, backward in pool2.run(_in_flight, False):
         assert max(forward) == max(backward) == 0
 
 
 def _order(rank: int, world: int, arg: None) -> list[str]:
-    _, flights = _train(ALL_EXPERTS, DP2, 2, True, overlap=OVERLAP)
-    return [name for name, _ in flights.events]
+    _, log = _train(ALL_EXPERTS, DP2, 2, True, overlap=OVERLAP)
+    return [name for name, _ in log.events]
 
 
 def test_every_rank_runs_in_the_same_order(pool2: RankPool) -> None:
@@ -188,7 +187,7 @@ def test_every_rank_runs_in_the_same_order(pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_recomputing_keeps_less_of_each(recompute: Recompute) -> None:
+def test_recomputation_stores_less_of_each(recompute: Recompute) -> None:
     plan = ModelPlan(recompute=recompute)
     model = Transformer(TINY, plan)
     initialize(model, seed=3)
@@ -209,13 +208,13 @@ def test_without_gradients_outputs_are_the_same() -> None:
             assert torch.equal(y, model(each.x, documents=each.documents))
 
 
-def test_layers_that_run_in_one_go_are_refused() -> None:
+def test_layers_that_cannot_be_interleaved_raise() -> None:
     ids = torch.zeros(1, 4, dtype=torch.int64)
     model = Transformer(TINY, ModelPlan(recompute="full"))
     with pytest.raises(ConfigError, match='"selective" or "none"'):
         model.forward_in_turns([StageInput(ids)] * 2)
     tokens: Any = None
-    with pytest.raises(ConfigError, match="cannot take turns"):
+    with pytest.raises(ConfigError, match="cannot be interleaved"):
         finish(model.layers["0"].steps(torch.zeros(1, 4, 32, requires_grad=True), tokens))  # type: ignore[operator]
     model = Transformer(TINY)
     model.layers["1"] = checkpoint_wrapper(model.layers["1"])
@@ -225,25 +224,25 @@ def test_layers_that_run_in_one_go_are_refused() -> None:
         Transformer(TINY).forward_in_turns([StageInput(torch.zeros(1, 4, 32))])
 
 
-def test_an_odd_number_of_micro_batches_is_refused() -> None:
+def test_an_odd_number_of_micro_batches_raises() -> None:
     runner = Accumulation(nn.Linear(1, 1), interleave=True)
-    with pytest.raises(ConfigError, match="two by two; a step has 3"):
+    with pytest.raises(ConfigError, match="even number of micro-batches; the step has 3"):
         runner.step(_micro_batches(3, ModelPlan()))
 
 
-def test_a_pipeline_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not in a pipeline"):
+def test_a_pipeline_raises() -> None:
+    with pytest.raises(ConfigError, match="interleave is not supported with a pipeline"):
         make_runner(
             [],
             ParallelMesh(ParallelConfig()),
             plan_stages(4, 2, "1f1b"),
             "1f1b",
-            Activations(8, torch.float32),
+            ActivationShape(8, torch.float32),
             interleave=True,
         )
 
 
-def _refused() -> Iterator[tuple[str, str]]:
+def _invalid_settings() -> Iterator[tuple[str, str]]:
     yield "data.micro_batches=3", r"micro_batches \(3\) must be even"
     yield "parallel.pp=2", r"pp \(2\) must be 1"
     yield "parallel.overlap_chunks=0", "overlap_chunks must not be 0"
@@ -251,9 +250,11 @@ def _refused() -> Iterator[tuple[str, str]]:
     yield "model.recompute=full", "recompute"
 
 
-@pytest.mark.parametrize(("setting", "message"), list(_refused()))
-def test_a_run_that_cannot_interleave_says_why_before_it_starts(setting: str, message: str) -> None:
+@pytest.mark.parametrize(("setting", "message"), list(_invalid_settings()))
+def test_a_run_that_cannot_interleave_raises_before_it_starts(setting: str, message: str) -> None:
     settings = ["parallel.interleave=true", "parallel.overlap_chunks=2", "data.batch=12", "data.micro_batches=2"]
     assert load(None, settings).parallel.interleave
-    with pytest.raises(ConfigError, match=f"the overrides: parallel.interleave lets .*{message}"):
+    with pytest.raises(
+        ConfigError, match=f"the overrides: parallel.interleave runs two micro-batches at a time: .*{message}"
+    ):
         load(None, [*settings, setting])

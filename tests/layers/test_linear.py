@@ -1,4 +1,4 @@
-"""Tensor-parallel linears, the dense block and RMSNorm against plain torch on whole weights in one process."""
+"""Tensor-parallel linears, the dense block and RMSNorm compared with plain torch on full weights in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.activations import Activation
 from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.layers.parallel.dense import DenseMLP
-from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, enter
+from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, gather_input
 from moe_comm.layers.parallel.norm import RMSNorm
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding
@@ -40,7 +40,7 @@ PAIRS = Activation("interleaved", lambda h: F.silu(h[..., ::2]) * h[..., 1::2], 
 
 
 class Block(nn.Module):
-    """norm, columns, activation, rows: both kinds of linear with bias, and replicated weights around them."""
+    """norm, column linear, activation, row linear: both linears with bias, between replicated weights."""
 
     def __init__(self, norm: nn.Module, columns: nn.Module, rows: nn.Module, gated: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Dense(nn.Module):
-    """The dense block in the plainest way."""
+    """A plain dense block."""
 
     def __init__(self, act: Any, interleaved: bool = False) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Dense(nn.Module):
 
 
 def whole(kind: str) -> nn.Module:
-    """The unsharded model."""
+    """Return the unsharded model."""
     if kind in ("linears", "segments"):
         gated = kind == "segments"
         columns, rows = nn.Linear(HIDDEN, WIDTH * (1 + gated)), nn.Linear(WIDTH, HIDDEN)
@@ -82,7 +82,7 @@ def whole(kind: str) -> nn.Module:
 
 
 def cut(case: Case, rank: int, world: int, group: Any) -> tuple[nn.Module, dict[str, Sharding]]:
-    """This rank's part, and how its parameters are held."""
+    """Return this rank's part, and its shardings."""
     full: Any = whole(case.kind)
     dim = case.sequence_dim
     if case.kind in ("linears", "segments"):
@@ -119,7 +119,7 @@ def loss_of(y_BSD: Tensor, part: slice) -> Tensor:
 
 
 def work(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output and gradient of the tokens here, and of the parameters: summed over the ranks as their sharding says."""
+    """Return output and gradients of this rank's tokens, and parameter gradients summed by their shardings."""
     group = dist.group.WORLD
     model, shardings = cut(case, rank, world, group)
     step = SEQUENCE // world
@@ -142,9 +142,7 @@ FORMS = {"replicated": (None, None), "sequence parallel": (1, None), "overlapped
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_all_gradients_equal_the_whole_block(
-    kind: str, form: str, pool2: RankPool, pool4: RankPool
-) -> None:
+def test_outputs_and_all_gradients_equal_the_full_block(kind: str, form: str, pool2: RankPool, pool4: RankPool) -> None:
     sequence_dim, overlap = FORMS[form]
     model, x_BSD = whole(kind), tokens().requires_grad_()
     y_BSD = model(x_BSD)
@@ -166,15 +164,15 @@ def test_outputs_and_all_gradients_equal_the_whole_block(
 
 
 def shared_entry(rank: int, world: int, arg: Any) -> None:
-    """Two layers read what came in once."""
+    """Two layers share one gathered input."""
     group = dist.group.WORLD
     linears = [nn.Linear(HIDDEN, WIDTH, bias=False).double() for _ in range(2)]
     for i, linear in enumerate(linears):
         linear.weight.data.copy_(draw(WIDTH, HIDDEN, seed=3 + i))
     here = slice(rank * SEQUENCE // world, (rank + 1) * SEQUENCE // world)
     mine_BSD = tokens()[:, here].clone().requires_grad_()
-    parts = [ColumnParallelLinear.from_linear(linear, group, sequence_dim=1, enters=False) for linear in linears]
-    entered_BSD = enter(mine_BSD, group, 1)
+    parts = [ColumnParallelLinear.from_linear(linear, group, sequence_dim=1, gathers_input=False) for linear in linears]
+    entered_BSD = gather_input(mine_BSD, group, 1)
     (parts[0](entered_BSD) * parts[1](entered_BSD)).sum().backward()
     x_BSD = tokens().requires_grad_()
     (linears[0](x_BSD) * linears[1](x_BSD)).sum().backward()
@@ -187,15 +185,15 @@ def odd_batches(rank: int, world: int, arg: Any) -> None:
     rows = RowParallelLinear(4, 6, group, sequence_dim=1, overlap=overlap)
     assert columns(torch.ones(0, 3, 4)).shape == (0, 6, 3)
     assert rows(torch.ones(0, 6, 2)).shape == (0, 3, 6)
-    with pytest.raises(InputError, match="is 3 long, which does not divide evenly over the 2 ranks"):
+    with pytest.raises(InputError, match="must be a multiple of 2, the number of ranks"):
         rows(torch.ones(2, 3, 2))
 
 
-def test_overlapped_layers_take_empty_batches_and_refuse_odd_sequences(pool2: RankPool) -> None:
+def test_overlapped_layers_support_empty_batches_and_reject_odd_sequences(pool2: RankPool) -> None:
     pool2.run(odd_batches)
 
 
-def test_layers_may_share_one_gather(pool2: RankPool) -> None:
+def test_layers_can_share_one_gather(pool2: RankPool) -> None:
     pool2.run(shared_entry)
 
 
@@ -211,28 +209,34 @@ def test_without_a_group_the_layers_are_plain_linears() -> None:
 
 def odd_sizes(rank: int, world: int, arg: Any) -> None:
     group = dist.group.WORLD
-    with pytest.raises(ConfigError, match=r"out_features of a column-parallel linear is 7, .* over the 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"out_features of a column-parallel linear must be .* the 2 ranks of the group; got 7"
+    ):
         ColumnParallelLinear(4, 7, group)
-    with pytest.raises(ConfigError, match=r"in_features of a row-parallel linear is 5, .* over the 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"in_features of a row-parallel linear must .* the 2 ranks of the group; got 5"
+    ):
         RowParallelLinear.from_linear(nn.Linear(5, 4), group)
-    with pytest.raises(ConfigError, match="is 6, 2 parts of 3, each of which must divide evenly over the 2 ranks"):
+    with pytest.raises(ConfigError, match=r"must be a multiple of 2 segments \* 2 ranks of the group; got 6"):
         ColumnParallelLinear(4, 6, group, segments=2)
-    with pytest.raises(ConfigError, match=r"the width \(ffn\) of a dense block is 9, which must divide .* 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"the width \(ffn\) of a dense block must be a multiple of the 2 ranks .* got 9"
+    ):
         DenseMLP(4, 9, group)
-    with pytest.raises(InputError, match=r"takes \[\.\., 4\] here; got \(2, 3\)"):
+    with pytest.raises(InputError, match=r"expects \[\.\., 4\] on this rank; got \(2, 3\)"):
         ColumnParallelLinear(4, 8, group)(torch.ones(2, 3))
-    with pytest.raises(InputError, match="is 3 long, which does not divide"):
+    with pytest.raises(InputError, match="must be a multiple of 2, the number of ranks"):
         RowParallelLinear(8, 4, group, sequence_dim=0)(torch.ones(3, 4))
     layer = deepcopy(ColumnParallelLinear(4, 8, group))
     assert layer.group is group
     assert layer(torch.ones(2, 4)).shape == (2, 4)
 
 
-def test_sizes_that_do_not_fit_are_errors_that_name_both_numbers(pool2: RankPool) -> None:
+def test_invalid_sizes_raise_with_both_numbers(pool2: RankPool) -> None:
     pool2.run(odd_sizes)
 
 
-def test_a_dense_block_refuses_linears_that_it_cannot_hold() -> None:
+def test_a_dense_block_rejects_unsupported_linears() -> None:
     gate, down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
     with pytest.raises(InputError, match="has no biases"):
         DenseMLP.from_linears(gate, nn.Linear(4, 8), down)
@@ -244,7 +248,7 @@ def test_a_dense_block_refuses_linears_that_it_cannot_hold() -> None:
         DenseMLP(4, 8, activation="swish")
 
 
-def test_a_dense_block_of_linears_stands_as_its_activation_wants() -> None:
+def test_a_dense_block_of_linears_has_the_layout_of_its_activation() -> None:
     gate, up, down = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
     x = draw(3, 4)
     expected = down(F.silu(gate(x)) * up(x))
@@ -263,7 +267,7 @@ def test_autocast_runs_the_dense_block_in_bf16() -> None:
 
 
 def reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Hugging Face's."""
+    """Hugging Face's RMSNorm."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -283,7 +287,7 @@ def test_rmsnorm_and_its_gradients_equal_hugging_faces(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
-def test_rmsnorm_of_bf16_is_the_exact_one_rounded_once_to_bf16(weight_dtype: torch.dtype) -> None:
+def test_rmsnorm_of_bf16_is_rounded_once(weight_dtype: torch.dtype) -> None:
     norm = RMSNorm(HIDDEN, dtype=weight_dtype)
     norm.weight.data.copy_(draw(HIDDEN, seed=3))
     x = draw(50, HIDDEN, dtype=torch.bfloat16)
@@ -291,5 +295,5 @@ def test_rmsnorm_of_bf16_is_the_exact_one_rounded_once_to_bf16(weight_dtype: tor
     y = norm(x)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), exact, rtol=2.0**-8, atol=0)
-    with pytest.raises(InputError, match=r"takes \[\.\., 12\]; got \(3, 4\)"):
+    with pytest.raises(InputError, match=r"expects \[\.\., 12\]; got \(3, 4\)"):
         norm(torch.ones(3, 4))

@@ -1,4 +1,4 @@
-"""The whole layer on one rank: against a loop over tokens and experts, and inside torch's own machinery."""
+"""The MoE layer on one rank: compared with a loop over tokens and experts, and with torch features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_comm.layers import (
     SharedExpert,
     ZeroExperts,
     gather_state_dict,
-    load_full_state_dict,
+    load_state_dict,
     single_rank_copy,
 )
 from tests.layers.reference import draw, loop_over_experts, silu_glu
@@ -49,7 +49,7 @@ def gradients(layer: MoELayer, y: Tensor, x: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_output_and_all_gradients_are_those_of_the_loop(dtype: torch.dtype) -> None:
+def test_output_and_all_gradients_equal_those_of_the_loop(dtype: torch.dtype) -> None:
     layer = MoELayer.build(SMALL, seed=3, dtype=dtype)
     x = draw(21, 16, dtype=dtype).requires_grad_()
     y, want = layer(x), plain_layer(layer, x)
@@ -59,7 +59,7 @@ def test_output_and_all_gradients_are_those_of_the_loop(dtype: torch.dtype) -> N
         torch.testing.assert_close(got[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_gradcheck_of_the_whole_layer() -> None:
+def test_gradcheck_of_the_layer() -> None:
     layer = MoELayer.build(SMALL, seed=3, dtype=torch.float64)
     routing = layer.router(draw(5, 16, dtype=torch.float64))
     x = draw(5, 16, dtype=torch.float64).requires_grad_()
@@ -68,7 +68,7 @@ def test_gradcheck_of_the_whole_layer() -> None:
 
 
 @pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16), (2, 0, 16), (1, 2, 3, 16)])
-def test_any_leading_shape_comes_back(shape: tuple[int, ...]) -> None:
+def test_the_output_has_the_leading_shape_of_the_input(shape: tuple[int, ...]) -> None:
     layer = MoELayer.build(SMALL, seed=0)
     x = draw(*shape).requires_grad_()
     y = layer(x)
@@ -154,7 +154,7 @@ def test_a_bf16_layer_runs_and_trains() -> None:
 
 
 def test_zero_computation_experts_add_weight_times_x_or_nothing() -> None:
-    config = MoEConfig(16, 12, RouterConfig(7, 3, normalize=False), zero_experts=ZeroExperts(identity=2, zero=1))
+    config = MoEConfig(16, 12, RouterConfig(4, 3, normalize=False, zero_experts=ZeroExperts(identity=2, zero=1)))
     layer = MoELayer.build(config, seed=0)
     layer.router.weight.data.mul_(30)
     x = draw(25, 16).requires_grad_()
@@ -205,14 +205,14 @@ def test_bad_input_raises_typed_errors() -> None:
         layer(x)
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
+def test_modules_that_do_not_match_raise() -> None:
     dispatcher = make_dispatcher(4)
     with pytest.raises(ConfigError, match="router chooses among 5"):
         MoELayer(Router(8, RouterConfig(5, 2)), Experts(4, 8, 4), dispatcher)
     with pytest.raises(ConfigError, match="weights are for 3"):
         MoELayer(Router(8, RouterConfig(4, 2)), Experts(3, 8, 4), dispatcher)
-    with pytest.raises(ConfigError, match="no real expert"):
-        MoEConfig(8, 4, RouterConfig(4, 2), zero_experts=ZeroExperts(3, 1))
+    with pytest.raises(ConfigError, match="real experts, must be at least 1"):
+        RouterConfig(0, 2, zero_experts=ZeroExperts(3, 1))
     with pytest.raises(ConfigError, match="shared_gate"):
         MoEConfig(8, 4, RouterConfig(4, 2), shared_gate=True)
 
@@ -222,16 +222,16 @@ def test_state_dict_has_readable_keys_and_round_trips() -> None:
     keys = {"router.weight", "experts.w13", "experts.w2", "shared.w13", "shared.w2", "shared.gate"}
     assert set(layer.state_dict()) == keys
     other = MoELayer.build(SMALL, seed=2)
-    load_full_state_dict(other, gather_state_dict(layer))
+    load_state_dict(other, gather_state_dict(layer))
     assert torch.equal(other(draw(9, 16)), layer(draw(9, 16)))
     holder = nn.Sequential(nn.Linear(16, 16), layer)
     assert {"1.experts.w13", "0.weight"} <= set(gather_state_dict(holder))
     with pytest.raises(InputError, match=r"experts.w13 has shape \(5, .*expects \(6, "):
-        load_full_state_dict(layer, {**layer.state_dict(), "experts.w13": layer.experts.w13[:5]})
+        load_state_dict(layer, {**layer.state_dict(), "experts.w13": layer.experts.w13[:5]})
     assert torch.equal(single_rank_copy(layer)(draw(9, 16)), layer(draw(9, 16)))
 
 
-def test_building_draws_the_seed_from_torchs_generator() -> None:
+def test_build_takes_the_seed_from_torchs_generator() -> None:
     torch.manual_seed(5)
     one = MoELayer.build(SMALL)
     torch.manual_seed(5)
@@ -249,7 +249,7 @@ def test_a_layer_can_be_built_on_the_meta_device() -> None:
     assert torch.equal(filled(draw(5, 16)), MoELayer.build(SMALL, seed=3)(draw(5, 16)))
 
 
-def test_state_keys_leave_out_checkpointing_wrappers_and_know_shared_layers() -> None:
+def test_state_keys_omit_checkpointing_wrappers_and_list_shared_layers_once() -> None:
     layer = MoELayer.build(SMALL, seed=0)
     model = nn.ModuleList([checkpoint_wrapper(layer), layer])
     weights = {"0.experts.w13", "0.experts.w2", "1.experts.w13", "1.experts.w2"}
@@ -264,7 +264,7 @@ def test_a_deep_copy_has_its_own_weights_and_the_same_dispatcher() -> None:
     assert layer.experts.w2.any()
 
 
-def test_inference_keeps_nothing_for_backward() -> None:
+def test_inference_stores_nothing_for_backward() -> None:
     layer = MoELayer.build(SMALL, seed=0)
     with torch.no_grad():
         assert not layer(draw(5, 16)).requires_grad

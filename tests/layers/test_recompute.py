@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept, and no bit of a loss, a gradient or a counter."""
+"""Recomputation reduces stored activations and changes no bit of a loss, a gradient or a counter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm.layers.parallel.recompute import activation_bytes, again, again_inside, keeping_less
+from moe_comm.layers.parallel.recompute import activation_bytes, recomputed, recomputed_block, selective_recompute
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
@@ -21,8 +21,8 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One run: loss, gradients, slots counted and dropped, auxiliary losses, and operations of dispatchers."""
+class RunResult:
+    """Results of one run: loss, gradients, counted and dropped slots, auxiliary losses, and dispatcher operations."""
 
     loss: Tensor
     grads: dict[str, Tensor]
@@ -37,7 +37,7 @@ def run(
     recompute: Recompute,
     mesh: ParallelMesh | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Seen:
+) -> RunResult:
     base = ModelPlan(recompute=recompute, dtype=dtype)
     plan = base if mesh is None else ModelPlan.of(mesh, recompute=recompute, dtype=dtype)
     model = Transformer(config, plan)
@@ -50,7 +50,7 @@ def run(
     layers = list(model.moe_layers())
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(grads) == len(list(model.parameters()))
-    return Seen(
+    return RunResult(
         loss.detach(),
         grads,
         [layer.router.load_E for layer in layers],
@@ -60,12 +60,12 @@ def run(
     )
 
 
-def work(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, Recompute]) -> Seen:
+def work(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, Recompute]) -> RunResult:
     config, mapping, recompute = arg
     return run(config, recompute, ParallelMesh(mapping))
 
 
-def assert_equal(seen: Seen, expected: Seen) -> None:
+def assert_equal(seen: RunResult, expected: RunResult) -> None:
     assert torch.equal(seen.loss, expected.loss)
     assert seen.grads.keys() == expected.grads.keys()
     assert [name for name, grad in seen.grads.items() if not torch.equal(grad, expected.grads[name])] == []
@@ -80,20 +80,22 @@ def test_losses_gradients_and_counters_have_the_same_bits(config: TransformerCon
     assert_equal(run(config, recompute), run(config, "none"))
 
 
-def test_in_bf16_too() -> None:
+def test_bf16_has_the_same_bits() -> None:
     expected = run(TINY, "none", dtype=torch.bfloat16)
     for recompute in ("selective", "full"):
         assert_equal(run(TINY, recompute, dtype=torch.bfloat16), expected)
 
 
 @pytest.mark.parametrize("mapping", [ParallelConfig(tp=2, ep=2), ParallelConfig(cp=2, etp=2)], ids=str)
-def test_over_ranks_too_and_selective_moves_no_row_twice(pool2: RankPool, mapping: ParallelConfig) -> None:
+def test_several_ranks_have_the_same_bits_and_selective_sends_no_row_twice(
+    pool2: RankPool, mapping: ParallelConfig
+) -> None:
     by_mode = {mode: pool2.run(work, (BY_WEIGHT, mapping, mode)) for mode in MODES}
     for mode in ("selective", "full"):
         for seen, expected in zip(by_mode[mode], by_mode["none"], strict=True):
             assert_equal(seen, expected)
     layers = len(BY_WEIGHT.moe_layers)
-    # dispatch and combine, each forward and backward; with full recomputation both forwards again
+    # dispatch and combine, each forward and backward; full recomputation repeats both forwards
     assert {mode: seen[0].operations for mode, seen in by_mode.items()} == {
         "none": 4 * layers,
         "selective": 4 * layers,
@@ -103,7 +105,7 @@ def test_over_ranks_too_and_selective_moves_no_row_twice(pool2: RankPool, mappin
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", [TINY, LATENT, replace(TINY, parallel_block=True)], ids=["gqa", "mla", "parallel"])
-def test_what_is_kept_for_backward_is_less_and_less(config: TransformerConfig, dtype: torch.dtype) -> None:
+def test_each_mode_stores_less_than_the_previous_one(config: TransformerConfig, dtype: torch.dtype) -> None:
     ids, _, _ = batch(False)
     kept = []
     for recompute in MODES:
@@ -113,24 +115,24 @@ def test_what_is_kept_for_backward_is_less_and_less(config: TransformerConfig, d
     none, selective, full = kept
     tokens = ids.numel() * config.hidden * dtype.itemsize
     norms = config.layers * (1 if config.parallel_block else 2)
-    # A norm's output at least, and the dense and shared blocks' activations.
+    # At least the output of a norm, and the activations of the dense and shared blocks.
     assert none - selective >= norms * tokens
-    # What is left is one input per layer, and what the norm after the last keeps.
+    # One input per layer remains, and the tensors that the final norm saves.
     assert config.layers * tokens <= full < config.layers * tokens + 8 * tokens * (4 / dtype.itemsize)
     assert full < selective
 
 
-def test_the_measured_bytes_are_those_that_autograd_keeps() -> None:
+def test_the_measured_bytes_are_those_that_autograd_stores() -> None:
     x = torch.randn(16, 32, requires_grad=True)
     weight = torch.randn(64, 32, requires_grad=True)
 
-    def keeps_three() -> Tensor:
+    def saves_three() -> Tensor:
         h = x @ weight.t()  # saves x and weight
-        return h.sin().cos()  # saves what goes into both, [16, 64] each, and returns a third
+        return h.sin().cos()  # saves both inputs, [16, 64] each, and returns a third tensor
 
-    assert activation_bytes(keeps_three, [x, weight]) == 2 * 16 * 64 * 4 + 16 * 64 * 4
+    assert activation_bytes(saves_three, [x, weight]) == 2 * 16 * 64 * 4 + 16 * 64 * 4
     with torch.no_grad():
-        assert activation_bytes(keeps_three, [x, weight]) == 16 * 64 * 4
+        assert activation_bytes(saves_three, [x, weight]) == 16 * 64 * 4
 
 
 class Calls:
@@ -145,12 +147,12 @@ class Calls:
         return self.fn(x)
 
 
-def test_a_value_is_computed_once_for_all_who_saved_it_and_anew_for_another_backward() -> None:
+def test_a_value_is_computed_once_per_backward_for_all_its_uses() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
     double = Calls(lambda x: 2 * x)
-    with keeping_less():
-        y = again(double, x)
+    with selective_recompute():
+        y = recomputed(double, x)
         loss = torch.stack([(y @ w).sin().sum() for w in weights]).sum()
     del y
     assert double.count == 1
@@ -160,24 +162,24 @@ def test_a_value_is_computed_once_for_all_who_saved_it_and_anew_for_another_back
     first = x.grad.clone() if x.grad is not None else None
     for tensor in (x, *weights):
         tensor.grad = None
-    # In two parts, as zero-bubble schedules do: the input's gradient, then those of the weights.
+    # A split backward, as in zero-bubble schedules: gradient of the input, then of the weights.
     (grad_x,) = torch.autograd.grad(loss, x, retain_graph=True)
     grads = torch.autograd.grad(loss, weights)
     assert first is not None and torch.equal(grad_x, first)
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
-def test_chains_of_values_keep_their_first_input_alone() -> None:
+def test_a_chain_of_values_stores_its_first_input_only() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     weight = torch.randn(64, 64, requires_grad=True)
 
     def chain() -> Tensor:
-        y = again(lambda x: x * 2, x)
-        z = again(lambda y: y + 1, y)
+        y = recomputed(lambda x: x * 2, x)
+        z = recomputed(lambda y: y + 1, y)
         return ((y @ weight) + (z.view(32, 128)[:, 64:] @ weight).repeat(2, 1)).sum()
 
     def less() -> Tensor:
-        with keeping_less():
+        with selective_recompute():
             return chain()
 
     whole = 64 * 64 * 4
@@ -193,7 +195,7 @@ def test_chains_of_values_keep_their_first_input_alone() -> None:
     assert torch.equal(a, c) and torch.equal(b, d)
 
 
-def test_functions_of_several_steps_keep_nothing_inside() -> None:
+def test_functions_of_several_operators_store_no_intermediate() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     weight = torch.randn(64, 64, requires_grad=True)
 
@@ -201,33 +203,33 @@ def test_functions_of_several_steps_keep_nothing_inside() -> None:
         return x.sin().exp().tanh()
 
     def less() -> Tensor:
-        with keeping_less():
-            return (again_inside(steps, x) @ weight).sum()
+        with selective_recompute():
+            return (recomputed_block(steps, x) @ weight).sum()
 
     assert activation_bytes(less, [x, weight]) < 64 * 64 * 4
     (got,), (expected,) = (torch.autograd.grad(loss, x) for loss in (less(), (steps(x) @ weight).sum()))
     assert torch.equal(got, expected)
 
 
-def test_outside_of_a_scope_and_without_gradients_a_value_is_just_computed() -> None:
+def test_outside_of_a_scope_or_without_gradients_the_function_is_called_directly() -> None:
     x, counted = torch.randn(4), Calls()
-    assert torch.equal(again(counted, x), x.tanh()) and torch.equal(again_inside(counted, x), x.tanh())
-    with keeping_less(), torch.no_grad():
-        assert torch.equal(again(counted, x.requires_grad_()), x.tanh())
+    assert torch.equal(recomputed(counted, x), x.tanh()) and torch.equal(recomputed_block(counted, x), x.tanh())
+    with selective_recompute(), torch.no_grad():
+        assert torch.equal(recomputed(counted, x.requires_grad_()), x.tanh())
     assert counted.count == 3
 
 
 def test_an_error_inside_ends_the_scope() -> None:
-    with pytest.raises(ZeroDivisionError), keeping_less():
+    with pytest.raises(ZeroDivisionError), selective_recompute():
         raise ZeroDivisionError
     x = torch.randn(4, requires_grad=True)
     counted = Calls()
-    again(counted, x).sum().backward()
+    recomputed(counted, x).sum().backward()
     assert counted.count == 1
 
 
 @pytest.mark.parametrize("recompute", MODES)
-def test_evaluation_counts_nothing_and_keeps_nothing(recompute: Recompute) -> None:
+def test_evaluation_counts_and_stores_nothing(recompute: Recompute) -> None:
     model = Transformer(TINY, ModelPlan(recompute=recompute)).eval()
     initialize(model, seed=3)
     with torch.no_grad():

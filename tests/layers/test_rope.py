@@ -1,4 +1,4 @@
-"""RoPE and whole attention layers give the numbers of transformers' own modules."""
+"""RoPE and attention layers have the results of transformers' modules."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ FAMILIES: dict[str, tuple[Any, str, dict[str, Any], RopeConfig]] = {
 }
 
 
-def theirs(family: str) -> tuple[Any, Any, Any]:
-    """Module with the functions, config, and a random attention layer."""
+def transformers_modules(family: str) -> tuple[Any, Any, Any]:
+    """Return the module with the functions, a configuration, and a random attention layer."""
     module, prefix, changes, _ = FAMILIES[family]
     config = AutoConfig.for_model(family, **{**SIZES, **changes}, attn_implementation="sdpa")
     layer = getattr(module, f"{prefix}Attention")(config, 0)
@@ -93,7 +93,7 @@ def table_of(family: str, config: Any, positions: Tensor, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rotation_has_the_bits_of_transformers(family: str, dtype: torch.dtype) -> None:
-    module, config, _ = theirs(family)
+    module, config, _ = transformers_modules(family)
     generator = torch.Generator().manual_seed(2)
     positions = torch.randint(0, 4000, (2, 9), generator=generator)
     cos, sin = table_of(family, config, positions, dtype)
@@ -119,8 +119,8 @@ def test_yarn_frequencies_and_amplitude_have_the_bits_of_transformers(yarn: Yarn
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_layer_equals_transformers_own(family: str) -> None:
-    _, config, layer = theirs(family)
+def test_a_layer_equals_that_of_transformers(family: str) -> None:
+    _, config, layer = transformers_modules(family)
     ours = Attention(replace(read_config(layer), rope=FAMILIES[family][3]))
     names = dict(ours.named_parameters())
     assert len(names) == len(dict(layer.named_parameters()))
@@ -134,8 +134,8 @@ def test_a_whole_layer_equals_transformers_own(family: str) -> None:
     torch.testing.assert_close(ours(x, positions), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="even; got 7"):
+def test_invalid_settings_raise() -> None:
+    with pytest.raises(ConfigError, match="even number; got 7"):
         Rope(RopeConfig(), 7)
     with pytest.raises(ConfigError, match="theta"):
         Rope(RopeConfig(theta=1.0), 8)

@@ -1,4 +1,4 @@
-"""Routers against Hugging Face's formulas, odd logits, losses, bias updates, counting."""
+"""Routers compared with Hugging Face's formulas; special logits, losses, bias updates, counters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NAN, INF = float("nan"), float("inf")
 
 
 def router_for(logits: Tensor, config: RouterConfig) -> tuple[Router, Tensor]:
-    """A router and an input that give exactly these logits."""
-    router = Router(config.num_experts, config)
-    router.weight.data.copy_(torch.eye(config.num_experts))
+    """Return a router and an input that give exactly these logits."""
+    router = Router(config.num_choices, config)
+    router.weight.data.copy_(torch.eye(config.num_choices))
     return router, logits
 
 
@@ -61,7 +61,7 @@ def test_sigmoid_with_groups_and_bias_is_that_of_deepseek_v3() -> None:
     assert not router.correction_bias.requires_grad
 
 
-def test_softmax_over_the_chosen_logits_is_that_of_gpt_oss_and_of_normalised_softmax() -> None:
+def test_topk_softmax_is_that_of_gpt_oss_and_of_normalized_softmax() -> None:
     router = Router(32, RouterConfig(8, 3, score="topk_softmax", linear_bias=True))
     assert router.bias is not None
     router.bias.data.copy_(draw(8, seed=4))
@@ -76,7 +76,7 @@ def test_softmax_over_the_chosen_logits_is_that_of_gpt_oss_and_of_normalised_sof
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
-def test_gradients_are_right(score: str) -> None:
+def test_gradients_pass_gradcheck(score: str) -> None:
     router = Router(5, RouterConfig(6, 2, score=score, linear_bias=True, balance_loss=0.1, z_loss=0.1)).double()  # type: ignore[arg-type]
     router.weight.data.copy_(draw(6, 5, dtype=torch.float64))
     x = draw(7, 5, dtype=torch.float64).requires_grad_()
@@ -150,7 +150,7 @@ def test_minus_infinity_forbids_an_expert(score: str) -> None:
     assert (router(x).ids_TK == INVALID_LOGITS).all()
 
 
-def test_far_off_experts_whose_softmax_underflows_are_still_chosen_once_each() -> None:
+def test_experts_whose_softmax_underflows_are_selected_once_each() -> None:
     router, x = router_for(torch.tensor([[500.0, 0.0, -500.0, -501.0]]), RouterConfig(4, 4))
     assert sorted(router(x).ids_TK[0].tolist()) == [0, 1, 2, 3]
 
@@ -199,7 +199,7 @@ def test_sequence_balance_loss_is_that_of_deepseek_v3() -> None:
     assert router(draw(0, 6), 3).aux_loss == 0
 
 
-def test_attached_loss_leaves_the_value_and_adds_its_gradient() -> None:
+def test_an_attached_loss_keeps_the_value_and_adds_its_gradient() -> None:
     x, w = draw(4, 3).requires_grad_(), draw(3, seed=1).requires_grad_()
     y = attach_loss(x * 2, (w * w).sum(), 3.0)
     assert torch.equal(y, x * 2)
@@ -208,7 +208,7 @@ def test_attached_loss_leaves_the_value_and_adds_its_gradient() -> None:
     assert torch.equal(x.grad, torch.full_like(x, 2)) and torch.equal(w.grad, 6 * w.detach())
 
 
-def test_bias_update_lifts_the_idle_and_lowers_the_busy() -> None:
+def test_bias_update_raises_idle_experts_and_lowers_busy_ones() -> None:
     router = Router(8, RouterConfig(4, 1, score="sigmoid", correction_bias=True))
     router.update_bias(torch.tensor([10, 0, 5, 5]), 0.5)
     assert router.correction_bias is not None and router.correction_bias.tolist() == [-0.5, 0.5, 0, 0]
@@ -257,7 +257,7 @@ def test_load_is_counted_once_under_checkpointing_and_never_in_eval(reentrant: b
         {"balance_loss": -1.0},
     ],
 )
-def test_wrong_settings_are_refused(bad: dict[str, object]) -> None:
+def test_invalid_settings_raise(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         RouterConfig(**{"num_experts": 8, "top_k": 2, **bad})  # type: ignore[arg-type]
 

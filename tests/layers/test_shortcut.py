@@ -1,4 +1,4 @@
-"""The experts' shortcut: LongCat-Flash's numbers, the same bits overlapped or not, and transfers behind the layer."""
+"""The shortcut of the experts: LongCat-Flash's results, equal bits with and without overlap, and hidden transfers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig
-from moe_comm.layers.moe.layer import MoEConfig, ZeroExperts
-from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.moe.config import MoEConfig
+from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
 from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.parallel.shard import shardings_of
-from moe_comm.layers.transformer.block import Tokens
+from moe_comm.layers.transformer.block import TokenContext
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.layers.transformer.shortcut import PLACES, Shortcut, ShortcutBlock
+from moe_comm.layers.transformer.shortcut import BRANCH_POINTS, Shortcut, ShortcutBlock
 from moe_comm.overlap.options import Overlap
-from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.activations import ActivationMemory
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.topology import ParallelConfig, ParallelMesh
-from tests.layers.flights import Flights, recorded
 from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, Case, Outcome, assert_same, batch, own, run, work
+from tests.layers.transfers import TransferLog, record_transfers
 from tests.pool import RankPool
 
 SHORTCUT = replace(TINY, shortcut=True)
@@ -42,8 +42,14 @@ LONGCAT = TransformerConfig(
     moe=MoEConfig(
         HIDDEN,
         16,
-        RouterConfig(EXPERTS + IDENTITY, 3, normalize=False, scale=2.5, correction_bias=True),
-        zero_experts=ZeroExperts(identity=IDENTITY),
+        RouterConfig(
+            EXPERTS,
+            3,
+            normalize=False,
+            scale=2.5,
+            correction_bias=True,
+            zero_experts=ZeroExperts(identity=IDENTITY),
+        ),
     ),
     max_length=16,
     dense_ffn=48,
@@ -54,7 +60,7 @@ LONGCAT = TransformerConfig(
 
 
 def _hugging_face() -> tuple[Any, Any]:
-    """LongCat-Flash's layer with random weights, and its rotary embedding."""
+    """Return LongCat-Flash's layer with random weights, and its rotary embedding."""
     hub = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
     from transformers import LongcatFlashConfig
 
@@ -89,7 +95,7 @@ def _hugging_face() -> tuple[Any, Any]:
 
 @torch.no_grad()
 def _copy(theirs: Any, ours: ShortcutBlock) -> None:
-    """Their weights into our block. Their latents' scales join our norms, after which they stand."""
+    """Copy the weights into our block, and fold the scales of the latents into the norms before them."""
     for place, prefix in enumerate(("", "second_")):
         attention, latent = getattr(ours, f"{prefix}attention"), theirs.self_attn[place]
         attention.q_a.weight.copy_(latent.q_a_proj.weight)
@@ -111,7 +117,7 @@ def _copy(theirs: Any, ours: ShortcutBlock) -> None:
     ours.moe.experts.w2.copy_(theirs.mlp.experts.down_proj)
 
 
-def test_a_block_computes_what_longcat_flash_does() -> None:
+def test_a_block_equals_that_of_longcat_flash() -> None:
     theirs, rotary = _hugging_face()
     ours = ShortcutBlock(LONGCAT, 0, ModelPlan())
     _copy(theirs, ours)
@@ -120,7 +126,7 @@ def test_a_block_computes_what_longcat_flash_does() -> None:
     places = torch.arange(10).unsqueeze(0)
     mask = torch.full((10, 10), -torch.inf).triu(1)[None, None]
     expected = theirs(inputs[0], attention_mask=mask, position_embeddings=rotary(x, places))
-    y = ours(inputs[1], Tokens(ours.attention.rope.table(places, torch.float32)))
+    y = ours(inputs[1], TokenContext(ours.attention.rope.table(places, torch.float32)))
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     expected.backward(grad)
     y.backward(grad)
@@ -140,12 +146,12 @@ def test_a_block_computes_what_longcat_flash_does() -> None:
 
 
 def _bits(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, str]) -> list[str]:
-    """What differs (loss, gradients, loads) where experts overlap, for schedules and modes of recomputing."""
+    """Return differences (loss, gradients, loads) with overlap, for schedules and modes of recomputation."""
     config, mapping, backend = arg
     mesh = ParallelMesh(mapping)
 
     def once(overlap: Overlap | None, recompute: str = "none", schedule: Shortcut | None = None) -> dict[str, Tensor]:
-        # Linear layers overlap throughout: those that do not multiply by other kernels.
+        # Linear layers overlap in all runs, as others use different GEMM kernels.
         how: Any = {"recompute": recompute, "overlap": OVERLAP, "backend": backend, "dtype": torch.float32}
         plan = ModelPlan.of(mesh, **how)
         model = Transformer(config, plan)
@@ -183,7 +189,7 @@ def _bits(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, s
     ],
     ids=["dp", "tp", "shared memory"],
 )
-def test_overlap_schedule_and_recomputing_change_no_bit(
+def test_overlap_schedule_and_recomputation_change_no_bit(
     pool2: RankPool, config: TransformerConfig, mapping: ParallelConfig, backend: str
 ) -> None:
     assert pool2.run(_bits, (config, mapping, backend)) == [[], []]
@@ -193,13 +199,13 @@ def _alone(config: TransformerConfig) -> Outcome:
     return run(Case(config=config))
 
 
-def test_four_ranks_compute_what_one_does(pool4: RankPool) -> None:
+def test_four_ranks_equal_one(pool4: RankPool) -> None:
     mapping = ParallelConfig(tp=2, dp=2, etp=2, ep=2)
     case = Case(mapping, LATENT_SHORTCUT, {"overlap": OVERLAP})
     assert_same(pool4.run(work, case), mapping, _alone(LATENT_SHORTCUT), 1e-9)
 
 
-def _flights(rank: int, world: int, overlap: Overlap | None) -> Flights:
+def _log_transfers(rank: int, world: int, overlap: Overlap | None) -> TransferLog:
     config = replace(SHORTCUT, dense_layers=(0, 2))
     model = Transformer(
         config, ModelPlan.of(ParallelMesh(ParallelConfig(dp=2, ep=2)), backend="all_to_all", overlap=overlap)
@@ -209,27 +215,27 @@ def _flights(rank: int, world: int, overlap: Overlap | None) -> Flights:
     assert isinstance(block, ShortcutBlock)
     ids, targets, _ = (own(t, model.plan) for t in batch(False))
     assert ids is not None and targets is not None
-    with recorded() as flights:
+    with record_transfers() as log:
         for name in ("attention", "dense", "second_attention", "second_dense"):
-            flights.watch(name, getattr(block, name))
+            log.watch(name, getattr(block, name))
         model.loss(model(ids), targets).backward()
     model.close()
-    assert flights.under_way == 0 and flights.started
-    return Flights(flights.events)
+    assert log.in_flight == 0 and log.started
+    return TransferLog(log.events)
 
 
-def test_the_rest_of_the_layer_runs_while_rows_are_under_way_forward_and_backward(pool2: RankPool) -> None:
-    beside = ("dense", "second_attention", "second_dense")
-    for flights in pool2.run(_flights, OVERLAP):
-        assert flights.of("attention") == [0] and flights.of("attention backward") == [0]
-        for name in beside:
-            assert flights.of(name)[0] > 0, f"{name} hides nothing"
-            assert flights.of(f"{name} backward")[0] > 0, f"the backward of {name} hides nothing"
-    for flights in pool2.run(_flights, None):
-        assert {count for _, count in flights.events} == {0}
+def test_the_rest_of_the_layer_runs_while_rows_are_in_flight(pool2: RankPool) -> None:
+    parallel_modules = ("dense", "second_attention", "second_dense")
+    for log in pool2.run(_log_transfers, OVERLAP):
+        assert log.counts("attention") == [0] and log.counts("attention backward") == [0]
+        for name in parallel_modules:
+            assert log.counts(name)[0] > 0, f"{name} hides nothing"
+            assert log.counts(f"{name} backward")[0] > 0, f"the backward of {name} hides nothing"
+    for log in pool2.run(_log_transfers, None):
+        assert {count for _, count in log.events} == {0}
 
 
-def test_a_model_with_shortcuts_has_twice_the_attentions_and_dense_blocks_beside_its_experts() -> None:
+def test_a_model_with_shortcuts_has_twice_the_attentions_and_dense_blocks() -> None:
     model = Transformer(SHORTCUT, ModelPlan(device="meta"))
     names = shardings_of(model).keys()
     of_layer = {name.split(".", 2)[2] for name in names if name.startswith("layers.0.")}
@@ -243,14 +249,14 @@ def test_a_model_with_shortcuts_has_twice_the_attentions_and_dense_blocks_beside
         "second_ffn_norm.weight",
     } <= of_layer
     plain = {name for name in names if name.startswith("layers.1.")}
-    assert not any("second" in name or "moe" in name for name in plain), "a dense layer stays as it is"
+    assert not any("second" in name or "moe" in name for name in plain), "a dense layer is unchanged"
     assert len(list(model.moe_layers())) == 2
     shape, plain_shape = ModelShape.of(SHORTCUT), ModelShape.of(TINY)
     assert shape.params == sum(p.numel() for p in model.parameters())
     flops, plain_flops = shape.flops_per_token(TINY.max_length), plain_shape.flops_per_token(TINY.max_length)
     for operator in ("qkv", "scores", "out"):
         assert flops[operator] / plain_flops[operator] == pytest.approx(5 / 3)
-    assert flops["dense"] == 5 * plain_flops["dense"], "in two layers of three; one is dense already"
+    assert flops["dense"] == 5 * plain_flops["dense"], "two of three layers; one is dense already"
     for operator in ("router", "experts", "shared", "head"):
         assert flops[operator] == plain_flops[operator]
     for family in ("router", "experts", "shared experts", "head"):
@@ -259,24 +265,24 @@ def test_a_model_with_shortcuts_has_twice_the_attentions_and_dense_blocks_beside
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_the_estimate_of_its_activations_is_within_a_tenth(recompute: Recompute) -> None:
+def test_the_estimate_of_its_activations_is_within_ten_percent(recompute: Recompute) -> None:
     config = replace(SHORTCUT, moe=replace(SHORTCUT.moe, router=RouterConfig(4, 2)))
     model = Transformer(config, ModelPlan(recompute=recompute, dtype=torch.float32))
     initialize(model, seed=3)
     ids, _, _ = batch(False)
     measured = activation_bytes(lambda: model(ids), [*model.parameters(), *model.buffers(), ids])
-    estimate = Activations(ModelShape.of(config), 4, recompute=recompute, native_norms=True)
-    assert ids.numel() * estimate.kept(1, 2, 1) == pytest.approx(measured, rel=0.1)
+    estimate = ActivationMemory(ModelShape.of(config), 4, recompute=recompute, native_norms=True)
+    assert ids.numel() * estimate.saved(1, 2, 1) == pytest.approx(measured, rel=0.1)
 
 
-def test_what_contradicts_a_shortcut_is_refused() -> None:
+def test_invalid_combinations_with_a_shortcut_raise() -> None:
     with pytest.raises(ConfigError, match="dense_ffn"):
         replace(TINY, dense_layers=(), dense_ffn=0, shortcut=True)
-    with pytest.raises(ConfigError, match="choose one"):
+    with pytest.raises(ConfigError, match="exclude each other"):
         replace(SHORTCUT, parallel_block=True)
-    with pytest.raises(ConfigError, match="before 'second_dense'"):
+    with pytest.raises(ConfigError, match="must not be before compute 'second_dense'"):
         Shortcut("second_dense", "dense")
-    with pytest.raises(ConfigError, match=", ".join(PLACES)):
+    with pytest.raises(ConfigError, match=", ".join(BRANCH_POINTS)):
         Shortcut("middle")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no experts"):
         ShortcutBlock(SHORTCUT, 1, ModelPlan(device="meta"))

@@ -1,4 +1,4 @@
-"""The transformer on every kind of mapping equals the same model on one process: loss and all gradients."""
+"""The transformer on each kind of mapping equals the same model on one process: loss and all gradients."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ def check(pool: RankPool, case: Case, tolerance: float = 1e-9) -> None:
 
 
 @pytest.mark.parametrize("case", ON_2, ids=str)
-def test_two_ranks_compute_what_one_does(pool2: RankPool, case: Case) -> None:
+def test_two_ranks_equal_one(pool2: RankPool, case: Case) -> None:
     check(pool2, case)
 
 
 @pytest.mark.parametrize("case", ON_4, ids=str)
-def test_four_ranks_compute_what_one_does(pool4: RankPool, case: Case) -> None:
+def test_four_ranks_equal_one(pool4: RankPool, case: Case) -> None:
     check(pool4, case)
 
 
 @pytest.mark.parametrize("case", ON_8, ids=str)
-def test_eight_ranks_compute_what_one_does(pool8: RankPool, case: Case) -> None:
+def test_eight_ranks_equal_one(pool8: RankPool, case: Case) -> None:
     check(pool8, case)
 
 
@@ -108,7 +108,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits() -> None:
     torch.testing.assert_close(model.loss(hidden, targets), expected)
 
 
-def test_a_token_sees_nothing_after_it() -> None:
+def test_a_token_does_not_attend_to_later_tokens() -> None:
     model = Transformer(TINY).eval()
     initialize(model, seed=3)
     ids, _, _ = batch(False)
@@ -121,8 +121,8 @@ def test_a_token_sees_nothing_after_it() -> None:
 
 @pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 0, 3), (0, 3, 3)])
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-def test_stages_one_after_the_other_are_the_whole_model(cuts: tuple[int, ...], tie: bool) -> None:
-    """Layers 0..cuts[1] and the rest; a stage without layers, and so without experts, among them."""
+def test_sequential_stages_equal_the_full_model(cuts: tuple[int, ...], tie: bool) -> None:
+    """Layers 0..cuts[1] and the rest, including a stage without layers, and so without experts."""
     config = replace(TINY, tie=tie)
     expected = alone(config, True)
     ids, targets, documents = batch(True)
@@ -151,14 +151,14 @@ def test_stages_one_after_the_other_are_the_whole_model(cuts: tuple[int, ...], t
         torch.testing.assert_close(grad, expected.grads[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_a_tied_head_on_one_stage_is_the_embedding_itself() -> None:
+def test_a_tied_head_on_one_stage_is_the_embedding() -> None:
     model = Transformer(replace(TINY, tie=True))
     assert model.head.weight is model.embed.weight is model.tied_parameter
     assert "head.weight" not in shardings_of(model) and model.tied_names == ()
 
 
 @pytest.mark.parametrize("context", ["ulysses", "ring"])
-def test_the_token_index_is_the_place_in_the_global_micro_batch(context: str) -> None:
+def test_the_token_index_is_the_position_in_the_global_micro_batch(context: str) -> None:
     mapping = ParallelConfig(tp=2, cp=2, dp=2)
     whole = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
     for rank in range(mapping.world):
@@ -169,18 +169,18 @@ def test_the_token_index_is_the_place_in_the_global_micro_batch(context: str) ->
         assert torch.equal(plan.token_index(BATCH // 2, LENGTH // 4), expected)
 
 
-def test_positions_are_what_rope_turns_by_and_not_what_decides_who_sees_whom() -> None:
+def test_positions_affect_rope_but_not_causality() -> None:
     model = Transformer(TINY).eval()
     initialize(model, seed=3)
     ids, _, _ = batch(False)
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
     assert torch.equal(model(ids), model(ids, positions=positions))
-    # RoPE turns by differences, so an offset changes nothing but rounding.
+    # RoPE depends on differences of positions, so an offset changes rounding only.
     torch.testing.assert_close(model(ids), model(ids, positions=positions + 7), rtol=1e-3, atol=1e-4)
     assert not torch.allclose(model(ids), model(ids, positions=positions * 2), rtol=1e-3, atol=1e-4)
 
 
-def test_packed_documents_are_computed_as_if_each_were_alone() -> None:
+def test_packed_documents_equal_separate_sequences() -> None:
     model = Transformer(replace(TINY, attention=replace(TINY.attention, window=5))).eval()
     initialize(model, seed=3)
     ids, _, _ = batch(False)
@@ -191,7 +191,7 @@ def test_packed_documents_are_computed_as_if_each_were_alone() -> None:
     torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
 
 
-def test_the_meta_device_gives_the_same_parameters_and_no_memory() -> None:
+def test_the_meta_device_has_the_same_parameters_without_memory() -> None:
     model = Transformer(LATENT, ModelPlan(device="meta"))
     assert all(p.is_meta for p in model.parameters()) and all(b.is_meta for b in model.buffers())
     assert {n: p.shape for n, p in model.named_parameters()} == {
@@ -205,7 +205,7 @@ def test_the_meta_device_gives_the_same_parameters_and_no_memory() -> None:
 
 
 def dry(rank: int, world: int, mapping: ParallelConfig) -> bool:
-    """Whether the parameters of this rank have the shapes that their shardings say, with no memory."""
+    """Return whether the parameters of this rank have the shapes of their shardings, without memory."""
     mesh = ParallelMesh(mapping)
     model = Transformer(TINY, ModelPlan.of(mesh, device="meta"))
     shardings = shardings_of(model)
@@ -239,12 +239,12 @@ def test_a_copy_has_its_own_weights_and_the_same_groups(pool4: RankPool) -> None
 
 
 @pytest.mark.parametrize("config", [TINY, LATENT, DENSE, TIED, PARALLEL], ids=["gqa", "mla", "dense", "tied", "par"])
-def test_the_count_of_parameters_is_that_of_the_model(config: TransformerConfig) -> None:
+def test_the_parameter_count_is_that_of_the_model(config: TransformerConfig) -> None:
     model = Transformer(config, ModelPlan(device="meta"))
     assert ModelShape.of(config).params == sum(p.numel() for p in model.parameters())
 
 
-def test_names_and_shardings_do_not_show_wrappers() -> None:
+def test_names_and_shardings_omit_wrappers() -> None:
     model = Transformer(TINY, ModelPlan(device="meta"))
     plain = shardings_of(model)
     for key, block in list(model.layers.items()):
@@ -265,31 +265,31 @@ def test_names_and_shardings_do_not_show_wrappers() -> None:
     assert plain["layers.0.moe.experts.w13"].expert and not plain["layers.0.moe.router.weight"].splits
 
 
-def test_weights_that_were_never_set_show_in_the_first_loss() -> None:
+def test_unset_weights_give_a_nan_loss() -> None:
     model = Transformer(DENSE)
     ids, targets, _ = batch(False)
     assert model.loss(model(ids), targets).isnan()
 
 
-def test_bad_input_is_refused_with_what_was_expected() -> None:
+def test_invalid_input_raises_with_the_expected_value() -> None:
     model = Transformer(TINY)
     initialize(model, seed=3)
     with pytest.raises(InputError, match="token ids"):
         model(torch.zeros(1, 4, 32))
-    with pytest.raises(InputError, match=f"max_length {LENGTH}"):
+    with pytest.raises(InputError, match=f"max_length = {LENGTH} tokens"):
         model(torch.zeros(1, LENGTH + 1, dtype=torch.int64))
     middle = Transformer(TINY, ModelPlan(layers=(1,), has_embedding=False, has_head=False))
     with pytest.raises(InputError, match=r"activations \[B, S, 32\]"):
         middle(torch.zeros(1, 4, 31))
     with pytest.raises(ConfigError, match="last pipeline stage"):
         middle.loss(torch.zeros(1, 4, 32), torch.zeros(1, 4, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="the model has 3"):
+    with pytest.raises(ConfigError, match=r"must be in 0\.\.2"):
         Transformer(TINY, ModelPlan(layers=(2, 3)))
     with pytest.raises(ConfigError, match="ascending"):
         ModelPlan(layers=(1, 0))
 
 
-def test_ring_and_ulysses_cut_as_the_plan_says() -> None:
+def test_ring_and_ulysses_split_by_the_plan() -> None:
     plan = ModelPlan(ParallelConfig(cp=2).place(1), ParallelConfig(cp=2).sizes, context="ring")
     whole = torch.arange(8).unsqueeze(0)
     assert torch.equal(shard_sequence(whole, 2, 1, "ring"), plan.token_index(1, 4))

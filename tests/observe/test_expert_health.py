@@ -1,4 +1,4 @@
-"""How evenly experts are loaded: the numbers themselves, and how many of them are written."""
+"""Expert load metrics, and the series that are written."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import pytest
 import torch
 
 from moe_comm.layers.moe.load import LayerLoad
-from moe_comm.observe.expert_health import across_layers, kept_layers, quantile
+from moe_comm.observe.expert_health import across_layers, layers_to_write, quantile
 from moe_comm.observe.records import LoadLine, read_lines
-from moe_comm.train.metrics import NO_LOAD, JsonlSink, Load, LoadsSink, StepReport, StepTimes, TensorBoardSink
+from moe_comm.train.metrics import NO_LOAD, ExpertLoad, JsonlSink, LoadsSink, StepReport, StepTimes, TensorBoardSink
 
 
 def layer(*slots: int, dropped: int = 0) -> LayerLoad:
     return LayerLoad(torch.tensor(slots), torch.tensor(dropped))
 
 
-def report(step: int, load: Load) -> StepReport:
+def report(step: int, load: ExpertLoad) -> StepReport:
     times = StepTimes(total=1.0, compute=0.5, communication=0.25, data=0.1, checkpoint=0.05)
     return StepReport(step, 2.0, 1e-3, 1.0, 100, times, load, 1 << 20)
 
 
-def many(layers: int) -> Load:
-    """Layer i has an imbalance of 1 + i/4, and expert 1 dead in the last one."""
-    return Load.of({f"l{i}": layer(4 + i, 4 - i) for i in range(layers)}, [2.0] * layers)
+def many(layers: int) -> ExpertLoad:
+    """Layer i has an imbalance of 1 + i/4; expert 1 of the last layer is dead."""
+    return ExpertLoad.of({f"l{i}": layer(4 + i, 4 - i) for i in range(layers)}, [2.0] * layers)
 
 
-def test_numbers_of_a_layer() -> None:
+def test_metrics_of_a_layer() -> None:
     even, skewed, nothing = layer(3, 3, 3, 3), layer(8, 4, 0, 0, dropped=3), layer(0, 0)
     assert (even.imbalance, even.least, even.mean, even.dead, even.drop_rate) == (1, 1, 3, 0, 0)
     assert even.diversity == pytest.approx(1)
@@ -40,31 +40,31 @@ def test_numbers_of_a_layer() -> None:
     assert (nothing.imbalance, nothing.least, nothing.mean, nothing.diversity, nothing.drop_rate) == (1, 1, 0, 1, 0)
 
 
-def test_a_steps_load_has_every_layers_numbers_and_slots() -> None:
-    load = Load.of({"a": layer(3, 1), "b": layer(4, 0, dropped=1)}, [2.0, 3.0])
+def test_the_load_of_a_step_has_metrics_and_slots_of_each_layer() -> None:
+    load = ExpertLoad.of({"a": layer(3, 1), "b": layer(4, 0, dropped=1)}, [2.0, 3.0])
     assert load.names == ("a", "b") and load.slots == ((3, 1), (4, 0))
     assert load.imbalance == (1.5, 2.0) and load.least == (0.5, 0.0) and load.dead_share == (0.0, 0.5)
     assert {len(values) for values in load.metrics().values()} == {2} and len(load.metrics()) == 8
     assert report(1, load).without_slots() == replace(report(1, load), load=replace(load, slots_LE=None))
 
 
-def test_layers_together_have_the_numbers_of_each_alone() -> None:
+def test_stacked_layers_have_the_metrics_of_each_layer() -> None:
     generator = torch.Generator().manual_seed(0)
     loads = {
         f"l{i}": LayerLoad(torch.randint(0, 9 * i + 1, (16,), generator=generator), torch.tensor(i)) for i in range(5)
     }
-    load = Load.of(loads, [0.0] * 5)
+    load = ExpertLoad.of(loads, [0.0] * 5)
     for i, one in enumerate(loads.values()):
         total = int(one.load_E.sum())
         assert load.imbalance[i] == (int(one.load_E.max()) * 16 / total if total else 1)
         assert load.dropped[i] == (i / total if total else 0) and load.mean[i] == total / 16
         assert (load.least[i], load.dead[i], load.diversity[i]) == (one.least, one.dead, one.diversity)
-    assert Load.of({}, []) == NO_LOAD and NO_LOAD.slots == ()
+    assert ExpertLoad.of({}, []) == NO_LOAD and NO_LOAD.slots == ()
 
 
-def test_lines_are_json_whatever_a_step_came_to(tmp_path: Path) -> None:
+def test_lines_are_json_for_skipped_steps_too(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
-    sink.write(replace(report(1, Load.of({"a": layer(3, 1)}, [math.nan])), grad_norm=math.inf))
+    sink.write(replace(report(1, ExpertLoad.of({"a": layer(3, 1)}, [math.nan])), grad_norm=math.inf))
     sink.close()
 
     def refuse(text: str) -> None:
@@ -74,21 +74,21 @@ def test_lines_are_json_whatever_a_step_came_to(tmp_path: Path) -> None:
     assert written["load"]["balance"] == [None] and written["grad_norm"] is None and written["loss"] == 2.0
 
 
-def test_across_layers_are_the_median_and_the_layer_that_most_are_no_worse_than() -> None:
+def test_metrics_across_layers_are_the_median_and_the_95th_percentile() -> None:
     values = [float(i) for i in range(1, 22)]
     found = across_layers({"imbalance": values, "diversity": values, "dropped": []})
     assert found == {"imbalance": (11, 20), "diversity": (11, 2)}
     assert quantile([1.0, 2.0], 0.25) == 1.25 and quantile([5.0], 0.95) == 5
 
 
-def test_the_worst_layers_are_kept_where_there_are_too_many() -> None:
-    assert kept_layers([1, 3, 2], 8, 24) == (0, 1, 2)
-    assert kept_layers([1, 3, 2], 8, 23) == (1, 2)
-    assert kept_layers([2, 2, 2], 8, 8) == (0,)
-    assert kept_layers([1, 3, 2], 8, 7) == kept_layers([], 8, 7) == ()
+def test_only_the_worst_layers_are_written_if_there_are_too_many() -> None:
+    assert layers_to_write([1, 3, 2], 8, 24) == (0, 1, 2)
+    assert layers_to_write([1, 3, 2], 8, 23) == (1, 2)
+    assert layers_to_write([2, 2, 2], 8, 8) == (0,)
+    assert layers_to_write([1, 3, 2], 8, 7) == layers_to_write([], 8, 7) == ()
 
 
-def test_lines_and_event_files_hold_no_more_series_than_asked(tmp_path: Path) -> None:
+def test_lines_and_event_files_respect_the_maximum_number_of_series(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs the train extra")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

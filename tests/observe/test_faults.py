@@ -1,4 +1,4 @@
-"""Plans of faults: what they mean, when they are due, what is written down; and what became of them."""
+"""Fault specifications, their schedule, records of injections, and their outcomes."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from moe_comm.errors import ConfigError
+from moe_comm.observe.fault_outcomes import PROGRESS, fault_outcomes, summary
 from moe_comm.observe.faults import (
     DAMAGE,
     FATAL,
     KINDS,
     WAIT,
-    Fault,
+    FaultPlan,
+    FaultSpec,
     Injection,
-    Plan,
     parse,
     read_injections,
     write_injection,
 )
 from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, append
-from moe_comm.observe.survival import PROGRESS, answers, summary
 
 
-def test_a_fault_is_read_as_it_is_written() -> None:
-    assert parse("kill:rank=1,step=5") == Fault("kill", rank=1, step=5)
-    assert parse("nan_loss:rank=any,probability=0.01") == Fault("nan_loss", probability=0.01)
-    assert parse("stop:mean_s=60") == Fault("stop", mean_s=60.0)
-    slow = Fault("slow_sleep", step=2, seconds=0.5, steps=3, at="end")
+def test_a_fault_specification_round_trips() -> None:
+    assert parse("kill:rank=1,step=5") == FaultSpec("kill", rank=1, step=5)
+    assert parse("nan_loss:rank=any,probability=0.01") == FaultSpec("nan_loss", probability=0.01)
+    assert parse("stop:mean_s=60") == FaultSpec("stop", mean_s=60.0)
+    slow = FaultSpec("slow_sleep", step=2, seconds=0.5, steps=3, at="end")
     assert parse(" slow_sleep:seconds=0.5, steps = 3,step=2, at=end") == slow
     assert parse("hold_gil:step=1").seconds > 60, "until somebody kills the rank"
     assert set(KINDS) > FATAL | DAMAGE
@@ -43,7 +42,7 @@ def test_a_fault_is_read_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("kil:step=1", r"unknown kind 'kil' \(did you mean kill\?\); known: kill, stop"),
         ("", "unknown kind ''"),
@@ -64,21 +63,21 @@ def test_a_fault_is_read_as_it_is_written() -> None:
         ("stop:mean_s=-3", "mean_s must be positive"),
     ],
 )
-def test_what_is_no_fault_is_refused_with_advice(text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_an_invalid_fault_raises_with_advice(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(text)
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_a_fault_or_a_configuration_error(text: str) -> None:
+def test_any_text_parses_or_raises_config_error(text: str) -> None:
     for candidate in (text, f"kill:{text}"):
         with contextlib.suppress(ConfigError):
             assert parse(candidate).kind in KINDS
 
 
 def due_on(texts: list[str], world: int, steps: int, seed: int = 3) -> list[tuple[int, int, str]]:
-    """(step, rank, kind) of all that is due, without any of it happening."""
-    plans = [Plan.of(texts, seed, rank, world) for rank in range(world)]
+    """Return (step, rank, kind) of all due faults, without injecting them."""
+    plans = [FaultPlan.of(texts, seed, rank, world) for rank in range(world)]
     return [
         (step, plan.rank, due.fault.kind)
         for step in range(1, steps + 1)
@@ -88,7 +87,7 @@ def due_on(texts: list[str], world: int, steps: int, seed: int = 3) -> list[tupl
     ]
 
 
-def test_what_is_due_depends_on_the_seed_and_the_step_alone() -> None:
+def test_due_faults_depend_only_on_the_seed_and_the_step() -> None:
     texts = ["kill:rank=1,step=5", "nan_loss:probability=0.2", "raise_thread:step=9", "exit:step=5"]
     found = due_on(texts, 4, 200)
     assert found == due_on(texts, 4, 200) != due_on(texts, 4, 200, seed=4)
@@ -98,25 +97,25 @@ def test_what_is_due_depends_on_the_seed_and_the_step_alone() -> None:
     chances = [one for one in found if one[2] == "nan_loss"]
     assert 20 <= len(chances) <= 60 and len({step for step, _, _ in chances}) == len(chances)
     assert len({rank for _, rank, _ in chances}) == 4
-    # What was asked for step 100 first is the same: nothing is drawn one after another.
-    plan = Plan.of(texts, 3, 0, 4)
+    # The faults of step 100 do not depend on earlier calls.
+    plan = FaultPlan.of(texts, 3, 0, 4)
     assert [(100, 0, due.fault.kind) for due in plan.due(100, 0.0)] == [one for one in found if one[:2] == (100, 0)]
 
 
-def test_what_has_happened_does_not_happen_again() -> None:
-    plan = Plan.of(["kill:rank=0,step=5"], 0, 0, 1)
+def test_an_injected_fault_is_not_injected_again() -> None:
+    plan = FaultPlan.of(["kill:rank=0,step=5"], 0, 0, 1)
     (due,) = plan.due(5, 0.0)
-    again = Plan.of(["kill:rank=0,step=5"], 0, 0, 1, attempt=1)
+    again = FaultPlan.of(["kill:rank=0,step=5"], 0, 0, 1, attempt=1)
     again.fired = {due.key}
     assert not again.due(5, 0.0)
-    with pytest.raises(ConfigError, match="no rank 2 among 2"):
-        Plan.of(["kill:rank=2,step=5"], 0, 0, 2)
+    with pytest.raises(ConfigError, match="no rank 2; there are 2 ranks"):
+        FaultPlan.of(["kill:rank=2,step=5"], 0, 0, 2)
 
 
 @pytest.mark.parametrize("kind", sorted(WAIT))
-def test_what_needs_an_occasion_is_due_until_it_has_happened(kind: str) -> None:
-    """Also for ranks that were started again and do not repeat the step that it was planned for."""
-    plans = [Plan.of([f"{kind}:step=5"], 1, rank, 4) for rank in range(4)]
+def test_a_waiting_fault_is_due_until_it_is_injected(kind: str) -> None:
+    """Also on restarted ranks that do not repeat its planned step."""
+    plans = [FaultPlan.of([f"{kind}:step=5"], 1, rank, 4) for rank in range(4)]
     (plan,) = (plan for plan in plans if plan.due(5, 0.0))
     (due,) = plan.due(5, 0.0)
     assert not plan.due(4, 0.0) and plan.due(9, 0.0) == [due]
@@ -125,15 +124,15 @@ def test_what_needs_an_occasion_is_due_until_it_has_happened(kind: str) -> None:
     assert not plan.due(9, 0.0)
 
 
-def test_mean_time_between_faults_goes_by_the_clock() -> None:
-    plans = [Plan.of(["stop:mean_s=10"], 1, rank, 4) for rank in range(4)]
+def test_mean_time_between_faults_uses_the_clock() -> None:
+    plans = [FaultPlan.of(["stop:mean_s=10"], 1, rank, 4) for rank in range(4)]
     count = sum(len(plan.due(step, 0.5 * step)) for plan in plans for step in range(1, 20_001))
     assert 900 <= count <= 1100, "10,000 s of all ranks together"
-    one = Plan.of(["stop:rank=1,mean_s=10"], 1, 0, 4)
+    one = FaultPlan.of(["stop:rank=1,mean_s=10"], 1, 0, 4)
     assert not any(one.due(step, 100.0 * step) for step in range(1, 100))
 
 
-def test_injections_are_read_back_without_what_was_cut_off(tmp_path: Path) -> None:
+def test_injections_are_read_back_without_truncated_lines(tmp_path: Path) -> None:
     path = tmp_path / INJECTED
     assert read_injections(path) == []
     lines = [Injection(2.0, "1@5", "kill", 1, 5, 0, "kill:rank=1,step=5"), Injection(1.0, "0@2", "exit", 0, 2, 0, "")]
@@ -144,7 +143,7 @@ def test_injections_are_read_back_without_what_was_cut_off(tmp_path: Path) -> No
     assert read_injections(path) == sorted(lines, key=lambda one: one.time_s)
 
 
-def test_faults_are_answered_by_what_was_noticed_before_the_run_was_past_them(tmp_path: Path) -> None:
+def test_faults_are_detected_by_events_before_the_recovery(tmp_path: Path) -> None:
     kill = Injection(100.0, "0@5", "kill", 1, 5, 0, "kill:rank=1,step=5")
     slow = dataclasses.replace(kill, time_s=200.0, key="1@9", kind="slow_cpu", step=9, attempt=1)
     harm = dataclasses.replace(kill, time_s=300.0, key="2@12", kind="checkpoint_flip", step=12, attempt=1)
@@ -165,15 +164,15 @@ def test_faults_are_answered_by_what_was_noticed_before_the_run_was_past_them(tm
     ]
     for step, time_s, attempt in steps:
         append(tmp_path / PROGRESS, {"step": step, "time_s": time_s, "attempt": attempt})
-    found = answers(tmp_path)
+    found = fault_outcomes(tmp_path)
     assert [(one.detected_s, one.recovered_s) for one in found[::2]] == [(0.25, 4.0), (4.0, 7.0)]
     assert found[0].noticed == "died rank 1: stop"
     assert math.isnan(found[1].detected_s) and found[1].recovered_s == 1.0 and not found[1].noticed
-    told = summary(found)
-    assert told["kill"] == {
+    result = summary(found)
+    assert result["kill"] == {
         "count": 1,
         "detected": {"median": 0.25, "p99": 0.25, "worst": 0.25},
         "recovered": {"median": 4.0, "p99": 4.0, "worst": 4.0},
     }
-    assert told["slow_cpu"]["detected"] is None
-    assert json.loads(json.dumps(told)) == told
+    assert result["slow_cpu"]["detected"] is None
+    assert json.loads(json.dumps(result)) == result

@@ -29,7 +29,7 @@ def test_the_first_rank_of_each_host_probes() -> None:
     assert first_ranks(["a"]) == [0]
 
 
-def test_every_host_hears_from_every_other(pool: RankPool) -> None:
+def test_each_host_receives_a_probe_from_each_other_host(pool: RankPool) -> None:
     found = pool.run(probe, ["a", "b", "b", "c"], timeout=60)
     for turn in range(2):
         assert {rank: set(seconds[turn]) for rank, seconds in enumerate(found)} == {
@@ -43,7 +43,7 @@ def test_every_host_hears_from_every_other(pool: RankPool) -> None:
 
 def recorded(rank: int, world: int, hosts: list[str]) -> list[tuple[str, tuple[int, ...], int]]:
     before = {(span.rank, span.index) for span in read_spans(EVENTS.region)}
-    EVENTS.count_anew()
+    EVENTS.reset_call_counts()
     probes = Probe(hosts)
     probes()
     probes.close()
@@ -52,7 +52,7 @@ def recorded(rank: int, world: int, hosts: list[str]) -> list[tuple[str, tuple[i
     return [(span.name, span.group, span.call) for span in found if span.kind is Kind.COLLECTIVE and not span.open]
 
 
-def test_rounds_are_calls_that_a_watcher_sees(pool: RankPool) -> None:
+def test_rounds_are_recorded_calls(pool: RankPool) -> None:
     rounds = [("probe between hosts", (0, 1, 3), call) for call in (1, 2)]
     assert pool.run(recorded, ["a", "b", "b", "c"], timeout=60) == [rounds, rounds, [], rounds]
 

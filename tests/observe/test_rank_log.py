@@ -1,4 +1,4 @@
-"""The lines that a rank writes of its steps, and its last spans at a fault."""
+"""Step lines and spans of a rank, and dumps after a fault."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,7 @@ from moe_comm.observe.records import (
 )
 from moe_comm.runtime.event_layout import Kind, Totals, region_bytes
 from moe_comm.runtime.event_reader import read_spans
-from moe_comm.runtime.events import Recorder
+from moe_comm.runtime.events import EventRecorder
 
 FAULT = FaultRecord(2.0, 7, "stuck", [1], "restart", noticed_s=1.0)
 WHOLE = to_json(FAULT)
@@ -33,17 +35,17 @@ PARTS = StepParts(100.0, 1.0, 0.5, 0.3, 0.1, 0.05, 4096)
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    found = Recorder(256)
+def recorder() -> EventRecorder:
+    found = EventRecorder(256)
     found.attach(memoryview(bytearray(region_bytes(256))), 3, 256)
     return found
 
 
-def steps(log: RankLog, recorder: Recorder, first: int, last: int) -> None:
+def steps(log: RankLog, recorder: EventRecorder, first: int, last: int) -> None:
     pair = recorder.group((1, 3))
     for step in range(first, last + 1):
         log.begin(step)
-        recorder.at(step)
+        recorder.begin_step(step)
         with recorder.span(Kind.DISPATCH, "dispatch", layer="layers.0", group=pair) as span:
             span.put_rows([step, 1], 10 * step)
         with recorder.span(Kind.TRANSFER, "send activations", peer=7, nbytes=5):
@@ -53,7 +55,7 @@ def steps(log: RankLog, recorder: Recorder, first: int, last: int) -> None:
             pass
 
 
-def test_each_step_is_a_line_with_its_waits_and_bytes(tmp_path: Path, recorder: Recorder) -> None:
+def test_each_step_is_a_line_with_its_waits_and_bytes(tmp_path: Path, recorder: EventRecorder) -> None:
     with recorder.span(Kind.COLLECTIVE, "before the first step", nbytes=10**6):
         pass
     log = RankLog(tmp_path, 3, recorder=recorder)
@@ -64,13 +66,13 @@ def test_each_step_is_a_line_with_its_waits_and_bytes(tmp_path: Path, recorder: 
     for line in found:
         assert (line.rank, line.total, line.compute, line.memory_bytes) == (3, 1.0, 0.5, 4096)
         assert line.sent == {"dispatch": 10 * line.step, "transfer": 5}
-        assert line.peers == {"1": 10 * line.step, "7": 5}, "what goes to a group of two goes to the other"
+        assert line.peers == {"1": 10 * line.step, "7": 5}, "bytes to a group of two go to the other rank"
         assert line.rows == line.step + 1
         assert line.waits.keys() == {"dispatch", "transfer"} and all(0 < wait < 60 for wait in line.waits.values())
     assert list(read_folder(tmp_path / SPANS, SpanLine)) == []
 
 
-def test_spans_are_written_of_some_steps_with_what_follows_them(tmp_path: Path, recorder: Recorder) -> None:
+def test_spans_of_selected_steps_include_the_time_until_the_next_step(tmp_path: Path, recorder: EventRecorder) -> None:
     before = time.time_ns()
     log = RankLog(tmp_path, 3, every=2, skew_ns=77, recorder=recorder)
     steps(log, recorder, 1, 4)
@@ -96,10 +98,10 @@ def test_spans_are_written_of_some_steps_with_what_follows_them(tmp_path: Path, 
     assert all(before - 10**8 <= line.begin_ns <= line.end_ns <= time.time_ns() + 10**8 for line in found)
 
 
-def test_a_wait_says_when_what_it_waits_for_was_begun(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_wait_has_the_begin_of_the_awaited_operation(tmp_path: Path, recorder: EventRecorder) -> None:
     log = RankLog(tmp_path, 3, every=1, skew_ns=77, recorder=recorder)
     log.begin(1)
-    recorder.at(1)
+    recorder.begin_step(1)
     with recorder.span(Kind.COLLECTIVE, "sum") as span:
         span.put_device(span.begin_ns - 5000, 0)
     log.end(1, PARTS)
@@ -110,7 +112,7 @@ def test_a_wait_says_when_what_it_waits_for_was_begun(tmp_path: Path, recorder: 
     assert same == found
 
 
-def test_where_there_is_a_gpu_spans_are_written_when_its_times_are_known(tmp_path: Path, recorder: Recorder) -> None:
+def test_on_a_gpu_spans_are_written_when_their_times_are_available(tmp_path: Path, recorder: EventRecorder) -> None:
     class Device:
         polled = 0
 
@@ -127,16 +129,16 @@ def test_where_there_is_a_gpu_spans_are_written_when_its_times_are_known(tmp_pat
     log.begin(3)
     path = tmp_path / SPANS / "rank-00003.jsonl"
     assert not path.exists()
-    recorder.at(3)
+    recorder.begin_step(3)
     log.end(3, PARTS)
     assert len(list(read_lines(path, SpanLine))) == 3
     log.close()
 
 
 @pytest.mark.parametrize("skew_ns", [0, -5])
-def test_span_lines_are_the_json_of_what_is_read_back(recorder: Recorder, skew_ns: int) -> None:
+def test_span_lines_are_equal_to_the_json_of_span_objects(recorder: EventRecorder, skew_ns: int) -> None:
     names = ['a "quoted" \\ name', "two\nlines\r\t\x00\x7f", "Ünïcode 層 🚀 \u2028", "", "</script>", "{}%s"]
-    recorder.at(4)
+    recorder.begin_step(4)
     for place in range(300):  # the ring has gone round
         name = names[place % len(names)]
         group = recorder.group(((0, 3), (3,), range(0, 8, 2))[place % 3]) if place % 4 else 0
@@ -147,7 +149,7 @@ def test_span_lines_are_the_json_of_what_is_read_back(recorder: Recorder, skew_n
         if place % 11 == 0:
             span.put_device(span.begin_ns + 5, span.begin_ns + 9)
         if place == 290:
-            recorder.at(5)
+            recorder.begin_step(5)
     recorder.span(Kind.MARK, "open").__enter__()
     for step in (4, 5):
         whole = [span for span in read_spans(recorder.region) if span.step == step and span.end_ns]
@@ -159,7 +161,7 @@ def test_span_lines_are_the_json_of_what_is_read_back(recorder: Recorder, skew_n
 
 
 def test_a_step_line_is_read_back_to_the_nanosecond(
-    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recorder: EventRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = 'a "host" \\ é\n'
     monkeypatch.setattr("socket.gethostname", lambda: host)
@@ -174,7 +176,7 @@ def test_a_step_line_is_read_back_to_the_nanosecond(
     found, plain = read_folder(tmp_path / RANKS, RankStep)
     assert (found.step, found.rank, found.host, found.rows, found.memory_bytes) == (1, 3, host, 11, 7)
     assert (found.begin_s, found.links) == (parts.begin_s, {"2": 0.25, "0": 1e-5})
-    assert math.isnan(found.compute) and math.isnan(found.checkpoint), "what is no number is null"
+    assert math.isnan(found.compute) and math.isnan(found.checkpoint), "NaN is written as null"
     for value, wanted in ((found.total, 1 / 3), (found.communication, 1e-7), (found.data, 12345.678901234)):
         assert value == pytest.approx(wanted, rel=0, abs=6e-10)
     assert found.waits == {"dispatch": 0.005207971, "collective": 0.0} and found.sent == {"dispatch": 1 << 40}
@@ -183,7 +185,7 @@ def test_a_step_line_is_read_back_to_the_nanosecond(
     assert list(written[0]) == list(vars(plain)) and written[1]["links"] == {}
 
 
-def test_a_run_that_goes_on_writes_no_step_twice(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_resumed_run_writes_no_step_twice(tmp_path: Path, recorder: EventRecorder) -> None:
     first = RankLog(tmp_path, 3, every=1, recorder=recorder)
     steps(first, recorder, 1, 6)
     first.close()
@@ -195,7 +197,7 @@ def test_a_run_that_goes_on_writes_no_step_twice(tmp_path: Path, recorder: Recor
     assert spans == [step for step in range(1, 8) for _ in range(3)]
 
 
-def test_a_line_that_was_cut_off_goes_with_those_after_it(tmp_path: Path) -> None:
+def test_a_truncated_line_is_removed_with_later_steps(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"step":1,"rank":0}\n[]\n{"step":3}\n{"step":2,"ra')
     cut_after(path, 2)
@@ -204,7 +206,7 @@ def test_a_line_that_was_cut_off_goes_with_those_after_it(tmp_path: Path) -> Non
     assert not (tmp_path / "missing.jsonl").exists()
 
 
-def test_odd_lines_are_cut_too(tmp_path: Path) -> None:
+def test_invalid_lines_are_removed_too(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"step":1,"host":"\xff"}\n{"step":Infinity}\n{"step":2}\n')
     cut_after(path, 2)
@@ -212,7 +214,7 @@ def test_odd_lines_are_cut_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tail", "kept"), [('{"time_s":2.0,"st', 1), ('{"time_s":2', 1), (WHOLE, 2)])
-def test_what_is_added_behind_a_line_that_was_cut_off_can_be_read(tmp_path: Path, tail: str, kept: int) -> None:
+def test_lines_appended_after_a_truncated_line_are_readable(tmp_path: Path, tail: str, kept: int) -> None:
     path = tmp_path / "faults.jsonl"
     append(path, FAULT)
     with path.open("a") as file:
@@ -222,7 +224,7 @@ def test_what_is_added_behind_a_line_that_was_cut_off_can_be_read(tmp_path: Path
 
 
 @pytest.mark.parametrize("value", ["1" + "0" * 400, "9" * 30])
-def test_a_number_that_no_field_holds_is_damage(tmp_path: Path, value: str) -> None:
+def test_a_number_out_of_range_is_corruption(tmp_path: Path, value: str) -> None:
     for line in (WHOLE.replace("2.0", value), WHOLE.replace(":7", f":{value}")):
         (tmp_path / "faults.jsonl").write_text(line + "\n")
         with pytest.raises(CorruptFile, match="beyond 64 bits"):
@@ -230,17 +232,17 @@ def test_a_number_that_no_field_holds_is_damage(tmp_path: Path, value: str) -> N
 
 
 @pytest.mark.parametrize("rank", [-1, 10**9])
-def test_a_rank_that_no_run_has_is_damage(tmp_path: Path, rank: int) -> None:
+def test_a_rank_out_of_range_is_corruption(tmp_path: Path, rank: int) -> None:
     (tmp_path / "spans.jsonl").write_text(json.dumps(vars(SpanLine(rank, "mark", "a", 1, 1, 1))) + "\n")
     with pytest.raises(CorruptFile, match="rank must be at least 0 and below"):
         list(read_lines(tmp_path / "spans.jsonl", SpanLine))
 
 
 def spans_of(tmp_path: Path, records: int, count: int) -> list[SpanLine]:
-    recorder = Recorder(records)
+    recorder = EventRecorder(records)
     log = RankLog(tmp_path, 0, every=1, recorder=recorder)
     log.begin(1)
-    recorder.at(1)
+    recorder.begin_step(1)
     for number in range(count):
         with recorder.span(Kind.COMPUTE, f"span {number % 100}"):
             pass
@@ -249,7 +251,7 @@ def spans_of(tmp_path: Path, records: int, count: int) -> list[SpanLine]:
     return list(read_folder(tmp_path / SPANS, SpanLine))
 
 
-def test_as_many_spans_are_written_as_the_ring_holds(tmp_path: Path) -> None:
+def test_all_spans_in_the_ring_are_written(tmp_path: Path) -> None:
     assert len(spans_of(tmp_path, 6000, 5000)) == 5000
 
 
@@ -259,22 +261,22 @@ def test_spans_that_did_not_fit_are_counted(tmp_path: Path) -> None:
     assert mark.name == "36 earlier spans of this step did not fit; set observe.records to more than 64"
 
 
-def test_a_dump_is_on_rank_0s_clock(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_dump_has_the_clock_offset_of_rank_0(tmp_path: Path, recorder: EventRecorder) -> None:
     RankLog(tmp_path, 3, skew_ns=77, recorder=recorder).close()
     with recorder.span(Kind.COMPUTE, "forward"):
         pass
-    path = dump(tmp_path, "late", recorder.region)
+    path = dump(tmp_path, "late", recorder)
     assert path is not None and [line.skew_ns for line in read_lines(path, SpanLine)] == [77, 77]
 
 
-def test_a_dump_has_the_reason_and_what_is_open_first(tmp_path: Path, recorder: Recorder) -> None:
-    recorder.at(57)
+def test_a_dump_has_the_reason_and_open_spans_first(tmp_path: Path, recorder: EventRecorder) -> None:
+    recorder.begin_step(57)
     with recorder.span(Kind.STEP, "step"):
         for n in range(10):
             with recorder.span(Kind.COMPUTE, f"done {n}"):
                 pass
         recorder.span(Kind.COMBINE, "combine", layer="layers.2", group=recorder.group((3, 4))).__enter__()
-        path = dump(tmp_path, "rank 4 does not answer", recorder.region, last=6)
+        path = dump(tmp_path, "rank 4 does not answer", recorder, last=6)
     assert path == tmp_path / "dumps" / "step-00000057" / "rank-00003.jsonl"
     why, *lines = read_lines(path, SpanLine)
     assert (why.kind, why.name, why.step) == ("mark", "rank 4 does not answer", 57)
@@ -282,11 +284,12 @@ def test_a_dump_has_the_reason_and_what_is_open_first(tmp_path: Path, recorder: 
     assert (lines[0].end_ns, lines[0].layer, lines[0].group) == (0, "layers.2", [3, 4])
     shift = wall_minus_monotonic()
     assert abs(why.begin_ns - shift - time.monotonic_ns()) < 60 * 10**9
-    dump(tmp_path, "again", recorder.region, last=2)
+    dump(tmp_path, "again", recorder, last=2)
     assert [json.loads(line)["name"] for line in path.read_text().splitlines()][7] == "again"
 
 
-def test_a_dump_that_cannot_be_written_says_so_and_raises_nothing(tmp_path: Path, recorder: Recorder) -> None:
+def test_a_dump_that_cannot_be_written_returns_none(tmp_path: Path, recorder: EventRecorder) -> None:
     (tmp_path / "dumps").write_text("a file where the folder should be")
-    assert dump(tmp_path, "no room", recorder.region) is None
-    assert dump(tmp_path, "no region", memoryview(bytearray(10))) is None
+    assert dump(tmp_path, "no room", recorder) is None
+    without_region: Any = SimpleNamespace(region=memoryview(bytearray(10)), skew_ns=0)
+    assert dump(tmp_path, "no region", without_region) is None

@@ -1,4 +1,4 @@
-"""Reports: what is read of a run's folder, what is drawn of it, and that nothing in a file becomes markup."""
+"""Reports: reading run folders, panel data, and escaping of file content."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_metrics(folder: Path, lines: list[dict[str, Any]]) -> None:
     (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_curves_have_every_step_once_and_nulls_where_nothing_is_known(tmp_path: Path) -> None:
+def test_curves_have_each_step_once_and_null_for_missing_values(tmp_path: Path) -> None:
     lines = [
         metrics_line(1),
         metrics_line(2, grad_norm=None, skipped="NaN on rank 1"),
@@ -85,7 +85,7 @@ def test_many_steps_become_few_points_that_keep_the_spikes(tmp_path: Path) -> No
     assert 2.0 < max(drawn["values"]["loss"]) < 50.0
 
 
-def test_health_is_across_layers_even_where_only_the_worst_were_written(tmp_path: Path) -> None:
+def test_health_is_across_layers_even_if_only_the_worst_were_written(tmp_path: Path) -> None:
     across = {"imbalance": [1.5, 3.0], "diversity": [0.9, 0.2]}
     load = {"layers": [4], "imbalance": [3.5], "diversity": [0.1]}
     write_metrics(tmp_path, [metrics_line(1, load=load, load_across=across)])
@@ -95,7 +95,7 @@ def test_health_is_across_layers_even_where_only_the_worst_were_written(tmp_path
     assert len(drawn["layers"]) == 5
 
 
-def test_loads_are_drawn_over_the_mean_of_their_layer(tmp_path: Path) -> None:
+def test_loads_are_relative_to_the_mean_of_their_layer(tmp_path: Path) -> None:
     for step, load in ((1, [4, 0, 0, 0]), (20, [1, 1, 1, 1]), (40, [0, 0, 0, 0])):
         append(tmp_path / LOADS, LoadLine(step, "a", load))
         append(tmp_path / LOADS, LoadLine(step, "b", [3, 1, 2, 2]))
@@ -114,7 +114,7 @@ def test_loads_of_many_experts_and_steps_stay_few(tmp_path: Path, monkeypatch: p
     assert drawn["per"] == 4 and len(drawn["ratio"][0][0]) == 500
 
 
-def test_a_straggler_stands_out_of_its_pipeline_stage(tmp_path: Path) -> None:
+def test_a_straggler_has_a_slowdown_in_its_pipeline_stage(tmp_path: Path) -> None:
     # Stage 1 has twice the work of stage 0; rank 6 is slow even so.
     for rank in range(8):
         for step in (1, 2):
@@ -142,12 +142,12 @@ def test_many_ranks_and_steps_become_few_bins_that_keep_the_stalls(
     assert drawn["values"]["checkpoint"] == [[0.0] * 5, [0.0, 0.0, 0.0, 3.0, 0.0]]
 
 
-def test_slowdown_of_unknown_ranks_is_unknown() -> None:
+def test_slowdown_of_ranks_without_data_is_nan() -> None:
     found = slowdown(np.array([[1.0, np.nan], [np.nan, np.nan], [3.0, 3.0]]), [0, 0, 0])
     assert found[0] == 0.5 and math.isnan(found[1]) and found[2] == 1.5
 
 
-def test_bytes_are_means_of_a_step_between_ranks_and_between_hosts(tmp_path: Path) -> None:
+def test_bytes_are_means_per_step_between_ranks_and_between_hosts(tmp_path: Path) -> None:
     for step in (1, 2):
         append(
             tmp_path / "ranks/rank-00000.jsonl",
@@ -163,7 +163,7 @@ def test_bytes_are_means_of_a_step_between_ranks_and_between_hosts(tmp_path: Pat
     assert lines.sent["dispatch"].tolist() == [50, 0, 0]
 
 
-def test_effective_time_counts_each_step_once_over_all_time_since_the_first_start(tmp_path: Path) -> None:
+def test_effective_time_counts_each_step_once(tmp_path: Path) -> None:
     write_metrics(tmp_path, [metrics_line(step) for step in range(1, 6)])  # 10 s, 9.375 without checkpoints
     append(tmp_path / ATTEMPTS, Attempt(0, 1, 100.0, 102.0, 1, "fresh"))
     append(tmp_path / FAULTS, FaultRecord(107.0, 3, "died", [0], "restart", noticed_s=0.5))
@@ -172,7 +172,7 @@ def test_effective_time_counts_each_step_once_over_all_time_since_the_first_star
         append(tmp_path / "ranks/rank-00000.jsonl", rank_line(step, 0, 1.0, begin_s=begin))
     drawn = panels(read_run(tmp_path))["timeline"]
     assert drawn["wall_s"] == 20.0 and drawn["effective"] == pytest.approx(9.375 / 20)
-    assert drawn["said"].startswith("effective training time: 46.9% of 20.0 s in 2 attempt(s)")
+    assert drawn["text"].startswith("effective training time: 46.9% of 20.0 s in 2 attempt(s)")
     assert [(one["begin"], one["ready"], one["end"]) for one in drawn["attempts"]] == [(0, 2, 6), (10, 12, 20)]
     assert drawn["faults"][0] | {"what": ""} == {
         "at": 7,
@@ -185,7 +185,7 @@ def test_effective_time_counts_each_step_once_over_all_time_since_the_first_star
     }
 
 
-def test_what_is_missing_or_damaged_is_said_and_the_rest_is_drawn(tmp_path: Path) -> None:
+def test_missing_or_corrupted_files_are_noted_and_the_rest_is_shown(tmp_path: Path) -> None:
     write_metrics(tmp_path, [metrics_line(1), metrics_line(2)])
     with (tmp_path / METRICS).open("a") as file:
         file.write('not json\n[1]\n{"step": "x", "loss": 1}\n{"step": 3, "loss": 1' + "")
@@ -196,10 +196,10 @@ def test_what_is_missing_or_damaged_is_said_and_the_rest_is_drawn(tmp_path: Path
         file.write(to_json(replace(rank_line(1, 0, 1.0), step=10**400)) + "\n" + '{"step": 3, "ra')
     os.mkfifo(tmp_path / LOADS)
     run = read_run(tmp_path)
-    said = " ".join(run.notes)
-    assert "metrics.jsonl: 2 line(s) cannot be read" in said
-    assert "ranks/: 2 line(s) cannot be read" in said
-    assert "loads.jsonl cannot be read" in said and "attempts.jsonl is missing" in said
+    notes = " ".join(run.notes)
+    assert "metrics.jsonl: skipped 2 invalid line(s)" in notes
+    assert "ranks/: skipped 2 invalid line(s)" in notes
+    assert "loads.jsonl cannot be read" in notes and "attempts.jsonl is missing" in notes
     drawn = panels(run)
     assert drawn["curves"]["step"] == [1, 2] and drawn["ranks"]["rank"] == [0]
     page = write_report([tmp_path]).read_text()
@@ -207,18 +207,18 @@ def test_what_is_missing_or_damaged_is_said_and_the_rest_is_drawn(tmp_path: Path
 
 
 @pytest.mark.parametrize("content", [None, "config.resolved.toml", METRICS])
-def test_empty_runs_give_a_page_and_folders_that_are_none_an_error(tmp_path: Path, content: str | None) -> None:
+def test_empty_runs_give_a_page_and_other_folders_an_error(tmp_path: Path, content: str | None) -> None:
     if content is None:
-        with pytest.raises(ConfigError, match="holds no run"):
+        with pytest.raises(ConfigError, match="is not a run folder"):
             write_report([tmp_path])
-        with pytest.raises(ConfigError, match="no folder"):
+        with pytest.raises(ConfigError, match="is not a folder"):
             write_report([tmp_path / "nothing"])
     else:
         (tmp_path / content).write_text("")
-        assert "What is missing" in write_report([tmp_path]).read_text()
+        assert "Missing data" in write_report([tmp_path]).read_text()
 
 
-def test_lines_are_spread_over_a_long_file(tmp_path: Path) -> None:
+def test_lines_are_sampled_evenly_from_a_long_file(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(f"{number:06d} {'x' * 90}\n" for number in range(5000)) + "cut")
     found = [int(line[:6]) for line in spread_lines(path, 50)]
@@ -250,7 +250,7 @@ def test_text_from_files_never_becomes_markup(tmp_path: Path) -> None:
     assert "unsafe-eval" not in policy[1] and "http" not in policy[1]
 
 
-def test_embedded_json_holds_no_numbers_that_json_lacks() -> None:
+def test_embedded_json_has_only_finite_numbers() -> None:
     with pytest.raises(ValueError, match="JSON"):
         embedded({"a": math.nan})
 
@@ -267,7 +267,7 @@ def test_a_thousand_ranks_fit_into_ten_megabytes(tmp_path: Path) -> None:
     assert page.stat().st_size < 10e6
 
 
-def test_synthetic_runs_are_what_the_readers_read(tmp_path: Path) -> None:
+def test_synthetic_runs_are_readable(tmp_path: Path) -> None:
     fault = SyntheticFault(6, "died", (1,), lost=2, injected=True)
     slow = SlowLink(0, 2, factor=5.0)
     made = SyntheticRun(

@@ -27,7 +27,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports of two small runs, and of both beside each other."""
+    """Reports of two small runs, and their comparison."""
     folder = tmp_path_factory.mktemp("runs")
     faults = (SyntheticFault(10, "died", (1,)), SyntheticFault(20, "nonfinite", (2,), "skip", injected=True))
     a = SyntheticRun(
@@ -43,7 +43,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def page(browser: Any, pages: dict[str, Path]) -> Any:
-    """Opens a report; afterwards nothing may have been logged, nor asked of any network."""
+    """Open a report; at the end, check that there were no console messages and no network requests."""
 
     shown: list[str] = []
 
@@ -67,7 +67,7 @@ def run_in(browser: Any, script: str, *arguments: Any) -> Any:
 
 
 def set_to(browser: Any, name: str, value: str) -> None:
-    """As if somebody had chosen ``value`` in the control ``name``."""
+    """Select ``value`` in the control ``name``."""
     script = (
         "const e = document.getElementById(arguments[0]); e.value = arguments[1];"
         "e.dispatchEvent(new Event('input')); e.dispatchEvent(new Event('change'));"
@@ -77,7 +77,7 @@ def set_to(browser: Any, name: str, value: str) -> None:
 
 
 def traces(browser: Any, name: str) -> list[dict[str, Any]]:
-    """What Plotly has been given to draw."""
+    """Return the traces passed to Plotly."""
     script = (
         "return (document.getElementById('chart-' + arguments[0]).data || [])"
         ".map(t => ({type: t.type, x: Array.from(t.x || []), y: Array.from(t.y || []), z: t.z || null, name: t.name}))"
@@ -87,7 +87,7 @@ def traces(browser: Any, name: str) -> list[dict[str, Any]]:
 
 
 def marks(browser: Any, name: str) -> int:
-    """Lines, bars, images and points that are on the screen."""
+    """Return the visible lines, bars, images and points."""
     script = (
         "return document.querySelectorAll('#chart-' + arguments[0] + ' :is(.js-line, .point, .js-fill, image, .hm)')"
         ".length"
@@ -154,7 +154,7 @@ def test_expert_load_moves_through_time_and_stragglers_have_two_views(page: Any)
         assert traces(browser, "links")[0]["type"] == "heatmap" and marks(browser, "links")
 
 
-def test_two_runs_lie_over_each_other_with_a_table_of_differences(page: Any) -> None:
+def test_two_runs_are_overlaid_with_a_table_of_differences(page: Any) -> None:
     browser = page("both")
     assert [one["name"] for one in traces(browser, "loss")] == ["a", "b"]
     rows = run_in(browser, "return [...document.querySelectorAll('#differences tr')].map(r => r.innerText)")
@@ -184,7 +184,7 @@ def test_colours_follow_the_system_and_the_switch(page: Any, browser: Any) -> No
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_keys_alone_reach_every_control_and_open_the_tables(page: Any) -> None:
+def test_all_controls_and_tables_are_reachable_by_keyboard(page: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
     browser = page("a")

@@ -1,4 +1,4 @@
-"""A run's spans as a Perfetto trace: decoded, and as Perfetto's own trace processor reads it."""
+"""Perfetto traces of a run's spans: decoded, and read by Perfetto's trace processor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_comm.observe.rank_log import dump
 from moe_comm.observe.records import LineWriter, RankStep, SpanLine
 from moe_comm.observe.trace import TRACKS, arrows, build, parse_steps, write_trace
 from moe_comm.runtime.event_layout import Kind
-from moe_comm.runtime.events import Recorder
+from moe_comm.runtime.events import EventRecorder
 from tests.observe import processor
 
 HOSTS = {0: "a", 1: "a", 2: "b"}
@@ -27,13 +27,13 @@ SKEW = {0: 0, 1: 0, 2: 500}
 
 
 def span(rank: int, kind: str, name: str, begin: int, end: int, **more: Any) -> SpanLine:
-    """Times on rank 0's clock."""
+    """Return a span with times on rank 0's clock."""
     skew = SKEW[rank]
     return SpanLine(rank, kind, name, begin - skew, end - skew, more.pop("step", 20), skew_ns=skew, **more)
 
 
 def step(rank: int, late: int) -> list[SpanLine]:
-    """A step of which the calls are entered ``late`` ns later than by the first rank."""
+    """Return a step whose calls begin ``late`` ns after those of the first rank."""
     group = {"group": [0, 1, 2], "layer": "layers.0"}
     return [
         span(rank, "step", "step", 1000, 9000),
@@ -61,7 +61,7 @@ LINES = [*step(0, 0), *step(1, 300), *step(2, 100), *TRANSFERS]
 
 @dataclass
 class Read:
-    """A slice of a trace. flows: that leave it. ends: that reach it."""
+    """A slice of a trace, with the ids of outgoing (flows) and incoming (ends) arrows."""
 
     process: str
     track: str
@@ -75,7 +75,7 @@ class Read:
 
 
 def decode(data: bytes) -> list[Read]:
-    """All slices; fails where they do not nest, or end twice or not at all."""
+    """Return all slices; fail if they do not nest, or do not end exactly once."""
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
     trace: Any = Trace()
@@ -121,15 +121,15 @@ NAMES = {rank: f"rank {rank} ({host})" for rank, host in HOSTS.items()}
 EXPECTED_ARROWS = {
     *((name, "dispatch", name, "combine") for name in NAMES.values()),
     *((name, "combine backward", name, "dispatch backward") for name in NAMES.values()),
-    # Rank 1 enters last, and lets the others go on.
-    *((NAMES[1], name, NAMES[r], "rank 1 came") for r in (0, 2) for name in ("dispatch", "combine")),
+    # Rank 1 enters last.
+    *((NAMES[1], name, NAMES[r], "rank 1 arrived") for r in (0, 2) for name in ("dispatch", "combine")),
     # All at once: the one that is last in order.
-    *((NAMES[2], f"{name} backward", NAMES[r], "rank 2 came") for r in (0, 1) for name in ("combine", "dispatch")),
+    *((NAMES[2], f"{name} backward", NAMES[r], "rank 2 arrived") for r in (0, 1) for name in ("combine", "dispatch")),
     (NAMES[0], "send activations", NAMES[1], "rank 0 sent"),
 }
 
 
-def test_every_span_is_on_its_ranks_track_on_one_clock() -> None:
+def test_each_span_is_on_the_track_of_its_rank_on_one_clock() -> None:
     found = [one for one in decode(build(LINES, HOSTS)) if one.args]
     assert len(found) == len(LINES)
     assert {one.process for one in found} == {"rank 0 (a)", "rank 1 (a)", "rank 2 (b)"}
@@ -153,7 +153,7 @@ def test_every_span_is_on_its_ranks_track_on_one_clock() -> None:
     assert (depths["step"], depths["forward and backward"], depths["attention"]) == (0, 1, 2)
 
 
-def test_a_span_says_what_it_moved() -> None:
+def test_a_span_has_bytes_and_rows() -> None:
     (one,) = [o for o in decode(build(step(0, 0), {})) if o.name == "dispatch" and o.track == TRACKS[1]]
     assert one.args == {
         "step": 20,
@@ -167,23 +167,23 @@ def test_a_span_says_what_it_moved() -> None:
     assert one.process == "rank 0"
 
 
-def test_arrows_lead_from_dispatch_to_combine_and_from_who_came_last_and_from_sender_to_receiver() -> None:
+def test_arrows_of_dispatch_and_combine_the_last_rank_and_transfers() -> None:
     assert arrows_of(decode(build(LINES, HOSTS))) == EXPECTED_ARROWS
 
 
-def test_a_rank_that_waited_shows_from_when_it_did_not() -> None:
+def test_a_waiting_rank_has_a_slice_after_the_last_rank_arrived() -> None:
     found = [one for one in decode(build([*step(0, 0), *step(1, 300)], {})) if one.process == "rank 0"]
     (combine,) = [one for one in found if one.name == "combine"]
-    (released,) = [one for one in found if one.name == "rank 1 came" and one.begin == 4301]
+    (released,) = [one for one in found if one.name == "rank 1 arrived" and one.begin == 4301]
     assert (released.track, released.depth) == (combine.track, combine.depth + 1) and released.end == combine.end
 
 
-def test_a_call_that_was_over_before_the_last_rank_entered_waited_for_nobody() -> None:
+def test_a_call_that_ended_before_the_last_rank_entered_has_no_arrow() -> None:
     lines = [span(rank, "collective", "a", at, at + 100, group=[0, 1], call=1) for rank, at in ((0, 100), (1, 300))]
     assert arrows_of(decode(build(lines, {}))) == set()
 
 
-def test_of_interleaved_micro_batches_each_dispatch_leads_to_its_own_combine() -> None:
+def test_with_interleaved_micro_batches_arrows_connect_dispatch_and_combine_of_one() -> None:
     lines = [
         span(0, "dispatch", "dispatch", 10, 20, group=[0, 1], call=1),
         span(0, "dispatch", "dispatch", 30, 40, group=[0, 1], call=2),
@@ -194,7 +194,7 @@ def test_of_interleaved_micro_batches_each_dispatch_leads_to_its_own_combine() -
     assert {place: tuple(found.out[place]) for place in (0, 1)} == {0: tuple(found.into[2]), 1: tuple(found.into[3])}
 
 
-def test_spans_that_overlap_without_nesting_stand_on_tracks_of_one_name() -> None:
+def test_spans_that_overlap_without_nesting_are_on_tracks_of_one_name() -> None:
     lines = [
         span(0, "collective", "a", 100, 200),
         span(0, "collective", "b", 150, 250),
@@ -215,7 +215,7 @@ needs_processor = pytest.mark.skipif(processor.find() is None, reason="needs nod
 
 
 @needs_processor
-def test_perfettos_trace_processor_loads_it_whole() -> None:
+def test_perfettos_trace_processor_loads_the_trace() -> None:
     errors, slices, flows, args = processor.query(
         build(LINES, HOSTS),
         "select name, value from stats where severity = 'error' and value > 0",
@@ -257,7 +257,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_command_writes_a_trace_of_the_steps_asked_for(
+def test_the_command_writes_a_trace_of_the_selected_steps(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "out.perfetto-trace"
@@ -270,22 +270,22 @@ def test_the_command_writes_a_trace_of_the_steps_asked_for(
     assert sum(1 for one in decode(out.read_bytes()) if one.args) == 2 * len(LINES)
 
 
-def test_what_ranks_were_in_the_middle_of_at_a_fault_ends_with_the_fault(run: Path, tmp_path: Path) -> None:
+def test_open_spans_of_a_dump_end_at_the_fault(run: Path, tmp_path: Path) -> None:
     assert write_trace(run, tmp_path / "out", faults=True) == 2
     mark, combine = sorted(decode((tmp_path / "out").read_bytes()), key=lambda one: -one.begin)
     assert (mark.name, combine.name) == ("rank 2 died", "combine (not ended)")
     assert (combine.begin, combine.end) == (3000, 5000)
 
 
-def test_a_span_that_several_dumps_have_is_shown_once(tmp_path: Path) -> None:
-    recorder = Recorder()
-    recorder.at(57)
+def test_a_span_in_several_dumps_is_written_once(tmp_path: Path) -> None:
+    recorder = EventRecorder()
+    recorder.begin_step(57)
     for name in ("one", "two"):
         with recorder.span(Kind.COMPUTE, name):
             pass
-    dump(tmp_path, "first", recorder.region)
-    recorder.at(58)
-    dump(tmp_path, "second", recorder.region)
+    dump(tmp_path, "first", recorder)
+    recorder.begin_step(58)
+    dump(tmp_path, "second", recorder)
     assert write_trace(tmp_path, tmp_path / "out", faults=True) == 4
     names = sorted(one.name for one in decode((tmp_path / "out").read_bytes()))
     assert names == ["first", "one", "second", "two"]
@@ -295,11 +295,11 @@ def test_a_span_that_several_dumps_have_is_shown_once(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--steps", "21:39"], r"has no spans of steps 21 to 39; set observe\.every"),
-        (["--steps", "9:3"], "steps are one, such as 20, or first and last, such as 20:40; got '9:3'"),
-        (["--steps", "now"], "steps are one"),
+        (["--steps", "9:3"], "steps must be a step, such as 20, or first and last, such as 20:40; got '9:3'"),
+        (["--steps", "now"], "steps must be a step"),
     ],
 )
-def test_steps_that_are_not_there_are_a_wrong_request(
+def test_missing_steps_are_an_error(
     run: Path, tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["trace", str(run), str(tmp_path / "out"), *arguments]) == 2
@@ -307,8 +307,8 @@ def test_steps_that_are_not_there_are_a_wrong_request(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a run's folder"):
+def test_a_folder_that_is_not_a_run_is_an_error(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run folder"):
         write_trace(tmp_path / "missing", tmp_path / "out")
     path = run / "spans" / "rank-00001.jsonl"
     path.write_text('{"rank": "one"}\n' + path.read_text())
@@ -316,5 +316,5 @@ def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
         write_trace(run, tmp_path / "out")
 
 
-def test_steps_are_read_as_one_or_two_numbers() -> None:
+def test_steps_are_parsed_as_one_or_two_numbers() -> None:
     assert (parse_steps("20"), parse_steps("20:40")) == ((20, 20), (20, 40))

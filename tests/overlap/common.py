@@ -1,4 +1,4 @@
-"""What the tests of all operators for linear layers have in common."""
+"""Helpers of the tests of the linear-layer operators."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import configure_collectives
+from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.overlap.options import Overlap
 
 BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
-"""Through shared memory, and over the backend."""
+"""Over shared memory, and over the backend."""
 OVERLAPS = (*(Overlap(chunks, 1) for chunks in (1, 2, 3, 16)), Overlap(2, 1, deterministic=False))
 
 Found = tuple[Tensor, Tensor, Tensor]
 """Output, gradient of x, gradient of the weight."""
 
 
-def in_every_way(
+def with_every_setting(
     operator: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Callable[[], Found]
 ) -> list[Found]:
-    """Output and gradients for every choice of transport, chunks and determinism; checks what must be equal bits.
+    """Return output and gradients for every transport, chunks and determinism. Checks equality of bits.
 
     Args:
         inputs: fresh x, weight and gradient of the output, the same every time.
@@ -50,7 +50,7 @@ def in_every_way(
 
 
 def assert_near(ranks: Iterable[list[Found]], wholes: Iterable[Found], dtype: torch.dtype) -> None:
-    """Every rank's results in every way against one process's in float64."""
+    """Compare every rank's results with those of one process in float64."""
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     for results, whole in zip(ranks, wholes, strict=True):
         for found in results:

@@ -1,4 +1,4 @@
-"""The cost model: never chunks where there is nothing to hide, and many where there is much."""
+"""The cost model chooses one chunk if nothing can be hidden, and several if a lot can be hidden."""
 
 from __future__ import annotations
 
@@ -6,57 +6,65 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from moe_comm.errors import ConfigError
-from moe_comm.overlap.cost import CHUNKS, DIRECTIONS, GATHERS, SCATTERS, Rates, Work, cheapest, predict
+from moe_comm.overlap.tuning.cost import (
+    CHUNKS,
+    DIRECTIONS,
+    GATHERS,
+    SCATTERS,
+    GroupRates,
+    OperatorWork,
+    cheapest,
+    predict,
+)
 
 LINK = 119e6
 """1 Gbit/s, in bytes."""
-RATES = Rates(2e-4, LINK, 1.0, 3e-5, 2e-6, ((16, 5e9), (64, 20e9), (256, 60e9), (1024, 100e9)))
+RATES = GroupRates(2e-4, LINK, 1.0, 3e-5, 2e-6, ((16, 5e9), (64, 20e9), (256, 60e9), (1024, 100e9)))
 WORKS = [(operator, direction) for operator in GATHERS + SCATTERS for direction in DIRECTIONS]
 sizes = st.integers(0, 20_000)
 
 
-def work(operator: str, direction: str, rows: int, sent: int = 512, other: int = 512, world: int = 2) -> Work:
-    return Work(operator, direction, rows, sent, other, torch.float32, world)
+def work(operator: str, direction: str, rows: int, sent: int = 512, other: int = 512, world: int = 2) -> OperatorWork:
+    return OperatorWork(operator, direction, rows, sent, other, torch.float32, world)
 
 
 @st.composite
-def works(draw: st.DrawFn) -> Work:
+def works(draw: st.DrawFn) -> OperatorWork:
     operator, direction = draw(st.sampled_from(WORKS))
     return work(operator, direction, draw(sizes), draw(sizes), draw(sizes), draw(st.integers(1, 64)))
 
 
 @st.composite
-def rates(draw: st.DrawFn) -> Rates:
+def rates(draw: st.DrawFn) -> GroupRates:
     times = [draw(st.floats(1e-7, 1e-2)) for _ in range(3)]
     gemm = tuple((rows, draw(st.floats(1e8, 1e14))) for rows in (16, 64, 256, 1024))
-    return Rates(times[0], draw(st.floats(1e6, 1e12)), draw(st.floats(0, 1)), times[1], times[2], gemm)
+    return GroupRates(times[0], draw(st.floats(1e6, 1e12)), draw(st.floats(0, 1)), times[1], times[2], gemm)
 
 
-def balanced(operator: str, direction: str, rows: int) -> Work:
-    """Communication and compute about as long, at the best rate."""
+def balanced(operator: str, direction: str, rows: int) -> OperatorWork:
+    """Return work whose communication and compute take equally long, at the best rate."""
     found = work(operator, direction, rows)
     width = RATES.gemm[-1][1] * 4 / (2 * LINK) * (found.world - 1) / found.world
     return replace(found, other=round(width))
 
 
 @given(works(), rates())
-def test_without_communication_nothing_is_cut(work: Work, rates: Rates) -> None:
+def test_without_communication_there_is_one_chunk(work: OperatorWork, rates: GroupRates) -> None:
     assert cheapest(replace(work, world=1), rates) == 1
     assert cheapest(replace(work, sent=0), rates) == 1
 
 
 @given(works(), rates())
-def test_where_transfers_take_the_cores_nothing_is_cut(work: Work, rates: Rates) -> None:
+def test_there_is_one_chunk_if_transfers_use_the_cores(work: OperatorWork, rates: GroupRates) -> None:
     flat = tuple((rows, 1e10) for rows, _ in rates.gemm)
     assert cheapest(work, replace(rates, hides=0.0, gemm=flat), margin=1e-9) == 1
 
 
 @given(works(), rates(), st.sampled_from(CHUNKS))
-def test_slower_links_and_products_never_take_less_time(work: Work, rates: Rates, chunks: int) -> None:
+def test_slower_links_and_gemms_never_take_less_time(work: OperatorWork, rates: GroupRates, chunks: int) -> None:
     load, now = work.load(), predict(work.load(), rates, chunks)
     slower = [
         replace(rates, bytes_per_s=rates.bytes_per_s / 2),
@@ -70,33 +78,33 @@ def test_slower_links_and_products_never_take_less_time(work: Work, rates: Rates
 
 
 @given(works(), rates(), st.sampled_from(CHUNKS))
-def test_no_prediction_is_below_what_its_parts_take(work: Work, rates: Rates, chunks: int) -> None:
+def test_predictions_are_not_below_transfers_or_gemm(work: OperatorWork, rates: GroupRates, chunks: int) -> None:
     load, found = work.load(), predict(work.load(), rates, chunks)
     network = sum(rates.transfer_s(num_bytes) for num_bytes in (load.gathered, load.scattered))
     assert found >= network * (1 - 1e-9)
     ideal = replace(rates, gemm=((1, max(rate for _, rate in rates.gemm)),), call_s=0.0)
-    assert found >= ideal.product_s(load.product) * (1 - 1e-9)
+    assert found >= ideal.gemm_s(load.gemm) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("operator", "direction"), WORKS)
-def test_many_rows_on_a_slow_link_are_cut_and_few_are_not(operator: str, direction: str) -> None:
-    # These have the weights' gradient to compute while what they send travels: whole, it hides as much.
+def test_many_rows_on_a_slow_link_are_chunked_and_few_are_not(operator: str, direction: str) -> None:
+    # These compute the weight gradient during the transfer, so one chunk hides as much.
     already = operator in ("gather_matmul", "swap_matmul") and direction == "backward"
     assert (cheapest(balanced(operator, direction, 4096), RATES) > 1) is not already
     assert cheapest(balanced(operator, direction, 16), RATES) == 1
 
 
 @pytest.mark.parametrize(("operator", "direction"), WORKS)
-def test_a_cut_hides_most_of_the_smaller_part_where_both_are_long(operator: str, direction: str) -> None:
+def test_chunks_hide_most_of_the_shorter_of_compute_and_transfer(operator: str, direction: str) -> None:
     load = balanced(operator, direction, 65536).load()
     apart = sum(RATES.transfer_s(n) for n in (load.gathered, load.scattered))
-    apart += RATES.product_s(load.product) * (2 if load.weight else 1)
+    apart += RATES.gemm_s(load.gemm) * (2 if load.weight else 1)
     best = min(predict(load, RATES, chunks) for chunks in CHUNKS)
-    smaller = min(RATES.transfer_s(load.gathered or load.scattered), RATES.product_s(load.product))
+    smaller = min(RATES.transfer_s(load.gathered or load.scattered), RATES.gemm_s(load.gemm))
     assert apart - best > 0.75 * smaller
 
 
-def test_memory_that_is_shared_is_read_in_place_by_many_rows_and_by_linear_layers_only() -> None:
+def test_only_linear_layers_with_many_rows_read_shared_memory_in_place() -> None:
     shared = replace(RATES, shared=True, hides=0.0, bytes_per_s=5e9, latency_s=2e-5)
     assert cheapest(work("gather_matmul", "forward", 8192, other=64), shared) > 1
     assert cheapest(work("gather_matmul", "forward", 8192, other=64), replace(shared, shared=False)) == 1
@@ -104,24 +112,24 @@ def test_memory_that_is_shared_is_read_in_place_by_many_rows_and_by_linear_layer
     assert cheapest(work("dispatch_matmul", "forward", 8192, other=64), shared) == 1
 
 
-def test_one_chunk_is_one_step_after_the_other() -> None:
+def test_one_chunk_takes_the_sum_of_transfer_and_gemm() -> None:
     for operator, direction in (("gather_matmul", "forward"), ("matmul_scatter", "forward")):
         load = work(operator, direction, 512).load()
         moved = RATES.transfer_s(load.gathered + load.scattered)
-        assert predict(load, RATES, 1) == pytest.approx(moved + RATES.product_s(load.product))
+        assert predict(load, RATES, 1) == pytest.approx(moved + RATES.gemm_s(load.gemm))
 
 
-def test_rates_between_two_measured_ones_lie_between_them() -> None:
-    product = work("gather_matmul", "forward", 1).load().product
-    found = [2 * rows * 512 * 512 / RATES.product_s(replace(product, rows=rows)) for rows in (16, 40, 64, 4096)]
+def test_rates_are_interpolated_between_measured_ones() -> None:
+    product = work("gather_matmul", "forward", 1).load().gemm
+    found = [2 * rows * 512 * 512 / RATES.gemm_s(replace(product, rows=rows)) for rows in (16, 40, 64, 4096)]
     assert found == pytest.approx([5e9, found[1], 20e9, 100e9])
     assert 5e9 < found[1] < 20e9
 
 
-def test_rows_of_experts_are_products_of_fewer_rows() -> None:
+def test_grouped_gemms_run_at_the_rate_of_fewer_rows() -> None:
     whole = work("dispatch_matmul", "forward", 1024)
-    alone = RATES.product_s(whole.load().product)
-    assert RATES.product_s(replace(whole, groups=64).load().product) > 2 * alone
+    alone = RATES.gemm_s(whole.load().gemm)
+    assert RATES.gemm_s(replace(whole, groups=64).load().gemm) > 2 * alone
 
 
 def test_unknown_work_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The executors of a whole layer: which one runs, and that none changes a bit."""
+"""The executors of a whole layer: which one runs, and that all have the same bits."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_layer_pipelined_over_shared_memory_has_the_bits_of_the_serial_one(
     ],
     ids=["bf16", "a rank without experts", "payloads"],
 )
-def test_so_it_has_in_other_dtypes_placements_and_payloads(arg: Any, pool2: RankPool) -> None:
+def test_the_bits_are_equal_in_other_dtypes_placements_and_wire_dtypes(arg: Any, pool2: RankPool) -> None:
     pool2.run(_bits, arg)
 
 
@@ -129,12 +129,12 @@ def _each_gradient(rank: int, world: int, _: Any) -> None:
     _same({name: inputs[name].grad for name in NAMES}, wanted, "later")
 
 
-def test_each_gradient_can_be_asked_for_alone_twice_and_later(pool2: RankPool) -> None:
+def test_each_gradient_can_be_computed_alone_twice_and_later(pool2: RankPool) -> None:
     pool2.run(_each_gradient)
 
 
 def _unlike(rank: int, world: int, _: Any) -> None:
-    """Rank 1 runs one step after the other, the others do not."""
+    """Rank 1 runs serially, the others do not."""
     dispatcher = _shared(rank, world, 5)
     ids = _routing("random", rank, 5, 2)
     leaves = _leaves(rank, len(dispatcher.local_experts), ids, torch.float32)
@@ -173,17 +173,17 @@ def _names(rank: int, world: int, _: Any) -> None:
     for dispatcher, name in ((gathered, "pipelined"), (gathered, "device"), (shared, "device")):
         with pytest.raises(ConfigError, match=f"the {name} executor"):
             call(dispatcher, executor=name)
-    told = [
+    reasons = [
         explain_overlap(each, tokens=8, top_k=2, hidden=D, ffn=F).splitlines() for each in (shared, network, gathered)
     ]
-    assert [lines[0].split(":")[0] for lines in told] == ["serial", "rates", "serial"]
-    assert told[1][-1].startswith("choice: serial"), "few rows are never sent in chunks"
-    layer = MoELayer.build(MoEConfig(D, F, RouterConfig(4, 2)), group, "all_to_all", seed=1, overlap="auto")
+    assert [lines[0].split(":")[0] for lines in reasons] == ["serial", "rates", "serial"]
+    assert reasons[1][-1].startswith("choice: serial"), "few rows are never sent in chunks"
+    layer = MoELayer.build(MoEConfig(D, F, RouterConfig(4, 2)), group, backend="all_to_all", seed=1, overlap="auto")
     assert layer.overlap == Overlap("auto")
     assert layer(x).shape == x.shape
 
 
-def test_an_executor_runs_where_it_can_and_is_an_error_where_it_was_named_and_cannot(pool2: RankPool) -> None:
+def test_auto_falls_back_to_serial_and_an_unsupported_named_executor_is_an_error(pool2: RankPool) -> None:
     pool2.run(_names)
 
 
@@ -195,7 +195,7 @@ def test_unknown_executors_and_overlaps_are_refused() -> None:
 
 
 def _raises_between(rank: int, world: int, where: str) -> None:
-    """Rank 1 raises between dispatch and experts, or in an expert; what comes after."""
+    """Rank 1 raises between dispatch and experts, or in an expert."""
     group = dist.new_group(backend="gloo")
     dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=20))
     ids = _routing("random", rank, 4, 2)

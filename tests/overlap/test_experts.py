@@ -1,4 +1,4 @@
-"""dispatch_matmul, matmul_combine and the whole layer in flight: the bits of one step after the other."""
+"""dispatch_matmul, matmul_combine and the pipelined layer have the bits of serial execution."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.layers.moe.config import MoEConfig, ZeroExperts
+from moe_comm.layers.moe.config import MoEConfig, MoEGroups
 from moe_comm.layers.moe.layer import MoELayer
-from moe_comm.layers.moe.router import RouterConfig
-from moe_comm.overlap import dispatch_matmul as first
-from moe_comm.overlap import matmul_combine as last
+from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
+from moe_comm.overlap import dispatch_matmul as first, matmul_combine as last
 from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.executors.serial import grouped_mlp
 from moe_comm.overlap.options import Overlap
@@ -38,7 +37,7 @@ ROUTINGS = ("random", "one expert", "no tokens on rank 0", "dropped", "few")
 
 
 def _routing(kind: str, rank: int, experts: int, top_k: int) -> Tensor:
-    """[T, K] ids; T differs from rank to rank."""
+    """Return [T, K] ids; T differs between ranks."""
     tokens = 0 if kind == "no tokens on rank 0" and rank == 0 else 3 if kind == "few" else 37 + 5 * rank
     generator = torch.Generator().manual_seed(7 * rank + len(kind))
     if not tokens:
@@ -94,7 +93,11 @@ def _layer(rank: int, world: int, arg: tuple[str, torch.dtype, int, WireDtypes |
     def serial(x: Tensor, weights: Tensor, **w: Tensor) -> Tensor:
         dispatched = dispatcher.dispatch(x, ids)
         sizes = dispatched.handle.rows_per_expert
-        rows = grouped_mlp(dispatched.rows_RD, sizes, w["w13"], w["w2"], w["b13"], w["b2"], activation_of("swiglu"))
+        rows = grouped_mlp(
+            dispatched.rows_RD,
+            sizes,
+            ExpertMLP((w["w13"], w["w2"], w["b13"], w["b2"]), activation_of("swiglu"), False),
+        )
         return dispatcher.combine(rows, weights, dispatched.handle)
 
     wanted = _gradients(leaves, serial, grad)
@@ -116,7 +119,7 @@ def _overlapped(
 
 @pytest.mark.parametrize("kind", ROUTINGS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_layer_in_flight_has_the_bits_of_one_step_after_the_other(
+def test_the_pipelined_layer_has_the_bits_of_the_serial_one(
     world: int, kind: str, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
@@ -134,7 +137,7 @@ def test_the_layer_in_flight_has_the_bits_of_one_step_after_the_other(
     ],
     ids=["bf16", "an expert a rank", "a rank without experts", "payloads", "rows that begin within cache lines"],
 )
-def test_so_it_has_in_other_dtypes_placements_and_payloads(arg: Any, pool2: RankPool) -> None:
+def test_the_bits_are_equal_in_other_dtypes_placements_and_wire_dtypes(arg: Any, pool2: RankPool) -> None:
     pool2.run(_layer, arg)
 
 
@@ -146,10 +149,10 @@ def _operators(rank: int, world: int, kind: str) -> None:
     grad = draw(ids.shape[0], D, seed=99 + rank)
 
     def both(chunks: int, x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        h, passage = first.dispatch_matmul(dispatcher, x, ids, w13, Overlap(chunks, 1))
+        h, dispatch = first.dispatch_matmul(dispatcher, x, ids, w13, Overlap(chunks, 1))
         assert torch.equal(h.detach(), first.reference(dispatcher, x.detach(), ids, w13.detach()))
-        y = last.matmul_combine(h, w2, weights, passage)
-        assert torch.equal(y.detach(), last.reference(h.detach(), w2.detach(), weights.detach(), passage))
+        y = last.matmul_combine(h, w2, weights, dispatch)
+        assert torch.equal(y.detach(), last.reference(h.detach(), w2.detach(), weights.detach(), dispatch))
         return y
 
     results = [_gradients(leaves, partial(both, chunks), grad) for chunks in CHUNKS]
@@ -174,7 +177,7 @@ def test_both_operators_have_the_bits_of_their_references(kind: str, pool2: Rank
 
 
 def _frozen(rank: int, world: int, _: Any) -> None:
-    """Only some inputs want gradients, alike on every rank; and each is asked for by itself."""
+    """Only some inputs need gradients, the same on every rank; each gradient is also computed alone."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
@@ -194,7 +197,7 @@ def _frozen(rank: int, world: int, _: Any) -> None:
         assert all(torch.equal(a, wanted[name]) for a, name in zip(again, inputs, strict=True))
 
 
-def test_each_gradient_can_be_asked_for_alone_and_twice(pool2: RankPool) -> None:
+def test_each_gradient_can_be_computed_alone_and_twice(pool2: RankPool) -> None:
     pool2.run(_frozen, None)
 
 
@@ -210,17 +213,17 @@ def _bad(rank: int, world: int, what: str) -> str:
             ids[0, 0] = 9
         if rank == 0 and what == "dtype":
             x, w13 = x.bfloat16(), w13.bfloat16()
-        h, passage = first.dispatch_matmul(dispatcher, x, ids, w13)
+        h, dispatch = first.dispatch_matmul(dispatcher, x, ids, w13)
         w2 = leaves["w2"][:, :-1] if rank == 0 and what == "last width" else leaves["w2"]
         weights = leaves["weights"][:-1] if rank == 0 and what == "weights" else leaves["weights"]
-        last.matmul_combine(h, w2, weights, passage)
+        last.matmul_combine(h, w2, weights, dispatch)
     except (InputError, RoutingError, RankMismatch) as error:
         return type(error).__name__
     return "nothing"
 
 
 def _disagree(rank: int, world: int, _: Any) -> None:
-    """Only one rank wants the gradient of its routing weights."""
+    """Only one rank needs the gradient of its routing weights."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
@@ -229,12 +232,12 @@ def _disagree(rank: int, world: int, _: Any) -> None:
         dispatch_rows(dispatcher, leaves["x"].requires_grad_(), ids, weights, Overlap())
 
 
-def test_ranks_that_differ_in_the_gradients_they_want_get_an_error(pool2: RankPool) -> None:
+def test_ranks_that_need_different_gradients_get_an_error(pool2: RankPool) -> None:
     pool2.run(_disagree, None)
 
 
 def _changed(rank: int, world: int, _: Any) -> None:
-    """Routing weights that their owner changes in place before backward do not reach it."""
+    """A change of the routing weights in place after forward does not affect backward."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
@@ -258,7 +261,7 @@ def _other_dispatcher(rank: int, world: int, _: Any) -> None:
     group = dist.group.WORLD
     assert group is not None
     dispatcher = AllGatherDispatcher(ExpertPlacement.of(4, world), group, rank)
-    with pytest.raises(ConfigError, match="only the dispatcher all_to_all overlaps"):
+    with pytest.raises(ConfigError, match="only the dispatcher all_to_all sends rows in chunks"):
         first.dispatch_matmul(dispatcher, torch.zeros(3, D), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, F, D))
 
 
@@ -281,7 +284,7 @@ def test_bad_input_on_one_rank_is_an_error_on_all(what: str, kinds: set[str], po
 
 
 def _split(rank: int, world: int, _: Any) -> None:
-    """The gradient of the rows first and those of the weights later, as zero-bubble schedules ask for them."""
+    """Compute the gradient of the rows first and those of the weights later, as zero-bubble schedules do."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
@@ -298,7 +301,7 @@ def _split(rank: int, world: int, _: Any) -> None:
     _same({name: inputs[name].grad for name in ("w13", "w2", "b13", "b2")}, wanted, "later")
 
 
-def test_gradients_of_weights_can_be_asked_for_later(pool2: RankPool) -> None:
+def test_weight_gradients_can_be_computed_later(pool2: RankPool) -> None:
     pool2.run(_split, None)
 
 
@@ -332,7 +335,11 @@ def _module(rank: int, world: int, name: str) -> None:
     results = []
     for overlap in (None, Overlap(3, 1), Overlap("auto")):
         layer = MoELayer.build(
-            config, dist.group.WORLD, "all_to_all", etp=2 if name == "parts" else 1, seed=5, overlap=overlap
+            config,
+            MoEGroups(dist.group.WORLD, 2 if name == "parts" else 1),
+            backend="all_to_all",
+            seed=5,
+            overlap=overlap,
         )
         x = draw(2, 9 + rank, D, seed=rank).requires_grad_()
         y = layer(x)
@@ -346,7 +353,7 @@ def _module(rank: int, world: int, name: str) -> None:
 
 MODULES = {
     "a shared expert": MoEConfig(D, F, RouterConfig(6, 2), shared_ffn=24, shared_gate=True),
-    "zero experts": MoEConfig(D, F, RouterConfig(8, 3), zero_experts=ZeroExperts(identity=1, zero=1)),
+    "zero experts": MoEConfig(D, F, RouterConfig(6, 3, zero_experts=ZeroExperts(identity=1, zero=1))),
     "capacity": MoEConfig(D, F, RouterConfig(6, 2), capacity=Capacity(1.0), expert_bias=True),
     "parts": MoEConfig(D, F, RouterConfig(6, 2)),
     "recompute": MoEConfig(D, F, RouterConfig(6, 2), recompute=True),

@@ -1,4 +1,4 @@
-"""gather_matmul and matmul_scatter: the bits of one step after the other, whatever the chunks and the transport."""
+"""gather_matmul and matmul_scatter have the bits of serial execution for all chunks and transports."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import configure_collectives
+from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
-from moe_comm.overlap.chunked import RANK_BY_RANK
-from moe_comm.overlap.gather_matmul import gather_matmul
-from moe_comm.overlap.gather_matmul import reference as gather_reference
-from moe_comm.overlap.matmul_scatter import matmul_scatter
-from moe_comm.overlap.matmul_scatter import reference as scatter_reference
+from moe_comm.overlap.chunked import PER_RANK_ROWS
+from moe_comm.overlap.gather_matmul import gather_matmul, reference as gather_reference
+from moe_comm.overlap.matmul_scatter import matmul_scatter, reference as scatter_reference
 from moe_comm.overlap.options import Overlap
 from tests.layers.reference import draw
-from tests.overlap.common import BOTH, Found, assert_near, in_every_way
+from tests.overlap.common import BOTH, Found, assert_near, with_every_setting
 from tests.pool import RankPool
 
 OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "gather_matmul": (gather_matmul, gather_reference),
     "matmul_scatter": (matmul_scatter, scatter_reference),
 }
-SHAPES = [(64, 32, 48), (37, 24, 7), (5, 3, 2), (1, 16, 16), (0, 4, 3), (RANK_BY_RANK, 8, 4)]
+SHAPES = [(64, 32, 48), (37, 24, 7), (5, 3, 2), (1, 16, 16), (0, 4, 3), (PER_RANK_ROWS, 8, 4)]
 """(rows of a rank, inner width, outputs)"""
 
 
@@ -44,7 +42,7 @@ def _grad(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype: 
 
 
 def _whole(name: str, world: int, shape: tuple[int, int, int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """By rank: output and both gradients in float64, as one process computes them."""
+    """Return output and both gradients of each rank in float64, computed by one process."""
     inputs = [_inputs(name, r, world, shape, torch.float64) for r in range(world)]
     grads = [_grad(name, r, world, shape, torch.float64) for r in range(world)]
     rows = shape[0]
@@ -61,20 +59,20 @@ def _whole(name: str, world: int, shape: tuple[int, int, int]) -> list[tuple[Ten
 def _run(
     rank: int, world: int, arg: tuple[str, tuple[int, int, int], torch.dtype]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Output and gradients for every choice of transport, chunks and determinism; checks what must be equal bits."""
+    """Return output and gradients for every transport, chunks and determinism. Checks equality of bits."""
     name, shape, dtype = arg
 
     def inputs() -> Found:
         return *_inputs(name, rank, world, shape, dtype), _grad(name, rank, world, shape, dtype)
 
-    return in_every_way(*OPERATORS[name], inputs)
+    return with_every_setting(*OPERATORS[name], inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_output_and_gradients_have_the_bits_of_one_step_after_the_other(
+def test_output_and_gradients_have_the_bits_of_serial_execution(
     world: int, name: str, shape: tuple[int, int, int], dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
@@ -117,12 +115,12 @@ def _autocast(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_autocast_does_not_change_some_of_the_rows(name: str, pool2: RankPool) -> None:
+def test_autocast_changes_no_rows(name: str, pool2: RankPool) -> None:
     pool2.run(_autocast, name)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_gradient_that_nobody_wants_is_not_computed(name: str, pool2: RankPool) -> None:
+def test_a_gradient_that_is_not_needed_is_not_computed(name: str, pool2: RankPool) -> None:
     pool2.run(_partly, name)
 
 
@@ -147,7 +145,7 @@ def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(pool2:
     pool2.run(_bad)
 
 
-def test_small_rows_travel_in_fewer_chunks() -> None:
+def test_small_rows_are_sent_in_fewer_chunks() -> None:
     overlap = Overlap(chunks=8, chunk_bytes=1000)
     assert [overlap.chunks_of(n) for n in (0, 999, 1999, 2000, 7999, 8000, 10**9)] == [1, 1, 1, 2, 7, 8, 8]
 

@@ -1,7 +1,7 @@
-"""The order of transfers and products, for every operator and executor that overlaps them; not their bits.
+"""The order of transfers and GEMMs, for every operator and executor that overlaps them.
 
-    arrivals     rank 1 holds back its last transfer until rank 0 has computed what has arrived before it
-    departures   rank 0 holds back a product until rank 1 has the results of the products before it
+    arrivals     rank 1 delays its last transfer until rank 0 has computed the rows that it received before
+    departures   rank 0 delays a GEMM until rank 1 has the results of the GEMMs before it
 
 The ranks wait for each other through a store, so a version that receives everything before it computes, or computes
 everything before it sends, waits until the store's deadline and fails.
@@ -24,16 +24,16 @@ from torch import Tensor
 
 from moe_comm.comm.channel import Channel, PendingTensor
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import configure_collectives
+from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.native import ArrivingRows, LeavingRows
+from moe_comm.dispatch.backends.native import IncomingRows, OutgoingRows
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.overlap import chunked, ulysses
-from moe_comm.overlap.chunk_plan import Parts, Piece
+from moe_comm.overlap.chunk_plan import RowRange, RowSegments
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.executors import pipelined
 from moe_comm.overlap.executors.choice import dispatch_rows
@@ -51,7 +51,7 @@ from tests.pool import RankPool
 D, F, ROWS, TOKENS = 16, 32, 64, 8
 CHUNKED = Overlap(2, 1, backend="chunked", executor="pipelined")
 LARGE = 64
-"""Elements from which a transfer is one of rows, and not of a handshake or of weights."""
+"""Minimum number of elements of a transfer of rows. Handshakes and weights are smaller."""
 
 Run = Callable[[int], Tensor]
 """A rank's forward pass."""
@@ -59,11 +59,11 @@ Run = Callable[[int], Tensor]
 
 @dataclass
 class Gate:
-    """What one rank does before another may go on."""
+    """An event of one rank that another rank waits for."""
 
     store: dist.Store
     name: str
-    patience: float = 20.0
+    timeout_s: float = 20.0
     used: bool = False
 
     def open(self) -> None:
@@ -72,12 +72,12 @@ class Gate:
 
     def wait(self) -> None:
         self.used = True
-        self.store.wait([self.name], timedelta(seconds=self.patience))
+        self.store.wait([self.name], timedelta(seconds=self.timeout_s))
 
 
 @contextlib.contextmanager
 def _transfers(before: Callable[[int], None], taken: Callable[[int], None]) -> Iterator[None]:
-    """Call ``before`` as this rank starts its n-th transfer of rows, and ``taken`` once it has what that brings."""
+    """Call ``before`` before this rank starts its n-th transfer of rows, and ``taken`` after it has the result."""
     count = 0
 
     def noting(real: Callable[..., PendingTensor]) -> Callable[..., PendingTensor]:
@@ -89,12 +89,12 @@ def _transfers(before: Callable[[int], None], taken: Callable[[int], None]) -> I
             before(number)
             pending = real(self, rows, *args)
 
-            def take() -> Tensor:
-                found = pending()
+            def wait() -> Tensor:
+                tensor = pending()
                 taken(number)
-                return found
+                return tensor
 
-            return replace(pending, take=take)
+            return replace(pending, wait=wait)
 
         return start
 
@@ -107,7 +107,7 @@ def _transfers(before: Callable[[int], None], taken: Callable[[int], None]) -> I
 
 @contextlib.contextmanager
 def _products(before: Callable[[int], None], after: Callable[[int], None]) -> Iterator[None]:
-    """Call ``before`` and ``after`` around this rank's n-th product."""
+    """Call ``before`` and ``after`` around this rank's n-th GEMM."""
     count = 0
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,7 +182,7 @@ RUNS: dict[str, Run] = {
 
 
 def _passes(rank: int, name: str, direction: str) -> Callable[[], object]:
-    """The pass of an operator that is looked at; what comes before it has run."""
+    """Return the pass of an operator to observe. The passes before it have run."""
     if direction == "forward":
         return _last(rank) if name == "matmul_combine" else lambda: RUNS[name](rank)
     y = RUNS[name](rank)
@@ -224,7 +224,7 @@ def _arrivals(rank: int, world: int, arg: tuple[str, str, int, Path]) -> None:
         ("layer", "backward", 2),
     ],
 )
-def test_what_has_arrived_is_computed_before_the_rest_arrives(
+def test_received_rows_are_computed_before_the_rest_is_received(
     name: str, direction: str, products: int, pool2: RankPool, tmp_path: Path
 ) -> None:
     pool2.run(_arrivals, (name, direction, products, tmp_path / "store"), timeout=45)
@@ -272,13 +272,15 @@ def test_results_are_sent_before_the_rest_is_computed(
 
 
 def _everything_first(rank: int, world: int, path: Path) -> None:
-    """An executor that receives everything before it computes waits for rank 1, which waits for it."""
+    """An executor that receives all rows before it computes waits for rank 1, which waits for it."""
 
-    def patiently(parts: Parts, send: RowSend, back: RowReturn, compute: Callable[[Piece], None], *_: Any) -> None:
-        left = sum(map(len, parts.groups))
+    def receive_all_first(
+        segments: RowSegments, send: RowSend, back: RowReturn, compute: Callable[[RowRange], None], *_: Any
+    ) -> None:
+        left = sum(map(len, segments.groups))
         while left:
-            left -= len(send.take(wait=True))
-        run_ranges(parts, None, back, compute)
+            left -= len(send.poll(wait=True))
+        run_ranges(segments, None, back, compute)
 
     gate = Gate(dist.FileStore(str(path), world), "never", 2.0)
     late: list[bool] = []
@@ -291,7 +293,7 @@ def _everything_first(rank: int, world: int, path: Path) -> None:
                 late.append(True)
 
     with (
-        mock.patch.object(pipelined, "run_ranges", patiently),
+        mock.patch.object(pipelined, "run_ranges", receive_all_first),
         _transfers(before, _nothing),
         _products(_nothing, lambda number: gate.open() if rank == 0 else None),
     ):
@@ -299,7 +301,7 @@ def _everything_first(rank: int, world: int, path: Path) -> None:
     assert late == [True] * rank
 
 
-def test_a_version_that_receives_everything_first_would_be_found(pool2: RankPool, tmp_path: Path) -> None:
+def test_receiving_all_rows_before_computing_is_detected(pool2: RankPool, tmp_path: Path) -> None:
     pool2.run(_everything_first, tmp_path / "store", timeout=45)
 
 
@@ -309,7 +311,7 @@ SHARED = Overlap(8, 1, executor="pipelined")
 
 
 def _shared_layer(rank: int, world: int) -> Tensor:
-    """Every token goes to an expert of every rank; each rank has one expert."""
+    """Run a layer in which every token has an expert on every rank; each rank has one expert."""
     group = dist.group.WORLD
     assert group is not None
     dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(world, world), group, rank, DispatchOptions(timeout_s=30))
@@ -320,21 +322,21 @@ def _shared_layer(rank: int, world: int) -> Tensor:
 
 
 def _late_peer(rank: int, world: int, direction: str) -> None:
-    """The rows of the last peer are reported complete only once those of all others, and the own ones, are computed."""
+    """The last peer's rows are reported complete only after the rows of all other ranks are computed."""
     y = _shared_layer(rank, world) if direction == "backward" else None
     late, computed = (rank - 1) % world, 0
     others = 2 * (world - 1) * TOKENS  # rows of all sources but one, in two products each
-    ready, following, leave = ArrivingRows.ready, ArrivingRows.next, ArrivingRows.__exit__
+    ready, following, leave = IncomingRows.ready, IncomingRows.next, IncomingRows.__exit__
 
-    def is_ready(arriving: ArrivingRows, peer: int) -> bool:
+    def is_ready(arriving: IncomingRows, peer: int) -> bool:
         return (peer != late or computed >= others) and ready(arriving, peer)
 
-    def next_of(arriving: ArrivingRows, peers: Sequence[int]) -> int:
+    def next_of(arriving: IncomingRows, peers: Sequence[int]) -> int:
         rest = [peer for peer in peers if peer != late]
         assert rest or computed >= others, "waits for the last peer while there are rows to compute"
         return following(arriving, rest or peers)
 
-    def left(arriving: ArrivingRows, *error: Any) -> None:
+    def left(arriving: IncomingRows, *error: Any) -> None:
         assert computed >= others or any(error), "waits for all peers while there are rows to compute"
         leave(arriving, *error)
 
@@ -346,9 +348,9 @@ def _late_peer(rank: int, world: int, direction: str) -> None:
     real = expert_mlp.expert_mm
     with (
         mock.patch.object(expert_mlp, "expert_mm", product),
-        mock.patch.object(ArrivingRows, "ready", is_ready),
-        mock.patch.object(ArrivingRows, "next", next_of),
-        mock.patch.object(ArrivingRows, "__exit__", left),
+        mock.patch.object(IncomingRows, "ready", is_ready),
+        mock.patch.object(IncomingRows, "next", next_of),
+        mock.patch.object(IncomingRows, "__exit__", left),
     ):
         if y is None:
             _shared_layer(rank, world)
@@ -363,13 +365,13 @@ def test_rows_of_all_other_peers_are_computed_before_a_late_peers_are_complete(d
 
 
 def _flags(rank: int, world: int, arg: tuple[str, Path]) -> None:
-    """Rank 0 computes its last rows only once rank 1, whose rows it has computed, has its sum."""
+    """Rank 0 computes its last rows only after rank 1, whose rows it has computed, has its sum."""
     direction, path = arg
     gate = Gate(dist.FileStore(str(path), world), direction)
     y = _shared_layer(rank, world) if direction == "backward" else None
-    summed = LeavingRows.sum
+    summed = OutgoingRows.sum
 
-    def watched(leaving: LeavingRows, weights: Tensor | None) -> Tensor:
+    def watched(leaving: OutgoingRows, weights: Tensor | None) -> Tensor:
         found = summed(leaving, weights)
         if rank == 1:
             gate.open()
@@ -381,7 +383,7 @@ def _flags(rank: int, world: int, arg: tuple[str, Path]) -> None:
             gate.wait()
 
     last = 4 if world == 4 else 2
-    with mock.patch.object(LeavingRows, "sum", watched), _in_order(rank, world), _products(before, _nothing):
+    with mock.patch.object(OutgoingRows, "sum", watched), _in_order(rank, world), _products(before, _nothing):
         if y is None:
             _shared_layer(rank, world)
         else:
@@ -391,15 +393,15 @@ def _flags(rank: int, world: int, arg: tuple[str, Path]) -> None:
 
 @contextlib.contextmanager
 def _in_order(rank: int, world: int) -> Iterator[None]:
-    """Let all rows be complete when they are asked for, so that the order of products is known."""
-    ready = ArrivingRows.ready
+    """Make all rows complete when they are polled, so that the order of GEMMs is fixed."""
+    ready = IncomingRows.ready
 
-    def once_complete(arriving: ArrivingRows, peer: int) -> bool:
+    def once_complete(arriving: IncomingRows, peer: int) -> bool:
         while not ready(arriving, peer):
             arriving.next([peer])
         return True
 
-    with mock.patch.object(ArrivingRows, "ready", once_complete):
+    with mock.patch.object(IncomingRows, "ready", once_complete):
         yield
 
 
@@ -410,16 +412,16 @@ def test_a_peer_has_its_sum_before_the_results_for_others_are_computed(
     pool4.run(_flags, (direction, tmp_path / "store"), timeout=45)
 
 
-# --- the executor by itself ---
+# --- the executor alone ---
 
 
 class _Scripted(RowSend):
-    """Part 1 completes once the own rows and parts 0 and 2 have been computed."""
+    """Segment 1 completes after the own rows and segments 0 and 2 have been computed."""
 
     def __init__(self, events: list[str]) -> None:
         self._events, self._left = events, [0, 2, 1]
 
-    def take(self, wait: bool) -> Sequence[int]:
+    def poll(self, wait: bool) -> Sequence[int]:
         assert not wait or len(self._left) == 1, "waits while there is something to compute"
         if len(self._left) == 1 and not {"0:4", "4:8", "12:16"} <= set(self._events):
             return ()
@@ -430,23 +432,23 @@ class _Noted(RowReturn):
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    def computed(self, part: int) -> None:
-        self._events.append(f"part {part}")
+    def mark_computed(self, segment: int) -> None:
+        self._events.append(f"segment {segment}")
 
     def result(self, weights_TK: Tensor | None) -> Tensor:
         raise NotImplementedError
 
 
-def test_parts_are_computed_and_returned_in_the_order_in_which_they_complete() -> None:
-    pieces = [(Piece(0, 4, 8),), (Piece(1, 8, 12),), (Piece(2, 12, 16),)]
-    parts = Parts(pieces, (Piece(3, 0, 4),), ((0,), (1,), (2,)))
+def test_segments_are_computed_and_returned_in_order_of_completion() -> None:
+    ranges = [(RowRange(0, 4, 8),), (RowRange(1, 8, 12),), (RowRange(2, 12, 16),)]
+    segments = RowSegments(ranges, (RowRange(3, 0, 4),), ((0,), (1,), (2,)))
     events: list[str] = []
 
-    def compute(piece: Piece) -> None:
-        events.append(f"{piece.first}:{piece.end}")
+    def compute(row_range: RowRange) -> None:
+        events.append(f"{row_range.first}:{row_range.end}")
 
-    run_ranges(parts, _Scripted(events), _Noted(events), compute)
-    assert events == ["4:8", "part 0", "12:16", "part 2", "0:4", "8:12", "part 1"]
+    run_ranges(segments, _Scripted(events), _Noted(events), compute)
+    assert events == ["4:8", "segment 0", "12:16", "segment 2", "0:4", "8:12", "segment 1"]
     events.clear()
-    run_ranges(parts, None, _Noted(events), compute)
-    assert events == ["4:8", "part 0", "8:12", "part 1", "12:16", "part 2", "0:4"]
+    run_ranges(segments, None, _Noted(events), compute)
+    assert events == ["4:8", "segment 0", "8:12", "segment 1", "12:16", "segment 2", "0:4"]

@@ -1,4 +1,4 @@
-"""Orders of tiles: every row once, nothing before it is there, and no wait that another order would not have."""
+"""Tile orders: each row is computed once, after it is received, with minimal waits."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.schedule import (
-    Schedule,
+    TileSchedule,
     combine_order,
     dispatch_order,
     gather_order,
     row_order,
     scatter_order,
 )
-from moe_comm.overlap.simulate import Timeline, simulate
+from moe_comm.overlap.simulate import TileTimeline, simulate
 from moe_comm.overlap.tiles import Cut, chunk_rows, column_slices
 
 SEEDED = settings(deadline=None, derandomize=True, max_examples=60)
@@ -62,7 +61,7 @@ def cases(draw: st.DrawFn, chunks: int = 1, most_ranks: int = 12) -> Case:
     return Case(rows, Ring(draw(st.integers(0, hosts * size - 1)), hosts * size, size), cut, seed)
 
 
-def assert_every_row_once(schedule: Schedule, case: Case, slices: int = 1) -> None:
+def assert_every_row_once(schedule: TileSchedule, case: Case, slices: int = 1) -> None:
     labels = case.labels()
     seen = sorted((tile.column_slice, row) for tile in schedule for row in tile.rows)
     assert seen == [(part, row) for part in range(slices) for row in range(len(labels))]
@@ -72,7 +71,7 @@ def assert_every_row_once(schedule: Schedule, case: Case, slices: int = 1) -> No
         assert tile.ranks == tuple(sorted({labels[row][1] for row in tile.rows}))
 
 
-def assert_one_tile_at_a_time(timeline: Timeline, workers: int) -> None:
+def assert_one_tile_at_a_time(timeline: TileTimeline, workers: int) -> None:
     assert ((timeline.worker_N >= 0) & (timeline.worker_N < workers)).all()
     for worker in range(workers):
         mine = timeline.worker_N == worker
@@ -108,7 +107,7 @@ def test_chunks_and_experts_have_flags_of_their_own(case: Case) -> None:
 
 @SEEDED
 @given(cases(chunks=2), st.integers(1, 3), st.booleans(), st.booleans())
-def test_no_tile_is_read_before_its_rows_are_there_whatever_the_order_of_arrival(
+def test_no_tile_is_read_before_its_rows_are_received_for_any_order_of_arrival(
     case: Case, workers: int, in_order: bool, per_expert: bool
 ) -> None:
     schedule = dispatch_order(case.rows_EWC, case.ring, case.cut, flags_per_expert=per_expert)
@@ -124,7 +123,7 @@ def test_no_tile_is_read_before_its_rows_are_there_whatever_the_order_of_arrival
 
 
 def plain_row_major_finish(case: Case, arrivals: tuple[float, ...]) -> float:
-    """Rows cut every ``tile_rows`` of an expert, computed in their order, each tile waiting for all that is in it."""
+    """Return the finish time if rows are cut every ``tile_rows`` of an expert and computed in row order."""
     labels, now = case.labels(), 0.0
     for expert in range(len(case.rows_EW)):
         rows = [row for row, label in enumerate(labels) if label[0] == expert]
@@ -136,11 +135,11 @@ def plain_row_major_finish(case: Case, arrivals: tuple[float, ...]) -> float:
 
 @settings(SEEDED, max_examples=40)
 @given(cases(most_ranks=4), st.integers(1, 30))
-def test_the_worst_wait_is_no_longer_than_in_the_order_of_rows(case: Case, gap: int) -> None:
+def test_the_worst_wait_is_no_longer_than_in_row_order(case: Case, gap: int) -> None:
     ours, same_tiles = (order(case.rows_EW, case.ring, case.cut) for order in (dispatch_order, row_order))
     worst_ours = worst_same = worst_plain = 0.0
     for times in itertools.permutations(gap * step for step in range(1, case.ring.world)):
-        arrivals = (*times[: case.ring.rank], 0, *times[case.ring.rank :])  # own rows are there
+        arrivals = (*times[: case.ring.rank], 0, *times[case.ring.rank :])  # own rows need no transfer
         worst_ours = max(worst_ours, simulate(ours, arrivals, ours.rows_N).idle)
         worst_same = max(worst_same, simulate(same_tiles, arrivals, same_tiles.rows_N).idle)
         worst_plain = max(worst_plain, plain_row_major_finish(case, arrivals) - case.rows_EW.sum())
@@ -150,20 +149,20 @@ def test_the_worst_wait_is_no_longer_than_in_the_order_of_rows(case: Case, gap: 
 
 @SEEDED
 @given(cases(), st.integers(0, 9))
-def test_no_order_ends_earlier_where_rows_arrive_round_the_ring(case: Case, gap: int) -> None:
+def test_no_order_ends_earlier_if_rows_arrive_in_ring_order(case: Case, gap: int) -> None:
     schedule = dispatch_order(case.rows_EW, case.ring, case.cut)
     generator = np.random.default_rng(case.seed)
     arrivals = np.cumsum(gap * generator.integers(0, 3, case.ring.world))[case.ring.distance_W].astype(float)
     times = generator.integers(1, 5, len(schedule)).astype(float)
     ready = np.array([max(arrivals[rank] for rank in tile.ranks) for tile in schedule])
-    # Work that cannot begin before some time ends no earlier than that time plus the work: no order can beat this.
+    # Work that cannot start before some time ends no earlier than that time plus its duration.
     least = max((at + times[ready >= at].sum() for at in ready), default=0.0)
     assert simulate(schedule, arrivals, times).finish == least
     assert simulate(schedule, arrivals, times, in_order=False).finish == least
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_waits_are_strictly_shorter_where_routing_is_skewed(world: int) -> None:
+def test_waits_are_strictly_shorter_with_skewed_routing(world: int) -> None:
     for rank in range(world):
         generator = np.random.default_rng(rank)
         rows_EW = generator.poisson(40 / np.arange(1, 7)[:, None], (6, world)) + 1
@@ -174,13 +173,13 @@ def test_waits_are_strictly_shorter_where_routing_is_skewed(world: int) -> None:
         waits = [simulate(order, arrivals, order.rows_N).idle for order in (ours, by_rows)]
         assert waits[0] < waits[1]
         assert waits[0] < plain_row_major_finish(case, tuple(arrivals)) - total
-        if world > 2:  # with more than one peer, most of the waiting is gone
+        if world > 2:  # with more than one peer, most of the wait is avoided
             assert waits[0] < waits[1] / 2
 
 
 @SEEDED
 @given(cases())
-def test_rows_of_the_own_host_are_computed_before_any_that_cross_between_hosts(case: Case) -> None:
+def test_rows_of_the_own_host_are_computed_before_rows_of_other_hosts(case: Case) -> None:
     host = case.ring.rank // case.ring.host_size
     schedule = dispatch_order(case.rows_EW, case.ring, case.cut)
     crosses = [any(rank // case.ring.host_size != host for rank in tile.ranks) for tile in schedule]
@@ -199,7 +198,7 @@ def test_cutting_between_ranks_costs_no_more_tiles_than_allowed(case: Case) -> N
         assert all(n <= plain * (1 + case.cut.extra_tiles) for n, plain in zip(found_E, plain_E, strict=True))
 
 
-def test_dispatch_is_ordered_as_in_its_picture() -> None:
+def test_dispatch_order_matches_its_example() -> None:
     schedule = dispatch_order([[2, 3, 3, 2], [0, 4, 1, 0]], Ring(1, 4), Cut(4))
     found = [(tile.stage, tile.expert, tile.first_row, tile.end_row, tile.ranks) for tile in schedule]
     assert found == [
@@ -211,7 +210,7 @@ def test_dispatch_is_ordered_as_in_its_picture() -> None:
     ]
 
 
-def test_gather_is_ordered_as_in_its_picture() -> None:
+def test_gather_order_matches_its_example() -> None:
     schedule = gather_order([4, 4, 4, 4], Ring(2, 4), Cut(2), chunks=2)
     assert [tile.needs for tile in schedule] == [(4,), (5,), (6,), (7,), (0,), (1,), (2,), (3,)]
     assert [tile.first_row for tile in schedule] == [8, 10, 12, 14, 0, 2, 4, 6]

@@ -19,16 +19,14 @@ from torch.distributed import ProcessGroup
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives, heap_of
+from moe_comm.comm.group_setup import channel_of, communicator_of, configure_collectives, heap_of
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.errors import PeerDied, PeerError, PeerTimeout, RankMismatch
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap import shared
-from moe_comm.overlap.gather_matmul import gather_matmul
-from moe_comm.overlap.gather_matmul import reference as gather_reference
-from moe_comm.overlap.matmul_scatter import matmul_scatter
-from moe_comm.overlap.matmul_scatter import reference as scatter_reference
+from moe_comm.overlap.gather_matmul import gather_matmul, reference as gather_reference
+from moe_comm.overlap.matmul_scatter import matmul_scatter, reference as scatter_reference
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import block
 from tests.layers.reference import draw
@@ -48,7 +46,7 @@ def _new_group() -> ProcessGroup:
 
 
 def _inputs(name: str, rank: int, world: int, rows: int = 40, dtype: torch.dtype = torch.float32) -> Grads:
-    """x, weight and the gradient of the output, of which the ranks' are all different."""
+    """Return x, weight and the gradient of the output, different on every rank."""
     whole, part = rows * world, rows
     here, there = (part, whole) if name == "gather_matmul" else (whole, part)
     x, w = draw(here, 24, seed=rank, dtype=dtype), draw(9, 24, seed=50 + rank, dtype=dtype)
@@ -56,7 +54,7 @@ def _inputs(name: str, rank: int, world: int, rows: int = 40, dtype: torch.dtype
 
 
 def _pass(name: str, inputs: Grads, group: ProcessGroup, overlap: Overlap = CUT) -> Grads:
-    """Output and both gradients."""
+    """Return output and both gradients."""
     x, w, grad = inputs
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = OPERATORS[name][0](x, w, group, overlap)
@@ -65,23 +63,23 @@ def _pass(name: str, inputs: Grads, group: ProcessGroup, overlap: Overlap = CUT)
 
 
 @contextmanager
-def _meetings(passes: int) -> Iterator[None]:
-    """Within it so many passes go in place."""
-    real, seen = SharedChannel.meet, 0
+def _passes_in_place(passes: int) -> Iterator[None]:
+    """Check the number of passes that run in place within the context."""
+    real, seen = SharedChannel.rendezvous, 0
 
-    def meet(*args: Any, **kwargs: Any) -> Any:
+    def rendezvous(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         seen += 1
         return real(*args, **kwargs)
 
-    with mock.patch.object(SharedChannel, "meet", meet):
+    with mock.patch.object(SharedChannel, "rendezvous", rendezvous):
         yield
     assert seen == passes
 
 
 @contextmanager
 def _products(before: Callable[[int], None]) -> Iterator[None]:
-    """Within it ``before`` is called with the number of each product that this rank makes for others to add."""
+    """Call ``before`` with the number of each GEMM whose result peers sum, within the context."""
     real, made = row_invariant_mm, 0
 
     def product(*args: Any, **kwargs: Any) -> Tensor:
@@ -100,11 +98,11 @@ def _same(rank: int, world: int, dtype: torch.dtype) -> None:
     try:
         for name, (_, reference) in OPERATORS.items():
             inputs = _inputs(name, rank, world, dtype=dtype)
-            with _meetings(2 if in_place else 0):
+            with _passes_in_place(2 if in_place else 0):
                 found = _pass(name, inputs, group)
                 _pass(name, inputs, group, Overlap(1))
             configure_collectives(CollectiveOptions(shared_memory=False))
-            with _meetings(0):
+            with _passes_in_place(0):
                 chunked = _pass(name, inputs, group)
             assert all(torch.equal(a, b) for a, b in zip(found, chunked, strict=True))
             assert torch.equal(found[0], reference(*inputs[:2], group))
@@ -130,16 +128,16 @@ def test_rows_may_be_strided(pool2: RankPool) -> None:
 
 
 def _late(rank: int, world: int, path: Path) -> list[int]:
-    """Rank 1 offers its rows only after rank 0 has had those of all others."""
+    """Rank 1 offers its rows only after rank 0 has received those of all others."""
     store = dist.FileStore(str(path), world)
     group = _new_group()
     channel_of(group)
     if rank == 1:
         store.wait(["others"])
     seen: list[int] = []
-    real = shared.SharedWay.start_gather
+    real = shared.SharedTransport.start_gather
 
-    def watched(way: shared.SharedWay, x_SD: Tensor) -> Any:
+    def watched(way: shared.SharedTransport, x_SD: Tensor) -> Any:
         for arrival in real(way, x_SD):
             seen.append(arrival.ranks.start)
             yield arrival
@@ -147,13 +145,13 @@ def _late(rank: int, world: int, path: Path) -> list[int]:
                 store.set("others", "had")
 
     x, w, _ = _inputs("gather_matmul", rank, world)
-    with mock.patch.object(shared.SharedWay, "start_gather", watched):
+    with mock.patch.object(shared.SharedTransport, "start_gather", watched):
         y = gather_matmul(x, w, group, CUT)
     assert torch.equal(y, gather_reference(x, w, group))
     return seen
 
 
-def test_rows_are_taken_as_they_come_and_nobody_waits_for_the_last_rank_first(pool4: RankPool, tmp_path: Path) -> None:
+def test_rows_are_computed_in_order_of_completion(pool4: RankPool, tmp_path: Path) -> None:
     orders = pool4.run(_late, tmp_path / "store")
     assert [order[0] for order in orders] == [0, 1, 2, 3]
     assert orders[0][-1] == 1
@@ -186,10 +184,10 @@ def _mismatch(rank: int, world: int, arg: Any) -> None:
         OPERATORS["gather_matmul" if rank == odd else "matmul_scatter"][0](
             torch.ones(16 * world, 16), torch.ones(16, 16), group, CUT
         )
-    beside = partial(channel_of(group).all_gather, torch.ones(3), "something else")
+    other_call = partial(channel_of(group).all_gather, torch.ones(3), "something else")
     among = partial(matmul_scatter, torch.ones(16 * world, 16), torch.ones(16, 16), group, CUT)
     with pytest.raises(RankMismatch):
-        (beside if rank == odd else among)()
+        (other_call if rank == odd else among)()
     _pass("matmul_scatter", _inputs("matmul_scatter", rank, world), group)
 
 
@@ -210,7 +208,7 @@ def _other_gradients(rank: int, world: int, arg: Any) -> None:
     gather_matmul(x.detach(), w.detach(), group, CUT)
 
 
-def test_ranks_of_which_one_alone_wants_the_weights_gradient_disagree(pool2: RankPool) -> None:
+def test_ranks_that_differ_in_needing_the_weight_gradient_raise(pool2: RankPool) -> None:
     pool2.run(_other_gradients)
 
 
@@ -220,28 +218,28 @@ def _full(rank: int, world: int, arg: Any) -> None:
     taken = block(made.heap, 1, 15 << 20, torch.float32) if rank == world - 1 else None  # all but 4 MB of its heap
     for name in OPERATORS:
         inputs = _inputs(name, rank, world, rows=30_000)
-        with _meetings(2), pytest.warns(RuntimeWarning, match=r"cannot grow shared memory.*goes another way"):
+        with _passes_in_place(2), pytest.warns(RuntimeWarning, match=r"cannot grow shared memory.*uses another method"):
             found = _pass(name, inputs, group, Overlap(32, 1))
         configure_collectives(CollectiveOptions(shared_memory=False))
         chunked = _pass(name, inputs, group)
         configure_collectives(CollectiveOptions())
         assert all(torch.equal(a, b) for a, b in zip(found, chunked, strict=True))
         small = _inputs(name, rank, world)
-        with _meetings(2):
+        with _passes_in_place(2):
             assert torch.equal(_pass(name, small, group)[0], OPERATORS[name][1](*small[:2], group))
     del taken
     assert made.heap.used == 0
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_where_one_rank_has_no_room_all_go_another_way_with_the_same_bits(
+def test_if_one_rank_has_no_memory_all_use_chunks_with_the_same_bits(
     world: int, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(f"pool{world}").run(_full)
 
 
 def _dies_first(rank: int, world: int, name: str) -> None:
-    """Rank 1 ends before it has offered anything: the others are done with their own rows and wait for its."""
+    """Rank 1 exits before it offers its rows. The others have computed their own rows and wait for it."""
     group = _new_group()
     x, w, _ = _inputs(name, rank, world)
     OPERATORS[name][0](x, w, group, CUT)
@@ -252,13 +250,13 @@ def _dies_first(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_rank_that_dies_before_it_offers_anything_is_named_on_all(name: str) -> None:
+def test_a_rank_that_exits_before_it_offers_rows_is_named_on_all(name: str) -> None:
     with RankPool(4) as pool:
         pool.run(_dies_first, name, expect_dead={1})
 
 
 def _dies(rank: int, world: int, name: str) -> None:
-    """Rank 1 ends after it has offered, in its second product: the others wait for the flags of those that follow."""
+    """Rank 1 exits after it has offered its rows, in its second GEMM. The others wait for its later flags."""
     group = dist.group.WORLD
     inputs = _inputs(name, rank, world)
 
@@ -306,7 +304,7 @@ def _stuck(rank: int, world: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_is_stuck_is_named_on_all_at_the_deadline(
+def test_a_rank_that_hangs_is_named_on_all_at_the_deadline(
     world: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     request.getfixturevalue(f"pool{world}").run(_stuck, tmp_path / "store")
@@ -328,5 +326,5 @@ def _fails(rank: int, world: int, arg: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_an_error_in_one_ranks_product_ends_the_wait_of_the_others(world: int, request: pytest.FixtureRequest) -> None:
+def test_an_error_in_one_ranks_gemm_ends_the_wait_of_the_others(world: int, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(f"pool{world}").run(_fails)

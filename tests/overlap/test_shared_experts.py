@@ -1,4 +1,4 @@
-"""dispatch_matmul and matmul_combine between ranks that share memory: the bits of step after step, and errors."""
+"""dispatch_matmul and matmul_combine between ranks that share memory: the bits of serial execution, and errors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
-from moe_comm.comm.meeting import communicator_of, heap_of
+from moe_comm.comm.group_setup import communicator_of, heap_of
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.native import LeavingRows
+from moe_comm.dispatch.backends.native import OutgoingRows
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.wire_dtype import WireDtypes
@@ -37,11 +37,9 @@ from moe_comm.errors import (
     RoutingError,
 )
 from moe_comm.kernels import expert_mlp
-from moe_comm.overlap.dispatch_matmul import dispatch_matmul
-from moe_comm.overlap.dispatch_matmul import reference as dispatch_reference
+from moe_comm.overlap.dispatch_matmul import dispatch_matmul, reference as dispatch_reference
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
-from moe_comm.overlap.matmul_combine import matmul_combine
-from moe_comm.overlap.matmul_combine import reference as combine_reference
+from moe_comm.overlap.matmul_combine import matmul_combine, reference as combine_reference
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.memory import block
 from moe_comm.topology import ExpertPlacement
@@ -54,7 +52,7 @@ ROUTINGS = ("random", "one expert", "no tokens on rank 0", "dropped", "every exp
 
 
 def _routing(kind: str, rank: int, experts: int, top_k: int = 2) -> Tensor:
-    """[T, K] ids; T differs from rank to rank."""
+    """Return [T, K] ids; T differs between ranks."""
     tokens = 0 if kind == "no tokens on rank 0" and rank == 0 else 23 + 5 * rank
     top_k = experts if kind == "every expert" else top_k
     generator = torch.Generator().manual_seed(7 * rank + len(kind))
@@ -87,8 +85,8 @@ def _leaves(rank: int, local: int, ids: Tensor, dtype: torch.dtype = torch.float
 
 
 def _both(dispatcher: Any, ids: Tensor, overlap: Overlap, x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    h, passage = dispatch_matmul(dispatcher, x, ids, w1, overlap)
-    return matmul_combine(torch.relu(h), w2, weights, passage)
+    h, dispatch = dispatch_matmul(dispatcher, x, ids, w1, overlap)
+    return matmul_combine(torch.relu(h), w2, weights, dispatch)
 
 
 def _gradients(leaves: dict[str, Tensor], forward: Callable[..., Tensor], wanted: Any = None) -> dict[str, Tensor]:
@@ -115,12 +113,12 @@ def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, WireDtypes, tuple[
             for name, value in wanted.items():
                 assert torch.equal(found[name], value), f"{name} with {each.name}, {overlap.chunks}, {kind}"
         with torch.no_grad():
-            h, passage = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
-            assert isinstance(passage, SharedDispatch)
+            h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
+            assert isinstance(dispatch, SharedDispatch)
             assert torch.equal(h, dispatch_reference(dispatcher, leaves["x"], ids, leaves["w1"]))
-            y = matmul_combine(h, leaves["w2"], leaves["weights"], passage)
-            assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], passage))
-            del h, y, passage
+            y = matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
+            assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], dispatch))
+            del h, y, dispatch
         del wanted, found
     assert dispatcher.shared.heap.blocks == 0
 
@@ -129,7 +127,7 @@ SAME = WireDtypes()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_bits_are_those_of_one_step_after_the_other_and_of_another_transport(
+def test_the_bits_are_those_of_serial_execution_and_of_another_transport(
     world: int, request: pytest.FixtureRequest
 ) -> None:
     if world == 1:
@@ -148,17 +146,17 @@ def test_the_bits_are_those_of_one_step_after_the_other_and_of_another_transport
     ],
     ids=["bf16", "a rank without experts", "rounded as a payload would"],
 )
-def test_so_they_are_in_other_dtypes_placements_and_payloads(arg: Any, pool2: RankPool) -> None:
+def test_the_bits_are_equal_in_other_dtypes_placements_and_wire_dtypes(arg: Any, pool2: RankPool) -> None:
     pool2.run(_bits, arg)
 
 
-def test_so_they_are_on_8_ranks() -> None:
+def test_the_bits_are_equal_on_8_ranks() -> None:
     with RankPool(8) as pool:
         pool.run(_bits, (11, torch.float32, SAME, ("random",)), timeout=120)
 
 
 def _near(rank: int, world: int, _: Any) -> None:
-    """One rank's tokens against the same in plain float64; every rank has the same experts' weights in mind."""
+    """Compare one rank's tokens with float64. All ranks know the weights of all experts."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4)
     leaves = _leaves(rank, 2, ids)
@@ -175,7 +173,7 @@ def _near(rank: int, world: int, _: Any) -> None:
         torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-4)
 
 
-def test_the_results_are_right(pool2: RankPool) -> None:
+def test_the_results_agree_with_float64(pool2: RankPool) -> None:
     pool2.run(_near)
 
 
@@ -195,39 +193,39 @@ def _each_alone(rank: int, world: int, _: Any) -> None:
         assert all(torch.equal(a, every[name]) for a, name in zip(again, inputs, strict=True))
 
 
-def test_each_gradient_can_be_asked_for_alone_and_twice(pool2: RankPool) -> None:
+def test_each_gradient_can_be_computed_alone_and_twice(pool2: RankPool) -> None:
     pool2.run(_each_alone)
 
 
 def _unlike(rank: int, world: int, _: Any) -> None:
-    """A rank that computes step by step, and ranks that do not."""
+    """One rank computes serially, the others do not."""
     dispatcher = _dispatcher(rank, world, 5)
     ids = _routing("random", rank, 5)
     leaves = _leaves(rank, len(dispatcher.local_experts), ids)
     own = Overlap(1) if rank == 1 else CUT
     for wanted in (None, ("x",), ("w1", "w2"), ("weights",)):
         mixed = _gradients(leaves, partial(_both, dispatcher, ids, own), wanted)
-        alike = _gradients(leaves, partial(_both, dispatcher, ids, CUT), wanted)
-        assert all(torch.equal(mixed[name], value) for name, value in alike.items())
+        expected = _gradients(leaves, partial(_both, dispatcher, ids, CUT), wanted)
+        assert all(torch.equal(mixed[name], value) for name, value in expected.items())
     with torch.no_grad():
         assert torch.equal(
-            _both(dispatcher, ids, own, **{n: v.requires_grad_() for n, v in leaves.items()}), alike["y"]
+            _both(dispatcher, ids, own, **{n: v.requires_grad_() for n, v in leaves.items()}), expected["y"]
         )
 
 
-def test_ranks_that_compute_in_pieces_and_ranks_that_do_not_get_on(pool4: RankPool) -> None:
+def test_serial_and_pipelined_ranks_work_together(pool4: RankPool) -> None:
     pool4.run(_unlike)
 
 
 def _flags(rank: int, world: int, path: Path) -> None:
-    """Rank 1 computes its own rows only after rank 0 has its sum: peers wait for nobody's own rows."""
+    """Rank 1 computes its own rows only after rank 0 has its sum: peers do not wait for them."""
     store = dist.FileStore(str(path), world)
     dispatcher = _dispatcher(rank, world, 8)
     ids = _routing("random", rank, 8)
     leaves = _leaves(rank, 2, ids)
-    h, passage = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
-    assert isinstance(passage, SharedDispatch)
-    own = {piece.rows.start for piece in passage.parts.own}
+    h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
+    assert isinstance(dispatch, SharedDispatch)
+    own = {row_range.rows.start for row_range in dispatch.segments.own}
     real = expert_mlp.expert_mm
 
     def product(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -235,9 +233,9 @@ def _flags(rank: int, world: int, path: Path) -> None:
             store.wait(["summed"])
         real(a, b, out)
 
-    summed = LeavingRows.sum
+    summed = OutgoingRows.sum
 
-    def watched(leaving: LeavingRows, weights: Tensor | None) -> Tensor:
+    def watched(leaving: OutgoingRows, weights: Tensor | None) -> Tensor:
         y = summed(leaving, weights)
         if rank == 0:
             store.set("summed", "")
@@ -245,10 +243,10 @@ def _flags(rank: int, world: int, path: Path) -> None:
 
     with (
         mock.patch.object(expert_mlp, "expert_mm", product),
-        mock.patch.object(LeavingRows, "sum", watched),
+        mock.patch.object(OutgoingRows, "sum", watched),
     ):
-        y = matmul_combine(h, leaves["w2"], leaves["weights"], passage)
-    assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], passage))
+        y = matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
+    assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], dispatch))
 
 
 def test_a_rank_has_its_sum_before_its_peers_have_computed_their_own_rows(pool4: RankPool, tmp_path: Path) -> None:
@@ -273,7 +271,7 @@ def _bad(rank: int, world: int, what: str) -> str:
             x, w1 = x.double(), w1.double()
         if odd and what == "other hidden":
             x, w1 = x[:, :-1], w1[:, :, :-1]
-        h, passage = dispatch_matmul(dispatcher, x, ids, w1, CUT)
+        h, dispatch = dispatch_matmul(dispatcher, x, ids, w1, CUT)
         if odd and what == "last width":
             w2 = w2[:, :-1]
         if odd and what == "weights":
@@ -282,7 +280,7 @@ def _bad(rank: int, world: int, what: str) -> str:
             weights = weights.clone().requires_grad_()
         if odd and what == "operation":
             dispatch_matmul(dispatcher, x, ids, w1, CUT)
-        matmul_combine(h, w2, weights, passage)
+        matmul_combine(h, w2, weights, dispatch)
     except (InputError, RoutingError, RankMismatch) as error:
         found = type(error).__name__
     good = _leaves(rank, 2, _routing("random", 0, 8))  # after which all goes on
@@ -304,9 +302,7 @@ def _bad(rank: int, world: int, what: str) -> str:
         ("operation", "RankMismatch"),
     ],
 )
-def test_what_is_wrong_on_one_rank_is_an_error_on_all_and_the_next_call_works(
-    what: str, kind: str, pool4: RankPool
-) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_and_the_next_call_works(what: str, kind: str, pool4: RankPool) -> None:
     assert set(pool4.run(_bad, what)) == {kind}
 
 
@@ -315,7 +311,7 @@ def _groups_of_rows(rank: int, world: int, _: Any) -> None:
     dispatcher = _dispatcher(rank, world, 4, wire_dtypes=wire_dtypes, deterministic=False)
     ids = _routing("random", rank, 4)
     leaves = _leaves(rank, 2, ids)
-    with pytest.raises(ConfigError, match="carry their own scales"):
+    with pytest.raises(ConfigError, match="scales for each row"):
         dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
 
 
@@ -324,14 +320,14 @@ def test_scales_of_groups_of_rows_are_refused(pool2: RankPool) -> None:
 
 
 def _full(rank: int, world: int, _: Any) -> None:
-    """A rank whose heap has no room for its results."""
+    """A rank whose heap has no memory for its results."""
     group = dist.new_group(backend="gloo")
     assert group is not None
     made = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=4 << 20))
     dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=60))
     ids = _routing("random", rank, 4)
     leaves = _leaves(rank, 2, ids)
-    h, passage = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
+    h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
     filling = []
     while rank == 1:
         try:
@@ -339,16 +335,16 @@ def _full(rank: int, world: int, _: Any) -> None:
         except HeapError:
             break
     with pytest.raises(HeapError):
-        matmul_combine(h, leaves["w2"], leaves["weights"], passage)
+        matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
     filling.clear()
-    y = matmul_combine(h, leaves["w2"], leaves["weights"], passage)
-    assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], passage))
+    y = matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
+    assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], dispatch))
     del h
     gc.collect()  # the error's frames
     assert made.heap.blocks == 0
 
 
-def test_a_rank_without_room_for_its_results_is_an_error_on_all_and_the_next_call_works(pool2: RankPool) -> None:
+def test_a_full_heap_on_one_rank_is_an_error_on_all_and_the_next_call_works(pool2: RankPool) -> None:
     pool2.run(_full)
 
 
@@ -356,7 +352,7 @@ PHASES = ("dispatch", "combine", "combine backward", "dispatch backward")
 
 
 def _in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
-    """Rank 1 raises or dies in a product of the pass ``phase``; the others hear of it, then or in the next."""
+    """Rank 1 raises or exits in a GEMM of the pass ``phase``. The others raise, in this pass or in the next."""
     phase, what = arg
     dispatcher = _dispatcher(rank, world, 2 * world, group=dist.new_group(backend="gloo"))
     ids = _routing("random", rank, 2 * world)
@@ -392,12 +388,12 @@ def _in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_an_error_in_one_ranks_product_reaches_the_others(phase: str, pool4: RankPool) -> None:
+def test_an_error_in_one_ranks_gemm_reaches_the_others(phase: str, pool4: RankPool) -> None:
     pool4.run(_in_phase, (phase, "raises"))
 
 
 @pytest.mark.parametrize("phase", ["combine", "combine backward"])
-def test_a_rank_that_dies_in_a_product_is_named_on_the_others(phase: str) -> None:
+def test_a_rank_that_exits_in_a_gemm_is_named_on_the_others(phase: str) -> None:
     before = set(os.listdir("/dev/shm"))
     with RankPool(3) as pool:
         pool.run(_in_phase, (phase, "dies"), expect_dead={1})
@@ -406,7 +402,7 @@ def test_a_rank_that_dies_in_a_product_is_named_on_the_others(phase: str) -> Non
 
 
 def _ended(segment: str) -> bool:
-    """Whether the process that made ``segment`` is gone; other tests' processes may be making theirs."""
+    """Return whether the process that created ``segment`` has exited. Processes of other tests may create segments."""
     return not Path(f"/proc/{segment.split('.')[1]}").exists()
 
 
@@ -415,15 +411,15 @@ def _stuck(rank: int, world: int, path: Path) -> None:
     dispatcher = _dispatcher(rank, world, 2 * world, timeout_s=3, group=dist.new_group(backend="gloo"))
     ids = _routing("random", rank, 2 * world)
     leaves = _leaves(rank, 2, ids)
-    h, passage = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
+    h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
     dist.barrier()
     if rank == 1:
         store.wait(["0", "2", "3"])
         return
     with pytest.raises(PeerTimeout, match="waited for rank 1"):
-        matmul_combine(h, leaves["w2"], leaves["weights"], passage)
+        matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
     store.set(str(rank), "")
 
 
-def test_a_rank_that_does_not_come_is_named_at_the_deadline(pool4: RankPool, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_at_the_deadline(pool4: RankPool, tmp_path: Path) -> None:
     pool4.run(_stuck, tmp_path / "store")

@@ -1,4 +1,4 @@
-"""Playing a schedule: waits, workers, and times that cannot be."""
+"""Simulation of a schedule: waits, workers, and invalid times."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.overlap.ring import Ring
-from moe_comm.overlap.schedule import Schedule, dispatch_order
+from moe_comm.overlap.schedule import TileSchedule, dispatch_order
 from moe_comm.overlap.simulate import simulate
 from moe_comm.overlap.tiles import Cut
 
 
-def four_tiles() -> Schedule:
-    """Two own tiles, then two of rank 1."""
+def four_tiles() -> TileSchedule:
+    """Return two own tiles, then two of rank 1."""
     return dispatch_order([[2, 2]], Ring(0, 2), Cut(1))
 
 
-def test_times_are_those_of_the_picture() -> None:
+def test_times_match_the_documented_example() -> None:
     timeline = simulate(four_tiles(), [0, 5], 2.0)
     assert timeline.start_N.tolist() == [0, 2, 5, 7]
     assert (timeline.finish, timeline.idle) == (9, 1)
 
 
-def test_in_order_a_worker_waits_though_a_later_tile_could_begin() -> None:
+def test_in_order_a_worker_waits_even_if_a_later_tile_could_start() -> None:
     waiting = simulate(four_tiles(), [5, 0], 2.0)
     assert waiting.start_N.tolist() == [5, 7, 9, 11]
     assert (waiting.finish, waiting.idle) == (13, 5)
@@ -34,7 +34,7 @@ def test_in_order_a_worker_waits_though_a_later_tile_could_begin() -> None:
     assert (asking.finish, asking.idle) == (9, 1)
 
 
-def test_workers_take_turns_in_order_and_what_is_up_otherwise() -> None:
+def test_workers_alternate_in_order_and_take_ready_tiles_otherwise() -> None:
     turns = simulate(four_tiles(), [0, 5], [1.0, 4.0, 1.0, 1.0], workers=2)
     assert turns.worker_N.tolist() == [0, 1, 0, 1]
     assert turns.start_N.tolist() == [0, 0, 5, 5]
@@ -50,7 +50,7 @@ def test_more_workers_than_tiles_leave_the_others_idle_without_counting_it() -> 
         assert (timeline.finish, timeline.idle) == (3, 0)
 
 
-def test_rounding_never_lets_a_tile_begin_before_its_flag() -> None:
+def test_rounding_never_starts_a_tile_before_its_flag() -> None:
     generator = np.random.default_rng(5)
     schedule = dispatch_order(np.full((3, 16), 3), Ring(4, 16), Cut(1))
     for _ in range(50):
@@ -60,7 +60,7 @@ def test_rounding_never_lets_a_tile_begin_before_its_flag() -> None:
 
 
 @pytest.mark.parametrize("times", [[1.0], -1.0, math.nan, math.inf, [1.0, 1.0, 1.0, math.nan], np.ones((4, 1))])
-def test_times_that_cannot_be_are_refused(times: object) -> None:
+def test_invalid_times_are_refused(times: object) -> None:
     with pytest.raises(InputError, match="tile_times_N must"):
         simulate(four_tiles(), [0, 1], times)
     with pytest.raises(InputError, match="arrivals_F must"):

@@ -1,4 +1,4 @@
-"""One chunk: exactly one transfer and one product, as one step after the other; and the same bits as many."""
+"""One chunk: exactly one transfer and one GEMM, with the bits of several chunks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import channel_of, configure_collectives
+from moe_comm.comm.group_setup import channel_of, configure_collectives
 from moe_comm.errors import ConfigError
-from moe_comm.overlap import chunked
-from moe_comm.overlap import gather_matmul as gather
-from moe_comm.overlap import matmul_scatter as scatter
+from moe_comm.overlap import chunked, gather_matmul as gather, matmul_scatter as scatter
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_scatter import matmul_scatter
 from moe_comm.overlap.options import Overlap
-from moe_comm.overlap.tuning import configure_tuning
+from moe_comm.overlap.tuning.choose import configure_tuning
 from tests.layers.reference import draw
 from tests.pool import RankPool
 
 OPERATORS: dict[str, Callable[..., Tensor]] = {"gather_matmul": gather_matmul, "matmul_scatter": matmul_scatter}
 WIDTH, OTHER = 32, 48
 TRANSFERS = {("gather_matmul", False): 1, ("gather_matmul", True): 2, ("matmul_scatter", False): 1}
-"""By operator and whether it is the backward pass; a gather's gathers x again and sums the gradient. Others: 1."""
+"""Transfers by operator and whether it is the backward pass. gather_matmul's backward gathers x again."""
 
 
 def _inputs(name: str, rank: int, world: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -36,7 +34,7 @@ def _inputs(name: str, rank: int, world: int, rows: int) -> tuple[Tensor, Tensor
 
 
 class Recorder:
-    """What operators do: the rows of their products over rows, and how many transfers begin."""
+    """Records the rows of each GEMM and the number of transfers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
@@ -84,11 +82,11 @@ def _counts(rank: int, world: int, arg: tuple[str, bool]) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_one_chunk_is_one_product_and_one_transfer(name: str, deterministic: bool, pool2: RankPool) -> None:
+def test_one_chunk_is_one_gemm_and_one_transfer(name: str, deterministic: bool, pool2: RankPool) -> None:
     pool2.run(_counts, (name, deterministic))
 
 
-def test_few_bytes_are_one_chunk_whatever_is_asked_for() -> None:
+def test_few_bytes_are_one_chunk_for_every_setting() -> None:
     assert Overlap(8).chunks_of(64 * 512 * 4) == 1
     assert Overlap(8).chunks_of(2048 * 512 * 4) == 8
 
@@ -125,17 +123,17 @@ def test_one_many_and_auto_have_the_same_bits(
 
 
 def _keeps(rank: int, world: int, arg: Any) -> None:
-    known, arrived = draw(world, 6, 4), draw(world, 6, 3)
+    local, received = draw(world, 6, 4), draw(world, 6, 3)
     for deterministic in (True, False):
-        order = chunked.ring_of(rank, world).arrivals
-        whole = chunked.WeightGradient(order, known, 3, True, deterministic)
-        whole.add(chunked.Arrival(slice(None), 0, 6, arrived))
+        order = chunked.cached_ring(rank, world).arrivals
+        weight = chunked.WeightGradient(order, local, 3, True, deterministic)
+        weight.add(chunked.GatheredRows(slice(None), 0, 6, received))
         if deterministic:
-            assert whole._arrived_WSB is arrived
-        torch.testing.assert_close(whole.result(), known.flatten(0, 1).T @ arrived.flatten(0, 1))
+            assert weight._received_WSB is received
+        torch.testing.assert_close(weight.result(), local.flatten(0, 1).T @ received.flatten(0, 1))
 
 
-def test_rows_that_arrive_at_once_are_not_copied_for_the_weights_gradient() -> None:
+def test_rows_received_in_one_chunk_are_not_copied_for_the_weight_gradient() -> None:
     _keeps(0, 2, None)
 
 

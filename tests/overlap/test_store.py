@@ -1,4 +1,4 @@
-"""What ``moe-comm tune`` has measured: the file it is kept in, and what is found there."""
+"""The store of ``moe-comm tune``: its file, and the lookup."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.overlap import store as store_file
 from moe_comm.overlap.options import CHUNKED, SHARED, TRITON
-from moe_comm.overlap.store import (
-    Choice,
-    Place,
-    Store,
+from moe_comm.overlap.tuning import store as store_file
+from moe_comm.overlap.tuning.store import (
+    OverlapChoice,
+    TuningEnvironment,
+    TuningStore,
     cache_folder,
     errors_by_operator,
     fallback_rows,
@@ -28,8 +28,8 @@ from moe_comm.overlap.store import (
 from tests.overlap.measurements import PLACE, WORK, fused, measured
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    store = Store((measured(), measured(replace(WORK, dtype=torch.bfloat16, rows=7), 1), fused()))
+def test_saved_measurements_are_loaded(tmp_path: Path) -> None:
+    store = TuningStore((measured(), measured(replace(WORK, dtype=torch.bfloat16, rows=7), 1), fused()))
     path = save_store(tmp_path / "deep" / "down", store)
     assert load_store(tmp_path / "deep" / "down") == store
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -39,7 +39,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save_store(tmp_path, Store((measured(),)))
+    path = save_store(tmp_path, TuningStore((measured(),)))
     before = path.read_bytes()
 
     def full(*_: object) -> None:
@@ -47,7 +47,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
 
     monkeypatch.setattr(store_file.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        save_store(tmp_path, Store())
+        save_store(tmp_path, TuningStore())
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -80,10 +80,10 @@ def _damage(raw: dict[str, Any], how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "warning"),
     [
-        ("another version", "is of version 99, and this is moe_comm's version 2"),
-        ("another machine", "is of another machine"),
+        ("another version", "has version 99; expected 2"),
+        ("another machine", "belongs to another machine"),
         ("a field missing", "cannot be read"),
         ("a time that is text", "cannot be read"),
         ("no time at all", "cannot be read"),
@@ -97,27 +97,27 @@ def _damage(raw: dict[str, Any], how: str) -> str:
         ("empty", "cannot be read"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(how: str, told: str, tmp_path: Path) -> None:
-    path = save_store(tmp_path, Store((measured(),)))
+def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(how: str, warning: str, tmp_path: Path) -> None:
+    path = save_store(tmp_path, TuningStore((measured(),)))
     path.write_text(_damage(json.loads(path.read_text()), how))
-    with pytest.warns(RuntimeWarning, match=told) as warned:
-        assert load_store(tmp_path) == Store()
+    with pytest.warns(RuntimeWarning, match=warning) as warned:
+        assert load_store(tmp_path) == TuningStore()
     assert "Run moe-comm tune" in str(warned[0].message)
 
 
-def test_no_file_is_no_measurement_and_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    assert load_store(tmp_path / "nowhere") == Store()
+def test_a_missing_file_gives_no_measurements_and_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    assert load_store(tmp_path / "nowhere") == TuningStore()
     assert not recwarn.list
 
 
-def test_the_cache_is_the_users() -> None:
+def test_the_cache_folder_is_in_the_users_home() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/moe_comm/overlap")
     assert cache_folder({}) == Path.home() / ".cache" / "moe_comm" / "overlap"
     assert store_path(Path("a"), "one machine") != store_path(Path("a"), "another")
 
 
-def test_the_nearest_shape_counts_and_far_ones_do_not() -> None:
-    store = Store(
+def test_the_nearest_shape_is_used_and_far_ones_are_not() -> None:
+    store = TuningStore(
         tuple(measured(replace(WORK, rows=rows), chunks) for rows, chunks in ((512, 2), (1024, 4), (8192, 8)))
     )
     assert [_chunks(store, rows) for rows in (512, 700, 1024, 2000, 2049, 5000, 16384, 20000)] == [
@@ -141,30 +141,30 @@ def test_the_nearest_shape_counts_and_far_ones_do_not() -> None:
     assert [store.find(work, PLACE) for work in other] == [None] * len(other)
 
 
-def _chunks(store: Store, rows: int) -> int | None:
+def _chunks(store: TuningStore, rows: int) -> int | None:
     found = store.find(replace(WORK, rows=rows), PLACE)
     return None if found is None else found.chunks
 
 
-def test_few_rows_fall_back_up_to_where_one_chunk_was_measured_to_be_best() -> None:
+def test_few_rows_fall_back_to_serial_up_to_the_measured_threshold() -> None:
     rows_and_best = [(64, 1), (256, 1), (1024, 4), (4096, 1)]
-    store = Store(tuple(measured(replace(WORK, rows=rows), best) for rows, best in rows_and_best))
+    store = TuningStore(tuple(measured(replace(WORK, rows=rows), best) for rows, best in rows_and_best))
     assert fallback_rows(store.measured) == 256
     assert [_chunks(store, rows) for rows in (0, 1, 20, 100, 1500)] == [1, 1, 1, 1, 4]
     assert fallback_rows([]) == 0
     assert fallback_rows([measured(chunks=4)]) == 0
 
 
-def test_measurements_hold_where_they_were_taken() -> None:
+def test_measurements_are_used_in_their_environment_only() -> None:
     far = replace(PLACE, hosts=2)
-    store = Store((measured(), measured(chunks=16, place=far)))
+    store = TuningStore((measured(), measured(chunks=16, place=far)))
 
-    def found(place: Place) -> int | None:
+    def found(place: TuningEnvironment) -> int | None:
         choice = store.find(WORK, place)
         return None if choice is None else choice.chunks
 
     assert (found(PLACE), found(far)) == (8, 16)
-    # Inside a host the link is the machine's own; between hosts it may be any.
+    # The link rate matters between hosts only.
     assert found(replace(PLACE, bytes_per_s=1e7)) == 8
     assert found(replace(far, bytes_per_s=1.9e9)) == 16
     assert found(replace(far, bytes_per_s=1e8)) is None
@@ -172,16 +172,16 @@ def test_measurements_hold_where_they_were_taken() -> None:
         assert found(other) is None
 
 
-def test_what_is_measured_again_replaces_what_was() -> None:
-    store = Store((measured(chunks=2), measured(replace(WORK, rows=1), 1))).merged([measured(chunks=16)])
+def test_new_measurements_replace_old_ones() -> None:
+    store = TuningStore((measured(chunks=2), measured(replace(WORK, rows=1), 1))).merged([measured(chunks=16)])
     assert [(m.work.rows, m.chosen.choice.chunks) for m in store.measured] == [(1, 1), (1024, 16)]
 
 
-def test_the_error_of_the_model_is_over_all_that_was_tried() -> None:
+def test_the_model_error_covers_all_trials() -> None:
     found = prediction_error([measured(), measured()])
     assert found == pytest.approx({"median": (0.25 + 0.1) / 2, "worst": 0.25})
     assert prediction_error([]) == {}
-    # Of Triton's kernels the model says nothing.
+    # The model does not cover Triton kernels.
     assert prediction_error([fused()]) == pytest.approx({"median": (0.25 + 0.1) / 2, "worst": 0.25})
     scatter = measured(replace(WORK, operator="matmul_scatter"), ms=0.9 / 1.8)
     assert errors_by_operator([measured(), scatter, measured()]) == {
@@ -190,9 +190,9 @@ def test_the_error_of_the_model_is_over_all_that_was_tried() -> None:
     }
 
 
-def test_only_the_backends_that_are_allowed_are_found() -> None:
-    store = Store((fused(),))
-    assert store.find(WORK, PLACE) == Choice(TRITON, programs=8)
-    assert store.find(WORK, PLACE, (CHUNKED, SHARED)) == Choice(chunks=4)
-    assert store.find(WORK, PLACE, (TRITON,)) == Choice(TRITON, programs=8)
-    assert Store((measured(),)).find(WORK, PLACE, (TRITON,)) is None
+def test_only_allowed_backends_are_returned() -> None:
+    store = TuningStore((fused(),))
+    assert store.find(WORK, PLACE) == OverlapChoice(TRITON, programs=8)
+    assert store.find(WORK, PLACE, (CHUNKED, SHARED)) == OverlapChoice(chunks=4)
+    assert store.find(WORK, PLACE, (TRITON,)) == OverlapChoice(TRITON, programs=8)
+    assert TuningStore((measured(),)).find(WORK, PLACE, (TRITON,)) is None

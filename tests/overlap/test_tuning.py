@@ -1,4 +1,4 @@
-"""The choice that all ranks make alike, of measurements and of the cost model; and the command that measures."""
+"""The choice from measurements and the cost model, which is the same on all ranks; and the command that measures."""
 
 from __future__ import annotations
 
@@ -16,25 +16,34 @@ import torch.distributed as dist
 from moe_comm import cli
 from moe_comm.bench.tune import measure as tune
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives
+from moe_comm.comm.group_setup import channel_of, communicator_of, configure_collectives
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.errors import RankMismatch
-from moe_comm.overlap import tuning
-from moe_comm.overlap.chunk_plan import Parts
-from moe_comm.overlap.cost import DIRECTIONS, FUSED, Rates, Work, predict
+from moe_comm.overlap.chunk_plan import RowSegments
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.executors import pipelined
 from moe_comm.overlap.gather_matmul import gather_matmul, reference
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON, Overlap
-from moe_comm.overlap.store import Choice, Measured, Place, Store, Tried, load_store, save_store, store_path
-from moe_comm.overlap.tuning import choose, configure_tuning
+from moe_comm.overlap.tuning import choose as tuning
+from moe_comm.overlap.tuning.choose import choose, configure_tuning
+from moe_comm.overlap.tuning.cost import DIRECTIONS, FUSED, GroupRates, OperatorWork, predict
+from moe_comm.overlap.tuning.store import (
+    Measurement,
+    OverlapChoice,
+    Trial,
+    TuningEnvironment,
+    TuningStore,
+    load_store,
+    save_store,
+    store_path,
+)
 from moe_comm.topology import ExpertPlacement
 from tests.overlap.measurements import PLACE, WORK, fused, measured
 from tests.pool import RankPool
 
 CPU = torch.device("cpu")
-SLOW_LINK = Rates(2e-4, 119e6, 1.0, 3e-5, 2e-6, ((16, 5e9), (64, 20e9), (256, 60e9), (1024, 100e9)))
+SLOW_LINK = GroupRates(2e-4, 119e6, 1.0, 3e-5, 2e-6, ((16, 5e9), (64, 20e9), (256, 60e9), (1024, 100e9)))
 EXPERTS = tuple(
     replace(WORK, operator=operator, direction=direction, groups=8)
     for operator in ("dispatch_matmul", "matmul_combine")
@@ -42,69 +51,69 @@ EXPERTS = tuple(
 )
 
 
-def _times(work: Work, *times: float) -> Measured:
-    """Of 1, 2 and 4 chunks."""
-    tried = tuple(Tried(Choice(chunks=chunks), ms, ms) for chunks, ms in zip((1, 2, 4), times, strict=True))
-    return Measured(work, PLACE, tried, min(range(3), key=lambda i: times[i]))
+def _times(work: OperatorWork, *times: float) -> Measurement:
+    """Return a measurement with the times of 1, 2 and 4 chunks."""
+    tried = tuple(Trial(OverlapChoice(chunks=chunks), ms, ms) for chunks, ms in zip((1, 2, 4), times, strict=True))
+    return Measurement(work, PLACE, tried, min(range(3), key=lambda i: times[i]))
 
 
-def _joint(*found: Measured) -> Choice:
-    return tuning._found(EXPERTS, Store(found), PLACE, SLOW_LINK, (CHUNKED,))
+def _joint(*found: Measurement) -> OverlapChoice:
+    return tuning._select(EXPERTS, TuningStore(found), PLACE, SLOW_LINK, (CHUNKED,))
 
 
-def test_one_choice_for_several_is_the_one_whose_sum_is_shortest() -> None:
+def test_one_choice_for_several_operators_has_the_smallest_sum() -> None:
     a, b, c, d = EXPERTS
-    # Three of four are best in 4 chunks, which cost the last one more than they save.
+    # Three of four are fastest in 4 chunks, but the last one loses more than they gain.
     rows = ((a, 10, 9, 8), (b, 10, 9, 8), (c, 10, 9, 8), (d, 10, 6, 20))
-    assert _joint(*(_times(*row) for row in rows)) == Choice(chunks=2)
-    assert _joint(*(_times(*row) for row in rows[:3]), _times(d, 10, 7, 8)) == Choice(chunks=4)
-    # Together they must save as much as the model's choice must: 5%.
-    assert _joint(*(_times(work, 10, 9.8, 9.6) for work in EXPERTS)) == Choice()
+    assert _joint(*(_times(*row) for row in rows)) == OverlapChoice(chunks=2)
+    assert _joint(*(_times(*row) for row in rows[:3]), _times(d, 10, 7, 8)) == OverlapChoice(chunks=4)
+    # The sum must save 5%, like a choice of the model.
+    assert _joint(*(_times(work, 10, 9.8, 9.6) for work in EXPERTS)) == OverlapChoice()
 
 
-def test_what_was_not_measured_of_several_is_predicted() -> None:
+def test_operators_without_measurements_are_predicted() -> None:
     many = tuple(replace(work, rows=16384) for work in EXPERTS)
-    assert tuning._found(many, Store(), PLACE, SLOW_LINK, (CHUNKED,)).chunks > 1
+    assert tuning._select(many, TuningStore(), PLACE, SLOW_LINK, (CHUNKED,)).chunks > 1
     few = tuple(replace(work, rows=8) for work in EXPERTS)
-    assert tuning._found(few, Store(), PLACE, SLOW_LINK, (CHUNKED,)) == Choice()
-    # One of them was measured, and is so slow in chunks that nothing else counts.
-    assert _joint(_times(EXPERTS[2], 10, 1e6, 1e6)) == Choice()
+    assert tuning._select(few, TuningStore(), PLACE, SLOW_LINK, (CHUNKED,)) == OverlapChoice()
+    # One of them was measured, and dominates because it is very slow in chunks.
+    assert _joint(_times(EXPERTS[2], 10, 1e6, 1e6)) == OverlapChoice()
 
 
 @pytest.mark.parametrize("operator", FUSED)
-def test_kernels_and_programs_are_tried_on_gpus_only(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_programs_are_candidates_on_gpus_only(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Processors:
         multi_processor_count = 40
 
     cuda, far = torch.device("cuda"), replace(PLACE, hosts=2)
     assert [c.backend for c in tune.candidates(operator, 4096, SLOW_LINK, PLACE, CPU)] == [CHUNKED] * 5
     shared = tune.candidates(operator, 4096, replace(SLOW_LINK, shared=True), PLACE, CPU)
-    assert (Choice(SHARED, 2) in shared) == (operator in ("gather_matmul", "matmul_scatter"))
+    assert (OverlapChoice(SHARED, 2) in shared) == (operator in ("gather_matmul", "matmul_scatter"))
     monkeypatch.setattr(tune, "on_gpus", lambda device: device.type == "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Processors)
     found = tune.candidates(operator, 32, SLOW_LINK, PLACE, cuda)
-    assert found == [Choice(), Choice(chunks=2), *(Choice(TRITON, programs=n) for n in (4, 8, 16))]
+    assert found == [OverlapChoice(), OverlapChoice(chunks=2), *(OverlapChoice(TRITON, programs=n) for n in (4, 8, 16))]
     assert tune.candidates("matmul_swap", 32, SLOW_LINK, PLACE, cuda) == found[:2]
     assert tune.candidates(operator, 32, SLOW_LINK, far, cuda) == found[:2]
 
 
-def test_a_candidate_is_asked_for_as_it_was_chosen() -> None:
-    assert tune.as_asked(Choice(chunks=4)) == Overlap(4, 1, backend="chunked")
-    assert tune.as_asked(Choice(SHARED, 2)) == Overlap(2, 1)
-    assert tune.as_asked(Choice(TRITON, programs=8)) == Overlap(1, 1, backend="triton", programs=8)
+def test_a_candidate_runs_with_its_own_settings() -> None:
+    assert tune.overlap_of(OverlapChoice(chunks=4)) == Overlap(4, 1, backend="chunked")
+    assert tune.overlap_of(OverlapChoice(SHARED, 2)) == Overlap(2, 1)
+    assert tune.overlap_of(OverlapChoice(TRITON, programs=8)) == Overlap(1, 1, backend="triton", programs=8)
 
 
 # --- ranks ---
 
 
-def _here(work: Work) -> tuple[Any, Place]:
-    """The channel of all ranks, and where they are."""
+def _here(work: OperatorWork) -> tuple[Any, TuningEnvironment]:
+    """Return the channel of all ranks, and their environment."""
     channel = channel_of(dist.group.WORLD)
     rates = tuning.rates_of(channel, work.dtype, CPU)
     return channel, tuning.place_of(channel, rates, CPU)
 
 
-def _differ(rank: int, world: int, arg: tuple[str, dict[int, int]]) -> tuple[Choice, int, Choice]:
+def _differ(rank: int, world: int, arg: tuple[str, dict[int, int]]) -> tuple[OverlapChoice, int, OverlapChoice]:
     folder, stored = Path(arg[0]) / f"rank{rank}", arg[1]
     configure_collectives(CollectiveOptions(shared_memory=False))
     configure_tuning(folder)
@@ -112,7 +121,7 @@ def _differ(rank: int, world: int, arg: tuple[str, dict[int, int]]) -> tuple[Cho
         work = replace(WORK, world=world)
         channel, place = _here(work)
         if rank in stored:
-            save_store(folder, Store((measured(work, stored[rank], place),)))
+            save_store(folder, TuningStore((measured(work, stored[rank], place),)))
         first = choose(work, channel, CPU)
         with pytest.MonkeyPatch.context() as patch:
             asked: list[str] = []
@@ -127,7 +136,7 @@ def _differ(rank: int, world: int, arg: tuple[str, dict[int, int]]) -> tuple[Cho
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stored", [{0: 8, 1: 2}, {0: 16}, {1: 16}, {}], ids=str)
-def test_ranks_choose_alike_though_their_files_differ(
+def test_ranks_make_the_same_choice_with_different_files(
     world: int, stored: dict[int, int], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
@@ -136,7 +145,7 @@ def test_ranks_choose_alike_though_their_files_differ(
     choice, exchanges, of_one_row = found[0]
     assert exchanges == 0
     assert choice.chunks == stored.get(0, choice.chunks)
-    assert of_one_row == Choice()
+    assert of_one_row == OverlapChoice()
 
 
 def _mismatch(rank: int, world: int, folder: str) -> None:
@@ -154,11 +163,11 @@ def _mismatch(rank: int, world: int, folder: str) -> None:
         configure_tuning()
 
 
-def test_ranks_that_ask_about_different_work_learn_so(tmp_path: Path, pool2: RankPool) -> None:
+def test_ranks_that_choose_for_different_work_raise(tmp_path: Path, pool2: RankPool) -> None:
     pool2.run(_mismatch, str(tmp_path))
 
 
-def _measures(rank: int, world: int, folder: str) -> list[Rates]:
+def _measures(rank: int, world: int, folder: str) -> list[GroupRates]:
     configure_tuning(Path(folder))
     found = []
     try:
@@ -174,7 +183,7 @@ def _measures(rank: int, world: int, folder: str) -> list[Rates]:
     return found
 
 
-def test_rates_are_the_same_on_every_rank_and_make_sense(tmp_path: Path, pool2: RankPool) -> None:
+def test_rates_are_the_same_on_every_rank_and_plausible(tmp_path: Path, pool2: RankPool) -> None:
     first, second = pool2.run(_measures, str(tmp_path))
     assert first == second
     for rates in first:
@@ -185,7 +194,7 @@ def test_rates_are_the_same_on_every_rank_and_make_sense(tmp_path: Path, pool2: 
 
 
 def _triton(rank: int, world: int, folder: str) -> None:
-    """What was measured on a GPU, which there is none of: only what the choice is."""
+    """Check the choice from GPU measurements, without a GPU."""
     configure_tuning(Path(folder))
     cuda = torch.device("cuda")
     channel = channel_of(dist.group.WORLD)
@@ -194,22 +203,20 @@ def _triton(rank: int, world: int, folder: str) -> None:
             patch.setattr(tuning, "rates_of", lambda *args: SLOW_LINK)
             patch.setattr(tuning, "place_of", lambda *args: PLACE)
             patch.setattr(tuning, "on_gpus", lambda device: device.type == "cuda")
-            assert choose(WORK, channel, cuda) == Choice(TRITON, programs=8)
-            assert choose(WORK, channel, cuda, (CHUNKED,)) == Choice(chunks=4)
-            assert choose(WORK, channel, CPU) == Choice(chunks=4)
-            assert choose((WORK, WORK), channel, cuda) == Choice(TRITON, programs=8)
-            assert choose((WORK, WORK), channel, CPU) == Choice(chunks=4)
+            assert choose(WORK, channel, cuda) == OverlapChoice(TRITON, programs=8)
+            assert choose(WORK, channel, cuda, (CHUNKED,)) == OverlapChoice(chunks=4)
+            assert choose(WORK, channel, CPU) == OverlapChoice(chunks=4)
+            assert choose((WORK, WORK), channel, cuda) == OverlapChoice(TRITON, programs=8)
+            assert choose((WORK, WORK), channel, CPU) == OverlapChoice(chunks=4)
             unknown = replace(WORK, sent=7)
             assert choose(unknown, channel, cuda).backend == CHUNKED
-            assert choose(unknown, channel, cuda, (TRITON,)) == Choice(TRITON)  # as it takes them by itself
+            assert choose(unknown, channel, cuda, (TRITON,)) == OverlapChoice(TRITON)  # the kernel's default
     finally:
         configure_tuning()
 
 
-def test_a_kernel_is_chosen_where_it_was_measured_to_be_best_and_never_on_a_cpu(
-    tmp_path: Path, pool2: RankPool
-) -> None:
-    save_store(tmp_path, Store((fused(),)))
+def test_a_kernel_is_chosen_if_measured_to_be_fastest_and_never_on_a_cpu(tmp_path: Path, pool2: RankPool) -> None:
+    save_store(tmp_path, TuningStore((fused(),)))
     pool2.run(_triton, str(tmp_path))
 
 
@@ -217,7 +224,7 @@ def _unreadable(rank: int, world: int, arg: None) -> None:
     channel = channel_of(dist.group.WORLD)
     fault = RecursionError("maximum recursion depth exceeded")
 
-    def read(folder: Path) -> tuple[Store, str]:
+    def read(folder: Path) -> tuple[TuningStore, str]:
         if rank == 0:
             raise fault
         raise AssertionError("the others' measurements are not heard")
@@ -233,7 +240,7 @@ def _unreadable(rank: int, world: int, arg: None) -> None:
                 warnings.simplefilter("error")
                 assert choose(WORK, channel, CPU) == choice
                 configure_tuning()
-                with pytest.raises(RuntimeWarning, match="cannot be used"):  # on every rank, and nobody waits
+                with pytest.raises(RuntimeWarning, match="cannot be used"):  # on every rank, without a wait
                     choose(WORK, channel, CPU)
         finally:
             configure_tuning()
@@ -252,7 +259,7 @@ CUTS = {
 
 
 def _each_way(rank: int, world: int, arg: tuple[str, bool]) -> None:
-    """Every operator and direction in the chunks that are stored for it; swapped: in the other direction's."""
+    """Check that each operator runs with its stored chunks. swapped: store them for the other direction."""
     folder, swapped = Path(arg[0]), arg[1]
     configure_collectives(CollectiveOptions(shared_memory=False, checked=True))
     configure_tuning(folder)
@@ -276,14 +283,14 @@ def _each_way(rank: int, world: int, arg: tuple[str, bool]) -> None:
             if swapped:
                 chunks = CUTS[operator, next(d for d in DIRECTIONS if d != direction)]
             other = width if operator == "dispatch_matmul" else inner
-            work = Work(operator, direction, 2 * tokens, hidden, other, torch.float32, world, 2)
+            work = OperatorWork(operator, direction, 2 * tokens, hidden, other, torch.float32, world, 2)
             found.append(measured(work, chunks, place))
         if rank == 0:
-            save_store(folder, Store(tuple(found)))
+            save_store(folder, TuningStore(tuple(found)))
 
         def run(overlap: Overlap) -> list[torch.Tensor]:
-            h, passage = dispatch_matmul(dispatcher, x, ids, w1, overlap)
-            y = matmul_combine(h @ act, w2, weights, passage)
+            h, dispatch = dispatch_matmul(dispatcher, x, ids, w1, overlap)
+            y = matmul_combine(h @ act, w2, weights, dispatch)
             return [h.detach(), y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
         plain = run(Overlap(1))
@@ -300,24 +307,24 @@ def _each_way(rank: int, world: int, arg: tuple[str, bool]) -> None:
 
 
 def _noting(work: Callable[..., None], used: list[int]) -> Callable[..., None]:
-    """``run_ranges`` that notes in how many parts the others' rows arrive."""
+    """``run_ranges`` that records the number of segments."""
 
-    def noted(parts: Parts, *args: Any) -> None:
-        used.append(len(parts.pieces))
+    def noted(parts: RowSegments, *args: Any) -> None:
+        used.append(len(parts.ranges))
         work(parts, *args)
 
     return noted
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_operators_for_experts_take_what_is_stored_for_each_and_each_direction(
+def test_operators_for_experts_use_the_stored_choice_for_each_direction(
     swapped: bool, tmp_path: Path, pool2: RankPool
 ) -> None:
     pool2.run(_each_way, (str(tmp_path), swapped))
 
 
 def _used(rank: int, world: int, folder: str) -> bool:
-    """Whether what is stored is what an operator does; the model is not asked."""
+    """Return whether the operators use the stored choice; the model is not used."""
     stored = load_store(Path(folder)).measured
     one = next(m for m in stored if m.work.operator == "gather_matmul" and m.work.direction == "forward")
     threads = torch.get_num_threads()
@@ -353,18 +360,18 @@ def test_the_command_stores_what_another_process_uses(
     assert 0 <= found["prediction_error"]["median"] <= found["prediction_error"]["worst"]
     stored = json.loads(store_path(tmp_path).read_text())
     assert stored["prediction_error"] == found["prediction_error"]
-    assert "error of the cost model over all that was tried" in capsys.readouterr().out
+    assert "error of the cost model over all candidates" in capsys.readouterr().out
     assert pool2.run(_used, str(tmp_path)) == [True, True]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--operator", "matmul"], "unknown operator 'matmul'; known: gather_matmul"),
         (["--rows", "0"], "--rows"),
         (["--dtype", "int8"], "float32"),
     ],
 )
-def test_a_wrong_request_is_refused(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_request_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["tune", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

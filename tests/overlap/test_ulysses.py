@@ -1,4 +1,4 @@
-"""matmul_swap and swap_matmul: the bits of one step after the other, whatever the chunks and the transport."""
+"""matmul_swap and swap_matmul have the bits of serial execution for all chunks and transports."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from moe_comm.comm.channel import Channel, PendingTensor
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import configure_collectives
+from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.errors import InputError, PeerDied, RankMismatch
 from moe_comm.kernels import row_invariant
 from moe_comm.overlap import ulysses
 from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.ulysses import matmul_swap, matmul_swap_reference, swap_matmul, swap_matmul_reference
 from tests.layers.reference import draw
-from tests.overlap.common import BOTH, assert_near, in_every_way
+from tests.overlap.common import BOTH, assert_near, with_every_setting
 from tests.pool import RankPool
 
 OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
@@ -29,12 +29,12 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "swap_matmul": (swap_matmul, swap_matmul_reference),
 }
 SHAPES = [(64, 32, 48), (37, 24, 7), (5, 3, 2), (1, 16, 16), (0, 4, 3)]
-"""(rows of a rank, columns that do not travel, columns of one rank that do)"""
+"""(rows of a rank, columns that are not sent, sent columns of one rank)"""
 Shape = tuple[int, int, int]
 
 
 def _sizes(name: str, world: int, shape: Shape) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Of x, the weight and the output on one rank."""
+    """Shapes of x, the weight and the output on one rank."""
     rows, still, moving = shape
     if name == "matmul_swap":
         return (rows, still), (world * moving, still), (world * rows, moving)
@@ -42,18 +42,18 @@ def _sizes(name: str, world: int, shape: Shape) -> tuple[tuple[int, int], tuple[
 
 
 def _inputs(name: str, rank: int, world: int, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, the weight, which is another on every rank, and the output's gradient."""
+    """Return x, the weight (different on every rank), and the output's gradient."""
     x, weight, y = _sizes(name, world, shape)
     return tuple(draw(*size, seed=seed + rank, dtype=dtype) for size, seed in ((x, 0), (weight, 50), (y, 100)))  # type: ignore[return-value]
 
 
 def _whole(name: str, world: int, shape: Shape) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """By rank: output and both gradients in float64, as one process computes them."""
+    """Return output and both gradients of each rank in float64, computed by one process."""
     xs, weights, grads = zip(*(_inputs(name, r, world, shape, torch.float64) for r in range(world)), strict=True)
     rows, moving = shape[0], shape[2]
 
     def swapped(parts: list[Tensor]) -> list[Tensor]:
-        """[W * rows, moving] of each rank to [rows, W * moving], or back."""
+        """Exchange [W * rows, moving] of each rank for [rows, W * moving], or back."""
         if parts[0].shape[1] == moving:
             return [torch.cat([p[r * rows : (r + 1) * rows] for p in parts], 1) for r in range(world)]
         return [torch.cat([p[:, r * moving : (r + 1) * moving] for p in parts]) for r in range(world)]
@@ -68,16 +68,16 @@ def _whole(name: str, world: int, shape: Shape) -> list[tuple[Tensor, Tensor, Te
 
 
 def _run(rank: int, world: int, arg: tuple[str, Shape, torch.dtype]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Output and gradients for every choice of transport, chunks and determinism; checks what must be equal bits."""
+    """Return output and gradients for every transport, chunks and determinism. Checks equality of bits."""
     name, shape, dtype = arg
-    return in_every_way(*OPERATORS[name], partial(_inputs, name, rank, world, shape, dtype))
+    return with_every_setting(*OPERATORS[name], partial(_inputs, name, rank, world, shape, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_output_and_gradients_have_the_bits_of_one_step_after_the_other(
+def test_output_and_gradients_have_the_bits_of_serial_execution(
     world: int, name: str, shape: Shape, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
@@ -110,7 +110,7 @@ def _auto(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_chunks_may_be_chosen_from_what_was_measured(name: str, pool2: RankPool) -> None:
+def test_chunks_can_be_chosen_from_measurements(name: str, pool2: RankPool) -> None:
     pool2.run(_auto, name)
 
 
@@ -141,7 +141,7 @@ def _partly(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_gradient_that_nobody_wants_is_not_computed(name: str, pool2: RankPool) -> None:
+def test_a_gradient_that_is_not_needed_is_not_computed(name: str, pool2: RankPool) -> None:
     pool2.run(_partly, name)
 
 
@@ -159,12 +159,12 @@ def _autocast(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_autocast_does_not_change_some_of_the_rows(name: str, pool2: RankPool) -> None:
+def test_autocast_changes_no_rows(name: str, pool2: RankPool) -> None:
     pool2.run(_autocast, name)
 
 
 def _recorded(rank: int, world: int, name: str) -> tuple[list[str], list[str]]:
-    """What is begun, arrives and is computed, in order: forward and backward, of 3 chunks."""
+    """Return the order of starts, completions and GEMMs, forward and backward, with 3 chunks."""
     events: list[str] = []
     begin, product = Channel.start_all_to_all, row_invariant.row_invariant_mm
 
@@ -210,7 +210,7 @@ def _recorded(rank: int, world: int, name: str) -> tuple[list[str], list[str]]:
         configure_collectives(CollectiveOptions())
 
 
-def test_transfers_are_begun_before_what_they_hide_behind_and_taken_after(pool2: RankPool) -> None:
+def test_transfers_start_before_the_gemms_that_hide_them(pool2: RankPool) -> None:
     columns = ["product", "send 0", "product", "send 1", "product", "send 2", "product"]
     rows = ["take 0", "product", "take 1", "product", "take 2", "product"]
     sends, takes = ["send 0", "send 1", "send 2"], ["take 0", "take 1", "take 2"]

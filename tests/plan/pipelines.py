@@ -6,7 +6,7 @@ import numpy as np
 
 from moe_comm.plan.arrays import Floats
 from moe_comm.plan.pipeline.orders import PassOrder
-from moe_comm.plan.step.replay import Times
+from moe_comm.plan.step.replay import ReplayTimes
 
 
 def peak_held(order: PassOrder, held: Floats, for_weight: Floats | None = None) -> Floats:
@@ -21,13 +21,13 @@ def peak_held(order: PassOrder, held: Floats, for_weight: Floats | None = None) 
     now = np.cumsum(per_kind[order.kind, order.stage])
     first = np.searchsorted(order.rank, np.arange(order.pp))
     # Each rank ends with nothing held, so what others add up to before it is rounding at most.
-    found: Floats = np.maximum.reduceat(now, first) - np.concatenate([[0.0], now[first[1:] - 1]])
-    return found
+    result: Floats = np.maximum.reduceat(now, first) - np.concatenate([[0.0], now[first[1:] - 1]])
+    return result
 
 
-def idle(order: PassOrder, times: Times) -> Floats:
+def idle(order: PassOrder, times: ReplayTimes) -> Floats:
     """The share of the step that each rank runs no pass (bubble and waiting for transfers): float64 [pp]."""
     passes = slice(0, len(order))
     busy = np.bincount(order.rank, times.end[passes] - times.begin[passes], minlength=order.pp)
-    found: Floats = 1.0 - busy / float(times.span)
-    return found
+    result: Floats = 1.0 - busy / float(times.span)
+    return result

@@ -1,4 +1,4 @@
-"""`moe-comm plan`: what it prints, the JSON that it writes, and how it refuses what cannot be planned."""
+"""``moe-comm plan``: terminal output, JSON output, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = {"mapping", "step_s", "tokens_per_s", "mfu", "memory_gb", "bytes", "break
 
 
 def words(*flags: str, **changed: str | None) -> list[str]:
-    """The command with options of ``ASKED`` and those that differ: _ stands for -, None leaves one out."""
+    """Return the command with the options of ``ASKED`` and changed ones. _ stands for -, None removes an option."""
     options: dict[str, str | None] = {**ASKED, **{"--" + name.replace("_", "-"): one for name, one in changed.items()}}
     return ["plan", *(word for name, one in options.items() if one is not None for word in (name, one)), *flags]
 
@@ -38,30 +38,30 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def answered(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str | None) -> dict[str, Any]:
-    """The JSON object of standard output, which must hold nothing else."""
+    """Return the JSON object on standard output, which must contain nothing else."""
     assert cli.run(words("--json", "-", *arguments, **changed)) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"model": "mixtral-8x23b"}, "did you mean 'mixtral-8x22b'?"),
         ({"model": "no/such/config.json"}, "no/such/config.json: No such file"),
-        ({"hardware": "h1000"}, "no hardware named 'h1000': expected a100, h100"),
-        ({"hardware": "no/such.json"}, "no/such.json: cannot read the description of hardware"),
+        ({"hardware": "h1000"}, "unknown hardware 'h1000': expected a100, h100"),
+        ({"hardware": "no/such.json"}, "no/such.json: cannot read the hardware description"),
         ({"gpus": "100", "mapping": "tp=2,pp=8,ep=8"}, "tp * cp * pp = 2 * 1 * 8 = 16 must divide the 100 ranks"),
         ({"gpus": "0"}, "--gpus"),
         ({"gpus": "many"}, "--gpus"),
         ({"gpus": "1000000000000000000000"}, "--gpus"),
-        ({"global_batch": "4", "mapping": "tp=2,pp=8,ep=8"}, "a batch of 4 sequences cannot be cut"),
+        ({"global_batch": "4", "mapping": "tp=2,pp=8,ep=8"}, "a batch of 4 sequences cannot be divided"),
         ({"global_batch": "8", "mapping": "tp=2,pp=8,ep=8"}, "needs at least 8 micro-batches"),
-        ({"mapping": "tp=2,xp=8"}, "a mapping is like tp=2,pp=8,ep=8 with keys tp, cp"),
+        ({"mapping": "tp=2,xp=8"}, "a mapping must look like tp=2,pp=8,ep=8 with keys tp, cp"),
         ({"mapping": "tp=two"}, "got 'tp=two'"),
-        ({"mapping": "tp=2,tp=4"}, "tp is given twice"),
-        ({"mapping": "ep=16"}, "ep is more than there are experts"),
-        ({"mapping": "tp=32"}, "heads cannot be dealt"),
+        ({"mapping": "tp=2,tp=4"}, "tp occurs twice"),
+        ({"mapping": "ep=16"}, "ep exceeds the number of experts"),
+        ({"mapping": "tp=32"}, "heads are not divisible"),
         ({"mapping": "ep=3"}, "etp * ep = 1 * 3"),
         (
             {"mapping": "tp=2,ep=8", "dispatcher": "hierarchical"},
@@ -69,17 +69,17 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str
         ),
         ({"mapping": "tp=2", "dispatcher": "all_gather"}, "every rank has all experts"),
         ({"dispatcher": "nccl"}, "--dispatcher"),
-        ({"mapping": "tp=2,ep=8", "top": "5"}, "--top is for a search"),
-        ({"mapping": "tp=2,ep=8", "slow": "3"}, "a slow rank is RANK=FACTOR"),
-        ({"mapping": "tp=2,ep=8", "slow": "128=2"}, "a slow rank must be one from 0 to 127; got 128"),
+        ({"mapping": "tp=2,ep=8", "top": "5"}, "--top applies to a search"),
+        ({"mapping": "tp=2,ep=8", "slow": "3"}, "a slow rank must be RANK=FACTOR"),
+        ({"mapping": "tp=2,ep=8", "slow": "128=2"}, "a slow rank must be from 0 to 127; got 128"),
         ({"mapping": "tp=2,ep=8", "slow": "3=0"}, "above 0"),
-        ({"ranks": "2"}, "--ranks is for --calibrate"),
+        ({"ranks": "2"}, "--ranks applies to --calibrate"),
         ({"seq_len": "0"}, "--seq-len"),
         ({"capacity_factor": "nan"}, "--capacity-factor must be a finite number above 0; got nan"),
         ({"capacity_factor": "0"}, "--capacity-factor must be a finite number above 0; got 0.0"),
-        ({"imbalance": "inf"}, "--imbalance must be a finite number from 1; got inf"),
-        ({"imbalance": "0.5"}, "--imbalance must be a finite number from 1; got 0.5"),
-        ({"hardware": "a100", "dtype": "fp8", "mapping": "tp=2,ep=8"}, "has no products in 'fp8'"),
+        ({"imbalance": "inf"}, "--imbalance must be a finite number of at least 1; got inf"),
+        ({"imbalance": "0.5"}, "--imbalance must be a finite number of at least 1; got 0.5"),
+        ({"hardware": "a100", "dtype": "fp8", "mapping": "tp=2,ep=8"}, "does not support products in 'fp8'"),
         ({"dtype": "int8"}, "--dtype"),
         ({"overlap": "some"}, "--overlap"),
         ({"model": None}, "missing option --model"),
@@ -87,82 +87,82 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str
         ({"hardware": None}, "missing option --hardware"),
         ({"seq_len": None}, "missing option --seq-len"),
         ({"global_batch": None}, "missing option --global-batch"),
-        ({"hardware_file": "mine.json"}, "--hardware-file is of this-machine"),
+        ({"hardware_file": "mine.json"}, "--hardware-file applies to this-machine"),
         ({"json": "/"}, "Is a directory"),
     ],
     ids=str,
 )
-def test_a_wrong_question_is_one_line_and_exit_code_2(
-    changed: dict[str, str | None], told: str, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_request_is_one_line_and_exit_code_2(
+    changed: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(words(**changed)) == 2
-    assert told in error_line(capsys)
+    assert message in error_line(capsys)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", "is not a valid JSON file"),
         ("[]", "is not a valid JSON file"),
         ('{"model_type": "mixtral"}', "key 'num_hidden_layers' is missing"),
-        ('{"model_type": "mixtral", "num_hidden_layers": "many"}', "num_hidden_layers must be a whole number"),
+        ('{"model_type": "mixtral", "num_hidden_layers": "many"}', "num_hidden_layers must be an integer"),
     ],
 )
-def test_a_malformed_model_is_told_by_its_file(
-    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_malformed_model_is_reported_with_its_file(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(text)
     assert cli.run(words(model=str(tmp_path))) == 2
     line = error_line(capsys)
-    assert told in line and "config.json" in line
+    assert message in line and "config.json" in line
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (["--calibrate", "--gpus", "8"], "--calibrate does not go with --gpus"),
-        (["--calibrate", "--mapping", "tp=2"], "--calibrate does not go with --mapping"),
-        (["--calibrate", "--model", "olmoe-1b-7b"], "--calibrate does not go with --model"),
-        (["--ranks", "2"], "--ranks is for --calibrate"),
+        (["--calibrate", "--gpus", "8"], "--calibrate cannot be combined with --gpus"),
+        (["--calibrate", "--mapping", "tp=2"], "--calibrate cannot be combined with --mapping"),
+        (["--calibrate", "--model", "olmoe-1b-7b"], "--calibrate cannot be combined with --model"),
+        (["--ranks", "2"], "--ranks applies to --calibrate"),
     ],
 )
-def test_modes_exclude_each_other(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modes_exclude_each_other(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", *arguments]) == 2
-    assert told in error_line(capsys)
+    assert message in error_line(capsys)
 
 
 def test_slow_ranks_are_replayed_with_the_mapping(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answered(capsys, "--slow", "3=1.5", "--slow", "70=1.2", mapping=MAPPING["--mapping"])
-    assert found["slow"]["slowdown"] == pytest.approx(found["slow"]["step_s"] / found["step_s"])
-    assert 1.05 < found["slow"]["slowdown"] < 1.5
+    result = answered(capsys, "--slow", "3=1.5", "--slow", "70=1.2", mapping=MAPPING["--mapping"])
+    assert result["slow"]["slowdown"] == pytest.approx(result["slow"]["step_s"] / result["step_s"])
+    assert 1.05 < result["slow"]["slowdown"] < 1.5
     assert cli.run(words("--slow", "3=1", mapping=MAPPING["--mapping"])) == 0
     assert "with 3=1: " in capsys.readouterr().out
 
 
 def test_what_is_not_measured_is_assumed_alike_by_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answered(capsys, mapping=MAPPING["--mapping"])
-    assert found["load"]["imbalance"] == DROPLESS
-    found = answered(capsys, mapping=MAPPING["--mapping"], capacity_factor="1")
-    assert found["load"]["imbalance"] == 1.0
-    found = answered(capsys, mapping=MAPPING["--mapping"], imbalance="1.1")
-    assert found["load"]["imbalance"] == 1.1
+    result = answered(capsys, mapping=MAPPING["--mapping"])
+    assert result["load"]["imbalance"] == DROPLESS
+    result = answered(capsys, mapping=MAPPING["--mapping"], capacity_factor="1")
+    assert result["load"]["imbalance"] == 1.0
+    result = answered(capsys, mapping=MAPPING["--mapping"], imbalance="1.1")
+    assert result["load"]["imbalance"] == 1.1
 
 
 def test_a_mapping_is_answered_with_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answered(capsys, mapping=MAPPING["--mapping"])
-    assert found.keys() >= KEYS and "candidates" not in found
-    mapping = found["mapping"]
+    result = answered(capsys, mapping=MAPPING["--mapping"])
+    assert result.keys() >= KEYS and "candidates" not in result
+    mapping = result["mapping"]
     assert [mapping[key] for key in ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp")] == [2, 1, 8, 8, 1, 8, 1, 2]
     assert mapping["micro_batch"] * mapping["micro_batches"] * mapping["dp"] == 256
-    assert found["fits"] is True and found["would_fit"] == [] and found["memory"]["missing_gb"] == 0
-    assert sum(found["breakdown"].values()) == pytest.approx(found["step_s"], rel=1e-9)
-    assert found["tokens_per_s"] == pytest.approx(256 * 4096 / found["step_s"])
-    assert 0.3 < found["mfu"] < 0.7
-    memory = found["memory"]
+    assert result["fits"] is True and result["would_fit"] == [] and result["memory"]["missing_gb"] == 0
+    assert sum(result["breakdown"].values()) == pytest.approx(result["step_s"], rel=1e-9)
+    assert result["tokens_per_s"] == pytest.approx(256 * 4096 / result["step_s"])
+    assert 0.3 < result["mfu"] < 0.7
+    memory = result["memory"]
     terms = sum(memory[f"{name}_gb"] for name in ("weights", "gradients", "optimizer", "activations", "buffers"))
-    assert found["memory_gb"] == pytest.approx(terms) and found["memory_gb"] < memory["available_gb"]
-    assert set(found["bytes"]) == {"inside", "between", "across"} and found["bytes"]["inside"]["dispatch"] > 0
-    assert 0 < found["bubble_share"] < 1 and 0 < found["exposed_share"] < 1
+    assert result["memory_gb"] == pytest.approx(terms) and result["memory_gb"] < memory["available_gb"]
+    assert set(result["bytes"]) == {"inside", "between", "across"} and result["bytes"]["inside"]["dispatch"] > 0
+    assert 0 < result["bubble_share"] < 1 and 0 < result["exposed_share"] < 1
 
 
 def test_what_a_mapping_leaves_open_is_the_fastest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,18 +175,24 @@ def test_what_a_mapping_leaves_open_is_the_fastest_that_fits(capsys: pytest.Capt
 
 
 def test_the_dispatcher_is_the_fastest_unless_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {"model": "deepseek-v3", "hardware": "h800", "gpus": "512", "mapping": "pp=8,ep=64", "global_batch": "512"}
-    found = {name: answered(capsys, **asked, dispatcher=name) for name in ("auto", "all_to_all", "hierarchical")}
-    assert {name: one["mapping"]["dispatcher"] for name, one in found.items()} == {
+    replays = {
+        "model": "deepseek-v3",
+        "hardware": "h800",
+        "gpus": "512",
+        "mapping": "pp=8,ep=64",
+        "global_batch": "512",
+    }
+    result = {name: answered(capsys, **replays, dispatcher=name) for name in ("auto", "all_to_all", "hierarchical")}
+    assert {name: one["mapping"]["dispatcher"] for name, one in result.items()} == {
         "auto": "hierarchical",
         "all_to_all": "all_to_all",
         "hierarchical": "hierarchical",
     }
-    assert found["auto"] == found["hierarchical"]
-    assert found["auto"]["step_s"] < found["all_to_all"]["step_s"]
-    far = {name: one["bytes"]["between"]["dispatch"] for name, one in found.items()}
+    assert result["auto"] == result["hierarchical"]
+    assert result["auto"]["step_s"] < result["all_to_all"]["step_s"]
+    far = {name: one["bytes"]["between"]["dispatch"] for name, one in result.items()}
     assert far["auto"] < far["all_to_all"] / 2
-    assert cli.run(words(**asked)) == 0
+    assert cli.run(words(**replays)) == 0
     assert "dispatcher hierarchical" in " ".join(capsys.readouterr().out.split())
 
 
@@ -198,42 +204,42 @@ def test_the_degrees_that_are_told_are_read_again(capsys: pytest.CaptureFixture[
 def test_a_schedule_is_planned_as_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     usual = answered(capsys, mapping="tp=2,pp=8,ep=8")
     assert usual["mapping"]["schedule"] == "1f1b"
-    found = answered(capsys, mapping="tp=2,pp=8,ep=8", schedule="zbv")
-    assert (found["mapping"]["schedule"], found["mapping"]["vpp"]) == ("zbv", 2)
-    assert found["bubble_share"] < usual["bubble_share"] / 2
+    result = answered(capsys, mapping="tp=2,pp=8,ep=8", schedule="zbv")
+    assert (result["mapping"]["schedule"], result["mapping"]["vpp"]) == ("zbv", 2)
+    assert result["bubble_share"] < usual["bubble_share"] / 2
     assert cli.run(words(mapping="tp=2,pp=8,ep=8", schedule="zbv")) == 0
     assert "vpp 2 (zbv)" in " ".join(capsys.readouterr().out.split())
     assert cli.run(words(mapping="tp=2,ep=8", schedule="zbv")) == 2
-    assert "schedule = zbv needs a pipeline: pp is 1" in capsys.readouterr().err
+    assert "schedule = zbv needs a pipeline, but pp is 1" in capsys.readouterr().err
     assert answered(capsys, mapping="tp=2,ep=8")["mapping"]["schedule"] is None
 
 
 def test_coupled_experts_lie_inside_data_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answered(capsys, "--coupled", mapping="tp=2,pp=8,ep=4")
-    assert (found["mapping"]["etp"], found["mapping"]["edp"]) == (2, 2)
+    result = answered(capsys, "--coupled", mapping="tp=2,pp=8,ep=4")
+    assert (result["mapping"]["etp"], result["mapping"]["edp"]) == (2, 2)
     assert cli.run(words("--coupled", mapping="tp=2,pp=8,ep=4,etp=1")) == 2
-    assert "without folding etp is tp" in error_line(capsys)
+    assert "without folding, etp must equal tp" in error_line(capsys)
 
 
 def test_a_mapping_that_does_not_fit_is_predicted_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     changed = {"mapping": "tp=1,pp=8,ep=8", "micro_batch": "2", "recompute": "none"}
-    found = answered(capsys, **changed)
-    assert found["fits"] is False and found["step_s"] > 0
-    missing = found["memory_gb"] - found["memory"]["available_gb"]
-    assert found["memory"]["missing_gb"] == pytest.approx(missing) and missing > 0
-    assert found["would_fit"]
-    for change in found["would_fit"]:
-        assert change["change"] and change["memory_gb"] <= found["memory"]["available_gb"]
+    result = answered(capsys, **changed)
+    assert result["fits"] is False and result["step_s"] > 0
+    missing = result["memory_gb"] - result["memory"]["available_gb"]
+    assert result["memory"]["missing_gb"] == pytest.approx(missing) and missing > 0
+    assert result["would_fit"]
+    for change in result["would_fit"]:
+        assert change["change"] and change["memory_gb"] <= result["memory"]["available_gb"]
     assert cli.run(words(**changed)) == 0
     shown = capsys.readouterr().out
-    assert "does not fit" in shown and f"would fit with {found['would_fit'][0]['change']}" in shown
+    assert "does not fit" in shown and f"would fit with {result['would_fit'][0]['change']}" in shown
 
 
 def test_a_mapping_is_printed_with_time_memory_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(words(mapping=MAPPING["--mapping"])) == 0
     shown = capsys.readouterr().out
-    for told in ("mixtral-8x22b (140.6 B parameters", "128 h100", "experts etp 1, ep 8, edp 2", "MFU", "products"):
-        assert told in shown
+    for message in ("mixtral-8x22b (140.6 B parameters", "128 h100", "experts etp 1, ep 8, edp 2", "MFU", "products"):
+        assert message in shown
     assert "dispatch" in shown and "between hosts" in shown
 
 
@@ -273,14 +279,14 @@ def searched() -> Any:
 
 
 def test_a_search_tells_its_ten_best_and_what_they_lose(searched: tuple[dict[str, Any], str]) -> None:
-    found, shown = searched
-    best = found["candidates"]
-    assert len(best) == 10 and best[0]["mapping"] == found["mapping"] and found.keys() >= KEYS
+    result, shown = searched
+    best = result["candidates"]
+    assert len(best) == 10 and best[0]["mapping"] == result["mapping"] and result.keys() >= KEYS
     assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best)
     assert all(one["fits"] for one in best)
     assert best[0]["why_slower"] is None and all(isinstance(one["why_slower"], str) for one in best[1:])
     assert len({json.dumps(one["mapping"]) for one in best}) == 10
-    search = found["search"]
+    search = result["search"]
     assert search["tried"] == search["replayed"] + sum(search["pruned"].values()) and search["complete"]
     for name in (
         "mapping",
@@ -290,7 +296,7 @@ def test_a_search_tells_its_ten_best_and_what_they_lose(searched: tuple[dict[str
         "GB",
         "bubble",
         "exposed",
-        "why it loses",
+        "why it is slower",
         "mappings tried in",
     ):
         assert name in shown
@@ -302,18 +308,18 @@ def test_on_a_narrow_terminal_reasons_stand_below_the_table() -> None:
     from moe_comm.cli.plan_text import search_parts
     from moe_comm.plan.machine.hardware_table import cluster_named
     from moe_comm.plan.model.files import model_named
-    from moe_comm.plan.model.load import Load
-    from moe_comm.plan.search.question import Question
+    from moe_comm.plan.model.load import Workload
+    from moe_comm.plan.search.request import PlanRequest
     from moe_comm.plan.search.search import search
-    from moe_comm.plan.search.space import Space
+    from moe_comm.plan.search.space import SearchSpace
 
-    question = Question(model_named("olmoe-1b-7b"), cluster_named("h100", 8), Load(4096), 64)
-    found = search(question, Space.of(micro_batch=1, recompute="none", sharding="zero1"), keep=3)
+    request = PlanRequest(model_named("olmoe-1b-7b"), cluster_named("h100", 8), Workload(4096), 64)
+    result = search(request, SearchSpace.of(micro_batch=1, recompute="none", sharding="zero1"), keep=3)
     console = Console(width=80, file=io.StringIO(), record=True)
-    for part in search_parts(question, found, 80):
+    for part in search_parts(request, result, 80):
         console.print(part)
     lines = console.export_text().splitlines()
-    assert "why it loses" not in " ".join(lines) and all(len(line) <= 80 for line in lines)
+    assert "why it is slower" not in " ".join(lines) and all(len(line) <= 80 for line in lines)
     assert [line[:5].strip() for line in lines if line.startswith((" 2  +", " 3  +"))] == ["2  +", "3  +"], lines
 
 
@@ -335,9 +341,9 @@ def test_a_search_keeps_to_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> 
         "overlap": "inter",
         "dispatcher": "all_gather",
     }
-    found = answered(capsys, "--coupled", top="3", **fixed, **SMALL)
-    assert len(found["candidates"]) == 3
-    for one in found["candidates"]:
+    result = answered(capsys, "--coupled", top="3", **fixed, **SMALL)
+    assert len(result["candidates"]) == 3
+    for one in result["candidates"]:
         assert {key: str(one["mapping"][key]) for key in fixed} == fixed
         assert one["mapping"]["etp"] == one["mapping"]["tp"]
 
@@ -346,13 +352,13 @@ def test_a_search_that_nothing_fits_ends_with_1_and_says_what_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    asked = {"gpus": "8", "global_batch": "8", "json": str(out)}
-    assert cli.run(words(**asked)) == 1
+    replays = {"gpus": "8", "global_batch": "8", "json": str(out)}
+    assert cli.run(words(**replays)) == 1
     line = error_line(capsys)
     assert "mappings of mixtral-8x22b fits 8 h100" in line and "GiB too much" in line
-    found = json.loads(out.read_text())
-    assert found.keys() >= KEYS and found["fits"] is False and found["candidates"] == []
-    enough = found["search"]["gpus_that_fit"]  # None where there was no time to find out
+    result = json.loads(out.read_text())
+    assert result.keys() >= KEYS and result["fits"] is False and result["candidates"] == []
+    enough = result["search"]["gpus_that_fit"]  # None where there was no time to find out
     assert enough is None or (enough > 8 and f"fits {enough:,} of them" in line)
 
 
@@ -364,17 +370,17 @@ def test_a_search_that_nothing_can_run_for_is_a_wrong_question(capsys: pytest.Ca
 def test_the_winner_is_a_configuration_that_train_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = pytest.importorskip("moe_comm.train.config")
     out = tmp_path / "out.toml"
-    found = answered(capsys, config=str(out), mapping="tp=2,pp=2,ep=2", **SMALL)
+    result = answered(capsys, config=str(out), mapping="tp=2,pp=2,ep=2", **SMALL)
     loaded = config.load(str(out))
     assert loaded.parallel.ranks == 8
     p = loaded.parallel.mapping(8)
-    assert (p.tp, p.pp, p.ep, p.dp) == tuple(found["mapping"][axis] for axis in ("tp", "pp", "ep", "dp"))
+    assert (p.tp, p.pp, p.ep, p.dp) == tuple(result["mapping"][axis] for axis in ("tp", "pp", "ep", "dp"))
 
 
 def test_a_trace_and_a_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, page = tmp_path / "step.perfetto-trace", tmp_path / "step.html"
-    asked = {"mapping": "tp=2,pp=2,ep=2", "trace": str(trace), "page": str(page)}
-    assert cli.run(words(**asked, **SMALL)) == 0
+    replays = {"mapping": "tp=2,pp=2,ep=2", "trace": str(trace), "page": str(page)}
+    assert cli.run(words(**replays, **SMALL)) == 0
     shown = capsys.readouterr().out
     assert f"wrote {trace}" in shown and f"wrote {page}" in shown
     assert trace.stat().st_size > 1000
@@ -389,17 +395,17 @@ def test_calibrate_keeps_a_description_that_this_machine_is_planned_with(
     from moe_comm.plan.machine.hardware_table import cluster_named
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked = SMALL | {"hardware": "this-machine", "mapping": "ep=8"}
-    assert cli.run(words(**asked)) == 2
-    assert "was not measured yet; run: moe-comm plan --calibrate" in error_line(capsys)
+    replays = SMALL | {"hardware": "this-machine", "mapping": "ep=8"}
+    assert cli.run(words(**replays)) == 2
+    assert "has not been measured; run: moe-comm plan --calibrate" in error_line(capsys)
     monkeypatch.setattr(calibrate, "calibrate", lambda ranks, say: cluster_named("h20", ranks))
     assert cli.run(["plan", "--calibrate", "--ranks", "4"]) == 0
     assert "GFLOP/s" in capsys.readouterr().out and (tmp_path / "moe_comm" / "hardware.json").is_file()
-    measured, named = answered(capsys, **asked), answered(capsys, **asked | {"hardware": "h20"})
+    measured, named = answered(capsys, **replays), answered(capsys, **replays | {"hardware": "h20"})
     assert measured == named
 
     elsewhere = tmp_path / "mine.json"
     assert cli.run(["plan", "--calibrate", "--hardware-file", str(elsewhere), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(elsewhere.read_text())
     assert json.loads(elsewhere.read_text())["cluster"]["gpus"] == 2
-    assert answered(capsys, hardware_file=str(elsewhere), **asked) == measured
+    assert answered(capsys, hardware_file=str(elsewhere), **replays) == measured

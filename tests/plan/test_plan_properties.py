@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import Overlap
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import OverlapMode
 from moe_comm.plan.model.shape import Latent, ModelShape
-from moe_comm.plan.search.answer import answer
-from moe_comm.plan.search.partial_mapping import Given
-from moe_comm.plan.search.question import Question
+from moe_comm.plan.search.partial_mapping import PartialMapping
+from moe_comm.plan.search.plan_json import plan_json
+from moe_comm.plan.search.request import PlanRequest
 from moe_comm.plan.search.search import search
-from moe_comm.plan.search.space import Space
+from moe_comm.plan.search.space import SearchSpace
 
 ODD = ModelShape("odd", 15, 960, 15, 5, 64, 5001, 12, 3, 352, shared_ffn=176)
 DENSE = ModelShape("dense", 12, 1024, 16, 4, 64, 32000, 0, 0, 0, dense_layers=12, dense_ffn=4096)
@@ -25,19 +25,19 @@ LATENT = ModelShape(
     "latent", 9, 768, 12, 12, 1, 8000, 16, 4, 128, dense_layers=2, dense_ffn=512, latent=Latent(96, 64, 32, 16, 48)
 )
 ZERO = replace(ODD, name="zero", zero_experts=6, shared_ffn=0)
-CASES: list[tuple[ModelShape, str, int, int, Load, int, Overlap]] = [
-    (ODD, "h100", 24, 8, Load(960), 48, "none"),
-    (ODD, "l20", 20, 4, Load(960, "fp8", imbalance=1.5), 40, "all"),
-    (DENSE, "a100", 16, 8, Load(512), 32, "none"),
-    (WINDOWED, "mi300x", 8, 1, Load(4096, "fp32"), 7, "inter"),
-    (LATENT, "b200", 72, 72, Load(2048, "fp8", capacity=1.0), 144, "none"),
-    (ZERO, "h800", 1, 8, Load(128), 1, "none"),
+CASES: list[tuple[ModelShape, str, int, int, Workload, int, OverlapMode]] = [
+    (ODD, "h100", 24, 8, Workload(960), 48, "none"),
+    (ODD, "l20", 20, 4, Workload(960, "fp8", imbalance=1.5), 40, "all"),
+    (DENSE, "a100", 16, 8, Workload(512), 32, "none"),
+    (WINDOWED, "mi300x", 8, 1, Workload(4096, "fp32"), 7, "inter"),
+    (LATENT, "b200", 72, 72, Workload(2048, "fp8", capacity=1.0), 144, "none"),
+    (ZERO, "h800", 1, 8, Workload(128), 1, "none"),
 ]
 
 
-def question(case: tuple[Any, ...]) -> Question:
+def request(case: tuple[Any, ...]) -> PlanRequest:
     shape, hardware, gpus, host, load, batch, _ = case
-    return Question(shape, cluster_named(hardware, gpus, host), load, batch)
+    return PlanRequest(shape, cluster_named(hardware, gpus, host), load, batch)
 
 
 def flops_a_token(shape: ModelShape, seq: int) -> float:
@@ -63,31 +63,31 @@ def flops_a_token(shape: ModelShape, seq: int) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
 def test_an_answer_adds_up_and_is_what_its_own_option_gives(case: tuple[Any, ...]) -> None:
-    asked, overlap = question(case), case[-1]
-    found = search(asked, Space.of(overlap=overlap), keep=3)
-    for one in found.best:
-        told = answer(asked, one, found)
-        json.dumps(told, allow_nan=False)
-        assert sum(told["breakdown"].values()) == pytest.approx(told["step_s"], rel=1e-12)
-        tokens = asked.load.seq_len * asked.global_batch
-        assert told["tokens_per_s"] * told["step_s"] == pytest.approx(tokens)
-        peak = asked.cluster.accelerator.flops[asked.load.dtype] * asked.cluster.gpus
-        expected = flops_a_token(asked.shape, asked.load.seq_len) * tokens / peak / told["step_s"]
-        assert told["mfu"] == pytest.approx(expected)
-        said = told["mapping"]
-        open_ones = {name: said[name] for name in ("micro_batch", "recompute", "sharding", "overlap", "schedule")}
-        again = Given(said["option"], **open_ones).candidate(asked)
+    replays, overlap = request(case), case[-1]
+    result = search(replays, SearchSpace.of(overlap=overlap), keep=3)
+    for one in result.best:
+        output = plan_json(replays, one, result)
+        json.dumps(output, allow_nan=False)
+        assert sum(output["breakdown"].values()) == pytest.approx(output["step_s"], rel=1e-12)
+        tokens = replays.load.seq_len * replays.global_batch
+        assert output["tokens_per_s"] * output["step_s"] == pytest.approx(tokens)
+        peak = replays.cluster.accelerator.flops[replays.load.dtype] * replays.cluster.gpus
+        expected = flops_a_token(replays.shape, replays.load.seq_len) * tokens / peak / output["step_s"]
+        assert output["mfu"] == pytest.approx(expected)
+        mapping = output["mapping"]
+        open_ones = {name: mapping[name] for name in ("micro_batch", "recompute", "sharding", "overlap", "schedule")}
+        again = PartialMapping(mapping["option"], **open_ones).candidate(replays)
         assert (again.step.seconds, again.fit) == (one.step.seconds, one.fit)
-    assert found.best
+    assert result.best
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
 def test_better_hardware_is_never_slower(case: tuple[Any, ...]) -> None:
-    asked, space = question(case), Space.of(overlap=case[-1])
-    cluster = asked.cluster
+    replays, space = request(case), SearchSpace.of(overlap=case[-1])
+    cluster = replays.cluster
     gpu, inside, between = cluster.accelerator, cluster.inside, cluster.between
     faster = {name: 1.7 * rate for name, rate in gpu.flops.items()}
-    before = search(asked, space, keep=1).best[0].step.seconds
+    before = search(replays, space, keep=1).best[0].step.seconds
     for better in (
         replace(cluster, accelerator=replace(gpu, memory_bytes=2 * gpu.memory_bytes)),
         replace(cluster, accelerator=replace(gpu, memory_bytes_per_s=1.5 * gpu.memory_bytes_per_s)),
@@ -96,13 +96,13 @@ def test_better_hardware_is_never_slower(case: tuple[Any, ...]) -> None:
         replace(cluster, between=replace(between, bytes_per_s=1.3 * between.bytes_per_s)),
         replace(cluster, inside=replace(inside, latency_s=0), between=replace(between, latency_s=0)),
     ):
-        assert search(replace(asked, cluster=better), space, keep=1).best[0].step.seconds <= before * (1 + 1e-12)
+        assert search(replace(replays, cluster=better), space, keep=1).best[0].step.seconds <= before * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
 def test_folding_loses_nothing(case: tuple[Any, ...]) -> None:
-    asked, overlap = question(case), case[-1]
-    folded = search(asked, Space.of(overlap=overlap, folded=True), keep=1).best[0].step.seconds
-    coupled = search(asked, Space.of(overlap=overlap, folded=False), keep=1).best[0].step.seconds
-    both = search(asked, Space.of(overlap=overlap), keep=1).best[0].step.seconds
+    replays, overlap = request(case), case[-1]
+    folded = search(replays, SearchSpace.of(overlap=overlap, folded=True), keep=1).best[0].step.seconds
+    coupled = search(replays, SearchSpace.of(overlap=overlap, folded=False), keep=1).best[0].step.seconds
+    both = search(replays, SearchSpace.of(overlap=overlap), keep=1).best[0].step.seconds
     assert folded == both <= coupled

@@ -12,11 +12,11 @@ from moe_comm.runtime import device_clock
 from moe_comm.runtime.device_clock import QueuedTimes
 from moe_comm.runtime.event_layout import Kind, region_bytes
 from moe_comm.runtime.event_reader import read_spans
-from moe_comm.runtime.events import Recorder
+from moe_comm.runtime.events import EventRecorder
 
 
 class Device:
-    """One stream: what is queued runs when it comes, after what was queued before. Time stands unless told to go on."""
+    """One stream that executes in order. Time only passes on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 10**12
@@ -56,14 +56,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-def recorder(device: Device, **options: object) -> Recorder:
-    found = Recorder(256)
+def recorder(device: Device, **options: object) -> EventRecorder:
+    found = EventRecorder(256)
     found.attach(memoryview(bytearray(region_bytes(256))), 0, 256)
     found.device = QueuedTimes(device.make, **options)  # type: ignore[arg-type]
     return found
 
 
-def times(found: Recorder) -> dict[str, tuple[int, int]]:
+def times(found: EventRecorder) -> dict[str, tuple[int, int]]:
     return {span.name: span.device_ns for span in read_spans(found.region)}
 
 
@@ -76,14 +76,14 @@ def test_a_span_gets_the_times_of_the_work_that_it_queued(device: Device) -> Non
     with events.span(Kind.DISPATCH, "second"):
         device.work(500_000)
         device.now_ns += 10_000
-    events.at(2)
+    events.begin_step(2)
     assert times(events) == {"first": (0, 0), "second": (0, 0)}, "the device has not got there"
     on_host = read_spans(events.region)
     device.now_ns += 3_200_000
-    events.at(3)
+    events.begin_step(3)
     assert times(events) == {"first": (began, began + 3_000_000), "second": (0, 0)}
     device.now_ns += 10**6
-    events.at(4)
+    events.begin_step(4)
     assert times(events)["second"] == (began + 3_000_000, began + 3_500_000)
     assert [replace(span, device_ns=(0, 0)) for span in read_spans(events.region)] == on_host, "its own times stay"
 
@@ -99,7 +99,7 @@ def test_spans_that_queue_nothing_take_no_events(device: Device) -> None:
 def test_events_are_used_again(device: Device) -> None:
     events = recorder(device)
     for step in range(200):
-        events.at(step)
+        events.begin_step(step)
         with events.span(Kind.COMPUTE, "work"):
             device.work(1000)
             device.now_ns += 5000
@@ -117,12 +117,12 @@ def test_a_clock_that_drifts_is_set_right_by_what_cannot_be(device: Device) -> N
     events.device = QueuedTimes(lambda: Slow(device))
     for step in range(50):
         device.now_ns += 10**8
-        events.at(step)
+        events.begin_step(step)
         began = device.now_ns
         with events.span(Kind.COMPUTE, f"work {step}"):
             device.work(1000)
         device.now_ns += 10**6
-        events.at(step)
+        events.begin_step(step)
         assert times(events)[f"work {step}"][0] == pytest.approx(began, abs=100_000)
 
 
@@ -140,7 +140,7 @@ def test_a_reference_is_renewed_before_single_precision_gets_coarse(device: Devi
         with events.span(Kind.COMPUTE, "work"):
             device.work(1000)
         device.now_ns += 300_000_000
-        events.at(step)
+        events.begin_step(step)
     assert max(asked) < device_clock.RENEW_MS + 301
 
 
@@ -154,7 +154,7 @@ def test_nothing_is_recorded_while_a_graph_is_captured(device: Device) -> None:
     assert device.made == 0
     with events.span(Kind.COMPUTE, "not"):
         pass
-    events.at(1)
+    events.begin_step(1)
     assert [bool(end) for _, end in times(events).values()] == [False, False, True]
 
 

@@ -1,4 +1,4 @@
-"""The doctor says what is there, in a table and in JSON, and gives advice for what is not."""
+"""The doctor reports what is installed in a table and in JSON, and gives advice for what is missing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moe_comm.runtime import cpu_guard, doctor
 
 
 @pytest.fixture(scope="module")
-def report() -> doctor.Report:
+def report() -> doctor.DoctorReport:
     return doctor.examine()
 
 
-def test_json_holds_every_topic(report: doctor.Report) -> None:
+def test_json_holds_every_topic(report: doctor.DoctorReport) -> None:
     found = json.loads(report.to_json())
     assert found["healthy"] is True
     topics = {"python", "torch", "extras", "cpu", "pidfd", "bf16", "shm", "compiler", "nvcc", "native", "gpus", "nccl"}
@@ -28,21 +28,23 @@ def test_json_holds_every_topic(report: doctor.Report) -> None:
     assert found["shm"]["bytes"] >= found["shm"]["free_bytes"] >= 0
 
 
-def test_what_is_missing_or_broken_comes_with_advice(report: doctor.Report) -> None:
+def test_what_is_missing_or_broken_comes_with_advice(report: doctor.DoctorReport) -> None:
     assert all(finding.advice for finding in report.findings if finding.status in ("missing", "broken"))
     assert {finding.status for finding in report.findings} <= {"ok", "note", "missing", "broken"}
 
 
-def test_table_shows_every_finding(report: doctor.Report, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_shows_every_finding(report: doctor.DoctorReport, capsys: pytest.CaptureFixture[str]) -> None:
     doctor.show(report)
     shown = capsys.readouterr().out
     assert all(finding.name in shown for finding in report.findings)
     assert shown.rstrip().endswith("moe_comm can work here.")
 
 
-def test_something_broken_makes_the_report_unhealthy(report: doctor.Report, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = doctor.Finding("software", "torch", "broken", "[not] installed", "pip install torch")
-    worse = dataclasses.replace(report, findings=(*report.findings, broken))
+def test_something_broken_makes_the_report_unhealthy(
+    report: doctor.DoctorReport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = doctor.DoctorFinding("software", "torch", "broken", "[not] installed", "pip install torch")
+    worse = dataclasses.replace(report, findings=[*report.findings, broken])
     assert not worse.healthy
     doctor.show(worse)
     shown = capsys.readouterr().out
@@ -70,7 +72,7 @@ def test_bf16_is_tried_in_a_child_with_and_without_the_guard(
     monkeypatch: pytest.MonkeyPatch, script: str, status: str, unguarded: str, guarded: str
 ) -> None:
     monkeypatch.setattr(doctor, "BF16_TEST", script)
-    notes = doctor.Notes()
+    notes = doctor.DoctorReport()
     doctor._bf16(notes)
     assert notes.data["bf16"]["unguarded"] == unguarded
     assert notes.data["bf16"]["guarded"] == guarded
@@ -81,7 +83,7 @@ def test_bf16_is_tried_in_a_child_with_and_without_the_guard(
 def test_more_threads_than_cores_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, status in (("1", "ok"), (str(10**6), "note"), ("2,2", "note")):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-        notes = doctor.Notes()
+        notes = doctor.DoctorReport()
         doctor._cpu(notes)
         found = {finding.name: finding for finding in notes.findings}["threads per rank"]
         assert found.status == status
@@ -97,7 +99,7 @@ def test_full_or_absent_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatc
     full = os.statvfs_result((*real[:4], 0, *real[5:]))  # f_bavail is the fifth
     for answer, status in ((absent, "missing"), (lambda path: full, "note")):
         monkeypatch.setattr(os, "statvfs", answer)
-        notes = doctor.Notes()
+        notes = doctor.DoctorReport()
         doctor._memory(notes)
         assert [finding.status for finding in notes.findings] == [status]
         assert notes.findings[0].advice
@@ -106,6 +108,6 @@ def test_full_or_absent_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatc
 def test_torch_that_is_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, status in (("2.10.9", "broken"), ("2.11.0+cu130", "ok"), ("3.0", "ok"), (None, "broken")):
         monkeypatch.setattr(doctor, "_version", lambda package, version=version: version)
-        notes = doctor.Notes()
+        notes = doctor.DoctorReport()
         doctor._software(notes)
         assert {finding.name: finding.status for finding in notes.findings}["torch"] == status

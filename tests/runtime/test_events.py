@@ -14,21 +14,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_comm.runtime.event_layout import NAMES_BYTES, NO_NAME, ROWS_WORDS, Kind, group_text, ranks_of, region_bytes
-from moe_comm.runtime.event_reader import read_spans, read_state
-from moe_comm.runtime.events import COMMUNICATION, EVENTS, Recorder, moving
+from moe_comm.runtime.event_reader import read_header, read_spans
+from moe_comm.runtime.events import COMMUNICATION, EVENTS, EventRecorder, communication_span
 
 
-def fresh(records: int = 64, rank: int = 3) -> Recorder:
-    recorder = Recorder(records)
+def fresh(records: int = 64, rank: int = 3) -> EventRecorder:
+    recorder = EventRecorder(records)
     recorder.attach(memoryview(bytearray(region_bytes(records))), rank, records)
     return recorder
 
 
-def record(recorder: Recorder, kind: Kind, names: Sequence[str], **what: int) -> None:
+def record(recorder: EventRecorder, kind: Kind, names: Sequence[str], **what: int) -> None:
     for name in names:
         with recorder.span(kind, name, **what):  # type: ignore[arg-type]
             pass
@@ -36,7 +35,7 @@ def record(recorder: Recorder, kind: Kind, names: Sequence[str], **what: int) ->
 
 def test_a_span_is_read_back_with_all_that_was_said_of_it() -> None:
     recorder = fresh()
-    recorder.at(7)
+    recorder.begin_step(7)
     recorder.micro = 2
     group = recorder.group((1, 3))
     with recorder.span(Kind.DISPATCH, "dispatch", layer="layers.0", group=group, peer=1, nbytes=5) as span:
@@ -48,7 +47,7 @@ def test_a_span_is_read_back_with_all_that_was_said_of_it() -> None:
     assert (found.step, found.micro, found.group, found.call, found.peer) == (7, 2, (1, 3), 1, 1)
     assert (found.nbytes, found.rows, found.thread, found.device_ns) == (11, (4, 0, 9), 0, (0, 0))
     assert found.end_ns >= found.begin_ns and not found.open
-    state = read_state(recorder.region)
+    state = read_header(recorder.region)
     assert state is not None and (state.rank, state.pid, state.step, state.head) == (3, os.getpid(), 7, 1)
 
 
@@ -73,7 +72,7 @@ import mmap, signal, sys
 from moe_comm.runtime.event_layout import Kind, region_bytes
 from moe_comm.runtime.events import EVENTS
 EVENTS.attach(memoryview(mmap.mmap(int(sys.argv[1]), region_bytes(64))), 5, 64)
-EVENTS.at(9)
+EVENTS.begin_step(9)
 group = EVENTS.group(range(0, 16, 5))
 with EVENTS.span(Kind.COMBINE, "combine", group=group):
     pass
@@ -95,7 +94,7 @@ def test_what_a_process_was_in_the_middle_of_is_read_after_it_was_killed() -> No
         child.stdout.close()
     finally:
         os.close(memory)
-    state = read_state(region)
+    state = read_header(region)
     assert state is not None and (state.rank, state.pid, state.step) == (5, child.pid, 9)
     done, step, combine = read_spans(region)
     assert not done.open and step.open and combine.open
@@ -110,7 +109,7 @@ def test_calls_are_numbered_for_each_group_and_kind_by_itself() -> None:
     record(recorder, Kind.DISPATCH, ["alone"])
     record(recorder, Kind.DISPATCH, ["x"], group=one)
     assert [span.call for span in read_spans(recorder.region)] == [1, 1, 2, 1, 0, 2]
-    recorder.count_anew()
+    recorder.reset_call_counts()
     record(recorder, Kind.DISPATCH, ["x"], group=one)
     assert read_spans(recorder.region)[-1].call == 1
 
@@ -146,7 +145,7 @@ def test_names_that_find_no_room_are_left_out_and_spans_go_on() -> None:
 
 
 def test_a_name_that_two_threads_add_has_one_number() -> None:
-    recorder = Recorder(8)
+    recorder = EventRecorder(8)
     number = recorder.name("a")
     assert recorder._add_name("a") == number, "another thread was faster"
     with recorder._lock:
@@ -169,7 +168,7 @@ def test_rows_of_experts_are_never_those_of_another_span() -> None:
 
 def test_a_new_region_begins_empty_and_forgets_what_is_under_way() -> None:
     recorder = fresh()
-    recorder.at(4)
+    recorder.begin_step(4)
     before = recorder.region
     group = recorder.group((0, 1))
     with recorder.span(Kind.DISPATCH, "old", group=group) as span:
@@ -178,12 +177,12 @@ def test_a_new_region_begins_empty_and_forgets_what_is_under_way() -> None:
         recorder.attach(memoryview(used), 1, 32)
         span.put_rows([3], 3)
     assert read_spans(recorder.region) == [] and read_spans(before)[0].open
-    state = read_state(recorder.region)
+    state = read_header(recorder.region)
     assert state is not None and (state.rank, state.step, state.head) == (1, 4, 0)
     record(recorder, Kind.DISPATCH, ["new"], group=recorder.group((0, 1)))
     (found,) = read_spans(recorder.region)
     assert (found.name, found.group, found.call) == ("new", (0, 1), 1)
-    with pytest.raises(ValueError, match="a region of 32 records takes"):
+    with pytest.raises(ValueError, match="a region of 32 records needs"):
         recorder.attach(memoryview(bytearray(100)), 0, 32)
 
 
@@ -264,7 +263,7 @@ def test_what_no_span_can_be_is_refused(said: dict[str, Any], error: type[Except
 
 def test_spans_and_recorders_leave_nothing_behind() -> None:
     region = memoryview(bytearray(region_bytes(8)))
-    recorder = Recorder(8)
+    recorder = EventRecorder(8)
     recorder.attach(region, 0, 8)
     name = "a name of " + str(region.nbytes)
     before = sys.getrefcount(name)
@@ -291,7 +290,7 @@ def test_an_exception_ends_a_span() -> None:
 
 def test_what_moves_data_is_recorded_and_counted() -> None:
     COMMUNICATION.take()
-    with moving(Kind.COLLECTIVE, "a test's sum") as span:
+    with communication_span(Kind.COLLECTIVE, "a test's sum") as span:
         pass
     (found,) = [one for one in read_spans(EVENTS.region) if one.index == span.index]
     assert found.name == "a test's sum"
@@ -327,7 +326,7 @@ def test_a_damaged_region_is_read_without_an_error(damage: list[tuple[int, bytes
 
 
 def test_a_forked_process_does_not_write_into_its_parents_region() -> None:
-    recorder = Recorder()
+    recorder = EventRecorder()
     with recorder.span(Kind.MARK, "before"):
         pass
     before = bytes(recorder.region)

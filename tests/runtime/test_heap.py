@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def prefix() -> Iterator[str]:
-    """Of segment names that nobody else uses."""
+    """A prefix of segment names that is unique to this test."""
     name = f"moe_comm_test_{secrets.token_hex(6)}"
     yield name
     for left in SHM.glob(f"{name}*"):

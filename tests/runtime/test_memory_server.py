@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from moe_comm.errors import CheckpointError, MoeCommError
 from moe_comm.runtime import memory_server
@@ -24,41 +23,41 @@ from moe_comm.runtime.memory_server import start_ticks
 from moe_comm.runtime.persistent_memory import (
     HEADER_BYTES,
     SLOTS,
-    Header,
-    Owner,
+    LauncherProcess,
     PersistentMemory,
+    SlotHeader,
     Slots,
     checksum,
     read,
 )
 
 DEADLINE_S = 30.0
-HEADER = Header(run="r", epoch="e", step=7, owner=1, layout="l", content=5, state=2, crc=0)
+HEADER = SlotHeader(run="r", epoch="e", step=7, owner=1, layout="l", content=5, state=2, crc=0)
 
 
 @pytest.fixture
-def owner() -> Iterator[tuple[Owner, subprocess.Popen[bytes]]]:
+def owner() -> Iterator[tuple[LauncherProcess, subprocess.Popen[bytes]]]:
     """A process that stands for the launcher."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        yield Owner(process.pid, start_ticks(process.pid)), process
+        yield LauncherProcess(process.pid, start_ticks(process.pid)), process
     finally:
         process.kill()
         process.communicate()
 
 
 @contextlib.contextmanager
-def connected(owner: Owner, **options: object) -> Iterator[PersistentMemory]:
-    kept = PersistentMemory(owner, **options)  # type: ignore[arg-type]
+def connected(owner: LauncherProcess, **options: object) -> Iterator[PersistentMemory]:
+    host_memory = PersistentMemory(owner, **options)  # type: ignore[arg-type]
     try:
-        yield kept
+        yield host_memory
     finally:
-        kept.close()
+        host_memory.close()
 
 
-def pid_of(kept: PersistentMemory) -> int:
+def pid_of(host_memory: PersistentMemory) -> int:
     """Of the memory_server."""
-    raw = kept._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    raw = host_memory._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", raw)[0])
 
 
@@ -74,7 +73,7 @@ def ends(pid: int) -> bool:
         os.close(handle)
 
 
-def fill(slots: Slots, slot: int, content: bytes, step: int) -> Header:
+def fill(slots: Slots, slot: int, content: bytes, step: int) -> SlotHeader:
     header = replace(HEADER, step=step, content=len(content), state=0, crc=checksum(memoryview(content)))
     slots.clear(slot)
     slots.content(slot)[: len(content)] = content
@@ -82,12 +81,12 @@ def fill(slots: Slots, slot: int, content: bytes, step: int) -> Header:
     return header
 
 
-def test_memory_is_found_by_name_after_who_wrote_it_has_gone(
-    owner: tuple[Owner, subprocess.Popen[bytes]],
+def test_memory_outlives_the_connection_that_wrote_it(
+    owner: tuple[LauncherProcess, subprocess.Popen[bytes]],
 ) -> None:
     with connected(owner[0]) as first:
         token = first.token
-        fill(first.make("a", 100), 1, b"content", 3)
+        fill(first.allocate("a", 100), 1, b"content", 3)
     with connected(owner[0]) as second:
         assert second.token == token and second.names() == {"a": Slots.size_for(100)}
         found = second.find("a")
@@ -98,86 +97,88 @@ def test_memory_is_found_by_name_after_who_wrote_it_has_gone(
         second.end()
 
 
-def test_memory_is_made_anew_for_more_only_and_let_go_when_it_is_not_retained(
-    owner: tuple[Owner, subprocess.Popen[bytes]],
+def test_memory_is_reallocated_only_for_larger_sizes_and_freed_if_not_retained(
+    owner: tuple[LauncherProcess, subprocess.Popen[bytes]],
 ) -> None:
-    with connected(owner[0]) as kept:
-        fill(kept.make("a", 100), 0, b"1", 3)
-        assert kept.make("a", 90).header(0) is not None, "the same number of pages"
-        assert kept.make("a", 1 << 20).header(0) is None, "more takes other memory"
-        fill(kept.make("a", 1 << 20), 0, b"2", 3)
-        assert kept.make("a", 100).header(0) is not None, "less stays: it may be the only whole copy"
-        kept.make("b", 1)
-        kept.retain(["b", "c"])
-        assert list(kept.names()) == ["b"]
-        kept.end()
+    with connected(owner[0]) as host_memory:
+        fill(host_memory.allocate("a", 100), 0, b"1", 3)
+        assert host_memory.allocate("a", 90).header(0) is not None, "the same number of pages"
+        assert host_memory.allocate("a", 1 << 20).header(0) is None, "a larger size needs new memory"
+        fill(host_memory.allocate("a", 1 << 20), 0, b"2", 3)
+        assert host_memory.allocate("a", 100).header(0) is not None, "it may hold the only complete replica"
+        host_memory.allocate("b", 1)
+        host_memory.retain(["b", "c"])
+        assert list(host_memory.names()) == ["b"]
+        host_memory.end()
 
 
-def test_hosts_that_are_emulated_on_one_share_nothing(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+def test_emulated_hosts_have_separate_servers(owner: tuple[LauncherProcess, subprocess.Popen[bytes]]) -> None:
     with connected(owner[0], host="a") as a, connected(owner[0], host="b") as b:
-        a.make("x", 1)
+        a.allocate("x", 1)
         assert a.token != b.token and b.names() == {}
         a.end()
         b.end()
 
 
-def test_the_server_ends_with_the_run_and_leaves_nothing(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
-    with connected(owner[0]) as kept:
-        kept.make("a", 1 << 20)
-        pid = pid_of(kept)
+def test_the_server_ends_with_the_run(
+    owner: tuple[LauncherProcess, subprocess.Popen[bytes]],
+) -> None:
+    with connected(owner[0]) as host_memory:
+        host_memory.allocate("a", 1 << 20)
+        pid = pid_of(host_memory)
         held = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
         assert [path for path in held if path.startswith("/memfd:")], "memory without a name"
         assert not [path for path in held if path.startswith("/dev/shm/")]
-        assert os.getsid(pid) != os.getsid(0), "what ends the ranks' session does not end it"
+        assert os.getsid(pid) != os.getsid(0), "it has its own session"
         assert b"RANK" not in Path(f"/proc/{pid}/environ").read_bytes()
-        kept.end()
+        host_memory.end()
     assert ends(pid)
 
 
-def test_the_server_ends_when_the_launcher_is_killed(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
-    with connected(owner[0]) as kept:
-        pid = pid_of(kept)
+def test_the_server_ends_when_the_launcher_is_killed(owner: tuple[LauncherProcess, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0]) as host_memory:
+        pid = pid_of(host_memory)
         owner[1].kill()
         assert ends(pid)
         with pytest.raises(MoeCommError, match="does not answer"):
-            kept.names()
+            host_memory.names()
 
 
 def test_the_server_ends_when_the_launchers_folder_is_gone(
-    owner: tuple[Owner, subprocess.Popen[bytes]], tmp_path: Path
+    owner: tuple[LauncherProcess, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "launch"
     folder.mkdir()
-    with connected(replace(owner[0], folder=str(folder))) as kept:
-        pid = pid_of(kept)
+    with connected(replace(owner[0], folder=str(folder))) as host_memory:
+        pid = pid_of(host_memory)
         folder.rmdir()
         assert ends(pid)
 
 
-def test_the_server_ends_when_no_rank_comes_for_long(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
-    with connected(owner[0], idle_s=2.0) as kept:  # this process must have come by then
-        pid = pid_of(kept)
+def test_the_server_ends_when_no_rank_connects(owner: tuple[LauncherProcess, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0], idle_s=2.0) as host_memory:  # this process must have connected by then
+        pid = pid_of(host_memory)
     assert ends(pid)
 
 
-def test_a_second_server_of_one_name_gives_way(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
-    with connected(owner[0]) as kept:
+def test_a_second_server_of_the_same_name_exits(owner: tuple[LauncherProcess, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0]) as host_memory:
         arguments = [owner[0].name(""), str(owner[0].pid), str(owner[0].ticks), "", "60"]
         command = [sys.executable, "-I", "-S", memory_server.__file__, *arguments]
         assert subprocess.run(command, timeout=DEADLINE_S, check=False).returncode == 1
-        assert kept.names() == {}
-        kept.end()
+        assert host_memory.names() == {}
+        host_memory.end()
 
 
-def test_a_server_of_a_process_that_is_another_by_now_does_not_start(
-    owner: tuple[Owner, subprocess.Popen[bytes]],
+def test_a_server_for_a_reused_pid_does_not_start(
+    owner: tuple[LauncherProcess, subprocess.Popen[bytes]],
 ) -> None:
     arguments = ["moe_comm-test-other", str(owner[0].pid), str(owner[0].ticks + 1), "", "60"]
     command = [sys.executable, "-I", "-S", memory_server.__file__, *arguments]
     assert subprocess.run(command, timeout=DEADLINE_S, check=False).returncode == 1
 
 
-def without(name: str, owner: Owner) -> subprocess.Popen[bytes]:
+def without(name: str, owner: LauncherProcess) -> subprocess.Popen[bytes]:
     """A memory server in a Python that lacks a function of ``os``."""
     text = f"import os, runpy; del os.{name}; runpy.run_path({memory_server.__file__!r}, run_name='__main__')"
     arguments = [owner.name(""), str(owner.pid), str(owner.ticks), "", "60"]
@@ -187,31 +188,31 @@ def without(name: str, owner: Owner) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_where_python_holds_no_processes_the_server_still_ends_with_the_launcher(
-    owner: tuple[Owner, subprocess.Popen[bytes]],
+def test_without_pidfd_the_server_still_ends_with_the_launcher(
+    owner: tuple[LauncherProcess, subprocess.Popen[bytes]],
 ) -> None:
     process = without("pidfd_open", owner[0])
-    with connected(owner[0], start=False) as kept:
-        assert pid_of(kept) == process.pid
-        assert kept.make("a", 10).stride > 0
+    with connected(owner[0], start=False) as host_memory:
+        assert pid_of(host_memory) == process.pid
+        assert host_memory.allocate("a", 10).stride > 0
         owner[1].kill()
         owner[1].communicate()
         assert process.wait(DEADLINE_S) == 0
 
 
-def test_where_memory_without_a_name_cannot_be_had_who_asks_is_told(
-    owner: tuple[Owner, subprocess.Popen[bytes]],
+def test_without_memfd_the_client_gets_an_error(
+    owner: tuple[LauncherProcess, subprocess.Popen[bytes]],
 ) -> None:
     process = without("memfd_create", owner[0])
-    with connected(owner[0], start=False) as kept:
+    with connected(owner[0], start=False) as host_memory:
         with pytest.raises(MoeCommError, match="memfd_create"):
-            kept.make("a", 10)
-        kept.end()
+            host_memory.allocate("a", 10)
+        host_memory.end()
     assert process.wait(DEADLINE_S) == 0
 
 
-def test_the_server_lives_on_after_requests_that_make_no_sense(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
-    with connected(owner[0]) as kept:
+def test_the_server_survives_invalid_requests(owner: tuple[LauncherProcess, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0]) as host_memory:
         for request in (
             b"\xff",
             b"[]",
@@ -220,15 +221,15 @@ def test_the_server_lives_on_after_requests_that_make_no_sense(owner: tuple[Owne
             b'{"do": "get"}',
             b'{"do": "get", "name": "a", "size": -1}',
         ):
-            kept._socket.sendall(request)
-            assert "error" in json.loads(kept._socket.recv(memory_server.MESSAGE_BYTES)), request
+            host_memory._socket.sendall(request)
+            assert "error" in json.loads(host_memory._socket.recv(memory_server.MESSAGE_BYTES)), request
         with pytest.raises(MoeCommError, match="ValueError"):
-            kept._ask(do="get", name="a", size="much")
-        assert kept.names() == {}
-        kept.end()
+            host_memory._ask(do="get", name="a", size="much")
+        assert host_memory.names() == {}
+        host_memory.end()
 
 
-def test_the_server_needs_nothing_but_the_standard_library() -> None:
+def test_the_server_imports_only_the_standard_library() -> None:
     code = f"import runpy, sys; runpy.run_path({memory_server.__file__!r}); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "numpy", "moe_comm"} & set(out.split())
@@ -255,7 +256,7 @@ def test_a_slot_that_is_being_written_leaves_the_other(slots: Slots) -> None:
 def test_a_flipped_bit_is_found(slots: Slots) -> None:
     fill(slots, 0, b"content", 1)
     slots.content(0)[3] ^= 1
-    with pytest.raises(CheckpointError, match="rank 1 kept after step 1"):
+    with pytest.raises(CheckpointError, match="state after step 1 does not match"):
         read(slots, 0)
     fill(slots, 1, b"content", 1)
     slots.raw(1)[30] ^= 1
@@ -270,13 +271,13 @@ def test_a_header_that_says_more_than_the_slot_holds_is_none(slots: Slots) -> No
 @given(st.binary(max_size=200))
 def test_headers_are_read_as_written_or_not_at_all(noise: bytes) -> None:
     raw = HEADER.to_bytes()
-    assert Header.read(raw) == HEADER and len(raw) == HEADER_BYTES
+    assert SlotHeader.read(raw) == HEADER and len(raw) == HEADER_BYTES
     changed = noise + raw[len(noise) :]
-    assert Header.read(changed) in (None, HEADER) and Header.read(noise) is None
+    assert SlotHeader.read(changed) in (None, HEADER) and SlotHeader.read(noise) is None
 
 
 @pytest.mark.parametrize("change", [{"step": -1}, {"step": True}, {"run": 3}, {"crc": 1.5}, {"more": 1}])
 def test_a_header_of_other_fields_is_none(change: dict[str, object]) -> None:
-    strange = object.__new__(Header)
+    strange = object.__new__(SlotHeader)
     strange.__dict__.update(vars(HEADER) | change)
-    assert Header.read(strange.to_bytes()) is None
+    assert SlotHeader.read(strange.to_bytes()) is None

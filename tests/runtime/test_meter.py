@@ -12,7 +12,7 @@ from moe_comm.runtime.events import Meter
 
 
 class Clock:
-    """Stands still unless told."""
+    """A clock that only advances on request."""
 
     def __init__(self) -> None:
         self.now = 5.0

@@ -20,7 +20,7 @@ import torch.distributed as dist
 _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm.comm import shared_heap as shared  # noqa: E402
-from moe_comm.comm.meeting import communicator_of, heap_of  # noqa: E402
+from moe_comm.comm.group_setup import communicator_of, heap_of  # noqa: E402
 from moe_comm.comm.shared_heap import SEGMENT_PREFIX, SharedOptions  # noqa: E402
 from moe_comm.dispatch.backends.local import LocalDispatcher  # noqa: E402
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # noqa: E402
@@ -132,7 +132,7 @@ def test_a_rank_killed_while_the_group_is_made_leaves_nothing_after_the_next_swe
     with RankPool(3) as pool:
         pids = pool.pids
         pool.run(die_in_setup, call, expect_dead={1})
-    _C.sweep_stale(SEGMENT_PREFIX)  # what every new group does first
+    _C.sweep_stale(SEGMENT_PREFIX)  # as every new group does first
     assert names_of(pids) == []
 
 
@@ -162,7 +162,7 @@ def test_a_rank_without_memory_is_a_heap_error_on_every_rank_and_leaves_no_name(
 
 
 def lose_rank_1(rank: int, world: int, arg: tuple[str, int]) -> tuple[str, str, str, float]:
-    """Rank 1 runs until a thread of its own kills it, somewhere in its calls; the others run until they hear of it."""
+    """A thread of rank 1 kills it in the middle of its calls; the other ranks run until they get an error."""
     folder, after = arg
     d = dispatcher(rank, world)
     d.set_step(17)
@@ -190,10 +190,10 @@ def lose_rank_1(rank: int, world: int, arg: tuple[str, int]) -> tuple[str, str, 
             started = time.monotonic()
             y_TD.sum().backward()
     except PeerError as error:
-        told = time.monotonic()
+        raised_s = time.monotonic()
         again = caught(lambda: d.dispatch(x_TD.detach(), ids_TK))
         died = float(Path(folder, "died").read_text())
-        return type(error).__name__, str(error), f"{type(again).__name__} {again}", told - max(died, started)
+        return type(error).__name__, str(error), f"{type(again).__name__} {again}", raised_s - max(died, started)
     raise AssertionError("rank 1 did not die")
 
 
@@ -217,7 +217,7 @@ def test_a_killed_rank_is_reported_on_every_other_within_a_second_and_leaves_not
 
 
 def stop_rank_1(rank: int, world: int, _: None) -> tuple[str, str, str]:
-    dist.barrier()  # what fresh processes take to load what they need is not the deadline's business
+    dist.barrier()  # the start of new processes must not count towards the deadline
     d = dispatcher(rank, world, timeout_s=3.0)
     assert step_is_right(d, rank, world, 4)
     dist.barrier()
@@ -322,7 +322,7 @@ def two_groups_at_once(rank: int, world: int, _: None) -> list[bool]:
 
 
 def one_group_at_once(rank: int, world: int, _: None) -> tuple[int, int]:
-    """Two threads race on one group, so ranks may meet in different orders: right, or told that they disagree."""
+    """Two threads race on one group, so the order of calls may differ between ranks: a correct result, or an error."""
     group = dist.new_group()
     made = [dispatcher(rank, world, group) for _ in range(2)]
     counts = [0, 0]  # wrong, done
@@ -362,8 +362,8 @@ def fork_a_child(rank: int, world: int, _: None) -> tuple[int, bool]:
     if child == 0:
         code = 1
         try:
-            told = caught(lambda: d.combine(found.rows_RD, weights_TK, found.handle))
-            code = 0 if "a forked child must make its own" in str(told) else 2
+            error = caught(lambda: d.combine(found.rows_RD, weights_TK, found.handle))
+            code = 0 if "a forked child must make its own" in str(error) else 2
             del found, d
         finally:
             os._exit(code)

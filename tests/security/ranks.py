@@ -56,7 +56,7 @@ def listening(pids: list[int]) -> set[str]:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """Permissions of a folder and what is in it."""
+    """Permissions of a folder and its files."""
     return {str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
 
 
@@ -65,7 +65,7 @@ def work(root: int, folder: str) -> dict[str, Any]:
     with init_ranks("cpu") as ranks:
         group = dist.new_group()
         for backend in ("all_to_all", "shared_memory"):
-            dispatcher = make_dispatcher(4, group, backend)
+            dispatcher = make_dispatcher(4, group, backend=backend)
             dispatcher.dispatch(torch.ones(3, 8), torch.tensor([[0], [1], [3]]))
         with Checkpointer(folder) as checkpointer:
             checkpointer.save(1, {"a": Entry.whole(torch.ones(2))})

@@ -79,7 +79,7 @@ def test_a_pickle_in_any_file_of_a_checkpoint_is_never_run(
             taken = True
         except CheckpointError:
             taken = False
-        # torch's own file is read by nobody, and in the file of the numbers any bytes that are enough are numbers.
+        # Torch's own file is never read, and any bytes of the right length are valid numbers.
         assert taken == (name == ".metadata") or (signed and name == "rank-00000.safetensors")
         (path / name).unlink()
     assert not (tmp_path / "boom").exists()
@@ -174,7 +174,7 @@ def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path: 
     with Checkpointer(tmp_path) as checkpointer:
         for state in ({"a": deep}, {1: "one", "1": "another"}, {"a": float("nan")}):
             checkpointer.save(1, {"a": Entry.whole(torch.ones(1))}, state=state)
-            with pytest.raises(CheckpointError, match="must be what JSON can hold"):
+            with pytest.raises(CheckpointError, match="must be valid JSON"):
                 checkpointer.wait()
         checkpointer.save(2, {"a": Entry.whole(torch.ones(1))}, state={"a": deep[0][0][0]})
         checkpointer.wait()
@@ -183,7 +183,7 @@ def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path: 
 
 def test_a_checkpoint_of_something_else_cannot_be_exported_and_says_so(tmp_path: Path) -> None:
     export = pytest.importorskip("moe_comm.train.loop.export", reason="needs the hf extra")
-    with pytest.raises(CheckpointError, match="is no checkpoint of moe-comm train: KeyError"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of moe-comm train: KeyError"):
         export.export_checkpoint(targets._sign({}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

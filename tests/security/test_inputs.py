@@ -1,4 +1,4 @@
-"""Inputs that broke others and that no other test here gives; docs/testing.md has the whole list."""
+"""Inputs that broke others and that no other test here gives; docs/design.md has the whole list."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_rows_that_start_at_no_multiple_of_a_vector_have_the_same_bits(hidden: i
 
 
 def test_tokens_beyond_2_to_the_31_elements_are_read_from_where_they_are(tmp_path: Path) -> None:
-    """From a file of 4 GiB with holes, of which three rows are ever touched."""
+    """Map a sparse file of 4 GiB. Only three rows of it are used."""
     hidden = 4096
     tokens = 2**31 // hidden + 2
     with (tmp_path / "rows").open("wb") as file:

@@ -1,4 +1,4 @@
-"""Ranks of one host are reached from that host alone, and what they leave in files by their user alone."""
+"""Ranks of one host only listen on loopback, and only their user can read their files."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_a_local_launch_listens_on_loopback_only_and_needs_no_port_of_its_own(lo
 
 def test_what_a_launch_puts_into_files_is_for_its_user_alone(local: Any) -> None:
     assert len(local[0]["modes"]) > 1, "the ranks met in a file there"
-    assert local[0]["modes"]["."] == 0o700, "nobody else comes past the folder"
+    assert local[0]["modes"]["."] == 0o700, "other users cannot enter the folder"
 
 
 def test_ranks_of_torchrun_on_one_host_listen_on_loopback_only(tmp_path: Path) -> None:
-    """Its own agent's store is torch's: see docs/security.md."""
+    """Its own agent's store is torch's: see docs/reliability.md."""
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"]
     seen = run([*command, "-m", "tests.security.ranks", "torchrun", str(tmp_path)])["seen"]
     assert len(seen) == 2

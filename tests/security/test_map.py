@@ -1,4 +1,4 @@
-"""The list of inputs that broke others, in docs/testing.md, names tests that exist, for every group."""
+"""The list of inputs that broke others, in docs/design.md, names tests that exist, for every group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.dispatch.cases import BY_NAME
 from tests.fuzz.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/testing.md").read_text()
+PAGE = (ROOT / "docs/design.md").read_text()
 ROWS = re.findall(r"^\| (\d+) \| ([^|]+) \| (.+) \|$", PAGE, re.MULTILINE)
 
 

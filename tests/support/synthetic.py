@@ -1,7 +1,7 @@
-"""A run's folder without a run: any number of ranks and steps, with stragglers, slow links and faults where wanted.
+"""Write the folder of a synthetic run: any number of ranks and steps, with stragglers, slow links and faults.
 
-What reports and diagnosis are tried on: the right answer is known, and 1,000 ranks take seconds. Each step goes like a
-synchronous one: every rank computes, and the rest of the step it waits for the slowest.
+Used to test reports and diagnosis: the correct result is known, and 1,000 ranks take seconds. Steps are synchronous:
+each rank computes, and then waits for the slowest rank.
 
     rank 0  ██████░░░░░░▒▒      █ compute    ░ waits for rank 1    ▒ moves bytes
     rank 1  ████████████▒▒
@@ -46,7 +46,7 @@ PROBE_S, PROBE_EVERY = 0.002, 10
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose compute takes ``factor`` times as long, from step ``first`` to ``last``, both included."""
+    """A rank whose compute is ``factor`` times longer from step ``first`` to step ``last``, inclusive."""
 
     rank: int
     factor: float = 1.5
@@ -56,7 +56,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A link between the hosts of two ranks that takes ``factor`` times as long; -1: to or from all."""
+    """A link between the hosts of two ranks that is ``factor`` times slower. -1: all ranks."""
 
     source: int
     destination: int
@@ -67,7 +67,7 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class SyntheticFault:
-    """Noticed in ``step``. Where ``action`` is "restart", ranks start again ``down_s`` later, ``lost`` steps back."""
+    """A fault detected in ``step``. With ``action`` "restart", ranks restart ``down_s`` later, ``lost`` steps back."""
 
     step: int
     kind: str = "died"
@@ -81,11 +81,15 @@ class SyntheticFault:
 
 @dataclass(frozen=True)
 class SyntheticRun:
-    """What to make up.
+    """Settings of a synthetic run.
 
-    ep: ranks that share one set of experts; None: up to a host's, that divide a stage. step_s: of compute, per step.
-    noise: relative spread of each rank's compute. rank_every: steps between a rank's lines; 0: so that there are about
-    120,000 in all. checkpoint_every: steps between saves, 0: none. span_steps: those whose spans are written.
+    Args:
+        ep: expert-parallel size. None: the greatest common divisor of the ranks of a host and of a stage.
+        step_s: seconds of compute per step.
+        noise: relative spread of the compute time of each rank.
+        rank_every: steps between the lines of a rank. 0: about 120,000 lines in total.
+        checkpoint_every: steps between checkpoints. 0: none.
+        span_steps: steps whose spans are written.
     """
 
     ranks: int = 8
@@ -111,11 +115,7 @@ class SyntheticRun:
     seed: int = 0
 
     def mapping(self) -> ParallelConfig:
-        """How the ranks are laid out.
-
-        Raises:
-            ConfigError: the degrees do not fit.
-        """
+        """Return the mapping. Raises ``ConfigError`` if the degrees do not match the number of ranks."""
         stage = self.ranks // self.pp
         ep = self.ep or math.gcd(stage, self.ranks_per_host)
         return ParallelConfig.of(self.ranks, tp=self.tp, cp=self.cp, pp=self.pp, ep=ep)
@@ -140,7 +140,7 @@ def write_run(folder: Path, run: SyntheticRun) -> Path:
     mapping = run.mapping()
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty; a synthetic run needs a folder of its own")
+        raise ConfigError(f"{folder} is not empty; pass a new folder")
     random = np.random.default_rng(run.seed)
     timeline = _simulate(run, mapping, random)
     for attempt in timeline.attempts:
@@ -162,7 +162,7 @@ def write_run(folder: Path, run: SyntheticRun) -> Path:
 
 
 def _simulate(run: SyntheticRun, mapping: ParallelConfig, random: np.random.Generator) -> _Timeline:
-    """Every step in the order in which it was done, those that were lost and done again too."""
+    """Yield all steps in the order of execution, including lost and repeated steps."""
     line, now, step, number = _Timeline(), BEGAN_S, 1, 0
     waiting = sorted(run.faults, key=lambda fault: fault.step)
     hosts = [run.host(rank) for rank in range(run.ranks)]
@@ -219,7 +219,7 @@ def _step(run: SyntheticRun, step: int, begin_s: float, random: np.random.Genera
 
 
 def _write_loads(folder: Path, run: SyntheticRun, random: np.random.Generator) -> dict[int, NDArray[np.int64]]:
-    """Loads that drift, with one dead expert in the last layer; by step, [layers, experts]."""
+    """Return drifting loads by step, [layers, experts], with one unused expert in the last layer."""
     taste_LE = random.standard_normal((run.layers, run.experts))
     found = {}
     slots = run.tokens * run.top_k
@@ -307,7 +307,7 @@ def _write_ranks(
         for rank, rows in enumerate(lines):
             moving = parts["communication"][rank]
             links = _probes(run, rank, done.step) if probes and rank % run.ranks_per_host == 0 else {}
-            # Written out by hand: a hundred thousand lines through a dataclass and an encoder take half a minute.
+            # Formatted directly: a dataclass and an encoder would take half a minute for 100,000 lines.
             rows.append(
                 f'{{"step":{done.step},"rank":{rank},"host":{hosts[rank]},"begin_s":{done.begin_s:.6f},'
                 f'"total":{done.total_s:.6f},"compute":{parts["compute"][rank]},"communication":{moving},'
@@ -323,7 +323,7 @@ def _write_ranks(
 
 
 def _peers(run: SyntheticRun, mapping: ParallelConfig, rank: int) -> str:
-    """The bytes of a step, which are the same in all: rows to the ranks that share experts, gradients to all."""
+    """Return the bytes of a step: rows to the ranks of the expert group, gradients to all ranks."""
     group = mapping.group_of(rank, "ep")
     each = run.tokens * run.top_k * 2048 // max(run.ranks, 1) // len(group)
     rows = each * (len(group) - 1) * run.layers
@@ -333,7 +333,7 @@ def _peers(run: SyntheticRun, mapping: ParallelConfig, rank: int) -> str:
 
 
 def _probes(run: SyntheticRun, rank: int, step: int) -> dict[str, float]:
-    """Seconds from the first rank of every other host."""
+    """Return the seconds from the first rank of every other host."""
     found = {}
     here = run.host(rank)
     for source in range(0, run.ranks, run.ranks_per_host):

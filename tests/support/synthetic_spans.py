@@ -1,4 +1,4 @@
-"""The spans of a made-up step: ranks that wait for each other as those of a real one do."""
+"""Spans of a synthetic step in which ranks wait for each other as in a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who keeps whose copy: always another host, no rank more than it must, as few shared groups as can be."""
+"""Buddy ranks: on another host, evenly distributed, and with as few shared groups as possible."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections import Counter
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ParallelConfig
-from moe_comm.topology.buddies import buddies, shared_groups
+from moe_comm.topology.buddies import AXES, buddies
 
 
 @st.composite
@@ -25,20 +24,20 @@ def mappings(draw: st.DrawFn) -> ParallelConfig:
 
 @given(mappings(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_every_copy_is_on_another_host_and_spread_evenly(config: ParallelConfig, data: st.DataObject) -> None:
+def test_each_replica_is_on_another_host_and_replicas_are_even(config: ParallelConfig, data: st.DataObject) -> None:
     hosts = data.draw(st.lists(st.integers(0, 3), min_size=config.world, max_size=config.world))
-    found = buddies(config, hosts)
+    assignment = buddies(config, hosts)
     if len(set(hosts)) == 1:
-        assert found is None
+        assert assignment is None
         return
-    assert found is not None and len(found) == config.world
-    assert all(hosts[rank] != hosts[keeper] for rank, keeper in enumerate(found))
+    assert assignment is not None and len(assignment) == config.world
+    assert all(hosts[rank] != hosts[buddy] for rank, buddy in enumerate(assignment))
     largest = max(Counter(hosts).values())
     most = max(1, -(-largest // (config.world - largest)))
-    assert max(Counter(found).values()) <= most
+    assert max(Counter(assignment).values()) <= most
     if 2 * largest <= config.world:
-        assert sorted(found) == list(range(config.world)), "a permutation"
-    assert found == buddies(config, [f"host {host}" for host in hosts]), "names do not matter"
+        assert sorted(assignment) == list(range(config.world)), "a permutation"
+    assert assignment == buddies(config, [f"host {host}" for host in hosts]), "names do not matter"
 
 
 @pytest.mark.parametrize(
@@ -54,24 +53,27 @@ def test_every_copy_is_on_another_host_and_spread_evenly(config: ParallelConfig,
 )
 def test_no_other_choice_shares_fewer_groups(config: ParallelConfig, hosts: str) -> None:
     def worst(choice: tuple[int, ...]) -> int:
-        return max(shared_groups(config, rank, keeper) for rank, keeper in enumerate(choice))
+        def shared(rank: int, buddy: int) -> int:
+            return sum(buddy in config.group_of(rank, axis) for axis in AXES)
 
-    found = buddies(config, hosts)
-    assert found is not None
+        return max(shared(rank, buddy) for rank, buddy in enumerate(choice))
+
+    assignment = buddies(config, hosts)
+    assert assignment is not None
     ranks = range(config.world)
     all_choices = (c for c in permutations(ranks) if all(hosts[r] != hosts[c[r]] for r in ranks))
-    assert worst(found) == min(map(worst, all_choices))
+    assert worst(assignment) == min(map(worst, all_choices))
 
 
-def test_on_a_regular_cluster_no_rank_shares_a_group_with_its_keeper() -> None:
+def test_on_a_regular_cluster_no_rank_shares_a_group_with_its_buddy() -> None:
     config = ParallelConfig.of(64, tp=8, pp=2, ep=8)
-    found = buddies(config, [rank // 8 for rank in range(64)])
-    assert found is not None and sorted(found) == list(range(64))
-    for rank, keeper in enumerate(found):
+    assignment = buddies(config, [rank // 8 for rank in range(64)])
+    assert assignment is not None and sorted(assignment) == list(range(64))
+    for rank, buddy in enumerate(assignment):
         for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp"):
-            assert keeper not in config.group_of(rank, axis)
+            assert buddy not in config.group_of(rank, axis)
 
 
-def test_hosts_that_are_not_those_of_the_ranks_are_refused() -> None:
+def test_a_wrong_number_of_hosts_raises() -> None:
     with pytest.raises(ConfigError, match="host of each of the 4 ranks; got 3"):
         buddies(ParallelConfig(dp=4), "abc")

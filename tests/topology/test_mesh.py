@@ -1,4 +1,4 @@
-"""``ParallelMesh`` on 4 and 8 real ranks: its groups are of the right ranks, and its DeviceMeshes are the same groups."""
+"""``ParallelMesh`` on 4 and 8 real ranks: its groups have the right ranks, and its DeviceMeshes use the same groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EIGHT = [
 
 
 def members(group: Any) -> tuple[int, ...]:
-    """The ranks of ``group`` as a collective over it finds them."""
+    """Return the ranks of ``group``, gathered by a collective over it."""
     if group is None:
         return (dist.get_rank(),)
     everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
@@ -36,7 +36,7 @@ def members(group: Any) -> tuple[int, ...]:
     return tuple(int(rank) for rank in everyone)
 
 
-def look(rank: int, world: int, config: ParallelConfig) -> dict[str, Any]:
+def check_mesh(rank: int, world: int, config: ParallelConfig) -> dict[str, Any]:
     mesh = ParallelMesh(config)
     assert mesh.attention is not None and mesh.expert is not None and mesh.rank == rank
     assert mesh.place == config.place(rank) and mesh.sizes == config.sizes
@@ -59,7 +59,7 @@ def look(rank: int, world: int, config: ParallelConfig) -> dict[str, Any]:
         "expert": Sharding((4, 4), (Split(0, "ep"), Split(1, "etp")), expert=True),
     }
     found |= {f"sum {name}": members(mesh.sum_group(sharding)) for name, sharding in sums.items()}
-    with pytest.raises(ConfigError, match=f"for {2 * world} ranks, but there are {world}"):
+    with pytest.raises(ConfigError, match=f"for {2 * world} ranks, but the world size is {world}"):
         ParallelMesh(ParallelConfig(dp=2 * world))
     if min(config.tp, config.cp, config.dp) > 1:
         with pytest.raises(ConfigError, match="no group over"):
@@ -68,7 +68,7 @@ def look(rank: int, world: int, config: ParallelConfig) -> dict[str, Any]:
 
 
 def check(pool: RankPool, config: ParallelConfig) -> None:
-    for rank, found in enumerate(pool.run(look, config, timeout=120)):
+    for rank, found in enumerate(pool.run(check_mesh, config, timeout=120)):
         for axes in GROUPS:
             assert found["+".join(axes)] == config.group_of(rank, *axes), (rank, axes)
         assert found["world"] == tuple(range(config.world))
@@ -94,5 +94,5 @@ def test_one_rank_needs_no_process_group() -> None:
     mesh = ParallelMesh(ParallelConfig())
     assert mesh.attention is None and mesh.expert is None and mesh.world_group is None and mesh.tied_group is None
     assert all(mesh.group(*axes) is None and mesh.ranks(*axes) == (0,) for axes in GROUPS)
-    with pytest.raises(ConfigError, match="for 2 ranks, but there are 1"):
+    with pytest.raises(ConfigError, match="for 2 ranks, but the world size is 1"):
         ParallelMesh(ParallelConfig(dp=2))

@@ -1,4 +1,4 @@
-"""Every legal mapping of up to 64 ranks: groups, folding, order; and the errors of illegal ones."""
+"""``ParallelConfig``: groups, folding and order for every legal mapping of up to 64 ranks; errors of illegal ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def legal(world: int) -> Iterator[ParallelConfig]:
 
 @pytest.mark.parametrize("world", [4, 6, 8, 12])
 def test_groups_that_coincide_do_so_for_every_rank(world: int) -> None:
-    """Each rank makes a group of the same ranks once, and all must have made as many before any that they share."""
+    """A rank creates a group of the same ranks once; the creation order must be the same on all ranks that share it."""
     for config in legal(world):
         patterns = set()
         for rank in range(world):
@@ -41,7 +41,7 @@ def test_groups_that_coincide_do_so_for_every_rank(world: int) -> None:
 
 @pytest.mark.parametrize("world", range(1, 65))
 def test_every_legal_mapping(world: int) -> None:
-    """The two sides fold onto the same stages in every mapping; groups are right for every grid of either side."""
+    """Both grids fold onto the same pipeline stages, and the groups of each grid are right."""
     everyone = list(range(world))
     checked: set[tuple[object, ...]] = set()
     for config in legal(world):
@@ -54,17 +54,17 @@ def test_every_legal_mapping(world: int) -> None:
         for side in (ATTENTION_AXES, EXPERT_AXES):
             sizes = tuple(config.sizes[axis] for axis in side)
             if (side, sizes) in checked:
-                continue  # that it does not depend on the other side is tested below
+                continue  # a test below shows independence of the other grid
             checked.add((side, sizes))
-            # Each rank has a place of its own, and ranks count up with the fastest axis first.
+            # Each rank has unique coordinates, and ranks count up along the fastest axis first.
             places = [config.place(rank) for rank in everyone]
-            spots = [tuple(place[axis] for axis in reversed(side)) for place in places]
-            assert spots == list(product(*map(range, reversed(sizes)))), config
+            coordinates = [tuple(place[axis] for axis in reversed(side)) for place in places]
+            assert coordinates == list(product(*map(range, reversed(sizes)))), config
             for axes in (axes for axes in GROUPS if set(axes) <= set(side)):
                 groups = config.groups(*axes)
                 assert all(len(group) == config.size(*axes) for group in groups), (config, axes)
                 assert sorted(chain.from_iterable(groups)) == everyone, (config, axes)
-                # Ranks of a group stand by their coordinates, fastest axis first: ascending, and groups likewise.
+                # Ranks of a group are ordered by coordinates, fastest axis first: ascending. So are the groups.
                 assert all(list(group) == sorted(group) for group in groups), (config, axes)
                 assert groups == sorted(groups), (config, axes)
 
@@ -109,14 +109,14 @@ def test_the_worked_pictures_of_the_documentation() -> None:
     assert str(ParallelConfig()) == "one rank" and str(ParallelConfig(tp=2, dp=3, ep=6)) == "tp 2, dp 3, ep 6"
 
 
-def test_a_hundred_thousand_ranks_are_arithmetic() -> None:
+def test_a_hundred_thousand_ranks() -> None:
     config = ParallelConfig.of(131_072, tp=8, cp=2, pp=16, ep=64)
     assert config.group_of(70_000, "ep")[0] == 70_000 - config.place(70_000)["ep"]
     groups = config.groups("tp", "cp", "dp")
     assert len(groups) == 16 and groups[1][0] == config.stage == 8192
 
 
-def test_degrees_that_are_left_out_take_what_is_left() -> None:
+def test_omitted_degrees_are_derived_from_the_others() -> None:
     assert ParallelConfig.of(16, tp=2, pp=2) == ParallelConfig(tp=2, dp=4, pp=2, ep=8)
     assert ParallelConfig.of(16, tp=2, pp=2, etp=2).ep == 4
     assert ParallelConfig.of(8, dp=8, ep=2).edp == 4
@@ -153,7 +153,7 @@ def test_ranks_and_axes_that_do_not_exist_are_refused() -> None:
         with pytest.raises(ConfigError, match=rf"rank {rank} is outside 0\.\.3"):
             config.place(rank)
     for axes in (("tp", "ep"), ("xp",)):
-        with pytest.raises(ConfigError, match="axes of one side"):
+        with pytest.raises(ConfigError, match="axes of a group must all be in"):
             config.groups(*axes)
-        with pytest.raises(ConfigError, match="axes of one side"):
+        with pytest.raises(ConfigError, match="axes of a group must all be in"):
             config.group_of(0, *axes)

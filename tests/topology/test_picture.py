@@ -1,4 +1,4 @@
-"""What ``moe-comm mesh`` prints."""
+"""The output of ``moe-comm mesh``."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ dp        2  0 2 | 1 3 | 4 6 | 5 7
 pp        2  0 4 | 1 5 | 2 6 | 3 7
 ep        4  0 1 2 3 | 4 5 6 7
 
-tp   share a layer's heads and columns, and the sequence between layers
-dp   hold other sequences
-pp   hold other layers
-ep   share the experts
+tp   split a layer's heads and columns, and the sequence between layers
+dp   process different sequences
+pp   hold different layers
+ep   hold different experts
 
 gradients are plain sums over
-cut by tp (attention, dense FFN, embedding, head)
+split by tp (attention, dense FFN, embedding, head)
   cp x dp, 2 ranks: 0 2 | 1 3 | 4 6 | 5 7
 replicated (norms, router, shared expert)
   tp x cp x dp, 4 ranks: 0 1 2 3 | 4 5 6 7
-experts (cut by ep and etp)
-  edp: no other rank holds the same
+experts (split by ep and etp)
+  edp: no other rank holds the same part
 tied embedding (replicated on the first and last stage)
-  also over those two stages: 0 4 | 1 5 | 2 6 | 3 7
+  summed over these two stages as well: 0 4 | 1 5 | 2 6 | 3 7
 """
 
 
@@ -57,14 +57,14 @@ def test_a_small_world_shows_every_rank_of_every_stage_once() -> None:
 
 
 @pytest.mark.parametrize("world", [65, 128, 4096, 131_072])
-def test_a_large_world_is_cut_short_and_says_how_much_is_left_out(world: int) -> None:
+def test_a_large_world_is_shortened_and_the_number_of_omitted_ranks_is_shown(world: int) -> None:
     config = ParallelConfig.of(world, pp=4 if world % 4 == 0 else 1)
     text = picture(config)
     assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 140
     assert config.stage <= 32 or f"... {config.stage - 32} more ranks in this stage" in text
-    assert config.pp == 1 or "... 3 more stages like it" in text
+    assert config.pp == 1 or "... 3 more stages of the same form" in text
 
 
 def test_one_rank_alone() -> None:
     text = picture(ParallelConfig())
-    assert "no groups: one rank holds everything" in text and text.count("no other rank holds the same") == 3
+    assert "no groups: one rank holds everything" in text and text.count("no other rank holds the same part") == 3

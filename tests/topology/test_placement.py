@@ -1,10 +1,9 @@
-"""Which rank owns which experts."""
+"""``ExpertPlacement``: which rank holds which experts."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
@@ -40,7 +39,7 @@ def test_placements_without_experts_or_with_negative_counts_are_refused(sizes: t
 
 @pytest.mark.parametrize(("num_experts", "world"), [(0, 2), (4, 0), (-1, 1)])
 def test_balancing_needs_an_expert_and_a_rank(num_experts: int, world: int) -> None:
-    with pytest.raises(ConfigError, match="at least one"):
+    with pytest.raises(ConfigError, match="must be at least 1"):
         ExpertPlacement.balanced(num_experts, world)
 
 

@@ -1,21 +1,20 @@
-"""The boxes of all ranks cover the global tensor, each place as often as it is replicated; ``take`` agrees."""
+"""``Sharding``: the boxes of all ranks tile the full tensor once per replica, and ``take`` agrees with them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, Share, Split, deal, row_range
+from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, ShardSlice, Split, row_range, shard_slice
 
 SEEDED = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 @st.composite
 def shardings(draw: st.DrawFn) -> tuple[ParallelConfig, Sharding]:
-    """A mapping of up to 16 ranks and a parameter cut over one side of it: segments, uneven sizes, up to 3 dims."""
+    """A mapping of up to 16 ranks and a parameter split over one grid: segments, uneven sizes, up to 3 dimensions."""
     tp, cp, dp, pp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2), (1, 2), (1, 2)))
     etp = draw(st.sampled_from([n for n in (1, 2, 4) if (tp * cp * dp) % n == 0]))
     ep = draw(st.sampled_from([n for n in (1, 2, 4) if (tp * cp * dp) % (etp * n) == 0]))
@@ -39,64 +38,64 @@ def shardings(draw: st.DrawFn) -> tuple[ParallelConfig, Sharding]:
 
 @SEEDED
 @given(shardings())
-def test_the_ranks_that_count_once_tile_the_tensor_exactly(case: tuple[ParallelConfig, Sharding]) -> None:
+def test_the_ranks_that_count_once_tile_the_tensor(case: tuple[ParallelConfig, Sharding]) -> None:
     config, sharding = case
     covered = torch.zeros(sharding.shape, dtype=torch.int64)
-    everywhere = torch.zeros(sharding.shape, dtype=torch.int64)
+    copies = torch.zeros(sharding.shape, dtype=torch.int64)
     for rank in range(config.stage):
         place = config.place(rank)
         for box in sharding.boxes(place, config.sizes):
-            everywhere[box.whole] += 1
-            covered[box.whole] += sharding.counts_once(place)
-    assert (covered == 1).all() and (everywhere == config.size(*sharding.sum_axes)).all()
+            copies[box.full] += 1
+            covered[box.full] += sharding.counts_once(place)
+    assert (covered == 1).all() and (copies == config.size(*sharding.sum_axes)).all()
 
 
 @SEEDED
 @given(shardings())
-def test_boxes_put_back_together_what_every_rank_took(case: tuple[ParallelConfig, Sharding]) -> None:
+def test_boxes_reassemble_the_parts_of_all_ranks(case: tuple[ParallelConfig, Sharding]) -> None:
     config, sharding = case
-    whole = torch.arange(torch.Size(sharding.shape).numel()).view(sharding.shape)
-    back = torch.full_like(whole, -1)
+    full = torch.arange(torch.Size(sharding.shape).numel()).view(sharding.shape)
+    back = torch.full_like(full, -1)
     for rank in range(config.world):
         place = config.place(rank)
-        part = sharding.take(whole, place, config.sizes)
+        part = sharding.take(full, place, config.sizes)
         assert tuple(part.shape) == sharding.local_shape(place, config.sizes)
         boxes = sharding.boxes(place, config.sizes)
         assert sum(part[box.local].numel() for box in boxes) == part.numel()
         for box in boxes:
-            assert torch.equal(part[box.local], whole[box.whole])
-            back[box.whole] = part[box.local]
-    assert torch.equal(back, whole)
+            assert torch.equal(part[box.local], full[box.full])
+            back[box.full] = part[box.local]
+    assert torch.equal(back, full)
 
 
 @SEEDED
 @given(shardings(), st.integers(1, 5), st.booleans())
-def test_the_shares_of_a_part_tile_it_exactly(case: tuple[ParallelConfig, Sharding], owners: int, even: bool) -> None:
-    """And their boxes are the whole tensor's, whatever the dimension and however the part is cut itself."""
+def test_the_shard_slices_of_a_part_tile_it(case: tuple[ParallelConfig, Sharding], owners: int, even: bool) -> None:
+    """Their boxes select the same values of the full tensor, for each dimension and each split of the part."""
     config, sharding = case
-    whole = torch.arange(torch.Size(sharding.shape).numel()).view(sharding.shape)
+    full = torch.arange(torch.Size(sharding.shape).numel()).view(sharding.shape)
     for rank in range(config.stage):
         place = config.place(rank)
-        part = sharding.take(whole, place, config.sizes)
+        part = sharding.take(full, place, config.sizes)
         times = torch.zeros_like(part)
         for index in range(owners):
-            share = deal(part.shape, index, owners, even)
+            share = shard_slice(part.shape, index, owners, even)
             share.of(times).add_(1)
             own = part.new_full(share.shape(part.shape), -1)
             for box in sharding.boxes(place, config.sizes, share):
                 assert (own[box.local] == -1).all()
-                own[box.local] = whole[box.whole]
+                own[box.local] = full[box.full]
             assert torch.equal(own, share.of(part))
         assert (times == 1).all()
 
 
 @SEEDED
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=3), st.integers(1, 9), st.booleans())
-def test_every_owner_gets_a_share_where_a_dimension_is_long_enough(shape: list[int], owners: int, even: bool) -> None:
-    """Each rank chooses the dimension by itself, so all must choose the same."""
-    dealt = [deal(shape, index, owners, even) for index in range(owners)]
-    [dim] = {share.dim for share in dealt}
-    counts = [torch.Size(share.shape(shape)).numel() for share in dealt]
+def test_each_owner_gets_a_slice_if_a_dimension_is_long_enough(shape: list[int], owners: int, even: bool) -> None:
+    """Each rank selects the dimension on its own, so the choice must not depend on the rank."""
+    slices = [shard_slice(shape, index, owners, even) for index in range(owners)]
+    [dim] = {share.dim for share in slices}
+    counts = [torch.Size(share.shape(shape)).numel() for share in slices]
     assert sum(counts) == torch.Size(shape).numel() and max(counts) == counts[0]
     gets_all = [len(row_range(length, owners - 1, owners)) > 0 for length in shape]
     divides = [length % owners == 0 for length in shape]
@@ -110,12 +109,15 @@ def test_every_owner_gets_a_share_where_a_dimension_is_long_enough(shape: list[i
         assert not any(gets_all) or min(counts) > 0
 
 
-def test_few_long_experts_are_dealt_out_by_their_rows() -> None:
-    assert [deal((1, 8, 6), index, 4) for index in (0, 3)] == [Share(1, range(2)), Share(1, range(6, 8))]
-    assert deal((2, 6, 8), 1, 4) == Share(2, range(2, 4)), "8 divides, 6 does not"
-    assert deal((1, 6, 5), 1, 4) == Share(1, range(2, 4)), "a third of 6 is less than two fifths"
-    assert deal((1, 6, 5), 1, 4, even=True) == Share(0, range(1, 1)), "nothing divides"
-    assert deal((50257, 768), 7, 8) == Share(0, range(43981, 50257)), "rows stay where they are enough"
+def test_few_long_experts_are_split_by_rows() -> None:
+    assert [shard_slice((1, 8, 6), index, 4) for index in (0, 3)] == [
+        ShardSlice(1, range(2)),
+        ShardSlice(1, range(6, 8)),
+    ]
+    assert shard_slice((2, 6, 8), 1, 4) == ShardSlice(2, range(2, 4)), "8 divides, 6 does not"
+    assert shard_slice((1, 6, 5), 1, 4) == ShardSlice(1, range(2, 4)), "a third of 6 is less than two fifths"
+    assert shard_slice((1, 6, 5), 1, 4, even=True) == ShardSlice(0, range(1, 1)), "nothing divides"
+    assert shard_slice((50257, 768), 7, 8) == ShardSlice(0, range(43981, 50257)), "dimension 0 is long enough"
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -126,47 +128,47 @@ def test_row_ranges_are_those_of_torch_chunk(rows: int, parts: int) -> None:
     assert [g for g in got if g] == chunks and sum(map(len, got)) == rows
 
 
-def test_a_fused_gate_and_up_projection_is_cut_half_by_half() -> None:
+def test_a_fused_gate_and_up_projection_is_split_per_segment() -> None:
     config = ParallelConfig(dp=4, ep=2, etp=2)
     sharding = Sharding((4, 8, 1), (Split(0, "ep"), Split(1, "etp", segments=2)), expert=True)
-    whole = torch.arange(32).view(4, 8, 1)
-    part = sharding.take(whole, config.place(3), config.sizes)  # ep 1, etp 1
-    assert torch.equal(part, whole[2:, [2, 3, 6, 7]])
+    full = torch.arange(32).view(4, 8, 1)
+    part = sharding.take(full, config.place(3), config.sizes)  # ep 1, etp 1
+    assert torch.equal(part, full[2:, [2, 3, 6, 7]])
     assert sharding.sum_axes == ("edp",)
 
 
-def test_what_is_summed_and_counted() -> None:
+def test_sum_axes_and_counts_once() -> None:
     config = ParallelConfig(tp=2, cp=2, dp=2, ep=2, etp=2)
-    cut, whole = Sharding((4,), (Split(0, "tp"),)), Sharding((4,))
-    assert cut.sum_axes == ("cp", "dp") and whole.sum_axes == ("tp", "cp", "dp")
+    cut, full = Sharding((4,), (Split(0, "tp"),)), Sharding((4,))
+    assert cut.sum_axes == ("cp", "dp") and full.sum_axes == ("tp", "cp", "dp")
     assert Sharding((4, 1), (Split(0, "ep"),), expert=True).sum_axes == ("etp", "edp")
     assert [rank for rank in range(8) if cut.counts_once(config.place(rank))] == [0, 1]
-    assert [rank for rank in range(8) if whole.counts_once(config.place(rank))] == [0]
+    assert [rank for rank in range(8) if full.counts_once(config.place(rank))] == [0]
 
 
-def test_uneven_experts_stand_as_the_placement_says() -> None:
+def test_boxes_of_uneven_experts_follow_the_placement() -> None:
     placement = ExpertPlacement.balanced(7, 3)
     sharding = Sharding((7, 2), (Split(0, "ep", sizes=placement.experts_per_rank),), expert=True)
     config = ParallelConfig(dp=3, ep=3)
     for rank in range(3):
         own = placement.local_range(rank)
-        assert sharding.boxes(config.place(rank), config.sizes)[0].whole[0] == slice(own.start, own.stop)
+        assert sharding.boxes(config.place(rank), config.sizes)[0].full[0] == slice(own.start, own.stop)
 
 
-def test_wrong_cuts_are_refused_with_both_numbers() -> None:
+def test_invalid_splits_raise_with_both_numbers() -> None:
     place, sizes = {"tp": 0, "ep": 0}, {"tp": 4, "ep": 2}
-    with pytest.raises(ConfigError, match="dimension of 6 cannot be cut evenly over tp 4"):
+    with pytest.raises(ConfigError, match="dimension of 6 cannot be split evenly over tp 4"):
         Sharding((6,), (Split(0, "tp"),)).local_shape(place, sizes)
-    with pytest.raises(ConfigError, match="dimension of 12 in 2 segments cannot be cut evenly over tp 4"):
+    with pytest.raises(ConfigError, match="dimension of 12 in 2 segments cannot be split evenly over tp 4"):
         Sharding((12,), (Split(0, "tp", segments=2),)).local_shape(place, sizes)
-    with pytest.raises(ConfigError, match=r"sizes \(3, 2\) do not cut 6 over ep 2"):
+    with pytest.raises(ConfigError, match=r"sizes \(3, 2\) do not split 6 over ep 2"):
         Sharding((6,), (Split(0, "ep", sizes=(3, 2)),), expert=True).boxes(place, sizes)
-    with pytest.raises(ConfigError, match="ep does not cut parameters of this side"):
+    with pytest.raises(ConfigError, match=r"can be split over the axes \(.tp., .cp., .dp.\); got ep"):
         Sharding((6,), (Split(0, "ep"),))
     for twice in ((Split(0, "tp"), Split(0, "cp")), (Split(0, "tp"), Split(1, "tp"))):
-        with pytest.raises(ConfigError, match="a dimension is cut by one axis"):
+        with pytest.raises(ConfigError, match="each axis can split one dimension, and each dimension"):
             Sharding((8, 8), twice)
-    with pytest.raises(ConfigError, match="dimension 2 is cut"):
+    with pytest.raises(ConfigError, match="dimension 2 does not exist"):
         Sharding((6, 6), (Split(2, "tp"),))
     with pytest.raises(ConfigError, match=r"shape \(6,\); got \(5,\)"):
         Sharding((6,)).take(torch.zeros(5), place, sizes)

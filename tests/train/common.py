@@ -1,4 +1,4 @@
-"""Tiny runs for the tests of training: a text, settings, a trainer on the ranks there are, and whole weights."""
+"""Tiny training runs for tests: a text, settings, a trainer, and full weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEXT = "".join(f"line {n}: the quick brown fox jumps over the lazy dog, {n * n} 
 
 
 def write_text(folder: Path) -> list[str]:
-    """Settings of runs on ``TEXT`` that leave everything in ``folder``."""
+    """Return settings of runs on ``TEXT`` with all files in ``folder``."""
     text = folder / "text.txt"
     text.write_text(TEXT)
     return [*TINY, f"data.source={text}", f"data.cache={folder / 'cache'}", f"run.folder={folder / 'runs'}"]
@@ -51,14 +51,14 @@ def config_of(settings: Sequence[str]) -> TrainConfig:
 
 @contextlib.contextmanager
 def session(settings: Sequence[str], **options: Any) -> Iterator[Session]:
-    """Without a run folder, on all ranks of the default process group, or alone where there is none. Collective."""
+    """A trainer without a run folder, on all ranks of the default process group or on one rank. Collective."""
     with parity_train.session(config_of(settings), **options) as here:
         yield here
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank knows after training. validation: the loss after the last step."""
+    """Results of one rank after training. validation: loss after the last step."""
 
     losses: list[float]
     norms: list[float]
@@ -69,7 +69,7 @@ class Trained:
 
 
 def train(rank: int, world: int, settings: Sequence[str]) -> Trained:
-    """Train to the end; for a ``RankPool``, and alone with ``train(0, 1, ...)``."""
+    """Train to the end, on a ``RankPool`` or as a reference with ``train(0, 1, ...)``."""
     with session(settings) as here:
         status = here.trainer.fit()
         reports = here.trainer.reports
@@ -84,14 +84,14 @@ def train(rank: int, world: int, settings: Sequence[str]) -> Trained:
 
 
 def whole(parts_by_rank: Sequence[Parts]) -> dict[str, Tensor]:
-    """Whole tensors from every rank's parts; what no rank has is NaN, and copies must be the same."""
+    """Assemble full tensors from the shards of all ranks. Missing elements are NaN; replicas must be equal."""
     found, apart = assemble(parts_by_rank)
     assert not any(apart.values()), {name: difference for name, difference in apart.items() if difference}
     return found
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Each tensor's largest difference over its largest element."""
+    """Compare the largest difference of each tensor relative to its largest element."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         difference = float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
@@ -99,7 +99,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 
 def assert_same_training(found: Sequence[Trained], expected: Trained, tolerance: float = 1e-5) -> None:
-    """Losses, norms and validation loss of every rank, and the weights of all together."""
+    """Compare losses, norms and validation loss of each rank, and the full weights."""
     for trained in found:
         assert_floats(trained.losses, expected.losses, tolerance)
         assert_floats(trained.norms, expected.norms, 3 * tolerance)

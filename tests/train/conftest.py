@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from moe_comm.runtime.memory_server import start_ticks
-from moe_comm.runtime.persistent_memory import Owner
+from moe_comm.runtime.persistent_memory import LauncherProcess
 from tests.pool import RankPool
 from tests.train.common import write_text
 
 
 @pytest.fixture(scope="package")
 def pool2() -> Iterator[RankPool]:
-    """Two ranks for all tests of training: most of their start is the import of transformers."""
+    """Two ranks shared by all training tests, because importing transformers dominates their start."""
     with RankPool(2) as pool:
         yield pool
 
@@ -28,22 +28,22 @@ def pool4() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="package")
 def shared_settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of tiny runs on one text, whose tokens are prepared once."""
+    """Settings of tiny runs on one text, whose tokens are prepared once."""
     return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
 def settings(shared_settings: list[str], tmp_path: Path) -> list[str]:
-    """The same, with a place for run folders of the test's own."""
+    """The same settings with a separate folder of runs for the test."""
     return [*shared_settings, f"run.folder={tmp_path / 'runs'}"]
 
 
 @pytest.fixture
-def owner() -> Iterator[Owner]:
-    """A process that stands for the launcher; what is kept for it goes with it."""
+def owner() -> Iterator[LauncherProcess]:
+    """A process that acts as the launcher; its snapshots are released when it exits."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        yield Owner(process.pid, start_ticks(process.pid))
+        yield LauncherProcess(process.pid, start_ticks(process.pid))
     finally:
         process.kill()
         process.communicate()

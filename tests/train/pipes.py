@@ -1,4 +1,4 @@
-"""A small transformer cut into pipeline stages, its micro-batches, and what one process makes of them."""
+"""A small transformer split into pipeline stages, its micro-batches, and a single-process reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe_comm.layers.moe.layer import MoEConfig, MoELayer
 from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.pipeline import Activations, MicroBatch, StagePlan, make_runner, plan_stages
+from moe_comm.train.pipeline import ActivationShape, MicroBatch, StagePlan, make_runner, plan_stages
 
 VOCAB, HIDDEN, FFN, EXPERTS, LENGTH = 19, 8, 12, 4, 6
 MOE = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, 2, balance_loss=0.5, z_loss=0.1), shared_ffn=8, shared_gate=True)
@@ -58,7 +58,7 @@ def drawn(case: Case, name: str, *shape: int) -> nn.Parameter:
 
 
 class Layer(nn.Module):
-    """Mixes positions and documents into the stream, then an MoE or a plain feed-forward block."""
+    """Add positions and documents to the input, then apply an MoE or dense block."""
 
     def __init__(self, case: Case, layer: int, group: Any) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Layer(nn.Module):
 
 
 class Part(nn.Module):
-    """Some layers of a small transformer, with the protocol of a stage."""
+    """Some layers of a small transformer, with the interface of a stage module."""
 
     def __init__(self, case: Case, layers: Iterable[int], first: bool, last: bool, group: Any = None) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Part(nn.Module):
 
 
 def batches_of(case: Case, index: int = 0, parts: int = 1) -> list[MicroBatch]:
-    """The global micro-batches' part for data-parallel rank ``index``. Documents are of no type torch knows."""
+    """Return the micro-batches of data-parallel rank ``index``. Documents are not of a tensor type."""
     generator = torch.Generator().manual_seed(7)
     made = []
     for _ in range(case.micro_batches):
@@ -120,7 +120,7 @@ def batches_of(case: Case, index: int = 0, parts: int = 1) -> list[MicroBatch]:
 
 
 def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses and gradients of the whole model in one process, micro-batch after micro-batch."""
+    """Return losses and gradients of the whole model in one process."""
     model = Part(case, range(case.layers), True, True)
     if case.tie:
         model.head = model.embed
@@ -137,7 +137,7 @@ def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def build(case: Case, mesh: ParallelMesh) -> list[Part]:
-    """This rank's stages."""
+    """Build this rank's stages."""
     plan = case.plan
     parts = [
         Part(case, plan.layers_of(stage), plan.is_first(stage), plan.is_last(stage), mesh.group("etp", "ep"))
@@ -150,5 +150,5 @@ def build(case: Case, mesh: ParallelMesh) -> list[Part]:
 
 
 def make(case: Case, parts: list[Part], mesh: ParallelMesh, **options: Any) -> Any:
-    activations = Activations(HIDDEN, case.dtype)
+    activations = ActivationShape(HIDDEN, case.dtype)
     return make_runner(parts, mesh, case.plan, case.schedule, activations, timeout_s=30, **options)

@@ -19,17 +19,17 @@ def test_the_example_loads() -> None:
     assert config.parallel.ranks == 2
 
 
-def test_ready_configurations_load_by_name_and_their_mappings_fit() -> None:
+def test_presets_load_by_name_and_their_mappings_fit() -> None:
     assert tuple(ready_configs()) == READY
     for name in READY:
         parallel = load(name).parallel
         assert parallel.mapping(parallel.ranks).world == parallel.ranks
     assert load("tiny", ["run.steps=3"]).run.steps == 3
-    with pytest.raises(ConfigError, match="no configuration named 'big'; ready ones: deepseek-v3, mixtral"):
+    with pytest.raises(ConfigError, match="no configuration named 'big'; presets: deepseek-v3, mixtral"):
         load("big")
 
 
-def test_a_dumped_configuration_loads_back_unchanged(tmp_path: Path) -> None:
+def test_a_dumped_configuration_loads_unchanged(tmp_path: Path) -> None:
     config = load(
         None,
         [
@@ -54,7 +54,7 @@ def test_json_and_toml_mean_the_same(tmp_path: Path) -> None:
     assert load(tmp_path / "a.json") == load(tmp_path / "a.toml")
 
 
-def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+def test_overrides_have_priority_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text("[run]\nsteps = 3\nseed = 4\n")
     config = load(path, ["run.steps=5", "model.family=olmoe", "model.tie = true"])
@@ -73,7 +73,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("optimizer.lr=inf", "optimizer.lr: input should be a finite number"),
         ("optimizer.lr=-1.0", "optimizer.lr: input should be greater than 0"),
         ("optimizer.betas=[0.9, nan]", "optimizer.betas.1: input should be a finite number"),
-        ("optimizer.betas=[0.9, 1.0]", "betas must lie in [0, 1)"),
+        ("optimizer.betas=[0.9, 1.0]", "betas must be in [0, 1)"),
         ("run.steps=0", "run.steps: input should be greater than or equal to 1; got 0"),
         ("run.steps=true", "run.steps: input should be a valid integer; got True"),
         ("run.steps=2.5", "run.steps: input should be a valid integer"),
@@ -86,9 +86,9 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("parallel.schedule=dualpipe", "parallel.schedule: input should be 'gpipe', '1f1b'"),
         ("parallel.tp=0", "parallel.tp: input should be greater than or equal to 1; got 0"),
         ("data.micro_batches=3", "batch (16) must be a multiple of micro_batches (3)"),
-        ("data.weights=[0.5, 0.5]", "weights must hold one number for each of 1 sources"),
+        ("data.weights=[0.5, 0.5]", "weights must have one number for each of 1 sources"),
         ("data.packing=loose", "data.packing: input should be 'contiguous', 'best_fit' or 'random'"),
-        ("model.first_dense=1", "first_dense needs dense_ffn"),
+        ("model.first_dense=1", "first_dense requires dense_ffn"),
         ("model.recompute=some", "model.recompute: input should be 'none', 'selective' or 'full'"),
         ("model.dtype=float16", "model.dtype: input should be 'float32' or 'bfloat16'"),
         ("optimizer.kind=adam", "optimizer.kind: input should be 'adamw', 'sgd', 'lamb' or 'muon'"),
@@ -107,12 +107,12 @@ def test_a_bad_override_names_the_key_and_what_to_do(override: str, said: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_every_fault_is_named_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"run\.steps.*optimizer\.lr"):
         load(None, ["run.steps=0", "optimizer.lr=0.0"])
 
 
-def test_a_file_that_cannot_be_used_is_a_config_error(tmp_path: Path) -> None:
+def test_an_invalid_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.toml: No such file"):
         load(tmp_path / "none.toml")
     folder = tmp_path / "folder.toml"
@@ -127,6 +127,6 @@ def test_a_file_that_cannot_be_used_is_a_config_error(tmp_path: Path) -> None:
             load(tmp_path / name)
 
 
-def test_a_configuration_does_not_change() -> None:
+def test_a_configuration_is_immutable() -> None:
     with pytest.raises(pydantic.ValidationError):
         load(None).run.steps = 5

@@ -1,4 +1,4 @@
-"""The dry run: every ready configuration builds, and what it says of memory is what ranks really hold."""
+"""The dry run: all presets build, and the reported memory is that of real ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.activations import ActivationMemory
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.pipeline.in_flight import moments
+from moe_comm.plan.pipeline.in_flight import in_flight_peaks
 from moe_comm.plan.pipeline.schedules import SCHEDULES, check_micro_batches
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import load, ready_configs
@@ -59,7 +59,7 @@ def found(*settings: str, base: str | None = None) -> DryRun:
 
 
 @pytest.mark.parametrize("name", ready_configs())
-def test_every_ready_configuration_builds_and_is_described(name: str) -> None:
+def test_every_preset_builds_and_is_described(name: str) -> None:
     config = load(name)
     run = examine(config)
     assert not dist.is_initialized()
@@ -74,9 +74,9 @@ def test_every_ready_configuration_builds_and_is_described(name: str) -> None:
     assert len([line for line in text.splitlines() if line.startswith(tuple("0123456789 "))]) >= len(run.positions)
     assert max(len(line) for line in text.splitlines()) <= 130
     if run.mapping.pp > 1:
-        [worst] = [line for line in text.splitlines() if "<- the most" in line]
+        [fullest] = [line for line in text.splitlines() if "<- peak" in line]
         totals = [position.fullest.total for position in run.positions]
-        assert worst.split()[0] == str(totals.index(max(totals)))
+        assert fullest.split()[0] == str(totals.index(max(totals)))
     # The four large ones fit the accelerators that they are meant for.
     assert max(position.fullest.total for position in run.positions) < 80 * 2**30
 
@@ -96,7 +96,7 @@ PIPELINE = (*FOLDED, "parallel.ranks=8", "parallel.pp=2", "parallel.ep=2", "para
     ],
     ids=["two ranks", "uneven", "latent", "pipeline", "tied and a V"],
 )
-def test_the_parts_of_the_ranks_add_up_to_the_model_times_its_copies(settings: tuple[str, ...]) -> None:
+def test_the_parameters_of_the_ranks_add_up_to_the_model_times_its_replicas(settings: tuple[str, ...]) -> None:
     run = found(*settings)
     for position in run.positions:
         copies = 0
@@ -104,7 +104,7 @@ def test_the_parts_of_the_ranks_add_up_to_the_model_times_its_copies(settings: t
             cut = math.prod(run.mapping.sizes[split.axis] for split in sharding.splits)
             copies += math.prod(sharding.shape) * run.mapping.stage // cut
         assert sum(rank.fixed.params for rank in position.ranks) == copies
-        # In fp32 and replicated, all of it is there once as weight, once as gradient, and twice as Adam's state.
+        # In fp32 and replicated: weights, gradients, and two Adam states.
         weights = [rank.fixed.weights for rank in position.ranks]
         assert sum(weights) == 4 * copies
         assert [rank.fixed.gradients for rank in position.ranks] == weights
@@ -115,7 +115,7 @@ def test_the_parts_of_the_ranks_add_up_to_the_model_times_its_copies(settings: t
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_what_is_spread_over_ranks_is_there_once(strategy: str) -> None:
+def test_sharded_state_is_stored_once(strategy: str) -> None:
     even = ("parallel.ranks=4", "parallel.dp=4", "parallel.ep=2", "model.vocab=256", "data.tokenizer=none.json")
     run = found(*even, f"parallel.sharding={strategy}", "model.dtype=bfloat16", "data.batch=16")
     [position] = run.positions
@@ -125,23 +125,23 @@ def test_what_is_spread_over_ranks_is_there_once(strategy: str) -> None:
 
 
 def held(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
-    """Bytes that a real run holds on this rank before its first step."""
+    """Return the bytes of a real run on this rank before its first step."""
     config = load(None, settings)
-    machinery = build(config, architecture_of(config, 257), ParallelMesh(config.parallel.mapping(world)))
-    data_parallel = machinery.data_parallel
+    train_state = build(config, architecture_of(config, 257), ParallelMesh(config.parallel.mapping(world)))
+    data_parallel = train_state.data_parallel
     data_parallel.zero_grad()
-    params = {p for stage in machinery.stages for p in stage.parameters()}
+    params = {p for stage in train_state.stages for p in stage.parameters()}
     weights = _storages([] if config.parallel.sharding == "fsdp" else [p.data for p in params])
     masters = _storages([owned.value.data for owned in data_parallel.owned()])
-    state = [t for tensors in machinery.optimizer.state_tensors().values() for t in tensors.values()]
+    state = [t for tensors in train_state.optimizer.state_tensors().values() for t in tensors.values()]
     result = {
         "weights": sum(weights.values()),
         "optimizer": sum(size for at, size in masters.items() if at not in weights) + sum(t.nbytes for t in state),
         "gradients": sum(p.grad.nbytes for p in params if p.grad is not None),
     }
-    for stage in machinery.stages:
+    for stage in train_state.stages:
         stage.close()  # type: ignore[operator]
-    machinery.runner.close()
+    train_state.runner.close()
     return result
 
 
@@ -202,11 +202,11 @@ def test_the_estimate_of_activations_is_within_a_fifth(latent: bool, dtype: torc
     ids = torch.randint(200, (2, 128), generator=torch.Generator().manual_seed(0))
     measured = activation_bytes(lambda: model.loss(model(ids), ids), [*model.parameters(), *model.buffers(), ids])
     shape, tokens = ModelShape.of(config), ids.numel()
-    estimate = Activations(
+    estimate = ActivationMemory(
         shape, dtype.itemsize, recompute=recompute, recompute_experts=moe.recompute, native_norms=True
     )
-    logits = 4 * tokens * config.vocab  # a chunk of them is gone when the loss is there
-    assert tokens * estimate.kept(1, 2, 1) + estimate.loss(tokens) - logits == pytest.approx(measured, rel=0.2)
+    logits = 4 * tokens * config.vocab  # a chunk of them is freed when the loss is computed
+    assert tokens * estimate.saved(1, 2, 1) + estimate.loss(tokens) - logits == pytest.approx(measured, rel=0.2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -221,13 +221,18 @@ def test_micro_batches_in_flight_are_those_of_torchs_schedules(name: str) -> Non
                     continue
                 for rank, actions in _order(name, pp, virtual, count).items():
                     most = _most_held(actions)
-                    assert sum(moments(name, pp, virtual, count)[rank][0][0]) == most, (pp, virtual, count, rank)
+                    assert sum(in_flight_peaks(name, pp, virtual, count)[rank][0][0]) == most, (
+                        pp,
+                        virtual,
+                        count,
+                        rank,
+                    )
                     compared += 1
     assert compared > 20
 
 
 def _order(name: str, pp: int, virtual: int, micro_batches: int) -> dict[int, list[Any]]:
-    """What each rank does, as torch has it."""
+    """Return the actions of each rank in torch's schedule."""
     schedule: Any = get_schedule_class(SCHEDULES[name].torch_name)
     if SCHEDULES[name].single:
         single = schedule.__new__(schedule)
@@ -262,18 +267,18 @@ def _most_held(actions: list[Any]) -> int:
         (["parallel.dp=1", "parallel.pp=2", "data.micro_batches=1"], "at least 2 micro-batches"),
         (["data.batch=2"], "1 sequences .* for 2 data-parallel ranks"),
         (["data.seq_len=15"], r"data\.seq_len \(15\)"),
-        (["data.tokenizer=missing.json"], "size of the vocabulary is not known"),
+        (["data.tokenizer=missing.json"], "vocabulary size is unknown"),
         (["model.vocab=256"], "smaller than the tokenizer's"),
-        (["model.pretrained=/nonexistent"], "no folder of a Hugging Face model"),
+        (["model.pretrained=/nonexistent"], "is not a Hugging Face model folder"),
     ],
 )
-def test_what_cannot_be_built_is_a_configuration_error(settings: list[str], message: str) -> None:
+def test_an_invalid_model_is_a_config_error(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         found(*FOLDED, *settings)
     assert not dist.is_initialized()
 
 
-def test_a_process_group_in_use_is_left_alone() -> None:
+def test_an_initialized_process_group_is_an_error() -> None:
     with fake_ranks(2, 1):
         with pytest.raises(ConfigError, match="without a process group"):
             found()

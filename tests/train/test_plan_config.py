@@ -1,4 +1,4 @@
-"""A plan's mapping as a configuration of training: the same degrees when read, a model that builds, a run that runs."""
+"""Training configurations of plans: equal parallel sizes, models that build, and runs that train."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Dispatcher, Mapping
-from moe_comm.plan.model.memory import Policy
+from moe_comm.plan.model.memory import MemoryPolicy
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.search.question import Question
+from moe_comm.plan.search.request import PlanRequest
 from moe_comm.plan.search.search import search
-from moe_comm.plan.search.space import Space
+from moe_comm.plan.search.space import SearchSpace
 from moe_comm.train.config import TrainConfig, load
 from moe_comm.train.dry_run import examine
 from moe_comm.train.loop.build import _dispatch_options
@@ -26,7 +26,7 @@ from moe_comm.train.plan_config import differences, model_named, train_config
 TINY = ModelShape("tiny plan", 4, 64, 4, 2, 16, 512, 8, 2, 96, qk_norm="head")
 
 
-def written(asked: Question, mapping: Mapping, folder: Path) -> TrainConfig:
+def written(asked: PlanRequest, mapping: Mapping, folder: Path) -> TrainConfig:
     path = folder / "planned.toml"
     path.write_text(train_config(asked, asked.candidate(mapping)))
     return load(path)
@@ -34,9 +34,9 @@ def written(asked: Question, mapping: Mapping, folder: Path) -> TrainConfig:
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
 def test_the_best_of_a_search_trains(schedule: str, tmp_path: Path) -> None:
-    asked = Question(TINY, cluster_named("h100", 4, 2), Load(32, "fp32"), 8)
+    asked = PlanRequest(TINY, cluster_named("h100", 4, 2), Workload(32, "fp32"), 8)
     few = {"sharding": "zero1", "recompute": "selective", "micro_batch": 1, "virtual": 2, "dispatcher": "all_gather"}
-    space = Space.of(**few, schedule=schedule)
+    space = SearchSpace.of(**few, schedule=schedule)
     best = next(one for one in search(asked, space).best if one.mapping.parallel.pp == 2)
     config = written(asked, best.mapping, tmp_path)
     assert config.parallel.mapping(4) == best.mapping.parallel and config.parallel.backend == "all_gather"
@@ -46,9 +46,9 @@ def test_the_best_of_a_search_trains(schedule: str, tmp_path: Path) -> None:
     settings = ["run.steps=2", f"run.folder={tmp_path}", f"data.source={text}", f"data.cache={tmp_path / 'cache'}"]
     assert command(["train", str(tmp_path / "planned.toml"), "--ranks", "4", "run.eval_batches=1", *settings]) == 0
     (result,) = tmp_path.glob("*/result.json")
-    told = json.loads(result.read_text())
-    assert (told["status"], told["steps"]) == ("finished", 2)
-    assert told["mapping"] == str(best.mapping.parallel)
+    ended = json.loads(result.read_text())
+    assert (ended["status"], ended["steps"]) == ("finished", 2)
+    assert ended["mapping"] == str(best.mapping.parallel)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_best_of_a_search_trains(schedule: str, tmp_path: Path) -> None:
 )
 def test_models_by_name_build_with_the_planned_mapping(name: str, gpus: int, text: str, tmp_path: Path) -> None:
     mapping = Mapping.parse(text, gpus, recompute="full")
-    asked = Question(model_named(name), cluster_named("h100", gpus), Load(4096, capacity=1.0), 2 * gpus)
+    asked = PlanRequest(model_named(name), cluster_named("h100", gpus), Workload(4096, capacity=1.0), 2 * gpus)
     config = written(asked, mapping, tmp_path)
     p, data = config.parallel, config.data
     assert p.mapping(p.ranks) == mapping.parallel and p.ranks == gpus
@@ -74,26 +74,26 @@ def test_models_by_name_build_with_the_planned_mapping(name: str, gpus: int, tex
         assert examine(config).shape.params == asked.shape.params
 
 
-def test_a_model_that_training_does_not_have_is_an_error_that_says_what_it_lacks() -> None:
+def test_an_unsupported_model_is_an_error_that_names_the_differences() -> None:
     def text(shape: ModelShape, dtype: str = "bf16") -> str:
-        asked = Question(shape, cluster_named("h100", 8), Load(64, dtype), 8)
+        asked = PlanRequest(shape, cluster_named("h100", 8), Workload(64, dtype), 8)
         return train_config(asked, asked.candidate(Mapping.parse("ep=8", 8)))
 
     with pytest.raises(ConfigError, match=r"qkv_bias = True.*shared_gate = True"):
         text(model_named("qwen2-57b-a14b"))
     with pytest.raises(ConfigError, match="fp8"):
         text(TINY, "fp8")
-    with pytest.raises(ConfigError, match="smaller than the smallest"):
+    with pytest.raises(ConfigError, match="vocabulary has 200 ids"):
         text(replace(TINY, vocab=200))
 
 
-def test_overlap_is_written_as_far_as_training_has_it(tmp_path: Path) -> None:
-    asked = Question(TINY, cluster_named("h100", 4), Load(64), 8)
-    turns = Mapping.parse("ep=4", 4, overlap="all")
-    config = written(asked, turns, tmp_path)
+def test_overlap_is_written_as_far_as_the_trainer_supports_it(tmp_path: Path) -> None:
+    asked = PlanRequest(TINY, cluster_named("h100", 4), Workload(64), 8)
+    interleaved = Mapping.parse("ep=4", 4, overlap="all")
+    config = written(asked, interleaved, tmp_path)
     assert config.parallel.interleave and config.parallel.overlap_chunks == "auto"
-    (behind,) = differences(asked, asked.candidate(turns))
-    assert "behind the last pass" in behind
+    (behind,) = differences(asked, asked.candidate(interleaved))
+    assert "after the last backward pass" in behind
     piped = Mapping.parse("pp=2,ep=2", 4, overlap="all")
     config = written(asked, piped, tmp_path)
     assert not config.parallel.interleave and config.parallel.overlap_chunks == "auto"
@@ -102,10 +102,10 @@ def test_overlap_is_written_as_far_as_training_has_it(tmp_path: Path) -> None:
     assert differences(asked, asked.candidate(outer)) == (behind,)
     assert not differences(asked, asked.candidate(Mapping.parse("ep=4", 4)))
     written(asked, piped, tmp_path)
-    told = differences(asked, asked.candidate(piped))[-1]
+    deviation = differences(asked, asked.candidate(piped))[-1]
     assert (
-        "two micro-batches in turns" in told
-        and f"# Otherwise than planned: {told}." in (tmp_path / "planned.toml").read_text()
+        "requires interleaved micro-batches" in deviation
+        and f"# Deviation from the plan: {deviation}." in (tmp_path / "planned.toml").read_text()
     )
 
 
@@ -122,30 +122,30 @@ def test_the_dispatcher_is_written_and_whether_it_sends_sums(
     dispatcher: Dispatcher, top_k: int, backend: str, deterministic: bool, tmp_path: Path
 ) -> None:
     host = 2 if dispatcher == "hierarchical" else 4
-    asked = Question(replace(TINY, top_k=top_k), cluster_named("h100", 4, host), Load(64), 8)
+    asked = PlanRequest(replace(TINY, top_k=top_k), cluster_named("h100", 4, host), Workload(64), 8)
     mapping = Mapping.parse(f"ep={4 // host * 2}", 4, dispatcher=dispatcher)
     config = written(asked, mapping, tmp_path)
     assert (config.parallel.backend, config.parallel.deterministic) == (backend, deterministic)
     options = _dispatch_options(config)
     assert options.deterministic == deterministic
     overlapped = replace(mapping, overlap="all")
-    told = differences(asked, asked.candidate(overlapped))
-    assert len(told) == 1 + {"all_to_all": 0, "all_gather": 1, "hierarchical": 2}[dispatcher]
+    deviations = differences(asked, asked.candidate(overlapped))
+    assert len(deviations) == 1 + {"all_to_all": 0, "all_gather": 1, "hierarchical": 2}[dispatcher]
 
 
 def test_groups_of_experts_are_written(tmp_path: Path) -> None:
-    asked = Question(replace(TINY, groups=4, top_groups=2), cluster_named("h100", 4), Load(64), 8)
+    asked = PlanRequest(replace(TINY, groups=4, top_groups=2), cluster_named("h100", 4), Workload(64), 8)
     config = written(asked, Mapping.parse("ep=4", 4), tmp_path)
     assert (config.model.expert_groups, config.model.top_groups) == (4, 2)
 
 
-def test_what_other_trainers_do_with_memory_is_told() -> None:
+def test_deviations_of_memory_are_reported() -> None:
     shape = replace(TINY, shared_ffn=64)
-    asked = Question(shape, cluster_named("h100", 4), Load(64), 8, Policy(reshard=True, cut_shared=True))
+    asked = PlanRequest(shape, cluster_named("h100", 4), Workload(64), 8, MemoryPolicy(reshard=True, cut_shared=True))
     assert len(differences(asked, asked.candidate(Mapping.parse("tp=2,ep=2", 4, sharding="fsdp")))) == 2
 
 
-def test_a_name_of_several_lines_stays_a_comment() -> None:
+def test_a_model_name_with_line_breaks_stays_a_comment() -> None:
     named = replace(model_named("tiny"), name="two\n[run]\nname = 1")
-    question = Question(named, cluster_named("h100", 1), Load(64, "fp32"), 2)
-    assert "# two [run] name = 1 on 1 h100" in train_config(question, question.candidate(Mapping.parse("", 1)))
+    request = PlanRequest(named, cluster_named("h100", 1), Workload(64, "fp32"), 2)
+    assert "# two [run] name = 1 on 1 h100" in train_config(request, request.candidate(Mapping.parse("", 1)))

@@ -1,4 +1,4 @@
-"""Ranks that agree on small things: who prepares the text where hosts share no folder, and work that takes long."""
+"""Collectives of all ranks: preparation of the text on hosts without a shared folder, and long work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST_RANKS = 2
 
 
 def _open(rank: int, world: int, hosts: list[list[str]]) -> dict[str, Any]:
-    """Ranks 0 and 1 have the settings of the first host, the next two those of the second."""
+    """Ranks 0 and 1 have the settings of the first host, ranks 2 and 3 those of the second."""
     settings = hosts[min(rank // HOST_RANKS, len(hosts) - 1)]
     prepared: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -36,14 +36,14 @@ def _open(rank: int, world: int, hosts: list[list[str]]) -> dict[str, Any]:
 
 
 def _host(folder: Path, text: str = TEXT) -> list[str]:
-    """Settings of a host whose text and cache lie in ``folder``."""
+    """Return the settings of a host with text and cache in ``folder``."""
     folder.mkdir()
     (folder / "text.txt").write_text(text)
     sizes = ["data.seq_len=16", "data.batch=4"]
     return [*sizes, f"data.source={folder / 'text.txt'}", f"data.cache={folder / 'cache'}"]
 
 
-def test_one_rank_of_each_host_prepares_where_hosts_share_no_cache(pool4: RankPool, tmp_path: Path) -> None:
+def test_one_rank_of_each_host_prepares_if_hosts_share_no_cache(pool4: RankPool, tmp_path: Path) -> None:
     hosts = [_host(tmp_path / "a"), _host(tmp_path / "b")]
     found = pool4.run(_open, hosts)
     assert [rank["prepared"] for rank in found] == [True, False, True, False]
@@ -60,12 +60,12 @@ def test_the_first_rank_prepares_for_all_that_share_its_cache(pool4: RankPool, t
     assert len({rank["path"] for rank in found}) == 1
 
 
-def test_hosts_with_different_text_are_refused_on_every_rank(pool4: RankPool, tmp_path: Path) -> None:
+def test_hosts_with_different_text_raise_on_every_rank(pool4: RankPool, tmp_path: Path) -> None:
     other = TEXT.replace("line 399", "line 398")
     for rank in pool4.run(_open, [_host(tmp_path / "a"), _host(tmp_path / "b", other)]):
         assert rank["error"] == "RankMismatch"
         assert "ranks disagree on the prepared tokens" in rank["message"]
-        assert "give every host the same text" in rank["message"]
+        assert "use the same text, tokenizer and versions on all hosts" in rank["message"]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_hosts_with_different_text_are_refused_on_every_rank(pool4: RankPool, tm
         ("file", "CorruptFile", META),
     ],
 )
-def test_what_one_host_cannot_use_is_the_same_error_on_every_rank(
+def test_an_error_of_one_host_is_raised_on_every_rank(
     pool4: RankPool, tmp_path: Path, fault: str, kind: str, said: str
 ) -> None:
     hosts = [_host(tmp_path / "a"), _host(tmp_path / "b")]
@@ -93,7 +93,7 @@ def test_what_one_host_cannot_use_is_the_same_error_on_every_rank(
 
 
 def _work(rank: int, world: int, what: str) -> tuple[list[str], int]:
-    """Rank 1's work ends when ranks have asked for it three times; returns what came of it, and the questions."""
+    """Rank 1's work ends after three polls; return the result and the number of polls."""
     ranks, asked = Ranks.make(), []
     enough = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
@@ -114,12 +114,12 @@ def _work(rank: int, world: int, what: str) -> tuple[list[str], int]:
         patch.setattr(ranks_module, "all_sum", asking)
         patch.setattr(ranks_module, "ASK_S", 0.01)
         try:
-            return ranks.while_some(long if rank == 1 else None), len(asked)
+            return ranks.run_on_some(long if rank == 1 else None), len(asked)
         except (ZeroDivisionError, MoeCommError) as error:
             return [f"{type(error).__name__}: {error}"], len(asked)
 
 
-def test_ranks_ask_again_and_again_for_work_that_takes_long(pool2: RankPool) -> None:
+def test_ranks_poll_for_long_work(pool2: RankPool) -> None:
     for answers, asked in pool2.run(_work, "works"):
         assert answers == ["", "done\nat last"]
         assert asked >= 3, "none may sit in one collective, which has a deadline"
@@ -131,7 +131,7 @@ def test_work_that_fails_on_one_rank_fails_on_all(pool2: RankPool) -> None:
     assert other == ["MoeCommError: rank 1: ZeroDivisionError: a bug"]
 
 
-def test_a_rank_alone_works_for_itself(tmp_path: Path) -> None:
+def test_a_single_rank(tmp_path: Path) -> None:
     alone = Ranks()
-    assert alone.while_some(lambda: "done") == alone.texts("done") == ["done"]
-    assert alone.first_with(tmp_path / "nowhere") == 0
+    assert alone.run_on_some(lambda: "done") == alone.gather_texts("done") == ["done"]
+    assert alone.first_with_folder(tmp_path / "nowhere") == 0

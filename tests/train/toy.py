@@ -1,7 +1,7 @@
-"""A toy model on a folded mesh whose gradient is known in closed form, so that every way to spread it can be compared.
+"""A toy model on a parallel mesh with a closed-form gradient, to compare all shardings.
 
-Parameter p has loss sum over tokens t of c_t (p - a_t)^2 / 2, elementwise, with 8 tokens whatever the mapping: the
-ranks of p's sum group share them out, as real ones share out a batch. So no mapping changes the whole gradient.
+Parameter p has loss sum over tokens t of c_t (p - a_t)^2 / 2, elementwise, with 8 tokens for every mapping: the ranks
+of p's reduction group split them, as they split a batch. So the full gradient does not depend on the mapping.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_comm.topology import ParallelMesh, Sharding, Split
 from moe_comm.train.optim import Optimizer, OptimizerOptions, make_optimizer
-from moe_comm.train.parallel import DataParallel, DataParallelOptions, Owned
+from moe_comm.train.parallel import DataParallel, DataParallelOptions, OwnedParameter
 from moe_comm.train.pipeline import prepare_backward
 
 TOKENS = 8
@@ -38,13 +38,13 @@ SHARDINGS = {
 
 
 def whole(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """The global tensor of this name, the same on every rank."""
+    """Return the global tensor of this name, the same on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {kind}".encode()))
     return torch.randn(shape, generator=generator)
 
 
 class Toy(nn.Module):
-    """Modules nested as the names say, each with the parameters that are directly its own."""
+    """Modules nested by name, each with its direct parameters."""
 
     def __init__(self, shardings: Mapping[str, Sharding], mesh: ParallelMesh, prefix: str = "") -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Toy(nn.Module):
                 setattr(self, head, Toy(inner, mesh, f"{prefix}{head}."))
 
     def forward(self, total: Tensor, part: int = 0, parts: int = 1) -> Tensor:
-        """``total`` and this module's loss on micro-batch ``part`` of ``parts``."""
+        """Add this module's loss on micro-batch ``part`` of ``parts`` to ``total``."""
         for name, param in self.named_parameters(recurse=False):
             total = total + self._loss(name, param, part, parts)
         for child in self.children():
@@ -102,7 +102,7 @@ def make(
 
 
 def backward(model: Toy, data_parallel: DataParallel, parts: int = 1) -> None:
-    """All micro-batches of a step, and the sum over ranks."""
+    """Run all micro-batches of a step, and reduce over ranks."""
     data_parallel.zero_grad()
     for part in range(parts):
         prepare_backward(model, part == parts - 1)
@@ -132,19 +132,19 @@ def train(
 Pieces = list[tuple[str, tuple[slice, ...], Tensor]]
 
 
-def pieces(owned: list[Owned], mesh: ParallelMesh, values: Mapping[str, Tensor] | None = None) -> Pieces:
-    """What a rank owns as boxes of the whole parameters, to be sent to the test's process."""
+def pieces(owned: list[OwnedParameter], mesh: ParallelMesh, values: Mapping[str, Tensor] | None = None) -> Pieces:
+    """Return the owned shards of a rank as boxes of the full parameters."""
     found: Pieces = []
     for item in owned:
         value = item.value.detach() if values is None else values[item.name]
-        found += [(item.name, box.whole, value[box.local].clone()) for box in item.boxes(mesh)]
+        found += [(item.name, box.full, value[box.local].clone()) for box in item.boxes(mesh)]
     return found
 
 
 def assemble(
     of_ranks: list[Pieces], shardings: Mapping[str, Sharding] = SHARDINGS, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The whole parameters; fails if an element is nobody's, or if two owners' bits differ."""
+    """Assemble the full parameters; fail if an element has no owner, or if the bits of two owners differ."""
     wholes = {name: torch.full(sharding.shape, torch.nan, dtype=dtype) for name, sharding in shardings.items()}
     for found in of_ranks:
         for name, place, value in found:
@@ -152,5 +152,5 @@ def assemble(
             assert (there.isnan() | (there == value)).all(), f"owners of {name} differ"
             wholes[name][place] = value
     for name, tensor in wholes.items():
-        assert not tensor.isnan().any(), f"{name} has elements that nobody owns"
+        assert not tensor.isnan().any(), f"{name} has elements without an owner"
     return wholes

@@ -14,6 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 import moe_comm
 from moe_comm import MoEConfig, MoELayer, RouterConfig, swap_moe
+from moe_comm.layers.moe.config import MoEGroups
 
 VOCAB, HIDDEN = 32, 16
 
@@ -79,7 +80,9 @@ class Kind:
 
 def gpt(group: Any, *, experts: int = 5, recompute: bool | None = None, etp: int = 1, **options: Any) -> GPT:
     config = MoEConfig(hidden=HIDDEN, ffn=24, router=RouterConfig(experts, 2), **options)
-    return GPT(lambda layer: MoELayer.build(config, group, etp=etp, seed=layer, label=f"blocks.{layer}"), recompute)
+    return GPT(
+        lambda layer: MoELayer.build(config, MoEGroups(group, etp), seed=layer, label=f"blocks.{layer}"), recompute
+    )
 
 
 def gpt_shared_frozen(group: Any) -> GPT:
@@ -104,7 +107,7 @@ def gpt_balanced(group: Any) -> GPT:
     router = RouterConfig(5, 2, balance_loss=0.1)
     config = MoEConfig(hidden=HIDDEN, ffn=24, router=router)
     tokens = None if group is None else dist.group.WORLD
-    return GPT(lambda layer: MoELayer.build(config, group, tokens_group=tokens, seed=layer))
+    return GPT(lambda layer: MoELayer.build(config, MoEGroups(group, tokens=tokens), seed=layer))
 
 
 _SMALL: dict[str, Any] = {

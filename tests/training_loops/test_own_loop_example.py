@@ -1,4 +1,4 @@
-"""The example of docs/own_loop.md trains on two ranks and goes on on one."""
+"""The example of docs/training.md trains on two ranks and goes on on one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From what ranks measured to numbers of a description: each is the one that comes nearest to all measurements of it.
+"""Fit the numbers of a cluster description to the measurements of the ranks.
 
-Errors are taken in logarithms, so that short measurements count as much as long ones.
+Errors are logarithmic, so that short and long measurements have the same weight.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from statistics import fmean, median
 
@@ -18,14 +19,14 @@ from moe_comm.bench.calibrate.ranks import (
     MODELS,
     UPDATED,
     WIDTH,
-    Found,
-    Moving,
-    Passed,
+    MeasuredPass,
+    MeasuredTransfer,
+    RankMeasurements,
 )
 from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import BYTES, Accelerator, Cluster, Tile
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import Mapping, Place
+from moe_comm.plan.machine.hardware import BYTES, Accelerator, Cluster, GemmTile
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import Mapping, PlacedMapping
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.step.step import StepModel
 from moe_comm.plan.step.weights import STATE_BYTES
@@ -36,83 +37,93 @@ ROWS, FILLS = (1, 2, 4, 8, 16, 32), (0, 2, 4, 8, 16, 32, 64)
 LEAST_S = 1e-9
 
 
-def accelerator_of(found: Sequence[Found], share: float) -> Accelerator:
-    """What one rank has of a host's cores. found: of every rank. share: ranks to a core.
+def accelerator_of(by_rank: Sequence[RankMeasurements], ranks_per_core: float) -> Accelerator:
+    """Return the rates of one rank.
 
-    Ranks that share cores, and then wait for the last of them, take longer than their processor seconds: all rates are
-    lower by what that was measured to be.
+    If ranks share cores, all rates are divided by the measured ratio of wall time to CPU time, which includes waiting
+    for the slowest rank.
+
+    Args:
+        by_rank: measurements of every rank.
+        ranks_per_core: number of ranks per core, at least 1.
     """
-    slower = [one.together / one.seconds for each in found for one in each.passes if one.together]
-    ranks_to_core, share = share, max([share, median(slower)] if slower else [share])
-    rates = {name: _best(found, name) for name in found[0].products}
-    tile, fill = _tile(found, rates["fp32"])
-    memory = STATE_BYTES * UPDATED / _mean(one.update for one in found)
-    forward, backward = _attention(found, rates["fp32"])
-    alone = Accelerator(
+    slowdowns = [one.together / one.seconds for rank in by_rank for one in rank.passes if one.together]
+    share = max(ranks_per_core, median(slowdowns)) if slowdowns else ranks_per_core
+    rates = {name: _best(by_rank, name) for name in by_rank[0].products}
+    tile, fill = _tile(by_rank, rates["fp32"])
+    memory = STATE_BYTES * UPDATED / _mean(one.update for one in by_rank)
+    forward, backward = _attention(by_rank, rates["fp32"])
+    accelerator = Accelerator(
         NAME,
         flops=rates,
         efficiency=dict.fromkeys(rates, 1.0),
-        memory_bytes=min(one.memory_bytes for one in found),
+        memory_bytes=min(one.memory_bytes for one in by_rank),
         memory_bytes_per_s=memory,
         units=1,
-        tiles=(Tile(tile, tile),),
+        tiles=(GemmTile(tile, tile),),
         fill_k=fill,
         memory_reach=1.0,
         launch_s=1e-5,
         attention_forward=forward,
         attention_backward=backward,
     )
-    alone = _with_passes(replace(alone, grouped=_grouped(alone, found)), found)
+    accelerator = _with_passes(replace(accelerator, grouped=_grouped(accelerator, by_rank)), by_rank)
     return replace(
-        alone,
-        flops={name: rate / share for name, rate in alone.flops.items()},
-        memory_bytes_per_s=alone.memory_bytes_per_s / share,
-        launch_s=alone.launch_s * share,
-        shared=ranks_to_core,
+        accelerator,
+        flops={name: rate / share for name, rate in accelerator.flops.items()},
+        memory_bytes_per_s=accelerator.memory_bytes_per_s / share,
+        launch_s=accelerator.launch_s * share,
+        shared=ranks_per_core,
     )
 
 
-def inside_of(cluster: Cluster, moves: Sequence[Moving]) -> Cluster:
-    """``cluster`` with the links of a host, and what a collective takes to begin, that come nearest to ``moves``."""
+def inside_of(cluster: Cluster, moves: Sequence[MeasuredTransfer]) -> Cluster:
+    """Return ``cluster`` with the link inside a host and the start time of collectives fitted to ``moves``."""
 
-    def made(start: float, latency: float, rate: float) -> Cluster:
+    def with_values(start: float, latency: float, rate: float) -> Cluster:
         return replace(cluster, start_s=start, inside=Link("shared memory", rate, latency, 1.0))
 
-    values = nearest(
-        lambda *given: [math.log(_moved(made(*given), one) / one.seconds) for one in moves], (1e-4, 1e-5, 2e9)
-    )
-    return made(*values)
+    return with_values(*nearest(partial(_transfer_errors, with_values, moves), (1e-4, 1e-5, 2e9)))
 
 
-def between_of(cluster: Cluster, moves: Sequence[Moving], name: str) -> Link:
-    """The link between hosts that comes nearest to ``moves``, each of ranks on hosts of their own."""
+def between_of(cluster: Cluster, moves: Sequence[MeasuredTransfer], name: str) -> Link:
+    """Return the link between hosts fitted to ``moves``, which were measured with one rank per host."""
 
-    def made(latency: float, rate: float) -> Cluster:
+    def with_values(latency: float, rate: float) -> Cluster:
         return replace(cluster, host_size=1, between=Link(name, rate, latency, 1.0))
 
-    values = nearest(lambda *given: [math.log(_moved(made(*given), one) / one.seconds) for one in moves], (1e-4, 1e8))
-    return made(*values).between
+    return with_values(*nearest(partial(_transfer_errors, with_values, moves), (1e-4, 1e8))).between
+
+
+def _transfer_errors(
+    with_values: Callable[..., Cluster], moves: Sequence[MeasuredTransfer], *values: float
+) -> list[float]:
+    cluster = with_values(*values)
+    return [math.log(_transfer_seconds(cluster, one) / one.seconds) for one in moves]
 
 
 def nearest(
     errors: Callable[..., Sequence[float]], start: Sequence[float], rounds: int = 200, power: int = 1
 ) -> tuple[float, ...]:
-    """Positive numbers from which ``errors`` are least, by the sum of powers of their absolute values: from ``start``,
-    one at a time up and down by a factor that shrinks (a pattern search)."""
+    """Return positive numbers that minimize the sum of ``abs(error) ** power``.
 
-    def size(given: Sequence[float]) -> float:
-        return sum(abs(one) ** power for one in errors(*given))
+    This is a pattern search from ``start``: multiply or divide one number at a time by a factor, which shrinks when no
+    step is an improvement.
+    """
+
+    def loss(values: Sequence[float]) -> float:
+        return sum(abs(error) ** power for error in errors(*values))
 
     best = list(start)
-    least, step = size(best), math.log(4)
+    least, step = loss(best), math.log(4)
     for _ in range(rounds):
         before = least
-        for place, sign in product(range(len(best)), (1, -1)):
-            tried = list(best)
-            tried[place] *= math.exp(sign * step)
-            total = size(tried)
+        for index, sign in product(range(len(best)), (1, -1)):
+            candidate = list(best)
+            candidate[index] *= math.exp(sign * step)
+            total = loss(candidate)
             if total < least:
-                best, least = tried, total
+                best, least = candidate, total
         if least == before:
             step /= 2
             if step < 1e-3:
@@ -121,7 +132,7 @@ def nearest(
 
 
 def shape_of(sizes: dict[str, int]) -> ModelShape:
-    """Of a model of Qwen3-MoE's architecture, from ``moe_comm.train``'s names of its sizes."""
+    """Return the shape of a Qwen3-MoE model from sizes with the names of ``moe_comm.train``."""
     return ModelShape(
         name="calibration",
         layers=sizes["layers"],
@@ -137,23 +148,23 @@ def shape_of(sizes: dict[str, int]) -> ModelShape:
     )
 
 
-def pass_seconds(accelerator: Accelerator, one: Passed) -> float:
-    """Forward and backward of a micro-batch of a calibration's model, on one rank, as a step is predicted."""
-    alone = Cluster(accelerator, 1, 1, Link("none", 1e9, 0.0, 1.0), Link("none", 1e9, 0.0, 1.0))
+def pass_seconds(accelerator: Accelerator, one: MeasuredPass) -> float:
+    """Return the predicted seconds of forward and backward of a micro-batch on one rank."""
+    single = Cluster(accelerator, 1, 1, Link("none", 1e9, 0.0, 1.0), Link("none", 1e9, 0.0, 1.0))
     mapping = Mapping(ParallelConfig(), micro_batch=one.sequences, sharding="replicate")
-    load = Load(one.seq_len, "fp32")
-    step = StepModel(shape_of(MODELS[one.model]), Place(mapping, alone), load, one.sequences).predict()
+    load = Workload(one.seq_len, "fp32")
+    step = StepModel(shape_of(MODELS[one.model]), PlacedMapping(mapping, single), load, one.sequences).predict()
     return step.seconds - step.breakdown["optimizer"]
 
 
-def _best(found: Sequence[Found], name: str) -> float:
-    """Operations a second of the best product, the mean over ranks."""
-    return fmean(max(2 * m * k * n / seconds for m, k, n, seconds in one.products[name]) for one in found)
+def _best(by_rank: Sequence[RankMeasurements], name: str) -> float:
+    """Return the FLOP/s of the fastest GEMM, averaged over ranks."""
+    return fmean(max(2 * m * k * n / seconds for m, k, n, seconds in one.products[name]) for one in by_rank)
 
 
-def _tile(found: Sequence[Found], rate: float) -> tuple[int, int]:
-    """Rows and columns of a block, and how much longer than its K one takes."""
-    every = [one for each in found for one in each.products["fp32"]]
+def _tile(by_rank: Sequence[RankMeasurements], rate: float) -> tuple[int, int]:
+    """Return tile size and additional K per tile with which the GEMM times are predicted best."""
+    every = [one for rank in by_rank for one in rank.products["fp32"]]
 
     def error(rows: int, fill: int) -> float:
         total = 0.0
@@ -166,9 +177,9 @@ def _tile(found: Sequence[Found], rate: float) -> tuple[int, int]:
     return rows, fill
 
 
-def _attention(found: Sequence[Found], rate: float) -> tuple[float, float]:
+def _attention(by_rank: Sequence[RankMeasurements], rate: float) -> tuple[float, float]:
     forward, backward = [], []
-    for one in found:
+    for one in by_rank:
         for length, there, back in one.attention:
             flops = 4 * HEADS * HEAD_DIM * length * (length + 1) / 2
             forward.append(flops / there / rate)
@@ -176,29 +187,29 @@ def _attention(found: Sequence[Found], rate: float) -> tuple[float, float]:
     return min(median(forward), 1.0), min(median(backward), 1.0)
 
 
-def _grouped(accelerator: Accelerator, found: Sequence[Found]) -> float:
-    """Share of a dense product's rate that experts reach, their activation counted as passes over memory."""
+def _grouped(accelerator: Accelerator, by_rank: Sequence[RankMeasurements]) -> float:
+    """Return the rate of the grouped GEMM over that of dense GEMMs. The activation counts as passes over memory."""
     rows, groups = sum(EXPERT_ROWS), len(EXPERT_ROWS)
     each, dense = rows / groups, 0.0
     for k, n in ((WIDTH, 2 * WIDTH), (WIDTH, WIDTH)):
         for m, width, inner in ((each, n, k), (each, k, n), (k, n, each)):
             dense += accelerator.gemm_seconds(m, width, inner, "fp32", groups) - accelerator.launch_s
     passes = accelerator.memory_seconds(8 * rows * WIDTH * BYTES["fp32"])
-    return min(dense / max(_mean(one.experts for one in found) - passes, LEAST_S), 1.0)
+    return min(dense / max(_mean(one.experts for one in by_rank) - passes, LEAST_S), 1.0)
 
 
-def _with_passes(accelerator: Accelerator, found: Sequence[Found]) -> Accelerator:
-    """What an operator takes to begin, and what adding up gradients does, from whole models' passes."""
+def _with_passes(accelerator: Accelerator, by_rank: Sequence[RankMeasurements]) -> Accelerator:
+    """Return ``accelerator`` with the launch time and the cost of gradient accumulation fitted to model passes."""
     passes = [
-        replace(first, seconds=_mean(one.passes[place].seconds for one in found))
-        for place, first in enumerate(found[0].passes)
+        replace(first, seconds=_mean(one.passes[place].seconds for one in by_rank))
+        for place, first in enumerate(by_rank[0].passes)
     ]
 
     def seconds(launch: float, accumulate: float) -> list[float]:
-        made = replace(accelerator, launch_s=launch, accumulate=accumulate)
-        return [pass_seconds(made, one) for one in passes]
+        candidate = replace(accelerator, launch_s=launch, accumulate=accumulate)
+        return [pass_seconds(candidate, one) for one in passes]
 
-    # A prediction is linear in both numbers, so three say what all others would.
+    # A prediction is linear in both numbers, so three predictions determine all others.
     none, by_launch, by_byte = seconds(LEAST_S, 0.0), seconds(1.0, 0.0), seconds(LEAST_S, 1.0)
 
     def errors(launch: float, accumulate: float) -> list[float]:
@@ -211,10 +222,10 @@ def _with_passes(accelerator: Accelerator, found: Sequence[Found]) -> Accelerato
     return replace(accelerator, launch_s=launch, accumulate=accumulate)
 
 
-def _moved(cluster: Cluster, one: Moving) -> float:
+def _transfer_seconds(cluster: Cluster, one: MeasuredTransfer) -> float:
     group = range(one.ranks)
     seconds: float = getattr(cluster, one.kind)(one.num_bytes, group).seconds
-    if one.kind == "all_to_all":  # a dispatch or a combine, whose pass over rows is an operator by itself
+    if one.kind == "all_to_all":  # dispatch or combine, which also copies the rows in memory
         seconds += cluster.accelerator.memory_seconds(2 * one.num_bytes)
     return seconds
 

@@ -1,12 +1,12 @@
-"""``moe-comm plan --calibrate``: this machine, measured, as a cluster of CPU ranks that the planner can plan for.
+"""``moe-comm plan --calibrate``: measure this machine as a cluster of CPU ranks for the planner.
 
-    ranks, all at once ──▶ products, attention, memory, whole passes ──▶ Accelerator: what one rank has
-                       ──▶ collectives, dispatch, transfers          ──▶ Link inside
-                       ──▶ training steps of small models            ──▶ what rates and meetings are in them
-    one rank a host    ──▶ the same, over a shaped link              ──▶ Link between
+    all ranks at once  ──▶ GEMMs, attention, memory, model passes   ──▶ Accelerator: rates of one rank
+                       ──▶ collectives, dispatch, transfers         ──▶ Link inside
+                       ──▶ training steps of small models           ──▶ sustained rates, start of collectives
+    one rank per host  ──▶ transfers over a shaped link             ──▶ Link between
 
-Ranks are started as ``moe-comm train`` starts them, one thread each. More ranks than cores share these: each has its
-part, and more of it while others wait (``Accelerator.shared``).
+Ranks are started as by ``moe-comm train``, with one thread each. More ranks than cores share the cores
+(``Accelerator.shared``).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 from moe_comm.bench.calibrate.fit import accelerator_of, between_of, inside_of
-from moe_comm.bench.calibrate.ranks import Found, measure
-from moe_comm.bench.calibrate.steps import Stepped, measure_steps, within_steps
+from moe_comm.bench.calibrate.ranks import RankMeasurements, measure
+from moe_comm.bench.calibrate.steps import CalibrationStep, measure_steps, within_steps
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link
 from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.runtime.launch import launch
 
 LOOPBACK = Link("memory of one rank", 1e9, 0.0, 1.0)
-"""Stands where a cluster has no such link; nothing is ever sent over it."""
+"""Placeholder for a link that a cluster does not have."""
 OnHosts = Callable[[Callable[..., Any], Sequence[Any]], list[Any]]
-"""Runs a function in one rank on each host; what they return, by rank."""
+"""Runs a function in one rank on each host and returns the results by rank."""
 
 
 def calibrate(
@@ -38,48 +38,50 @@ def calibrate(
     host: Cluster | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Cluster:
-    """Measure ``ranks`` processes on this host; a quarter of a minute for 2 of them, a whole one for 8.
+    """Measure ``ranks`` processes on this host. Takes about 15 seconds for 2 ranks and one minute for 8.
 
     Args:
-        on_hosts: runs the ranks that measure the link between hosts, such as ``run_on_hosts`` with its last arguments
-            given. None: there is one host.
-        hosts: that the cluster then has, each with ``ranks / hosts``; without ``on_hosts`` 1.
-        link: its name in the description.
-        host: of as many ranks, measured before; only the link between hosts is measured then.
-        say: told what is measured next.
+        ranks: number of ranks, over all hosts.
+        on_hosts: runs the ranks that measure the link between hosts, for example ``run_on_hosts`` with its last
+            arguments bound. None: one host.
+        hosts: number of hosts of the cluster. Must be 1 without ``on_hosts``.
+        link: name of the link in the description.
+        host: description of ``ranks`` ranks on one host that was measured before. Only the link is measured then.
+        say: receives progress messages.
 
     Returns:
-        The description, for ``hardware_file.save``. Rates are those of a rank while all others work, too.
+        The description of the cluster, for ``hardware_file.save``. Rates are those of one rank while all ranks work.
 
     Raises:
-        ConfigError: numbers that do not fit. RankFailed: a rank raised or was killed.
+        ConfigError: the numbers of ranks and hosts do not match.
+        RankFailed: a rank raised an exception or was killed.
     """
     if ranks < 1 or hosts < 1 or ranks % hosts:
-        raise ConfigError(f"{ranks} ranks cannot be spread evenly over {hosts} hosts; take a multiple of the hosts")
+        raise ConfigError(f"ranks must be a positive multiple of hosts; got {ranks} ranks and {hosts} hosts")
     if (hosts > 1) != (on_hosts is not None):
-        raise ConfigError(f"a link between hosts is measured on several of them; got {hosts} hosts")
-    tell = say or (lambda text: None)
+        raise ConfigError(f"on_hosts requires hosts > 1, and hosts > 1 requires on_hosts; got {hosts} hosts")
+    log = say or (lambda text: None)
     if host is not None and host.gpus != ranks:
-        raise ConfigError(f"the host measured before has {host.gpus} ranks, not {ranks}")
-    cluster = host or _host(ranks, tell)
+        raise ConfigError(f"host has {host.gpus} ranks; expected {ranks}")
+    cluster = host or _calibrate_host(ranks, log)
     if on_hosts is not None:
-        tell(f"transfers between {hosts} hosts")
-        apart: list[Found] = on_hosts(measure, (("moves",),))
-        between = between_of(cluster, [one for each in apart for one in each.moves], link)
+        log(f"transfers between {hosts} hosts")
+        by_host: list[RankMeasurements] = on_hosts(measure, (("moves",),))
+        between = between_of(cluster, [transfer for rank in by_host for transfer in rank.moves], link)
         cluster = replace(cluster, host_size=ranks // hosts, between=between)
     return cluster
 
 
-def _host(ranks: int, tell: Callable[[str], None]) -> Cluster:
-    tell(f"products, memory and passes of {ranks} rank(s)")
-    found: list[Found] = launch(measure, (("products", "passes"),), ranks)
-    share = max(1.0, ranks / found[0].cores)
-    cluster = Cluster(accelerator_of(found, share), ranks, ranks, LOOPBACK, LOOPBACK, direct=True)
+def _calibrate_host(ranks: int, log: Callable[[str], None]) -> Cluster:
+    log(f"products, memory and passes of {ranks} rank(s)")
+    by_rank: list[RankMeasurements] = launch(measure, (("products", "passes"),), ranks)
+    ranks_per_core = max(1.0, ranks / by_rank[0].cores)
+    cluster = Cluster(accelerator_of(by_rank, ranks_per_core), ranks, ranks, LOOPBACK, LOOPBACK, direct=True)
     if ranks > 1:
-        tell(f"transfers of {ranks} ranks")
-        moved: list[Found] = launch(measure, (("moves",),), ranks)
-        cluster = inside_of(cluster, [one for each in moved for one in each.moves])
+        log(f"transfers of {ranks} ranks")
+        by_rank = launch(measure, (("moves",),), ranks)
+        cluster = inside_of(cluster, [transfer for rank in by_rank for transfer in rank.moves])
         cluster = replace(cluster, between=cluster.inside)
-    tell(f"training steps of {ranks} rank(s)")
-    stepped: list[list[Stepped]] = launch(measure_steps, (), ranks)
-    return within_steps(cluster, stepped[0])
+    log(f"training steps of {ranks} rank(s)")
+    steps: list[list[CalibrationStep]] = launch(measure_steps, (), ranks)
+    return within_steps(cluster, steps[0])

@@ -1,14 +1,14 @@
-"""Whole training steps of a calibration, and what rates and meetings are within them.
+"""Calibrate rates and the start time of collectives within training steps.
 
-Products, passes and transfers are measured one kind after the other, each in a loop of its own that finds its caches
-warm and the cores where it left them. In a step they take turns, memory comes fresh, and where ranks share cores every
-meeting waits until the last of them has had one. Small models are trained for a few steps, by the trainer itself:
+GEMMs, passes and transfers are measured separately, each in a loop with warm caches. In a step they alternate, memory
+is newly allocated, and ranks that share cores wait for each other in every collective. The trainer therefore trains
+small models for a few steps:
 
-    mapping                  ranks meet                    says
-    dp                       once a step                   what rates keep: ``Accelerator.sustained``
-    dp, ep and tp, dp, ep    four, ten times a layer       what a collective takes to begin: ``Cluster.start_s``
+    mapping                  collectives               calibrates
+    dp                       one per step              ``Accelerator.sustained``: fraction of the rates
+    dp, ep and tp, dp, ep    four or ten per layer     ``Cluster.start_s``: start time of a collective
 
-Both are those with which predictions come nearest to all of them.
+Both numbers are fitted to all measured steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from moe_comm.bench.calibrate.fit import LEAST_S, nearest, shape_of
 from moe_comm.bench.calibrate.ranks import MODELS, TIMEOUT_S
 from moe_comm.plan.machine.hardware import Cluster
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import Mapping, Place
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import Mapping, PlacedMapping
 from moe_comm.plan.step.step import StepModel
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ParallelMesh
@@ -40,15 +40,21 @@ from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.ranks import Ranks
 
 SEQUENCES, LENGTH, MICRO_BATCHES = 1, 256, 2
-"""Of a micro-batch: sequences and their tokens; and micro-batches of a step."""
+"""Sequences of a micro-batch, their length, and micro-batches of a step."""
 WARM, STEPS = 1, 5
-"""Steps that are thrown away, and steps whose median counts."""
+"""Number of discarded steps, and of steps whose median is used."""
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """A step of ``MODELS[model]``. mapping: as ``Mapping.parse`` takes it. imbalance: rows of the busiest rank over the
-    mean. seconds: by the clock, until the last rank has done it."""
+class CalibrationStep:
+    """Time of a training step.
+
+    Attributes:
+        model: index in ``MODELS``.
+        mapping: argument of ``Mapping.parse``.
+        seconds: wall time until the last rank is done.
+        imbalance: rows of the busiest rank over the mean.
+    """
 
     model: int
     mapping: str
@@ -57,115 +63,119 @@ class Stepped:
 
 
 def imbalance(slots_LE: Sequence[Sequence[int]], ep: int) -> float:
-    """Rows of the busiest of ``ep`` ranks over the mean of all, the mean over layers. Experts are dealt in order."""
-    found = []
+    """Return the rows of the busiest of ``ep`` ranks over the mean, averaged over layers, for contiguous experts."""
+    results = []
     for slots in slots_LE:
         cuts = [rank * len(slots) // ep for rank in range(ep + 1)]
         every = [sum(slots[first:stop]) for first, stop in itertools.pairwise(cuts)]
-        found.append(max(every) * ep / max(sum(every), 1))
-    return max(1.0, fmean(found)) if found else 1.0
+        results.append(max(every) * ep / max(sum(every), 1))
+    return max(1.0, fmean(results)) if results else 1.0
 
 
 def runs(ranks: int) -> list[tuple[int, str]]:
-    """(model, mapping) of what is trained."""
-    found = []
+    """Return the (model, mapping) pairs to train."""
+    results = []
     for model, sizes in enumerate(MODELS):
         ep = math.gcd(ranks, sizes["experts"])
-        found += [(model, f"dp={ranks},ep={ep}") for ep in sorted({1, ep})]
+        results += [(model, f"dp={ranks},ep={ep}") for ep in sorted({1, ep})]
         if ranks % 2 == 0 and sizes["heads"] % 2 == 0:
-            found.append((model, f"tp=2,dp={ranks // 2},ep={ep}"))
-    return found
+            results.append((model, f"tp=2,dp={ranks // 2},ep={ep}"))
+    return results
 
 
-def step_seconds(cluster: Cluster, one: Stepped) -> float:
-    """``one`` as it is predicted."""
+def step_seconds(cluster: Cluster, one: CalibrationStep) -> float:
+    """Return the predicted seconds of a calibration step."""
     mapping = Mapping.parse(one.mapping, cluster.gpus, micro_batch=SEQUENCES, sharding="replicate")
-    load = Load(LENGTH, "fp32", imbalance=one.imbalance)
+    load = Workload(LENGTH, "fp32", imbalance=one.imbalance)
     batch = SEQUENCES * MICRO_BATCHES * mapping.parallel.dp
-    return StepModel(shape_of(MODELS[one.model]), Place(mapping, cluster), load, batch).predict().seconds
+    return StepModel(shape_of(MODELS[one.model]), PlacedMapping(mapping, cluster), load, batch).predict().seconds
 
 
-def within_steps(cluster: Cluster, steps: Sequence[Stepped]) -> Cluster:
-    """``cluster`` with what its rates keep in ``steps``, at most all, and what collectives take to begin there, at
-    least what they do by themselves."""
+def within_steps(cluster: Cluster, steps: Sequence[CalibrationStep]) -> Cluster:
+    """Return ``cluster`` with ``sustained`` (at most 1) and ``start_s`` (at least its value) fitted to ``steps``."""
 
-    def made(share: float, more: float) -> Cluster:
-        accelerator = replace(cluster.accelerator, sustained=min(share, 1.0))
-        return replace(cluster, accelerator=accelerator, start_s=cluster.start_s + more)
+    def with_values(sustained: float, extra_start_s: float) -> Cluster:
+        accelerator = replace(cluster.accelerator, sustained=min(sustained, 1.0))
+        return replace(cluster, accelerator=accelerator, start_s=cluster.start_s + extra_start_s)
 
-    def errors(share: float, more: float) -> list[float]:
-        return [math.log(step_seconds(made(share, more), one) / one.seconds) for one in steps]
+    def errors(sustained: float, extra_start_s: float) -> list[float]:
+        return [math.log(step_seconds(with_values(sustained, extra_start_s), one) / one.seconds) for one in steps]
 
-    # Squares: absolute values make ridges of two numbers that both lengthen all, on which the search stands still.
-    return made(*nearest(errors, (1.0, max(cluster.start_s, LEAST_S) if cluster.gpus > 1 else LEAST_S), power=2))
+    # Squared errors: with absolute errors, the pattern search would stop at a ridge of these correlated numbers.
+    return with_values(*nearest(errors, (1.0, max(cluster.start_s, LEAST_S) if cluster.gpus > 1 else LEAST_S), power=2))
 
 
-def measure_steps() -> list[Stepped]:
-    """One rank's part. Collective over all ranks of the default process group, which is made if there is none."""
+def measure_steps() -> list[CalibrationStep]:
+    """Measure on this rank. Collective over the default process group, which is created if there is none."""
     torch.set_num_threads(1)
     with init_ranks("cpu", TIMEOUT_S) as here, contextlib.ExitStack() as stack:
-        return _taken([(*one, _trainer(*one, stack)) for one in runs(here.world)])
+        return _measure_interleaved([(*one, _trainer(*one, stack)) for one in runs(here.world)])
 
 
-def _taken(trained: Sequence[tuple[int, str, Any]]) -> list[Stepped]:
-    """They take turns, a step each, so that what else the machine does hits all alike."""
+def _measure_interleaved(trained: Sequence[tuple[int, str, Any]]) -> list[CalibrationStep]:
+    """Train one step with each trainer in turn, so that noise affects them equally."""
     world = dist.get_world_size() if dist.is_initialized() else 1
 
-    def meet() -> None:
+    def barrier() -> None:
         if world > 1:
             dist.barrier()
 
     seconds: list[list[float]] = [[] for _ in trained]
     loads: list[list[Any]] = [[] for _ in trained]
     for step in range(WARM + STEPS):
-        for place, (_, _, trainer) in enumerate(trained):
-            meet()
-            began = time.perf_counter()
+        for index, (_, _, trainer) in enumerate(trained):
+            barrier()
+            start = time.perf_counter()
             report = trainer.train_step(step)
-            meet()
-            seconds[place].append(time.perf_counter() - began)
-            loads[place].append(report.load.slots)
+            barrier()
+            seconds[index].append(time.perf_counter() - start)
+            loads[index].append(report.load.slots)
     medians = torch.tensor([median(one[WARM:]) for one in seconds])
     if world > 1:
         dist.all_reduce(medians, dist.ReduceOp.MAX)
-    found = []
-    for (model, mapping, _), took, load in zip(trained, medians.tolist(), loads, strict=True):
+    results = []
+    for (model, mapping, _), step_s, load in zip(trained, medians.tolist(), loads, strict=True):
         ep = Mapping.parse(mapping, world).parallel.ep
-        found.append(Stepped(model, mapping, took, fmean(imbalance(slots, ep) for slots in load[WARM:])))
-    return found
+        results.append(CalibrationStep(model, mapping, step_s, fmean(imbalance(slots, ep) for slots in load[WARM:])))
+    return results
 
 
 def _trainer(model: int, mapping: str, stack: contextlib.ExitStack) -> Any:
     ranks, sizes = Ranks.make(), MODELS[model]
     parallel = Mapping.parse(mapping, ranks.world).parallel
-    given = [f"model.{key}={value}" for key, value in sizes.items()]
-    given += [
+    overrides = [
+        *(f"model.{key}={value}" for key, value in sizes.items()),
         f"parallel.ranks={ranks.world}",
         *(f"parallel.{axis}={parallel.sizes[axis]}" for axis in ("tp", "dp", "ep")),
+        "parallel.sharding=replicate",
+        f"data.seq_len={LENGTH}",
+        f"data.batch={SEQUENCES * MICRO_BATCHES * parallel.dp}",
+        f"data.micro_batches={MICRO_BATCHES}",
+        "model.family=qwen3_moe",
+        # A large initial standard deviation and a small learning rate keep the tokens distributed over all experts.
+        "model.init_std=0.1",
+        "optimizer.warmup=0",
+        "optimizer.lr=1e-6",
     ]
-    given += [f"data.seq_len={LENGTH}", f"data.batch={SEQUENCES * MICRO_BATCHES * parallel.dp}"]
-    given += [f"data.micro_batches={MICRO_BATCHES}", "model.family=qwen3_moe", "model.init_std=0.1"]
-    # Weights start wide and hardly move, so that routers spread tokens over experts, and go on to.
-    given += ["optimizer.warmup=0", "optimizer.lr=1e-6", "parallel.sharding=replicate"]
-    config = configuration.load(None, given)
+    config = configuration.load(None, overrides)
     mesh = ParallelMesh(config.parallel.mapping(ranks.world))
-    machinery = build(config, architecture_of(config, sizes["vocab"]), mesh)
-    for stage in machinery.stages:
+    train_state = build(config, architecture_of(config, sizes["vocab"]), mesh)
+    for stage in train_state.stages:
         stack.callback(stage.close)  # type: ignore[arg-type]
-    stack.callback(machinery.runner.close)
-    return Trainer(config, machinery, _Feed(sizes["vocab"], mesh), ranks)
+    stack.callback(train_state.runner.close)
+    return Trainer(config, train_state, _Feed(sizes["vocab"], mesh), ranks)
 
 
 class _Feed:
-    """Tokens by chance, the same for ranks that work on the same ones."""
+    """Random tokens, the same for the ranks of one data-parallel replica."""
 
     def __init__(self, vocab: int, mesh: ParallelMesh) -> None:
         self._vocab, self._dp = vocab, mesh.size("dp")
-        self._chance = torch.Generator().manual_seed(mesh.place["dp"])
+        self._generator = torch.Generator().manual_seed(mesh.place["dp"])
 
     def train(self, step: int) -> Any:
         shape = (MICRO_BATCHES, 2, SEQUENCES, LENGTH)
-        every = torch.randint(0, self._vocab, shape, generator=self._chance)
+        every = torch.randint(0, self._vocab, shape, generator=self._generator)
         micro = [MicroBatch(ids_BS, targets_BS) for ids_BS, targets_BS in every]
         return StepBatch(micro, SEQUENCES * LENGTH * MICRO_BATCHES * self._dp)
 

@@ -1,4 +1,4 @@
-"""What a number depends on: cores, vector unit, versions, memory."""
+"""Description of the machine: CPU, cores, instruction set, versions and memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 VERSIONS = ("moe_comm", "torch", "numpy", "transformers", "mpich", "mpi4py", "torchtitan")
 
 
-def facts(device: str) -> dict[str, Any]:
-    """CPU, cores, vector unit, memory, versions and time of day, for the result."""
-    found: dict[str, Any] = {
+def machine_info(device: str) -> dict[str, Any]:
+    """Return CPU, cores, instruction set, memory, versions and time, for the result of a benchmark."""
+    info: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "isa": _isa(),
@@ -28,12 +28,12 @@ def facts(device: str) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if device == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        info["gpu"] = torch.cuda.get_device_name()
+    return info
 
 
 def _isa() -> str:
-    """The vector unit that the native core uses; torch's where it is not built."""
+    """Return the instruction set of the native core, or that of torch if the native core is not built."""
     try:
         # Imported here because the native core may not be built.
         from moe_comm import _C as native  # type: ignore[attr-defined,unused-ignore]
@@ -51,30 +51,30 @@ def _cpu_name() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    info = {}
     for name in VERSIONS:
         try:
-            found[name] = metadata.version(name)
+            info[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return info
 
 
 def peak_rss_mib() -> float:
-    """Most memory this process ever had resident, shared pages included; MiB.
+    """Return the peak resident memory of this process in MiB, including shared pages.
 
-    From /proc, not ``getrusage``: there a child starts with its parent's peak.
+    It is read from /proc because ``getrusage`` of a child process starts with the peak of its parent.
     """
     return _status_kib("VmHWM") / 1024
 
 
 def rss_mib() -> float:
-    """Memory resident now, shared pages included; MiB."""
+    """Return the resident memory of this process in MiB, including shared pages."""
     return _status_kib("VmRSS") / 1024
 
 
 def reset_peak_rss() -> bool:
-    """Start the high-water mark anew; False where the system does not allow it."""
+    """Reset the peak of resident memory. Return False if the system does not permit it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -86,4 +86,4 @@ def _status_kib(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1])
-    raise OSError(f"/proc/self/status has no {field}; memory is measured on Linux only (this is {sys.platform})")
+    raise OSError(f"/proc/self/status has no {field}; memory can be measured on Linux only (this is {sys.platform})")

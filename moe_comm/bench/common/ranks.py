@@ -1,4 +1,4 @@
-"""The ranks of a measurement: joined by gloo on loopback, each pinned to its own cores."""
+"""Start the ranks of a benchmark: a gloo process group over loopback, each rank pinned to its own cores."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.launch import init_ranks, launch
+from moe_comm.topology import ParallelConfig, ParallelMesh
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,7 +21,7 @@ TIMEOUT_S = 1800.0
 
 
 def cores_of_rank(rank: int, ranks: int, cores: list[int]) -> list[int]:
-    """The cores of one rank: an equal run of ``cores`` each; with more ranks than cores, one core, shared.
+    """Return the cores of one rank: an equal contiguous share of ``cores``, at least one.
 
     2 cores:   2 ranks: [0] [1]     1 rank: [0, 1]     4 ranks: [0] [0] [1] [1]
     """
@@ -30,66 +31,67 @@ def cores_of_rank(rank: int, ranks: int, cores: list[int]) -> list[int]:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Cores over ranks, at least one: more threads than cores slow CPU ranks many times over."""
+    """Return the number of cores per rank, at least one. More threads than cores slow down CPU ranks many times."""
     return len(cores_of_rank(0, ranks, sorted(os.sched_getaffinity(0))))
 
 
 @contextmanager
 def pinned(rank: int, ranks: int) -> Iterator[int]:
-    """Bind this process, with the threads it already has, to its cores, and torch to as many threads.
-
-    Yields that number.
-    """
-    before, threads_before = os.sched_getaffinity(0), torch.get_num_threads()
-    mine = cores_of_rank(rank, ranks, sorted(before))
-    _bind(set(mine))
-    torch.set_num_threads(len(mine))
-    try:
-        yield len(mine)
-    finally:
-        torch.set_num_threads(threads_before)
-        _bind(before)
+    """Pin this process to the cores of ``rank``. Yields the number of threads."""
+    cores = set(cores_of_rank(rank, ranks, sorted(os.sched_getaffinity(0))))
+    with pinned_to(cores):
+        yield len(cores)
 
 
 @contextmanager
-def all_cores(cores: set[int]) -> Iterator[None]:
-    """Inside: this process, and torch with a thread for each, on ``cores`` instead of its own."""
+def pinned_to(cores: set[int]) -> Iterator[None]:
+    """Pin all threads of this process to ``cores``, and give torch one thread per core."""
     before, threads_before = os.sched_getaffinity(0), torch.get_num_threads()
-    _bind(cores)
+    _set_affinity(cores)
     torch.set_num_threads(len(cores))
     try:
         yield
     finally:
         torch.set_num_threads(threads_before)
-        _bind(before)
+        _set_affinity(before)
 
 
 def cores_of_group() -> set[int]:
-    """The cores of all ranks of the default group together. Collective."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, os.sched_getaffinity(0))
-    return set().union(*every)
+    """Return the union of the cores of all ranks of the default group. Collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, os.sched_getaffinity(0))
+    return set().union(*by_rank)
 
 
-def _bind(cores: set[int]) -> None:
+def _set_affinity(cores: set[int]) -> None:
     for task in Path("/proc/self/task").iterdir():
         try:
             os.sched_setaffinity(int(task.name), cores)
-        except ProcessLookupError:  # that thread has just ended
+        except ProcessLookupError:  # the thread ended
             continue
 
 
-def on_ranks(work: Callable[[T, int], R], argument: T, ranks: int, device: str) -> R | None:
-    """Rank 0's result of ``work(argument, threads of this rank)``, run by every rank inside a process group.
+class SingleRankMesh(ParallelMesh):
+    """The mesh of a process that trains without other ranks, although it belongs to a process group."""
 
-    Starts the ranks; under torchrun takes part with this process, and returns None unless it is rank 0.
+    def __init__(self) -> None:
+        self.config, self.device, self.rank = ParallelConfig(), "cpu", 0
+        self.place, self.sizes = self.config.place(0), self.config.sizes
+        self.attention = self.expert = None
+        self._groups, self._tied = {}, None
+
+
+def on_ranks(work: Callable[[T, int], R], argument: T, ranks: int, device: str) -> R | None:
+    """Run ``work(argument, threads)`` on every rank of a process group and return the result of rank 0.
+
+    Starts the ranks. Under torchrun, uses the ranks of torchrun instead, and returns None on ranks other than 0.
 
     Args:
-        work: at the top level of a module.
+        work: function at the top level of a module.
 
     Raises:
-        ConfigError: torchrun started another number of ranks than ``ranks``.
-        RankFailed: a rank raised or was killed.
+        ConfigError: torchrun started a different number of ranks.
+        RankFailed: a rank raised an exception or was killed.
     """
     return launch(_rank, (work, argument, ranks, device), ranks)[0]  # type: ignore[no-any-return]
 
@@ -97,7 +99,7 @@ def on_ranks(work: Callable[[T, int], R], argument: T, ranks: int, device: str) 
 def _rank(work: Callable[[T, int], R], argument: T, ranks: int, device: str) -> R | None:
     with init_ranks(device, TIMEOUT_S) as here:
         if here.world != ranks:
-            raise ConfigError(f"there are {here.world} ranks but the settings say {ranks}: pass --ranks {here.world}")
+            raise ConfigError(f"torchrun started {here.world} ranks, but --ranks is {ranks}; pass --ranks {here.world}")
         with pinned(here.rank, here.world) as threads:
-            found = work(argument, threads)
-    return found if here.rank == 0 else None
+            result = work(argument, threads)
+    return result if here.rank == 0 else None

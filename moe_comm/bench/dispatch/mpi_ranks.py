@@ -1,8 +1,8 @@
-"""MPICH as a peer. MPI ranks come from ``mpiexec``, so they are processes of their own: the parent starts
+"""MPICH as a peer. ``mpiexec`` starts its ranks in separate processes:
 
     mpiexec -n RANKS python -m moe_comm.bench.dispatch.mpi_ranks TASK.json RESULT.json
 
-and each runs the same inputs, pinning, clock and checks as the others, with ``Alltoallv`` on numpy views.
+They use the same inputs, pinning, clock and checks as the other contestants, and ``Alltoallv`` on numpy views.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moe_comm.bench.common.case import make_case
-from moe_comm.bench.common.clock import Clock, summarise
+from moe_comm.bench.common.clock import Clock, summarize
+from moe_comm.bench.common.inputs import make_inputs
 from moe_comm.bench.common.ranks import pinned
 from moe_comm.bench.common.settings import DispatchBench
-from moe_comm.bench.dispatch.contest import Summary, TorchPeer, measure
-from moe_comm.bench.dispatch.permute import Exchange
+from moe_comm.bench.dispatch.contestants import Summary, TorchPeer, measure
+from moe_comm.bench.dispatch.torch_permute import Exchange
 
 MPI_PEERS = {"torch_mpich": False, "torch_mpich_tuned": True}
-WHEN = "right after ours, by ranks that mpiexec started"
+WHEN = "after moe_comm, by ranks of mpiexec"
 TIMEOUT_S = 1800.0
 
 
 def mpiexec() -> Path | None:
-    """The launcher that the ``mpich`` package puts beside this Python."""
+    """Return the launcher that the ``mpich`` package installs in the folder of this Python."""
     path = Path(sys.executable).with_name("mpiexec")
     return path if path.exists() else None
 
 
-def why_not() -> str | None:
-    """The reason why MPICH cannot be measured here; None if it can."""
+def unavailable_reason() -> str | None:
+    """Return the reason why MPICH cannot be measured, or None."""
     if util.find_spec("mpi4py") is None or mpiexec() is None:
         return "not installed: pip install mpich mpi4py (both are in the [bench] extra)"
     return None
 
 
 class MpiExchange(Exchange):
-    """``MPI_Alltoallv`` of bytes: MPI has no bfloat16."""
+    """``MPI_Alltoallv`` of bytes, because MPI has no bfloat16."""
 
     def __init__(self, mpi: Any) -> None:
         self.mpi, self.comm = mpi, mpi.COMM_WORLD
@@ -73,10 +73,10 @@ def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def run_mpi(settings: list[DispatchBench], threads: int) -> list[Summary]:
-    """Start the MPI ranks, wait for them, and return their medians by (contestant, phase), one per settings.
+    """Run the MPI ranks and return their statistics, one summary for each of ``settings``.
 
     Raises:
-        RuntimeError: a rank failed; holds the end of what it wrote.
+        RuntimeError: a rank failed. The message contains the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="moe_comm_bench_") as folder:
         task, result = Path(folder, "task.json"), Path(folder, "result.json")
@@ -94,19 +94,19 @@ def run_mpi(settings: list[DispatchBench], threads: int) -> list[Summary]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"mpiexec did not end within {TIMEOUT_S:g} s") from None
+            raise RuntimeError(f"mpiexec did not exit within {TIMEOUT_S:g} s") from None
         if done.returncode or not result.exists():
-            raise RuntimeError(f"mpiexec ended with {done.returncode}: {(done.stderr or done.stdout)[-2000:]}")
+            raise RuntimeError(f"mpiexec exited with code {done.returncode}: {(done.stderr or done.stdout)[-2000:]}")
         return [{(name, phase): stats for name, phase, stats in one} for one in json.loads(result.read_text())]
 
 
 def run_rank(settings: DispatchBench, mpi: Any) -> Summary:
-    """One MPI rank's part."""
+    """Measure the MPI peers on this rank."""
     comm = mpi.COMM_WORLD
-    case = make_case(settings, comm.rank)
+    inputs = make_inputs(settings, comm.rank)
     exchange = MpiExchange(mpi)
     peers = [
-        TorchPeer(name, exchange, settings, comm.rank, case, tuned=MPI_PEERS[name])
+        TorchPeer(name, exchange, settings, comm.rank, inputs, tuned=MPI_PEERS[name])
         for name in settings.peers
         if name in MPI_PEERS
     ]
@@ -114,25 +114,25 @@ def run_rank(settings: DispatchBench, mpi: Any) -> Summary:
         peer.check()
     clock = Clock(lambda value: int(comm.allreduce(value, op=mpi.MAX)))
     measure(peers, clock, settings)
-    return summarise(comm.allgather(dict(clock.times)))
+    return summarize(comm.allgather(dict(clock.times)))
 
 
 def main(task: str, result: str) -> None:
-    """The body of every MPI rank."""
+    """Run one MPI rank."""
     mpi = import_module("mpi4py.MPI")
     rank, ranks = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
     try:
         settings = [DispatchBench.from_dict(one) for one in json.loads(Path(task).read_text())]
         with pinned(rank, ranks):
-            found = [run_rank(one, mpi) for one in settings]
+            summaries = [run_rank(one, mpi) for one in settings]
     except BaseException:
-        # The others wait in a collective that this rank will not reach.
+        # The other ranks would wait forever in a collective.
         traceback.print_exc()
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(1)
         raise
     if rank == 0:
-        flat = [[(name, phase, stats) for (name, phase), stats in one.items()] for one in found]
+        flat = [[(name, phase, stats) for (name, phase), stats in one.items()] for one in summaries]
         Path(result).write_text(json.dumps(flat))
 
 

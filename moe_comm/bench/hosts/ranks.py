@@ -1,10 +1,10 @@
-"""Ranks on several hosts of one machine: started, joined by gloo over the links, ended in time, and what they return.
+"""Start ranks on several hosts of one machine, with a gloo process group over the links, and return their results.
 
     launcher ──pid──▶ rank 0 on host 0 ─┐ TCPStore on host 0's address, gloo over link0
              ──pid──▶ rank 1 on host 1 ─┘
 
-The launcher enters a host and becomes the rank's Python (``nsenter``), so ranks are its own children, and jobs and
-answers are in files without a name: whatever the hosts' file systems look like, both sides see them.
+``nsenter`` executes the Python process of a rank on its host, so ranks are children of the launcher. Jobs and results
+are passed in inherited memory files without a name, which do not depend on the file systems of the hosts.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from moe_comm.runtime.launch import (
     STORE_VARIABLE,
     RankFailed,
     available_cores,
-    class_of,
+    error_class,
 )
 
 GRACE_S = 5.0
-"""What the other ranks get to say what happened to them, after one has failed."""
+"""Time for the other ranks to report their errors after one rank failed."""
 MEASURE_PORT = 29499
 _OTHER_LAUNCHERS = (STORE_VARIABLE, AGENT_STORE_VARIABLE, RESTARTS_VARIABLE)
 _BOOT = "import sys; sys.path[:] = {path!r}; from moe_comm.bench.hosts.ranks import _rank_main; _rank_main({files!r})"
@@ -49,8 +49,12 @@ _BOOT = "import sys; sys.path[:] = {path!r}; from moe_comm.bench.hosts.ranks imp
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank is told. store: the address and port where the ranks meet; None: they make no process group.
-    launcher: its process id."""
+    """The job of a rank.
+
+    Attributes:
+        launcher: process id of the launcher.
+        store: address and port of the store. None: no process group.
+    """
 
     module: str
     name: str
@@ -65,7 +69,7 @@ class _Job:
 
 @dataclass
 class _Rank:
-    """The launcher's view of a rank. The files have no names, so nothing is left of them and no host hides them."""
+    """A rank in the launcher. ``answer`` and ``stacks`` are file descriptors of memory files."""
 
     process: subprocess.Popen[bytes]
     pidfd: int
@@ -73,7 +77,7 @@ class _Rank:
     stacks: int
 
     def stack_text(self) -> str:
-        """What the rank's faulthandler has written so far."""
+        """Return the Python stacks that the rank has written."""
         return os.pread(self.stacks, os.fstat(self.stacks).st_size, 0).decode(errors="replace")
 
 
@@ -85,32 +89,34 @@ def run_on_hosts(
     timeout_s: float,
     *,
     group: bool = True,
-    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``function(*args)`` in ``ranks_per_host`` fresh processes on every host.
+    """Run ``function(*args)`` in ``ranks_per_host`` new processes on every host.
 
-    The ranks are numbered host by host and see what torchrun would set (RANK, LOCAL_RANK, GROUP_RANK, ...). The default
-    process group (gloo over the links) is there when the function begins; ``init_ranks`` takes it as it is. Its store
-    listens on the first host's address alone.
+    Ranks are numbered host by host and have the environment variables of torchrun (RANK, LOCAL_RANK, GROUP_RANK, ...).
+    The default process group (gloo over the links) exists when the function is called, and ``init_ranks`` uses it. Its
+    store listens only on the address of the first host.
 
     Args:
-        function: at the top level of an importable module (not of the script that is being run).
-        args: picklable, and so is what the function returns.
-        timeout_s: until every rank's Python stacks are taken and all ranks are killed.
-        group: False makes no process group, and does not import torch.
-        environment: variables of the ranks beside this process's own.
+        function: function at the top level of an importable module, not of the main script.
+        args: picklable arguments. The result must be picklable too.
+        hosts: the hosts.
+        ranks_per_host: number of ranks on each host.
+        timeout_s: time limit in seconds. Then the Python stacks of all ranks are recorded and the ranks are killed.
+        group: False creates no process group and does not import torch.
 
     Returns:
-        What each rank returned, by rank.
+        The results by rank.
 
     Raises:
-        ConfigError: ``function`` or ``ranks_per_host`` cannot be used.
-        MoeCommError: a rank raised it; the message names the rank. The earliest cause is raised, not its echoes.
-        RankFailed: a rank failed otherwise, was killed, or did not end in time; ``details`` has traceback or stacks.
+        ConfigError: ``function`` or ``ranks_per_host`` is invalid.
+        MoeCommError: a rank raised it. The message names the rank. If several ranks failed, the earliest cause is
+            raised, not the errors that it caused on other ranks.
+        RankFailed: a rank raised another exception, was killed, or exceeded the time limit. ``details`` has the
+            traceback or the stacks.
     """
     world = hosts.count * ranks_per_host
     if not 1 <= ranks_per_host <= MAX_RANKS // hosts.count:
-        raise ConfigError(f"ranks_per_host must be 1 to {MAX_RANKS // hosts.count}; got {ranks_per_host}")
+        raise ConfigError(f"ranks_per_host must be between 1 and {MAX_RANKS // hosts.count}; got {ranks_per_host}")
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         raise ConfigError(f"{function.__qualname__} must be at the top level of an importable module")
     cpu_guard.apply()
@@ -127,7 +133,7 @@ def run_on_hosts(
         timeout_s=timeout_s,
     )
     variables = {name: value for name, value in os.environ.items() if name not in _OTHER_LAUNCHERS}
-    variables |= {**_variables(world, address, port), **(environment or {})}
+    variables |= _variables(world, address, port)
     with contextlib.ExitStack() as stack:
         ranks: list[_Rank] = []
         stack.callback(_end, ranks)
@@ -158,12 +164,12 @@ def _start(
         stack.callback(os.close, files[-1])
     _write(files[0], pickle.dumps({**vars(job), "rank": rank}))
     host, local = divmod(rank, per_host)
-    own = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host, "GROUP_RANK": host}
-    path = [os.path.abspath(entry) for entry in sys.path]  # a rank begins in another folder
+    of_rank = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host, "GROUP_RANK": host}
+    path = [os.path.abspath(entry) for entry in sys.path]  # the working directory of a rank differs
     process = subprocess.Popen(
         hosts.command(host, [sys.executable, "-c", _BOOT.format(path=path, files=tuple(files))]),
         stdin=subprocess.DEVNULL,
-        env={**variables, **{name: str(value) for name, value in own.items()}},
+        env={**variables, **{name: str(value) for name, value in of_rank.items()}},
         pass_fds=files,
         start_new_session=True,
     )
@@ -177,7 +183,7 @@ def _start(
 
 
 def _wait(ranks: Sequence[_Rank], timeout_s: float) -> dict[int, str]:
-    """Wait for all ranks; the stacks of those that did not end in time, by rank."""
+    """Wait for all ranks. Return the stacks of those that exceeded the time limit, by rank."""
     poll = select.poll()
     running = {rank.pidfd: index for index, rank in enumerate(ranks)}
     for pidfd in running:
@@ -189,24 +195,24 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float) -> dict[int, str]:
             poll.unregister(pidfd)
             if ranks[running.pop(pidfd)].process.wait() and not failed:
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
-    # The first rank stays until all have answered, and is not late if it has.
+    # Rank 0 waits for all other ranks after its answer, so a rank with an answer is not late.
     return _stacks({index: ranks[index] for index in running.values() if not _read(ranks[index].answer)})
 
 
 def _stacks(ranks: dict[int, _Rank]) -> dict[int, str]:
-    """Ask ``ranks`` for their Python stacks and take what comes within two seconds."""
+    """Request the Python stacks of ``ranks`` and return what they write within two seconds."""
     for rank in ranks.values():
         rank.process.send_signal(signal.SIGUSR1)
     end = time.monotonic() + 2
     while time.monotonic() < end and not all(rank.stack_text() for rank in ranks.values()):
         time.sleep(0.02)
     if ranks:
-        time.sleep(0.1)  # they are being written; nothing but the message depends on it
+        time.sleep(0.1)  # the stacks may be incomplete
     return {index: rank.stack_text() for index, rank in ranks.items()}
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """Kill the ranks that are left, and what they started."""
+    """Kill the remaining ranks and their child processes."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)
@@ -215,77 +221,77 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 
 def _results(hosts: Hosts, ranks: Sequence[_Rank], per_host: int, late: dict[int, str], timeout_s: float) -> list[Any]:
-    """What the ranks returned, or the error to raise: the earliest cause rather than what it did to the others."""
-    found = {index: _read(rank.answer) for index, rank in enumerate(ranks) if index not in late}
-    answers = {index: pickle.loads(raw) for index, raw in found.items() if raw}
+    """Return the results of the ranks, or raise the earliest error that was not caused by another rank."""
+    raw_answers = {index: _read(rank.answer) for index, rank in enumerate(ranks) if index not in late}
+    answers = {index: pickle.loads(raw) for index, raw in raw_answers.items() if raw}
     faults = {index: answer[1] for index, answer in answers.items() if not answer[0]}
     by_time = sorted(faults, key=lambda index: faults[index].time_ns)
-    causes = [index for index in by_time if not issubclass(class_of(faults[index].kind), FROM_PEERS)]
+    causes = [index for index in by_time if not issubclass(error_class(faults[index].kind), FROM_PEERS)]
     silent = [index for index in range(len(ranks)) if index not in answers and index not in late]
 
-    def who(index: int) -> str:
+    def title(index: int) -> str:
         return f"rank {index} on host {index // per_host} ({hosts.hosts[index // per_host].address})"
 
     for index in (*causes, *silent, *by_time):
         if index in faults:
-            raise faults[index].error(who(index))
+            raise faults[index].error(title(index))
         code = ranks[index].process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise RankFailed(f"{who(index)} {how}, without a result")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        raise RankFailed(f"{title(index)} {how}, without a result")
     if late:
-        names = ", ".join(who(index) for index in sorted(late))
-        shown = "\n".join(f"--- {who(i)}\n{late[i] or '(no stacks: stopped, or not up yet)'}" for i in sorted(late))
-        raise RankFailed(f"{names}: not done within {timeout_s:g} s, and killed", shown)
+        names = ", ".join(title(index) for index in sorted(late))
+        stacks = "\n".join(f"--- {title(i)}\n{late[i] or '(no stacks: stopped or not started)'}" for i in sorted(late))
+        raise RankFailed(f"{names} did not finish within {timeout_s:g} s and was killed", stacks)
     return [answers[index][1] for index in range(len(ranks))]
 
 
 @dataclass(frozen=True)
 class _Fault:
-    """What a rank raised, in plain values: an exception of somebody else's may not come through pickle."""
+    """An exception of a rank as plain values, because exceptions of other libraries may not be picklable."""
 
     kind: str
     message: str
     details: str
     time_ns: int
 
-    def error(self, who: str) -> MoeCommError:
-        kind = class_of(self.kind)
+    def error(self, title: str) -> MoeCommError:
+        kind = error_class(self.kind)
         if issubclass(kind, MoeCommError):
-            return kind(f"{who}: {self.message}")
-        return RankFailed(f"{who} failed with {self.kind}: {self.message}", self.details)
+            return kind(f"{title}: {self.message}")
+        return RankFailed(f"{title} failed with {self.kind}: {self.message}", self.details)
 
 
 # --- in a rank ---
 
 
 def _rank_main(files: tuple[int, int, int]) -> NoReturn:
-    """Body of a rank: read the job, run it, leave the answer, end without waiting for anybody."""
+    """Run a rank: read the job, call the function, write the answer, exit without destructors."""
     job_file, answer_file, stacks_file = files
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
     job = _Job(**pickle.loads(_read(job_file)))
-    if os.getppid() != job.launcher:  # it was killed before this process was on the host, and killed with it
+    if os.getppid() != job.launcher:  # the launcher was killed before this process entered the host
         os._exit(1)
-    ended = 0
+    code = 0
     try:
-        os.chdir(job.folder)  # entering a mount namespace led to its root
+        os.chdir(job.folder)  # nsenter changes to the root folder
         function: Any = importlib.import_module(job.module)
         for part in job.name.split("."):
             function = getattr(function, part)
         with _process_group(job):
             _write(answer_file, pickle.dumps((True, function(*pickle.loads(job.args)))))
     except BaseException as error:
-        ended = 1
+        code = 1
         fault = _Fault(type(error).__name__, str(error), traceback.format_exc(), time.time_ns())
         _write(answer_file, pickle.dumps((False, fault)))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(ended)  # destructors of process groups may wait for ranks that have gone
+    os._exit(code)  # destructors of process groups may wait for ranks that exited
 
 
 def _write(file: int, data: bytes) -> None:
-    """Put ``data`` in place of what is there. The first byte says that all of it is: a rank may be killed meanwhile."""
+    """Replace the content of ``file``. The first byte is "+" only when ``data`` is complete."""
     os.ftruncate(file, 0)
     with os.fdopen(file, "wb", closefd=False) as out:
         out.seek(0)
@@ -294,49 +300,56 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _read(file: int) -> bytes:
-    """What ``_write`` put there; b"" if it did not, or did not finish."""
-    found = os.pread(file, os.fstat(file).st_size, 0)
-    return found[1:] if found[:1] == b"+" else b""
+    """Return the data that ``_write`` wrote, or b"" if it is missing or incomplete."""
+    content = os.pread(file, os.fstat(file).st_size, 0)
+    return content[1:] if content[:1] == b"+" else b""
 
 
 @contextlib.contextmanager
 def _process_group(job: _Job) -> Iterator[None]:
-    """The default process group, unless the job wants none. The first rank, which keeps the store, leaves last: gloo
-    looks up its peers there whenever a new pair of ranks first talks."""
+    """Create the default process group, unless ``job.store`` is None.
+
+    Rank 0, which has the store, exits last, because gloo looks up peers in the store when two ranks first communicate.
+    """
     if job.store is None:
         yield
         return
-    import torch.distributed as dist  # here because jobs without a group do not wait for torch to load
+    import torch.distributed as dist  # jobs without a group do not load torch
 
     wait = timedelta(seconds=job.timeout_s)
     address, port = job.store
     listener: dict[str, Any] = {}
     if job.rank == 0:
-        # Bound here, because TCPStore by itself listens on every interface.
-        bound = socket.create_server((address, port), backlog=job.world)
-        listener = {"is_master": True, "master_listen_fd": bound.detach()}
+        # Without master_listen_fd, TCPStore listens on every interface.
+        server = socket.create_server((address, port), backlog=job.world)
+        listener = {"is_master": True, "master_listen_fd": server.detach()}
     store = dist.TCPStore(address, port, job.world, timeout=wait, wait_for_workers=False, **listener)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=wait)
-    yield  # a rank that fails waits for nobody: its error must be known before the others' deadlines
+    yield  # a rank that fails does not wait, so that its error is reported before the timeouts of the other ranks
     with contextlib.suppress(RuntimeError):
         store.set(f"done/{job.rank}", "")
         if job.rank == 0:
             store.wait([f"done/{rank}" for rank in range(job.world)], wait)
 
 
-# --- what a link carries ---
+# --- link rates ---
 
 
 def measure_links(
     hosts: Hosts, num_bytes: int, flows: Sequence[tuple[int, int]] | None = None, timeout_s: float = 60.0
 ) -> list[float]:
-    """Gbit/s of payload that reach each host over TCP while all flows run at once; 0 where none goes.
+    """Measure the rate at which each host receives over TCP while all flows run at once, in Gbit/s.
 
-    Below ``link_gbit`` by the packets' headers (4%); ``burst_bytes`` / ``num_bytes`` is how much it may be above.
+    Packet headers reduce the rate by about 4%. The initial burst raises it by at most ``burst_bytes`` / ``num_bytes``.
 
     Args:
-        num_bytes: of each flow.
-        flows: (from, to) host; from each to the next if not given.
+        hosts: the hosts.
+        num_bytes: bytes of each flow.
+        flows: (from, to) hosts. None: from each host to the next.
+        timeout_s: time limit in seconds.
+
+    Returns:
+        The rates by host; 0 for hosts without incoming flows.
     """
     ring = [(host, (host + 1) % hosts.count) for host in range(hosts.count)]
     return run_on_hosts(_measure, (flows or ring, num_bytes), hosts, 1, timeout_s, group=False)
@@ -352,20 +365,20 @@ def _measure(flows: Sequence[tuple[int, int]], num_bytes: int) -> float:
             sender.start()
             stack.callback(sender.join)
         connections = [stack.enter_context(server.accept()[0]) for _ in range(pending)]
-        began = time.perf_counter()
+        start = time.perf_counter()
         for connection in connections:
-            connection.send(b"!")  # nothing is on its way before the clock runs: a slow start makes no link look fast
-        room, total = bytearray(1 << 20), 0
+            connection.send(b"!")  # start the flow: no bytes are in flight before the time is taken
+        buffer, total = bytearray(1 << 20), 0
         poll = {connection.fileno(): connection for connection in connections}
         while poll:
             for file in select.select(list(poll), [], [])[0]:
-                got = poll[file].recv_into(room)
-                total += got
-                if not got:
+                received = poll[file].recv_into(buffer)
+                total += received
+                if not received:
                     del poll[file]
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
     if total != pending * num_bytes:
-        raise RankFailed(f"{pending} flows of {num_bytes} bytes, and {total} bytes came")
+        raise RankFailed(f"received {total} bytes of {pending} flows of {num_bytes} bytes")
     return total * 8e-9 / seconds
 
 
@@ -376,7 +389,7 @@ def _send(to: int, num_bytes: int) -> None:
 
 
 def _connection(address: str, port: int) -> socket.socket:
-    """To a server that may not be up yet; the run's deadline ends the wait."""
+    """Connect to a server, with retries until it listens."""
     while True:
         try:
             return socket.create_connection((address, port))

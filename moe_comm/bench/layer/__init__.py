@@ -1,1 +1,1 @@
-"""``moe-comm bench layer``: a whole MoE layer, forward and backward."""
+"""``moe-comm bench layer``: forward and backward of an MoE layer."""

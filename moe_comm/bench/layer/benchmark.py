@@ -1,12 +1,13 @@
-"""``moe-comm bench layer``: a whole MoE layer, forward and backward, router included.
+"""``moe-comm bench layer``: forward and backward of an MoE layer, including the router.
 
-All contestants have the same weights and input and take turns inside every iteration. One with EP 1 runs on every
-rank at once, each rank with all experts to itself, so that the machine is as busy as under expert parallelism.
+All contestants have the same weights and inputs and are interleaved. A contestant with EP 1 runs on all ranks at once,
+each with all experts, so that the machine has the same load as with expert parallelism.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -17,38 +18,55 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.bench.common import machine, report
-from moe_comm.bench.common.case import WrongAnswer, make_x
-from moe_comm.bench.common.clock import Clock, Stats, summarise, sync_alone, sync_group
+from moe_comm.bench.common.clock import Clock, Stats, summarize, sync_group, sync_single_rank
+from moe_comm.bench.common.inputs import WrongAnswer, make_x
+from moe_comm.bench.common.interleave import rotated
 from moe_comm.bench.common.ranks import on_ranks
 from moe_comm.bench.common.settings import LayerBench
-from moe_comm.bench.layer.ours import Ours, OursAlone
-from moe_comm.bench.layer.peers import HuggingFace, HuggingFaceEP, LayerContestant, Torchtitan
-from moe_comm.bench.layer.sonic import SonicMoE
+from moe_comm.bench.layer.own_layer import MoeCommLayer, MoeCommReplicatedLayer
+from moe_comm.bench.layer.peers import (
+    HuggingFaceEPLayer,
+    HuggingFaceLayer,
+    LayerContestant,
+    LayerWeights,
+    TorchtitanLayer,
+)
+from moe_comm.bench.layer.sonic import SonicMoELayer
 from moe_comm.runtime.launch import under_torchrun
 
 KINDS: dict[str, type[LayerContestant]] = {
-    kind.name: kind for kind in (OursAlone, Ours, HuggingFace, HuggingFaceEP, Torchtitan, SonicMoE)
+    kind.name: kind
+    for kind in (
+        MoeCommReplicatedLayer,
+        MoeCommLayer,
+        HuggingFaceLayer,
+        HuggingFaceEPLayer,
+        TorchtitanLayer,
+        SonicMoELayer,
+    )
 }
 MEMORY_ITERATIONS = 2
-"""Of a contestant alone; the first also makes buffers that stay."""
+"""Iterations of the memory measurement. The first one also allocates persistent buffers."""
 GEMM_SIZE = 2048
 GEMM = "torch.mm"
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Of the relative Frobenius norm of differences."""
+ROUNDINGS = 4
+"""Tolerated relative error of a result in units of its dtype's epsilon. That of ``MoELayer`` in bf16 is below 0.5."""
+LONG_SUMS = 1e-4
+"""Tolerated relative error in float32, where the summation order of long sums matters more than one rounding."""
 
 
-def wanted(settings: LayerBench) -> tuple[list[str], dict[str, str]]:
-    """Names of the contestants that can run, and why the others cannot."""
-    ours = (OursAlone.name, Ours.name) if settings.ranks > 1 else (OursAlone.name,)
-    reasons = {name: KINDS[name].why_not(settings) for name in (*ours, *settings.peers)}
+def select_contestants(settings: LayerBench) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the contestants that can run, and the reasons why the others cannot."""
+    own = (MoeCommReplicatedLayer.name, MoeCommLayer.name) if settings.ranks > 1 else (MoeCommReplicatedLayer.name,)
+    reasons = {name: KINDS[name].unavailable_reason(settings) for name in (*own, *settings.peers)}
     return (
         [name for name, reason in reasons.items() if reason is None],
         {name: reason for name, reason in reasons.items() if reason is not None},
     )
 
 
-class Turn:
-    """One contestant's forward and backward."""
+class ContestantRun:
+    """Forward and backward of one contestant."""
 
     def __init__(self, contestant: LayerContestant, x_TD: Tensor, grad_TD: Tensor) -> None:
         self.contestant = contestant
@@ -62,19 +80,19 @@ class Turn:
     def backward(self) -> None:
         torch.autograd.backward(self.y_TD, self.grad_TD)
 
-    def drop(self) -> None:
-        """What ``zero_grad`` does between steps."""
+    def free(self) -> None:
+        """Free the output and the gradients."""
         del self.y_TD
         self.x_TD.grad = None
         self.contestant.module.zero_grad(set_to_none=True)
 
     def results(self) -> dict[str, Tensor]:
-        """Output, input gradient and router gradient of this rank; expert gradients summed over all ranks' tokens.
+        """Return output and gradients of this rank. Collective.
 
-        Expert gradients are of this rank's share of the experts. Collective.
+        Gradients of experts are those of the local experts under expert parallelism, for the tokens of all ranks.
         """
         grads = self.contestant.grads()
-        found = {"output": self.y_TD.detach(), "input gradient": self.x_TD.grad, "router gradient": grads["router"]}
+        results = {"output": self.y_TD.detach(), "input gradient": self.x_TD.grad, "router gradient": grads["router"]}
         s = self.contestant.settings
         for name in ("gate_up", "down"):
             grad = grads[name]
@@ -82,34 +100,53 @@ class Turn:
                 grad = grad.float()
                 dist.all_reduce(grad)
                 grad = grad.chunk(s.ranks)[self.contestant.rank]
-            found[f"{name} gradient"] = grad
-        return {name: value.float().clone() for name, value in found.items() if value is not None}
+            results[f"{name} gradient"] = grad
+        return {name: value.float().clone() for name, value in results.items() if value is not None}
 
 
-def check(turns: list[Turn], dtype: torch.dtype) -> dict[str, float]:
-    """Every contestant's results against the first's; Frobenius norm of the difference over the norm.
+def allowed_error(settings: LayerBench, x_TD: Tensor) -> float:
+    """Return the relative Frobenius error that rounding to ``settings.dtype`` can cause.
 
-    (Not the largest difference: in 16 bits a near tie between two experts may fall either way.)
+    A router that computes its logits in 16 bits may select a different expert for a token whose K-th and (K+1)-th
+    logits differ by less than their rounding error. If a fraction p of the tokens is affected, one of their K terms
+    differs, and the relative error of the sum is about sqrt(2 p / K).
+    """
+    epsilon = torch.finfo(settings.torch_dtype).eps
+    logits_TE = x_TD.float() @ LayerWeights(settings).router().float().T.to(x_TD.device)
+    near_ties = 0.0
+    if settings.top_k < settings.experts and len(x_TD):
+        best = logits_TE.topk(settings.top_k + 1, -1).values
+        rounding_T = epsilon * logits_TE.abs().amax(-1)
+        near_ties = float((best[:, -2] - best[:, -1] < rounding_T).double().mean())
+    return max(LONG_SUMS, ROUNDINGS * epsilon) + math.sqrt(2 * near_ties / settings.top_k)
+
+
+def check(turns: list[ContestantRun]) -> dict[str, float]:
+    """Compare the results of every contestant with those of the first. Collective.
+
+    Returns:
+        By contestant, the largest Frobenius norm of a difference over the norm of the first contestant's result.
 
     Raises:
-        WrongAnswer: two contestants disagree, so their times mean nothing.
+        WrongAnswer: the results of two contestants differ by more than ``allowed_error``.
     """
     errors: dict[str, float] = {}
     reference: dict[str, Tensor] = {}
+    allowed = allowed_error(turns[0].contestant.settings, turns[0].x_TD.detach())
     for turn in turns:
         turn.forward()
         turn.backward()
-        found = turn.results()
-        turn.drop()
-        reference = reference or found
+        results = turn.results()
+        turn.free()
+        reference = reference or results
         name = turn.contestant.name
-        allowed = max(turn.contestant.tolerance or 0.0, turns[0].contestant.tolerance or 0.0, TOLERANCE[dtype])
+        limit = max(turn.contestant.tolerance or 0.0, turns[0].contestant.tolerance or 0.0, allowed)
         for what, want in reference.items():
-            error = float((found[what] - want).norm() / want.norm().clamp(min=1e-30))
+            error = float((results[what] - want).norm() / want.norm().clamp(min=1e-30))
             errors[name] = max(errors.get(name, 0.0), error)
-            if not error <= allowed:
+            if not error <= limit:
                 raise WrongAnswer(
-                    f"{name}: {what} differs from {turns[0].contestant.name} by {error:.3g} (allowed {allowed:.3g}); "
+                    f"{name}: {what} differs from {turns[0].contestant.name} by {error:.3g} (allowed {limit:.3g}); "
                     "nothing was timed. Please report this with the settings."
                 )
     return errors
@@ -122,30 +159,29 @@ def _inputs(settings: LayerBench, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
-    """One rank's part; collective over the default process group. Returns the same result on every rank.
+    """Run the benchmark on this rank and return the result, the same on every rank. Collective over the default group.
 
     Raises:
-        WrongAnswer: contestants disagree.
+        WrongAnswer: the results of two contestants differ.
     """
     rank = dist.get_rank()
-    names, skipped = wanted(settings)
+    names, skipped = select_contestants(settings)
     x_TD, grad_TD = _inputs(settings, rank)
-    turns = [Turn(KINDS[name](settings, rank), x_TD, grad_TD) for name in names]
+    turns = [ContestantRun(KINDS[name](settings, rank), x_TD, grad_TD) for name in names]
     try:
-        errors = check(turns, settings.torch_dtype)
-        clock = Clock(sync_group if settings.ranks > 1 else sync_alone, settings.device)
-        # Small shapes are for tests of this code; there a large GEMM would only cost time.
+        errors = check(turns)
+        clock = Clock(sync_group if settings.ranks > 1 else sync_single_rank, settings.device)
+        # Tests use small shapes; a large GEMM would only make them slower.
         size = GEMM_SIZE if settings.flops > 1e9 else 128
         a, b = (torch.randn(size, size, device=settings.device).to(settings.torch_dtype) for _ in range(2))
         gc.disable()
-        for turn_number in range(settings.warmup + settings.rounds):
-            if turn_number == settings.warmup:
+        for round_number in range(settings.warmup + settings.rounds):
+            if round_number == settings.warmup:
                 clock.clear()
-            shift = turn_number % len(turns)
-            for turn in turns[shift:] + turns[:shift]:
+            for turn in rotated(turns, round_number):
                 gc.collect()
                 clock.measure(turn.contestant.name, ("forward", turn.forward), ("backward", turn.backward))
-                turn.drop()
+                turn.free()
                 clock.measure(GEMM, ("total", lambda: torch.mm(a, b)))
         everyone: list[Any] = [None] * settings.ranks
         dist.all_gather_object(everyone, (dict(clock.times), errors))
@@ -153,7 +189,7 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
         gc.enable()
         for turn in turns:
             turn.contestant.close()
-    stats = summarise([times for times, _ in everyone])
+    stats = summarize([times for times, _ in everyone])
     gemm_gflops = 2e-6 * size**3 / stats[GEMM, "total"]["median_ms"]
     return {
         "benchmark": "layer",
@@ -168,24 +204,24 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
 
 def _row(settings: LayerBench, name: str, stats: dict[tuple[str, str], Stats], gemm_gflops: float) -> dict[str, Any]:
     ep = KINDS[name].ep_of(settings)
-    ours = OursAlone.name if ep == 1 else Ours.name
+    baseline = MoeCommReplicatedLayer.name if ep == 1 else MoeCommLayer.name
     total = stats[name, "total"]
     gflops = settings.flops * 1e-6 / total["median_ms"]
     row: dict[str, Any] = {"ep": ep}
     row |= {f"{phase}_ms": stats[name, phase]["median_ms"] for phase in ("forward", "backward", "total")}
     row |= {"total_min_ms": total["min_ms"], "total_p90_ms": total["p90_ms"]}
     row |= {"gflops": gflops, "gemm_fraction": gflops / gemm_gflops}
-    if name != ours:
-        row["speedup"] = total["median_ms"] / stats[ours, "total"]["median_ms"]
+    if name != baseline:
+        row["speedup"] = total["median_ms"] / stats[baseline, "total"]["median_ms"]
     if KINDS[name].note:
         row["note"] = KINDS[name].note
     return row
 
 
 def peak_memory(settings: LayerBench, name: str) -> dict[str, float]:
-    """Peak memory of one contestant alone in new processes, above what the process held with its input; MiB.
+    """Measure the peak memory of one contestant in separate processes, in MiB, on the rank with the most.
 
-    Weights, gradients, activations, buffers and shared memory; the rank with the most.
+    It includes weights, gradients, activations, buffers and shared memory, but not the inputs.
     """
     if settings.device == "cuda" or settings.ranks > 1:
         return on_ranks(_memory_of, (settings, name), settings.ranks, settings.device) or {}
@@ -196,7 +232,7 @@ def peak_memory(settings: LayerBench, name: str) -> dict[str, float]:
 def _memory_of(task: tuple[LayerBench, str], threads: int) -> dict[str, float]:
     settings, name = task
     rank = dist.get_rank()
-    _iterate(replace(settings, tokens=8, hidden=64, ffn=64), name, 1)  # loads libraries, which are not the layer's
+    _iterate(replace(settings, tokens=8, hidden=64, ffn=64), name, 1)  # load libraries before memory is measured
     x_TD, grad_TD = _inputs(settings, rank)
     cuda = settings.device == "cuda"
     gc.collect()
@@ -215,35 +251,39 @@ def _memory_of(task: tuple[LayerBench, str], threads: int) -> dict[str, float]:
 
 def _iterate(settings: LayerBench, name: str, iterations: int, *inputs: Tensor) -> None:
     rank = dist.get_rank()
-    turn = Turn(KINDS[name](settings, rank), *(inputs or _inputs(settings, rank)))
+    turn = ContestantRun(KINDS[name](settings, rank), *(inputs or _inputs(settings, rank)))
     try:
         for _ in range(iterations):
             turn.forward()
             turn.backward()
-            turn.drop()
+            turn.free()
     finally:
         turn.contestant.close()
 
 
 def main(settings: LayerBench, json_out: str | None = None) -> dict[str, Any]:
-    """Measure, print a table, write JSON; the body of ``moe-comm bench layer``.
+    """Run ``moe-comm bench layer``: measure, print a table, write JSON.
 
-    Starts the ranks, or takes part in those that torchrun started; then only rank 0 prints.
+    Starts the ranks. Under torchrun, uses the ranks of torchrun, and only rank 0 prints.
 
     Args:
+        settings: settings of the benchmark.
         json_out: file for the JSON object; ``-`` is standard output.
+
+    Returns:
+        The JSON object; empty on ranks of torchrun other than 0.
     """
     report.check_writable(json_out)
-    facts = machine.facts(settings.device)
-    found = on_ranks(run, settings, settings.ranks, settings.device)
-    if found is None:
+    info = machine.machine_info(settings.device)
+    result = on_ranks(run, settings, settings.ranks, settings.device)
+    if result is None:
         return {}
-    found["machine"] = facts
+    result["machine"] = info
     if settings.memory and under_torchrun():
-        found["skipped"]["memory"] = "needs ranks of its own; run without torchrun"
+        result["skipped"]["memory"] = "requires separate processes; run without torchrun"
     elif settings.memory:
-        for name, row in found["contestants"].items():
+        for name, row in result["contestants"].items():
             row |= peak_memory(settings, name)
-    report.write_json(found, json_out)
-    report.show(report.layer_tables(found), json_out)
-    return found
+    report.write_json(result, json_out)
+    report.show(report.layer_tables(result), json_out)
+    return result

@@ -1,4 +1,4 @@
-"""The layers that ``bench layer`` compares: one class each, same weights, same input, router included."""
+"""The contestants of ``bench layer``: one class per layer implementation, with the same weights and inputs."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ SCALE = 0.02
 """Standard deviation of all weights."""
 
 
-class Weights:
-    """Seeded; each expert has a generator of its own, so a rank makes only the experts it holds."""
+class LayerWeights:
+    """Seeded weights. Each expert has its own generator, so a rank generates only its local experts."""
 
     def __init__(self, settings: LayerBench) -> None:
         self.s = settings
 
     def router(self) -> Tensor:
-        """[E, D]."""
+        """Return the router weight, [E, D]."""
         return self._normal(self.s.experts, self.s.experts, self.s.hidden)
 
     def gate_up(self, expert: int) -> Tensor:
-        """[2F, D]: gate rows, then up rows."""
+        """Return the gate and up weights of an expert, [2F, D]: gate rows, then up rows."""
         return self._normal(expert, 2 * self.s.ffn, self.s.hidden)
 
     def down(self, expert: int) -> Tensor:
-        """[D, F]."""
+        """Return the down weight of an expert, [D, F]."""
         return self._normal(self.s.experts + 1 + expert, self.s.hidden, self.s.ffn)
 
-    def _normal(self, part: int, *shape: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.s.seed * 65536 + part)
+    def _normal(self, stream: int, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.s.seed * 65536 + stream)
         return torch.randn(*shape, generator=generator).mul_(SCALE).to(self.s.torch_dtype)
 
     def fill(self, experts: Iterable[int], gate_up_LFD: Tensor, down_LDF: Tensor) -> None:
-        """Write the weights of ``experts`` into [L, 2F, D] and [L, D, F]."""
+        """Write the weights of ``experts`` into tensors of shape [L, 2F, D] and [L, D, F]."""
         with torch.no_grad():
             for index, expert in enumerate(experts):
                 gate_up_LFD[index] = self.gate_up(expert)
@@ -50,12 +50,18 @@ class Weights:
 
 
 class LayerContestant(ABC):
-    """A built layer. ``ep``: the ranks that share its experts; at 1 each rank has a whole copy to itself."""
+    """A layer implementation.
+
+    Attributes:
+        expert_parallel: distributes the experts over all ranks. If False, each rank has all experts.
+        tolerance: replaces the tolerance of the dtype if the layer computes in a lower precision.
+        note: remark in the result.
+    """
 
     name: ClassVar[str]
     note: ClassVar[str] = ""
+    expert_parallel: ClassVar[bool] = False
     tolerance: ClassVar[float | None] = None
-    """Of its results against the reference, where the dtype's is too strict for what it does inside."""
 
     def __init__(self, settings: LayerBench, rank: int) -> None:
         self.settings, self.rank = settings, rank
@@ -63,32 +69,32 @@ class LayerContestant(ABC):
         per_rank = settings.experts // self.ep
         first = rank * per_rank if self.ep > 1 else 0
         self.experts = range(first, first + per_rank)
-        self.module = self.build(Weights(settings))
+        self.module = self.build(LayerWeights(settings))
 
     @classmethod
-    @abstractmethod
     def ep_of(cls, settings: LayerBench) -> int:
-        """Expert-parallel size for these settings."""
+        """Return the expert-parallel size for these settings."""
+        return settings.ranks if cls.expert_parallel else 1
 
     @classmethod
-    def why_not(cls, settings: LayerBench) -> str | None:
-        """The reason why it cannot run here; None if it can."""
+    def unavailable_reason(cls, settings: LayerBench) -> str | None:
+        """Return the reason why the layer cannot run here, or None."""
         return None
 
     @abstractmethod
-    def build(self, weights: Weights) -> nn.Module:
-        """The layer with its weights, on the device. Collective."""
+    def build(self, weights: LayerWeights) -> nn.Module:
+        """Build the layer with these weights. Collective."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """[T, D] to [T, D]."""
+        """Run the layer on [T, D] tokens."""
         return self.module(x_TD[None])[0]  # type: ignore[no-any-return]
 
     @abstractmethod
     def grads(self) -> dict[str, Tensor]:
-        """``router`` [E, D], ``gate_up`` [L, 2F, D], ``down`` [L, D, F]: of this rank's parameters."""
+        """Return the local gradients: ``router`` [E, D], ``gate_up`` [L, 2F, D], ``down`` [L, D, F]."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the layer holds. Collective."""
+        """Release the resources of the layer. Collective."""
 
 
 def _hf_block(settings: LayerBench, num_experts: int, device: str) -> Any:
@@ -105,20 +111,16 @@ def _hf_block(settings: LayerBench, num_experts: int, device: str) -> Any:
         return modeling.Qwen3MoeSparseMoeBlock(config).to(settings.torch_dtype)
 
 
-class HuggingFace(LayerContestant):
-    """The MoE block of Qwen3-MoE with ``experts_implementation="grouped_mm"``; every rank has all experts."""
+class HuggingFaceLayer(LayerContestant):
+    """The MoE block of Qwen3-MoE with ``experts_implementation="grouped_mm"`` and all experts on each rank."""
 
     name = "hf_grouped_mm"
 
     @classmethod
-    def ep_of(cls, settings: LayerBench) -> int:
-        return 1
-
-    @classmethod
-    def why_not(cls, settings: LayerBench) -> str | None:
+    def unavailable_reason(cls, settings: LayerBench) -> str | None:
         return None if util.find_spec("transformers") else "not installed: pip install 'moe_comm[hf]'"
 
-    def build(self, weights: Weights) -> nn.Module:
+    def build(self, weights: LayerWeights) -> nn.Module:
         block = _hf_block(self.settings, self.settings.experts, self.settings.device)
         with torch.no_grad():
             block.gate.weight.copy_(weights.router())
@@ -127,35 +129,32 @@ class HuggingFace(LayerContestant):
 
     def grads(self) -> dict[str, Tensor]:
         module: Any = self.module
-        found = {
+        grads = {
             "router": module.gate.weight.grad,
             "gate_up": module.experts.gate_up_proj.grad,
             "down": module.experts.down_proj.grad,
         }
-        return {name: getattr(grad, "to_local", lambda grad=grad: grad)() for name, grad in found.items()}
+        return {name: getattr(grad, "to_local", lambda grad=grad: grad)() for name, grad in grads.items()}
 
 
-class HuggingFaceEP(HuggingFace):
+class HuggingFaceEPLayer(HuggingFaceLayer):
     """The same block under Hugging Face's own expert parallelism, ``ep_implementation="all_to_all"``."""
 
     name = "hf_all_to_all"
+    expert_parallel = True
 
     @classmethod
-    def ep_of(cls, settings: LayerBench) -> int:
-        return settings.ranks
-
-    @classmethod
-    def why_not(cls, settings: LayerBench) -> str | None:
+    def unavailable_reason(cls, settings: LayerBench) -> str | None:
         if settings.ranks == 1:
-            return "needs more than one rank"
-        if (missing := super().why_not(settings)) is not None:
+            return "requires more than one rank"
+        if (missing := super().unavailable_reason(settings)) is not None:
             return missing
-        return import_fault("transformers.distributed.expert_parallel")
+        return import_error("transformers.distributed.expert_parallel")
 
-    def build(self, weights: Weights) -> nn.Module:
+    def build(self, weights: LayerWeights) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
-        # What from_pretrained does for DistributedConfig(tp_size=1, fsdp_size=EP, ep_size=EP), to one block.
+        # Like from_pretrained with DistributedConfig(tp_size=1, fsdp_size=EP, ep_size=EP), for one block.
         mesh = init_device_mesh(self.settings.device, (self.ep, 1), mesh_dim_names=("ep", "tp"))
         block = _hf_block(self.settings, self.settings.experts, "meta")
         plan = {
@@ -173,29 +172,26 @@ class HuggingFaceEP(HuggingFace):
         return block  # type: ignore[no-any-return]
 
 
-class Torchtitan(LayerContestant):
-    """torchtitan's ``MoE``. Its experts compute in bfloat16 whatever the dtype of the input."""
+class TorchtitanLayer(LayerContestant):
+    """torchtitan's ``MoE``. Its experts always compute in bfloat16."""
 
     name = "torchtitan"
     note = "experts always in bfloat16"
-    tolerance = 0.3  # of the router's gradient, whose softmax has 16 bits where the input has
+    tolerance = 0.3  # for the router gradient: with 16-bit inputs, the softmax is computed in 16 bits
+    expert_parallel = True
 
     @classmethod
-    def ep_of(cls, settings: LayerBench) -> int:
-        return settings.ranks
-
-    @classmethod
-    def why_not(cls, settings: LayerBench) -> str | None:
+    def unavailable_reason(cls, settings: LayerBench) -> str | None:
         if util.find_spec("torchtitan") is None:
             return "not installed: pip install torchtitan"
-        return import_fault("torchtitan.models.common.moe")
+        return import_error("torchtitan.models.common.moe")
 
-    def build(self, weights: Weights) -> nn.Module:
+    def build(self, weights: LayerWeights) -> nn.Module:
         s = self.settings
         moe = import_module("torchtitan.models.common.moe")
         dispatchers = import_module("torchtitan.models.common.token_dispatcher")
         linear = import_module("torchtitan.models.common.linear")
-        warnings.filterwarnings("ignore", "In CPU autocast")  # it says so in every forward
+        warnings.filterwarnings("ignore", "In CPU autocast")  # emitted in every forward
         import_module("torchtitan.distributed.utils").set_spmd_backend("default")
         kind = dispatchers.AllToAllTokenDispatcher if self.ep > 1 else dispatchers.LocalTokenDispatcher
         config = moe.MoE.Config(
@@ -241,11 +237,11 @@ class Torchtitan(LayerContestant):
         }
 
 
-def import_fault(module: str) -> str | None:
-    """Why ``module`` does not import; None if it does."""
+def import_error(module: str) -> str | None:
+    """Import ``module``. Return the error message, or None."""
     try:
         with redirect_stderr(StringIO()):
             import_module(module)
     except (ImportError, AttributeError) as fault:
-        return f"{module} does not import: {fault}"
+        return f"{module} cannot be imported: {fault}"
     return None

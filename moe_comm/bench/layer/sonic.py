@@ -1,4 +1,4 @@
-"""SonicMoE (arXiv 2512.14080, package sonic-moe) in ``bench layer``: a layer for one Hopper or Blackwell GPU."""
+"""SonicMoE (arXiv 2512.14080, package sonic-moe) as a contestant: a layer for one Hopper or Blackwell GPU."""
 
 from __future__ import annotations
 
@@ -9,32 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.bench.common.settings import LayerBench
-from moe_comm.bench.layer.peers import LayerContestant, Weights, import_fault
+from moe_comm.bench.layer.peers import LayerContestant, LayerWeights, import_error
 
 
-class SonicMoE(LayerContestant):
-    """Its layer with softmax over the chosen logits, which is what a normalised top-k of a softmax comes to.
+class SonicMoELayer(LayerContestant):
+    """SonicMoE's layer with a softmax over the selected logits, which equals a normalized top-k of the softmax.
 
-    Rows of its first product take turns, one of the gate and one of the value: [g0, u0, g1, u1, ...].
+    The rows of its first weight alternate between gate and up: [g0, u0, g1, u1, ...].
     """
 
     name = "sonic_moe"
 
     @classmethod
-    def ep_of(cls, settings: LayerBench) -> int:
-        return 1
-
-    @classmethod
-    def why_not(cls, settings: LayerBench) -> str | None:
+    def unavailable_reason(cls, settings: LayerBench) -> str | None:
         if settings.device != "cuda":
-            return "runs on Hopper and Blackwell GPUs only"
+            return "requires a Hopper or Blackwell GPU"
         if settings.torch_dtype != torch.bfloat16:
-            return f"computes in bfloat16 only, not in {settings.dtype}"
+            return f"supports bfloat16 only, not {settings.dtype}"
         if util.find_spec("sonicmoe") is None:
             return "not installed: pip install sonic-moe"
-        return import_fault("sonicmoe")
+        return import_error("sonicmoe")
 
-    def build(self, weights: Weights) -> nn.Module:
+    def build(self, weights: LayerWeights) -> nn.Module:
         s = self.settings
         sonic: Any = import_module("sonicmoe")
         self._kernels = sonic.KernelBackendMoE.sonicmoe
@@ -69,5 +65,5 @@ class SonicMoE(LayerContestant):
 
 
 def _interleaved(gate_up_FD: Tensor) -> Tensor:
-    """[2F, D], gate rows and then up rows, to one of each in turn."""
+    """Interleave the gate and up rows of a [2F, D] weight."""
     return torch.stack(gate_up_FD.chunk(2), 1).flatten(0, 1)

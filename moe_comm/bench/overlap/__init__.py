@@ -1,1 +1,1 @@
-"""``moe-comm bench overlap``: what the overlapped operators and layers hide."""
+"""``moe-comm bench overlap``: communication time that overlapped operators and layers hide."""

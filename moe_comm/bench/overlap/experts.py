@@ -1,9 +1,9 @@
-"""``dispatch_matmul`` and ``matmul_combine`` as ``bench overlap`` measures them.
+"""``dispatch_matmul`` and ``matmul_combine`` in ``bench overlap``.
 
-Serial is the same dispatcher's dispatch or combine, with its backward, before or after the products of all experts; so
-communication alone takes the gathers before and after a transfer, too. Backward its products are a node of autograd
-between the dispatcher's, as in a layer without the operator. The products write into memory of the kind that
-the operators write into: fresh pages would cost the serial form more than the products.
+The serial form uses dispatch or combine of the same dispatcher, and its backward, before or after the GEMMs of all
+experts. ``comm`` therefore includes the gathers around a transfer. In backward, the GEMMs are an autograd node between
+those of the dispatcher, as in a layer without the operator. The GEMMs write into warm memory as the operators do,
+because page faults would take longer than the GEMMs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.bench.overlap.case import Contest, Work, gradients, stepwise
+from moe_comm.bench.overlap.contest import OperatorContest, Work, gradients, stepwise
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.row_invariant import aligned, expert_mm, product_into
@@ -27,27 +27,27 @@ from moe_comm.topology import ExpertPlacement
 
 @lru_cache(maxsize=1)
 def dispatcher_of(group: ProcessGroup, num_experts: int) -> AllToAllDispatcher:
-    """Over the link, whatever ``auto`` would take. Collective when first called."""
+    """Return the all-to-all dispatcher, which uses the link. The first call is collective."""
     placement = ExpertPlacement.of(num_experts, dist.get_world_size(group))
     return AllToAllDispatcher(placement, group, dist.get_rank(group))
 
 
 def balanced_ids(tokens: int, num_experts: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """[T, K] distinct experts of each token, random, and all experts equally often (but for the last few tokens).
+    """Return distinct random expert ids of each token with balanced experts, [T, K].
 
-    Tokens stand in blocks of E, in each of which every expert is the first choice of one; the others are as many
-    experts farther, by numbers that are drawn for each block.
+    Tokens form blocks of E. In slot k of a block, each expert is selected once, by an offset that is drawn for the
+    block and the slot. Only the last block may be unbalanced.
     """
-    first_T = torch.arange(tokens) % num_experts
+    base_T = torch.arange(tokens) % num_experts
     blocks = -(-tokens // num_experts)
-    away_BK = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(blocks)])
-    away_TK = away_BK.repeat_interleave(num_experts, 0)[:tokens]
-    ids_TK = (first_T[:, None] + away_TK) % num_experts
+    offset_BK = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(blocks)])
+    offset_TK = offset_BK.repeat_interleave(num_experts, 0)[:tokens]
+    ids_TK = (base_T[:, None] + offset_TK) % num_experts
     return ids_TK[torch.randperm(tokens, generator=generator)]
 
 
 def products(rows_RD: Tensor, sizes: tuple[int, ...], b_EDG: Tensor) -> Tensor:
-    """[R, G] = rows @ b[e], expert by expert."""
+    """Return ``rows @ b[e]`` for the rows of each expert, [R, G]."""
     out_RG = warm_rows(rows_RD.shape[0], b_EDG.shape[2], rows_RD.dtype, rows_RD.device)
     for rows, out, b in zip(rows_RD.split(sizes), out_RG.split(sizes), b_EDG, strict=True):
         if rows.shape[0]:
@@ -56,21 +56,21 @@ def products(rows_RD: Tensor, sizes: tuple[int, ...], b_EDG: Tensor) -> Tensor:
 
 
 def weight_products(grad_RG: Tensor, rows_RD: Tensor, sizes: tuple[int, ...], like_EGD: Tensor) -> Tensor:
-    """[E, G, D] = grad.T @ rows, expert by expert."""
-    found = warm_like(like_EGD)
-    for grad, rows, into in zip(grad_RG.split(sizes), rows_RD.split(sizes), found, strict=True):
+    """Return ``grad.T @ rows`` for the rows of each expert, [E, G, D]."""
+    grad_EGD = warm_like(like_EGD)
+    for grad, rows, out in zip(grad_RG.split(sizes), rows_RD.split(sizes), grad_EGD, strict=True):
         if grad.shape[0]:
-            product_into(grad.t(), rows, into)
+            product_into(grad.t(), rows, out)
         else:
-            into.zero_()
-    return found
+            out.zero_()
+    return grad_EGD
 
 
-class _OfExperts(Contest):
-    """rows: tokens of each rank."""
+class _ExpertContest(OperatorContest):
+    """``rows`` are the tokens per rank."""
 
     @classmethod
-    def products_per_transfer(cls, direction: str) -> float:
+    def gemms_per_transfer(cls, direction: str) -> float:
         return 1 if direction == "forward" else 2
 
     def prepare(self) -> None:
@@ -81,15 +81,15 @@ class _OfExperts(Contest):
         self.experts = len(self.dispatcher.local_experts)
         self.ids_TK = balanced_ids(self.rows, bench.num_experts, bench.top_k, self._generator)
 
-    def moving(self, handle: DispatchHandle, outward: bool) -> Work:
-        """The transfer of a dispatch's rows alone, or that of a combine's."""
+    def transfer(self, handle: DispatchHandle, dispatch: bool) -> Work:
+        """Return the transfer of the rows of a dispatch or of a combine, without gathers and sums."""
         routes: Routes = handle.state
-        send, receive = (routes.send, routes.receive) if outward else (routes.receive, routes.send)
+        send, receive = (routes.send, routes.receive) if dispatch else (routes.receive, routes.send)
         rows = self.draw(sum(send), self.bench.width)
         return lambda: self.dispatcher.channel.all_to_all(rows, send, receive, "rows")
 
 
-class DispatchMatmul(_OfExperts):
+class DispatchMatmulContest(_ExpertContest):
     operator = "dispatch_matmul"
 
     def prepare(self) -> None:
@@ -99,12 +99,12 @@ class DispatchMatmul(_OfExperts):
         xd, wd = x.detach(), w.detach()
         dispatched = dispatcher.dispatch(x, ids)
         rows, sizes = dispatched.rows_RD.detach(), dispatched.handle.rows_per_expert
-        self.wire = self.moving(dispatched.handle, outward=self.direction == "forward")
+        self.wire = self.transfer(dispatched.handle, dispatch=self.direction == "forward")
         if self.direction == "forward":
 
             def serial() -> Tensor:
-                found = dispatcher.dispatch(xd, ids)
-                return products(found.rows_RD, found.handle.rows_per_expert, wd.transpose(1, 2))
+                received = dispatcher.dispatch(xd, ids)
+                return products(received.rows_RD, received.handle.rows_per_expert, wd.transpose(1, 2))
 
             self.compute = lambda: products(rows, sizes, wd.transpose(1, 2))
             self.comm = lambda: dispatcher.dispatch(xd, ids).rows_RD
@@ -117,32 +117,32 @@ class DispatchMatmul(_OfExperts):
         def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
             return products(grad, sizes, wd), weight_products(grad, rows, sizes, wd)
 
-        one_by_one = stepwise(h, steps, dispatched.rows_RD, w)
+        serial_y = stepwise(h, steps, dispatched.rows_RD, w)
         self.compute = lambda: steps(grad)
         self.comm = lambda: gradients(dispatched.rows_RD, rows, (x,))
-        self.serial = lambda: gradients(one_by_one, grad, (x, w))
+        self.serial = lambda: gradients(serial_y, grad, (x, w))
         self.overlapped = lambda: gradients(h, grad, (x, w))
 
 
-class MatmulCombine(_OfExperts):
+class MatmulCombineContest(_ExpertContest):
     operator = "matmul_combine"
 
     def prepare(self) -> None:
         super().prepare()
         dispatcher, overlap, width = self.dispatcher, self.bench.overlap, self.bench.width
-        # Where rows go, in as many chunks as pay beside products of this width.
+        # The dispatch handle, with the number of chunks that suits GEMMs of this width.
         none_EGD = torch.zeros(self.experts, self.other, width)
         _, dispatch = dispatch_matmul(dispatcher, torch.zeros(self.rows, width), self.ids_TK, none_EGD, overlap)
         handle, sizes = dispatch.handle, dispatch.handle.rows_per_expert
-        self.wire = self.moving(handle, outward=self.direction == "backward")
+        self.wire = self.transfer(handle, dispatch=self.direction == "backward")
         rows = self.draw(handle.num_rows, self.other).requires_grad_()
         w = self.draw(self.experts, width, self.other).requires_grad_()
         weights = torch.rand(self.rows, self.bench.top_k, generator=self._generator).requires_grad_()
         rowsd, wd, weightsd = rows.detach(), w.detach(), weights.detach()
         if self.direction == "forward":
-            whole = self.draw(handle.num_rows, width)
+            outputs = self.draw(handle.num_rows, width)
             self.compute = lambda: products(rowsd, sizes, wd.transpose(1, 2))
-            self.comm = lambda: dispatcher.combine(whole, weightsd, handle)
+            self.comm = lambda: dispatcher.combine(outputs, weightsd, handle)
             self.serial = lambda: dispatcher.combine(products(rowsd, sizes, wd.transpose(1, 2)), weightsd, handle)
             self.overlapped = lambda: matmul_combine(rowsd, wd, weightsd, dispatch)
             return
@@ -155,9 +155,9 @@ class MatmulCombine(_OfExperts):
             grad_w = weight_products(grad, rowsd, sizes, wd)
             return products(grad, sizes, wd), grad_w
 
-        one_by_one = dispatcher.combine(stepwise(results, steps, rows, w), weights, handle)
-        arrived = results.detach()
-        self.compute = lambda: steps(arrived)
+        serial_y = dispatcher.combine(stepwise(results, steps, rows, w), weights, handle)
+        grad_rows = results.detach()
+        self.compute = lambda: steps(grad_rows)
         self.comm = lambda: gradients(combined, grad, (results, weights))
-        self.serial = lambda: gradients(one_by_one, grad, (rows, w, weights))
+        self.serial = lambda: gradients(serial_y, grad, (rows, w, weights))
         self.overlapped = lambda: gradients(y, grad, (rows, w, weights))

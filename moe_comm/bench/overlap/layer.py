@@ -1,10 +1,10 @@
-"""Whole MoE layers in ``bench overlap``: with and without overlap, and Hugging Face's expert parallelism beside them.
+"""MoE layers in ``bench overlap``: overlapped, serial, and Hugging Face's expert parallelism.
 
-Forward and backward, router included, the same weights and input for all, taking turns. ``compute`` is the experts
-alone, ``comm`` dispatch and combine alone, both with their backward passes.
+Forward and backward, including the router, with the same weights and inputs, interleaved. ``compute`` is the experts
+only, ``comm`` is dispatch and combine only, both with their backward passes.
 
-    one after the other    d  c c c  d    d  c c c c c c  d         c: a product of all rows, d: a transfer of them
-    overlapped, at best    max(3 c, 2 d)  max(6 c, 2 d)             most is to be had where d is 2 to 3 c
+    serial                  d  c c c  d    d  c c c c c c  d         c: one GEMM of all rows, d: one transfer of them
+    overlapped, at best     max(3 c, 2 d)  max(6 c, 2 d)             the gain is largest if d is 2 to 3 times c
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_comm.bench.common.case import require
-from moe_comm.bench.common.race import Phases, race
+from moe_comm.bench.common.inputs import check_result
+from moe_comm.bench.common.interleave import Phases, measure_interleaved
 from moe_comm.bench.common.settings import LayerBench
 from moe_comm.bench.layer import benchmark as layers
-from moe_comm.bench.layer.ours import Ours
-from moe_comm.bench.layer.peers import HuggingFaceEP, Weights
-from moe_comm.bench.overlap.case import Machine, OverlapBench, hidden_of
-from moe_comm.bench.overlap.timeline import Step, record
+from moe_comm.bench.layer.own_layer import MoeCommLayer
+from moe_comm.bench.layer.peers import HuggingFaceEPLayer, LayerWeights
+from moe_comm.bench.overlap.contest import MeasuredRates, OverlapBench, hidden_of
+from moe_comm.bench.overlap.timeline import TimelineStep, record
 
-PRODUCTS_PER_TRANSFER = 2.5
-"""d over c of a layer whose width is not given."""
-WIDTHS = 64
-"""It is a multiple of this."""
-HF_EP = HuggingFaceEP.name
+GEMMS_PER_TRANSFER = 2.5
+"""d / c of the layer if no width is given."""
+WIDTH_MULTIPLE = 64
+HF_EP = HuggingFaceEPLayer.name
 
 
-class Serial(Ours):
-    """``MoELayer``, one step after the other."""
+class Serial(MoeCommLayer):
+    """``MoELayer`` without overlap."""
 
     name = "serial"
 
 
-class Overlapped(Ours):
+class Overlapped(MoeCommLayer):
     """``MoELayer`` with overlap."""
 
     name = "overlapped"
@@ -47,14 +46,14 @@ class Overlapped(Ours):
         self._overlap = bench.overlap
         super().__init__(settings, rank)
 
-    def build(self, weights: Weights) -> nn.Module:
+    def build(self, weights: LayerWeights) -> nn.Module:
         module: Any = super().build(weights)
         module.overlap = self._overlap
         return module  # type: ignore[no-any-return]
 
 
 def settings_of(bench: OverlapBench, ffn: int) -> LayerBench:
-    """As ``bench layer`` has them, over the link."""
+    """Return the settings of ``bench layer`` for the layers, with a backend that uses the link."""
     return LayerBench(
         ranks=bench.world,
         tokens=bench.tokens,
@@ -68,89 +67,91 @@ def settings_of(bench: OverlapBench, ffn: int) -> LayerBench:
     )
 
 
-def widths(bench: OverlapBench, machine: Machine) -> tuple[int, ...]:
-    """Widths of experts to measure: those asked for, or the one with which transfers and products fit each other."""
+def widths(bench: OverlapBench, machine: MeasuredRates) -> tuple[int, ...]:
+    """Return the expert widths to measure: ``bench.ffn``, or the width with the ratio ``GEMMS_PER_TRANSFER``."""
     if bench.ffn:
         return bench.ffn
-    balanced = machine.balanced(bench.world) / PRODUCTS_PER_TRANSFER
-    return (max(WIDTHS, round(balanced / WIDTHS) * WIDTHS),)
+    balanced = machine.balanced(bench.world) / GEMMS_PER_TRANSFER
+    return (max(WIDTH_MULTIPLE, round(balanced / WIDTH_MULTIPLE) * WIDTH_MULTIPLE),)
 
 
-class LayerContest:
-    """The layers of one width. ``skipped``: why Hugging Face's is not there; None if it is."""
+class OverlapLayerContest:
+    """The layers of one width. ``skipped`` is the reason why Hugging Face's layer is missing, or None."""
 
     def __init__(self, bench: OverlapBench, ffn: int) -> None:
         self.bench, self.ffn = bench, ffn
         settings, rank = settings_of(bench, ffn), dist.get_rank()
-        self.skipped = HuggingFaceEP.why_not(settings) if bench.peers else "not asked for"
+        self.skipped = HuggingFaceEPLayer.unavailable_reason(settings) if bench.peers else "peers=False"
         contestants: list[Any] = [Serial(settings, rank), Overlapped(settings, rank, bench)]
         if self.skipped is None:
-            contestants.append(HuggingFaceEP(settings, rank))
+            contestants.append(HuggingFaceEPLayer(settings, rank))
         inputs = layers._inputs(settings, rank)
-        self.turns = {contestant.name: layers.Turn(contestant, *inputs) for contestant in contestants}
-        self._settings, self._inputs = settings, inputs
+        self.turns = {contestant.name: layers.ContestantRun(contestant, *inputs) for contestant in contestants}
+        self._inputs = inputs
 
     def check(self) -> None:
-        """All give the same: with and without overlap in bits, Hugging Face's within rounding. Collective.
+        """Compare the results: serial and overlapped in bits, Hugging Face's with a tolerance. Collective.
 
         Raises:
-            WrongAnswer: they do not.
+            WrongAnswer: the results differ.
         """
-        found = []
+        results = []
         for name in (Serial.name, Overlapped.name):
             turn = self.turns[name]
             turn.forward()
             turn.backward()
-            found.append(turn.results())
-            turn.drop()
-        for what, want in found[0].items():
-            require("MoE layer", what, found[1][what], want, bits=True)
+            results.append(turn.results())
+            turn.free()
+        for what, expected in results[0].items():
+            check_result("MoE layer", what, results[1][what], expected, bits=True)
         if HF_EP in self.turns:
-            layers.check([self.turns[Serial.name], self.turns[HF_EP]], self._settings.torch_dtype)
+            layers.check([self.turns[Serial.name], self.turns[HF_EP]])
 
     def measure(self) -> dict[str, Any]:
-        """Milliseconds, and how much faster overlap makes it. Collective."""
+        """Return the times in milliseconds and the speedups. Collective."""
         phases = {name: (("forward", turn.forward), ("backward", turn.backward)) for name, turn in self.turns.items()}
-        parts: dict[str, Phases] = {**phases, "compute": self._compute(), "comm": self._comm()}
+        contestants: dict[str, Phases] = {**phases, "compute": self._compute(), "comm": self._comm()}
 
-        def after(name: str) -> None:
+        def on_done(name: str) -> None:
             if name in self.turns:
-                self.turns[name].drop()
+                self.turns[name].free()
 
-        stats = race(parts, self.bench.warmup, self.bench.rounds, seconds=self.bench.seconds, after=after)
-        found: dict[str, Any] = {"op": "moe_layer", "direction": "forward and backward", "ffn": self.ffn}
-        for name in parts:
+        stats = measure_interleaved(
+            contestants, self.bench.warmup, self.bench.rounds, seconds=self.bench.seconds, on_done=on_done
+        )
+        row: dict[str, Any] = {"op": "moe_layer", "direction": "forward and backward", "ffn": self.ffn}
+        for name in contestants:
+            key = "hf_ep" if name == HF_EP else name
             for phase in ("forward", "backward", "total"):
-                key = f"{_key(name)}_ms" if phase == "total" else f"{_key(name)}_{phase}_ms"
-                found[key] = stats[name, phase]["median_ms"]
-        found |= hidden_of(found)
-        found["comm_share"] = found["comm_ms"] / found["serial_ms"]
-        found["speedup_vs_serial"] = found["serial_ms"] / found["overlapped_ms"]
-        hf_ms = found.get("hf_ep_ms")
-        found["speedup_vs_hf_ep"] = None if hf_ms is None else hf_ms / found["overlapped_ms"]
-        return found | {"rounds": stats[Serial.name, "total"]["iterations"], "skipped": self.skipped}
+                row[f"{key}_ms" if phase == "total" else f"{key}_{phase}_ms"] = stats[name, phase]["median_ms"]
+        row |= hidden_of(row)
+        row["comm_share"] = row["comm_ms"] / row["serial_ms"]
+        row["speedup_vs_serial"] = row["serial_ms"] / row["overlapped_ms"]
+        hf_ms = row.get("hf_ep_ms")
+        row["speedup_vs_hf_ep"] = None if hf_ms is None else hf_ms / row["overlapped_ms"]
+        return row | {"rounds": stats[Serial.name, "total"]["iterations"], "skipped": self.skipped}
 
-    def timelines(self) -> list[Step]:
-        """One step of each of our two. Collective."""
-        found = []
+    def timelines(self) -> list[TimelineStep]:
+        """Record one step of the serial and of the overlapped layer. Collective."""
+        steps = []
         for name in (Serial.name, Overlapped.name):
             turn = self.turns[name]
 
-            def step(turn: layers.Turn = turn) -> None:
+            def step(turn: layers.ContestantRun = turn) -> None:
                 turn.forward()
                 turn.backward()
-                turn.drop()
+                turn.free()
 
-            found.append(record(f"MoE layer of width {self.ffn}", name, step))
-        return found
+            steps.append(record(f"MoE layer of width {self.ffn}", name, step))
+        return steps
 
     def close(self) -> None:
-        """Give back what the layers hold. Collective."""
+        """Release the resources of the layers. Collective."""
         for turn in self.turns.values():
             turn.contestant.close()
 
     def _compute(self) -> Phases:
-        """The experts on the rows of a dispatch."""
+        """Return forward and backward of the experts only."""
         module: Any = self.turns[Serial.name].contestant.module
         with torch.no_grad():
             routing = module.router(self._inputs[0], 1)
@@ -160,7 +161,7 @@ class LayerContest:
         return _phases(lambda: module.experts(rows, sizes), leaves, lambda: grad)
 
     def _comm(self) -> Phases:
-        """Dispatch and combine; the experts leave rows as they are."""
+        """Return forward and backward of dispatch and combine only."""
         module: Any = self.turns[Serial.name].contestant.module
         x_TD, grad_TD = self._inputs
         with torch.no_grad():
@@ -169,21 +170,17 @@ class LayerContest:
 
         def forward() -> Tensor:
             dispatched = module.dispatcher.dispatch(x, routing.ids_TK)
-            found: Tensor = module.dispatcher.combine(dispatched.rows_RD, weights, dispatched.handle)
-            return found
+            y: Tensor = module.dispatcher.combine(dispatched.rows_RD, weights, dispatched.handle)
+            return y
 
         return _phases(forward, (x, weights), lambda: grad_TD)
 
 
 def _phases(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], grad: Callable[[], Tensor]) -> Phases:
-    """Forward, and backward of what it gave."""
-    kept: list[Tensor] = []
+    """Return the phases forward and backward."""
+    outputs: list[Tensor] = []
 
     def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(kept.pop(), leaves, grad())
+        return torch.autograd.grad(outputs.pop(), leaves, grad())
 
-    return ("forward", lambda: kept.append(forward())), ("backward", backward)
-
-
-def _key(name: str) -> str:
-    return "hf_ep" if name == HF_EP else name
+    return ("forward", lambda: outputs.append(forward())), ("backward", backward)

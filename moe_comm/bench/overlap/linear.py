@@ -1,39 +1,39 @@
-"""``gather_matmul`` and ``matmul_scatter`` as ``bench overlap`` measures them."""
+"""``gather_matmul`` and ``matmul_scatter`` in ``bench overlap``."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.bench.overlap.case import Contest, gradients, stepwise
-from moe_comm.comm.meeting import channel_of
+from moe_comm.bench.overlap.contest import OperatorContest, gradients, stepwise
+from moe_comm.comm.group_setup import channel_of
+from moe_comm.kernels.accumulate import sum_in_rank_order
 from moe_comm.kernels.row_invariant import row_invariant_mm
-from moe_comm.kernels.wide import added_in_order
-from moe_comm.overlap.chunked import RANK_BY_RANK, exact_mm
+from moe_comm.overlap.chunked import PER_RANK_ROWS, exact_mm
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_scatter import matmul_scatter
 
 
-class _Linear(Contest):
-    """rows: of each rank. The collectives are plain ones over the link, for all rows at once."""
+class _LinearContest(OperatorContest):
+    """The serial form uses one collective over the link for all rows."""
 
     @property
-    def exact(self) -> int:
-        # With many rows the operator adds up a product for each rank, and serial takes one over all rows.
-        return 2 if self.bench.deterministic and self.rows < RANK_BY_RANK else 1
+    def num_exact(self) -> int:
+        # For many rows, the weight gradient of the operator is a sum over ranks, and that of serial is one GEMM.
+        return 2 if self.bench.deterministic and self.rows < PER_RANK_ROWS else 1
 
-    def gather(self, part: Tensor) -> Tensor:
-        """[W * S, D] the rows of all ranks."""
-        return self.channel.all_gather(part, "a gather").flatten(0, 1)
+    def gather(self, rows: Tensor) -> Tensor:
+        """All-gather the rows of all ranks, [W * S, D]."""
+        return self.channel.all_gather(rows, "a gather").flatten(0, 1)
 
-    def scatter(self, parts: Tensor) -> Tensor:
-        """[S, D] this rank's rows of the sum over ranks."""
-        return added_in_order(self.exchange(parts))
+    def scatter(self, rows: Tensor) -> Tensor:
+        """Reduce-scatter [W * S, D] rows to [S, D]."""
+        return sum_in_rank_order(self.exchange(rows))
 
-    def exchange(self, parts: Tensor) -> Tensor:
-        """[W, S, D] what all ranks have for this one."""
+    def exchange(self, rows: Tensor) -> Tensor:
+        """All-to-all of [W * S, D] rows to [W, S, D]."""
         world, ones = self.bench.world, [1] * self.bench.world
-        return self.channel.all_to_all(parts.unflatten(0, (world, -1)), ones, ones, "a sum")
+        return self.channel.all_to_all(rows.unflatten(0, (world, -1)), ones, ones, "a sum")
 
     def prepare(self) -> None:
         group = dist.group.WORLD
@@ -41,43 +41,43 @@ class _Linear(Contest):
         self.channel, self.group = channel_of(group), group
 
 
-class GatherMatmul(_Linear):
+class GatherMatmulContest(_LinearContest):
     operator = "gather_matmul"
 
     @classmethod
-    def products_per_transfer(cls, direction: str) -> float:
+    def gemms_per_transfer(cls, direction: str) -> float:
         return 1  # backward has two of each
 
     def prepare(self) -> None:
         super().prepare()
         world, width, overlap = self.bench.world, self.bench.width, self.bench.overlap
         x, w = self.draw(self.rows, width).requires_grad_(), self.draw(self.other, width).requires_grad_()
-        xd, wd, whole = x.detach(), w.detach(), self.draw(self.rows * world, width)
+        xd, wd, gathered_rows = x.detach(), w.detach(), self.draw(self.rows * world, width)
         if self.direction == "forward":
-            self.compute = lambda: row_invariant_mm(whole, wd.t())
+            self.compute = lambda: row_invariant_mm(gathered_rows, wd.t())
             self.comm = self.wire = lambda: self.gather(xd)
             self.serial = lambda: row_invariant_mm(self.gather(xd), wd.t())
             self.overlapped = lambda: gather_matmul(xd, wd, self.group, overlap)
             return
         grad = self.draw(self.rows * world, self.other)
         y = gather_matmul(x, w, self.group, overlap)
-        self.compute = lambda: (row_invariant_mm(grad, wd), exact_mm(grad.t(), whole))
-        self.comm = lambda: (self.gather(xd), self.scatter(whole))
-        self.wire = lambda: (self.gather(xd), self.exchange(whole))
+        self.compute = lambda: (row_invariant_mm(grad, wd), exact_mm(grad.t(), gathered_rows))
+        self.comm = lambda: (self.gather(xd), self.scatter(gathered_rows))
+        self.wire = lambda: (self.gather(xd), self.exchange(gathered_rows))
 
         def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
             return self.scatter(row_invariant_mm(grad, wd)), exact_mm(grad.t(), self.gather(xd))
 
-        one_by_one = stepwise(y, steps, x, w)
-        self.serial = lambda: gradients(one_by_one, grad, (x, w))
+        serial_y = stepwise(y, steps, x, w)
+        self.serial = lambda: gradients(serial_y, grad, (x, w))
         self.overlapped = lambda: gradients(y, grad, (x, w))
 
 
-class MatmulScatter(_Linear):
+class MatmulScatterContest(_LinearContest):
     operator = "matmul_scatter"
 
     @classmethod
-    def products_per_transfer(cls, direction: str) -> float:
+    def gemms_per_transfer(cls, direction: str) -> float:
         return 1 if direction == "forward" else 2
 
     def prepare(self) -> None:
@@ -85,11 +85,11 @@ class MatmulScatter(_Linear):
         world, width, overlap = self.bench.world, self.bench.width, self.bench.overlap
         rows = self.rows * world
         x, w = self.draw(rows, self.other).requires_grad_(), self.draw(width, self.other).requires_grad_()
-        xd, wd, whole = x.detach(), w.detach(), self.draw(rows, width)
+        xd, wd, gathered_rows = x.detach(), w.detach(), self.draw(rows, width)
         if self.direction == "forward":
             self.compute = lambda: row_invariant_mm(xd, wd.t())
-            self.comm = lambda: self.scatter(whole)
-            self.wire = lambda: self.exchange(whole)
+            self.comm = lambda: self.scatter(gathered_rows)
+            self.wire = lambda: self.exchange(gathered_rows)
             self.serial = lambda: self.scatter(row_invariant_mm(xd, wd.t()))
             self.overlapped = lambda: matmul_scatter(xd, wd, self.group, overlap)
             return
@@ -97,11 +97,11 @@ class MatmulScatter(_Linear):
         y = matmul_scatter(x, w, self.group, overlap)
 
         def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
-            everyone = self.gather(grad)
-            return row_invariant_mm(everyone, wd), exact_mm(everyone.t(), xd)
+            gathered = self.gather(grad)
+            return row_invariant_mm(gathered, wd), exact_mm(gathered.t(), xd)
 
-        self.compute = lambda: (row_invariant_mm(whole, wd), exact_mm(whole.t(), xd))
+        self.compute = lambda: (row_invariant_mm(gathered_rows, wd), exact_mm(gathered_rows.t(), xd))
         self.comm = self.wire = lambda: self.gather(grad)
-        one_by_one = stepwise(y, steps, x, w)
-        self.serial = lambda: gradients(one_by_one, grad, (x, w))
+        serial_y = stepwise(y, steps, x, w)
+        self.serial = lambda: gradients(serial_y, grad, (x, w))
         self.overlapped = lambda: gradients(y, grad, (x, w))

@@ -1,4 +1,4 @@
-"""Timelines for people: a Perfetto trace (https://ui.perfetto.dev opens it) and a picture.
+"""Write timelines as a Perfetto trace (open it at https://ui.perfetto.dev) and as a picture.
 
 rank 0  step       [ step 1 ] pause [ step 2 ]
         processor  [ products ][ rows ][ wait ] ...
@@ -13,33 +13,33 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from moe_comm.bench.overlap.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes
+from moe_comm.bench.overlap.timeline import PRODUCT, ROWS, TRANSFER, WAIT, TimelineSpan, TimelineStep, lanes
 from moe_comm.errors import MissingDependency
 from moe_comm.observe.perfetto import Slice, TraceBuilder, check_package
 
 PAUSE_NS = 5_000_000
-"""Between two steps of a trace."""
+"""Gap between two steps of a trace."""
 COLORS = {PRODUCT: "#1b6ca8", ROWS: "#edae49", WAIT: "#dddddd", TRANSFER: "#66a182"}
 TRACKS = ("step", "processor", "network")
 
 
 def check_packages(trace: str | None, png: str | None) -> None:
-    """Before a measurement of minutes: raise ``MissingDependency`` where a file could not be written after it."""
+    """Raise ``MissingDependency`` if the package that writes one of the files is not installed."""
     if trace is not None:
         check_package("bench")
     if png is not None and util.find_spec("matplotlib") is None:
         raise MissingDependency("matplotlib is not installed; run: pip install 'moe_comm[bench]'")
 
 
-def perfetto(steps: Sequence[Step]) -> bytes:
-    """A trace: ranks are processes, each with the tracks ``TRACKS``; steps follow each other.
+def perfetto(steps: Sequence[TimelineStep]) -> bytes:
+    """Return a trace with one process per rank, which has the tracks ``TRACKS``. Steps are in sequence.
 
-    Tracks of one name are shown as one, so transfers that overlap have a track each.
+    Each of several overlapping transfers gets its own track. Perfetto merges tracks with the same name.
     """
     builder = TraceBuilder()
     tracks: dict[tuple[int, str], int] = {}
 
-    def add(rank: int, name: str, span: Span) -> None:
+    def add(rank: int, name: str, span: TimelineSpan) -> None:
         if (rank, TRACKS[0]) not in tracks:
             process = builder.process(rank + 1, f"rank {rank}")
             tracks.update({(rank, name): builder.track(process, name, TRACKS.index(name)) for name in TRACKS})
@@ -49,15 +49,15 @@ def perfetto(steps: Sequence[Step]) -> bytes:
     for step in steps:
         for rank, spans in enumerate(step.ranks):
             end_ns = max((span.end_ns for span in spans), default=0)
-            add(rank, "step", Span("step", f"{step.title}, {step.variant}", 0, end_ns))
+            add(rank, "step", TimelineSpan("step", f"{step.title}, {step.variant}", 0, end_ns))
             for span in spans:
                 add(rank, "network" if span.kind == TRANSFER else "processor", span)
         begun += step.end_ns + PAUSE_NS
     return builder.data()
 
 
-def picture(steps: Sequence[Step], path: Path) -> None:
-    """A PNG: one row of panels for each title, its variants beside each other on the same scale of time."""
+def picture(steps: Sequence[TimelineStep], path: Path) -> None:
+    """Write a PNG with one row of panels per title and one panel per variant, on the same time scale."""
     # matplotlib is an optional dependency.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -90,31 +90,31 @@ def picture(steps: Sequence[Step], path: Path) -> None:
     figure.savefig(path, format="png", dpi=110)
 
 
-def _panel(axes: Any, step: Step) -> None:
-    """Two rows a rank: processor above, network below, where transfers that overlap share the height."""
-    places, labels = [], []
+def _panel(axes: Any, step: TimelineStep) -> None:
+    """Draw two rows per rank: processor and network. Overlapping transfers share the height of the row."""
+    positions, labels = [], []
     for rank, spans in enumerate(step.ranks):
         processor, network = -2.4 * rank, -2.4 * rank - 1
-        places += [processor, network]
+        positions += [processor, network]
         labels += [f"rank {rank} processor", "network"]
-        for kind in (ROWS, PRODUCT, WAIT):  # rows land around the wait for them
+        for kind in (ROWS, PRODUCT, WAIT):  # a ROWS span may contain a WAIT span, which must be drawn later
             bars = [(s.start_ns * 1e-6, (s.end_ns - s.start_ns) * 1e-6) for s in spans if s.kind == kind]
             axes.broken_barh(bars, (processor - 0.4, 0.8), color=COLORS[kind], linewidth=0)
-        away = lanes(span for span in spans if span.kind == TRANSFER)
-        height = 0.8 / (1 + max((lane for lane, _ in away), default=0))
-        for lane, span in away:
+        transfers = lanes(span for span in spans if span.kind == TRANSFER)
+        height = 0.8 / (1 + max((lane for lane, _ in transfers), default=0))
+        for lane, span in transfers:
             bar = [(span.start_ns * 1e-6, (span.end_ns - span.start_ns) * 1e-6)]
             bottom = network + 0.4 - (lane + 1) * height
             axes.broken_barh(bar, (bottom, height * 0.9), color=COLORS[TRANSFER], linewidth=0)
-    axes.set_yticks(places, labels, fontsize=7)
+    axes.set_yticks(positions, labels, fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
 
 
-def write(steps: Sequence[Step], trace: str | None, png: str | None) -> None:
-    """Write the files that are wanted."""
-    for wanted in (trace, png):
-        if wanted is not None:
-            Path(wanted).parent.mkdir(parents=True, exist_ok=True)
+def write(steps: Sequence[TimelineStep], trace: str | None, png: str | None) -> None:
+    """Write the trace and the picture; None skips a file."""
+    for path in (trace, png):
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
     if trace is not None:
         Path(trace).write_bytes(perfetto(steps))
     if png is not None:

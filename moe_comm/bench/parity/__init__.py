@@ -1,1 +1,1 @@
-"""``moe-comm parity``: the same training on every mapping."""
+"""``moe-comm parity``: compare training on every mapping with one process."""

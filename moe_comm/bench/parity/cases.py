@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,12 +11,15 @@ PIPELINES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpip
 
 
 @dataclass(frozen=True)
-class Case:
-    """One mapping. settings: dotted keys of the configuration that differ from the common one.
+class ParityCase:
+    """One mapping.
 
-    model: such keys that the one process it is compared with has too.
-    mode: "dropless", "capacity (batch)": drops decided over the whole micro-batch, or "capacity (rank)": decided by
-    each rank, which has no parity: it depends on how tokens are spread.
+    Attributes:
+        settings: overrides of the common configuration.
+        mode: "dropless", "capacity (batch)" (capacity over the micro-batch) or "capacity (rank)" (capacity per rank).
+            The last one has no parity, because it depends on the distribution of the tokens.
+        model: overrides that also apply to the reference process.
+        hosts: number of hosts (network namespaces) that the ranks are distributed over.
     """
 
     name: str
@@ -24,6 +27,7 @@ class Case:
     settings: tuple[str, ...] = ()
     mode: str = "dropless"
     model: tuple[str, ...] = ()
+    hosts: int = 1
 
     @property
     def has_parity(self) -> bool:
@@ -31,7 +35,7 @@ class Case:
 
     @property
     def overrides(self) -> list[str]:
-        """As ``train.config.load`` takes them."""
+        """Overrides for ``train.config.load``."""
         scope = {"capacity (batch)": "batch", "capacity (rank)": "rank"}.get(self.mode)
         drops = [] if scope is None else ["model.capacity=1.0", f"model.capacity_scope={scope}"]
         return [f"parallel.ranks={self.ranks}", *self.settings, *self.model, *drops]
@@ -39,8 +43,8 @@ class Case:
 
 def _case(
     name: str, ranks: int, mode: str = "dropless", model: Mapping[str, Any] = MappingProxyType({}), **parallel: Any
-) -> Case:
-    return Case(name, ranks, _keys("parallel", parallel), mode, _keys("model", model))
+) -> ParityCase:
+    return ParityCase(name, ranks, _keys("parallel", parallel), mode, _keys("model", model))
 
 
 def _keys(section: str, values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -52,15 +56,18 @@ DENSE_START = {"first_dense": 2, "dense_ffn": 96}
 """The first stage of two has no experts."""
 
 
-CASES: tuple[Case, ...] = (
+CASES: tuple[ParityCase, ...] = (
     _case("tp 2", 2, tp=2, ep=1),
     _case("tp 2, overlapped", 2, model=DENSE_START, tp=2, ep=1, overlap_chunks=2),
     _case("cp 2, ulysses", 2, cp=2, ep=1),
     _case("cp 2, ring", 2, cp=2, ep=1, context="ring"),
+    _case("cp 2, token ring", 2, cp=2, ep=1, context="token_ring"),
     _case("dp 2", 2, ep=1),
     _case("dp 2, zero1", 2, ep=1, sharding="zero1"),
     _case("dp 2, fsdp", 2, ep=1, sharding="fsdp"),
     _case("ep 2", 2, ep=2),
+    _case("ep 2, interleaved micro-batches", 2, ep=2, interleave="true", overlap_chunks=2),
+    _case("ep 2, all-to-all in chunks", 2, ep=2, backend="all_to_all", overlap_chunks=2),
     _case("etp 2", 2, ep=1, etp=2),
     _case("ep 2, fsdp", 2, ep=2, sharding="fsdp"),
     *(_case(f"pp 2, {schedule}", 2, pp=2, schedule=schedule) for schedule in PIPELINES),
@@ -82,7 +89,11 @@ CASES: tuple[Case, ...] = (
     _case("pp 2, dp 2 | ep 2, zbv, zero1", 4, pp=2, dp=2, ep=2, schedule="zbv", sharding="zero1"),
     _case("pp 2, tp 2 | ep 2, dualpipev", 4, pp=2, tp=2, ep=2, schedule="dualpipev"),
     _case("pp 2, dp 2 | ep 2, zero1, tied", 4, model=TIED, pp=2, dp=2, ep=2, sharding="zero1"),
+    _case("pp 2, cp 2 token ring | ep 2", 4, pp=2, cp=2, ep=2, context="token_ring"),
+    _case("pp 2, cp 2 ring | etp 2", 4, pp=2, cp=2, ep=1, etp=2, context="ring"),
+    _case("pp 2, tp 2 | etp 2, zbv", 4, pp=2, tp=2, ep=1, etp=2, schedule="zbv"),
     _case("pp 4, 1f1b", 4, pp=4),
+    replace(_case("ep 4, hierarchical, 2 hosts", 4, ep=4, backend="hierarchical"), hosts=2),
     _case("tp 2, dp 2 | ep 4, capacity", 4, "capacity (batch)", tp=2, ep=4),
     _case("tp 2, cp 2, dp 2 | ep 8", 8, tp=2, cp=2, dp=2, ep=8),
     _case("tp 2, cp 2 ring, dp 2 | ep 8, fsdp", 8, tp=2, cp=2, dp=2, ep=8, context="ring", sharding="fsdp"),
@@ -90,7 +101,7 @@ CASES: tuple[Case, ...] = (
     _case("pp 2, tp 2, dp 2 | ep 4", 8, pp=2, tp=2, dp=2, ep=4),
     _case("pp 2, tp 2, dp 2 | ep 4, zbv, zero1", 8, pp=2, tp=2, dp=2, ep=4, schedule="zbv", sharding="zero1"),
 )
-"""Every kind of parallelism alone, then mixtures on 4 and 8 ranks."""
+"""Each kind of parallelism, then combinations on 4 and 8 ranks."""
 
 QUICK = (
     "tp 2",
@@ -99,6 +110,8 @@ QUICK = (
     "cp 2, ring",
     "dp 2, fsdp",
     "ep 2",
+    "ep 2, interleaved micro-batches",
+    "cp 2, token ring",
     "etp 2",
     "pp 2, 1f1b",
     "pp 2, zbv",
@@ -108,4 +121,4 @@ QUICK = (
     "tp 2, dp 2 | ep 4",
     "tp 2, cp 2 ring | etp 2, ep 2",
 )
-"""Names of the cases that fit into a test run."""
+"""Names of the cases for a test run."""

@@ -1,35 +1,36 @@
-"""``moe-comm parity``: the same training on one process and on every mapping, step by step.
+"""``moe-comm parity``: compare training on every mapping with training in one process.
 
-One small MoE, fp32, same seed, same text, the same micro-batches: losses, gradient norms and final weights must be
-those of one process, and ranks that hold the same weights must hold the same bits. With SGD as well as AdamW, because
-Adam divides a wrong gradient scale away.
+The model is a small fp32 MoE with the same seed, text and micro-batches. Losses, gradient norms and final weights must
+match those of one process, and replicas of a weight must be bit-identical. Both SGD and AdamW are used, because AdamW
+hides a wrong scale of the gradients.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from torch import Tensor
 
-from moe_comm.bench.parity.cases import CASES, Case
-from moe_comm.bench.parity.training import Ended, assemble, train
+from moe_comm.bench.common import report
+from moe_comm.bench.hosts import Hosts, run_on_hosts, unavailable_reason
+from moe_comm.bench.parity.cases import CASES, ParityCase
+from moe_comm.bench.parity.training import TrainingResult, assemble, train
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.train import config as configuration
 
 JOBS_PER_PROCESS = 6
-"""Every run makes process groups, which gloo's threads serve until the process ends: after dozens of runs they, not
-training, would keep the cores busy."""
-LOADED = ("torch", "moe_comm.bench.parity_train")
+"""Training runs per process. Each run creates process groups, whose gloo threads run until the process exits."""
+PRELOAD = ("torch", "moe_comm.bench.parity.training")
 TARGET = 1e-5
+LINK_GBIT, TIMEOUT_S = 10.0, 900.0
+"""Rate of the links between hosts, and time limit of the ranks on them."""
 OPTIMIZERS = ("sgd", "adamw")
 COMMON = (
     "data.source=pydoc",
@@ -45,7 +46,7 @@ COMMON = (
     "model.ffn=64",
     "model.z_loss=0.001",
     "optimizer.warmup=2",
-    "optimizer.clip=0",  # clipping would hide a wrong scale of all gradients alike
+    "optimizer.clip=0",  # clipping would hide a wrong scale of the gradients
 )
 _EPS = "optimizer.eps=1e-6"
 SETTINGS = {
@@ -54,36 +55,37 @@ SETTINGS = {
     "lamb": ("optimizer.lr=1e-2", _EPS),
     "muon": ("optimizer.lr=1e-2", _EPS),
 }
-"""By optimizer. Rates at which training is calm: at three times SGD's, gradient norms jump about, and rounding grows a
-thousandfold in a few steps. And an eps above the rounding of a gradient: by less, Adam divides rounding by itself, and
-elements whose gradient is zero but for rounding move by the whole rate, in one direction or the other."""
+"""Overrides by optimizer. Training must be stable: at three times the learning rate of SGD, rounding errors grow by a
+factor of 1000 in a few steps. eps must exceed the rounding error of a gradient. Otherwise AdamW moves elements whose
+gradient is zero up to rounding by the full learning rate."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The largest relative differences with which a mapping still counts as equal to one process."""
+class ParityLimits:
+    """Largest allowed relative differences from one process."""
 
     loss: float
     grad_norm: float
     params: float
 
 
-_ADAPTIVE = Limits(TARGET, 1e-4, 5e-3)
-LIMITS = {"sgd": Limits(TARGET, 1e-5, 1e-5), "adamw": _ADAPTIVE, "lamb": _ADAPTIVE, "muon": _ADAPTIVE}
-"""SGD adds up gradients, so norms and weights are as close as losses: in 20 steps on two ranks losses differed by 9e-8,
-norms by 1.4e-6, weights by 1.1e-6. AdamW divides by the gradient's own size, so that one of rounding's size still moves
-a weight by up to lr in every step: weights differed by 6e-6 as a rule, by 4e-4 in runs where losses differed by 3e-6
-(which looks like a token that went to another expert of equal score), and by 1.1e-3 with capacity limits (7.5e-6)."""
+_ADAPTIVE = ParityLimits(TARGET, 1e-4, 5e-3)
+LIMITS = {"sgd": ParityLimits(TARGET, 1e-5, 1e-5), "adamw": _ADAPTIVE, "lamb": _ADAPTIVE, "muon": _ADAPTIVE}
+"""With SGD, in 20 steps on two ranks, losses differed by 9e-8, norms by 1.4e-6 and weights by 1.1e-6. AdamW divides by
+the magnitude of the gradient, so a gradient as small as its rounding error moves a weight by up to lr in each step.
+Weights typically differed by 6e-6. They differed by 4e-4 in runs whose losses differed by 3e-6 (probably a token with
+two equal scores), and by 1.1e-3 with capacity limits (losses: 7.5e-6)."""
 
 
 @dataclass(frozen=True)
 class ParityRow:
-    """One mapping against one process; differences are the largest of all steps, relative to one process's value.
+    """Comparison of one mapping with one process. Differences are the maximum over the steps, relative to one process.
 
-    param_rel_diff: largest difference of an element over the largest element of its tensor, the worst tensor's.
-    replica_diff: the same between the ranks that hold a copy of the same weights; 0: the same values.
-    dropped: mean share of slots over steps and layers.
-    ok: whether all differences are within the limits; None: no parity is promised.
+    Attributes:
+        param_rel_diff: largest difference of an element over the largest element of its tensor.
+        replica_diff: the same between replicas of a weight; must be 0.
+        dropped: mean fraction of dropped slots over steps and layers.
+        ok: whether all differences are within the limits. None: the case has no parity.
     """
 
     mapping: str
@@ -97,8 +99,8 @@ class ParityRow:
     dropped: float
     ok: bool | None
 
-    def beyond(self) -> list[str]:
-        """Which differences are above their limits; a NaN is. Copies must not differ at all."""
+    def exceeded(self) -> list[str]:
+        """Return the names of the differences that are above their limits or NaN."""
         limits = LIMITS[self.optimizer]
         within = {
             "loss": self.loss_rel_diff <= limits.loss,
@@ -106,7 +108,7 @@ class ParityRow:
             "weights": self.param_rel_diff <= limits.params,
             "copies": self.replica_diff == 0,
         }
-        return [name for name, fits in within.items() if not fits]
+        return [name for name, is_within in within.items() if not is_within]
 
 
 def main(
@@ -117,40 +119,46 @@ def main(
     optimizers: Sequence[str] = OPTIMIZERS,
     settings: Sequence[str] = (),
 ) -> bool:
-    """Run, print the table as it grows, write JSON; returns whether every mapping that promises parity has it."""
+    """Run ``moe-comm parity``: compare all mappings, print the table row by row, write JSON.
+
+    Args:
+        json_out: file for the JSON object; ``-`` is standard output.
+        steps: training steps.
+        names: names of the mappings; empty: all.
+        optimizers: optimizers, from ``SETTINGS``.
+        settings: overrides of all runs.
+
+    Returns:
+        Whether every mapping with parity is within its limits.
+    """
     console = Console(file=sys.stderr if json_out == "-" else None, highlight=False, soft_wrap=True)
     rows = []
     console.print(_line(("mapping", "mode", "optimizer", "loss", "grad norm", "weights", "copies", "")))
-    for row in compare(chosen(names), optimizers, steps, settings):
+    cases = chosen(names)
+    reason = unavailable_reason() if any(case.hosts > 1 for case in cases) else ""
+    skipped = {case.name: reason for case in cases if reason and case.hosts > 1}
+    for row in compare([case for case in cases if case.name not in skipped], optimizers, steps, settings):
         rows.append(row)
-        verdict = {True: "ok", None: "no parity promised"}.get(row.ok) or f"DIFFERS: {', '.join(row.beyond())}"
+        verdict = {True: "ok", None: "no parity"}.get(row.ok) or f"DIFFERS: {', '.join(row.exceeded())}"
         differences = (row.loss_rel_diff, row.grad_norm_rel_diff, row.param_rel_diff, row.replica_diff)
         console.print(_line((row.mapping, row.mode, row.optimizer, *(f"{d:.1e}" for d in differences), verdict)))
+    for name in skipped:
+        console.print(f"{name}: skipped, {reason}")
     ok = all(row.ok is not False for row in rows)
-    promised = [row for row in rows if row.ok is not None]
-    if promised:
-        worst = max(row.loss_rel_diff for row in promised)
+    with_parity = [row for row in rows if row.ok is not None]
+    if with_parity:
+        worst = max(row.loss_rel_diff for row in with_parity)
         console.print(
-            f"largest loss difference {worst:.1e} (target {TARGET:.0e}) over {len(promised)} runs, {steps} steps"
+            f"largest loss difference {worst:.1e} (target {TARGET:.0e}) over {len(with_parity)} runs, {steps} steps"
         )
-    if json_out is not None:
-        limits = {optimizer: asdict(LIMITS[optimizer]) for optimizer in optimizers}
-        found = {"target": TARGET, "limits": limits, "steps": steps, "ok": ok}
-        found["mappings"] = [asdict(row) for row in rows]
-        text = json.dumps(found, indent=2) + "\n"
-        if json_out == "-":
-            print(text, end="")
-        else:
-            Path(json_out).write_text(text, encoding="utf-8")
+    limits = {optimizer: asdict(LIMITS[optimizer]) for optimizer in optimizers}
+    result: dict[str, Any] = {"target": TARGET, "limits": limits, "steps": steps, "ok": ok}
+    report.write_json(result | {"mappings": [asdict(row) for row in rows], "skipped": skipped}, json_out)
     return ok
 
 
-def chosen(names: Sequence[str]) -> list[Case]:
-    """The cases called ``names``; all if there are none.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+def chosen(names: Sequence[str]) -> list[ParityCase]:
+    """Return the cases with these names, or all cases if ``names`` is empty. Raises ``ConfigError`` if unknown."""
     known = {case.name: case for case in CASES}
     for name in names:
         if name not in known:
@@ -159,81 +167,90 @@ def chosen(names: Sequence[str]) -> list[Case]:
 
 
 def compare(
-    cases: Sequence[Case], optimizers: Sequence[str] = OPTIMIZERS, steps: int = 20, settings: Sequence[str] = ()
+    cases: Sequence[ParityCase], optimizers: Sequence[str] = OPTIMIZERS, steps: int = 20, settings: Sequence[str] = ()
 ) -> Iterable[ParityRow]:
-    """Train every case with every optimizer, and one process for each mode and model; one row a case and optimizer.
-
-    Args:
-        settings: dotted keys for all runs alike, after the common ones.
-    """
+    """Train all cases with all optimizers and compare each with one process. ``settings`` are overrides of all runs."""
     with tempfile.TemporaryDirectory(prefix="moe_comm-parity-") as folder:
         common = [*COMMON, f"run.steps={steps}", f"data.cache={folder}"]
-        references: dict[tuple[str, tuple[str, ...], str], Ended] = {}
+        references: dict[tuple[str, tuple[str, ...], str], TrainingResult] = {}
         for optimizer in optimizers:
             for mode, model in dict.fromkeys((case.mode, case.model) for case in cases):
-                alone = Case("one process", 1, ("parallel.ep=1",), mode, model)
-                references[mode, model, optimizer] = _launch([(alone, optimizer)], common, settings, 1)[0][0]
-        for ranks in sorted({case.ranks for case in cases}):
-            jobs = [(case, optimizer) for case in cases if case.ranks == ranks for optimizer in optimizers]
+                one_process = ParityCase("one process", 1, ("parallel.ep=1",), mode, model)
+                references[mode, model, optimizer] = _launch([(one_process, optimizer)], common, settings, 1)[0][0]
+        for ranks, hosts in sorted({(case.ranks, case.hosts) for case in cases}):
+            jobs = [
+                (case, optimizer)
+                for case in cases
+                if (case.ranks, case.hosts) == (ranks, hosts)
+                for optimizer in optimizers
+            ]
             for first in range(0, len(jobs), JOBS_PER_PROCESS):
-                some = jobs[first : first + JOBS_PER_PROCESS]
-                for (case, optimizer), trained in zip(some, _launch(some, common, settings, ranks), strict=True):
+                batch = jobs[first : first + JOBS_PER_PROCESS]
+                results = _launch(batch, common, settings, ranks, hosts)
+                for (case, optimizer), trained in zip(batch, results, strict=True):
                     yield _row(case, optimizer, trained, references[case.mode, case.model, optimizer])
 
 
 def _launch(
-    jobs: Sequence[tuple[Case, str]], common: Sequence[str], settings: Sequence[str], ranks: int
-) -> list[list[Ended]]:
-    """For each job what each rank came to."""
-    by_rank = launch(_rank, (list(jobs), list(common), list(settings)), ranks, preload=LOADED)
+    jobs: Sequence[tuple[ParityCase, str]], common: Sequence[str], settings: Sequence[str], ranks: int, hosts: int = 1
+) -> list[list[TrainingResult]]:
+    """Train all jobs in the same processes. Return the results of all ranks for each job."""
+    arguments = (list(jobs), list(common), list(settings))
+    if hosts == 1:
+        by_rank = launch(_rank, arguments, ranks, preload=PRELOAD)
+    else:
+        with Hosts(hosts, LINK_GBIT) as namespaces:
+            by_rank = run_on_hosts(_rank, arguments, namespaces, ranks // hosts, TIMEOUT_S)
     return [[trained[job] for trained in by_rank] for job in range(len(jobs))]
 
 
-def _rank(jobs: list[tuple[Case, str]], common: list[str], settings: list[str]) -> list[Ended]:
+def _rank(jobs: list[tuple[ParityCase, str]], common: list[str], settings: list[str]) -> list[TrainingResult]:
     with init_ranks("cpu"):
-        found = []
+        results = []
         for case, optimizer in jobs:
-            usual = [*common, f"optimizer.kind={optimizer}", *SETTINGS[optimizer]]
-            found.append(train(configuration.load(None, [*usual, *settings, *case.overrides])))
-        return found
+            defaults = [*common, f"optimizer.kind={optimizer}", *SETTINGS[optimizer]]
+            results.append(train(configuration.load(None, [*defaults, *settings, *case.overrides])))
+        return results
 
 
-def _row(case: Case, optimizer: str, ended: list[Ended], alone: Ended) -> ParityRow:
-    weights, weights_apart = assemble([rank.parts for rank in ended])
-    _, copies_apart = assemble([rank.copies for rank in ended])
-    expected, _ = assemble([alone.parts])
+def _row(case: ParityCase, optimizer: str, results: list[TrainingResult], reference: TrainingResult) -> ParityRow:
+    weights, weight_differences = assemble([rank.parts for rank in results])
+    _, copy_differences = assemble([rank.copies for rank in results])
+    expected, _ = assemble([reference.parts])
     missing = [name for name, tensor in weights.items() if tensor.isnan().any()]
     if missing:
-        raise ConfigError(f"{case.name}: no rank owns all of {', '.join(missing[:3])}, or it is NaN")
+        raise ConfigError(f"{case.name}: {', '.join(missing[:3])} contain NaN or elements that no rank owns")
     if weights.keys() != expected.keys():
-        raise ConfigError(f"{case.name}: weights {sorted(weights.keys() ^ expected.keys())} are on one side only")
+        raise ConfigError(
+            f"{case.name}: weights {sorted(weights.keys() ^ expected.keys())} are in the mapping or in one process only"
+        )
     row = ParityRow(
         mapping=case.name,
         ranks=case.ranks,
         mode=case.mode,
         optimizer=optimizer,
-        loss_rel_diff=_relative(ended[0].losses, alone.losses),
-        grad_norm_rel_diff=_relative(ended[0].grad_norms, alone.grad_norms),
+        loss_rel_diff=_relative(results[0].losses, reference.losses),
+        grad_norm_rel_diff=_relative(results[0].grad_norms, reference.grad_norms),
         param_rel_diff=_largest(_distance(weights[name], tensor) for name, tensor in expected.items()),
-        replica_diff=_largest([*weights_apart.values(), *copies_apart.values()]),
-        dropped=ended[0].dropped,
+        replica_diff=_largest([*weight_differences.values(), *copy_differences.values()]),
+        dropped=results[0].dropped,
         ok=None,
     )
-    return replace(row, ok=not row.beyond()) if case.has_parity else row
+    return replace(row, ok=not row.exceeded()) if case.has_parity else row
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def _relative(found: Sequence[float], expected: Sequence[float]) -> float:
-    return _largest(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+def _relative(actual: Sequence[float], expected: Sequence[float]) -> float:
+    return _largest(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
 
 
 def _largest(values: Iterable[float]) -> float:
-    """NaN if any of them is: Python's ``max`` would pass over it."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    """Return the maximum, or NaN if any value is NaN, which Python's ``max`` ignores."""
+    numbers = list(values)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def _line(cells: Sequence[Any]) -> str:

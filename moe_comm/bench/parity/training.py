@@ -1,4 +1,4 @@
-"""A training run without a folder, and what it leaves on one rank: for comparing one mapping with another."""
+"""Train without a run folder and return the results of one rank, to compare mappings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from moe_comm.train.loop.build import architecture_of, build
 from moe_comm.train.loop.feed import CorpusFeed
 from moe_comm.train.loop.job import open_corpus
 from moe_comm.train.loop.trainer import Trainer
-from moe_comm.train.parallel.owned import named
+from moe_comm.train.parallel.parameters import named_parameters
 from moe_comm.train.ranks import Ranks
 
 Parts = dict[str, tuple[tuple[int, ...], list[tuple[Box, Tensor]]]]
-"""By a tensor's name in the whole model: its whole shape, and pieces with their places in it."""
+"""By tensor name in the full model: the full shape, and local slices with their positions."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """A trainer and what it works on, on this rank."""
+    """A trainer with its corpus and mesh, on this rank."""
 
     trainer: Trainer
     corpus: Corpus
@@ -37,74 +37,76 @@ class Session:
 
     @property
     def stages(self) -> list[Any]:
-        """This rank's parts of the model (``layers.transformer.Transformer``)."""
-        return list(self.trainer.machinery.stages)
+        """The pipeline stages of this rank (``layers.transformer.Transformer``)."""
+        return list(self.trainer.train_state.stages)
 
     def parts(self, grads: bool = False) -> Parts:
-        """What this rank's optimizer updates (masters, where weights compute in another dtype), or their gradients.
+        """Return the parameters that the optimizer of this rank updates, or their gradients.
 
-        Both copies of an embedding tied over a pipeline are pieces of the embedding.
+        These are the master weights if the compute dtype differs. Both replicas of an embedding that is tied over
+        pipeline stages have the name of the embedding.
         """
-        found: Parts = {}
-        for owned in self.trainer.machinery.data_parallel.owned():
+        parts: Parts = {}
+        for owned in self.trainer.train_state.data_parallel.owned():
             value = owned.value.grad if grads else owned.value.detach()
             assert value is not None, f"{owned.name} has no gradient"
-            self._add(found, owned.name, owned.sharding.shape, value, owned.boxes(self.mesh))
-        return found
+            self._add(parts, owned.name, owned.sharding.shape, value, owned.boxes(self.mesh))
+        return parts
 
     def copies(self) -> Parts:
-        """What this rank's modules compute with: parameters that it holds whole, and routers' correction biases.
-
-        FSDP's parameters are not among them: what it keeps of them is what it owns.
-        """
-        found: Parts = {}
+        """Return the parameters and correction biases that the modules of this rank use, except FSDP shards."""
+        parts: Parts = {}
         for stage in self.stages:
             shardings = shardings_of(stage)
-            held: list[tuple[str, Tensor]] = [*named([stage])]
+            tensors: list[tuple[str, Tensor]] = [*named_parameters([stage])]
             for name, layer in moe_layers(stage):
                 if layer.router.correction_bias is not None:
-                    held.append((f"{name}.router.correction_bias", layer.router.correction_bias))
-            for name, tensor in held:
+                    tensors.append((f"{name}.router.correction_bias", layer.router.correction_bias))
+            for name, tensor in tensors:
                 if not isinstance(tensor, DTensor):
                     sharding = shardings.get(name, Sharding(tuple(tensor.shape)))
                     boxes = sharding.boxes(self.mesh.place, self.mesh.sizes)
-                    self._add(found, name, sharding.shape, tensor.detach(), boxes)
-        return found
+                    self._add(parts, name, sharding.shape, tensor.detach(), boxes)
+        return parts
 
-    def _add(self, found: Parts, name: str, shape: tuple[int, ...], value: Tensor, boxes: Sequence[Box]) -> None:
-        pieces = found.setdefault(self.stages[0].origin_of(name), (shape, []))[1]
-        # Clones: a view would take its whole storage along to another process.
-        pieces += [(replace(box), value[box.local].clone()) for box in boxes]
+    def _add(self, parts: Parts, name: str, shape: tuple[int, ...], value: Tensor, boxes: Sequence[Box]) -> None:
+        slices = parts.setdefault(self.stages[0].origin_of(name), (shape, []))[1]
+        # Clones: a view would be sent to another process with its full storage.
+        slices += [(replace(box), value[box.local].clone()) for box in boxes]
 
 
 @contextlib.contextmanager
 def session(config: TrainConfig, **options: Any) -> Iterator[Session]:
-    """Build ``config`` on all ranks of the default process group, or alone where there is none. Collective.
+    """Build a trainer on all ranks of the default process group, or on one rank without a group. Collective.
 
     Args:
-        options: of ``Trainer``.
+        config: configuration of the run.
+        options: arguments of ``Trainer``.
 
     Raises:
-        ConfigError: the mapping does not fit the model or the ranks.
+        ConfigError: the mapping is not valid for the model or the ranks.
     """
     ranks = Ranks.make()
     mesh = ParallelMesh(config.parallel.mapping(ranks.world))
     corpus = open_corpus(config, ranks)
-    machinery = build(config, architecture_of(config, corpus.vocab_size), mesh)
+    train_state = build(config, architecture_of(config, corpus.vocab_size), mesh)
     feed = CorpusFeed(corpus, mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
     with contextlib.ExitStack() as stack:
         stack.enter_context(feed)
-        for stage in machinery.stages:
+        for stage in train_state.stages:
             stack.callback(stage.close)  # type: ignore[arg-type]
-        stack.callback(machinery.runner.close)
-        yield Session(Trainer(config, machinery, feed, ranks, **options), corpus, mesh)
+        stack.callback(train_state.runner.close)
+        yield Session(Trainer(config, train_state, feed, ranks, **options), corpus, mesh)
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What one rank knows after training: the same numbers everywhere, and its own parts of the weights.
+class TrainingResult:
+    """Results of a training run on one rank.
 
-    losses, grad_norms: of each step. dropped: mean share of slots over steps and layers.
+    Attributes:
+        losses, grad_norms: values of each step, the same on all ranks.
+        dropped: mean fraction of dropped slots over steps and layers.
+        parts, copies: see ``Session``.
     """
 
     losses: list[float]
@@ -114,13 +116,13 @@ class Ended:
     copies: Parts
 
 
-def train(config: TrainConfig) -> Ended:
+def train(config: TrainConfig) -> TrainingResult:
     """Train to the end. Collective."""
     with session(config) as here:
         here.trainer.fit()
         reports = here.trainer.reports
         dropped = [rate for report in reports for rate in report.load.dropped]
-        return Ended(
+        return TrainingResult(
             [report.loss for report in reports],
             [report.grad_norm for report in reports],
             sum(dropped) / max(len(dropped), 1),
@@ -130,26 +132,27 @@ def train(config: TrainConfig) -> Ended:
 
 
 def assemble(parts_of_ranks: Sequence[Parts]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Whole tensors from every rank's parts, and how far copies of an element are apart.
+    """Assemble full tensors from the slices of all ranks, and compare replicas.
 
     Returns:
-        By name: the tensor, NaN where no rank has any of it, the first rank's where several have; and the largest
-        difference of a copy from that, over the largest element of the tensor. 0: the copies are equal. NaN: one is.
+        Full tensors by name, with NaN in elements that no rank has and the value of the first rank in replicated ones;
+        and the largest difference between replicas by name, relative to the largest element of the tensor.
     """
-    whole: dict[str, Tensor] = {}
-    seen: dict[str, Tensor] = {}
-    apart: dict[str, Tensor] = {}
+    full: dict[str, Tensor] = {}
+    filled: dict[str, Tensor] = {}
+    difference: dict[str, Tensor] = {}
     for parts in parts_of_ranks:
-        for name, (shape, pieces) in parts.items():
-            if name not in whole:
-                dtype = pieces[0][1].dtype if pieces else torch.float32
-                whole[name] = torch.full(shape, torch.nan, dtype=dtype)
-                seen[name], apart[name] = torch.zeros(shape, dtype=torch.bool), torch.zeros(())
-            for box, piece in pieces:
-                before, known = whole[name][box.whole], seen[name][box.whole]
-                if bool(known.any()):
-                    apart[name] = torch.maximum(apart[name], (piece - before)[known].abs().max().float())
-                whole[name][box.whole] = torch.where(known, before, piece)
-                seen[name][box.whole] = True
-    scales = {name: tensor.abs().max().clamp(min=torch.finfo(torch.float32).tiny) for name, tensor in whole.items()}
-    return whole, {name: float(apart[name] / scales[name]) for name in whole}
+        for name, (shape, slices) in parts.items():
+            if name not in full:
+                dtype = slices[0][1].dtype if slices else torch.float32
+                full[name] = torch.full(shape, torch.nan, dtype=dtype)
+                filled[name], difference[name] = torch.zeros(shape, dtype=torch.bool), torch.zeros(())
+            for box, values in slices:
+                first, is_filled = full[name][box.full], filled[name][box.full]
+                if bool(is_filled.any()):
+                    largest = (values - first)[is_filled].abs().max().float()
+                    difference[name] = torch.maximum(difference[name], largest)
+                full[name][box.full] = torch.where(is_filled, first, values)
+                filled[name][box.full] = True
+    scales = {name: tensor.abs().max().clamp(min=torch.finfo(torch.float32).tiny) for name, tensor in full.items()}
+    return full, {name: float(difference[name] / scales[name]) for name in full}

@@ -1,7 +1,7 @@
-"""The measured side of ``moe-comm bench plan``: steps of ``moe-comm train`` with one mapping after another.
+"""Measure training steps of several mappings for ``moe-comm bench plan``.
 
-Mappings on the same ranks are built side by side and take turns, a step each, so that what else the machine does hits
-all alike. A step is ``Trainer.train_step``: with its batch, its agreement and its update.
+Mappings on the same ranks are built in the same processes and are interleaved step by step, so that noise affects them
+equally. A step is ``Trainer.train_step``, including reading the batch and the update.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.bench.common.clock import Clock, summarise, sync_group
+from moe_comm.bench.common.clock import Clock, summarize, sync_group
+from moe_comm.bench.common.interleave import rotated
 from moe_comm.bench.hosts.namespaces import Hosts
 from moe_comm.bench.hosts.ranks import run_on_hosts
-from moe_comm.bench.plan.settings import Case, PlanBench
+from moe_comm.bench.plan.settings import PlanBench, PlanCase
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
@@ -38,12 +39,15 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Of one mapping, over its ranks. seconds: the median of a step; fastest: the least.
+class MeasuredStep:
+    """Measured steps of one mapping.
 
-    losses: of every step, warm-up too. loads: slots of the last step for each layer and expert; they are the same for
-    any mapping. communication: mean of what the ranks' meters counted in a step, seconds, waits included. processor:
-    mean of the processor seconds that a rank took for a step, which others on the machine hardly change.
+    Attributes:
+        seconds, fastest: median and minimum of a step.
+        losses: losses of all steps, including warm-up.
+        loads: slots of each layer and expert in the last step, which are the same for all mappings.
+        communication: mean seconds of communication per rank and step, including waits.
+        processor: mean CPU seconds per rank and step.
     """
 
     seconds: float
@@ -54,15 +58,19 @@ class Measured:
     processor: float
 
 
-def measure(bench: PlanBench, cases: Sequence[Case], folder: Path) -> list[Measured]:
-    """Steps with ``cases``, all of which have as many ranks on as many hosts. folder: for prepared text.
+def measure(bench: PlanBench, cases: Sequence[PlanCase], folder: Path) -> list[MeasuredStep]:
+    """Measure steps of ``cases``, which must have the same numbers of ranks and hosts.
+
+    Args:
+        bench: settings.
+        cases: mappings to measure.
+        folder: cache folder of the prepared text.
 
     Raises:
-        ConfigError: several hosts are wanted and cannot be made here.
-        RankFailed: a rank raised or was killed.
+        ConfigError: the hosts cannot be created.
+        RankFailed: a rank raised an exception or was killed.
     """
-    (ranks, count), *others = {(case.ranks, case.hosts) for case in cases}
-    assert not others
+    ((ranks, count),) = {(case.ranks, case.hosts) for case in cases}
     arguments = (bench, tuple(cases), str(folder))
     if count == 1:
         return launch(_rank, arguments, ranks)[0]  # type: ignore[no-any-return]
@@ -71,32 +79,34 @@ def measure(bench: PlanBench, cases: Sequence[Case], folder: Path) -> list[Measu
 
 
 class _Turn:
-    """One mapping's trainer."""
+    """The trainer of one mapping."""
 
-    def __init__(self, bench: PlanBench, case: Case, folder: str, ranks: Ranks, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, bench: PlanBench, case: PlanCase, folder: str, ranks: Ranks, stack: contextlib.ExitStack
+    ) -> None:
         config = configuration.load(None, [*bench.overrides(case), f"data.cache={folder}"])
         corpus = open_corpus(config, ranks)
         mesh = ParallelMesh(config.parallel.mapping(ranks.world))
-        machinery = build(config, architecture_of(config, corpus.vocab_size), mesh)
+        train_state = build(config, architecture_of(config, corpus.vocab_size), mesh)
         data = config.data
         feed = stack.enter_context(
             CorpusFeed(corpus, mesh, config.parallel.context, data.micro_batches, config.run.steps)
         )
-        for stage in machinery.stages:
+        for stage in train_state.stages:
             stack.callback(stage.close)  # type: ignore[arg-type]
-        stack.callback(machinery.runner.close)
-        self.trainer = Trainer(config, machinery, feed, ranks)
+        stack.callback(train_state.runner.close)
+        self.trainer = Trainer(config, train_state, feed, ranks)
         self.reports: list[StepReport] = []
         self.processor: list[float] = []
 
     def step(self, step: int) -> None:
-        began = time.process_time()
+        start = time.process_time()
         self.reports.append(self.trainer.train_step(step))
-        self.processor.append(time.process_time() - began)
+        self.processor.append(time.process_time() - start)
 
 
-def _rank(bench: PlanBench, cases: tuple[Case, ...], folder: str) -> list[Measured]:
-    """One rank's part. Collective."""
+def _rank(bench: PlanBench, cases: tuple[PlanCase, ...], folder: str) -> list[MeasuredStep]:
+    """Measure on this rank. Collective."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with init_ranks("cpu", TIMEOUT_S), contextlib.ExitStack() as stack:
         ranks = Ranks.make()
@@ -107,12 +117,10 @@ def _rank(bench: PlanBench, cases: tuple[Case, ...], folder: str) -> list[Measur
         for step in range(bench.warmup + bench.steps):
             if step == bench.warmup:
                 clock.clear()
-            shift = step % len(turns)
-            order = [*range(shift, len(turns)), *range(shift)]
-            for index in order:
+            for index in rotated(range(len(turns)), step):
                 gc.collect()
                 clock.measure(str(index), ("step", partial(turns[index].step, step)))
-        own = [
+        medians = [
             (
                 median(report.times.communication for report in turn.reports[bench.warmup :]),
                 median(turn.processor[bench.warmup :]),
@@ -120,20 +128,20 @@ def _rank(bench: PlanBench, cases: tuple[Case, ...], folder: str) -> list[Measur
             for turn in turns
         ]
         everyone: list[Any] = [None] * ranks.world
-        dist.all_gather_object(everyone, (dict(clock.times), own))
-        stats = summarise([times for times, _ in everyone])
-        found = []
+        dist.all_gather_object(everyone, (dict(clock.times), medians))
+        stats = summarize([times for times, _ in everyone])
+        measured = []
         for index, turn in enumerate(turns):
             one = stats[str(index), "step"]
-            moving, processor = (fmean(spent[index][part] for _, spent in everyone) for part in (0, 1))
-            found.append(
-                Measured(
+            communication, processor = (fmean(by_turn[index][part] for _, by_turn in everyone) for part in (0, 1))
+            measured.append(
+                MeasuredStep(
                     seconds=one["median_ms"] / 1e3,
                     fastest=one["min_ms"] / 1e3,
                     losses=tuple(report.loss for report in turn.reports),
                     loads=turn.reports[-1].load.slots,
-                    communication=moving,
+                    communication=communication,
                     processor=processor,
                 )
             )
-        return found
+        return measured

@@ -1,4 +1,4 @@
-"""What ``moe-comm bench plan`` trains, and with which mappings."""
+"""Settings of ``moe-comm bench plan``: the model and the mappings."""
 
 from __future__ import annotations
 
@@ -6,80 +6,86 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.model.mapping import Mapping, Sharding
+from moe_comm.plan.model.mapping import Mapping, ShardingMode
 
 MODEL_KEYS = ("hidden", "layers", "heads", "kv_heads", "experts", "top_k", "ffn", "vocab")
 
 
 @dataclass(frozen=True)
-class Case:
-    """A mapping to measure. hosts: that its ranks are spread over; more than one: joined by a shaped link.
+class PlanCase:
+    """A mapping to measure.
 
-    mapping: as ``Mapping.parse`` takes it. micro_batch: sequences that a data-parallel rank takes at a time.
+    Args:
+        mapping: argument of ``Mapping.parse``.
+        micro_batch: sequences per data-parallel rank in a micro-batch.
+        hosts: number of hosts over which the ranks are distributed. Several hosts are connected by a shaped link.
     """
 
     ranks: int
     mapping: str
     micro_batch: int = 1
-    sharding: Sharding = "replicate"
+    sharding: ShardingMode = "replicate"
     hosts: int = 1
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks % self.hosts:
-            raise ConfigError(f"{self.ranks} ranks cannot be spread evenly over {self.hosts} hosts")
+            raise ConfigError(f"ranks must be a multiple of hosts; got {self.ranks} ranks and {self.hosts} hosts")
         self.parsed()
 
     def parsed(self) -> Mapping:
-        """Raises ConfigError where the degrees do not fit the ranks."""
+        """Return the parsed mapping. Raises ``ConfigError`` if the degrees do not match the number of ranks."""
         return Mapping.parse(self.mapping, self.ranks, micro_batch=self.micro_batch, sharding=self.sharding)
 
     def __str__(self) -> str:
-        """Degrees above 1, as a person would say them."""
+        """Return a short name with the degrees above 1."""
         parallel = self.parsed().parallel
         degrees = [
             f"{axis}{size}" for axis in ("tp", "cp", "dp", "pp", "ep", "etp") if (size := parallel.sizes[axis]) > 1
         ]
-        more = [] if self.sharding == "replicate" else [self.sharding]
-        return " ".join([*(degrees or ["one"]), f"mb{self.micro_batch}", *more])
+        sharding = [] if self.sharding == "replicate" else [self.sharding]
+        return " ".join([*(degrees or ["one"]), f"mb{self.micro_batch}", *sharding])
 
 
 CASES = (
-    Case(2, "dp=2,ep=1", 2),
-    Case(2, "dp=2,ep=2", 1),
-    Case(2, "dp=2,ep=2", 4),
-    Case(2, "tp=2,ep=2", 2),
-    Case(2, "tp=2,ep=1,etp=2", 2),
-    Case(2, "cp=2,ep=2", 2),
-    Case(2, "pp=2,ep=1", 1),
-    Case(2, "pp=2,ep=1", 2),
-    Case(2, "dp=2,ep=2", 2, "zero1"),
-    Case(4, "dp=4,ep=4", 2),
-    Case(4, "dp=4,ep=2", 1),
-    Case(4, "dp=4,ep=1", 2),
-    Case(4, "tp=2,dp=2,ep=4", 2),
-    Case(4, "tp=4,ep=4", 4),
-    Case(4, "pp=2,dp=2,ep=2", 1),
-    Case(4, "pp=4,ep=1", 1),
-    Case(8, "dp=8,ep=8", 1),
-    Case(8, "dp=8,ep=2", 1),
-    Case(8, "tp=2,dp=4,ep=8", 2),
-    Case(8, "pp=2,dp=4,ep=4", 1),
-    Case(8, "pp=4,dp=2,ep=2", 1),
-    Case(8, "tp=2,pp=2,dp=2,ep=4", 1),
-    Case(2, "dp=2,ep=2", 4, hosts=2),
-    Case(2, "dp=2,ep=1", 4, hosts=2),
-    Case(2, "tp=2,ep=2", 2, hosts=2),
-    Case(2, "pp=2,ep=1", 1, hosts=2),
+    PlanCase(2, "dp=2,ep=1", 2),
+    PlanCase(2, "dp=2,ep=2", 1),
+    PlanCase(2, "dp=2,ep=2", 4),
+    PlanCase(2, "tp=2,ep=2", 2),
+    PlanCase(2, "tp=2,ep=1,etp=2", 2),
+    PlanCase(2, "cp=2,ep=2", 2),
+    PlanCase(2, "pp=2,ep=1", 1),
+    PlanCase(2, "pp=2,ep=1", 2),
+    PlanCase(2, "dp=2,ep=2", 2, "zero1"),
+    PlanCase(4, "dp=4,ep=4", 2),
+    PlanCase(4, "dp=4,ep=2", 1),
+    PlanCase(4, "dp=4,ep=1", 2),
+    PlanCase(4, "tp=2,dp=2,ep=4", 2),
+    PlanCase(4, "tp=4,ep=4", 4),
+    PlanCase(4, "pp=2,dp=2,ep=2", 1),
+    PlanCase(4, "pp=4,ep=1", 1),
+    PlanCase(8, "dp=8,ep=8", 1),
+    PlanCase(8, "dp=8,ep=2", 1),
+    PlanCase(8, "tp=2,dp=4,ep=8", 2),
+    PlanCase(8, "pp=2,dp=4,ep=4", 1),
+    PlanCase(8, "pp=4,dp=2,ep=2", 1),
+    PlanCase(8, "tp=2,pp=2,dp=2,ep=4", 1),
+    PlanCase(2, "dp=2,ep=2", 4, hosts=2),
+    PlanCase(2, "dp=2,ep=1", 4, hosts=2),
+    PlanCase(2, "tp=2,ep=2", 2, hosts=2),
+    PlanCase(2, "pp=2,ep=1", 1, hosts=2),
 )
-"""Expert, tensor, data and pipeline parallelism, and several of them, on 2, 4 and 8 ranks and over a link."""
+"""Expert, tensor, data and pipeline parallelism and combinations of them, on 2, 4 and 8 ranks and over a link."""
 
 
 @dataclass(frozen=True)
 class PlanBench:
-    """One model of Qwen3-MoE's architecture in fp32, one global batch, and mappings to spread both by.
+    """One Qwen3-MoE model in fp32, one global batch, and the mappings to measure.
 
-    batch: sequences of a step, over all ranks. link_gbit: rate of each host's link, for cases of several hosts.
-    warmup, steps: rounds thrown away, and rounds whose median is reported.
+    Args:
+        batch: sequences per step, over all ranks.
+        link_gbit: rate of each host's link in Gbit/s, for cases with several hosts.
+        warmup: number of discarded steps.
+        steps: number of steps whose median is reported.
     """
 
     hidden: int = 256
@@ -96,25 +102,26 @@ class PlanBench:
     warmup: int = 1
     steps: int = 9
     seed: int = 0
-    cases: tuple[Case, ...] = CASES
+    cases: tuple[PlanCase, ...] = CASES
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and value < (0 if field.name in ("seed", "warmup") else 1):
-                raise ConfigError(f"{field.name} must be larger; got {value}")
+            low = 0 if field.name in ("seed", "warmup") else 1
+            if field.type == "int" and value < low:
+                raise ConfigError(f"{field.name} must be at least {low}; got {value}")
         if not self.cases:
-            raise ConfigError("there is no mapping to measure")
+            raise ConfigError("cases must not be empty")
 
     @property
     def tokens(self) -> int:
-        """Of one step, over all ranks."""
+        """Tokens per step over all ranks."""
         return self.batch * self.seq_len
 
-    def overrides(self, case: Case) -> list[str]:
-        """A ``TrainConfig`` for ``case``, as ``train.config.load`` takes it.
+    def overrides(self, case: PlanCase) -> list[str]:
+        """Return the overrides of a ``TrainConfig`` for ``case``, for ``train.config.load``.
 
-        Weights start wide and hardly move, so that routers spread tokens over experts, and go on to.
+        A large initial standard deviation and a small learning rate keep the tokens distributed over all experts.
         """
         mapping = case.parsed()
         degrees = mapping.parallel.sizes
@@ -136,5 +143,5 @@ class PlanBench:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; without the cases."""
+        """Return the settings as JSON values, without the cases."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cases"} | {"dtype": "float32"}

@@ -1,1 +1,1 @@
-"""``moe-comm bench train``: whole training steps."""
+"""``moe-comm bench train``: training steps."""

@@ -1,14 +1,14 @@
-"""Other loops that train the same model: Hugging Face transformers in several ways, and DeepSpeed's AutoEP.
+"""Training loops of other libraries: Hugging Face transformers in several forms, and DeepSpeed's AutoEP.
 
-    hf_ep_fsdp2       transformers' expert parallelism over all ranks (all-to-all), FSDP2 over the rest
-    hf_fsdp2          FSDP2 over everything, experts too: no tokens travel, all weights do
-    hf_ddp            every rank holds everything; gradients are averaged by DistributedDataParallel
+    hf_ep_fsdp2       transformers' expert parallelism over all ranks (all-to-all), FSDP2 for other parameters
+    hf_fsdp2          FSDP2 for all parameters, including experts: weights are sent, tokens are not
+    hf_ddp            full model on each rank, DistributedDataParallel
     deepspeed_autoep  DeepSpeed's AutoEP over all ranks
     hf_one_process    one process, no communication
 
-Each rank has its own sequences of the global batch in all of them (transformers' ``ep_size == fsdp_size``, no tensor
-parallelism), so a step is the same tokens for everyone. All but DeepSpeed's average gradients over ranks, as it does:
-hence the loss is multiplied by their number.
+Each rank trains on its own sequences of the global batch (``ep_size == fsdp_size`` in transformers, no tensor
+parallelism), so all contestants process the same tokens in a step. All of them average gradients over the ranks, so the
+loss is multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_comm.bench.train.contestant import AloneMesh, Setting, TrainContestant
+from moe_comm.bench.common.ranks import SingleRankMesh
+from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
 from moe_comm.bench.train.settings import BETAS, EPS, LR, WEIGHT_DECAY, TrainBench
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.pipeline.batch import MicroBatch
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices with weight decay and vectors without, apart by the mesh they lie on, for torch's fused AdamW."""
+    """Group parameters by device mesh, as the fused AdamW requires, and by weight decay (matrices only)."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for param in model.parameters():
         groups.setdefault((getattr(param, "device_mesh", None), param.dim() >= 2), []).append(param)
@@ -41,37 +42,39 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The same optimizer that ours is."""
+    """Return the optimizer that all contestants use."""
     return torch.optim.AdamW(parameter_groups(model), lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
-class HuggingFace(TrainContestant):
-    """A plain training step of transformers' Qwen3-MoE; subclasses spread it over ranks.
+class HuggingFaceTraining(TrainContestant):
+    """A plain training step of transformers' Qwen3-MoE. Subclasses distribute it over ranks.
 
-    Its experts run by ``experts_implementation="grouped_mm"``, its default and the fastest of them on the CPU.
+    It uses ``experts_implementation="grouped_mm"``, which is the default and the fastest on the CPU.
+
+    Attributes:
+        ranks_in_mean: number of ranks over which gradients are averaged.
     """
 
     ranks_in_mean: int
-    """Over how many ranks gradients are averaged."""
 
     @classmethod
-    def why_not(cls, bench: TrainBench) -> str | None:
+    def unavailable_reason(cls, bench: TrainBench) -> str | None:
         if util.find_spec("transformers") is None:
             return "not installed: pip install 'moe_comm[hf]'"
-        return super().why_not(bench)
+        return super().unavailable_reason(bench)
 
-    def __init__(self, setting: Setting) -> None:
-        bench = setting.bench
-        self.ranks_in_mean = 1 if self.alone else bench.ranks
-        mesh = AloneMesh() if self.alone else ParallelMesh(setting.config.parallel.mapping(bench.ranks))
+    def __init__(self, inputs: ContestantInputs) -> None:
+        bench = inputs.bench
+        self.ranks_in_mean = 1 if self.single_process else bench.ranks
+        mesh = SingleRankMesh() if self.single_process else ParallelMesh(inputs.config.parallel.mapping(bench.ranks))
         self._stack = ExitStack()
-        self._feed = self._stack.enter_context(setting.feed(mesh))
-        self.model = self.build(setting)
+        self._feed = self._stack.enter_context(inputs.feed(mesh))
+        self.model = self.build(inputs)
         self.model.train()
         self.optimizer = self.make_optimizer()
 
-    def load(self, setting: Setting, **distributed: Any) -> nn.Module:
-        """The model with ours' first weights."""
+    def load(self, inputs: ContestantInputs, **distributed: Any) -> nn.Module:
+        """Load the model with the initial weights."""
         transformers = import_module("transformers")
         transformers.utils.logging.disable_progress_bar()
         options: dict[str, Any] = {}
@@ -79,7 +82,7 @@ class HuggingFace(TrainContestant):
             config = import_module("transformers.distributed").DistributedConfig(**distributed)
             options["distributed_config"] = config
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            setting.weights,
+            inputs.weights,
             dtype=torch.float32,
             attn_implementation="sdpa",
             experts_implementation="grouped_mm",
@@ -87,8 +90,8 @@ class HuggingFace(TrainContestant):
         )
         return model
 
-    def build(self, setting: Setting) -> nn.Module:
-        return self.load(setting)
+    def build(self, inputs: ContestantInputs) -> nn.Module:
+        return self.load(inputs)
 
     def make_optimizer(self) -> Any:
         return adamw(self.model)
@@ -98,15 +101,15 @@ class HuggingFace(TrainContestant):
         (self._batch,), self._targets = batch.micro, batch.num_targets
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """This rank's part of the mean loss over the global batch."""
-        found = self.model(
+        """Return this rank's contribution to the mean loss over the global batch."""
+        output = self.model(
             input_ids=batch.ids_BS,
             labels=batch.targets_BS,
             shift_labels=batch.targets_BS,
             num_items_in_batch=self._targets,
             use_cache=False,
         )
-        loss: Tensor = found.loss
+        loss: Tensor = output.loss
         return loss
 
     def step(self, step: int) -> None:
@@ -123,74 +126,74 @@ class HuggingFace(TrainContestant):
         self._stack.close()
 
 
-class HuggingFaceAlone(HuggingFace):
-    """On one process with all cores."""
+class HuggingFaceOneProcess(HuggingFaceTraining):
+    """One process with all cores."""
 
     name = "hf_one_process"
-    alone = True
+    single_process = True
 
 
-class HuggingFaceEP(HuggingFace):
+class HuggingFaceEPTraining(HuggingFaceTraining):
     """transformers' own expert parallelism and FSDP2."""
 
     name = "hf_ep_fsdp2"
 
     @classmethod
-    def why_not(cls, bench: TrainBench) -> str | None:
-        reason = super().why_not(bench)
+    def unavailable_reason(cls, bench: TrainBench) -> str | None:
+        reason = super().unavailable_reason(bench)
         if reason is None and util.find_spec("transformers.distributed.expert_parallel") is None:
-            reason = "this transformers has no expert parallelism; 5.23 has"
+            reason = "the installed transformers has no expert parallelism; install 5.23 or later"
         return reason
 
-    def build(self, setting: Setting) -> nn.Module:
-        ranks = setting.bench.ranks
-        return self.load(setting, fsdp_size=ranks, ep_size=ranks, ep_implementation="all_to_all")
+    def build(self, inputs: ContestantInputs) -> nn.Module:
+        ranks = inputs.bench.ranks
+        return self.load(inputs, fsdp_size=ranks, ep_size=ranks, ep_implementation="all_to_all")
 
 
-class HuggingFaceFSDP(HuggingFace):
-    """FSDP2 over everything, wrapped by transformers."""
+class HuggingFaceFSDPTraining(HuggingFaceTraining):
+    """FSDP2 for all parameters, applied by transformers."""
 
     name = "hf_fsdp2"
 
-    def build(self, setting: Setting) -> nn.Module:
-        return self.load(setting, fsdp_size=setting.bench.ranks)
+    def build(self, inputs: ContestantInputs) -> nn.Module:
+        return self.load(inputs, fsdp_size=inputs.bench.ranks)
 
 
-class HuggingFaceDDP(HuggingFace):
+class HuggingFaceDDPTraining(HuggingFaceTraining):
     """torch's DistributedDataParallel."""
 
     name = "hf_ddp"
 
-    def build(self, setting: Setting) -> nn.Module:
-        return DistributedDataParallel(self.load(setting), gradient_as_bucket_view=True)
+    def build(self, inputs: ContestantInputs) -> nn.Module:
+        return DistributedDataParallel(self.load(inputs), gradient_as_bucket_view=True)
 
 
-class DeepSpeedAutoEP(HuggingFace):
-    """DeepSpeed replaces transformers' MoE blocks by its own, expert-parallel over all ranks; no ZeRO."""
+class DeepSpeedAutoEP(HuggingFaceTraining):
+    """DeepSpeed's own MoE blocks in a model of transformers, expert-parallel over all ranks, without ZeRO."""
 
     name = "deepspeed_autoep"
     ds_config: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
 
     @classmethod
-    def why_not(cls, bench: TrainBench) -> str | None:
+    def unavailable_reason(cls, bench: TrainBench) -> str | None:
         if util.find_spec("deepspeed") is None:
             return "not installed: pip install deepspeed"
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         try:
             import_module("deepspeed.module_inject.auto_ep")
-        except Exception as fault:  # building and probing of devices go wrong in many ways
-            return f"deepspeed.module_inject.auto_ep does not import: {fault}"
-        return super().why_not(bench)
+        except Exception as fault:  # building extensions and probing devices can raise any exception
+            return f"deepspeed.module_inject.auto_ep cannot be imported: {fault}"
+        return super().unavailable_reason(bench)
 
-    def build(self, setting: Setting) -> nn.Module:
+    def build(self, inputs: ContestantInputs) -> nn.Module:
         deepspeed: Any = import_module("deepspeed")
         deepspeed.utils.logger.setLevel(logging.ERROR)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-        ranks = setting.bench.ranks
-        model = self.load(setting)
-        _let_deepspeed_read_the_registry()
+        ranks = inputs.bench.ranks
+        model = self.load(inputs)
+        _patch_registry_for_deepspeed()
         config = self.ds_config | {
-            "train_micro_batch_size_per_gpu": setting.bench.batch,
+            "train_micro_batch_size_per_gpu": inputs.bench.batch,
             "expert_parallel": {"enabled": True, "autoep_size": ranks, "preset_model": "qwen3_moe"},
             "zero_optimization": {"stage": 0},
         }
@@ -207,8 +210,8 @@ class DeepSpeedAutoEP(HuggingFace):
         self._loss = loss.detach()
 
 
-def _let_deepspeed_read_the_registry() -> None:
-    """DeepSpeed 0.19.8 uses a private dict of transformers by class name, as it was before transformers 5.23."""
+def _patch_registry_for_deepspeed() -> None:
+    """Let DeepSpeed 0.19.8 look up a private dict of transformers by class name, as before transformers 5.23."""
     capturing = import_module("transformers.utils.output_capturing")
     registry: Any = getattr(capturing, "_CAN_RECORD_REGISTRY", None)
     if registry is None or type(registry) is dict:
@@ -222,12 +225,19 @@ def _let_deepspeed_read_the_registry() -> None:
             dict.__setitem__(self, key_of(model), value)
 
         def get(self, model: Any, default: Any = None) -> Any:
-            found = dict.get(self, key_of(model), default)
-            return found if isinstance(model, str) else found or {}
+            value = dict.get(self, key_of(model), default)
+            return value if isinstance(model, str) else value or {}
 
     registry.__class__ = ByName
 
 
 PEERS: dict[str, type[TrainContestant]] = {
-    kind.name: kind for kind in (HuggingFaceEP, HuggingFaceFSDP, HuggingFaceDDP, DeepSpeedAutoEP, HuggingFaceAlone)
+    kind.name: kind
+    for kind in (
+        HuggingFaceEPTraining,
+        HuggingFaceFSDPTraining,
+        HuggingFaceDDPTraining,
+        DeepSpeedAutoEP,
+        HuggingFaceOneProcess,
+    )
 }

@@ -1,29 +1,33 @@
-"""What ``moe-comm bench train`` trains, and whom it compares with."""
+"""Settings of ``moe-comm bench train``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from moe_comm.bench.common.settings import check_choice
 from moe_comm.errors import ConfigError
 
 Sharding = Literal["replicate", "zero1", "fsdp"]
 TRAIN_PEERS = ("hf_ep_fsdp2", "hf_fsdp2", "hf_ddp", "deepspeed_autoep", "one_process", "hf_one_process")
 RIVALS = ("hf_ep_fsdp2", "hf_fsdp2", "deepspeed_autoep")
-"""Those that spread experts over ranks, or their weights: ``speedup`` is over the best of these. A model that fits
-whole into every rank needs neither them nor us; ``speedup_over_all`` counts those ways too."""
+"""Peers that distribute experts or shard weights over ranks. ``speedup`` is relative to the fastest of them, and
+``speedup_over_all`` to the fastest of all peers, including those that need the full model on each rank."""
 
 
 @dataclass(frozen=True)
 class TrainBench:
-    """One model of Qwen3-MoE's architecture in fp32, and one global batch, for all contestants.
+    """One Qwen3-MoE model in fp32 and one global batch for all contestants.
 
-    ranks: processes on this host, each with its own cores. Ours spreads batch and experts over all of them.
-    hidden, layers, heads, kv_heads, experts, top_k, ffn, vocab: of the model; ffn is the width of one expert.
-    seq_len, batch: tokens of a sequence, and sequences of one rank in a step.
-    sharding: of ours; see ``train.sections.ParallelSection``.
-    warmup, steps: rounds thrown away, and rounds whose median is reported.
-    peers: whom to compare with; one that is not installed is skipped and said so.
+    Args:
+        ranks: processes on this host, each with its own cores. This library distributes batch and experts over them.
+        hidden, layers, heads, kv_heads, experts, top_k, ffn, vocab: sizes of the model; ffn is the width of an expert.
+        seq_len: tokens per sequence.
+        batch: sequences per rank and step.
+        sharding: data-parallel sharding of this library, see ``train.sections.ParallelSection``.
+        warmup: number of discarded steps.
+        steps: number of steps whose median is reported.
+        peers: training loops to compare with. Those that are not installed are skipped and reported.
     """
 
     ranks: int = 2
@@ -49,29 +53,26 @@ class TrainBench:
             low = 0 if field.name in ("seed", "warmup") else 1
             if field.type == "int" and value < low:
                 raise ConfigError(f"{field.name} must be at least {low}; got {value}")
-        for name, value, known in (("sharding", self.sharding, get_args(Sharding)),):
-            if value not in known:
-                raise ConfigError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+        check_choice("sharding", self.sharding, get_args(Sharding))
         for peer in self.peers:
-            if peer not in TRAIN_PEERS:
-                raise ConfigError(f"unknown peer {peer!r}; known: {', '.join(TRAIN_PEERS)}")
+            check_choice("peer", peer, TRAIN_PEERS)
         if self.vocab < 257:
-            raise ConfigError(f"vocab must be at least 257, the bytes and the end of a text; got {self.vocab}")
+            raise ConfigError(f"vocab must be at least 257 (256 bytes and the end of text); got {self.vocab}")
         if self.experts % self.ranks:
             raise ConfigError(
-                f"experts must divide by ranks, as the peers need it; got {self.experts} experts, {self.ranks} ranks"
+                f"experts must be divisible by ranks for the peers; got {self.experts} experts, {self.ranks} ranks"
             )
 
     @property
     def tokens(self) -> int:
-        """Of one step, over all ranks."""
+        """Tokens per step over all ranks."""
         return self.ranks * self.batch * self.seq_len
 
     @property
     def overrides(self) -> list[str]:
-        """The part of a ``TrainConfig`` that these settings say, as ``train.config.load`` takes it.
+        """Overrides of a ``TrainConfig`` for ``train.config.load``.
 
-        No auxiliary loss: Hugging Face's is another function of the routing, so contestants could not be compared.
+        The auxiliary loss is 0, because that of Hugging Face is a different function of the routing.
         """
         return [
             f"run.seed={self.seed}",
@@ -92,18 +93,18 @@ class TrainBench:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the settings as JSON values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return values | {"peers": list(self.peers), "dtype": "float32"}
 
 
 MODEL_KEYS = ("hidden", "layers", "heads", "kv_heads", "experts", "top_k", "ffn", "vocab")
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
-"""AdamW, the same for all: decay on matrices, no warm-up, no clipping."""
+"""AdamW settings of all contestants: weight decay on matrices only, no warm-up, no clipping."""
 
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "comm": {"hidden": 256, "heads": 4, "kv_heads": 2, "experts": 32, "top_k": 8, "ffn": 128, "batch": 8},
     "compute": {"hidden": 512, "heads": 8, "kv_heads": 4, "experts": 8, "top_k": 2, "ffn": 1024, "batch": 4},
 }
-"""Communication-heavy: eight of many small experts a token, which travels to all of them. Compute-heavy: few wide
-experts, as in Mixtral. One to two seconds a step on a core of 75 GFLOP/s."""
+"""Communication-heavy: many small experts, 8 per token. Compute-heavy: few wide experts, as in Mixtral. A step takes
+one to two seconds on a core with 75 GFLOP/s."""

@@ -1,1 +1,1 @@
-"""``moe-comm tune``: how many chunks, or which kernel, is fastest here."""
+"""``moe-comm tune``: measure the fastest number of chunks or kernel."""

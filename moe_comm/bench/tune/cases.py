@@ -1,4 +1,4 @@
-"""What ``moe-comm tune`` measures: each operator with inputs of a shape. Another is a class and a line in CASES."""
+"""Operators that ``moe-comm tune`` measures. A new operator needs a class and an entry in ``CASES``."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.meeting import channel_of
+from moe_comm.comm.group_setup import channel_of
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.overlap.cost import Work
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.overlap.matmul_scatter import matmul_scatter
 from moe_comm.overlap.options import Overlap
+from moe_comm.overlap.tuning.cost import OperatorWork
 from moe_comm.topology import ExpertPlacement
 
 EXPERTS, TOP_K = 8, 2
-"""Of an MoE layer: experts of a rank, and of a token."""
+"""Experts per rank and per token."""
 
 
 @dataclass
-class Ground:
-    """What cases of one run share."""
+class TuneContext:
+    """Group, dtype and device of all cases of a run."""
 
     group: ProcessGroup
     dtype: torch.dtype
@@ -42,53 +42,59 @@ class Ground:
 
     @cached_property
     def channel(self) -> Channel:
-        """Of linear layers. Collective."""
+        """Channel of linear layers. Collective."""
         return channel_of(self.group)
 
     @cached_property
     def dispatcher(self) -> AllToAllDispatcher:
-        """Of MoE layers. Collective."""
+        """Dispatcher of MoE layers. Collective."""
         placement = ExpertPlacement.of(EXPERTS * self.world, self.world)
         return AllToAllDispatcher(placement, self.group, self.rank)
 
     def draw(self, *shape: int) -> Tensor:
-        """Normal numbers of this rank's own, which take a gradient."""
+        """Return normally distributed values that require a gradient, different on each rank."""
         generator = torch.Generator().manual_seed(self.seed * 64 + self.rank)
         return torch.randn(*shape, generator=generator).to(self.device, self.dtype).requires_grad_()
 
 
-class Case(ABC):
-    """One operator. ``rows`` of each rank; ``sent`` columns travel, ``other`` do not."""
+class TuneCase(ABC):
+    """One operator with ``rows`` rows per rank. Rows of width ``sent`` are transferred, those of ``other`` are not.
+
+    Attributes:
+        leaves: tensors whose gradients the backward pass computes.
+        copies: number of copies of a row.
+        groups: number of GEMMs over which the rows are distributed.
+    """
 
     operator: ClassVar[str]
 
-    def __init__(self, ground: Ground, rows: int, sent: int, other: int) -> None:
+    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
         self.ground, self.rows, self.sent, self.other = ground, rows, sent, other
 
     leaves: tuple[Tensor, ...]
-    """Whose gradients backward computes."""
     copies, groups = 1, 1
-    """Of a row, and products that all rows are spread over."""
 
     @property
     def channel(self) -> Channel:
         return self.ground.channel
 
-    def work(self, direction: str) -> Work:
-        """As the operator asks for it, where it is asked for ``auto``."""
+    def work(self, direction: str) -> OperatorWork:
+        """Return the work as the operator describes it to the tuner for ``Overlap("auto")``."""
         rows, world = self.rows * self.copies, self.ground.world
         rows *= world if self.groups == 1 else 1
-        return Work(self.operator, direction, rows, self.sent, self.other, self.ground.dtype, world, self.groups)
+        return OperatorWork(
+            self.operator, direction, rows, self.sent, self.other, self.ground.dtype, world, self.groups
+        )
 
     @abstractmethod
     def prepare(self, overlap: Overlap) -> Callable[[], Tensor]:
-        """The forward pass. Collective."""
+        """Return the forward pass. Collective."""
 
 
-class GatherMatmul(Case):
+class GatherMatmulCase(TuneCase):
     operator = "gather_matmul"
 
-    def __init__(self, ground: Ground, rows: int, sent: int, other: int) -> None:
+    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
         super().__init__(ground, rows, sent, other)
         self.leaves = ground.draw(rows, sent), ground.draw(other, sent)
 
@@ -97,10 +103,10 @@ class GatherMatmul(Case):
         return lambda: gather_matmul(x, w, self.ground.group, overlap)
 
 
-class MatmulScatter(Case):
+class MatmulScatterCase(TuneCase):
     operator = "matmul_scatter"
 
-    def __init__(self, ground: Ground, rows: int, sent: int, other: int) -> None:
+    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
         super().__init__(ground, rows, sent, other)
         self.leaves = ground.draw(rows * ground.world, other), ground.draw(sent, other)
 
@@ -109,12 +115,12 @@ class MatmulScatter(Case):
         return lambda: matmul_scatter(x, w, self.ground.group, overlap)
 
 
-class _OfExperts(Case):
-    """rows: tokens of each rank, each for ``TOP_K`` experts in turn, so that all get as many."""
+class _ExpertCase(TuneCase):
+    """``rows`` are the tokens per rank. Consecutive tokens select consecutive experts, so experts are balanced."""
 
     copies, groups = TOP_K, EXPERTS
 
-    def __init__(self, ground: Ground, rows: int, sent: int, other: int) -> None:
+    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
         super().__init__(ground, rows, sent, other)
         first = torch.arange(rows) * TOP_K + ground.rank * EXPERTS
         self.ids_TK = ((first[:, None] + torch.arange(TOP_K)) % (EXPERTS * ground.world)).to(ground.device)
@@ -124,10 +130,10 @@ class _OfExperts(Case):
         return self.ground.dispatcher.channel
 
 
-class DispatchMatmul(_OfExperts):
+class DispatchMatmulCase(_ExpertCase):
     operator = "dispatch_matmul"
 
-    def __init__(self, ground: Ground, rows: int, sent: int, other: int) -> None:
+    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
         super().__init__(ground, rows, sent, other)
         self.leaves = ground.draw(rows, sent), ground.draw(EXPERTS, other, sent)
 
@@ -136,12 +142,12 @@ class DispatchMatmul(_OfExperts):
         return lambda: dispatch_matmul(self.ground.dispatcher, x, self.ids_TK, w, overlap)[0]
 
 
-class MatmulCombine(_OfExperts):
-    """The dispatch before it, which says in how many chunks its rows come back, is not timed."""
+class MatmulCombineCase(_ExpertCase):
+    """The preceding dispatch, which determines the number of chunks, is not timed."""
 
     operator = "matmul_combine"
 
-    def __init__(self, ground: Ground, rows: int, sent: int, other: int) -> None:
+    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
         super().__init__(ground, rows, sent, other)
         self._sent_TD = torch.zeros(rows, sent, dtype=ground.dtype, device=ground.device)
         self._weights_TK = ground.draw(rows, TOP_K)
@@ -155,6 +161,6 @@ class MatmulCombine(_OfExperts):
         return lambda: matmul_combine(rows, w, weights, dispatch)
 
 
-CASES: dict[str, type[Case]] = {
-    case.operator: case for case in (GatherMatmul, MatmulScatter, DispatchMatmul, MatmulCombine)
+CASES: dict[str, type[TuneCase]] = {
+    case.operator: case for case in (GatherMatmulCase, MatmulScatterCase, DispatchMatmulCase, MatmulCombineCase)
 }

@@ -1,19 +1,19 @@
-"""``all_gather``: every rank gets all tokens and keeps the rows of its experts.
+"""``all_gather``: every rank gathers all tokens and keeps the rows of its experts.
 
-Where top-k is larger than the number of ranks most tokens go to most ranks anyway, several times over: sending each
-token once to everybody moves fewer bytes than sending it K times (MegaScale-MoE, arXiv 2505.11432, section 3.2).
+If top-k is larger than the number of ranks, most tokens have several experts on most ranks. Sending each token once to
+each rank then moves fewer bytes than sending it K times (MegaScale-MoE, arXiv 2505.11432, section 3.2).
 
-    rank 0: x0 x1, ids ─┐                    ┌─▶ x0 x1 x2 x3, ids ──pick experts 0 1──▶ rows by (expert, source, ...)
+    rank 0: x0 x1, ids ─┐                    ┌─▶ x0 x1 x2 x3, ids ──rows of experts 0 1──▶ ordered by (expert, source)
                         ├─ all-gather ───────┤
-    rank 1: x2 x3, ids ─┘  (padded to the    └─▶ x0 x1 x2 x3, ids ──pick experts 2 3──▶ rows
-                            longest)
+    rank 1: x2 x3, ids ─┘  (padded)          └─▶ x0 x1 x2 x3, ids ──rows of experts 2 3──▶ ordered by (expert, source)
+
 Combine:
 
-    deterministic      each row goes back to its token, as in ``all_to_all``, and is summed in slot order
-    otherwise          each rank sums its experts' rows for every token in fp32, and a reduce-scatter adds the ranks'
-                       sums: fewer bytes if K > 2 W (fp32 sums of 16-bit rows), another order, other bits
+    deterministic      return each row to its token, as in ``all_to_all``, and sum in slot order
+    otherwise          sum the rows of each token on each rank in fp32, then reduce-scatter these partial sums: fewer
+                       bytes if K > 2 W (fp32 sums of 16-bit rows), but another order of sums, and so other bits
 
-Partial sums have no payload: a combine with one sends each row back, whether deterministic or not.
+There is no wire dtype for partial sums. A combine with a wire dtype always returns each row.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from torch import Tensor
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
-from moe_comm.dispatch.group_scales import GROUP, Groups, decode_groups, encode_groups
+from moe_comm.dispatch.group_scales import GROUP, RowGroups, decode_groups, encode_groups
 from moe_comm.dispatch.sums import scale_
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack
-from moe_comm.kernels.wide import wide_dtype
+from moe_comm.kernels.accumulate import accumulate_dtype
 from moe_comm.runtime.memory import take
 
 
 @dataclass(frozen=True)
 class GatheredRoutes(Routes):
-    """gathered_R: flat slot, in the ids of all ranks one after another, of each row here."""
+    """gathered_R: flat slot of each row of this rank, in the concatenated ids of all ranks."""
 
     gathered_R: Tensor
 
 
 class AllGatherDispatcher(AllToAllDispatcher):
-    """Any device and number of hosts; for a top-k larger than the number of ranks."""
+    """For any device and number of hosts. Efficient if top-k is larger than the number of ranks."""
 
     name = "all_gather"
 
-    def own_rows(self, handle: DispatchHandle, leaving: int) -> None:
-        """Rows go to all: the collective counts them."""
+    def own_rows(self, handle: DispatchHandle, sent: int) -> None:
+        """None: the collectives record their bytes."""
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
         routes = self._routes(ids_TK, counts)
         description = describe(header)
-        # Expert ids are below 2^31: the handshake has seen them.
-        ids_PK = self._everywhere(ids_TK.to(torch.int32), counts.tokens_W, description, fill=-1)
+        # int32 is enough: the handshake has checked the range of the ids.
+        ids_PK = self._gather_padded(ids_TK.to(torch.int32), counts.tokens_W, description, fill=-1)
         own = self.local_experts
         local_PK = torch.where((ids_PK >= own.start) & (ids_PK < own.stop), ids_PK - own.start, -1)
         order, _ = plain.order_slots(local_PK, len(own))
         gathered_R = order[: sum(routes.receive)]
-        x_PD = self._rows_everywhere(x_TD, counts.tokens_W, self.options.wire_dtypes.of(header.op), description)
+        x_PD = self._gather_rows(x_TD, counts.tokens_W, self.options.wire_dtypes.of(header.op), description)
         rows_RD = x_PD[gathered_R // ids_TK.shape[1]]
-        handle = self._layout(x_TD, ids_TK, counts, routes, header)
+        handle = self._handle(x_TD, counts, routes, header)
         return rows_RD, replace(handle, state=GatheredRoutes(**vars(routes), gathered_R=gathered_R))
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         if self.options.deterministic or self.options.wire_dtypes.of(header.op).narrows(handle.dtype):
             return super()._sum(rows_RD, weights_TK, handle, header)
-        self.agree_again(header, rows_RD.device)
+        self.check_headers(header, rows_RD.device)
         description = describe(header)
         routes: GatheredRoutes = handle.state
-        rows_RD = rows_RD.to(wide_dtype(rows_RD.dtype))
+        rows_RD = rows_RD.to(accumulate_dtype(rows_RD.dtype))
         if weights_TK is not None:
             rows_RD = rows_RD * self._weights(weights_TK, routes, description).unsqueeze(1)
         longest = max(routes.tokens_W)
@@ -85,42 +85,39 @@ class AllGatherDispatcher(AllToAllDispatcher):
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        self.agree_again(header, grad_TD.device)
+        self.check_headers(header, grad_TD.device)
         description = describe(header)
         routes: GatheredRoutes = handle.state
         weights_R = self._weights(weights_TK, routes, description)
-        grad_PD = self._rows_everywhere(grad_TD, routes.tokens_W, self.options.wire_dtypes.of(header.op), description)
+        grad_PD = self._gather_rows(grad_TD, routes.tokens_W, self.options.wire_dtypes.of(header.op), description)
         grad_RD = take(grad_PD, routes.gathered_R // handle.top_k)
         dots_R = scale_(grad_RD, weights_R, rows_RD)
         return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)
 
     def _weights(self, weights_TK: Tensor, routes: GatheredRoutes, description: str) -> Tensor:
-        """[R] the weight of each row here."""
-        return self._everywhere(weights_TK, routes.tokens_W, description).reshape(-1)[routes.gathered_R]
+        """Return [R], the weight of each row of this rank."""
+        return self._gather_padded(weights_TK, routes.tokens_W, description).reshape(-1)[routes.gathered_R]
 
-    def _rows_everywhere(
+    def _gather_rows(
         self, rows_TD: Tensor, tokens_W: tuple[int, ...], wire_dtype: WireDtype, description: str
     ) -> Tensor:
-        """``_everywhere`` of rows in their payload; groups of rows are those of a rank's tokens, experts apart."""
-        if wire_dtype.scales == "group":
-            return self._groups_everywhere(rows_TD, tokens_W, wire_dtype, description) if max(tokens_W) else rows_TD
-        moved_PX = self._everywhere(pack(rows_TD, wire_dtype), tokens_W, description)
-        return unpack(moved_PX, wire_dtype, rows_TD.shape[1], rows_TD.dtype)
-
-    def _groups_everywhere(
-        self, rows_TD: Tensor, tokens_W: tuple[int, ...], wire_dtype: WireDtype, description: str
-    ) -> Tensor:
+        """Gather rows in their wire dtype. Group scales are shared by consecutive tokens of a rank."""
+        if wire_dtype.scales != "group":
+            packed_PX = self._gather_padded(pack(rows_TD, wire_dtype), tokens_W, description)
+            return unpack(packed_PX, wire_dtype, rows_TD.shape[1], rows_TD.dtype)
         longest, device = max(tokens_W), rows_TD.device
+        if not longest:
+            return rows_TD
         groups_W = tuple(-(-tokens // GROUP) for tokens in tokens_W)
-        own = Groups.of(np.array([rows_TD.shape[0]]), (0, 1), device)
+        own = RowGroups.of(np.array([rows_TD.shape[0]]), (0, 1), device)
         packed_TX, scale_GD = encode_groups(rows_TD, own, wire_dtype)
-        packed_PX = self._everywhere(packed_TX, tokens_W, description)
-        scale_PD = self._everywhere(scale_GD, groups_W, description)
-        every = Groups.of(np.full(self.world, longest), range(self.world + 1), device)  # padded as the rows are
-        return decode_groups(packed_PX, scale_PD, every, rows_TD.dtype)
+        packed_PX = self._gather_padded(packed_TX, tokens_W, description)
+        scale_PD = self._gather_padded(scale_GD, groups_W, description)
+        padded = RowGroups.of(np.full(self.world, longest), range(self.world + 1), device)
+        return decode_groups(packed_PX, scale_PD, padded, rows_TD.dtype)
 
-    def _everywhere(self, tensor_TX: Tensor, tokens_W: tuple[int, ...], description: str, fill: float = 0) -> Tensor:
-        """[W * longest, X] of every rank, each padded to the longest with ``fill``."""
+    def _gather_padded(self, tensor_TX: Tensor, tokens_W: tuple[int, ...], description: str, fill: float = 0) -> Tensor:
+        """Return [W * longest, X], the tensors of all ranks padded with ``fill`` to the longest one."""
         longest = max(tokens_W)
         if not longest:
             return tensor_TX

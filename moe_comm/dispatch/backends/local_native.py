@@ -1,4 +1,4 @@
-"""``local`` on CPU tensors: the native core sorts rows into warm memory; other tensors go through plain torch."""
+"""``local`` on CPU tensors: the native core sorts rows into reused memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moe_comm.comm.header import Header
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.backends.native import NativeRows, supported
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.runtime.memory import DTYPE_CODES, native, private_heap
+from moe_comm.runtime.memory import DTYPE_CODES, native, native_is_built, private_heap
 from moe_comm.topology import ExpertPlacement
 
 
 class NativeLocalDispatcher(LocalDispatcher):
-    """All experts here; fp32, bf16 and fp16 on the CPU by the native core, the rest by ``LocalDispatcher``."""
+    """Holds all experts. fp32, bf16 and fp16 rows on the CPU use the native core, others ``LocalDispatcher``."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class NativeLocalDispatcher(LocalDispatcher):
         self._rows = NativeRows(private_heap(), placement.offsets, rank)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Warm memory on the CPU, else what torch gives."""
+        """Return reused memory on the CPU, and a new tensor elsewhere."""
         if device.type == "cpu" and dtype in DTYPE_CODES:
             return self._rows.empty_rows(num_rows, width, dtype)
         return super().empty_rows(num_rows, width, dtype, device)
@@ -40,13 +40,21 @@ class NativeLocalDispatcher(LocalDispatcher):
         return super()._send(x_TD, ids_TK, header)
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
-        if isinstance(handle.state, self._core.DispatchHandle):
+        if isinstance(handle.state, self._core.Layout):
             return self._rows.sum(rows_RD, weights_TK, handle, header)
         return super()._sum(rows_RD, weights_TK, handle, header)
 
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(handle.state, self._core.DispatchHandle):
+        if isinstance(handle.state, self._core.Layout):
             return self._rows.spread(grad_TD, rows_RD, weights_TK, handle, header)
         return super()._spread(grad_TD, rows_RD, weights_TK, handle, header)
+
+
+def local_dispatcher(
+    placement: ExpertPlacement, group: ProcessGroup | None, options: DispatchOptions
+) -> LocalDispatcher:
+    """Return a dispatcher for one rank that holds all experts, with the native core if it is built."""
+    kind = NativeLocalDispatcher if native_is_built() else LocalDispatcher
+    return kind(placement, group, 0, options)

@@ -1,10 +1,10 @@
-"""Dispatch and combine in the native core; ``local`` and ``shared_memory`` on CPU tensors."""
+"""Dispatch and combine of CPU tensors in the native core, for ``local`` and ``shared_memory``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -20,26 +20,50 @@ if TYPE_CHECKING:
 
 
 def supported(x: Tensor) -> bool:
-    """Whether the native core can move this tensor's rows."""
+    """Return whether the native core can move rows of this tensor."""
     return x.device.type == "cpu" and x.dtype in DTYPE_CODES
 
 
 def _dense(x: Tensor) -> Tensor:
-    """``x`` with unit stride along its rows' elements; rows themselves may be any distance apart."""
+    """Return ``x`` with unit stride inside rows. The stride between rows is arbitrary."""
     return x if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= 0 else x.contiguous()
 
 
-def _fault_of(header: Header) -> tuple[int, str]:
-    """As the native core takes it."""
-    return fault_word(header.fault), str(header.fault)
+def _fault_args(header: Header) -> tuple[int, str]:
+    """Return the fault of ``header`` as arguments of the native core."""
+    return (0, "") if header.fault is None else (fault_word(header.fault), str(header.fault))
 
 
-class _Underway:
-    """A transfer between its halves. Leaving the ``with`` ends it: for all ranks, or, by an exception, as an error that
-    the others hear of. One thread does it all."""
+def _spread_args(
+    header: Header,
+    handle: DispatchHandle,
+    grad_TD: Tensor,
+    rows_RD: Tensor | None,
+    weights_TK: Tensor,
+    grad_TK: Tensor | None,
+) -> tuple[Any, ...]:
+    return (
+        header.compared(),
+        header.label,
+        handle.state,
+        grad_TD.data_ptr(),
+        grad_TD.stride(0) * grad_TD.element_size(),
+        0 if rows_RD is None else rows_RD.data_ptr(),
+        0 if rows_RD is None else rows_RD.stride(0) * rows_RD.element_size(),
+        weights_TK.data_ptr(),
+        rows_RD is not None,
+        0 if grad_TK is None else grad_TK.data_ptr(),
+    )
+
+
+class _PendingTransfer:
+    """A transfer in flight, for use in a ``with`` block by one thread.
+
+    Leaving the block completes the transfer. An exception aborts it, and the other ranks raise ``PeerError``.
+    """
 
     _native: _C.Arriving | _C.Leaving
-    _of: NativeRows
+    _rows: NativeRows
 
     def __enter__(self) -> Self:
         return self
@@ -49,78 +73,78 @@ class _Underway:
             if kind is None:
                 self._native.finish()
         finally:
-            self._native.abandon()  # does nothing once it is finished
+            self._native.abandon()  # has no effect after finish
             if not self._native.finished():
-                self._of.leave_behind(self)
+                self._rows.retain(self)
 
 
-class ArrivingRows(_Underway):
-    """Rows on their way to this rank's experts. ``rows_RD``: this rank's own stand, those of ``next`` peers, too."""
+class IncomingRows(_PendingTransfer):
+    """Rows in transfer to this rank's experts.
+
+    ``rows_RD`` is the destination. This rank's own rows are complete. Rows of a peer are complete after ``next``
+    returns it, or once ``ready(peer)`` is True.
+    """
 
     def __init__(
-        self, of: NativeRows, native: _C.Arriving, rows_RD: Tensor, handle: DispatchHandle, *kept: object
+        self, rows: NativeRows, native: _C.Arriving, rows_RD: Tensor, handle: DispatchHandle, *buffers: object
     ) -> None:
-        self._of, self._native, self._arriving = of, native, native
+        self._rows, self._native, self._arriving = rows, native, native
         self.rows_RD, self.handle = rows_RD, handle
-        self._kept = kept  # peers may be reading and writing it
+        self._buffers = buffers  # peers may read and write them
 
     def ready(self, peer: int) -> bool:
-        """Whether all rows of ``peer`` stand."""
+        """Return whether all rows of ``peer`` are complete."""
         return self._arriving.ready(peer)
 
     def next(self, peers: Sequence[int]) -> int:
-        """The first of ``peers`` of which they do, once there is one.
+        """Wait until the rows of one of ``peers`` are complete, and return the first such peer.
 
         Raises:
-            PeerDied, PeerTimeout: none comes. PeerError: a rank failed.
+            PeerDied, PeerTimeout: a rank died, or did not send in time.
+            PeerError: a rank failed.
         """
         return self._arriving.next(peers)
 
 
-class LeavingRows(_Underway):
-    """Results of this rank's experts that peers read where they stand, once they do."""
+class OutgoingRows(_PendingTransfer):
+    """Outputs of this rank's experts, which peers read in place when they are complete."""
 
-    def __init__(
-        self,
-        native: _C.Leaving,
-        rows_RD: Tensor,
-        y_TD: Tensor,
-        rows: NativeRows,
-        header: Header,
-    ) -> None:
+    def __init__(self, native: _C.Leaving, rows_RD: Tensor, y_TD: Tensor, rows: NativeRows, header: Header) -> None:
         self._native = self._leaving = native
-        self._of, self._header, self._y_TD = rows, header, y_TD
+        self._rows, self._header, self._y_TD = rows, header, y_TD
         self._rows_RD = rows_RD  # peers read it
 
     def raise_flag(self, peer: int) -> None:
-        """The rows that ``peer`` dispatched stand."""
+        """Mark the rows that ``peer`` dispatched as complete."""
         self._leaving.raise_flag(peer)
 
     def ready(self) -> bool:
-        """Whether ``sum`` would not wait."""
+        """Return whether ``sum`` would return without waiting."""
         return self._leaving.ready()
 
     def sum(self, weights_TK: Tensor | None) -> Tensor:
-        """[T, D] the sum of each token's rows, once all stand; this rank's own do.
+        """Wait for all rows of this rank's tokens and return their sum, [T, D]. Call it after flags for all peers.
 
         Raises:
-            RankMismatch: on every rank. PeerDied, PeerTimeout: a rank is gone, or does not come. PeerError: it failed.
+            RankMismatch: on every rank.
+            PeerDied, PeerTimeout: a rank died, or did not call in time.
+            PeerError: a rank failed.
         """
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         try:
             self._leaving.sum(0 if weights_TK is None else weights_TK.data_ptr(), self._y_TD.data_ptr())
-        except self._of.errors as error:
-            raise self._of.explained(error, self._header) from None
+        except self._rows.errors as error:
+            raise self._rows.translated(error, self._header) from None
         return self._y_TD
 
 
 class NativeRows:
     """The three primitives of ``Dispatcher`` on a ``_C.Transfer``.
 
-    comm: None where this process holds all experts. timeout_s: how long it waits for a peer in these calls.
-
-    Attributes:
-        errors: what the native core raises.
+    Args:
+        expert_offsets: first expert of each rank, and the number of experts.
+        comm: None if this process holds all experts.
+        timeout_s: deadline of waits for a peer.
     """
 
     def __init__(
@@ -141,20 +165,23 @@ class NativeRows:
         )
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """A block of this rank's heap, which peers read in place."""
+        """Return a block of this rank's heap, which peers read in place."""
         return block(self.heap, num_rows, width, dtype)
 
-    def start_send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> ArrivingRows:
-        """The first half of ``send``: this rank's rows stand where they belong, the peers' may be on their way."""
+    def _set_deadline(self) -> None:
+        if self._comm is not None and self._comm.core_timeout_s != self._timeout_s:
+            self._comm.set_core_timeout(self._timeout_s)
+
+    def start_send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
+        """Start ``send``. This rank's own rows are complete on return; rows of peers may be in flight."""
         tokens, hidden = (x_TD.shape[0], x_TD.shape[1]) if header.fault is None else (0, header.hidden)
-        fault, text = (0, "") if header.fault is None else _fault_of(header)
+        fault, text = _fault_args(header)
         if not fault:
             x_TD = _dense(x_TD)
             ids_TK = ids_TK.to(torch.int64).contiguous()
-        if self._comm is not None and self._comm.limit_s != self._timeout_s:
-            self._comm.limit(self._timeout_s)
+        self._set_deadline()
         try:
-            capsule, native_layout, arriving = self._transfer.start_send(
+            capsule, state, arriving = self._transfer.start_send(
                 header.compared(),
                 header.label,
                 fault,
@@ -168,37 +195,23 @@ class NativeRows:
                 DTYPE_CODES.get(header.dtype, 0),
             )
         except self.errors as error:
-            raise self.explained(error, header) from None
-        rows = native_layout.rows
+            raise self.translated(error, header) from None
+        rows = state.rows
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        handle = DispatchHandle(
-            num_tokens=tokens,
-            top_k=header.top_k,
-            hidden=hidden,
-            dtype=header.dtype,
-            device=x_TD.device,
-            rows_per_expert=native_layout.rows_per_expert,
-            num_rows=rows,
-            num_dropped=native_layout.dropped,
-            label=header.label,
-            state=native_layout,
-            call=header.seq,
-            maker=header.maker,
-        )
-        return ArrivingRows(self, arriving, rows_RD, handle, capsule)
+        handle = DispatchHandle.of(header, x_TD, state.rows_per_expert, rows, state.dropped, state)
+        return IncomingRows(self, arriving, rows_RD, handle, capsule)
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
-        """Dispatch; see ``Dispatcher._send``. One native call."""
+        """Dispatch with one native call; see ``Dispatcher._send``."""
         if header.fault is not None:
-            with self.start_send(x_TD, ids_TK, header) as arriving:
-                return arriving.rows_RD, arriving.handle
+            with self.start_send(x_TD, ids_TK, header) as incoming:
+                return incoming.rows_RD, incoming.handle
         if not x_TD.is_contiguous():
             x_TD = _dense(x_TD)
         if ids_TK.dtype is not torch.int64 or not ids_TK.is_contiguous():
             ids_TK = ids_TK.to(torch.int64).contiguous()
         (tokens, hidden), dtype = x_TD.shape, x_TD.dtype
-        if self._comm is not None and self._comm.limit_s != self._timeout_s:
-            self._comm.limit(self._timeout_s)
+        self._set_deadline()
         try:
             capsule, state, sizes, rows, dropped = self._transfer.send(
                 header.compared(),
@@ -212,52 +225,37 @@ class NativeRows:
                 DTYPE_CODES[dtype],
             )
         except self.errors as error:
-            raise self.explained(error, header) from None
+            raise self.translated(error, header) from None
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        return rows_RD, DispatchHandle(
-            tokens,
-            header.top_k,
-            hidden,
-            dtype,
-            x_TD.device,
-            sizes,
-            rows,
-            dropped,
-            header.label,
-            state,
-            header.seq,
-            header.maker,
-        )
+        return rows_RD, DispatchHandle.of(header, x_TD, sizes, rows, dropped, state)
 
-    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> LeavingRows:
-        """The first half of ``sum``. rows_RD: a block of ``empty_rows`` that is filled while flags rise."""
-        # Now: that there is no room would be no news to the others.
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
+        """Start ``sum``. ``rows_RD`` is a block of ``empty_rows``; the caller fills it and raises flags."""
+        # Allocate before the call: an allocation failure after it would not be reported to the peers.
         y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
-        if self._comm is not None and self._comm.limit_s != self._timeout_s:
-            self._comm.limit(self._timeout_s)
+        self._set_deadline()
         try:
             leaving = self._transfer.start_sum(
                 header.compared(),
                 header.label,
-                *((0, "") if header.fault is None else _fault_of(header)),
+                *_fault_args(header),
                 handle.state,
                 rows_RD.data_ptr(),
                 rows_RD.stride(0) * rows_RD.element_size(),
                 False,  # computed
             )
         except self.errors as error:
-            raise self.explained(error, header) from None
-        return LeavingRows(leaving, rows_RD, y_TD, self, header)
+            raise self.translated(error, header) from None
+        return OutgoingRows(leaving, rows_RD, y_TD, self, header)
 
     def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
-        """Combine; see ``Dispatcher._sum``. One native call."""
+        """Combine with one native call; see ``Dispatcher._sum``."""
         if not rows_RD.is_contiguous():
             rows_RD = _dense(rows_RD)
         if weights_TK is not None and not weights_TK.is_contiguous():
             weights_TK = weights_TK.contiguous()
         y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
-        if self._comm is not None and self._comm.limit_s != self._timeout_s:
-            self._comm.limit(self._timeout_s)
+        self._set_deadline()
         try:
             self._transfer.sum(
                 header.compared(),
@@ -274,37 +272,27 @@ class NativeRows:
 
     def start_spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
-    ) -> tuple[ArrivingRows, Tensor | None]:
-        """The first half of ``spread``; the gradient of the weights is there already."""
+    ) -> tuple[IncomingRows, Tensor | None]:
+        """Start ``spread``. The gradient of the weights is complete on return."""
         grad_TD = _dense(grad_TD)
         rows = None if rows_RD is None else _dense(rows_RD)
         weights_TK = weights_TK.contiguous()
         grad_TK = None if rows is None else torch.empty(handle.num_tokens, handle.top_k)
-        if self._comm is not None and self._comm.limit_s != self._timeout_s:
-            self._comm.limit(self._timeout_s)
+        self._set_deadline()
         try:
             capsule, arriving = self._transfer.start_spread(
-                header.compared(),
-                header.label,
-                handle.state,
-                grad_TD.data_ptr(),
-                grad_TD.stride(0) * grad_TD.element_size(),
-                0 if rows is None else rows.data_ptr(),
-                0 if rows is None else rows.stride(0) * rows.element_size(),
-                weights_TK.data_ptr(),
-                rows is not None,
-                0 if grad_TK is None else grad_TK.data_ptr(),
+                *_spread_args(header, handle, grad_TD, rows, weights_TK, grad_TK)
             )
         except self.errors as error:
-            raise self.explained(error, header) from None
+            raise self.translated(error, header) from None
         some = handle.num_rows and handle.hidden
         grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(handle.num_rows, handle.hidden)
-        return ArrivingRows(self, arriving, grad_RD, handle, capsule, rows), grad_TK
+        return IncomingRows(self, arriving, grad_RD, handle, capsule, rows), grad_TK
 
     def spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        """Combine backward; see ``Dispatcher._spread``. One native call."""
+        """Run the backward of combine with one native call; see ``Dispatcher._spread``."""
         if not grad_TD.is_contiguous():
             grad_TD = _dense(grad_TD)
         if rows_RD is not None and not rows_RD.is_contiguous():
@@ -312,45 +300,33 @@ class NativeRows:
         if not weights_TK.is_contiguous():
             weights_TK = weights_TK.contiguous()
         grad_TK = None if rows_RD is None else torch.empty(handle.num_tokens, handle.top_k)
-        if self._comm is not None and self._comm.limit_s != self._timeout_s:
-            self._comm.limit(self._timeout_s)
+        self._set_deadline()
         try:
-            capsule = self._transfer.spread(
-                header.compared(),
-                header.label,
-                handle.state,
-                grad_TD.data_ptr(),
-                grad_TD.stride(0) * grad_TD.element_size(),
-                0 if rows_RD is None else rows_RD.data_ptr(),
-                0 if rows_RD is None else rows_RD.stride(0) * rows_RD.element_size(),
-                weights_TK.data_ptr(),
-                rows_RD is not None,
-                0 if grad_TK is None else grad_TK.data_ptr(),
-            )
+            capsule = self._transfer.spread(*_spread_args(header, handle, grad_TD, rows_RD, weights_TK, grad_TK))
         except BaseException as error:
             raise self._failed(error, header, rows_RD) from None
         some = handle.num_rows and handle.hidden
         grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(handle.num_rows, handle.hidden)
         return grad_RD, grad_TK
 
-    def leave_behind(self, kept: object) -> None:
-        """Keep what peers may still be reading after an error: no other rows may stand there."""
+    def retain(self, buffers: object) -> None:
+        """Keep memory that peers may still read after an error, so that it is not reused."""
         if self._comm is not None:
-            self._comm.left_behind.append(kept)
+            self._comm.retained.append(buffers)
 
     def _failed(self, error: BaseException, header: Header, rows_RD: Tensor | None) -> BaseException:
-        """What to raise for ``error`` of a whole operation, in which peers read ``rows_RD``."""
-        if not isinstance(error, native().HandshakeFailed):  # after which nobody reads
-            self.leave_behind(rows_RD)
-        return self.explained(error, header) if isinstance(error, self.errors) else error
+        """Return the exception to raise for an operation in which peers read ``rows_RD``."""
+        if not isinstance(error, native().HandshakeFailed):  # after a failed handshake no peer reads
+            self.retain(rows_RD)
+        return self.translated(error, header) if isinstance(error, self.errors) else error
 
-    def explained(self, error: Exception, header: Header) -> Exception:
-        """``error`` of the native core as every rank raises it, marked as known to all."""
-        known: Exception = error
+    def translated(self, error: Exception, header: Header) -> Exception:
+        """Return the exception that every rank raises for ``error`` of the native core. It is marked as known."""
+        result: Exception = error
         if not isinstance(error, MoeCommError):
             headers: list[bytes] = error.headers  # type: ignore[attr-defined]
-            known = failure(headers, self.rank, header)
-            if len(headers) == 1 and isinstance(known, RoutingError):
-                known = RoutingError(str(known).removeprefix("rank 0: "))
-        mark_known(known)
-        return known
+            result = failure(headers, self.rank, header)
+            if len(headers) == 1 and isinstance(result, RoutingError):
+                result = RoutingError(str(result).removeprefix("rank 0: "))
+        mark_known(result)
+        return result

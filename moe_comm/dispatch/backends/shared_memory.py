@@ -1,7 +1,7 @@
-"""``shared_memory``: CPU ranks of one host move rows straight into each other's heaps.
+"""``shared_memory``: CPU ranks of one host copy rows directly into each other's heaps.
 
-Each row is gathered once from the caller's tensor to its final place at the owner of its expert; combine reads the
-owners' output rows where they lie. The protocol is in csrc/cpu/communicator.h, the copying in csrc/cpu/transfer.h.
+Dispatch copies each row once, from the caller's tensor to its final position at the owner of its expert. Combine reads
+the output rows of the owners in place. csrc/cpu/communicator.h defines the protocol, csrc/cpu/transfer.h the copies.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.group_setup import heap_of
 from moe_comm.comm.header import Header
-from moe_comm.comm.meeting import heap_of
 from moe_comm.comm.shared_heap import SharedOptions
-from moe_comm.dispatch.backends.native import ArrivingRows, LeavingRows, NativeRows
+from moe_comm.dispatch.backends.native import IncomingRows, NativeRows, OutgoingRows
 from moe_comm.dispatch.base import ID_DTYPES, Dispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
@@ -23,7 +23,7 @@ from moe_comm.topology import ExpertPlacement
 
 
 class SharedMemoryDispatcher(Dispatcher):
-    """CPU ranks on one host; zero-copy. Construction is collective over ``group``."""
+    """Zero-copy transfer between CPU ranks of one host. Construction is collective over ``group``."""
 
     name = "shared_memory"
 
@@ -44,43 +44,51 @@ class SharedMemoryDispatcher(Dispatcher):
         del self.shared, self._rows
 
     def set_step(self, step: int) -> None:
-        """Tell the training step, for the reports that errors carry."""
+        """Set the training step that error reports show."""
         self.shared.communicator.set_step(step)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A block of this rank's heap, which peers read in place; for rows it does not move, what torch gives."""
+        """Return a block of this rank's heap, which peers read in place. Other dtypes and devices get a new tensor."""
         if device.type != "cpu" or dtype not in DTYPE_CODES:
             return super().empty_rows(num_rows, width, dtype, device)
         return self._rows.empty_rows(num_rows, width, dtype)
 
-    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> ArrivingRows:
-        """A dispatch whose rows may still be on their way; as all three ``start_*``, without autograd, and what it
-        returns has to be entered and left (``with``) before the group does anything else."""
+    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
+        """Start a dispatch without autograd.
+
+        The three ``start_*`` methods return an object that the caller must use as a context manager before the group's
+        next operation. Rows of peers may be in flight when they return.
+        """
         if header.fault is None:
             x_TD = rounded(x_TD, self.options.wire_dtypes.of(header.op))
         return self._rows.start_send(x_TD, ids_TK, header)
 
-    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> LeavingRows:
-        """A combine, or a dispatch's backward, of rows that are computed meanwhile, into a block of ``empty_rows``."""
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
+        """Start a combine, or the backward of a dispatch, of rows that the caller then computes.
+
+        Args:
+            rows_RD: uninitialised, from ``empty_rows``.
+            handle, header: of the operation.
+        """
         return self._rows.start_sum(rows_RD, handle, header)
 
     def start_spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
-    ) -> tuple[ArrivingRows, Tensor | None]:
-        """A combine's backward whose rows may still be on their way. The weights' gradient [T, K] is there."""
+    ) -> tuple[IncomingRows, Tensor | None]:
+        """Start the backward of a combine. The gradient of the weights, [T, K], is complete on return."""
         grad_TD = rounded(grad_TD, self.options.wire_dtypes.of(header.op))
         return self._rows.start_spread(grad_TD, rows_RD, weights_TK, handle, header)
 
     @property
     def handshakes(self) -> bool:
-        """Headers are compared in shared memory, in every operation."""
+        """True: every operation compares headers in shared memory."""
         return True
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
         shape, ids_shape = x_TD.shape, ids_TK.shape
         fits = len(shape) == len(ids_shape) == 2 and shape[0] == ids_shape[0] and ids_shape[1] > 0
         if fits and x_TD.is_cpu and ids_TK.is_cpu and x_TD.dtype in DTYPE_CODES and ids_TK.dtype in ID_DTYPES:
-            return None  # what follows finds nothing, and takes longer; ids out of range are found while counting
+            return None  # fast path; the native core checks the range of ids when it counts slots
         if not x_TD.is_cpu or x_TD.dtype not in DTYPE_CODES:
             return InputError(
                 f"shared_memory moves float32, bfloat16 and float16 rows on the CPU; got {x_TD.dtype} on {x_TD.device}"
@@ -90,7 +98,7 @@ class SharedMemoryDispatcher(Dispatcher):
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None
 
-    def own_rows(self, handle: DispatchHandle, leaving: int) -> int:
+    def own_rows(self, handle: DispatchHandle, sent: int) -> int:
         own: int = handle.state.own
         return own
 

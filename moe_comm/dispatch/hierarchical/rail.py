@@ -1,15 +1,15 @@
-"""Rows between the ranks in one place on every host, for ``hierarchical``: cut into pieces that travel side by side.
+"""Transfers between ranks with the same local rank on all hosts (a rail), in chunks that are in flight together.
 
-    leaving, by host      | host 0: own ........ | host 1 ...................... | host 2 ............. |
-    pieces of each far host's block              |   0   |    1    |      2      |   0  |   1   |   2   |
-    exchanges             piece 0 of every far block, then piece 1 of every far block, then piece 2; in flight together
+    rows sent, by host    | host 0: own ........ | host 1 ...................... | host 2 ............. |
+    chunks of far blocks                         |   0   |    1    |      2      |   0  |   1   |   2   |
+    exchanges             chunk 0 of every far block, then chunk 1 of every far block, then chunk 2
 
-A backend that works off one large message one way at a time keeps both ways of a link busy with several. Rows are
-packed piece by piece while pieces in front of them are on the wire, and what a piece brings is unpacked and put in its
-place while those behind it are. Rows of the own host do not come here: they are moved inside it meanwhile.
+A backend may process a large message in one direction at a time. Several messages keep both directions of a link busy.
+Rows of a chunk are packed while earlier chunks are in flight, and unpacked while later chunks are in flight. Rows of
+the own host are moved inside it meanwhile.
 
-Every exchange is a collective of all ranks, most of whose parts are empty: any of them that is gone or late is noticed
-by all, and named as they are numbered.
+Every exchange is a collective of all ranks, with no rows between most of them. All ranks therefore detect a rank that
+died or is late, and errors have the rank numbers of the whole group.
 """
 
 from __future__ import annotations
@@ -29,74 +29,76 @@ from moe_comm.errors import ConfigError
 from moe_comm.runtime.memory import warm_rows
 
 T = TypeVar("T")
-Spans = list[range]
-"""Runs of rows, one of each of several blocks."""
+RowRanges = list[range]
+"""One row range of each of several blocks."""
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """How rows between hosts are cut. Bits and bytes do not depend on it.
+class ChunkOptions:
+    """How rows between hosts are divided into chunks. Does not change results or the number of bytes.
 
-    least_bytes: of the largest block from one rank to another in each piece, if there is more than one. most: pieces.
+    Args:
+        min_bytes: minimum size of the largest block between two ranks in each chunk, if there are several chunks.
+        max_chunks: maximum number of chunks. 1 sends all rows in one message.
 
     Raises:
-        ConfigError: numbers below 1.
+        ConfigError: a number below 1.
     """
 
-    least_bytes: int = 256 << 10
-    most: int = 8
+    min_bytes: int = 256 << 10
+    max_chunks: int = 8
 
     def __post_init__(self) -> None:
-        if self.least_bytes < 1 or self.most < 1:
+        if self.min_bytes < 1 or self.max_chunks < 1:
             raise ConfigError(
-                f"pieces need least_bytes and most of at least 1; got {self.least_bytes} and {self.most}. "
-                "Pieces(most=1) sends rows whole"
+                f"min_bytes and max_chunks must be at least 1; got {self.min_bytes} and {self.max_chunks}. "
+                "ChunkOptions(max_chunks=1) sends all rows in one message"
             )
 
     def count(self, num_bytes: int) -> int:
-        """Pieces where the largest block has ``num_bytes``."""
-        return max(1, min(self.most, num_bytes // self.least_bytes))
+        """Return the number of chunks if the largest block has ``num_bytes``."""
+        return max(1, min(self.max_chunks, num_bytes // self.min_bytes))
 
 
 @dataclass(frozen=True)
-class Arriving:
-    """Rows on their way: one block from each host, in order of host.
+class PendingBlocks:
+    """Rows in flight: one block from each host, in order of host.
 
-    own: where this host's block belongs. pieces: of the others' blocks, in the order in which they come.
+    own: row range of this host's block. chunks: of the other blocks, in order of arrival.
     """
 
     num_rows: int
     own: range
-    pieces: tuple[tuple[Spans, PendingTensor], ...]
+    chunks: tuple[tuple[RowRanges, PendingTensor], ...]
 
-    def parts(self) -> Iterator[tuple[range, Tensor]]:
-        """Where rows of other hosts belong, and the rows, as they come. To be gone through once, to its end."""
-        for spans, pending in self.pieces:
+    def completed(self) -> Iterator[tuple[range, Tensor]]:
+        """Yield row ranges of other hosts' blocks and their rows, as they arrive. Iterate once, to the end."""
+        for ranges, pending in self.chunks:
             rows_NX, start = pending(), 0
-            for span in spans:
-                yield span, rows_NX[start : start + len(span)]
-                start += len(span)
+            for rows in ranges:
+                yield rows, rows_NX[start : start + len(rows)]
+                start += len(rows)
 
-    def take(self, change: Callable[[Tensor], Tensor], own_PX: Tensor) -> Tensor:
-        """[num_rows, X] what ``change`` makes of each row that comes, and the own block in its place."""
+    def take(self, decode: Callable[[Tensor], Tensor], own_PX: Tensor) -> Tensor:
+        """Return [num_rows, X]: this host's block, and ``decode`` of the received rows."""
         out_NX = own_PX if len(own_PX) == self.num_rows else self._empty(self.num_rows, own_PX)
         if out_NX is not own_PX:
             out_NX[self.own.start : self.own.stop] = own_PX
-        for span, rows_PX in self.parts():
-            if len(span):
-                out_NX[span.start : span.stop] = change(rows_PX)
+        for rows, rows_PX in self.completed():
+            if len(rows):
+                out_NX[rows.start : rows.stop] = decode(rows_PX)
         return out_NX
 
-    def pick(self, change: Callable[[Tensor], Tensor], own_0X: Tensor, index_N: Tensor) -> Tensor:
-        """[N, X] the rows at ``index_N``, ascending, of ``take`` where the own block is empty."""
-        edges = sorted({edge for spans, _ in self.pieces for span in spans for edge in (span.start, span.stop)})
+    def pick(self, decode: Callable[[Tensor], Tensor], own_0X: Tensor, index_N: Tensor) -> Tensor:
+        """Return [N, X], rows ``index_N`` (ascending) of the result of ``take``, without a block of this host."""
+        edges = sorted({edge for ranges, _ in self.chunks for rows in ranges for edge in (rows.start, rows.stop)})
         places = torch.searchsorted(index_N, index_N.new_tensor(edges)).tolist()
         bounds = dict(zip(edges, places, strict=True))
         out_NX = self._empty(index_N.shape[0], own_0X)
-        for span, rows_PX in self.parts():
-            here = slice(bounds[span.start], bounds[span.stop])
+        for rows, rows_PX in self.completed():
+            here = slice(bounds[rows.start], bounds[rows.stop])
             if here.start < here.stop:
-                torch.index_select(change(rows_PX), 0, index_N[here] - span.start, out=out_NX[here])
+                torch.index_select(decode(rows_PX), 0, index_N[here] - rows.start, out=out_NX[here])
         return out_NX
 
     def _empty(self, rows: int, like_PX: Tensor) -> Tensor:
@@ -104,100 +106,96 @@ class Arriving:
 
 
 class Rail:
-    """Exchanges of one rank with those in its place on other hosts.
+    """Exchanges with the ranks of the same local rank on other hosts. ``wire_bytes`` counts sent bytes by operation."""
 
-    Attributes:
-        wire_bytes: what this rank has sent to other hosts, by operation.
-    """
-
-    def __init__(self, channel: Channel, hosts: HostMap, rank: int, pieces: Pieces) -> None:
+    def __init__(self, channel: Channel, hosts: HostMap, rank: int, chunks: ChunkOptions) -> None:
         self.wire_bytes = dict.fromkeys(OPS, WireBytes())
-        self._channel, self._hosts, self._pieces = channel, hosts, pieces
+        self._channel, self._hosts, self._chunks = channel, hosts, chunks
         self._host = hosts.host(rank)
         self._ranks = hosts.rail(rank)
 
     def start(
         self, tensor_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], header: Header, kind: str
     ) -> PendingTensor:
-        """Start sending the other hosts' blocks of ``tensor_N``; theirs come, in order of host."""
+        """Start exchanging the other hosts' blocks of ``tensor_N``. The result has their blocks, in order of host."""
         return self._start(self.far(tensor_N, send_H), send_H, receive_H, header, kind)
 
     def start_rows(
         self,
-        rows_of: Callable[[Spans], Tensor],
+        rows_of: Callable[[RowRanges], Tensor],
         send_H: Sequence[int],
         receive_H: Sequence[int],
         most_bytes: int,
         header: Header,
-    ) -> Arriving:
-        """Start sending rows in pieces.
+    ) -> PendingBlocks:
+        """Start exchanging rows in chunks.
 
         Args:
-            rows_of: gives runs of the rows that leave, one after the other in one dense tensor [N, X].
-            send_H, receive_H: rows to and from each host; what stays in the own one is not asked for.
-            most_bytes: of the largest block between two ranks, or a bound on it: alike on every rank.
+            rows_of: returns row ranges of the rows to send as one dense tensor [N, X]. It is not called for the own
+                host.
+            send_H, receive_H: rows to and from each host.
+            most_bytes: size of the largest block between two ranks, or an upper bound; equal on all ranks.
         """
-        leaving, pending = blocks(send_H), blocks(receive_H)
-        count = self._pieces.count(most_bytes)
-        pieces = []
-        for piece in range(count):
-            send, receive = ([_cut(block, piece, count) for block in every] for every in (leaving, pending))
+        sent, received = blocks(send_H), blocks(receive_H)
+        count = self._chunks.count(most_bytes)
+        chunks = []
+        for chunk in range(count):
+            send, receive = ([_cut(block, chunk, count) for block in host_blocks] for host_blocks in (sent, received))
             send[self._host] = receive[self._host] = range(0)
             rows_NX = rows_of(self.others(send))
-            moving = self._start(rows_NX, [len(span) for span in send], [len(span) for span in receive], header, "rows")
-            pieces.append((self.others(receive), moving))
-        return Arriving(sum(receive_H), pending[self._host], tuple(pieces))
+            pending = self._start(
+                rows_NX, [len(rows) for rows in send], [len(rows) for rows in receive], header, "rows"
+            )
+            chunks.append((self.others(receive), pending))
+        return PendingBlocks(sum(receive_H), received[self._host], tuple(chunks))
 
     def _start(
         self, far_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], header: Header, kind: str
     ) -> PendingTensor:
-        """Start sending, and count what goes."""
-        sent = far_N.shape[0] * far_N[:1].numel() * far_N.element_size()  # no rows, no bytes
+        """Start an exchange and count its bytes."""
+        sent = far_N.shape[0] * far_N[:1].numel() * far_N.element_size()  # far_N may have no rows
         self.wire_bytes[header.op] += WireBytes(**{kind: sent})
         send, receive = [0] * self._hosts.world, [0] * self._hosts.world
         for host, peer in enumerate(self._ranks):
             if host != self._host:
                 send[peer], receive[peer] = send_H[host], receive_H[host]
         pending = self._channel.start_all_to_all(far_N, send, receive, describe(header))
-        # NCCL may stall where kernels of two communicators, this and the host's, run side by side in other orders.
-        return PendingTensor.here(pending()) if far_N.is_cuda else pending
+        # NCCL may deadlock if kernels of two communicators, this one and the host's, run in different orders on ranks.
+        return PendingTensor.completed(pending()) if far_N.is_cuda else pending
 
     def own(self, tensor_N: Tensor, rows_H: Sequence[int]) -> Tensor:
-        """The own host's block of ``tensor_N``."""
-        span = blocks(rows_H)[self._host]
-        return tensor_N[span.start : span.stop]
+        """Return this host's block of ``tensor_N``."""
+        rows = blocks(rows_H)[self._host]
+        return tensor_N[rows.start : rows.stop]
 
     def far(self, tensor_N: Tensor, rows_H: Sequence[int]) -> Tensor:
-        """The other hosts' blocks of ``tensor_N``, in order of host."""
-        return joined(tensor_N, self.others(blocks(rows_H)))
+        """Return the other hosts' blocks of ``tensor_N``, in order of host."""
+        return gather_ranges(tensor_N, self.others(blocks(rows_H)))
 
     def only_own(self, rows_H: Sequence[int]) -> tuple[int, ...]:
-        """Rows of the own host, and none of others."""
+        """Return ``rows_H`` with zeros for other hosts."""
         return tuple(rows if host == self._host else 0 for host, rows in enumerate(rows_H))
 
     def without_own(self, rows_H: Sequence[int]) -> tuple[int, ...]:
-        """Rows of other hosts, and none of the own."""
+        """Return ``rows_H`` with zero for this host."""
         return tuple(0 if host == self._host else rows for host, rows in enumerate(rows_H))
 
-    def others(self, every: Sequence[T]) -> list[T]:
-        """Without the own host's."""
-        return [one for host, one in enumerate(every) if host != self._host]
+    def others(self, items: Sequence[T]) -> list[T]:
+        """Return the items of all other hosts."""
+        return [item for host, item in enumerate(items) if host != self._host]
 
 
-def joined(tensor_N: Tensor, spans: Spans) -> Tensor:
-    """Runs of ``tensor_N``, one after the other; a view where it is one run."""
-    parts = [tensor_N[span.start : span.stop] for span in spans]
-    return parts[0] if len(parts) == 1 else torch.cat([*parts, tensor_N[:0]])
+def gather_ranges(tensor_N: Tensor, ranges: RowRanges) -> Tensor:
+    """Concatenate row ranges of ``tensor_N``. A single range gives a view."""
+    tensors = [tensor_N[rows.start : rows.stop] for rows in ranges]
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors, tensor_N[:0]])
 
 
-def blocks(rows_H: Sequence[int]) -> Spans:
-    """Where each host's rows stand, one after the other."""
+def blocks(rows_H: Sequence[int]) -> RowRanges:
+    """Return the row range of each host's block."""
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(rows_H)])]
 
 
-def _cut(block: range, piece: int, count: int) -> range:
+def _cut(block: range, chunk: int, count: int) -> range:
     rows = len(block)
-    return range(block.start + rows * piece // count, block.start + rows * (piece + 1) // count)
-
-
-__all__ = ["Arriving", "Pieces", "Rail", "Spans", "blocks", "joined"]
+    return range(block.start + rows * chunk // count, block.start + rows * (chunk + 1) // count)

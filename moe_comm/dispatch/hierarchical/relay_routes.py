@@ -1,17 +1,17 @@
-"""Index arithmetic of ``hierarchical``: which rank relays what, in which order, and how many bytes cross between hosts.
+"""Index arithmetic of ``hierarchical``: relays, order of rows, and bytes between hosts.
 
-Rank h * L + l is rank l of host h. A token of rank (g, l) with experts on host h goes to rank (h, l), once, and from
-there to the ranks of those experts; so the L ranks of a host share its link evenly, and every rank talks to one rank on
-each other host: its rail.
+Rank h * L + l is rank l of host h. A token of rank (g, l) with experts on host h is sent to rank (h, l) once, which
+forwards it to the ranks of those experts. The L ranks of a host share its link evenly. Each rank communicates with one
+rank on each other host; together they form a rail.
 
     2 hosts x 2 ranks       host 0            host 1
                             rank 0 ◀───────▶ rank 2       rail 0
                             rank 1 ◀───────▶ rank 3       rail 1
 
-Copies leave ordered by (host, token), slots by (host, token, slot); so they arrive at a relay by (source host, token,
-slot), and come to an expert's rank by (expert, relay l, source host g, token, slot); those of its own host and those of
-the others one after the other. The order that every dispatcher gives is (expert, source rank, token, slot), and source
-rank is g * L + l: within an expert the L x H blocks of rows are transposed.
+Copies are sent in the order (host, token), slots in the order (host, token, slot). A relay therefore receives them by
+(source host, token, slot). The rank of an expert receives rows by (expert, relay l, source host g, token, slot), first
+those of its own host, then those of other hosts. Dispatch returns rows by (expert, source rank, token, slot), where the
+source rank is g * L + l. So the L x H blocks of rows of each expert are transposed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch import Tensor
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.group_scales import GROUP
 from moe_comm.dispatch.handshake import Words
-from moe_comm.dispatch.wire_dtype import AS_THEY_ARE, WireDtype, WireDtypes, bytes_per_row
+from moe_comm.dispatch.wire_dtype import UNCHANGED, WireDtype, WireDtypes, bytes_per_row
 from moe_comm.errors import ConfigError
-from moe_comm.kernels.wide import wide_dtype
+from moe_comm.kernels.accumulate import accumulate_dtype
 from moe_comm.topology import ExpertPlacement
 
 OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
@@ -44,10 +44,10 @@ class HostMap:
 
     @classmethod
     def of(cls, hosts: Sequence[int]) -> HostMap:
-        """From a number for each rank that is equal for ranks of one host.
+        """Create the map from one number per rank, equal for ranks of one host.
 
         Raises:
-            ConfigError: hosts have different numbers of ranks, or ranks of a host are not next to each other.
+            ConfigError: hosts have different numbers of ranks, or ranks of a host are not adjacent.
         """
         count = len(set(hosts))
         per_host = len(hosts) // max(count, 1)
@@ -69,54 +69,57 @@ class HostMap:
         return rank // self.per_host
 
     def local(self, rank: int) -> int:
-        """Place of ``rank`` on its host."""
+        """Return the local rank of ``rank`` on its host."""
         return rank % self.per_host
 
     def members(self, host: int) -> range:
-        """Ranks of ``host``."""
+        """Return the ranks of ``host``."""
         return range(host * self.per_host, (host + 1) * self.per_host)
 
     def rail(self, rank: int) -> range:
-        """The ranks with the same place as ``rank``, one on each host, itself among them."""
+        """Return the ranks with the same local rank as ``rank``, including itself, in order of host."""
         return range(self.local(rank), self.world, self.per_host)
 
     def inside(self, placement: ExpertPlacement, host: int) -> ExpertPlacement:
-        """Experts of one host as if there were no other. A host without experts is given one, which gets no rows."""
+        """Return the placement inside one host. A host without experts gets one expert, which receives no rows."""
         counts = tuple(placement.experts_per_rank[rank] for rank in self.members(host))
         return ExpertPlacement(counts if sum(counts) else (1, *counts[1:]))
 
     def experts(self, placement: ExpertPlacement) -> tuple[int, ...]:
-        """``count + 1`` expert ids; those of host ``h`` are ``range(result[h], result[h + 1])``."""
+        """Return ``count + 1`` expert ids; those of host ``h`` are ``range(result[h], result[h + 1])``."""
         return placement.offsets[:: self.per_host]
 
 
-Way = Literal["slots", "runs", "sums"]
-"""What a relay sends home for a token: the row of each slot; the same, but one sum for a run of slots at the token's
-beginning; one sum of all."""
+ReturnFormat = Literal["slots", "runs", "sums"]
+"""What a relay returns for a token: the row of each slot; the same, but one sum for the leading slots; one sum."""
 
 
-def way_back(deterministic: bool, dtype: torch.dtype, wire_dtypes: WireDtypes) -> Way:
-    """A sum that is to have the bits of one rank is of slots that come first, and as wide as the sum of all."""
+def return_format(deterministic: bool, dtype: torch.dtype, wire_dtypes: WireDtypes) -> ReturnFormat:
+    """Return the format with the fewest bytes that gives the required bits.
+
+    A sum of leading slots has the bits of one rank's partial sum if it is transferred in the dtype of the sum.
+    """
     if not deterministic:
         return "sums"
-    wide = wide_dtype(dtype) == dtype
+    wide = accumulate_dtype(dtype) == dtype
     narrow = any(wire_dtypes.of(op).narrows(dtype) for op in ("combine", "dispatch backward"))
     return "runs" if wide and not narrow else "slots"
 
 
-ELSEWHERE, NOWHERE = -1, -2
-"""In the ids that go with a copy: the slot's expert is on another host; the slot is dropped."""
+OTHER_HOST, DROPPED_SLOT = -1, -2
+"""Values in the ids sent with a copy: the expert of the slot is on another host; the slot is dropped."""
 
 
 @dataclass(frozen=True)
-class Departures:
-    """What leaves a rank, by host of destination, and what comes back; its own host is one of them.
+class SendPlan:
+    """What a rank sends in dispatch, by destination host including its own, and what is returned to it in combine.
 
-    token_C: token of each copy, by (host, token). ids_CK: its experts, counted from the first of the host; or
-        ``ELSEWHERE``, ``NOWHERE``. copies_H: copies to each host.
-    slot_S: flat slots, by (host, token, slot). slots_H: slots of each host.
-    rows_H: rows that come back from each host. place_TX: where a token's stand among them, in the order in which they
-        are added; -1 for none. lead_TK: slots whose weights are in the rows already; None for none.
+    token_C: token of each copy, ordered by (host, token). copies_H: number of copies to each host.
+    ids_CK: experts of each copy, numbered from the first of the host, or ``OTHER_HOST`` or ``DROPPED_SLOT``.
+    slot_S: flat slots, ordered by (host, token, slot). slots_H: number of slots of each host.
+    rows_H: number of rows returned from each host.
+    place_TX: indices of a token's rows among the returned rows, in the order of the sum; -1 for none.
+    lead_TK: slots whose weights the relay applies; None for none.
     """
 
     token_C: Tensor
@@ -130,58 +133,59 @@ class Departures:
 
 
 def ids_dtype(host_experts: Sequence[int]) -> torch.dtype:
-    """The smallest integers that hold the experts of any host; ``host_experts`` as ``HostMap.experts`` gives them."""
+    """Return the smallest integer dtype for the expert ids of any host. ``host_experts`` is ``HostMap.experts``."""
     most = max(stop - start for start, stop in pairwise(host_experts))
     return torch.int16 if most <= 1 << 15 else torch.int32
 
 
-def departures(ids_TK: Tensor, host_experts: Sequence[int], slots_H: Sequence[int], way: Way) -> Departures:
+def plan_sends(ids_TK: Tensor, host_experts: Sequence[int], slots_H: Sequence[int], back: ReturnFormat) -> SendPlan:
     """Sort tokens and slots by host.
 
     Args:
         ids_TK: valid expert ids, or -1.
-        host_experts: as ``HostMap.experts`` gives them.
-        slots_H: slots of ``ids_TK`` on each host.
+        host_experts: result of ``HostMap.experts``.
+        slots_H: number of slots of ``ids_TK`` on each host.
     """
     tokens = ids_TK.shape[0]
     count, device = len(host_experts) - 1, ids_TK.device
     first_H = torch.tensor(host_experts, device=device)
     ids_TK = ids_TK.long()
     host_TK = torch.bucketize(ids_TK, first_H[1:], right=True).masked_fill_(ids_TK < 0, -1)
-    goes_TH = torch.zeros(tokens, count + 1, dtype=torch.bool, device=device)
-    goes_HT = goes_TH.scatter_(1, torch.where(host_TK < 0, count, host_TK), True)[:, :count].T.contiguous()
-    host_C, token_C = goes_HT.nonzero(as_tuple=True)
-    copies_H = tuple(goes_HT.sum(1).tolist())
+    sent_TH = torch.zeros(tokens, count + 1, dtype=torch.bool, device=device)
+    sent_HT = sent_TH.scatter_(1, torch.where(host_TK < 0, count, host_TK), True)[:, :count].T.contiguous()
+    host_C, token_C = sent_HT.nonzero(as_tuple=True)
+    copies_H = tuple(sent_HT.sum(1).tolist())
     host_CK = host_TK[token_C]
     ids_CK = ids_TK[token_C] - first_H[host_C].unsqueeze(1)
-    ids_CK = torch.where(host_CK == host_C.unsqueeze(1), ids_CK, torch.where(host_CK < 0, NOWHERE, ELSEWHERE))
-    # Of an empty result torch keeps strides by which it cannot be seen as bytes, unless told otherwise.
+    ids_CK = torch.where(host_CK == host_C.unsqueeze(1), ids_CK, torch.where(host_CK < 0, DROPPED_SLOT, OTHER_HOST))
+    # Without memory_format, an empty result may have strides that do not allow a view as bytes.
     ids_CK = ids_CK.to(ids_dtype(host_experts), memory_format=torch.contiguous_format)
     order, place_TK = plain.order_slots(host_TK, count)
     slot_S, slots_H = order[: sum(slots_H)], tuple(slots_H)
-    if way == "slots":
-        return Departures(token_C, ids_CK, copies_H, slot_S, slots_H, slots_H, place_TK)
-    if way == "sums":
-        place_HT = (goes_HT.flatten().cumsum(0) - 1).view(count, tokens)
-        place_TH = place_HT.masked_fill(~goes_HT, -1).T.contiguous()
-        return Departures(token_C, ids_CK, copies_H, slot_S, slots_H, copies_H, place_TH)
+    if back == "slots":
+        return SendPlan(token_C, ids_CK, copies_H, slot_S, slots_H, slots_H, place_TK)
+    if back == "sums":
+        place_HT = (sent_HT.flatten().cumsum(0) - 1).view(count, tokens)
+        place_TH = place_HT.masked_fill(~sent_HT, -1).T.contiguous()
+        return SendPlan(token_C, ids_CK, copies_H, slot_S, slots_H, copies_H, place_TH)
     first_T = (host_TK >= 0).to(torch.uint8).argmax(1, keepdim=True)
     stays_TK = (host_TK == host_TK.gather(1, first_T)) | (host_TK < 0)
     lead_TK = stays_TK.to(torch.uint8).cumprod(1).bool() & (host_TK >= 0)
     added_TK = lead_TK & (lead_TK.cumsum(1) > 1)
-    gone_H = torch.bincount(host_TK[added_TK], minlength=count).tolist()
-    rows_H = tuple(slots - gone for slots, gone in zip(slots_H, gone_H, strict=True))
+    added_H = torch.bincount(host_TK[added_TK], minlength=count).tolist()
+    rows_H = tuple(slots - added for slots, added in zip(slots_H, added_H, strict=True))
     _, place_TK = plain.order_slots(host_TK.masked_fill(added_TK, -1), count)
-    return Departures(token_C, ids_CK, copies_H, slot_S, slots_H, rows_H, place_TK, lead_TK)
+    return SendPlan(token_C, ids_CK, copies_H, slot_S, slots_H, rows_H, place_TK, lead_TK)
 
 
 @dataclass(frozen=True)
-class Units:
-    """What a relay passes on in its host as tokens of a dispatch, and whose sums it sends home.
+class RelayUnits:
+    """What a relay dispatches inside its host. It returns one row, the sum of a unit's slots, per unit.
 
-    token_U: arrived token of each; None: they are the tokens. ids_UK: experts of the host, or -1.
-    slot_S: flat place in ``ids_UK`` of each slot that arrived, by (source host, token, slot).
-    lead_S: slots that are weighted here; None for all. rows_H: units of each source host.
+    token_U: received token of each unit; None if units are the received tokens.
+    ids_UK: experts of each unit, numbered inside the host, or -1.
+    slot_S: flat index into ``ids_UK`` of each received slot, ordered by (source host, token, slot).
+    lead_S: slots whose weights the relay applies; None for all. rows_H: number of units of each source host.
     """
 
     token_U: Tensor | None
@@ -191,47 +195,41 @@ class Units:
     rows_H: tuple[int, ...]
 
 
-def units(ids_PK: Tensor, copies_H: Sequence[int], slots_H: Sequence[int], way: Way) -> Units:
-    """Cut arrived tokens into what goes home in one row.
+def relay_units(ids_PK: Tensor, copies_H: Sequence[int], slots_H: Sequence[int], back: ReturnFormat) -> RelayUnits:
+    """Divide received tokens into units, whose sums are returned as one row each.
 
-        ids of a token here    3  .  2  2  *  1  0       * another host's    . dropped
+        ids of a token here    3  .  2  2  *  1  0       * expert on another host    . dropped
         sums                  [3  .  2  2  *  1  0]
-        runs                  [3  .  2  2][*  1][0]      the first sum is what one rank would have so far
+        runs                  [3  .  2  2][*  1][0]      the first sum is the partial sum that one rank would have
         slots                 [3][2][2][1][0]
 
-    Args:
-        ids_PK: int64, as ``Departures.ids_CK``. copies_H, slots_H: tokens and slots that came from each host.
+    ``ids_PK`` is int64 ``SendPlan.ids_CK``. copies_H, slots_H: number of tokens and slots received from each host.
     """
     top_k, device = ids_PK.shape[1], ids_PK.device
     here_PK = ids_PK >= 0
     slot_S = here_PK.flatten().nonzero().squeeze(1)
     ids_S = ids_PK.flatten()[slot_S]
-    if way == "sums":
-        return Units(None, ids_PK.clamp(min=-1), slot_S, None, tuple(copies_H))
-    if way == "slots":
-        every = torch.arange(slot_S.numel(), device=device)
-        return Units(slot_S // top_k, ids_S.unsqueeze(1), every, None, tuple(slots_H))
-    lead_PK = here_PK & ((ids_PK == ELSEWHERE).cumsum(1) == 0)
+    if back == "sums":
+        return RelayUnits(None, ids_PK.clamp(min=-1), slot_S, None, tuple(copies_H))
+    if back == "slots":
+        all_S = torch.arange(slot_S.numel(), device=device)
+        return RelayUnits(slot_S // top_k, ids_S.unsqueeze(1), all_S, None, tuple(slots_H))
+    lead_PK = here_PK & ((ids_PK == OTHER_HOST).cumsum(1) == 0)
     lead_S = lead_PK.flatten()[slot_S]
     added_S = lead_S & (lead_PK.cumsum(1).flatten()[slot_S] > 1)
     ends = torch.tensor([0, *accumulate(slots_H)], device=device)
-    rows_H = torch.cat((ends[:1], (~added_S).cumsum(0)))[ends].diff()
-    in_all = tuple(rows_H.tolist())
+    rows_H = tuple(torch.cat((ends[:1], (~added_S).cumsum(0)))[ends].diff().tolist())
     place_S = ((~added_S).cumsum(0) - 1) * top_k + slot_S % top_k
-    ids_UK = torch.full((sum(in_all) * top_k,), -1, device=device)
+    ids_UK = torch.full((sum(rows_H) * top_k,), -1, device=device)
     ids_UK[place_S] = ids_S
-    return Units((slot_S // top_k)[~added_S], ids_UK.view(-1, top_k), place_S, lead_S, in_all)
+    return RelayUnits((slot_S // top_k)[~added_S], ids_UK.view(-1, top_k), place_S, lead_S, rows_H)
 
 
 def transpose_within(counts_EAB: Tensor, num_rows: int) -> Tensor:
-    """Where each row of a list ordered by (e, a, b) stands in the one ordered by (e, b, a).
+    """Return [num_rows] int64, the position in (e, b, a) order of each row in (e, a, b) order.
 
-    Args:
-        counts_EAB: [E, A, B] int64 rows in each block.
-        num_rows: their sum.
-
-    Returns:
-        [num_rows] int64: ``rows_eab = rows_eba[result]``.
+    ``rows_eab = rows_eba[result]``. ``counts_EAB`` is the int64 number of rows of each block, and ``num_rows`` their
+    sum.
     """
     sizes_EBA = counts_EAB.transpose(1, 2).contiguous()
     start_EBA = (sizes_EBA.flatten().cumsum(0) - sizes_EBA.flatten()).view(sizes_EBA.shape)
@@ -244,14 +242,14 @@ def transpose_within(counts_EAB: Tensor, num_rows: int) -> Tensor:
 def expert_places(
     rows_WE: Words, experts: range, hosts: HostMap, host: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Where rows that come to the experts' rank stand among those that ``dispatch`` gives.
+    """Return the positions of received rows among the rows that ``dispatch`` returns.
 
     Args:
-        rows_WE: rows that each rank has for each expert.
+        rows_WE: number of rows of each rank for each expert.
         experts: of this rank, which is on ``host``.
 
     Returns:
-        [N] and [F] int64: of rows from ranks on ``host``, and of those from the others, in the order of each.
+        [N] and [F] int64 for rows from ranks on ``host`` and from other ranks, each in the order of arrival.
     """
     counts_WE = torch.from_numpy(rows_WE[:, experts.start : experts.stop].copy())
     counts_EGL = counts_WE.T.reshape(len(experts), hosts.count, hosts.per_host)
@@ -265,8 +263,10 @@ def expert_places(
 
 @dataclass(frozen=True)
 class WireBytes:
-    """Bytes sent to other hosts. rows: in their payload, with scales of groups. weights: routing weights and their
-    gradients. ids: expert ids that go with tokens. The small exchange that starts an operation is not counted."""
+    """Bytes sent to other hosts, without the handshake.
+
+    rows: rows in their wire dtype, and group scales. weights: routing weights and their gradients. ids: expert ids.
+    """
 
     rows: int = 0
     weights: int = 0
@@ -288,30 +288,32 @@ def inter_host_bytes(
     dtype: torch.dtype,
     *,
     deterministic: bool = True,
-    wire_dtypes: WireDtypes = AS_THEY_ARE,
+    wire_dtypes: WireDtypes = UNCHANGED,
     weights_grad: bool = True,
 ) -> dict[str, WireBytes]:
-    """What all ranks together send between hosts in each operation of one dispatch.
+    """Return the bytes that all ranks together send between hosts in each operation of one dispatch.
 
         copies   (token, other host with an expert of it)      slots   (token, slot) with its expert on another host
 
         operation            rows                     weights                                          ids
         dispatch             copies                                                                    copies x K
-        combine              by way: slots,           none if the way is slots, else slots
+        combine              by return format: slots, none for the format "slots", else slots
                              runs (below), copies
-        combine backward     copies                   slots; and back, if the weights need a gradient
+        combine backward     copies                   slots; twice, if the weights need a gradient
         dispatch backward    as combine               none
 
-    Runs are slots, less m - 1 for each token whose first m slots (dropped ones aside) are on one other host, and no
-    more than these m.
+    Runs are slots, minus m - 1 for each token whose m leading slots (without dropped ones) are on one other host.
 
     Args:
-        ids_WTK: the expert ids of every rank's tokens, [T, K] each; -1 is dropped.
-        hosts: a number for each rank that is equal for ranks of one host.
+        ids_WTK: expert ids of each rank's tokens, [T, K] each; -1 is dropped.
+        placement: of the experts.
+        hosts: one number per rank, equal for ranks of one host.
+        hidden, dtype: of the rows.
         deterministic, wire_dtypes: of ``DispatchOptions``.
+        weights_grad: whether the weights need a gradient.
 
     Raises:
-        ConfigError: as ``HostMap.of``.
+        ConfigError: see ``HostMap.of``.
     """
     where = HostMap.of(hosts)
     experts = where.experts(placement)
@@ -326,40 +328,24 @@ def inter_host_bytes(
             slots.append(sum(row.count(host) for row in destinations))
             leading = (len(list(takewhile(host.__eq__, row))) for row in destinations)
             runs.append(slots[-1] - sum(max(length - 1, 0) for length in leading))
-    weight = wide_dtype(dtype).itemsize
+    weight = accumulate_dtype(dtype).itemsize
     id_bytes = ids_dtype(experts).itemsize * (ids_WTK[0].shape[1] if len(ids_WTK) else 0)
 
     def rows(op: str, blocks: list[int]) -> int:
         return sum(_block_bytes(block, hidden, wire_dtypes.of(op), dtype) for block in blocks)
 
-    way = way_back(deterministic, dtype, wire_dtypes)
-    back = {"slots": slots, "runs": runs, "sums": copies}[way]
+    back = return_format(deterministic, dtype, wire_dtypes)
+    returned = {"slots": slots, "runs": runs, "sums": copies}[back]
     once = weight * sum(slots)
     return {
         "dispatch": WireBytes(rows("dispatch", copies), 0, id_bytes * sum(copies)),
-        "combine": WireBytes(rows("combine", back), 0 if way == "slots" else once),
+        "combine": WireBytes(rows("combine", returned), 0 if back == "slots" else once),
         "combine backward": WireBytes(rows("combine backward", copies), once * (1 + weights_grad)),
-        "dispatch backward": WireBytes(rows("dispatch backward", back)),
+        "dispatch backward": WireBytes(rows("dispatch backward", returned)),
     }
 
 
 def _block_bytes(rows: int, hidden: int, wire_dtype: WireDtype, dtype: torch.dtype) -> int:
-    """Of rows that go from one rank to another."""
+    """Return the bytes of ``rows`` rows between two ranks."""
     scales = 4 * hidden * -(-rows // GROUP) if wire_dtype.scales == "group" else 0
     return rows * bytes_per_row(hidden, wire_dtype, dtype) + scales
-
-
-__all__ = [
-    "Departures",
-    "HostMap",
-    "Units",
-    "Way",
-    "WireBytes",
-    "departures",
-    "expert_places",
-    "ids_dtype",
-    "inter_host_bytes",
-    "transpose_within",
-    "units",
-    "way_back",
-]

@@ -1,4 +1,4 @@
-"""Whether GPUs of a group's ranks reach each other's memory, as far as they can tell together, and what runs there."""
+"""Checks whether the GPUs of a group can access each other's memory, and selects what launches kernels on them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from moe_comm.gpu.launch import Launcher
 
 NO_KERNELS, ALONE, REACHES, BLOCKED = range(4)
-"""What a rank says: it has no kernels for its GPU; sees no other GPU; reaches all that it sees; or not all."""
+"""States of a rank: no kernels for its GPU; no other GPU visible; access to all visible GPUs; no access to some."""
 MAY_SHARE = 4
-"""Added to it where torch lets ranks that share a GPU share memory."""
+"""Added to the state if torch allows ranks on the same GPU to use symmetric memory."""
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 def device_word(device: torch.device) -> int:
-    """A number that names a rank's GPU; 0 if it has none."""
+    """Return a number that identifies a rank's GPU; 0 without one."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -30,7 +30,7 @@ def device_word(device: torch.device) -> int:
 
 
 def access_word(device: torch.device) -> int:
-    """What this rank can tell of its GPU's access to the others'."""
+    """Return the access state of this rank's GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return NO_KERNELS
     from moe_comm.gpu.launch import cuda_kernels_at_hand  # loads CUDA's libraries
@@ -38,7 +38,7 @@ def access_word(device: torch.device) -> int:
     if not cuda_kernels_at_hand(device):
         return NO_KERNELS
     index = torch.cuda.current_device() if device.index is None else device.index
-    # As torch reads it: set to 1.
+    # torch checks for the value 1.
     may_share = MAY_SHARE * (os.environ.get(SHARING) == "1")
     others = [other for other in range(torch.cuda.device_count()) if other != index]
     if not others:
@@ -48,21 +48,21 @@ def access_word(device: torch.device) -> int:
 
 
 def problem_of(devices: Sequence[int], access: Sequence[int]) -> str:
-    """Why ranks cannot use each other's memory, "" if they can.
+    """Return why ranks cannot access each other's memory; "" if they can.
 
     Args:
-        devices, access: what every rank said, by rank.
+        devices, access: ``device_word`` and ``access_word`` of all ranks.
     """
     may_share = [word >= MAY_SHARE for word in access]
     access = [word % MAY_SHARE for word in access]
     if NO_KERNELS in access or 0 in devices:
         rank = next(rank for rank, word in enumerate(access) if word == NO_KERNELS or not devices[rank])
-        return f"rank {rank} has no kernels for a GPU: none by nvcc when moe_comm was built, and none by NVRTC now"
+        return f"rank {rank} has no kernels for a GPU: neither compiled in by nvcc, nor available from NVRTC"
     if len(set(devices)) < len(devices) and not all(may_share):
         rank = next(rank for rank, device in enumerate(devices) if device in devices[:rank])
         return (
             f"ranks {list(devices).index(devices[rank])} and {rank} share a GPU, and rank {may_share.index(False)} does"
-            f" not let torch's symmetric memory do that (for tests, set {SHARING}=1 on every rank)"
+            f" not allow it for torch's symmetric memory (for tests, set {SHARING}=1 on every rank)"
         )
     if len(set(devices)) == 1:
         return ""
@@ -70,17 +70,18 @@ def problem_of(devices: Sequence[int], access: Sequence[int]) -> str:
         return f"the GPU of rank {list(access).index(BLOCKED)} cannot reach the memory of every other GPU of its host"
     if ALONE in access:
         return (
-            f"rank {list(access).index(ALONE)} sees no GPU but its own, and cannot tell whether it reaches the others "
-            "(let CUDA_VISIBLE_DEVICES name all of the host, and choose one by torch.cuda.set_device)"
+            f"rank {list(access).index(ALONE)} sees only its own GPU, so its access to the others cannot be checked "
+            "(list all GPUs of the host in CUDA_VISIBLE_DEVICES, and select one with torch.cuda.set_device)"
         )
     return ""
 
 
 def launcher_for(device: torch.device, emulate: bool = False) -> Launcher:
-    """What runs the kernels on ``device``.
+    """Return the launcher of kernels on ``device``.
 
     Raises:
-        ConfigError: CPU tensors without ``emulate``. MissingDependency: no kernels for it.
+        ConfigError: CPU tensors without ``emulate``.
+        MissingDependency: no kernels for this device.
     """
     from moe_comm.gpu.launch import NativeLauncher, cuda_launcher  # loads CUDA's libraries
 

@@ -1,16 +1,16 @@
-"""``peer_to_peer``: kernels write rows straight to their places in other GPUs' memory, and read results where they are.
+"""``peer_to_peer``: kernels write rows directly into the memory of other GPUs, and read results in place.
 
-    rank 0   count ─▶ meet ─▶ (places) ─▶ push ──── rows ───▶ rank 1's block
-    rank 1   count ─▶ meet ─▶ (places) ─▶ arrive ◀─ a word for each expert and rank that has sent it all of its rows
+    rank 0   count ─▶ meet ─▶ (allocate) ─▶ push ──── rows ───▶ rank 1's block
+    rank 1   count ─▶ meet ─▶ (allocate) ─▶ arrive ◀─ a flag per expert and source rank, set after its rows
 
-In ``meet`` the device itself exchanges headers and counts; the host learns what it must allocate and no more. A rank
-also says how large a place its heap has left, so that all raise the same ``HeapError`` before rows move. Combine and
-the backward passes meet again, read or write peers' rows in place, and end when all have. Sums, products and dot
-products are added in the order of the CPU's kernels, so the bits are theirs.
+In ``meet`` the device exchanges headers and counts. The host reads the sizes that it must allocate. Ranks also exchange
+the size of the largest free block of their heaps, so that all raise the same ``HeapError`` before rows move. Combine
+and the backward passes meet again, read or write rows of peers in place, and end when all ranks are done. Sums and dot
+products are computed in the order of the CPU kernels, so the bits are the same.
 
-On a GPU the host waits in dispatch for the counts; in the other operations only where ``DispatchOptions.checked`` is
-set, until headers are compared, but never for rows. Without it their errors come with the next call and end the group's
-use. The protocol is in csrc/cuda/args.h.
+On a GPU the host waits for the counts in dispatch. In other operations it waits until headers are compared, if
+``DispatchOptions.checked`` is set. It never waits for rows. Without ``checked`` the next call raises errors of these
+operations, and the group is unusable afterwards. The protocol is in csrc/cuda/args.h.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from torch import Tensor
 
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.base import dispatch_by
-from moe_comm.dispatch.peer_to_peer.few import Buffers, FewSent, make_buffers, send_few, sum_few
-from moe_comm.dispatch.peer_to_peer.rows import Form, move_rows
-from moe_comm.dispatch.peer_to_peer.steps import PeerSteps, dense
+from moe_comm.dispatch.peer_to_peer.low_latency import (
+    LowLatencyBuffers,
+    LowLatencyHandle,
+    make_buffers,
+    send_low_latency,
+    sum_low_latency,
+)
+from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, PeerToPeerPrimitives, dense
+from moe_comm.dispatch.peer_to_peer.rows import RowFormat, move_rows
 from moe_comm.dispatch.peer_to_peer.streams import record_stream
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.errors import ConfigError, HeapError, InputError
@@ -35,11 +41,12 @@ from moe_comm.gpu.protocol import NOWHERE, Offer
 
 @dataclass(frozen=True, eq=False)
 class FixedDispatched:
-    """A dispatch whose sizes the host never learned.
+    """Result of ``dispatch_fixed``. The host does not know the numbers of rows.
 
-    rows_CD: [capacity_rows, D]; those from ``ends_E[-1]`` on are not written.
-    ends_E: [local experts] int32 on the device: where each expert's rows end, as ``torch._grouped_mm`` takes it.
-    handle: for ``combine``; its ``rows_per_expert`` is empty and its ``num_rows`` the capacity.
+    Attributes:
+        rows_CD: [capacity_rows, D]. Rows from ``ends_E[-1]`` on are not initialised.
+        ends_E: [local experts] int32 on the device: end of each expert's rows, as ``torch._grouped_mm`` takes it.
+        handle: for ``combine``. Its ``rows_per_expert`` is empty and its ``num_rows`` is the capacity.
     """
 
     rows_CD: Tensor
@@ -47,71 +54,83 @@ class FixedDispatched:
     handle: DispatchHandle
 
 
-class PeerToPeerDispatcher(PeerSteps):
-    """GPUs of one host that reach each other's memory. Construction is collective over ``group``; see ``PeerSteps``."""
+class PeerToPeerDispatcher(PeerToPeerPrimitives):
+    """For GPUs of one host with peer access. Construction is collective over ``group``; see the base class."""
 
     @cached_property
-    def _few(self) -> dict[tuple[int, torch.dtype, int], Buffers]:
-        """Made on first use."""
+    def _low_latency_buffers(self) -> dict[tuple[int, torch.dtype, int], LowLatencyBuffers]:
         return {}
 
     def dispatch_async(
         self, x_TD: Tensor, ids_TK: Tensor, *, label: str = ""
     ) -> tuple[Dispatched, torch.cuda.Event | None]:
-        """``dispatch`` without having the caller's stream wait for it: with ``own_stream``, rows may be used after the
-        event (None where there is nothing to wait for). Errors are those of ``dispatch``."""
-        self._lane.join = False
-        try:
-            return self.dispatch(x_TD, ids_TK, label=label), self._lane.event
-        finally:
-            self._lane.join = True
+        """Call ``dispatch`` without making the caller's stream wait for it.
 
-    def dispatch_fixed(self, x_TD: Tensor, ids_TK: Tensor, *, label: str = "") -> FixedDispatched:
-        """Dispatch to a block of ``PeerToPeerOptions.capacity_rows`` rows, without the host: a CUDA graph can hold it.
-
-        Slots that find no room get no row and add nothing to the output; ``report.overflow`` counts them. ``combine``
-        takes the handle as ever. Inputs are checked by shape here and by value on the device: what is wrong comes with
-        the next call that looks (``check``).
+        Returns:
+            The dispatch, and with ``own_stream`` an event after which its rows may be used; otherwise None.
 
         Raises:
-            ConfigError: no ``capacity_rows``. InputError, HeapError: on this rank; on the others with ``check``.
+            As ``dispatch``.
         """
-        if self.own.capacity_rows is None:
+        self._stream.caller_waits = False
+        try:
+            return self.dispatch(x_TD, ids_TK, label=label), self._stream.event
+        finally:
+            self._stream.caller_waits = True
+
+    def dispatch_fixed(self, x_TD: Tensor, ids_TK: Tensor, *, label: str = "") -> FixedDispatched:
+        """Dispatch into a block of ``PeerToPeerOptions.capacity_rows`` rows without host synchronisation.
+
+        A CUDA graph can capture it. Slots beyond the capacity get no row and add nothing to the output; ``overflow``
+        counts them. Shapes are checked here. Values are checked on the device; ``check`` raises errors.
+
+        Args:
+            x_TD, ids_TK, label: as in ``dispatch``.
+
+        Raises:
+            ConfigError: no ``capacity_rows``.
+            InputError, HeapError: on this rank; on other ranks in ``check``.
+        """
+        if self.peer_options.capacity_rows is None:
             raise ConfigError("dispatch_fixed needs PeerToPeerOptions(capacity_rows=...), the same on every rank")
         header = self.dispatch_header(x_TD, ids_TK, label)
         ends: list[Tensor] = []
-        found = dispatch_by(self, x_TD, lambda x: self._send_fixed(x, ids_TK, header, ends))
-        return FixedDispatched(found.rows_RD, ends[0], found.handle)
+        dispatched = dispatch_by(self, x_TD, lambda x: self._send_fixed(x, ids_TK, header, ends))
+        return FixedDispatched(dispatched.rows_RD, ends[0], dispatched.handle)
 
-    def low_latency_dispatch(self, x_TD: Tensor, ids_TK: Tensor, max_tokens: int, *, label: str = "") -> FewSent:
-        """Dispatch of at most ``max_tokens`` tokens a rank in one kernel, without backward; see ``few.py``.
+    def low_latency_dispatch(
+        self, x_TD: Tensor, ids_TK: Tensor, max_tokens: int, *, label: str = ""
+    ) -> LowLatencyHandle:
+        """Dispatch at most ``max_tokens`` tokens per rank with one kernel, without backward; see ``low_latency.py``.
 
-        ``low_latency_combine`` must follow before anything else on this group's ``peer_to_peer``. The first call with
-        another ``max_tokens``, width or dtype sets up places for it, which is collective. Ids out of range count as -1.
+        Call ``low_latency_combine`` before any other ``peer_to_peer`` operation of this group. The first call with a
+        new ``max_tokens``, width or dtype allocates buffers, which is collective. Ids out of range count as -1.
 
         Raises:
-            ConfigError: ``max_tokens`` out of range. InputError: bad shapes, more tokens; on this rank alone.
-            HeapError, RankMismatch: of the first call, on every rank.
+            ConfigError: ``max_tokens`` out of range.
+            InputError: bad shapes, or too many tokens; on this rank only.
+            HeapError, RankMismatch: in the first call, on every rank.
         """
         header = self.dispatch_header(x_TD, ids_TK, label)
         if header.fault is not None:
             raise header.fault
         form = self._form(x_TD, header.op)
-        x_TD = dense(self._rounded(x_TD.detach(), form, sends=True))
+        x_TD = dense(self._round_rows(x_TD.detach(), form, sends=True))
         ids_TK = ids_TK.to(torch.int64).contiguous()
-        with self._running(header, x_TD, ids_TK):
-            buffers = self._few_buffers(form, max_tokens, header)
-            sent = send_few(self.memory, buffers, x_TD, ids_TK, header, self.options.timeout_s)
-            self.memory.pending = describe(header)
-            self._lane.hand_over(sent.place_TK)
+        with KernelOperation(self, header, x_TD, ids_TK):
+            buffers = self._buffers_for(form, max_tokens, header)
+            sent = send_low_latency(self.memory, buffers, x_TD, ids_TK, header, self.options.timeout_s)
+            self.memory.uncombined = describe(header)
+            self._stream.use_by_caller(sent.place_TK)
         return sent
 
-    def low_latency_combine(self, rows_LND: Tensor, weights_TK: Tensor, sent: FewSent) -> Tensor:
-        """[T, D] sum of each token's results, weighted, in fp32 and in slot order.
+    def low_latency_combine(self, rows_LND: Tensor, weights_TK: Tensor, sent: LowLatencyHandle) -> Tensor:
+        """Return [T, D], the weighted sum of each token's expert outputs, in fp32 and in slot order.
 
         Args:
-            rows_LND: the experts' output, as ``sent.receive`` gave their input; ``sent.results`` need not be copied.
-            weights_TK: routing weights.
+            rows_LND: outputs of the experts, in the order of ``sent.receive()``. ``sent.results`` avoids a copy.
+            weights_TK: [T, K] routing weights.
+            sent: from ``low_latency_dispatch``.
 
         Raises:
             InputError: rows or weights of another shape.
@@ -122,32 +141,32 @@ class PeerToPeerDispatcher(PeerSteps):
                 f"{tuple(rows_LND.shape)} and {tuple(weights_TK.shape)}"
             )
         weights_TK = weights_TK.detach().to(torch.float32).contiguous()
-        self.memory.pending = ""
-        with self._running(sent.header, rows_LND, weights_TK):
+        self.memory.uncombined = ""
+        with KernelOperation(self, sent.header, rows_LND, weights_TK):
             if rows_LND.data_ptr() != sent.results.data_ptr():
                 sent.results.copy_(rows_LND.detach())
-            y_TD = sum_few(sent, weights_TK, self._blocks)
+            y_TD = sum_low_latency(sent, weights_TK, self._blocks)
             if self.memory.on_host:
-                self.memory.look(sent.header)
-            self._lane.hand_over(y_TD)
+                self.memory.raise_fault(sent.header)
+            self._stream.use_by_caller(y_TD)
         return y_TD
 
-    def _few_buffers(self, form: Form, max_tokens: int, header: Header) -> Buffers:
-        buffers = self._few.get((form.hidden, form.dtype, max_tokens))
+    def _buffers_for(self, form: RowFormat, max_tokens: int, header: Header) -> LowLatencyBuffers:
+        buffers = self._low_latency_buffers.get((form.hidden, form.dtype, max_tokens))
         if buffers is None:
             self._not_captured(
                 f"the first low_latency_dispatch of {max_tokens} tokens", "call it and its combine once before"
             )
             header = replace(header, label=f"low latency, {max_tokens} tokens")
             buffers = make_buffers(self.memory, replace(form, relay=False), max_tokens, header)
-            self._few[form.hidden, form.dtype, max_tokens] = buffers
+            self._low_latency_buffers[form.hidden, form.dtype, max_tokens] = buffers
         return buffers
 
     def check(self) -> None:
-        """Wait for what is queued and raise what went wrong in it.
+        """Wait for all queued operations and raise their errors.
 
         Raises:
-            PeerError: whatever it was, this group's use ends with it where nobody was waiting.
+            PeerError: an unchecked operation failed. The group is unusable.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -156,37 +175,38 @@ class PeerToPeerDispatcher(PeerSteps):
 
     @property
     def overflow(self) -> int:
-        """Slots of this rank that found no room in the last ``dispatch_fixed`` that is over."""
+        """Number of this rank's slots beyond the capacity in the last completed ``dispatch_fixed``."""
         return self.memory.turns.report.overflow
 
     def record_stream(self, x: Tensor, stream: torch.cuda.Stream) -> None:
-        """``x`` is used on another stream, too: its memory is not given out before that has passed."""
+        """Record that ``stream`` uses ``x``, so that its memory is not reused before, as ``Tensor.record_stream``."""
         record_stream(self.memory.turns.heap, x, stream)
 
-    def own_rows(self, handle: DispatchHandle, leaving: int) -> int:
-        return leaving // self.world  # as if shares were even: counts stay on the GPU
+    def own_rows(self, handle: DispatchHandle, sent: int) -> int:
+        return sent // self.world  # an estimate for balanced routing: the counts stay on the GPU
 
     def _send_fixed(
         self, x_TD: Tensor, ids_TK: Tensor, header: Header, ends: list[Tensor]
     ) -> tuple[Tensor, DispatchHandle]:
-        """``_send`` to a block of fixed size; appends where experts end."""
+        """Run ``_send`` into a block of fixed size. Append the ends of the experts' rows to ``ends``."""
         if header.fault is not None:
             self._refuse(header)
-        turns, room, form = self.memory.turns, self.own.capacity_rows or 0, self._form(x_TD, header.op)
-        x_TD, ids_TK = dense(self._rounded(x_TD, form, sends=True)), ids_TK.to(torch.int64).contiguous()
-        with self._running(header, x_TD, ids_TK):
+        turns, form = self.memory.turns, self._form(x_TD, header.op)
+        room = self.peer_options.capacity_rows or 0
+        x_TD, ids_TK = dense(self._round_rows(x_TD, form, sends=True)), ids_TK.to(torch.int64).contiguous()
+        with KernelOperation(self, header, x_TD, ids_TK):
             try:
-                arriving = form.allocate(turns.heap, room)
+                received = form.allocate(turns.heap, room)
             except HeapError as problem:
                 if capturing(self.device):
-                    raise  # waiting for what the others say would be for ever
+                    raise  # a captured meeting never runs, so the host must not wait for it
                 turns.count_and_meet(self.packed(header), ids_TK, self._blocks, Offer(NOWHERE))
                 self.memory.check(header, ids_TK)
                 raise problem
-            turns.count_and_meet(self.packed(header), ids_TK, self._blocks, arriving.offer._replace(room=room))
-            rows_RD, place_TK = move_rows(turns, x_TD, ids_TK, arriving, self._blocks)
+            turns.count_and_meet(self.packed(header), ids_TK, self._blocks, received.offer._replace(room=room))
+            rows_RD, place_TK = move_rows(turns, x_TD, ids_TK, received, self._blocks)
             ends.append(turns.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
             if self.memory.on_host:
                 self.memory.check(header, ids_TK)
-            self._lane.hand_over(rows_RD, place_TK, ends[-1])
-        return rows_RD, self._layout(x_TD, ids_TK, rows_RD, place_TK, header)
+            self._stream.use_by_caller(rows_RD, place_TK, ends[-1])
+        return rows_RD, DispatchHandle.of(header, x_TD, (), rows_RD.shape[0], 0, place_TK)

@@ -1,7 +1,6 @@
-"""The blocks of a group's ranks for ``peer_to_peer``: made once for each placement of experts, and what goes wrong in
-them turned into our errors.
+"""The memory blocks of a group's ranks for ``peer_to_peer``, and the translation of device faults to exceptions.
 
-Dispatchers of one group and placement, such as those of a model's layers, share a block and its heap.
+Dispatchers of the same group and expert placement, such as those of a model's layers, share a block and its heap.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from moe_comm.comm.peers import Peers
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.types import peers_routing_error, routing_error
 from moe_comm.errors import ConfigError, HeapError, MoeCommError, PeerDied, PeerError, PeerTimeout
-from moe_comm.gpu.blocks import Blocks, alone, mapped, symmetric
+from moe_comm.gpu.blocks import Blocks, mapped_blocks, single_block, symmetric_blocks
 from moe_comm.gpu.launch import Launcher
 from moe_comm.gpu.protocol import (
     ABORTED,
@@ -31,27 +30,23 @@ from moe_comm.gpu.protocol import (
     NO_ROOM,
     TIMED_OUT,
     TOLD,
-    Report,
-    Shape,
+    FaultReport,
+    GroupShape,
     blocks_bytes,
 )
 from moe_comm.gpu.turns import Turns
-from moe_comm.runtime.host import host_word
+from moe_comm.runtime.host import host_key_int64
 
-LOOK_S = 0.25
-"""How often a rank looks whether its peers live while kernels may wait for them."""
+WATCH_INTERVAL_S = 0.25
+"""Interval of checks that peer processes are alive, while kernels may wait for them."""
 HEAP_BYTES = {"cuda": 2 << 30, "cpu": 16 << 20}
-"""Where the options do not say."""
+"""Default sizes of the heap."""
 
-_DOING = {
-    TOLD: "begin the operation",
-    DONE: "have read and written what it must",
-    ARRIVED: "send its rows",
-}
+_AWAITED = {TOLD: "begin the operation", DONE: "finish reading and writing rows", ARRIVED: "send its rows"}
 
 
-class Watch:
-    """Looks at the ranks' processes while it is on, from a thread of its own, and aborts waits for one that ended.
+class PeerWatch:
+    """A thread that checks peer processes while ``on``, and aborts waits of kernels when one has ended.
 
     The thread ends with this object, or before the interpreter does.
     """
@@ -60,44 +55,48 @@ class Watch:
         self.on = False
         self._peers, self._abort = peers, abort
         stop = threading.Event()
-        self.thread = threading.Thread(target=_look, args=(weakref.ref(self), stop), name="peer watch", daemon=True)
+        self.thread = threading.Thread(
+            target=_run_watch, args=(weakref.ref(self), stop), name="peer watch", daemon=True
+        )
         self.thread.start()
         weakref.finalize(self, _stop, self.thread, stop)
 
-    def look(self) -> None:
-        """Once."""
+    def check(self) -> None:
+        """Check the peers once."""
         if self.on and self._peers.ended():
             self._abort()
 
 
-def _look(watch: weakref.ref[Watch], stop: threading.Event) -> None:
-    while not stop.wait(LOOK_S) and (found := watch()) is not None:
-        found.look()
-        del found
+def _run_watch(reference: weakref.ref[PeerWatch], stop: threading.Event) -> None:
+    while not stop.wait(WATCH_INTERVAL_S) and (watch := reference()) is not None:
+        watch.check()
+        del watch
 
 
 def _stop(thread: threading.Thread, stop: threading.Event) -> None:
     stop.set()
-    if thread is not threading.current_thread():  # which may be the last to have had the watch
+    if thread is not threading.current_thread():  # this thread may drop the last reference to the watch
         thread.join()
 
 
-class PeerMemory:
-    """One rank's turns with its peers, and its peers' processes."""
+class PeerGroupMemory:
+    """One rank's memory block and protocol state (``turns``), shared by dispatchers of a group.
+
+    failed: error after which the group is unusable. uncombined: a low-latency dispatch that has not been combined.
+    """
 
     def __init__(self, channel: Channel | None, turns: Turns) -> None:
         self.channel, self.turns = channel, turns
         self._timeout_s = 0.0
         self.failed: PeerError | None = None
-        self.pending = ""
-        """A low-latency dispatch whose combine is to come."""
-        self._watch: Watch | None = None
+        self.uncombined = ""
+        self._watch: PeerWatch | None = None
         if channel is not None and channel.comm.peers is not None:
-            self._watch = Watch(channel.comm.peers, turns.abort)
+            self._watch = PeerWatch(channel.comm.peers, turns.abort)
 
     @property
     def on_host(self) -> bool:
-        """Whether kernels are over when their launch returns."""
+        """Whether kernels run on the CPU. A launch then returns after the kernel has ended."""
         return self.turns.device.type == "cpu"
 
     @property
@@ -105,41 +104,38 @@ class PeerMemory:
         return self.turns.shape.rank
 
     def begin(self, header: Header, timeout_s: float) -> None:
-        """Before the first kernel of an operation, whose waits end after ``timeout_s``.
+        """Prepare an operation, whose kernels wait for at most ``timeout_s``. Call it before its first kernel.
 
         Raises:
-            PeerError: an earlier operation lost a peer, or, on a GPU, failed unnoticed.
+            PeerError: an earlier operation lost a peer, or an unchecked operation on a GPU failed.
             ConfigError: a low-latency dispatch has not been combined.
         """
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
-        if self.pending:
+        if self.uncombined:
             raise ConfigError(
-                f"rank {self.rank} begins {describe(header)} between {self.pending} and its low_latency_combine; these "
-                "follow each other, since they share a turn"
+                f"rank {self.rank} begins {describe(header)} between {self.uncombined} and its low_latency_combine; "
+                "call low_latency_combine first, since both share a turn"
             )
         if self.turns.failed:
-            # Found while nobody was waiting: how far the others came is not known.
-            raise self._ended(self.explain(self.turns.report, header, None))
+            # An unchecked operation failed. The progress of other ranks is unknown.
+            raise self._mark_unusable(self.error_of(self.turns.report, header, None))
         self._timeout_s = timeout_s
         if self._watch is not None:
             self._watch.on = True
         self.turns.begin(timeout_s)
 
     def end(self) -> None:
-        """After the last kernel of an operation is queued, or after an error."""
+        """Finish an operation, after its last kernel is queued or after an error."""
         if self._watch is not None and self.on_host:
             self._watch.on = False
 
     def check(self, header: Header, ids_TK: Tensor | None = None) -> None:
-        """Wait for the last meeting and raise what it, or a kernel after it, found wrong.
-
-        Args:
-            ids_TK: this rank's, in a dispatch.
+        """Wait for the last meeting, and raise its fault or that of a kernel after it.
 
         Raises:
-            InputError, RoutingError, RankMismatch, HeapError: on every rank; the next operation works.
-            PeerDied, PeerTimeout: nothing works any more.
+            InputError, RoutingError, RankMismatch, HeapError: on every rank. The group remains usable.
+            PeerDied, PeerTimeout: the group is unusable.
         """
         try:
             failed = self.turns.wait()
@@ -147,38 +143,38 @@ class PeerMemory:
             self.failed = error
             raise
         if failed:
-            self.look(header, ids_TK)
+            self.raise_fault(header, ids_TK)
 
-    def look(self, header: Header, ids_TK: Tensor | None = None) -> None:
-        """Raise what has gone wrong by now, as ``check`` does."""
+    def raise_fault(self, header: Header, ids_TK: Tensor | None = None) -> None:
+        """Raise the fault that the device has reported, if any; see ``check``."""
         if not self.turns.failed:
             return
         report = self.turns.report
-        late = report.turn < self.turns.turn  # found while nobody was waiting, as in ``begin``
-        found = self.explain(report, header, None if late else ids_TK)
-        if late or isinstance(found, PeerError):
-            raise self._ended(found)
-        self.turns.forgive()
-        raise found
+        late = report.turn < self.turns.turn  # of an unchecked operation, as in ``begin``
+        error = self.error_of(report, header, None if late else ids_TK)
+        if late or isinstance(error, PeerError):
+            raise self._mark_unusable(error)
+        self.turns.reset_fault()
+        raise error
 
-    def _ended(self, found: Exception) -> PeerError:
-        """What ends the group's use, if ``found`` was not found by all ranks in the same turn."""
-        self.failed = found if isinstance(found, PeerError) else PeerError(f"an earlier operation failed: {found}")
+    def _mark_unusable(self, error: Exception) -> PeerError:
+        """Record and return the error that makes the group unusable."""
+        self.failed = error if isinstance(error, PeerError) else PeerError(f"an earlier operation failed: {error}")
         return self.failed
 
-    def explain(self, report: Report, header: Header, ids_TK: Tensor | None) -> Exception:
-        """The error for ``report``."""
+    def error_of(self, report: FaultReport, header: Header, ids_TK: Tensor | None) -> Exception:
+        """Return the exception for ``report``."""
         if report.fault in (TIMED_OUT, ABORTED):
-            return self._lost(report, header)
+            return self._lost_peer(report, header)
         if report.fault == NO_ROOM:
             return HeapError(
-                f"rank {report.who} has no room for its rows in {describe(header)}; raise "
-                "PeerToPeerOptions.heap_bytes, alike on every rank"
+                f"rank {report.who} has no room for its rows in {describe(header)}; increase "
+                "PeerToPeerOptions.heap_bytes on every rank"
             )
         headers, experts = self.turns.headers, self.turns.shape.experts
         for words in headers:
             if not words[FAULT_WORD]:
-                words[-1] = 0  # no text: see ROOM_WORD of steps.py
+                words[-1] = 0  # the last word is not text: see ROOM_WORD of primitives.py
         for rank, words in enumerate(headers):
             if header.fault is None and words[FAULT_WORD] == BAD_IDS_WORD:
                 if rank == self.rank and ids_TK is not None:
@@ -187,24 +183,24 @@ class PeerMemory:
                 return peers_routing_error(rank, bad, first, value, header.top_k, experts)
         return failure([words.tobytes() for words in headers], self.rank, header)
 
-    def _lost(self, report: Report, header: Header) -> PeerError:
+    def _lost_peer(self, report: FaultReport, header: Header) -> PeerError:
         peers = None if self.channel is None else self.channel.comm.peers
-        gone = [] if peers is None else peers.ended()
-        if peers is not None and gone:
-            who = ", ".join(peers.describe(rank) for rank in gone)
+        dead = [] if peers is None else peers.ended()
+        if peers is not None and dead:
+            who = ", ".join(peers.describe(rank) for rank in dead)
             return PeerDied(
                 f"rank {self.rank} in {describe(header)}: lost {who}. Restart the ranks; this group is unusable."
             )
         who = f"rank {report.who}" if peers is None else peers.describe(report.who)
         return PeerTimeout(
             f"rank {self.rank} in {describe(header)}: waited {self._timeout_s:g} s for {who} to "
-            f"{_DOING.get(report.what, 'send its rows')}; its word stands at {report.seen}, not {report.wanted}. It is "
-            "stuck, slow, or took another path through the program; see its stacks (py-spy dump), or raise "
-            "DispatchOptions.timeout_s. This group is unusable now."
+            f"{_AWAITED.get(report.what, 'send its rows')}; its flag is {report.seen}, expected {report.wanted}. The "
+            "rank hangs, is slow, or took another path through the program; see its stacks (py-spy dump), or increase "
+            "DispatchOptions.timeout_s. This group is unusable."
         )
 
 
-def peer_memory(
+def shared_peer_memory(
     channel: Channel | None,
     group: ProcessGroup | None,
     rank: int,
@@ -212,50 +208,50 @@ def peer_memory(
     device: torch.device,
     options: PeerToPeerOptions,
     launcher: Launcher,
-) -> PeerMemory:
-    """The memory of ``group`` for experts placed at ``offsets``; made on first use, which is collective.
+) -> PeerGroupMemory:
+    """Return the memory of ``group`` for experts placed at ``offsets``. The first call creates it and is collective.
 
     Args:
-        channel: of the group, after a meeting in which ranks compared ``options``; None where a rank is alone.
+        channel: of the group, whose ranks have compared ``options``; None without peers.
 
     Raises:
-        HeapError: on every rank, if one has no room.
+        HeapError: a rank has no room; on every rank.
     """
     total = options.heap_bytes or HEAP_BYTES[device.type]
 
-    def make() -> PeerMemory:
-        shape = Shape(rank, tuple(offsets))
+    def make() -> PeerGroupMemory:
+        shape = GroupShape(rank, tuple(offsets))
         blocks = _blocks(channel, group, rank, device, blocks_bytes(shape, total))
-        made = PeerMemory(channel, Turns(shape, blocks, launcher))
+        memory = PeerGroupMemory(channel, Turns(shape, blocks, launcher))
         if channel is not None:
-            began = torch.zeros(1, dtype=torch.int64).to(channel.control_device)
-            channel.all_gather(began, "the start of shared blocks")
-        return made
+            ready = torch.zeros(1, dtype=torch.int64).to(channel.control_device)
+            channel.all_gather(ready, "the start of shared blocks")
+        return memory
 
     if channel is None:
         return make()
-    # Kept even if it has failed: others may not know, and would not make another.
+    # Keep it even after a failure: other ranks may not know of the failure, and would not create another one.
     return channel.comm.keep(("peer memory", device, tuple(offsets), total), make)
 
 
 def _blocks(channel: Channel | None, group: ProcessGroup | None, rank: int, device: torch.device, total: int) -> Blocks:
     if channel is None or group is None:
-        return alone(total, device)
+        return single_block(total, device)
     if device.type == "cuda":
         problem, blocks = "", None
         try:
-            blocks = symmetric(group, device, total)
+            blocks = symmetric_blocks(group, device, total)
         except (MoeCommError, RuntimeError) as error:
             problem = str(error)
-        told = channel.all_gather(torch.tensor([int(bool(problem))]).to(channel.control_device), "sharing blocks")
-        bad = told.flatten().nonzero().flatten().tolist()
+        failed = channel.all_gather(torch.tensor([int(bool(problem))]).to(channel.control_device), "sharing blocks")
+        bad = failed.flatten().nonzero().flatten().tolist()
         if bad or blocks is None:
             raise HeapError(f"symmetric memory of {total} bytes: {problem or f'ranks {bad} could not set it up'}")
         return blocks
     what = "blocks for peer_to_peer"
 
     def gather(words: list[int]) -> list[list[int]]:
-        told: list[list[int]] = channel.all_gather(torch.tensor(words).to(channel.control_device), what).tolist()
-        return told
+        rows: list[list[int]] = channel.all_gather(torch.tensor(words).to(channel.control_device), what).tolist()
+        return rows
 
-    return mapped(gather, rank, host_word(), total, what)
+    return mapped_blocks(gather, rank, host_key_int64(), total, what)

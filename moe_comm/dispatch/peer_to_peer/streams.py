@@ -1,4 +1,4 @@
-"""The stream that operations of ``peer_to_peer`` run on: the caller's, or one of their own beside it."""
+"""The CUDA stream of ``peer_to_peer`` operations: the caller's, or a separate one."""
 
 from __future__ import annotations
 
@@ -8,55 +8,53 @@ from torch import Tensor
 from moe_comm.gpu.heap import Heap
 
 
-class Lane:
-    """Where a dispatcher's kernels are queued.
+class OperationStream:
+    """The stream of a dispatcher's kernels: the caller's, or with ``own`` a separate one (on GPUs).
 
-    event: of the last operation, if the stream is its own. join: whether the caller's stream waits for it.
-
-    Args:
-        own: run on a stream of one's own; without meaning on the CPU.
+    event: recorded after the last operation on a separate stream.
+    caller_waits: whether the caller's stream waits for each operation.
     """
 
     def __init__(self, device: torch.device, heap: Heap, own: bool) -> None:
         self.event: torch.cuda.Event | None = None
-        self.join = True
+        self.caller_waits = True
         self._device, self._heap = device, heap
         self._stream = torch.cuda.Stream(device) if own and device.type == "cuda" else None
         self._caller: torch.cuda.Stream | None = None
 
     def enter(self, used: tuple[Tensor | None, ...]) -> None:
-        """Go on behind what the caller has queued so far; ``used`` lives until the operation is over."""
+        """Make the stream current, after the caller's queued work. Keep ``used`` alive until the operation ends."""
         if self._stream is None:
             return
         self._caller = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(self._caller)
-        self._keep(self._stream, *used)
+        self._record(self._stream, *used)
         torch.cuda.set_stream(self._stream)
 
     def leave(self, failed: bool) -> None:
-        """Back to the caller's stream."""
+        """Make the caller's stream current again."""
         if self._stream is None or self._caller is None:
             return
         if not failed:
             self.event = torch.cuda.Event()
             self.event.record(self._stream)
         torch.cuda.set_stream(self._caller)
-        if self.join:
+        if self.caller_waits:
             self._caller.wait_stream(self._stream)
 
-    def hand_over(self, *made: Tensor | None) -> None:
-        """Inside ``entered``: the caller's stream will use what was made here."""
+    def use_by_caller(self, *results: Tensor | None) -> None:
+        """Record that the caller's stream uses ``results``. Call it between ``enter`` and ``leave``."""
         if self._caller is not None:
-            self._keep(self._caller, *made)
+            self._record(self._caller, *results)
 
-    def _keep(self, stream: torch.cuda.Stream, *tensors: Tensor | None) -> None:
+    def _record(self, stream: torch.cuda.Stream, *tensors: Tensor | None) -> None:
         for tensor in tensors:
             if tensor is not None:
                 record_stream(self._heap, tensor, stream)
 
 
 def record_stream(heap: Heap, x: Tensor, stream: torch.cuda.Stream) -> None:
-    """``x``, of ``heap`` or of torch's allocator, is used on ``stream``, too."""
+    """Record that ``stream`` uses ``x``, which belongs to ``heap`` or to torch's allocator."""
     if heap.owns(x):
         heap.record(x, stream)
     else:

@@ -1,11 +1,12 @@
-"""All ranks of ``peer_to_peer`` in one process and on one device: for tests and measurements with a single GPU.
+"""All ranks of ``peer_to_peer`` in one process and on one device, for tests and measurements with a single GPU.
 
-    thread 0, stream 0   rank 0   count ─▶ meet ─▶ push ...        ranks meet in their kernels, as processes do
+    thread 0, stream 0   rank 0   count ─▶ meet ─▶ push ...        kernels of all ranks meet, as for several processes
     thread 1, stream 1   rank 1   count ─▶ meet ─▶ push ...
 
-Forward alone on a GPU: autograd has one thread a device there, in which ranks would wait for each other. Kernels that
-are first loaded while others wait on the GPU may wait for these, so set ``CUDA_MODULE_LOADING=EAGER``; and with more
-than 8 ranks ``CUDA_DEVICE_MAX_CONNECTIONS=32``, or streams share queues.
+On a GPU only the forward pass works: autograd has one thread per device, in which ranks would wait for each other.
+Loading a kernel may wait for running kernels, which may wait for the kernel that is loaded. Set
+``CUDA_MODULE_LOADING=EAGER`` to avoid this. With more than 8 ranks set ``CUDA_DEVICE_MAX_CONNECTIONS=32``, or streams
+share queues.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from moe_comm.dispatch.peer_to_peer.access import launcher_for
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.peer_to_peer.memory import HEAP_BYTES
 from moe_comm.dispatch.types import DispatchOptions
-from moe_comm.gpu.blocks import together
-from moe_comm.gpu.protocol import Shape, blocks_bytes
+from moe_comm.gpu.blocks import local_blocks
+from moe_comm.gpu.protocol import GroupShape, blocks_bytes
 from moe_comm.topology import ExpertPlacement
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ T = TypeVar("T")
 def virtual_ranks(
     placement: ExpertPlacement, options: DispatchOptions | None = None, device: torch.device | str = "cuda"
 ) -> list[PeerToPeerDispatcher]:
-    """The dispatchers of every rank of ``placement``, by rank; see ``run_ranks``.
+    """Return the dispatchers of all ranks of ``placement``. Use them with ``run_ranks``.
 
     Raises:
         ConfigError, MissingDependency: as ``PeerToPeerDispatcher``.
@@ -38,9 +39,9 @@ def virtual_ranks(
     options, where = options or DispatchOptions(), torch.device(device)
     launcher = launcher_for(where, options.peer_to_peer.emulate)
     heap = options.peer_to_peer.heap_bytes or HEAP_BYTES[where.type]
-    blocks_W = together(placement.world, blocks_bytes(Shape(0, placement.offsets), heap), where)
+    blocks_W = local_blocks(placement.world, blocks_bytes(GroupShape(0, placement.offsets), heap), where)
     if where.type == "cuda":
-        torch.cuda.synchronize(where)  # zeros must stand before another stream writes to them
+        torch.cuda.synchronize(where)  # other streams must find the zeros
     return [
         PeerToPeerDispatcher(placement, None, rank, options, where, launcher, blocks)
         for rank, blocks in enumerate(blocks_W)
@@ -48,22 +49,22 @@ def virtual_ranks(
 
 
 def run_ranks(dispatchers: list[PeerToPeerDispatcher], work: Callable[[PeerToPeerDispatcher], T]) -> list[T]:
-    """``work`` of every rank, each in a thread and on a stream of its own; what it returns, by rank, once it is there.
+    """Run ``work`` for each rank, in one thread and stream per rank. Return the results by rank, after they complete.
 
     Raises:
-        what ``work`` raises, on the first rank that does.
+        The exception of the first rank whose ``work`` raises.
     """
 
-    def one(dispatcher: PeerToPeerDispatcher) -> T:
+    def run_one(dispatcher: PeerToPeerDispatcher) -> T:
         if dispatcher.device.type != "cuda":
             return work(dispatcher)
         stream = torch.cuda.Stream(dispatcher.device)
         with torch.cuda.stream(stream):
-            found = work(dispatcher)
+            result = work(dispatcher)
         stream.synchronize()
-        return found
+        return result
 
     if dispatchers[0].device.type == "cuda":
-        torch.cuda.synchronize(dispatchers[0].device)  # what the caller's stream makes is there for all
+        torch.cuda.synchronize(dispatchers[0].device)  # inputs from the caller's stream must be complete
     with ThreadPoolExecutor(len(dispatchers)) as threads:
-        return [each.result() for each in [threads.submit(one, dispatcher) for dispatcher in dispatchers]]
+        return [future.result() for future in [threads.submit(run_one, dispatcher) for dispatcher in dispatchers]]

@@ -1,10 +1,11 @@
 """accelerate for models whose experts differ between ranks: wrapping, clipping and checkpoints.
 
-accelerate saves what rank 0 holds, maps optimizers to parameters by address, and takes one norm for each device mesh.
-None of that is right for experts. ``prepare_accelerator`` gives one ``Accelerator`` a subclass that is.
+accelerate saves the model of rank 0, maps optimizers to parameters by address, and computes one norm for each device
+mesh. These are wrong for experts. ``prepare_accelerator`` replaces the class of an ``Accelerator`` by a subclass that
+handles experts.
 
-A checkpoint of ``save_state`` has whole models and optimizers in the files and the format that accelerate writes for
-one process, so any number of ranks loads it, and so does one process without this library.
+A checkpoint of ``save_state`` contains full models and optimizers in the files and formats that accelerate writes for
+one process. Any number of ranks can load it, and so can one process without this library.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ from moe_comm.layers.parallel.names import state_key
 
 
 def prepare_accelerator(accelerator: Any) -> Any:
-    """Make ``accelerator`` right for models whose experts are spread over ranks.
+    """Add support for models whose experts differ between ranks to an ``Accelerator``.
 
         accelerator = prepare_accelerator(Accelerator(gradient_accumulation_steps=4))
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-    Call it before ``accelerator.prepare``. Other models are handled as before.
+    Call it before ``accelerator.prepare``. The handling of other models does not change.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``. Changed in place: its class is replaced by a subclass.
 
     Returns:
-        ``accelerator``, changed in place: of a subclass of its class.
+        ``accelerator``.
     """
     if not isinstance(accelerator, _HandlesExperts):
         cls = type(accelerator)
@@ -58,40 +62,40 @@ def prepare_accelerator(accelerator: Any) -> Any:
     return accelerator
 
 
-def is_spread(model: Any) -> bool:
-    """Whether ``model`` has experts that differ between ranks."""
+def has_distributed_experts(model: Any) -> bool:
+    """Return whether ``model`` has experts that differ between ranks."""
     return next(expert_modules(model), None) is not None
 
 
-def write_on(ranks: bool, write: Callable[[], None], device: torch.device, what: str) -> None:
-    """Call ``write`` where ``ranks`` is true. Returns on all ranks when it is done. Collective.
+def write_on(writes: bool, write: Callable[[], None], device: torch.device, target: str) -> None:
+    """Call ``write`` on the ranks where ``writes`` is true, and wait for it on all ranks. Collective.
 
     Raises:
-        CheckpointError: writing failed on another rank; that rank raises its own error.
+        CheckpointError: writing failed on another rank. That rank raises its original exception.
     """
     failure: Exception | None = None
-    if ranks:
+    if writes:
         try:
             write()
         except Exception as error:
             failure = error
     flag = torch.tensor([failure is not None], device=device)
-    failed = bool(gather_values(flag, dist.group.WORLD, f"writing {what}").any())
+    failed = bool(gather_values(flag, dist.group.WORLD, f"writing {target}").any())
     if failure is not None:
         raise failure
     if failed:
-        raise CheckpointError(f"another rank could not write {what}; its own error says why")
+        raise CheckpointError(f"another rank could not write {target}; see the error of that rank")
 
 
 class _HandlesExperts:
-    """Comes before ``accelerate.Accelerator`` in the bases of a class."""
+    """Mixin for ``accelerate.Accelerator``."""
 
     handles_experts = True
-    _set_aside: tuple[list[Any], list[Any]] | None = None
+    _hidden: tuple[list[Any], list[Any]] | None = None
     _safe_serialization = True
 
     def prepare(self: Any, *args: Any, device_placement: Any = None) -> Any:
-        models = [arg for arg in args if isinstance(arg, nn.Module) and is_spread(arg)]
+        models = [arg for arg in args if isinstance(arg, nn.Module) and has_distributed_experts(arg)]
         optimizers = [arg for arg in args if isinstance(arg, Optimizer)]
         base = super().prepare  # type: ignore[misc]
         if not models:
@@ -99,16 +103,16 @@ class _HandlesExperts:
         _refuse(self)
         if not self.is_fsdp2:
             for model in models:
-                _leave_to_their_ranks(model)
+                _prepare_ddp(model)
             return base(*args, device_placement=device_placement)
         (model,) = models
         names = _names_of(model, optimizers)
         if not any(gradients.prepared_for_fsdp for _, _, gradients in expert_modules(model)):
             self._shard_experts(model)
-        _give(model, optimizers, names)
+        _assign_parameters(model, optimizers, names)
         prepared = base(*args, device_placement=device_placement)
-        # accelerate finds parameters by address, and all parameters without elements have the same one.
-        _give(model, optimizers, names)
+        # accelerate identifies parameters by address, and all empty parameters have the same address.
+        _assign_parameters(model, optimizers, names)
         return prepared
 
     def _shard_experts(self: Any, model: nn.Module) -> None:
@@ -119,7 +123,7 @@ class _HandlesExperts:
             module.to(self.device)
             for param in module.parameters():
                 if self.mixed_precision != "no" and param.requires_grad:
-                    param.data = param.data.float()  # as accelerate does for all parameters; it cannot do so later
+                    param.data = param.data.float()  # accelerate cannot do this after the experts are sharded
         prepare_fsdp(
             model,
             reshard_after_forward=plugin.reshard_after_forward,
@@ -127,21 +131,21 @@ class _HandlesExperts:
         )
 
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        model = next((model for model in self._models if self.is_fsdp2 and is_spread(model)), None)
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        model = next((model for model in self._models if self.is_fsdp2 and has_distributed_experts(model)), None)
         if model is None:
-            return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[misc]
-        if {id(param) for param in given} != {id(param) for param in model.parameters()}:
+            return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[misc]
+        if {id(param) for param in params} != {id(param) for param in model.parameters()}:
             raise ConfigError(
-                "under FSDP2 the norm of some parameters of a model with experts is not known; write\n"
+                "under FSDP2, gradients of a model with experts can only be clipped for all parameters; write\n"
                 "    accelerator.clip_grad_norm_(model.parameters(), max_norm)"
             )
         self.unscale_gradients()
         return clip_grad_norm_(model, max_norm, norm_type)
 
     def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
-        """The whole state dict on rank 0 of each expert-parallel group, an empty one on other ranks. Collective."""
-        if not is_spread(model):
+        """Return the full state dict on rank 0 of each expert-parallel group, and {} on other ranks. Collective."""
+        if not has_distributed_experts(model):
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
         return state_dict(model, rank0_only=True, cpu=True)
 
@@ -156,33 +160,30 @@ class _HandlesExperts:
         with _without_models(self) as spread:
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
         if spread:
-            # accelerate keeps the count of accumulated batches with the random states of a rank. More ranks than saved
-            # have none, and would reduce gradients at other batches than the rest.
+            # accelerate saves the number of accumulated batches in the random state of each rank. New ranks have no
+            # such state and would reduce gradients at different batches, so all ranks use the number of rank 0.
             steps = gather_values(torch.tensor([self.step], device=self.device), dist.group.WORLD, "resuming")
             self.step = int(steps[0])
 
 
 def _refuse(accelerator: Any) -> None:
-    """Raise on every rank, before anything is changed.
-
-    Raises:
-        UnsupportedModel: how the accelerator wraps models is not supported for experts.
-        ConfigError: a setting of it would lose experts.
-    """
+    """Raise ``UnsupportedModel`` or ``ConfigError`` if a setting of the accelerator is wrong for experts."""
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UnsupportedModel("FSDP 1 cannot leave experts to their ranks; set fsdp_version=2")
+        raise UnsupportedModel("FSDP 1 does not support experts that differ between ranks; set fsdp_version=2")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
-        raise UnsupportedModel(f"{kind.value} cannot leave experts to their ranks; use DDP or FSDP2")
+        raise UnsupportedModel(f"{kind.value} does not support experts that differ between ranks; use DDP or FSDP2")
     config = accelerator.parallelism_config
     if config is not None and (config.tp_enabled or config.cp_enabled or config.sp_enabled):
-        raise UnsupportedModel("with experts spread over ranks, accelerate may use data parallelism only: DDP or FSDP2")
+        raise UnsupportedModel(
+            "for experts that differ between ranks, accelerate must use data parallelism only: DDP or FSDP2"
+        )
     if not accelerator.is_fsdp2:
         return
     plugin = accelerator.state.fsdp_plugin
     if plugin.cpu_ram_efficient_loading:
         raise ConfigError(
-            "cpu_ram_efficient_loading copies the experts of rank 0 to all ranks. Write\n"
+            "cpu_ram_efficient_loading would copy the experts of rank 0 to all ranks. Write\n"
             "    FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)"
         )
     if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
@@ -191,8 +192,8 @@ def _refuse(accelerator: Any) -> None:
         raise UnsupportedModel("the loss scale of fp16 would differ between ranks under FSDP2; use bf16")
 
 
-def _leave_to_their_ranks(model: nn.Module) -> None:
-    """Call ``prepare_ddp``, if it was not called for ``model`` itself."""
+def _prepare_ddp(model: nn.Module) -> None:
+    """Call ``prepare_ddp`` unless it was already called for ``model``."""
     if expert_parameters(model).keys() - set(getattr(model, "_ddp_params_and_buffers_to_ignore", [])):
         declared = next(gradients.declared for _, _, gradients in expert_modules(model))
         prepare_ddp(model, grad_reduction=declared)
@@ -212,28 +213,27 @@ def _names_of(model: nn.Module, optimizers: Iterable[Any]) -> Names:
         ) from None
 
 
-def _give(model: nn.Module, optimizers: Iterable[Any], names: Names) -> None:
-    """Make the optimizers hold the parameters that now have these names in ``model``."""
+def _assign_parameters(model: nn.Module, optimizers: Iterable[Any], names: Names) -> None:
+    """Set the parameters of the optimizers to the current parameters of ``model`` with these names."""
     params = {state_key(name): param for name, param in model.named_parameters()}
     for optimizer, groups in zip(optimizers, names, strict=True):
-        for group, named in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [params[name] for name in named]
+        for group, group_names in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [params[name] for name in group_names]
 
 
 @contextmanager
 def _without_models(accelerator: Any) -> Iterator[bool]:
-    """Take models and optimizers from accelerate where experts are spread, for ``_write`` and ``_read``."""
-    spread = any(is_spread(model) for model in accelerator._models)
-    if not spread:
+    """Hide models and optimizers from accelerate if any experts differ between ranks, for ``_write`` and ``_read``."""
+    if not any(has_distributed_experts(model) for model in accelerator._models):
         yield False
         return
-    held = accelerator._models, accelerator._optimizers
-    accelerator._set_aside, accelerator._models, accelerator._optimizers = held, [], []
+    hidden = accelerator._models, accelerator._optimizers
+    accelerator._hidden, accelerator._models, accelerator._optimizers = hidden, [], []
     try:
         yield True
     finally:
-        accelerator._models, accelerator._optimizers = held
-        accelerator._set_aside = None
+        accelerator._models, accelerator._optimizers = hidden
+        accelerator._hidden = None
 
 
 def _paths(folder: str, stem: str, suffix: str, count: int) -> list[Path]:
@@ -241,66 +241,59 @@ def _paths(folder: str, stem: str, suffix: str, count: int) -> list[Path]:
 
 
 def _write(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
-    """Write whole models and optimizers under the names that accelerate gives those of one process."""
-    if accelerator._set_aside is None:
+    """Write full models and optimizers to the files that accelerate writes for one process."""
+    if accelerator._hidden is None:
         return
-    held, optimizers = accelerator._set_aside
+    modules, optimizers = accelerator._hidden
     safe = accelerator._safe_serialization
-    keep = {"save_on_each_node": accelerator.project_configuration.save_on_each_node}
+    save_file = partial(save, save_on_each_node=accelerator.project_configuration.save_on_each_node)
     stem, suffix = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
-    for model, path in zip(held, _paths(folder, stem, suffix, len(held)), strict=True):
-        state = _each_once(state_dict(model, rank0_only=True, cpu=True))
-        _save(accelerator, partial(save, state, path, safe_serialization=safe, **keep), path)
-    everything = nn.ModuleList(held)
+    for model, path in zip(modules, _paths(folder, stem, suffix, len(modules)), strict=True):
+        state = _without_duplicates(state_dict(model, rank0_only=True, cpu=True))
+        write_on(True, partial(save_file, state, path, safe_serialization=safe), accelerator.device, str(path))
+    joint = nn.ModuleList(modules)
     for optimizer, path in zip(optimizers, _paths(folder, OPTIMIZER_NAME, ".bin", len(optimizers)), strict=True):
-        state = optimizer_state_dict(everything, optimizer, rank0_only=True, cpu=True)
-        _save(accelerator, partial(save, state, path, **keep), path)
+        state = optimizer_state_dict(joint, optimizer, rank0_only=True, cpu=True)
+        write_on(True, partial(save_file, state, path), accelerator.device, str(path))
 
 
-def _save(accelerator: Any, write: Callable[[], None], path: Path) -> None:
-    write_on(True, write, accelerator.device, str(path))
-
-
-def _each_once(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` without the second name of tied weights, which safetensors refuses."""
-    seen: set[Any] = set()
-    result = {}
+def _without_duplicates(state: dict[str, Any]) -> dict[str, Any]:
+    """Remove the second name of tied weights, which safetensors rejects."""
+    unique: dict[Any, tuple[str, Any]] = {}
     for key, value in state.items():
-        same = (value.data_ptr(), value.shape) if isinstance(value, Tensor) and value.numel() else (id(value), key)
-        if same not in seen:
-            seen.add(same)
-            result[key] = value
-    return result
+        storage = (value.data_ptr(), value.shape) if isinstance(value, Tensor) and value.numel() else (id(value), key)
+        unique.setdefault(storage, (key, value))
+    return dict(unique.values())
 
 
 def _read(accelerator: Any, models: Any, folder: str) -> None:
-    """Each rank reads the files of ``_write`` and takes its part."""
-    if accelerator._set_aside is None:
+    """Read the files of ``_write`` on each rank and load the local shards."""
+    if accelerator._hidden is None:
         return
-    held, optimizers = accelerator._set_aside
-    safe, other = (
-        _paths(folder, *named, len(held)) for named in ((SAFE_MODEL_NAME, ".safetensors"), (MODEL_NAME, ".bin"))
+    modules, optimizers = accelerator._hidden
+    safe, pickled = (
+        _paths(folder, *name, len(modules)) for name in ((SAFE_MODEL_NAME, ".safetensors"), (MODEL_NAME, ".bin"))
     )
-    for model, first, second in zip(held, safe, other, strict=True):
-        load_whole(model, load_file(first) if first.exists() else load(second, map_location="cpu"))
-    everything = nn.ModuleList(held)
+    for model, first, second in zip(modules, safe, pickled, strict=True):
+        load_full(model, load_file(first) if first.exists() else load(second, map_location="cpu"))
+    joint = nn.ModuleList(modules)
     for optimizer, path in zip(optimizers, _paths(folder, OPTIMIZER_NAME, ".bin", len(optimizers)), strict=True):
-        load_optimizer_state_dict(everything, optimizer, load(path, map_location="cpu"))
+        load_optimizer_state_dict(joint, optimizer, load(path, map_location="cpu"))
 
 
-def load_whole(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load a whole state dict in which tied weights may have one of their names.
+def load_full(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load a full state dict. It needs only one of the names of tied weights.
 
     Raises:
-        CheckpointError: parameters are missing, or the state dict has others.
+        CheckpointError: parameters are missing, or the state dict has unknown names.
     """
-    found = load_state_dict(model, state, strict=False)
+    result = load_state_dict(model, state, strict=False)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     params = dict(inner.named_parameters(remove_duplicate=False))
     loaded = {id(param) for name, param in params.items() if state_key(name) in state}
-    missing = [name for name in found.missing_keys if id(params.get(name)) not in loaded]
-    if missing or found.unexpected_keys:
+    missing = [name for name in result.missing_keys if id(params.get(name)) not in loaded]
+    if missing or result.unexpected_keys:
         raise CheckpointError(
-            f"the checkpoint is of another model: {len(missing)} names are missing {missing[:3]} and "
-            f"{len(found.unexpected_keys)} are not known {found.unexpected_keys[:3]}"
+            f"the checkpoint does not match the model: {len(missing)} names are missing {missing[:3]} and "
+            f"{len(result.unexpected_keys)} are unknown {result.unexpected_keys[:3]}"
         )

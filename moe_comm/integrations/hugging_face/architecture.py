@@ -1,4 +1,4 @@
-"""Between the configurations of Hugging Face and ``TransformerConfig``, for the families both sides know.
+"""Convert between Hugging Face configurations and ``TransformerConfig`` for the model families that both support.
 
 model_type    attention              router
 mixtral       GQA, window            softmax
@@ -29,13 +29,13 @@ ARCHITECTURES: dict[str, type[PreTrainedConfig]] = {
 }
 _QK_NORM: dict[str, QKNorm] = {"qwen3_moe": "head", "olmoe": "full"}
 _LATENT_EPS = 1e-6
-"""Of the norms inside DeepSeek's attention, whatever ``rms_norm_eps`` says."""
-_LEFT_OUT = {
+"""Epsilon of the norms inside DeepSeek's attention, which does not follow ``rms_norm_eps``."""
+_UNSUPPORTED = {
     "attention_dropout": "attention has no dropout",
     "router_jitter_noise": "routers add no noise",
-    "quantization_config": "weights are read in the precision that they compute in; dequantise them first",
+    "quantization_config": "quantized weights cannot be read; dequantize them first",
 }
-"""Settings that must be missing or 0, and why."""
+"""Settings that must be missing or 0, with the reason."""
 _ROPE_KEYS = {
     "rope_type",
     "rope_theta",
@@ -50,31 +50,32 @@ _ROPE_KEYS = {
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
-    """The configuration of the model in a local ``folder``; nothing is downloaded.
+    """Read the configuration of the model in a local ``folder``. Nothing is downloaded.
 
     Raises:
-        ConfigError: there is no config.json that can be read. UnsupportedModel: of a family that is not known here.
+        ConfigError: the folder has no config.json, or it cannot be read.
+        UnsupportedModel: the model family is not in ``ARCHITECTURES``.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{folder} is no folder of a Hugging Face model: it has no config.json")
+        raise ConfigError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     auto: Any = AutoConfig
     try:
         config: PreTrainedConfig = auto.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # not JSON, a family that transformers does not know, a setting of the wrong type
-        raise ConfigError(f"{path} cannot be used: {error}") from error
+    except Exception as error:  # invalid JSON, a family unknown to transformers, a setting of the wrong type
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     if config.model_type not in ARCHITECTURES:
         raise UnsupportedModel(f"{path}: model_type {config.model_type!r} is not one of {', '.join(ARCHITECTURES)}")
     return config
 
 
 def from_hugging_face(config: PreTrainedConfig) -> TransformerConfig:
-    """The description of the model that ``config`` describes; auxiliary losses are left at 0.
+    """Convert a Hugging Face configuration to a ``TransformerConfig``.
 
-    Layers for multi-token prediction, which DeepSeek-V3's weights have beside the model, are no part of it.
+    The coefficients of auxiliary losses are 0. The multi-token prediction layers of DeepSeek-V3 are not included.
 
     Raises:
-        UnsupportedModel: another family, or a setting that this library's model does not have.
+        UnsupportedModel: the family is not in ``ARCHITECTURES``, or ``Transformer`` does not support a setting.
         ConfigError: settings contradict each other.
     """
     c: Any = config
@@ -83,9 +84,9 @@ def from_hugging_face(config: PreTrainedConfig) -> TransformerConfig:
         raise UnsupportedModel(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
     if c.hidden_act != "silu":
         raise UnsupportedModel(f"hidden_act must be silu; got {c.hidden_act!r}")
-    for name, why in _LEFT_OUT.items():
+    for name, reason in _UNSUPPORTED.items():
         if getattr(c, name, None):
-            raise UnsupportedModel(f"{name} = {getattr(c, name)!r} is not supported: {why}")
+            raise UnsupportedModel(f"{name} = {getattr(c, name)!r} is not supported: {reason}")
     dense_layers = _dense_layers(family, c)
     return TransformerConfig(
         vocab=c.vocab_size,
@@ -126,28 +127,30 @@ def _attention(family: str, c: Any) -> AttentionConfig:
 
 
 def _rope(c: Any) -> RopeConfig:
-    found = {key: value for key, value in c.rope_parameters.items() if value is not None}
-    kind = found.get("rope_type", "default")
-    usual = {"partial_rotary_factor": 1.0, "truncate": True}
-    odd = [key for key in found if key not in _ROPE_KEYS and usual.get(key) != found[key]]
-    if odd:
-        raise UnsupportedModel(f"rope_parameters has {odd[0]} = {found[odd[0]]!r}, which is not supported")
+    rope = {key: value for key, value in c.rope_parameters.items() if value is not None}
+    kind = rope.get("rope_type", "default")
+    no_effect = {"partial_rotary_factor": 1.0, "truncate": True}
+    unsupported = [key for key in rope if key not in _ROPE_KEYS and no_effect.get(key) != rope[key]]
+    if unsupported:
+        raise UnsupportedModel(
+            f"rope_parameters has {unsupported[0]} = {rope[unsupported[0]]!r}, which is not supported"
+        )
     yarn = None
     if kind == "yarn":
-        original = found.get("original_max_position_embeddings", c.max_position_embeddings)
-        all_dim = found.get("mscale_all_dim") or 0.0
+        original = rope.get("original_max_position_embeddings", c.max_position_embeddings)
+        all_dim = rope.get("mscale_all_dim") or 0.0
         yarn = Yarn(
-            factor=found.get("factor") or c.max_position_embeddings / original,
+            factor=rope.get("factor") or c.max_position_embeddings / original,
             original_length=original,
-            beta_fast=found.get("beta_fast") or 32.0,
-            beta_slow=found.get("beta_slow") or 1.0,
-            # One of the two alone has no effect, as in transformers; 1 is the usual value of what is not there.
-            mscale=found.get("mscale") or (0.0 if all_dim else 1.0),
+            beta_fast=rope.get("beta_fast") or 32.0,
+            beta_slow=rope.get("beta_slow") or 1.0,
+            # As in transformers, mscale and mscale_all_dim take effect only together; mscale defaults to 1.
+            mscale=rope.get("mscale") or (0.0 if all_dim else 1.0),
             mscale_all_dim=all_dim,
         )
     elif kind != "default":
-        raise UnsupportedModel(f"rope_type {kind!r} is not supported; known: default, yarn")
-    return RopeConfig(found["rope_theta"], yarn, interleaved=getattr(c, "rope_interleave", False))
+        raise UnsupportedModel(f"rope_type {kind!r} is not supported; use default or yarn")
+    return RopeConfig(rope["rope_theta"], yarn, interleaved=getattr(c, "rope_interleave", False))
 
 
 def _moe(family: str, c: Any) -> MoEConfig:
@@ -182,20 +185,22 @@ def _dense_layers(family: str, c: Any) -> tuple[int, ...]:
 
 
 def to_hugging_face(config: TransformerConfig, family: str, **extra: Any) -> PreTrainedConfig:
-    """The ``family``'s configuration of ``config``.
+    """Convert a ``TransformerConfig`` to the Hugging Face configuration of a model family.
 
     Args:
-        extra: further settings, such as the ids of special tokens.
+        config: the model.
+        family: ``model_type`` in transformers, one of ``ARCHITECTURES``.
+        extra: further settings of the result, such as the ids of special tokens.
 
     Raises:
-        UnsupportedModel: the family has no such model; names what does not fit.
+        UnsupportedModel: the family cannot express the model. The message lists the fields that do not fit.
     """
     if family not in ARCHITECTURES:
         raise UnsupportedModel(f"family {family!r} is not one of {', '.join(ARCHITECTURES)}")
     if config.parallel_block:
         raise UnsupportedModel("no Hugging Face family has parallel blocks (parallel_block)")
     if config.shortcut:
-        raise UnsupportedModel(f"family {family!r} has no experts beside the layer (shortcut)")
+        raise UnsupportedModel(f"family {family!r} does not support shortcut-connected experts (shortcut)")
     attention, moe = config.attention, config.moe
     settings: dict[str, Any] = {
         "vocab_size": config.vocab,
@@ -216,20 +221,20 @@ def to_hugging_face(config: TransformerConfig, family: str, **extra: Any) -> Pre
     }
     settings |= _SETTINGS[family](config) | extra
     try:
-        made = ARCHITECTURES[family](**settings)
-        back = from_hugging_face(made)
+        hf_config = ARCHITECTURES[family](**settings)
+        round_trip = from_hugging_face(hf_config)
     except UnsupportedModel:
         raise
-    except Exception as error:  # transformers checks types and sums with exception classes of several libraries
+    except Exception as error:  # transformers validates settings with exception classes of several libraries
         raise UnsupportedModel(f"{family} cannot express this model: {error}") from error
-    wrong = _differences(_plain(config), _plain(back))
-    if wrong:
-        raise UnsupportedModel(f"{family} cannot express this model: {'; '.join(wrong)}")
-    return made
+    differences = _differences(_comparable(config), _comparable(round_trip))
+    if differences:
+        raise UnsupportedModel(f"{family} cannot express this model: {'; '.join(differences)}")
+    return hf_config
 
 
-def _plain(config: TransformerConfig) -> TransformerConfig:
-    """``config`` without what no Hugging Face configuration holds, or what has no effect in this model."""
+def _comparable(config: TransformerConfig) -> TransformerConfig:
+    """Reset the fields that no Hugging Face configuration has, and those without effect in this model."""
     router = replace(config.moe.router, balance_loss=0.0, z_loss=0.0, balance_form="batch")
     if router.top_groups == router.num_groups:
         router = replace(router, num_groups=1, top_groups=1, group_score="top2_sum")
@@ -240,12 +245,15 @@ def _plain(config: TransformerConfig) -> TransformerConfig:
     return replace(config, moe=moe, attention=attention, dense_ffn=config.dense_ffn if config.dense_layers else 0)
 
 
-def _differences(wanted: Any, found: Any, path: str = "") -> list[str]:
-    """Which fields of two descriptions differ, with both values."""
-    if is_dataclass(wanted) and type(wanted) is type(found):
-        pairs = ((f"{path}.{f.name}".lstrip("."), f.name) for f in fields(wanted))
-        return [line for at, name in pairs for line in _differences(getattr(wanted, name), getattr(found, name), at)]
-    return [] if wanted == found else [f"{path} is {wanted!r}, there it would be {found!r}"]
+def _differences(expected: Any, actual: Any, path: str = "") -> list[str]:
+    """List the fields in which two nested dataclasses differ, with both values."""
+    if is_dataclass(expected) and type(expected) is type(actual):
+        return [
+            line
+            for f in fields(expected)
+            for line in _differences(getattr(expected, f.name), getattr(actual, f.name), f"{path}.{f.name}".lstrip("."))
+        ]
+    return [] if expected == actual else [f"{path} is {expected!r} but would become {actual!r}"]
 
 
 def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
@@ -302,12 +310,12 @@ def _deepseek_v3(config: TransformerConfig) -> dict[str, Any]:
     mla, moe = config.attention.mla, config.moe
     if mla is None or moe.shared_ffn % moe.ffn:
         raise UnsupportedModel(
-            f"deepseek_v3 has latent attention (mla), and a shared expert whose width is a multiple of ffn; got mla "
-            f"{mla} and shared_ffn {moe.shared_ffn} with ffn {moe.ffn}"
+            f"deepseek_v3 requires latent attention (mla) and a shared_ffn that is a multiple of ffn; got mla {mla}, "
+            f"shared_ffn {moe.shared_ffn} and ffn {moe.ffn}"
         )
     if moe.router.num_experts < 2 * moe.router.num_groups:
         raise UnsupportedModel(
-            f"deepseek_v3 ranks groups by their two best experts; got {moe.router.num_experts} experts in "
+            f"deepseek_v3 requires at least two experts in each router group; got {moe.router.num_experts} experts in "
             f"{moe.router.num_groups} groups"
         )
     return {

@@ -1,11 +1,11 @@
-"""Replace the attention of a loaded Hugging Face model by one that is spread over ranks.
+"""Replace the attention of a loaded Hugging Face model by tensor- and context-parallel attention.
 
     before, on every rank    norm ─▶ self_attn: all heads, all tokens ─▶ +
-    after, tp 2              norm ─▶ self_attn: half of the heads ── sum over tp ─▶ +      the same tokens on both
-    after, cp 2              norm ─▶ self_attn: own tokens to all tokens ─▶ +              half of the tokens on each
+    after, tp 2              norm ─▶ self_attn: half of the heads ── sum over tp ─▶ +    the same tokens on both ranks
+    after, cp 2              norm ─▶ self_attn: local to all tokens ─▶ +                 half of the tokens on each rank
 
-Everything else stays transformers' own code: embeddings, norms, rotary tables (of any kind), feed-forward and loss.
-Parameters keep their names. ``swap_moe`` may be used on the same model, before or after.
+All other code remains transformers' own: embeddings, norms, rotary tables, feed-forward and loss. Parameter names do
+not change. ``swap_moe`` may be used on the same model, before or after.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from moe_comm.comm.group_setup import as_group
+from moe_comm.deprecated import renamed_parameters
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.families import require_transformers
 from moe_comm.integrations.hugging_face.sequence import DOCUMENTS, prepare
+from moe_comm.integrations.hugging_face.state import gather_full
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig, QKNorm, RopeConfig
 from moe_comm.layers.attention.layer import Attention, FullNorm
 from moe_comm.layers.attention.rope import RopeTable
 from moe_comm.layers.attention.sequence import Documents
-from moe_comm.layers.parallel.collectives import gather_values, group_rank, group_size
+from moe_comm.layers.parallel.collectives import group_rank, group_size
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from moe_comm.topology import Sharding
 
@@ -38,7 +42,7 @@ ATTENTION_CLASSES = (
     "Qwen3Attention",
     "Qwen3MoeAttention",
 )
-"""Of transformers. Others have what is not known here (sinks, gates, soft caps), and are refused."""
+"""Supported attention classes of transformers. Others have unsupported features (sinks, gates, soft caps)."""
 
 NAMES = {
     "q": "q_proj",
@@ -52,18 +56,18 @@ NAMES = {
     "kv_a_norm": "kv_a_layernorm",
     "kv_b": "kv_b_proj",
 }
-"""Our names of submodules, and transformers'."""
+"""Names of the submodules of ``Attention`` in transformers."""
 
 IMPLEMENTATION = "moe_comm"
-"""As the attention implementation of a swapped decoder, so that transformers makes no masks for it."""
+"""Attention implementation of a swapped decoder. transformers creates no masks for unknown implementations."""
 
 
 class SwappedAttention(Attention):
-    """``Attention`` under transformers' names and with its call.
+    """``Attention`` with the parameter names and the forward signature of transformers.
 
     Args:
-        attention: the module it replaces, whose parameters it takes: as they are with one tp rank, else copies of this
-            rank's part.
+        attention: the module to replace. With one tp rank its parameters are reused, else the local shards are copied.
+        tp_group, cp_group, context: see ``swap_attention``.
     """
 
     def __init__(
@@ -85,19 +89,20 @@ class SwappedAttention(Attention):
         )
         self._modules = {NAMES.get(name, name): child for name, child in self._modules.items() if child is not None}
         self.layer_idx = attention.layer_idx
-        self.held = _shardings(self)
+        self.sharding_of = _shardings(self)
         place, sizes = self._place()
-        for name, sharding in self.held.items():
-            whole = attention.get_parameter(name)
+        for name, sharding in self.sharding_of.items():
+            parameter = attention.get_parameter(name)
             if group_size(tp_group) > 1:
-                part = sharding.take(whole.detach(), place, sizes) if sharding.splits else whole.detach().clone()
-                whole = nn.Parameter(part, requires_grad=whole.requires_grad)
+                full = parameter.detach()
+                shard = sharding.take(full, place, sizes) if sharding.splits else full.clone()
+                parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             module, _, key = name.rpartition(".")
-            self.get_submodule(module).register_parameter(key, whole)
+            self.get_submodule(module).register_parameter(key, parameter)
         self.train(attention.training)
 
     def __getattr__(self, name: str) -> Any:
-        # The layer's own code asks for q, which is registered as q_proj.
+        # Attention.forward reads self.q, which is registered as q_proj.
         return super().__getattr__(NAMES.get(name, name))
 
     def forward(  # type: ignore[override]
@@ -107,12 +112,18 @@ class SwappedAttention(Attention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """[B, S, D] to the same, and no attention weights. ``position_embeddings``: cosines and sines [B or 1, S, d].
+        """Compute attention on the local tokens.
 
-        Masks are not looked at: the hook before the decoder has turned them into documents.
+        Args:
+            hidden_states: [B, S, D].
+            position_embeddings: cosines and sines, [B or 1, S, head dimension].
+            attention_mask: ignored. The hook before the decoder converts masks to documents.
+
+        Returns:
+            [B, S, D], and None in place of the attention weights.
         """
         half = position_embeddings[0].shape[-1] // 2
-        table = RopeTable(*(part[..., :half] for part in position_embeddings))
+        table = RopeTable(*(values[..., :half] for values in position_embeddings))
         documents: Documents | None = kwargs.get(DOCUMENTS)
         return super().forward(hidden_states, table, documents), None
 
@@ -120,52 +131,61 @@ class SwappedAttention(Attention):
         return {"tp": group_rank(self.tp_group)}, {"tp": group_size(self.tp_group)}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A checkpoint of the whole model loads too: each rank takes its own part out of the full tensors.
+        # Also accept full tensors of the unswapped model: each rank takes its shard.
         place, sizes = self._place()
-        for name, sharding in self.held.items():
+        for name, sharding in self.sharding_of.items():
             full = state_dict.get(prefix + name)
             if full is not None and sharding.splits and sizes["tp"] > 1 and tuple(full.shape) == sharding.shape:
                 state_dict[prefix + name] = sharding.take(full, place, sizes)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def swap_attention(
+@renamed_parameters("cp_group", tp_group="group")
+def parallelize_attention(
     model: nn.Module,
-    tp_group: ProcessGroup | None = None,
-    cp_group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     *,
+    cp_group: ProcessGroup | DeviceMesh | None = None,
     context: Context = "ulysses",
 ) -> Any:
-    """Spread the attention of a loaded transformers model over ranks.
+    """Make the attention of a loaded transformers model tensor- and context-parallel.
 
         model = swap_attention(AutoModelForCausalLM.from_pretrained(folder), cp_group=dist.group.WORLD, context="ring")
         loss = model(**shard_inputs(input_ids, labels=input_ids, cp_group=dist.group.WORLD, context="ring")).loss
 
-    Every rank must hold the same weights before. Ranks of ``tp_group`` are fed the same tokens and each computes some
-    of the heads; their gradients are complete, of the replicated parameters as of the own parts. Ranks of ``cp_group``
-    are fed their part of each sequence (``shard_inputs``), and their gradients are summed over ``cp_group`` (for
-    example by ``sum_replicated_gradients``). The sequence must be a multiple of cp, or of 2 * cp in a ring.
+    Every rank must pass a model with the same weights. Ranks of ``group`` run the same tokens, and each rank computes
+    some of the heads. Their gradients need no reduction over ``group``. Ranks of ``cp_group`` run their shard of each
+    sequence (``shard_inputs``). Their gradients must be summed over ``cp_group``, for example by
+    ``sum_replicated_gradients``. The sequence length must be a multiple of cp, or of 2 * cp for a ring.
 
-    ``attention_mask`` [B, S] marks padding, which is not attended to; positions that start again begin a new document.
-    There is no key-value cache: generate with ``use_cache=False``, and without ``cp_group``.
+    ``attention_mask`` [B, S] marks padding. A new document begins where ``position_ids`` restart. There is no key-value
+    cache: generate with ``use_cache=False`` and without ``cp_group``.
 
     Args:
-        model: a ``PreTrainedModel`` of a family in ``ATTENTION_CLASSES``, or a module that contains one's decoder;
-            changed in place.
-        tp_group: ranks that share the heads; None: none. Heads and key-value heads must divide by it.
-        cp_group: ranks that share the sequence; None: none.
-        context: how they do, "ulysses" (heads must divide by tp * cp), "ring" or "token_ring".
+        model: a ``PreTrainedModel`` with attention of ``ATTENTION_CLASSES``, or a module that contains its decoder.
+            Changed in place.
+        group: ranks that share the heads, or a ``DeviceMesh`` with dimensions "tp" and "cp". The numbers of heads and
+            key-value heads must be divisible by the number of ranks. None: heads are not sharded.
+        cp_group: ranks that share the sequence. None: sequences are not sharded.
+        context: form of context parallelism: "ulysses" (the number of heads must be divisible by tp * cp), "ring" or
+            "token_ring".
 
     Returns:
         ``model``.
 
     Raises:
-        UnsupportedModel: no attention that is known, or dropout in it; nothing changed.
-        ConfigError: already swapped, or heads do not divide; nothing changed.
+        UnsupportedModel: the attention is of an unsupported class, or has dropout. The model is unchanged.
+        ConfigError: the attention is already swapped, or the number of heads is not divisible. The model is unchanged.
     """
     require_transformers()
+    if isinstance(group, DeviceMesh) and cp_group is None and "cp" in (group.mesh_dim_names or ()):
+        cp_group = group.get_group("cp")
+        tp_group = group.get_group("tp") if "tp" in (group.mesh_dim_names or ()) else None
+    else:
+        tp_group = as_group(group, "tp")
+    cp_group = as_group(cp_group, "cp")
     decoders = _decoders(model)
-    # All are built before the first is put in place, so that an error changes nothing.
+    # Build all modules before the first one is replaced, so that an error leaves the model unchanged.
     swapped = {
         f"{name}.layers.{index}".lstrip("."): SwappedAttention(layer.self_attn, tp_group, cp_group, context)
         for name, decoder in decoders.items()
@@ -177,57 +197,54 @@ def swap_attention(
         decoder.config._attn_implementation = IMPLEMENTATION
         decoder.register_forward_pre_hook(prepare(cp_group, context), with_kwargs=True)
     if group_size(tp_group) > 1 and hasattr(model, "save_pretrained"):
-        guard: Any = model
-        guard.save_pretrained = partial(_refuse_save, type(model).__name__)
+        swapped_model: Any = model
+        swapped_model.save_pretrained = partial(_refuse_save, type(model).__name__)
     return model
 
 
+swap_attention = parallelize_attention
+"""Short alias of ``parallelize_attention``."""
+
+
 def swapped_attention(model: nn.Module) -> dict[str, SwappedAttention]:
-    """The swapped attention modules of ``model`` by name; empty before ``swap_attention``."""
+    """Return the swapped attention modules of ``model`` by name. Empty before ``swap_attention``."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SwappedAttention)}
 
 
 def gather_attention(model: nn.Module) -> dict[str, Tensor]:
-    """Full weights of the swapped attention, under the model's names, on the CPU. Collective over ``tp_group``.
+    """Return the full weights of the swapped attention by parameter name, on the CPU. Collective over ``tp_group``.
 
-    Put them into what ``model.state_dict()`` or ``gather_state_dict(model)`` gives to have the unswapped model's.
+    To get the state dict of the unswapped model, update ``model.state_dict()`` or ``gather_state_dict(model)`` with
+    the result.
 
     Raises:
-        ConfigError: ``model`` is not swapped.
+        ConfigError: ``model`` has no swapped attention.
     """
     modules = swapped_attention(model)
     if not modules:
         raise ConfigError(f"{type(model).__name__} has no swapped attention; call swap_attention(model, ...) first")
-    full = {}
-    for prefix, module in modules.items():
-        tp = group_size(module.tp_group)
-        for name, sharding in module.held.items():
-            local = module.get_parameter(name).detach()
-            if tp > 1 and sharding.splits:
-                whole = local.new_empty(sharding.shape)
-                for rank, part in enumerate(gather_values(local.contiguous(), module.tp_group, "gather_attention")):
-                    for box in sharding.boxes({"tp": rank}, {"tp": tp}):
-                        whole[box.whole] = part[box.local]
-                local = whole
-            full[f"{prefix}.{name}".lstrip(".")] = local.cpu()
-    return full
+    return {
+        f"{prefix}.{name}".lstrip("."): gather_full(module.get_parameter(name), sharding, module.tp_group, name)
+        for prefix, module in modules.items()
+        for name, sharding in module.sharding_of.items()
+    }
 
 
 def read_config(attention: Any) -> AttentionConfig:
-    """What a module of transformers computes.
+    """Read the ``AttentionConfig`` of an attention module of transformers.
 
     Raises:
-        UnsupportedModel: its class is not known, or it has dropout.
+        UnsupportedModel: the class is not in ``ATTENTION_CLASSES``, or the module has dropout.
     """
     kind, config = type(attention).__name__, attention.config
     if kind not in ATTENTION_CLASSES:
         raise UnsupportedModel(
-            f"{kind} is not an attention that can be swapped; those are {', '.join(ATTENTION_CLASSES)}"
+            f"attention of class {kind} is not supported; supported are {', '.join(ATTENTION_CLASSES)}"
         )
     if attention.attention_dropout:
         raise UnsupportedModel(
-            f"{kind} has attention_dropout {attention.attention_dropout}, which swapped attention does not do; "
-            "set it to 0 in the config"
+            f"{kind} has attention_dropout {attention.attention_dropout}, which swapped attention does not support; "
+            "set it to 0 in the configuration"
         )
     if getattr(config, "layer_types", None):
         windowed = config.layer_types[attention.layer_idx] == "sliding_attention"
@@ -271,44 +288,45 @@ def read_config(attention: Any) -> AttentionConfig:
 
 
 def _decoders(model: nn.Module) -> dict[str, Any]:
-    """Modules with layers of attention, by name.
-
-    Raises:
-        UnsupportedModel, ConfigError: see ``swap_attention``.
-    """
+    """Return the decoders of ``model`` by name. Raises the errors of ``swap_attention``."""
     already = swapped_attention(model)
     if already:
         raise ConfigError(f"the attention of {type(model).__name__} is already swapped ({next(iter(already))})")
-    found: dict[str, Any] = {
+    decoders: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "rotary_emb")
     }
-    if not found:
-        raise UnsupportedModel(f"{type(model).__name__} has no decoder of transformers (layers beside a rotary_emb)")
-    for name, decoder in found.items():
+    if not decoders:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no decoder of transformers (a module with layers and rotary_emb)"
+        )
+    for name, decoder in decoders.items():
         for index, layer in enumerate(decoder.layers):
             attention = getattr(layer, "self_attn", None)
             if attention is None:
                 raise UnsupportedModel(f"{name}.layers.{index} ({type(layer).__name__}) has no self_attn")
             if "forward" in vars(attention):
-                raise UnsupportedModel(f"{name}.layers.{index}.self_attn has its forward replaced; load without that")
+                raise UnsupportedModel(
+                    f"the forward of {name}.layers.{index}.self_attn was replaced, by device_map offloading or a "
+                    "kernel; load the model without them"
+                )
             if any(type(p) is not nn.Parameter for p in attention.parameters()):
-                raise UnsupportedModel(f"{name}.layers.{index}.self_attn is already distributed, or quantized")
-    return found
+                raise UnsupportedModel(f"{name}.layers.{index}.self_attn is already distributed or quantized")
+    return decoders
 
 
 def _shardings(attention: SwappedAttention) -> dict[str, Sharding]:
-    """Of every parameter, under transformers' names; those that no module cuts are replicated."""
-    found = {name: Sharding(tuple(p.shape)) for name, p in attention.named_parameters()}
+    """Return the sharding of each parameter by its name in transformers."""
+    shardings = {name: Sharding(tuple(p.shape)) for name, p in attention.named_parameters()}
     for prefix, module in attention.named_children():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, FullNorm)):
-            found.update({f"{prefix}.{name}": sharding for name, sharding in module.shardings().items()})
-    return found
+            shardings.update({f"{prefix}.{name}": sharding for name, sharding in module.shardings().items()})
+    return shardings
 
 
 def _refuse_save(kind: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise ConfigError(
-        f"save_pretrained of this {kind} would write this rank's heads only. Pass "
+        f"save_pretrained of this {kind} would write the heads of this rank only. Pass "
         "{**model.state_dict(), **gather_attention(model)} as state_dict to type(model).save_pretrained(model, ...)."
     )

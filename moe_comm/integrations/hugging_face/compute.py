@@ -1,4 +1,4 @@
-"""One expert-parallel call of the experts that a module of transformers holds: what its three entry points share."""
+"""One expert-parallel forward of an experts module of transformers, for ``swap_moe`` and both registries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_comm.overlap.options import Overlap
 
 
 def expert_input(x_TD: Tensor, weight: Tensor) -> Tensor:
-    """``x_TD`` in the dtype that experts compute in, so that no wider rows are sent than they read."""
+    """Cast ``x_TD`` to the compute dtype of the experts, so that rows are sent in the dtype that the experts read."""
     return x_TD.to(compute_dtype(x_TD) if torch.is_autocast_enabled(x_TD.device.type) else weight.dtype)
 
 
@@ -34,16 +34,17 @@ def expert_layer(
     width: int = 0,
     label: str = "",
 ) -> Tensor:
-    """[T, D] every token's weighted sum over its experts, wherever they are. Collective over the dispatcher's group.
+    """Return the weighted sum of the expert outputs of each token, [T, D]. Collective over the dispatcher's group.
 
     Args:
-        x_TD: [T, D] tokens in the dtype of the experts. ids_TK: [T, K] global ids of the dispatcher's experts; -1 drops
-            a slot. weights_TK: [T, K] routing weights, any floating dtype.
-        run: computes the rows of the call; autocast is off.
-        overlap, width, label: see ``dispatch_rows``. With ``overlap``, ``run`` must be ``ExpertCall.compute``.
+        x_TD: tokens in the dtype of the experts.
+        ids_TK: global expert ids; -1 drops a slot.
+        weights_TK: routing weights, any floating dtype.
+        run: computes the rows of the call, with autocast disabled.
+        overlap, width, label: see ``dispatch_rows``. With ``overlap``, ``run`` must call ``ExpertCall.compute``.
 
     Raises:
-        RoutingError: on every rank, if on any rank a token's weights are NaN or infinite, or ids are out of range.
+        RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
     """
     call = dispatch_rows(
         dispatcher, x_TD, mark_invalid(ids_TK, weights_TK), weights_TK, overlap, width=width, label=label
@@ -54,29 +55,25 @@ def expert_layer(
 
 
 def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """``ids_TK`` with the ids of tokens whose weights are NaN or infinite replaced by ``INVALID_LOGITS``.
+    """Replace the ids of tokens whose weights are NaN or infinite by ``INVALID_LOGITS``.
 
-    Routers of transformers turn NaN logits into ids that are in range and weights that are NaN; only the weights tell.
+    Routers of transformers turn NaN logits into NaN weights with ids that are in range, so the ids show no error.
     """
     finite_T = torch.isfinite(weights_TK.detach()).all(dim=1, keepdim=True)
     return torch.where(finite_T, ids_TK, INVALID_LOGITS)
 
 
 def run_experts(layout: ExpertsLayout, weights: Any, call: ExpertCall) -> Tensor:
-    """Run the experts that ``weights`` holds on the rows of ``call``.
+    """Run the local experts of a module on the rows of ``call``.
 
     Args:
-        layout: how ``weights`` are stored; the number of experts is that of the weights, not of the layout.
-        weights: whatever has the parameters of ``layout`` as attributes, as local tensors.
+        layout: storage layout of the weights. Its ``num_experts`` may be larger than the number of local experts.
+        weights: object whose attributes are the parameters of ``layout``, as local tensors.
     """
-    return call.compute(call.rows, call.handle.rows_per_expert, expert_mlp(layout, weights, call.rows))
-
-
-def expert_mlp(layout: ExpertsLayout, weights: Any, rows: Tensor) -> ExpertMLP:
-    """The parameters of ``layout`` that ``weights`` has, as products with ``rows`` take them."""
-    cast = {name: getattr(weights, name).to(rows.dtype) for name in layout.parameters}
+    cast = {name: getattr(weights, name).to(call.rows.dtype) for name in layout.parameters}
     w13, w2 = cast["gate_up_proj"], cast["down_proj"]
     if layout.transposed:
-        # Views: the products take any strides, and the gradients come back in transformers' own layout.
+        # Views: the GEMMs accept any strides, and autograd returns the gradients in transformers' layout.
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    return ExpertMLP((w13, w2, cast.get("gate_up_proj_bias"), cast.get("down_proj_bias")), layout.activation)
+    mlp = ExpertMLP((w13, w2, cast.get("gate_up_proj_bias"), cast.get("down_proj_bias")), layout.activation)
+    return call.compute(call.rows, call.handle.rows_per_expert, mlp)

@@ -1,8 +1,8 @@
-"""Refuse what ``Trainer`` and accelerate get wrong with experts on several ranks, on every rank and before it happens.
+"""Reject uses of plain ``Trainer`` and accelerate that are wrong for experts on several ranks.
 
-Both write files on rank 0 alone. An error there would leave the other ranks waiting, so the methods that all ranks call
-before are guarded, in the classes of transformers and accelerate themselves. Models that are not spread, and trainers
-and accelerators that handle experts, pass.
+Both libraries write files on rank 0 only. An error raised there would leave the other ranks waiting. The checks
+therefore wrap methods of ``Trainer`` and ``Accelerator`` that all ranks call. They ignore models whose experts are not
+distributed, and trainers and accelerators that support such experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRAINER = f"Use {_HERE}.MoETrainer, or put {_HERE}.MoETrainerMixin before your 
 
 
 def guard_libraries() -> None:
-    """Guard the classes that are imported by now. Calling it again costs nothing."""
+    """Wrap the methods of the classes that are already imported. Repeated calls have no effect."""
     accelerate, trainer = sys.modules.get("accelerate.accelerator"), sys.modules.get("transformers.trainer")
     if accelerate is not None:
         for name, check in (
@@ -52,35 +52,37 @@ def _guard(cls: Any, name: str, check: Callable[..., None]) -> None:
     setattr(cls, name, guarded)
 
 
-def _spread(models: Any) -> bool:
+def _any_distributed(models: Any) -> bool:
     return any(next(expert_modules(model), None) is not None for model in models if isinstance(model, nn.Module))
 
 
 def _before_prepare(accelerator: Any, *args: Any, **_: Any) -> None:
-    guard_libraries()  # Trainer may have been imported since
+    guard_libraries()  # Trainer may have been imported after swap_moe
     kind = accelerator.distributed_type
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and _spread(args):
-        raise ConfigError(f"{kind.value} would treat experts as replicated, but each rank has others. {_ACCELERATOR}")
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and _any_distributed(args):
+        raise ConfigError(
+            f"{kind.value} would treat experts as replicated, but each rank has different ones. {_ACCELERATOR}"
+        )
 
 
 def _before_get_state_dict(accelerator: Any, model: Any, *_: Any, **__: Any) -> None:
-    if _spread([model]):
-        raise ConfigError(f"rank 0 would save its own experts as if they were all. {_ACCELERATOR}")
+    if _any_distributed([model]):
+        raise ConfigError(f"accelerate would save the experts of rank 0 only. {_ACCELERATOR}")
 
 
 def _before_load_state(accelerator: Any, *_: Any, **__: Any) -> None:
-    if _spread(accelerator._models):
+    if _any_distributed(accelerator._models):
         raise ConfigError(f"accelerate would load the optimizer state of all experts on each rank. {_ACCELERATOR}")
 
 
 def _before_train(trainer: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
-    if (resume_from_checkpoint or trainer.args.save_strategy != "no") and _spread([trainer.model]):
+    if (resume_from_checkpoint or trainer.args.save_strategy != "no") and _any_distributed([trainer.model]):
         raise ConfigError(
             f"checkpoints of Trainer would have the experts of rank 0 only. {_TRAINER} "
-            'With save_strategy="no" this trainer is right under DDP.'
+            'With save_strategy="no" this trainer is correct under DDP.'
         )
 
 
 def _before_save_model(trainer: Any, *_: Any, **__: Any) -> None:
-    if _spread([trainer.model]):
+    if _any_distributed([trainer.model]):
         raise ConfigError(f"save_model would write the experts of rank 0 only. {_TRAINER}")

@@ -1,11 +1,11 @@
-"""The two places where transformers lets a library bring its own experts.
+"""Register ``"moe_comm"`` in the two registries of transformers.
 
-``ExpertsInterface``, by ``from_pretrained(..., experts_implementation="moe_comm")``: how the experts that a module
-holds are computed. On one rank that is the whole layer; under transformers' own expert parallelism it is each rank's
-part, where ids are local and ``num_experts`` marks a route to another rank.
+``ExpertsInterface``, selected by ``from_pretrained(..., experts_implementation="moe_comm")``, computes the experts of
+one module. On one rank these are all experts. Under transformers' expert parallelism they are the local experts: ids
+are local, and an id of ``num_experts`` or more refers to another rank.
 
-``EPImplementationInterface``, by ``DistributedConfig(ep_size=..., ep_implementation="moe_comm")``: how tokens reach
-the ranks that hold their experts. Weights are loaded straight into their shards, so no rank ever holds all experts.
+``EPImplementationInterface``, selected by ``DistributedConfig(ep_size=..., ep_implementation="moe_comm")``, dispatches
+tokens to the ranks of their experts. Weights are loaded directly into their shards, so no rank holds all experts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 NAME = "moe_comm"
 
-# What the forward of a module needs, read once. Not kept on the module, which must stay copyable and picklable.
+# Layout and dispatcher of each module. Not an attribute of the module, which must stay copyable and picklable.
 _local: WeakKeyDictionary[nn.Module, tuple[ExpertsLayout, Dispatcher]] = WeakKeyDictionary()
 
 
 def register() -> None:
-    """Make ``"moe_comm"`` known to both registries of transformers; calling it again changes nothing.
+    """Add ``"moe_comm"`` to both registries of transformers. Repeated calls have no effect.
 
     Raises:
         MissingDependency: transformers is not installed, or older than 5.23.
@@ -50,21 +50,21 @@ def register() -> None:
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Forward of an experts module with the experts it holds: sort rows, grouped MLP, weighted sum in slot order.
+    """Compute the local experts of a module: sort the rows, run the grouped MLP, sum in slot order.
 
     Args:
         self: the experts module of transformers.
         hidden_states: [T, D].
-        top_k_index: [T, K] ids of the module's own experts; under expert parallelism ``self.num_experts`` or more
-            means that the slot is another rank's, and is left out.
+        top_k_index: [T, K] local expert ids. Under expert parallelism, slots with ids of ``self.num_experts`` or more
+            belong to other ranks and are dropped.
         top_k_weights: [T, K].
 
     Returns:
         [T, D] in the dtype of ``hidden_states``.
 
     Raises:
-        UnsupportedModel: experts of a kind that cannot be computed here.
-        RoutingError: NaN or infinite weights, or ids out of range.
+        UnsupportedModel: this library cannot compute experts of this kind.
+        RoutingError: weights are NaN or infinite, or ids are out of range.
     """
     layout, dispatcher = _local_experts(self)
     if self._is_expert_parallel:
@@ -82,29 +82,29 @@ def _local_experts(module: nn.Module) -> tuple[ExpertsLayout, Dispatcher]:
 
 
 def _shared_dispatcher(num_experts: int, ep_mesh: DeviceMesh, device: torch.device) -> Dispatcher:
-    """One dispatcher for all layers of a model: transformers hands them all one mesh object, so it is kept there."""
-    holder: Any = ep_mesh
-    kept: dict[int, Dispatcher] = vars(holder).setdefault("_moe_comm_dispatchers", {})
-    if num_experts not in kept:
-        kept[num_experts] = make_dispatcher(num_experts, ep_mesh.get_group(), device=device)
-    return kept[num_experts]
+    """Return the dispatcher that all layers of a model share. It is an attribute of the mesh, which they also share."""
+    mesh: Any = ep_mesh
+    dispatchers: dict[int, Dispatcher] = vars(mesh).setdefault("_moe_comm_dispatchers", {})
+    if num_experts not in dispatchers:
+        dispatchers[num_experts] = make_dispatcher(num_experts, ep_mesh.get_group(), device=device)
+    return dispatchers[num_experts]
 
 
 def _ep_implementation() -> type:
-    """The class is made on demand, as its base class needs transformers."""
+    """Define the class. Its base class requires transformers, so it cannot be defined on import."""
     from transformers.distributed.expert_parallel import EPImplementation
 
     class MoeCommEP(EPImplementation):  # type: ignore[misc, no-any-unimported, unused-ignore]
-        """Tokens reach their experts through our dispatcher over the expert-parallel mesh.
+        """Expert parallelism with a ``Dispatcher`` over the expert-parallel mesh.
 
-        With tensor parallelism the ranks of a TP group hold the same batch. Each then takes its own slice of the
-        tokens and the slices are gathered again at the end, so that no token goes through its experts twice:
+        With tensor parallelism, the ranks of a TP group hold the same batch. Each rank computes a slice of the tokens,
+        and the outputs are gathered, so that no token is computed twice:
 
             tp 0   t0 t1 t2 t3 ─▶ t0 t1 ─▶ dispatch ─▶ experts ─▶ combine ─▶ y0 y1 ─▶ y0 y1 y2 y3
             tp 1   t0 t1 t2 t3 ─▶ t2 t3 ─▶ dispatch ─▶ experts ─▶ combine ─▶ y2 y3 ─▶ y0 y1 y2 y3
 
-        Experts run as our grouped MLP; kinds it does not know (quantised ones) run by transformers' own forward,
-        fed with rows that are already grouped.
+        Supported experts run as a grouped MLP. Other kinds (quantized experts) run transformers' forward on the
+        grouped rows.
         """
 
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -129,13 +129,13 @@ def _ep_implementation() -> type:
             if self.tp_mesh.size() == 1:
                 return y_TD
             hidden = y_TD.shape[1]
-            whole = DTensor.from_local(
+            y_dtensor = DTensor.from_local(
                 y_TD.contiguous(), self.tp_mesh, [Shard(0)], shape=torch.Size((num_tokens, hidden)), stride=(hidden, 1)
             )
-            return whole.full_tensor()
+            return y_dtensor.full_tensor()
 
         def _input(self, x_TD: Tensor) -> Tensor:
-            # Read here and not when the plan is applied: only in forward are the parameters local and loaded.
+            # The parameters are local and loaded only in forward, not yet when transformers applies its plan.
             if self.layout is None and self.layout_known:
                 try:
                     self.layout = read_layout(self.experts)
@@ -148,7 +148,7 @@ def _ep_implementation() -> type:
                 return run_experts(self.layout, self.experts, call)
             rows_RD, rows_per_expert = call.rows, call.handle.rows_per_expert
             if not rows_RD.shape[0]:
-                # One row of zeros instead of none, which not every forward takes; its gradients are zeros.
+                # Some forwards do not accept zero rows. Pass one row of zeros, whose gradients are zeros.
                 one = rows_RD.sum(dim=0, keepdim=True)
                 return self.experts_forward(one, one.new_zeros(1, 1, dtype=torch.int64), one.new_zeros(1, 1))[:0]  # type: ignore[no-any-return]
             counts = torch.tensor(rows_per_expert, device=rows_RD.device)

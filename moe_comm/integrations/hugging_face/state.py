@@ -1,4 +1,4 @@
-"""Full weights of a swapped model: gathered into one state dict, or written as a checkpoint of the unswapped model."""
+"""Gather the full weights of a swapped model, or save them as a checkpoint of the unswapped model."""
 
 from __future__ import annotations
 
@@ -12,51 +12,35 @@ from torch import Tensor, nn
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
-from moe_comm.layers.data_parallel.state import experts_gathered
-
-
-def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """The state dict of the unswapped model, bit for bit, on the CPU. Collective over the expert-parallel group.
-
-    Args:
-        model: what ``swap_moe`` returned.
-        rank0_only: only rank 0 of the group gets it, the others get an empty dict; saves their memory and most traffic.
-
-    Returns:
-        Full tensors under the unswapped model's names. Weights that are not split are shared with the model where it
-        is on the CPU, as ``state_dict`` does.
-
-    Raises:
-        ConfigError: ``model`` is not swapped.
-    """
-    _swapped(model)
-    state = experts_gathered(model, "full", rank0_only, cpu=True)
-    return {key: value.detach().cpu() for key, value in state.items()}
+from moe_comm.layers.data_parallel.state import state_dict_with_experts
+from moe_comm.layers.parallel.collectives import gather_values, group_size
+from moe_comm.topology import Sharding
 
 
 def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None:
-    """Write config and safetensors of the whole model to ``folder``, for ``from_pretrained(folder)``. Collective.
+    """Write configuration and safetensors of the full model to ``folder``, for ``from_pretrained(folder)``. Collective.
 
-    The process with global rank 0 writes, and the ranks of its expert-parallel group return when it is done; where
-    experts have copies in other groups, those return at once.
+    Global rank 0 writes. The ranks of its expert-parallel group return when the files are written. Other
+    expert-parallel groups, which hold replicas of the experts, return immediately.
 
     Args:
-        model: what ``swap_moe`` returned for a ``PreTrainedModel``.
+        model: a ``PreTrainedModel`` that ``swap_moe`` returned.
+        folder: folder to write to.
         kwargs: passed to ``PreTrainedModel.save_pretrained`` (``max_shard_size``, ...).
 
     Raises:
-        ConfigError: ``model`` is not swapped, or writing failed on another rank.
-        UnsupportedModel: it has no ``save_pretrained``.
+        ConfigError: ``model`` is not swapped, or rank 0 could not write. Rank 0 raises its original exception.
+        UnsupportedModel: ``model`` has no ``save_pretrained``.
     """
     dispatcher = next(iter(_swapped(model).values())).dispatcher
     if not hasattr(type(model), "save_pretrained"):
         raise UnsupportedModel(
-            f"save_swapped writes models of transformers; {type(model).__name__} has no save_pretrained. "
-            "Save what gather_state_dict returns."
+            f"save_swapped requires a model of transformers; {type(model).__name__} has no save_pretrained. "
+            "Call gather_state_dict and save the result."
         )
     if _global_rank(dispatcher, 0) != 0:
         return
-    full = gather_state_dict(model, rank0_only=True)
+    full = state_dict_with_experts(model, "full", rank0_only=True, cpu=True)
     failure: Exception | None = None
     if dispatcher.rank == 0:
         try:
@@ -67,7 +51,21 @@ def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None
     if failure is not None:
         raise failure
     if failed:
-        raise ConfigError(f"rank 0 could not write the model to {folder}; its own error says why")
+        raise ConfigError(f"rank 0 could not write the model to {folder}; see the error of rank 0")
+
+
+def gather_full(local: Tensor, sharding: Sharding, group: dist.ProcessGroup | None, name: str) -> Tensor:
+    """Return the full tensor of a tensor-parallel parameter on the CPU. Collective over ``group`` if it is sharded."""
+    world, local = group_size(group), local.detach()
+    if not sharding.splits or world == 1:
+        return local.cpu()
+    padded = local.new_zeros(sharding.local_shape({"tp": 0}, {"tp": world}))  # the shard of rank 0 is the largest
+    padded[tuple(slice(n) for n in local.shape)] = local
+    full = local.new_empty(sharding.shape, device="cpu")
+    for rank, shard in enumerate(gather_values(padded, group, f"gathering {name}").cpu()):
+        for box in sharding.boxes({"tp": rank}, {"tp": world}):
+            full[box.full] = shard[box.local]
+    return full
 
 
 def _swapped(model: nn.Module) -> dict[str, EPExperts]:
@@ -78,7 +76,7 @@ def _swapped(model: nn.Module) -> dict[str, EPExperts]:
 
 
 def _global_rank(dispatcher: Dispatcher, rank: int) -> int:
-    """Rank in the whole job of rank ``rank`` of the expert-parallel group."""
+    """Return the global rank of rank ``rank`` of the expert-parallel group."""
     if dispatcher.group is None:
         return dist.get_rank() if dist.is_initialized() else 0
     return dist.get_global_rank(dispatcher.group, rank)

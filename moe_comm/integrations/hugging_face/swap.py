@@ -1,9 +1,9 @@
 """Replace the experts of a loaded Hugging Face model by expert-parallel ones.
 
-What is replaced is the *experts* module and not the whole MoE block. Since transformers 5 every family calls it as
-``experts(x_TD, ids_TK, weights_TK)``, so the router, its losses and hooks (``output_router_logits`` records the
-router's output), shared experts and their gates, and gradient checkpointing stay transformers' own code and cannot
-drift from it; one module serves every family, and parameter names do not change.
+Only the *experts* module is replaced, not the whole MoE block. Since transformers 5 every family calls this module as
+``experts(x_TD, ids_TK, weights_TK)``. The router, its losses and hooks (``output_router_logits``), shared experts and
+gradient checkpointing remain transformers' own code. One class works for every family, and parameter names do not
+change.
 
     before, on every rank           block: router ─▶ ids, weights ─▶ experts 0..7 ─▶ y
 
@@ -17,12 +17,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from moe_comm.deprecated import renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
@@ -31,6 +31,10 @@ from moe_comm.integrations.hugging_face.guards import guard_libraries
 from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _HOOKS = (
     "_forward_hooks",
@@ -44,11 +48,11 @@ _HOOKS = (
 
 
 class EPExperts(nn.Module):
-    """This rank's experts of one MoE block, with the call of transformers' own experts modules.
+    """The local experts of one MoE block, with the forward signature of transformers' experts modules.
 
-    Parameters keep transformers' names, layouts and order of experts; dimension 0 is cut to this rank's experts
-    (``dispatcher.local_experts``). Their gradients are complete: dispatch brings the rows of every rank, so nothing
-    is left to sum over the expert-parallel group.
+    Parameters keep transformers' names, layouts and order of experts. Dimension 0 holds only the experts of this rank
+    (``dispatcher.local_experts``). Their gradients already contain the rows of every rank of the expert-parallel
+    group and need no reduction over it.
     """
 
     gate_up_proj: nn.Parameter
@@ -83,10 +87,10 @@ class EPExperts(nn.Module):
             attach_experts(self, shards, replicated, label)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Every token's weighted sum over its experts, wherever they are. Collective.
+        """Return the weighted sum of the expert outputs of each token. Collective.
 
         Args:
-            hidden_states: [T, D]; T may differ between ranks and may be zero.
+            hidden_states: [T, D]. T may differ between ranks and may be zero.
             top_k_index: [T, K] global expert ids.
             top_k_weights: [T, K] routing weights, any floating dtype.
 
@@ -94,7 +98,7 @@ class EPExperts(nn.Module):
             [T, D] in the dtype of ``hidden_states``.
 
         Raises:
-            RoutingError: on every rank, if on any rank a token's weights are NaN or infinite, or ids are out of range.
+            RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
         x_TD = expert_input(hidden_states, self.gate_up_proj)
         y_TD = expert_layer(
@@ -110,7 +114,7 @@ class EPExperts(nn.Module):
         return y_TD.to(hidden_states.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EPExperts:
-        # A copy holds its own weights but makes its calls over the same ranks.
+        # The copy has its own weights but shares the dispatcher, which owns communication resources.
         memo[id(self.dispatcher)] = self.dispatcher
         copied = EPExperts.__new__(EPExperts)
         memo[id(self)] = copied
@@ -119,107 +123,117 @@ class EPExperts(nn.Module):
         return copied
 
     def extra_repr(self) -> str:
-        own = self.dispatcher.local_experts
-        held = f"experts {own.start}..{own.stop - 1}" if len(own) else "no experts"
+        local = self.dispatcher.local_experts
+        experts = f"experts {local.start}..{local.stop - 1}" if len(local) else "no experts"
         return (
-            f"{held} of {self.num_experts}, hidden={self.layout.hidden}, ffn={self.layout.ffn}, "
+            f"{experts} of {self.num_experts}, hidden={self.layout.hidden}, ffn={self.layout.ffn}, "
             f"dispatcher={self.dispatcher.name}, rank {self.dispatcher.rank} of {self.dispatcher.world}"
         )
 
 
-def _local_slice(full: nn.Parameter, own: range) -> nn.Parameter:
-    if len(own) == full.shape[0]:
+def _local_slice(full: nn.Parameter, experts: range) -> nn.Parameter:
+    if len(experts) == full.shape[0]:
         return full
-    # A clone, as a view would keep every expert's memory alive.
-    return nn.Parameter(full.detach()[own.start : own.stop].clone(), requires_grad=full.requires_grad)
+    # Clone: a view would keep the memory of all experts alive.
+    return nn.Parameter(full.detach()[experts.start : experts.stop].clone(), requires_grad=full.requires_grad)
 
 
-def swap_moe(
+@renamed_parameters(ep_group="group")
+def parallelize_moe(
     model: nn.Module,
-    ep_group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     *,
     backend: str = "auto",
     options: DispatchOptions | None = None,
     overlap: Overlap | Literal["auto"] | None = None,
 ) -> Any:
-    """Make the MoE blocks of a loaded transformers model expert-parallel over ``ep_group``. Collective.
+    """Make the MoE blocks of a loaded transformers model expert-parallel over ``group``. Collective.
 
         model = AutoModelForCausalLM.from_pretrained(folder)
-        model = moe_comm.swap_moe(model, dist.group.WORLD)      # this rank now holds its share of the experts
-        loss = model(input_ids, labels=input_ids).loss          # each rank its own batch
+        model = moe_comm.swap_moe(model, dist.group.WORLD)      # this rank now holds only its local experts
+        loss = model(input_ids, labels=input_ids).loss          # each rank passes its own batch
 
-    Every rank must hold the same weights before, and feeds its own batch after. Experts are spread in contiguous
-    ranges, as evenly as they go (7 experts on 2 ranks: 4 and 3). Experts that went elsewhere are freed here as soon
-    as nothing else holds them, so build the optimizer afterwards.
+    Every rank must pass a model with the same weights. After the swap, each rank runs the model on its own batch.
+    Experts are distributed in contiguous ranges of nearly equal size (7 experts on 2 ranks: 4 and 3). The weights of
+    remote experts are freed when nothing else references them, so build the optimizer after the swap.
 
-    Gradients: in a loop of your own, divide the loss by the number of tokens of all ranks and call
-    ``moe_comm.sync_gradients(model)`` after ``backward``. ``DistributedDataParallel(model)`` works as it is: it takes
-    means, and so do the experts then. Before ``fully_shard`` call ``moe_comm.prepare_fsdp(model)``.
+    Gradients: in a custom loop, divide the loss by the number of tokens on all ranks and call
+    ``moe_comm.sync_gradients(model)`` after ``backward``. ``DistributedDataParallel(model)`` needs no other change: it
+    averages gradients, and the gradients of experts are then scaled to match. Before ``fully_shard``, call
+    ``moe_comm.prepare_fsdp(model)``.
 
-    Generation: ranks must run the same number of forward passes: ``model.generate(..., synced_gpus=True)``.
+    Generation: every rank must run the same number of forward passes. Use ``model.generate(..., synced_gpus=True)``.
 
     Args:
-        model: a ``PreTrainedModel``, or any module that contains one's MoE blocks; changed in place.
-        ep_group: ranks to spread the experts over; None keeps all of them on this rank.
-        backend: how rows move, see ``moe_comm.make_dispatcher``. All blocks share one dispatcher.
+        model: a ``PreTrainedModel``, or a module that contains MoE blocks of one. Changed in place.
+        group: ranks to distribute the experts over: a process group, or a DeviceMesh of one dimension or with a
+            dimension "ep". None keeps all experts on this rank.
+        backend: dispatch backend, see ``moe_comm.make_dispatcher``. All blocks share one dispatcher.
         options: timeouts and checks.
-        overlap: which executor runs dispatch, experts and combine, see ``MoELayer``; same numbers. None: one after the
-            other.
+        overlap: executor of dispatch, experts and combine, see ``MoELayer``. It does not change the results. None runs
+            them serially.
 
     Returns:
         ``model``.
 
     Raises:
-        UnsupportedModel: no MoE block, one of unknown kind, or already distributed by something else; nothing changed.
-        ConfigError: already swapped, or unknown backend.
+        UnsupportedModel: the model has no MoE block, has one of an unsupported kind, or is already distributed by
+            other means. The model is unchanged.
+        ConfigError: the model is already swapped, or the backend is unknown.
     """
     overlap = Overlap.of(overlap)
     already = swapped_experts(model)
     if already:
         name, first = next(iter(already.items()))
         raise ConfigError(
-            f"{type(model).__name__} is already swapped ({name} is spread over {first.dispatcher.world} ranks). "
-            "Swap a freshly loaded model; gather_state_dict gives the full weights of this one."
+            f"{type(model).__name__} is already swapped ({name} is distributed over {first.dispatcher.world} ranks). "
+            "Swap a freshly loaded model, or call gather_state_dict to get the full weights of this one."
         )
-    found = find_experts(model)
-    _refuse_conflicts(model, found)
-    device = next(iter(found.values()))[0].get_parameter("down_proj").device
-    given = options or DispatchOptions()
-    traffic = Traffic(deterministic=given.deterministic, wire_dtypes=given.wire_dtypes, overlap=overlap is not None)
+    blocks = find_experts(model)
+    _refuse_conflicts(model, blocks)
+    device = next(iter(blocks.values()))[0].get_parameter("down_proj").device
+    effective = options or DispatchOptions()
+    traffic = Traffic(
+        deterministic=effective.deterministic, wire_dtypes=effective.wire_dtypes, overlap=overlap is not None
+    )
     dispatchers = {
-        count: make_dispatcher(count, ep_group, backend, options=options, traffic=traffic, device=device)
-        for count in sorted({layout.num_experts for _, layout in found.values()})
+        count: make_dispatcher(count, group, backend=backend, options=options, traffic=traffic, device=device)
+        for count in sorted({layout.num_experts for _, layout in blocks.values()})
     }
-    for name in list(found):
-        experts, layout = found.pop(name)
+    for name in list(blocks):
+        experts, layout = blocks.pop(name)
         parent, _, child = name.rpartition(".")
         block = model.get_submodule(parent)
         swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name, overlap, _router_of(block, child))
         setattr(block, child, swapped)
-        del experts  # one block at a time, or all full weights stay until the end
+        del experts  # free the full weights of this block before the next one is swapped
     prepare_ddp(model)
     if max(dispatcher.world for dispatcher in dispatchers.values()) > 1:
         guard_libraries()
         if hasattr(model, "save_pretrained"):
-            spread: Any = model
-            spread.save_pretrained = MethodType(_save_pretrained, model)
+            swapped_model: Any = model
+            swapped_model.save_pretrained = MethodType(_save_pretrained, model)
     return model
 
 
+swap_moe = parallelize_moe
+"""Short alias of ``parallelize_moe``."""
+
+
 def _router_of(block: nn.Module, experts: str) -> Callable[[], nn.Parameter | None]:
-    """Gives the first parameter of an MoE block that is not an expert's: its router's, which all ranks hold."""
+    """Return a getter of the first parameter of an MoE block outside its experts: the router's, which is replicated."""
     names = (name for name, _ in block.named_parameters() if not name.startswith(f"{experts}."))
     path, _, name = next(names, "").rpartition(".")
     return partial(getattr, block.get_submodule(path), name, None) if name else lambda: None
 
 
 def swapped_experts(model: nn.Module) -> dict[str, EPExperts]:
-    """The swapped experts of ``model`` by module name; empty before ``swap_moe``."""
+    """Return the swapped experts modules of ``model`` by module name. Empty before ``swap_moe``."""
     return {name: module for name, module in model.named_modules() if isinstance(module, EPExperts)}
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a swapped model's experts by name; over several ranks, those that differ between ranks."""
+    """Return the expert parameters of a swapped model by name. With several ranks they differ between ranks."""
     return {
         f"{name}.{key}": parameter
         for name, experts in swapped_experts(model).items()
@@ -227,10 +241,10 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _refuse_conflicts(model: nn.Module, found: dict[str, tuple[nn.Module, ExpertsLayout]]) -> None:
-    if "" in found:
-        raise UnsupportedModel(f"{type(model).__name__} is an experts module itself; swap the model that contains it")
-    for name, (experts, _) in found.items():
+def _refuse_conflicts(model: nn.Module, blocks: dict[str, tuple[nn.Module, ExpertsLayout]]) -> None:
+    if "" in blocks:
+        raise UnsupportedModel(f"{type(model).__name__} is an experts module; pass the model that contains it")
+    for name, (experts, _) in blocks.items():
         if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
             raise UnsupportedModel(
                 f"{name} is already distributed (its parameters are DTensors). Load the model without "
@@ -238,22 +252,22 @@ def _refuse_conflicts(model: nn.Module, found: dict[str, tuple[nn.Module, Expert
             )
         if "forward" in vars(experts):
             raise UnsupportedModel(
-                f"{name} has its forward replaced, by device_map offloading or a kernel; load the model without them"
+                f"the forward of {name} was replaced, by device_map offloading or a kernel; load the model without them"
             )
     if getattr(model, "use_kernels", False):
         raise UnsupportedModel(
             f"{type(model).__name__} was loaded with use_kernels=True, which may replace whole MoE blocks; "
-            "load it without"
+            "load it with use_kernels=False"
         )
 
 
 def _save_pretrained(
     model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
 ) -> None:
-    """``save_pretrained`` of a spread model: only of a given state dict that has all experts.
+    """Replace ``save_pretrained`` of a swapped model: require a ``state_dict`` that has all experts.
 
     Raises:
-        ConfigError: this rank's experts would be written as if they were all.
+        ConfigError: the files would contain only the experts of this rank.
     """
     if state_dict is None or (is_main_process and not _has_all_experts(model, state_dict)):
         raise ConfigError(

@@ -1,8 +1,7 @@
 """``transformers.Trainer`` for models whose experts differ between ranks.
 
-Training goes through the trainer's ``Accelerator``, which ``prepare_accelerator`` makes right. Checkpoints keep the
-files and formats that ``Trainer`` writes for one process, with all experts in them: any number of ranks resumes from
-one.
+Training uses the trainer's ``Accelerator`` after ``prepare_accelerator``. Checkpoints contain all experts, in the files
+and formats that ``Trainer`` writes for one process. Any number of ranks can resume from them.
 """
 
 from __future__ import annotations
@@ -23,53 +22,56 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from moe_comm.integrations.hugging_face.accelerator import is_spread, load_whole, prepare_accelerator, write_on
+from moe_comm.integrations.hugging_face.accelerator import (
+    has_distributed_experts,
+    load_full,
+    prepare_accelerator,
+    write_on,
+)
 from moe_comm.layers.data_parallel import load_optimizer_state_dict, optimizer_state_dict, state_dict
 
 _WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 class MoETrainerMixin:
-    """Put before ``Trainer`` or a subclass of it: ``class MyTrainer(MoETrainerMixin, Seq2SeqTrainer)``.
+    """Mixin for subclasses of ``Trainer``: ``class MyTrainer(MoETrainerMixin, Seq2SeqTrainer)``.
 
-    The model may be spread over ranks by ``swap_moe`` or whole; DDP and FSDP2 are supported. Loading a checkpoint also
-    restores experts of models that are on one rank: ``Trainer`` of transformers 5.23 writes them under the names of the
-    hub, does not find these when it resumes, and only logs a warning.
+    The model may be swapped by ``swap_moe`` or not. DDP and FSDP2 are supported. The mixin also restores experts when
+    a model on one rank resumes: ``Trainer`` of transformers 5.23 saves experts under their hub names, does not find
+    these names when it resumes, and only logs a warning.
     """
 
     handles_experts = True
 
     def create_accelerator_and_postprocess(self: Any) -> None:
+        """Create the accelerator and prepare it for expert parallelism."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         prepare_accelerator(self.accelerator)
 
     def _has_mixed_mesh_grads(self: Any, model: Any) -> bool:
-        # The accelerator's clip_grad_norm_ knows the meshes of experts.
-        return not is_spread(model) and super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
+        # The accelerator's clip_grad_norm_ supports parameters on different meshes.
+        return not has_distributed_experts(model) and super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model for ``from_pretrained``. Collective."""
-        if not is_spread(self.model):
+        """Write the full model for ``from_pretrained``. Collective."""
+        if not has_distributed_experts(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = self.args.output_dir if output_dir is None else output_dir
         state = state_dict(self.model, rank0_only=not self.args.save_on_each_node, cpu=True)
-        self._write(partial(self._save, folder, state_dict=state), folder)
+        write_on(self.args.should_save, partial(self._save, folder, state_dict=state), self.args.device, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        if not is_spread(self.model):
+        if not has_distributed_experts(self.model):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        everywhere = self.args.save_on_each_node
-        state = optimizer_state_dict(self.model, self.optimizer, rank0_only=not everywhere, cpu=True)
+        rank0_only = not self.args.save_on_each_node
+        state = optimizer_state_dict(self.model, self.optimizer, rank0_only=rank0_only, cpu=True)
         for values, name in ((state, OPTIMIZER_NAME), (self.lr_scheduler.state_dict(), SCHEDULER_NAME)):
             path = os.path.join(output_dir, name)
-            self._write(partial(torch.save, values, path), path)
-
-    def _write(self: Any, write: Any, what: str) -> None:
-        write_on(self.args.should_save, write, self.args.device, what)
+            write_on(self.args.should_save, partial(torch.save, values, path), self.args.device, path)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         model = self.model if model is None else model
@@ -81,25 +83,25 @@ class MoETrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _load_weights(self: Any, folder: str, model: Any) -> bool:
-        """Load what ``save_model`` wrote; False where ``Trainer`` must do it."""
-        ours = is_spread(model) or not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        """Load the files of ``save_model``. Return False if ``Trainer`` must load them."""
+        supported = has_distributed_experts(model) or not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         if not isinstance(model, PreTrainedModel):
             weights = os.path.join(folder, SAFE_WEIGHTS_NAME)
-            if not (is_spread(model) and os.path.isfile(weights)):
+            if not (has_distributed_experts(model) and os.path.isfile(weights)):
                 return False
-            load_whole(model, load_file(weights))
+            load_full(model, load_file(weights))
             return True
-        if not ours or not any(os.path.isfile(os.path.join(folder, name)) for name in _WEIGHTS):
+        if not supported or not any(os.path.isfile(os.path.join(folder, name)) for name in _WEIGHTS):
             return False
-        # from_pretrained knows how names and layouts on the hub differ from those of the model.
+        # from_pretrained converts the names and layouts of the hub to those of the model.
         kind: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
         widest = max((p.dtype for p in model.parameters() if p.is_floating_point()), key=lambda dtype: dtype.itemsize)
-        load_whole(model, kind.from_pretrained(folder, dtype=widest).state_dict())
+        load_full(model, kind.from_pretrained(folder, dtype=widest).state_dict())
         return True
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         names = [os.path.join(str(checkpoint), name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
-        if not is_spread(self.model) or not all(map(os.path.isfile, names)):
+        if not has_distributed_experts(self.model) or not all(map(os.path.isfile, names)):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         optimizer, scheduler = (torch.load(name, map_location="cpu", weights_only=True) for name in names)
@@ -108,7 +110,7 @@ class MoETrainerMixin:
 
 
 class MoETrainer(MoETrainerMixin, Trainer):
-    """``transformers.Trainer`` that trains, saves and resumes models of ``swap_moe``.
+    """``transformers.Trainer`` that trains, saves and resumes models swapped by ``swap_moe``.
 
     model = moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder), dist.group.WORLD)
     MoETrainer(model, TrainingArguments(...), train_dataset=data).train()

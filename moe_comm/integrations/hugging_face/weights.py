@@ -1,12 +1,12 @@
-"""Weights between ``layers.Transformer`` and the safetensors layouts on the Hugging Face hub.
+"""Convert weights between ``layers.Transformer`` and the safetensors layouts on the Hugging Face hub.
 
-One tensor of ours is one or several of theirs, each at a place in it:
+One parameter of ``Transformer`` consists of one or several hub tensors. Each is a slice of the parameter:
 
     layers.3.moe.experts.w13 [E, 2F, D]    [e, 0:F]   model.layers.3.mlp.experts.{e}.gate_proj.weight [F, D]
                                            [e, F:2F]  model.layers.3.mlp.experts.{e}.up_proj.weight   [F, D]
 
-``pieces`` is that table; reading (any part of a tensor, on any mapping) and writing both follow it. Folders in the
-layout that transformers 5 has in memory, all experts of a layer in one tensor, are read too:
+``hub_slices`` returns these slices, for reading (any shard of a parameter, on any mapping) and for writing. Reading
+also supports the layout of transformers 5 in memory, which stores all experts of a layer in one tensor:
 
     layers.3.moe.experts.w13 [E, 2F, D]                model.layers.3.mlp.experts.gate_up_proj          [E, 2F, D]
 """
@@ -25,30 +25,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, UnsupportedModel
+from moe_comm.integrations.hugging_face.attention import NAMES as ATTENTION_NAMES
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import HEAD, Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
-from moe_comm.topology import Sharding, Share
+from moe_comm.topology import Sharding, ShardSlice
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_ATTENTION = {
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "o": "o_proj",
-    "q_norm": "q_norm",
-    "k_norm": "k_norm",
-    "q_a": "q_a_proj",
-    "q_a_norm": "q_a_layernorm",
-    "q_b": "q_b_proj",
-    "kv_a": "kv_a_proj_with_mqa",
-    "kv_a_norm": "kv_a_layernorm",
-    "kv_b": "kv_b_proj",
-}
+_ATTENTION = {**ATTENTION_NAMES, "q_norm": "q_norm", "k_norm": "k_norm"}
 _TOP = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -61,44 +50,52 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor of theirs, and where in ours it stands: an index per leading dimension."""
+class HubSlice:
+    """A hub tensor that is a slice of a parameter.
+
+    Attributes:
+        name: name of the hub tensor.
+        place: index into the parameter, one entry per leading dimension.
+    """
 
     name: str
     place: tuple[slice | int, ...] = ()
 
 
-def pieces(config: TransformerConfig, family: str, name: str, stored: Container[str] = ()) -> list[Piece]:
-    """What our tensor ``name`` is made of in the ``family``'s layout.
+def hub_slices(config: TransformerConfig, family: str, name: str, stored: Container[str] = ()) -> list[HubSlice]:
+    """Return the hub tensors that the parameter ``name`` consists of.
 
     Args:
-        stored: names in the folder that is to be read (a ``HubFolder``), which say whether its experts are fused; ():
-            the layout of the hub.
+        config: the model.
+        family: ``model_type`` in transformers.
+        name: parameter of ``Transformer``.
+        stored: tensor names of the folder to read (a ``HubFolder``), which determine whether its experts are fused.
+            Empty: the layout of the hub.
 
     Raises:
         InputError: the layout has no such tensor.
     """
     if name in _TOP:
-        return [Piece(_TOP[name])]
-    found = _LAYER.fullmatch(name)
-    if found is None:
+        return [HubSlice(_TOP[name])]
+    match = _LAYER.fullmatch(name)
+    if match is None:
         raise InputError(f"{family} has no tensor for {name!r}")
-    prefix, rest = f"model.layers.{found[1]}", found[2]
+    prefix, rest = f"model.layers.{match[1]}", match[2]
     part, _, leaf = rest.partition(".")
     if part in _NORMS and leaf == "weight":
-        return [Piece(f"{prefix}.{_NORMS[part]}.weight")]
+        return [HubSlice(f"{prefix}.{_NORMS[part]}.weight")]
     if part == "attention":
         module, _, kind = leaf.rpartition(".")
         if module in _ATTENTION:
-            return [Piece(f"{prefix}.self_attn.{_ATTENTION[module]}.{kind}")]
+            return [HubSlice(f"{prefix}.self_attn.{_ATTENTION[module]}.{kind}")]
     if part == "moe" and leaf in _FUSED and (fused := f"{prefix}.mlp.experts.{_FUSED[leaf]}") in stored:
-        return [Piece(fused)]
+        return [HubSlice(fused)]
     in_memory = f"{prefix}.mlp.gate.weight" in stored
     block = f"{prefix}.block_sparse_moe" if family == "mixtral" and not in_memory else f"{prefix}.mlp"
     if rest == "moe.router.weight":
-        return [Piece(f"{block}.gate.weight")]
+        return [HubSlice(f"{block}.gate.weight")]
     if rest == "moe.router.correction_bias":
-        return [Piece(f"{block}.gate.e_score_correction_bias")]
+        return [HubSlice(f"{block}.gate.e_score_correction_bias")]
     gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     if part == "dense" and leaf in ("w13", "w2"):
         return _mlp(f"{prefix}.mlp", leaf, config.dense_ffn, gate, up, down)
@@ -106,27 +103,28 @@ def pieces(config: TransformerConfig, family: str, name: str, stored: Container[
         return _mlp(f"{block}.shared_experts", leaf[7:], config.moe.shared_ffn, gate, up, down)
     if part == "moe" and leaf in ("experts.w13", "experts.w2"):
         return [
-            Piece(piece.name, (expert, *piece.place))
+            HubSlice(piece.name, (expert, *piece.place))
             for expert in range(config.moe.num_experts)
             for piece in _mlp(f"{block}.experts.{expert}", leaf[8:], config.moe.ffn, gate, up, down)
         ]
     raise InputError(f"{family} has no tensor for {name!r}")
 
 
-def _mlp(prefix: str, leaf: str, ffn: int, gate: str, up: str, down: str) -> list[Piece]:
+def _mlp(prefix: str, leaf: str, ffn: int, gate: str, up: str, down: str) -> list[HubSlice]:
     if leaf == "w2":
-        return [Piece(f"{prefix}.{down}.weight")]
+        return [HubSlice(f"{prefix}.{down}.weight")]
     return [
-        Piece(f"{prefix}.{gate}.weight", (slice(0, ffn),)),
-        Piece(f"{prefix}.{up}.weight", (slice(ffn, 2 * ffn),)),
+        HubSlice(f"{prefix}.{gate}.weight", (slice(0, ffn),)),
+        HubSlice(f"{prefix}.{up}.weight", (slice(ffn, 2 * ffn),)),
     ]
 
 
 class HubFolder:
-    """The safetensors of a model folder, read slice by slice. ``name in folder``: whether it has that tensor.
+    """The safetensors files of a model folder. ``name in hub_folder`` tests whether a tensor exists.
 
     Raises:
-        ConfigError: the folder has no safetensors. CorruptFile: a file is damaged; names it.
+        ConfigError: the folder has no safetensors.
+        CorruptFile: a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,35 +135,37 @@ class HubFolder:
         elif (folder / SINGLE).exists():
             self._file_of = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
         else:
-            raise ConfigError(f"{folder} holds neither {SINGLE} nor {INDEX}; models are read from safetensors only")
+            raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors can be read")
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
     def read(self, name: str, place: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
-        """The part ``place`` of tensor ``name``, which must be of ``shape``.
+        """Read the slice ``place`` of the tensor ``name``.
+
+        Args:
+            shape: expected shape of the full tensor.
 
         Raises:
-            InputError: there is no such tensor, or it has another shape. UnsupportedModel: it is quantised.
-            CorruptFile: its file is damaged.
+            InputError: the folder has no such tensor, or its shape differs.
+            UnsupportedModel: the tensor is quantized.
+            CorruptFile: the file is damaged.
         """
         if name not in self._file_of:
-            raise InputError(
-                f"{self.folder} has no tensor {name!r}; is it of another model, or saved without its head?"
-            )
+            raise InputError(f"{self.folder} has no tensor {name!r}; check that it contains this model with its head")
         path = self.folder / self._file_of[name]
         try:
             stored = self._handle(path.name).get_slice(name)
-            found, dtype = tuple(stored.get_shape()), stored.get_dtype()
-            if found == shape and dtype in _DTYPES:
-                part: Tensor = stored[place]
-                return part
+            stored_shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            if stored_shape == shape and dtype in _DTYPES:
+                values: Tensor = stored[place]
+                return values
         except SafetensorError as error:
             raise CorruptFile(f"{path}: cannot read {name}: {error}") from error
-        if found != shape:
-            raise InputError(f"{path}: {name} has shape {found}, but the configuration makes it {shape}")
+        if stored_shape != shape:
+            raise InputError(f"{path}: {name} has shape {stored_shape}; the configuration requires {shape}")
         raise UnsupportedModel(
-            f"{path}: {name} is of dtype {dtype}; known are {', '.join(_DTYPES)}: dequantise the weights first"
+            f"{path}: {name} has dtype {dtype}; supported are {', '.join(_DTYPES)}. Dequantize the weights first."
         )
 
     def _handle(self, file: str) -> Any:
@@ -176,61 +176,66 @@ class HubFolder:
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from error
             except SafetensorError as error:
-                raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
+                raise CorruptFile(f"{path} is damaged or not a safetensors file: {error}") from error
         return self._open[file]
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
         file_of: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        # Names of files beside the index, and nothing that leads elsewhere.
+        # Only file names in the folder of the index: no other paths.
         if all(isinstance(file, str) and Path(file).name == file for file in file_of.values()):
             return file_of
-        problem = "its weight_map must name files beside it"
+        problem = "weight_map must contain file names without directories"
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
-    raise CorruptFile(f"{path} is damaged, or no index of safetensors files: {problem}")
+    raise CorruptFile(f"{path} is damaged or not an index of safetensors files: {problem}")
 
 
 @torch.no_grad()
-def read_part(
+def read_shard(
     hub: HubFolder,
-    made_of: list[Piece],
+    made_of: list[HubSlice],
     local: Tensor,
     sharding: Sharding,
     place: Mapping[str, int],
     sizes: Mapping[str, int],
-    share: Share | None = None,
+    share: ShardSlice | None = None,
 ) -> None:
-    """Fill ``local``, a rank's part of a tensor, from the ``pieces`` it is made of; only these bytes are read.
+    """Fill ``local``, a rank's shard of a parameter, from hub tensors. Only the bytes of the shard are read.
 
     Args:
-        share: ``local`` holds this share of the rank's part only; None: all of it.
+        hub: folder to read from.
+        made_of: result of ``hub_slices``.
+        local: shard to fill.
+        sharding, place, sizes: sharding of the parameter, the rank's index on each mesh axis, the sizes of the axes.
+        share: slice of the rank's shard that ``local`` contains. None: all of it.
 
     Raises:
-        InputError, UnsupportedModel, CorruptFile: as ``HubFolder.read``.
+        InputError, UnsupportedModel, CorruptFile: see ``HubFolder.read``.
     """
     for box in sharding.boxes(place, sizes, share):
         for piece in made_of:
+            # Bounds [start, end) of the hub tensor in the parameter, and their intersection [low, high) with the box.
             bounds = [_bounds(index, size) for index, size in zip(piece.place, sharding.shape, strict=False)]
             bounds += [(0, size) for size in sharding.shape[len(bounds) :]]
-            low = [max(at, whole.start) for (at, _), whole in zip(bounds, box.whole, strict=True)]
-            high = [min(end, whole.stop) for (_, end), whole in zip(bounds, box.whole, strict=True)]
+            low = [max(at, in_full.start) for (at, _), in_full in zip(bounds, box.full, strict=True)]
+            high = [min(end, in_full.stop) for (_, end), in_full in zip(bounds, box.full, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
             into = tuple(
-                slice(a - whole.start + mine.start, b - whole.start + mine.start)
-                for a, b, whole, mine in zip(low, high, box.whole, box.local, strict=True)
+                slice(a - in_full.start + in_local.start, b - in_full.start + in_local.start)
+                for a, b, in_full, in_local in zip(low, high, box.full, box.local, strict=True)
             )
-            # A whole number indexes a dimension that the piece does not have.
-            kept = [d for d in range(len(low)) if not (d < len(piece.place) and isinstance(piece.place[d], int))]
-            shape = tuple(bounds[d][1] - bounds[d][0] for d in kept)
-            part = hub.read(
-                piece.name, tuple(slice(low[d] - bounds[d][0], high[d] - bounds[d][0]) for d in kept), shape
+            # The hub tensor does not have the dimensions that an integer indexes.
+            dims = [d for d in range(len(low)) if not (d < len(piece.place) and isinstance(piece.place[d], int))]
+            shape = tuple(bounds[d][1] - bounds[d][0] for d in dims)
+            values = hub.read(
+                piece.name, tuple(slice(low[d] - bounds[d][0], high[d] - bounds[d][0]) for d in dims), shape
             )
-            local[into] = part.view(local[into].shape).to(local.dtype)
+            local[into] = values.view(local[into].shape).to(local.dtype)
 
 
 def _bounds(index: slice | int, size: int) -> tuple[int, int]:
@@ -247,91 +252,88 @@ def write_folder(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = 4 << 30,
 ) -> None:
-    """Write ``tensors`` (our names, whole) as a folder that ``from_pretrained`` loads, in files of about ``max_bytes``.
+    """Write a model as a folder that ``from_pretrained`` loads. config.json is written last.
 
-    A tied output projection is not written: the configuration says that it is the embedding. config.json comes last.
+    A tied output projection is not written.
 
     Args:
-        tensors: one at a time, in any order; of each there is a copy until its file is written.
+        folder: new or empty folder.
+        config, family, hf_config: the model, its ``model_type``, and its Hugging Face configuration.
+        tensors: full parameters by their names in ``Transformer``, in any order. Each is copied until its file is
+            written.
+        max_bytes: approximate size of a file.
 
     Raises:
         ConfigError: the folder is not empty.
-        InputError: a tensor that the model has not, or of another shape. CheckpointError: one that is missing, or a
-            file that cannot be written.
+        InputError: the model does not have one of the tensors, or not with this shape.
+        CheckpointError: a tensor is missing, or a file cannot be written.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty; name a new folder")
+        raise ConfigError(f"{folder} is not empty; pass a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     missing = _shapes(config)
-    waiting: dict[str, Tensor] = {}
+    buffered: dict[str, Tensor] = {}
     files: list[list[str]] = []
-    held = total = 0
+    buffered_bytes = total = 0
 
     def flush() -> None:
-        nonlocal waiting, held
-        if waiting:
-            path = folder / _part(len(files))
+        nonlocal buffered, buffered_bytes
+        if buffered:
+            path = folder / _temporary_name(len(files))
             try:
-                save_file(waiting, path, metadata={"format": "pt"})
+                save_file(buffered, path, metadata={"format": "pt"})
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be written: {error}") from error
-            files.append(list(waiting))
-            waiting, held = {}, 0
+            files.append(list(buffered))
+            buffered, buffered_bytes = {}, 0
 
-    for name, whole in tensors:
+    for name, full in tensors:
         if config.tie and name == HEAD:
             continue
-        made_of = pieces(config, family, name)
+        made_of = hub_slices(config, family, name)
         expected = missing.pop(name, None)
-        if expected != tuple(whole.shape):
-            raise InputError(f"{name} has shape {tuple(whole.shape)}; the model has it once, with shape {expected}")
+        if expected is None:
+            raise InputError(f"{name} was passed twice, or is not a tensor of the model")
+        if expected != tuple(full.shape):
+            raise InputError(f"{name} has shape {tuple(full.shape)}; the model requires {expected}")
         for piece in made_of:
-            part = whole[piece.place] if piece.place else whole
-            waiting[piece.name] = part.detach().to("cpu", copy=True).contiguous()
-            held += part.nbytes
-            total += part.nbytes
-            if held >= max_bytes:
+            values = full[piece.place] if piece.place else full
+            buffered[piece.name] = values.detach().to("cpu", copy=True).contiguous()
+            buffered_bytes += values.nbytes
+            total += values.nbytes
+            if buffered_bytes >= max_bytes:
                 flush()
     flush()
     if missing:
-        raise CheckpointError(f"{len(missing)} tensors of the model are missing, the first is {next(iter(missing))}")
+        raise CheckpointError(f"{len(missing)} tensors of the model are missing; the first is {next(iter(missing))}")
     _name_files(folder, files, total)
-    hf_config.architectures = [_ARCHITECTURE[family]]
+    hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     hf_config.save_pretrained(str(folder))
 
 
 def _shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model that is written, by our name, with its whole shape."""
+    """Return the full shapes of the tensors to write, by their names in ``Transformer``."""
     model = Transformer(config, ModelPlan(device="meta"))
     shapes = {name: sharding.shape for name, sharding in shardings_of(model).items()}
     if config.moe.router.correction_bias:
-        experts = (config.moe.router.num_experts,)
+        experts = (config.moe.router.num_choices,)
         shapes |= {f"layers.{layer}.moe.router.correction_bias": experts for layer in config.moe_layers}
     return shapes
 
 
-_ARCHITECTURE = {
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
-
-
 def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
-    """Give the parts the hub's names; several get an index."""
+    """Rename the files to their hub names, which contain the number of files. Write an index for several files."""
     if len(files) == 1:
-        (folder / _part(0)).replace(folder / SINGLE)
+        (folder / _temporary_name(0)).replace(folder / SINGLE)
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files):
         final = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        (folder / _part(number)).replace(folder / final)
+        (folder / _temporary_name(number)).replace(folder / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _part(number: int) -> str:
-    """Name of a file while it is not known how many there will be."""
+def _temporary_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""Operators around dispatch as Triton kernels, for CUDA tensors; each file names its reference in plain torch."""
+"""Local operators as Triton kernels, for CUDA tensors. Each module names its reference in plain torch."""
 
 from moe_comm.errors import MissingDependency
 

@@ -1,5 +1,6 @@
-"""Arithmetic for all Triton kernels that also holds in Triton's interpreter, which keeps bfloat16 as bits: it
-multiplies and adds them as integers, and drops bits in casts.
+"""Arithmetic for all Triton kernels that is also correct in Triton's interpreter.
+
+The interpreter stores bfloat16 as bits, multiplies and adds them as integers, and truncates in casts.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ INTERPRETED = tl.constexpr(INTERPRETING)
 
 @triton.jit
 def int64(x):  # type: ignore[no-untyped-def]
-    """``x`` as int64: an argument, a constant, or a loop's variable (in the interpreter an int)."""
+    """Return ``x`` as int64: an argument, a constant, or a loop variable (an int in the interpreter)."""
     return tl.full((), 0, tl.int64) + x
 
 
 @triton.jit
 def multiply_add(a, b, acc):  # type: ignore[no-untyped-def]
-    """acc + a @ b in fp32; a [M, K] and b [K, N] of one dtype. Tensor cores, but no TF32."""
+    """Return acc + a @ b in fp32; a [M, K] and b [K, N] of one dtype. Tensor cores, but no TF32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -30,7 +31,7 @@ def multiply_add(a, b, acc):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 ``x`` in DTYPE, rounded to the nearest, ties to even."""
+    """Return fp32 ``x`` in DTYPE, rounded to nearest, ties to even."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -41,36 +42,46 @@ def rounded(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sigmoid(x):  # type: ignore[no-untyped-def]
-    """1 / (1 + exp(-x)) of fp32 ``x``. exp may overflow to infinity; the quotient is then 0."""
+    """Return 1 / (1 + exp(-x)) of fp32 ``x``. If exp overflows to infinity, the result is 0."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def e4m3_bits(x, CONVERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 ``x`` of magnitude below 464, or NaN, as the 8 bits of e4m3, rounded to the nearest, ties to even.
+    """Return fp32 ``x``, of magnitude below 464 or NaN, as the 8 bits of e4m3, rounded to nearest, ties to even.
 
-    CONVERTS: the GPU has an instruction for it (from sm_89 on). Else with integers, to the same bits.
+    CONVERTS: whether the GPU has an instruction for it (from sm_89). Otherwise integer arithmetic gives the same bits.
     """
     if CONVERTS:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = x.to(tl.uint32, bitcast=True)
-        most = bits & 0x7FFFFFFF
-        # Below 2^-6 steps are 2^-9: the last bit of 2^14 in fp32, which therefore rounds there when it is added.
-        small = (most.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
-        # Else the exponent's bias changes from 127 to 7, and 20 bits of fraction go.
-        normal = (most - 0x3C000000 + 0x7FFFF + ((most >> 20) & 1)) >> 20
-        byte = tl.where(most < 0x3C800000, small, normal)
-        byte = tl.where(most > 0x7F800000, 0x7F, byte)
+        magnitude = bits & 0x7FFFFFFF
+        # Below 2^-6 the step is 2^-9, the last bit of 2^14 in fp32, so adding 2^14 rounds to it.
+        small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+        # Otherwise change the exponent's bias from 127 to 7, and round off 20 bits of the fraction.
+        normal = (magnitude - 0x3C000000 + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+        byte = tl.where(magnitude < 0x3C800000, small, normal)
+        byte = tl.where(magnitude > 0x7F800000, 0x7F, byte)
         return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
 def e4m3_value(bits):  # type: ignore[no-untyped-def]
-    """fp32 value of e4m3 ``bits`` (uint8), exactly; by integers, so that every GPU and the interpreter agree."""
+    """Return the exact fp32 value of e4m3 ``bits`` (uint8), by integer arithmetic for all GPUs and the interpreter."""
     wide = bits.to(tl.uint32)
-    most = wide & 0x7F
-    # The bits in fp32's places, 120 too low in the exponent: a power of two mends it, for small numbers as well.
-    value = (most << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
-    value = tl.where(most == 0x7F, float("nan"), value)
+    magnitude = wide & 0x7F
+    # The bits at fp32's positions have an exponent that is 120 too low. Multiply by 2 ** 120, also for subnormals.
+    value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    value = tl.where(magnitude == 0x7F, float("nan"), value)
     return tl.where(wide >= 0x80, -value, value)
+
+
+@triton.jit
+def tile_at(tile, tiles_m, tiles_n):  # type: ignore[no-untyped-def]
+    """Return row and column of tile ``tile``. 8 rows of tiles are grouped, so that loads of neighbors hit the cache."""
+    per_group = 8 * tiles_n
+    first_m = tile // per_group * 8
+    group_m = min(tiles_m - first_m, 8)
+    index = tile % per_group
+    return first_m + index % group_m, index // group_m

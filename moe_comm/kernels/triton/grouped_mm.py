@@ -1,11 +1,11 @@
-"""Products of rows that stand expert after expert with their experts' matrices, and the gradients of both.
+"""Grouped GEMM: rows sorted by expert, times their experts' matrices, and the gradients of both.
 
     rows_RD  e0 e0 e0 │ e2 e2 │ e3        out[r] = rows[r] @ w[e of r].T        counts [3, 0, 2, 1], on the device
 
-Reference: ``kernels/row_invariant.py``, expert by expert. Programs are persistent and go over the experts' tiles in
-order of expert; every program finds its tiles from the counts, so the host need not know them. Sums are fp32, over the
-inner dimension (over an expert's rows in order, for gradients of weights), rounded once: who computes a tile when is
-nothing to the bits. fp32 is multiplied without tensor cores, whose TF32 would drop bits.
+Reference: ``kernels/row_invariant.py``, expert by expert. Programs are persistent and process the tiles in order of
+expert. Each program derives its tiles from the counts, so the host need not know them. Sums are fp32 over the inner
+dimension (for weight gradients, over an expert's rows in order), rounded once, so the bits do not depend on scheduling.
+fp32 uses no tensor cores, because TF32 would lose bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.needed_grads import wanted_gradients
-from moe_comm.kernels.triton.device import int64, multiply_add, rounded
+from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.triton.device import int64, multiply_add, rounded, tile_at
 from moe_comm.kernels.triton.launch import (
     DTYPES,
     capability,
@@ -36,7 +36,11 @@ from moe_comm.kernels.triton.launch import (
 
 @dataclass(frozen=True)
 class Tiling:
-    """rows, columns, inner: of a tile and its steps; powers of two from 16 on. warps, stages: of a compiled program."""
+    """Tile of a kernel.
+
+    rows, columns, inner: sizes of a tile and its step; powers of two, at least 16. warps, stages: of a compiled
+        program.
+    """
 
     rows: int
     columns: int
@@ -46,49 +50,39 @@ class Tiling:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """As kernels take it."""
+        """The tile sizes as kernel arguments."""
         return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.inner}
 
 
 INTERPRETED = Tiling(16, 16, 16, 4, 3)
 FLOAT32 = Tiling(64, 64, 32, 4, 3)
-FEW = Tiling(64, 128, 64, 4, 4)
-"""Of 16-bit rows where experts have few: the smallest tile that Hopper's matrix instructions fill."""
-FEW_ROWS = 64
+SMALL = Tiling(64, 128, 64, 4, 4)
+"""Tile for experts with few 16-bit rows: the smallest one that fills Hopper's matrix instructions."""
+SMALL_ROWS = 64
 TILINGS = {
     80: Tiling(128, 128, 32, 8, 4),
     90: Tiling(128, 256, 64, 8, 3),
     100: Tiling(128, 128, 64, 8, 4),
 }
-"""Of 16-bit rows, by the compute capability from which they hold; chosen by registers and shared memory, unmeasured."""
+"""Tiles for 16-bit rows, by minimum compute capability. Chosen by registers and shared memory, not measured."""
 WEIGHT_TILINGS = {80: Tiling(128, 128, 32, 8, 4), 90: Tiling(128, 128, 64, 8, 4), 100: Tiling(128, 128, 64, 8, 4)}
-"""The same for gradients of weights, where ``inner`` are rows of an expert."""
+"""The same for weight gradients, where ``inner`` are rows of an expert."""
 CONSUMER = 120
-"""From here on GPUs have the shared memory and the matrix instructions of sm_80 again, not those of sm_100."""
+"""Minimum compute capability of consumer GPUs, which have the shared memory and instructions of sm_80, not sm_100."""
 
 
-def tiling_for(dtype: torch.dtype, at: int, rows_of_one: float, *, weights: bool = False) -> Tiling:
-    """The tile for experts with ``rows_of_one`` rows on average on a GPU of compute capability ``at``."""
+def tiling_for(dtype: torch.dtype, at: int, mean_rows: float, *, weights: bool = False) -> Tiling:
+    """Return the tile for experts with ``mean_rows`` rows on average, on a GPU of compute capability ``at``."""
     if not at:
         return INTERPRETED
     if dtype == torch.float32:
         return FLOAT32
-    if rows_of_one <= FEW_ROWS and not weights:
-        return FEW
+    if mean_rows <= SMALL_ROWS and not weights:
+        return SMALL
     table = WEIGHT_TILINGS if weights else TILINGS
     if at >= CONSUMER:
         return table[min(table)]
-    return table[max((known for known in table if known <= at), default=min(table))]
-
-
-@triton.jit
-def _tile_at(tile, tiles_m, tiles_n):  # type: ignore[no-untyped-def]
-    """Row and column of tile ``tile``: 8 rows of tiles together, so that the next finds cached what one loads."""
-    per_group = 8 * tiles_n
-    first_m = tile // per_group * 8
-    group_m = min(tiles_m - first_m, 8)
-    place = tile % per_group
-    return first_m + place % group_m, place // group_m
+    return table[max((minimum for minimum in table if minimum <= at), default=min(table))]
 
 
 @triton.jit
@@ -96,22 +90,15 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
     rows_ptr,  # [R, inner]
     rows_stride,
     w_ptr,  # [E, columns, inner], any strides
-    w_stride_expert,
-    w_stride_column,
-    w_stride_inner,
+    w_stride_expert, w_stride_column, w_stride_inner,
     counts_ptr,  # [E] int64
     out_ptr,  # [R, columns]
-    out_stride,
-    experts,
-    columns,
-    inner,
+    out_stride, experts, columns, inner,
     ELEMENT: tl.constexpr,
     WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """out[r] = rows[r] @ w[expert of r].T; tile t of all is for program t modulo their number."""
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute out[r] = rows[r] @ w[expert of r].T. Program p computes the tiles t with t % programs == p."""
     programs = tl.num_programs(0)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     skip = tl.program_id(0)  # tiles from here to this program's next
@@ -122,16 +109,16 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
         tiles = tiles_m * tiles_n
         w_expert_ptr = w_ptr + int64(expert) * w_stride_expert
         for tile in range(skip, tiles, programs):
-            tile_m, tile_n = _tile_at(tile, tiles_m, tiles_n)
+            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
             place = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-            # What lies beyond is computed from a row and a column that are there, and not stored: no masks in the loop.
-            # By a remainder, as the compiler then knows which columns stand side by side, and copies them together.
+            # Out-of-range rows and columns read valid ones and are not stored, so the loop needs no masks. The
+            # remainder shows the compiler which columns are contiguous, so that it combines their loads.
             row = start + tl.where(place < count, place, 0)
             column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            there = (column % columns).to(tl.int64)
+            valid_n = (column % columns).to(tl.int64)
             k = tl.arange(0, BLOCK_K)
             a_ptrs = rows_ptr + (row * rows_stride)[:, None] + k[None, :]
-            b_ptrs = w_expert_ptr + (there * w_stride_column)[None, :] + (k.to(tl.int64) * w_stride_inner)[:, None]
+            b_ptrs = w_expert_ptr + (valid_n * w_stride_column)[None, :] + (k.to(tl.int64) * w_stride_inner)[:, None]
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for first in range(0, inner, BLOCK_K):
                 if WHOLE:
@@ -151,7 +138,7 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _next(skip, tiles, programs):  # type: ignore[no-untyped-def]
-    """How far the next tile of a program is beyond ``tiles``, if it was ``skip`` from their beginning."""
+    """Return the offset of a program's next tile after ``tiles``, if its offset was ``skip`` from their start."""
     beyond = skip - tiles
     return tl.where(beyond >= 0, beyond, (programs + beyond % programs) % programs)
 
@@ -164,18 +151,10 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
     rows_stride,
     counts_ptr,  # [E] int64
     out_ptr,  # [E, columns, inner], any strides
-    out_stride_expert,
-    out_stride_column,
-    out_stride_inner,
-    experts,
-    columns,
-    inner,
-    ELEMENT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """out[e] = grad[rows of e].T @ rows[rows of e]; zeros for an expert without rows. BLOCK_K rows at a time."""
+    out_stride_expert, out_stride_column, out_stride_inner, experts, columns, inner,
+    ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute out[e] = grad[rows of e].T @ rows[rows of e]; zeros without rows. BLOCK_K rows at a time."""
     programs = tl.num_programs(0)
     tiles_m, tiles_n = tl.cdiv(columns, BLOCK_M), tl.cdiv(inner, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -184,7 +163,7 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
     for expert in range(experts):
         count = tl.load(counts_ptr + expert)
         for tile in range(skip, tiles, programs):
-            tile_m, tile_n = _tile_at(tile, tiles_m, tiles_n)
+            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
             m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             k = tl.arange(0, BLOCK_K)
@@ -206,19 +185,19 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor) -> None:
-    """out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, nothing of the host's.
+    """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the host.
 
-    Rows beyond the sum of ``counts_E`` (of a buffer that is larger) are left as they are.
+    Rows beyond the sum of ``counts_E`` (of a larger buffer) are not written.
 
     Args:
-        rows_RD: fp32, bf16 or fp16; rows are dense, any distance apart.
-        w_END: of the same dtype, any strides: for gradients of rows, w transposed.
-        counts_E: int64 rows of each expert, on the device; they add up to no more than R.
-        out_RN: of the same dtype; rows are dense.
+        rows_RD: [R, D] fp32, bf16 or fp16; dense rows, any row stride.
+        w_END: [E, N, D] of the same dtype, any strides (for gradients of rows, w transposed).
+        counts_E: [E] int64 rows of each expert, on the device. The sum is at most R.
+        out_RN: [R, N] of the same dtype; dense rows.
 
     Raises:
-        InputError: other shapes or dtypes.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: shapes or dtypes are not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("grouped_mm", rows_RD, w_END, counts_E, out_RN)
     check_rows("grouped_mm", "rows", rows_RD)
@@ -240,18 +219,18 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
     tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts)
     with on_device_of(rows_RD):
         grouped_mm_kernel[(processors(rows_RD),)](
-            rows_RD, rows_RD.stride(0), w_END, *w_END.stride()[:1], w_END.stride(1), w_END.stride(2), counts_E,
+            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), counts_E,
             out_RN, out_RN.stride(0), experts, columns, inner,
             ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks, **_launch(rows_RD, tiling),
         )  # fmt: skip
 
 
 def grouped_weight_grad_into(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor) -> None:
-    """out[e] = grad.T @ rows over the rows of expert e, zeros without any; arguments as in ``grouped_mm_into``.
+    """Write out[e] = grad.T @ rows over the rows of expert e; zeros without rows. Arguments as in ``grouped_mm_into``.
 
     Raises:
-        InputError: other shapes or dtypes.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: shapes or dtypes are not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("grouped_weight_grad", grad_RN, rows_RD, counts_E, out_END)
     check_rows("grouped_weight_grad", "gradients", grad_RN)
@@ -272,7 +251,7 @@ def grouped_weight_grad_into(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor,
     with on_device_of(rows_RD):
         grouped_weight_grad_kernel[(processors(rows_RD),)](
             grad_RN, grad_RN.stride(0), rows_RD, rows_RD.stride(0), counts_E,
-            out_END, out_END.stride(0), out_END.stride(1), out_END.stride(2), experts, columns, inner,
+            out_END, *out_END.stride(), experts, columns, inner,
             ELEMENT=DTYPES[rows_RD.dtype], **tiling.blocks, **_launch(rows_RD, tiling),
         )  # fmt: skip
 
@@ -293,7 +272,7 @@ class _GroupedMM(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows_RD, w_END, counts_E = ctx.saved_tensors
-        needs_rows, needs_w, _ = wanted_gradients(ctx)
+        needs_rows, needs_w, _ = needed_gradients(ctx)
         grad_RN = grad_RN.contiguous()
         grad_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format) if needs_rows else None
         grad_END = torch.empty_like(w_END) if needs_w else None
@@ -305,8 +284,8 @@ class _GroupedMM(torch.autograd.Function):
 
 
 def grouped_mm(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor) -> Tensor:
-    """[R, N] differentiable; see ``grouped_mm_into``, whose arguments and errors these are.
+    """Return [R, N]; differentiable. Arguments and errors as in ``grouped_mm_into``.
 
-    Rows beyond the sum of ``counts_E`` hold anything, and so do their gradients.
+    Rows beyond the sum of ``counts_E``, and their gradients, are undefined.
     """
     return _GroupedMM.apply(rows_RD, w_END, counts_E)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Whether Triton interprets kernels, and a mend of its interpreter.
+"""Whether Triton interprets kernels, and a fix of its interpreter.
 
-Triton 3.6 keeps a scalar as an array of one element and makes a loop's bounds of it with ``int(array)``, which NumPy
-refuses since 2.4. Later versions of Triton do not.
+Triton 3.6 stores a scalar as an array of one element and converts loop bounds with ``int(array)``, which NumPy 2.4
+rejects. Later versions of Triton do not.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 from triton import knobs
 
 INTERPRETING = bool(knobs.runtime.interpret)
-"""TRITON_INTERPRET=1 was set when this was imported; kernels are made for one or the other when they are defined."""
+"""Whether TRITON_INTERPRET=1 was set when this module was imported; it applies to all kernels of the process."""
 
 
-def _mend() -> None:
+def _patch_interpreter() -> None:
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
 
-    def patch_and_mend(tensor: Any, scope: Any) -> None:
+    def patch_and_add_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patch_and_mend
+    interpreter._patch_lang_tensor = patch_and_add_index
 
 
 if INTERPRETING:
-    _mend()
+    _patch_interpreter()

@@ -1,4 +1,4 @@
-"""What all launches share: dtypes, checks of tensors, the device, options that only a GPU knows."""
+"""Helpers of all kernel launches: dtypes, checks of tensors, device, launch options."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.triton.interpreter import INTERPRETING
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What the kernels take."""
+"""Dtypes that the kernels support."""
 INTERPRETED_PROGRAMS = 4
-"""Of persistent kernels; they run one after another anyway."""
+"""Programs of a persistent kernel in the interpreter, which runs them one by one."""
 
 
 def check_tensors(operator: str, *tensors: Tensor | None) -> None:
-    """That Triton can reach all ``tensors``, on one device.
+    """Check that all ``tensors`` are on one device that Triton supports.
 
     Raises:
-        ConfigError: CPU tensors, where kernels are not interpreted.
-        InputError: tensors of several devices, or of neither kind.
+        ConfigError: CPU tensors, and kernels are not interpreted.
+        InputError: tensors on several devices, or on another kind of device.
     """
     devices = {t.device for t in tensors if t is not None}
     if len(devices) != 1:
@@ -31,17 +31,17 @@ def check_tensors(operator: str, *tensors: Tensor | None) -> None:
     (device,) = devices
     if device.type == "cpu" and not INTERPRETING:
         raise ConfigError(
-            f"{operator}: Triton kernels take CPU tensors only in Triton's interpreter; set TRITON_INTERPRET=1 before "
-            "triton is first imported, for tests, or call the operator in plain torch"
+            f"{operator}: Triton kernels support CPU tensors only in Triton's interpreter; set TRITON_INTERPRET=1 "
+            "before triton is first imported (for tests), or call the operator in plain torch"
         )
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"{operator} takes CUDA tensors; got one on {device}")
+        raise InputError(f"{operator} needs CUDA tensors; got one on {device}")
 
 
 def check_rows(operator: str, name: str, rows_RD: Tensor) -> None:
-    """That ``rows_RD`` is a matrix of fp32, bf16 or fp16 whose rows are dense, any distance apart.
+    """Check that ``rows_RD`` is a matrix of fp32, bf16 or fp16 with dense rows and any row stride.
 
-    One without elements is, whatever its strides: those of a gradient that was expanded stay 0.
+    A matrix without elements may have any strides: those of an expanded gradient are 0.
 
     Raises:
         InputError: it is not.
@@ -55,45 +55,47 @@ def check_rows(operator: str, name: str, rows_RD: Tensor) -> None:
 
 
 def check_index(operator: str, name: str, index: Tensor, shape: tuple[int, ...]) -> None:
-    """That ``index`` is dense int64 of ``shape``, -1 there for any size.
+    """Check that ``index`` is contiguous int64 of ``shape``, where -1 allows any size.
 
     Raises:
         InputError: it is not.
     """
-    fits = index.dim() == len(shape) and all(want in (-1, have) for want, have in zip(shape, index.shape, strict=True))
+    fits = index.dim() == len(shape) and all(
+        size in (-1, actual) for size, actual in zip(shape, index.shape, strict=True)
+    )
     if not fits or index.dtype != torch.int64 or not index.is_contiguous():
-        wanted = ", ".join("any" if size < 0 else str(size) for size in shape)
+        expected = ", ".join("any" if size < 0 else str(size) for size in shape)
         raise InputError(
-            f"{operator} needs {name} [{wanted}], contiguous int64; got {tuple(index.shape)} of {index.dtype}"
+            f"{operator} needs {name} [{expected}], contiguous int64; got {tuple(index.shape)} of {index.dtype}"
         )
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Launches go to the device of ``tensor``, not to whichever is current."""
+    """Return a context in which the device of ``tensor`` is the current device."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
 def options(tensor: Tensor, **of_gpu: Any) -> dict[str, Any]:
-    """Options of a launch, which the interpreter does not know."""
+    """Return launch options, which the interpreter does not support."""
     return of_gpu if tensor.device.type == "cuda" else {}
 
 
 def processors(tensor: Tensor) -> int:
-    """Programs that run at once, one each."""
+    """Return the number of programs that run concurrently, one per processor."""
     if tensor.device.type == "cuda":
         return torch.cuda.get_device_properties(tensor.device).multi_processor_count
     return INTERPRETED_PROGRAMS
 
 
 def capability(tensor: Tensor) -> int:
-    """80 for sm_80, and so on; 0 in the interpreter."""
+    """Return the compute capability, 80 for sm_80; 0 in the interpreter."""
     if tensor.device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(tensor.device)
     return 10 * major + minor
 
 
-def tile(width: int, size: int, most_rows: int = 16) -> tuple[int, int]:
-    """Rows and columns, powers of two, of a tile of about ``size`` elements for rows of ``width``."""
+def tile(width: int, size: int, max_rows: int = 16) -> tuple[int, int]:
+    """Return rows and columns (powers of two) of a tile of about ``size`` elements for rows of ``width``."""
     columns = min(size, 1 << max(width - 1, 0).bit_length())
-    return min(max(size // columns, 1), most_rows), columns
+    return min(max(size // columns, 1), max_rows), columns

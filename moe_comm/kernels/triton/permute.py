@@ -1,9 +1,9 @@
-"""Tokens to the rows of their experts and back, differentiable, on one rank.
+"""Copies tokens to the rows of their experts and back on one rank; differentiable.
 
-    x_TD ──permute──▶ rows_RD = x[token_R]        backward: a weighted sum without weights
+    x_TD ──permute──▶ rows_RD = x[token_R]        backward: a sum over each token's rows
     rows_RD ──unpermute──▶ y_TD = weighted sum    backward: spread, and dot products for the weights
 
-``order_slots`` of ``dispatch/plain.py`` gives both indices: ``token_R = order[:R] // K``, and ``place_TK``.
+``order_slots`` of ``dispatch/plain.py`` computes both indices: ``token_R = order[:R] // K``, and ``place_TK``.
 """
 
 from __future__ import annotations
@@ -49,24 +49,27 @@ class _Unpermute(torch.autograd.Function):
 
 
 def permute(x_TD: Tensor, token_R: Tensor, place_TK: Tensor) -> Tensor:
-    """[R, D] = x[token_R]; the gradient of a token is the sum of those of its rows, in slot order, in fp32.
+    """Return x[token_R], [R, D]. A token's gradient is the sum of those of its rows, in slot order, in fp32.
 
     Args:
-        x_TD: fp32, bf16 or fp16.
-        token_R: [R] int64 token of each row. place_TK: [T, K] int64 row of each slot, or -1.
+        x_TD: [T, D] fp32, bf16 or fp16.
+        token_R: [R] int64 token of each row.
+        place_TK: [T, K] int64 row of each slot, or -1.
 
     Raises:
-        InputError: other shapes or dtypes.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: shapes or dtypes are not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     if place_TK.dim() != 2 or place_TK.shape[0] != x_TD.shape[0]:
-        raise InputError(f"permute of {x_TD.shape[0]} tokens needs as many places [T, K]; got {tuple(place_TK.shape)}")
+        raise InputError(
+            f"permute of {x_TD.shape[0]} tokens needs places [{x_TD.shape[0]}, K]; got {tuple(place_TK.shape)}"
+        )
     return _Permute.apply(x_TD, token_R, place_TK)  # type: ignore[no-any-return]
 
 
 def unpermute(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, D] weighted sum of each token's rows; see ``weighted_sum``, whose arguments and errors these are.
+    """Return [T, D], the weighted sum of each token's rows. Arguments and errors as in ``weighted_sum``.
 
-    Every row belongs to one slot. Rows that belong to none get no gradient that means anything.
+    Each row must belong to one slot. The gradients of other rows are undefined.
     """
     return _Unpermute.apply(rows_RD, place_TK, weights_TK)  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
-"""Rows to e4m3 with their scales, and SwiGLU and its gradient with that as their last step.
+"""Rows to e4m3 with their scales, optionally fused with SwiGLU or its gradient.
 
     | D values, e4m3 | to 4 bytes | fp32 scales: 1, or one for 128 channels | to 16 bytes |        all gaps are zeros
 
-The bytes are those of ``encode`` in ``dispatch/wire_dtype.py``, the reference, of what the operator would have written:
-the activation is rounded to the dtype of ``h`` first, so fused or not the bits are the same. Only where a block holds
-a NaN or an infinity, values (all NaN) may have another sign than there.
+The bytes are those of ``encode`` in ``dispatch/wire_dtype.py``, the reference, applied to the operator's output: the
+activation is first rounded to the dtype of ``h``, so the fused and separate forms have the same bits. If a block has a
+NaN or an infinity, its values are all NaN, whose sign may differ.
 """
 
 from __future__ import annotations
@@ -22,28 +22,31 @@ from moe_comm.kernels.triton.launch import DTYPES, capability, check_rows, check
 from moe_comm.kernels.triton.swiglu import check_swiglu, gate_gradient
 
 BLOCK = 128
-"""Channels that share a scale, unless a row has one."""
+"""Channels that share a scale, unless there is one scale per row."""
 TILE_ELEMENTS = 1024
 CONVERTS_FROM = 89
-"""sm_89 and later have an instruction for e4m3."""
+"""Compute capability from which GPUs have an instruction for e4m3."""
 ROWS, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2
-"""What a kernel quantises."""
+"""Values of WHAT: the input of the quantization."""
 _SWIGLU, _SWIGLU_BACKWARD = tl.constexpr(SWIGLU), tl.constexpr(SWIGLU_BACKWARD)
 
 
 @dataclass(frozen=True)
-class Scales:
-    """per_row: one scale a row, else one for ``BLOCK`` channels. power_of_two: rounded up to powers of two."""
+class ScaleFormat:
+    """Scales of quantized rows.
+
+    per_row: one scale per row, else one per ``BLOCK`` channels. power_of_two: round scales up to powers of two.
+    """
 
     per_row: bool = False
     power_of_two: bool = False
 
     def count(self, hidden: int) -> int:
-        """Scales of a row of ``hidden`` channels."""
+        """Return the number of scales of a row of ``hidden`` channels."""
         return 1 if self.per_row else -(-hidden // BLOCK)
 
     def row_bytes(self, hidden: int) -> int:
-        """Bytes of a packed row."""
+        """Return the bytes of a packed row."""
         return _up(_up(hidden, 4) + 4 * self.count(hidden), 16) if hidden else 0
 
 
@@ -51,7 +54,7 @@ class Scales:
 def _value(  # type: ignore[no-untyped-def]
     x_ptr, grad_ptr, column, width, inside, ELEMENT: tl.constexpr, WHAT: tl.constexpr
 ):
-    """fp32 of one row's ``column``, rounded to ELEMENT; ``width`` of the row that is quantised."""
+    """Return fp32 values of one row's ``column``, rounded to ELEMENT. ``width``: of the row to quantize."""
     if WHAT == _SWIGLU:
         gate = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + width + column, mask=inside, other=0.0).to(tl.float32)
@@ -70,24 +73,23 @@ def _value(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _most(x):  # type: ignore[no-untyped-def]
-    """Magnitudes of ``x``; infinity for NaN, as a maximum may pass over NaN."""
+def _magnitude(x):  # type: ignore[no-untyped-def]
+    """Return the magnitudes of ``x``; infinity for NaN, because a maximum may ignore NaN."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
-def _scale_for(most, POWER_OF_TWO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 scale of blocks whose largest magnitude is ``most``; see ``wire_dtype.scales_for``."""
-    scale = tl.maximum(tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)), 1.1754943508222875e-38)  # 2 ** -126
+def _scale_for(peak, POWER_OF_TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the fp32 scale of blocks with maximum magnitude ``peak``; see ``wire_dtype.scales_for``."""
+    scale = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, 448.0, tl.float32)), 1.1754943508222875e-38)  # 2 ** -126
     if POWER_OF_TWO:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF).to(tl.float32, bitcast=True)
-    return tl.where(most < float("inf"), scale, float("nan"))
+    return tl.where(peak < float("inf"), scale, float("nan"))
 
 
 @triton.jit
 def quantize_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    x_stride,
+    x_ptr, x_stride,
     grad_ptr,  # any pointer unless WHAT is SWIGLU_BACKWARD
     grad_stride,
     packed_ptr,  # [rows, row_bytes] uint8
@@ -95,15 +97,10 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     width,
     first_scale,  # the byte in a row
     row_bytes,
-    ELEMENT: tl.constexpr,
-    WHAT: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    CONVERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """One program for a row; PER_ROW twice over it, first for its largest magnitude."""
+    ELEMENT: tl.constexpr, WHAT: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    CONVERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program for a row. With PER_ROW it reads the row twice, first for its largest magnitude."""
     row = int64(tl.program_id(0))
     x_ptr += row * x_stride
     grad_ptr += row * grad_stride
@@ -111,12 +108,12 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     scale_ptr += row * (row_bytes // 4) + first_scale // 4
     num_blocks = tl.cdiv(width, BLOCK)
     if PER_ROW:
-        most = tl.zeros((BLOCKS, BLOCK), tl.float32)
+        peak = tl.zeros((BLOCKS, BLOCK), tl.float32)
         for first in range(0, num_blocks, BLOCKS):
             column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             x = _value(x_ptr, grad_ptr, column, width, column < width, ELEMENT, WHAT)
-            most = tl.maximum(most, _most(x))
-        row_scale = _scale_for(tl.max(tl.max(most, axis=1, keep_dims=True), axis=0, keep_dims=True), POWER_OF_TWO)
+            peak = tl.maximum(peak, _magnitude(x))
+        row_scale = _scale_for(tl.max(tl.max(peak, axis=1, keep_dims=True), axis=0, keep_dims=True), POWER_OF_TWO)
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -125,7 +122,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         if PER_ROW:
             scale = tl.broadcast_to(row_scale, (BLOCKS, BLOCK))
         else:
-            of_block = _scale_for(tl.max(_most(x), axis=1), POWER_OF_TWO)
+            of_block = _scale_for(tl.max(_magnitude(x), axis=1), POWER_OF_TWO)
             tl.store(scale_ptr + block, of_block, mask=block < num_blocks)
             scale = tl.broadcast_to(of_block[:, None], (BLOCKS, BLOCK))
         tl.store(packed_ptr + column, e4m3_bits(tl.div_rn(x, scale), CONVERTS), mask=inside)
@@ -144,15 +141,9 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     packed_ptr,  # [rows, row_bytes] uint8
     scale_ptr,  # the same memory, as fp32
     y_ptr,  # [rows, width] dense
-    width,
-    first_scale,
-    row_bytes,
-    largest,
-    ELEMENT: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    width, first_scale, row_bytes, largest,
+    ELEMENT: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCKS blocks of a row."""
     row = int64(tl.program_id(0))
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -164,43 +155,44 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     else:
         scale = tl.load(scale_ptr + block, mask=block * BLOCK < width, other=0.0)
     y = e4m3_value(tl.load(packed_ptr + row * row_bytes + column, mask=inside, other=0)) * scale[:, None]
-    y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))  # rounding makes no infinity; NaN passes
+    y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))  # clamp to finite values; NaN stays NaN
     tl.store(y_ptr + row * width + column, rounded(y, ELEMENT), mask=inside)
 
 
-def quantize(rows_RD: Tensor, scales: Scales = Scales()) -> Tensor:
-    """[R, ``scales.row_bytes(D)``] uint8 packed rows.
+def quantize(rows_RD: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
+    """Return packed rows, uint8 [R, ``scales.row_bytes(D)``].
 
     Args:
-        rows_RD: fp32, bf16 or fp16; rows are dense, any distance apart.
+        rows_RD: [R, D] fp32, bf16 or fp16; dense rows, any row stride.
+        scales: Which scales to use.
 
     Raises:
-        InputError: another shape or dtype.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: the shape or dtype is not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("quantize", rows_RD)
     check_rows("quantize", "rows", rows_RD)
     return _launch(rows_RD, rows_RD, rows_RD.shape[1], scales, ROWS)
 
 
-def swiglu_quantize(h_RG: Tensor, scales: Scales = Scales()) -> Tensor:
-    """[R, ``scales.row_bytes(F)``] uint8: ``quantize(swiglu(h))``, whose bits these are; errors of ``check_swiglu``."""
+def swiglu_quantize(h_RG: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
+    """Return ``quantize(swiglu(h))``, with the same bits; raises the errors of ``check_swiglu``."""
     check_swiglu("swiglu_quantize", h_RG)
     return _launch(h_RG, h_RG, h_RG.shape[1] // 2, scales, SWIGLU)
 
 
-def swiglu_backward_quantize(h_RG: Tensor, grad_RF: Tensor, scales: Scales = Scales()) -> Tensor:
-    """[R, ``scales.row_bytes(2F)``] uint8: the gradient of ``h_RG``, quantised; errors of ``check_swiglu``."""
+def swiglu_backward_quantize(h_RG: Tensor, grad_RF: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
+    """Return the quantized gradient of ``h_RG``; raises the errors of ``check_swiglu``."""
     check_swiglu("swiglu_backward_quantize", h_RG, grad=grad_RF)
     return _launch(h_RG, grad_RF, h_RG.shape[1], scales, SWIGLU_BACKWARD)
 
 
-def dequantize(packed_RB: Tensor, scales: Scales, hidden: int, dtype: torch.dtype) -> Tensor:
-    """[R, hidden] of ``dtype``: the inverse of ``quantize`` up to its rounding.
+def dequantize(packed_RB: Tensor, scales: ScaleFormat, hidden: int, dtype: torch.dtype) -> Tensor:
+    """Return [R, hidden] of ``dtype``: the inverse of ``quantize`` up to rounding.
 
     Raises:
-        InputError: rows of another width, or a dtype that kernels do not take.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: rows of another width, or an unsupported dtype.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("dequantize", packed_RB)
     width = scales.row_bytes(hidden)
@@ -223,7 +215,7 @@ def dequantize(packed_RB: Tensor, scales: Scales, hidden: int, dtype: torch.dtyp
     return y_RD
 
 
-def _launch(x_RX: Tensor, grad_RF: Tensor, width: int, scales: Scales, what: int) -> Tensor:
+def _launch(x_RX: Tensor, grad_RF: Tensor, width: int, scales: ScaleFormat, what: int) -> Tensor:
     rows, row_bytes = x_RX.shape[0], scales.row_bytes(width)
     packed_RB = torch.empty(rows, row_bytes, dtype=torch.uint8, device=x_RX.device)
     if not packed_RB.numel():
@@ -240,7 +232,7 @@ def _launch(x_RX: Tensor, grad_RF: Tensor, width: int, scales: Scales, what: int
 
 
 def _blocks(width: int) -> int:
-    """How many blocks a program takes at once."""
+    """Return the number of blocks that a program processes at once."""
     return min(TILE_ELEMENTS // BLOCK, 1 << (-(-width // BLOCK) - 1).bit_length())
 
 

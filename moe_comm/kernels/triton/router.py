@@ -1,10 +1,10 @@
-"""Top-k routing in one kernel each way.
+"""Top-k routing: one kernel for forward, one for backward.
 
     logits_TE ──score──▶ (+ bias, groups) ──▶ top-k ──▶ ids_TK ──(normalise, scale)──▶ weights_TK
 
-The K largest are found one after another, so that ids come in descending order of what they are chosen by; of equal
-ones the lowest id is taken (torch's topk promises no order among them). NaN counts as the largest, as in torch.
-The backward pass computes the scores again from the logits. A token whose ids are all -2 gets zeros for a gradient.
+The K largest values are selected one by one, so ids are in descending order of the selection value. Of equal values the
+lowest id is selected (torch's topk guarantees no order). NaN counts as the largest value, as in torch. The backward
+pass recomputes the scores from the logits. A token whose ids are all -2 gets a zero gradient.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.triton.device import int64, sigmoid
 from moe_comm.kernels.triton.launch import check_tensors, on_device_of, options
 
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 TILE_ELEMENTS = 2048
 SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 _SIGMOID, _TOPK_SOFTMAX = tl.constexpr(SCORES["sigmoid"]), tl.constexpr(SCORES["topk_softmax"])
-_LEAST = tl.constexpr(1e-20)
-"""Added to sums of scores, which may underflow."""
+_EPSILON = tl.constexpr(1e-20)
+"""Added to sums of scores, which can underflow to zero."""
 
 
-class Rule(Protocol):
-    """What of ``layers.RouterConfig``, which is one, decides."""
+class RoutingRule(Protocol):
+    """The fields of ``layers.RouterConfig`` that the kernels use."""
 
     @property
-    def num_experts(self) -> int: ...
+    def num_choices(self) -> int: ...
     @property
     def top_k(self) -> int: ...
     @property
@@ -52,14 +52,14 @@ class Rule(Protocol):
 
 @triton.jit
 def _largest(choice, at, AXIS_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[TOKENS, 1] largest of each row of ``choice``, which has no NaN, and the lowest place that has it."""
+    """Return [TOKENS, 1]: the largest value of each row of ``choice`` (without NaN), and its lowest index."""
     top = tl.max(choice, axis=1, keep_dims=True)
     return top, tl.min(tl.where(choice == top, at, AXIS_SIZE), axis=1, keep_dims=True)
 
 
 @triton.jit
 def _scores(logits, inside, SCORE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[TOKENS, BLOCK_E] fp32; 0 outside."""
+    """Return [TOKENS, BLOCK_E] fp32 scores; 0 outside."""
     if SCORE == _SIGMOID:
         return tl.where(inside, sigmoid(logits), 0.0)
     else:
@@ -76,22 +76,11 @@ def route_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,  # [tokens, TOP_K] int64
     weights_ptr,  # [tokens, TOP_K] fp32
     scores_ptr,  # [tokens, experts] fp32; any pointer unless SCORED
-    tokens,
-    experts,
-    scale,
-    SCORE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    TOP_TWO: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    BIASED: tl.constexpr,
-    SCORED: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    tokens, experts, scale,
+    SCORE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, TOP_TWO: tl.constexpr, NORMALIZE: tl.constexpr,
+    BIASED: tl.constexpr, SCORED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """One program for TOKENS tokens."""
     token = (int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = token < tokens
@@ -103,7 +92,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     wrong = tl.max(wrong, axis=1, keep_dims=True) > 0
     forbidden = logits == low
     wrong = wrong | (tl.min(tl.where(forbidden, 1, 0), axis=1, keep_dims=True) > 0)
-    logits = tl.where(wrong, 0.0, logits)  # so that nothing below meets a NaN
+    logits = tl.where(wrong, 0.0, logits)  # no NaN in the following computations
     scores = _scores(logits, inside, SCORE)
     if SCORED:
         tl.store(scores_ptr + token * experts + expert, tl.where(wrong, float("nan"), scores), mask=inside)
@@ -123,7 +112,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
             best, first = _largest(members, expert, BLOCK_E)
             if TOP_TWO:
                 best += tl.max(tl.where(expert == first, low, members), axis=1, keep_dims=True)
-            # A group of forbidden experts can still be taken, but only once: what is taken becomes -Inf.
+            # A group of forbidden experts can still be selected, but only once: selected groups become -Inf.
             rank = tl.where(groups == group, tl.maximum(best, -3.0e38), rank)
         allowed = tl.zeros((TOKENS, BLOCK_E), tl.int32)
         for _ in range(TOP_GROUPS):
@@ -149,7 +138,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
         power = tl.exp(weights - tl.where(top > low, top, 0.0))
         weights = power / tl.where(top > low, tl.sum(power, axis=1, keep_dims=True), 1.0)
     elif NORMALIZE:
-        weights = weights / (tl.sum(weights, axis=1, keep_dims=True) + _LEAST)
+        weights = weights / (tl.sum(weights, axis=1, keep_dims=True) + _EPSILON)
     tl.store(weights_ptr + token * TOP_K + slots, weights * scale, mask=live & (slots < TOP_K))
 
 
@@ -161,25 +150,19 @@ def route_backward_kernel(  # type: ignore[no-untyped-def]
     grad_weights_ptr,  # [tokens, TOP_K] fp32
     grad_scores_ptr,  # [tokens, experts] fp32; any pointer unless SCORED
     grad_ptr,  # [tokens, experts] fp32
-    tokens,
-    experts,
-    scale,
-    SCORE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SCORED: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """One program for TOKENS tokens; its chosen experts are spread over all, where the sums over slots are taken."""
+    tokens, experts, scale,
+    SCORE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, WEIGHTED: tl.constexpr,
+    SCORED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program for TOKENS tokens. Gradients of the selected experts are scattered to [TOKENS, BLOCK_E] and
+    summed."""
     token = (int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = token < tokens
     expert = tl.arange(0, BLOCK_E)[None, :]
     inside = live & (expert < experts)
     logits = tl.load(logits_ptr + token * logits_stride + expert, mask=inside, other=float("-inf"))
-    known = tl.load(ids_ptr + token * TOP_K, mask=live, other=-2) != -2
-    logits = tl.where(known, logits, 0.0)
+    valid = tl.load(ids_ptr + token * TOP_K, mask=live, other=-2) != -2
+    logits = tl.where(valid, logits, 0.0)
     scores = _scores(logits, inside, SCORE)
     chosen = tl.zeros((TOKENS, BLOCK_E), tl.int32)
     grad_w = tl.zeros((TOKENS, BLOCK_E), tl.float32)
@@ -199,7 +182,7 @@ def route_backward_kernel(  # type: ignore[no-untyped-def]
         grad = share * (grad_w - tl.sum(share * grad_w, axis=1, keep_dims=True))
     elif NORMALIZE:
         picked = tl.where(chosen > 0, scores, 0.0)
-        total = tl.sum(picked, axis=1, keep_dims=True) + _LEAST
+        total = tl.sum(picked, axis=1, keep_dims=True) + _EPSILON
         mean = tl.sum(picked / total * grad_w, axis=1, keep_dims=True)
         grad_s = tl.where(chosen > 0, (grad_w - mean) / total, 0.0)
     else:
@@ -210,23 +193,25 @@ def route_backward_kernel(  # type: ignore[no-untyped-def]
         grad += grad_s * scores * (1.0 - scores)
     else:
         grad += scores * (grad_s - tl.sum(scores * grad_s, axis=1, keep_dims=True))
-    tl.store(grad_ptr + token * experts + expert, tl.where(known, grad, 0.0), mask=inside)
+    tl.store(grad_ptr + token * experts + expert, tl.where(valid, grad, 0.0), mask=inside)
 
 
-def takes(logits_TE: Tensor, rule: Rule) -> bool:
-    """Whether the kernels take these logits and this many experts."""
-    return logits_TE.dtype == torch.float32 and rule.num_experts <= MOST_EXPERTS and logits_TE.stride(-1) == 1
+def takes(logits_TE: Tensor, rule: RoutingRule) -> bool:
+    """Return whether the kernels support these logits and this number of experts."""
+    return logits_TE.dtype == torch.float32 and rule.num_choices <= MAX_EXPERTS and logits_TE.stride(-1) == 1
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: Rule, want_scores: bool
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule, return_scores: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens, experts = logits_TE.shape
         ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TE.device)
         weights_TK = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
-        scores_TE = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device) if want_scores else None
+        scores_TE = (
+            torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device) if return_scores else None
+        )
         sizes = _sizes(rule)
         if tokens:
             with on_device_of(logits_TE):
@@ -236,7 +221,7 @@ class _Route(torch.autograd.Function):
                     BLOCK_K=_up(rule.top_k), NUM_GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
                     BLOCK_G=_up(rule.num_groups),
                     TOP_TWO=rule.group_score == "top2_sum" and experts > rule.num_groups,
-                    BIASED=bias_E is not None, SCORED=want_scores, **sizes, **options(logits_TE, num_warps=4),
+                    BIASED=bias_E is not None, SCORED=return_scores, **sizes, **options(logits_TE, num_warps=4),
                 )  # fmt: skip
         ctx.mark_non_differentiable(ids_TK)
         ctx.set_materialize_grads(False)
@@ -250,7 +235,7 @@ class _Route(torch.autograd.Function):
         ctx: Any, _: None, grad_TK: Tensor | None, grad_TE: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
         logits_TE, ids_TK = ctx.saved_tensors
-        rule: Rule = ctx.rule
+        rule: RoutingRule = ctx.rule
         if grad_TK is None and grad_TE is None:
             return None, None, None, None
         tokens, experts = logits_TE.shape
@@ -268,37 +253,38 @@ class _Route(torch.autograd.Function):
 
 
 def route(
-    logits_TE: Tensor, bias_E: Tensor | None, rule: Rule, *, scores: bool = False
+    logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule, *, scores: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Choose experts and weigh them; differentiable in the logits.
+    """Select the top-k experts and compute their weights; differentiable with respect to the logits.
 
     Args:
-        logits_TE: [T, E] fp32, rows dense.
-        bias_E: [E] fp32, added for the choice alone; or None.
-        rule: a ``RouterConfig``.
-        scores: return them, too.
+        logits_TE: [T, E] fp32, dense rows.
+        bias_E: [E] fp32, added for the selection only; or None.
+        rule: A ``RouterConfig``.
+        scores: Whether to return the scores.
 
     Returns:
-        ids_TK int64 (-1: none left to choose; -2: the token's logits are NaN, +Inf or all -Inf), weights_TK fp32, and
-        scores_TE fp32, or None.
+        ids_TK: int64; -1: no expert is left to select; -2: the token's logits are NaN, +Inf or all -Inf.
+        weights_TK: fp32.
+        scores_TE: fp32, or None.
 
     Raises:
-        InputError: other shapes or dtypes.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: shapes or dtypes are not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("route", logits_TE, bias_E)
-    if logits_TE.dim() != 2 or logits_TE.shape[1] != rule.num_experts or not takes(logits_TE, rule):
+    if logits_TE.dim() != 2 or logits_TE.shape[1] != rule.num_choices or not takes(logits_TE, rule):
         raise InputError(
-            f"route to {rule.num_experts} experts (at most {MOST_EXPERTS}) needs dense fp32 logits "
-            f"[T, {rule.num_experts}]; got {tuple(logits_TE.shape)} of {logits_TE.dtype}"
+            f"route to {rule.num_choices} experts (at most {MAX_EXPERTS}) needs dense fp32 logits "
+            f"[T, {rule.num_choices}]; got {tuple(logits_TE.shape)} of {logits_TE.dtype}"
         )
     if bias_E is not None and (bias_E.shape != logits_TE.shape[1:] or bias_E.dtype != torch.float32):
-        raise InputError(f"route needs a fp32 bias [{rule.num_experts}]; got {tuple(bias_E.shape)} of {bias_E.dtype}")
+        raise InputError(f"route needs a fp32 bias [{rule.num_choices}]; got {tuple(bias_E.shape)} of {bias_E.dtype}")
     return _Route.apply(logits_TE, bias_E, rule, scores)  # type: ignore[no-any-return]
 
 
-def _sizes(rule: Rule) -> dict[str, Any]:
-    block = _up(rule.num_experts)
+def _sizes(rule: RoutingRule) -> dict[str, Any]:
+    block = _up(rule.num_choices)
     return {
         "SCORE": SCORES[rule.score],
         "TOP_K": rule.top_k,

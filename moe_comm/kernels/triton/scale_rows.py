@@ -1,10 +1,10 @@
-"""Rows times their weights, and dot products with what they were multiplied with: the backward pass of a weighted sum.
+"""Rows times weights, and dot products with a second operand: the backward pass of a weighted sum.
 
     token 5, slot 1 of 2     grad[5] * w[5, 1]      ─▶ out[place[5, 1]]       gradient of the row
                              grad[5] · rows[place]  ─▶ dots[5, 1]             gradient of the weight
 
-Reference, to the bit: ``scale``, ``spread``, ``lane_dot`` and ``weight_grad`` of ``dispatch/plain.py``. The dot product
-has 32 lanes, of which lane l adds the products l, l + 32, ... in order; then lanes are added in halves.
+Reference with the same bits: ``scale``, ``spread``, ``lane_dot`` and ``weight_grad`` of ``dispatch/plain.py``. The dot
+product has 32 lanes: lane l sums the products l, l + 32, ... in order, then lanes are summed pairwise.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, chec
 SLOTS = 16
 COLUMNS = 128
 STEPS = 8
-"""Of 32 columns, loaded at once for a dot product."""
+"""Blocks of 32 columns that are loaded at once for a dot product."""
 
 
 @triton.jit
 def scale_rows_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr,
-    grad_stride,
+    grad_ptr, grad_stride,
     weights_ptr,  # [slots] fp32
     place_ptr,  # [slots] int64; any pointer unless PLACED: the slot itself
     rows_ptr,  # any pointer unless DOTTED
@@ -35,16 +34,10 @@ def scale_rows_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # may be grad_ptr
     out_stride,
     dots_ptr,  # [slots] fp32; any pointer unless DOTTED
-    slots,
-    width,
-    ELEMENT: tl.constexpr,
-    PLACED: tl.constexpr,
-    DOTTED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
-):
+    slots, width,
+    ELEMENT: tl.constexpr, PLACED: tl.constexpr, DOTTED: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
     """One program for SLOTS slots, whole rows."""
     slot = int64(tl.program_id(0)) * SLOTS + tl.arange(0, SLOTS)
     live = slot < slots
@@ -52,29 +45,29 @@ def scale_rows_kernel(  # type: ignore[no-untyped-def]
     place = slot
     if PLACED:
         place = tl.load(place_ptr + slot, mask=live, other=-1)
-    there = live & (place >= 0)
+    valid = live & (place >= 0)
     if DOTTED:
         partner_ptr = rows_ptr + (place * rows_stride)[:, None]
         lanes = tl.zeros((SLOTS, 32), tl.float32)
         for first in range(0, width, 32 * STEPS):
             for step in tl.static_range(STEPS):
                 column = first + step * 32 + tl.arange(0, 32)
-                mask = there[:, None] & (column < width)[None, :]
+                mask = valid[:, None] & (column < width)[None, :]
                 grad = tl.load(from_ptr + column[None, :], mask=mask, other=0.0).to(tl.float32)
                 row = tl.load(partner_ptr + column[None, :], mask=mask, other=0.0).to(tl.float32)
                 lanes += grad * row
-        # Two numbers in each sum, so their order is no question.
+        # Each sum has two terms, so their order does not matter.
         lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 16)), axis=1)
         lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 8)), axis=1)
         lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 4)), axis=1)
         lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 2)), axis=1)
         tl.store(dots_ptr + slot, tl.sum(lanes, axis=1), mask=live)
-        tl.debug_barrier()  # other warps may still read what this one overwrites
-    weight = tl.load(weights_ptr + slot, mask=there, other=0.0)
+        tl.debug_barrier()  # other warps may still read elements that this one overwrites
+    weight = tl.load(weights_ptr + slot, mask=valid, other=0.0)
     to_ptr = out_ptr + (place * out_stride)[:, None]
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        mask = there[:, None] & (column < width)[None, :]
+        mask = valid[:, None] & (column < width)[None, :]
         grad = tl.load(from_ptr + column[None, :], mask=mask, other=0.0).to(tl.float32)
         tl.store(to_ptr + column[None, :], rounded(grad * weight[:, None], ELEMENT), mask=mask)
 
@@ -83,14 +76,16 @@ def scale_rows_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = 
     """Multiply rows by their weights, in place.
 
     Args:
-        rows_RD: fp32, bf16 or fp16. weights_R: [R] fp32. partner_RD: like ``rows_RD``; other strides are allowed.
+        rows_RD: [R, D] fp32, bf16 or fp16.
+        weights_R: [R] fp32.
+        partner_RD: [R, D] like ``rows_RD``, with any row stride; or None.
 
     Returns:
-        [R] fp32 ``plain.lane_dot`` of the rows, before, and ``partner_RD``; None without it.
+        [R] fp32 ``plain.lane_dot`` of the unscaled rows and ``partner_RD``; None without it.
 
     Raises:
-        InputError: other shapes or dtypes.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: shapes or dtypes are not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("scale_rows_", rows_RD, weights_R, partner_RD)
     check_rows("scale_rows_", "rows", rows_RD)
@@ -112,18 +107,21 @@ def scale_rows_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = 
 def spread(
     grad_TD: Tensor, place_TK: Tensor, weights_TK: Tensor, num_rows: int, rows_RD: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of ``weighted_sum``'s rows and, if the rows are given, of its weights.
+    """Return the gradients of ``weighted_sum``'s rows and, if the rows are given, of its weights.
 
     Args:
-        grad_TD: fp32, bf16 or fp16. place_TK: int64; every row is at one place. weights_TK: fp32.
-        rows_RD: [R, D] what was summed; its dtype may be another one.
+        grad_TD: [T, D] fp32, bf16 or fp16.
+        place_TK: [T, K] int64 row of each slot, or -1; each row belongs to one slot.
+        weights_TK: [T, K] fp32.
+        num_rows: R.
+        rows_RD: [R, D] the summed rows, of any supported dtype; or None.
 
     Returns:
         [num_rows, D] token's gradient times weight, and [T, K] fp32 dot products (0 where dropped) or None.
 
     Raises:
-        InputError: other shapes or dtypes.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: shapes or dtypes are not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("spread", grad_TD, place_TK, weights_TK, rows_RD)
     check_rows("spread", "gradients", grad_TD)

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for ahead of time, for GPUs that are not there."""
+"""Description of a kernel for ahead-of-time compilation, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel as it is launched for common sizes.
+    """One kernel with the arguments of a common launch.
 
-    name: unique, for the table. kernel: the ``@triton.jit`` function.
-    types: of every argument that is no constant, in Triton's words ("*bf16", "i32", "i64"), by name.
-    constants: of the ``tl.constexpr`` arguments, and of arguments that are 1 (strides).
+    name: unique within a target; used in tables. kernel: the ``@triton.jit`` function.
+    types: Triton types ("*bf16", "i32", "i64") of all arguments that are not constants, by name.
+    constants: values of the ``tl.constexpr`` arguments, and of arguments that are 1 (strides).
     aligned: names of arguments that are multiples of 16, pointers and numbers.
-    targets: what it is compiled for, 90 for sm_90; two of one name are for different ones.
+    targets: compute capabilities, 90 for sm_90. Specs with the same name have different targets.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The kernels around dispatch as they are compiled ahead of time: wide rows, 8 of 256 experts."""
+"""Ahead-of-time compilation specs of the local operators: wide rows, 8 of 256 experts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moe_comm.kernels.triton.spec import POINTERS, TARGETS, KernelSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 _EXACT = {"enable_fp_fusion": False}
-_OF_ROWS = ("x_ptr", "rows_ptr", "y_ptr", "grad_ptr", "out_ptr", "h_ptr", "grad_h_ptr", "act_ptr", "w_ptr")
-"""Arguments of the rows' dtype; of other pointers ``_POINTERS`` says it."""
+_ROW_POINTERS = ("x_ptr", "rows_ptr", "y_ptr", "grad_ptr", "out_ptr", "h_ptr", "grad_h_ptr", "act_ptr", "w_ptr")
+"""Pointer arguments with the rows' dtype. ``_POINTERS`` has the types of the others."""
 _POINTERS = {
     **dict.fromkeys(("index_ptr", "place_ptr", "counts_ptr", "ids_ptr"), "*i64"),
     **dict.fromkeys(("weights_ptr", "dots_ptr", "scale_ptr", "logits_ptr", "bias_ptr", "scores_ptr"), "*fp32"),
@@ -21,8 +21,8 @@ _POINTERS = {
     "packed_ptr": "*u8",
 }
 _NUMBERS = {"scale": "fp32", "largest": "fp32"}
-_ODD = ("experts", "rows", "tokens", "slots", "scale", "largest")
-"""Numbers that need not be multiples of 16; widths and strides are."""
+_UNALIGNED = ("experts", "rows", "tokens", "slots", "scale", "largest")
+"""Numbers that are not multiples of 16. Widths and strides are."""
 
 
 def _spec(
@@ -33,11 +33,11 @@ def _spec(
     for argument in kernel.arg_names:
         if argument in constants:
             continue
-        if argument in _OF_ROWS:
+        if argument in _ROW_POINTERS:
             types[argument] = words or POINTERS[dtype]
         else:
             types[argument] = _POINTERS.get(argument) or _NUMBERS.get(argument, "i32")
-    aligned = tuple(argument for argument in types if argument not in _ODD)
+    aligned = tuple(argument for argument in types if argument not in _UNALIGNED)
     title = f"{name}, {str(dtype).removeprefix('torch.')}" if words is None else name
     return KernelSpec(title, kernel, types, constants, aligned, warps, stages, False, _EXACT if exact else {}, targets)
 
@@ -54,7 +54,10 @@ def _rows_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
             {**element, **scale, "PLACED": True, "TOP_K": 8}, exact=True,
         ),
         _spec("swiglu, forward", swiglu.swiglu_kernel, dtype, {**element, **tile}, exact=True),
-        _spec("swiglu, backward", swiglu.swiglu_backward_kernel, dtype, {**element, **tile, "AGAIN": True}, exact=True),
+        _spec(
+            "swiglu, backward", swiglu.swiglu_backward_kernel, dtype, {**element, **tile, "RECOMPUTE": True},
+            exact=True,
+        ),
     )  # fmt: skip
 
 
@@ -113,7 +116,7 @@ def _grouped_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
     return tuple(specs)
 
 
-AROUND_KERNELS: tuple[KernelSpec, ...] = (
+LOCAL_KERNELS: tuple[KernelSpec, ...] = (
     _spec("take_rows", take_rows.take_rows_kernel, BF16, {"ROWS": 1, "COLUMNS": take_rows.TILE_WORDS}, words="*i64"),
     *_rows_specs(BF16),
     *_rows_specs(FP32),
@@ -122,4 +125,4 @@ AROUND_KERNELS: tuple[KernelSpec, ...] = (
     *_grouped_specs(BF16),
     *_grouped_specs(FP32),
 )
-"""Ahead of time with the kernels of overlap: ``python -m moe_comm.overlap.triton.ahead``."""
+"""Compiled together with the kernels of overlap by ``python -m moe_comm.overlap.triton.ahead``."""

@@ -1,8 +1,8 @@
-"""SwiGLU and its gradient, one pass over memory each way. Reference: ``kernels/swiglu.py``, to the rounding of exp.
+"""SwiGLU and its gradient, one pass over memory each. Reference: ``kernels/swiglu.py``, up to the rounding of exp.
 
 h_RG [R, 2F]  gate | up     act = gate * sigmoid(gate) * up, in fp32, rounded once
 
-Products and sums are not fused, so that ``quantize.py``, which computes the same in other kernels, finds the same bits.
+Multiplications and additions are not fused, so that the kernels in ``quantize.py`` get the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TILE_ELEMENTS = 1024
 
 @triton.jit
 def gate_gradient(gate, up, grad):  # type: ignore[no-untyped-def]
-    """Gradient of ``gate`` in fp32: d silu / d gate = s + gate * s * (1 - s)."""
+    """Return the gradient of ``gate`` in fp32: d silu / d gate = s + gate * s * (1 - s)."""
     s = sigmoid(gate)
     return grad * up * (s + s * gate * (1.0 - s))
 
@@ -30,13 +30,9 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     h_ptr,  # [rows, 2 * width]
     h_stride,
     out_ptr,  # [rows, width]
-    out_stride,
-    rows,
-    width,
-    ELEMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    out_stride, rows, width,
+    ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = (int64(tl.program_id(0)) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < width)
@@ -54,16 +50,11 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     grad_stride,
     grad_h_ptr,  # [rows, 2 * width]; may be h_ptr
     grad_h_stride,
-    act_ptr,  # [rows, width]; may be grad_ptr; any pointer unless AGAIN
-    act_stride,
-    rows,
-    width,
-    ELEMENT: tl.constexpr,
-    AGAIN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Every element is read and written by one thread, so results may take the place of inputs."""
+    act_ptr,  # [rows, width]; may be grad_ptr; any pointer unless RECOMPUTE
+    act_stride, rows, width,
+    ELEMENT: tl.constexpr, RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Each element is read and written by one thread, so results may overwrite inputs."""
     row = (int64(tl.program_id(0)) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < width)
@@ -75,21 +66,21 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     to_ptr = grad_h_ptr + row * grad_h_stride + column
     tl.store(to_ptr, rounded(gate_gradient(gate, up, grad), ELEMENT), mask=inside)
     tl.store(to_ptr + width, rounded(grad * silu, ELEMENT), mask=inside)
-    if AGAIN:
+    if RECOMPUTE:
         tl.store(act_ptr + row * act_stride + column, rounded(silu * up, ELEMENT), mask=inside)
 
 
 def check_swiglu(operator: str, h_RG: Tensor, **rows_RX: Tensor | None) -> None:
-    """That ``h`` is [R, 2F] and the others are rows [R, F] (``grad_h``: [R, 2F]) of its dtype.
+    """Check that ``h`` is [R, 2F] and the others are [R, F] (``grad_h``: [R, 2F]) of its dtype.
 
     Raises:
         InputError: they are not.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors(operator, h_RG, *rows_RX.values())
     check_rows(operator, "h", h_RG)
     if h_RG.shape[1] % 2:
-        raise InputError(f"{operator} needs h [R, 2F], gate beside up; got {tuple(h_RG.shape)}")
+        raise InputError(f"{operator} needs h [R, 2F], gate | up; got {tuple(h_RG.shape)}")
     for name, rows in rows_RX.items():
         if rows is None:
             continue
@@ -103,7 +94,7 @@ def check_swiglu(operator: str, h_RG: Tensor, **rows_RX: Tensor | None) -> None:
 
 
 def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
-    """Write silu(gate) * up into ``out_RF``; arguments and errors as in ``check_swiglu``."""
+    """Write silu(gate) * up into ``out_RF``. Arguments and errors as in ``check_swiglu``."""
     check_swiglu("swiglu_forward", h_RG, out=out_RF)
     if not out_RF.numel():
         return
@@ -117,9 +108,9 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
 
 
 def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor | None) -> None:
-    """Write the gradient of ``h_RG`` and, if given, the activation again; errors as in ``check_swiglu``.
+    """Write the gradient of ``h_RG`` and, if given, the recomputed activation. Errors as in ``check_swiglu``.
 
-    ``grad_h_RG`` may be the memory of ``h_RG``, and ``act_RF`` that of ``grad_RF``.
+    ``grad_h_RG`` may share memory with ``h_RG``, and ``act_RF`` with ``grad_RF``.
     """
     check_swiglu("swiglu_backward", h_RG, grad=grad_RF, grad_h=grad_h_RG, act=act_RF)
     if not grad_RF.numel():
@@ -130,6 +121,6 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
         swiglu_backward_kernel[(triton.cdiv(grad_RF.shape[0], rows), triton.cdiv(grad_RF.shape[1], columns))](
             h_RG, h_RG.stride(0), grad_RF, grad_RF.stride(0), grad_h_RG, grad_h_RG.stride(0), act, act.stride(0),
             *grad_RF.shape,
-            ELEMENT=DTYPES[h_RG.dtype], AGAIN=act_RF is not None, ROWS=rows, COLUMNS=columns,
+            ELEMENT=DTYPES[h_RG.dtype], RECOMPUTE=act_RF is not None, ROWS=rows, COLUMNS=columns,
             **options(h_RG, num_warps=4, enable_fp_fusion=False),
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Rows by index, of any dtype and width: ``y[r] = x[index[r]]``. Reference: ``x_ND[index_R]``.
+"""Gather rows by index, of any dtype and width: ``y[r] = x[index[r]]``. Reference: ``x_ND[index_R]``.
 
-Rows are moved as the widest words that fit them, up to 8 bytes, of which the compiler makes accesses of 16.
+Rows are copied as words of up to 8 bytes, which the compiler combines into accesses of 16 bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,12 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @triton.jit
 def take_rows_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    x_stride,
-    index_ptr,
+    x_ptr, x_stride, index_ptr,
     y_ptr,  # [rows, width] dense
-    rows,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """One program for ROWS rows; zeros where the index is negative."""
+    rows, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program for ROWS rows. Rows with a negative index are zeros."""
     row = int64(tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     at = tl.load(index_ptr + row, mask=live, other=-1)
@@ -43,15 +39,15 @@ def take_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def take_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
-    """[R, D] the rows of ``x_ND`` at ``index_R``; zeros where the index is -1. No autograd: see ``permute``.
+    """Return [R, D], the rows of ``x_ND`` at ``index_R``; zeros where the index is -1. No autograd: see ``permute``.
 
     Args:
-        x_ND: any dtype; rows are dense, any distance apart.
-        index_R: int64 below N, not checked: that would wait for the device.
+        x_ND: [N, D] of any dtype; dense rows, any row stride.
+        index_R: [R] int64 below N. Not checked, because a check would wait for the device.
 
     Raises:
-        InputError: other shapes or dtypes.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: shapes or dtypes are not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("take_rows", x_ND, index_R)
     check_index("take_rows", "index", index_R, (-1,))
@@ -65,7 +61,7 @@ def take_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
     x_stride = x_ND.stride(0) * x_ND.element_size()
     row_bytes = x_ND.shape[1] * x_ND.element_size()
     size = gcd(x_ND.data_ptr(), x_stride, row_bytes, x_ND.storage_offset() * x_ND.element_size(), 8)
-    if x_ND.stride(1) != 1:  # one column: torch views only what says that it is dense
+    if x_ND.stride(1) != 1:  # one column: view() needs a unit stride
         x_ND = x_ND.as_strided(x_ND.shape, (x_ND.stride(0), 1))
     x, y = x_ND.view(_WORDS[size]), y_RD.view(_WORDS[size])
     rows, columns = tile(y.shape[1], TILE_WORDS)

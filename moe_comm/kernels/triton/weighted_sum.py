@@ -1,6 +1,6 @@
 """Sums of each token's rows: ``y[t] = sum over k of w[t, k] * rows[place[t, k]]``, in the order of k.
 
-Reference, to the bit: ``weighted_sum`` of ``dispatch/plain.py``: multiply, round, add, round, in fp32; one cast last.
+Reference with the same bits: ``weighted_sum`` of ``dispatch/plain.py``: multiply, round, add, round, in fp32; one cast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, chec
 
 TILE_ELEMENTS = 1024
 UNROLLED = 16
-"""Up to so many rows of a token are loaded at once."""
+"""Maximum K for which the loop over a token's rows is unrolled."""
 
 
 @triton.jit
@@ -25,8 +25,8 @@ def _plus_row(  # type: ignore[no-untyped-def]
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     place = tl.load(place_ptr + token * TOP_K + k, mask=live, other=-1)
-    there = inside & (place >= 0)[:, None]
-    row = tl.load(rows_ptr + (place * rows_stride)[:, None] + column[None, :], mask=there, other=0.0).to(tl.float32)
+    valid = inside & (place >= 0)[:, None]
+    row = tl.load(rows_ptr + (place * rows_stride)[:, None] + column[None, :], mask=valid, other=0.0).to(tl.float32)
     if WEIGHTED:
         weight = tl.load(weights_ptr + token * TOP_K + k, mask=live & (place >= 0), other=0.0)
         row = row * weight[:, None]
@@ -35,20 +35,14 @@ def _plus_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def weighted_sum_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr,
-    rows_stride,
+    rows_ptr, rows_stride,
     place_ptr,  # [tokens, TOP_K] int64
     weights_ptr,  # [tokens, TOP_K] fp32; any pointer unless WEIGHTED
     y_ptr,  # [tokens, width] dense
-    tokens,
-    width,
-    ELEMENT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    TOKENS: tl.constexpr,
+    tokens, width,
+    ELEMENT: tl.constexpr, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, UNROLL: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """One program for TOKENS tokens and COLUMNS of their columns."""
     token = int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -69,16 +63,16 @@ def weighted_sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """[T, D] in the dtype of ``rows_RD``. No autograd: see ``unpermute``.
+    """Return [T, D], the weighted sum of each token's rows, in their dtype. No autograd: see ``unpermute``.
 
     Args:
-        rows_RD: fp32, bf16 or fp16; rows are dense, any distance apart.
-        place_TK: int64 row of each slot; -1 adds nothing, whatever its weight is.
-        weights_TK: fp32, or None for ones.
+        rows_RD: [R, D] fp32, bf16 or fp16; dense rows, any row stride.
+        place_TK: [T, K] int64 row of each slot; -1 is skipped, with any weight.
+        weights_TK: [T, K] fp32, or None for ones.
 
     Raises:
-        InputError: other shapes or dtypes.
-        ConfigError: CPU tensors, where kernels are not interpreted.
+        InputError: shapes or dtypes are not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
     """
     check_tensors("weighted_sum", rows_RD, place_TK, weights_TK)
     check_rows("weighted_sum", "rows", rows_RD)
@@ -94,13 +88,13 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
         return y_TD
     if not rows_RD.shape[0] or not top_k:
         return y_TD.zero_()
-    some, columns = tile(width, TILE_ELEMENTS)
+    block, columns = tile(width, TILE_ELEMENTS)
     with on_device_of(rows_RD):
-        weighted_sum_kernel[(triton.cdiv(tokens, some), triton.cdiv(width, columns))](
+        weighted_sum_kernel[(triton.cdiv(tokens, block), triton.cdiv(width, columns))](
             rows_RD, rows_RD.stride(0), place_TK, place_TK if weights_TK is None else weights_TK.contiguous(), y_TD,
             tokens, width,
             ELEMENT=DTYPES[rows_RD.dtype], WEIGHTED=weights_TK is not None, TOP_K=top_k, UNROLL=top_k <= UNROLLED,
-            TOKENS=some, COLUMNS=columns,
+            TOKENS=block, COLUMNS=columns,
             **options(rows_RD, num_warps=4, enable_fp_fusion=False),
         )  # fmt: skip
     return y_TD

@@ -1,15 +1,15 @@
-"""Causal attention in pieces: which parts of the scores there are to compute, and each by a flash kernel.
+"""Causal attention in blocks of the score matrix, each computed by a flash kernel.
 
     ring, cp 2, rank 0 holds chunks 0 and 3         window 2 of 6 tokens, in blocks of 2 queries
          keys  0 1 2 3                                   keys  0 1 2 3 4 5
     queries 0  ◣                                    queries 0  ◣ .
-            3  ■ ■ ■ ◣                                      1  ■ ◣ .           ◣ causal   ■ full   ▨ under a mask
+            3  ■ ■ ■ ◣                                      1  ■ ◣ .           ◣ causal   ■ full   ▨ masked
                                                             2  . ▨ ▨ .
 
-A piece's kernel returns its output and the log of the sum of its exponentials (lse); two pieces for the same queries
-are merged by them exactly. Backward runs piece by piece with the merged output and lse, and adds up (FlashAttention,
-arXiv 2205.14135; ring attention, arXiv 2310.01889). Where there is no piece nothing is computed or stored, so a window
-or packed documents cost what they attend to and never a mask of S x S.
+The kernel returns the output of a block and the log-sum-exp (lse) of its scores. With these, the outputs of several
+blocks for the same queries are merged exactly. Backward runs block by block with the merged output and lse, and sums
+the gradients (FlashAttention, arXiv 2205.14135; ring attention, arXiv 2310.01889). Outside of the blocks nothing is
+computed or stored, so a window or packed documents never need an S x S mask.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.kernels.wide import wide_dtype
+from moe_comm.kernels.accumulate import accumulate_dtype
 from moe_comm.layers.attention.sequence import Documents
 
 BLOCK_MIN, BLOCK_MAX = 128, 1024
-"""Queries in a block under a window: about as many as the window, within these bounds."""
+"""Bounds on the queries per block under a window; within them a block has as many queries as the window."""
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Neighbouring tokens: ``at`` in the whole sequence, ``place`` in the local tensor."""
+class SequenceChunk:
+    """Contiguous tokens: start ``at`` in the full sequence, start ``place`` in the local tensor, and ``size``."""
 
     at: int
     place: int
@@ -39,54 +39,53 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One rectangle of the scores, in local places.
+class ScoreBlock:
+    """One rectangle of the score matrix, in positions of the local tensors.
 
-    causal: only what is on or below its diagonal; it is square then. may_BQK: what is allowed, [rows or 1, Q, K]
-    bool; None: all. first: no earlier piece is for these queries.
+    causal: only scores on or below the diagonal count; the block is square. mask_BQK: [rows or 1, Q, K] bool, True
+    where a query attends to a key; None: everywhere. first: no earlier block has these queries.
     """
 
     rows: slice
     queries: slice
     keys: slice
     causal: bool = False
-    may_BQK: Tensor | None = None
+    mask_BQK: Tensor | None = None
     first: bool = False
 
 
-def plan(
-    queries: Sequence[Chunk],
-    keys: Sequence[Chunk],
+def plan_blocks(
+    queries: Sequence[SequenceChunk],
+    keys: Sequence[SequenceChunk],
     *,
     batch: int,
     window: int | None,
     documents: Documents | None,
     device: torch.device,
     first: bool,
-) -> list[Piece]:
-    """The pieces for these queries and keys; empty where no query sees a key.
+) -> list[ScoreBlock]:
+    """Return the blocks of these queries and keys, which are in order of the sequence.
 
-    Args:
-        queries, keys: in order of the sequence.
-        first: these are the first keys the queries meet (their own, so that every query has a piece).
+    The result is empty if no query attends to a key. ``first`` means that these are the first keys for the queries.
+    They must then be the keys of the same chunks, so that each query has a block.
     """
     groups = [(slice(0, batch), 0, 2**62, False)] if documents is None else documents.groups
     masks: dict[tuple[int, int, int], Tensor] = {}
-    found = []
+    blocks = []
     for rows, begin, end, mixed in groups:
         for query in queries:
             stop = min(query.at + query.size, end)
             start = max(query.at, begin)
-            block = stop - start if window is None else min(max(window, BLOCK_MIN), BLOCK_MAX)
-            for at in range(start, stop, max(block, 1)):
-                until = min(at + block, stop)
-                fresh = first
+            size = stop - start if window is None else min(max(window, BLOCK_MIN), BLOCK_MAX)
+            for at in range(start, stop, max(size, 1)):
+                until = min(at + size, stop)
+                is_first = first
                 for key in keys:
                     low = max(key.at, begin, at - window + 1 if window is not None else 0)
                     high = min(key.at + key.size, until)
                     if low >= high:
                         continue
-                    causal, may_BQK = False, None
+                    causal, mask_BQK = False, None
                     in_window = window is None or until - low <= window
                     if mixed or not in_window or high - 1 > at:
                         causal = not mixed and in_window and (low, high) == (at, until)
@@ -94,27 +93,27 @@ def plan(
                             shape = (at - low, until - at, high - low)
                             if shape not in masks:
                                 masks[shape] = _allowed(*shape, window, device)
-                            may_BQK = masks[shape]
+                            mask_BQK = masks[shape]
                             if mixed:
                                 assert documents is not None
                                 runs = documents.runs_BS[rows]
-                                may_BQK = may_BQK & (runs[:, at:until, None] == runs[:, None, low:high])
-                    found.append(
-                        Piece(
+                                mask_BQK = mask_BQK & (runs[:, at:until, None] == runs[:, None, low:high])
+                    blocks.append(
+                        ScoreBlock(
                             rows,
                             slice(at - query.at + query.place, until - query.at + query.place),
                             slice(low - key.at + key.place, high - key.at + key.place),
                             causal,
-                            may_BQK,
-                            fresh,
+                            mask_BQK,
+                            is_first,
                         )
                     )
-                    fresh = False
-    return found
+                    is_first = False
+    return blocks
 
 
 def _allowed(offset: int, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[1, Q, K] for queries that begin ``offset`` tokens after the keys."""
+    """[1, Q, K] mask for queries that start ``offset`` tokens after the keys."""
     ahead = offset + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
     allowed = ahead >= 0
     if window is not None:
@@ -123,50 +122,50 @@ def _allowed(offset: int, queries: int, keys: int, window: int | None, device: t
 
 
 @dataclass(frozen=True)
-class State:
-    """Sums over pieces, in wide precision. out [B, h, S, dv], lse [B, h, S]."""
+class AttentionState:
+    """Output [B, h, S, dv] and lse [B, h, S], accumulated over blocks in wide precision."""
 
     out: Tensor
     lse: Tensor
 
     @classmethod
-    def empty(cls, q_BhSd: Tensor, width: int) -> State:
-        shape, wide = q_BhSd.shape[:-1], wide_dtype(q_BhSd.dtype)
+    def empty(cls, q_BhSd: Tensor, width: int) -> AttentionState:
+        shape, wide = q_BhSd.shape[:-1], accumulate_dtype(q_BhSd.dtype)
         out = torch.empty(*shape, width, dtype=wide, device=q_BhSd.device)
         return cls(out, torch.empty(shape, dtype=wide, device=q_BhSd.device))
 
     @classmethod
-    def nothing(cls, q_BhSd: Tensor, width: int) -> State:
-        """Of queries that have seen no key: zeros, and -inf."""
+    def no_keys(cls, q_BhSd: Tensor, width: int) -> AttentionState:
+        """Return the state of queries without keys: output 0 and lse -inf."""
         state = cls.empty(q_BhSd, width)
         state.out.zero_()
         state.lse.fill_(-math.inf)
         return state
 
-    def add(self, q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, pieces: Sequence[Piece], scale: float) -> None:
-        """Attend ``pieces`` of these tensors. k and v may have fewer heads than q, and v another width."""
-        for piece in pieces:
-            q, k, v = _parts(piece, q_BhSd, k_BkSd, v_BkSd)
-            out, lse = _attend(q, k, v, piece, scale)
-            mine = State(self.out[piece.rows, :, piece.queries], self.lse[piece.rows, :, piece.queries])
-            if piece.first:
+    def add(self, q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, blocks: Sequence[ScoreBlock], scale: float) -> None:
+        """Attend ``blocks`` of these tensors. k and v may have fewer heads than q, and v another width."""
+        for block in blocks:
+            q, k, v = _block_inputs(block, q_BhSd, k_BkSd, v_BkSd)
+            out, lse = _attend(q, k, v, block, scale)
+            mine = AttentionState(self.out[block.rows, :, block.queries], self.lse[block.rows, :, block.queries])
+            if block.first:
                 mine.out.copy_(out)
                 mine.lse.copy_(lse)
             else:
                 mine.merge(out, lse)
 
     def merge(self, out: Tensor, lse: Tensor) -> None:
-        """Take in what the same queries got from other keys."""
-        both = torch.logaddexp(self.lse, lse.to(self.lse.dtype))
-        # Neither has seen a key: -inf - -inf. The output stays 0.
-        old, new = (self.lse - both).exp_().nan_to_num_(0.0), (lse - both).exp_().nan_to_num_(0.0)
+        """Merge the output and lse of the same queries for other keys."""
+        merged = torch.logaddexp(self.lse, lse.to(self.lse.dtype))
+        # Without keys on either side this is -inf - -inf; the output stays 0.
+        old, new = (self.lse - merged).exp_().nan_to_num_(0.0), (lse - merged).exp_().nan_to_num_(0.0)
         self.out.mul_(old.unsqueeze(-1)).addcmul_(out.to(self.out.dtype), new.unsqueeze(-1))
-        self.lse.copy_(both)
+        self.lse.copy_(merged)
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Sums over pieces of the gradients, in wide precision; q [B, h, S, d], k and v those of the keys at hand."""
+class AttentionGradients:
+    """Gradients of q [B, h, S, d], k and v, accumulated over blocks in wide precision."""
 
     q: Tensor
     k: Tensor
@@ -177,75 +176,74 @@ class Gradients:
         grad: Tensor,
         out_lse: tuple[Tensor, Tensor],
         qkv: tuple[Tensor, Tensor, Tensor],
-        pieces: Sequence[Piece],
+        blocks: Sequence[ScoreBlock],
         scale: float,
     ) -> None:
-        """Add what ``pieces`` contribute. grad, out_lse: of the whole output, merged over all its pieces."""
-        for piece in pieces:
-            q, k, v = _parts(piece, *qkv)
-            mine = (piece.rows, slice(None), piece.queries)
-            dq, dk, dv = _attend_backward(grad[mine], out_lse[0][mine], out_lse[1][mine], q, k, v, piece, scale)
+        """Add the contributions of ``blocks``. ``grad`` and ``out_lse`` belong to the output merged over all blocks."""
+        for block in blocks:
+            q, k, v = _block_inputs(block, *qkv)
+            mine = (block.rows, slice(None), block.queries)
+            dq, dk, dv = _attend_backward(grad[mine], out_lse[0][mine], out_lse[1][mine], q, k, v, block, scale)
             self.q[mine] += dq
-            self.k[piece.rows, :, piece.keys] += dk
-            self.v[piece.rows, :, piece.keys] += dv
+            self.k[block.rows, :, block.keys] += dk
+            self.v[block.rows, :, block.keys] += dv
 
 
-def _parts(piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    keys = (piece.rows, slice(None), piece.keys)
-    return q[piece.rows, :, piece.queries], k[keys], v[keys]
+def _block_inputs(block: ScoreBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    keys = (block.rows, slice(None), block.keys)
+    return q[block.rows, :, block.queries], k[keys], v[keys]
 
 
-# --- one piece ---
+# --- one block ---
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and lse of one piece. A query that sees no key of it has output 0 and lse -inf."""
-    kernel = _kernel(q, piece)
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock, scale: float) -> tuple[Tensor, Tensor]:
+    """Return output and lse of one block. A query without keys in the block has output 0 and lse -inf."""
+    kernel = _kernel(q, block)
     if kernel == "cpu flash":
-        bias = None if piece.may_BQK is None else _bias(piece.may_BQK, q.dtype)
+        bias = None if block.mask_BQK is None else _bias(block.mask_BQK, q.dtype)
         width = max(q.shape[-1], v.shape[-1])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _to(q, width), _to(k, width), _to(v, width), 0.0, piece.causal, attn_mask=bias, scale=scale
+            *(_pad_width(t, width) for t in (q, k, v)), 0.0, block.causal, attn_mask=bias, scale=scale
         )
-        if piece.may_BQK is not None:
-            lse = lse.masked_fill(~piece.may_BQK.any(-1).unsqueeze(1), -math.inf)
+        if block.mask_BQK is not None:
+            lse = lse.masked_fill(~block.mask_BQK.any(-1).unsqueeze(1), -math.inf)
         return out[..., : v.shape[-1]], lse
     if kernel == "cuda flash":
-        width = _padded(q, v)
+        width = _padded_width(q, v)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            _to(q, width), _to(k, width), _to(v, width), 0.0, piece.causal, False, scale=scale
+            *(_pad_width(t, width) for t in (q, k, v)), 0.0, block.causal, False, scale=scale
         )
         return out[..., : v.shape[-1]], lse
-    scores = _scores(q, k, piece, scale)
+    scores = _scores(q, k, block, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)
     return (weights @ v.to(weights.dtype).unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
 
 def _attend_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from one piece, given the output and lse over all pieces."""
-    kernel = _kernel(q, piece)
+    """Return the gradients of q, k and v from one block, given the output and lse over all blocks."""
+    kernel = _kernel(q, block)
     if kernel == "cpu flash":
-        bias = None if piece.may_BQK is None else _bias(piece.may_BQK, q.dtype)
+        bias = None if block.mask_BQK is None else _bias(block.mask_BQK, q.dtype)
         width = max(q.shape[-1], v.shape[-1])
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _to(grad, width), _to(q, width), _to(k, width), _to(v, width), _to(out, width), lse,
-            0.0, piece.causal, attn_mask=bias, scale=scale,
-        )  # fmt: skip
+            *(_pad_width(t, width) for t in (grad, q, k, v, out)), lse, 0.0, block.causal, attn_mask=bias, scale=scale
+        )
         return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
     if kernel == "cuda flash":
-        width = _padded(q, v)
-        # Dropout is off, so the kernel takes the random state and does not read it.
+        width = _padded_width(q, v)
+        # Dropout is off, so the kernel does not read the random state.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            _to(grad, width), _to(q, width), _to(k, width), _to(v, width), _to(out, width), lse.contiguous(),
-            None, None, q.shape[2], k.shape[2], 0.0, piece.causal, state, torch.empty_like(state[0]), scale=scale,
+            *(_pad_width(t, width) for t in (grad, q, k, v, out)), lse.contiguous(), None, None,
+            q.shape[2], k.shape[2], 0.0, block.causal, state, torch.empty_like(state[0]), scale=scale,
         )  # fmt: skip
         return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
     heads = k.shape[1]
-    weights = (_scores(q, k, piece, scale) - lse.unflatten(1, (heads, -1)).unsqueeze(-1)).exp_()
+    weights = (_scores(q, k, block, scale) - lse.unflatten(1, (heads, -1)).unsqueeze(-1)).exp_()
     grad_, out_, q_ = (t.to(weights.dtype).unflatten(1, (heads, -1)) for t in (grad, out, q))
     k_, v_ = (t.to(weights.dtype).unsqueeze(2) for t in (k, v))
     dv = (weights.mT @ grad_).sum(2)
@@ -253,37 +251,38 @@ def _attend_backward(
     return (dscores @ k_).flatten(1, 2), (dscores.mT @ q_).sum(2), dv
 
 
-def _scores(q: Tensor, k: Tensor, piece: Piece, scale: float) -> Tensor:
-    """[B, k heads, q heads each, Q, K] in wide precision, -inf where forbidden."""
-    wide = wide_dtype(q.dtype)
+def _scores(q: Tensor, k: Tensor, block: ScoreBlock, scale: float) -> Tensor:
+    """[B, k heads, q heads per k head, Q, K] in wide precision, -inf where masked."""
+    wide = accumulate_dtype(q.dtype)
     scores: Tensor = (q.to(wide).unflatten(1, (k.shape[1], -1)) @ k.to(wide).unsqueeze(2).mT) * scale
-    if piece.may_BQK is not None:
-        return scores.masked_fill_(~piece.may_BQK[:, None, None], -math.inf)
-    if piece.causal:
+    if block.mask_BQK is not None:
+        return scores.masked_fill_(~block.mask_BQK[:, None, None], -math.inf)
+    if block.causal:
         return scores.masked_fill_(~_allowed(0, q.shape[2], k.shape[2], None, q.device), -math.inf)
     return scores
 
 
-def _bias(may_BQK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows or 1, 1, Q, K]: 0 where allowed and -inf elsewhere, which is how the kernel takes a mask."""
-    return torch.zeros(may_BQK.shape, dtype=dtype, device=may_BQK.device).masked_fill_(~may_BQK, -math.inf).unsqueeze(1)
-
-
-def _kernel(q: Tensor, piece: Piece) -> str:
-    """What computes a piece. CUDA's flash kernel takes 16-bit floats and no mask; "plain" anything, and more memory."""
-    if q.device.type == "cpu":
-        return "cpu flash"
-    half = q.dtype in (torch.float16, torch.bfloat16)
+def _bias(mask_BQK: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows or 1, 1, Q, K]: the mask as a bias of 0 and -inf, as the kernel requires it."""
     return (
-        "cuda flash" if q.device.type == "cuda" and half and piece.may_BQK is None and q.shape[-1] <= 256 else "plain"
+        torch.zeros(mask_BQK.shape, dtype=dtype, device=mask_BQK.device).masked_fill_(~mask_BQK, -math.inf).unsqueeze(1)
     )
 
 
-def _padded(q: Tensor, v: Tensor) -> int:
-    """One width for q, k and v, of which the CUDA kernel wants a multiple of 8."""
+def _kernel(q: Tensor, block: ScoreBlock) -> str:
+    """Return the kernel for a block. CUDA's flash kernel needs 16-bit floats and no mask; "plain" has no limits."""
+    if q.device.type == "cpu":
+        return "cpu flash"
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    flash = q.device.type == "cuda" and half and block.mask_BQK is None and q.shape[-1] <= 256
+    return "cuda flash" if flash else "plain"
+
+
+def _padded_width(q: Tensor, v: Tensor) -> int:
+    """Return the common width of q, k and v, a multiple of 8 for the CUDA kernel."""
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
 
-def _to(x: Tensor, width: int) -> Tensor:
-    """``x`` with zeros up to ``width``, which change neither scores nor outputs."""
+def _pad_width(x: Tensor, width: int) -> Tensor:
+    """Pad ``x`` with zeros to ``width``; they change neither scores nor outputs."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

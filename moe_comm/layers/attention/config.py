@@ -1,4 +1,4 @@
-"""Attention as a configuration describes it. Frozen descriptions only; the modules that read them stand beside."""
+"""Configuration of attention layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ Context = Literal["ulysses", "ring", "token_ring"]
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's stretched RoPE (arXiv 2309.00071), named as in Hugging Face's ``rope_scaling``.
+    """YaRN context extension of RoPE (arXiv 2309.00071), with the names of Hugging Face's ``rope_scaling``.
 
-    factor: how many times longer than ``original_length`` the context is. mscale, mscale_all_dim: DeepSeek's.
+    Args:
+        factor: length of the extended context divided by ``original_length``.
+        original_length: context length of pre-training.
+        beta_fast, beta_slow: rotations within ``original_length`` between which frequencies are interpolated.
+        mscale, mscale_all_dim: DeepSeek's parameters of the attention temperature.
     """
 
     factor: float
@@ -30,7 +34,10 @@ class Yarn:
 class RopeConfig:
     """Rotary position embedding (arXiv 2104.09864).
 
-    interleaved: pairs are neighbours (x0, x1) as in DeepSeek's weights, not halves (x0, x[d/2]) as in Llama's.
+    Args:
+        theta: base of the frequencies.
+        yarn: context extension, or None.
+        interleaved: pairs are adjacent (x0, x1), as in DeepSeek's weights; else they are (x0, x[d/2]), as in Llama's.
     """
 
     theta: float = 10_000.0
@@ -42,8 +49,12 @@ class RopeConfig:
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    q_rank: width of the queries' latent; None projects queries directly. kv_rank: width of the keys' and values'.
-    nope_dim, rope_dim: width of a head's keys without and with position. v_dim: width of a head's values.
+    Args:
+        q_rank: width of the latent of the queries; None projects queries directly.
+        kv_rank: width of the latent of keys and values.
+        nope_dim: width of a head's keys without position.
+        rope_dim: width of a head's keys with position.
+        v_dim: width of a head's values.
     """
 
     q_rank: int | None
@@ -57,11 +68,19 @@ class MLAConfig:
 class AttentionConfig:
     """Causal self-attention.
 
-    kv_heads: key and value heads, each shared by heads / kv_heads query heads. head_dim: ignored with ``mla``.
-    qk_norm: RMSNorm of queries and keys: per head (Qwen3) or over the full width (OLMoE).
-    window: a token sees itself and the ``window - 1`` tokens before it; None: all before it.
-    bias: of the q, k and v projections. out_bias: of the output projection.
-    clip_qkv: bound on the projected values (OLMoE); None: none.
+    Args:
+        hidden: width of the tokens.
+        heads: number of query heads.
+        kv_heads: number of key and value heads; each is shared by heads / kv_heads query heads.
+        head_dim: width of a head; ignored with ``mla``.
+        rope: rotary position embedding.
+        qk_norm: RMSNorm of queries and keys: "none", per "head" (Qwen3), or over the "full" width (OLMoE).
+        window: number of tokens that a token attends to, including itself; None: all previous ones.
+        bias: biases of the q, k and v projections.
+        out_bias: bias of the output projection.
+        clip_qkv: bound on the projected values (OLMoE); None disables it.
+        mla: latent attention, or None.
+        norm_eps: epsilon of the norms.
     """
 
     hidden: int

@@ -1,15 +1,15 @@
-"""Causal attention over a sequence that is spread over a ring of ranks (ring attention, arXiv 2310.01889).
+"""Ring attention: causal attention of a sequence that is split over a ring of ranks (arXiv 2310.01889).
 
-    forward, cp 3, what rank 1 does         step 0            step 1            step 2
-        keys and values at hand             its own           rank 0's          rank 2's
-        meanwhile                           own ─▶ rank 2     rank 0's ─▶ 2     -
-                                            0's ◀─ rank 0     2's ◀─ rank 0
+    forward, cp 3, rank 1                   step 0            step 1            step 2
+        local keys and values of            rank 1            rank 0            rank 2
+        sends, in flight                    1's ─▶ rank 2     0's ─▶ rank 2     -
+        receives, in flight                 0's ◀─ rank 0     2's ◀─ rank 0
 
-    backward: keys and values go round once more; the sum of their gradients follows one step behind, each rank adds
-    its part, and after cp steps it is back at its owner.
+    backward: keys and values circulate once more. The sum of their gradients follows one step behind, each rank adds
+    its contribution, and after cp steps the sum arrives at the owner of the keys.
 
-Ranks hold chunks in zig-zag order (``sequence``), so every rank has the same work in every step: in step 0 its own
-causal part, afterwards half of the rectangle. Transfers run while the step computes.
+Ranks hold chunks in zig-zag order (``sequence``), so all ranks have the same work in each step: their own causal part
+in step 0, and half of the rectangle afterwards. Transfers overlap with the computation of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_comm.kernels.autocast import without_autocast
-from moe_comm.layers.attention.attention_blocks import Chunk, Gradients, Piece, State, plan
+from moe_comm.layers.attention.attention_blocks import (
+    AttentionGradients,
+    AttentionState,
+    ScoreBlock,
+    SequenceChunk,
+    plan_blocks,
+)
 from moe_comm.layers.attention.sequence import Documents, chunks_of
 from moe_comm.layers.parallel.collectives import channel_of, group_rank, group_size
 
@@ -33,58 +39,57 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class RingSpec:
-    """Everything about one attention but its tensors. A group of None is a ring of one: attention of pieces."""
+    """Parameters of one attention call. With group None this is a ring of one rank: attention in blocks."""
 
     group: ProcessGroup | None
     scale: float
     window: int | None = None
     documents: Documents | None = None
 
-    def pieces(self, q_BhSd: Tensor, owner: int, asker: int | None = None) -> list[Piece]:
-        """What the queries of rank ``asker`` (None: this one) have to do with the keys of rank ``owner``.
+    def blocks(self, q_BhSd: Tensor, key_rank: int, query_rank: int | None = None) -> list[ScoreBlock]:
+        """Return the score blocks of the queries of ``query_rank`` (None: this rank) and the keys of ``key_rank``.
 
-        Pieces for this rank's own keys are the first that the queries meet here.
+        Blocks for this rank's own keys are the first ones of their queries.
         """
         cp, rank = group_size(self.group), group_rank(self.group)
-        asker = rank if asker is None else asker
+        query_rank = rank if query_rank is None else query_rank
         batch, length = q_BhSd.shape[0], q_BhSd.shape[2] * cp
 
-        def make() -> list[Piece]:
-            chunks = [[Chunk(*chunk) for chunk in chunks_of(length, cp, who, "ring")] for who in (asker, owner)]
-            return plan(
+        def make() -> list[ScoreBlock]:
+            chunks = [
+                [SequenceChunk(*chunk) for chunk in chunks_of(length, cp, who, "ring")]
+                for who in (query_rank, key_rank)
+            ]
+            return plan_blocks(
                 *chunks,
                 batch=batch,
                 window=self.window,
                 documents=self.documents,
                 device=q_BhSd.device,
-                first=owner == rank,
+                first=key_rank == rank,
             )
 
         if self.documents is None:
             return make()
-        key = (batch, length, cp, asker, owner, owner == rank, self.window, q_BhSd.device)
+        key = (batch, length, cp, query_rank, key_rank, key_rank == rank, self.window, q_BhSd.device)
         if key not in self.documents.plans:
             self.documents.plans[key] = make()
-        found: list[Piece] = self.documents.plans[key]
-        return found
+        blocks: list[ScoreBlock] = self.documents.plans[key]
+        return blocks
 
     def begin(self, what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raise ``RankMismatch`` on every rank unless all begin the same, where that is compared."""
+        """Raise ``RankMismatch`` on every rank if the calls of the ranks differ and calls are compared."""
         if self.group is not None and group_size(self.group) > 1:
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
             description = f"{what} of {shapes} {str(q.dtype).removeprefix('torch.')}, window {self.window}"
-            channel_of(self.group).agree(description, q)
+            channel_of(self.group).compare_before_transfer(description, q)
 
 
 def ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: RingSpec) -> Tensor:
-    """[B, h, S / cp, dv] attention of this rank's queries to the whole sequence. Collective over ``spec.group``.
+    """Return [B, h, S / cp, dv], the attention of this rank's queries to the full sequence. Collective.
 
-    Args:
-        q_BhSd: [B, h, S / cp, d]. k_BkSd, v_BkSd: [B, k, S / cp, d] and [.., dv], h a multiple of k.
-
-    Raises:
-        InputError: the sequence cannot be cut into 2 * cp chunks.
-        PeerDied, PeerTimeout: a rank of the ring is gone, or does not come.
+    q_BhSd is [B, h, S / cp, d], k_BkSd [B, k, S / cp, d] and v_BkSd [B, k, S / cp, dv]; h is a multiple of k. Errors
+    are those of ``context_attention``.
     """
     return _Ring.apply(q_BhSd, k_BkSd, v_BkSd, spec)  # type: ignore[no-any-return]
 
@@ -93,10 +98,10 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: RingSpec) -> Tensor:
         spec.begin("ring attention", q, k, v)
-        state = State.empty(q, v.shape[-1])
+        state = AttentionState.empty(q, v.shape[-1])
         with without_autocast(q):
-            for owner, (k_here, v_here) in passing([k, v], spec, "ring attention, keys and values"):
-                state.add(q, k_here, v_here, spec.pieces(q, owner), spec.scale)
+            for key_rank, (k_here, v_here) in ring_steps([k, v], spec, "ring attention, keys and values"):
+                state.add(q, k_here, v_here, spec.blocks(q, key_rank), spec.scale)
         out = state.out.to(q.dtype)
         ctx.spec = spec
         ctx.save_for_backward(q, k, v, out, state.lse)
@@ -111,32 +116,33 @@ class _Ring(torch.autograd.Function):
         wide = lse.dtype
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
 
-        def add(keys: tuple[Tensor, Tensor], pieces: Sequence[Piece]) -> Tensor:
+        def add(keys: tuple[Tensor, Tensor], blocks: Sequence[ScoreBlock]) -> Tensor:
             sums = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)
-            Gradients(dq, *_views(sums, k, v)).add(grad, (out, lse), (q, *keys), pieces, spec.scale)
+            AttentionGradients(dq, *_views(sums, k, v)).add(grad, (out, lse), (q, *keys), blocks, spec.scale)
             return sums
 
-        own, later = halves(spec.pieces(q, group_rank(spec.group)), spec)
+        first, second = split_own_blocks(spec.blocks(q, group_rank(spec.group)), spec)
         returning: Callable[[], Tensor] | None = None
-        for step, (owner, (k_here, v_here)) in enumerate(
-            passing([k, v], spec, "ring attention backward, keys and values")
+        for step, (key_rank, (k_here, v_here)) in enumerate(
+            ring_steps([k, v], spec, "ring attention backward, keys and values")
         ):
-            sums = add((k_here, v_here), spec.pieces(q, owner) if step else own)
+            sums = add((k_here, v_here), spec.blocks(q, key_rank) if step else first)
             if returning is not None:
                 sums += returning()
-            # On to the rank that has these keys next; after the last step that is their owner.
+            # Send to the rank that receives these keys next; after the last step, to their owner.
             returning = _send(sums, spec, "ring attention backward, the gradients of keys and values")
         assert returning is not None
-        rest = add((k, v), later) if later else None
+        rest = add((k, v), second) if second else None
         sums = returning()
         dk, dv = _views(sums if rest is None else sums + rest, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-def passing(mine: Sequence[Tensor], spec: RingSpec, what: str) -> Iterator[tuple[int, list[Tensor]]]:
-    """(owner, tensors) as they come by: first one's own, then those of the rank before, and so on round the ring.
+def ring_steps(mine: Sequence[Tensor], spec: RingSpec, what: str) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield (owner, tensors) for each step: this rank's tensors, then those of the previous ranks in the ring.
 
-    What is at hand goes on to the next rank before it is yielded, and travels while the caller works with it.
+    The tensors of a step are sent to the next rank before they are yielded, so the transfer overlaps with the caller's
+    work.
     """
     cp, rank = group_size(spec.group), group_rank(spec.group)
     if cp == 1:
@@ -144,44 +150,40 @@ def passing(mine: Sequence[Tensor], spec: RingSpec, what: str) -> Iterator[tuple
         return
     packed = pack(mine)
     for step in range(cp):
-        arriving = _send(packed, spec, what) if step + 1 < cp else None
+        receive = _send(packed, spec, what) if step + 1 < cp else None
         yield (rank - step) % cp, unpack(packed, mine)
-        if arriving is not None:
-            packed = arriving()
+        if receive is not None:
+            packed = receive()
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Bytes that hold ``tensors`` one after the other, each from a cache line on: kernels read them there."""
-    places = _places(tensors)
-    packed = torch.empty(places[-1].stop, dtype=torch.uint8, device=tensors[0].device)
-    for place, tensor in zip(unpack(packed, tensors), tensors, strict=True):
-        place.copy_(tensor)
+    """Copy ``tensors`` into one byte tensor, each aligned to a cache line, so that kernels can read them in place."""
+    packed = torch.empty(_byte_ranges(tensors)[-1].stop, dtype=torch.uint8, device=tensors[0].device)
+    for view, tensor in zip(unpack(packed, tensors), tensors, strict=True):
+        view.copy_(tensor)
     return packed
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """``packed`` as tensors like those of ``like``."""
-    return [packed[at].view(t.dtype).view(t.shape) for at, t in zip(_places(like), like, strict=True)]
+    """View ``packed`` as tensors with the shapes and dtypes of ``like``."""
+    return [packed[at].view(t.dtype).view(t.shape) for at, t in zip(_byte_ranges(like), like, strict=True)]
 
 
-def _places(tensors: Sequence[Tensor]) -> list[slice]:
-    found, end = [], 0
+def _byte_ranges(tensors: Sequence[Tensor]) -> list[slice]:
+    ranges, end = [], 0
     for tensor in tensors:
         start = -(-end // LINE_BYTES) * LINE_BYTES
         end = start + tensor.numel() * tensor.element_size()
-        found.append(slice(start, end))
-    return found
+        ranges.append(slice(start, end))
+    return ranges
 
 
-def halves(pieces: list[Piece], spec: RingSpec) -> tuple[list[Piece], list[Piece]]:
-    """Own pieces that hide the first transfer, and those kept to hide the last; all of them at once in a ring of one.
-
-    Those kept are no longer the first that their queries meet.
-    """
+def split_own_blocks(blocks: list[ScoreBlock], spec: RingSpec) -> tuple[list[ScoreBlock], list[ScoreBlock]]:
+    """Split a rank's own blocks into two parts, which overlap with the first and the last transfer."""
     if group_size(spec.group) == 1:
-        return pieces, []
-    cut = len(pieces) // 2
-    return pieces[:cut], [replace(piece, first=False) for piece in pieces[cut:]]
+        return blocks, []
+    cut = len(blocks) // 2
+    return blocks[:cut], [replace(block, first=False) for block in blocks[cut:]]
 
 
 def _send(packed: Tensor, spec: RingSpec, what: str) -> Callable[[], Tensor]:
@@ -191,5 +193,5 @@ def _send(packed: Tensor, spec: RingSpec, what: str) -> Callable[[], Tensor]:
 
 
 def _views(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """``packed`` as tensors like k and v."""
+    """View ``packed`` as tensors with the shapes of k and v."""
     return packed[: k.numel()].view(k.shape), packed[k.numel() :].view(v.shape)

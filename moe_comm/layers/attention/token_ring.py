@@ -1,21 +1,20 @@
-"""Ring attention in which queries travel and keys stay, so that both ways of every link carry something (TokenRing,
-arXiv 2412.20501).
+"""Ring attention in which queries circulate and keys stay, which uses both directions of each link (TokenRing, arXiv
+2412.20501).
 
-    forward, cp 3, what rank 1 does     step 0            step 1                step 2             then
-        queries at hand                 half of its own   rank 0's              rank 2's           the rest of its own
-        meanwhile, to the next rank     own ─▶ rank 2     rank 0's ─▶ rank 2    -                  -
-        meanwhile, to their owner       -                 -                     output for rank 0  output for rank 2
+    forward, cp 3, rank 1               step 0            step 1                step 2             afterwards
+        local queries of                rank 1, 1st half  rank 0                rank 2             rank 1, 2nd half
+        sends to the next rank          1's ─▶ rank 2     0's ─▶ rank 2         -                  -
+        sends to the owner              -                 -                     output for rank 0  output for rank 2
 
-What goes back is the output of the keys at hand and the log of the sum of its exponentials; the owner merges them in
-the order of the steps, whenever they arrive, so timing does not change a bit. Backward: queries travel with the
-gradient and the merged output, gradients of keys and values stay where they are, and those of the queries go back.
+Each rank returns the output for its keys, and the log-sum-exp of the scores, to the owner of the queries. The owner
+merges them in the order of the steps, so the bits do not depend on timing. In backward, queries circulate with the
+output gradient and the merged output. Gradients of keys and values stay, and those of queries are returned.
 
-Against the ring, in elements per token and step on the busier way of a link, with h heads, k key and value heads and
-all widths d: forward h d and not 2 k d, backward 3 h d and not 2 k d + 4 k d (gradients travel in fp32; 16-bit
-activations). So it is for as many key and value heads as query heads, and for links that work both ways at once.
+Elements per token and step on the busier direction of a link, for h heads, k key and value heads and equal widths d:
+forward h d instead of 2 k d for the ring, backward 3 h d instead of 2 k d + 4 k d (gradients are sent in fp32; 16-bit
+activations). TokenRing is thus faster if k is close to h and links are full-duplex.
 
-The layout is the ring's (``sequence``), and so are windows and documents: the same pieces of the scores are computed,
-by other ranks.
+The layout of the sequence, windows and documents are those of ``ring``: the same score blocks, on other ranks.
 """
 
 from __future__ import annotations
@@ -28,23 +27,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.autocast import without_autocast
-from moe_comm.layers.attention.attention_blocks import Gradients, State
-from moe_comm.layers.attention.ring import RingSpec, halves, pack, passing, unpack
+from moe_comm.layers.attention.attention_blocks import AttentionGradients, AttentionState
+from moe_comm.layers.attention.ring import RingSpec, pack, ring_steps, split_own_blocks, unpack
 from moe_comm.layers.parallel.collectives import channel_of, group_rank
 
 
 def token_ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: RingSpec) -> Tensor:
-    """[B, h, S / cp, dv] attention of this rank's queries to the whole sequence. Collective over ``spec.group``.
+    """Return the result of ``ring_attention``. Collective.
 
-    The same as ``ring_attention`` but for rounding: outputs of one rank's keys travel in the dtype of the queries.
-
-    Args:
-        q_BhSd: [B, h, S / cp, d]. k_BkSd, v_BkSd: [B, k, S / cp, d] and [.., dv], h a multiple of k.
-
-    Raises:
-        InputError: the sequence cannot be cut into 2 * cp chunks.
-        RankMismatch: ranks differ (through shared memory always, else where collectives are checked).
-        PeerDied, PeerTimeout: a rank of the ring is gone, or does not come.
+    The results differ in rounding: outputs for one rank's keys are sent in the dtype of the queries. Calls of the ranks
+    are always compared over shared memory, and a difference raises ``RankMismatch``.
     """
     return _TokenRing.apply(q_BhSd, k_BkSd, v_BkSd, spec)  # type: ignore[no-any-return]
 
@@ -54,19 +46,21 @@ class _TokenRing(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: RingSpec) -> Tensor:
         spec.begin("token ring attention", q, k, v)
         rank = group_rank(spec.group)
-        own, later = halves(spec.pieces(q, rank), spec)
-        state = State.nothing(q, v.shape[-1])
-        home = _Returns(spec, "token ring attention, outputs", lambda found: state.merge(found[1], found[0]))
+        first, second = split_own_blocks(spec.blocks(q, rank), spec)
+        state = AttentionState.no_keys(q, v.shape[-1])
+        results = _ResultReturn(
+            spec, "token ring attention, outputs", lambda received: state.merge(received[1], received[0])
+        )
         with without_autocast(q):
-            for asker, (q_here,) in passing([q], spec, "token ring attention, queries"):
-                if asker == rank:
-                    state.add(q, k, v, own, spec.scale)
+            for query_rank, (q_here,) in ring_steps([q], spec, "token ring attention, queries"):
+                if query_rank == rank:
+                    state.add(q, k, v, first, spec.scale)
                     continue
-                part = State.nothing(q, v.shape[-1])
-                part.add(q_here, k, v, spec.pieces(q, rank, asker), spec.scale)
-                home.send([part.lse, part.out.to(q.dtype)])
-            state.add(q, k, v, later, spec.scale)
-            home.take()
+                part = AttentionState.no_keys(q, v.shape[-1])
+                part.add(q_here, k, v, spec.blocks(q, rank, query_rank), spec.scale)
+                results.send([part.lse, part.out.to(q.dtype)])
+            state.add(q, k, v, second, spec.scale)
+            results.take()
         out = state.out.to(q.dtype)
         ctx.spec = spec
         ctx.save_for_backward(q, k, v, out, state.lse)
@@ -79,31 +73,29 @@ class _TokenRing(torch.autograd.Function):
         spec: RingSpec = ctx.spec
         spec.begin("token ring attention backward", q, k, v)
         rank = group_rank(spec.group)
-        own, later = halves(spec.pieces(q, rank), spec)
+        first, second = split_own_blocks(spec.blocks(q, rank), spec)
         dq, dk, dv = (torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v))
-        home = _Returns(spec, "token ring attention backward, gradients of queries", lambda found: dq.add_(found[0]))
+        results = _ResultReturn(
+            spec, "token ring attention backward, gradients of queries", lambda received: dq.add_(received[0])
+        )
         mine = [lse, q, grad.to(q.dtype), out]
-        for asker, (lse_here, q_here, grad_here, out_here) in passing(
+        for query_rank, (lse_here, q_here, grad_here, out_here) in ring_steps(
             mine, spec, "token ring attention backward, queries"
         ):
-            if asker == rank:
-                Gradients(dq, dk, dv).add(grad, (out, lse), (q, k, v), own, spec.scale)
+            if query_rank == rank:
+                AttentionGradients(dq, dk, dv).add(grad, (out, lse), (q, k, v), first, spec.scale)
                 continue
             part = torch.zeros_like(dq)
-            pieces = spec.pieces(q, rank, asker)
-            Gradients(part, dk, dv).add(grad_here, (out_here, lse_here), (q_here, k, v), pieces, spec.scale)
-            home.send([part])
-        Gradients(dq, dk, dv).add(grad, (out, lse), (q, k, v), later, spec.scale)
-        home.take()
+            blocks = spec.blocks(q, rank, query_rank)
+            AttentionGradients(part, dk, dv).add(grad_here, (out_here, lse_here), (q_here, k, v), blocks, spec.scale)
+            results.send([part])
+        AttentionGradients(dq, dk, dv).add(grad, (out, lse), (q, k, v), second, spec.scale)
+        results.take()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-class _Returns:
-    """Results on their way to the ranks that asked, one a step, and others' results for this rank.
-
-    Args:
-        use: called with the tensors that arrive, in the order of steps: the last step's while this one's travel.
-    """
+class _ResultReturn:
+    """Returns results to the owners of the queries, one per step; passes received results to ``use`` in order."""
 
     def __init__(self, spec: RingSpec, what: str, use: Callable[[list[Tensor]], object]) -> None:
         self._spec, self._what, self._use = spec, what, use
@@ -111,17 +103,17 @@ class _Returns:
         self._pending: Callable[[], list[Tensor]] | None = None
 
     def send(self, tensors: list[Tensor]) -> None:
-        """Begin to send this step's results to the rank that asked."""
+        """Start to send this step's results to the owner of the queries."""
         self.take()
         assert self._spec.group is not None
         self._step += 1
         packed = pack(tensors)
         description = f"{self._what}, {packed.nbytes} bytes"
-        arrived = channel_of(self._spec.group).rotate(packed, description, -self._step)
-        self._pending = lambda: unpack(arrived(), tensors)
+        receive = channel_of(self._spec.group).rotate(packed, description, -self._step)
+        self._pending = lambda: unpack(receive(), tensors)
 
     def take(self) -> None:
-        """Use what was asked of the rank that is as many steps on."""
+        """Wait for the pending results for this rank's queries, and use them."""
         if self._pending is not None:
             self._use(self._pending())
             self._pending = None

@@ -1,4 +1,4 @@
-"""What ``check_grads`` feeds a layer: ordinary batches, and the extremes that break others' gradients."""
+"""Inputs of ``check_grads``: ordinary batches and edge cases."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One rank's input. ``ids_TK`` and ``weights_TK`` None: the layer's own router decides."""
+class CheckBatch:
+    """Input of one rank. If ``ids_TK`` and ``weights_TK`` are None, the layer's router routes."""
 
     x_TD: Tensor
     grad_TD: Tensor
@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class CaseShape:
-    """tokens: of an ordinary rank. experts: all that the router chooses among; real: those that compute."""
+    """Shape of a case. tokens: of an ordinary rank. experts: all in the router. real: those with parameters."""
 
     tokens: int
     hidden: int
@@ -45,7 +45,7 @@ class CaseShape:
 
 
 def tokens_of(case: str, tokens: int, rank: int, world: int) -> int:
-    """How many tokens ``rank`` has."""
+    """Return the number of tokens of ``rank``."""
     if case == "no tokens anywhere" or (case == "no tokens on rank 0" and rank == 0):
         return 0
     if case == "unequal tokens":
@@ -66,8 +66,8 @@ def _ids(case: str, tokens: int, shape: CaseShape, generator: torch.Generator) -
     return ids_TK
 
 
-def make_batch(case: str, shape: CaseShape, seed: int, rank: int, world: int) -> Batch:
-    """The input of ``rank``; any rank can make that of any other."""
+def make_batch(case: str, shape: CaseShape, seed: int, rank: int, world: int) -> CheckBatch:
+    """Return the input of ``rank``; each rank can compute the inputs of all ranks."""
     generator = torch.Generator().manual_seed((seed * 1009 + CASES.index(case)) * 4099 + rank)
     tokens = tokens_of(case, shape.tokens, rank, world)
     x_TD = torch.randn(tokens, shape.hidden, generator=generator)
@@ -77,17 +77,17 @@ def make_batch(case: str, shape: CaseShape, seed: int, rank: int, world: int) ->
         ids_TK = _ids(case, tokens, shape, generator).to(shape.device)
         wide = torch.promote_types(shape.dtype, torch.float32)
         weights_TK = torch.rand(tokens, shape.top_k, generator=generator).to(shape.device, wide)
-    return Batch(x_TD.to(shape.device, shape.dtype), grad_TD.to(shape.device, shape.dtype), ids_TK, weights_TK)
+    return CheckBatch(x_TD.to(shape.device, shape.dtype), grad_TD.to(shape.device, shape.dtype), ids_TK, weights_TK)
 
 
-def joined(batches: list[Batch]) -> Batch:
-    """All ranks' tokens as one batch, in order of rank."""
+def concat_batches(batches: list[CheckBatch]) -> CheckBatch:
+    """Return the tokens of all ranks as one batch, in order of rank."""
 
     def cat(tensors: list[Tensor | None]) -> Tensor | None:
-        given = [t for t in tensors if t is not None]
-        return torch.cat(given) if given else None
+        present = [t for t in tensors if t is not None]
+        return torch.cat(present) if present else None
 
-    return Batch(
+    return CheckBatch(
         torch.cat([b.x_TD for b in batches]),
         torch.cat([b.grad_TD for b in batches]),
         cat([b.ids_TK for b in batches]),

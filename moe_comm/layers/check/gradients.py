@@ -1,9 +1,10 @@
-"""``check_grads``: is an expert-parallel layer's gradient the gradient? The commonest bug there is, and a silent one.
+"""``check_grads``: compare the gradients of an expert-parallel layer with those of one rank and of float64.
 
-Every rank runs the layer on its own tokens, then, alone, a copy that holds all experts on the tokens of all ranks,
-and a float64 loop over experts in plain torch:
+Wrong gradients behind a correct loss are a common and silent error. Each rank runs the layer on its own tokens. Then it
+runs, without communication, a copy that holds all experts on the tokens of all ranks, and a float64 loop over experts
+in plain torch:
 
-    output, input gradient, routing-weight gradients, expert gradients    EP n == EP 1 in every bit (deterministic)
+    output, input gradient, routing-weight gradients, expert gradients    EP n == EP 1 in all bits (deterministic)
     router and shared-expert gradients, summed over the ranks             EP n  ~ EP 1
     all of them                                                           EP n  ~ float64
 """
@@ -21,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
-from moe_comm.layers.check.cases import CASES, Batch, CaseShape, joined, make_batch, tokens_of
+from moe_comm.layers.check.cases import CASES, CaseShape, CheckBatch, concat_batches, make_batch
 from moe_comm.layers.check.report import Comparison, GradReport, compare
 from moe_comm.layers.moe.layer import MoEConfig, MoELayer
 from moe_comm.layers.moe.losses import attach_loss
@@ -29,12 +30,21 @@ from moe_comm.layers.moe.router import RouterConfig, Routing, Score
 from moe_comm.layers.transformer.state import single_rank_copy
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference over largest value, against a float64 result."""
+"""Maximum difference from the float64 result, divided by the largest value."""
+
+REPLICATED = ("router.", "shared.")
+"""Prefixes of replicated parameters."""
 
 
 @dataclass(frozen=True)
 class CheckGradsConfig:
-    """A layer to check from the command line. ``tokens``: per rank. ``dtype``: float32, bfloat16, float16, float64."""
+    """Layer and checks of ``moe-comm check-grads``.
+
+    Args:
+        tokens: tokens per rank.
+        dtype: float32, bfloat16, float16 or float64.
+        tolerance, cases: see ``check_grads``.
+    """
 
     hidden: int = 64
     ffn: int = 96
@@ -60,8 +70,9 @@ class CheckGradsConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        found = getattr(torch, self.dtype, None)
-        return found if isinstance(found, torch.dtype) else None
+        """The dtype that ``dtype`` names; None if there is none."""
+        dtype = getattr(torch, self.dtype, None)
+        return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def run_check_grads(config: CheckGradsConfig, group: ProcessGroup | None = None) -> GradReport:
@@ -70,7 +81,7 @@ def run_check_grads(config: CheckGradsConfig, group: ProcessGroup | None = None)
     layer = MoELayer.build(
         MoEConfig(config.hidden, config.ffn, router, shared_ffn=config.shared_ffn),
         group,
-        config.backend,
+        backend=config.backend,
         seed=config.seed,
         options=DispatchOptions(deterministic=config.deterministic),
         dtype=config.torch_dtype,
@@ -93,21 +104,20 @@ def check_grads(
     tolerance: float | None = None,
     cases: Sequence[str] = CASES,
 ) -> GradReport:
-    """Compare a layer's output and every gradient with one rank's and with float64. Collective over its group.
+    """Compare a layer's output and all gradients with those of one rank and of float64. Collective over its group.
 
-    The layer is left as it was: no ``.grad``, weight or counter is touched. Its capacity, which bounds each rank's
-    rows and so means something else on one rank, is off meanwhile. Every rank needs memory for all experts, three
-    times over in float64.
+    The layer is unchanged afterwards: gradients, weights and counters are preserved. Its capacity is disabled, because
+    it bounds the rows of each rank and is not comparable with one rank. Each rank needs memory for all experts, three
+    times in float64.
 
     Args:
         layer: the layer, or a function that builds it.
-        tokens: per rank in ordinary cases.
-        seed: of the inputs.
-        tolerance: largest difference over largest value where equal bits are not demanded; by dtype if not given.
-        cases: which of ``CASES`` to run.
+        tokens: tokens per rank in ordinary cases.
+        tolerance: maximum difference divided by the largest value, where equal bits are not required; None: by dtype.
+        cases: the cases of ``CASES`` to run.
 
     Returns:
-        The same report on every rank. ``report.ok`` says whether all is right; ``print(report)`` shows a table.
+        The same report on all ranks. ``report.ok`` is the result; ``print(report)`` shows a table.
 
     Raises:
         ConfigError: an unknown case.
@@ -115,83 +125,57 @@ def check_grads(
     if unknown := [case for case in cases if case not in CASES]:
         raise ConfigError(f"unknown case {unknown[0]!r}; known: {', '.join(CASES)}")
     layer = layer if isinstance(layer, MoELayer) else layer()
-    dispatcher = layer.dispatcher
-    weight = layer.experts.w13
+    dispatcher, router, weight = layer.dispatcher, layer.router.config, layer.experts.w13
     shape = CaseShape(
-        tokens,
-        layer.router.hidden,
-        layer.router.config.num_experts,
-        layer.num_experts,
-        layer.router.config.top_k,
-        weight.dtype,
-        weight.device,
+        tokens, layer.router.hidden, router.num_choices, layer.num_experts, router.top_k, weight.dtype, weight.device
     )
     allowed = TOLERANCE[weight.dtype] if tolerance is None else tolerance
-    # Parts of an expert add up in another order than its whole does.
+    # Slices of an expert are added in another order than the complete expert.
     exact = dispatcher.options.deterministic and weight.device.type == "cpu" and layer.sizes["etp"] == 1
-    alone, wide = single_rank_copy(layer), single_rank_copy(layer, torch.float64)
-    found: list[Comparison] = []
-    with _undisturbed(layer):
-        # The copies count the load of the whole batch by themselves.
-        alone.router.training = wide.router.training = layer.router.training
+    single_rank, float64_copy = single_rank_copy(layer), single_rank_copy(layer, torch.float64)
+    comparisons: list[Comparison] = []
+    with _preserve_state(layer):
+        # The copies run the full batch, so they count its load without communication.
+        single_rank.router.training = float64_copy.router.training = layer.router.training
         for case in cases:
             batches = [make_batch(case, shape, seed, r, dispatcher.world) for r in range(dispatcher.world)]
-            found += _check_case(case, layer, alone, wide, batches, exact, allowed)
-    return GradReport(dispatcher.world, dispatcher.name, tuple(_worst(found, dispatcher.group, weight.device)))
+            comparisons += _check_case(case, layer, single_rank, float64_copy, batches, exact, allowed)
+    return GradReport(
+        dispatcher.world, dispatcher.name, tuple(_max_over_ranks(comparisons, dispatcher.group, weight.device))
+    )
 
 
 @contextmanager
-def _undisturbed(layer: MoELayer) -> Iterator[None]:
-    """Capacity off; auxiliary losses off unless they are those of the global batch; counters put back."""
-    capacity, training, load, losses = (
-        layer.capacity,
-        layer.router.training,
-        layer.router.load_E.clone(),
-        layer.router.losses,
-    )
+def _preserve_state(layer: MoELayer) -> Iterator[None]:
+    """Disable capacity, and auxiliary losses unless they cover the global batch; restore counters afterwards."""
     router = layer.router
-    whole_batch = layer.dispatcher.world == 1 or router.group is layer.dispatcher.group
+    saved = layer.capacity, router.training, router.losses, router.load_E.clone()
+    global_losses = layer.dispatcher.world == 1 or router.group is layer.dispatcher.group
     layer.capacity = None
-    router.training = whole_batch and router.config.balance_form == "batch"
+    router.training = global_losses and router.config.balance_form == "batch"
     router.losses = {}
     try:
         yield
     finally:
-        layer.capacity, router.training, router.losses = capacity, training, losses
-        router.load_E.copy_(load)
+        layer.capacity, router.training, router.losses, load_E = saved
+        router.load_E.copy_(load_E)
 
 
-Forward = Callable[[MoELayer, Tensor, Routing | None], Tensor]
-
-
-def _run(layer: MoELayer, batch: Batch, forward: Forward) -> dict[str, Tensor]:
-    """Output and gradients by name; those of parameters are zeros where autograd has none."""
-    x_TD = batch.x_TD.clone().requires_grad_()
-    inputs, names, routing = [x_TD], ["input"], None
+def _run(layer: MoELayer, batch: CheckBatch, forward: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Return output and gradients by name; parameters without a gradient have zeros."""
+    inputs, routing = {"input": batch.x_TD.clone().requires_grad_()}, None
     if batch.ids_TK is not None and batch.weights_TK is not None:
-        weights_TK = batch.weights_TK.clone().requires_grad_()
-        routing = Routing(batch.ids_TK, weights_TK)
-        inputs.append(weights_TK)
-        names.append("routing weights")
-    for name, parameter in layer.named_parameters():
-        inputs.append(parameter)
-        names.append(name)
-    y_TD = forward(layer, x_TD, routing)
-    grads = torch.autograd.grad(y_TD, inputs, batch.grad_TD.to(y_TD.dtype), allow_unused=True)
-    found = {
-        name: torch.zeros_like(tensor) if grad is None else grad
-        for name, tensor, grad in zip(names, inputs, grads, strict=True)
-    }
-    return {"output": y_TD.detach(), **found}
-
-
-def _layer_forward(layer: MoELayer, x_TD: Tensor, routing: Routing | None) -> Tensor:
-    y_TD: Tensor = layer(x_TD, routing)
-    return y_TD
+        inputs["routing weights"] = batch.weights_TK.clone().requires_grad_()
+        routing = Routing(batch.ids_TK, inputs["routing weights"])
+    inputs |= dict(layer.named_parameters())
+    y_TD = forward(layer, inputs["input"], routing)
+    grad_TD = batch.grad_TD.to(y_TD.dtype)
+    grads = torch.autograd.grad(y_TD, list(inputs.values()), grad_TD, allow_unused=True, materialize_grads=True)
+    return {"output": y_TD.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
 def plain_forward(layer: MoELayer, x_TD: Tensor, routing: Routing) -> Tensor:
-    """The layer's output by a loop over its experts in plain torch; all experts must be here. No auxiliary losses."""
+    """Compute the layer's output by a loop over experts in plain torch, without auxiliary losses; needs all experts."""
     experts, zero, real = layer.experts, layer.zero_experts, layer.dispatcher.num_experts
     y_TD = torch.zeros_like(x_TD)
     for e in range(real + zero.identity):
@@ -213,16 +197,16 @@ def plain_forward(layer: MoELayer, x_TD: Tensor, routing: Routing) -> Tensor:
 def _check_case(
     case: str,
     layer: MoELayer,
-    alone: MoELayer,
-    wide: MoELayer,
-    batches: list[Batch],
+    single_rank: MoELayer,
+    float64_copy: MoELayer,
+    batches: list[CheckBatch],
     exact: bool,
     allowed: float,
 ) -> list[Comparison]:
     rank, world = layer.dispatcher.rank, layer.dispatcher.world
-    whole = joined(batches)
-    mine = _run(layer, batches[rank], _layer_forward)
-    mine = {name: _summed(name, value, layer) for name, value in mine.items()}
+    full = concat_batches(batches)
+    mine = _run(layer, batches[rank], MoELayer.__call__)
+    mine = {name: _sum_replicated(name, value, layer) for name, value in mine.items()}
     first = sum(b.x_TD.shape[0] for b in batches[:rank])
     tokens = slice(first, first + batches[rank].x_TD.shape[0])
 
@@ -232,65 +216,55 @@ def _check_case(
         sharding = layer.shardings().get(name)
         return value if sharding is None else sharding.take(value, layer.place, layer.sizes)
 
-    found = []
-    one = _run(alone, whole, _layer_forward)
+    comparisons = []
     if world > 1:
+        reference = _run(single_rank, full, MoELayer.__call__)
         for name, value in mine.items():
-            replicated = name.startswith(("router.", "shared."))
-            demanded = None if exact and not replicated else allowed
-            found.append(compare(case, name, "EP 1", value, own(name, one[name]), demanded))
-    # float64 must not choose other experts where two are nearly equal, so it is told the choice.
-    ids_TK = alone.router(whole.x_TD).ids_TK if whole.ids_TK is None else None
+            required = None if exact and not name.startswith(REPLICATED) else allowed
+            comparisons.append(compare(case, name, "EP 1", value, own(name, reference[name]), required))
+    # In float64 the router may select other experts if two scores are nearly equal, so reuse the selection.
+    ids_TK = single_rank.router(full.x_TD).ids_TK if full.ids_TK is None else None
 
-    def plain(reference: MoELayer, x_TD: Tensor, routing: Routing | None) -> Tensor:
+    def plain(copy: MoELayer, x_TD: Tensor, routing: Routing | None) -> Tensor:
         if routing is None:
-            routing = reference.router(x_TD, ids_TK=ids_TK)
-        y_TD = plain_forward(reference, x_TD, routing)
+            routing = copy.router(x_TD, ids_TK=ids_TK)
+        y_TD = plain_forward(copy, x_TD, routing)
         return y_TD if routing.aux_loss is None else attach_loss(y_TD, routing.aux_loss)
 
-    truth = _run(wide, _double(whole), plain)
+    weights_TK = None if full.weights_TK is None else full.weights_TK.double()
+    wide = replace(full, x_TD=full.x_TD.double(), grad_TD=full.grad_TD.double(), weights_TK=weights_TK)
+    reference = _run(float64_copy, wide, plain)
     for name, value in mine.items():
-        found.append(compare(case, name, "float64", value, own(name, truth[name]), allowed))
-    return found
+        comparisons.append(compare(case, name, "float64", value, own(name, reference[name]), allowed))
+    return comparisons
 
 
-def _double(batch: Batch) -> Batch:
-    weights = None if batch.weights_TK is None else batch.weights_TK.double()
-    return replace(batch, x_TD=batch.x_TD.double(), grad_TD=batch.grad_TD.double(), weights_TK=weights)
-
-
-def _summed(name: str, value: Tensor, layer: MoELayer) -> Tensor:
-    """Gradients of replicated parameters are summed over the ranks, as a training loop does."""
+def _sum_replicated(name: str, value: Tensor, layer: MoELayer) -> Tensor:
+    """Sum the gradients of replicated parameters over the ranks, as a training loop does."""
     group = layer.dispatcher.group
-    if group is None or not name.startswith(("router.", "shared.")):
+    if group is None or not name.startswith(REPLICATED):
         return value
     total = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value.clone()
     dist.all_reduce(total, group=group)
     return total
 
 
-def _worst(found: list[Comparison], group: ProcessGroup | None, device: torch.device) -> list[Comparison]:
-    """Each comparison's worst over the ranks."""
-    if group is None or dist.get_world_size(group) == 1 or not found:
-        return found
+def _max_over_ranks(
+    comparisons: list[Comparison], group: ProcessGroup | None, device: torch.device
+) -> list[Comparison]:
+    """Return the worst values of each comparison over the ranks."""
+    if group is None or dist.get_world_size(group) == 1 or not comparisons:
+        return comparisons
     numbers = torch.tensor(
-        [[float(not c.equal_bits), c.max_abs, c.max_rel, c.max_ulp] for c in found], dtype=torch.float64, device=device
+        [[float(not c.equal_bits), c.max_abs, c.max_rel, c.max_ulp] for c in comparisons],
+        dtype=torch.float64,
+        device=device,
     )
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
     return [
         replace(c, equal_bits=not differs, max_abs=max_abs, max_rel=max_rel, max_ulp=max_ulp)
-        for c, (differs, max_abs, max_rel, max_ulp) in zip(found, numbers.tolist(), strict=True)
+        for c, (differs, max_abs, max_rel, max_ulp) in zip(comparisons, numbers.tolist(), strict=True)
     ]
 
 
-__all__ = [
-    "CASES",
-    "CheckGradsConfig",
-    "Comparison",
-    "GradReport",
-    "Score",
-    "check_grads",
-    "plain_forward",
-    "run_check_grads",
-    "tokens_of",
-]
+__all__ = ["CASES", "CheckGradsConfig", "Comparison", "GradReport", "check_grads", "run_check_grads"]

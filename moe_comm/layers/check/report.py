@@ -1,4 +1,4 @@
-"""What ``check_grads`` found: one line a case and tensor, the worst over all ranks."""
+"""Report of ``check_grads``: one line per case and tensor, with the worst value over all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: 
 
 
 def max_ulps(got: Tensor, want: Tensor) -> float:
-    """Largest distance in units in the last place of their dtype; inf where only one is NaN."""
+    """Return the maximum distance in units in the last place of their dtype; inf if only one value is NaN."""
     if not got.numel():
         return 0.0
     if bool((got.isnan() != want.isnan()).any()):
@@ -27,11 +27,14 @@ def max_ulps(got: Tensor, want: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of one case against a reference.
+    """Comparison of one tensor of one case with a reference, the worst over all ranks.
 
-    against: "EP 1" (same layer, one rank holds all experts) or "float64" (plain loop over experts).
-    equal_bits: torch.equal on every rank. max_rel: largest difference over the largest value.
-    tolerance: what ``max_rel`` may be; None where equal bits are demanded.
+    Attributes:
+        against: "EP 1" (same layer, one rank holds all experts) or "float64" (plain loop over experts).
+        equal_bits: the tensors have equal bits on all ranks.
+        max_rel: maximum absolute difference divided by the largest value of the reference.
+        max_ulp: maximum difference in units in the last place.
+        tolerance: bound on ``max_rel``; None if equal bits are required.
     """
 
     case: str
@@ -45,13 +48,13 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Within what was demanded."""
+        """Whether the comparison meets its requirement."""
         return self.equal_bits if self.tolerance is None else self.equal_bits or self.max_rel <= self.tolerance
 
 
 @dataclass(frozen=True)
 class GradReport:
-    """Result of ``check_grads``, the same on every rank; ``str`` gives a table."""
+    """Result of ``check_grads``, equal on all ranks; ``str`` returns a table."""
 
     world: int
     backend: str
@@ -59,15 +62,16 @@ class GradReport:
 
     @property
     def ok(self) -> bool:
-        """Every comparison is within what was demanded."""
+        """Whether all comparisons meet their requirements."""
         return all(c.ok for c in self.comparisons)
 
     @property
     def failures(self) -> tuple[Comparison, ...]:
+        """Comparisons beyond their tolerance."""
         return tuple(c for c in self.comparisons if not c.ok)
 
     def __str__(self) -> str:
-        head = ("", "case", "tensor", "against", "bits", "max abs", "max rel", "max ulp", "demanded")
+        head = ("", "case", "tensor", "against", "bits", "max abs", "max rel", "max ulp", "required")
         rows = [head]
         for c in self.comparisons:
             rows.append(
@@ -90,7 +94,7 @@ class GradReport:
 
 
 def compare(case: str, tensor: str, against: str, got: Tensor, want: Tensor, tolerance: float | None) -> Comparison:
-    """Compare on this rank; ``want`` may be wider than ``got``."""
+    """Compare two tensors on this rank; ``want`` may have a wider dtype than ``got``."""
     got, want = got.detach(), want.detach()
     if got.shape != want.shape:
         return Comparison(case, tensor, against, False, float("inf"), float("inf"), float("inf"), tolerance)

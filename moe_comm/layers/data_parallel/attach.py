@@ -1,4 +1,4 @@
-"""Connect an experts module whose parameters differ between ranks with what this package does for it."""
+"""Install gradient, state-dict and optimizer hooks on an experts module whose parameters differ between ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError, UnsupportedModel
-from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, plain, spread_like
+from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, distribute_like, plain
 from moe_comm.layers.data_parallel.gradients import ExpertGradients
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
 
@@ -20,13 +20,13 @@ _ATTRIBUTE = "expert_gradients"
 def attach_experts(
     experts: nn.Module, shards: ExpertShards, replicated: Callable[[], nn.Parameter | None], label: str
 ) -> None:
-    """Make gradients, state dicts and loading of ``experts`` right for parameters that differ between ranks.
+    """Handle gradients, state dicts and loading of an experts module whose parameters differ between ranks.
 
     Args:
-        experts: holds the parameters that ``shards`` names; its ``__call__`` must run in every forward pass.
-        replicated: returns a parameter that every forward pass uses and that all ranks hold, the router's weight;
-            None if there is none.
-        label: the layer's name, for error messages.
+        experts: the module that holds the parameters in ``shards``; its ``__call__`` must run in each forward pass.
+        shards: the sharding of the parameters.
+        replicated: returns a replicated parameter that each forward pass uses (the router's weight), or None.
+        label: name of the layer in error messages.
     """
     gradients = ExpertGradients(shards, replicated, label)
     setattr(experts, _ATTRIBUTE, gradients)
@@ -38,12 +38,12 @@ def attach_experts(
 
 
 def gradients_of(module: nn.Module) -> ExpertGradients | None:
-    """What ``attach_experts`` put on ``module``; None where experts do not differ between ranks."""
+    """Return the ``ExpertGradients`` of ``module``; None if its experts do not differ between ranks."""
     return getattr(module, _ATTRIBUTE, None)
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertGradients]]:
-    """Every module of ``model`` whose parameters differ between ranks, by name."""
+    """Iterate over the modules of ``model`` whose parameters differ between ranks, with their names."""
     for name, module in model.named_modules():
         gradients = gradients_of(module)
         if gradients is not None:
@@ -51,7 +51,7 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertGra
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``model`` that differ between ranks, by name; empty if all experts are on this rank."""
+    """Return the parameters of ``model`` that differ between ranks, by name; empty if this rank has all experts."""
     return {
         f"{name}.{key}".lstrip("."): parameter
         for name, module, gradients in expert_modules(model)
@@ -61,10 +61,10 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def tensor_parallel(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ProcessGroup]]:
-    """The parameters of ``model`` that are cut over tensor-parallel ranks, by name, and their groups.
+    """Iterate over the parameters that are split over tensor-parallel ranks: name, parameter, group.
 
     Raises:
-        UnsupportedModel: a module cuts parameters over other axes.
+        UnsupportedModel: a module splits parameters over other axes.
     """
     for name, module in model.named_modules():
         describe, group = getattr(module, "shardings", None), getattr(module, "group", None)
@@ -73,22 +73,21 @@ def tensor_parallel(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Proce
             if sharding.expert or not axes:
                 continue
             if axes != {"tp"}:
-                raise UnsupportedModel(f"{name}.{key} is cut over {sorted(axes)}, for which no ranks are known")
+                raise UnsupportedModel(
+                    f"{name}.{key} is split over {sorted(axes)}; only tensor-parallel splits are supported"
+                )
             if group is not None and dist.get_world_size(group) > 1:
                 yield f"{name}.{key}".lstrip("."), getattr(module, key), group
 
 
 def skip_gradient_checks(model: nn.Module) -> None:
-    """Do not compare gradients before optimizer steps; for loops that reduce gradients in another way on purpose.
-
-    Local SGD is an example: ranks take several steps before they average their weights.
-    """
+    """Disable the gradient audit for loops that reduce gradients in another way on purpose, such as local SGD."""
     for _, _, gradients in expert_modules(model):
         gradients.stop_checking()
 
 
 def leave_gradients(model: nn.Module) -> None:
-    """Leave the gradients of ``model`` as backward delivers them, unchecked: the caller reduces them all by itself."""
+    """Leave the gradients of ``model`` unreduced and unchecked after backward; the caller reduces all of them."""
     for _, _, gradients in expert_modules(model):
         gradients.left_to_caller = True
 
@@ -108,22 +107,22 @@ def _before_load(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     for name in gradients.shards.shardings:
         if isinstance(value := state.get(prefix + name), Tensor):
             part = local_part(gradients.shards, name, value, prefix + name)
-            state[prefix + name] = spread_like(part, getattr(experts, name))
+            state[prefix + name] = distribute_like(part, getattr(experts, name))
 
 
 def local_part(shards: ExpertShards, name: str, value: Tensor, key: str) -> Tensor:
-    """This rank's part of ``value``, which holds all experts, or already is this rank's part.
+    """Return this rank's part of ``value``, which contains all experts or is this rank's part already.
 
     Raises:
-        InputError: ``value`` is neither, or is the part of a rank that holds other experts.
+        InputError: ``value`` has another shape, or is the part of a rank with other experts.
     """
     sharding, local = shards.shardings[name], shards.local_shape(name)
     if isinstance(value, ExpertShard):
-        theirs = value.shards
-        boxes = theirs.shardings[value.name_in_module].boxes(theirs.place, theirs.sizes)
+        source = value.shards
+        boxes = source.shardings[value.name_in_module].boxes(source.place, source.sizes)
         if boxes != sharding.boxes(shards.place, shards.sizes):
             raise InputError(
-                f"{key} is the part of a rank that holds other experts than this one; load the full tensor"
+                f"{key} is the part of a rank with other experts than this rank; load the full tensor instead"
             )
         return plain(value) if value.dtensor is None else value.dtensor
     shape = tuple(value.shape)

@@ -1,12 +1,12 @@
-"""Tensors that are one rank's part of the stacked weights of all experts.
+"""Tensors that hold one rank's part of the stacked weights of all experts.
 
     rank 0    w13 [4, 2F, D]   experts 0..3  ┐
     rank 1    w13 [3, 2F, D]   experts 4..6  ┴  w13 [7, 2F, D]
 
-Why not ``DTensor``: ``DTensor`` cuts a dimension as ``torch.chunk`` does, so it cannot describe 1 + 3 experts
-(``full_tensor`` aborts the process inside gloo); the default optimizers and ``clip_grad_norm_`` refuse lists that mix
-it with plain tensors; and each ``to_local`` costs 6 us. Here, parameters stay plain. Only their gradients and the
-values of state dicts are of this subclass.
+``DTensor`` is not used because it splits a dimension as ``torch.chunk`` does and cannot describe 1 + 3 experts
+(``full_tensor`` aborts the process inside gloo), because default optimizers and ``clip_grad_norm_`` reject lists that
+mix it with plain tensors, and because each ``to_local`` takes 6 us. Here, parameters stay plain tensors. Only their
+gradients and the values of state dicts are of this subclass.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.layers.parallel.collectives import gather_values
-from moe_comm.topology import Box, Sharding, Share, row_range
+from moe_comm.topology import Box, Sharding, ShardSlice, row_range
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a ``DTensor``. Does not import its module, which takes 0.5 s."""
+    """Return whether ``value`` is a ``DTensor``, without importing its module, which takes 0.5 s."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -41,9 +41,10 @@ class ExpertShards:
     """How the ranks of an expert-parallel group hold the parameters of one experts module.
 
     Attributes:
-        group: ep * etp ranks, etp fastest. Each holds other elements.
-        shardings: by the parameter's name in the module.
-        place, sizes: of this rank on the axes "ep" and "etp", and those axes' sizes.
+        group: ep * etp ranks, etp fastest, each with different elements.
+        shardings: sharding of each parameter by its name in the module.
+        place: coordinates of this rank on the axes "ep" and "etp".
+        sizes: sizes of these axes.
     """
 
     group: ProcessGroup
@@ -52,49 +53,49 @@ class ExpertShards:
     sizes: Mapping[str, int]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShards:
-        return self  # copies of a model communicate over the same ranks
+        return self  # copies of a model use the same groups
 
     def place_of(self, rank: int) -> dict[str, int]:
-        """Place on the axes of rank ``rank`` of the group."""
+        """Return the coordinates of rank ``rank`` of the group."""
         return {"ep": rank // self.sizes["etp"], "etp": rank % self.sizes["etp"]}
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this rank's part of parameter ``name``."""
+        """Return the shape of this rank's part of parameter ``name``."""
         return self.shardings[name].local_shape(self.place, self.sizes)
 
     def take(self, name: str, full: Tensor) -> Tensor:
-        """This rank's part of ``full``, which holds all experts; a view where that is a range of whole experts."""
+        """Return this rank's part of ``full``, which contains all experts; a range of complete experts is a view."""
         boxes = self.shardings[name].boxes(self.place, self.sizes)
         if len(boxes) == 1:
-            return full[boxes[0].whole]
+            return full[boxes[0].full]
         return self.shardings[name].take(full, self.place, self.sizes)
 
     def gather(self, name: str, local: Tensor, *, rank0_only: bool = False, cpu: bool = False) -> Tensor | None:
-        """All experts of ``name``, bit for bit, from each rank's part. Collective over the group.
+        """Gather all experts of ``name`` from the ranks' parts, bit for bit. Collective over the group.
 
         Args:
-            local: this rank's part; of any dtype, it is moved as bytes.
-            rank0_only: rank 0 of the group receives the result, the other ranks None.
-            cpu: collect the result in host memory, one rank's part after the other.
+            local: this rank's part, of any dtype; it is sent as bytes.
+            rank0_only: only rank 0 of the group receives the result; other ranks return None.
+            cpu: collect the result in host memory, one rank's part at a time.
         """
         sharding, rank, world = self.shardings[name], dist.get_rank(self.group), dist.get_world_size(self.group)
         local = local.detach().contiguous()
-        wanted = not rank0_only or rank == 0
+        receives = not rank0_only or rank == 0
         device = torch.device("cpu") if cpu else local.device
-        full = local.new_empty(sharding.shape, device=device) if wanted else None
+        full = local.new_empty(sharding.shape, device=device) if receives else None
         for source in range(world):
             place = self.place_of(source)
             shape = sharding.local_shape(place, self.sizes)
-            if not math.prod(shape) or not (wanted or source == rank):
+            if not math.prod(shape) or not (receives or source == rank):
                 continue
             part = local if source == rank else local.new_empty(shape)
-            self._move(part, source, rank, rank0_only)
+            self._transfer(part, source, rank, rank0_only)
             if full is not None:
                 for box in sharding.boxes(place, self.sizes):
-                    full[box.whole] = part[box.local].to(device)
+                    full[box.full] = part[box.local].to(device)
         return full
 
-    def _move(self, part: Tensor, source: int, rank: int, rank0_only: bool) -> None:
+    def _transfer(self, part: Tensor, source: int, rank: int, rank0_only: bool) -> None:
         raw = part.view(-1).view(torch.uint8)
         if not rank0_only:
             dist.broadcast(raw, group=self.group, group_src=source)
@@ -107,17 +108,17 @@ class ExpertShards:
 class ExpertShard(Tensor):
     """One rank's part of a tensor over all experts: a gradient, or a value of a state dict.
 
-    It shares its storage with the plain tensor that it was made from, and computes like that one. What differs:
+    It shares the storage of the plain tensor that it was created from, and computes like a plain tensor, except that:
 
     - A norm over all of its elements (``torch.linalg.vector_norm``, ``norm``) covers the parts of all ranks of the
-      group. It is collective. So ``torch.nn.utils.clip_grad_norm_`` scales by the same factor on every rank.
-    - ``torch.amp.GradScaler`` learns of infinite gradients on any rank of the group.
+    group and is collective. So ``torch.nn.utils.clip_grad_norm_`` scales by the same factor on all ranks.
+    - ``torch.amp.GradScaler`` detects infinite gradients of all ranks of the group.
     - ``torch.distributed.checkpoint`` saves and loads the parts of all ranks, for any number of ranks.
-    - In a state dict: ``torch.save``, safetensors and pickle raise; they would write one rank's experts as if they
-      were all.
+    - As a value of a state dict, it cannot be saved with ``torch.save``, safetensors or pickle, which would write one
+    rank's experts as if they were all experts.
 
-    ``local()`` returns the plain tensor. What is computed element by element from values of a state dict is such a
-    value, too. Results of other operations are plain tensors.
+    ``local()`` returns the plain tensor. Element-wise results of values of a state dict are such values as well.
+    Results of other operations are plain tensors.
     """
 
     shards: ExpertShards
@@ -127,11 +128,11 @@ class ExpertShard(Tensor):
 
     @staticmethod
     def of(local: Tensor, shards: ExpertShards, name: str, *, in_state_dict: bool = False) -> ExpertShard:
-        """``local`` as this rank's part of parameter ``name``; shares its storage.
+        """Return ``local`` as this rank's part of parameter ``name``; shares its storage.
 
         Args:
-            local: where FSDP2 spreads the part over the ranks that hold the same experts, the ``DTensor`` over these.
-            in_state_dict: refuse to be saved.
+            local: the part. A ``DTensor`` if FSDP2 shards the part over the ranks that hold the same experts.
+            in_state_dict: reject saving.
         """
         if isinstance(local, ExpertShard):
             return local
@@ -143,7 +144,7 @@ class ExpertShard(Tensor):
         return shard
 
     def local(self) -> Tensor:
-        """The same storage as a plain tensor."""
+        """Return a plain tensor with the same storage."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -161,7 +162,7 @@ class ExpertShard(Tensor):
         return torch.Size(self.shards.shardings[self.name_in_module].shape)
 
     def full(self, **options: bool) -> Tensor | None:
-        """All experts; see ``ExpertShards.gather``. Collective."""
+        """Return all experts; see ``ExpertShards.gather``. Collective."""
         local = self.local() if self.dtensor is None else self.dtensor.full_tensor()
         return self.shards.gather(self.name_in_module, local, **options)
 
@@ -174,7 +175,7 @@ class ExpertShard(Tensor):
             _refuse(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             rule = _RULES.get(func)
-            return _computed(func(*args, **kwargs), args) if rule is None else rule(func, args, kwargs)
+            return _wrap_result(func(*args, **kwargs), args) if rule is None else rule(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.in_state_dict:
@@ -189,7 +190,7 @@ class ExpertShard(Tensor):
     # torch.distributed.checkpoint calls these four.
 
     def size(self, dim: int | None = None) -> Any:
-        """As ``Tensor.size``; of a value of a state dict that over all experts, which is compared with a checkpoint."""
+        """Return the local size; for a value of a state dict, the size over all experts, as DCP compares it."""
         shape = self.full_shape if self.in_state_dict else self.shape
         return shape if dim is None else shape[dim]
 
@@ -212,14 +213,12 @@ class ExpertShard(Tensor):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
-            ChunkStorageMetadata(
-                torch.Size(s.start for s in box.whole), torch.Size(s.stop - s.start for s in box.whole)
-            )
+            ChunkStorageMetadata(torch.Size(s.start for s in box.full), torch.Size(s.stop - s.start for s in box.full))
             for box in self._boxes()
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        box = next(box for box in self._boxes() if tuple(s.start for s in box.whole) == tuple(index.offset))
+        box = next(box for box in self._boxes() if tuple(s.start for s in box.full) == tuple(index.offset))
         return self.local()[box.local]
 
     def _boxes(self) -> list[Box]:
@@ -228,32 +227,32 @@ class ExpertShard(Tensor):
         expected = shards.local_shape(self.name_in_module)
         if tuple(held.shape) != expected:
             raise UnsupportedModel(
-                f"state of shape {tuple(held.shape)} for {self.name_in_module} {expected} cannot be put together from "
-                "the parts of ranks"
+                f"state of shape {tuple(held.shape)} for {self.name_in_module} {expected} cannot be assembled from the "
+                "parts of the ranks: the shapes must be equal"
             )
         if not self.local().numel():
             return []
         share = None
         if self.dtensor is not None:
             mesh, rows = self.dtensor.device_mesh, self.dtensor.shape[0]
-            share = Share(0, row_range(rows, mesh.get_local_rank(), mesh.size()))
+            share = ShardSlice(0, row_range(rows, mesh.get_local_rank(), mesh.size()))
         return shards.shardings[self.name_in_module].boxes(shards.place, shards.sizes, share)
 
 
 def total_norms(norms: Sequence[Tensor], groups: Sequence[ProcessGroup], p: float) -> list[Tensor]:
-    """p-norms over all ranks of each group, from this rank's. One exchange for each different group. Collective."""
+    """Combine this rank's p-norms over all ranks of each group. One exchange per group. Collective."""
     result = list(norms)
     for group in dict.fromkeys(groups):
         chosen = [i for i, other in enumerate(groups) if other is group]
         local = torch.stack([norms[i].detach().double().reshape(()) for i in chosen])
         all_WN = gather_values(local, group, "the norm of expert gradients")
-        for i, total in zip(chosen, p_sum(all_WN, p), strict=True):
+        for i, total in zip(chosen, combine_norms(all_WN, p), strict=True):
             result[i] = total.to(norms[i].dtype)
     return result
 
 
-def p_sum(norms_WN: Tensor, p: float) -> Tensor:
-    """[N] p-norms of vectors, of each of which [W, N] are the p-norms of its W parts."""
+def combine_norms(norms_WN: Tensor, p: float) -> Tensor:
+    """[N] p-norms of vectors, from the [W, N] p-norms of their W parts."""
     if p == math.inf:
         return norms_WN.amax(0)
     if p == -math.inf:
@@ -263,8 +262,8 @@ def p_sum(norms_WN: Tensor, p: float) -> Tensor:
     return norms_WN.pow(p).sum(0).pow(1 / p)
 
 
-def _order(given: Any) -> float:
-    return 2.0 if given in (None, "fro") else float(given)
+def _order(order: Any) -> float:
+    return 2.0 if order in (None, "fro") else float(order)
 
 
 def _norm(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -287,23 +286,23 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``GradScaler`` skips a step if ``found_inf`` is set: all ranks of a group must skip the same steps."""
+    """Combine ``found_inf`` over the ranks, as all ranks of a group must skip the same steps of ``GradScaler``."""
     func(*args, **kwargs)
     tensors, found_inf = args[0], args[1]
     for group in dict.fromkeys(t.shards.group for t in tensors if isinstance(t, ExpertShard)):
         found_inf.copy_(gather_values(found_inf.reshape(1), group, "infinite expert gradients").amax().reshape(()))
 
 
-def _keep(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies and casts of a shard are that shard."""
+def _wrap_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrap copies and casts of a shard as shards."""
     result, shard = func(*args, **kwargs), args[0]
     if isinstance(shard, ExpertShard) and isinstance(result, Tensor) and result is not shard:
         return shard._like(result)
     return result
 
 
-def _computed(result: Any, args: tuple[Any, ...]) -> Any:
-    """Averages of state dicts are computed from shards of them, element by element, and are shards."""
+def _wrap_result(result: Any, args: tuple[Any, ...]) -> Any:
+    """Wrap element-wise results of state-dict values, such as averages of state dicts, as shards."""
     if isinstance(result, ExpertShard) or not isinstance(result, Tensor):
         return result
     for arg in args:
@@ -332,7 +331,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
             torch.clone,
             torch.detach,
         ),
-        _keep,
+        _wrap_copy,
     ),
 }
 _REFUSED = {Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage, Tensor.numpy}
@@ -344,23 +343,19 @@ def _refuse(shard: ExpertShard) -> NoReturn:
     raise ConfigError(
         f"this {shard.name_in_module} {tuple(shard.shape)} is the part of rank {rank} of {sharding.shape} over all "
         f"experts; saving it would lose the experts of the other {dist.get_world_size(shards.group) - 1} ranks. "
-        "Save what moe_comm.state_dict(model) and moe_comm.optimizer_state_dict(model, optimizer) return (every rank "
-        "calls them), or use torch.distributed.checkpoint.save (not async_save). For one file a rank: "
+        "Save the results of moe_comm.state_dict(model) and moe_comm.optimizer_state_dict(model, optimizer), which all "
+        "ranks must call, or use torch.distributed.checkpoint.save (not async_save). For one file per rank: "
         'moe_comm.state_dict(model, form="local").'
     )
 
 
 def plain(value: Any) -> Any:
-    """``value``, or its plain tensor if it is an ``ExpertShard``."""
+    """Return the plain tensor of an ``ExpertShard``, or ``value`` itself."""
     return value.local() if isinstance(value, ExpertShard) else value
 
 
-def spread_like(value: Any, held: Any) -> Any:
-    """``value``, which every rank holds whole, spread over ranks as ``held`` is; without communication.
-
-    Raises:
-        InputError: the shapes differ.
-    """
+def distribute_like(value: Any, held: Any) -> Any:
+    """Distribute ``value``, which all ranks hold in full, over ranks as ``held`` is. Not collective."""
     if not is_dtensor(held) or not isinstance(value, Tensor) or is_dtensor(value):
         return value
     from torch.distributed.tensor import distribute_tensor

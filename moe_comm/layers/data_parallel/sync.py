@@ -22,31 +22,32 @@ _BUCKET_BYTES = 32 * 2**20
 
 @torch.no_grad()
 def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduction: Reduction = "sum") -> None:
-    """Reduce every gradient of ``model`` over the ranks that hold parts of one batch. Collective over ``group``.
+    """Reduce all gradients of ``model`` over the ranks that share one batch. Collective over ``group``.
 
-    Call it after the last ``backward`` of a step, in a loop of your own without DDP or FSDP. Gradients of replicated
-    parameters are summed over ``group``. Those of experts already cover the expert-parallel group; they are summed
-    over the ranks of ``group`` that hold the same experts. With loss = (sum over this rank's tokens) / (tokens of all
-    ranks), the results are the gradients of one process.
+    Call it after the last ``backward`` of a step, in loops without DDP or FSDP. Gradients of replicated parameters are
+    summed over ``group``. Gradients of experts already cover the expert-parallel group; they are summed over the ranks
+    of ``group`` with the same experts. With loss = (sum over this rank's tokens) / (tokens of all ranks), the results
+    are the gradients of one process.
 
     Args:
-        model: holds layers built or swapped by this library; works without any, too.
         group: None: the default group. Without ``torch.distributed`` nothing happens.
-        reduction: "mean" divides every gradient by the number of ranks, as DDP does: for a loss that is a mean over
-            this rank's tokens.
+        reduction: "mean" divides each gradient by the number of ranks, as DDP does, for a loss that is a mean over this
+            rank's tokens.
 
     Raises:
         ConfigError: DDP or FSDP reduces the gradients of this model.
-        PeerDied, PeerTimeout: a rank does not take part.
+        PeerDied, PeerTimeout: a rank failed, or did not call in time.
     """
     group = _group(group)
     if group is None or dist.get_world_size(group) == 1:
         return
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
     if wrapped or any(gradients.ddp is not None for _, _, gradients in expert_modules(model)):
-        raise ConfigError("DistributedDataParallel reduces gradients during backward; do not call sync_gradients too")
+        raise ConfigError(
+            "DistributedDataParallel reduces gradients during backward; remove the call of sync_gradients"
+        )
     if sharded := next((name for name, param in model.named_parameters() if is_dtensor(param)), None):
-        raise ConfigError(f"FSDP reduces gradients during backward ({sharded}); do not call sync_gradients as well")
+        raise ConfigError(f"FSDP reduces gradients during backward ({sharded}); remove the call of sync_gradients")
     world = dist.get_world_size(group)
     experts = {id(param) for param in expert_parameters(model).values()}
     for _, module, gradients in expert_modules(model):
@@ -65,13 +66,13 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
 
 @torch.no_grad()
 def sum_replicated_gradients(model: nn.Module, group: ProcessGroup | None = None, *, divide: int = 1) -> None:
-    """The part of ``sync_gradients`` that leaves experts alone. Collective over ``group``.
+    """Sum the gradients of replicated parameters, but not of experts. Collective over ``group``.
 
-    For a group that splits sequences (context parallelism) of a model whose experts span other ranks.
+    Use it for a group that splits sequences (context parallelism) if the experts are distributed over other ranks.
 
     Args:
         group: None: the default group.
-        divide: the sums are divided by this number.
+        divide: divisor of the sums.
     """
     group = _group(group)
     if group is None or dist.get_world_size(group) == 1:
@@ -86,19 +87,20 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients of ``model`` so that their norm over all ranks is at most ``max_norm``. Collective.
 
-    The norm is that of one process: each expert and each part of a parameter counts once, wherever it is. It is the
-    same on every rank. Call it after gradients were reduced. Takes models under DDP, under FSDP2 (where
-    ``torch.nn.utils.clip_grad_norm_`` raises, as experts and other parameters lie on different meshes), and models
-    whose linears or attention were cut by ``swap_linears`` and ``swap_attention``.
+    The norm is that of one process: each expert and each part of a parameter counts once. It is equal on all ranks.
+    Call it after gradients are reduced. Supports models under DDP, under FSDP2 (where
+    ``torch.nn.utils.clip_grad_norm_`` raises because experts and other parameters are on different meshes), and models
+    split by ``swap_linears`` and ``swap_attention``.
 
     Args:
-        norm_type: of the p-norm; ``inf`` for the largest magnitude.
+        norm_type: order of the p-norm; ``inf`` for the largest magnitude.
+        error_if_nonfinite: raise if the norm is not finite.
 
     Returns:
         The norm before clipping, a scalar tensor.
 
     Raises:
-        NonFiniteLoss: the norm is NaN or infinite, with ``error_if_nonfinite``; on every rank, and nothing is scaled.
+        NonFiniteLoss: the norm is NaN or infinite, with ``error_if_nonfinite``; raised on all ranks, before scaling.
     """
     p = float(norm_type)
     families = _families(model)
@@ -119,16 +121,16 @@ def clip_grad_norm_(
 
 
 def prepare_ddp(model: Any, *, grad_reduction: Reduction | None = None) -> Any:
-    """Make ``DistributedDataParallel(model)`` leave the experts, and the counters of routers, to their ranks.
+    """Exclude experts and router counters from the reduction and broadcast of ``DistributedDataParallel``.
 
         model = DistributedDataParallel(moe_comm.prepare_ddp(model))
 
-    ``swap_moe`` does this for the model that it is given; a model that contains that one, or that contains
-    ``MoELayer``, needs the call. Without it the first forward pass raises ``ConfigError``.
+    ``swap_moe`` calls this for its model. A model that contains a swapped model or an ``MoELayer`` needs the call:
+    without it, the first forward pass raises ``ConfigError``.
 
     Args:
-        grad_reduction: how DDP's communication hook combines gradients. None: DDP's own mean, and the hooks of torch
-            that compress it; any other hook must be declared "sum" or "mean".
+        grad_reduction: "sum" or "mean": how DDP's communication hook reduces gradients. None detects DDP's own mean and
+            torch's compression hooks; other hooks must be declared.
 
     Returns:
         ``model``.
@@ -143,7 +145,7 @@ def prepare_ddp(model: Any, *, grad_reduction: Reduction | None = None) -> Any:
 
 
 def _counters(model: nn.Module) -> Iterator[str]:
-    """Buffers that count this rank's tokens; DDP would overwrite them by those of rank 0 at each forward pass."""
+    """Iterate over buffers that count this rank's tokens; DDP would overwrite them with those of rank 0."""
     for name, module in model.named_modules():
         yield from (f"{name}.{key}".lstrip(".") for key in getattr(module, "counters", ()))
 
@@ -151,20 +153,21 @@ def _counters(model: nn.Module) -> Iterator[str]:
 def prepare_fsdp(
     model: Any, group: ProcessGroup | None = None, *, grad_reduction: Reduction = "mean", **options: Any
 ) -> Any:
-    """Shard the experts over the ranks that hold the same ones, before ``fully_shard`` shards the rest. Collective.
+    """Shard the experts over the ranks with the same experts, before ``fully_shard`` shards the rest. Collective.
 
         moe_comm.prepare_fsdp(model)
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
 
-    ``fully_shard`` leaves alone what is sharded already. Without this call it would mix different experts, and the
+    ``fully_shard`` skips modules that are sharded already. Without this call it would mix different experts, and the
     first forward pass raises ``ConfigError``.
 
     Args:
-        group: the ranks over which ``fully_shard`` shards the rest; None: the default group.
-        grad_reduction: "mean", as ``fully_shard`` does it; "sum" if you set its gradient divide factor to 1.
-        options: for ``fully_shard`` of the experts: ``mp_policy``, ``reshard_after_forward``, ``offload_policy``.
+        group: ranks over which ``fully_shard`` shards the rest; None: the default group.
+        grad_reduction: "mean", as ``fully_shard`` reduces; "sum" if you set its gradient divide factor to 1.
+        options: options of ``fully_shard`` for the experts: ``mp_policy``, ``reshard_after_forward``,
+            ``offload_policy``.
 
     Returns:
         ``model``.
@@ -175,12 +178,12 @@ def prepare_fsdp(
     group = _group(group)
     if group is None:
         return model
-    alone: ProcessGroup | None = None
+    single: ProcessGroup | None = None
     for _, module, gradients in expert_modules(model):
         edp = gradients.edp_group(group)
         if edp is None:
-            alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            edp = alone
+            single = single or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            edp = single
         for name in gradients.shards.shardings:
             # FSDP cannot reduce the gradient of a parameter without elements.
             param = getattr(module, name)
@@ -189,7 +192,7 @@ def prepare_fsdp(
         fully_shard(module, mesh=mesh, **options)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(dist.get_world_size(group) if grad_reduction == "mean" else 1.0)
-        # gloo has no pre-multiplied sum. With one rank torch divides twice where it is told to sum.
+        # gloo has no pre-multiplied sum. With one rank and this option, torch divides twice.
         module.set_force_sum_reduction_for_comms(dist.get_world_size(edp) > 1)
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -206,17 +209,17 @@ def _group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def _sum(params: list[nn.Parameter], group: ProcessGroup, divide: int = 1) -> None:
-    """Sum gradients over ``group``, in buckets. A parameter without a gradient on any rank is left without."""
+    """Sum gradients over ``group`` in buckets. Parameters without a gradient on any rank are skipped."""
     if not params:
         return
     have = torch.tensor([param.grad is not None for param in params], device=params[0].device)
     anywhere = gather_values(have, group, "finding parameters with gradients").any(0).tolist()
-    params = [param for param, found in zip(params, anywhere, strict=True) if found]
+    params = [param for param, has_grad in zip(params, anywhere, strict=True) if has_grad]
     for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         if param.grad.layout != torch.strided:
-            raise UnsupportedModel("sync_gradients takes dense gradients; a parameter has a sparse one")
+            raise UnsupportedModel("sync_gradients supports dense gradients only; a parameter has a sparse gradient")
     for bucket in _buckets(plain(param.grad) for param in params):
         total = sum_values(torch.cat([grad.reshape(-1) for grad in bucket]), group)
         if divide > 1:
@@ -226,32 +229,32 @@ def _sum(params: list[nn.Parameter], group: ProcessGroup, divide: int = 1) -> No
 
 
 def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one dtype together, up to 32 MiB."""
-    held: dict[torch.dtype, list[Tensor]] = {}
+    """Group gradients by dtype into buckets of up to 32 MiB."""
+    open_buckets: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
-        bucket = held.setdefault(grad.dtype, [])
+        bucket = open_buckets.setdefault(grad.dtype, [])
         bucket.append(grad)
         if sum(g.numel() for g in bucket) * grad.element_size() >= _BUCKET_BYTES:
-            yield held.pop(grad.dtype)
-    yield from held.values()
+            yield open_buckets.pop(grad.dtype)
+    yield from open_buckets.values()
 
 
 Groups = tuple[ProcessGroup, ...]
 
 
 def _families(model: nn.Module) -> dict[Groups, list[nn.Parameter]]:
-    """Parameters by the groups over which their norm is summed: those whose ranks hold different elements of them.
+    """Group parameters by the process groups over which their norm is summed, whose ranks hold different elements.
 
-    Experts count even where they are not trained, as on ranks without any: the norm is collective.
+    Experts are included even if they are not trained, as on ranks without experts: the norm is collective.
     """
-    cut: dict[int, Groups] = {}
+    split: dict[int, Groups] = {}
     for _, module, gradients in expert_modules(model):
-        cut |= {id(getattr(module, name)): (gradients.shards.group,) for name in gradients.shards.shardings}
-    cut |= {id(param): (group,) for _, param, group in tensor_parallel(model)}
+        split |= {id(getattr(module, name)): (gradients.shards.group,) for name in gradients.shards.shardings}
+    split |= {id(param): (group,) for _, param, group in tensor_parallel(model)}
     families: dict[Groups, list[nn.Parameter]] = {}
     for param in model.parameters():
-        if param.requires_grad or param.grad is not None or id(param) in cut:
-            families.setdefault((*_mesh_groups(param), *cut.get(id(param), ())), []).append(param)
+        if param.requires_grad or param.grad is not None or id(param) in split:
+            families.setdefault((*_mesh_groups(param), *split.get(id(param), ())), []).append(param)
     return families
 
 

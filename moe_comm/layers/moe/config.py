@@ -1,41 +1,53 @@
-"""What an MoE layer is made of. Frozen descriptions only; ``moe.py`` builds it."""
+"""Configuration of an MoE layer, and the ranks that it runs on. ``MoELayer.build`` builds the layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from torch.distributed import ProcessGroup
+
+from moe_comm.comm.group_setup import as_group
+from moe_comm.deprecated import converted_parameters, warn_renamed
 from moe_comm.dispatch.capacity import Capacity
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation
-from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
-class ZeroExperts:
-    """Zero-computation experts, whose ids follow those of the real ones: first identities, then those that add 0."""
-
-    identity: int = 0
-    zero: int = 0
-
-    def __post_init__(self) -> None:
-        if self.identity < 0 or self.zero < 0:
-            raise ConfigError(f"numbers of zero-computation experts cannot be negative; got {self}")
-
-    @property
-    def total(self) -> int:
-        return self.identity + self.zero
+def _move_zero_experts(fields: dict[str, Any]) -> None:
+    zero_experts = fields.pop("zero_experts", None)
+    if zero_experts is None:
+        return
+    warn_renamed("MoEConfig(zero_experts=...)", "RouterConfig(zero_experts=...), whose num_experts counts real experts")
+    router = fields["router"]
+    num_experts = router.num_choices - zero_experts.total
+    if num_experts < 1:
+        raise ConfigError(f"no real expert remains of {router.num_choices}: all are zero-computation ({zero_experts})")
+    fields["router"] = replace(router, num_experts=num_experts, zero_experts=zero_experts)
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A whole MoE layer.
+    """Configuration of an MoE layer.
 
-    hidden, ffn: D, and F of one expert.
-    router: its ``num_experts`` counts real and zero-computation experts.
-    shared_ffn: width of the shared expert; 0 for none. shared_gate: it has a sigmoid gate.
-    capacity: bound on the rows per expert; None drops nothing.
-    recompute: experts keep less for backward.
-    experts_per_rank: how many real experts each expert-parallel rank holds; None spreads them evenly.
+    Args:
+        hidden: width D of the tokens.
+        ffn: width F of one expert.
+        router: router, with the number of experts.
+        activation: name of a registered activation, or an ``Activation``.
+        expert_bias: both linears of the experts have biases.
+        shared_ffn: width of the shared expert; 0 builds none.
+        shared_gate: scale the shared expert's output by a learned sigmoid gate.
+        capacity: maximum number of rows per expert; None drops no row.
+        recompute: recompute the activations of experts in backward instead of storing them.
+        experts_per_rank: number of real experts on each expert-parallel rank; None distributes them evenly.
+
+    Raises:
+        ConfigError: a size is out of range, or ``shared_gate`` without a shared expert.
     """
 
     hidden: int
@@ -43,7 +55,6 @@ class MoEConfig:
     router: RouterConfig
     activation: str | Activation = "swiglu"
     expert_bias: bool = False
-    zero_experts: ZeroExperts = ZeroExperts()
     shared_ffn: int = 0
     shared_gate: bool = False
     capacity: Capacity | None = None
@@ -53,14 +64,52 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.hidden < 1 or self.ffn < 1 or self.shared_ffn < 0:
             raise ConfigError(f"hidden and ffn must be at least 1; got {self.hidden}, {self.ffn}, {self.shared_ffn}")
-        if self.num_experts < 1:
-            raise ConfigError(
-                f"no real expert is left of {self.router.num_experts}: all are zero-computation ({self.zero_experts})"
-            )
         if self.shared_gate and not self.shared_ffn:
             raise ConfigError("shared_gate needs a shared expert; set shared_ffn")
 
     @property
     def num_experts(self) -> int:
-        """Real experts of all ranks together."""
-        return self.router.num_experts - self.zero_experts.total
+        """Number of real experts of all ranks together."""
+        return self.router.num_experts
+
+    @property
+    def zero_experts(self) -> ZeroExperts:
+        """Zero-computation experts of the router."""
+        return self.router.zero_experts
+
+
+# Assigned, as a class decorator would hide the dataclass from type checkers.
+MoEConfig.__init__ = converted_parameters(_move_zero_experts)(MoEConfig.__init__)  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class MoEGroups:
+    """Process groups of an MoE layer in a folded mapping.
+
+    Args:
+        experts: the ep * etp ranks that share one set of experts, etp fastest; None holds every expert on this rank.
+        etp: number of ranks that share each expert (expert tensor parallelism).
+        tokens: the ranks that hold the tokens of one micro-batch: all ranks of a pipeline stage. Auxiliary losses and
+            a capacity of scope "batch" cover their tokens together. None: ``experts``.
+        sequence: the ranks that share each sequence (context and tensor parallelism), for the sequence-wise balance
+            loss. None: each sequence is on one rank.
+    """
+
+    experts: ProcessGroup | None = None
+    etp: int = 1
+    tokens: ProcessGroup | None = None
+    sequence: ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: ProcessGroup | DeviceMesh | MoEGroups | None) -> MoEGroups:
+        """Return ``group`` itself, or the groups of a layer whose experts are distributed over ``group`` alone."""
+        return group if isinstance(group, MoEGroups) else cls(as_group(group, "ep"))
+
+
+def join_groups(arguments: dict[str, Any]) -> None:
+    """Convert the old keywords ``etp``, ``tokens_group`` and ``sequence_group`` of ``MoELayer.build``."""
+    old = {"etp": "etp", "tokens_group": "tokens", "sequence_group": "sequence"}
+    given = {new: arguments.pop(name) for name, new in old.items() if name in arguments}
+    if given:
+        warn_renamed(f"MoELayer.build({', '.join(sorted(given))}=...)", "group=MoEGroups(...)")
+        arguments["group"] = replace(MoEGroups.of(arguments.get("group")), **given)

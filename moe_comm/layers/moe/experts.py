@@ -1,4 +1,4 @@
-"""The experts that one rank holds, their weights stacked."""
+"""The experts of one rank, with stacked weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_comm.deprecated import attribute_parameters
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.kernels.autocast import cast_parameter
@@ -17,46 +18,52 @@ from moe_comm.overlap.executors.serial import run_mlp
 from moe_comm.topology import ExpertPlacement, Sharding, Split
 
 Compute = Callable[[Tensor, Sequence[int], ExpertMLP], Tensor]
-"""(rows, rows_per_expert, mlp) to the experts' outputs."""
+"""Callable (rows, rows_per_expert, mlp) that returns the experts' outputs."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Part ``index`` of ``of`` equal ones of each expert's width F: what one expert-tensor-parallel rank holds."""
+class ExpertSlice:
+    """Slice ``index`` of ``count`` equal slices of each expert's width F, for expert tensor parallelism."""
 
     index: int = 0
-    of: int = 1
+    count: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.of:
-            raise ConfigError(f"part {self.index} of an expert's {self.of} does not exist")
+        if not 0 <= self.index < self.count:
+            raise ConfigError(f"the slice index must be in 0..{self.count - 1}; got {self.index}")
 
 
 class Experts(nn.Module):
-    """E experts, each activation(x @ w13.T + b13) @ w2.T + b2, run on rows that stand expert after expert.
+    """E experts, each activation(x @ w13.T + b13) @ w2.T + b2, applied to rows that are grouped by expert.
 
-    With a ``part`` of each expert, w13, b13 and w2 are cut along F, and the ranks' outputs add up to the experts':
+    With a slice of each expert, w13, b13 and w2 are split along F, and the outputs of the etp ranks add up to the
+    experts':
 
-        w13 [gate 0 .. F | up 0 .. F]   part 1 of 2 holds  [gate F/2 .. F | up F/2 .. F]  ─▶ half the activation
-        w2  [D, 0 .. F]                 part 1 of 2 holds  [D, F/2 .. F]                  ─▶ half the sum over F
+        w13 [gate 0 .. F | up 0 .. F]   slice 1 of 2 holds  [gate F/2 .. F | up F/2 .. F]  ─▶ half of the activation
+        w2  [D, 0 .. F]                 slice 1 of 2 holds  [D, F/2 .. F]                  ─▶ half of the sum over F
 
     Args:
-        num_experts: E of this rank; zero is allowed.
-        hidden, ffn: D and F, of the whole experts.
+        num_experts: E, the number of experts of this rank; zero is allowed.
+        hidden: D.
+        ffn: F of a complete expert.
         activation: a name in ``ACTIVATIONS`` or an ``Activation``; G = 2F if it is gated, else F.
-        bias: have b13 and b2.
+        bias: create b13 and b2.
         transposed: store w13 as [E, D, G] and w2 as [E, F, D], as gpt-oss does.
-        recompute: keep less for backward at the price of one matrix product more there.
-        part: which part of each expert this rank holds.
+        part: the slice of each expert that this rank holds.
 
     Attributes:
-        w13: [E, G, D], gate rows first, Hugging Face's ``gate_up_proj``. w2: [E, D, F]. b13: [E, G]. b2: [E, D].
-            Of parts, G and F are that much smaller, and b2 is [E, D / parts]: each adds its own columns of it.
+        w13: [E, G, D], gate rows first, as in Hugging Face's ``gate_up_proj``. For slices, G is smaller.
+        w2: [E, D, F]. For slices, F is smaller.
+        b13: [E, G] or None.
+        b2: [E, D] or None. For slices it is [E, D / count]: each rank adds its own columns.
+        recompute: False by default. True: recompute activations in backward instead of storing them; costs one more
+            GEMM.
 
     Raises:
-        ConfigError: a size below 1; F, or D where there is a bias, that cannot be cut into so many parts.
+        ConfigError: a size is below 1; or the number of slices does not divide F, or D if there is a bias.
     """
 
+    @attribute_parameters("recompute")
     def __init__(
         self,
         num_experts: int,
@@ -66,20 +73,19 @@ class Experts(nn.Module):
         *,
         bias: bool = False,
         transposed: bool = False,
-        recompute: bool = False,
-        part: Part = Part(),
+        part: ExpertSlice = ExpertSlice(),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if num_experts < 0 or hidden < 1 or ffn < 1:
             raise ConfigError(f"experts need hidden and ffn of at least 1; got {num_experts} experts, {hidden}, {ffn}")
-        if ffn % part.of:
-            raise ConfigError(f"an expert's width ffn = {ffn} must be a multiple of etp = {part.of}, which cuts it")
+        if ffn % part.count:
+            raise ConfigError(f"ffn = {ffn} must be a multiple of etp = {part.count}, which splits the expert's width")
         self.num_experts, self.hidden, self.ffn, self.part = num_experts, hidden, ffn, part
         self.activation = activation_of(activation)
-        self.transposed, self.recompute = transposed, recompute
-        width = ffn // part.of
+        self.transposed, self.recompute = transposed, False
+        width = ffn // part.count
         width_h = 2 * width if self.activation.gated else width
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -88,39 +94,43 @@ class Experts(nn.Module):
         self.w13 = parameter(hidden, width_h) if transposed else parameter(width_h, hidden)
         self.w2 = parameter(width, hidden) if transposed else parameter(hidden, width)
         self.b13 = parameter(width_h) if bias else None
-        if bias and hidden % part.of:
-            raise ConfigError(f"the output bias of hidden = {hidden} must be a multiple of etp = {part.of}, to be cut")
-        self.b2 = parameter(hidden // part.of) if bias else None
+        if bias and hidden % part.count:
+            raise ConfigError(
+                f"hidden = {hidden} must be a multiple of etp = {part.count}, which splits the output bias"
+            )
+        self.b2 = parameter(hidden // part.count) if bias else None
         self.reset_parameters(int(torch.randint(2**31, (), device="cpu").item()))
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, first_expert: int = 0, std: float = 0.02) -> None:
-        """Normal weights and zero biases; an expert's depend on ``seed`` and its global id only, not on its rank.
+        """Initialize weights from a normal distribution, and biases with zero.
 
-        A part of an expert is that part of the whole expert's weights.
+        An expert's weights depend on ``seed`` and its global id only, not on its rank. A slice is initialized as the
+        same slice of the complete expert.
 
         Args:
+            seed: seed of all experts.
             first_expert: global id of this rank's first expert.
         """
         if self.w13.device.type == "meta":
-            return  # drawing for tensors without memory would take as long as for real ones
+            return  # tensors without memory need no values
         generator = torch.Generator("cpu")
         for e in range(self.num_experts):
             generator.manual_seed((seed * 1_000_003 + first_expert + e) % 2**63)
             for name, weight in (("w13", self.w13), ("w2", self.w2)):
-                whole = self.sharding_of_one(name)
-                drawn = torch.empty(whole.shape, dtype=torch.float32, device="cpu")
+                full = self.sharding_of_one(name)
+                drawn = torch.empty(full.shape, dtype=torch.float32, device="cpu")
                 drawn.normal_(std=std, generator=generator)
-                weight[e].copy_(whole.take(drawn, {"etp": self.part.index}, {"etp": self.part.of}))
+                weight[e].copy_(full.take(drawn, {"etp": self.part.index}, {"etp": self.part.count}))
         for bias in (self.b13, self.b2):
             if bias is not None:
                 bias.zero_()
 
     def sharding_of_one(self, name: str) -> Sharding:
-        """How one expert's w13, w2, b13 or b2 is cut over the etp ranks; its shape is that of the whole expert."""
+        """Return the sharding of one expert's w13, w2, b13 or b2 over the etp ranks."""
         gated = self.activation.gated
         width_h = 2 * self.ffn if gated else self.ffn
-        # Gate and up are cut each by itself; where they are interleaved, a plain cut leaves the pairs together.
+        # Gate and up are split separately; if they are interleaved, one split keeps the pairs together.
         segments = 2 if gated and not self.activation.interleaved else 1
         t = self.transposed
         shape, dim, segments = {
@@ -132,18 +142,18 @@ class Experts(nn.Module):
         return Sharding(shape, (Split(dim, "etp", segments),), expert=True)
 
     def shardings_over(self, placement: ExpertPlacement) -> dict[str, Sharding]:
-        """How each parameter [E_global, ...] is cut over ep, by ``placement``, and over etp; by parameter name."""
+        """Return the sharding of each parameter [E_global, ...] over ep (by ``placement``) and etp, by name."""
         counts = placement.experts_per_rank
         over_ep = Split(0, "ep", sizes=None if len(set(counts)) == 1 else counts)
-        found = {}
+        shardings = {}
         for name, _ in self.named_parameters():
             one = self.sharding_of_one(name)
             inner = (Split(split.dim + 1, split.axis, split.segments) for split in one.splits)
-            found[name] = Sharding((placement.num_experts, *one.shape), (over_ep, *inner), expert=True)
-        return found
+            shardings[name] = Sharding((placement.num_experts, *one.shape), (over_ep, *inner), expert=True)
+        return shardings
 
     def extra_repr(self) -> str:
-        part = f", part {self.part.index} of {self.part.of}" if self.part.of > 1 else ""
+        part = f", slice {self.part.index} of {self.part.count}" if self.part.count > 1 else ""
         return (
             f"num_experts={self.num_experts}, hidden={self.hidden}, ffn={self.ffn}, "
             f"activation={self.activation.name}, bias={self.b13 is not None}{part}"
@@ -153,20 +163,20 @@ class Experts(nn.Module):
         """Run each expert on its rows.
 
         Args:
-            rows_RD: [R, D], expert after expert.
-            rows_per_expert: E counts that add up to R.
-            compute: runs the arithmetic; ``ExpertCall.compute`` of an executor, whose ``rows`` are then given.
+            rows_RD: [R, D], grouped by expert.
+            rows_per_expert: E row counts; their sum is R.
+            compute: runs the expert MLP. An executor passes ``ExpertCall.compute``.
 
         Returns:
-            [R, D] in the dtype of the rows, or autocast's; or what ``compute`` returns.
+            [R, D] in the dtype of the rows, or autocast's; or the result of ``compute``.
 
         Raises:
-            InputError: shapes or dtypes do not fit.
+            InputError: shapes or dtypes do not match.
         """
         return compute(rows_RD, rows_per_expert, self.mlp_for(rows_RD))
 
     def mlp_for(self, rows: Tensor) -> ExpertMLP:
-        """The parameters, in the dtype in which ``rows`` are computed."""
+        """Return the parameters in the dtype in which ``rows`` are computed."""
         w13: Tensor = self.w13
         w2: Tensor = self.w2
         b13: Tensor | None = self.b13
@@ -176,7 +186,7 @@ class Experts(nn.Module):
             b13, b2 = (None if bias is None else cast_parameter(bias, rows) for bias in (b13, b2))
         if self.transposed:
             w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-        if b2 is not None and self.part.of > 1:
+        if b2 is not None and self.part.count > 1:
             before, width = self.part.index * b2.shape[1], b2.shape[1]
             b2 = F.pad(b2, (before, self.hidden - before - width))
         return ExpertMLP((w13, w2, b13, b2), self.activation, self.recompute)

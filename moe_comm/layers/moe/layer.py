@@ -1,19 +1,19 @@
-"""The MoE layer: router, dispatch, experts, combine, and what runs beside them.
+"""The MoE layer: router, dispatch, experts, combine, and the branches that run in parallel with them.
 
 x ──▶ router ──ids, weights──┐
 │                            ▼
 ├──────────▶ dispatch ──rows by expert──▶ experts ──rows──▶ combine ──▶ + ──▶ y
-├──────────▶ shared expert (every token) ───────────────────────────────┤
-└──────────▶ identity experts: weight * x, nothing travels ─────────────┘
+├──────────▶ shared expert (all tokens) ────────────────────────────────┤
+└──────────▶ identity experts: weight * x, no rows are sent ────────────┘
 
-Expert tensor parallelism (etp ranks hold a part of each expert's width) is dispatch to parts. A part is an expert to
-the dispatcher, a token goes to all parts of its experts, and combine adds their partial results, in fp32:
+With expert tensor parallelism, etp ranks divide the width of each expert into slices. The dispatcher treats each slice
+as an expert: it sends a token to all slices of the token's experts, and combine adds their partial results in fp32:
 
-    ep 2, etp 2, experts 0 1 | 2 3, a token for experts 1 and 2, parts a and b
+    ep 2, etp 2, experts 0 1 | 2 3, a token routed to experts 1 and 2, slices a and b
 
     rank (ep, etp)    0 (0, 0)    1 (0, 1)    2 (1, 0)    3 (1, 1)
     holds             0a 1a       0b 1b       2a 3a       2b 3b
-    gets the token       1a          1b       2a          2b           y = w1 * (1a + 1b) + w2 * (2a + 2b)
+    token is sent to     1a          1b       2a          2b           y = w1 * (1a + 1b) + w2 * (2a + 2b)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.deprecated import renamed_attributes
+from moe_comm.deprecated import converted_parameters, renamed_attributes, renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
 from moe_comm.errors import ConfigError, InputError
@@ -37,8 +37,8 @@ from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards
 from moe_comm.layers.data_parallel.sync import prepare_ddp
-from moe_comm.layers.moe.config import MoEConfig, ZeroExperts
-from moe_comm.layers.moe.experts import Experts, Part
+from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
+from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
 from moe_comm.layers.moe.router import Router, Routing, recomputing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
@@ -52,16 +52,21 @@ from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.topology import ExpertPlacement, Sharding
 
-__all__ = ["DispatchStats", "MoEConfig", "MoELayer", "ZeroExperts"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DispatchStats", "MoEConfig", "MoELayer"]
 
 
 @dataclass(frozen=True)
 class DispatchStats:
-    """Where the (token, slot) pairs of one call went. None is lost: over all ranks, etp * sent adds up to received.
+    """Statistics of the (token, slot) pairs of one call. Summed over all ranks, etp * sent equals received.
 
-    slots: T * K of this rank. sent: those that went to an expert; the others were dropped by the capacity, or had no
-        real expert in the first place. received: rows that this rank's experts, or parts of experts, were given.
-    dropped: by the capacity, a scalar tensor; None without capacity.
+    Attributes:
+        slots: T * K of this rank.
+        sent: slots that were dispatched to an expert. The other slots were dropped, or have no real expert.
+        received: rows that this rank received for its experts or expert slices.
+        dropped: slots that the capacity dropped, a scalar tensor; None without capacity.
     """
 
     slots: int
@@ -71,16 +76,15 @@ class DispatchStats:
 
 
 class MoECall:
-    """What ``MoELayer.begin`` returns. Every rank calls ``compute`` and then ``result``, once each:
+    """A pending call of an ``MoELayer``, returned by ``MoELayer.begin``. Each rank calls ``compute``, then ``result``:
 
-        call = layer.begin(x)     tokens are dispatched
-        ...                       other work: attention of another micro-batch, a dense branch beside the experts
-        call.compute()            the shared expert, while tokens are in transfer; then the experts
+        call = layer.begin(x)     dispatch starts
+        ...                       other work: attention of another micro-batch, a parallel dense branch
+        call.compute()            shared expert, while rows are in flight; then the experts
         ...                       other work
         y = call.result()         results are combined
 
-    Autograd runs the same other work between the same parts in backward, in the other order: it goes by when an
-    operator ran in forward.
+    In backward, autograd runs the same operators in reverse order, so the other work hides the transfers there as well.
     """
 
     def __init__(self, steps: Steps[Tensor]) -> None:
@@ -88,48 +92,52 @@ class MoECall:
         next(steps)
 
     def compute(self) -> None:
-        """Run the shared expert, and the experts on the rows as they complete; begin to return the results."""
+        """Run the shared expert, and the experts on the rows as they complete; start to send the results."""
         next(self._steps)
 
     def result(self) -> Tensor:
-        """[..] in the shape of the input: what ``MoELayer.forward`` returns."""
+        """Return what ``MoELayer.forward`` returns."""
         try:
             next(self._steps)
         except StopIteration as end:
             y: Tensor = end.value
             return y
-        raise RuntimeError("call compute before result")
+        raise RuntimeError("MoECall.result was called before MoECall.compute")
 
 
 @renamed_attributes(flow="dispatch_stats")
 class MoELayer(ParallelModule):
-    """Mixture-of-Experts layer over the ranks of an expert-parallel group. A drop-in for a feed-forward block.
+    """Mixture-of-Experts layer over the ranks of an expert-parallel group; replaces a feed-forward block.
 
-    Each rank gives its own tokens (any number, zero included) and gets their outputs. Every rank of the group must
-    call the layer, and its backward, alike.
+    Each rank passes its own tokens (any number, including zero) and receives their outputs. All ranks of the group must
+    call the layer, and its backward, in the same order.
 
-    Gradients are plain sums: an expert's gradient is that of the sum of all ranks' losses and needs no reduction
-    over the group; the router's and the shared expert's parameters are replicated, and theirs do.
+    Gradients are plain sums. The gradient of an expert covers the losses of all ranks of the group and needs no
+    reduction over it. The parameters of the router and of the shared expert are replicated, and their gradients must be
+    reduced.
 
-    Output, input gradient, routing-weight gradients and expert weight gradients have the same bits for any number of
-    expert-parallel ranks (deterministic mode, CPU). Expert tensor parallelism adds partial sums in another order.
+    In deterministic mode on the CPU, the output and the gradients of the input, routing weights and expert weights have
+    the same bits for any number of expert-parallel ranks. Expert tensor parallelism changes the order of partial sums.
 
     Args:
-        router: routes to the real experts and the ``zero_experts.total`` others. What it counts over its ``group``,
-            the layer counts too: a capacity of scope "batch" is decided over the tokens of that group.
-        experts: this rank's, ``len(dispatcher.local_experts)`` of them, or that many parts.
-        dispatcher: of experts, or of their parts (``ExpertPlacement.sliced``).
-        label: the layer's name in error messages.
-        overlap: which executor runs dispatch, experts and combine (``overlap/executors``); "auto": serial or pipelined,
-            as a cost model predicts (``explain_overlap``); None: serial. The numbers are the same.
+        router: selects real and zero-computation experts. The layer counts over the router's ``group`` as well: a
+            capacity of scope "batch" applies to the tokens of that group.
+        experts: the experts of this rank, ``len(dispatcher.local_experts)`` of them, or as many expert slices.
+        dispatcher: dispatcher of the experts, or of their slices (``ExpertPlacement.sliced``).
+        shared: shared expert, or None.
+        capacity: maximum number of rows per expert; None drops no row.
+        label: name of the layer in error messages.
+        overlap: the executor that runs dispatch, experts and combine (``overlap/executors``). "auto" selects serial or
+            pipelined by a cost model (``explain_overlap``). None: serial. The results have the same bits.
 
     Attributes:
-        placement: which experts each expert-parallel rank holds, whole or in parts.
-        place, sizes: of this rank on the axes "ep" and "etp", and those axes' sizes.
+        placement: the experts of each expert-parallel rank, complete or as slices.
+        place: coordinates of this rank on the axes "ep" and "etp".
+        sizes: sizes of these axes.
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
-        dropped_total: the same since ``take_loads``, counted in training and once under activation checkpointing.
-        dispatch_stats: where the slots of the last call went.
-        aux_scale: what the main loss is multiplied by before backward; the auxiliary losses get the same factor.
+        dropped_total: dropped slots since ``take_loads``; counted in training, and once under activation checkpointing.
+        dispatch_stats: statistics of the last call.
+        aux_scale: factor of the auxiliary losses; must be the factor by which the main loss is scaled before backward.
     """
 
     counters = ("dropped_total",)
@@ -144,7 +152,6 @@ class MoELayer(ParallelModule):
         shared: SharedExpert | None = None,
         *,
         capacity: Capacity | None = None,
-        zero_experts: ZeroExperts | None = None,
         label: str = "",
         overlap: Overlap | Literal["auto"] | None = None,
     ) -> None:
@@ -152,27 +159,27 @@ class MoELayer(ParallelModule):
         self.router, self.experts, self.shared = router, experts, shared
         self.dispatcher = dispatcher
         self.capacity = capacity
-        self.zero_experts = zero_experts or ZeroExperts()
+        self.zero_experts = router.config.zero_experts
         self.label, self.overlap = label, Overlap.of(overlap)
         self.aux_scale: float | Tensor = 1.0
         self.num_dropped: Tensor | None = None
         self.dispatch_stats: DispatchStats | None = None
         dropped = torch.zeros((), dtype=torch.int64, device=router.weight.device)
         self.register_buffer("dropped_total", dropped, persistent=False)
-        part = getattr(experts, "part", Part())
-        self.placement = ExpertPlacement(dispatcher.placement.experts_per_rank[:: part.of])
-        self.place: Mapping[str, int] = {"ep": dispatcher.rank // part.of, "etp": part.index}
-        self.sizes: Mapping[str, int] = {"ep": self.placement.world, "etp": part.of}
-        if self.placement.sliced(part.of) != dispatcher.placement or dispatcher.rank % part.of != part.index:
+        part = getattr(experts, "part", ExpertSlice())
+        self.placement = ExpertPlacement(dispatcher.placement.experts_per_rank[:: part.count])
+        self.place: Mapping[str, int] = {"ep": dispatcher.rank // part.count, "etp": part.index}
+        self.sizes: Mapping[str, int] = {"ep": self.placement.world, "etp": part.count}
+        if self.placement.sliced(part.count) != dispatcher.placement or dispatcher.rank % part.count != part.index:
             raise ConfigError(
-                f"rank {dispatcher.rank} holds part {part.index} of {part.of} of its experts, which does not fit the "
-                f"dispatcher's placement {dispatcher.placement.experts_per_rank}: the {part.of} ranks that share "
-                "experts stand next to each other and hold as many"
+                f"slice {part.index} of {part.count} of the experts of rank {dispatcher.rank} does not match the "
+                f"dispatcher's placement {dispatcher.placement.experts_per_rank}: the {part.count} ranks that share "
+                "experts must be adjacent and hold the same number of slices"
             )
-        if router.config.num_experts != self.num_experts + self.zero_experts.total:
+        if router.config.num_experts != self.num_experts:
             raise ConfigError(
-                f"the router chooses among {router.config.num_experts} experts, but the dispatcher has "
-                f"{self.num_experts} and there are {self.zero_experts.total} zero-computation experts"
+                f"the router chooses among {router.config.num_experts} real experts, but the dispatcher has "
+                f"{self.num_experts}"
             )
         if experts.num_experts != len(dispatcher.local_experts):
             raise ConfigError(
@@ -185,56 +192,57 @@ class MoELayer(ParallelModule):
             prepare_ddp(self)
 
     @classmethod
+    @renamed_parameters("backend")
+    @converted_parameters(join_groups)
     def build(
         cls,
         config: MoEConfig,
-        group: ProcessGroup | None = None,
-        backend: str = "auto",
+        group: ProcessGroup | DeviceMesh | MoEGroups | None = None,
         *,
-        etp: int = 1,
-        tokens_group: ProcessGroup | None = None,
-        sequence_group: ProcessGroup | None = None,
-        seed: int | None = None,
+        backend: str = "auto",
         options: DispatchOptions | None = None,
+        overlap: Overlap | Literal["auto"] | None = None,
+        seed: int | None = None,
+        label: str = "",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        label: str = "",
-        overlap: Overlap | Literal["auto"] | None = None,
     ) -> MoELayer:
-        """A layer with fresh weights, the same for every number of ranks. Collective over ``group``.
+        """Build a layer with fresh weights, which do not depend on the number of ranks. Collective over ``group``.
 
         Args:
-            group: the ranks that share one set of experts, ep * etp of them, etp fastest; None holds every expert here.
-            backend: see ``make_dispatcher``.
-            etp: ranks that share each expert, by parts of its width.
-            tokens_group: the ranks, those of ``group`` among them, that hold the tokens of one micro-batch: all of a
-                pipeline stage. Auxiliary losses and a capacity of scope "batch" are over their tokens together.
-                None: ``group``.
-            sequence_group: those of them over which each sequence is spread (context and tensor parallelism), for
-                the sequence-wise balance loss. None: sequences are whole.
-            seed: of the weights; drawn by the first rank from torch's generator if not given.
-            device: on "meta" there are shapes and no dispatcher yet (``dispatch/deferred.py``), and nothing is
-                collective if there is a seed.
+            group: ranks that share one set of experts, or all groups of a folded mapping. None: this rank holds every
+                expert.
+            backend: dispatch backend, see ``make_dispatcher``.
+            options: dispatch options.
+            overlap: executor, see the class.
+            seed: seed of the weights; None: the first rank draws one from torch's generator.
+            label: name of the layer in error messages.
+            dtype: dtype of the parameters.
+            device: device of the parameters. On "meta" the dispatcher is created with the first real device, and
+                nothing is collective if ``seed`` is given.
 
         Raises:
-            ConfigError: ``etp`` does not divide the ranks of ``group`` or ``config.ffn``.
+            ConfigError: ``etp`` does not divide the number of ranks or ``config.ffn``.
         """
+        groups = MoEGroups.of(group)
+        group, etp = groups.experts, groups.etp
         ranks = group_size(group)
         if etp < 1 or ranks % etp:
             raise ConfigError(f"etp = {etp} must divide the {ranks} ranks that share one set of experts")
         if config.ffn % etp:
-            raise ConfigError(f"an expert's width ffn = {config.ffn} must be a multiple of etp = {etp}, which cuts it")
+            raise ConfigError(f"ffn = {config.ffn} must be a multiple of etp = {etp}, which splits the expert's width")
         experts_per_rank = config.experts_per_rank
         if etp > 1:
             placement = ExpertPlacement.of(config.num_experts, ranks // etp, experts_per_rank)
             experts_per_rank = placement.sliced(etp).experts_per_rank
-        tokens_group = group if tokens_group is None else tokens_group
+        tokens_group = group if groups.tokens is None else groups.tokens
+        itemsize, opts = (dtype or torch.get_default_dtype()).itemsize, options or DispatchOptions()
         traffic = Traffic(
             config.router.top_k * etp,
             config.hidden,
-            (dtype or torch.get_default_dtype()).itemsize,
-            (options or DispatchOptions()).deterministic,
-            (options or DispatchOptions()).wire_dtypes,
+            itemsize,
+            opts.deterministic,
+            opts.wire_dtypes,
             overlap is not None,
         )
 
@@ -242,7 +250,7 @@ class MoELayer(ParallelModule):
             return make_dispatcher(
                 config.num_experts * etp,
                 group,
-                backend,
+                backend=backend,
                 experts_per_rank=experts_per_rank,
                 options=options,
                 traffic=traffic,
@@ -256,59 +264,36 @@ class MoELayer(ParallelModule):
             dispatcher: Dispatcher = DeferredDispatcher(parts, group, group_rank(group), options, make)
         else:
             dispatcher = make(device)
-        router = Router(
-            config.hidden, config.router, tokens_group, sequence_group=sequence_group, dtype=dtype, device=device
-        )
-        experts = Experts(
-            len(dispatcher.local_experts),
-            config.hidden,
-            config.ffn,
-            config.activation,
-            bias=config.expert_bias,
-            recompute=config.recompute,
-            part=Part(dispatcher.rank % etp, etp),
-            dtype=dtype,
-            device=device,
-        )
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        hidden, activation = config.hidden, config.activation
+        router = Router(hidden, config.router, tokens_group, sequence_group=groups.sequence, **factory)
+        part = ExpertSlice(dispatcher.rank % etp, etp)
+        num_local = len(dispatcher.local_experts)
+        experts = Experts(num_local, hidden, config.ffn, activation, bias=config.expert_bias, part=part, **factory)
+        experts.recompute = config.recompute
         shared = None
         if config.shared_ffn:
-            shared = SharedExpert(
-                config.hidden,
-                config.shared_ffn,
-                config.activation,
-                gate=config.shared_gate,
-                dtype=dtype,
-                device=device,
-            )
-        layer = cls(
-            router,
-            experts,
-            dispatcher,
-            shared,
-            capacity=config.capacity,
-            zero_experts=config.zero_experts,
-            label=label,
-            overlap=overlap,
-        )
-        layer.reset_parameters(_same_seed(tokens_group) if seed is None else seed)
+            shared = SharedExpert(hidden, config.shared_ffn, activation, gate=config.shared_gate, **factory)
+        layer = cls(router, experts, dispatcher, shared, capacity=config.capacity, label=label, overlap=overlap)
+        layer.reset_parameters(_agree_on_seed(tokens_group) if seed is None else seed)
         return layer
 
     @cached_property
     def num_experts(self) -> int:
-        """Real experts of all ranks together."""
+        """Number of real experts of all ranks together."""
         return self.placement.num_experts
 
     @property
     def local_experts(self) -> range:
-        """Global ids of the real experts that this rank holds, whole or in part."""
+        """Global ids of the real experts that this rank holds, complete or as slices."""
         return self.placement.local_range(self.place["ep"])
 
     def shardings(self) -> dict[str, Sharding]:
-        """How the experts' parameters are cut, by name in this layer; all others are replicated."""
+        """Return the sharding of each expert parameter by name in this layer; other parameters are replicated."""
         return {f"experts.{name}": s for name, s in self.experts.shardings_over(self.placement).items()}
 
     def reset_parameters(self, seed: int, std: float = 0.02) -> None:
-        """Fresh weights that depend on ``seed`` alone, not on how the experts are spread."""
+        """Initialize the weights. They depend on ``seed`` only, not on the distribution of the experts."""
         device = self.router.weight.device
         generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
         self.router.reset_parameters(std, generator)
@@ -318,31 +303,32 @@ class MoELayer(ParallelModule):
         self.dropped_total.zero_()
 
     def shared_by_copies(self) -> list[Any]:
-        """What reaches other processes."""
+        """Return the objects that communicate with other processes."""
         return [self.dispatcher, self.router.group, self.router.sequence_group]
 
     def extra_repr(self) -> str:
         place = f"rank {self.dispatcher.rank} of {self.dispatcher.world}"
         return f"label={self.label!r}, dispatcher={self.dispatcher.name}, {place}"
 
-    # torch.compile breaks its graph here: collectives and row counts that change from call to call do not trace, and
-    # a compiler that fuses or reorders sums would break the promise about bits. (Unlike torch.compiler.disable, this
-    # decorator imports the compiler at the first call and not, at a second of cost, with this module.)
+    # A graph break for torch.compile: collectives and varying row counts cannot be traced, and a compiler that fuses or
+    # reorders sums would change bits. Unlike torch.compiler.disable, this decorator does not import the compiler, which
+    # takes a second, with this module.
     @torch._disable_dynamo
     def forward(self, x: Tensor, routing: Routing | None = None, token_index: Tensor | None = None) -> Tensor:
         """Run the layer on this rank's tokens.
 
         Args:
-            x: [..., D]; with three dimensions the first counts sequences, for the sequence-wise balance loss.
-            routing: use this instead of asking the router.
-            token_index: int64, the leading shape of ``x`` or flat: each token's place in the micro-batch, by which a
-                capacity of scope "batch" decides the same drops at every mapping. None: tokens stand in order of rank.
+            x: [..., D]; with three dimensions, the first one counts sequences, for the sequence-wise balance loss.
+            routing: routing to use instead of the router's.
+            token_index: int64, flat or in the leading shape of ``x``: the position of each token in the global
+                micro-batch. With it, a capacity of scope "batch" drops the same slots for every mapping. None: tokens
+                are ordered by rank.
 
         Returns:
-            The shape of ``x``, in its dtype or autocast's.
+            A tensor of the shape of ``x``, in its dtype or autocast's.
 
         Raises:
-            InputError, RoutingError, RankMismatch: on every rank, before rows move.
+            InputError, RoutingError, RankMismatch: invalid input; raised on all ranks, before rows move.
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
         call = MoECall(self._steps(x, routing, token_index))
@@ -351,23 +337,23 @@ class MoELayer(ParallelModule):
 
     @torch._disable_dynamo
     def begin(self, x: Tensor, routing: Routing | None = None, token_index: Tensor | None = None) -> MoECall:
-        """The first of ``forward``'s three parts: dispatch the tokens.
+        """Start ``forward`` and return after the tokens are dispatched; ``MoECall`` runs the rest.
 
-        ``compute`` and ``result`` of what it returns are the others. What is computed between them, forward and
-        backward, hides the transfers, if the layer overlaps and rows are sent by the network; else nothing is in
-        transfer between them. The numbers are those of ``forward``. Arguments and errors are, too.
+        If the layer overlaps and rows are sent over the network, work between the calls hides the transfers, in forward
+        and backward. Otherwise no transfer is in flight between the calls. Arguments, results and errors are those of
+        ``forward``.
         """
         return MoECall(self._steps(x, routing, token_index, in_parts=True))
 
     def _steps(
         self, x: Tensor, routing: Routing | None, token_index: Tensor | None, in_parts: bool = False
     ) -> Steps[Tensor]:
-        """One call. It gives way where other work can hide transfers: after dispatch, and after the experts."""
-        x_TD, routing = self._routed(x, routing, token_index)
-        ids_TK, weights_TK, identity_T1 = self._chosen(routing, token_index)
+        """Run one call. Yields where other work can hide transfers: after dispatch, and after the experts."""
+        x_TD, routing = self._route(x, routing, token_index)
+        ids_TK, weights_TK, identity_T1 = self._select_slots(routing, token_index)
         wide_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
-        call = self._dispatched(wide_TD, ids_TK, weights_TK)
-        self._note(call.handle)
+        call = self._dispatch(wide_TD, ids_TK, weights_TK)
+        self._record_stats(call.handle)
         if in_parts:
             call.complete()
         yield
@@ -383,22 +369,22 @@ class MoELayer(ParallelModule):
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if routing.aux_loss is not None and routing.aux_loss.requires_grad:
-            y_TD = attach_loss(y_TD, routing.aux_loss, self.aux_scale * self._copies_averaged())
+            y_TD = attach_loss(y_TD, routing.aux_loss, self.aux_scale * self._aux_loss_factor())
         return y_TD.view(x.shape)
 
-    def _routed(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> tuple[Tensor, Routing]:
-        """[T, D] the tokens, and where they go."""
+    def _route(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> tuple[Tensor, Routing]:
+        """Return the tokens as [T, D], and their routing."""
         if x.shape[-1] != self.router.hidden:
             fault = InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
-            self._meet_without_tokens(x, routing, token_index)
+            self._exchange_without_tokens(x, routing, token_index)
             self.dispatcher.refuse(fault, x, label=self.label)
         x_TD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if routing is None:
             routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1)
         return x_TD, routing
 
-    def _chosen(self, routing: Routing, token_index: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What is dispatched: ids and weights, less what goes to identity experts, and the weights of these."""
+    def _select_slots(self, routing: Routing, token_index: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ids and weights to dispatch, and the summed weights of each token's identity experts (or None)."""
         ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
         num_experts, zero = self.num_experts, self.zero_experts
         identity_T1 = None
@@ -412,48 +398,49 @@ class MoELayer(ParallelModule):
             if self.training and not recomputing():
                 self.dropped_total += self.num_dropped
         if self.sizes["etp"] > 1:
-            ids_TK, weights_TK = self._to_parts(ids_TK, weights_TK)
+            ids_TK, weights_TK = self._to_slices(ids_TK, weights_TK)
         return ids_TK, weights_TK, identity_T1
 
-    def _dispatched(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertCall:
+    def _dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertCall:
         overlap = self.overlap
         if overlap is None:
             return serial_call(self.dispatcher, x_TD, ids_TK, weights_TK, self.label)
-        from moe_comm.overlap.executors.choice import dispatch_rows  # all executors, which most layers do not need
+        from moe_comm.overlap.executors.choice import dispatch_rows  # imports all executors
 
         return dispatch_rows(
             self.dispatcher, x_TD, ids_TK, weights_TK, overlap, width=self.experts.ffn, label=self.label
         )
 
-    def _copies_averaged(self) -> int:
-        """Each rank's gradient has a part of that of an auxiliary loss over all ranks' tokens. Under DDP and FSDP2 the
-        mean of the parts is taken where their sum is needed."""
+    def _aux_loss_factor(self) -> int:
+        """Return the factor that compensates the mean over ranks that DDP and FSDP2 take of the auxiliary gradients.
+
+        Each rank's gradient covers its part of an auxiliary loss over the tokens of all ranks, so the parts must be
+        summed.
+        """
         gradients = gradients_of(self.experts)
         return group_size(self.router.group) if gradients is not None and gradients.averaged else 1
 
-    def _meet_without_tokens(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> None:
-        """Take part in what the other ranks exchange before dispatch, where they hear of this rank's fault."""
+    def _exchange_without_tokens(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> None:
+        """Take part in the exchanges before dispatch without tokens, so that all ranks reach the failing dispatch."""
         if routing is None:
             routing = self.router(x.new_zeros(0, self.router.hidden), x.shape[0] if x.dim() == 3 else 1)
-        if self.capacity is not None:
-            index_T = None if token_index is None else token_index.reshape(-1)[:0]
-            ids_TK, weights_TK = routing.ids_TK[:0], routing.weights_TK[:0]
-            apply_capacity(ids_TK, weights_TK, self.num_experts, self.capacity, self._batch_channel(), index_T)
+        empty = routing._replace(ids_TK=routing.ids_TK[:0], weights_TK=routing.weights_TK[:0])
+        self._select_slots(empty, None if token_index is None else token_index.reshape(-1)[:0])
 
     @cached_property
     def _slice_ids(self) -> Tensor:
         return torch.tensor(self.placement.slice_ids(self.sizes["etp"]), device=self.router.weight.device)
 
-    def _to_parts(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, K * etp] ids of all parts of each token's experts, and their weights. Ids of no expert stay so."""
+    def _to_slices(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [T, K * etp] ids of all slices of each token's experts, and their weights."""
         if self._slice_ids.device != ids_TK.device:
             self._slice_ids = self._slice_ids.to(ids_TK.device)
         slice_ids, last = self._slice_ids, self.num_experts - 1
-        # Past the last expert becomes past the last part, for dispatch to refuse.
-        away_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + (slice_ids.numel() - last - 1)).long()
-        known_TK1 = ((ids_TK >= 0) & (ids_TK <= last)).unsqueeze(-1)
-        parts_TKP = torch.where(known_TK1, slice_ids[ids_TK.clamp(0, last).long()], away_TK.unsqueeze(-1))
-        return parts_TKP.flatten(1), weights_TK.unsqueeze(-1).expand_as(parts_TKP).flatten(1)
+        # An id past the last expert becomes an id past the last slice, which dispatch rejects.
+        invalid_TK1 = torch.where(ids_TK < 0, ids_TK, ids_TK + (slice_ids.numel() - last - 1)).long().unsqueeze(-1)
+        is_expert_TK1 = ((ids_TK >= 0) & (ids_TK <= last)).unsqueeze(-1)
+        ids_TKP = torch.where(is_expert_TK1, slice_ids[ids_TK.clamp(0, last).long()], invalid_TK1)
+        return ids_TKP.flatten(1), weights_TK.unsqueeze(-1).expand_as(ids_TKP).flatten(1)
 
     def _batch_channel(self) -> Channel | None:
         group = self.router.group
@@ -461,14 +448,14 @@ class MoELayer(ParallelModule):
             return None
         return channel_of(group)
 
-    def _note(self, handle: DispatchHandle) -> None:
+    def _record_stats(self, handle: DispatchHandle) -> None:
         etp = self.sizes["etp"]
         slots = handle.num_tokens * handle.top_k // etp
         dropped = None if self.capacity is None else self.num_dropped
         self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
 
 
-def _same_seed(group: ProcessGroup | None) -> int:
-    """A seed from this process's generator; that of the group's first rank. Collective."""
+def _agree_on_seed(group: ProcessGroup | None) -> int:
+    """Return a seed drawn by the first rank of the group. Collective."""
     seed = torch.randint(2**31, (), device="cpu")
     return int(gather_values(seed, group, "agreeing on a seed")[0])

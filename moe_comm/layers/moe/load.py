@@ -1,11 +1,11 @@
-"""How the tokens of a step were spread over experts, for all MoE layers of a model at once; and bias updates from it.
+"""Expert load of all MoE layers of a model, and the update of router biases from it.
 
     after the last micro-batch of a step:
-        loads = take_loads(model, stage_group)     one message, whatever the number of layers
-        update_biases(model, loads, rate)          DeepSeek-V3's aux-loss-free balancing, once a step
+        loads = take_loads(model, stage_group)     one message for any number of layers
+        update_biases(model, loads, rate)          DeepSeek-V3's aux-loss-free balancing, once per step
 
-Routers count in training only, and once where activation checkpointing runs them twice. A pipeline stage without MoE
-layers has nothing to count and sends nothing; its ranks all know that.
+Routers count in training only, and once under activation checkpointing. A pipeline stage without MoE layers sends no
+message.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from moe_comm.layers.parallel.names import state_key
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What one layer's router chose since it was last asked.
+    """Slots that the router of one layer assigned since the last ``take_loads``.
 
-    load_E: [E] int64 slots per expert, zero-computation ones included, before any drop. dropped: by the capacity.
+    Attributes:
+        load_E: [E] int64 slots per expert before any drop, including zero-computation experts.
+        dropped: slots that the capacity dropped, a scalar tensor.
     """
 
     load_E: Tensor
@@ -35,43 +37,45 @@ class LayerLoad:
 
     @property
     def imbalance(self) -> float:
-        """Largest load over mean load; 1 is perfect balance, and the value for no tokens at all."""
-        return self._spread.imbalance[0]
+        """Maximum load divided by mean load; 1 for perfect balance or no tokens."""
+        return self._statistics.imbalance[0]
 
     @property
     def least(self) -> float:
-        """Smallest load over mean load; 1 is perfect balance, and the value for no tokens at all."""
-        return self._spread.least[0]
+        """Minimum load divided by mean load; 1 for perfect balance or no tokens."""
+        return self._statistics.least[0]
 
     @property
     def mean(self) -> float:
-        """Slots of an average expert."""
-        return self._spread.mean[0]
+        """Mean number of slots per expert."""
+        return self._statistics.mean[0]
 
     @property
     def diversity(self) -> float:
-        """exp(H)/E, H the entropy in nats of how slots are spread over experts: 1 for an even spread, 1/E where one
-        expert gets everything; 1 for no tokens at all."""
-        return self._spread.diversity[0]
+        """exp(H)/E, where H is the entropy in nats of the distribution of slots over experts.
+
+        1 for an even distribution or no tokens, 1/E if one expert has all slots.
+        """
+        return self._statistics.diversity[0]
 
     @property
     def dead(self) -> int:
-        """Experts that no token chose."""
-        return self._spread.dead[0]
+        """Number of experts without a slot."""
+        return self._statistics.dead[0]
 
     @property
     def drop_rate(self) -> float:
-        """Share of the chosen slots that the capacity dropped."""
-        return self._spread.drop_rate[0]
+        """Fraction of the slots that the capacity dropped."""
+        return self._statistics.drop_rate[0]
 
     @property
-    def _spread(self) -> Spread:
-        return spread(self.load_E[None], self.dropped.view(1))
+    def _statistics(self) -> LoadStatistics:
+        return load_statistics(self.load_E[None], self.dropped.view(1))
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How the slots of L layers are spread over their experts; the numbers of ``LayerLoad``, for each layer."""
+class LoadStatistics:
+    """The properties of ``LayerLoad`` for each of L layers."""
 
     imbalance: list[float]
     least: list[float]
@@ -81,11 +85,12 @@ class Spread:
     drop_rate: list[float]
 
 
-def spread(load_LE: Tensor, dropped_L: Tensor) -> Spread:
-    """The numbers of L layers at once: single ones would take a millisecond for every seven layers.
+def load_statistics(load_LE: Tensor, dropped_L: Tensor) -> LoadStatistics:
+    """Compute the statistics of L layers in one batch of operations, which is much faster than layer by layer.
 
     Args:
-        load_LE: [L, E] int64 slots per expert. dropped_L: [L] slots that the capacity dropped.
+        load_LE: [L, E] int64 slots per expert.
+        dropped_L: [L] slots that the capacity dropped.
     """
     experts = load_LE.shape[1]
     total_L, dropped_L = load_LE.sum(1).double(), dropped_L.double()
@@ -103,11 +108,11 @@ def spread(load_LE: Tensor, dropped_L: Tensor) -> Spread:
         ]
     )
     imbalance, least, mean, diversity, drop_rate = rows.tolist()
-    return Spread(imbalance, least, mean, diversity, (load_LE == 0).sum(1).tolist(), drop_rate)
+    return LoadStatistics(imbalance, least, mean, diversity, (load_LE == 0).sum(1).tolist(), drop_rate)
 
 
 def moe_layers(module: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    """Every MoE layer of ``module`` and its name, as in a state dict."""
+    """Iterate over the MoE layers of ``module`` and their names in a state dict."""
     for name, child in module.named_modules():
         if isinstance(child, MoELayer):
             yield state_key(name), child
@@ -115,43 +120,46 @@ def moe_layers(module: nn.Module) -> Iterator[tuple[str, MoELayer]]:
 
 @torch.no_grad()
 def take_loads(module: nn.Module, group: ProcessGroup | None = None) -> dict[str, LayerLoad]:
-    """The load of every MoE layer since the last call, summed over ``group``; counters start again from zero.
+    """Return the load of each MoE layer since the last call, summed over ``group``, and reset the counters.
 
     Args:
-        group: the ranks of this pipeline stage, all of which must call; None: this rank's tokens alone.
+        module: the model.
+        group: the ranks of this pipeline stage, which must all call; None: this rank's tokens only.
 
     Returns:
-        By the layer's name, the same on every rank of the group; tensors on the layers' device.
+        The load by layer name, equal on all ranks of the group; tensors are on the layers' device.
 
     Raises:
-        PeerDied, PeerTimeout: a rank is gone, or did not call in time.
+        PeerDied, PeerTimeout: a rank failed, or did not call in time.
     """
     layers = list(moe_layers(module))
     if not layers:
         return {}
     counted = torch.cat([torch.cat([m.router.load_E, m.dropped_total.view(1)]) for _, m in layers])
     totals = gather_values(counted, group, "counting the load of experts").sum(0)
-    found = {}
+    loads = {}
     for (name, layer), part in zip(layers, totals.split([m.router.load_E.numel() + 1 for _, m in layers]), strict=True):
         layer.router.load_E.zero_()
         layer.dropped_total.zero_()
-        found[name] = LayerLoad(part[:-1], part[-1])
-    return found
+        loads[name] = LayerLoad(part[:-1], part[-1])
+    return loads
 
 
 @torch.no_grad()
 def update_biases(module: nn.Module, loads: Mapping[str, LayerLoad], rate: float, recenter: bool = False) -> None:
-    """Move every router's correction bias towards balance (``Router.update_bias``); routers without one are left.
+    """Update the correction bias of each router that has one (``Router.update_bias``).
 
     Args:
-        loads: of all tokens of the step, as ``take_loads`` returned them: the same on every rank.
+        module: the model.
+        loads: the load of all tokens of the step, as ``take_loads`` returned it.
+        recenter: subtract the mean from each bias afterwards.
 
     Raises:
-        ConfigError: ``loads`` lacks a layer that has a correction bias.
+        ConfigError: ``loads`` has no entry for a layer with a correction bias.
     """
     for name, layer in moe_layers(module):
         if layer.router.correction_bias is None:
             continue
         if name not in loads:
-            raise ConfigError(f"no load of layer {name!r} was given; there are {', '.join(loads) or 'none'}")
+            raise ConfigError(f"loads has no entry for layer {name!r}; its layers are {', '.join(loads) or 'none'}")
         layer.router.update_bias(loads[name].load_E, rate, recenter)

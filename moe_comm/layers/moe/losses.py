@@ -1,4 +1,4 @@
-"""Auxiliary losses of a router, and how they reach the gradient without being carried to the end of the model."""
+"""Auxiliary losses of a router, and the operator that attaches them to the backward pass."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def attach_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-    """``y`` unchanged; its backward pass also back-propagates ``scale * loss``.
+    """Return ``y`` unchanged; its backward pass also back-propagates ``scale * loss``.
 
-    So a pipeline schedule or a caller that knows nothing of the loss still trains on it. ``scale`` must be what the
-    main loss is multiplied by before backward (a loss scaler's factor, 1 / number of micro-batches).
+    With it, a pipeline schedule or training loop that does not know about the loss trains on it.
 
     Args:
         y: any tensor that the main loss depends on.
         loss: scalar.
+        scale: the factor by which the main loss is scaled before backward (loss scaler, 1 / number of micro-batches).
     """
     return _AttachLoss.apply(y, loss, scale)  # type: ignore[no-any-return]
 
@@ -41,26 +41,22 @@ def attach_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
 def global_counts(
     counts_E: Tensor, num_tokens: int, num_sequences: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``counts_E``, tokens and sequences summed over ``group`` (None: as they are). Collective, one message.
-
-    Raises:
-        PeerDied, PeerTimeout: a rank is gone, or did not call within ``CollectiveOptions.timeout_s``.
-    """
-    every = torch.cat([counts_E, counts_E.new_tensor([num_tokens, num_sequences])])
-    every = gather_values(every, group, "the router's count of tokens per expert").sum(0)
-    return every[:-2], every[-2], every[-1]
+    """Return ``counts_E``, tokens and sequences summed over ``group`` (None: unchanged). Collective, one message."""
+    counts = torch.cat([counts_E, counts_E.new_tensor([num_tokens, num_sequences])])
+    counts = gather_values(counts, group, "the router's count of tokens per expert").sum(0)
+    return counts[:-2], counts[-2], counts[-1]
 
 
 def load_balance_loss(probs_TE: Tensor, counts_E: Tensor, num_tokens: Tensor) -> Tensor:
-    """E * sum over e of f_e * P_e: f_e slots per token that chose e, P_e mean probability of e.
+    """E * sum over e of f_e * P_e: f_e is the number of slots per token of expert e, P_e its mean probability.
 
-    Switch Transformer, arXiv 2101.03961, eq. 4-6; for top-k the fractions add up to K, as in Hugging Face's
-    ``load_balancing_loss_func``, so a model's ``router_aux_loss_coef`` means the same here.
+    Switch Transformer, arXiv 2101.03961, eq. 4-6. For top-k the fractions add up to K, as in Hugging Face's
+    ``load_balancing_loss_func``, so ``router_aux_loss_coef`` has the same meaning.
 
     Args:
-        probs_TE: [T, E] this rank's probabilities.
-        counts_E, num_tokens: of this rank, or summed over a group. In the latter case the ranks' losses, and so
-            their gradients, add up to those of the loss over the group's whole batch.
+        probs_TE: [T, E] probabilities of this rank's tokens.
+        counts_E, num_tokens: counts of this rank, or summed over a group. With summed counts, the losses of the ranks,
+            and their gradients, add up to the loss over the global batch.
     """
     tokens = num_tokens.clamp(min=1).to(probs_TE.dtype)
     fraction_E = counts_E.to(probs_TE.dtype) / tokens
@@ -74,27 +70,28 @@ def sequence_balance_loss(
     total_sequences: Tensor,
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """DeepSeek-V3's sequence-wise balance loss (arXiv 2412.19437, eq. 17-20), mean over sequences.
+    """DeepSeek-V3's sequence-wise balance loss (arXiv 2412.19437, eq. 17-20), averaged over sequences.
 
-    Per sequence of S tokens: sum over e of f_e * P_e with f_e = E / (K * S) * slots that chose e.
+    For each sequence of S tokens: sum over e of f_e * P_e with f_e = E / (K * S) * slots of expert e.
 
     Args:
-        probs_TE: [T, E] scores that add up to 1 per token; T is ``num_sequences`` times the tokens of each here.
-        total_sequences: what the sum is divided by: of this rank, or of a group.
-        sequence_group: the ranks over which each sequence is spread; f and S are then those of the whole sequence,
-            and the ranks' losses, and so their gradients, add up to those of the whole sequences. Collective.
+        probs_TE: [T, E] scores that sum to 1 per token; T is ``num_sequences`` times the local length of a sequence.
+        ids_TK: [T, K] expert ids; negative ids are not counted.
+        num_sequences: number of sequences on this rank.
+        total_sequences: divisor of the sum: the number of sequences of this rank, or of a group.
+        sequence_group: the ranks that share each sequence; f and S then cover the full sequence, and the losses of the
+            ranks, and their gradients, add up. Collective.
 
     Raises:
         InputError: the ranks of ``sequence_group`` have different numbers of sequences.
     """
     experts = probs_TE.shape[1]
-    spread = sequence_group is not None and dist.get_world_size(sequence_group) > 1
-    if spread:
+    if sequence_group is not None and dist.get_world_size(sequence_group) > 1:
         here = torch.tensor([num_sequences, ids_TK.shape[1]], device=ids_TK.device)
-        given = gather_values(here, sequence_group, "the router's number of sequences")[:, 0].tolist()
-        if len(set(given)) > 1:
+        counts = gather_values(here, sequence_group, "the router's number of sequences")[:, 0].tolist()
+        if len(set(counts)) > 1:
             raise InputError(
-                f"the ranks over which sequences are spread must hold a piece of each, but have {given} sequences"
+                f"the ranks of sequence_group must have the same number of sequences; got {counts} by rank"
             )
     elif not probs_TE.shape[0]:
         return probs_TE.sum()
@@ -102,7 +99,7 @@ def sequence_balance_loss(
     shifted_BS = ids_TK.detach().clamp(min=-1).long().reshape(num_sequences, tokens * ids_TK.shape[1]) + 1
     counts_BE = torch.zeros(num_sequences, experts + 1, dtype=torch.int64, device=ids_TK.device)
     counts_BE.scatter_add_(1, shifted_BS, torch.ones_like(shifted_BS))
-    counts_BE[:, 0] = tokens  # instead of the dropped slots
+    counts_BE[:, 0] = tokens  # column 0 counted the dropped slots
     counts_BE = gather_values(counts_BE, sequence_group, "the router's count per sequence").sum(0)
     length_B1 = counts_BE[:, :1].clamp(min=1)
     scale_B1 = experts / (ids_TK.shape[1] * length_B1.double())
@@ -112,5 +109,5 @@ def sequence_balance_loss(
 
 
 def z_loss(logits_TE: Tensor, num_tokens: Tensor) -> Tensor:
-    """Mean squared log-sum-exp of the logits (ST-MoE, arXiv 2202.08906, eq. 5), which keeps them small."""
+    """Mean squared log-sum-exp of the logits (ST-MoE, arXiv 2202.08906, eq. 5), which keeps logits small."""
     return torch.logsumexp(logits_TE, -1).square().sum() / num_tokens.clamp(min=1)

@@ -1,16 +1,16 @@
-"""Routers: which K experts each token goes to, and with what weights.
+"""Routers: select K experts per token and compute their weights.
 
-    logits_TE ──score──▶ scores_TE ──(+ bias, groups)──▶ top-k ──▶ ids_TK ──(normalise, scale)──▶ weights_TK
+    logits_TE ──score──▶ scores_TE ──(+ bias, groups)──▶ top-k ──▶ ids_TK ──(normalize, scale)──▶ weights_TK
 
-All of it runs in fp32 (float64 for float64 tokens), whatever autocast says. For one token the result has the same
-bits in every batch, see ``kernels/row_invariant.py``.
+Routers compute in fp32 (float64 for float64 tokens), also under autocast. The result for a token has the same bits in
+every batch, see ``kernels/row_invariant.py``.
 
-    model               score         normalize  else
+    model               score         normalize  other options
     Mixtral             softmax       True
     Qwen2/3-MoE, OLMoE  softmax       norm_topk_prob
     DeepSeek-V3         sigmoid       True       groups with top2_sum, correction_bias, scale
     gpt-oss             topk_softmax  -          linear_bias
-    LongCat-Flash       softmax       False      correction_bias, scale
+    LongCat-Flash       softmax       False      correction_bias, scale, zero_experts
 """
 
 from __future__ import annotations
@@ -28,13 +28,8 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
-from moe_comm.layers.moe.losses import (
-    global_counts,
-    load_balance_loss,
-    sequence_balance_loss,
-    z_loss,
-)
-from moe_comm.layers.parallel.recompute import again
+from moe_comm.layers.moe.losses import global_counts, load_balance_loss, sequence_balance_loss, z_loss
+from moe_comm.layers.parallel.recompute import recomputed
 
 Score = Literal["softmax", "sigmoid", "topk_softmax"]
 GroupScore = Literal["max", "top2_sum"]
@@ -42,19 +37,45 @@ BalanceForm = Literal["batch", "sequence"]
 
 
 @dataclass(frozen=True)
-class RouterConfig:
-    """How experts are chosen and weighted.
+class ZeroExperts:
+    """Zero-computation experts (LongCat-Flash, arXiv 2509.01322). Their ids follow those of the real experts.
 
-    score: softmax over all experts, sigmoid of each logit, or softmax over the K chosen logits alone.
-    normalize: divide the K weights by their sum (``topk_softmax`` has sum 1 already).
-    scale: factor on the weights (DeepSeek's ``routed_scaling_factor``).
-    num_groups, top_groups: experts stand in equal groups, and only those of the best ``top_groups`` can be chosen
-        (DeepSeek-V2/V3); ``group_score`` says by what groups are ranked.
-    correction_bias: a buffer added to the scores for the choice but not in the weights, which ``update_bias`` moves
-        towards balance (DeepSeek-V3's aux-loss-free balancing, arXiv 2408.15664).
-    linear_bias: a learned bias on the logits.
-    balance_loss, z_loss: coefficients of the auxiliary losses; 0 leaves them out.
-    balance_form: over the whole batch (Switch) or sequence by sequence (DeepSeek-V3).
+    identity: number of experts that return the token itself; their ids come first.
+    zero: number of experts that return 0.
+    """
+
+    identity: int = 0
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        if self.identity < 0 or self.zero < 0:
+            raise ConfigError(f"numbers of zero-computation experts cannot be negative; got {self}")
+
+    @property
+    def total(self) -> int:
+        """Number of zero-computation experts."""
+        return self.identity + self.zero
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Configuration of a router.
+
+    Args:
+        num_experts: number of real experts.
+        top_k: K, the number of experts per token.
+        score: softmax over all experts, sigmoid of each logit, or softmax over the K selected logits.
+        normalize: divide the K weights by their sum (the sum of ``topk_softmax`` is 1 already).
+        scale: factor of the weights (DeepSeek's ``routed_scaling_factor``).
+        num_groups: number of equal groups of experts (DeepSeek-V2/V3).
+        top_groups: number of groups per token; only experts of the best groups can be selected.
+        group_score: score by which groups are ranked.
+        correction_bias: add a buffer to the scores for the selection, but not for the weights. ``Router.update_bias``
+            updates it (DeepSeek-V3's aux-loss-free balancing, arXiv 2408.15664).
+        linear_bias: learn a bias of the logits.
+        balance_loss, z_loss: coefficients of the auxiliary losses; 0 disables them.
+        balance_form: "batch" (Switch) or "sequence" (DeepSeek-V3).
+        zero_experts: numbers of zero-computation experts.
     """
 
     num_experts: int
@@ -70,18 +91,22 @@ class RouterConfig:
     balance_loss: float = 0.0
     balance_form: BalanceForm = "batch"
     z_loss: float = 0.0
+    zero_experts: ZeroExperts = ZeroExperts()
 
     def __post_init__(self) -> None:
         for name, kind in (("score", Score), ("group_score", GroupScore), ("balance_form", BalanceForm)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(f"top_k must be between 1 and num_experts {self.num_experts}; got {self.top_k}")
-        if self.num_groups < 1 or self.num_experts % self.num_groups:
-            raise ConfigError(f"num_groups must divide num_experts {self.num_experts}; got {self.num_groups}")
+        if self.num_experts < 1:
+            raise ConfigError(f"num_experts, which counts the real experts, must be at least 1; got {self.num_experts}")
+        choices = self.num_choices
+        if not 1 <= self.top_k <= choices:
+            raise ConfigError(f"top_k must be between 1 and the {choices} experts; got {self.top_k}")
+        if self.num_groups < 1 or choices % self.num_groups:
+            raise ConfigError(f"num_groups must divide the {choices} experts; got {self.num_groups}")
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigError(f"top_groups must be between 1 and num_groups {self.num_groups}; got {self.top_groups}")
-        size = self.num_experts // self.num_groups
+        size = choices // self.num_groups
         if self.top_groups * size < self.top_k:
             raise ConfigError(
                 f"{self.top_groups} groups of {size} experts are fewer than top_k {self.top_k}: raise top_groups"
@@ -89,16 +114,22 @@ class RouterConfig:
         if self.balance_loss < 0 or self.z_loss < 0:
             raise ConfigError(f"loss coefficients cannot be negative; got {self.balance_loss} and {self.z_loss}")
 
+    @property
+    def num_choices(self) -> int:
+        """Number of experts that the router chooses from: real and zero-computation ones."""
+        return self.num_experts + self.zero_experts.total
+
 
 class Routing(NamedTuple):
-    """A router's answer.
+    """Result of a router.
 
-    ids_TK: [T, K] int64 expert ids, all different; -1 where fewer than K experts can be chosen because the other
-        logits are -Inf; -2 in all slots of a token whose logits are NaN, +Inf or all -Inf: dispatch then raises
-        RoutingError on every rank.
-    weights_TK: [T, K] fp32; zero where the id is negative.
-    logits_TE: [T, E] fp32; None if the routing was not made from logits.
-    aux_loss: scalar, the weighted sum of the auxiliary losses; None without any.
+    Attributes:
+        ids_TK: [T, K] int64 expert ids, all different. -1 if fewer than K experts can be selected because the other
+            logits are -Inf. -2 in all slots of a token whose logits are NaN, +Inf or all -Inf: dispatch then raises
+            RoutingError on every rank.
+        weights_TK: [T, K] fp32; zero for negative ids.
+        logits_TE: [T, E] fp32; None if the routing was not computed from logits.
+        aux_loss: scalar, the weighted sum of the auxiliary losses; None without auxiliary losses.
     """
 
     ids_TK: Tensor
@@ -108,12 +139,12 @@ class Routing(NamedTuple):
 
 
 def recomputing() -> bool:
-    """Whether a backward pass is under way: what runs then is activation checkpointing's second forward pass."""
+    """Return whether a backward pass runs; a forward pass is then a recomputation by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
 def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """[E] int64: how many slots chose each expert; negative ids are not counted."""
+    """[E] int64: number of slots of each expert; negative ids are not counted."""
     shifted = ids_TK.detach().reshape(-1).clamp(min=-1).long() + 1
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
     counts.scatter_add_(0, shifted, torch.ones_like(shifted))
@@ -121,23 +152,23 @@ def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 class Router(nn.Module):
-    """Chooses experts for tokens. See ``RouterConfig``.
+    """Selects experts for tokens. See ``RouterConfig``.
 
     Args:
-        hidden: D, the tokens' width.
-        group: process group over which the load is counted for the balance loss, so that it is that of the global
-            batch and the ranks' gradients add up to its gradient. None counts this rank's tokens alone.
-        sequence_group: the ranks, all in ``group``, over which every sequence is spread (context and tensor
-            parallelism); the sequence-wise balance loss is then that of whole sequences. None: they are whole here.
+        hidden: D, the width of the tokens.
+        group: group over which the load is counted for the balance loss. The loss is then that of the global batch, and
+            the gradients of the ranks add up to its gradient. None: count this rank's tokens only.
+        sequence_group: ranks of ``group`` that share each sequence (context and tensor parallelism), for the
+            sequence-wise balance loss. None: each sequence is on one rank.
 
     Attributes:
-        weight [E, D], bias [E], correction_bias [E] fp32: parameters and persistent buffer.
-        load_E: [E] int64, slots per expert since ``take_load``; counted in training, once per token even if
-            activation checkpointing runs the router twice.
-        drop_invalid: tokens whose logits are NaN or all -Inf go to no expert and are counted in ``invalid``, for a
-            caller who looks there; else they are a ``RoutingError`` of the dispatch.
-        losses: the last call's auxiliary losses by name, detached and without their coefficients: this rank's share,
-            which adds up over ``group``.
+        weight, bias, correction_bias: parameters [E, D] and [E], and persistent buffer [E] fp32.
+        load_E: [E] int64, slots per expert since ``take_load``; counted in training, and once under activation
+            checkpointing.
+        drop_invalid: drop tokens whose logits are NaN or all -Inf, and count them in ``invalid``. False: dispatch
+            raises ``RoutingError`` for them.
+        losses: auxiliary losses of the last call by name, detached and without coefficients: this rank's part of the
+            sum over ``group``.
     """
 
     correction_bias: Tensor | None
@@ -158,13 +189,13 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden, self.config, self.group, self.sequence_group = hidden, config, group, sequence_group
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden, dtype=dtype, device=device))
-        bias = torch.zeros(config.num_experts, dtype=dtype, device=device) if config.linear_bias else None
+        self.weight = nn.Parameter(torch.empty(config.num_choices, hidden, dtype=dtype, device=device))
+        bias = torch.zeros(config.num_choices, dtype=dtype, device=device) if config.linear_bias else None
         self.bias = None if bias is None else nn.Parameter(bias)
-        # Not the default dtype: models are often built with that set to bf16, whose steps are larger than an update.
-        correction = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+        # Always fp32: an update is smaller than the precision of bf16, which is often the default dtype.
+        correction = torch.zeros(config.num_choices, dtype=torch.float32, device=device)
         self.register_buffer("correction_bias", correction if config.correction_bias else None)
-        load = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        load = torch.zeros(config.num_choices, dtype=torch.int64, device=device)
         self.register_buffer("load_E", load, persistent=False)
         invalid = torch.zeros((), dtype=torch.int64, device=device)
         self.register_buffer("invalid", invalid, persistent=False)
@@ -173,7 +204,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Normal weights, zero biases, nothing counted."""
+        """Initialize the weight from a normal distribution, biases and counters with zero."""
         self.load_E.zero_()
         self.invalid.zero_()
         nn.init.normal_(self.weight, std=std, generator=generator)
@@ -198,9 +229,12 @@ class Router(nn.Module):
 
         Args:
             x_TD: [T, D] fp32, bf16, fp16 or float64.
-            num_sequences: the T tokens are that many sequences, or pieces of sequences, of equal length (for the
-                sequence-wise balance loss).
-            ids_TK: experts chosen elsewhere (replayed routing); they only get their weights here.
+            num_sequences: number of sequences, or equal chunks of sequences, in the T tokens (for the sequence-wise
+                balance loss).
+            ids_TK: experts that were selected elsewhere (replayed routing); only their weights are computed.
+
+        Raises:
+            InputError: ``x_TD`` has another width.
         """
         if x_TD.dim() != 2 or x_TD.shape[1] != self.hidden:
             raise InputError(f"router of hidden size {self.hidden} needs x [T, {self.hidden}]; got {tuple(x_TD.shape)}")
@@ -209,10 +243,10 @@ class Router(nn.Module):
             with torch.autocast(device, enabled=False):
                 return self.forward(x_TD, num_sequences, ids_TK)
         bias = None if self.bias is None else self.bias.to(wide)
-        wide_TD = x_TD if x_TD.dtype == wide else again(lambda x: x.to(wide), x_TD)
+        wide_TD = x_TD if x_TD.dtype == wide else recomputed(lambda x: x.to(wide), x_TD)
         logits_TE = row_invariant_linear(wide_TD, self.weight.to(wide), bias)
         on_device = device in TRITON_DEVICES and for_triton(logits_TE)
-        routed = self._route_at_once(logits_TE) if ids_TK is None and on_device else None
+        routed = self._route_with_triton(logits_TE) if ids_TK is None and on_device else None
         if routed is not None:
             ids_TK, weights_TK, scores_TE = routed
         else:
@@ -234,7 +268,7 @@ class Router(nn.Module):
         choice_TE = logits_TE if c.score == "topk_softmax" else scores_TE
         if self.correction_bias is not None:
             choice_TE = choice_TE + self.correction_bias
-        # Softmax underflows to 0 for far-off experts, and a bias can lift a forbidden one: -Inf must stay last.
+        # Softmax may underflow to 0, and a bias can raise a forbidden expert above such a score: keep -Inf last.
         forbidden_TE = logits_TE == float("-inf")
         choice_TE = choice_TE.masked_fill(forbidden_TE, float("-inf"))
         if c.top_groups < c.num_groups:
@@ -247,27 +281,27 @@ class Router(nn.Module):
         top = choice_TE.topk(c.top_k, dim=-1)
         ids_TK = top.indices.masked_fill(top.values == float("-inf"), DROPPED)
         bad_T = (logits_TE.isnan() | (logits_TE == float("inf"))).any(-1) | forbidden_TE.all(-1)
-        return self._marked(ids_TK, bad_T)
+        return self._mark_invalid(ids_TK, bad_T)
 
-    def _marked(self, ids_TK: Tensor, bad_T: Tensor) -> Tensor:
+    def _mark_invalid(self, ids_TK: Tensor, bad_T: Tensor) -> Tensor:
         if self.drop_invalid:
             self.invalid += bad_T.sum()
             return ids_TK.masked_fill(bad_T.unsqueeze(-1), DROPPED)
         return ids_TK.masked_fill(bad_T.unsqueeze(-1), INVALID_LOGITS)
 
-    def _route_at_once(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Ids, weights and scores by the Triton kernel, if it takes them.
+    def _route_with_triton(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Compute ids, weights and scores in one Triton kernel; None if the kernel does not support the input.
 
-        Without a loss that looks at the scores, the logits take their place.
+        If no loss needs the scores, the logits are returned in their place.
         """
         from moe_comm.kernels.triton.router import route, takes  # needs Triton
 
         if not takes(logits_TE, self.config):
             return None
-        want = self.training and self.config.balance_loss > 0
-        ids_TK, weights_TK, scores_TE = route(logits_TE, self.correction_bias, self.config, scores=want)
+        needs_scores = self.training and self.config.balance_loss > 0
+        ids_TK, weights_TK, scores_TE = route(logits_TE, self.correction_bias, self.config, scores=needs_scores)
         if self.drop_invalid:
-            ids_TK = self._marked(ids_TK, ids_TK[:, 0] == INVALID_LOGITS)
+            ids_TK = self._mark_invalid(ids_TK, ids_TK[:, 0] == INVALID_LOGITS)
         return ids_TK, weights_TK, logits_TE if scores_TE is None else scores_TE
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
@@ -287,13 +321,13 @@ class Router(nn.Module):
 
     def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, num_sequences: int) -> Tensor:
         c, tokens = self.config, ids_TK.shape[0]
-        own_E = expert_counts(ids_TK, c.num_experts)
-        # A sequence that is spread over ranks is counted by the first of them.
+        local_E = expert_counts(ids_TK, c.num_choices)
+        # The first rank of a sequence group counts its sequences.
         if self.sequence_group is None:
             sequences = num_sequences if tokens else 0
         else:
             sequences = num_sequences if dist.get_rank(self.sequence_group) == 0 else 0
-        counts_E, all_tokens, all_sequences = global_counts(own_E, tokens, sequences, self.group)
+        counts_E, all_tokens, all_sequences = global_counts(local_E, tokens, sequences, self.group)
         aux = logits_TE.new_zeros(())
         if c.balance_loss:
             probs_TE = scores_TE
@@ -314,31 +348,31 @@ class Router(nn.Module):
     @torch.no_grad()
     def _count(self, ids_TK: Tensor) -> None:
         if self.training and not recomputing():
-            self.load_E += expert_counts(ids_TK, self.config.num_experts)
+            self.load_E += expert_counts(ids_TK, self.config.num_choices)
 
     @torch.no_grad()
     def take_load(self, group: ProcessGroup | None = None) -> Tensor:
-        """[E] int64 slots per expert since the last call, summed over ``group``; starts again from zero."""
+        """Return [E] int64 slots per expert since the last call, summed over ``group``, and reset the counter."""
         load_E, _, _ = global_counts(self.load_E, 0, 0, group)
         self.load_E.zero_()
         return load_E
 
     @torch.no_grad()
     def update_bias(self, load_E: Tensor, rate: float = 1e-3, recenter: bool = False) -> None:
-        """Raise the correction bias of experts with less than the mean load by ``rate``, lower that of the others.
+        """Raise the correction bias of experts with less than the mean load by ``rate``, and lower that of the others.
 
         Args:
-            load_E: [E] slots per expert of the last step, the same on every rank (``take_load`` with a group).
-            recenter: then take the mean off the bias, which changes no choice and keeps it from drifting.
+            load_E: [E] slots per expert of the last step, equal on all ranks (``take_load`` with a group).
+            recenter: subtract the mean from the bias afterwards; this changes no selection and prevents drift.
 
         Raises:
-            ConfigError: this router has no correction bias.
+            ConfigError: the router has no correction bias.
             InputError: ``load_E`` has the wrong shape.
         """
         if self.correction_bias is None:
             raise ConfigError("this router has no correction bias; set RouterConfig(correction_bias=True)")
-        if tuple(load_E.shape) != (self.config.num_experts,):
-            raise InputError(f"update_bias needs load [{self.config.num_experts}]; got {tuple(load_E.shape)}")
+        if tuple(load_E.shape) != (self.config.num_choices,):
+            raise InputError(f"update_bias needs load [{self.config.num_choices}]; got {tuple(load_E.shape)}")
         load = load_E.to(self.correction_bias.device, torch.float64)
         self.correction_bias += rate * torch.sign(load.mean() - load).to(self.correction_bias.dtype)
         if recenter:

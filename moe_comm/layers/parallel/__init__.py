@@ -1,1 +1,1 @@
-"""Layers and collectives that tensor, sequence and vocabulary parallelism share; recomputation and interleaving."""
+"""Layers and collectives for tensor, sequence and vocabulary parallelism; recomputation and interleaving."""

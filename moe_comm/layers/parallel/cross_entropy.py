@@ -1,14 +1,14 @@
-"""Cross-entropy over a vocabulary cut over tensor-parallel ranks, without ever holding the logits.
+"""Cross-entropy over a vocabulary that is split over tensor-parallel ranks, without materializing all logits.
 
-For each chunk of C tokens, on every rank of the group:
+For each chunk of C tokens, on each rank of the group:
 
     h_CD ──@ own rows of the weightᵀ──▶ logits_CV (own rows) ──▶ max, sum of exp, the target's logit
                                                              ──exchange [C, 3]──▶ log-sum-exp over all rows ──▶ loss_C
          (softmax - one-hot) of own rows, in place ──▶ part of the hidden states' gradient, sum into the weight's
 
-so the largest thing that exists is [C, V / W]. As in Liger Kernel (arXiv 2410.10989) the gradients are made in the
-forward pass, while the logits are there, and only multiplied in backward: nothing is computed twice. What stays until
-backward is the gradient of the hidden states, as large as they are, and that of the weight in fp32.
+The largest tensor is [C, V / W]. As in Liger Kernel (arXiv 2410.10989), gradients are computed in the forward pass,
+while the logits exist, and scaled in backward: nothing is computed twice. Saved for backward are the gradient of the
+hidden states, and that of the weight in fp32.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError, RankMismatch
+from moe_comm.kernels.accumulate import accumulate_dtype
 from moe_comm.kernels.autocast import cast_parameter, compute_dtype, without_autocast
-from moe_comm.kernels.needed_grads import wanted_gradients
-from moe_comm.kernels.wide import wide_dtype
+from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.layers.parallel.collectives import (
     gather_dim,
     gather_values,
@@ -35,17 +35,14 @@ from moe_comm.layers.parallel.collectives import (
 )
 
 IGNORE_INDEX = -100
-"""Targets of this value have no loss."""
+"""Targets with this value have no loss."""
 CHUNK_ELEMENTS = 1 << 24
-"""Logits of one chunk on one rank, unless told otherwise: 64 MB in fp32."""
+"""Default number of logits per chunk on one rank: 64 MB in fp32."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What is the same for every chunk.
-
-    rows_W: rows of the weight that each rank holds. chunk: tokens. needs_x, needs_weight: gradients to make.
-    """
+    """Parameters that are the same for all chunks. rows_W: weight rows of each rank. chunk: tokens per chunk."""
 
     group: ProcessGroup | None
     rows_W: tuple[int, ...]
@@ -66,37 +63,36 @@ def vocab_parallel_cross_entropy(
     chunk: int | None = None,
     sequence_dim: int | None = 1,
 ) -> Tensor:
-    """Sum over tokens of the cross-entropy of softmax(x @ weight.T). Collective.
+    """Return the sum over tokens of the cross-entropy of softmax(x @ weight.T). Collective.
 
-    With ``sequence_dim`` each rank returns the loss of the tokens whose hidden states it gave, so the losses add up
-    over the group to the whole, and over all ranks as for any other parallelism; the gradients are those of the
-    whole, of this rank's hidden states and this rank's rows of the weight. Every rank must run backward from its own
-    value, all with the same factor. Without ``sequence_dim`` every rank returns the whole loss, and the gradient of
-    the hidden states is complete on every rank.
+    With ``sequence_dim``, each rank returns the loss of its own tokens. These losses add up over the group, and the
+    gradients are those of the total, for this rank's hidden states and weight rows. All ranks must run backward with
+    the same factor. Without ``sequence_dim``, each rank returns the total loss, and the gradient of the hidden states
+    is complete on each rank.
 
     Args:
-        x_BSD: [B, S / W, D] this rank's hidden states; with ``sequence_dim`` None [B, S, D], alike on every rank. Any
-            leading dimensions.
-        weight_VD: [own rows, D] of the output projection, any number of rows, the ranks' one after another.
-        targets_BS: [B, S] ids of all tokens, alike on every rank.
-        group: the tensor-parallel group; None: one rank holds everything.
-        ignore_index: targets of this value have no loss and no gradient.
-        chunk: tokens at a time; None: so many that a chunk's logits are ``CHUNK_ELEMENTS`` numbers.
-        sequence_dim: dimension of x in which tokens are cut over the ranks.
+        x_BSD: [B, S / W, D] hidden states of this rank; without ``sequence_dim`` [B, S, D], equal on all ranks. Any
+            number of leading dimensions.
+        weight_VD: [own rows, D] of the output projection, any number of rows, in order of rank.
+        targets_BS: [B, S] ids of all tokens, equal on all ranks.
+        group: tensor-parallel group; None: this rank has all rows.
+        ignore_index: targets with this value have no loss and no gradient.
+        chunk: tokens per chunk; None: ``CHUNK_ELEMENTS`` logits per chunk.
+        sequence_dim: dimension of x in which tokens are split over the ranks.
 
     Returns:
-        Scalar, fp32 (float64 for float64); log-sum-exp and the weight's gradient are in that too. The products are in
-        the dtype of x, or autocast's.
+        Scalar, fp32 (float64 for float64), as are log-sum-exp and the weight's gradient. The GEMMs run in the dtype of
+        x, or autocast's.
 
     Raises:
-        InputError: shapes or dtypes do not fit, or a target is out of range; on every rank of the group.
-        RankMismatch: ranks disagree on the targets, on ``chunk``, or on whether x needs its gradient; on every rank.
-        PeerDied, PeerTimeout: a rank is gone or does not come.
+        InputError: shapes or dtypes do not match, or a target is out of range; raised on all ranks of the group.
+        RankMismatch: ranks differ in targets, ``chunk``, or whether x needs a gradient; raised on all ranks.
+        PeerDied, PeerTimeout: a rank failed, or did not call in time.
     """
     grad = torch.is_grad_enabled()
     needs_x, needs_weight = grad and x_BSD.requires_grad, grad and weight_VD.requires_grad
-    fault = _fault(x_BSD, weight_VD, targets_BS, group, chunk, sequence_dim)
-    rows_W = _agree(x_BSD, weight_VD, targets_BS, group, (chunk or 0, ignore_index, needs_x), fault)
+    fault = _input_error(x_BSD, weight_VD, targets_BS, group, chunk, sequence_dim)
+    rows_W = _compare_inputs(x_BSD, weight_VD, targets_BS, group, (chunk or 0, ignore_index, needs_x), fault)
     _check_targets(targets_BS, sum(rows_W), ignore_index)
     tokens = targets_BS.numel()
     chunk = min(chunk or max(1, CHUNK_ELEMENTS // max(*rows_W, 1)), max(tokens, 1))
@@ -108,7 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, call: _Call) -> Tensor:
         ctx.dtypes = x_BSD.dtype, weight_VD.dtype
-        # Cast here and not outside, where the weight's gradient would be rounded to 16 bits on its way back.
+        # Cast inside of the autograd function, so that the weight's gradient is not rounded to 16 bits.
         x_BSD, weight_VD = x_BSD.to(compute_dtype(x_BSD)), cast_parameter(weight_VD, x_BSD)
         with without_autocast(x_BSD):
             whole_BSD = x_BSD if call.sequence_dim is None else gather_dim(x_BSD, call.group, call.sequence_dim)
@@ -129,7 +125,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_BSD, grad_VD = ctx.saved_tensors
         of_x, of_weight = ctx.dtypes
-        needs_x, needs_weight, *_ = wanted_gradients(ctx)
+        needs_x, needs_weight, *_ = needed_gradients(ctx)
         return (
             (grad_BSD * grad).to(of_x) if needs_x else None,
             (grad_VD * grad).to(of_weight) if needs_weight else None,
@@ -141,8 +137,8 @@ class _CrossEntropy(torch.autograd.Function):
 def _chunks(
     x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, call: _Call
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss of each token; this rank's part of the hidden states' gradient; the gradient of its rows."""
-    wide = wide_dtype(x_TD.dtype)
+    """Return the loss of each token, this rank's part of the hidden states' gradient, and the gradient of its rows."""
+    wide = accumulate_dtype(x_TD.dtype)
     own, first = weight_VD.shape[0], sum(call.rows_W[: group_rank(call.group)])
     loss_T = torch.zeros(x_TD.shape[0], dtype=wide, device=x_TD.device)
     grad_TD = torch.empty_like(x_TD) if call.needs_x else None
@@ -151,20 +147,20 @@ def _chunks(
         part = slice(start, start + call.chunk)
         x_CD, targets_C = x_TD[part], targets_T[part]
         valid_C = targets_C != call.ignore_index
-        here_C = valid_C & (targets_C >= first) & (targets_C < first + own)
-        place_C1 = (targets_C - first).where(here_C, 0).long().unsqueeze(1)
+        local_C = valid_C & (targets_C >= first) & (targets_C < first + own)
+        place_C1 = (targets_C - first).where(local_C, 0).long().unsqueeze(1)
         exp_CV = (x_CD @ weight_VD.t()).to(wide)
-        # From here on the logits' memory holds what is made of them.
-        target_C = exp_CV.gather(1, place_C1).squeeze(1).where(here_C, 0.0) if own else exp_CV.new_zeros(len(x_CD))
+        # All following steps work in place, in the memory of the logits.
+        target_C = exp_CV.gather(1, place_C1).squeeze(1).where(local_C, 0.0) if own else exp_CV.new_zeros(len(x_CD))
         max_C = exp_CV.amax(1) if own else exp_CV.new_full((len(x_CD),), -torch.inf)
         sum_C = exp_CV.sub_(max_C.unsqueeze(1)).exp_().sum(1)
-        lse_C, target_C = _over_all_rows(max_C + sum_C.log() if own else max_C, target_C, call.group)
+        lse_C, target_C = _reduce_over_rows(max_C + sum_C.log() if own else max_C, target_C, call.group)
         loss_T[part] = (lse_C - target_C).where(valid_C, 0.0)
         if grad_TD is None and grad_VD is None:
             continue
         exp_CV.mul_(((max_C - lse_C).exp() * valid_C).unsqueeze(1))
         if own:
-            exp_CV.scatter_add_(1, place_C1, here_C.to(wide).neg_().unsqueeze(1))
+            exp_CV.scatter_add_(1, place_C1, local_C.to(wide).neg_().unsqueeze(1))
         grad_CV = exp_CV.to(x_TD.dtype)
         del exp_CV
         if grad_TD is not None:
@@ -174,19 +170,19 @@ def _chunks(
                 grad_VD.addmm_(grad_CV.t(), x_CD)
             else:
                 grad_VD += grad_CV.t() @ x_CD
-        del grad_CV  # before the next chunk's logits
+        del grad_CV  # free the memory before the next chunk's logits
     return loss_T, grad_TD, grad_VD
 
 
-def _over_all_rows(lse_C: Tensor, target_C: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """[C] log-sum-exp over the rows of all ranks, and [C] the target's logit, which all but one rank have zero for."""
+def _reduce_over_rows(lse_C: Tensor, target_C: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Return [C] log-sum-exp over the rows of all ranks, and [C] the target's logit, which one rank holds."""
     if group_size(group) == 1:
         return lse_C, target_C
     every_W2C = gather_values(torch.stack((lse_C, target_C)), group, "the vocabulary's log-sum-exp")
     return every_W2C[:, 0].logsumexp(0), every_W2C[:, 1].sum(0)
 
 
-def _fault(
+def _input_error(
     x_BSD: Tensor,
     weight_VD: Tensor,
     targets_BS: Tensor,
@@ -200,7 +196,7 @@ def _fault(
             f"cross-entropy needs x [.., D] and weight [V, D]; got {tuple(x_BSD.shape)} and {tuple(weight_VD.shape)}"
         )
     if sequence_dim is not None and not 0 <= sequence_dim < x_BSD.dim() - 1:
-        return InputError(f"sequence_dim {sequence_dim} is no dimension of tokens in x of shape {tuple(x_BSD.shape)}")
+        return InputError(f"sequence_dim must be a token dimension of x {tuple(x_BSD.shape)}; got {sequence_dim}")
     expected = [n * world if dim == sequence_dim else n for dim, n in enumerate(x_BSD.shape[:-1])]
     if list(targets_BS.shape) != expected:
         return InputError(
@@ -216,7 +212,7 @@ def _fault(
     return None
 
 
-def _agree(
+def _compare_inputs(
     x_BSD: Tensor,
     weight_VD: Tensor,
     targets_BS: Tensor,
@@ -224,35 +220,35 @@ def _agree(
     same: tuple[int, ...],
     fault: InputError | None,
 ) -> tuple[int, ...]:
-    """Rows of every rank, after comparing what must be alike; a fault of one rank is raised on all."""
+    """Return the number of rows of each rank, after comparing the inputs. An error of one rank is raised on all."""
     if group_size(group) == 1:
         if fault is not None:
             raise fault
         return (weight_VD.shape[0],)
-    # Two sums by which targets that differ are found: of the ids, and of the ids times their place.
+    # Two sums detect different targets: of the ids, and of the ids times their positions.
     flat_T = targets_BS.reshape(-1).long()
     place_T = torch.arange(flat_T.numel(), device=flat_T.device)
     targets = torch.stack((flat_T.sum(), (flat_T * place_T).sum()))
-    said = [flat_T.numel(), x_BSD.shape[-1] if x_BSD.dim() else 0, *same]
-    words = torch.tensor([int(fault is not None), weight_VD.shape[0], *said], device=flat_T.device)
+    compared = [flat_T.numel(), x_BSD.shape[-1] if x_BSD.dim() else 0, *same]
+    words = torch.tensor([int(fault is not None), weight_VD.shape[0], *compared], device=flat_T.device)
     words = torch.cat((words, targets))
     rows = gather_values(words, group, "the start of a cross-entropy").tolist()
     if fault is not None:
         raise fault
     bad = [rank for rank, row in enumerate(rows) if row[0]]
     if bad:
-        raise InputError(f"ranks {bad} of the group were given bad input for the cross-entropy; see their messages")
+        raise InputError(f"ranks {bad} of the group passed invalid input to the cross-entropy; see their messages")
     if any(row[2:] != rows[0][2:] for row in rows):
         raise RankMismatch(
-            "ranks disagree in a cross-entropy: (tokens, hidden size, chunk, ignore_index, whether x needs its "
-            "gradient, sum of targets, sum of targets by place) are by rank "
+            "ranks differ in a cross-entropy: by rank, (tokens, hidden size, chunk, ignore_index, whether x needs a "
+            "gradient, sum of targets, sum of targets times positions) are "
             f"{[tuple(row[2:]) for row in rows]}"
         )
     return tuple(row[1] for row in rows)
 
 
 def _check_targets(targets_BS: Tensor, vocab: int, ignore_index: int) -> None:
-    # Targets are alike on every rank, so all raise.
+    # Targets are equal on all ranks, so all ranks raise.
     bad = ((targets_BS < 0) | (targets_BS >= vocab)) & (targets_BS != ignore_index)
     if bool(bad.any()):
         value = int(targets_BS[bad][0])

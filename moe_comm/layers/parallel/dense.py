@@ -1,6 +1,6 @@
-"""The dense feed-forward block, tensor-parallel: its width F is cut over the ranks.
+"""The dense feed-forward block, tensor-parallel: its width F is split over the ranks.
 
-x, own tokens ──gather──▶ all tokens ──w13 [2F/W, D]──▶ gate | up ──silu(gate) * up──▶ ──w2 [D, F/W]──▶ part of y
+x, own tokens ──gather──▶ all tokens ──w13 [2F/W, D]──▶ gate | up ──silu(gate) * up──▶ ──w2 [D, F/W]──▶ partial y
                                                                                ──reduce-scatter──▶ y, own tokens
 """
 
@@ -14,15 +14,9 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation, SwiGLU, activation_of
 from moe_comm.kernels.swiglu import swiglu
 from moe_comm.layers.parallel.collectives import group_size
-from moe_comm.layers.parallel.linear import (
-    check_width,
-    entering_linear,
-    leaving_linear,
-    part_of,
-    take_part,
-)
+from moe_comm.layers.parallel.linear import check_width, column_linear, row_linear, size_per_rank, take_shard
 from moe_comm.layers.parallel.module import ParallelModule
-from moe_comm.layers.parallel.recompute import again
+from moe_comm.layers.parallel.recompute import recomputed
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
 
@@ -31,19 +25,21 @@ class DenseMLP(ParallelModule):
     """activation(x @ w13.T) @ w2.T, as in Llama's family with ``swiglu`` (arXiv 2002.05202).
 
     Args:
-        hidden, ffn: D and F of the whole block.
-        group: the tensor-parallel group; None: one rank holds everything.
+        hidden: D.
+        ffn: F of the full block.
+        group: tensor-parallel group; None: one rank holds the full block.
         activation: a name in ``ACTIVATIONS`` or an ``Activation``; w13 has 2F rows if it is gated, else F.
-        sequence_dim: dimension in which tokens are cut over the ranks, going in and pending out; None: every rank has
-            all tokens, and the gradients of what stands outside are complete on every rank (``linear.py``).
-        overlap: how to hide the gather and the sum behind the products; None: one after the other.
+        sequence_dim: dimension in which input and output tokens are split over the ranks. None: all ranks have all
+            tokens, and gradients of replicated parameters outside are complete on each rank (``linear.py``).
+        overlap: how the gather and the reduce-scatter overlap with the GEMMs; None: no overlap.
 
     Attributes:
-        w13: [2F / W, D], this rank's gate rows first, then its up rows (one after the other for an activation that has
-            them interleaved); [F / W, D] if it is not gated. w2: [D, F / W].
+        w13: [2F / W, D], this rank's gate rows, then its up rows (alternating for an interleaved activation); [F / W,
+            D] if the activation is not gated.
+        w2: [D, F / W].
 
     Raises:
-        ConfigError: F does not divide by the ranks, or the activation is not known.
+        ConfigError: the number of ranks does not divide F, or the activation is unknown.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class DenseMLP(ParallelModule):
         self.hidden, self.ffn, self.group, self.sequence_dim = hidden, ffn, group, sequence_dim
         self.overlap = overlap
         self.activation = activation_of(activation)
-        own = part_of(ffn, group, "the width (ffn) of a dense block")
+        own = size_per_rank(ffn, group, "the width (ffn) of a dense block")
         width_h = 2 * own if self.activation.gated else own
         self.w13 = nn.Parameter(torch.empty(width_h, hidden, dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty(hidden, own, dtype=dtype, device=device))
@@ -80,11 +76,11 @@ class DenseMLP(ParallelModule):
         sequence_dim: int | None = 1,
         overlap: Overlap | None = None,
     ) -> DenseMLP:
-        """This rank's part of a gated block of three linears, which every rank holds alike: copies.
+        """Build a gated block with this rank's part of three linears, which are equal on all ranks. Copies the weights.
 
         Raises:
-            InputError: a linear has a bias, the shapes do not fit, or the activation is not gated.
-            ConfigError: F does not divide by the ranks.
+            InputError: a linear has a bias, the shapes do not match, or the activation is not gated.
+            ConfigError: the number of ranks does not divide F.
         """
         shapes = [tuple(linear.weight.shape) for linear in (gate, up, down)]
         if shapes[0] != shapes[1] or shapes[2] != shapes[0][::-1]:
@@ -98,19 +94,19 @@ class DenseMLP(ParallelModule):
         pairs = torch.stack((gate.weight.detach(), up.weight.detach()))
         w13 = (pairs.transpose(0, 1) if block.activation.interleaved else pairs).flatten(0, 1)
         (split,) = block.shardings()["w13"].splits
-        block.w13 = nn.Parameter(take_part(w13, split, group), gate.weight.requires_grad)
-        block.w2 = nn.Parameter(take_part(down.weight, Split(1, "tp"), group), down.weight.requires_grad)
+        block.w13 = nn.Parameter(take_shard(w13, split, group), gate.weight.requires_grad)
+        block.w2 = nn.Parameter(take_shard(down.weight, Split(1, "tp"), group), down.weight.requires_grad)
         return block
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Normal weights; every rank draws for itself."""
+        """Initialize the weights from a normal distribution, independently on each rank."""
         for weight in (self.w13, self.w2):
             nn.init.normal_(weight, std=std)
 
     def shardings(self) -> dict[str, Sharding]:
-        """How the ranks hold each parameter."""
+        """Return the sharding of each parameter."""
         rows = 2 * self.ffn if self.activation.gated else self.ffn
-        # Gate and up are cut each by itself; where they are interleaved, a plain cut leaves the pairs together.
+        # Gate and up are split separately; if they are interleaved, one split keeps the pairs together.
         segments = 2 if self.activation.gated and not self.activation.interleaved else 1
         return {
             "w13": Sharding((rows, self.hidden), (Split(0, "tp", segments),)),
@@ -118,17 +114,13 @@ class DenseMLP(ParallelModule):
         }
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S / W, D] to the same shape (any leading dimensions). Collective.
-
-        Raises:
-            InputError: x has another width. PeerDied, PeerTimeout: a rank is gone or does not come.
-        """
+        """Map [B, S / W, D] to the same shape (any number of leading dimensions). Collective."""
         check_width(x_BSD, self.hidden, "a dense block")
-        h_BSG = entering_linear(x_BSD, self.w13, self.group, self.sequence_dim, self.overlap)
+        h_BSG = column_linear(x_BSD, self.w13, self.group, self.sequence_dim, self.overlap)
         h_TG = h_BSG.flatten(0, -2)
-        act_TF = again(swiglu, h_TG) if isinstance(self.activation, SwiGLU) else self.activation.fn(h_TG)
+        act_TF = recomputed(swiglu, h_TG) if isinstance(self.activation, SwiGLU) else self.activation.fn(h_TG)
         act_BSF = act_TF.view(*h_BSG.shape[:-1], act_TF.shape[-1])
-        return leaving_linear(act_BSF, self.w2, self.group, self.sequence_dim, self.overlap)
+        return row_linear(act_BSF, self.w2, self.group, self.sequence_dim, self.overlap)
 
     def extra_repr(self) -> str:
         return (

@@ -1,17 +1,16 @@
-"""Several micro-batches that take turns: what one sends and waits for travels while another computes.
+"""Interleaved micro-batches: transfers of one micro-batch overlap with the computation of another.
 
-Two micro-batches a and b through layers 0 and 1 (DualPipe, arXiv 2412.19437, section 3.2.1; MegaScale-Infer's
-ping-pong, arXiv 2504.02263). Each gives way after its tokens have left, and after its experts' results have:
+Two micro-batches a and b through layers 0 and 1 (DualPipe, arXiv 2412.19437, section 3.2.1; MegaScale-Infer's ping-pong
+pipeline, arXiv 2504.02263). Each yields after its tokens are dispatched, and after its experts:
 
     computes     a attention 0   b attention 0   a experts 0   b experts 0   a sum, attention 1   b sum, attention 1
-    under way                    a dispatch ══▶  b dispatch ═▶ a combine ══▶ b combine ═════════▶ a dispatch ══════▶
+    in flight                    a dispatch ══▶  b dispatch ═▶ a combine ══▶ b combine ═════════▶ a dispatch ══════▶
 
-Backward takes turns by itself, b before a: autograd runs operators in the opposite order of their forward passes, as
-long as one backward pass covers all micro-batches. So gradients leave for the experts while another micro-batch's
-attention is differentiated.
+Backward is interleaved as well, b before a: autograd runs operators in reverse order if one backward pass covers all
+micro-batches. So gradients are dispatched while another micro-batch's attention is differentiated.
 
-The order depends on the number of micro-batches and layers alone, so it is the same on every rank. Nothing is under
-way, and the numbers are the same, where MoE layers do not overlap.
+The order depends only on the number of micro-batches and layers, so it is the same on all ranks. If MoE layers do not
+overlap, nothing is in flight; the results are the same.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Work that yields where other work can hide what it has under way, and returns its result."""
+"""A computation that yields where other work can hide its pending transfers, and returns its result."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageInput:
-    """What ``Transformer.forward`` takes of one micro-batch."""
+    """Arguments of ``Transformer.forward`` for one micro-batch."""
 
     x: Tensor
     positions: Tensor | None = None
@@ -40,7 +39,7 @@ class StageInput:
 
 
 def finish(steps: Steps[T]) -> T:
-    """Run ``steps`` to the end without giving way."""
+    """Run ``steps`` to completion."""
     while True:
         try:
             next(steps)
@@ -50,20 +49,20 @@ def finish(steps: Steps[T]) -> T:
 
 
 def take_turns(all_steps: Sequence[Steps[T]]) -> tuple[T, ...]:
-    """Run all to their ends, one step of each in turn; their results in the same order.
+    """Run all computations to completion, one step of each in turn, and return their results in order.
 
-    Where one raises, the others are closed.
+    If one raises, the others are closed.
     """
     results: list[Any] = [None] * len(all_steps)
     running = dict(enumerate(all_steps))
     try:
         while running:
-            for place, steps in list(running.items()):
+            for index, steps in list(running.items()):
                 try:
                     next(steps)
                 except StopIteration as end:
-                    results[place] = end.value
-                    del running[place]
+                    results[index] = end.value
+                    del running[index]
     finally:
         for steps in running.values():
             steps.close()

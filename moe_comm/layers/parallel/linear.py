@@ -1,18 +1,18 @@
 """Tensor-parallel linear layers (Megatron-LM, arXiv 1909.08053), with sequence parallelism (arXiv 2205.05198).
 
-A column-parallel layer and a row-parallel one after it make a block that communicates once at each end:
+A column-parallel layer followed by a row-parallel one communicates once at each end:
 
     replicated tokens (sequence_dim None)
         x ──copy_to──▶ x @ W[:, own outputs]ᵀ ──▶ (own heads, own FFN columns) ──▶ @ W[own inputs]ᵀ ──sum_over──▶ y
-        Every rank has all tokens outside of the block, so the gradients of what stands there (norms, routers, the row
-        layer's bias) are complete on every rank: they must NOT be summed over the group.
+        Outside of the block, all ranks have all tokens. Gradients of replicated parameters there (norms, routers, the
+        row layer's bias) are complete on each rank and must NOT be summed over the group.
 
     sequence parallel (sequence_dim set)
         x, own tokens ──gather_dim──▶ all tokens ──▶ ... ──scatter_sum──▶ y, own tokens
-        Every rank has its own tokens outside of the block, so the gradients of what stands there are partial sums:
-        they are summed over the group with those of the data-parallel ranks, as ``Sharding.sum_axes`` says.
+        Outside of the block, each rank has its own tokens. Gradients of replicated parameters there are partial sums.
+        They are summed over the group together with the data-parallel ranks (``Sharding.sum_axes``).
 
-The bytes of both forms are the same; the second keeps 1/W of the activations outside of the block.
+Both forms send the same number of bytes; the second stores 1/W of the activations outside of the block.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_comm.deprecated import attribute_parameters, renamed_parameters
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import cast_parameter, compute_dtype
 from moe_comm.layers.parallel.collectives import (
@@ -39,36 +40,32 @@ from moe_comm.layers.parallel.collectives import (
     sum_over,
 )
 from moe_comm.layers.parallel.module import ParallelModule
-from moe_comm.layers.parallel.recompute import again
+from moe_comm.layers.parallel.recompute import recomputed
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_scatter import matmul_scatter
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
 
-Cut = TypeVar("Cut", "ColumnParallelLinear", "RowParallelLinear")
+LinearT = TypeVar("LinearT", "ColumnParallelLinear", "RowParallelLinear")
 
 
-def part_of(length: int, group: ProcessGroup | None, what: str, segments: int = 1) -> int:
-    """``length`` over the ranks of ``group``.
-
-    Raises:
-        ConfigError: it does not divide.
-    """
+def size_per_rank(length: int, group: ProcessGroup | None, what: str, segments: int = 1) -> int:
+    """Return ``length`` per rank of ``group``; raise ConfigError unless ranks * ``segments`` divides it."""
     world = group_size(group)
     if length % (world * segments):
-        each = f"{segments} parts of {length / segments:g}, each of which" if segments > 1 else "which"
-        raise ConfigError(f"{what} is {length}, {each} must divide evenly over the {world} ranks of the group")
+        divisor = f"{segments} segments * {world} ranks" if segments > 1 else f"the {world} ranks"
+        raise ConfigError(f"{what} must be a multiple of {divisor} of the group; got {length}")
     return length // world
 
 
-def take_part(whole: Tensor, split: Split, group: ProcessGroup | None) -> Tensor:
-    """A copy of this rank's part of a full parameter."""
-    sharding = Sharding(tuple(whole.shape), (split,))
-    return sharding.take(whole.detach(), {split.axis: group_rank(group)}, {split.axis: group_size(group)})
+def take_shard(full: Tensor, split: Split, group: ProcessGroup | None) -> Tensor:
+    """Return a copy of this rank's part of a full parameter."""
+    sharding = Sharding(tuple(full.shape), (split,))
+    return sharding.take(full.detach(), {split.axis: group_rank(group)}, {split.axis: group_size(group)})
 
 
 def init_linear(weight: nn.Parameter, bias: nn.Parameter | None, fan_in: int) -> None:
-    """As ``nn.Linear`` starts: uniform within 1 / sqrt(inputs) of zero; another draw on every rank."""
+    """Initialize as ``nn.Linear``: uniform within 1 / sqrt(inputs) of zero, independently on each rank."""
     bound = 1 / math.sqrt(max(fan_in, 1))
     for parameter in (weight, bias):
         if parameter is not None:
@@ -77,29 +74,35 @@ def init_linear(weight: nn.Parameter, bias: nn.Parameter | None, fan_in: int) ->
 
 def check_width(x: Tensor, width: int, layer: str) -> None:
     if x.shape[-1:] != (width,):
-        raise InputError(f"{layer} takes [.., {width}] here; got {tuple(x.shape)}")
+        raise InputError(f"{layer} expects [.., {width}] on this rank; got {tuple(x.shape)}")
 
 
 class ColumnParallelLinear(ParallelModule):
-    """x @ weight.T + bias with the outputs cut over a group: each rank computes its own.
+    """x @ weight.T + bias with the outputs split over a group.
 
     Args:
-        in_features, out_features: of the whole layer.
-        group: the tensor-parallel group; None: one rank holds everything.
-        bias: whether there is one.
-        sequence_dim: dimension of x that is cut over the ranks and gathered here; None: x is alike on every rank.
-        segments: the outputs are that many equal parts one after the other, each cut by itself (a fused gate and up).
-        enters: False if x has been through ``enter`` already, as where several layers read it.
-        overlap: with ``sequence_dim``, how to hide the gather behind the product (``overlap.gather_matmul``); None:
-            one after the other.
+        in_features: number of inputs.
+        out_features: number of outputs of all ranks together.
+        group: tensor-parallel group; None: one rank holds the full layer.
+        bias: create a bias.
+        sequence_dim: dimension of x that is split over the ranks and gathered here; None: x is equal on all ranks.
+        segments: the outputs consist of this many equal segments, each of which is split separately (fused gate and
+            up).
+        overlap: with ``sequence_dim``, how the gather overlaps with the GEMM (``overlap.gather_matmul``); None: no
+            overlap.
 
     Attributes:
-        weight [out / W, in], bias [out / W] or None.
+        weight: [out / W, in].
+        bias: [out / W] or None.
+        gathers_input: gather x along ``sequence_dim``. Set it to False if x was gathered already because several layers
+            read it.
 
     Raises:
-        ConfigError: the outputs do not divide by the ranks.
+        ConfigError: the number of ranks does not divide the outputs.
     """
 
+    @renamed_parameters(enters="gathers_input")
+    @attribute_parameters("gathers_input")
     def __init__(
         self,
         in_features: int,
@@ -109,21 +112,21 @@ class ColumnParallelLinear(ParallelModule):
         bias: bool = True,
         sequence_dim: int | None = None,
         segments: int = 1,
-        enters: bool = True,
         overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.group, self.sequence_dim, self.segments, self.enters = group, sequence_dim, segments, enters
-        self.overlap = overlap
-        own = part_of(out_features, group, "out_features of a column-parallel linear", segments)
+        self.group, self.sequence_dim, self.segments = group, sequence_dim, segments
+        self.overlap, self.gathers_input = overlap, True
+        own = size_per_rank(out_features, group, "out_features of a column-parallel linear", segments)
         self.weight = nn.Parameter(torch.empty(own, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(own, dtype=dtype, device=device)) if bias else None
         self.reset_parameters()
 
     @classmethod
+    @renamed_parameters(enters="gathers_input")
     def from_linear(
         cls,
         linear: nn.Linear,
@@ -131,61 +134,56 @@ class ColumnParallelLinear(ParallelModule):
         *,
         sequence_dim: int | None = None,
         segments: int = 1,
-        enters: bool = True,
+        gathers_input: bool = True,
         overlap: Overlap | None = None,
     ) -> ColumnParallelLinear:
-        """This rank's part of ``linear``, which every rank holds alike: a copy, in the same dtype, on the same device.
-
-        Raises:
-            ConfigError: the outputs do not divide by the ranks.
-        """
-        options = {"sequence_dim": sequence_dim, "segments": segments, "enters": enters, "overlap": overlap}
-        return _from_linear(cls, linear, group, **options)
+        """Build with a copy of this rank's part of ``linear``, which is equal on all ranks."""
+        parallel = _from_linear(cls, linear, group, sequence_dim=sequence_dim, segments=segments, overlap=overlap)
+        parallel.gathers_input = gathers_input
+        return parallel
 
     def reset_parameters(self) -> None:
-        """As ``nn.Linear``; every rank draws for itself."""
+        """Initialize as ``nn.Linear``, independently on each rank."""
         init_linear(self.weight, self.bias, self.in_features)
 
     def shardings(self) -> dict[str, Sharding]:
-        """How the ranks hold each parameter."""
+        """Return the sharding of each parameter."""
         split = Split(0, "tp", self.segments)
-        found = {"weight": Sharding((self.out_features, self.in_features), (split,))}
+        shardings = {"weight": Sharding((self.out_features, self.in_features), (split,))}
         if self.bias is not None:
-            found["bias"] = Sharding((self.out_features,), (split,))
-        return found
+            shardings["bias"] = Sharding((self.out_features,), (split,))
+        return shardings
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., in] to [.., out / W]; with ``sequence_dim`` that dimension becomes W times as long. Collective.
-
-        Raises:
-            InputError: x has another width. PeerDied, PeerTimeout: a rank is gone or does not come.
-        """
+        """Map [.., in] to [.., out / W]; with ``sequence_dim``, that dimension becomes W times as long. Collective."""
         check_width(x, self.in_features, "a column-parallel linear")
-        if not self.enters:
+        if not self.gathers_input:
             return F.linear(x, self.weight, self.bias)
-        return entering_linear(x, self.weight, self.group, self.sequence_dim, self.overlap, self.bias)
+        return column_linear(x, self.weight, self.group, self.sequence_dim, self.overlap, self.bias)
 
     def extra_repr(self) -> str:
         return _describe(self, f"out/{group_size(self.group)}")
 
 
 class RowParallelLinear(ParallelModule):
-    """x @ weight.T + bias with the inputs cut over a group: each rank computes a part of every sum.
+    """x @ weight.T + bias with the inputs split over a group: each rank computes a partial sum of all outputs.
 
     Args:
-        in_features, out_features: of the whole layer.
-        group: the tensor-parallel group; None: one rank holds everything.
-        bias: whether there is one; it is alike on every rank and added once, after the sum.
-        sequence_dim: dimension of the result that is cut over the ranks; None: every rank gets all of it.
-        overlap: with ``sequence_dim``, how to hide the sum behind the product (``overlap.matmul_scatter``); None: one
-            after the other.
+        in_features: number of inputs of all ranks together.
+        out_features: number of outputs.
+        group: tensor-parallel group; None: one rank holds the full layer.
+        bias: create a bias. It is replicated and added once, after the sum.
+        sequence_dim: dimension of the result that is split over the ranks; None: each rank gets the full result.
+        overlap: with ``sequence_dim``, how the sum overlaps with the GEMM (``overlap.matmul_scatter``); None: no
+            overlap.
 
     Attributes:
-        weight [out, in / W], bias [out] or None. The bias's gradient with ``sequence_dim`` is that of this rank's
-        tokens, else it is complete on every rank.
+        weight: [out, in / W].
+        bias: [out] or None. Its gradient covers this rank's tokens with ``sequence_dim``, else it is complete on each
+            rank.
 
     Raises:
-        ConfigError: the inputs do not divide by the ranks.
+        ConfigError: the number of ranks does not divide the inputs.
     """
 
     def __init__(
@@ -203,9 +201,9 @@ class RowParallelLinear(ParallelModule):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.group, self.sequence_dim, self.overlap = group, sequence_dim, overlap
-        own = part_of(in_features, group, "in_features of a row-parallel linear")
+        own = size_per_rank(in_features, group, "in_features of a row-parallel linear")
         self.weight = nn.Parameter(torch.empty(out_features, own, dtype=dtype, device=device))
-        # Zeros, not a draw: it must be alike on every rank.
+        # Zeros are equal on all ranks, as a replicated parameter must be.
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.reset_parameters()
 
@@ -218,54 +216,45 @@ class RowParallelLinear(ParallelModule):
         sequence_dim: int | None = None,
         overlap: Overlap | None = None,
     ) -> RowParallelLinear:
-        """This rank's part of ``linear``, which every rank holds alike: a copy, in the same dtype, on the same device.
-
-        Raises:
-            ConfigError: the inputs do not divide by the ranks.
-        """
+        """Build with a copy of this rank's part of ``linear``, which is equal on all ranks."""
         return _from_linear(cls, linear, group, sequence_dim=sequence_dim, overlap=overlap)
 
     def reset_parameters(self) -> None:
-        """The weight as ``nn.Linear``'s, every rank drawing for itself; the bias zero, so that it is alike on all."""
+        """Initialize the weight as ``nn.Linear``, independently on each rank, and the bias with zero."""
         init_linear(self.weight, None, self.in_features)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def shardings(self) -> dict[str, Sharding]:
-        """How the ranks hold each parameter."""
-        found = {"weight": Sharding((self.out_features, self.in_features), (Split(1, "tp"),))}
+        """Return the sharding of each parameter."""
+        shardings = {"weight": Sharding((self.out_features, self.in_features), (Split(1, "tp"),))}
         if self.bias is not None:
-            found["bias"] = Sharding((self.out_features,))
-        return found
+            shardings["bias"] = Sharding((self.out_features,))
+        return shardings
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., in / W] to [.., out]; with ``sequence_dim`` that dimension becomes 1 / W as long. Collective.
-
-        Raises:
-            InputError: x has another width, or the sequence does not divide by the ranks.
-            PeerDied, PeerTimeout: a rank is gone or does not come.
-        """
+        """Map [.., in / W] to [.., out]; with ``sequence_dim``, that dimension becomes 1 / W as long. Collective."""
         check_width(x, self.weight.shape[1], "a row-parallel linear")
-        y = leaving_linear(x, self.weight, self.group, self.sequence_dim, self.overlap)
+        y = row_linear(x, self.weight, self.group, self.sequence_dim, self.overlap)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         return _describe(self, f"in/{group_size(self.group)}")
 
 
-def enter(x: Tensor, group: ProcessGroup | None, sequence_dim: int | None) -> Tensor:
-    """All tokens, at the start of a tensor-parallel block."""
+def gather_input(x: Tensor, group: ProcessGroup | None, sequence_dim: int | None) -> Tensor:
+    """Return all tokens, at the start of a tensor-parallel block."""
     if sequence_dim is None:
         return copy_to(x, group)
-    return again(partial(gather_dim, group=group, dim=sequence_dim), x)
+    return recomputed(partial(gather_dim, group=group, dim=sequence_dim), x)
 
 
-def leave(y: Tensor, group: ProcessGroup | None, sequence_dim: int | None) -> Tensor:
-    """The sum of the ranks' parts, at the end of a tensor-parallel block: of all tokens or of one's own."""
+def reduce_output(y: Tensor, group: ProcessGroup | None, sequence_dim: int | None) -> Tensor:
+    """Sum the ranks' partial results at the end of a tensor-parallel block, for all tokens or this rank's."""
     return sum_over(y, group) if sequence_dim is None else scatter_sum(y, group, sequence_dim)
 
 
-def entering_linear(
+def column_linear(
     x: Tensor,
     weight: Tensor,
     group: ProcessGroup | None,
@@ -273,20 +262,20 @@ def entering_linear(
     overlap: Overlap | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``F.linear`` of what ``enter`` gives, in one where they overlap."""
+    """``F.linear`` of ``gather_input``, fused if they overlap."""
     if overlap is None or sequence_dim is None or group_size(group) == 1:
-        return F.linear(enter(x, group, sequence_dim), weight, bias)
+        return F.linear(gather_input(x, group, sequence_dim), weight, bias)
     length = x.shape[sequence_dim] * group_size(group)
     y = _by_rows(gather_matmul, x, weight, group, sequence_dim, overlap, length)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def leaving_linear(
+def row_linear(
     x: Tensor, weight: Tensor, group: ProcessGroup | None, sequence_dim: int | None, overlap: Overlap | None = None
 ) -> Tensor:
-    """``leave`` of ``F.linear``, in one where they overlap."""
+    """``reduce_output`` of ``F.linear``, fused if they overlap."""
     if overlap is None or sequence_dim is None or group_size(group) == 1:
-        return leave(F.linear(x, weight), group, sequence_dim)
+        return reduce_output(F.linear(x, weight), group, sequence_dim)
     check_cut(x, sequence_dim % x.dim(), group)
     length = x.shape[sequence_dim] // group_size(group)
     return _by_rows(matmul_scatter, x, weight, group, sequence_dim, overlap, length)
@@ -301,25 +290,27 @@ def _by_rows(
     overlap: Overlap,
     length: int,
 ) -> Tensor:
-    """A fused operator, which gathers or scatters rows, along ``dim`` of x, which is ``length`` long in the result."""
+    """Apply a fused operator, which gathers or scatters rows, along ``dim`` of x; the result has ``length`` there."""
     dtype = compute_dtype(x)
 
     def rows_of(x: Tensor) -> Tensor:
         return x.to(dtype).movedim(dim, 0).reshape(-1, x.shape[-1])
 
     between = x.movedim(dim, 0).shape[1:-1]
-    y = operator(again(rows_of, x), cast_parameter(weight, x), group, overlap)
+    y = operator(recomputed(rows_of, x), cast_parameter(weight, x), group, overlap)
     return y.view(length, *between, weight.shape[0]).movedim(0, dim)
 
 
-def _from_linear(kind: Callable[..., Cut], linear: nn.Linear, group: ProcessGroup | None, **options: Any) -> Cut:
-    """A layer of ``kind`` with this rank's part of each of ``linear``'s parameters, as the layer's shardings say."""
+def _from_linear(
+    kind: Callable[..., LinearT], linear: nn.Linear, group: ProcessGroup | None, **options: Any
+) -> LinearT:
+    """Return a layer of ``kind`` with this rank's part of each parameter of ``linear``."""
     shape = linear.in_features, linear.out_features
     layer = kind(*shape, group, bias=linear.bias is not None, dtype=linear.weight.dtype, device="meta", **options)
     for name, sharding in layer.shardings().items():
-        whole = linear.get_parameter(name)
-        part = take_part(whole, sharding.splits[0], group) if sharding.splits else whole.detach().clone()
-        setattr(layer, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        full = linear.get_parameter(name)
+        part = take_shard(full, sharding.splits[0], group) if sharding.splits else full.detach().clone()
+        setattr(layer, name, nn.Parameter(part, requires_grad=full.requires_grad))
     return layer
 
 

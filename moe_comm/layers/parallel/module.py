@@ -1,4 +1,4 @@
-"""What modules that communicate have in common."""
+"""Base class of modules that communicate."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed import ProcessGroup
 
 
 class ParallelModule(nn.Module):
-    """A module whose copies (EMA, reference model) have their own weights but communicate over the same ranks."""
+    """A module whose copies (EMA, reference model) have their own weights but use the same process groups."""
 
     def shared_by_copies(self) -> list[Any]:
-        """What a copy keeps instead of copying it: process groups."""
+        """Return the attributes that copies share instead of copying them: process groups."""
         return [value for value in vars(self).values() if isinstance(value, ProcessGroup)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

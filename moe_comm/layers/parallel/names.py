@@ -1,4 +1,4 @@
-"""Names of parameters as they are in a checkpoint."""
+"""Parameter names in state dicts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,5 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 def state_key(*path: str) -> str:
-    """The key in a state dict of what is at ``path``, without the names that wrappers put into it.
-
-    Those are activation checkpointing and ``torch.compile``.
-    """
+    """Return the state-dict key of ``path``, without the names of checkpointing and ``torch.compile`` wrappers."""
     return ".".join(name for name in ".".join(path).split(".") if name and name not in _WRAPPERS)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (arXiv 1910.07467)."""
+"""Root-mean-square normalization (arXiv 1910.07467)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from moe_comm.kernels.rms_norm import rms_norm
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, as in Llama's family.
 
-    Computed in fp32 (float64 for float64) and rounded once to the dtype of x, so 16-bit results are closer to the
-    exact ones than Hugging Face's, which round before the weight comes in; in fp32 they are the same.
+    Computed in fp32 (float64 for float64) and rounded once to the dtype of x. So 16-bit results are more accurate than
+    Hugging Face's, which round before the multiplication by the weight; fp32 results are the same. Under sequence
+    parallelism the weight is replicated and its gradient covers this rank's tokens.
 
-    Under sequence parallelism the weight is replicated and its gradient covers this rank's tokens.
+    Args:
+        hidden: width of the last dimension.
 
     Attributes:
         weight: [hidden].
@@ -34,17 +36,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
-        """Ones."""
+        """Set the weight to one."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., hidden] to the same shape and dtype.
-
-        Raises:
-            InputError: x has another width.
-        """
+        """Normalize [.., hidden]; the result has the same shape and dtype."""
         if x.shape[-1:] != (self.hidden,):
-            raise InputError(f"an RMSNorm of width {self.hidden} takes [.., {self.hidden}]; got {tuple(x.shape)}")
+            raise InputError(f"an RMSNorm of width {self.hidden} expects [.., {self.hidden}]; got {tuple(x.shape)}")
         return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:

@@ -1,21 +1,21 @@
-"""What backward computes again instead of keeping it from the forward pass.
+"""Activation recomputation: tensors that backward computes again instead of storing them in the forward pass.
 
     none        nothing
-    selective   what is cheap: RMSNorm and what it keeps inside, the tensor-parallel gather after it, the rotation of
-                normalised heads, SwiGLU, and the router's wide copy of its input. Kept are the outputs of products
-                and of attention, and what dispatch moved; so no product is computed twice, and nothing but that
-                gather travels twice (MegaScale-MoE's list, arXiv 2505.11432, but for the dispatched rows)
-    full        every layer from its input on, whose collectives and dispatch run again in backward
+    selective   cheap operators: RMSNorm and its internals, the tensor-parallel gather after it, the rotation of
+                normalized heads, SwiGLU, and the router's fp32 copy of its input. Outputs of GEMMs, attention and
+                dispatch are stored. So no GEMM is repeated, and no communication except that gather (the list of
+                MegaScale-MoE, arXiv 2505.11432, except for the dispatched rows)
+    full        each layer from its input, including its collectives and dispatch
 
-Selective recomputation drops *outputs*, which checkpointing alone does not: the layer after keeps its input. A value
-that is made by ``again`` inside ``keeping_less`` is replaced, wherever autograd saves it or a view of it, by the call
-that makes it:
+Checkpointing alone cannot drop the *output* of an operator, because the next operator saves it as its input. Inside
+``selective_recompute``, a value computed by ``recomputed`` is replaced by the call that computes it, wherever autograd
+saves the value or a view of it:
 
-    x ──again(norm)──▶ y ──▶ q = y Wqᵀ   autograd would save y     ┐
-                       ├──▶ k = y Wkᵀ   the same y                 ├ all save a note "norm of x", computed once
-                       └──▶ v = y Wvᵀ   the same y                 ┘ in backward, dropped after the last use
+    x ──recomputed(norm)──▶ y ──▶ q = y Wqᵀ   autograd would save y  ┐
+                            ├──▶ k = y Wkᵀ   the same y              ├ all save a reference to "norm of x", which is
+                            └──▶ v = y Wvᵀ   the same y              ┘ computed once in backward, and freed after use
 
-Losses and gradients have the same bits in all three, and routers count their tokens once.
+Losses and gradients have the same bits in all three modes, and routers count their tokens once.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ from moe_comm.errors import ConfigError
 Fn = Callable[..., Tensor]
 
 
-class _Value:
-    """A tensor that can be computed again: ``fn`` of inputs, each kept as it is or computed again itself."""
+class _RecomputedValue:
+    """A value that is computed by ``fn`` when backward needs it, from inputs that are stored or recomputed."""
 
-    def __init__(self, fn: Fn, inputs: list[Tensor | _View], device: str) -> None:
+    def __init__(self, fn: Fn, inputs: list[Tensor | _RecomputedView], device: str) -> None:
         self._fn, self._inputs, self._device = fn, inputs, device
         self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        self._uses = self._left = 0
-        self._made: Tensor | None = None
+        self._uses = self._uses_left = 0
+        self._value: Tensor | None = None
 
-    def will_be_used(self) -> None:
-        """Autograd saves it once more."""
+    def add_use(self) -> None:
+        """Count that autograd saves the value once more."""
         self._uses += 1
-        self._left += 1
+        self._uses_left += 1
 
     def get(self) -> Tensor:
-        """The value; it stays until it was asked for as often as it was saved."""
-        made = self._made
-        if made is None:
+        """Return the value; it is freed after as many calls as it was saved."""
+        value = self._value
+        if value is None:
             enabled, dtype = self._autocast
             with torch.no_grad(), torch.autocast(self._device, dtype, enabled=enabled):
-                made = self._fn(*(x.get() if isinstance(x, _View) else x for x in self._inputs))
-        self._left -= 1
-        if self._left > 0:
-            self._made = made
+                value = self._fn(*(x.get() if isinstance(x, _RecomputedView) else x for x in self._inputs))
+        self._uses_left -= 1
+        if self._uses_left > 0:
+            self._value = value
         else:
-            # A backward pass in two parts, or one that is run again, begins anew.
-            self._made, self._left = None, self._uses
-        return made
+            # Reset for a split or repeated backward pass.
+            self._value, self._uses_left = None, self._uses
+        return value
 
 
 @dataclass(frozen=True)
-class _View:
-    """A view of a value."""
+class _RecomputedView:
+    """A view of a recomputed value."""
 
-    value: _Value
+    value: _RecomputedValue
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -82,59 +82,52 @@ class _View:
 
 
 class _Scope:
-    """The values made by ``again`` so far, by the address of their memory, which they hold on to."""
+    """The values computed by ``recomputed`` so far, by the address of their memory, which the scope keeps alive."""
 
     def __init__(self) -> None:
-        self._values: dict[int, tuple[_Value, Tensor]] = {}
+        self._values: dict[int, tuple[_RecomputedValue, Tensor]] = {}
 
     def add(self, fn: Fn, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         address = _address(y)
-        whole = y.storage_offset() == 0 and y.untyped_storage().nbytes() == y.numel() * y.element_size()
-        if not address or not whole or any(_address(x) == address for x in inputs):
-            return  # nothing is saved by computing a view of something else again
-        kept: list[Tensor | _View] = []
+        full = y.storage_offset() == 0 and y.untyped_storage().nbytes() == y.numel() * y.element_size()
+        if not address or not full or any(_address(x) == address for x in inputs):
+            return  # a view or an alias of an input needs no memory of its own
+        sources: list[Tensor | _RecomputedView] = []
         for x in inputs:
-            found = self._view(x)
-            if found is not None:
-                found.value.will_be_used()
-            kept.append(x.detach() if found is None else found)
-        self._values[address] = _Value(fn, kept, y.device.type), y
+            packed = self.pack(x)
+            sources.append(x.detach() if packed is x else packed)
+        self._values[address] = _RecomputedValue(fn, sources, y.device.type), y
 
     def close(self) -> None:
-        """Let go of the values, whoever still holds the hooks."""
+        """Release the values, even if hooks still reference the scope."""
         self._values.clear()
 
-    def pack(self, x: Tensor) -> Tensor | _View:
-        view = self._view(x)
-        if view is None:
+    def pack(self, x: Tensor) -> Tensor | _RecomputedView:
+        """Return a view of the recomputed value whose memory ``x`` uses, or ``x`` itself."""
+        value, y = self._values.get(_address(x), (None, x))
+        if value is None or y.dtype != x.dtype:
             return x
-        view.value.will_be_used()
-        return view
-
-    def _view(self, x: Tensor) -> _View | None:
-        found = self._values.get(_address(x))
-        if found is None or found[1].dtype != x.dtype:
-            return None
-        return _View(found[0], tuple(x.shape), x.stride(), int(x.storage_offset()))
+        value.add_use()
+        return _RecomputedView(value, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
 
 def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _unpack(x: Tensor | _View) -> Tensor:
-    return x.get() if isinstance(x, _View) else x
+def _unpack(x: Tensor | _RecomputedView) -> Tensor:
+    return x.get() if isinstance(x, _RecomputedView) else x
 
 
 _active = threading.local()
 
 
-def again(fn: Fn, *inputs: Tensor) -> Tensor:
-    """``fn(*inputs)``; inside ``keeping_less`` autograd keeps the call instead of the result.
+def recomputed(fn: Fn, *inputs: Tensor) -> Tensor:
+    """Return ``fn(*inputs)``; inside ``selective_recompute``, autograd saves the call instead of the result.
 
     Args:
-        fn: gives the same bits for the same inputs. Outside of ``keeping_less`` it is just called. What it saves
-            for its own backward stays; use ``again_inside`` where that is much.
+        fn: a deterministic function. Tensors that it saves for its own backward are stored; use ``recomputed_block`` if
+            these are large.
     """
     y = fn(*inputs)
     scope: _Scope | None = getattr(_active, "scope", None)
@@ -143,8 +136,8 @@ def again(fn: Fn, *inputs: Tensor) -> Tensor:
     return y
 
 
-def again_inside(fn: Fn, *inputs: Tensor) -> Tensor:
-    """``again`` for a function of several steps, which are not kept either. It may be a module with parameters."""
+def recomputed_block(fn: Fn, *inputs: Tensor) -> Tensor:
+    """``recomputed`` for a function or module of several operators, whose intermediate tensors are dropped as well."""
     if getattr(_active, "scope", None) is None:
         return fn(*inputs)
     y: Tensor = checkpoint(fn, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -154,18 +147,18 @@ def again_inside(fn: Fn, *inputs: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def keeping_less() -> Iterator[None]:
-    """Selective recomputation for the forward pass inside: see the module's text. Scopes do not nest."""
+def selective_recompute() -> Iterator[None]:
+    """Apply selective recomputation to the forward pass inside the context. Contexts do not nest."""
     scope = _Scope()
     try:
-        with _inside(scope):
+        with _enter_scope(scope):
             yield
     finally:
         scope.close()
 
 
 @contextlib.contextmanager
-def _inside(scope: _Scope) -> Iterator[None]:
+def _enter_scope(scope: _Scope) -> Iterator[None]:
     _active.scope = scope
     try:
         with torch.autograd.graph.saved_tensors_hooks(scope.pack, _unpack):
@@ -175,36 +168,36 @@ def _inside(scope: _Scope) -> Iterator[None]:
 
 
 def run_layer(recompute: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``fn(*args)``, a layer's forward pass, with what ``recompute`` says."""
+    """Run ``fn(*args)``, a layer's forward pass, with recomputation mode ``recompute``."""
     if recompute == "none" or not torch.is_grad_enabled():
         return fn(*args)
     if recompute == "selective":
-        with keeping_less():
+        with selective_recompute():
             return fn(*args)
-    # No dropout anywhere, so the generators' states need not be kept.
+    # Layers have no dropout, so the states of random generators are not needed.
     y: Tensor = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
     return y
 
 
 def run_layer_in_steps(recompute: str, steps: Generator[None, None, Tensor]) -> Generator[None, None, Tensor]:
-    """``run_layer`` of a layer whose forward pass gives way to other work at every ``yield``.
+    """``run_layer`` for a layer whose forward pass yields to other work.
 
-    A scope of selective recomputation is left at each and entered again after it, so that layers of several
-    micro-batches can take turns.
+    The scope of selective recomputation is left at each ``yield``, so that layers of several micro-batches can
+    alternate.
 
     Raises:
-        ConfigError: ``recompute`` is "full", which keeps a layer's input and runs it from there in one go.
+        ConfigError: ``recompute`` is "full", which needs an uninterrupted forward pass.
     """
     if recompute == "none" or not torch.is_grad_enabled():
         return (yield from steps)
     if recompute != "selective":
         raise ConfigError(
-            f'a layer with recompute {recompute!r} cannot take turns with another; set it to "selective" or "none"'
+            f'a layer with recompute {recompute!r} cannot be interleaved; set recompute to "selective" or "none"'
         )
     scope = _Scope()
     try:
         while True:
-            with _inside(scope):
+            with _enter_scope(scope):
                 try:
                     next(steps)
                 except StopIteration as end:
@@ -215,8 +208,8 @@ def run_layer_in_steps(recompute: str, steps: Generator[None, None, Tensor]) -> 
         scope.close()
 
 
-class _Seen(TorchDispatchMode):
-    """Notes the memory of every tensor that operations read or write."""
+class _StorageRecorder(TorchDispatchMode):
+    """Records the memory of each tensor that operators read or write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,23 +220,23 @@ class _Seen(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, out)):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 storage = leaf.untyped_storage()
-                # By address: views that native code makes of one block are different storages.
+                # By address, as views created by native code are different storages of the same memory.
                 self.storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         return out
 
 
-def activation_bytes(forward: Callable[[], Any], besides: Iterable[Tensor] = ()) -> int:
-    """Bytes that ``forward`` keeps for backward: the memory alive after it that was not there before.
+def activation_bytes(forward: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
+    """Return the number of bytes that ``forward`` stores for backward.
 
-    Measured, not estimated: every block of memory that an operation touched and that something still holds when
-    ``forward`` has returned, its result included.
+    This is measured: the memory that operators touched, that was allocated during ``forward``, and that is alive after
+    it, including its result.
 
     Args:
-        forward: runs with autograd and returns what holds the graph (the loss, or hidden states).
-        besides: tensors that are not counted: parameters, buffers, inputs.
+        forward: runs with autograd and returns the tensor that holds the graph (loss or hidden states).
+        exclude: tensors that are not counted: parameters, buffers, inputs.
     """
-    before = {tensor.untyped_storage().data_ptr() for tensor in besides}
-    with _Seen() as seen:
+    before = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+    with _StorageRecorder() as seen:
         result = forward()
     alive = {at: size for at, (ref, size) in seen.storages.items() if at not in before and not ref.expired()}
     del result

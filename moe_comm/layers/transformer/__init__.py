@@ -1,1 +1,1 @@
-"""Whole transformers: blocks, the model, its description, initial weights and gathered state."""
+"""Complete transformers: blocks, model, configuration, initialization and state."""

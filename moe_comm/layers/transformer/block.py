@@ -1,18 +1,19 @@
-"""One layer of a transformer: attention and a feed-forward block, experts or dense, each behind a norm.
+"""One layer of a transformer: attention and a feed-forward block (MoE or dense), each after a norm.
 
-    one after the other    x ─┬─ norm ─ attention ─ + ─┬─ norm ─ MoE or dense ─ + ─▶
+    sequential             x ─┬─ norm ─ attention ─ + ─┬─ norm ─ MoE or dense ─ + ─▶
                               ╰─────────────────────╯  ╰──────────────────────╯
 
     parallel               x ─┬─ norm ─┬─ attention ────── + ─ + ─▶
                               │        ╰─ MoE or dense ────╯   │
                               ╰────────────────────────────────╯
 
-Between all of these a rank has its own tokens, [B, S / (cp * tp), D].
+Between these modules each rank has its own tokens, [B, S / (cp * tp), D].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,12 @@ from moe_comm.dispatch.deferred import connect
 from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.attention.rope import RopeTable
 from moe_comm.layers.attention.sequence import Documents
+from moe_comm.layers.moe.config import MoEGroups
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.parallel.dense import DenseMLP
 from moe_comm.layers.parallel.interleave import Steps, finish
 from moe_comm.layers.parallel.norm import RMSNorm
-from moe_comm.layers.parallel.recompute import again_inside, run_layer, run_layer_in_steps
+from moe_comm.layers.parallel.recompute import recomputed_block, run_layer, run_layer_in_steps
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.runtime.event_layout import Kind
@@ -33,11 +35,11 @@ from moe_comm.runtime.events import EVENTS
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
-    """What all layers need to know about a micro-batch's tokens, worked out once.
+class TokenContext:
+    """Information about the tokens of a micro-batch that all layers use.
 
-    rope: sines and cosines of the context-parallel rank's tokens. documents: which attend to each other; None: each
-    row is one. index_BS: places of this rank's tokens in the global micro-batch; None: no layer asks.
+    rope: sines and cosines of the context-parallel rank's tokens. documents: packed documents; None: each sequence is
+    one document. index_BS: positions of this rank's tokens in the global micro-batch; None if no layer needs them.
     """
 
     rope: RopeTable
@@ -46,16 +48,18 @@ class Tokens:
 
 
 class TransformerBlock(nn.Module):
-    """Layer ``layer`` of the model ``config`` on this rank. Weights are unset (NaN); see ``initialize``.
+    """Layer ``layer`` of a model on this rank. Weights are NaN until ``initialize`` sets them.
 
     Args:
-        layer: global id, which decides whether its feed-forward block has experts.
+        layer: global id; ``config.dense_layers`` determines whether the feed-forward block has experts.
 
     Attributes:
-        attention_norm, attention. ffn_norm: missing in a parallel block. moe or dense: the other is missing.
+        attention_norm, attention: attention and its norm.
+        ffn_norm: norm of the feed-forward block; does not exist in a parallel block.
+        moe, dense: the feed-forward block; only one of them exists.
 
     Raises:
-        ConfigError: something does not divide over the plan's ranks.
+        ConfigError: a size is not divisible by the number of ranks.
     """
 
     def __init__(self, config: TransformerConfig, layer: int, plan: ModelPlan) -> None:
@@ -63,14 +67,14 @@ class TransformerBlock(nn.Module):
         self.layer, self.parallel, self.recompute = layer, config.parallel_block, plan.recompute
         self._label = f"layers.{layer}"
         self.is_moe = layer not in config.dense_layers
-        self._add_parts(config, plan)
+        self._add_modules(config, plan)
         if not plan.is_meta:
             materialize(self, plan.device)
             if self.is_moe:
                 self.moe.dispatcher = connect(self.moe.dispatcher, plan.device)
 
-    def _add_parts(self, config: TransformerConfig, plan: ModelPlan) -> None:
-        """The modules of this layer, on the meta device."""
+    def _add_modules(self, config: TransformerConfig, plan: ModelPlan) -> None:
+        """Create the modules of this layer on the meta device."""
         self.attention_norm = norm_of(config, plan)
         self.attention = attention_of(config, plan)
         if not config.parallel_block:
@@ -80,52 +84,52 @@ class TransformerBlock(nn.Module):
         else:
             self.dense = dense_of(config, plan)
 
-    def forward(self, x_BSD: Tensor, tokens: Tokens) -> Tensor:
-        """[B, S / (cp * tp), D] to the same shape. Collective over all ranks of the pipeline stage."""
+    def forward(self, x_BSD: Tensor, tokens: TokenContext) -> Tensor:
+        """Map [B, S / (cp * tp), D] to the same shape. Collective over all ranks of the pipeline stage."""
         return run_layer(self.recompute, self._run, x_BSD, tokens)
 
-    def steps(self, x_BSD: Tensor, tokens: Tokens) -> Steps[Tensor]:
-        """``forward`` that gives way while tokens, and while results, are under way: see ``interleave.py``.
+    def steps(self, x_BSD: Tensor, tokens: TokenContext) -> Steps[Tensor]:
+        """Run ``forward``, but yield while dispatch or combine is in flight; see ``interleave.py``.
 
-        Hooks on this module, and on ``moe``, do not run.
+        Hooks of this module and of ``moe`` do not run.
 
         Raises:
             ConfigError: ``recompute`` is "full".
         """
         return run_layer_in_steps(self.recompute, self._steps(x_BSD, tokens))
 
-    def _run(self, x_BSD: Tensor, tokens: Tokens) -> Tensor:
+    def _run(self, x_BSD: Tensor, tokens: TokenContext) -> Tensor:
         if self.parallel and self.is_moe and self.moe.overlap is not None:
             return finish(self._steps(x_BSD, tokens))
-        y_BSD = again_inside(self.attention_norm, x_BSD)
+        y_BSD = recomputed_block(self.attention_norm, x_BSD)
         if self.parallel:
-            # Before attention, as in ``_steps``: gradients of y are added up in the same order.
+            # Run before attention, as in ``_steps``, so that gradients of y are added in the same order.
             ffn_BSD = self._ffn(y_BSD, tokens)
-            return x_BSD + self._attended(y_BSD, tokens) + ffn_BSD
-        x_BSD = x_BSD + self._attended(y_BSD, tokens)
-        return x_BSD + self._ffn(again_inside(self.ffn_norm, x_BSD), tokens)
+            return x_BSD + self._attend(y_BSD, tokens) + ffn_BSD
+        x_BSD = x_BSD + self._attend(y_BSD, tokens)
+        return x_BSD + self._ffn(recomputed_block(self.ffn_norm, x_BSD), tokens)
 
-    def _steps(self, x_BSD: Tensor, tokens: Tokens) -> Steps[Tensor]:
+    def _steps(self, x_BSD: Tensor, tokens: TokenContext) -> Steps[Tensor]:
         if not self.is_moe:
             return self._run(x_BSD, tokens)
-        y_BSD = again_inside(self.attention_norm, x_BSD)
+        y_BSD = recomputed_block(self.attention_norm, x_BSD)
         if not self.parallel:
-            x_BSD = x_BSD + self._attended(y_BSD, tokens)
-            y_BSD = again_inside(self.ffn_norm, x_BSD)
+            x_BSD = x_BSD + self._attend(y_BSD, tokens)
+            y_BSD = recomputed_block(self.ffn_norm, x_BSD)
         call = self.moe.begin(y_BSD, token_index=tokens.index_BS)
         if self.parallel:
-            x_BSD = x_BSD + self._attended(y_BSD, tokens)  # behind which tokens travel
+            x_BSD = x_BSD + self._attend(y_BSD, tokens)  # overlaps with dispatch
         yield
         call.compute()
         yield
         return x_BSD + call.result()
 
-    def _attended(self, y_BSD: Tensor, tokens: Tokens) -> Tensor:
+    def _attend(self, y_BSD: Tensor, tokens: TokenContext) -> Tensor:
         with EVENTS.span(Kind.COMPUTE, "attention", layer=self._label):
             attended_BSD: Tensor = self.attention(y_BSD, tokens.rope, tokens.documents)
             return attended_BSD
 
-    def _ffn(self, y_BSD: Tensor, tokens: Tokens) -> Tensor:
+    def _ffn(self, y_BSD: Tensor, tokens: TokenContext) -> Tensor:
         ffn_BSD: Tensor = self.moe(y_BSD, token_index=tokens.index_BS) if self.is_moe else self.dense(y_BSD)
         return ffn_BSD
 
@@ -134,55 +138,40 @@ class TransformerBlock(nn.Module):
 
 
 def norm_of(config: TransformerConfig, plan: ModelPlan) -> RMSNorm:
-    """A norm of ``config``'s layers."""
+    """Build a norm of the model's layers."""
     return RMSNorm(config.hidden, config.norm_eps, dtype=plan.dtype, device="meta")
 
 
 def attention_of(config: TransformerConfig, plan: ModelPlan) -> Attention:
-    """An attention of ``config``'s layers, this rank's heads."""
-    return Attention(
-        config.attention,
-        plan.tp_group,
-        plan.cp_group,
-        context=plan.context,
-        overlap=plan.overlap,
-        dtype=plan.dtype,
-        device="meta",
-    )
+    """Build an attention with this rank's heads."""
+    return Attention(config.attention, plan.tp_group, plan.cp_group, context=plan.context, **_factory(plan))
 
 
 def dense_of(config: TransformerConfig, plan: ModelPlan) -> DenseMLP:
-    """A dense block of ``config``'s layers, this rank's part of its width."""
-    return DenseMLP(
-        config.hidden, config.dense_ffn, plan.tp_group, overlap=plan.overlap, dtype=plan.dtype, device="meta"
-    )
+    """Build a dense block with this rank's part of the width."""
+    return DenseMLP(config.hidden, config.dense_ffn, plan.tp_group, **_factory(plan))
 
 
 def moe_of(config: TransformerConfig, layer: int, plan: ModelPlan) -> MoELayer:
-    """The experts of layer ``layer``, those of this rank."""
-    # A whole layer that is computed again has everything at hand that experts could compute again.
-    again = config.moe.recompute and plan.recompute != "full"
+    """Build the MoE layer of layer ``layer`` with this rank's experts."""
+    # If the full layer is recomputed, recomputation inside of the experts saves no memory.
+    moe = replace(config.moe, recompute=config.moe.recompute and plan.recompute != "full")
+    groups = MoEGroups(plan.expert_group, plan.sizes["etp"], plan.stage_group, plan.sequence_group)
+    label = f"layers.{layer}.moe"
     return MoELayer.build(
-        replace(config.moe, recompute=again),
-        plan.expert_group,
-        plan.backend,
-        etp=plan.sizes["etp"],
-        tokens_group=plan.stage_group,
-        sequence_group=plan.sequence_group,
-        seed=0,
-        options=plan.options,
-        dtype=plan.dtype,
-        device="meta",
-        label=f"layers.{layer}.moe",
-        overlap=plan.overlap,
+        moe, groups, backend=plan.backend, seed=0, options=plan.options, label=label, **_factory(plan)
     )
+
+
+def _factory(plan: ModelPlan) -> dict[str, Any]:
+    return {"overlap": plan.overlap, "dtype": plan.dtype, "device": "meta"}
 
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device | str) -> None:
-    """Give a module built on the meta device memory on ``device``: parameters NaN until they are set, buffers zero.
+    """Allocate a module that was built on the meta device: parameters NaN until they are set, buffers zero.
 
-    So a model whose weights were never set says so in its first loss.
+    A model whose weights were never set then has a NaN loss.
     """
     module.to_empty(device=device)
     for parameter in module.parameters():

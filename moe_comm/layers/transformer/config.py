@@ -1,4 +1,4 @@
-"""What a whole MoE transformer is made of. Frozen descriptions only; the modules that read them stand beside."""
+"""Configuration of an MoE transformer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,24 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder-only language model whose feed-forward blocks are mixtures of experts.
+    """A decoder-only language model with mixture-of-experts feed-forward blocks.
 
-    attention: of every layer. moe: of every MoE layer; its ``hidden`` is the model's.
-    dense_layers: ids of the layers with a plain feed-forward block of width ``dense_ffn`` instead.
-    parallel_block: attention and feed-forward read the same normalised input and their outputs are added together
-        (MegaScale, arXiv 2402.15627, section 3.1): x + attention(norm(x)) + ffn(norm(x)); there is one norm.
-    shortcut: a layer with experts has two attentions and two dense blocks of width ``dense_ffn`` too, and the experts
-        stand beside the last three of these (LongCat-Flash, arXiv 2509.01322); see ``layers/transformer/shortcut.py``.
-    tie: the output projection is the embedding.
+    Args:
+        vocab: vocabulary size.
+        hidden: width of the tokens.
+        layers: number of layers.
+        attention: attention of each layer.
+        moe: MoE of each MoE layer; its ``hidden`` is the model's.
+        max_length: maximum length of a sequence.
+        dense_layers: ids of layers with a dense feed-forward block of width ``dense_ffn`` instead of experts.
+        dense_ffn: width of dense blocks.
+        norm_eps: epsilon of the norms.
+        parallel_block: x + attention(norm(x)) + ffn(norm(x)) with one norm (MegaScale, arXiv 2402.15627, section 3.1).
+        shortcut: layers with experts have two attentions and two dense blocks of width ``dense_ffn`` as well, and the
+            experts run in parallel with the last three of these (LongCat-Flash, arXiv 2509.01322); see
+            ``layers/transformer/shortcut.py``.
+        tie: the output projection is the embedding.
+        init_std: standard deviation of initial weights.
     """
 
     vocab: int
@@ -44,17 +53,17 @@ class TransformerConfig:
             raise ConfigError(f"vocab, layers and max_length must be at least 1; got {self}")
         if not self.hidden == self.attention.hidden == self.moe.hidden:
             raise ConfigError(
-                f"one hidden size for all: model {self.hidden}, attention {self.attention.hidden}, "
+                f"hidden sizes must be equal; got model {self.hidden}, attention {self.attention.hidden}, "
                 f"experts {self.moe.hidden}"
             )
         if any(not 0 <= layer < self.layers for layer in self.dense_layers):
-            raise ConfigError(f"dense_layers {self.dense_layers} must be among the {self.layers} layers, from 0")
+            raise ConfigError(f"dense_layers must be in 0..{self.layers - 1}; got {self.dense_layers}")
         if self.dense_layers and self.dense_ffn < 1:
-            raise ConfigError("dense_layers need dense_ffn, their width")
+            raise ConfigError("dense_layers needs dense_ffn, the width of the dense blocks")
         if self.shortcut and self.dense_ffn < 1:
-            raise ConfigError("shortcut needs dense_ffn, the width of the dense blocks beside the experts")
+            raise ConfigError("shortcut needs dense_ffn, the width of the dense blocks")
         if self.shortcut and self.parallel_block:
-            raise ConfigError("shortcut and parallel_block are two forms of a layer; choose one")
+            raise ConfigError("shortcut and parallel_block exclude each other; set one of them")
         if self.init_std <= 0:
             raise ConfigError(f"init_std must be positive; got {self.init_std}")
 

@@ -1,14 +1,13 @@
-"""Initial weights that depend on the seed and a parameter's name alone, never on how the model is spread over ranks.
+"""Initial weights that depend only on the seed and on parameter names, not on the parallel mapping.
 
-Every matrix is drawn in blocks of rows, each with a generator of its own, seeded by (seed, name, expert, block). A rank
-draws the blocks of which it holds a part and keeps that part, so what it needs beside its own parameters is one block,
-however large the model is:
+Each matrix is generated in blocks of rows. Each block has its own generator, seeded by (seed, name, expert, block). A
+rank generates the blocks that overlap with its part, so it needs memory for one block in addition to its parameters:
 
-    whole [E, rows, columns]       expert 0: block 0 block 1 ..       seed of expert 5, block 1:
+    full [E, rows, columns]        expert 0: block 0 block 1 ..       seed of expert 5, block 1:
                                    expert 1: block 0 block 1 ..       hash of "seed/layers.3.moe.experts.w13/5/1"
 
-Torch's own random numbers over a DTensor are alike on all shards on the CPU, and drawing each rank's part from one
-stream makes the weights, and so the run, depend on the mapping.
+torch's random numbers for a DTensor are equal on all shards on the CPU. Generating each rank's part from one stream
+would make the weights depend on the mapping.
 """
 
 from __future__ import annotations
@@ -28,32 +27,30 @@ from moe_comm.layers.transformer.model import Transformer
 from moe_comm.topology import Box, Sharding
 
 BLOCK_ELEMENTS = 1 << 22
-"""Largest block, unless one row is longer: 16 MB of fp32."""
+"""Maximum elements per block, except for longer rows: 16 MB of fp32."""
 
-Kind = Literal["normal", "ones", "zeros"]
+InitKind = Literal["normal", "ones", "zeros"]
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Which weights: of ``seed``, normal with standard deviation ``std`` where they are matrices."""
+class NormalInit:
+    """Seed and standard deviation of normally distributed weights."""
 
     seed: int
     std: float = 0.02
 
 
-def kind_of(name: str, sharding: Sharding) -> Kind:
-    """How the parameter ``name`` starts: norms at one, biases at zero, matrices and tables normal.
-
-    Raises:
-        ConfigError: a vector that is neither a norm's weight nor a bias.
-    """
+def init_kind(name: str, sharding: Sharding) -> InitKind:
+    """Return how the parameter ``name`` is initialized: norms with ones, biases with zeros, matrices normally."""
     *path, leaf = name.split(".")
     if leaf in ("bias", "b13", "b2"):
         return "zeros"
     if leaf == "weight" and path and path[-1].endswith("norm"):
         return "ones"
     if len(sharding.shape) < 2:
-        raise ConfigError(f"it is not known how {name} of shape {sharding.shape} is to start")
+        raise ConfigError(
+            f"no initialization is defined for the vector {name} of shape {sharding.shape}; name it as a norm or a bias"
+        )
     return "normal"
 
 
@@ -61,58 +58,55 @@ def kind_of(name: str, sharding: Sharding) -> Kind:
 def initialize(
     model: Transformer, seed: int, place: Mapping[str, int] | None = None, sizes: Mapping[str, int] | None = None
 ) -> None:
-    """Set every parameter of this rank's part of a model, and zero its buffers. No communication.
+    """Set all parameters of this rank's part of a model, and zero its buffers. Not collective.
 
-    Before the parameters are spread further (FSDP). On the meta device nothing happens.
+    Call it before parameters are sharded further (FSDP). On the meta device nothing happens.
 
     Args:
-        place, sizes: of this rank; None: those of the model's plan.
+        seed: seed of the weights.
+        place: coordinates of this rank; None: those of the model's plan.
+        sizes: sizes of the mesh axes; None: those of the model's plan.
 
     Raises:
-        ConfigError: a parameter has another shape than its sharding says.
+        ConfigError: the shape of a parameter differs from its sharding.
     """
     place = model.plan.place if place is None else place
     sizes = model.plan.sizes if sizes is None else sizes
-    draw = Draw(seed, model.config.init_std)
+    init = NormalInit(seed, model.config.init_std)
     shardings = shardings_of(model)
     for (name, sharding), parameter in zip(shardings.items(), model.parameters(), strict=True):
         if parameter.device.type != "meta":
-            fill(parameter, model.origin_of(name), sharding, draw, place, sizes)
+            fill(parameter, model.origin_of(name), sharding, init, place, sizes)
     for buffer in model.buffers():
         buffer.zero_()
 
 
 @torch.no_grad()
 def fill(
-    local: Tensor, name: str, sharding: Sharding, draw: Draw, place: Mapping[str, int], sizes: Mapping[str, int]
+    local: Tensor, name: str, sharding: Sharding, init: NormalInit, place: Mapping[str, int], sizes: Mapping[str, int]
 ) -> None:
-    """Set ``local``, the part of parameter ``name`` that the rank at ``place`` holds.
-
-    Raises:
-        ConfigError: it has another shape than ``sharding`` says.
-    """
+    """Set ``local``, the part of parameter ``name`` of the rank at ``place``; raise ConfigError for a wrong shape."""
     expected = sharding.local_shape(place, sizes)
     if tuple(local.shape) != expected:
         raise ConfigError(
-            f"{name} has shape {tuple(local.shape)}, but its sharding {sharding.shape} leaves this rank {expected}; "
-            "weights are set before FSDP spreads them"
+            f"{name} has shape {tuple(local.shape)}, but by its sharding this rank holds {expected}; "
+            "call initialize before FSDP shards the model"
         )
-    kind = kind_of(name, sharding)
+    kind = init_kind(name, sharding)
     if kind != "normal":
         local.fill_(1.0 if kind == "ones" else 0.0)
         return
     boxes = sharding.boxes(place, sizes)
     if len(sharding.shape) == 2:
-        _fill_matrix(local, boxes, sharding.shape, f"{draw.seed}/{name}/0", draw.std)
+        _fill_matrix(local, boxes, sharding.shape, f"{init.seed}/{name}/0", init.std)
         return
     experts, *shape = sharding.shape
     for expert in range(experts):
-        # Boxes of one expert are those of a matrix.
-        mine = [box for box in boxes if box.whole[0].start <= expert < box.whole[0].stop]
-        if mine:
-            at = mine[0].local[0].start + expert - mine[0].whole[0].start
-            inner = [Box(box.local[1:], box.whole[1:]) for box in mine]
-            _fill_matrix(local[at], inner, (shape[0], math.prod(shape[1:])), f"{draw.seed}/{name}/{expert}", draw.std)
+        expert_boxes = [box for box in boxes if box.full[0].start <= expert < box.full[0].stop]
+        if expert_boxes:
+            at = expert_boxes[0].local[0].start + expert - expert_boxes[0].full[0].start
+            inner = [Box(box.local[1:], box.full[1:]) for box in expert_boxes]
+            _fill_matrix(local[at], inner, (shape[0], math.prod(shape[1:])), f"{init.seed}/{name}/{expert}", init.std)
 
 
 def _fill_matrix(local: Tensor, boxes: list[Box], shape: tuple[int, ...], seed: str, std: float) -> None:
@@ -120,16 +114,16 @@ def _fill_matrix(local: Tensor, boxes: list[Box], shape: tuple[int, ...], seed: 
     block_rows = max(1, BLOCK_ELEMENTS // max(columns, 1))
     for block, first in enumerate(range(0, rows, block_rows)):
         last = min(first + block_rows, rows)
-        touched = [box for box in boxes if box.whole[0].start < last and box.whole[0].stop > first]
+        touched = [box for box in boxes if box.full[0].start < last and box.full[0].stop > first]
         if not touched:
             continue
         drawn = torch.empty(last - first, columns, dtype=torch.float32, device="cpu")
         drawn.normal_(std=std, generator=torch.Generator("cpu").manual_seed(_seed(f"{seed}/{block}")))
         for box in touched:
-            whole, into = box.whole[0], box.local[0]
-            low, high = max(whole.start, first), min(whole.stop, last)
-            start = into.start + low - whole.start
-            local[start : start + high - low, box.local[1]] = drawn[low - first : high - first, box.whole[1]]
+            full, into = box.full[0], box.local[0]
+            low, high = max(full.start, first), min(full.stop, last)
+            start = into.start + low - full.start
+            local[start : start + high - low, box.local[1]] = drawn[low - first : high - first, box.full[1]]
 
 
 def _seed(text: str) -> int:

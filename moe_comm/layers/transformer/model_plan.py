@@ -1,4 +1,4 @@
-"""``ModelPlan``: which part of a transformer this rank holds, and with whom it computes."""
+"""``ModelPlan``: the part of a transformer on this rank, its process groups and options."""
 
 from __future__ import annotations
 
@@ -21,19 +21,25 @@ from moe_comm.topology import ParallelConfig, ParallelMesh
 
 @dataclass(frozen=True, eq=False)
 class ModelPlan:
-    """What of a model is here, and how it runs. Without arguments: all of it, on one rank.
+    """The part of a model on this rank, and how it runs. The default is the full model on one rank.
 
-    place, sizes: of this rank on the seven axes of the mapping, and the axes' sizes (``ParallelConfig``).
-    tp_group, cp_group: ranks that share heads and vocabulary, and ranks that share sequences; None: this one alone.
-    sequence_group: tp and cp together. stage_group: all ranks of the pipeline stage. expert_group: ranks that share
-        one set of experts, etp * ep of them, etp fastest.
-    layers: global ids of the layers held here, ascending; none is allowed. None: all.
-    has_embedding, has_head: this is the first, the last pipeline stage.
-    context: form of context parallelism. recompute: what backward computes again, see ``recompute.py``.
-    overlap: how linear layers hide their communication over tp_group, and MoE layers dispatch and combine; None: not at
-        all.
-    backend, options: of the dispatch of MoE layers, see ``make_dispatcher``.
-    dtype: of parameters and activations; None: torch's default. device: "meta" gives shapes only, no memory.
+    Args:
+        place: coordinates of this rank on the seven axes of the mapping (``ParallelConfig``).
+        sizes: sizes of the axes.
+        tp_group: ranks that share heads and vocabulary; None: one rank.
+        cp_group: ranks that share sequences; None: one rank.
+        sequence_group: ranks of tp and cp together.
+        stage_group: all ranks of the pipeline stage.
+        expert_group: the etp * ep ranks that share one set of experts, etp fastest.
+        layers: ascending global ids of the layers of this stage, possibly none. None: all layers.
+        has_embedding, has_head: this is the first or the last pipeline stage.
+        context: form of context parallelism.
+        recompute: activation recomputation, see ``recompute.py``.
+        overlap: overlap of linear layers with transfers over tp_group, and of MoE layers with dispatch and combine;
+            None: no overlap.
+        backend, options: dispatch of MoE layers, see ``make_dispatcher``.
+        dtype: dtype of parameters and activations; None: torch's default.
+        device: device of the parameters; "meta" allocates no memory.
     """
 
     place: Mapping[str, int] = field(default_factory=lambda: ParallelConfig().place(0))
@@ -59,7 +65,7 @@ class ModelPlan:
         if self.recompute not in get_args(Recompute):
             raise ConfigError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {self.recompute!r}")
         if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
-            raise ConfigError(f"the layers of a stage must be ascending and different; got {self.layers}")
+            raise ConfigError(f"the layers of a stage must be strictly ascending; got {self.layers}")
 
     @classmethod
     def of(
@@ -77,10 +83,11 @@ class ModelPlan:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> ModelPlan:
-        """The plan of this rank of ``mesh``, whose groups it takes; the other arguments are ``ModelPlan``'s.
+        """Return the plan of this rank of ``mesh``. The other arguments are those of ``ModelPlan``.
 
         Args:
-            device: None: that of the mesh.
+            mesh: the mesh, which provides the groups.
+            device: None: the device of the mesh.
         """
         return cls(
             place=mesh.place,
@@ -104,20 +111,22 @@ class ModelPlan:
 
     @property
     def is_meta(self) -> bool:
+        """Whether the model is built on the meta device."""
         return torch.device(self.device).type == "meta"
 
     def token_index(self, batch: int, length: int, device: torch.device | None = None) -> Tensor:
-        """[batch, length] int64: where in the global micro-batch this rank's tokens stand, sequence after sequence.
+        """[batch, length] int64 positions of this rank's tokens in the global micro-batch, ordered by sequence.
 
             B 2, S 8 over dp 2, cp 2 (ring: 0 1 6 7 | 2 3 4 5), tp 2      dp 1, cp 0, tp 1 holds  6 7 of sequence 1
                                                                           index                  14 15
 
         Args:
-            batch: sequences on each data-parallel rank. length: tokens of each on this rank, S / (cp * tp).
+            batch: sequences on each data-parallel rank.
+            length: tokens of each sequence on this rank, S / (cp * tp).
         """
         tp, cp = self.sizes["tp"], self.sizes["cp"]
-        whole = length * tp * cp
-        places = local_positions(whole, cp, self.place["cp"], self.context)
+        full = length * tp * cp
+        places = local_positions(full, cp, self.place["cp"], self.context)
         own = places[self.place["tp"] * length : (self.place["tp"] + 1) * length]
         rows = self.place["dp"] * batch + torch.arange(batch)
-        return (rows.unsqueeze(1) * whole + own).to(device)
+        return (rows.unsqueeze(1) * full + own).to(device)

@@ -1,4 +1,4 @@
-"""A run, or two beside each other, as one page of HTML that opens anywhere.
+"""HTML reports of one run, or comparing two runs, in a self-contained file.
 
 run folder ── read ──▶ arrays ── figures ──▶ small lists ── page ──▶ report.html
 """
@@ -18,23 +18,26 @@ __all__ = ["Run", "panels", "read_run", "render", "write_report"]
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the report of one run, or the comparison of two, and return its file.
+    """Write the report of one run, or the comparison of two runs.
 
     Args:
-        folders: of one or two runs.
-        out: the file; None: report.html in the run's folder, or compare.html in the first one's.
+        folders: one or two run folders.
+        out: the file; None: report.html in the run folder, or compare.html in the first one.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        ConfigError: a folder is not there or holds no run, or there are not one or two.
+        ConfigError: a folder does not exist or has no run, or there are more than two.
         MissingDependency: plotly is not installed.
         OSError: the file cannot be written.
     """
     if not 1 <= len(folders) <= 2:
-        raise ConfigError(f"a report is about one run or two; got {len(folders)}")
+        raise ConfigError(f"a report requires one or two runs; got {len(folders)}")
     page = render([panels(read_run(folder)) for folder in folders])
     out = out or folders[0] / ("report.html" if len(folders) == 1 else "compare.html")
     out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = out.with_name(out.name + ".partial")
-    fresh.write_text(page, encoding="utf-8")
-    os.replace(fresh, out)
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(page, encoding="utf-8")
+    os.replace(partial, out)
     return out

@@ -1,7 +1,7 @@
 "use strict";
-// What each panel draws: from a run's data and the filters to traces and layout. Nothing here touches the page.
+// Traces and layout of each panel from the data of runs and the filters. This file does not modify the page.
 
-// Idle, as loaded as the mean, busiest: the middle colour stands at the mean, wherever the scale ends.
+// Idle, mean load, busiest: the middle colour is always at the mean.
 const LOAD_COLORS = { light: ["#0b3c7d", "#f3f1ea", "#b5470c", "#5c1200"], dark: ["#6fb1ff", "#222a33", "#ff8c2e", "#fff0c8"] };
 function loadScale(theme, top) {
   const [idle, even, busy, worst] = LOAD_COLORS[theme], mean = 1 / top;
@@ -24,7 +24,7 @@ const within = (state) => (step) => step >= state.from && step <= state.to;
 const pick = (values, keep) => values.filter((_, i) => keep[i]);
 const spread = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(",");
 
-// Lines over steps, of every run, with a band from the smallest to the largest where a point stands for many steps.
+// Lines over steps of each run, with a band from minimum to maximum where a point represents many steps.
 function overlay(runs, state, name, options = {}) {
   const traces = [], scale = options.scale || 1;
   runs.forEach((run, number) => {
@@ -138,7 +138,7 @@ function health({ runs, state }) {
   return { traces, layout: { xaxis: steps, yaxis: { title: { text: HEALTH[metric].filter(Boolean).join(", ") }, rangemode: "tozero" }, showlegend: true } };
 }
 
-// Ranks: which are shown, and their means over the bins of steps that are.
+// The visible ranks, and their means over the visible steps.
 function shownBins(state) {
   const { bins, width } = state.run.ranks;
   return bins.map((begin) => begin + width > state.from && begin <= state.to);
@@ -160,7 +160,7 @@ function stragglers({ state }) {
     const row = folded ? ranks.pp[i] : ranks.host[i];
     const column = folded ? ranks.dp[i] : (seen[row] = (seen[row] === undefined ? -1 : seen[row]) + 1);
     const key = `${row} ${column}`, before = cells.get(key);
-    // Of ranks that share a cell (tensor and context parallel) the slowest is shown.
+    // A cell shows the slowest of its ranks (tensor and context parallel).
     if (!before || (slow[i] || 0) > (before.z || 0)) cells.set(key, { row, column, z: slow[i], text: `rank ${rank}, ${plain(ranks.hosts[ranks.host[i]])}` });
   });
   if (!cells.size) return { traces: [] };
@@ -196,10 +196,10 @@ function links({ state }) {
   return { traces: Object.entries(from).map(([kind, values], i) => ({ x, y: pick(values, keep).map((one) => (one === null ? null : one * scale)), name: plain(kind),
     ...(x.length <= 64 ? { type: "bar", marker: { color: state.colors[i % 8] } } : { mode: "lines", stackgroup: "one", line: { width: 0.3, color: state.colors[i % 8], shape: "hvh" } }),
     hovertemplate: `rank %{x}: %{y:.4g}<extra>${plain(kind)}</extra>` })),
-    layout: { barmode: "stack", xaxis: { title: { text: "rank" }, tickformat: "d" }, yaxis: { title: { text: view === "waits" ? "seconds a step" : "MiB a step" } }, showlegend: true } };
+    layout: { barmode: "stack", xaxis: { title: { text: "rank" }, tickformat: "d" }, yaxis: { title: { text: view === "waits" ? "seconds per step" : "MiB per step" } }, showlegend: true } };
 }
 
-// Lines of few ranks; of many their smallest, median and largest.
+// One line per rank; for many ranks minimum, median and maximum.
 function ofRanks(state, name, scale) {
   const { ranks } = state.run, keep = shownBins(state), x = pick(ranks.bins, keep);
   const chosen = ranks.rank.map((rank, i) => i).filter((i) => state.shown(ranks.rank[i], ranks.host[i]));
@@ -221,7 +221,7 @@ function memory({ runs, state }) {
 function stalls({ runs, state }) {
   if (runs.length === 1 && state.run.ranks.rank.length) {
     const traces = ofRanks(state, "checkpoint", 1);
-    // Where the lines of ranks are samples, they may have missed every save.
+    // Sampled rank lines may not include any save.
     if (traces.some((one) => one.y.some((value) => value > 0))) {
       return { traces, layout: { xaxis: steps, yaxis: { title: { text: "seconds, longest" }, rangemode: "tozero" }, showlegend: true } };
     }

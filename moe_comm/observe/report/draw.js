@@ -1,5 +1,5 @@
 "use strict";
-// What pages of charts have in common: data, colours, how a chart, its label and its table are drawn.
+// Shared code of chart pages: data, colours, charts, labels and tables.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
@@ -16,13 +16,13 @@ function option(select, value, label) {
 
 const PALETTE = { light: ["#0072b2", "#d55e00", "#009e73", "#a6559b", "#9a7400", "#3a86b8", "#555555", "#c2410c"],
                   dark: ["#56b4e9", "#ff9e4a", "#3ecf9e", "#e39ad0", "#f0e442", "#9ad1f5", "#bbbbbb", "#ff7b6b"] };
-// Plotly reads a little HTML in its texts; what comes from files is no HTML.
+// Plotly interprets some HTML in texts; escape text from files.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const finite = (values) => values.filter((one) => one !== null && one !== undefined);
 const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
 const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
 
-// Colours and views as they are chosen; every chart is drawn from these.
+// The selected colours and views.
 function readLooks() {
   const chosen = at("theme").value;
   state.theme = chosen === "system" ? (dark.matches ? "dark" : "light") : chosen;
@@ -60,7 +60,7 @@ function drawOne(name, chart) {
   describe(name);
 }
 
-// For those who do not see the chart: what it has, in its label and as a table.
+// The content of a chart as a label and a table, for accessibility.
 function describe(name) {
   const place = at(`chart-${name}`), traces = place.traces, title = at(`title-${name}`).textContent;
   const numbers = traces.flatMap((one) => finite((one.z ? one.z.flat() : one.type === "bar" && one.orientation === "h" ? one.x : one.y) || [])).filter(Number.isFinite);

@@ -1,10 +1,10 @@
-"""What a report's panels draw: small lists from a run's arrays, whatever the number of steps, ranks and experts.
+"""Reduce the arrays of a run to small lists for the panels of a report.
 
-    steps   1,000,000 ─▶ at most POINTS buckets: mean, smallest and largest
+    steps   1,000,000 ─▶ at most POINTS buckets: mean, minimum and maximum
     ranks x steps     ─▶ [ranks, bins] means, at most CELLS numbers
-    experts           ─▶ at most WIDE columns, the loads of neighbours averaged
+    experts           ─▶ at most WIDE columns, each the mean load of neighboring experts
 
-Everything here is plain JSON; numbers have five digits, and what is not known is null.
+All results are JSON values. Numbers have five digits; missing values are null.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MEANS = ("tokens_per_s", "mfu", "total", "memory_bytes", "lr", *(part for part i
 
 
 def short(values: Floats) -> list[Any]:
-    """Nested lists with five digits; null for NaN and infinities."""
+    """Return nested lists of numbers with five digits; null for NaN and infinity."""
     if values.ndim > 1:
         return [short(one) for one in values]
     return [float(f"{one:.5g}") if math.isfinite(one) else None for one in values.tolist()]
 
 
 def panels(run: Run) -> dict[str, Any]:
-    """All of one run, for the page."""
+    """Return the data of all panels of one run."""
     timeline = timeline_of(run)
     stragglers = ranks_of(run)
     return {
@@ -58,47 +58,47 @@ def panels(run: Run) -> dict[str, Any]:
 
 
 def text(value: object) -> str:
-    """What a file says, not too long for a page."""
-    said = str(value)
-    return said if len(said) <= TEXT else said[: TEXT - 1] + "…"
+    """Return ``value`` as text, truncated to ``TEXT`` characters."""
+    result = str(value)
+    return result if len(result) <= TEXT else result[: TEXT - 1] + "…"
 
 
 def buckets(count: int, most: int) -> NDArray[np.int64]:
-    """Where each of at most ``most`` runs of neighbours begins, among ``count`` things."""
+    """Return the start indices of at most ``most`` buckets of ``count`` elements."""
     return np.unique(np.linspace(0, count, min(most, count), endpoint=False).astype(np.int64))
 
 
 def reduce_to(values: Floats, starts: NDArray[np.int64], how: str) -> Floats:
-    """Mean, smallest or largest of each run along the first axis, without what is NaN; NaN where there is nothing."""
-    known = np.isfinite(values)
+    """Return the mean, minimum ("low") or maximum ("high") of each bucket along the first axis, ignoring NaN."""
+    finite = np.isfinite(values)
     if how == "mean":
-        counts = np.add.reduceat(known, starts, dtype=np.int64)
-        sums = np.add.reduceat(np.where(known, values, 0.0), starts)
+        counts = np.add.reduceat(finite, starts, dtype=np.int64)
+        sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
         return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-    worst = math.inf if how == "low" else -math.inf
-    found = (np.minimum if how == "low" else np.maximum).reduceat(np.where(known, values, worst), starts)
-    return np.where(np.isfinite(found), found, np.nan)
+    neutral = math.inf if how == "low" else -math.inf
+    result = (np.minimum if how == "low" else np.maximum).reduceat(np.where(finite, values, neutral), starts)
+    return np.where(np.isfinite(result), result, np.nan)
 
 
 def curves_of(curves: Curves) -> dict[str, Any]:
-    """Loss, gradient norm, rates and seconds over steps."""
+    """Return loss, gradient norm, throughput and times over steps."""
     count = len(curves.steps_S)
     if not count:
         return {"step": [], "values": {}, "low": {}, "high": {}, "skipped": []}
     starts = buckets(count, POINTS)
-    whole = len(starts) == count
+    complete = len(starts) == count
     return {
         "step": short(curves.steps_S[starts]),
         "per_point": -(-count // len(starts)),
         "values": {name: short(reduce_to(curves.values[name], starts, "mean")) for name in (*BANDS, *MEANS)},
-        "low": {} if whole else {name: short(reduce_to(curves.values[name], starts, "low")) for name in BANDS},
-        "high": {} if whole else {name: short(reduce_to(curves.values[name], starts, "high")) for name in BANDS},
+        "low": {} if complete else {name: short(reduce_to(curves.values[name], starts, "low")) for name in BANDS},
+        "high": {} if complete else {name: short(reduce_to(curves.values[name], starts, "high")) for name in BANDS},
         "skipped": [[step, text(why)] for step, why in curves.skipped[:MARKS]],
     }
 
 
 def health_of(curves: Curves, loads: Loads) -> dict[str, Any]:
-    """Each layer's numbers over steps, and what the median and the 95% layer have."""
+    """Return per-layer metrics over steps, and their median and 95th percentile over layers."""
     if not len(curves.layer_steps_N):
         return {"step": [], "layers": [], "values": {}, "across": {}}
     count = curves.layers[HEALTH[0]].shape[1]
@@ -113,15 +113,15 @@ def health_of(curves: Curves, loads: Loads) -> dict[str, Any]:
 
 
 def loads_of(loads: Loads) -> dict[str, Any]:
-    """Load over the layer's mean load, in hundredths, [steps][layers][columns]; a column is ``per`` experts."""
+    """Return load relative to the layer's mean load in percent, [steps][layers][columns] with ``per`` experts each."""
     steps, layers, experts = loads.slots_TLE.shape
     if not steps * layers * experts:
         return {"step": [], "layers": [], "experts": 0, "per": 1, "ratio": []}
-    known = np.isfinite(loads.slots_TLE)
-    counts_TL1 = known.sum(2, keepdims=True)
-    sums_TL1 = np.where(known, loads.slots_TLE, 0.0).sum(2, keepdims=True)
+    finite = np.isfinite(loads.slots_TLE)
+    counts_TL1 = finite.sum(2, keepdims=True)
+    sums_TL1 = np.where(finite, loads.slots_TLE, 0.0).sum(2, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio_TLE = np.where(sums_TL1 > 0, loads.slots_TLE * counts_TL1 / sums_TL1, np.where(known, 1.0, np.nan))
+        ratio_TLE = np.where(sums_TL1 > 0, loads.slots_TLE * counts_TL1 / sums_TL1, np.where(finite, 1.0, np.nan))
     per = -(-experts // WIDE)
     starts = np.arange(0, experts, per)
     ratio_TLC = np.moveaxis(reduce_to(np.moveaxis(ratio_TLE, 2, 0), starts, "mean"), 0, 2)
@@ -136,7 +136,7 @@ def loads_of(loads: Loads) -> dict[str, Any]:
 
 
 def ranks_of(run: Run) -> dict[str, Any]:
-    """[ranks][bins] means of each rank's seconds and memory (longest checkpoints), where it sits, how slow it is."""
+    """Return [ranks][bins] means of times and memory (maximum for checkpoints), positions and slowdown of ranks."""
     lines = run.ranks
     count = len(lines.ranks)
     if not count or not len(lines.steps_N):
@@ -151,11 +151,11 @@ def ranks_of(run: Run) -> dict[str, Any]:
     pp, dp = places(run)
     values = {}
     for name, value_N in lines.values.items():
-        known = np.isfinite(value_N)
-        sums = np.bincount(cell_N[known], value_N[known], count * bins)
-        counts = np.bincount(cell_N[known], minlength=count * bins)
+        finite = np.isfinite(value_N)
+        sums = np.bincount(cell_N[finite], value_N[finite], count * bins)
+        counts = np.bincount(cell_N[finite], minlength=count * bins)
         values[name] = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan).reshape(count, bins)
-    # A stall is a matter of single steps: a mean over a hundred would hide it.
+    # Use the maximum: a stall affects single steps, which a mean over many steps would hide.
     stalls = np.full(count * bins, np.nan)
     np.fmax.at(stalls, cell_N, lines.values["checkpoint"])
     values["checkpoint"] = stalls.reshape(count, bins)
@@ -175,31 +175,30 @@ def ranks_of(run: Run) -> dict[str, Any]:
 
 
 def places(run: Run) -> tuple[list[int], list[int]]:
-    """Of each rank its pipeline stage, and which of the stage's data-parallel ranks it is part of."""
+    """Return the pipeline stage and the data-parallel rank of each rank."""
     lines, mapping = run.ranks, run.mapping
     if mapping is None or (lines.ranks and lines.ranks[-1] >= mapping.world):
         return [0] * len(lines.ranks), list(range(len(lines.ranks)))
-    found = [mapping.place(rank) for rank in lines.ranks]
-    return [int(one["pp"]) for one in found], [int(one["dp"]) for one in found]
+    coordinates = [mapping.place(rank) for rank in lines.ranks]
+    return [int(one["pp"]) for one in coordinates], [int(one["dp"]) for one in coordinates]
 
 
 def slowdown(compute_RB: Floats, stage: Sequence[int]) -> Floats:
-    """[R]: a rank's mean compute over the median of its pipeline stage's; NaN where it is not known."""
-    known = np.isfinite(compute_RB)
-    mean_R = np.where(known, compute_RB, 0).sum(1) / np.maximum(known.sum(1), 1)
-    mean_R = np.where(known.any(1) & (mean_R > 0), mean_R, np.nan)
+    """Return [R] mean compute time of each rank relative to the median of its pipeline stage; NaN if missing."""
+    finite = np.isfinite(compute_RB)
+    mean_R = np.where(finite, compute_RB, 0).sum(1) / np.maximum(finite.sum(1), 1)
+    mean_R = np.where(finite.any(1) & (mean_R > 0), mean_R, np.nan)
     stages = np.array(stage)
-    found = np.full(len(mean_R), np.nan)
+    result = np.full(len(mean_R), np.nan)
     for one in np.unique(stages):
-        of = stages == one
-        if np.isfinite(mean_R[of]).any():
-            found[of] = mean_R[of] / np.nanmedian(mean_R[of])
-    return found
+        members = stages == one
+        if np.isfinite(mean_R[members]).any():
+            result[members] = mean_R[members] / np.nanmedian(mean_R[members])
+    return result
 
 
 def links_of(lines: RankLines) -> dict[str, Any]:
-    """Bytes a step from rank to rank (or, of many, from one run of neighbours to another) and from host to host; and
-    seconds of probes between hosts."""
+    """Return bytes per step between ranks (or ranges of ranks) and between hosts, and probe seconds between hosts."""
     count = len(lines.ranks)
     per = max(-(-count // MATRIX), 1)
     hosts = list(dict.fromkeys(lines.hosts))
@@ -224,32 +223,32 @@ def _named(labels: Sequence[str], per: int) -> list[str]:
 def _matrix(pairs: Mapping[tuple[int, int], float], place: Sequence[int], labels: list[str], how: str) -> Any:
     if not pairs:
         return {"labels": [], "values": []}
-    found = np.full((len(labels), len(labels)), np.nan)
+    result = np.full((len(labels), len(labels)), np.nan)
     for (source, destination), value in pairs.items():
         cell = place[source], place[destination]
-        before = found[cell]
+        before = result[cell]
         if math.isfinite(value):
             added = before + value if how == "sum" else max(before, value)
-            found[cell] = value if math.isnan(before) else added
-    return {"labels": labels, "values": short(found)}
+            result[cell] = value if math.isnan(before) else added
+    return {"labels": labels, "values": short(result)}
 
 
 def timeline_of(run: Run) -> dict[str, Any]:
-    """Starts of the ranks, faults, and what share of the time became steps that count; seconds since the start."""
+    """Return starts of the ranks, faults and the effective training time; times are seconds since the first start."""
     lines = run.ranks
     ends_N = lines.begin_N + lines.values.get("total", np.zeros(0))
     begun = [one.started_s for one in run.attempts]
-    known = [*lines.begin_N[:1].tolist(), *([float(np.nanmax(ends_N))] if _any(ends_N) else [])]
-    moments = [*begun, *known, *(one.ready_s for one in run.attempts), *(one.time_s for one in run.faults)]
+    finite = [*lines.begin_N[:1].tolist(), *([float(np.nanmax(ends_N))] if _any(ends_N) else [])]
+    moments = [*begun, *finite, *(one.ready_s for one in run.attempts), *(one.time_s for one in run.faults)]
     moments = [one for one in moments if math.isfinite(one)]
     begin, end = min(moments, default=0.0), max(moments, default=0.0)
-    spent = _effective(run, end if known else None)
+    spent = _effective(run, end if finite else None)
     if spent is not None:
         end = max(end, begin + spent.wall_s)
     attempts = []
     for i, one in enumerate(run.attempts[:MARKS]):
         after = run.attempts[i + 1] if i + 1 < len(run.attempts) else None
-        # A start that never came to a step has no last one either.
+        # An attempt without a step has no end of the last step.
         stop = end if after is None else after.last_s if after.last_s >= one.ready_s else after.started_s
         attempts.append(
             {
@@ -265,7 +264,7 @@ def timeline_of(run: Run) -> dict[str, Any]:
     return {
         "wall_s": round(end - begin, 3),
         "effective": None if spent is None or not spent.wall_s else spent.ratio,
-        "said": "" if spent is None else str(spent),
+        "text": "" if spent is None else str(spent),
         "attempts": attempts,
         "faults": [
             {
@@ -295,7 +294,7 @@ def timeline_of(run: Run) -> dict[str, Any]:
 
 
 def _effective(run: Run, end_s: float | None) -> EffectiveTime | None:
-    """None where it is not known, or what it is made of is damaged."""
+    """Return the effective training time; None if its files are missing or corrupted."""
     if not all((run.path / name).is_file() for name in (ATTEMPTS, METRICS)):
         return None
     try:
@@ -315,12 +314,12 @@ def _any(values: Floats) -> bool:
 def _typical(values: Floats | None, how: str) -> float | None:
     if values is None or not _any(values):
         return None
-    known = values[np.isfinite(values)]
-    return float(np.median(known) if how == "median" else known.max() if how == "max" else known.mean())
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite) if how == "median" else finite.max() if how == "max" else finite.mean())
 
 
 def summary_of(run: Run, timeline: Mapping[str, Any], ranks: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The run in a few numbers: name, value, unit, and whether more is better (1), worse (-1) or neither (0)."""
+    """Return key numbers of the run: name, value, unit, and whether higher is better (1), worse (-1) or neutral (0)."""
     curves, values = run.curves, run.curves.values
     loss = values.get("loss", np.zeros(0))
     memory = run.ranks.values.get("memory_bytes")
@@ -330,6 +329,7 @@ def summary_of(run: Run, timeline: Mapping[str, Any], ranks: Mapping[str, Any]) 
     imbalance = curves.layers.get("imbalance")
     dead = curves.layers.get("dead_share")
     last_health = None if imbalance is None or not imbalance.size else _typical(imbalance[-1], "max")
+    dead_share = None if dead is None or not dead.size else _typical(dead[-1], "max")
     rows: list[tuple[str, float | None, str, int]] = [
         ("Last step", float(curves.steps_S[-1]) if len(curves.steps_S) else None, "", 0),
         ("Ranks", float(run.attempts[-1].world if run.attempts else len(run.ranks.ranks)) or None, "", 0),
@@ -339,14 +339,9 @@ def summary_of(run: Run, timeline: Mapping[str, Any], ranks: Mapping[str, Any]) 
         ("MFU, median", _typical(values.get("mfu"), "median"), "%", 1),
         ("Step, median", _typical(values.get("total"), "median"), "s", -1),
         *((f"{name.capitalize()}, mean", _typical(values.get(name), "mean"), "s/step", -1) for name in PARTS),
-        ("Memory, most of a rank", most / 2**30 if most is not None else None, "GiB", -1),
-        ("Busiest expert, worst layer now", last_health, "x mean", -1),
-        (
-            "Dead experts, worst layer now",
-            None if dead is None or not dead.size else _typical(dead[-1], "max"),
-            "%",
-            -1,
-        ),
+        ("Memory, maximum of a rank", most / 2**30 if most is not None else None, "GiB", -1),
+        ("Busiest expert, worst layer, last step", last_health, "x mean", -1),
+        ("Dead experts, worst layer, last step", dead_share, "%", -1),
         ("Slowest rank's compute", max(slow) if len(slow) > 1 else None, "x median", -1),
         ("Effective training time", timeline["effective"], "%", 1),
         ("Starts of the ranks", float(len(run.attempts)) or None, "", -1),

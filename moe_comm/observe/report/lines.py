@@ -1,4 +1,4 @@
-"""Lines of files that may be huge, cut off or damaged: as many as are wanted, evenly spread, in bounded memory."""
+"""Read evenly sampled lines of large or corrupted files in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROBE_BYTES = 1 << 18
 
 
 def spread_lines(path: Path, most: int) -> Iterator[bytes]:
-    """Whole lines of a file, each ending with a newline: all of them if they are at most about ``most``, else about so
-    many from evenly spread places, the first and last among them. A last line without its newline is left out.
+    """Yield about ``most`` evenly sampled complete lines of a file, including the first and last, or all if there are
+    fewer. A last line without newline is skipped.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -47,7 +47,7 @@ def spread_lines(path: Path, most: int) -> Iterator[bytes]:
 
 
 def all_lines(path: Path) -> Iterator[bytes]:
-    """Every whole line of a file, one after another."""
+    """Yield all complete lines of a file."""
     with os.fdopen(open_regular(path), "rb") as file:
         while raw := file.readline(MAX_LINE):
             if raw.endswith(b"\n"):
@@ -55,7 +55,7 @@ def all_lines(path: Path) -> Iterator[bytes]:
 
 
 def object_of(raw: bytes) -> dict[str, Any] | None:
-    """The JSON object in a line; None where there is none."""
+    """Return the JSON object in a line; None if there is none."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
@@ -64,7 +64,7 @@ def object_of(raw: bytes) -> dict[str, Any] | None:
 
 
 def number(value: object) -> float:
-    """A JSON number as a float; NaN for anything else, and for what no float holds."""
+    """Return a JSON number as a float; NaN for other values and for integers beyond the range of floats."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

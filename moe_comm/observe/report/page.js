@@ -1,7 +1,7 @@
 "use strict";
-// Filters, colours, tables: what the reader can do. Charts are drawn again when any of it changes.
+// Filters, colours and tables. Charts are redrawn after each change.
 
-// "0-7, 12" as a test of ranks; null where it makes no sense.
+// Parse "0-7, 12" to a predicate on ranks; null if invalid.
 function ranksOf(text) {
   const parts = text.split(/[\s,]+/).filter(Boolean).map((part) => part.match(/^(\d{1,9})(?:-(\d{1,9}))?$/));
   if (parts.some((part) => !part)) return null;
@@ -72,7 +72,7 @@ function differences() {
     if (change === null) { cell.textContent = "–"; return; }
     const share = one.value ? 100 * change / Math.abs(one.value) : NaN, sign = change < 0 ? "−" : "+";
     const relative = Math.abs(share) < 1000 ? ` (${sign}${Math.abs(share).toFixed(1)}%)` : "";
-    // Less than a percent is noise in most of these.
+    // Differences below one percent are noise for most values.
     const better = Math.abs(share) < 1 ? 0 : Math.sign(change) * one.better;
     const word = better > 0 ? ", better" : better < 0 ? ", worse" : "";
     cell.textContent = change === 0 ? "same" : `${sign}${shownNumber(Math.abs(change), one.unit).replace("%", " points")}${relative}${word}`;

@@ -1,7 +1,7 @@
-"""A report as one file of HTML: data, script and style in it, nothing from the network.
+"""Render a report as one HTML file that contains its data, scripts and styles.
 
-What comes from a run's files is text, never markup: names in the HTML are escaped, data is JSON in which no tag can
-begin, and the page's content security policy lets no other script run than those that were put in.
+Content of record files never becomes markup: text in HTML is escaped, data is JSON in which no tag can begin, and the
+content security policy of the page allows only the scripts of this package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_comm.observe.report.figures import text
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart on the page. views: of a control of its own, value and label. empty: what to say where there is none."""
+    """A chart of the page. views: value and label of each option of its control. empty: text shown without data."""
 
     name: str
     title: str
@@ -32,23 +32,23 @@ class Panel:
     wide: bool = False
 
 
-USE = "Drag over a chart to zoom, double-click to go back."
+USE = "Drag over a chart to zoom; double-click to reset."
 SCALES = (("linear", "linear scale"), ("log", "logarithmic scale"))
 PANELS = (
     Panel("loss", "Loss", views=SCALES),
     Panel("gradient", "Gradient norm", views=SCALES),
-    Panel("throughput", "Tokens a second"),
+    Panel("throughput", "Tokens per second"),
     Panel("mfu", "Model FLOPs utilisation"),
     Panel(
         "split",
-        "Where a step's time goes",
-        "Rank 0. Exposed communication is what compute waited for, other ranks among it.",
+        "Time of a step",
+        "Rank 0. Communication is exposed communication, including waiting for other ranks.",
         (("mean", "means"), ("time", "over steps")),
     ),
     Panel(
         "health",
         "Expert health",
-        "Of all layers the median and the one that 95% are no worse than; or one layer, chosen above.",
+        "Median and 95th percentile of all layers, or the layer chosen above.",
         (
             ("imbalance", "busiest expert"),
             ("least", "idlest expert"),
@@ -62,16 +62,16 @@ PANELS = (
     Panel(
         "experts",
         "Expert load",
-        "Load over the mean load of its layer. Choose a layer above to see it over all steps.",
+        "Load relative to the mean load of the layer. Choose a layer above to show it over all steps.",
         wide=True,
-        empty="No loads of single experts were recorded (observe.every).",
+        empty="No per-expert loads were recorded (observe.every).",
     ),
     Panel(
         "stragglers",
         "Stragglers",
-        "Mean compute of a rank over the median of its pipeline stage.",
+        "Mean compute time of a rank relative to the median of its pipeline stage.",
         (("mapping", "data-parallel rank by pipeline stage"), ("host", "host by rank")),
-        empty="No lines of single ranks were recorded (observe.events).",
+        empty="No rank records were written (observe.events).",
     ),
     Panel(
         "links",
@@ -84,22 +84,22 @@ PANELS = (
             ("host", "from host to host"),
             ("probe", "probe between hosts, time"),
         ),
-        empty="No lines of single ranks were recorded (observe.events).",
+        empty="No rank records were written (observe.events).",
     ),
     Panel("memory", "Memory"),
-    Panel("stalls", "Checkpoint stalls", "Waiting for the copy of the state and the save."),
+    Panel("stalls", "Checkpoint stalls", "Time waiting for the copy of the state and for the save."),
     Panel(
         "timeline",
         "Starts and faults",
         "",
         wide=True,
-        empty="Neither starts of the ranks nor faults were recorded.",
+        empty="No starts of the ranks and no faults were recorded.",
     ),
 )
 
 
 def render(runs: Sequence[dict[str, Any]]) -> str:
-    """The page about one run, or comparing two, from what ``panels`` made of them.
+    """Return the page of one run, or comparing two, from the results of ``panels``.
 
     Raises:
         MissingDependency: plotly is not installed.
@@ -110,18 +110,16 @@ def render(runs: Sequence[dict[str, Any]]) -> str:
         {"charts": _asset("charts.js"), "page": _asset("page.js")},
         title=html.escape(f"{names} – moe-comm"),  # noqa: RUF001
         heading=html.escape(names),
-        about=html.escape(
-            "; ".join(_about(run) for run in runs) + ". Drag over a chart to zoom, double-click to go back."
-        ),
+        about=html.escape(f"{'; '.join(_about(run) for run in runs)}. {USE}"),
         sections=_sections(runs),
         data=embedded({"runs": list(runs)}),
     )
 
 
-def document(template: str, scripts: Mapping[str, str], **said: str) -> str:
-    """A page of charts: ``template`` with ``said``, Plotly, what pages have in common, and ``scripts`` by name.
+def document(template: str, scripts: Mapping[str, str], **texts: str) -> str:
+    """Return ``template`` filled with ``texts``, ``scripts`` by name, Plotly, and the shared script and style.
 
-    Its policy lets no other script run. The template has $policy, $style, $plotly and $draw beside the names given.
+    The content security policy allows only these scripts. The template also has $policy, $style, $plotly and $draw.
 
     Raises:
         MissingDependency: plotly is not installed.
@@ -129,11 +127,11 @@ def document(template: str, scripts: Mapping[str, str], **said: str) -> str:
     scripts = {"plotly": plotly_script(), "draw": _asset("draw.js"), **scripts}
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts.values())
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
-    return Template(template).substitute(scripts, policy=policy, style=_asset("page.css"), **said)
+    return Template(template).substitute(scripts, policy=policy, style=_asset("page.css"), **texts)
 
 
 def plotly_script() -> str:
-    """Plotly's own script, as its package brings it."""
+    """Return the script of the installed Plotly package."""
     try:
         script = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
     except ModuleNotFoundError:
@@ -142,9 +140,9 @@ def plotly_script() -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON for the inside of a script element: no tag, comment or line separator can begin in it."""
-    said = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-    return said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    """Return JSON for a script element, in which no tag, comment or line separator can begin."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _asset(name: str) -> str:
@@ -165,28 +163,28 @@ def _sections(runs: Sequence[dict[str, Any]]) -> str:
         caption = '<table id="differences" aria-labelledby="title-summary"></table>'
         head = block("summary", "Differences", caption, wide=True)
     else:
-        head = block("summary", "In short", '<dl class="tiles" id="tiles"></dl>' + _timeline_text(runs[0]), wide=True)
+        head = block("summary", "Summary", '<dl class="tiles" id="tiles"></dl>' + _timeline_text(runs[0]), wide=True)
     parts = [head, *(panel_section(panel, len(runs)) for panel in PANELS)]
     notes = [(run["name"], note) for run in runs for note in run["notes"]]
     if notes:
         items = "".join(
             f"<li>{html.escape(f'{name}: {note}' if len(runs) > 1 else str(note))}</li>" for name, note in notes
         )
-        parts.append(block("notes", "What is missing", f'<ul class="notes" id="notes">{items}</ul>', wide=True))
+        parts.append(block("notes", "Missing data", f'<ul class="notes" id="notes">{items}</ul>', wide=True))
     return "\n".join(parts)
 
 
 def _timeline_text(run: dict[str, Any]) -> str:
     timeline = run["timeline"]
-    said = f"{timeline['said'].capitalize()}. " if timeline["said"] else ""
+    effective = f"{timeline['text'].capitalize()}. " if timeline["text"] else ""
     return (
-        f'<p class="hint">{html.escape(said)}{timeline["fault_count"]} fault(s) noticed, '
-        f"{timeline['injected_count']} made on purpose.</p>"
+        f'<p class="hint">{html.escape(effective)}{timeline["fault_count"]} fault(s) detected, '
+        f"{timeline['injected_count']} injected.</p>"
     )
 
 
 def block(name: str, title: str, body: str, wide: bool) -> str:
-    """A titled part of a page; ``body`` is HTML."""
+    """Return a titled section; ``body`` is HTML."""
     return (
         f'<section id="panel-{name}" aria-labelledby="title-{name}"{" class=wide" if wide else ""}>'
         f'<h2 id="title-{name}">{title}</h2>{body}</section>'
@@ -194,7 +192,7 @@ def block(name: str, title: str, body: str, wide: bool) -> str:
 
 
 def panel_section(panel: Panel, runs: int = 1) -> str:
-    """The place of a chart, with its controls and its table. runs: that the page is about."""
+    """Return the section of a chart with its controls and table. runs: number of runs on the page."""
     controls = ""
     if panel.views and (panel.name != "split" or runs > 1):
         options = "".join(f'<option value="{value}">{label}</option>' for value, label in panel.views)

@@ -1,11 +1,11 @@
-"""The step lines of every rank, as one table and as means of a step."""
+"""Read the step lines of all ranks as one table, and their means per step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,11 @@ RANK_VALUES = ("total", "compute", "communication", "data", "checkpoint", "memor
 
 @dataclass(frozen=True)
 class RankLines:
-    """Steps of ranks, N lines in all. ranks: [R]. hosts: [R]. index_N: which of the ranks. begin_N: seconds since 1970.
+    """N step lines of R ranks.
 
-    values: by ``RANK_VALUES``, [N]. sent: by kind, [R] bytes a step. waits: by kind, [R] seconds a step.
-    peers: from (index of) rank to rank, bytes a step. probes: the same, seconds, to whoever measured.
+    index_N: rank index of each line. begin_N: beginning of the step in seconds since 1970. values: [N] values of each
+    of ``RANK_VALUES``. sent, waits: [R] bytes and seconds per step by kind. peers, probes: bytes per step and probe
+    seconds by (sending, receiving) rank index.
     """
 
     ranks: tuple[int, ...]
@@ -42,13 +43,13 @@ class RankLines:
 
 
 def read_ranks(path: Path, notes: list[str]) -> RankLines:
-    """Of the run in ``path``, at most about ``MOST_LINES``; what cannot be read is said in ``notes``."""
+    """Read at most about ``MOST_LINES`` lines of the run folder ``path``; append problems to ``notes``."""
     folder = path / records.RANKS
     files = sorted(folder.glob("rank-*.jsonl")) if folder.is_dir() else []
     if not files:
-        notes.append(f"{records.RANKS}/ is missing or empty: nothing about single ranks")
+        notes.append(f"{records.RANKS}/ is missing or empty: no data of single ranks")
     if len(files) > MOST_RANKS:
-        notes.append(f"{records.RANKS}/ has {len(files)} ranks; {MOST_RANKS} of them, evenly spread, are shown")
+        notes.append(f"{records.RANKS}/ has {len(files)} ranks; {MOST_RANKS} evenly sampled ranks are shown")
         files = [files[i] for i in np.linspace(0, len(files) - 1, MOST_RANKS).astype(int)]
     most = max(MOST_LINES // max(len(files), 1), 8)
     index: dict[int, int] = {}
@@ -57,31 +58,31 @@ def read_ranks(path: Path, notes: list[str]) -> RankLines:
     sums = _Sums()
     bad = 0
     for file in files:
-        own: list[list[float]] = []
+        file_rows: list[list[float]] = []
         try:
             for raw in spread_lines(file, most):
                 try:
                     line = records.parse(object_of(raw) or {}, RankStep)
                     if not (0 <= line.step < 2**53 and 0 <= line.rank < 2**31):
-                        raise ValueError("no step or rank has that number")
+                        raise ValueError("the step or rank is out of range")
                     values = [number(getattr(line, name)) for name in RANK_VALUES]
                     place = index.setdefault(line.rank, len(index))
                     if place == len(hosts):
                         hosts.append(line.host[:200])
-                    own.append([number(line.step), place, number(line.begin_s), *values])
+                    file_rows.append([number(line.step), place, number(line.begin_s), *values])
                     sums.add(line, place)
                 except ValueError:
                     bad += 1
         except OSError as error:
             notes.append(f"{file.name} cannot be read: {error.strerror or error}")
-        rows.append(np.array(own, dtype=np.float64).reshape(len(own), 3 + len(RANK_VALUES)))
+        rows.append(np.array(file_rows, dtype=np.float64).reshape(len(file_rows), 3 + len(RANK_VALUES)))
     if bad:
-        notes.append(f"{records.RANKS}/: {bad} line(s) cannot be read, and were left out")
+        notes.append(f"{records.RANKS}/: skipped {bad} invalid line(s)")
     return _table(index, hosts, rows, sums)
 
 
 def _table(index: dict[int, int], hosts: list[str], rows: list[Floats], sums: _Sums) -> RankLines:
-    """Ranks in order of their number."""
+    """Build the table with ranks in rank order."""
     order = sorted(index)
     new = {index[rank]: place for place, rank in enumerate(order)}
     table = np.concatenate([np.zeros((0, 3 + len(RANK_VALUES))), *rows])
@@ -93,12 +94,6 @@ def _table(index: dict[int, int], hosts: list[str], rows: list[Floats], sums: _S
             kind: np.array([of.get(index[rank], 0.0) for rank in order]) / steps for kind, of in sorted(sums_of.items())
         }
 
-    def pairs(sums_of: Mapping[tuple[int, int], float], counts: Callable[[int, tuple[int, int]], float]) -> Any:
-        known = ((pair, value) for pair, value in sums_of.items() if pair[1] in index)
-        return {
-            (new[own], new[index[other]]): value / max(counts(own, (own, other)), 1) for (own, other), value in known
-        }
-
     return RankLines(
         ranks=tuple(order),
         hosts=tuple(hosts[index[rank]] for rank in order),
@@ -108,37 +103,40 @@ def _table(index: dict[int, int], hosts: list[str], rows: list[Floats], sums: _S
         values={name: table[:, 3 + i] for i, name in enumerate(RANK_VALUES)},
         sent=by_kind(sums.sent),
         waits=by_kind(sums.waits),
-        peers=pairs(sums.peers, lambda own, pair: sums.lines.get(own, 1)),
+        peers={
+            (new[place], new[index[peer]]): nbytes / max(sums.lines[place], 1)
+            for (place, peer), nbytes in sums.peers.items()
+            if peer in index
+        },
         probes={
-            (source, here): s
-            for (here, source), s in pairs(sums.probes, lambda own, pair: sums.probed.get(pair, 1)).items()
+            (new[index[peer]], new[place]): seconds / max(sums.probed[place, peer], 1)
+            for (place, peer), seconds in sums.probes.items()
+            if peer in index
         },
     )
 
 
 class _Sums:
-    """What is added up over a rank's lines; pairs are (index of the rank, number of the other)."""
+    """Sums over the lines of ranks; pairs are (index of the rank, number of the peer)."""
 
     def __init__(self) -> None:
-        self.lines: dict[int, int] = {}
+        self.lines: Counter[int] = Counter()
         self.sent: dict[str, dict[int, float]] = {}
         self.waits: dict[str, dict[int, float]] = {}
-        self.peers: dict[tuple[int, int], float] = {}
-        self.probes: dict[tuple[int, int], float] = {}
-        self.probed: dict[tuple[int, int], int] = {}
+        self.peers: dict[tuple[int, int], float] = defaultdict(float)
+        self.probes: dict[tuple[int, int], float] = defaultdict(float)
+        self.probed: Counter[tuple[int, int]] = Counter()
 
     def add(self, line: RankStep, place: int) -> None:
-        self.lines[place] = self.lines.get(place, 0) + 1
+        self.lines[place] += 1
         for sums, values in ((self.sent, line.sent), (self.waits, line.waits)):
             for kind, value in values.items():
                 if kind in sums or len(sums) < 16:
-                    of = sums.setdefault(kind[:40], {})
-                    of[place] = of.get(place, 0.0) + number(value)
-        for pairs, counts, values in ((self.peers, None, line.peers), (self.probes, self.probed, line.links)):
+                    sums.setdefault(kind[:40], defaultdict(float))[place] += number(value)
+        for pairs, values in ((self.peers, line.peers), (self.probes, line.links)):
             for name, value in values.items():
                 if name.isdecimal() and len(name) < 10:
                     pair = (place, int(name))
                     if pair in pairs or len(pairs) < MOST_CELLS:
-                        pairs[pair] = pairs.get(pair, 0.0) + number(value)
-                        if counts is not None:
-                            counts[pair] = counts.get(pair, 0) + 1
+                        pairs[pair] += number(value)
+                        self.probed[pair] += pairs is self.probes

@@ -1,7 +1,7 @@
-"""A run's folder as arrays, however large it is: what a report is drawn from.
+"""Read a run folder of any size as arrays for a report.
 
-Files that are not there, or lines that make no sense, are no errors here: a report is most wanted of a run that went
-wrong. They are said in ``Run.notes``.
+Missing files and invalid lines are not errors, because reports of failed runs are the most useful. ``Run.notes`` lists
+them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,15 @@ Record = TypeVar("Record", RankStep, LoadLine, Attempt, FaultRecord)
 
 @dataclass(frozen=True)
 class Curves:
-    """Rank 0's metrics. steps_S: [S]. values: by ``CURVES``, [S]. skipped: steps that were, and why.
+    """Metrics of rank 0. Missing values are NaN.
 
-    layer_steps_N: [N], those of which the numbers of layers were kept. layers: [N, L] by ``HEALTH``, NaN where not
-    known. across: by the same, [N, 2]: the median layer, and the one that 95% are no worse than.
+    Attributes:
+        steps_S: [S] steps.
+        values: [S] values of each of ``CURVES``.
+        skipped: skipped steps and reasons.
+        layer_steps_N: [N] steps with per-layer metrics.
+        layers: [N, L] values of each of ``HEALTH``.
+        across: [N, 2] median and 95th percentile over layers of each of ``HEALTH``.
     """
 
     steps_S: Floats
@@ -56,7 +61,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Loads:
-    """steps: [T] of those that were kept. names: of L layers. slots_TLE: NaN where not known."""
+    """Expert loads. steps: [T] steps. names: [L] layers. slots_TLE: slots of each expert; NaN if missing."""
 
     steps: tuple[int, ...]
     names: tuple[str, ...]
@@ -65,7 +70,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything about a run. places: coordinates of a rank in the mapping. notes: what is missing or damaged."""
+    """All data of a run. notes: missing files and invalid lines."""
 
     path: Path
     name: str
@@ -81,16 +86,16 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read what there is of a run.
+    """Read the available files of the run folder ``path``.
 
     Raises:
-        ConfigError: the folder is not there, or holds no file of a run.
+        ConfigError: the folder does not exist, or has no file of a run.
     """
     if not path.is_dir():
-        raise ConfigError(f"{path} is no folder; give a run's folder, such as runs/train-20260101-120000")
-    known = (records.METRICS, records.RANKS, records.LOADS, records.ATTEMPTS, records.FAULTS, "config.resolved.toml")
-    if not any((path / name).exists() for name in known):
-        raise ConfigError(f"{path} holds no run: there is none of {', '.join(known)}")
+        raise ConfigError(f"{path} is not a folder; pass a run folder, such as runs/train-20260101-120000")
+    names = (records.METRICS, records.RANKS, records.LOADS, records.ATTEMPTS, records.FAULTS, "config.resolved.toml")
+    if not any((path / name).exists() for name in names):
+        raise ConfigError(f"{path} is not a run folder: it has none of {', '.join(names)}")
     notes: list[str] = []
     curves = _curves(path, notes)
     loads = _loads(path, notes)
@@ -104,7 +109,7 @@ def read_run(path: Path) -> Run:
     return Run(
         path=path,
         name=path.resolve().name,
-        status=status if isinstance(status, str) else "not ended, or killed",
+        status=status if isinstance(status, str) else "running or killed",
         curves=curves,
         loads=loads,
         ranks=lines,
@@ -117,7 +122,7 @@ def read_run(path: Path) -> Run:
 
 
 def _values(path: Path, most: int, notes: list[str], optional: bool = False) -> Iterator[dict[str, Any]]:
-    """The objects in a file of lines; what is none is counted in the notes."""
+    """Yield the objects in a file of JSON lines; note the number of invalid lines."""
     if not path.exists():
         if not optional:
             notes.append(f"{path.name} is missing")
@@ -133,7 +138,7 @@ def _values(path: Path, most: int, notes: list[str], optional: bool = False) -> 
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
     if bad:
-        notes.append(f"{path.name}: {bad} line(s) cannot be read, and were left out")
+        notes.append(f"{path.name}: skipped {bad} invalid line(s)")
 
 
 def _few(path: Path, kind: type[Record], notes: list[str], optional: bool = False) -> Iterator[Record]:
@@ -144,16 +149,16 @@ def _few(path: Path, kind: type[Record], notes: list[str], optional: bool = Fals
         except ValueError:
             bad += 1
     if bad:
-        notes.append(f"{path.name}: {bad} line(s) are no {kind.__name__}, and were left out")
+        notes.append(f"{path.name}: skipped {bad} line(s) that are not a {kind.__name__}")
 
 
 def _injections(path: Path, notes: list[str]) -> Iterator[Injection]:
-    """What was done on purpose; of a line only what a chart shows is looked at."""
+    """Yield the injected faults; invalid fields are replaced by -1 or truncated."""
     for value in _values(path, MOST_EVENTS, notes, optional=True):
-        whole = {name: value.get(name) for name in ("rank", "step", "attempt")}
-        rank, step, attempt = (one if isinstance(one, int) and abs(one) < 2**53 else -1 for one in whole.values())
-        said = {name: str(value.get(name, ""))[:1000] for name in ("key", "kind", "fault", "what")}
-        yield Injection(time_s=number(value.get("time_s")), rank=rank, step=step, attempt=attempt, **said)
+        integers = (value.get(name) for name in ("rank", "step", "attempt"))
+        rank, step, attempt = (one if isinstance(one, int) and abs(one) < 2**53 else -1 for one in integers)
+        texts = {name: str(value.get(name, ""))[:1000] for name in ("key", "kind", "fault", "what")}
+        yield Injection(time_s=number(value.get("time_s")), rank=rank, step=step, attempt=attempt, **texts)
 
 
 def _small(path: Path, read: Callable[[bytes], Any], notes: list[str]) -> dict[str, Any]:
@@ -172,7 +177,7 @@ def _curves(path: Path, notes: list[str]) -> Curves:
     lines: dict[float, list[float]] = {}
     skipped: dict[int, str] = {}
     layers: dict[float, dict[str, Any]] = {}
-    stride, seen = 1, 0
+    stride, count = 1, 0
     for value in _values(path / records.METRICS, MOST_METRICS, notes):
         step = number(value.get("step"))
         if not 0 <= step < 2**53 or "loss" not in value:
@@ -186,9 +191,9 @@ def _curves(path: Path, notes: list[str]) -> Curves:
         if isinstance(why := value.get("skipped"), str) and why and len(skipped) < MOST_EVENTS:
             skipped[int(step)] = why
         if isinstance(load := value.get("load"), dict):
-            if seen % stride == 0:
+            if count % stride == 0:
                 layers[step] = load | {"across": value.get("load_across")}
-            seen += 1
+            count += 1
             if len(layers) > 2 * MOST_LAYER_STEPS:
                 layers = dict(list(layers.items())[::2])
                 stride *= 2
@@ -202,24 +207,24 @@ def _curves(path: Path, notes: list[str]) -> Curves:
     )
 
 
-def _layers(found: Mapping[float, Mapping[str, Any]]) -> tuple[Floats, dict[str, Floats], dict[str, Floats]]:
-    steps = sorted(found)
+def _layers(loads: Mapping[float, Mapping[str, Any]]) -> tuple[Floats, dict[str, Floats], dict[str, Floats]]:
+    steps = sorted(loads)
     places: dict[float, list[int]] = {}
     for step in steps:
-        listed = found[step].get("layers")
+        listed = loads[step].get("layers")
         if not isinstance(listed, list):
-            listed = list(range(max([len(one) for one in found[step].values() if isinstance(one, list)], default=0)))
+            listed = list(range(max([len(one) for one in loads[step].values() if isinstance(one, list)], default=0)))
         places[step] = [place if isinstance(place, int) and 0 <= place < MOST_LAYERS else -1 for place in listed]
     count = 1 + max([max(one, default=-1) for one in places.values()], default=-1)
     layers = {name: np.full((len(steps), count), np.nan) for name in HEALTH}
     across = {name: np.full((len(steps), 2), np.nan) for name in HEALTH}
     for row, step in enumerate(steps):
         for name in HEALTH:
-            values = found[step].get(name)
+            values = loads[step].get(name)
             for place, value in zip(places[step], values if isinstance(values, list) else [], strict=False):
                 if place >= 0:
                     layers[name][row, place] = number(value)
-            both = found[step].get("across")
+            both = loads[step].get("across")
             pair = both.get(name) if isinstance(both, dict) else None
             if isinstance(pair, list) and len(pair) == 2:
                 across[name][row] = [number(one) for one in pair]
@@ -233,21 +238,21 @@ _STEP = re.compile(rb'^\{"step":\s*(\d{1,15}),')
 
 
 def _loads(path: Path, notes: list[str]) -> Loads:
-    """Whole steps, as many as fit into ``MOST_LOADS`` numbers, evenly spread."""
+    """Read evenly sampled complete steps with at most about ``MOST_LOADS`` numbers."""
     none = Loads((), (), np.zeros((0, 0, 0)))
     file = path / records.LOADS
     if not file.exists():
-        notes.append(f"{file.name} is missing: no loads of single experts")
+        notes.append(f"{file.name} is missing: no per-expert loads")
         return none
     try:
-        # The first pass looks at the step alone, which is cheap; the second one reads the lines of those chosen.
+        # The first pass only parses the step, which is cheap; the second pass reads the lines of the chosen steps.
         steps = sorted({int(at[1]) for raw in all_lines(file) if (at := _STEP.match(raw))})
-        found: dict[tuple[int, str], list[int]] = {}
+        loads: dict[tuple[int, str], list[int]] = {}
         names: dict[str, None] = {}
         bad = 0
         per_step = _slots_per_step(file)
-        room = max(MOST_LOADS // max(per_step, 1), 1)
-        chosen = {steps[i] for i in np.linspace(0, len(steps) - 1, min(room, len(steps))).astype(int)}
+        max_steps = max(MOST_LOADS // max(per_step, 1), 1)
+        chosen = {steps[i] for i in np.linspace(0, len(steps) - 1, min(max_steps, len(steps))).astype(int)}
         for raw in all_lines(file):
             at = _STEP.match(raw)
             if at and int(at[1]) not in chosen:
@@ -259,26 +264,26 @@ def _loads(path: Path, notes: list[str]) -> Loads:
                 continue
             if line.step in chosen and (line.layer in names or len(names) < MOST_LAYERS):
                 names[line.layer] = None
-                found[line.step, line.layer] = line.load
+                loads[line.step, line.layer] = line.load
     except OSError as error:
         notes.append(f"{file.name} cannot be read: {error.strerror or error}")
         return none
     if bad:
-        notes.append(f"{file.name}: {bad} line(s) cannot be read, and were left out")
-    experts = max((len(load) for load in found.values()), default=0)
-    kept = sorted({step for step, _ in found})
-    if len(kept) * len(names) * experts > 16 * MOST_LOADS:
+        notes.append(f"{file.name}: skipped {bad} invalid line(s)")
+    experts = max((len(load) for load in loads.values()), default=0)
+    steps_read = sorted({step for step, _ in loads})
+    if len(steps_read) * len(names) * experts > 16 * MOST_LOADS:
         notes.append(f"{file.name}: layers have {experts} experts, too many to draw")
         return none
-    slots = np.full((len(kept), len(names), experts), np.nan)
-    row, column = {step: i for i, step in enumerate(kept)}, {name: i for i, name in enumerate(names)}
-    for (step, name), load in found.items():
+    slots = np.full((len(steps_read), len(names), experts), np.nan)
+    row, column = {step: i for i, step in enumerate(steps_read)}, {name: i for i, name in enumerate(names)}
+    for (step, name), load in loads.items():
         slots[row[step], column[name], : len(load)] = [number(one) for one in load]
-    return Loads(tuple(kept), tuple(names), slots)
+    return Loads(tuple(steps_read), tuple(names), slots)
 
 
 def _slots_per_step(file: Path) -> int:
-    """Numbers in the first whole step of a file of loads."""
+    """Return the number of values in the first complete step of a file of loads."""
     first, count = None, 0
     for raw in all_lines(file):
         at = _STEP.match(raw)
@@ -291,12 +296,12 @@ def _slots_per_step(file: Path) -> int:
 
 
 def _mapping(attempts: tuple[Attempt, ...], config: Mapping[str, Any], lines: RankLines) -> ParallelConfig | None:
-    """Of the last attempt; else of the configuration, on as many ranks as there are lines of."""
-    asked = config.get("parallel")
+    """Return the mapping of the last attempt, or of the configuration if there is none."""
+    configured = config.get("parallel")
     degrees: Mapping[str, Any] = attempts[-1].mapping if attempts and attempts[-1].mapping else {}
     world = attempts[-1].world if attempts else len(lines.ranks)
-    if not degrees and isinstance(asked, dict):
-        degrees = asked
+    if not degrees and isinstance(configured, dict):
+        degrees = configured
     try:
         chosen = {
             name: int(degrees[name]) for name in ("tp", "cp", "pp", "ep", "etp") if isinstance(degrees.get(name), int)

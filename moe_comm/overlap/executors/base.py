@@ -1,4 +1,4 @@
-"""What an executor gives a layer: one call of its experts, from the dispatch of the rows to the combined results."""
+"""Interface of an executor: one call of the experts, from the dispatch of the rows to the combined results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from moe_comm.kernels.expert_mlp import ExpertMLP
 
 
 class ExpertCall(ABC):
-    """One call of an expert-parallel layer, whose rows have been dispatched. Every rank calls ``compute``, then
-    ``combine``, once each:
+    """One call of an expert-parallel layer whose rows have been dispatched.
+
+    Every rank calls ``compute``, then ``combine``, once each:
 
         rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
         y_TD = call.combine(rows)
 
     Attributes:
-        rows: [R, D] the rows of this rank's experts; or an empty tensor that stands for them in autograd's graph, where
-            the executor computes rows that are still in transfer.
+        rows: [R, D] the rows of this rank's experts. If the executor computes rows that are still in flight, ``rows``
+            is an empty tensor instead, which connects the autograd functions.
         handle: the dispatch handle.
     """
 
@@ -32,32 +33,33 @@ class ExpertCall(ABC):
     def handle(self) -> DispatchHandle: ...
 
     def complete(self) -> None:  # noqa: B027 - most leave the group free
-        """Make the group free for other operations before ``compute``: other layers, or other calls of this one."""
+        """Complete the dispatch, so that other operations of the group can run before ``compute``."""
 
     @abstractmethod
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         """Run the experts.
 
         Args:
-            rows, rows_per_expert: those of this call; ``rows`` may have passed through hooks.
-            mlp: the experts' parameters in the dtype of ``rows``.
+            rows: ``self.rows``, which may have been passed through hooks.
+            rows_per_expert: Rows of each local expert.
+            mlp: The experts' parameters in the dtype of ``rows``.
 
         Returns:
-            [R, D] their outputs, or what stands for them; for ``combine``.
+            [R, D] their outputs, or an empty tensor as for ``rows``; the argument of ``combine``.
 
         Raises:
-            InputError: the parameters do not fit the rows; on this rank only.
-            PeerDied, PeerTimeout: a rank failed, or its rows did not come in time.
+            InputError: the parameters do not match the rows; raised on this rank only.
+            PeerDied, PeerTimeout: a rank failed, or its rows were not received in time.
         """
 
     @abstractmethod
     def combine(self, rows: Tensor) -> Tensor:
-        """[T, D] the weighted sum of each token's experts.
+        """Return [T, D], the weighted sum of each token's experts.
 
         Raises:
-            PeerDied, PeerTimeout: a rank failed, or its results did not come in time.
+            PeerDied, PeerTimeout: a rank failed, or its results were not received in time.
         """
 
     @abstractmethod
     def abort_on_error(self) -> AbstractContextManager[None]:
-        """Report an exception in the ``with`` block, between dispatch and combine, to the other ranks."""
+        """Return a context that reports an exception between dispatch and combine to the other ranks."""

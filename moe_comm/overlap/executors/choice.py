@@ -1,4 +1,4 @@
-"""Which executor runs a call of an expert-parallel layer."""
+"""Choice of the executor for a call of an expert-parallel layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.overlap.cost import CHUNKS, DIRECTIONS, MARGIN, Work, predict
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
 from moe_comm.overlap.executors.device import DeviceCall, device_fault
@@ -19,10 +18,11 @@ from moe_comm.overlap.executors.pipelined import PipelinedCall
 from moe_comm.overlap.executors.serial import SerialCall, serial_call
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
 from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
-from moe_comm.overlap.tuning import choose, rates_of
+from moe_comm.overlap.tuning.choose import choose, rates_of
+from moe_comm.overlap.tuning.cost import CHUNKS, DIRECTIONS, MARGIN, OperatorWork, predict
 
-FIRST_PRODUCTS = 2
-"""Products of width F that an expert has for a row before the last one: gate and up."""
+FIRST_GEMMS = 2
+"""Number of GEMMs of width F before the last one: gate and up."""
 
 
 def dispatch_rows(
@@ -38,15 +38,22 @@ def dispatch_rows(
     """Dispatch the rows of one call of a layer. Collective.
 
     Args:
-        x_TD, ids_TK, label: as ``Dispatcher.dispatch`` takes them. weights_TK: [T, K] routing weights.
-        overlap: which executor, and in how many chunks; None: serial. No result and no gradient depends on it, but for
-            the device executor, whose kernels have their own bits.
-        width: F of the experts, from which "auto" learns how much there is to hide behind; the same on every rank.
+        dispatcher: Moves the rows.
+        x_TD: [T, D] as for ``Dispatcher.dispatch``.
+        ids_TK: [T, K] as for ``Dispatcher.dispatch``.
+        weights_TK: [T, K] routing weights.
+        overlap: Executor and number of chunks; None: serial. Results and gradients have the same bits for every setting
+            except the device executor, whose kernels have their own bits.
+        width: F of the experts, from which "auto" estimates the compute time; the same on every rank.
+        label: Name of the layer, for error messages.
+
+    Returns:
+        The call, with ``compute`` and ``combine``.
 
     Raises:
-        ConfigError: the executor is named, and cannot run over this dispatcher. With MissingDependency: Triton.
+        ConfigError: the named executor does not support this dispatcher. For Triton also MissingDependency.
         InputError, RoutingError, RankMismatch: on every rank, before rows move.
-        PeerDied, PeerTimeout: a rank failed, or did not call in time.
+        PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
     if overlap is None or overlap.executor == "serial":
         return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
@@ -64,7 +71,7 @@ def dispatch_rows(
             x_TD,
             ids_TK,
             replace(overlap, backend="triton" if device else "chunked"),
-            width=FIRST_PRODUCTS * width,
+            width=FIRST_GEMMS * width,
             width_back=width,
             weights_grad=weights_grad,
             label=label,
@@ -86,15 +93,14 @@ def dispatch_rows(
 
 
 def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:
-    """Why the pipelined executor cannot run over ``dispatcher``."""
+    """Return the error if the pipelined executor does not support ``dispatcher``, else None."""
     if isinstance(dispatcher, AllToAllDispatcher) and sends_chunks(dispatcher):
         return None
     if isinstance(dispatcher, SharedMemoryDispatcher) and can_pipeline(dispatcher):
         return None
     return ConfigError(
-        "the pipelined executor runs over the dispatchers all_to_all and shared_memory, with payloads that carry "
-        f"their own scales; this is {dispatcher.name} with {dispatcher.options.wire_dtypes}. Use executor='auto' to run "
-        "serially where it cannot"
+        "the pipelined executor needs the dispatcher all_to_all or shared_memory, and wire dtypes with scales for each "
+        f"row; got {dispatcher.name} with {dispatcher.options.wire_dtypes}. Use executor='auto' to run serially instead"
     )
 
 
@@ -108,31 +114,37 @@ def explain_overlap(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> str:
-    """Which executor ``overlap="auto"`` takes for a layer, and why. Collective over the dispatcher's group.
+    """Explain which executor ``overlap="auto"`` selects for a layer. Collective over the dispatcher's group.
 
     Args:
-        tokens: of each rank. top_k: experts of each token. hidden, ffn: D and F, in ``dtype``.
+        dispatcher: The layer's dispatcher.
+        tokens: Tokens of each rank.
+        top_k: Experts of each token.
+        hidden: D.
+        ffn: F.
+        dtype: Dtype of rows and weights.
+        device: Device of the rows.
 
     Returns:
-        Lines of text: predicted milliseconds of all four passes in each number of chunks, and the choice.
+        Lines of text: predicted milliseconds of all four passes for each number of chunks, and the choice.
     """
     if (fault := pipelined_fault(dispatcher)) is not None:
         return f"serial: {fault}"
     if not isinstance(dispatcher, AllToAllDispatcher):
         return (
-            "serial: ranks that share memory move rows by the cores that compute, so there is no transfer to hide; "
-            "Overlap() computes each peer's rows as they are complete, which helps where ranks are not equally fast"
+            "serial: the cores that compute also copy the rows between ranks that share memory, so no transfer can be "
+            "hidden; Overlap() computes each peer's rows once they are complete, which helps if ranks differ in speed"
         )
     device, world, groups = torch.device(device), dispatcher.world, -(-dispatcher.num_experts // dispatcher.world)
     works = tuple(
-        Work(operator, direction, tokens * top_k, hidden, width, dtype, world, groups)
-        for operator, width in (("dispatch_matmul", FIRST_PRODUCTS * ffn), ("matmul_combine", ffn))
+        OperatorWork(operator, direction, tokens * top_k, hidden, width, dtype, world, groups)
+        for operator, width in (("dispatch_matmul", FIRST_GEMMS * ffn), ("matmul_combine", ffn))
         for direction in DIRECTIONS
     )
     choice, rates = choose(works, dispatcher.channel, device, (CHUNKED,)), rates_of(dispatcher.channel, dtype, device)
     lines = [
-        f"rates: {rates.latency_s * 1e6:.0f} us an exchange, {rates.bytes_per_s / 1e9:.2f} GB/s, "
-        f"{rates.hides:.0%} of a transfer hides"
+        f"rates: {rates.latency_s * 1e6:.0f} us per exchange, {rates.bytes_per_s / 1e9:.2f} GB/s, "
+        f"{rates.hides:.0%} of a transfer can be hidden"
     ]
     for chunks in CHUNKS:
         total = sum(predict(work.bucket().load(), rates, chunks) for work in works)

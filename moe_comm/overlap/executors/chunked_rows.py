@@ -1,12 +1,12 @@
-"""Transport of the pipelined executor over collectives: rows of one dispatch are sent in chunks.
+"""Transport of the pipelined executor over collectives: the rows of one dispatch are sent in chunks.
 
-    tokens' side     ──chunk 0──▶──chunk 1──▶──chunk 2──▶ rows_RD        ChunkedSend: dispatch, combine's backward
+    tokens           ──chunk 0──▶──chunk 1──▶──chunk 2──▶ rows_RD        ChunkedSend: dispatch, combine's backward
                      ◀──chunk 0──◀──chunk 1──◀──chunk 2── results_RD     ChunkedReturn: combine, dispatch's backward
-    experts' side    [ own rows ][ chunk 0 ][ chunk 1 ][ chunk 2 ]
+    experts          [ own rows ][ chunk 0 ][ chunk 1 ][ chunk 2 ]
 
-Every rank starts the same transfers in the same order: all chunks to the experts, then chunk after chunk back as they
-are computed. Own rows fill the wait for a chunk. The rows are those that the dispatcher would send at once, in the same
-wire dtype, and the sums are taken where it takes them: the same bits, whatever the chunks.
+Every rank starts the same transfers in the same order: all chunks to the experts, then each chunk of results once it is
+computed. Own rows are computed while the first chunk is in flight. The rows, the wire dtype and the sums are those of
+the dispatcher, so the bits do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from moe_comm.comm.channel import PendingTensor
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes, to_slots
 from moe_comm.dispatch.base import Dispatcher, dispatch_by
-from moe_comm.dispatch.checksums import Claim, claim
-from moe_comm.dispatch.dispatch_spans import KINDS, put_handle, sent
+from moe_comm.dispatch.checksums import SentChecksums, exchange_checksums
+from moe_comm.dispatch.dispatch_spans import KINDS, record_handle, sent_bytes
 from moe_comm.dispatch.sums import scale_, weighted_sum
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire_dtype import bytes_per_row, pack, unpack
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.overlap.chunk_plan import Crossing, Parts, Piece, travelling_rows
-from moe_comm.overlap.cost import DIRECTIONS, Work
+from moe_comm.overlap.chunk_plan import ChunkPlan, RowRange, RowSegments, max_sent_rows
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
-from moe_comm.overlap.tuning import choose
+from moe_comm.overlap.tuning.choose import choose
+from moe_comm.overlap.tuning.cost import DIRECTIONS, OperatorWork
 from moe_comm.runtime.events import EVENTS, Open
 from moe_comm.runtime.group_names import group_of
 from moe_comm.runtime.memory import take, warm_rows
 
 if TYPE_CHECKING:
-    from moe_comm.overlap.triton.launch import TritonPassage
+    from moe_comm.overlap.triton.launch import TritonDispatch
 
-COST = 4
-"""A chunk of experts' rows costs so many times as much as a linear layer's, and has to be that much larger: there is
-more to route, and a product for every expert in it. (Measured: at 0.25 MB two chunks lose, at 1 MB they win.)"""
+EXPERT_CHUNK_FACTOR = 4
+"""Factor by which a chunk for experts must be larger than a chunk of a linear layer, because it needs routing and one
+GEMM for each expert. (Measured: at 0.25 MB two chunks are slower than one, at 1 MB they are faster.)"""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedDispatch(RowDispatch):
-    """Where the rows of one dispatch go, and in how many chunks; one chunk is a part.
+    """One dispatch over ``all_to_all``. A segment is a chunk.
 
-    opening: the handshake of the dispatch. small: one chunk, of less than is worth one: better step after step.
-    overlap: what was asked for. fused: the same for Triton kernels, if these have moved the rows. claim: checksums of
-        the rows, which Triton's kernels do not check.
+    header: handshake of the dispatch. small: there is one chunk, smaller than ``overlap.chunk_bytes``; serial execution
+        is faster. overlap: the settings. fused: the same dispatch for Triton kernels, if these have moved the rows.
+    checksums: of the sent rows; None for Triton kernels, which do not check them.
     """
 
     dispatcher: AllToAllDispatcher
-    opening: Header
+    header: Header
     small: bool
     overlap: Overlap
-    fused: TritonPassage | None = None
-    claim: Claim | None = None
+    fused: TritonDispatch | None = None
+    checksums: SentChecksums | None = None
 
     in_flight: ClassVar[bool] = True
 
@@ -78,37 +78,37 @@ class ChunkedDispatch(RowDispatch):
         weights_grad: bool = False,
         label: str = "",
     ) -> ChunkedDispatch:
-        """Agree on a dispatch with the other ranks, as ``Dispatcher.dispatch`` does; and on its chunks.
+        """Run the handshake of ``Dispatcher.dispatch`` and choose the number of chunks. Collective.
 
         Args:
-            width: columns, beside those that travel, of the product that a transfer hides behind; alike on every rank.
-            width_back: the same of the product before the way back, if the chunks are to be those of both ways and
-                directions; None: of the way to the experts alone.
-            weights_grad: the backward pass will send gradients of routing weights; compared between ranks.
+            width: Columns of the GEMM that overlaps the transfer to the experts; the same on every rank.
+            width_back: The same for the GEMM before the results return. If given, one number of chunks is chosen for
+                both transfers and both directions; None: for the transfer to the experts only.
+            weights_grad: Whether the backward pass will send gradients of routing weights; compared between ranks.
 
         Raises:
-            ConfigError: the dispatcher's rows cannot cross in chunks, see ``sends_chunks``.
+            ConfigError: the dispatcher's rows cannot be sent in chunks, see ``sends_chunks``.
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
-            PeerDied, PeerTimeout: a rank is gone, or did not call in time.
+            PeerDied, PeerTimeout: a rank failed or did not call in time.
         """
         if not sends_chunks(dispatcher):
             raise ConfigError(
-                f"only the dispatcher all_to_all overlaps (and shared_memory, where dispatch_matmul and matmul_combine "
-                f"are called by themselves), with payloads that carry their own scales; this is {dispatcher.name} with "
+                f"only the dispatcher all_to_all sends rows in chunks (dispatch_matmul and matmul_combine also take "
+                f"shared_memory), with wire dtypes that have scales for each row; got {dispatcher.name} with "
                 f"{dispatcher.options.wire_dtypes}"
             )
         header = dispatcher.dispatch_header(x_TD, ids_TK, label)
         header = replace(header, requires_grad=header.requires_grad + 2 * weights_grad)
-        handle = dispatcher.agree(x_TD, ids_TK, header)
+        handle = dispatcher.prepare_dispatch(x_TD, ids_TK, header)
         rows_WE = handle.state.rows_WE
         wire_dtype = dispatcher.options.wire_dtypes.of("dispatch")
         row_bytes = bytes_per_row(handle.hidden, wire_dtype, handle.dtype)
-        worth = travelling_rows(rows_WE, dispatcher.placement) * row_bytes // COST
-        chunks = overlap.chunks_of(worth)
-        small = chunks == 1 and worth < overlap.chunk_bytes
-        # Fused kernels consume rows as they land: nobody could compare them.
-        claimed = None if overlap.backend == TRITON else claim(dispatcher, x_TD, ids_TK, header)
-        dispatch = cls(dispatcher, handle, chunks, header, small, overlap, claim=claimed)
+        num_bytes = max_sent_rows(rows_WE, dispatcher.placement) * row_bytes // EXPERT_CHUNK_FACTOR
+        chunks = overlap.chunks_of(num_bytes)
+        small = chunks == 1 and num_bytes < overlap.chunk_bytes
+        # Fused kernels compute with rows as they are received, before their checksums could be compared.
+        checksums = None if overlap.backend == TRITON else exchange_checksums(dispatcher, x_TD, ids_TK, header)
+        dispatch = cls(dispatcher, handle, chunks, header, small, overlap, checksums=checksums)
         if isinstance(overlap.chunks, str) and overlap.backend != TRITON:
             works = dispatch.works("dispatch_matmul", width)[:1]
             if width_back is not None:
@@ -117,227 +117,226 @@ class ChunkedDispatch(RowDispatch):
             dispatch = replace(dispatch, chunks=chunks, small=chunks == 1)
         return dispatch
 
-    def works(self, operator: str, width: int) -> tuple[Work, ...]:
-        """``operator`` with a product of ``width`` columns, forward and backward; the same on every rank."""
+    def works(self, operator: str, width: int) -> tuple[OperatorWork, ...]:
+        """Return ``operator`` with a GEMM of ``width`` columns, forward and backward; the same on every rank."""
         handle, world = self.handle, self.dispatcher.world
         rows, groups = int(self.routes.rows_WE.sum()) // world, -(-self.dispatcher.num_experts // world)
         return _works(operator, rows, handle.hidden, width, handle.dtype, world, groups)
 
-    def each_way(self, operator: str, width: int) -> tuple[ChunkedDispatch, ChunkedDispatch]:
-        """This dispatch in the chunks of ``operator`` forward, and backward: those asked for, or with "auto" what is
-        best for each. The first call for a shape is collective then."""
+    def per_direction(self, operator: str, width: int) -> tuple[ChunkedDispatch, ChunkedDispatch]:
+        """Return this dispatch with the chunks for ``operator``, forward and backward. With chunks "auto", each
+        direction has its own number, and the first call for a shape is collective."""
         if not isinstance(self.overlap.chunks, str):
             return self, self
         channel, device = self.dispatcher.channel, self.handle.device
         forward, backward = (choose(work, channel, device, (CHUNKED,)).chunks for work in self.works(operator, width))
-        return self._in(forward), self._in(backward)
+        return self._with_chunks(forward), self._with_chunks(backward)
 
-    def _in(self, chunks: int) -> ChunkedDispatch:
+    def _with_chunks(self, chunks: int) -> ChunkedDispatch:
         if chunks == self.chunks:
             return self
-        if chunks not in self._others:
-            self._others[chunks] = replace(self, chunks=chunks)
-        return self._others[chunks]
+        if chunks not in self._by_chunks:
+            self._by_chunks[chunks] = replace(self, chunks=chunks)
+        return self._by_chunks[chunks]
 
     @cached_property
-    def _others(self) -> dict[int, ChunkedDispatch]:
-        """In other numbers of chunks."""
+    def _by_chunks(self) -> dict[int, ChunkedDispatch]:
         return {}
 
     @cached_property
-    def crossing(self) -> Crossing:
-        """What is in which chunk."""
+    def chunk_plan(self) -> ChunkPlan:
         dispatcher = self.dispatcher
-        return Crossing.of(self.routes.rows_WE, dispatcher.placement, dispatcher.rank, self.chunks, self.handle.device)
+        return ChunkPlan.of(self.routes.rows_WE, dispatcher.placement, dispatcher.rank, self.chunks, self.handle.device)
 
     @property
-    def parts(self) -> Parts:
-        return self.crossing.parts
+    def segments(self) -> RowSegments:
+        return self.chunk_plan.segments
 
     def send(self, x_TD: Tensor) -> ChunkedSend:
-        """Begin to send the tokens' rows to their experts."""
-        return ChunkedSend(self, x_TD, self.opening)
+        """Start to send the tokens' rows to their experts."""
+        return ChunkedSend(self, x_TD, self.header)
 
     def send_gradients(self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> ChunkedGradients:
         return ChunkedGradients(self, grad_TD, weights_TK, weights_grad)
 
-    def send_back(self, op: str, grads: tuple[bool, bool], after: RowSend | None) -> ChunkedReturn:
-        # What follows from the operation before, without a caller in between, needs no handshake.
-        header = self.begin(op, grads[1]) if after is None else self.header(op)
+    def start_return(self, op: str, grads: tuple[bool, bool], after: RowSend | None) -> ChunkedReturn:
+        # A return that follows a send in the same call needs no handshake of its own.
+        header = self.handshake(op, grads[1]) if after is None else self.next_header(op)
         return ChunkedReturn(self, header)
 
     def abort_on_error(self, send: RowSend | None) -> AbstractContextManager[None]:
         return self.dispatcher.abort_on_error(self.handle.label, in_flight=True)
 
     def dispatch_at_once(self, x_TD: Tensor) -> Dispatched:
-        """The dispatch that was agreed on, one step, differentiable."""
+        """Send all rows in one transfer; differentiable."""
 
         def send(x_TD: Tensor) -> tuple[Tensor, DispatchHandle]:
-            rows_RD = self.dispatcher.send(x_TD, self.handle, self.opening)
+            rows_RD = self.dispatcher.send(x_TD, self.handle, self.header)
             self.check(rows_RD)
             return rows_RD, self.handle
 
         return dispatch_by(self.dispatcher, x_TD, send, self.handle.label)
 
     def check(self, rows_RD: Tensor) -> None:
-        """Compare rows that have arrived with their checksums, if there are any."""
-        if self.claim is not None:
-            self.claim.check(rows_RD)
+        """Compare received rows with their checksums, if there are any."""
+        if self.checksums is not None:
+            self.checksums.check(rows_RD)
 
     @property
     def routes(self) -> Routes:
-        found: Routes = self.handle.state
-        return found
+        routes: Routes = self.handle.state
+        return routes
 
     @cached_property
-    def landed_TK(self) -> Tensor:
-        """[T, K] place of each slot's result where own ones stand first, then chunk after chunk; -1 where dropped."""
-        crossing, routes = self.crossing, self.routes
+    def landing_TK(self) -> Tensor:
+        """[T, K] position of each slot's result in the receive buffer: own rows, then each chunk; -1 if dropped."""
+        chunk_plan, routes = self.chunk_plan, self.routes
         slots_S = torch.arange(routes.slot_S.shape[0], device=self.handle.device)
         if not len(slots_S):
             return routes.place_TK
-        landed_S = torch.cat((slots_S[crossing.own_slots], *(chunk.leaving_S for chunk in crossing.chunks)))
-        at_S = torch.empty_like(slots_S).index_copy_(0, landed_S, slots_S)
-        return torch.where(routes.place_TK < 0, routes.place_TK, at_S[routes.place_TK.clamp(min=0)])
+        slot_at_S = torch.cat((slots_S[chunk_plan.own_slots], *(chunk.send_S for chunk in chunk_plan.chunks)))
+        position_S = torch.empty_like(slots_S).index_copy_(0, slot_at_S, slots_S)
+        return torch.where(routes.place_TK < 0, routes.place_TK, position_S[routes.place_TK.clamp(min=0)])
 
-    def header(self, op: str, weights_grad: bool = False) -> Header:
-        """The next header of ``op``, without a handshake."""
+    def next_header(self, op: str, weights_grad: bool = False) -> Header:
+        """Return the next header of ``op``, without a handshake."""
         return self.dispatcher.header(op, self.handle, weights_grad)
 
-    def begin(self, op: str, weights_grad: bool = False) -> Header:
-        """The handshake of an operation, if checked."""
-        header = self.header(op, weights_grad)
-        self.dispatcher.agree_again(header, self.handle.device)
+    def handshake(self, op: str, weights_grad: bool = False) -> Header:
+        """Run the handshake of an operation, if it is checked."""
+        header = self.next_header(op, weights_grad)
+        self.dispatcher.check_headers(header, self.handle.device)
         return header
 
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
-        """Raise ``fault`` in place of ``op``; on every rank if operations are checked."""
-        self.dispatcher.agree_again(replace(self.header(op), fault=fault), self.handle.device)
+        self.dispatcher.check_headers(replace(self.next_header(op), fault=fault), self.handle.device)
         raise fault
 
-    def start_out(self, values_S: Tensor, description: str) -> PendingTensor:
-        """One number a slot to its expert's rank, [R] there."""
+    def send_slot_values(self, values_S: Tensor, description: str) -> PendingTensor:
+        """Start to send one number per slot to its expert's rank, where the result is [R]."""
         routes = self.routes
         pending = self.dispatcher.channel.start_all_to_all(values_S, routes.send, routes.receive, description)
         by_expert = routes.by_expert_R
-        return pending if by_expert is None else pending.then(lambda arrived: arrived[by_expert])
+        return pending if by_expert is None else pending.then(lambda values_R: values_R[by_expert])
 
-    def start_back(self, values_R: Tensor, description: str) -> PendingTensor:
-        """One number a row back to its slot, [T, K] there; 0 where a slot went nowhere."""
+    def return_row_values(self, values_R: Tensor, description: str) -> PendingTensor:
+        """Start to return one number per row to its slot, where the result is [T, K]; 0 for dropped slots."""
         routes, handle = self.routes, self.handle
-        leaving = values_R if routes.by_source_R is None else values_R[routes.by_source_R]
-        pending = self.dispatcher.channel.start_all_to_all(leaving, routes.receive, routes.send, description)
+        sent_R = values_R if routes.by_source_R is None else values_R[routes.by_source_R]
+        pending = self.dispatcher.channel.start_all_to_all(sent_R, routes.receive, routes.send, description)
 
         return pending.then(lambda values_S: to_slots(values_S, handle))
 
 
 class ChunkedSend(RowSend):
-    """Rows of tokens on their way to the experts, in chunks, which complete in order."""
+    """Sends the rows of tokens to the experts in chunks, which complete in order."""
 
     def __init__(self, dispatch: ChunkedDispatch, rows_TD: Tensor, header: Header) -> None:
-        self._crossing, handle = dispatch.crossing, dispatch.handle
-        self._payload = dispatch.dispatcher.options.wire_dtypes.of(header.op)
+        self._plan, handle = dispatch.chunk_plan, dispatch.handle
+        self._wire_dtype = dispatch.dispatcher.options.wire_dtypes.of(header.op)
         self._width, self._dtype = rows_TD.shape[1], rows_TD.dtype
         token_S = dispatch.routes.slot_S // handle.top_k
-        packed_TX = pack(rows_TD, self._payload)
+        packed_TX = pack(rows_TD, self._wire_dtype)
         channel, description = dispatch.dispatcher.channel, describe(header)
         self._dispatch, self._op, self._next = dispatch, header.op, 0
         with _span(dispatch, header) as span:
             self._pending = [
                 channel.start_all_to_all(
-                    take(packed_TX, token_S[chunk.leaving_S]), chunk.send, chunk.receive, description
+                    take(packed_TX, token_S[chunk.send_S]), chunk.send_counts, chunk.receive_counts, description
                 )
-                for chunk in self._crossing.chunks
+                for chunk in self._plan.chunks
             ]
             if header.op == "dispatch":
-                put_handle(span, dispatch.dispatcher, handle)
+                record_handle(span, dispatch.dispatcher, handle)
         self.rows_RD = warm_rows(handle.num_rows, self._width, self._dtype, rows_TD.device)
-        self.rows_RD[self._crossing.own_R] = self._unpacked(take(packed_TX, token_S[self._crossing.own_slots]))
+        self.rows_RD[self._plan.own_R] = self._unpacked(take(packed_TX, token_S[self._plan.own_slots]))
 
-    def take(self, wait: bool) -> Sequence[int]:
+    def poll(self, wait: bool) -> Sequence[int]:
         chunk = self._next
         if not wait and not self._pending[chunk].ready():
             return ()
         self._next += 1
-        self.land(chunk)
+        self.receive_chunk(chunk)
         return (chunk,)
 
-    def land(self, chunk: int) -> None:
-        """Wait for a chunk and put its rows into ``rows_RD``."""
+    def receive_chunk(self, chunk: int) -> None:
+        """Wait for a chunk and copy its rows into ``rows_RD``."""
         with EVENTS.span(KINDS[self._op], self._op, layer=self._dispatch.handle.label):
-            self.rows_RD[self._crossing.chunks[chunk].arriving_R] = self._unpacked(self._pending[chunk]())
+            self.rows_RD[self._plan.chunks[chunk].receive_R] = self._unpacked(self._pending[chunk]())
 
     def close(self) -> None:
         if self._op == "dispatch":
             self._dispatch.check(self.rows_RD)
 
-    def _unpacked(self, moved_RX: Tensor) -> Tensor:
-        return unpack(moved_RX, self._payload, self._width, self._dtype)
+    def _unpacked(self, packed_RX: Tensor) -> Tensor:
+        return unpack(packed_RX, self._wire_dtype, self._width, self._dtype)
 
 
 class ChunkedGradients(ChunkedSend, SentGradients):
-    """Gradients of tokens on their way to the experts, where they are multiplied by the routing weights."""
+    """Sends the gradients of tokens to the experts, where they are multiplied by the routing weights."""
 
     def __init__(self, dispatch: ChunkedDispatch, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> None:
-        header = dispatch.begin("combine backward", weights_grad)
+        header = dispatch.handshake("combine backward", weights_grad)
         self._description = f"{describe(header)}, routing weights"
-        self._scales = dispatch.start_out(weights_TK.reshape(-1)[dispatch.routes.slot_S], self._description)
+        self._scales = dispatch.send_slot_values(weights_TK.reshape(-1)[dispatch.routes.slot_S], self._description)
         self._weights_R: Tensor | None = None
         self._results_RD: Tensor | None = None
         self._dots_R: Tensor | None = None
         super().__init__(dispatch, grad_TD, header)
 
-    def open(self, results_RD: Tensor | None) -> None:
+    def start(self, results_RD: Tensor | None) -> None:
         self._results_RD = results_RD
 
-    def prepare(self, piece: Piece) -> None:
-        """Multiply completed rows by their weights, in place."""
-        results = None if self._results_RD is None else self._results_RD[piece.rows]
-        dots = scale_(self.rows_RD[piece.rows], self._weights_at(piece.rows), results)
+    def prepare(self, row_range: RowRange) -> None:
+        """Multiply received rows by their routing weights, in place."""
+        results = None if self._results_RD is None else self._results_RD[row_range.rows]
+        dots = scale_(self.rows_RD[row_range.rows], self._weights_at(row_range.rows), results)
         if dots is not None:
             if self._dots_R is None:
                 self._dots_R = dots.new_empty(self.rows_RD.shape[0])
-            self._dots_R[piece.rows] = dots
+            self._dots_R[row_range.rows] = dots
 
     def _weights_at(self, rows: slice) -> Tensor:
         if self._weights_R is None:
             self._weights_R = self._scales()
         return self._weights_R[rows]
 
-    def start_weights(self) -> Callable[[], Tensor | None]:
-        self._weights_at(slice(0))  # taken in any case, as every rank does
+    def start_weight_gradient(self) -> Callable[[], Tensor | None]:
+        self._weights_at(slice(0))  # every rank waits for this transfer, also without rows
         if self._results_RD is None:
             return lambda: None
-        wide = self._dispatch.wide
-        dots_R = self._results_RD.new_empty(0, dtype=wide) if self._dots_R is None else self._dots_R
-        return self._dispatch.start_back(dots_R, self._description)
+        sum_dtype = self._dispatch.sum_dtype
+        dots_R = self._results_RD.new_empty(0, dtype=sum_dtype) if self._dots_R is None else self._dots_R
+        return self._dispatch.return_row_values(dots_R, self._description)
 
 
 class ChunkedReturn(RowReturn):
-    """Results of experts on their way back to the tokens, in chunks. Chunks start in order."""
+    """Returns the results of the experts to the tokens in chunks, which start in order."""
 
     def __init__(self, dispatch: ChunkedDispatch, header: Header) -> None:
         handle = dispatch.handle
         self._dispatch, self._header = dispatch, header
-        self._payload, self._description = dispatch.dispatcher.options.wire_dtypes.of(header.op), describe(header)
+        self._wire_dtype, self._description = dispatch.dispatcher.options.wire_dtypes.of(header.op), describe(header)
         self._pending: list[PendingTensor] = []
-        self._landing_SD: Tensor | None = None
+        self._received_SD: Tensor | None = None
         self.rows_RD = warm_rows(handle.num_rows, handle.hidden, handle.dtype, handle.device)
-        if not self._payload.narrows(handle.dtype):  # it needs no room but that from which it is summed
+        if not self._wire_dtype.narrows(handle.dtype):  # received rows can be summed without unpacking
             slots = dispatch.routes.slot_S.shape[0]
-            self._landing_SD = warm_rows(slots, handle.hidden, handle.dtype, handle.device)
-            self._landed = dispatch.crossing.own_R.shape[0]
+            self._received_SD = warm_rows(slots, handle.hidden, handle.dtype, handle.device)
+            self._num_received = dispatch.chunk_plan.own_R.shape[0]
 
-    def computed(self, part: int) -> None:
-        chunk = self._dispatch.crossing.chunks[part]
-        packed_RX = pack(take(self.rows_RD, chunk.arriving_R), self._payload)
+    def mark_computed(self, segment: int) -> None:
+        chunk = self._dispatch.chunk_plan.chunks[segment]
+        packed_RX = pack(take(self.rows_RD, chunk.receive_R), self._wire_dtype)
         channel = self._dispatch.dispatcher.channel
-        if self._landing_SD is None:
-            pending = channel.start_all_to_all(packed_RX, chunk.receive, chunk.send, self._description)
+        if self._received_SD is None:
+            pending = channel.start_all_to_all(packed_RX, chunk.receive_counts, chunk.send_counts, self._description)
         else:
-            first, self._landed = self._landed, self._landed + sum(chunk.send)
-            out = self._landing_SD[first : self._landed]
-            pending = channel.start_all_to_all(packed_RX, chunk.receive, chunk.send, self._description, out)
+            first, self._num_received = self._num_received, self._num_received + sum(chunk.send_counts)
+            out = self._received_SD[first : self._num_received]
+            pending = channel.start_all_to_all(
+                packed_RX, chunk.receive_counts, chunk.send_counts, self._description, out
+            )
         self._pending.append(pending)
 
     def result(self, weights_TK: Tensor | None) -> Tensor:
@@ -345,36 +344,38 @@ class ChunkedReturn(RowReturn):
             return self._summed(weights_TK)
 
     def _summed(self, weights_TK: Tensor | None) -> Tensor:
-        crossing, routes = self._dispatch.crossing, self._dispatch.routes
+        chunk_plan, routes = self._dispatch.chunk_plan, self._dispatch.routes
         rows_RD = self.rows_RD
-        if self._landing_SD is not None:
-            torch.index_select(rows_RD, 0, crossing.own_R, out=self._landing_SD[: crossing.own_R.shape[0]])
+        if self._received_SD is not None:
+            torch.index_select(rows_RD, 0, chunk_plan.own_R, out=self._received_SD[: chunk_plan.own_R.shape[0]])
             for pending in self._pending:
                 pending()
-            return weighted_sum(self._landing_SD, self._dispatch.landed_TK, weights_TK)
+            return weighted_sum(self._received_SD, self._dispatch.landing_TK, weights_TK)
         rows_SD = warm_rows(routes.slot_S.shape[0], rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
-        rows_SD[crossing.own_slots] = self._unpacked(pack(take(rows_RD, crossing.own_R), self._payload))
-        for chunk, pending in zip(crossing.chunks, self._pending, strict=True):
-            rows_SD[chunk.leaving_S] = self._unpacked(pending())
+        rows_SD[chunk_plan.own_slots] = self._unpacked(pack(take(rows_RD, chunk_plan.own_R), self._wire_dtype))
+        for chunk, pending in zip(chunk_plan.chunks, self._pending, strict=True):
+            rows_SD[chunk.send_S] = self._unpacked(pending())
         return weighted_sum(rows_SD, routes.place_TK, weights_TK)
 
-    def _unpacked(self, moved_SX: Tensor) -> Tensor:
-        return unpack(moved_SX, self._payload, self.rows_RD.shape[1], self.rows_RD.dtype)
+    def _unpacked(self, packed_SX: Tensor) -> Tensor:
+        return unpack(packed_SX, self._wire_dtype, self.rows_RD.shape[1], self.rows_RD.dtype)
 
 
 @lru_cache(maxsize=1024)
 def _works(
     operator: str, rows: int, hidden: int, width: int, dtype: torch.dtype, world: int, groups: int
-) -> tuple[Work, ...]:
-    return tuple(Work(operator, direction, rows, hidden, width, dtype, world, groups) for direction in DIRECTIONS)
+) -> tuple[OperatorWork, ...]:
+    return tuple(
+        OperatorWork(operator, direction, rows, hidden, width, dtype, world, groups) for direction in DIRECTIONS
+    )
 
 
 def _span(dispatch: ChunkedDispatch, header: Header) -> Open:
     handle, dispatcher = dispatch.handle, dispatch.dispatcher
-    nbytes, group = sent(dispatcher, header.op, handle), group_of(dispatcher.group)
+    nbytes, group = sent_bytes(dispatcher, header.op, handle), group_of(dispatcher.group)
     return EVENTS.span(KINDS[header.op], header.op, layer=handle.label, group=group, nbytes=nbytes)
 
 
 def sends_chunks(dispatcher: Dispatcher) -> bool:
-    """Whether rows can be sent in chunks: with ``all_to_all``, each row with its own scales."""
+    """Return whether rows can be sent in chunks: ``all_to_all``, and a wire dtype with scales for each row."""
     return type(dispatcher) is AllToAllDispatcher and dispatcher.options.wire_dtypes.invariant

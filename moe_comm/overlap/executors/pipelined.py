@@ -1,23 +1,23 @@
 """The pipelined executor: experts compute row ranges as they complete, and results return as they are computed.
 
-    dispatch        rows begin to move               what the caller computes between these calls (a shared expert,
-    experts         own rows, then each part:        another micro-batch's attention) runs while rows are in transfer;
-                    all products; its results        in backward, too, for autograd runs it between the same two
-                    return at once                   operators in the other order
+    dispatch        rows start to move               what the caller computes between these calls (a shared expert,
+    experts         own rows, then each segment:     attention of another micro-batch) runs while rows are in flight;
+                    all GEMMs; its results           in backward too, because autograd runs it between the same two
+                    are sent at once                 operators in reverse order
     combine         the sums
 
-Each step is an autograd function of its own. The backward pass of ``combine`` sends the gradients, that of ``experts``
-computes them as they complete, and that of ``dispatch`` sums what comes back. An empty tensor, the autograd token,
-joins them in the graph:
+Each step is an autograd function. The backward pass of ``combine`` sends the gradients, that of ``experts`` computes
+them as they complete, and that of ``dispatch`` sums the returned gradients. An empty tensor, the autograd token,
+connects the functions in the graph:
 
     x, weights ──dispatch──▶ [] ──experts──▶ [] ──combine──▶ y           a whole layer
     x          ──dispatch──▶ [] ──experts──▶ h                           dispatch_matmul
        weights ──dispatch──▶ [] ──experts(h)──▶ [] ──combine──▶ y        matmul_combine
 
-Forward and backward hide the two transfers of each together: combine's parts follow dispatch's as soon as they are
-computed, so results return while later rows still arrive (COMET, arXiv 2502.19811, has a kernel for each; Lancet and
-Tutel have this form). In backward the gradients of the experts' weights, whole products once an expert's rows are all
-computed, fill the waits. Bits are those of the serial executor.
+Forward and backward each overlap both transfers: combine's segments follow dispatch's as soon as they are computed, so
+results return while later rows are still received (COMET, arXiv 2502.19811, has one kernel for each transfer; Lancet
+and Tutel have this form). In backward, the weight gradients of an expert are whole GEMMs once all its rows are
+computed, and overlap the waits. The bits are those of the serial executor.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,74 +35,74 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
-from moe_comm.kernels.expert_mlp import ExpertBackward, ExpertMLP, LocalExperts, Wanted, by_expert
-from moe_comm.kernels.needed_grads import wanted_gradients
-from moe_comm.overlap.chunk_plan import Board, Parts, Piece
+from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts, by_expert
+from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
+from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.runtime.memory import warm_like, warm_rows
 
 Start = Callable[[Tensor], RowSend]
-"""Begins to send the rows of tokens [T, D] to their experts."""
+"""Starts to send the rows of tokens [T, D] to their experts."""
 
 
 def run_ranges(
-    parts: Parts,
+    segments: RowSegments,
     send: RowSend | None,
     back: RowReturn | None,
-    compute: Callable[[Piece], None],
-    spare: Callable[[], bool] = lambda: False,
+    compute: Callable[[RowRange], None],
+    other_work: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Compute all rows, part by part, and mark each part as computed.
+    """Compute all rows, segment by segment, and mark each segment as computed.
 
     Args:
-        send: the rows' way here: they are computed as they complete, own rows while no others have. None: all rows are
-            here; those whose results return first come first, own rows last.
-        back: the results' way back; None: they stay here.
-        compute: computes one row range.
-        spare: does a part of other work while there are no rows to compute; False: there is none.
+        send: The transfer of the rows to this rank. Rows are computed as they complete, own rows while no others are
+            complete. None: all rows are complete; they are computed in the order of ``segments.groups``, own rows last.
+        back: The transfer of the results; None if they stay on this rank.
+        compute: Computes one row range.
+        other_work: Does one unit of other work while there are no rows to compute; returns False if none is left.
     """
 
-    def computed(done: Sequence[int], pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            compute(piece)
+    def compute_all(done: Sequence[int], ranges: Sequence[RowRange]) -> None:
+        for row_range in ranges:
+            compute(row_range)
         if back is not None:
-            for part in done:
-                back.computed(part)
+            for segment in done:
+                back.mark_computed(segment)
 
     if send is None:
-        for group in parts.groups:
-            computed(group, parts.of(group))
-        for piece in parts.own:
-            compute(piece)
+        for group in segments.groups:
+            compute_all(group, segments.merged(group))
+        for row_range in segments.own:
+            compute(row_range)
         return
-    board, left = Board(parts), sum(map(len, parts.groups))
+    pending_own, left = PendingOwnRows(segments), sum(map(len, segments.groups))
     while left:
-        done = send.take(wait=False)
+        done = send.poll(wait=False)
         if not done:
-            if (own := board.own()) is not None:
+            if (own := pending_own.pop()) is not None:
                 compute(own)
                 continue
-            if spare():
+            if other_work():
                 continue
-            done = send.take(wait=True)
+            done = send.poll(wait=True)
         left -= len(done)
-        computed(done, board.arrived(done))
-    while (own := board.own()) is not None:
+        compute_all(done, pending_own.join(done))
+    while (own := pending_own.pop()) is not None:
         compute(own)
     send.close()
 
 
 @dataclass(eq=False)
 class _Run:
-    """What one call's autograd functions hand to each other. Backward may run more than once.
+    """State that the autograd functions of one call share. Backward may run more than once.
 
-    forward, backward: the dispatch, in the chunks of either direction.
-    start: begins to send the tokens' rows; None: no rows are dispatched.
+    forward, backward: the dispatch, with the chunks of each direction.
+    start: starts to send the tokens' rows; None if no rows are dispatched.
     returns: whether results are combined.
     needs_x, needs_weights: whether the tokens and the routing weights need a gradient.
-    requires_grad: whether anything does; compared between ranks in combine.
-    guard: the context of the experts' backward pass.
+    requires_grad: whether any input does; compared between ranks in combine.
+    guard: context of the experts' backward pass.
     """
 
     forward: RowDispatch
@@ -122,7 +123,7 @@ class _Run:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens and routing weights to the token of the graph."""
+    """Start the dispatch. Returns the autograd token."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor | None, weights_TK: Tensor | None, run: _Run) -> Tensor:
@@ -145,7 +146,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The token of the graph to each token's sum."""
+    """Return the sums of the results, from the autograd token."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, run: _Run) -> Tensor:
@@ -165,170 +166,171 @@ class _Combine(torch.autograd.Function):
 
 
 class _Experts(torch.autograd.Function):
-    """rows_in: the token of the graph, and the rows if they are not dispatched. Returns the token, or the outputs."""
+    """Run the experts. Takes the autograd token, and the rows if they are not dispatched. Returns the token, or the
+    outputs if they are not combined."""
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, given_RD: Tensor | None, run: _Run, settings: LocalExperts, keep: bool, *tensors: Any
+        ctx: Any, token: Tensor, input_RD: Tensor | None, run: _Run, settings: LocalExperts, keep: bool, *tensors: Any
     ) -> Tensor:
         dispatch, send, back = run.forward, run.send, None
         run.send = None
         handle, experts = dispatch.handle, settings.with_tensors(tensors)
         try:
             if send is not None:
-                send.open(None)
+                send.start(None)
             if run.returns:
-                back = dispatch.send_back("combine", (run.requires_grad, run.needs_weights), send)
-            rows_RD = given_RD if send is None else send.rows_RD
+                back = dispatch.start_return("combine", (run.requires_grad, run.needs_weights), send)
+            rows_RD = input_RD if send is None else send.rows_RD
             assert rows_RD is not None
             out_RD = _rows(rows_RD, experts.columns) if back is None else back.rows_RD
-            passing = experts.forward(rows_RD, out_RD, handle.rows_per_expert, keep, warm_rows)
-            run_ranges(dispatch.parts, send, back, lambda piece: passing.row_range(piece.expert, piece.rows))
+            mlp_pass = experts.forward(rows_RD, out_RD, handle.rows_per_expert, keep, warm_rows)
+            run_ranges(
+                dispatch.segments, send, back, lambda row_range: mlp_pass.row_range(row_range.expert, row_range.rows)
+            )
             if back is not None:
                 back.close(run.wide_TK, lambda: False)
         except BaseException as error:
-            _abandon(error, send, back)
+            _abort(error, send, back)
             raise
         run.back = back
-        kept_RD = out_RD if run.returns and run.needs_weights else None
-        ctx.save_for_backward(rows_RD, passing.saved_RG, kept_RD, *tensors)
-        ctx.run, ctx.settings, ctx.later = run, settings, None
+        saved_out_RD = out_RD if run.returns and run.needs_weights else None
+        ctx.save_for_backward(rows_RD, mlp_pass.saved_RG, saved_out_RD, *tensors)
+        ctx.run, ctx.settings, ctx.pending_backward = run, settings, None
         return token.new_empty(0) if run.returns else out_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
-        wants_token, wants_rows, _, _, _, *wanted = wanted_gradients(ctx)
+        needs_token, needs_rows, _, _, _, *needs_weights = needed_gradients(ctx)
         grad_rows_RD = None
-        if ctx.later is None or run.gradients is not None or not run.returns:
+        if ctx.pending_backward is None or run.gradients is not None or not run.returns:
             with run.guard():
-                ctx.later = _Backward(ctx, grad_RD, wants_token, wants_rows, wanted)
-            grad_rows_RD = ctx.later.grad_rows_RD
-        found = ctx.later.weights(wanted)
-        ctx.later.grad_rows_RD = None
-        needs = ctx.needs_input_grad[5:]
-        if any(wanted) or not any(needs):
-            ctx.later = None
+                ctx.pending_backward = _Backward(ctx, grad_RD, needs_token, needs_rows, needs_weights)
+            grad_rows_RD = ctx.pending_backward.grad_rows_RD
+        weight_grads = ctx.pending_backward.weight_gradients(needs_weights)
+        ctx.pending_backward.grad_rows_RD = None
+        if any(needs_weights) or not any(ctx.needs_input_grad[5:]):
+            ctx.pending_backward = None
         token_grad = grad_RD.new_empty(0) if ctx.needs_input_grad[0] else None
-        return token_grad, grad_rows_RD if wants_rows else None, None, None, None, *found
+        return token_grad, grad_rows_RD if needs_rows else None, None, None, None, *weight_grads
 
 
 class _Backward:
-    """The backward pass of the experts; keeps what gradients of weights need, which a schedule may ask for later.
+    """The backward pass of the experts. It keeps what the weight gradients need, which a pipeline schedule may request
+    in a later backward pass.
 
     Attributes:
-        grad_rows_RD: the gradient of rows that were not dispatched, but given.
+        grad_rows_RD: the gradient of rows that were inputs and not dispatched.
     """
 
-    def __init__(self, ctx: Any, grad_RD: Tensor, wants_token: bool, wants_rows: bool, wanted: Sequence[bool]) -> None:
-        # Once only: activation checkpointing gives them no second time.
+    def __init__(
+        self, ctx: Any, grad_RD: Tensor, needs_token: bool, needs_rows: bool, needs_weights: Sequence[bool]
+    ) -> None:
+        # Read once only: with activation checkpointing, a second read raises.
         rows_RD, saved_RG, results_RD, *tensors = ctx.saved_tensors
         run: _Run = ctx.run
         dispatch, send, back = run.backward, run.gradients, None
         run.gradients = None
         needs = tuple(ctx.needs_input_grad[5:])
         self._tensors, self._sizes = tensors, dispatch.handle.rows_per_expert
-        self._found: list[Tensor | None] = [None] * len(tensors)
+        self._grads: list[Tensor | None] = [None] * len(tensors)
         self.grad_rows_RD: Tensor | None = None
         try:
             if send is not None:
-                send.open(results_RD)
-            if run.needs_x and wants_token:
-                back = dispatch.send_back("dispatch backward", (False, False), send)
-            elif wants_rows:
+                send.start(results_RD)
+            if run.needs_x and needs_token:
+                back = dispatch.start_return("dispatch backward", (False, False), send)
+            elif needs_rows:
                 self.grad_rows_RD = _rows(rows_RD, rows_RD.shape[1])
             into = self.grad_rows_RD if back is None else back.rows_RD
             grad_RD = grad_RD.contiguous() if send is None else send.rows_RD
             experts = ctx.settings.with_tensors(tensors)
             self._pass: ExpertBackward = experts.backward(
-                rows_RD, saved_RG, grad_RD, self._sizes, Wanted(into, needs), warm_rows, False
+                BackwardInputs(rows_RD, saved_RG, grad_RD, self._sizes, into, needs, warm_rows, per_expert=False)
             )
             self._left = list(self._sizes)
-            self._due = deque(expert for expert, size in enumerate(self._sizes) if not size)
-            self._allocate(wanted)
-            if send is None and back is None:  # nothing to wait for
-                for expert, piece in _whole(self._sizes):
-                    self._pass.row_range(expert, piece)
-                self._due = deque(range(len(self._sizes)))
+            self._ready_experts = deque(expert for expert, size in enumerate(self._sizes) if not size)
+            self._allocate(needs_weights)
+            if send is None and back is None:  # no transfers
+                for expert, row_range in _expert_slices(self._sizes):
+                    self._pass.row_range(expert, row_range)
+                self._ready_experts = deque(range(len(self._sizes)))
             else:
-                spare = self._one if any(wanted) else lambda: False
-                run_ranges(dispatch.parts, send, back, lambda piece: self._compute(piece, send), spare)
+                other_work = self._next_expert if any(needs_weights) else lambda: False
+                run_ranges(dispatch.segments, send, back, lambda row_range: self._compute(row_range, send), other_work)
                 if back is not None:
-                    back.close(None, spare)
+                    back.close(None, other_work)
         except BaseException as error:
-            _abandon(error, send, back)
+            _abort(error, send, back)
             raise
         run.returning = back
         if send is not None:
-            run.weights_grad = send.start_weights()
+            run.weights_grad = send.start_weight_gradient()
 
-    def weights(self, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """The wanted gradients of weights; None for the others."""
-        if any(wanted):
-            missing = [now and found is None for now, found in zip(wanted, self._found, strict=True)]
+    def weight_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return the needed gradients of weights; None for the others."""
+        if any(needed):
+            missing = [now and grad is None for now, grad in zip(needed, self._grads, strict=True)]
             if any(missing):
-                self._due = deque(range(len(self._sizes)))
+                self._ready_experts = deque(range(len(self._sizes)))
                 self._allocate(missing)
-            while self._one():
+            while self._next_expert():
                 pass
-        return [found if now else None for now, found in zip(wanted, self._found, strict=True)]
+        return [grad if now else None for now, grad in zip(needed, self._grads, strict=True)]
 
-    def _allocate(self, wanted: Sequence[bool]) -> None:
-        for place, (t, now) in enumerate(zip(self._tensors, wanted, strict=True)):
+    def _allocate(self, needed: Sequence[bool]) -> None:
+        for index, (t, now) in enumerate(zip(self._tensors, needed, strict=True)):
             if t is not None and now:
-                self._found[place] = warm_like(t)
-        now_found = [found if now else None for found, now in zip(self._found, wanted, strict=True)]
-        self._into = list(zip(*by_expert(now_found, len(self._sizes)), strict=True))
+                self._grads[index] = warm_like(t)
+        outputs = [grad if now else None for grad, now in zip(self._grads, needed, strict=True)]
+        self._into = list(zip(*by_expert(outputs, len(self._sizes)), strict=True))
 
-    def _compute(self, piece: Piece, send: RowSend | None) -> None:
+    def _compute(self, row_range: RowRange, send: RowSend | None) -> None:
         if send is not None:
-            send.prepare(piece)
-        self._pass.row_range(piece.expert, piece.rows)
-        self._left[piece.expert] -= piece.end - piece.first
-        if not self._left[piece.expert]:
-            self._due.append(piece.expert)
+            send.prepare(row_range)
+        self._pass.row_range(row_range.expert, row_range.rows)
+        self._left[row_range.expert] -= row_range.end - row_range.first
+        if not self._left[row_range.expert]:
+            self._ready_experts.append(row_range.expert)
 
-    def _one(self) -> bool:
-        """Compute the gradients of one expert's weights, whose rows are all computed; False: there is none."""
-        if not self._due:
+    def _next_expert(self) -> bool:
+        """Compute the weight gradients of one expert whose rows are all computed; return False if there is none."""
+        if not self._ready_experts:
             return False
-        expert = self._due.popleft()
+        expert = self._ready_experts.popleft()
         self._pass.weights_of(expert, self._into[expert])
         return True
 
 
-def _whole(sizes: Sequence[int]) -> list[tuple[int, slice]]:
-    first, found = 0, []
-    for expert, size in enumerate(sizes):
-        if size:
-            found.append((expert, slice(first, first + size)))
-        first += size
-    return found
+def _expert_slices(sizes: Sequence[int]) -> list[tuple[int, slice]]:
+    """Return the rows of each expert that has any."""
+    return [
+        (e, slice(end - size, end)) for e, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)) if size
+    ]
 
 
-def _abandon(error: BaseException, send: RowSend | None, back: RowReturn | None) -> None:
+def _abort(error: BaseException, send: RowSend | None, back: RowReturn | None) -> None:
     if send is not None:
-        send.abandon(error)
+        send.abort(error)
     if back is not None:
-        back.abandon(error)
+        back.abort(error)
 
 
 def _rows(like: Tensor, width: int) -> Tensor:
     return warm_rows(like.shape[0], width, like.dtype, like.device)
 
 
-def _grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 class PipelinedCall(ExpertCall):
     """One call of a whole layer; ``rows`` is the autograd token."""
 
     def __init__(self, dispatch: RowDispatch, start: Start, x_TD: Tensor, weights_TK: Tensor) -> None:
-        # A copy, for the caller's may be changed in place before backward.
-        wide_TK = weights_TK.detach().to(dispatch.wide, copy=True)
-        run = _Run(dispatch, dispatch, start, True, wide_TK, weights_TK.dtype, _grad(x_TD), _grad(weights_TK))
+        # A copy: the caller may change its tensor in place before backward.
+        wide_TK = weights_TK.detach().to(dispatch.sum_dtype, copy=True)
+        run = _Run(
+            dispatch, dispatch, start, True, wide_TK, weights_TK.dtype, needs_autograd(x_TD), needs_autograd(weights_TK)
+        )
         run.guard = lambda: dispatch.abort_on_error(None)
         self._dispatch, self._run = dispatch, run
         self.rows = _Dispatch.apply(x_TD, weights_TK, run)
@@ -351,7 +353,7 @@ class PipelinedCall(ExpertCall):
                 f"{dispatch.handle.device}; got {tuple(w13.shape)} on {w13.device}"
             )
         mlp.check_weights(rows)
-        run.requires_grad = _grad(rows, *mlp.tensors)
+        run.requires_grad = needs_autograd(rows, *mlp.tensors)
         keep = run.requires_grad and not mlp.recomputes
         return _Experts.apply(rows, None, run, mlp.with_tensors(), keep, *mlp.tensors)  # type: ignore[no-any-return]
 
@@ -363,19 +365,19 @@ class PipelinedCall(ExpertCall):
 
 
 def pipelined_dispatch(dispatch: RowDispatch, start: Start, x_TD: Tensor, experts: LocalExperts) -> Tensor:
-    """[R, columns] dispatch, and one product of the rows as they complete. start: begins to send the rows."""
-    forward, backward = dispatch.each_way("dispatch_matmul", experts.columns)
-    run = _Run(forward, backward, start, False, needs_x=_grad(x_TD))
+    """Return [R, columns]: dispatch, and one GEMM of the rows as they complete. start: starts to send the rows."""
+    forward, backward = dispatch.per_direction("dispatch_matmul", experts.columns)
+    run = _Run(forward, backward, start, False, needs_x=needs_autograd(x_TD))
     token = _Dispatch.apply(x_TD, None, run)
     return _Experts.apply(token, None, run, experts.with_tensors(), False, *experts.tensors)  # type: ignore[no-any-return]
 
 
 def pipelined_combine(dispatch: RowDispatch, rows_RF: Tensor, experts: LocalExperts, weights_TK: Tensor) -> Tensor:
-    """[T, D] one product of the rows, and the combine of its results as they are computed."""
-    forward, backward = dispatch.each_way("matmul_combine", rows_RF.shape[1])
-    wide_TK = weights_TK.detach().to(dispatch.wide)
-    run = _Run(forward, backward, None, True, wide_TK, weights_TK.dtype, needs_weights=_grad(weights_TK))
-    run.requires_grad = _grad(rows_RF, weights_TK, *experts.tensors)
+    """Return [T, D]: one GEMM of the rows, and the combine of its results as they are computed."""
+    forward, backward = dispatch.per_direction("matmul_combine", rows_RF.shape[1])
+    wide_TK = weights_TK.detach().to(dispatch.sum_dtype)
+    run = _Run(forward, backward, None, True, wide_TK, weights_TK.dtype, needs_weights=needs_autograd(weights_TK))
+    run.requires_grad = needs_autograd(rows_RF, weights_TK, *experts.tensors)
     token = _Dispatch.apply(None, weights_TK, run)
     rows_RF = rows_RF.contiguous()
     token = _Experts.apply(token, rows_RF, run, experts.with_tensors(), False, *experts.tensors)

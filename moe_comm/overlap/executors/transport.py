@@ -1,15 +1,15 @@
-"""How rows of one dispatch reach the experts range by range, and how results return: what a transport implements.
+"""Interface of a transport: rows of one dispatch are received range by range, and results return range by range.
 
-The rows of a dispatch come in *parts*, each of which completes by itself: chunks of a collective, or the rows of one
-peer. The executor asks for completed parts, computes their rows, and marks each part as computed, so that its results
-can return while other parts are still in transfer:
+The rows of a dispatch consist of *segments*. A segment completes at once: one chunk of a collective, or the rows of one
+peer. The executor polls for completed segments, computes their rows, and marks each segment as computed, so that its
+results are sent while other segments are still in flight:
 
-    RowSend      part 0 ═▶ part 1 ═▶ part 2 ═▶          dispatch, and the backward pass of combine
-    executor          [own rows][part 0][part 1][part 2]
-    RowReturn                       ◀═ 0   ◀═ 1   ◀═ 2   combine, and the backward pass of dispatch
+    RowSend      segment 0 ═▶ segment 1 ═▶ segment 2 ═▶          dispatch, and the backward pass of combine
+    executor             [own rows][segment 0][segment 1][segment 2]
+    RowReturn                             ◀═ 0   ◀═ 1   ◀═ 2     combine, and the backward pass of dispatch
 
-Every rank calls the same operations in the same order. A transport moves the rows and takes the sums that the
-dispatcher would, so the bits are those of one step after the other.
+Every rank calls the same operations in the same order. A transport moves the same rows and takes the same sums as the
+dispatcher, so the bits are those of the serial executor.
 """
 
 from __future__ import annotations
@@ -26,86 +26,86 @@ from torch import Tensor
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError
-from moe_comm.overlap.chunk_plan import Parts, Piece
+from moe_comm.overlap.chunk_plan import RowRange, RowSegments
 
 
 class RowSend(ABC):
-    """Rows on their way to this rank's experts.
+    """Sends rows to the experts; receives the rows of this rank's experts.
 
     Attributes:
-        rows_RD: [R, D], filled as parts complete. This rank's own rows are complete once it is open.
+        rows_RD: [R, D], filled as segments complete. This rank's own rows are complete after ``start``.
     """
 
     rows_RD: Tensor
 
-    def open(self, results_RD: Tensor | None) -> None:  # noqa: B027 - most have nothing to open
-        """Begin, if it has not begun. Called before anything else.
+    def start(self, results_RD: Tensor | None) -> None:  # noqa: B027 - most transports start in the constructor
+        """Start the transfer. Called before all other methods.
 
         Args:
-            results_RD: in combine's backward, the experts' outputs, for the gradient of the routing weights; None: it
-                is not wanted.
+            results_RD: In combine's backward, the experts' outputs, for the gradient of the routing weights. None if
+                that gradient is not needed.
         """
 
     @abstractmethod
-    def take(self, wait: bool) -> Sequence[int]:
-        """The parts that have completed since the last call; each part is returned once.
+    def poll(self, wait: bool) -> Sequence[int]:
+        """Return the segments that have completed since the last call. Each segment is returned once.
 
         Args:
-            wait: block until something has happened; the result may be empty nevertheless.
+            wait: Block until there is progress. The result may still be empty.
 
         Raises:
-            PeerDied, PeerTimeout: a rank failed, or its rows did not come in time.
+            PeerDied, PeerTimeout: a rank failed, or its rows were not received in time.
         """
 
-    def prepare(self, piece: Piece) -> None:  # noqa: B027 - only gradients need it
-        """Called for each row range of completed rows, once, before it is computed."""
+    def prepare(self, row_range: RowRange) -> None:  # noqa: B027 - only gradients need it
+        """Prepare completed rows. Called once for each row range, before it is computed."""
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Called once all parts have been taken and all rows computed, or to complete all parts at once."""
+    def close(self) -> None:  # noqa: B027 - optional
+        """Finish the transfer. Called after all rows have been computed, or to wait for all segments at once."""
 
-    def abandon(self, error: BaseException) -> None:  # noqa: B027 - most have peers that notice it elsewhere
-        """Called instead of ``close`` after an exception."""
+    def abort(self, error: BaseException) -> None:  # noqa: B027 - optional
+        """Release the transfer after an exception. Called instead of ``close``."""
 
 
 class RowReturn(ABC):
-    """Results of this rank's experts on their way back.
+    """Returns the results of this rank's experts to the tokens.
 
     Attributes:
-        rows_RD: [R, D], where the caller writes the results.
+        rows_RD: [R, D], which the caller fills with the results.
     """
 
     rows_RD: Tensor
 
     @abstractmethod
-    def computed(self, part: int) -> None:
-        """All rows of ``part`` are in ``rows_RD``. Each part once."""
+    def mark_computed(self, segment: int) -> None:
+        """Start to return a segment, whose rows are all in ``rows_RD``. Called once for each segment."""
 
-    def close(self, weights_TK: Tensor | None, spare: Callable[[], bool]) -> None:  # noqa: B027
-        """All rows are in ``rows_RD``. A transport that cannot leave the operation open takes its sum here.
+    def close(self, weights_TK: Tensor | None, other_work: Callable[[], bool]) -> None:  # noqa: B027 - optional
+        """Finish after all rows have been computed. A transport that occupies its group takes its sum here.
 
         Args:
-            weights_TK: as ``result`` takes it.
-            spare: does a part of other work while peers are waited for; False: there is none left.
+            weights_TK: As for ``result``.
+            other_work: Does one unit of other work while peers are waited for; returns False if none is left.
         """
 
     @abstractmethod
     def result(self, weights_TK: Tensor | None) -> Tensor:
-        """[T, D] the sum of each token's results, times its routing weights if given. After ``close``, once.
+        """Return [T, D], the sum of each token's results, times ``weights_TK`` if given. Called once, after ``close``.
 
         Raises:
-            PeerDied, PeerTimeout: a rank failed, or its results did not come in time.
+            PeerDied, PeerTimeout: a rank failed, or its results were not received in time.
         """
 
-    def abandon(self, error: BaseException) -> None:  # noqa: B027
-        """Called instead of ``close`` after an exception."""
+    def abort(self, error: BaseException) -> None:  # noqa: B027
+        """Release the transfer after an exception. Called instead of ``close``."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowDispatch(ABC):
-    """One dispatch that ranks have agreed on, and how its rows move; what ``matmul_combine`` needs to return them.
+    """One dispatch after the handshake, and how its rows move. ``matmul_combine`` needs it to return the results.
 
-    handle: as ``Dispatcher.dispatch`` gives it, with the rows in the same places.
-    chunks: number of groups of parts, which are computed together.
+    handle: the dispatch handle of ``Dispatcher.dispatch``, with the same row order.
+    chunks: number of groups of segments that are computed together.
     """
 
     dispatcher: Dispatcher
@@ -113,59 +113,60 @@ class RowDispatch(ABC):
     chunks: int
 
     in_flight: ClassVar[bool]
-    """Whether transfers stay open between the passes, while other work runs."""
+    """Whether rows stay in flight between dispatch and experts, while other operations of the group run."""
 
     @property
-    def wide(self) -> torch.dtype:
+    def sum_dtype(self) -> torch.dtype:
         """The dtype in which results are multiplied by routing weights."""
         return torch.promote_types(self.handle.dtype, torch.float32)
 
     @property
     @abstractmethod
-    def parts(self) -> Parts:
-        """Which row ranges each part has, and which are this rank's own."""
+    def segments(self) -> RowSegments:
+        """The row ranges of each segment, and those of this rank's own rows."""
 
     @abstractmethod
     def send_gradients(self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> SentGradients:
-        """Begin to send the tokens' gradients, which are multiplied by their routing weights on the way.
+        """Start to send the tokens' gradients, which are multiplied by their routing weights at the experts.
 
         Args:
-            weights_grad: whether any rank wants the gradient of the routing weights; the same on every rank.
+            weights_grad: Whether the gradient of the routing weights is needed; the same on every rank.
         """
 
     @abstractmethod
-    def send_back(self, op: str, grads: tuple[bool, bool], after: RowSend | None) -> RowReturn:
-        """Begin the way back of results.
+    def start_return(self, op: str, grads: tuple[bool, bool], after: RowSend | None) -> RowReturn:
+        """Return the transfer of the results to the tokens.
 
         Args:
             op: "combine" or "dispatch backward".
-            grads: whether anything needs a gradient, and whether routing weights do; compared between ranks.
-            after: the way to the experts that the results follow, part by part; None: all rows are there already.
+            grads: Whether any input needs a gradient, and whether the routing weights do; compared between ranks.
+            after: The ``RowSend`` whose segments the results follow; None if all rows are complete.
         """
 
     @abstractmethod
-    def each_way(self, operator: str, width: int) -> tuple[Self, Self]:
-        """This dispatch in the chunks of ``operator`` beside a product of ``width`` columns, forward and backward."""
+    def per_direction(self, operator: str, width: int) -> tuple[Self, Self]:
+        """Return this dispatch with the chunks for ``operator`` and a GEMM of ``width`` columns, forward and
+        backward."""
 
     @abstractmethod
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
-        """Raise ``fault`` in place of ``op``, on every rank if operations are checked."""
+        """Raise ``fault`` instead of running ``op``; on every rank if operations are checked."""
 
     @abstractmethod
     def abort_on_error(self, send: RowSend | None) -> AbstractContextManager[None]:
-        """Report an exception in the ``with`` block to the other ranks, which would wait for this one.
+        """Return a context that reports an exception to the other ranks, which would wait for this one.
 
         Args:
-            send: the way to the experts, if it is open.
+            send: The ``RowSend`` in flight, if any.
         """
 
 
 class SentGradients(RowSend):
-    """Gradients of tokens on their way to the experts."""
+    """Sends the gradients of tokens to the experts."""
 
     @abstractmethod
-    def start_weights(self) -> Callable[[], Tensor | None]:
-        """Begin to return the gradient of the routing weights, after all rows; the call waits for it, [T, K].
+    def start_weight_gradient(self) -> Callable[[], Tensor | None]:
+        """Start to return the routing weights' gradient, after all rows. The returned call waits for it, [T, K].
 
-        None if ``open`` was given no results.
+        The call returns None if ``start`` was given no results.
         """

@@ -1,4 +1,4 @@
-"""Fused operators as persistent Triton kernels: producer and consumer programs, and flags on symmetric memory."""
+"""Fused operators as persistent Triton kernels: producer and consumer programs, with flags in symmetric memory."""
 
 from moe_comm.errors import MissingDependency
 

@@ -1,8 +1,8 @@
-"""Compiles all Triton kernels, those around dispatch too, for GPUs that are not there, and says what they take of one.
+"""Compiles all Triton kernels ahead of time, without a GPU, and prints the resources that they need.
 
     python -m moe_comm.overlap.triton.ahead --json triton-resources.json [--targets 80 90 100] [--only NAME...]
 
-Needs Triton and nothing else: its wheel brings the assemblers (for sm_100 too) and the tool that reads cubins.
+Needs only Triton: its wheel includes the assemblers (also for sm_100) and the tool that reads cubins.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from triton.compiler import ASTSource
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.triton.interpreter import INTERPRETING
 from moe_comm.kernels.triton.spec import TARGETS, KernelSpec
-from moe_comm.kernels.triton.specs import AROUND_KERNELS
+from moe_comm.kernels.triton.specs import LOCAL_KERNELS
 from moe_comm.overlap.triton.expert_specs import EXPERT_KERNELS
 from moe_comm.overlap.triton.specs import LINEAR_KERNELS
 
-KERNELS: tuple[KernelSpec, ...] = (*LINEAR_KERNELS, *EXPERT_KERNELS, *AROUND_KERNELS)
+KERNELS: tuple[KernelSpec, ...] = (*LINEAR_KERNELS, *EXPERT_KERNELS, *LOCAL_KERNELS)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
 def compiled(spec: KernelSpec, target: int) -> Any:
-    """``spec`` as Triton's compiled kernel for sm_``target``; its ``asm["cubin"]`` are the bytes.
+    """Compile ``spec`` for sm_``target`` and return Triton's kernel, whose ``asm["cubin"]`` has the bytes.
 
     Raises:
-        ConfigError: Triton interprets kernels in this process.
+        ConfigError: Triton interprets kernels in this process, or the spec does not match the kernel's arguments.
     """
     if INTERPRETING:
-        raise ConfigError("kernels cannot be compiled where TRITON_INTERPRET=1; unset it before triton is imported")
+        raise ConfigError("kernels cannot be compiled with TRITON_INTERPRET=1; unset it before triton is imported")
     names = spec.kernel.arg_names
     missing = [name for name in names if name not in spec.types and name not in spec.constants]
     unknown = [name for name in (*spec.types, *spec.constants) if name not in names]
     if missing or unknown:
-        raise ConfigError(f"{spec.name}: the kernel has arguments {missing} that its spec lacks, and not {unknown}")
+        raise ConfigError(f"{spec.name}: the spec lacks the arguments {missing}, and has unknown arguments {unknown}")
     source = ASTSource(
         spec.kernel,
         signature={name: spec.types.get(name, "constexpr") for name in names},
@@ -58,17 +58,17 @@ def compiled(spec: KernelSpec, target: int) -> Any:
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Of a compiled kernel: registers a thread, bytes of shared memory, bytes on its stack (what
-    does not fit the registers is spilled there), bytes of the cubin."""
+    """Return the resources of a compiled kernel: registers per thread, bytes of shared memory, bytes of stack (register
+    spills), threads, bytes of the cubin."""
     cubin = kernel.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    usage = _USAGE.search(said.stdout + said.stderr)
+        output = subprocess.run(command, capture_output=True, text=True, check=True)
+    usage = _USAGE.search(output.stdout + output.stderr)
     if usage is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {said.stdout} {said.stderr}")
+        raise RuntimeError(f"cuobjdump printed no register usage: {output.stdout} {output.stderr}")
     registers, stack, _, local = map(int, usage.groups())
     return {
         "registers": registers,
@@ -80,18 +80,18 @@ def resources(kernel: Any) -> dict[str, int]:
 
 
 def table(specs: Iterable[KernelSpec], targets: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """A row for each kernel and target."""
+    """Yield one row for each kernel and target."""
     for spec in specs:
         for target in (target for target in targets if target in spec.targets):
             yield {"kernel": spec.name, "target": f"sm_{target}", **resources(compiled(spec, target))}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the table; without it, to the terminal")
+    parser.add_argument("--json", type=Path, help="file for the table; default: the terminal")
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities: 90 is 9.0")
-    parser.add_argument("--only", nargs="+", default=[""], help="only kernels with one of these in their name")
+    parser.add_argument("--only", nargs="+", default=[""], help="compile only kernels whose name contains one of these")
     options = parser.parse_args(arguments)
     rows = list(table([spec for spec in KERNELS if any(part in spec.name for part in options.only)], options.targets))
     text = json.dumps({"triton": triton.__version__, "results": rows}, indent=1) + "\n"

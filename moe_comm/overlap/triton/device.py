@@ -1,4 +1,4 @@
-"""What the fused kernels share on the device: a peer's block, and entering a turn."""
+"""Device functions of the fused kernels: access to a peer's block, and entering a turn."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _CALL_SLOTS = tl.constexpr(CALL_SLOTS)
 
 @triton.jit
 def words_of(peers_ptr, rank):  # type: ignore[no-untyped-def]
-    """The block of ``rank`` as int64 words: what flags are indices into."""
+    """Return the block of ``rank`` as int64 words, which flag indices refer to."""
     return tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def data_of(peers_ptr, rank, offset, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A pointer to DTYPE, ``offset`` bytes (a multiple of 256) into the block of ``rank``."""
+    """Return a pointer to DTYPE, ``offset`` bytes (a multiple of 256) into the block of ``rank``."""
     address = tl.load(peers_ptr + rank) + offset
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
 def enter(peers_ptr, rank, world, turn, call):  # type: ignore[no-untyped-def]
-    """Tell every rank that this one enters ``turn``, to do ``call``; by one program, the first of the turn."""
+    """Notify every rank that this one enters ``turn`` for operation ``call``. Run by the first program of the turn."""
     for step in range(world):
         words_ptr = words_of(peers_ptr, (rank + step) % world)
         tl.store(words_ptr + world + turn % _CALL_SLOTS * world + rank, call)
@@ -34,5 +34,5 @@ def enter(peers_ptr, rank, world, turn, call):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def may_write_to(peers_ptr, peer, rank, turn, fault_ptr, timeout_ns):  # type: ignore[no-untyped-def]
-    """Wait until ``peer`` no longer reads what this turn overwrites there; whether it came to that."""
+    """Wait until ``peer`` no longer reads the memory that this turn overwrites. Returns whether it happened in time."""
     return wait_at_least(words_of(peers_ptr, rank), peer, turn - 1, peer, fault_ptr, timeout_ns)

@@ -1,16 +1,16 @@
-"""Dispatch and grouped GEMM in one persistent kernel: rows are pushed to their places while tiles are computed.
+"""Dispatch + grouped GEMM in one persistent kernel: rows are pushed to their positions while tiles are computed.
 
     rank 0                                                        rank 1
     send programs      x rows ──push──▶ rank 1's rows, in place   flag (expert, source)
-                                                                  compute programs: wait for the flags of their next
+                                                                  compute programs: wait for the flags of the next
     compute programs   ...                                        tile, then tile @ w[expert].T
 
-Tiles go by the latest source whose rows they hold (COMET, arXiv 2502.19811), a flag stands for the rows of one expert
-from one source (UniEP, arXiv 2604.19241). Programs are numbered send, relay, compute, and whoever waits has a higher
-number than whom it waits for on its own rank: so the interpreter, which runs them one after another, comes to an end.
+Tiles are sorted by the latest source of their rows (COMET, arXiv 2502.19811). There is one flag for the rows of one
+expert from one source (UniEP, arXiv 2604.19241). Programs are numbered send, relay, compute. A program waits only for
+programs of its rank with lower numbers, so the interpreter, which runs programs one by one, cannot deadlock.
 
-Relayed, a token's row goes once to each rank that has experts of it, with its places there, and relay programs copy it
-to them (UniEP): fewer bytes between ranks, one more copy; the same rows in the same places, so the same bits.
+With relaying, a token's row is sent once to each rank that has experts for it, with its positions there, and relay
+programs copy it to them (UniEP): fewer bytes between ranks, one more copy, the same bits.
 
     token 5: experts 8, 9, 11 of rank 2      direct  ──5──▶ row 40      relayed  ──5──▶ slot 7 ──▶ row 40
                                                      ──5──▶ row 61                           ──▶ row 61
@@ -30,7 +30,7 @@ from moe_comm.overlap.triton.flags import wait_at_least
 
 @triton.jit
 def _copy_rows(from_ptr, to_ptr, live, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows at pointers ``from_ptr`` [ROWS] to ``to_ptr`` [ROWS] where ``live``."""
+    """Copy rows from pointers ``from_ptr`` [ROWS] to ``to_ptr`` [ROWS] where ``live``."""
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         mask = live[:, None] & (column < width)[None, :]
@@ -46,30 +46,14 @@ def _send(  # type: ignore[no-untyped-def]
     scale_ptr,  # [T * K] fp32 weights of the slots
     place_ptr,  # [T * K] int64
     owner_ptr,  # [T * K] int64
-    items_ptr,  # Sends.items
+    items_ptr,  # SendTable.items
     num_items,
-    index_ptr,  # Sends.index
-    counters_ptr,
-    peers_ptr,
-    rank,
-    turn,
-    first_flag,
-    rows_at,
-    scale_at,
-    slots_at,
-    slot_places_at,
-    slot_scales_at,
-    fault_ptr,
-    timeout_ns,
-    inner,
-    ELEMENT: tl.constexpr,
-    SCALED: tl.constexpr,
-    RELAYED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    index_ptr,  # SendTable.index
+    counters_ptr, peers_ptr, rank, turn, first_flag, rows_at, scale_at, slots_at, slot_places_at, slot_scales_at,
+    fault_ptr, timeout_ns, inner,
+    ELEMENT: tl.constexpr, SCALED: tl.constexpr, RELAYED: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     for n in range(program, num_items, PROGRAMS):
         item = items_ptr + n * 7
         peer, first, num = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -103,28 +87,12 @@ def _send(  # type: ignore[no-untyped-def]
 @triton.jit
 def _relay(  # type: ignore[no-untyped-def]
     program,
-    items_ptr,  # Relay.items
-    num_items,
-    counters_ptr,
-    peers_ptr,
-    rank,
-    turn,
-    first_flag,
-    rows_at,
-    scale_at,
-    slots_at,
-    slot_places_at,
-    slot_scales_at,
-    fault_ptr,
-    timeout_ns,
-    inner,
-    ELEMENT: tl.constexpr,
-    SCALED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
+    items_ptr,  # RelayTable.items
+    num_items, counters_ptr, peers_ptr, rank, turn, first_flag, rows_at, scale_at, slots_at, slot_places_at,
+    slot_scales_at, fault_ptr, timeout_ns, inner,
+    ELEMENT: tl.constexpr, SCALED: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     own_flags = words_of(peers_ptr, rank)
     rows_ptr = data_of(peers_ptr, rank, rows_at, ELEMENT)
     scale_ptr = data_of(peers_ptr, rank, scale_at, tl.float32)
@@ -151,31 +119,15 @@ def _relay(  # type: ignore[no-untyped-def]
 @triton.jit
 def _compute(  # type: ignore[no-untyped-def]
     program,
-    tiles_ptr,  # Tiles.items
+    tiles_ptr,  # TileTable.items
     num_tiles,
-    needs_ptr,  # Tiles.flags
-    w_ptr,
-    w_stride_expert,
-    w_stride_column,
-    w_stride_inner,
+    needs_ptr,  # TileTable.flags
+    w_ptr, w_stride_expert, w_stride_column, w_stride_inner,
     h_ptr,  # [R, columns]
-    peers_ptr,
-    rank,
-    turn,
-    first_flag,
-    rows_at,
-    scale_at,
-    fault_ptr,
-    timeout_ns,
-    columns,
-    inner,
-    ELEMENT: tl.constexpr,
-    SCALED: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    peers_ptr, rank, turn, first_flag, rows_at, scale_at, fault_ptr, timeout_ns, columns, inner,
+    ELEMENT: tl.constexpr, SCALED: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     own_flags = words_of(peers_ptr, rank)
     rows_ptr = data_of(peers_ptr, rank, rows_at, ELEMENT)
     scale_ptr = data_of(peers_ptr, rank, scale_at, tl.float32)
@@ -183,90 +135,37 @@ def _compute(  # type: ignore[no-untyped-def]
     for n in range(program, num_tiles * across, PROGRAMS):
         item = tiles_ptr + n // across * 7
         expert, first, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-        there = tl.full((), 1, tl.int1)
+        complete = tl.full((), 1, tl.int1)
         for need in range(tl.load(item + 5), tl.load(item + 6)):
             flag, source = tl.load(needs_ptr + need * 3), tl.load(needs_ptr + need * 3 + 2)
-            there = wait_at_least(own_flags, first_flag + flag, turn, source, fault_ptr, timeout_ns) & there
+            complete = wait_at_least(own_flags, first_flag + flag, turn, source, fault_ptr, timeout_ns) & complete
         row = first + tl.arange(0, BLOCK_M)
         live = row < end
         column = n % across * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
         acc = tile_product(
-            rows_ptr,
-            scale_ptr,
-            w_ptr + expert * w_stride_expert,
-            w_stride_column,
-            w_stride_inner,
-            row,
-            live,
-            column,
-            columns,
-            inner,
-            ELEMENT,
-            SCALED,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
-        acc = tl.where(there, acc, float("nan"))
+            rows_ptr, scale_ptr, w_ptr + expert * w_stride_expert, w_stride_column, w_stride_inner, row, live, column,
+            columns, inner, ELEMENT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        acc = tl.where(complete, acc, float("nan"))
         mask = live[:, None] & (column < columns)[None, :]
         tl.store(h_ptr + row[:, None] * columns + column[None, :], rounded(acc, ELEMENT), mask=mask)
 
 
 VARYING = ("num_sends", "num_relays", "num_tiles", "rank", "world", "turn", "call", "first_flag", "timeout_ns")
-"""Arguments for whose values the kernel is not compiled anew."""
+"""Arguments whose values do not cause a recompilation."""
 
 
 @triton.jit(do_not_specialize=VARYING)
 def dispatch_matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    x_stride,
-    scale_ptr,
-    place_ptr,
-    owner_ptr,
-    sends_ptr,
-    num_sends,
-    index_ptr,
-    relays_ptr,
-    num_relays,
-    tiles_ptr,
-    num_tiles,
-    needs_ptr,
-    send_counters_ptr,
-    relay_counters_ptr,
-    w_ptr,
-    w_stride_expert,
-    w_stride_column,
-    w_stride_inner,
-    h_ptr,
-    peers_ptr,
-    rank,
-    world,
-    turn,
-    call,
-    first_flag,
-    rows_at,
-    scale_at,
-    slots_at,
-    slot_places_at,
-    slot_scales_at,
-    fault_ptr,
-    timeout_ns,
-    columns,
-    inner,
-    ELEMENT: tl.constexpr,
-    SCALED: tl.constexpr,
-    RELAYED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SEND_PROGRAMS: tl.constexpr,
-    RELAY_PROGRAMS: tl.constexpr,
-    COMPUTE_PROGRAMS: tl.constexpr,
-    SEND_ROWS: tl.constexpr,
-    SEND_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Programs 0.. send, then relay (none unless RELAYED), then compute; see the module's picture."""
+    x_ptr, x_stride, scale_ptr, place_ptr, owner_ptr, sends_ptr, num_sends, index_ptr, relays_ptr, num_relays,
+    tiles_ptr, num_tiles, needs_ptr, send_counters_ptr, relay_counters_ptr, w_ptr, w_stride_expert, w_stride_column,
+    w_stride_inner, h_ptr, peers_ptr, rank, world, turn, call, first_flag, rows_at, scale_at, slots_at, slot_places_at,
+    slot_scales_at, fault_ptr, timeout_ns, columns, inner,
+    ELEMENT: tl.constexpr, SCALED: tl.constexpr, RELAYED: tl.constexpr, TOP_K: tl.constexpr,
+    SEND_PROGRAMS: tl.constexpr, RELAY_PROGRAMS: tl.constexpr, COMPUTE_PROGRAMS: tl.constexpr, SEND_ROWS: tl.constexpr,
+    SEND_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Run the send programs, the relay programs (none unless RELAYED), then the compute programs, by number."""
     program = tl.program_id(0)
     if program == 0:
         enter(peers_ptr, rank, world, turn, call)

@@ -1,4 +1,4 @@
-"""Device code of both operators for experts: a tile of a grouped GEMM, and flags that many blocks raise together."""
+"""Device code of both operators for experts: a tile of a grouped GEMM, and flags that are raised by a count."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moe_comm.overlap.triton.flags import notify
 
 @triton.jit
 def count(counters_ptr, counter, reach, peers_ptr, peer, flag, turn):  # type: ignore[no-untyped-def]
-    """One more block is written; whoever writes the last of ``reach`` raises ``flag`` of ``peer`` to ``turn``.
+    """Count a written block. The program that reaches ``reach`` raises ``flag`` of ``peer`` to ``turn``.
 
-    counters_ptr: int64 in this rank's own memory, zero at the start. The count is of system scope, as the flag is: what
-    another program wrote to a peer, and counted, must be there for the peer when this one raises the flag.
+    counters_ptr: int64 in this rank's own memory, initially zero. The counter has system scope, like the flag, so that
+    the writes of all programs that counted are visible to the peer when the flag is raised.
     """
-    tl.debug_barrier()  # one thread counts, for the stores of all
+    tl.debug_barrier()  # one thread counts, after the stores of all
     one = tl.full((), 1, tl.int64)
     before = tl.atomic_add(counters_ptr + counter, one, sem="acq_rel", scope="sys")
     if before + 1 == reach:
@@ -29,22 +29,16 @@ def tile_product(  # type: ignore[no-untyped-def]
     rows_ptr,  # [R, inner] dense, of ELEMENT
     scale_ptr,  # [R] fp32; any pointer unless SCALED
     w_ptr,  # the expert's [columns, inner]
-    w_stride_column,
-    w_stride_inner,
+    w_stride_column, w_stride_inner,
     row,  # [BLOCK_M] int64
     live,  # [BLOCK_M] which of them are rows of the tile
     column,  # [BLOCK_N] int64
-    columns,
-    inner,
-    ELEMENT: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """[BLOCK_M, BLOCK_N] fp32 = rows @ w.T, inner columns in order: the bits do not depend on who computes it when.
+    columns, inner,
+    ELEMENT: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return [BLOCK_M, BLOCK_N] fp32 = rows @ w.T, summed in order of the inner columns, so that the bits are fixed.
 
-    SCALED: rows are first multiplied by their scale, and rounded, as ``plain.scale`` does.
+    SCALED: rows are first multiplied by their scale and rounded, as in ``plain.scale``.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if SCALED:

@@ -1,4 +1,4 @@
-"""The operators for experts as they are compiled ahead of time: 8 experts a token, forward and backward."""
+"""Ahead-of-time compilation specs of the operators for experts: 8 experts per token, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from moe_comm.kernels.triton.launch import DTYPES
 from moe_comm.kernels.triton.spec import POINTERS, KernelSpec
 from moe_comm.overlap.triton.dispatch_matmul import dispatch_matmul_kernel
 from moe_comm.overlap.triton.matmul_combine import matmul_combine_kernel
-from moe_comm.overlap.triton.programs import DTYPES
 from moe_comm.overlap.triton.tiling import ExpertTiling
 
 _NUMBERS = ("num_sends", "num_relays", "num_tiles", "num_sums", "num_sources", "rank", "world", "turn", "call")
@@ -20,15 +20,14 @@ _ALIGNED = (
 )
 _ROWS = ("x_ptr", "w_ptr", "h_ptr", "rows_ptr", "y_ptr")
 PROCESSORS = 132
-"""Of the GPU that numbers of programs are for; another number is compiled when it is first seen."""
+"""Processors of the GPU that the numbers of programs are for. Other numbers are compiled at first use."""
 
 
 def _spec(
     name: str, kernel: Any, dtype: torch.dtype, dense: str, constants: dict[str, Any], weighted: str
 ) -> KernelSpec:
     tiling = ExpertTiling.of(dtype)
-    blocks = {"BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns, "BLOCK_K": tiling.inner}
-    constants = {"ELEMENT": DTYPES[dtype], "TOP_K": 8, dense: 1, **blocks, **constants}
+    constants = {"ELEMENT": DTYPES[dtype], "TOP_K": 8, dense: 1, **tiling.blocks, **constants}
     types = {}
     for argument in kernel.arg_names:
         if argument in constants:
@@ -91,4 +90,4 @@ EXPERT_KERNELS: tuple[KernelSpec, ...] = (
     _dispatch("dispatch_matmul, forward", torch.float32, scaled=False, relayed=False),
     _combine("matmul_combine, forward", torch.float32, weighted=True),
 )
-"""In bfloat16 each way that a layer can take, and in float32 the forward pass."""
+"""All variants in bfloat16, and the forward pass in float32."""

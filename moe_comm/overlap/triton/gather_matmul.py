@@ -1,10 +1,10 @@
 """All-gather + GEMM in one persistent kernel (Flux, arXiv 2406.06858).
 
-    rank 1 of 3                                                     own rows are there at once; then round the ring
+    rank 1 of 3                                              own rows are complete at once; the others in ring order
     moving     rows of rank 1 ──▶ rank 0, ──▶ rank 2                ranks  1  2  0
     computing  tiles of rank 1's rows │ wait, tiles of rank 2's │ wait, tiles of rank 0's
 
-A tile waits for one flag, that of the chunk of rows that it lies in.
+A tile waits for one flag: that of the chunk of rows that contains it.
 """
 
 from __future__ import annotations
@@ -16,50 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_comm.kernels.triton.device import int64, rounded
+from moe_comm.kernels.triton.device import int64, rounded, tile_at
+from moe_comm.kernels.triton.launch import DTYPES
 from moe_comm.overlap.triton.device import data_of, enter, words_of
 from moe_comm.overlap.triton.flags import wait_at_least
-from moe_comm.overlap.triton.memory import TURN_ARGUMENTS, Names, SymmetricMemory, Turn
-from moe_comm.overlap.triton.programs import (
-    DTYPES,
-    Programs,
-    aligned,
-    push_rows,
-    tile_at,
-    tile_offsets,
-    tile_product,
-)
+from moe_comm.overlap.triton.memory import TURN_ARGUMENTS, KernelTurn, Names, SymmetricMemory
+from moe_comm.overlap.triton.programs import Programs, aligned, push_rows, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=TURN_ARGUMENTS)
 def gather_matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    b_ptr,
-    y_ptr,
-    peers_ptr,
-    fault_ptr,
-    rows,
-    inner,
-    columns,
-    b_stride_k,
-    b_stride_n,
-    rank,
-    world,
-    turn,
-    call,
-    first_flag,
-    data,
-    timeout_ns,
-    moving,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COPY: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """y [W, rows, columns] = every rank's x [rows, inner] @ b [inner, columns]; x and y dense."""
+    x_ptr, b_ptr, y_ptr, peers_ptr, fault_ptr, rows, inner, columns, b_stride_k, b_stride_n, rank, world, turn, call,
+    first_flag, data, timeout_ns, moving,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute y [W, rows, columns] = each rank's x [rows, inner] @ b [inner, columns]; x and y dense."""
     program = tl.program_id(0)
     if program == 0:
         enter(peers_ptr, rank, world, turn, call)
@@ -94,24 +66,10 @@ def gather_matmul_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=TURN_ARGUMENTS)
 def push_rows_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    peers_ptr,
-    fault_ptr,
-    rows,
-    width,
-    rank,
-    world,
-    turn,
-    call,
-    first_flag,
-    data,
-    timeout_ns,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COPY: tl.constexpr,
-):
-    """Only the moving programs."""
+    x_ptr, peers_ptr, fault_ptr, rows, width, rank, world, turn, call, first_flag, data, timeout_ns,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Run only the moving programs."""
     program = tl.program_id(0)
     if program == 0:
         enter(peers_ptr, rank, world, turn, call)
@@ -123,21 +81,10 @@ def push_rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=TURN_ARGUMENTS)
 def await_rows_kernel(  # type: ignore[no-untyped-def]
-    peers_ptr,
-    fault_ptr,
-    rows,
-    width,
-    rank,
-    world,
-    turn,
-    first_flag,
-    data,
-    timeout_ns,
-    DTYPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COPY: tl.constexpr,
-):
-    """End when the rows of all peers have arrived. If some have not, the first row of those is made NaN."""
+    peers_ptr, fault_ptr, rows, width, rank, world, turn, first_flag, data, timeout_ns,
+    DTYPE: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Wait for the rows of all peers. On a timeout, set the first row of the missing rows to NaN."""
     chunks = tl.cdiv(rows, CHUNK)
     for task in range(tl.program_id(0), (world - 1) * chunks, tl.num_programs(0)):
         source = (rank + 1 + task // chunks) % world
@@ -151,42 +98,45 @@ def await_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
-class Gather:
-    """Where a turn gathers rows [S, D] of all ranks: ``offset`` bytes into its data, ``flag`` flags after its first."""
+class TritonGather:
+    """The gather of rows [S, D] of all ranks in one turn.
+
+    offset: bytes from the start of the turn's data. flag: index of the first flag among the turn's flags.
+    """
 
     memory: SymmetricMemory
-    turn: Turn
+    turn: KernelTurn
     programs: Programs
     offset: int = 0
     flag: int = 0
 
     @staticmethod
     def needs(rows: int, width: int, dtype: torch.dtype, world: int, programs: Programs) -> tuple[int, int]:
-        """Bytes of data, and flags."""
+        """Return the bytes of data and the number of flags."""
         return world * rows * width * dtype.itemsize, world * -(-rows // programs.chunk_rows)
 
     @staticmethod
     def names(rows: int, programs: Programs) -> Names:
-        """What a flag says."""
+        """Return the descriptions of the flags."""
         chunks, size = -(-rows // programs.chunk_rows), programs.chunk_rows
 
-        def name(place: int) -> str:
-            source, chunk = divmod(place, chunks)
-            return f"that rows {chunk * size} to {min(rows, chunk * size + size) - 1} of rank {source} have arrived"
+        def name(index: int) -> str:
+            source, chunk = divmod(index, chunks)
+            return f"rows {chunk * size} to {min(rows, chunk * size + size) - 1} of rank {source} are complete"
 
         return name
 
     @property
-    def place(self) -> tuple[int, int, int, int, int]:
-        """rank, world, turn, first flag and data, as kernels take them."""
+    def location(self) -> tuple[int, int, int, int, int]:
+        """rank, world, turn, first flag and data, in the order of the kernels' arguments."""
         memory, turn = self.memory, self.turn
         return memory.rank, memory.world, turn.number, turn.first_flag + self.flag, turn.data + self.offset
 
     def multiply(self, x_SD: Tensor, b_DN: Tensor, y_WSN: Tensor) -> None:
-        """Gather x and write the products of all ranks' rows with b. x and y are dense; b has any strides."""
+        """Gather x and write all ranks' rows @ b to y. x and y are dense; b has any strides."""
         (rows, inner), columns = x_SD.shape, b_DN.shape[1]
         memory, programs = self.memory, self.programs
-        rank, world, number, first_flag, data = self.place
+        rank, world, number, first_flag, data = self.location
         grid = programs.moving + programs.computing
         gather_matmul_kernel[(grid,)](
             x_SD, b_DN, y_WSN, memory.peers_W, memory.fault,
@@ -197,9 +147,9 @@ class Gather:
         )  # fmt: skip
 
     def push(self, x_SD: Tensor) -> None:
-        """Only send this rank's rows."""
+        """Push this rank's rows to the peers, without a GEMM."""
         memory, programs = self.memory, self.programs
-        rank, world, number, first_flag, data = self.place
+        rank, world, number, first_flag, data = self.location
         push_rows_kernel[(programs.moving,)](
             x_SD, memory.peers_W, memory.fault, *x_SD.shape,
             rank, world, number, self.turn.call, first_flag, data, memory.timeout_ns,
@@ -207,19 +157,19 @@ class Gather:
         )  # fmt: skip
 
     def await_all(self, x_SD: Tensor) -> None:
-        """Wait for what peers push."""
+        """Wait for the rows that peers push."""
         memory, programs = self.memory, self.programs
         await_rows_kernel[(programs.moving,)](
-            memory.peers_W, memory.fault, *x_SD.shape, *self.place, memory.timeout_ns,
+            memory.peers_W, memory.fault, *x_SD.shape, *self.location, memory.timeout_ns,
             DTYPE=DTYPES[x_SD.dtype], CHUNK=programs.chunk_rows, COPY=programs.copy,
         )  # fmt: skip
 
     def rows(self, x_SD: Tensor) -> Tensor:
-        """[W, S, D], once all have arrived; valid until the next turn."""
+        """Return [W, S, D] after all rows are complete; valid until the next turn."""
         shape = (self.memory.world, *x_SD.shape)
-        whole_WSD = self.memory.data(self.turn, shape, x_SD.dtype, self.offset)
-        whole_WSD[self.memory.rank] = x_SD
-        return whole_WSD
+        rows_WSD = self.memory.data(self.turn, shape, x_SD.dtype, self.offset)
+        rows_WSD[self.memory.rank] = x_SD
+        return rows_WSD
 
 
 def _aligned(x_SD: Tensor) -> bool:

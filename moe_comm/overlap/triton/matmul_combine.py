@@ -1,16 +1,17 @@
-"""Grouped GEMM and combine in one persistent kernel: results are summed while later columns are computed.
+"""Grouped GEMM + combine in one persistent kernel: results are summed while later columns are computed.
 
     rank 1                                                               rank 0
-    compute programs   tile @ w[expert].T, slice of columns after slice
-                       tiles of slice s with rows for rank 0, counted
-                       to the last ──▶ flag (s, 1) at rank 0 ──────────▶ sum programs: wait for slice s of all ranks
-                       rows lie in rank 1's memory ◀──────── read ────── sum of each token's K rows, in slot order
+    compute programs   tile @ w[expert].T, slice by slice of columns
+                       counter of the tiles of slice s with rows for
+                       rank 0 complete ──▶ flag (s, 1) of rank 0 ──────▶ sum programs: wait for slice s of all ranks
+                       rows in rank 1's memory ◀──────── read ────────── sum of each token's K rows, in slot order
 
-Rows are cut along columns (COMET, arXiv 2502.19811), since a token's K results are in K experts: by rows, its sum could
-begin only when nearly all experts are done. Results stay where they are computed and the sums *pull* them: each is read
-once either way, but tiles are stored to near memory, a finished slice costs one remote flag for each pair of ranks, and
-no rank needs room for T * K rows. Sums are plain.weighted_sum's, to the bit: multiply, round, add, round, in slot order
-in fp32, one cast; the kernel is compiled without fused multiply-add.
+Rows are cut along columns (COMET, arXiv 2502.19811) because a token's K results are in K experts: in row order, its sum
+could start only when nearly all experts are computed. Results stay in the memory of the expert's rank and the sums
+*pull* them. Each result is read once in either case, but tiles are stored to local memory, a finished slice costs one
+remote flag for each pair of ranks, and no rank needs memory for T * K rows. The sums have the bits of
+plain.weighted_sum: multiply, round, add, round, in slot order in fp32, one cast. The kernel is compiled without fused
+multiply-add.
 """
 
 from __future__ import annotations
@@ -28,32 +29,15 @@ from moe_comm.overlap.triton.flags import wait_at_least
 def _compute(  # type: ignore[no-untyped-def]
     program,
     rows_ptr,  # [R, inner]
-    w_ptr,
-    w_stride_expert,
-    w_stride_column,
-    w_stride_inner,
-    tiles_ptr,  # Tiles.items
+    w_ptr, w_stride_expert, w_stride_column, w_stride_inner,
+    tiles_ptr,  # TileTable.items
     num_tiles,
-    signals_ptr,  # Tiles.flags
-    counters_ptr,
-    peers_ptr,
-    rank,
-    world,
-    turn,
-    first_flag,
-    out_at,
-    fault_ptr,
-    timeout_ns,
-    columns,
-    inner,
-    ELEMENT: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    signals_ptr,  # TileTable.flags
+    counters_ptr, peers_ptr, rank, world, turn, first_flag, out_at, fault_ptr, timeout_ns, columns, inner,
+    ELEMENT: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     free = tl.full((), 1, tl.int1)
-    for step in range(world):  # peers read this half of the memory two turns ago
+    for step in range(world):  # peers have read this half of the memory two turns ago
         free = may_write_to(peers_ptr, (rank + step) % world, rank, turn, fault_ptr, timeout_ns) & free
     if free:
         out_ptr = data_of(peers_ptr, rank, out_at, ELEMENT)
@@ -66,22 +50,9 @@ def _compute(  # type: ignore[no-untyped-def]
             for at in range(tl.load(item + 3), last_column, BLOCK_N):
                 column = at + tl.arange(0, BLOCK_N).to(tl.int64)
                 acc = tile_product(
-                    rows_ptr,
-                    rows_ptr,
-                    w_ptr + expert * w_stride_expert,
-                    w_stride_column,
-                    w_stride_inner,
-                    row,
-                    live,
-                    column,
-                    last_column,
-                    inner,
-                    ELEMENT,
-                    False,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                )
+                    rows_ptr, rows_ptr, w_ptr + expert * w_stride_expert, w_stride_column, w_stride_inner, row, live,
+                    column, last_column, inner, ELEMENT, False, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
                 mask = live[:, None] & (column < last_column)[None, :]
                 tl.store(out_ptr + row[:, None] * columns + column[None, :], rounded(acc, ELEMENT), mask=mask)
             for signal in range(tl.load(item + 5), tl.load(item + 6)):
@@ -94,40 +65,28 @@ def _compute(  # type: ignore[no-untyped-def]
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
     program,
-    items_ptr,  # Sums.items
+    items_ptr,  # SumTable.items
     num_items,
-    sources_ptr,  # Sums.sources
+    sources_ptr,  # SumTable.sources
     num_sources,
     place_ptr,  # [T * K] int64
     owner_ptr,  # [T * K] int64
     weights_ptr,  # [T * K] fp32
     y_ptr,  # [T, columns]
-    peers_ptr,
-    rank,
-    world,
-    turn,
-    first_flag,
-    out_at,
-    fault_ptr,
-    timeout_ns,
-    columns,
-    ELEMENT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    peers_ptr, rank, world, turn, first_flag, out_at, fault_ptr, timeout_ns, columns,
+    ELEMENT: tl.constexpr, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     own_flags = words_of(peers_ptr, rank)
     for n in range(program, num_items, PROGRAMS):
         item = items_ptr + n * 5
         column_slice, first, num = tl.load(item), tl.load(item + 1), tl.load(item + 2)
         last_column = tl.load(item + 4)
-        there = tl.full((), 1, tl.int1)
+        complete = tl.full((), 1, tl.int1)
         for entry in range(num_sources):
             source = tl.load(sources_ptr + entry)
             flag = first_flag + column_slice * world + source
-            there = wait_at_least(own_flags, flag, turn, source, fault_ptr, timeout_ns) & there
+            complete = wait_at_least(own_flags, flag, turn, source, fault_ptr, timeout_ns) & complete
         i = tl.arange(0, TOKENS)
         token = first + i
         live = i < num
@@ -137,67 +96,35 @@ def _sum(  # type: ignore[no-untyped-def]
             total = tl.zeros((TOKENS, BLOCK_N), tl.float32)
             for k in range(TOP_K):
                 place = tl.load(place_ptr + token * TOP_K + k, mask=live, other=-1)
-                kept = (place >= 0) & there
-                owner = tl.load(owner_ptr + token * TOP_K + k, mask=kept, other=0)
-                base = tl.load(peers_ptr + owner, mask=kept, other=0) + out_at
+                valid = (place >= 0) & complete
+                owner = tl.load(owner_ptr + token * TOP_K + k, mask=valid, other=0)
+                base = tl.load(peers_ptr + owner, mask=valid, other=0) + out_at
                 rows_ptr = base.to(tl.pointer_type(ELEMENT)) + place * columns
-                mask = kept[:, None] & inside[None, :]
+                mask = valid[:, None] & inside[None, :]
                 row = tl.load(rows_ptr[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
                 if WEIGHTED:
-                    weight = tl.load(weights_ptr + token * TOP_K + k, mask=kept, other=0.0)
+                    weight = tl.load(weights_ptr + token * TOP_K + k, mask=valid, other=0.0)
                     row = row * weight[:, None]
                 total = total + row
-            total = tl.where(there, total, float("nan"))
+            total = tl.where(complete, total, float("nan"))
             mask = live[:, None] & inside[None, :]
             tl.store(y_ptr + token[:, None] * columns + column[None, :], rounded(total, ELEMENT), mask=mask)
 
 
 VARYING = ("num_tiles", "num_sums", "num_sources", "rank", "world", "turn", "call", "first_flag", "timeout_ns")
-"""Arguments for whose values the kernel is not compiled anew."""
+"""Arguments whose values do not cause a recompilation."""
 
 
 @triton.jit(do_not_specialize=VARYING)
 def matmul_combine_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr,
-    w_ptr,
-    w_stride_expert,
-    w_stride_column,
-    w_stride_inner,
-    tiles_ptr,
-    num_tiles,
-    signals_ptr,
-    counters_ptr,
-    sums_ptr,
-    num_sums,
-    sources_ptr,
-    num_sources,
-    place_ptr,
-    owner_ptr,
-    weights_ptr,
-    y_ptr,
-    peers_ptr,
-    rank,
-    world,
-    turn,
-    call,
-    first_flag,
-    out_at,
-    fault_ptr,
-    timeout_ns,
-    columns,
-    inner,
-    ELEMENT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    COMPUTE_PROGRAMS: tl.constexpr,
-    SUM_PROGRAMS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Programs 0.. compute, which wait for no results; then those that sum."""
+    rows_ptr, w_ptr, w_stride_expert, w_stride_column, w_stride_inner, tiles_ptr, num_tiles, signals_ptr, counters_ptr,
+    sums_ptr, num_sums, sources_ptr, num_sources, place_ptr, owner_ptr, weights_ptr, y_ptr, peers_ptr, rank, world,
+    turn, call, first_flag, out_at, fault_ptr, timeout_ns, columns, inner,
+    ELEMENT: tl.constexpr, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, COMPUTE_PROGRAMS: tl.constexpr,
+    SUM_PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, SUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Run the compute programs, which wait for no results, then the sum programs, by number."""
     program = tl.program_id(0)
     if program == 0:
         enter(peers_ptr, rank, world, turn, call)

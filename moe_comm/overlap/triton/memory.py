@@ -1,19 +1,21 @@
-"""Symmetric memory: a block of equal size on every rank that all ranks' kernels write to, and the turns it is used in.
+"""Symmetric memory: a block of equal size on each rank that the kernels of all ranks write to, and its turns.
 
-    one rank's block    int64 words                                          bytes, as the operator wants
+    one rank's block    int64 words                                          bytes, for the operator
                         entered [W] │ calls [4, W] │ flags, even turn │ odd │ data, even turn │ data, odd turn
 
-``peers_W`` holds the addresses of all ranks' blocks as seen from this rank; kernels make pointers of them. A *turn* is
-one call of an operator; every rank counts its turns alike. Even and odd turns have flags and data of their own:
+``peers_W`` holds the addresses of all ranks' blocks as seen from this rank. A *turn* is one call of an operator. All
+ranks number their turns in the same way. Even and odd turns have separate flags and data:
 
-    entering turn n     each rank tells all: it has done n - 1, and what it is about to do (``entered``, ``calls``)
-    writing to a peer   in turn n waits until that peer has entered n - 1, so has done n - 2, the last user of this half
+    entering turn n     a rank notifies all: it has completed turn n - 1, and which operation it runs next
+                        (``entered``, ``calls``)
+    writing to a peer   in turn n waits until that peer has entered n - 1, and so completed n - 2, the last turn that
+                        used the same half
 
-What is there of a turn's flags is older numbers, so nothing is ever reset, and no rank waits for a slower one except
-where it would overwrite what that one still reads.
+The flags of earlier turns have lower numbers, so nothing is ever reset. A rank waits for a slower one only before it
+would overwrite memory that the slower one still reads.
 
-On CPUs blocks are anonymous files that the ranks of a host map (no name in /dev/shm, so nothing to leave behind); on
-GPUs torch's symmetric memory. The latter has not run: no machine with several GPUs was at hand.
+On CPUs blocks are anonymous files that the ranks of a host map; they have no name in /dev/shm and cannot be leaked. On
+GPUs they are torch's symmetric memory, which has not been tested: no machine with several GPUs was available.
 """
 
 from __future__ import annotations
@@ -27,39 +29,39 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.group_setup import channel_of, communicator_of, digest, group_rank, group_size
 from moe_comm.comm.header import other_collective
-from moe_comm.comm.meeting import channel_of, communicator_of, digest, group_rank, group_size
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import ConfigError, PeerError, PeerTimeout
-from moe_comm.gpu.blocks import ALIGN, Blocks, alone, mapped, symmetric, up
+from moe_comm.gpu.blocks import ALIGN, Blocks, mapped_blocks, round_up, single_block, symmetric_blocks
 from moe_comm.kernels.triton.device import INTERPRETED
 from moe_comm.overlap.triton.flags import CALL_SLOTS, FAULT_WORDS
-from moe_comm.runtime.host import host_word
+from moe_comm.runtime.host import host_key_int64
 
-SMALLEST = 1 << 14
-"""Bytes of data a half has at least."""
+MIN_DATA_BYTES = 1 << 14
+"""Minimum size of the data of one half."""
 LOCAL_TIMEOUT_S = 300.0
 NOT_INTERPRETED = (
-    "Triton kernels take CPU tensors only in Triton's interpreter; set TRITON_INTERPRET=1 before triton is first "
+    "Triton kernels support CPU tensors only in Triton's interpreter; set TRITON_INTERPRET=1 before triton is first "
     "imported, or use another backend of the operator: Overlap(backend='chunked')"
 )
 
 TURN_ARGUMENTS = ("rank", "world", "turn", "call", "first_flag", "timeout_ns")
-"""Arguments of kernels for whose values (1, multiples of 16) none must be compiled anew."""
+"""Kernel arguments whose values (1, multiples of 16) must not cause a recompilation."""
 
 Names = Callable[[int], str]
-"""What the error says of a turn's flag: its place among the turn's flags -> words."""
+"""Maps the index of a flag within a turn to its description in error messages."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One call of an operator, alike on every rank.
+class KernelTurn:
+    """One call of an operator; the same on every rank.
 
-    number: what its flags are raised to; from 1 on.
-    call: by which ranks compare what they do.
+    number: the value that its flags are raised to; starts at 1.
+    call: digest of the operation, which ranks compare.
     first_flag: the turn's first flag, as an index into a block's int64 words.
-    data: the turn's data, as bytes from the start of a block; a multiple of 256.
-    description, names: for errors.
+    data: offset of the turn's data in a block, in bytes; a multiple of 256.
+    description, names: for error messages.
     """
 
     number: int
@@ -72,7 +74,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class _Block:
-    """The blocks of all ranks, and how each is divided."""
+    """The blocks of all ranks, and the sizes of their sections."""
 
     blocks: Blocks
     flags: int
@@ -84,12 +86,13 @@ class _Block:
 
 
 class SymmetricMemory:
-    """The blocks of a group's ranks on one kind of device; made by ``memory_of``.
+    """The blocks of a group's ranks on one kind of device; created by ``memory_of``.
 
-    peers_W: int64 [W] on the device, addresses of the blocks. It changes when the blocks grow, so take it after
-        ``turn``.
-    fault: int64 [FAULT_WORDS] on the device, where kernels report a wait that ran out of time.
-    timeout_ns: of every wait in a kernel.
+    Attributes:
+        peers_W: int64 [W] on the device, addresses of the blocks. It changes when the blocks grow, so read it after
+            ``turn``.
+        fault: int64 [FAULT_WORDS] on the device, where kernels report a wait that timed out.
+        timeout_ns: timeout of each wait in a kernel.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
@@ -103,33 +106,36 @@ class SymmetricMemory:
         self.peers_W = torch.zeros(self.world, dtype=torch.int64, device=device)
         self._block: _Block | None = None
         self._number = 0
-        self._launched: list[tuple[torch.cuda.Event, Tensor, Turn]] = []
+        self._launched: list[tuple[torch.cuda.Event, Tensor, KernelTurn]] = []
 
     @property
     def timeout_s(self) -> float:
-        """Seconds a kernel waits for a flag: as long as the group's collectives wait for a peer."""
+        """Timeout of a kernel's wait for a flag, in seconds: the timeout of the group's collectives."""
         return self.channel.timeout_s if self.channel is not None else LOCAL_TIMEOUT_S
 
     @property
     def timeout_ns(self) -> int:
         return int(self.timeout_s * 1e9)
 
-    def turn(self, data_bytes: int, flags: int, description: str, names: Names) -> Turn:
-        """Begin a turn with room for ``data_bytes`` and ``flags`` on every rank; both are the same on every rank.
+    def turn(self, data_bytes: int, flags: int, description: str, names: Names) -> KernelTurn:
+        """Start a turn with ``data_bytes`` and ``flags`` on each rank; the same on every rank.
 
-        Collective where blocks must grow for it. The turn's first kernel calls ``enter`` (``device.py``).
+        Collective if blocks must grow. The turn's first kernel calls ``enter`` (``device.py``).
 
         Args:
-            description: the operator and its sizes; ranks that differ in it get an error.
+            data_bytes: Size of the data.
+            flags: Number of flags.
+            description: Operator and sizes. Ranks whose descriptions differ raise an error.
+            names: Descriptions of the flags.
 
         Raises:
             PeerError: an earlier turn failed.
-            HeapError: no room, on every rank.
-            RankMismatch: ranks differ, on GPUs if collectives are checked; on CPUs ``finish`` says so.
+            HeapError: a rank cannot allocate the memory; raised on every rank.
+            RankMismatch: ranks make different calls. On GPUs if collectives are checked; on CPUs ``finish`` raises it.
         """
         self.check()
         if self.device.type == "cuda" and self.channel is not None:
-            # Before it may grow, which is collective: ranks in different calls would meet there.
+            # Compare before the blocks may grow, which is collective.
             self.channel.compare(description, torch.empty(0, device=self.device))
         if self._block is None or self._block.data_bytes < data_bytes or self._block.flags < flags:
             self._grow(data_bytes, flags, description)
@@ -139,22 +145,23 @@ class SymmetricMemory:
         header = self._header_words()
         first_flag = header + half * self._block.flags
         data = (header + 2 * self._block.flags) * 8 + half * self._block.data_bytes
-        call = digest(description) & 0x7FFFFFFF  # an int32 for every kernel, lest one be compiled for int64 too
-        return Turn(self._number, call, first_flag, data, description, names)
+        call = digest(description) & 0x7FFFFFFF  # fits int32, so that kernels are not compiled for int64 too
+        return KernelTurn(self._number, call, first_flag, data, description, names)
 
-    def data(self, turn: Turn, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """A view of the own block's data of ``turn``, ``offset`` bytes (a multiple of 256) from its start. Valid until
-        the next turn begins."""
+    def data(self, turn: KernelTurn, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """Return a view of this rank's data of ``turn``, ``offset`` bytes (a multiple of 256) from its start. It is
+        valid until the next turn starts."""
         assert self._block is not None
         first = turn.data + offset
         return self._block.own[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def finish(self, turn: Turn) -> None:
-        """After the last kernel of ``turn``. On CPUs it raises what went wrong; on GPUs, where kernels may not have
-        run yet, a later ``turn`` or ``check`` does.
+    def finish(self, turn: KernelTurn) -> None:
+        """Finish ``turn`` after its last kernel. On CPUs, raise its errors. On GPUs, kernels may not have run yet, so a
+        later ``turn`` or ``check`` raises them.
 
         Raises:
-            PeerTimeout: a rank did not raise its flag in time. RankMismatch: a rank did something else.
+            PeerTimeout: a rank did not raise its flag in time.
+            RankMismatch: a rank ran another operation.
         """
         if self.device.type == "cpu":
             self._raise(self.fault, turn)
@@ -167,7 +174,7 @@ class SymmetricMemory:
         self._launched.append((event, report, turn))
 
     def check(self, wait: bool = False) -> None:
-        """Raise what went wrong in the turns that are over; wait: for those that are not, too.
+        """Raise the errors of completed turns. wait: wait for all turns first.
 
         Raises:
             PeerTimeout: a rank did not raise its flag in time.
@@ -180,56 +187,57 @@ class SymmetricMemory:
             raise type(self.failed)(*self.failed.args)
 
     def close(self) -> None:
-        """Give the memory back. Every rank must have done its last turn."""
+        """Release the memory. All ranks must have completed their last turn."""
         self._block = None
         self.failed = self.failed or PeerError("this symmetric memory is closed")
 
     def _header_words(self) -> int:
-        return up((1 + CALL_SLOTS) * self.world * 8) // 8
+        return round_up((1 + CALL_SLOTS) * self.world * 8) // 8
 
-    def _raise(self, report: Tensor, turn: Turn) -> None:
-        failed, flag, rank, wanted, seen = report.tolist()
+    def _raise(self, report: Tensor, turn: KernelTurn) -> None:
+        failed, flag, rank, expected, value = report.tolist()
         if not failed:
             return
         if flag < self.world:
-            name = f"flag {flag}, that rank {rank} has entered turn {wanted}"
+            name = f"flag {flag} (rank {rank} has entered turn {expected})"
         else:
-            place = flag - turn.first_flag
-            name = f"flag {place}, {turn.names(place)}"
-        who = f"rank {rank}"
+            index = flag - turn.first_flag
+            name = f"flag {index} ({turn.names(index)})"
+        peer = f"rank {rank}"
         if self.channel is not None and self.channel.comm.peers is not None:
-            who = self.channel.comm.peers.describe(rank)
+            peer = self.channel.comm.peers.describe(rank)
         self.failed = PeerTimeout(
-            f"rank {self.rank} in {turn.description} (turn {turn.number}): waited {self.timeout_s:g} s for {who} to raise "
-            f"{name}; it stands at {seen} of {wanted}. That rank is dead, stuck, slow, or took another path through "
-            f"the program. This group's Triton operators are unusable now: restart the ranks, or raise timeout_s."
+            f"rank {self.rank} in {turn.description} (turn {turn.number}): waited {self.timeout_s:g} s for {peer} to "
+            f"raise {name}; its value is {value}, expected {expected}. That rank has exited, hangs, is slow, or makes "
+            f"other calls. This group's Triton operators are unusable now: restart the ranks, or increase timeout_s."
         )
         raise self.failed
 
-    def _compare(self, turn: Turn) -> None:
-        """Whether those that are in this turn or the next do the same in it; others have not said, or said more since.
+    def _compare(self, turn: KernelTurn) -> None:
+        """Raise RankMismatch if a rank that is in this turn or a later one runs another operation in it.
 
-        By then nothing is lost but this turn's result: every rank writes within what all have made room for.
+        Only this turn's result is lost then, because all ranks write within the agreed sizes.
         """
         assert self._block is not None
         words = self._block.own[: self._header_words() * 8].view(torch.int64)
         calls_W = words[self.world :][turn.number % CALL_SLOTS * self.world :][: self.world].tolist()
         entered_W = words[: self.world].tolist()
-        odd = [
+        others = [
             rank
             for rank in range(self.world)
             if turn.number <= entered_W[rank] < turn.number + CALL_SLOTS - 1 and calls_W[rank] != turn.call
         ]
-        if odd:
-            raise other_collective(self.rank, turn.number, turn.description, f"ranks {odd} are in another")
+        if others:
+            raise other_collective(self.rank, turn.number, turn.description, f"ranks {others} are in another")
 
     def _grow(self, data_bytes: int, flags: int, description: str) -> None:
-        """New blocks for all. The exchange is a barrier too: nobody is in an earlier turn any more when it is over."""
+        """Allocate larger blocks on all ranks. The exchange is also a barrier: all ranks have completed earlier
+        turns."""
         self.check(wait=True)
         old = self._block
-        data_bytes = max(_power(data_bytes), SMALLEST, old.data_bytes if old else 0)
-        flags = max(_power(flags), ALIGN // 8, old.flags if old else 0)
-        total = up((self._header_words() + 2 * flags) * 8 + 2 * data_bytes)
+        data_bytes = max(_power_of_two(data_bytes), MIN_DATA_BYTES, old.data_bytes if old else 0)
+        flags = max(_power_of_two(flags), ALIGN // 8, old.flags if old else 0)
+        total = round_up((self._header_words() + 2 * flags) * 8 + 2 * data_bytes)
         blocks = self._blocks(total, description)
         if self.device.type == "cuda" or self.channel is None:
             blocks.own[: self.world * 8].view(torch.int64).fill_(self._number)
@@ -243,33 +251,36 @@ class SymmetricMemory:
 
     def _blocks(self, total: int, description: str) -> Blocks:
         if self.channel is None:
-            return alone(total, self.device)
+            return single_block(total, self.device)
         if self.device.type == "cuda":
             assert self.group is not None
-            return symmetric(self.group, self.device, total)
-        channel, what = self.channel, f"symmetric memory for {description}"
+            return symmetric_blocks(self.group, self.device, total)
+        channel, description = self.channel, f"symmetric memory for {description}"
 
         def gather(words: list[int]) -> list[list[int]]:
-            told: list[list[int]] = channel.all_gather(torch.tensor(words).to(channel.control_device), what).tolist()
-            return told
+            gathered = channel.all_gather(torch.tensor(words).to(channel.control_device), description)
+            rows: list[list[int]] = gathered.tolist()
+            return rows
 
-        return mapped(gather, self.rank, host_word(), total, what, self._number.to_bytes(8, "little") * self.world)
+        return mapped_blocks(
+            gather, self.rank, host_key_int64(), total, description, self._number.to_bytes(8, "little") * self.world
+        )
 
 
 _alone = lru_cache(partial(SymmetricMemory, None))
 
 
 def memory_of(group: ProcessGroup | None, device: torch.device) -> SymmetricMemory:
-    """The symmetric memory of ``group`` on ``device``, made on first use (collective then).
+    """Return the symmetric memory of ``group`` on ``device``. The first call creates it and is collective.
 
     Raises:
         ConfigError: CPU tensors outside Triton's interpreter.
-        PeerDied, PeerTimeout: a rank does not take part.
+        PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
     if group is None:
         return _alone(device)
     return communicator_of(group).keep(("symmetric memory", device), lambda: SymmetricMemory(group, device))
 
 
-def _power(n: int) -> int:
+def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()

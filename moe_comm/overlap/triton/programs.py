@@ -1,8 +1,8 @@
-"""How many programs a fused kernel has and what each takes at a time; and device code for tiles of a linear layer.
+"""Numbers of programs and tile sizes of the fused kernels for linear layers, and device code for their tiles.
 
-Programs are persistent: as many as the device holds at once, each of which takes every n-th task. Those that others
-wait for have the lower numbers, so that they run first where programs run one after another (Triton's interpreter),
-and all of them are resident where they run side by side.
+Programs are persistent: as many as the device can hold at once, each of which runs every n-th task. A program waits
+only for programs of its rank with lower numbers. Triton's interpreter runs programs in order of number, so it cannot
+deadlock; on a GPU all programs are resident.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import triton.language as tl
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.triton.device import int64, multiply_add
+from moe_comm.kernels.triton.launch import DTYPES
 from moe_comm.overlap.options import at_least_one
 from moe_comm.overlap.triton.device import data_of, may_write_to, words_of
 from moe_comm.overlap.triton.flags import notify
 
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What the kernels take."""
-
 
 @dataclass(frozen=True)
 class Programs:
-    """The shape of a fused kernel's launch.
+    """Programs and tile sizes of a fused kernel.
 
-    moving: programs that push rows to peers, or add up what peers have pushed.
-    computing: programs that multiply. Both together must be resident at once: no more than the device has processors,
-        each of which holds one.
-    block_m, block_n, block_k: a tile's rows and columns, and the part of the inner dimension taken in one step; powers
-        of two of at least 16.
-    chunk_tiles: tiles of rows that are pushed under one flag.
-    copy: elements that a pushing program moves in one step, a power of two.
-    num_warps, num_stages: of the compiled kernel.
+    Args:
+        moving: Programs that push rows to peers, or sum what peers have pushed.
+        computing: Programs that multiply. All programs must be resident at once: at most one per processor.
+        block_m: Rows of a tile; a power of two, at least 16.
+        block_n: Columns of a tile; likewise.
+        block_k: Step along the inner dimension; likewise.
+        chunk_tiles: Tiles of rows that are pushed under one flag.
+        copy: Elements that a pushing program moves in one step, a power of two.
+        num_warps: Warps of the compiled kernel.
+        num_stages: Pipeline stages of the compiled kernel.
 
     Raises:
         ConfigError: a number is out of range.
@@ -63,18 +63,18 @@ class Programs:
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, moving: int | None = None) -> Programs:
-        """For ``device``: one program for each of its processors, ``moving`` of them, or an eighth, moving rows.
+        """Return the default for ``device``: one program per processor, of which ``moving``, or an eighth, move rows.
 
         Raises:
-            InputError: the kernels do not take ``dtype``.
-            ConfigError: ``moving`` leaves none to compute.
+            InputError: the kernels do not support ``dtype``.
+            ConfigError: ``moving`` leaves no program to compute.
         """
         if dtype not in DTYPES:
-            raise InputError(f"the Triton operators take {', '.join(map(str, DTYPES))}; got {dtype}")
+            raise InputError(f"the Triton operators support {', '.join(map(str, DTYPES))}; got {dtype}")
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         moving = moving or max(1, processors // 8)
         if moving >= max(processors, 2):
-            raise ConfigError(f"{moving} programs to communicate leave none of {processors} to compute; give fewer")
+            raise ConfigError(f"{moving} communicating programs leave none of {processors} to compute; use fewer")
         return cls(moving, max(1, processors - moving), **TILES[dtype])
 
     @property
@@ -83,54 +83,29 @@ class Programs:
         return self.block_m * self.chunk_tiles
 
     def launch(self, device: torch.device) -> dict[str, Any]:
-        """Options of a launch. Cooperative: CUDA refuses a grid that is not resident at once, where it would hang."""
+        """Return launch options. Cooperative: CUDA rejects a grid that is not resident at once and would deadlock."""
         blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
         if device.type != "cuda":
             return blocks
-        return blocks | {
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "launch_cooperative_grid": True,
-        }
+        return {**blocks, "num_warps": self.num_warps, "num_stages": self.num_stages, "launch_cooperative_grid": True}
 
 
 _HALF = {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8}
 TILES: dict[torch.dtype, dict[str, int]] = {torch.float32: {}, torch.bfloat16: _HALF, torch.float16: _HALF}
-"""fp32 is multiplied without tensor cores, whose TF32 would drop bits; its tiles are smaller so as not to spill."""
+"""fp32 uses no tensor cores, because TF32 would lose bits; its tiles are smaller to avoid register spills."""
 
 
 def aligned(*addresses: int, row_bytes: int) -> bool:
-    """Whether rows of ``row_bytes`` from these addresses all begin at multiples of 16 bytes, as wide loads need."""
+    """Return whether all rows of ``row_bytes`` from these addresses are aligned to 16 bytes, as wide loads need."""
     return all(address % 16 == 0 for address in addresses) and row_bytes % 16 == 0
 
 
 @triton.jit
-def tile_at(tile, tiles_m, tiles_n):  # type: ignore[no-untyped-def]
-    """Row and column of tile ``tile``: 8 rows of tiles together, so that the next finds cached what one loads."""
-    per_group = 8 * tiles_n
-    first_m = tile // per_group * 8
-    group_m = min(tiles_m - first_m, 8)
-    place = tile % per_group
-    return first_m + place % group_m, place // group_m
-
-
-@triton.jit
 def tile_product(  # type: ignore[no-untyped-def]
-    a_ptr,
-    b_ptr,
-    tile_m,
-    tile_n,
-    rows,
-    inner,
-    columns,
-    b_stride_k,
-    b_stride_n,
-    ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """fp32 [BLOCK_M, BLOCK_N] of a [rows, inner] @ b [inner, columns], block of K after block of K; 0 beyond."""
+    a_ptr, b_ptr, tile_m, tile_n, rows, inner, columns, b_stride_k, b_stride_n,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return fp32 [BLOCK_M, BLOCK_N] of a [rows, inner] @ b [inner, columns], summed in order of K; 0 outside."""
     if ALIGNED:
         a_ptr = tl.multiple_of(a_ptr, 16)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -152,7 +127,7 @@ def tile_product(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Offsets of a tile's elements in a dense [rows, columns], and which of them there are."""
+    """Return the offsets of a tile's elements in a dense [rows, columns], and the mask of valid elements."""
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offsets = m.to(tl.int64)[:, None] * columns + n[None, :]
@@ -161,28 +136,13 @@ def tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def push_rows(  # type: ignore[no-untyped-def]
-    x_ptr,
-    rows,
-    width,
-    peers_ptr,
-    fault_ptr,
-    rank,
-    world,
-    turn,
-    first_flag,
-    data,
-    timeout_ns,
-    program,
-    programs,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COPY: tl.constexpr,
-):
-    """One of ``programs`` that copy x [rows, width] to the peers' data [W, rows, width], at the place of this rank.
+    x_ptr, rows, width, peers_ptr, fault_ptr, rank, world, turn, first_flag, data, timeout_ns, program, programs,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Copy x [rows, width] to the peers' data [W, rows, width], at index ``rank``; one of ``programs`` programs.
 
-    By chunks of CHUNK rows, each with flag ``first_flag + rank * chunks + chunk``. The rank before this one is served
-    first, because this one's rows are the first that it wants: in every step each rank serves one, and is served.
+    Each chunk of CHUNK rows has the flag ``first_flag + rank * chunks + chunk``. The previous rank is served first,
+    because it computes this rank's rows first; so in each step each rank sends to one peer and receives from one.
     """
     chunks = tl.cdiv(rows, CHUNK)
     for task in range(program, (world - 1) * chunks, programs):

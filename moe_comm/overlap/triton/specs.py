@@ -1,15 +1,16 @@
-"""What to compile the kernels of linear layers for ahead of time."""
+"""Ahead-of-time compilation specs of the kernels for linear layers."""
 
 from __future__ import annotations
 
 import torch
 
+from moe_comm.kernels.triton.launch import DTYPES
 from moe_comm.kernels.triton.spec import POINTERS, KernelSpec
 from moe_comm.overlap.triton.gather_matmul import await_rows_kernel, gather_matmul_kernel, push_rows_kernel
 from moe_comm.overlap.triton.matmul_scatter import matmul_scatter_kernel
-from moe_comm.overlap.triton.programs import DTYPES, TILES, Programs
+from moe_comm.overlap.triton.programs import TILES, Programs
 
-_PLACE = {"rank": "i32", "world": "i32", "turn": "i32", "call": "i32", "first_flag": "i32", "data": "i32"}
+_TURN = {"rank": "i32", "world": "i32", "turn": "i32", "call": "i32", "first_flag": "i32", "data": "i32"}
 _ALIGNED = ("x_ptr", "b_ptr", "y_ptr", "peers_ptr", "fault_ptr", "inner", "columns", "width", "data")
 
 
@@ -19,31 +20,32 @@ def _linear_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
     tensors = {"x_ptr": row, "b_ptr": row, "y_ptr": row, **memory}
     sizes = {"rows": "i32", "inner": "i32", "columns": "i32"}
     tiles = {"BLOCK_M": programs.block_m, "BLOCK_N": programs.block_n, "BLOCK_K": programs.block_k}
-    moving = {"DTYPE": DTYPES[dtype], "CHUNK": programs.chunk_rows, "COPY": programs.copy}
+    copy = {"DTYPE": DTYPES[dtype], "CHUNK": programs.chunk_rows, "COPY": programs.copy}
     name, warps, stages = str(dtype).removeprefix("torch."), programs.num_warps, programs.num_stages
     specs = []
-    # The forward pass multiplies by weight.T, the backward pass by the weight as it lies.
-    for way, strided, dense in (("forward", "b_stride_n", "b_stride_k"), ("backward", "b_stride_k", "b_stride_n")):
-        types = {**tensors, **sizes, strided: "i32", **_PLACE, "timeout_ns": "i64"}
+    # The forward pass multiplies by weight.T, the backward pass by the weight.
+    strides = ("b_stride_n", "b_stride_k")
+    for direction, (strided, dense) in (("forward", strides), ("backward", strides[::-1])):
+        types = {**tensors, **sizes, strided: "i32", **_TURN, "timeout_ns": "i64"}
         constants = {dense: 1, "ALIGNED": True, **tiles}
         for kernel, count, more in (
-            (gather_matmul_kernel, "moving", moving),
+            (gather_matmul_kernel, "moving", copy),
             (matmul_scatter_kernel, "computing", {"DTYPE": DTYPES[dtype]}),
         ):
             specs.append(
                 KernelSpec(
-                    f"{kernel.__name__.removesuffix('_kernel')}, {way}, {name}", kernel, {**types, count: "i32"},
+                    f"{kernel.__name__.removesuffix('_kernel')}, {direction}, {name}", kernel, {**types, count: "i32"},
                     {**constants, **more}, (*_ALIGNED, strided), warps, stages,
                 )
             )  # fmt: skip
     sizes = {"rows": "i32", "width": "i32"}
-    push = {**memory, "x_ptr": row, **sizes, **_PLACE, "timeout_ns": "i64"}
-    wait = {**memory, **sizes, **_PLACE, "timeout_ns": "i64"}
+    push = {**memory, "x_ptr": row, **sizes, **_TURN, "timeout_ns": "i64"}
+    wait = {**memory, **sizes, **_TURN, "timeout_ns": "i64"}
     del wait["call"]
-    specs.append(KernelSpec(f"push_rows, {name}", push_rows_kernel, push, {**moving, "ALIGNED": True}, _ALIGNED))
-    specs.append(KernelSpec(f"await_rows, {name}", await_rows_kernel, wait, moving, _ALIGNED))
+    specs.append(KernelSpec(f"push_rows, {name}", push_rows_kernel, push, {**copy, "ALIGNED": True}, _ALIGNED))
+    specs.append(KernelSpec(f"await_rows, {name}", await_rows_kernel, wait, copy, _ALIGNED))
     return tuple(specs)
 
 
 LINEAR_KERNELS: tuple[KernelSpec, ...] = (*_linear_specs(torch.bfloat16), *_linear_specs(torch.float32))
-"""As they are launched forward and backward; ``ahead.py`` has those of the operators for experts, too."""
+"""The kernels as launched forward and backward."""

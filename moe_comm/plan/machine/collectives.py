@@ -1,16 +1,16 @@
-"""What collectives cost over a cluster's links: seconds, and the bytes that each kind of link carries.
+"""Cost of collectives on a cluster: seconds, and bytes sent over each kind of link.
 
-A group is described by its ``Span``: how many hosts it covers and how many of its ranks each holds. Every rank drives
-its own link between hosts (a NIC for each GPU, joined in rails), so a group with four ranks on a host leaves it by four
-NICs. A ring over two hosts of four ranks, and one of its four copies, which start at different ranks:
+A group is described by its ``GroupSpan``: the hosts that it covers and its ranks on each. Every rank uses its own link
+between hosts (one NIC per GPU, connected in rails), so a group with four ranks on a host uses four of its NICs. The
+picture shows a ring over two hosts with four ranks each. There are four such rings, which start at different ranks:
 
     host 0   0 -> 1 -> 2 -> 3          inside   g - hosts hops, over links inside a host
              ^              |          between  one hop for each host
     host 1   7 <- 6 <- 5 <- 4
 
-Each of the four carries a quarter of the bytes, and the slowest link on the way sets the pace (NCCL's cost model,
-src/graph/tuning.cc: hops times latency, plus bytes over the bus bandwidth). Where hosts are in pods with links of
-different kinds (Holmes, arXiv 2312.03549), hops between pods go over a third kind.
+Each of the four rings transfers a quarter of the bytes. The slowest link of a ring determines its rate (NCCL's cost
+model, src/graph/tuning.cc: hops times latency, plus bytes over bus bandwidth). If pods of hosts have different kinds of
+links (Holmes, arXiv 2312.03549), hops between pods use a third kind of link.
 """
 
 from __future__ import annotations
@@ -21,28 +21,35 @@ from dataclasses import dataclass
 from moe_comm.errors import ConfigError
 
 
-def positive(owner: str, **values: float) -> None:
-    """Raises ConfigError that names the first of ``values`` that is not a finite number above zero."""
+def check_positive(owner: str, **values: float) -> None:
+    """Raise ConfigError, naming the value, unless all ``values`` are finite numbers above zero."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"{owner}: {name} must be a finite number above 0, got {value!r}")
 
 
-def share(owner: str, **values: float) -> None:
-    """Raises ConfigError that names the first of ``values`` that is not above 0 and at most 1."""
+def check_integer(owner: str, least: int = 1, **values: object) -> None:
+    """Raise ConfigError, naming the value, unless all ``values`` are integers of at least ``least``."""
     for name, value in values.items():
-        positive(owner, **{name: value})
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{owner}: {name} must be an integer of at least {least}; got {value!r}")
+
+
+def check_share(owner: str, **values: float) -> None:
+    """Raise ConfigError, naming the value, unless all ``values`` are above 0 and at most 1."""
+    for name, value in values.items():
+        check_positive(owner, **{name: value})
         if value > 1:
-            raise ConfigError(f"{owner}: {name} is a share of the peak, above 0 and at most 1, got {value!r}")
+            raise ConfigError(f"{owner}: {name} must be a share of the peak, above 0 and at most 1; got {value!r}")
 
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of link, as one accelerator sees it.
+    """A kind of link, as seen by one accelerator.
 
-    bytes_per_s: peak in one direction for each accelerator: a NIC that several share counts by its part.
-    latency_s: of one hop of a collective. reach: share of the peak that large messages get. one_sided: of the rate that
-    copies and stores into a peer's memory get over a switch, what they get here (``moe_comm.plan.machine.fused``).
+    bytes_per_s: peak in one direction per accelerator. A NIC that several accelerators share counts proportionally.
+    latency_s: of one hop of a collective. reach: share of the peak that large messages reach. one_sided: rate of copies
+    and stores into a peer's memory, relative to a switch (``moe_comm.plan.machine.fused``).
     """
 
     name: str
@@ -53,8 +60,8 @@ class Link:
 
     def __post_init__(self) -> None:
         owner = f"link {self.name!r}"
-        positive(owner, bytes_per_s=self.bytes_per_s)
-        share(owner, reach=self.reach, one_sided=self.one_sided)
+        check_positive(owner, bytes_per_s=self.bytes_per_s)
+        check_share(owner, reach=self.reach, one_sided=self.one_sided)
         if isinstance(self.latency_s, bool) or not isinstance(self.latency_s, int | float):
             raise ConfigError(f"{owner}: latency_s must be a number, got {self.latency_s!r}")
         if not 0 <= self.latency_s < math.inf:
@@ -62,13 +69,13 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes a second that large messages get, in one direction."""
+        """Bytes per second of large messages in one direction."""
         return self.bytes_per_s * self.reach
 
 
 @dataclass(frozen=True)
-class Part:
-    """The ranks of a group within one pod. fewest, most: of them on one host."""
+class PodRanks:
+    """The ranks of a group in one pod. fewest, most: ranks on the host with the fewest and the most of them."""
 
     pod: int
     hosts: int
@@ -78,10 +85,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Where a group's ranks stand; one ``Part`` for each pod that it touches."""
+class GroupSpan:
+    """The location of a group's ranks: one ``PodRanks`` for each pod with ranks of the group."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PodRanks, ...]
 
     @property
     def ranks(self) -> int:
@@ -97,18 +104,18 @@ class Span:
 
     @property
     def fewest(self) -> int:
-        """Ranks on the host that holds the fewest: the links by which rings can leave a host."""
+        """Ranks on the host with the fewest: the number of links over which rings leave a host."""
         return min(part.fewest for part in self.parts)
 
     @property
     def most(self) -> int:
-        """Ranks on the host that holds the most."""
+        """Ranks on the host with the most."""
         return max(part.most for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a cluster. between: one for each pod. across: of different pods. start_s: of any collective."""
+    """The links of a cluster. between: one for each pod. across: between pods. start_s: latency of each collective."""
 
     inside: Link
     between: tuple[Link, ...]
@@ -117,11 +124,11 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """A collective's cost. seconds: all of it, of which latency_s do not depend on its size.
+class CollectiveCost:
+    """The cost of a collective.
 
-    inside, between, across: bytes that the busiest rank sends over each kind of link: to ranks of its host, to other
-    hosts of its pod, to other pods.
+    seconds: total time. latency_s: the part of it that does not depend on the size. inside, between, across: bytes sent
+    by the busiest rank to ranks of its host, to other hosts of its pod, and to other pods.
     """
 
     seconds: float
@@ -131,28 +138,14 @@ class Moved:
     across: float
 
 
-NOTHING = Moved(0.0, 0.0, 0.0, 0.0, 0.0)
+NO_COST = CollectiveCost(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def all_gather(net: Network, num_bytes: float, span: Span) -> Moved:
-    """num_bytes: that each rank has afterwards, of which it brought ``1 / ranks``. Every rank sends the rest on."""
-    return _ring(net, num_bytes, span, rounds=1)
+def all_to_all(net: Network, num_bytes: float, span: GroupSpan) -> CollectiveCost:
+    """Return the cost of an all-to-all with equal parts.
 
-
-def reduce_scatter(net: Network, num_bytes: float, span: Span) -> Moved:
-    """num_bytes: that each rank brings, of which it keeps ``1 / ranks``, summed. An all-gather backwards."""
-    return _ring(net, num_bytes, span, rounds=1)
-
-
-def all_reduce(net: Network, num_bytes: float, span: Span) -> Moved:
-    """num_bytes: that each rank brings and gets back summed: a reduce-scatter and an all-gather."""
-    return _ring(net, num_bytes, span, rounds=2)
-
-
-def all_to_all(net: Network, num_bytes: float, span: Span) -> Moved:
-    """num_bytes: that each rank sends to all ranks together, itself among them, in equal parts.
-
-    Each rank's rows for other hosts leave by its own NIC, once for each rank that they go to.
+    ``num_bytes``: sent by each rank to all ranks together, including itself. A rank sends rows for other hosts over its
+    own NIC, once for each destination rank.
     """
     ranks = span.ranks
     each = num_bytes / ranks
@@ -160,75 +153,78 @@ def all_to_all(net: Network, num_bytes: float, span: Span) -> Moved:
         net,
         span,
         inside=each * (span.most - 1),
-        # The busiest rank of a pod is one of the host that holds the fewest of its ranks.
+        # The busiest rank of a pod is on the host with the fewest ranks of the group.
         between=tuple(each * (part.ranks - part.fewest) for part in span.parts),
         across=each * (ranks - min(part.ranks for part in span.parts)),
     )
 
 
-def exchange(net: Network, span: Span, inside: float, between: tuple[float, ...], across: float = 0.0) -> Moved:
-    """Every rank of a group with others, at once, so many bytes by the busiest rank over each kind of link.
+def exchange(
+    net: Network, span: GroupSpan, inside: float, between: tuple[float, ...], across: float = 0.0
+) -> CollectiveCost:
+    """Return the cost of an exchange in which the busiest rank sends the given bytes over each kind of link.
 
-    For exchanges that are not in equal parts: routing that prefers some ranks, or one copy for each host.
-    between: bytes in each part of the span, in its order.
+    This covers unequal exchanges: imbalanced routing, or one copy for each host. ``between`` has one number for each
+    part of the span.
     """
     if len(between) != span.pods:
-        raise ConfigError(f"an exchange takes bytes between hosts for each of {span.pods} parts, got {len(between)}")
-    moved = max(between)
-    if span.ranks == 1 or not inside + moved + across:
-        return NOTHING
-    taken = [inside / net.inside.rate, across / net.across.rate]
-    taken += [count / net.between[part.pod].rate for count, part in zip(between, span.parts, strict=True)]
+        raise ConfigError(f"an exchange needs the bytes between hosts of each of {span.pods} pods; got {len(between)}")
+    most_between = max(between)
+    if span.ranks == 1 or not inside + most_between + across:
+        return NO_COST
+    seconds = [inside / net.inside.rate, across / net.across.rate]
+    seconds += [count / net.between[part.pod].rate for count, part in zip(between, span.parts, strict=True)]
     latency = net.start_s + _tree_latency(net, span)
-    return Moved(latency + max(taken), latency, inside, moved, across)
+    return CollectiveCost(latency + max(seconds), latency, inside, most_between, across)
 
 
-def send(net: Network, num_bytes: float, span: Span) -> Moved:
-    """num_bytes from one rank to another; ``span`` holds both."""
+def send(net: Network, num_bytes: float, span: GroupSpan) -> CollectiveCost:
+    """Return the cost of sending ``num_bytes`` between the two ranks of ``span``."""
     if span.ranks != 2:
-        raise ConfigError(f"a transfer is between 2 ranks, got a group of {span.ranks}")
+        raise ConfigError(f"a transfer needs a group of 2 ranks; got {span.ranks}")
     if not num_bytes:
-        return NOTHING
+        return NO_COST
     kind = "across" if span.pods > 1 else "between" if span.hosts > 1 else "inside"
     link = {"across": net.across, "between": net.between[span.parts[0].pod], "inside": net.inside}[kind]
     latency = net.start_s + link.latency_s
     sent = {"inside": 0.0, "between": 0.0, "across": 0.0}
     sent[kind] = float(num_bytes)
-    return Moved(latency + num_bytes / link.rate, latency, **sent)
+    return CollectiveCost(latency + num_bytes / link.rate, latency, **sent)
 
 
-def _ring(net: Network, num_bytes: float, span: Span, rounds: int) -> Moved:
-    """A ring that goes round ``rounds`` times, or a tree: what is faster.
+def ring(net: Network, num_bytes: float, span: GroupSpan, rounds: int) -> CollectiveCost:
+    """Return the cost of ``rounds`` passes around a ring, or of a tree if it is faster.
 
-    Trees take a hop for each doubling of the group instead of one for each rank, at half the bandwidth: they win where
-    bytes are few or ranks many.
+    One round is an all-gather of a result of ``num_bytes``, or a reduce-scatter of such inputs; two are an all-reduce.
+    A tree needs one hop for each doubling of the group instead of one for each rank, at half the bandwidth. It is
+    faster for small messages and many ranks.
     """
     ranks = span.ranks
     if ranks == 1 or not num_bytes:
-        return NOTHING
+        return NO_COST
     volume = rounds * num_bytes * (ranks - 1) / ranks
     many_hosts = [part for part in span.parts if part.hosts > 1]
-    # A rank hands on all that passes it, except in the rings in which it is the one that leaves the host.
+    # A rank forwards all bytes to a rank of its host, except in the rings in which its successor is on another host.
     inside = volume if span.hosts == 1 else volume * (span.most - 1) / span.most
     leaving = volume / span.fewest
     between = leaving if many_hosts else 0.0
     across = leaving if span.pods > 1 else 0.0
-    taken = [inside / net.inside.rate, across / net.across.rate]
-    taken += [between / net.between[part.pod].rate for part in many_hosts]
+    seconds = [inside / net.inside.rate, across / net.across.rate]
+    seconds += [between / net.between[part.pod].rate for part in many_hosts]
 
     hops = (ranks if span.hosts == 1 else ranks - span.hosts) * net.inside.latency_s
     for part in many_hosts:
         hops += (part.hosts - (span.pods > 1)) * net.between[part.pod].latency_s
     if span.pods > 1:
         hops += span.pods * net.across.latency_s
-    hops *= rounds * (ranks - 1) / ranks  # the last link of the circle is not used
+    hops *= rounds * (ranks - 1) / ranks  # the link that closes the ring is not used
     tree = rounds * _tree_latency(net, span)
-    latency, seconds = min((hops, hops + max(taken)), (tree, tree + 2 * max(taken)), key=lambda way: way[1])
-    return Moved(net.start_s + seconds, net.start_s + latency, inside, between, across)
+    latency, total = min((hops, hops + max(seconds)), (tree, tree + 2 * max(seconds)), key=lambda option: option[1])
+    return CollectiveCost(net.start_s + total, net.start_s + latency, inside, between, across)
 
 
-def _tree_latency(net: Network, span: Span) -> float:
-    """Hops of a tree over each host's ranks, then over hosts, then over pods; seconds."""
+def _tree_latency(net: Network, span: GroupSpan) -> float:
+    """Return the latency in seconds of a tree over the ranks of each host, then over hosts, then over pods."""
     between = max(_doublings(part.hosts) * net.between[part.pod].latency_s for part in span.parts)
     inside, across = _doublings(span.most), _doublings(span.pods)
     return inside * net.inside.latency_s + between + across * net.across.latency_s

@@ -1,16 +1,16 @@
-"""How long a product takes that is fused with the transfer before or after it, and how much of the transfer it hides.
+"""Time of a GEMM that is fused with the transfer of its input or output, and the share of the transfer that is hidden.
 
-Both are cut alike, into a chunk for each rank: rows of one peer at a time. Own rows do not travel, so they come first
-where rows arrive, and last where they leave; then only one chunk's product cannot be hidden:
+Both are divided into one chunk for each rank. The rank's own rows are not transferred. They are computed first if rows
+are received and last if rows are sent, so the GEMM of only one chunk cannot overlap:
 
     transfer       | 1 | 2 | 3 |                 transfer     | 1 | 2 | 3 |
-    product    | own | 1 | 2 | 3 |               product  | 1 | 2 | 3 | own |
+    GEMM       | own | 1 | 2 | 3 |               GEMM     | 1 | 2 | 3 | own |
 
-    max(product, transfer + product / chunks) + a flag for each chunk
+    max(gemm, transfer + gemm / chunks) + a flag for each chunk
 
-A product longer than its transfer hides all of it: K >= s R / 2 B (ParallelKittens, arXiv 2511.13940). What the
-transfer costs the product depends on who carries it (``Transport``): copy engines and stores from a product's own tiles
-take no units from it; units of their own do. Flux (2406.06858), COMET (2502.19811).
+A GEMM that is longer than its transfer hides it completely: K >= s R / 2 B (ParallelKittens, arXiv 2511.13940). The
+slowdown of the GEMM depends on the ``Transport``: copy engines and stores from the GEMM's own tiles use no additional
+units, dedicated units do. Flux (2406.06858), COMET (2502.19811).
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from functools import lru_cache
 from typing import Literal
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import Moved, Span, positive, share
+from moe_comm.plan.machine.collectives import CollectiveCost, GroupSpan, check_positive, check_share
 from moe_comm.plan.machine.hardware import Accelerator, Cluster, item_bytes
 
 SYNC_S = 832e-9
-"""A flag in memory, from one unit to another: one for each chunk (ParallelKittens, on an H100)."""
+"""Time to signal a flag in memory from one unit to another, once per chunk (ParallelKittens, on an H100)."""
 
 GROUPED = 0.66
-"""Share of a dense product's rate that a product over experts reaches where its rows are gathered by index and experts
-have unequal numbers of them. Fitted on one row of Flux' MoE tables: layer 0 on H800, 32 experts, top 4, TP 8."""
+"""Rate of a GEMM over experts with gathered rows and unequal numbers of them, relative to a dense GEMM. Fitted on one
+row of Flux' MoE tables: layer 0 on H800, 32 experts, top 4, TP 8."""
 
-Way = Literal["gather", "scatter", "exchange"]
+CollectiveKind = Literal["gather", "scatter", "exchange"]
 
 
 @dataclass(frozen=True)
 class Transport:
-    """Who moves a fused operator's bytes inside a host. Between hosts NICs do, at their own rate.
+    """A mechanism that moves the bytes of a fused operator inside a host. Between hosts, NICs move them at their rate.
 
-    reach: share of the link's peak in one direction, over a switch (``Link.one_sided`` of it elsewhere).
-    unit_bytes_per_s: that one of the accelerator's units moves, where units are set apart for it; None: the product
-    keeps all.
+    reach: share of the link's peak in one direction over a switch; elsewhere multiplied with ``Link.one_sided``.
+    unit_bytes_per_s: rate of one of the accelerator's units that are dedicated to the transfer. None: no unit is.
     """
 
     name: str
@@ -48,58 +47,57 @@ class Transport:
     unit_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        share(f"transport {self.name!r}", reach=self.reach)
+        check_share(f"transport {self.name!r}", reach=self.reach)
         if self.unit_bytes_per_s is not None:
-            positive(f"transport {self.name!r}", unit_bytes_per_s=self.unit_bytes_per_s)
+            check_positive(f"transport {self.name!r}", unit_bytes_per_s=self.unit_bytes_per_s)
 
     def rate(self, cluster: Cluster) -> float:
-        """Bytes a second inside a host, in one direction."""
+        """Return the bytes per second inside a host in one direction."""
         return cluster.inside.bytes_per_s * self.reach * cluster.inside.one_sided
 
     def units(self, cluster: Cluster) -> int:
-        """That it takes from a product: as many as fill the link, at most half of all."""
+        """Return the number of dedicated units: as many as saturate the link, at most half of all."""
         if self.unit_bytes_per_s is None:
             return 0
-        wanted = math.ceil(self.rate(cluster) / self.unit_bytes_per_s)
-        return min(wanted, cluster.accelerator.units // 2)
+        return min(math.ceil(self.rate(cluster) / self.unit_bytes_per_s), cluster.accelerator.units // 2)
 
 
 # Reach: ParallelKittens, 1 GB between H100s of 450 GB/s: copy engines 369 GB/s, TMA 350, registers 343.
 COPIES = Transport("copies", 0.82)
 STORES = Transport("stores", 0.78)
-# Stores that add in place at the other side. Fitted on one row of ParallelKittens' table 3: GEMM+RS at K = 512.
+# Stores that accumulate in the peer's memory. Fitted on one row of ParallelKittens' table 3: GEMM+RS at K = 512.
 ADDS = Transport("adds", 0.667)
-# Thread blocks of their own, which gather and reduce a token's rows. Bytes of one: COMET's code takes 28 blocks for the
-# 158 GB/s that an H800 gets.
+# Dedicated thread blocks, which gather and reduce a token's rows. Rate of a block: COMET's code uses 28 blocks for the
+# 158 GB/s of an H800.
 UNITS = Transport("units", 0.76, 5.6e9)
 TRANSPORTS = {transport.name: transport for transport in (COPIES, STORES, ADDS, UNITS)}
 
 
 @dataclass(frozen=True)
-class Fused:
-    """Seconds of an operator and its transfer.
+class FusedCost:
+    """Time of an operator and its transfer.
 
-    seconds: fused. product_s, transfer_s: of each alone, as it goes within the fused kernel. serial_s: a kernel, then a
-    collective (or the other way round). collective_s: of that collective.
+    seconds: fused. gemm_s, transfer_s: each inside the fused kernel. serial_s: a kernel and a collective in sequence.
+    collective_s: that collective.
     """
 
     seconds: float
-    product_s: float
+    gemm_s: float
     transfer_s: float
     serial_s: float
     collective_s: float
 
     @property
     def hidden(self) -> float:
-        """Share of the collective's time that fusing saves: 0 where fusing does not pay, 1 where nothing is seen."""
+        """Share of the collective's time that fusion saves: 0 if fusion does not help, 1 if the transfer is hidden."""
         if not self.collective_s:
             return 0.0
         return min(1.0, max(0.0, (self.serial_s - self.seconds) / self.collective_s))
 
 
 @dataclass(frozen=True)
-class Product:
-    """``groups`` products ``[m, k] x [k, n]`` on one rank. gathered: their rows come by index, as experts' do."""
+class Gemm:
+    """``groups`` products ``[m, k] x [k, n]`` on one rank. gathered: rows are gathered by index, as for experts."""
 
     m: float
     n: float
@@ -109,139 +107,142 @@ class Product:
     gathered: bool = False
 
     def seconds(self, gpu: Accelerator) -> float:
-        found = gpu.gemm_seconds(self.m, self.n, self.k, self.dtype, self.groups)
-        return found / GROUPED if self.gathered else found
+        seconds = gpu.gemm_seconds(self.m, self.n, self.k, self.dtype, self.groups)
+        return seconds / GROUPED if self.gathered else seconds
 
 
-def overlapped(product_s: float, transfer_s: float, chunks: int, sync_s: float = SYNC_S) -> float:
-    """Seconds of a product in ``chunks`` equal chunks, all but one of which travel, before or after.
+def overlapped(gemm_s: float, transfer_s: float, chunks: int, sync_s: float = SYNC_S) -> float:
+    """Return the seconds of a GEMM in ``chunks`` equal chunks, all but one of which are transferred before or after.
 
-    In one chunk nothing overlaps. Raises ConfigError for fewer.
+    Raises ConfigError for less than one chunk. With one chunk nothing overlaps.
     """
     if chunks < 1:
-        raise ConfigError(f"an operator is cut into at least one chunk, got {chunks}")
+        raise ConfigError(f"an operator needs at least one chunk; got {chunks}")
     if not transfer_s:
-        return product_s
-    return max(product_s, transfer_s + product_s / chunks) + chunks * sync_s
+        return gemm_s
+    return max(gemm_s, transfer_s + gemm_s / chunks) + chunks * sync_s
 
 
 def fused(
     cluster: Cluster,
-    span: Span,
-    product: Product,
-    way: Way,
+    span: GroupSpan,
+    gemm: Gemm,
+    collective: CollectiveKind,
     num_bytes: float,
     transport: Transport,
     *,
     cut: float | None = None,
-    local_bytes: float = 0.0,
+    memory_bytes: float = 0.0,
     tail_bytes: float = 0.0,
-) -> Fused:
-    """A product fused with the transfer that feeds it, or that takes its result away.
+) -> FusedCost:
+    """Return the cost of a GEMM that is fused with the transfer of its input or output.
 
     Args:
-        span: of the ranks that talk.
-        way: "gather" (then the product), the product then "scatter", or an "exchange" on either side, as dispatch and
-            combine do.
-        num_bytes: as the collective counts them: that each rank has after a gather, brings to a reduce-scatter, sends
-            to all ranks in an exchange.
-        cut: rows, or columns, that are cut into chunks, of at least a tile each; None: the product's rows.
-        local_bytes: read and written in memory beside the transfer, by what carries it: rows that are put in order.
-        tail_bytes: read and written when both are done: parts of other ranks that are summed.
+        span: the communicating ranks.
+        collective: "gather" before the GEMM, "scatter" after it, or "exchange" on either side (dispatch and combine).
+        num_bytes: size as for the collective: gathered result, input of a reduce-scatter, or bytes that a rank sends.
+        cut: number of rows or columns to divide into chunks of at least one tile. None: the rows of the GEMM.
+        memory_bytes: bytes that the transport reads and writes in memory during the transfer, to sort rows.
+        tail_bytes: bytes read and written after both, to sum the contributions of other ranks.
 
     Raises:
-        ConfigError: negative sizes or an unknown dtype.
+        ConfigError: a size is negative or the dtype is unknown.
     """
-    if min(num_bytes, local_bytes, tail_bytes) < 0:
-        raise ConfigError(f"bytes must not be negative, got {num_bytes}, {local_bytes}, {tail_bytes}")
+    if min(num_bytes, memory_bytes, tail_bytes) < 0:
+        raise ConfigError(f"bytes must not be negative; got {num_bytes}, {memory_bytes}, {tail_bytes}")
     gpu = cluster.accelerator
-    moved = _collective(cluster, span, way, num_bytes)
-    alone = product.seconds(gpu)
-    serial = alone + moved.seconds
-    if local_bytes:
-        serial += gpu.launch_s + gpu.memory_seconds(local_bytes)
-    if not moved.seconds:
-        return Fused(serial, alone, 0.0, serial, 0.0)
-    tiles = int((product.m if cut is None else cut) // min(tile.rows for tile in gpu.tiles))
+    cost = _collective(cluster, span, collective, num_bytes)
+    gemm_alone = gemm.seconds(gpu)
+    serial = gemm_alone + cost.seconds
+    if memory_bytes:
+        serial += gpu.launch_s + gpu.memory_seconds(memory_bytes)
+    if not cost.seconds:
+        return FusedCost(serial, gemm_alone, 0.0, serial, 0.0)
+    tiles = int((gemm.m if cut is None else cut) // min(tile.rows for tile in gpu.tiles))
     chunks = max(1, min(span.ranks, tiles))
-    product_s = product.seconds(_without(gpu, transport.units(cluster)))
-    transfer_s = max(_carried(cluster, span, moved, transport), gpu.memory_seconds(local_bytes))
-    seconds = overlapped(product_s, transfer_s, chunks)
+    gemm_s = gemm.seconds(_without(gpu, transport.units(cluster)))
+    transfer_s = max(_transfer_seconds(cluster, span, cost, transport), gpu.memory_seconds(memory_bytes))
+    seconds = overlapped(gemm_s, transfer_s, chunks)
     if tail_bytes:
         seconds += gpu.launch_s + gpu.memory_seconds(tail_bytes)
-    return Fused(seconds, product_s, transfer_s, serial, moved.seconds)
+    return FusedCost(seconds, gemm_s, transfer_s, serial, cost.seconds)
 
 
-def gather_product(cluster: Cluster, span: Span, product: Product, transport: Transport = COPIES) -> Fused:
-    """All ranks' rows ``[m, k]`` are gathered, each rank multiplies all of them (Flux' AG+GEMM)."""
-    return fused(cluster, span, product, "gather", product.m * product.k * _size(product), transport)
+def gather_gemm(cluster: Cluster, span: GroupSpan, gemm: Gemm, transport: Transport = COPIES) -> FusedCost:
+    """All-gather the rows ``[m, k]`` of all ranks, and multiply them on each rank (AG+GEMM of Flux)."""
+    return fused(cluster, span, gemm, "gather", gemm.m * gemm.k * item_bytes(gemm.dtype), transport)
 
 
-def product_scatter(cluster: Cluster, span: Span, product: Product, transport: Transport = STORES) -> Fused:
-    """Each rank's ``[m, n]`` are summed and dealt out by rows (GEMM+RS).
+def gemm_scatter(cluster: Cluster, span: GroupSpan, gemm: Gemm, transport: Transport = STORES) -> FusedCost:
+    """Sum the outputs ``[m, n]`` of all ranks and scatter them by rows (GEMM+RS).
 
-    Without adding stores each rank's part lands beside the others' and is summed at the end.
+    Unless the transport accumulates, contributions of other ranks are stored separately and summed at the end.
     """
-    brought = product.m * product.n * _size(product)
-    tail = 0.0 if transport is ADDS else brought * (1 + 1 / span.ranks)
-    return fused(cluster, span, product, "scatter", brought, transport, tail_bytes=tail)
+    num_bytes = gemm.m * gemm.n * item_bytes(gemm.dtype)
+    tail = 0.0 if transport is ADDS else num_bytes * (1 + 1 / span.ranks)
+    return fused(cluster, span, gemm, "scatter", num_bytes, transport, tail_bytes=tail)
 
 
-def dispatch_product(
-    cluster: Cluster, span: Span, product: Product, num_bytes: float, way: Way, transport: Transport = COPIES
-) -> Fused:
-    """Tokens come to their experts ("exchange"), or all tokens to all ("gather"), which multiply them as they come."""
-    return fused(cluster, span, replace(product, gathered=True), way, num_bytes, transport)
+def dispatch_gemm(
+    cluster: Cluster,
+    span: GroupSpan,
+    gemm: Gemm,
+    num_bytes: float,
+    collective: CollectiveKind,
+    transport: Transport = COPIES,
+) -> FusedCost:
+    """Dispatch tokens to their experts ("exchange"), or all tokens to all ranks ("gather"), fused with the experts."""
+    return fused(cluster, span, replace(gemm, gathered=True), collective, num_bytes, transport)
 
 
-def product_combine(
-    cluster: Cluster, span: Span, product: Product, num_bytes: float, way: Way, transport: Transport = UNITS
-) -> Fused:
-    """Experts' rows go back ("exchange"), or are summed by token and dealt out ("scatter"); num_bytes: of that.
+def gemm_combine(
+    cluster: Cluster,
+    span: GroupSpan,
+    gemm: Gemm,
+    num_bytes: float,
+    collective: CollectiveKind,
+    transport: Transport = UNITS,
+) -> FusedCost:
+    """Return the experts' rows ("exchange"), or sum them by token and scatter them ("scatter").
 
-    Before a scatter a token's rows are read and reduced on the rank; what comes from other ranks is summed at the end.
+    Before a scatter, the rank reduces the rows of each token. Contributions of other ranks are summed at the end.
     """
-    rows = product.groups * product.m * product.n * _size(product)
-    local = rows if way == "scatter" else 0.0
+    rows = gemm.groups * gemm.m * gemm.n * item_bytes(gemm.dtype)
+    memory_bytes = rows if collective == "scatter" else 0.0
     tail = num_bytes * (1 + 1 / span.ranks)
     return fused(
         cluster,
         span,
-        replace(product, gathered=True),
-        way,
+        replace(gemm, gathered=True),
+        collective,
         num_bytes,
         transport,
-        cut=product.n,  # every expert makes its first columns first (COMET)
-        local_bytes=local,
+        cut=gemm.n,  # every expert computes its first columns first (COMET)
+        memory_bytes=memory_bytes,
         tail_bytes=tail,
     )
 
 
-def _size(product: Product) -> int:
-    """Bytes of an element that travels: activations stay in bf16 beside fp8 products."""
-    return item_bytes(product.dtype)
+def _collective(cluster: Cluster, span: GroupSpan, collective: CollectiveKind, num_bytes: float) -> CollectiveCost:
+    collectives = {"gather": cluster.all_gather, "scatter": cluster.reduce_scatter, "exchange": cluster.all_to_all}
+    if collective not in collectives:
+        raise ConfigError(f"collective must be one of {', '.join(collectives)}; got {collective!r}")
+    return collectives[collective](num_bytes, span)
 
 
-def _collective(cluster: Cluster, span: Span, way: Way, num_bytes: float) -> Moved:
-    ways = {"gather": cluster.all_gather, "scatter": cluster.reduce_scatter, "exchange": cluster.all_to_all}
-    if way not in ways:
-        raise ConfigError(f"a fused operator's way is one of {', '.join(ways)}; got {way!r}")
-    return ways[way](num_bytes, span)
-
-
-def _carried(cluster: Cluster, span: Span, moved: Moved, transport: Transport) -> float:
-    """Seconds in which one rank's bytes travel, each kind of link on its own."""
+def _transfer_seconds(cluster: Cluster, span: GroupSpan, cost: CollectiveCost, transport: Transport) -> float:
+    """Return the seconds of one rank's transfer. Each kind of link is used in parallel."""
     network, hop = cluster.network, cluster.inside.latency_s
-    taken = [moved.inside / transport.rate(cluster), moved.across / network.across.rate]
-    if moved.between:
-        taken += [moved.between / network.between[part.pod].rate for part in span.parts]
+    seconds = [cost.inside / transport.rate(cluster), cost.across / network.across.rate]
+    if cost.between:
+        seconds += [cost.between / network.between[part.pod].rate for part in span.parts]
         hop = max(network.between[part.pod].latency_s for part in span.parts)
-    return max(taken) + span.ranks * hop
+    return max(seconds) + span.ranks * hop
 
 
 @lru_cache(maxsize=256)
 def _without(gpu: Accelerator, units: int) -> Accelerator:
-    """The accelerator with so many units fewer, and the rates of those that stay."""
+    """Return the accelerator without ``units`` of its units, at the rates of the remaining ones."""
     if not units:
         return gpu
     left = gpu.units - units

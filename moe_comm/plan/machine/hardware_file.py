@@ -1,9 +1,9 @@
-"""A cluster's description in a JSON file: written by a calibration or by hand, read with every key checked.
+"""JSON files that describe a cluster. A calibration writes them, or users do.
 
     {"format": "moe_comm hardware", "version": 1, "cluster": {"accelerator": {...}, "gpus": 8, ...}}
 
-with the fields of ``moe_comm.plan.machine.hardware.Cluster`` and of its parts. Fields with defaults may be left out.
-Missing and unknown fields raise errors that name the field.
+The keys are the fields of ``moe_comm.plan.machine.hardware.Cluster`` and of its members. Fields with defaults are
+optional. A missing or unknown field raises an error that names it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, TypeVar
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, Pod, Tile
+from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile, Pod
 
 FORMAT, VERSION = "moe_comm hardware", 1
 LONGEST = 2**20
-"""Bytes: a longer file is not a description."""
+"""Largest accepted file, in bytes."""
 LEAST, MOST = 1e-30, 1e24
-"""As little as calibrations make of a latency that they do not see, and a million times what any machine does a second:
-between them no sum of a step overflows."""
+"""Range of accepted numbers. Calibrations write the lower bound for latencies below their resolution. The upper bound
+is a million times the rates of existing machines. No sum over a step overflows in this range."""
 
 T = TypeVar("T")
-_MADE_OF: dict[tuple[type, str], type] = {
+_MEMBERS: dict[tuple[type, str], type] = {
     (Cluster, "accelerator"): Accelerator,
     (Cluster, "inside"): Link,
     (Cluster, "between"): Link,
     (Cluster, "across"): Link,
     (Cluster, "pods"): Pod,
     (Pod, "link"): Link,
-    (Accelerator, "tiles"): Tile,
+    (Accelerator, "tiles"): GemmTile,
 }
 _LISTS = {(Cluster, "pods"), (Accelerator, "tiles")}
 _RATES = {(Accelerator, "flops"), (Accelerator, "efficiency")}
@@ -43,23 +43,23 @@ _FLAGS = {(Cluster, "direct")}
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
-    """What ``save`` writes. ``from_json`` makes an equal cluster of it."""
+    """Return the JSON object that ``save`` writes. ``from_json`` restores an equal cluster."""
     return {"format": FORMAT, "version": VERSION, "cluster": asdict(cluster)}
 
 
 def from_json(data: Any, where: str = "hardware") -> Cluster:
-    """The cluster that ``to_json`` wrote. Raises ConfigError that names the key, and starts with ``where``."""
+    """Return the cluster that ``to_json`` described. Raises ConfigError with ``where`` and the name of the key."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ConfigError(f'{where}: not a description of hardware: expected an object with "format": "{FORMAT}"')
+        raise ConfigError(f'{where}: not a hardware description: expected an object with "format": "{FORMAT}"')
     if data.get("version") != VERSION:
-        raise ConfigError(f"{where}: version {data.get('version')!r} is not known; this library reads {VERSION}")
+        raise ConfigError(f"{where}: unknown version {data.get('version')!r}; this library reads {VERSION}")
     if unknown := sorted(set(data) - {"format", "version", "cluster"}):
         raise ConfigError(f"{where}: unknown key {unknown[0]!r}; expected format, version, cluster")
-    return _made(Cluster, data.get("cluster"), f"{where}: cluster")
+    return _parse(Cluster, data.get("cluster"), f"{where}: cluster")
 
 
 def save(cluster: Cluster, path: Path | str) -> None:
-    """Write the description; a file that is there is replaced as a whole."""
+    """Write the description atomically."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
@@ -74,15 +74,15 @@ def save(cluster: Cluster, path: Path | str) -> None:
 
 
 def load(path: Path | str) -> Cluster:
-    """Read a description. Raises ConfigError for a file that is not there, not JSON, or not a description."""
+    """Read a description. Raises ConfigError if the file is unreadable, not JSON, or not a hardware description."""
     path = Path(path)
     try:
         with path.open("rb") as file:
             text = file.read(LONGEST + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the description of hardware: {error.strerror or error}") from error
+        raise ConfigError(f"{path}: cannot read the hardware description: {error.strerror or error}") from error
     if len(text) > LONGEST:
-        raise ConfigError(f"{path}: longer than {LONGEST:,} bytes: not a description of hardware")
+        raise ConfigError(f"{path}: longer than {LONGEST:,} bytes: not a hardware description")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -90,8 +90,8 @@ def load(path: Path | str) -> Cluster:
     return from_json(data, str(path))
 
 
-def _made(kind: type[T], data: Any, where: str) -> T:
-    """A dataclass of its fields' JSON. Ranges are checked by the class itself; here, keys and types."""
+def _parse(kind: type[T], data: Any, where: str) -> T:
+    """Build a dataclass from JSON. This checks keys and types; the class itself checks ranges."""
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected an object, got {type(data).__name__}")
     known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
@@ -101,43 +101,43 @@ def _made(kind: type[T], data: Any, where: str) -> T:
         raise ConfigError(f"{where}: {missing[0]!r} is missing")
     values: dict[str, Any] = {}
     for name, value in data.items():
-        place = f"{where}.{name}"
-        part = _MADE_OF.get((kind, name))
-        if part is None:
-            values[name] = _plain(kind, name, value, place)
+        key = f"{where}.{name}"
+        member = _MEMBERS.get((kind, name))
+        if member is None:
+            values[name] = _plain(kind, name, value, key)
         elif (kind, name) in _LISTS:
             if not isinstance(value, list):
-                raise ConfigError(f"{place}: expected a list, got {type(value).__name__}")
-            values[name] = tuple(_made(part, item, f"{place}[{i}]") for i, item in enumerate(value))
+                raise ConfigError(f"{key}: expected a list, got {type(value).__name__}")
+            values[name] = tuple(_parse(member, item, f"{key}[{i}]") for i, item in enumerate(value))
         else:
             optional = value is None and known[name].default is None
-            values[name] = None if optional else _made(part, value, place)
+            values[name] = None if optional else _parse(member, value, key)
     try:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _plain(kind: type, name: str, value: Any, place: str) -> Any:
-    """A number, a text, a truth value, or numbers by dtype: what the field must have."""
+def _plain(kind: type, name: str, value: Any, key: str) -> Any:
+    """Check a string, a boolean, numbers by dtype, or a number, whichever the field holds."""
     if (kind, name) in _TEXTS:
         if not isinstance(value, str) or not value or not value.isprintable():
-            raise ConfigError(f"{place}: expected a text of one line, got {value!r}")
+            raise ConfigError(f"{key}: expected a printable string, got {value!r}")
         return value
     if (kind, name) in _FLAGS:
         if not isinstance(value, bool):
-            raise ConfigError(f"{place}: expected true or false, got {value!r}")
+            raise ConfigError(f"{key}: expected true or false, got {value!r}")
         return value
     if (kind, name) in _RATES:
         if not isinstance(value, dict):
-            raise ConfigError(f"{place}: expected numbers by dtype, got {type(value).__name__}")
-        return {dtype: _number(rate, f"{place}.{dtype}") for dtype, rate in value.items()}
-    return _number(value, place)
+            raise ConfigError(f"{key}: expected numbers by dtype, got {type(value).__name__}")
+        return {dtype: _number(rate, f"{key}.{dtype}") for dtype, rate in value.items()}
+    return _number(value, key)
 
 
-def _number(value: Any, place: str) -> int | float:
+def _number(value: Any, key: str) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{place}: expected a number, got {value!r}")
+        raise ConfigError(f"{key}: expected a number, got {value!r}")
     if value and not LEAST <= abs(value) <= MOST:
-        raise ConfigError(f"{place}: expected a number that hardware has, from {LEAST:g} to {MOST:g}, or 0")
+        raise ConfigError(f"{key}: expected a number that hardware has, from {LEAST:g} to {MOST:g}, or 0")
     return value

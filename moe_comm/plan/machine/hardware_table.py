@@ -1,8 +1,8 @@
-"""Accelerators and clusters by name. SXM (or OAM) parts unless said otherwise; dense rates, without sparsity.
+"""Named accelerators and clusters: SXM or OAM parts unless stated otherwise, with dense rates.
 
-Peaks are those of data sheets; memory is what the driver reports. Best efficiencies come from published measurements,
-at most one of any table, and hold for every shape: what a shape loses is computed (``Accelerator.gemm_seconds``).
-"Assumed" marks what no source was found for. ``moe_comm.plan.machine.hardware_file`` reads machines that are not here.
+Peaks are from data sheets. Memory is what the driver reports. Efficiencies are from published measurements, at most one
+of each table, and hold for every shape: ``Accelerator.gemm_seconds`` computes the losses of a shape. "Assumed" marks
+numbers without a source. ``moe_comm.plan.machine.hardware_file`` reads descriptions of other machines.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link
 from moe_comm.plan.machine.fused import GROUPED
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, Tile
+from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
 from moe_comm.plan.machine.hardware_file import load
 
 MIB = 2**20
 THIS_MACHINE = "this-machine"
 
-# Blocks of the libraries' kernels. The share that smaller ones reach follows the operands they load for an operation,
-# (rows + columns) / (rows x columns), as CUTLASS' profiler shows it on Hopper; assumed to be alike elsewhere.
-TILES = (Tile(256, 128), Tile(128, 128, 0.9), Tile(128, 64, 0.75), Tile(64, 64, 0.55))
+# Tiles of library kernels. The efficiency of small tiles follows from the operands that they load per operation,
+# (rows + columns) / (rows x columns), as CUTLASS' profiler shows it on Hopper; assumed for other architectures.
+TILES = (GemmTile(256, 128), GemmTile(128, 128, 0.9), GemmTile(128, 64, 0.75), GemmTile(64, 64, 0.55))
 
-# What products and attention keep of their best rates within a step. Fitted on one row of MoE Parallel Folding's table
-# 3 (arXiv 2504.14960): MCore, Mixtral 8x22B on 128 H100. Assumed to be alike where power limits clocks; steps of dense
-# models on A100 and H100, which nothing is fitted on, come out right with it (published/llm-foundry-a100, nemo-dense).
+# Rate of GEMMs and attention in a step, relative to the best rate. Fitted on one row of MoE Parallel Folding's table 3
+# (arXiv 2504.14960): MCore, Mixtral 8x22B on 128 H100. Assumed wherever power limits the clocks. It also predicts
+# steps of dense models on A100 and H100, which were not fitted (published/llm-foundry-a100, nemo-dense).
 SUSTAINED = 0.827
 
 # NVIDIA A100 data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2,039 GB/s (80 GB), 108 SMs. Efficiency: cuBLAS' best products
@@ -45,9 +45,9 @@ A100 = Accelerator(
 )
 # NVIDIA H100 data sheet: 989.4 TFLOP/s bf16, 1,978.9 fp8, 67 fp32, 3.35 TB/s, 132 SMs. Efficiency in bf16: fitted on
 # one row of ParallelKittens' table 3 (arXiv 2511.13940), M = N = 32768, K = 8192: 23.285 ms. In fp8: 1,280 TFLOP/s at
-# best (SemiAnalysis, MI300X vs H100 vs H200, December 2024). Fill: about 1.1 us of a unit's rate, 0.7 of them until the
-# first operands are there from memory (assumed). Attention: FlashAttention-3 (arXiv 2407.08608), causal,
-# heads of 128, 4k to 8k: about 600 TFLOP/s forward, 475 backward.
+# best (SemiAnalysis, MI300X vs H100 vs H200, December 2024). fill_k: about 1.1 us of a unit's rate, 0.7 us until the
+# first operands arrive from memory (assumed). Attention: FlashAttention-3 (arXiv 2407.08608), causal, heads of 128,
+# 4k to 8k: about 600 TFLOP/s forward, 475 backward.
 H100 = Accelerator(
     "h100",
     flops={"fp32": 67e12, "bf16": 989.4e12, "fp8": 1978.9e12},
@@ -63,11 +63,11 @@ H100 = Accelerator(
 )
 # NVIDIA H200 data sheet: the H100's rates, 141 GB at 4.8 TB/s.
 H200 = replace(H100, name="h200", memory_bytes=143_771 * MIB, memory_bytes_per_s=4.8e12)
-# H800: an H100 with less NVLink (DeepSeek-V3, arXiv 2412.19437 and 2505.09343). Experts with unequal numbers of rows:
-# as Flux' kernels for them run there (``fused.GROUPED``); of others nothing is known, and nothing taken off.
+# H800: an H100 with less NVLink (DeepSeek-V3, arXiv 2412.19437 and 2505.09343). Rate of experts with unequal numbers of
+# rows: that of Flux' kernels (``fused.GROUPED``). No measurement exists for other accelerators, which keep rate 1.
 H800 = replace(H100, name="h800", grouped=GROUPED)
-# NVIDIA H20: 148 TFLOP/s bf16, 296 fp8, 44 fp32, 4.0 TB/s, 78 SMs (product brief as reported at its launch). With so
-# little to compute for its memory and power, products and attention come near the peak (assumed).
+# NVIDIA H20: 148 TFLOP/s bf16, 296 fp8, 44 fp32, 4.0 TB/s, 78 SMs (product brief as reported at its launch). GEMMs and
+# attention are close to the peak, because compute is low relative to memory bandwidth and power (assumed).
 H20 = Accelerator(
     "h20",
     flops={"fp32": 44e12, "bf16": 148e12, "fp8": 296e12},
@@ -123,7 +123,7 @@ L20 = Accelerator(
     attention_backward=0.6,
 )
 
-# Hops: NCCL's own for LL128, src/graph/tuning.cc: 1.9 us over NVLink, 2.5 us over PCIe, 4.0 us over a network.
+# Latency of a hop: NCCL's for LL128, src/graph/tuning.cc: 1.9 us over NVLink, 2.5 us over PCIe, 4.0 us over a network.
 # NVLink: half of the data sheets' figures, which count both directions. Reach: 360 GB/s "is exactly what we'd expect on
 # H100" (NVIDIA/nccl-tests issue 326); NCCL's limit of 235 GB/s for the A100 (tuning.cc); 158 GB/s on the H800 (DeepEP).
 NVLINK_A100 = Link("NVLink 3", 300e9, 1.9e-6, 0.78)
@@ -132,19 +132,19 @@ NVLINK_H800 = Link("NVLink 4, 8 lanes", 200e9, 1.9e-6, 0.79)
 NVLINK_B200 = Link("NVLink 5", 900e9, 1.9e-6, 0.8)  # reach: assumed to be the H100's
 # Seven links of 64 GB/s in one direction, one to each other accelerator (data sheet). Reach and latency: assumed.
 XGMI_MI300X = Link("Infinity Fabric", 448e9, 3e-6, 0.7)
-# PCIe 4.0 x16 through two CPUs. Reach: fitted on one row of Flux' docs/performance.md, all-gather of 4096 x 12288
-# fp16 on eight L20: 11.2 ms beside the product's 5.746. One-sided: fitted on one row of its MoE tables, layer 0 on L20
-# with 8 experts, top 2, TP 8: 5.901 ms, in which all tokens arrive.
+# PCIe 4.0 x16 through two CPUs. Reach: fitted on one row of Flux' docs/performance.md, all-gather of 4096 x 12288 fp16
+# on eight L20: 11.2 ms, with a GEMM of 5.746 ms. One-sided: fitted on one row of its MoE tables, layer 0 on L20 with 8
+# experts, top 2, TP 8: 5.901 ms, in which all tokens are received.
 PCIE_4 = Link("PCIe 4.0 x16", 32e9, 2.5e-6, 0.25, 0.83)
-# Reach: 340 GB/s of 400 on 32 hosts with eight NICs (NVIDIA/nccl issue 1218), up to 390 on few: between them.
+# Reach: 340 GB/s of 400 on 32 hosts with eight NICs (NVIDIA/nccl issue 1218), up to 390 GB/s on few hosts.
 IB_400 = Link("InfiniBand 400 Gb/s", 50e9, 4e-6, 0.9)
 IB_200 = Link("InfiniBand 200 Gb/s", 25e9, 4e-6, 0.9)
 IB_200_SHARED = Link("InfiniBand 200 Gb/s for four", 6.25e9, 4e-6, 0.9)
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What is usually bought together: accelerators, how many a host has, and its links."""
+class MachineSpec:
+    """An accelerator with its usual links and number per host."""
 
     accelerator: Accelerator
     inside: Link
@@ -155,23 +155,28 @@ class Machine:
 MACHINES = {
     machine.accelerator.name: machine
     for machine in (
-        Machine(A100, NVLINK_A100, IB_200),  # DGX A100: eight HDR NICs for compute
-        Machine(H100, NVLINK_H100, IB_400),  # DGX H100
-        Machine(H200, NVLINK_H100, IB_400),
-        Machine(H800, NVLINK_H800, IB_400),  # DeepSeek-V3
-        Machine(H20, NVLINK_H100, IB_400),
-        Machine(B200, NVLINK_B200, IB_400),  # DGX B200
-        Machine(MI300X, XGMI_MI300X, IB_400),
-        Machine(L20, PCIE_4, IB_200_SHARED),  # NICs: assumed
+        MachineSpec(A100, NVLINK_A100, IB_200),  # DGX A100: eight HDR NICs for compute
+        MachineSpec(H100, NVLINK_H100, IB_400),  # DGX H100
+        MachineSpec(H200, NVLINK_H100, IB_400),
+        MachineSpec(H800, NVLINK_H800, IB_400),  # DeepSeek-V3
+        MachineSpec(H20, NVLINK_H100, IB_400),
+        MachineSpec(B200, NVLINK_B200, IB_400),  # DGX B200
+        MachineSpec(MI300X, XGMI_MI300X, IB_400),
+        MachineSpec(L20, PCIE_4, IB_200_SHARED),  # NICs: assumed
     )
 }
 
 
 def cluster_named(text: str, gpus: int | None = None, host_size: int | None = None) -> Cluster:
-    """A cluster of ``gpus`` accelerators, by the name of one (``h100``), or by the path of a description's file.
+    """Return a cluster of ``gpus`` accelerators.
 
-    gpus, host_size: None: those of the file; of a named machine, one host, and as many as are usual. A file with pods
-    keeps its own. Raises ConfigError for a name that is not known, and as ``hardware_file.load`` does.
+    Args:
+        text: the name of an accelerator (``h100``), or the path of a hardware description.
+        gpus, host_size: None: those of the file, or for a named accelerator one host of the usual size. They cannot
+            change the size of a file with pods.
+
+    Raises:
+        ConfigError: the name is unknown, or the file is invalid (``hardware_file.load``).
     """
     machine = MACHINES.get(text.lower())
     if machine is not None:
@@ -179,18 +184,17 @@ def cluster_named(text: str, gpus: int | None = None, host_size: int | None = No
         return Cluster(machine.accelerator, size if gpus is None else gpus, size, machine.inside, machine.between)
     path = Path(text)
     if path.suffix != ".json" and not path.is_file():
-        measured = "; this machine is described by the file that --calibrate writes" if text == THIS_MACHINE else ""
+        measured = "; --calibrate writes the description of this machine" if text == THIS_MACHINE else ""
         raise ConfigError(
-            f"no hardware named {text!r}: expected {', '.join(MACHINES)}, "
-            f"or the path of a description's .json{measured}"
+            f"unknown hardware {text!r}: expected {', '.join(MACHINES)}, or the path of a .json description{measured}"
         )
     cluster = load(path)
-    given = (cluster.gpus if gpus is None else gpus, host_size or cluster.host_size)
-    if given == (cluster.gpus, cluster.host_size):
+    requested = (cluster.gpus if gpus is None else gpus, host_size or cluster.host_size)
+    if requested == (cluster.gpus, cluster.host_size):
         return cluster
     if cluster.pods:
         raise ConfigError(
-            f"{text}: describes pods of {cluster.gpus} accelerators, {cluster.host_size} a host, which cannot be made "
-            f"{given[0]}, {given[1]} a host; change the file"
+            f"{text}: describes pods of {cluster.gpus} accelerators, {cluster.host_size} per host, which cannot be "
+            f"changed to {requested[0]}, {requested[1]} per host; edit the file"
         )
-    return replace(cluster, gpus=given[0], host_size=given[1])
+    return replace(cluster, gpus=requested[0], host_size=requested[1])

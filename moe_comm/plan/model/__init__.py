@@ -1,1 +1,1 @@
-"""Models: their matrices, and from these parameters, FLOPs and memory. Nothing else in the package counts them."""
+"""Model shapes and what follows from them: parameters, FLOPs and memory. No other package counts these."""

@@ -1,4 +1,4 @@
-"""Models without experts by name: what published steps are measured with. Sources are beside the numbers."""
+"""Named models without experts, used by published measurements. Each number has its source next to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _dense(
     gated: bool = True,
     tie: bool = False,
 ) -> ModelShape:
-    """kv_heads: 0: as many as heads."""
+    """Return the shape of a dense model. ``kv_heads`` 0 means one for each head."""
     return ModelShape(
         name,
         layers=layers,
@@ -53,9 +53,9 @@ DENSE: dict[str, ModelShape] = {
         # arXiv 2402.16819, table 1; arXiv 2406.11704, table 1: squared ReLU.
         _dense("nemotron4-15b", 32, 6144, 48, 24576, 256000, kv_heads=8, gated=False),
         _dense("nemotron4-340b", 96, 18432, 96, 73728, 256000, kv_heads=8, gated=False),
-        # arXiv 2005.14165, table 2.1, with the 51,200 words that NVIDIA measures it with.
+        # arXiv 2005.14165, table 2.1, with the vocabulary of 51,200 that NVIDIA uses for measurements.
         _gpt("gpt3-175b", 96, 12288, 96, 51200, tie=True),
-        # Megatron-LM's README, weak scaling; embedding and head untied, as its sizes say.
+        # Megatron-LM's README, weak scaling. Embedding and head are not tied, which the stated sizes imply.
         _gpt("megatron-1.7b", 24, 2048, 16, 131072),
         _gpt("megatron-7.1b", 30, 4096, 32, 131072),
         _gpt("megatron-16b", 32, 6144, 48, 131072),
@@ -74,4 +74,4 @@ DENSE: dict[str, ModelShape] = {
         _gpt("mpt-70b", 80, 8192, 64, 50368, tie=True),
     )
 }
-"""Every dense model that is known by name."""
+"""All named dense models."""

@@ -1,7 +1,7 @@
-"""What the ``config.json`` of a family leaves unsaid, and what no ``config.json`` may ask for.
+"""Defaults of model families that ``config.json`` does not contain, and settings that are not supported.
 
-Parameters of each family are counted as transformers' model of it has them: tests build those, and hold them against
-these. A family that is not here is taken at its word: gated blocks, no vector that it does not name.
+Tests compare the parameter counts with those of the transformers model of each family. A family that is not listed here
+gets the default ``FamilyDefaults``: gated blocks, and only the vectors that its file names.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from moe_comm.layers.attention.config import QKNorm
 
 
 @dataclass(frozen=True)
-class Family:
-    """What a family does without saying so.
+class FamilyDefaults:
+    """Properties of a family that its ``config.json`` does not state.
 
-    qkv_bias: its attention has biases whatever the file says. out_bias: the output projection has one, too, when
-        ``attention_bias`` is set. vectors: of router and experts. router_vector: of the router alone, such as the
-        offsets of a routing without a loss, where these are parameters.
-    moe: False: it has no experts. shared_gate, shortcut, parallel: as in ``ModelShape``.
-    shared: experts that are always chosen, where the file does not say how many.
-    norms: of a layer, beside one before each block. norm_bias: norms have biases. sinks: a number for each head.
-    tie: the head is the embedding unless the file says no.
-    full_every: of windowed attention, every n-th layer sees all where the file does not list them.
+    qkv_bias: attention has biases, whatever the file says. out_bias: the output projection has a bias if
+        ``attention_bias`` is set. shared_gate, shortcut, parallel: as in ``ModelShape``.
+    vectors: the router and the experts have biases. router_vector: the router alone has a bias vector, such as the
+        offsets of loss-free balancing as parameters.
+    moe: the family has experts. shared: default number of shared experts.
+    norms: norms of a layer in addition to one before each block. norm_bias: norms have biases.
+    sinks: attention has one sink value for each head. tie: default of ``tie_word_embeddings``.
+    full_every: with windowed attention, every n-th layer is not windowed unless the file lists the layers.
     """
 
     qk_norm: QKNorm = "none"
@@ -42,55 +42,55 @@ class Family:
     full_every: int = 0
 
 
-FAMILIES: dict[str, Family] = {
-    "mixtral": Family(),
-    "qwen2_moe": Family(qkv_bias=True, out_bias=False, shared_gate=True),
-    "qwen3_moe": Family("head"),
-    "olmoe": Family("full"),
-    "flex_olmo": Family("full"),
-    "deepseek": Family(),
-    "deepseek_v2": Family(),
-    "deepseek_v3": Family(),
-    "kimi_k2": Family(),
-    "glm4_moe": Family(out_bias=False),
-    "glm4_moe_lite": Family(),
-    "phimoe": Family(norm_bias=True),
-    "gpt_oss": Family(vectors=True, sinks=True, full_every=2),
-    "longcat_flash": Family(shortcut=True),
-    "aria_text": Family(),
-    "bailing_moe": Family(out_bias=False),
-    "cohere2_moe": Family(parallel=True, tie=True, full_every=4),
-    "dbrx": Family(),
-    "dots1": Family("head"),
-    "ernie4_5_moe": Family(router_vector=True, tie=True),
-    "exaone_moe": Family("head"),
-    "flint": Family("head", sinks=True),
-    "granitemoe": Family(),
-    "granitemoe_swa": Family(sinks=True),
-    "granitemoeshared": Family(),
-    "hunyuan_v1_moe": Family("head", shared=1),
-    "hy_v3": Family("head"),
-    "kolibri1": Family("head", norms=2),
-    "mellum": Family("head"),
-    "minimax_m2": Family("full"),
-    "minimax_m3_vl_text": Family("head"),
-    "solar_open": Family(),
-    "llama": Family(moe=False),
-    "mistral": Family(moe=False),
-    "qwen2": Family(qkv_bias=True, out_bias=False, moe=False),
-    "qwen3": Family("head", moe=False),
-    "gemma": Family(moe=False, tie=True),
-    "gemma2": Family(moe=False, tie=True, norms=2, full_every=2),
-    "gemma3_text": Family("head", moe=False, tie=True, norms=2, full_every=6),
-    "cohere": Family(moe=False, tie=True, parallel=True),
-    "cohere2": Family(moe=False, tie=True, parallel=True, full_every=4),
-    "olmo2": Family("full", moe=False),
-    "olmo3": Family("full", moe=False, full_every=4),
-    "exaone4": Family("head", moe=False, full_every=4),
-    "hyperclovax": Family(moe=False, norms=2),
-    "granite_swa": Family(moe=False, sinks=True),
-    "glm": Family(moe=False, out_bias=False),
-    "glm4": Family(moe=False, out_bias=False, norms=2),
+FAMILIES: dict[str, FamilyDefaults] = {
+    "mixtral": FamilyDefaults(),
+    "qwen2_moe": FamilyDefaults(qkv_bias=True, out_bias=False, shared_gate=True),
+    "qwen3_moe": FamilyDefaults("head"),
+    "olmoe": FamilyDefaults("full"),
+    "flex_olmo": FamilyDefaults("full"),
+    "deepseek": FamilyDefaults(),
+    "deepseek_v2": FamilyDefaults(),
+    "deepseek_v3": FamilyDefaults(),
+    "kimi_k2": FamilyDefaults(),
+    "glm4_moe": FamilyDefaults(out_bias=False),
+    "glm4_moe_lite": FamilyDefaults(),
+    "phimoe": FamilyDefaults(norm_bias=True),
+    "gpt_oss": FamilyDefaults(vectors=True, sinks=True, full_every=2),
+    "longcat_flash": FamilyDefaults(shortcut=True),
+    "aria_text": FamilyDefaults(),
+    "bailing_moe": FamilyDefaults(out_bias=False),
+    "cohere2_moe": FamilyDefaults(parallel=True, tie=True, full_every=4),
+    "dbrx": FamilyDefaults(),
+    "dots1": FamilyDefaults("head"),
+    "ernie4_5_moe": FamilyDefaults(router_vector=True, tie=True),
+    "exaone_moe": FamilyDefaults("head"),
+    "flint": FamilyDefaults("head", sinks=True),
+    "granitemoe": FamilyDefaults(),
+    "granitemoe_swa": FamilyDefaults(sinks=True),
+    "granitemoeshared": FamilyDefaults(),
+    "hunyuan_v1_moe": FamilyDefaults("head", shared=1),
+    "hy_v3": FamilyDefaults("head"),
+    "kolibri1": FamilyDefaults("head", norms=2),
+    "mellum": FamilyDefaults("head"),
+    "minimax_m2": FamilyDefaults("full"),
+    "minimax_m3_vl_text": FamilyDefaults("head"),
+    "solar_open": FamilyDefaults(),
+    "llama": FamilyDefaults(moe=False),
+    "mistral": FamilyDefaults(moe=False),
+    "qwen2": FamilyDefaults(qkv_bias=True, out_bias=False, moe=False),
+    "qwen3": FamilyDefaults("head", moe=False),
+    "gemma": FamilyDefaults(moe=False, tie=True),
+    "gemma2": FamilyDefaults(moe=False, tie=True, norms=2, full_every=2),
+    "gemma3_text": FamilyDefaults("head", moe=False, tie=True, norms=2, full_every=6),
+    "cohere": FamilyDefaults(moe=False, tie=True, parallel=True),
+    "cohere2": FamilyDefaults(moe=False, tie=True, parallel=True, full_every=4),
+    "olmo2": FamilyDefaults("full", moe=False),
+    "olmo3": FamilyDefaults("full", moe=False, full_every=4),
+    "exaone4": FamilyDefaults("head", moe=False, full_every=4),
+    "hyperclovax": FamilyDefaults(moe=False, norms=2),
+    "granite_swa": FamilyDefaults(moe=False, sinks=True),
+    "glm": FamilyDefaults(moe=False, out_bias=False),
+    "glm4": FamilyDefaults(moe=False, out_bias=False, norms=2),
 }
 
 REFUSED: dict[str, str] = {
@@ -106,7 +106,7 @@ REFUSED: dict[str, str] = {
     "phi4_multimodal": "adapters inside layers",
     "stablelm": "norms with biases of some blocks",
 }
-"""Families whose files look like others', and mean something that is not modelled."""
+"""Families whose files look like supported ones but mean something that ``ModelShape`` does not model."""
 
 NOT_MODELLED = (
     "interleave_moe_layer_step",
@@ -131,4 +131,4 @@ NOT_MODELLED = (
     "mlp_bias",
     "use_bias",
 )
-"""Settings that change what a layer costs in ways that ``ModelShape`` does not have: refused, not overlooked."""
+"""Settings that change the cost of a layer in ways that ``ModelShape`` does not model. Files with them are rejected."""

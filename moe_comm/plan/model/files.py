@@ -1,9 +1,8 @@
-"""A model's shape from a name or a Hugging Face ``config.json``.
+"""Read a model's shape by name or from a Hugging Face ``config.json``.
 
-``config.json`` is read as plain JSON, so any model's will do, of a family that is known here or not, and transformers
-need not be installed. What families call the same thing stands in one table of names; what they do without saying (the
-bias of Qwen2's projections, the norms of Qwen3's queries) stands in ``families``. Nothing that is needed has a
-default: a key that is missing is an error that names it.
+``config.json`` is read as plain JSON, so transformers need not be installed and the family need not be known. One table
+maps the families' different key names. ``families`` holds the properties that files do not state, such as the bias of
+Qwen2's projections. Required keys have no defaults: a missing key raises an error that names it.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from typing import Any
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.model.dense_models import DENSE
-from moe_comm.plan.model.families import FAMILIES, NOT_MODELLED, REFUSED, Family
+from moe_comm.plan.model.families import FAMILIES, NOT_MODELLED, REFUSED, FamilyDefaults
 from moe_comm.plan.model.moe_models import MODELS as WITH_EXPERTS
 from moe_comm.plan.model.shape import Latent, ModelShape
 from moe_comm.runtime.untrusted import parse_object, read_bounded, shown
 
 MODELS = WITH_EXPERTS | DENSE
-"""Every model that is known by name."""
+"""All named models."""
 FILE_BYTES = 1 << 20
-"""A description of a model is never longer."""
+"""Largest accepted model file."""
 MOST, MOST_LAYERS, MOST_EXPERTS, MOST_PARAMS = 1 << 30, 1 << 12, 1 << 14, 1 << 60
-"""No width or count is larger, no model has more layers, experts or parameters: sums over them stay exact and short."""
+"""Largest accepted width or count, number of layers, experts and parameters. Sums over them are exact."""
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
 _VOCAB = ("vocab_size",)
@@ -38,23 +37,19 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 _EXPERT_FFN = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _FFN = ("intermediate_size", "ffn_hidden_size")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
-_SHARED_FFN = (
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-    "moe_shared_expert_intermediate_size",
-)
+_SHARED_FFN = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
 _FIRST_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "moe_layer_num_skipped")
 
 
 def model_named(text: str, others: Iterable[str] = ()) -> ModelShape:
-    """The model that ``text`` names, or describes where it is the path of a file or of a model's folder.
+    """Return the model with a given name or described by a given file.
 
     Args:
-        text: one of ``MODELS``; a ``config.json`` of Hugging Face, or its folder.
-        others: names that an error lists beside those of ``MODELS``.
+        text: a name in ``MODELS``, the path of a Hugging Face ``config.json``, or the path of its folder.
+        others: further names for the error message.
 
     Raises:
-        ConfigError: no such model; a file that cannot be read, or lacks a key or contradicts itself: names the key.
+        ConfigError: the model is unknown, or the file is unreadable, incomplete or inconsistent. Names the key.
     """
     name = text.strip()
     if name.lower() in MODELS:
@@ -68,16 +63,16 @@ def model_named(text: str, others: Iterable[str] = ()) -> ModelShape:
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ConfigError(
-        f"no model named {shown(name)}{hint}; known: {', '.join(known)}; or give the path of a config.json, or of a "
+        f"no model named {shown(name)}{hint}; known: {', '.join(known)}; or give the path of a config.json or of a "
         f"configuration of moe-comm train"
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a file that describes a model.
+    """Return the content of a model file.
 
     Raises:
-        ConfigError: it cannot be read, is too long or is no JSON object.
+        ConfigError: the file cannot be read, is too long or is not a JSON object.
     """
     try:
         return parse_object(read_bounded(path, FILE_BYTES))
@@ -88,16 +83,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape of the model that the content of a ``config.json`` describes.
+    """Return the shape of the model that the content of a ``config.json`` describes.
 
-    A text model inside a larger one (``text_config``) is taken alone; layers for multi-token prediction are left out.
-    ``intermediate_size`` is an expert's width where no other key says it, as in Mixtral.
+    Only the text model of a multimodal model (``text_config``) is read. Layers for multi-token prediction are ignored.
+    ``intermediate_size`` is the width of an expert if no other key gives it, as in Mixtral.
 
     Args:
-        where: what messages call it.
+        config: the parsed file.
+        where: name of the file for error messages.
 
     Raises:
-        ConfigError: a key is missing, of the wrong type, or means what is not modelled here; names it.
+        ConfigError: a key is missing, has the wrong type, or asks for something that is not modelled. Names the key.
     """
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and not any(key in config for key in _HIDDEN):
@@ -117,13 +113,17 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     latent = _latent(read)
     head_dim = read.optional("head_dim") or (hidden // heads if heads and not latent and hidden % heads == 0 else None)
     if head_dim is None and latent is None:
-        raise ConfigError(f"{where}: head_dim is missing, and hidden_size ({hidden}) is no multiple of {heads} heads")
+        raise ConfigError(
+            f"{where}: head_dim is missing, and hidden_size ({hidden}) is not a multiple of {heads} heads"
+        )
     experts = read.count(_EXPERTS, MOST_EXPERTS) if family.moe else 0
     dense = _dense_layers(read, layers) if family.moe else layers
     expert_ffn = read.optional(*_EXPERT_FFN)
     if experts and expert_ffn is None:
         if dense:
-            raise ConfigError(f"{where}: {_EXPERT_FFN[0]} is missing, the width of an expert beside dense layers")
+            raise ConfigError(
+                f"{where}: {_EXPERT_FFN[0]} is missing: the width of an expert in a model with dense layers"
+            )
         expert_ffn = read.count(_FFN)
     window, full_layers = _window(read, layers, family)
     both = read.flag("attention_bias")
@@ -167,21 +167,21 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     return shape
 
 
-def _family(read: _Reader, kind: str) -> Family:
-    """What the model does unsaid. Raises ConfigError for what no ``ModelShape`` can be."""
+def _family(read: _Reader, kind: str) -> FamilyDefaults:
+    """Return the defaults of a family. Raises ConfigError for a model that ``ModelShape`` cannot describe."""
     config, where = read.config, read.where
-    strange = next((key for key in NOT_MODELLED if _means_something(config.get(key))), None)
-    if strange is not None:
-        raise ConfigError(f"{where}: {strange} = {shown(config[strange])} is not modelled")
+    unsupported = next((key for key in NOT_MODELLED if _is_set(config.get(key))), None)
+    if unsupported is not None:
+        raise ConfigError(f"{where}: {unsupported} = {shown(config[unsupported])} is not modelled")
     if kind in REFUSED:
         raise ConfigError(f"{where}: model_type {kind}: {REFUSED[kind]} is not modelled")
     family = FAMILIES.get(kind)
     if family is None:
-        family = Family(moe=any(config.get(key) for key in (*_EXPERTS, *_TOP_K, *_EXPERT_FFN)))
+        family = FamilyDefaults(moe=any(config.get(key) for key in (*_EXPERTS, *_TOP_K, *_EXPERT_FFN)))
         activation = next((config[key] for key in ("hidden_act", "hidden_activation") if config.get(key)), "silu")
         if activation not in ("silu", "swish"):
             raise ConfigError(
-                f"{where}: model_type {kind} is not known here, and with the activation {shown(activation)} it is open "
+                f"{where}: model_type {kind} is not known, and its activation {shown(activation)} does not determine "
                 f"whether its blocks have two matrices or three"
             )
     if family.qk_norm == "none" and read.flag("use_qk_norm"):
@@ -189,24 +189,24 @@ def _family(read: _Reader, kind: str) -> Family:
     return family
 
 
-def _means_something(value: Any) -> bool:
-    """Whether a setting asks for what it names: it is there, and neither off nor "every 1st"."""
+def _is_set(value: Any) -> bool:
+    """Return whether a setting is present and neither off nor 1 ("every layer")."""
     return value is True or value not in (None, False, 0, 1)
 
 
 def _title(path: Path) -> str:
-    """What to call the model of a file: config.json goes by its folder."""
+    """Return a name for the model in a file. A config.json is named after its folder."""
     return path.parent.name if path.stem == "config" else path.stem
 
 
 class _Reader:
-    """Looks settings up, each by the first of its names that the file has."""
+    """Read settings. A setting has several possible names; the first one in the file is used."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
 
     def optional(self, *names: str, least: int = 0, most: int = MOST) -> int | None:
-        """A whole number; None: no such key, or null."""
+        """Return an integer, or None if no such key exists or its value is null."""
         name = next((name for name in names if self.config.get(name) is not None), None)
         if name is None:
             return None
@@ -214,12 +214,12 @@ class _Reader:
         if isinstance(value, list) and value and value.count(value[0]) == len(value):  # the same for each layer
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            kind = f"a whole number from {least} to {most:,}"
+            kind = f"an integer from {least} to {most:,}"
             raise ConfigError(f"{self.where}: {name} must be {kind}; got {shown(value)}")
         return value
 
     def count(self, names: tuple[str, ...], most: int = MOST) -> int:
-        """A whole number of at least 1 that must be there."""
+        """Return a required integer of at least 1."""
         value = self.optional(*names, least=1, most=most)
         if value is None:
             others = f" (or {', '.join(names[1:])})" if names[1:] else ""
@@ -227,7 +227,7 @@ class _Reader:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """default: no such key, or null."""
+        """Return a flag, or ``default`` if there is no such key or its value is null."""
         value = self.config.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -257,7 +257,7 @@ def _latent(read: _Reader) -> Latent | None:
 
 
 def _groups(read: _Reader) -> tuple[int, int]:
-    """Of group-limited routing, which DeepSeek-V2 has only by one of its methods."""
+    """Return groups and top groups of group-limited routing. DeepSeek-V2 uses it with only one of its methods."""
     groups, top = read.optional("n_group", least=1), read.optional("topk_group", least=1)
     if groups is None or top is None or read.text("topk_method") == "greedy":
         return 1, 1
@@ -265,7 +265,7 @@ def _groups(read: _Reader) -> tuple[int, int]:
 
 
 def _dense_layers(read: _Reader, layers: int) -> int:
-    """How many layers have no experts, by the first of three ways to say so that the file has."""
+    """Return the number of layers without experts. Files state it in one of three ways; the first one found is used."""
     kinds = read.items("mlp_layer_types")
     if kinds is not None:
         if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
@@ -283,34 +283,34 @@ def _dense_layers(read: _Reader, layers: int) -> int:
     return sum(layer in only or (layer + 1) % step != 0 for layer in range(layers))
 
 
-def _shared_ffn(read: _Reader, kind: str, ffn: int, family: Family) -> int:
-    """Width of all shared experts of a layer together."""
+def _shared_ffn(read: _Reader, kind: str, ffn: int, family: FamilyDefaults) -> int:
+    """Return the total width of the shared experts of a layer."""
     if kind == "qwen2_moe":
         return read.count(("shared_expert_intermediate_size",))
     width, number = read.optional(*_SHARED_FFN), read.optional(*_SHARED)
     if width is None:
         return ffn * (family.shared if number is None else number)
-    # The width of each one of them, where the file says how many there are, too.
+    # Bailing gives the width of one shared expert and their number.
     return width * (number if kind.startswith("bailing") and number else 1)
 
 
-def _window(read: _Reader, layers: int, family: Family) -> tuple[int | None, int]:
-    """Tokens that a windowed layer sees, and how many layers see all."""
+def _window(read: _Reader, layers: int, family: FamilyDefaults) -> tuple[int | None, int]:
+    """Return the attention window in tokens, and the number of layers without a window."""
     kinds = read.items("layer_types")
-    odd = sorted({str(kind) for kind in kinds or ()} - {"sliding_attention", "full_attention"})
-    if kinds is not None and (odd or len(kinds) != layers):
+    unknown = sorted({str(kind) for kind in kinds or ()} - {"sliding_attention", "full_attention"})
+    if kinds is not None and (unknown or len(kinds) != layers):
         raise ConfigError(
             f"{read.where}: layer_types must be sliding_attention or full_attention for each of {layers} layers; "
-            f"got {len(kinds)}{', with ' + shown(odd[0]) if odd else ''}"
+            f"got {len(kinds)}{', with ' + shown(unknown[0]) if unknown else ''}"
         )
     window = read.optional("sliding_window")
     if not window or not read.flag("use_sliding_window", True):
         return None, 0
     if kinds is not None:
-        narrow = kinds.count("sliding_attention")
-    elif "use_sliding_window" in read.config and "max_window_layers" in read.config:  # Qwen: the first ones see all
-        narrow = layers - min(read.optional("max_window_layers") or 0, layers)
+        windowed = kinds.count("sliding_attention")
+    elif "use_sliding_window" in read.config and "max_window_layers" in read.config:  # Qwen: the first have no window
+        windowed = layers - min(read.optional("max_window_layers") or 0, layers)
     else:
         every = read.optional("sliding_window_pattern", "_sliding_window_pattern") or family.full_every
-        narrow = layers - (layers // every if every else 0)
-    return (window, layers - narrow) if narrow else (None, 0)
+        windowed = layers - (layers // every if every else 0)
+    return (window, layers - windowed) if windowed else (None, 0)

@@ -1,21 +1,22 @@
-"""Parameters, gradients and optimizer on one rank; ``memory`` adds the rest.
+"""Memory of parameters, gradients and optimizer state on one rank. ``memory`` adds activations and buffers.
 
-What a parameter of N elements on a rank (after tp, ep and etp have cut it), of which M are the rank's to update, takes
-in bytes; c is the size of the dtype that it computes in, state that of the optimizer's state per element:
+A rank holds N elements of a parameter after sharding by tp, ep and etp, and updates M of them. The table gives bytes.
+c is the element size of the compute dtype, and ``state`` the bytes of optimizer state per element:
 
                 weights   gradients   masters and state      at the update
-    replicate   c N       4 N         4 N if c < 4, state N  4 N if c < 4 (their sum over ranks)
+    replicate   c N       4 N         4 N if c < 4, state N  4 N if c < 4 (gradient sum over ranks)
     zero1       c N       4 N         4 M + state M          4 M
     fsdp        c N *     4 N **      4 M + state M          4 M
 
-    *  gathered: all with a pipeline, else those of the root and of the two largest layers
-    ** until the last micro-batch's backward; with one micro-batch and no pipeline 4 M
+    *  gathered weights: all of them with a pipeline, else those of the root and of the two largest layers
+    ** until the last micro-batch's backward; 4 M with one micro-batch and no pipeline
 
-M is N over the ranks that hold the same, rounded up as ``deal`` does; where no other rank does, zero1 is replicate.
+M is N divided by the number of ranks that hold the same parameter, rounded up as ``shard_slice`` does. If no other rank
+holds it, zero1 equals replicate.
 
-``Part.fixed`` applies this table to one parameter. ``fixed_parts`` applies it to a model's matrices, for the ranks that
-hold the most. A dry run of the trainer applies it to the parameters of the model that it has built, for every rank. A
-rank's parameters are those of
+``ParameterShard.fixed`` applies the table to one parameter. ``fixed_parts`` applies it to a model's matrices, on the
+ranks that hold the most. The trainer's dry run applies it to the parameters of the built model, for every rank. A rank
+holds some of these parts:
 
     dense layer   MoE layer   embedding (first stage)   head and final norm (last stage)
 """
@@ -24,21 +25,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from moe_comm.plan.model.mapping import Sharding
+from moe_comm.plan.model.mapping import ShardingMode
 from moe_comm.plan.model.matrices import MASTER, Block, Weight
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.topology import ParallelConfig, deal
+from moe_comm.topology import ParallelConfig, shard_slice
 
 Optimizer = Literal["adamw", "sgd", "lamb", "muon"]
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """Bytes that one rank holds whatever its tokens are; params counts elements. at_update: only at the update."""
+class FixedMemory:
+    """Bytes on one rank that do not depend on its tokens. ``params`` counts elements.
+
+    ``at_update`` bytes are only allocated during the optimizer update.
+    """
 
     params: int = 0
     weights: int = 0
@@ -46,23 +50,17 @@ class Fixed:
     optimizer: int = 0
     at_update: int = 0
 
-    def __add__(self, other: Fixed) -> Fixed:
-        return Fixed(
-            self.params + other.params,
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.at_update + other.at_update,
-        )
+    def __add__(self, other: FixedMemory) -> FixedMemory:
+        return FixedMemory(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
-class Part:
-    """One rank's part of a parameter.
+class ParameterShard:
+    """One rank's shard of a parameter.
 
-    size: bytes of an element in the dtype that computes. state: bytes of optimizer state per element.
-    summing: ranks over which the gradient is summed. owners, index: ranks that share masters and state, and which of
-    them this rank is.
+    size: bytes of an element in the compute dtype. state: bytes of optimizer state per element. summing: number of
+    ranks over which the gradient is summed. owners, index: number of ranks that share masters and optimizer state, and
+    index of this rank among them.
     """
 
     shape: tuple[int, ...]
@@ -72,31 +70,34 @@ class Part:
     owners: int
     index: int = 0
 
-    def fixed(self, sharding: Sharding, partial: bool) -> Fixed:
-        """Bytes; weights: gathered. partial: with fsdp, a rank only has its own part of the gradient."""
+    def fixed(self, sharding: ShardingMode, partial: bool) -> FixedMemory:
+        """Return the bytes, with gathered weights. ``partial``: with fsdp, the rank holds only its gradient shard."""
         number = math.prod(self.shape)
-        whole = not self.shape or not number or (sharding == "zero1" and self.owners == 1)
-        if sharding == "replicate" or whole:
-            apart = MASTER * number if self.size < MASTER else 0
-            summed = apart if self.summing > 1 else 0
-            return Fixed(number, self.size * number, MASTER * number, apart + self.state * number, summed)
-        dealt, own = (
-            math.prod(deal(self.shape, at, self.owners, sharding == "fsdp").shape(self.shape)) for at in (0, self.index)
+        unsharded = not self.shape or not number or (sharding == "zero1" and self.owners == 1)
+        if sharding == "replicate" or unsharded:
+            masters = MASTER * number if self.size < MASTER else 0
+            summed = masters if self.summing > 1 else 0
+            return FixedMemory(number, self.size * number, MASTER * number, masters + self.state * number, summed)
+        largest, mine = (
+            math.prod(shard_slice(self.shape, at, self.owners, sharding == "fsdp").shape(self.shape))
+            for at in (0, self.index)
         )
-        gradients = MASTER * (dealt if partial else number)
-        masters = MASTER * dealt
-        return Fixed(number, self.size * number, gradients, masters + self.state * own, 0 if partial else masters)
+        gradients = MASTER * (largest if partial else number)
+        masters = MASTER * largest
+        return FixedMemory(
+            number, self.size * number, gradients, masters + self.state * mine, 0 if partial else masters
+        )
 
 
 def state_bytes(optimizer: Optimizer, momentum: bool, matrix: bool) -> int:
-    """Bytes of optimizer state per element. matrix: Muon updates it; it leaves the others to AdamW."""
+    """Return the bytes of optimizer state per element. Muon updates only matrices and leaves the rest to AdamW."""
     if optimizer == "sgd":
         return MASTER if momentum else 0
     return MASTER if optimizer == "muon" and matrix else 2 * MASTER
 
 
-class Parts(NamedTuple):
-    """Layers of each kind, and whether the embedding (first) and the head (last) are there."""
+class StageContents(NamedTuple):
+    """Numbers of dense layers, MoE layers, embeddings (``first``) and heads (``last``) that a stage holds."""
 
     dense: int
     moe: int
@@ -105,37 +106,37 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """What ranks keep of a matrix.
+class FixedMemoryModel:
+    """Fixed memory of a matrix under one sharding of parameters and optimizer state.
 
-    size: bytes of an element in the dtype that computes. partial: with fsdp, of gradients they only have their own
-    part. cut_shared: tensor-parallel ranks share the shared experts.
+    size: bytes of an element in the compute dtype. partial: with fsdp, ranks hold only their shard of the gradients.
+    cut_shared: tensor-parallel ranks shard the shared experts.
     """
 
     parallel: ParallelConfig
-    sharding: Sharding
+    sharding: ShardingMode
     size: int
     optimizer: Optimizer
     momentum: bool
     partial: bool
     cut_shared: bool
 
-    def block(self, block: Block) -> Fixed:
-        return sum((self.weight(weight) for weight in block.weights if weight.owned), Fixed())
+    def block(self, block: Block) -> FixedMemory:
+        return sum((self.weight(weight) for weight in block.weights if weight.owned), FixedMemory())
 
-    def weight(self, weight: Weight) -> Fixed:
+    def weight(self, weight: Weight) -> FixedMemory:
         p, fsdp = self.parallel, self.sharding == "fsdp"
         size = MASTER if weight.operator == "router" and weight.product else self.size
         matrix = weight.product and weight.operator not in ("router", "head")
-        # Tensor-parallel ranks sum gradients too, where each has all of a parameter and its own tokens.
-        whole = not _is_expert(weight) and not self._is_cut(weight)
-        summing = p.edp if _is_expert(weight) else p.cp * p.dp * (p.tp if whole else 1)
-        owners = p.cp * p.dp if fsdp and whole else summing
+        # If each tensor-parallel rank has the complete parameter and its own tokens, they sum gradients too.
+        replicated = not _is_expert(weight) and not self._is_cut(weight)
+        summing = p.edp if _is_expert(weight) else p.cp * p.dp * (p.tp if replicated else 1)
+        owners = p.cp * p.dp if fsdp and replicated else summing
         state = state_bytes(self.optimizer, self.momentum, matrix)
-        return Part(self._local(weight), size, state, summing, owners).fixed(self.sharding, self.partial)
+        return ParameterShard(self._local(weight), size, state, summing, owners).fixed(self.sharding, self.partial)
 
     def _local(self, weight: Weight) -> tuple[int, ...]:
-        """Shape of a rank's part, outputs first."""
+        """Return the shape of a rank's shard, output dimension first."""
         p = self.parallel
         if _is_expert(weight):
             wide = _up(weight.n, p.etp) if weight.name != "down" else weight.n
@@ -149,31 +150,36 @@ class Keeping:
         return (_up(weight.n, p.tp), weight.k)
 
     def _is_cut(self, weight: Weight) -> bool:
-        """Whether tensor-parallel ranks share it: all matrices but the router, what leads to latents, and (unless
-        they are to) the shared experts."""
+        """Return whether tensor-parallel ranks share the weight.
+
+        They share all matrices except the router, the down-projections to latents, and, without ``cut_shared``, the
+        shared experts.
+        """
         if weight.operator == "embedding":
             return True
-        whole = weight.operator == "router" or weight.name.endswith("_down") or weight.n == 1
-        return weight.product and not whole and (self.cut_shared or weight.operator != "shared")
+        replicated = weight.operator == "router" or weight.name.endswith("_down") or weight.n == 1
+        return weight.product and not replicated and (self.cut_shared or weight.operator != "shared")
 
 
 @lru_cache(maxsize=4096)
-def fixed_parts(shape: ModelShape, keeping: Keeping) -> tuple[Fixed, Fixed, Fixed, Fixed]:
-    """Of a dense layer, an MoE layer, the embedding and the head; weights: gathered."""
+def fixed_parts(
+    shape: ModelShape, keeping: FixedMemoryModel
+) -> tuple[FixedMemory, FixedMemory, FixedMemory, FixedMemory]:
+    """Return the memory of a dense layer, an MoE layer, the embedding and the head, with gathered weights."""
     head = shape.head_block
-    if shape.tie and keeping.parallel.pp > 1:  # the last stage has a copy of its own
+    if shape.tie and keeping.parallel.pp > 1:  # the last stage holds its own copy
         head = replace(head, weights=tuple(replace(weight, owned=True) for weight in head.weights))
     dense = shape.layer_blocks("dense") if shape.dense_layers else ()
     moe = shape.layer_blocks("moe") if shape.moe_layers else ()
     every = (dense, moe, ((shape.embedding_block, 1),), ((head, 1),))
     first, second, third, last = (
-        sum((keeping.block(block) for block, times in blocks for _ in range(times)), Fixed()) for blocks in every
+        sum((keeping.block(block) for block, times in blocks for _ in range(times)), FixedMemory()) for blocks in every
     )
     return first, second, third, last
 
 
-def fixed_of(parts: Parts, each: Sequence[Fixed], gathered: bool) -> Fixed:
-    """Of all parts of a position; with ``gathered`` the weights of all layers are there, else of the two largest."""
+def fixed_of(parts: StageContents, each: Sequence[FixedMemory], gathered: bool) -> FixedMemory:
+    """Return the memory of a stage. Without ``gathered``, only its two largest layers hold complete weights."""
     totals = [0, 0, 0, 0, 0]
     for count, one in zip(parts, each, strict=True):
         for at, value in enumerate((one.params, one.weights, one.gradients, one.optimizer, one.at_update)):
@@ -182,7 +188,7 @@ def fixed_of(parts: Parts, each: Sequence[Fixed], gathered: bool) -> Fixed:
         dense, moe, first, last = each
         largest = sorted([dense.weights] * min(parts.dense, 2) + [moe.weights] * min(parts.moe, 2))[-2:]
         totals[1] = parts.first * first.weights + parts.last * last.weights + sum(largest)
-    return Fixed(*totals)
+    return FixedMemory(*totals)
 
 
 def _is_expert(weight: Weight) -> bool:

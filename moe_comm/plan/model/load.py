@@ -1,4 +1,4 @@
-"""What a step computes on: sequences, their dtype, and how unevenly their tokens fall on experts."""
+"""The workload of a step: sequence length, dtype, and imbalance of the tokens over experts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware import BYTES, item_bytes
 
 DROPLESS = 1.29
-"""``Load.imbalance`` to assume where no capacity caps it and nothing was measured: routers in training are not even.
+"""Assumed ``Workload.imbalance`` without a capacity and without a measurement: routers are not balanced in training.
 Fitted on MegaScale-MoE's 352B on 720 GPUs (arXiv 2505.11432)."""
 
 
 @dataclass(frozen=True)
-class Load:
-    """What is computed. seq_len: tokens of a sequence. dtype: of products and of what travels.
+class Workload:
+    """The workload of a step.
 
-    capacity: slots of an expert over its mean load, None: no token is dropped. imbalance: rows of the busiest rank's
-    experts over the mean (1: routing is in equal parts); a capacity caps it.
+    Args:
+        seq_len: tokens of a sequence.
+        dtype: dtype of matrix products and of dispatched rows.
+        capacity: slots of an expert divided by its mean load. None: no token is dropped.
+        imbalance: rows of the busiest rank's experts divided by the mean. 1: uniform routing. A capacity limits it.
     """
 
     seq_len: int
@@ -32,22 +35,24 @@ class Load:
             raise ConfigError(f"seq_len must be at least 1 and dtype one of {', '.join(BYTES)}; got {self}")
         capacity = 1.0 if self.capacity is None else self.capacity
         if not (1 <= self.imbalance < math.inf and 0 < capacity < math.inf):
-            raise ConfigError(f"imbalance is at least 1, capacity above 0 or None; got {self}")
+            raise ConfigError(f"imbalance must be at least 1, and capacity above 0 or None; got {self}")
 
     @classmethod
     def assumed(cls, seq_len: int, dtype: str, capacity: float | None, imbalance: float | None = None) -> Self:
-        """imbalance: None: not measured; then ``DROPLESS`` is assumed where no capacity caps it."""
+        """Return a workload. If no imbalance was measured and no capacity is set, assume ``DROPLESS``."""
         if imbalance is None:
             imbalance = DROPLESS if capacity is None else 1.0
         return cls(seq_len, dtype, capacity, imbalance)
 
     @property
     def size(self) -> int:
-        """Bytes of an element of activations; products alone are in fp8."""
+        """Bytes of an activation element. With fp8, only the operands of matrix products are fp8."""
         return item_bytes(self.dtype)
 
     def busiest(self, ep: int) -> float:
-        """Rows of the busiest of ``ep`` ranks over those of each if routing were in equal parts: at most all rows there
-        are. One that has all experts has all rows of its tokens, however they are routed."""
+        """Return the rows of the busiest of ``ep`` ranks divided by the mean.
+
+        The result is at most ``ep``, because a rank cannot receive more than all rows.
+        """
         rows = min(self.imbalance, float(ep))
         return rows if self.capacity is None else min(rows, self.capacity)

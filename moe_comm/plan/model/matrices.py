@@ -1,4 +1,4 @@
-"""The matrices that a token is multiplied with, block by block; ``shape`` says which ones a model has."""
+"""Weight matrices of a model, block by block. ``shape`` builds them for a model."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ FAMILY = {
     "dense": "dense",
     "head": "head",
 }
-"""Operator -> family, as reports sum them up."""
+"""Operator -> family of operators in reports."""
 BACKWARD = 2
-"""Products in backward for each one in forward: one for the gradient of the input, one for that of the weight."""
+"""Backward matrix products per forward product: one for the input gradient, one for the weight gradient."""
 MASTER = 4
-"""Bytes of an element in fp32."""
+"""Bytes of an fp32 element."""
 
 
 @dataclass(frozen=True)
 class Weight:
     """A matrix [k, n], or a vector (k = 1), of one operator of a block.
 
-    k, n: inner and outer width of the product x_TK @ w_KN. name: which one it is ("up", "down", "q", ...).
-    copies: how many there are (experts). used: how many of them each token goes through, on average.
-    product: it is multiplied with, and not looked up (embedding) or added (bias, norm).
-    owned: False: it is another block's (a tied head) and has no parameters of its own.
+    k, n: inner and outer width of the product x_TK @ w_KN. name: its role ("up", "down", "q", ...).
+    copies: number of copies (experts). used: mean number of copies that a token uses.
+    product: tokens are multiplied with it. False for lookup tables (embedding) and added vectors (bias, norm).
+    owned: False if another block owns the parameters (a tied head).
     """
 
     operator: str
@@ -48,25 +48,25 @@ class Weight:
 
     @property
     def params(self) -> int:
-        """Elements, all copies together."""
+        """Number of elements of all copies."""
         return self.copies * self.k * self.n if self.owned else 0
 
     @property
     def active(self) -> float:
-        """Elements that one token uses."""
+        """Number of elements that one token uses."""
         return self.used * self.k * self.n if self.owned else 0
 
     @property
     def flops(self) -> float:
-        """Forward, per token."""
+        """Forward FLOPs per token."""
         return 2 * self.used * self.k * self.n if self.product else 0
 
 
 @dataclass(frozen=True)
 class Block:
-    """One attention block, MoE block, dense block, the embedding or the head; its norm is part of it.
+    """An attention, MoE or dense block, the embedding or the head, including its norm.
 
-    per_context: forward FLOPs of attention's scores and values, per token and token attended to.
+    per_context: forward FLOPs of attention scores and values, per token and attended token.
     """
 
     name: str
@@ -74,38 +74,34 @@ class Block:
     per_context: int = 0
 
     def parameters(self) -> dict[str, int]:
-        """Elements by operator."""
+        """Return the number of elements by operator."""
         return summed((weight.operator, weight.params) for weight in self.weights if weight.params)
 
     @property
     def params(self) -> int:
-        """Elements in all."""
+        """Number of elements."""
         return sum(weight.params for weight in self.weights)
 
     @property
     def active(self) -> float:
-        """Elements that one token uses; no expert's but those chosen."""
+        """Number of elements that one token uses. Of the experts, only the chosen ones count."""
         return sum(weight.active for weight in self.weights)
 
     def flops(self, context: float) -> dict[str, float]:
-        """Forward FLOPs per token by operator, of operators that have any.
-
-        Args:
-            context: mean number of tokens that a token attends to, see ``ModelShape.context``.
-        """
-        found = summed((weight.operator, weight.flops) for weight in self.weights if weight.product)
+        """Return the forward FLOPs per token by operator. ``context``: mean number of attended tokens."""
+        result = summed((weight.operator, weight.flops) for weight in self.weights if weight.product)
         if self.per_context:
-            found["scores"] = self.per_context * context
-        return found
+            result["scores"] = self.per_context * context
+        return result
 
     def products(self, operator: str) -> tuple[Weight, ...]:
-        """The matrices of ``operator`` that tokens are multiplied with, in order of use."""
+        """Return the matrices of ``operator`` that tokens are multiplied with, in order of use."""
         return tuple(weight for weight in self.weights if weight.operator == operator and weight.product)
 
 
 def summed(pairs: Iterable[tuple[str, N]]) -> dict[str, N]:
-    """What each name has in all, in order of first mention."""
-    found: dict[str, N] = {}
+    """Return the sum of the values of each name, in order of first occurrence."""
+    totals: dict[str, N] = {}
     for name, count in pairs:
-        found[name] = found.get(name, 0) + count
-    return found
+        totals[name] = totals.get(name, 0) + count
+    return totals

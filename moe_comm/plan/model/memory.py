@@ -1,15 +1,15 @@
-"""Bytes on each rank of a pipeline's positions, for a model, a mapping and a load: cheap enough for a search.
+"""Memory of each pipeline position for a model, a mapping and a workload. It is fast enough for a search.
 
-    weights      in the dtype that computes; with fsdp the gathered ones: the root's and of the two largest layers
-    gradients    fp32; with fsdp a rank's own, if nothing accumulates them
-    optimizer    fp32 masters and state, cut over tp x cp x dp (experts: edp) as zero1 and fsdp do
-    activations  what micro-batches in flight keep, what the largest layer computes again, and the loss
-    buffers      of one layer, there while it runs: see ``_Buffers``; and what a split backward keeps beside activations
-                 between its halves: see ``split_memory``
+    weights      in the compute dtype; with fsdp the gathered ones: the root's and those of the two largest layers
+    gradients    fp32; with fsdp only the rank's shard if no gradients are accumulated
+    optimizer    fp32 masters and state, sharded over tp x cp x dp (experts: edp) with zero1 and fsdp
+    activations  saved by micro-batches in flight, recomputed by the largest layer, and the loss
+    buffers      of one running layer: see ``_Buffers``; and gradients between the halves of a split backward pass:
+                 see ``split_memory``
 
-The first three are those of ``fixed_memory``, activations those of ``activations``, of the fullest rank of a position:
-rows that experts keep are those of the busiest rank (``Load.busiest``). Of a schedule they take what is in flight when
-all of a rank's stages together hold the most passes.
+``fixed_memory`` computes the first three, ``activations`` the fourth, for the fullest rank of a position. Experts are
+assumed to have the rows of the busiest rank (``Workload.busiest``). The number of micro-batches in flight is that at
+the moment when the stages of a rank together hold the most.
 """
 
 from __future__ import annotations
@@ -20,26 +20,33 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from moe_comm.plan.model.activations import Activations
-from moe_comm.plan.model.fixed_memory import Fixed, Keeping, Optimizer, Parts, fixed_of, fixed_parts
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import Mapping, Recompute
+from moe_comm.plan.model.activations import ActivationMemory
+from moe_comm.plan.model.fixed_memory import (
+    FixedMemory,
+    FixedMemoryModel,
+    Optimizer,
+    StageContents,
+    fixed_of,
+    fixed_parts,
+)
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.model.matrices import MASTER
-from moe_comm.plan.model.routing import SUM_BYTES, copies, sends_sums
+from moe_comm.plan.model.routing import SUM_BYTES, remote_copies, sends_sums
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.model.split_memory import gradients_between
-from moe_comm.plan.pipeline.in_flight import Moment, moments
+from moe_comm.plan.model.split_memory import split_gradient_bytes
+from moe_comm.plan.pipeline.in_flight import InFlight, in_flight_peaks
 from moe_comm.plan.pipeline.stages import plan_stages
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What a run decides beside its mapping.
+class MemoryPolicy:
+    """Memory-related choices of a run that are not part of its mapping.
 
-    reshard: fsdp gives weights back and scatters gradients after each pass (ZeRO-3, as other trainers do), where ours
-    keeps the gradients of several micro-batches, and the weights of a pipeline's stages, until the step's last pass.
-    cut_shared: tensor-parallel ranks share the shared experts (as in Megatron), where in ours each has all of them, for
-    its own tokens.
+    reshard: fsdp releases weights and reduce-scatters gradients after each pass (ZeRO-3). The bundled trainer keeps
+    the gradients of several micro-batches and the weights of pipeline stages until the last pass of the step.
+    cut_shared: tensor-parallel ranks shard the shared experts, as in Megatron. In the bundled trainer each rank holds
+    all shared experts and runs them on its own tokens.
     """
 
     optimizer: Optimizer = "adamw"
@@ -48,14 +55,14 @@ class Policy:
     cut_shared: bool = False
 
 
-POLICY = Policy()
+DEFAULT_POLICY = MemoryPolicy()
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes on the fullest rank of a pipeline position; parameters: elements.
+class PositionMemory:
+    """Bytes on the fullest rank of a pipeline position. ``parameters`` counts elements.
 
-    at_update: sums of gradients, only while weights are updated, when activations and buffers are gone.
+    ``at_update`` bytes (gradient sums) are allocated only during the update, after activations and buffers are freed.
     """
 
     position: int
@@ -69,12 +76,12 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """At its highest."""
+        """Peak bytes."""
         return self.weights + self.gradients + self.optimizer + max(self.activations + self.buffers, self.at_update)
 
     @property
     def largest(self) -> str:
-        """The term with the most bytes."""
+        """Name of the largest term."""
         terms = {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "activations", "buffers")}
         if self.at_update > self.activations + self.buffers:
             terms["at_update"] = self.at_update
@@ -84,117 +91,119 @@ class RankMemory:
 def memory(
     shape: ModelShape,
     mapping: Mapping,
-    load: Load,
+    load: Workload,
     global_batch: int,
-    policy: Policy = POLICY,
+    policy: MemoryPolicy = DEFAULT_POLICY,
     host: int | None = None,
-) -> tuple[RankMemory, ...]:
-    """What the ranks of each pipeline position hold, in order of positions.
+) -> tuple[PositionMemory, ...]:
+    """Return the memory of the ranks of each pipeline position, in order of positions.
 
     Args:
         global_batch: sequences of a step.
-        host: accelerators of one host; None: all are on one.
+        policy: choices that are not part of the mapping.
+        host: accelerators of a host. None: all ranks are on one host.
 
     Raises:
-        ConfigError: the batch cannot be cut so, or the schedule cannot run with these stages or micro-batches.
+        ConfigError: the batch is not divisible, or the schedule does not support the stages or micro-batches.
     """
     parallel, micro_batches = mapping.parallel, mapping.micro_batches(global_batch)
     schedule = mapping.schedule
     stages_of = _layout(shape.layers, shape.dense_layers, parallel.pp, schedule, mapping.virtual)
     split = mapping.splits
-    moments_of = moments(schedule, parallel.pp, mapping.virtual, micro_batches)
+    peaks_of = in_flight_peaks(schedule, parallel.pp, mapping.virtual, micro_batches)
     size = load.size
-    sharding = mapping.sharding if parallel.world > 1 else "replicate"  # on one rank there is nobody to share with
+    sharding = mapping.sharding if parallel.world > 1 else "replicate"
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
-    keeping = Keeping(parallel, sharding, size, policy.optimizer, policy.momentum, partial, policy.cut_shared)
+    keeping = FixedMemoryModel(parallel, sharding, size, policy.optimizer, policy.momentum, partial, policy.cut_shared)
     fixed = fixed_parts(shape, keeping)
     tokens = _tokens(mapping, load)
-    estimate = _estimate(shape, size, parallel.tp, mapping.recompute, load.busiest(parallel.ep), parallel.etp)
-    halfway = gradients_between(estimate, mapping.fuses) if split else (0.0, 0.0)
+    estimate = _estimate(shape, size, parallel.tp, mapping.recompute, rows=load.busiest(parallel.ep), etp=parallel.etp)
+    halfway = split_gradient_bytes(estimate, mapping.fuses) if split else (0.0, 0.0)
     losses = estimate.loss(math.ceil(tokens)) * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
     buffers = _Buffers.of(shape, mapping, load, size, host)
-    every: dict[tuple[Parts, int], tuple[Fixed, float, int]] = {}
-    found = []
-    for position, ((parts, stages), some) in enumerate(zip(stages_of, moments_of, strict=True)):
+    every: dict[tuple[StageContents, int], tuple[FixedMemory, float, int]] = {}
+    memories = []
+    for position, ((parts, stages), peaks) in enumerate(zip(stages_of, peaks_of, strict=True)):
         if (parts, len(stages)) not in every:
-            has = (parts.dense, parts.moe)
-            largest = max((one.params for one, layers in zip(fixed, has, strict=False) if layers), default=0)
+            layers = (parts.dense, parts.moe)
+            largest = max((one.params for one, count in zip(fixed, layers, strict=False) if count), default=0)
             every[parts, len(stages)] = (
                 fixed_of(parts, fixed, gathered),
-                parts.last * losses + tokens * estimate.again(*has),
+                parts.last * losses + tokens * estimate.recomputed(*layers),
                 round(buffers.at(parts, len(stages)) + (MASTER * largest if partial else 0)),
             )
-        held, beside, passing = every[parts, len(stages)]
-        activations, waiting = most_kept(estimate, stages, some, halfway)
-        found.append(
-            RankMemory(
+        held, base_activations, layer_buffers = every[parts, len(stages)]
+        activations, between_halves = peak_saved(estimate, stages, peaks, halfway)
+        memories.append(
+            PositionMemory(
                 position,
                 held.params,
                 held.weights,
                 held.gradients,
                 held.optimizer,
-                round(beside + tokens * activations),
-                passing + round(tokens * waiting),
+                round(base_activations + tokens * activations),
+                layer_buffers + round(tokens * between_halves),
                 held.at_update,
             )
         )
-    return tuple(found)
+    return tuple(memories)
 
 
-def most_kept(
-    estimate: Activations, stages: Sequence[Parts], moments: Sequence[Moment], halfway: tuple[float, float]
+def peak_saved(
+    estimate: ActivationMemory, stages: Sequence[StageContents], peaks: Sequence[InFlight], halfway: tuple[float, float]
 ) -> tuple[float, float]:
-    """Bytes per token on a rank with these stages when it holds the most: what forward left, and what the first halves
-    of split backward passes left (``halfway``, of a dense and of an MoE layer)."""
-    flying = [estimate.kept(dense, moe, last) for dense, moe, _, last in stages]
+    """Return the peak bytes per token on a rank with these stages.
+
+    The first number counts activations saved by forward passes. The second counts gradients saved by the first halves
+    of split backward passes, given ``halfway``: their bytes for a dense layer and for an MoE layer.
+    """
+    saved = [estimate.saved(dense, moe, last) for dense, moe, _, last in stages]
     between = [dense * halfway[0] + moe * halfway[1] for dense, moe, _, _ in stages]
-    return max(((sum(map(mul, n, flying)), sum(map(mul, late, between))) for n, late in moments), key=sum)
+    return max(((sum(map(mul, n, saved)), sum(map(mul, late, between))) for n, late in peaks), key=sum)
 
 
-def worst(memories: Sequence[RankMemory]) -> RankMemory:
-    """The position whose ranks hold the most."""
+def fullest(memories: Sequence[PositionMemory]) -> PositionMemory:
+    """Return the position whose ranks hold the most."""
     return max(memories, key=lambda one: one.total)
 
 
 @lru_cache(maxsize=4096)
 def _layout(
     layers: int, dense: int, pp: int, schedule: str, virtual: int
-) -> tuple[tuple[Parts, tuple[Parts, ...]], ...]:
-    """By position, what all of its stages hold, and each of them."""
+) -> tuple[tuple[StageContents, tuple[StageContents, ...]], ...]:
+    """Return the contents of each position: the total over its stages, and each stage."""
     plan = plan_stages(layers, pp, schedule, virtual=virtual)
-    found = []
+    result = []
     for rank in range(pp):
         stages = []
         for stage in plan.stages_of(rank):
             ids = plan.layers_of(stage)
             early = sum(layer < dense for layer in ids)
-            stages.append(Parts(early, len(ids) - early, int(plan.is_first(stage)), int(plan.is_last(stage))))
-        found.append((Parts(*map(sum, zip(*stages, strict=True))), tuple(stages)))
-    return tuple(found)
+            stages.append(StageContents(early, len(ids) - early, int(plan.is_first(stage)), int(plan.is_last(stage))))
+        result.append((StageContents(*map(sum, zip(*stages, strict=True))), tuple(stages)))
+    return tuple(result)
 
 
 # ---- activations and buffers
 
 
-def _tokens(mapping: Mapping, load: Load) -> float:
-    """A rank's own of a micro-batch."""
+def _tokens(mapping: Mapping, load: Workload) -> float:
+    """Return the tokens of a micro-batch on one rank."""
     return mapping.micro_batch * load.seq_len / (mapping.parallel.cp * mapping.parallel.tp)
 
 
-@lru_cache(maxsize=4096)
-def _estimate(shape: ModelShape, size: int, tp: int, recompute: Recompute, rows: float, etp: int) -> Activations:
-    return Activations(shape, size, tp, recompute, rows=rows, etp=etp)
+_estimate = lru_cache(maxsize=4096)(ActivationMemory)
 
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Bytes that are there while one layer runs, beside what is kept.
+    """Bytes of buffers that are allocated while one layer runs.
 
-    dispatch: what goes out and what comes back (``_dispatched``); nothing if experts are all here.
-    moe, dense: gradients of a layer's feed-forward block on their way back: of rows in and out, and of what lies
-    between them. gathered: input of a block over tp, and its gradient. swapped: queries, keys and values over cp,
-    before and after. hop: a micro-batch's activations for one neighbour in the pipeline, there and its gradients back.
+    dispatch: sent and received rows (``_dispatched``); 0 if the rank has all experts. moe, dense: gradients of a
+    feed-forward block: of its input, output and intermediate activations. gathered: input of a block gathered over tp,
+    and its gradient. swapped: queries, keys and values before and after the all-to-all over cp. hop: activations of a
+    micro-batch sent to one neighbour in the pipeline, and the received gradients.
     """
 
     dispatch: float
@@ -205,7 +214,7 @@ class _Buffers:
     hop: float
 
     @classmethod
-    def of(cls, shape: ModelShape, mapping: Mapping, load: Load, size: int, host: int | None) -> _Buffers:
+    def of(cls, shape: ModelShape, mapping: Mapping, load: Workload, size: int, host: int | None) -> _Buffers:
         p, tokens = mapping.parallel, _tokens(mapping, load)
         row = shape.hidden * size
         rows = tokens * shape.chosen * load.busiest(p.ep) * p.etp
@@ -220,18 +229,18 @@ class _Buffers:
             hop=2 * tokens * row,
         )
 
-    def at(self, parts: Parts, stages: int) -> float:
-        """Of the largest layer at a position of so many stages, and between these and their neighbours."""
+    def at(self, parts: StageContents, stages: int) -> float:
+        """Return the bytes of the largest layer of a position, and of transfers to and from its ``stages`` stages."""
         layer = max(self.dispatch + self.moe if parts.moe else 0.0, self.dense if parts.dense else 0.0, self.swapped)
         return self.gathered + layer + self.hop * (2 * stages - parts.first - parts.last)
 
 
-def _dispatched(shape: ModelShape, mapping: Mapping, load: Load, size: int, host: int | None) -> float:
-    """Rows for each token of a rank that are there beside the experts' own, of dispatch and of combine together.
+def _dispatched(shape: ModelShape, mapping: Mapping, load: Workload, size: int, host: int | None) -> float:
+    """Return buffer rows per token of a rank, in addition to the experts' rows, of dispatch and combine together.
 
-    all_to_all: rows sent and received, twice. all_gather: every rank's tokens and the rows picked from them; then rows
-    there and here, or as sums both in fp32. hierarchical: twice rows sent and received inside the host, these in their
-    places, and copies from other hosts.
+    all_to_all: sent and received rows, twice. all_gather: the tokens of all ranks and the rows selected from them; for
+    combine, sent and received rows, or partial sums of both in fp32. hierarchical: sent and received rows inside the
+    host, sorted received rows, and copies from other hosts, twice.
     """
     p, kept = mapping.parallel, min(1.0, load.capacity or 1.0)
     ranks = p.ep * p.etp
@@ -241,5 +250,5 @@ def _dispatched(shape: ModelShape, mapping: Mapping, load: Load, size: int, host
         return ranks + rows + (SUM_BYTES / size * (ranks + rows) if sums else sent + rows)
     hosts = 1 if host is None else -(-ranks // host)
     if mapping.dispatcher == "hierarchical" and hosts > 1:
-        return 2 * (sent + 2 * rows + copies(shape, hosts, kept))
+        return 2 * (sent + 2 * rows + remote_copies(shape, hosts, kept))
     return 2 * (sent + rows)

@@ -1,4 +1,4 @@
-"""Models by name. Every number is from the source beside it; what a source leaves open is said to be assumed."""
+"""Named MoE models. The source of each number is next to it; numbers without a source are marked as assumed."""
 
 from __future__ import annotations
 
@@ -6,283 +6,120 @@ from dataclasses import replace
 
 from moe_comm.plan.model.shape import Latent, ModelShape
 
-# https://huggingface.co/mistralai/Mixtral-8x7B-v0.1 config.json; arXiv 2401.04088, table 1. 46.7 B, 12.9 B active.
-_MIXTRAL_8X7B = ModelShape(
-    "mixtral-8x7b",
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=32000,
-    experts=8,
-    top_k=2,
-    ffn=14336,
-)
+# Positional arguments: name, layers, hidden, heads, kv_heads, head_dim, vocab, experts, top_k, ffn, shared_ffn.
 
-# https://huggingface.co/mistralai/Mixtral-8x22B-Instruct-v0.1 config.json. 140.6 B, 39.2 B active.
-_MIXTRAL_8X22B = ModelShape(
-    "mixtral-8x22b",
-    layers=56,
-    hidden=6144,
-    heads=48,
-    kv_heads=8,
-    head_dim=128,
-    vocab=32768,  # of the instruct model's tokenizer; the base model's has 32000
-    experts=8,
-    top_k=2,
-    ffn=16384,
-)
-
-# arXiv 2504.14960, section 4: each expert of the above split in eight, top-8: a token goes through as much as one of
-# them has, and uses 22 B parameters.
-_MIXTRAL_8X22B_G8T8 = replace(_MIXTRAL_8X22B, name="mixtral-8x22b-g8t8", experts=64, top_k=8, ffn=2048)
+# https://huggingface.co/mistralai/Mixtral-8x22B-Instruct-v0.1 config.json. 140.6 B, 39.2 B active. The vocabulary is
+# the instruct model's; the base model has 32000.
+_MIXTRAL_8X22B = ModelShape("mixtral-8x22b", 56, 6144, 48, 8, 128, 32768, 8, 2, 16384)
 
 # https://huggingface.co/Qwen/Qwen2-57B-A14B config.json; arXiv 2407.10671, table 1. 57.4 B, 14.2 B active.
 _QWEN2_57B = ModelShape(
-    "qwen2-57b-a14b",
-    layers=28,
-    hidden=3584,
-    heads=28,
-    kv_heads=4,
-    head_dim=128,
-    vocab=151936,
-    experts=64,
-    top_k=8,
-    ffn=2560,
-    shared_ffn=20480,
-    qkv_bias=True,
-    shared_gate=True,
-)
-
-# https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B config.json. 14.3 B, 2.7 B active.
-_QWEN15_MOE = ModelShape(
-    "qwen1.5-moe-a2.7b",
-    layers=24,
-    hidden=2048,
-    heads=16,
-    kv_heads=16,
-    head_dim=128,
-    vocab=151936,
-    experts=60,
-    top_k=4,
-    ffn=1408,
-    shared_ffn=5632,
-    qkv_bias=True,
-    shared_gate=True,
-)
-
-# arXiv 2504.14960, section 4: Llama-3-70B (arXiv 2407.21783, table 3) upcycled to eight of its feed-forward blocks.
-_LLAMA3_8X70B = ModelShape(
-    "llama3-8x70b",
-    layers=80,
-    hidden=8192,
-    heads=64,
-    kv_heads=8,
-    head_dim=128,
-    vocab=128256,
-    experts=8,
-    top_k=2,
-    ffn=28672,
+    "qwen2-57b-a14b", 28, 3584, 28, 4, 128, 151936, 64, 8, 2560, 20480, qkv_bias=True, shared_gate=True
 )
 
 # https://huggingface.co/Qwen/Qwen3-30B-A3B config.json; arXiv 2505.09388, table 2. 30.5 B, 3.3 B active.
-_QWEN3_30B = ModelShape(
-    "qwen3-30b-a3b",
-    layers=48,
-    hidden=2048,
-    heads=32,
-    kv_heads=4,
-    head_dim=128,
-    vocab=151936,
-    experts=128,
-    top_k=8,
-    ffn=768,
-    qk_norm="head",
-)
+_QWEN3_30B = ModelShape("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 151936, 128, 8, 768, qk_norm="head")
 
-# https://huggingface.co/Qwen/Qwen3-235B-A22B config.json; arXiv 2505.09388, table 2. 235 B, 22 B active.
-_QWEN3_235B = replace(_QWEN3_30B, name="qwen3-235b-a22b", layers=94, hidden=4096, heads=64, ffn=1536)
-
-# https://huggingface.co/deepseek-ai/DeepSeek-V3 config.json; arXiv 2412.19437, section 4.2. 671 B, 37 B active; its
-# layer for multi-token prediction is no part of either.
-_DEEPSEEK_V3 = ModelShape(
-    "deepseek-v3",
-    layers=61,
-    hidden=7168,
-    heads=128,
-    kv_heads=128,
-    head_dim=192,
-    vocab=129280,
-    experts=256,
-    top_k=8,
-    ffn=2048,
-    shared_ffn=2048,
-    dense_layers=3,
-    dense_ffn=18432,
-    latent=Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
-    groups=8,
-    top_groups=4,
-)
-
-# https://huggingface.co/deepseek-ai/deepseek-moe-16b-base config.json; arXiv 2401.06066. 16.4 B, 2.8 B active.
-_DEEPSEEK_MOE_16B = ModelShape(
-    "deepseek-moe-16b",
-    layers=28,
-    hidden=2048,
-    heads=16,
-    kv_heads=16,
-    head_dim=128,
-    vocab=102400,
-    experts=64,
-    top_k=6,
-    ffn=1408,
-    shared_ffn=2 * 1408,
-    dense_layers=1,
-    dense_ffn=10944,
-)
-
-# MegaScale-MoE, arXiv 2505.11432, table 2, which has neither vocabulary nor shared experts. Assumed: one shared expert
-# of a routed one's width, for it takes that to reach the 352 B and the model FLOPs behind its reported utilisation; and
-# the 64,000 words of the same authors' MegaScale (arXiv 2402.15627, section 6), 0.15 % of all parameters.
-_MEGASCALE_352B = ModelShape(
-    "megascale-moe-352b",
-    layers=60,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=64000,
-    experts=32,
-    top_k=3,
-    ffn=14336,
-    shared_ffn=14336,
-)
-
-# arXiv 2411.02265, table 1 (Hunyuan-Large). 389 B, 52 B active. Its layers share keys and values two by two, which
-# saves 0.03 % of the parameters and is not counted.
-_HUNYUAN_LARGE = ModelShape(
-    "hunyuan-large",
-    layers=64,
-    hidden=6400,
-    heads=80,
-    kv_heads=8,
-    head_dim=80,
-    vocab=128512,
-    experts=16,
-    top_k=1,
-    ffn=18304,
-    shared_ffn=18304,
-    tie=True,
-    qk_norm="head",
-)
-
-# https://huggingface.co/microsoft/Phi-3.5-MoE-instruct config.json. 41.9 B, 6.6 B active.
-_PHI35_MOE = ModelShape(
-    "phi3.5-moe",
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=32064,
-    experts=16,
-    top_k=2,
-    ffn=6400,
-    qkv_bias=True,
-    out_bias=True,
-)
-
-# https://huggingface.co/allenai/OLMoE-1B-7B-0924 config.json; arXiv 2409.02060. 6.9 B, 1.3 B active.
-_OLMOE = ModelShape(
-    "olmoe-1b-7b",
-    layers=16,
-    hidden=2048,
-    heads=16,
-    kv_heads=16,
-    head_dim=128,
-    vocab=50304,
-    experts=64,
-    top_k=8,
-    ffn=1024,
-    qk_norm="full",
-)
-
-# https://huggingface.co/openai/gpt-oss-120b config.json; arXiv 2508.10925, table 1. 116.8 B, 5.1 B active.
-_GPT_OSS_120B = ModelShape(
-    "gpt-oss-120b",
-    layers=36,
-    hidden=2880,
-    heads=64,
-    kv_heads=8,
-    head_dim=64,
-    vocab=201088,
-    experts=128,
-    top_k=4,
-    ffn=2880,
-    qkv_bias=True,
-    out_bias=True,
-    router_bias=True,
-    expert_bias=True,
-    window=128,
-    full_layers=18,
-    layer_vectors=64,  # sinks
-)
-
-# https://huggingface.co/meituan-longcat/LongCat-Flash-Chat config.json; arXiv 2509.01322. 560 B, of which a token uses
-# 27 B on average.
-_LONGCAT_FLASH = ModelShape(
-    "longcat-flash",
-    layers=28,
-    hidden=6144,
-    heads=64,
-    kv_heads=64,
-    head_dim=192,
-    vocab=131072,
-    experts=512,
-    top_k=12,
-    ffn=2048,
-    dense_ffn=12288,
-    latent=Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
-    zero_experts=256,
-    shortcut=True,
-)
-
-# https://huggingface.co/xai-org/grok-1 config.json, with the 128,256 words of the tokenizer that it is measured with
-# (NVIDIA/dgxc-benchmarking, grok1). 314 B.
-_GROK_1 = ModelShape(
-    "grok-1",
-    layers=64,
-    hidden=6144,
-    heads=48,
-    kv_heads=8,
-    head_dim=128,
-    vocab=128256,
-    experts=8,
-    top_k=2,
-    ffn=32768,
-)
+# https://huggingface.co/deepseek-ai/DeepSeek-V3 config.json; arXiv 2412.19437, section 4.2.
+_DEEPSEEK_LATENT = Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        _MIXTRAL_8X7B,
+        # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1 config.json; arXiv 2401.04088, table 1. 46.7 B, 12.9 B
+        # active.
+        ModelShape("mixtral-8x7b", 32, 4096, 32, 8, 128, 32000, 8, 2, 14336),
         _MIXTRAL_8X22B,
-        _MIXTRAL_8X22B_G8T8,
-        _QWEN15_MOE,
+        # arXiv 2504.14960, section 4: each expert of Mixtral 8x22B is split into eight, top-8. The FLOPs per token are
+        # the same and a token uses 22 B parameters.
+        replace(_MIXTRAL_8X22B, name="mixtral-8x22b-g8t8", experts=64, top_k=8, ffn=2048),
+        # https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B config.json. 14.3 B, 2.7 B active.
+        ModelShape(
+            "qwen1.5-moe-a2.7b", 24, 2048, 16, 16, 128, 151936, 60, 4, 1408, 5632, qkv_bias=True, shared_gate=True
+        ),
         _QWEN2_57B,
-        _LLAMA3_8X70B,
+        # arXiv 2504.14960, section 4: Llama-3-70B (arXiv 2407.21783, table 3) upcycled to eight of its feed-forward
+        # blocks.
+        ModelShape("llama3-8x70b", 80, 8192, 64, 8, 128, 128256, 8, 2, 28672),
         _QWEN3_30B,
-        _QWEN3_235B,
-        _DEEPSEEK_MOE_16B,
-        _DEEPSEEK_V3,
-        _MEGASCALE_352B,
-        _HUNYUAN_LARGE,
-        _PHI35_MOE,
-        _OLMOE,
-        _GPT_OSS_120B,
-        _LONGCAT_FLASH,
-        _GROK_1,
+        # https://huggingface.co/Qwen/Qwen3-235B-A22B config.json; arXiv 2505.09388, table 2. 235 B, 22 B active.
+        replace(_QWEN3_30B, name="qwen3-235b-a22b", layers=94, hidden=4096, heads=64, ffn=1536),
+        # https://huggingface.co/deepseek-ai/deepseek-moe-16b-base config.json; arXiv 2401.06066. 16.4 B, 2.8 B active.
+        ModelShape(
+            "deepseek-moe-16b", 28, 2048, 16, 16, 128, 102400, 64, 6, 1408, 2 * 1408, dense_layers=1, dense_ffn=10944
+        ),
+        # 671 B, 37 B active, without the layer for multi-token prediction.
+        ModelShape(
+            "deepseek-v3",
+            61,
+            7168,
+            128,
+            128,
+            192,
+            129280,
+            256,
+            8,
+            2048,
+            2048,
+            dense_layers=3,
+            dense_ffn=18432,
+            latent=_DEEPSEEK_LATENT,
+            groups=8,
+            top_groups=4,
+        ),
+        # MegaScale-MoE, arXiv 2505.11432, table 2, which states neither the vocabulary nor shared experts. Assumed: one
+        # shared expert with the width of a routed one, which the stated 352 B and the model FLOPs behind the MFU
+        # require; and the vocabulary of 64,000 of the same authors' MegaScale (arXiv 2402.15627, section 6), 0.15 % of
+        # all parameters.
+        ModelShape("megascale-moe-352b", 60, 4096, 32, 8, 128, 64000, 32, 3, 14336, 14336),
+        # arXiv 2411.02265, table 1 (Hunyuan-Large). 389 B, 52 B active. Pairs of layers share keys and values, which is
+        # not modelled: it saves 0.03 % of the parameters.
+        ModelShape("hunyuan-large", 64, 6400, 80, 8, 80, 128512, 16, 1, 18304, 18304, tie=True, qk_norm="head"),
+        # https://huggingface.co/microsoft/Phi-3.5-MoE-instruct config.json. 41.9 B, 6.6 B active.
+        ModelShape("phi3.5-moe", 32, 4096, 32, 8, 128, 32064, 16, 2, 6400, qkv_bias=True, out_bias=True),
+        # https://huggingface.co/allenai/OLMoE-1B-7B-0924 config.json; arXiv 2409.02060. 6.9 B, 1.3 B active.
+        ModelShape("olmoe-1b-7b", 16, 2048, 16, 16, 128, 50304, 64, 8, 1024, qk_norm="full"),
+        # https://huggingface.co/openai/gpt-oss-120b config.json; arXiv 2508.10925, table 1. 116.8 B, 5.1 B active.
+        ModelShape(
+            "gpt-oss-120b",
+            36,
+            2880,
+            64,
+            8,
+            64,
+            201088,
+            128,
+            4,
+            2880,
+            qkv_bias=True,
+            out_bias=True,
+            router_bias=True,
+            expert_bias=True,
+            window=128,
+            full_layers=18,
+            layer_vectors=64,  # sinks
+        ),
+        # https://huggingface.co/meituan-longcat/LongCat-Flash-Chat config.json; arXiv 2509.01322. 560 B; a token uses
+        # 27 B on average.
+        ModelShape(
+            "longcat-flash",
+            28,
+            6144,
+            64,
+            64,
+            192,
+            131072,
+            512,
+            12,
+            2048,
+            dense_ffn=12288,
+            latent=_DEEPSEEK_LATENT,
+            zero_experts=256,
+            shortcut=True,
+        ),
+        # https://huggingface.co/xai-org/grok-1 config.json, with the vocabulary of 128,256 of the tokenizer used in
+        # measurements (NVIDIA/dgxc-benchmarking, grok1). 314 B.
+        ModelShape("grok-1", 64, 6144, 48, 8, 128, 128256, 8, 2, 32768),
     )
 }
-"""Those with experts."""
+"""Models with experts."""

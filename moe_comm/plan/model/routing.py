@@ -1,9 +1,9 @@
-"""To how many hosts a token's rows go: the mean number of different hosts that have experts of it.
+"""Mean number of hosts that hold experts of a token.
 
-Experts stand host after host, and routing is even: all choices of K among E experts are as likely. A host with e of
-them is missed by C(E - e, K) / C(E, K) of the tokens. Group-limited routing (DeepSeek-V3, arXiv 2412.19437, section
-2.1.2) chooses M of G groups of experts first, all choices as likely, then K experts of these: a host is missed if none
-of its groups is chosen, or none of its experts in those that are.
+Experts are distributed over hosts in order, and routing is uniform: all choices of K among E experts are equally
+likely. A host with e experts is not reached by C(E - e, K) / C(E, K) of the tokens. Group-limited routing (DeepSeek-V3,
+arXiv 2412.19437, section 2.1.2) first chooses M of G groups of experts uniformly, and then K experts of these groups. A
+host is not reached if none of its groups is chosen, or none of its experts in the chosen groups.
 """
 
 from __future__ import annotations
@@ -16,55 +16,54 @@ from moe_comm.plan.model.mapping import Dispatcher
 from moe_comm.plan.model.shape import ModelShape
 
 SUM_BYTES = 4
-"""Of an element of all_gather's sums."""
+"""Bytes of an element of all_gather's partial sums."""
 
 
 @lru_cache(maxsize=4096)
-def hosts_reached(shape: ModelShape, hosts: int, kept: float = 1.0) -> float:
-    """Different hosts, of ``hosts``, that have experts of a token, on average.
+def hosts_reached(shape: ModelShape, hosts: int, kept_fraction: float = 1.0) -> float:
+    """Return the mean number of hosts, of ``hosts``, that hold experts of a token.
 
-    Args:
-        kept: share of slots that find room in their expert; a host whose slots are all dropped is not reached.
+    ``kept_fraction`` of the slots are not dropped. A host is not reached if all of its slots are dropped.
     """
     ends = [shape.experts * host // hosts for host in range(hosts + 1)]
-    return sum(1 - _missed(shape, range(*both), kept) for both in pairwise(ends))
+    return sum(1 - _missed(shape, range(*both), kept_fraction) for both in pairwise(ends))
 
 
-def copies(shape: ModelShape, hosts: int, kept: float) -> float:
-    """Of a token on hosts that are not its own."""
-    return hosts_reached(shape, hosts, kept) * (hosts - 1) / hosts
+def remote_copies(shape: ModelShape, hosts: int, kept_fraction: float) -> float:
+    """Return the mean number of other hosts that a token is sent to."""
+    return hosts_reached(shape, hosts, kept_fraction) * (hosts - 1) / hosts
 
 
 def sends_sums(dispatcher: Dispatcher, shape: ModelShape, ranks: int, size: int) -> bool:
-    """Whether sums come back, and not each row. ranks: "ep", that share the experts. size: bytes of an element."""
+    """Return whether combine sends sums instead of rows. ``ranks``: ep degree. ``size``: bytes of an element."""
     fewer = SUM_BYTES * ranks < shape.chosen * size
     return dispatcher == "hierarchical" or (dispatcher == "all_gather" and fewer)
 
 
-def _missed(shape: ModelShape, experts: range, kept: float) -> float:
-    """Share of tokens without a slot at any of ``experts``."""
+def _missed(shape: ModelShape, experts: range, kept_fraction: float) -> float:
+    """Return the share of tokens without a slot at any of ``experts``."""
     size = shape.experts // shape.groups
     groups = range(experts.start // size, -(-experts.stop // size))
     here = [min(experts.stop, (one + 1) * size) - max(experts.start, one * size) for one in groups]
-    # How many choices of groups leave so many of these groups, and of the experts, to be chosen from.
-    ways = {(0, 0): 1}
+    # For (chosen groups, experts in them): the number of choices among the groups that contain ``experts``.
+    choices = {(0, 0): 1}
     for count in here:
-        more = {(chosen + 1, left + count): number for (chosen, left), number in ways.items()}
-        ways = {key: ways.get(key, 0) + more.get(key, 0) for key in ways | more}
+        more = {(chosen + 1, left + count): number for (chosen, left), number in choices.items()}
+        choices = {key: choices.get(key, 0) + more.get(key, 0) for key in choices | more}
     others = shape.groups - len(here)
     every = comb(shape.groups, shape.top_groups)
     pool = shape.top_groups * size + shape.zero_experts
-    found = 0.0
-    for (chosen, left), number in ways.items():
+    missed = 0.0
+    for (chosen, left), number in choices.items():
         if 0 <= shape.top_groups - chosen <= others:
             share = number * comb(others, shape.top_groups - chosen) / every
-            found += share * _none(pool, left, shape.top_k, 1 - kept)
-    return found
+            missed += share * _probability_of_none(pool, left, shape.top_k, 1 - kept_fraction)
+    return missed
 
 
-def _none(pool: int, marked: int, chosen: int, dropped: float) -> float:
-    """Chance that of ``chosen`` of a ``pool`` none is among the ``marked`` ones but those that are dropped."""
+def _probability_of_none(pool: int, marked: int, chosen: int, dropped: float) -> float:
+    """Return the probability that no choice, of ``chosen`` from ``pool``, is ``marked`` and not dropped."""
     most, every = min(marked, chosen) if dropped else 0, comb(pool, chosen)
-    # Whole numbers are divided before they meet a fraction: they may be larger than any of those.
-    ways = (comb(marked, some) * comb(pool - marked, chosen - some) / every for some in range(most + 1))
-    return sum(share * dropped**some for some, share in enumerate(ways))
+    # Divide the integers before multiplying with a float, because they can exceed the range of floats.
+    shares = (comb(marked, some) * comb(pool - marked, chosen - some) / every for some in range(most + 1))
+    return sum(share * dropped**some for some, share in enumerate(shares))

@@ -1,17 +1,17 @@
-"""What a model consists of: its matrices block by block, and from them parameters and FLOPs by operator.
+"""The shape of a model: its weight matrices block by block, and parameters and FLOPs by operator.
 
-A model is an embedding, layers and a head. A layer is blocks, each behind its norm:
+A model is an embedding, layers and a head. A layer consists of blocks, each with a norm in front:
 
     dense layer   attention, dense block
     MoE layer     attention, MoE block               (shortcut: two attentions, two dense blocks, MoE block)
 
-and a block is the matrices that a token is multiplied with. A matrix [K, N] of which a token goes through ``used``
-copies (top-k for experts) costs 2 K N ``used`` FLOPs a token in forward and twice that in backward, which is how MFU
-counts (PaLM, arXiv 2204.02311, appendix B); attention's scores cost a constant for each token attended to. Norms,
-softmax, the sorting of routing and recomputed work do not count.
+A block is a list of matrices. A matrix [K, N] of which a token uses ``used`` copies (top-k for experts) costs
+2 K N ``used`` FLOPs per token in forward and twice that in backward. This is how MFU counts FLOPs (PaLM, arXiv
+2204.02311, appendix B). Attention scores cost a constant per attended token. Norms, softmax, sorting and recomputation
+are not counted.
 
     shape = ModelShape.of(config)
-    shape.params, shape.active, shape.model_flops(seq_len)   # all parameters, those that one token uses, FLOPs a token
+    shape.params, shape.active, shape.model_flops(seq_len)   # parameters, parameters used by a token, FLOPs per token
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ LayerKind = Literal["moe", "dense"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer with experts, as far as its cost goes.
+    """The shape of a decoder-only transformer, with or without experts.
 
-    kv_heads, head_dim: ignored with ``latent``. experts: 0: none, and all layers are dense.
-    ffn: width of one expert. shared_ffn: of all shared experts of a layer together. dense_ffn: of a dense block.
-    dense_layers: how many layers, the first ones, have a dense block instead of experts.
-    gated: experts have three matrices (SwiGLU), not two. dense_gated: dense blocks have.
-    tie: the head is the embedding.
+    kv_heads, head_dim: ignored with ``latent``. experts: 0 means that all layers are dense.
+    ffn: width of one expert. shared_ffn: total width of the shared experts. dense_ffn: width of a dense block.
+    dense_layers: number of leading layers with a dense block instead of experts.
+    gated, dense_gated: experts, dense blocks have three matrices (SwiGLU) instead of two.
+    tie: the head shares its weight with the embedding.
     qk_norm, qkv_bias, out_bias, router_bias, expert_bias, shared_gate: small vectors, as in ``moe_comm.layers``.
-    window: a token sees this many tokens, itself included; None: all before it. full_layers: layers without window.
-    zero_experts: zero-computation experts that the router can choose beside the real ones.
-    groups, top_groups: a token's experts are all in the best ``top_groups`` of so many equal groups (DeepSeek-V3).
-    parallel_block: attention and feed-forward read one norm's output. shortcut: LongCat-Flash's layer.
-    layer_vectors: elements of a layer's other vectors: norms behind blocks, norms' biases, attention's sinks.
-    head_vectors: of the final norm's and the head's biases.
+    window: number of tokens, including itself, that a token attends to; None: all preceding ones. full_layers: number
+        of layers without a window.
+    zero_experts: number of zero-computation experts, in addition to ``experts``.
+    groups, top_groups: a token's experts are in the best ``top_groups`` of ``groups`` equal groups (DeepSeek-V3).
+    parallel_block: attention and feed-forward share one norm. shortcut: the layer of LongCat-Flash.
+    layer_vectors: elements of other vectors of a layer: additional norms, norm biases, attention sinks.
+    head_vectors: elements of the biases of the final norm and the head.
     """
 
     name: str
@@ -92,8 +93,8 @@ class ModelShape:
             one = self.latent
             widths = (1 if one.q_rank is None else one.q_rank, one.kv_rank, one.nope_dim, one.rope_dim, one.v_dim)
             self._check(min(widths) >= 1, "widths of latent attention must be at least 1")
-        self._check(0 <= self.dense_layers <= self.layers, "dense_layers must be among the layers")
-        self._check(0 <= self.full_layers <= self.layers, "full_layers must be among the layers")
+        self._check(0 <= self.dense_layers <= self.layers, "dense_layers must be from 0 to the number of layers")
+        self._check(0 <= self.full_layers <= self.layers, "full_layers must be from 0 to the number of layers")
         self._check(self.window is None or self.window >= 1, "window must be at least 1, or None")
         self._check(min(self.shared_ffn, self.dense_ffn, self.zero_experts) >= 0, "widths cannot be negative")
         self._check(min(self.layer_vectors, self.head_vectors) >= 0, "vectors cannot be negative")
@@ -107,18 +108,18 @@ class ModelShape:
             self._check(self.top_k <= chosen_from, "top_groups have fewer experts than top_k")
             self._check(self.ffn >= 1, "ffn, the width of an expert, must be at least 1")
         if self.dense_layers or self.shortcut:
-            self._check(self.dense_ffn >= 1, "dense blocks need dense_ffn, their width")
+            self._check(self.dense_ffn >= 1, "dense blocks need a dense_ffn, their width")
         self._check(not (self.shortcut and self.parallel_block), "shortcut and parallel_block exclude each other")
 
-    def _check(self, fine: bool, what: str) -> None:
-        if not fine:
-            raise ConfigError(f"model {self.name}: {what}; got {self}")
+    def _check(self, valid: bool, message: str) -> None:
+        if not valid:
+            raise ConfigError(f"model {self.name}: {message}; got {self}")
 
     @classmethod
     def of(cls, config: TransformerConfig, name: str = "model") -> Self:
-        """The shape of a model of ``moe_comm.layers``. Dense layers are counted as if they were the first ones."""
+        """Return the shape of a model of ``moe_comm.layers``. Its dense layers count as if they were the first ones."""
         attention, moe = config.attention, config.moe
-        # Groups of a router also hold zero-computation experts; here they hold real ones.
+        # The router's groups include zero-computation experts; the groups here do not.
         grouped = not moe.num_experts % moe.router.num_groups
         return cls(
             name=name,
@@ -155,37 +156,37 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return self.layers - self.dense_layers
 
     @property
     def score_dim(self) -> int:
-        """Width of one head's queries and keys."""
+        """Width of the queries and keys of a head."""
         return self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
 
     @property
     def value_dim(self) -> int:
-        """Width of one head's values."""
+        """Width of the values of a head."""
         return self.head_dim if self.latent is None else self.latent.v_dim
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values that attention's kernel reads; ``heads`` with ``latent``."""
+        """Number of key and value heads that the attention kernel reads; ``heads`` with ``latent``."""
         return self.kv_heads if self.latent is None else self.heads
 
     @property
     def qkv_width(self) -> int:
-        """Elements per token of queries, keys and values together, as attention's kernel reads them."""
+        """Elements per token of the queries, keys and values that the attention kernel reads."""
         return (self.heads + self.key_heads) * self.score_dim + self.key_heads * self.value_dim
 
     @property
     def chosen(self) -> float:
-        """Real experts per token, on average; ``top_k`` unless there are zero-computation ones."""
+        """Mean number of real experts per token: ``top_k`` unless there are zero-computation experts."""
         every = self.experts + self.zero_experts
         return self.top_k * (self.experts / every) if every else 0
 
     def kind(self, layer: int) -> LayerKind:
-        """Kind of the layer with this id, from 0."""
+        """Return the kind of a layer, given its index from 0."""
         return "dense" if layer < self.dense_layers else "moe"
 
     # Blocks.
@@ -238,7 +239,7 @@ class ModelShape:
 
     @cached_property
     def moe_block(self) -> Block:
-        """Router, experts and shared experts. "up" of a gated expert is gate and up in one matrix."""
+        """Router, experts and shared experts. "up" of gated experts combines the gate and up projections."""
         hidden, parts = self.hidden, 2 if self.gated else 1
         routed = self.experts + self.zero_experts
         weights = [] if self.parallel_block or self.shortcut else [self._norm]
@@ -258,7 +259,7 @@ class ModelShape:
         return Block("moe", tuple(weights))
 
     def layer_blocks(self, kind: LayerKind) -> tuple[tuple[Block, int], ...]:
-        """The blocks of one layer of a kind, and how many of each it has."""
+        """Return the blocks of a layer of a kind, with the number of each."""
         if kind == "dense":
             return ((self.attention_block, 1), (self.dense_block, 1))
         if self.shortcut:
@@ -266,7 +267,7 @@ class ModelShape:
         return ((self.attention_block, 1), (self.moe_block, 1))
 
     def blocks(self, kind: LayerKind | None = None) -> tuple[tuple[Block, int], ...]:
-        """The blocks of one layer of a kind, or (None) of the whole model, and how many of each there are."""
+        """Return the blocks of a layer of a kind, or of the model (None), with the number of each."""
         if kind is not None:
             return self.layer_blocks(kind)
         layers: tuple[tuple[LayerKind, int], ...] = (("dense", self.dense_layers), ("moe", self.moe_layers))
@@ -276,7 +277,7 @@ class ModelShape:
     # Sums.
 
     def parameters(self, kind: LayerKind | None = None) -> dict[str, int]:
-        """Elements by family (see ``FAMILY``): of one layer of a kind, or (None) of the whole model."""
+        """Return the number of elements by family (``FAMILY``), of a layer of a kind or of the model (None)."""
         return summed(
             (FAMILY[operator], times * count)
             for block, times in self.blocks(kind)
@@ -284,7 +285,7 @@ class ModelShape:
         )
 
     def active_parameters(self) -> dict[str, float]:
-        """Elements by family that one token uses in the whole model."""
+        """Return the number of elements that a token uses, by family."""
         return summed(
             (FAMILY[weight.operator], times * weight.active)
             for block, times in self.blocks()
@@ -294,37 +295,39 @@ class ModelShape:
 
     @cached_property
     def params(self) -> int:
-        """Elements of the whole model; layers for multi-token prediction are no part of it."""
+        """Number of parameters, without layers for multi-token prediction."""
         return sum(times * block.params for block, times in self.blocks())
 
     @cached_property
     def active(self) -> int:
-        """Elements that one token uses, embedding and head included."""
+        """Number of parameters that a token uses, including embedding and head."""
         return round(sum(times * block.active for block, times in self.blocks()))
 
     def context(self, seq_len: int, causal: bool = True) -> float:
-        """Mean number of tokens that a token attends to, over all layers.
+        """Return the mean number of tokens that a token attends to, over all layers.
 
         Args:
-            causal: what a causal mask leaves, (seq_len + 1) / 2 or fewer under a window; False: all ``seq_len``.
+            seq_len: tokens of a sequence.
+            causal: count only what the causal mask and the window leave. False: all ``seq_len``.
 
         Raises:
             ConfigError: ``seq_len`` is less than 1.
         """
         if seq_len < 1:
-            raise ConfigError(f"sequences have at least 1 token; got {seq_len}")
+            raise ConfigError(f"seq_len must be at least 1; got {seq_len}")
         if not causal:
             return float(seq_len)
         full, window = (seq_len + 1) / 2, self.window
         if window is None or window >= seq_len:
             return full
-        # The first ``window`` tokens see 1, 2, .. window; all later ones see ``window``.
+        # The first ``window`` tokens attend to 1, 2, .. window tokens, all later ones to ``window``.
         narrow = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
         return narrow if not self.full_layers else narrow + (full - narrow) * self.full_layers / self.layers
 
     def flops_per_token(self, seq_len: int, causal: bool = True, kind: LayerKind | None = None) -> dict[str, float]:
-        """Forward FLOPs per token by operator ("qkv", "scores", "out", "router", "experts", "shared", "dense", "head";
-        those that there are): of one layer of a kind, or (None) of the whole model.
+        """Return the forward FLOPs per token by operator, of a layer of a kind or of the model (None).
+
+        The operators are "qkv", "scores", "out", "router", "experts", "shared", "dense" and "head".
 
         Raises:
             ConfigError: ``seq_len`` is less than 1.
@@ -337,7 +340,7 @@ class ModelShape:
         )
 
     def model_flops(self, seq_len: int, causal: bool = True) -> float:
-        """FLOPs per token in training, forward and backward, that MFU counts: three times forward; no recomputing."""
+        """Return the FLOPs per token of forward and backward that MFU counts: three times forward, no recomputation."""
         return (1 + BACKWARD) * sum(self.flops_per_token(seq_len, causal).values())
 
     @property

@@ -1,21 +1,20 @@
-"""What a pipeline that splits its backward passes keeps until the weights' halves have run.
+"""Memory of a pipeline that splits backward passes, between the input half and the weight half.
 
-All that forward left stays until then (``pipeline.in_flight`` counts for how many micro-batches), and beside it the
-gradients that the input's half came by, one for the result of
-each operator with weights, of which theirs are made. The first stage has none of these: its whole backward is there.
+Saved activations stay allocated until the weight half has run; ``pipeline.in_flight`` counts the micro-batches. In
+addition, the input half keeps the gradient of the output of each operator with weights, from which the weight half
+computes the weight gradients. The first stage keeps none of these, because it runs complete backward passes.
 """
 
 from __future__ import annotations
 
-from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.activations import ActivationMemory
 from moe_comm.plan.model.matrices import MASTER, Weight
 
 
-def gradients_between(estimate: Activations, fused: bool) -> tuple[float, float]:
-    """Bytes per token of a dense layer, and of an MoE layer, between the halves of its backward.
+def split_gradient_bytes(estimate: ActivationMemory, fused: bool) -> tuple[float, float]:
+    """Return the bytes per token of a dense layer and of an MoE layer between the halves of its backward.
 
-    Args:
-        fused: experts are fused with their transfers, and are several functions.
+    ``fused``: experts are fused with their transfers and consist of several autograd functions.
     """
     shape = estimate.shape
     dense, moe = (
@@ -28,18 +27,18 @@ def gradients_between(estimate: Activations, fused: bool) -> tuple[float, float]
     return dense, moe
 
 
-def _of(estimate: Activations, fused: bool, weight: Weight) -> float:
-    """Bytes per token of the gradient of one operator's result."""
+def _of(estimate: ActivationMemory, fused: bool, weight: Weight) -> float:
+    """Return the bytes per token of the gradient of one operator's output."""
     shape, size = estimate.shape, estimate.size
     if weight.operator == "experts":
         if not weight.product or (weight.name != "down" and not fused):
-            return 0.0  # a function of its own, in front of which the gradient of its result stands
+            return 0.0  # the experts are one autograd function, which keeps only the gradient of its output
         rows = shape.chosen * estimate.rows * estimate.etp
         return rows * size * (weight.n if weight.name == "down" else weight.n / estimate.etp)
     if weight.operator == "router":
         return MASTER * weight.n if weight.product else 0.0
     if weight.product:
-        # Where rows are scattered over tp behind it, they are those of the whole group.
+        # Rows that are reduce-scattered over tp afterwards are those of the tensor-parallel group.
         whole = weight.operator in ("out", "dense") and weight.name in ("out", "down")
         return float(size * weight.n * (estimate.tp if whole else 1))
     if weight.name == "norm" and weight.operator == "qkv" and shape.latent is None:

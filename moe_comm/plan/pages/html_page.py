@@ -1,6 +1,6 @@
-"""What the planner's pages have in common: one file of HTML with data, script and style, and nothing from the network.
+"""Shared parts of the planner's HTML pages: single files with data, script and style that need no network.
 
-They are made as a run's report is (``moe_comm.observe.report``). What comes from a run or a file is text, never markup.
+``moe_comm.observe.report`` renders them. Strings from runs and files are always escaped.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from moe_comm.observe.report.page import USE, document, embedded
 
 
 def make(script: str, title: str, heading: str, about: str, sections: Sequence[str], data: dict[str, Any]) -> str:
-    """A page.
+    """Return an HTML page.
 
-    Args:
-        script: the file beside this one that draws ``data``. title, heading, about: any text. sections: HTML.
+    ``script`` is a file in this folder that draws ``data``. ``sections`` are HTML; all other arguments are text.
 
     Raises:
         MissingDependency: plotly is not installed.
@@ -36,15 +35,11 @@ def make(script: str, title: str, heading: str, about: str, sections: Sequence[s
 
 
 def write(page: str, path: Path) -> None:
-    """Write a page to ``path``; a file that is there is replaced at once.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a page to ``path`` atomically. Raises OSError if the file cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".partial")
-    fresh.write_text(page, encoding="utf-8")
-    os.replace(fresh, path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(page, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _asset(name: str) -> str:

@@ -1,5 +1,5 @@
 "use strict";
-// What each panel of a plan draws.
+// Draw the panels of the plan page.
 
 const KINDS = { forward: 0, backward: 1, input: 1, weight: 3, "forward and backward": 6, "gradients and weights": 2, optimizer: 4 };
 const SCALE = { light: [[0, "#eef3fb"], [0.5, "#5b9bd5"], [1, "#08306b"]], dark: [[0, "#1c2633"], [0.5, "#3f7fbf"], [1, "#d7ecff"]] };
@@ -7,7 +7,7 @@ const legend = { orientation: "h", y: 1.01, yanchor: "bottom", x: 0, traceorder:
 const color = (number) => state.colors[number % state.colors.length];
 const labels = (count) => Array.from({ length: count }, (_, i) => `position ${i}`);
 
-// Rows from the top down, a label for each where there is room.
+// Rows from top to bottom, with labels if there is room.
 function rows(names) {
   return { type: "category", categoryorder: "array", categoryarray: names, autorange: "reversed", automargin: true, dtick: Math.ceil(names.length / 32), fixedrange: names.length < 3 };
 }
@@ -15,7 +15,7 @@ function rows(names) {
 function step({ data }) {
   const { positions, bars } = data.step, names = labels(positions);
   const traces = Object.entries(bars).map(([name, [rank, begin, seconds, micro, stage, passes]]) => ({
-    // Sums of gradients may go on beside passes: they are drawn on the lower half.
+    // Gradient sums can overlap with passes, so they are drawn on the lower half.
     type: "bar", orientation: "h", name, y: rank.map((one) => names[one]), base: begin, x: seconds,
     width: name === "gradients and weights" ? 0.4 : 0.92, offset: name === "gradients and weights" ? 0.06 : -0.46,
     marker: { color: color(KINDS[name]), line: { width: 0 } },

@@ -1,4 +1,4 @@
-"""A planned mapping as one file of HTML: its step, memory, bytes, and the mappings that it was chosen over."""
+"""An HTML page about a planned mapping: its step, memory, bytes, and the mappings that it was chosen over."""
 
 from __future__ import annotations
 
@@ -10,87 +10,87 @@ from typing import Any
 from moe_comm.observe.report.page import Panel, block, panel_section
 from moe_comm.plan.pages import html_page
 from moe_comm.plan.pages.page_data import SHOWN, data_of, label, table
-from moe_comm.plan.pages.timeline import Timeline
-from moe_comm.plan.search.question import Candidate, Question
-from moe_comm.plan.step.simulate import Simulated
+from moe_comm.plan.pages.timeline import StepTimeline
+from moe_comm.plan.search.request import PlanCandidate, PlanRequest
+from moe_comm.plan.step.simulate import SimulatedStep
 
 
 def write_page(
-    question: Question,
-    candidate: Candidate,
-    timeline: Timeline,
-    candidates: Sequence[Candidate],
+    request: PlanRequest,
+    candidate: PlanCandidate,
+    timeline: StepTimeline,
+    candidates: Sequence[PlanCandidate],
     path: Path,
-    simulated: Simulated | None = None,
+    simulated: SimulatedStep | None = None,
 ) -> None:
-    """Write the page about ``candidate``; it opens without a network.
+    """Write a self-contained page about ``candidate``.
 
     Args:
-        timeline: of the candidate's step.
-        candidates: of a search, the best first; the page says why the others lose. Empty: there was none.
-        simulated: with slow ranks, to show who waits for them.
+        timeline: the candidate's step.
+        candidates: the candidates of a search, the best first. Empty: there was no search.
+        simulated: the step with slow ranks.
 
     Raises:
         MissingDependency: plotly is not installed.
         OSError: the file cannot be written.
     """
-    html_page.write(render(question, candidate, timeline, candidates, simulated), path)
+    html_page.write(render(request, candidate, timeline, candidates, simulated), path)
 
 
 def render(
-    question: Question,
-    candidate: Candidate,
-    timeline: Timeline,
-    candidates: Sequence[Candidate],
-    simulated: Simulated | None = None,
+    request: PlanRequest,
+    candidate: PlanCandidate,
+    timeline: StepTimeline,
+    candidates: Sequence[PlanCandidate],
+    simulated: SimulatedStep | None = None,
 ) -> str:
-    """The page; see ``write_page``."""
-    data = data_of(question, candidate, timeline, candidates, simulated)
+    """Return the page, see ``write_page``."""
+    data = data_of(request, candidate, timeline, candidates, simulated)
     parts = [block("summary", "In short", f'<dl class="tiles" id="tiles"></dl>{_fit(candidate)}', wide=True)]
     if len(candidates) > 1:
         parts.append(block("candidates", "Candidates", _table(table(candidates[:SHOWN])), wide=True))
     parts += [panel_section(panel) for panel in panels(data, timeline)]
-    load, cluster = question.load, question.cluster
-    heading = f"{question.shape.name} on {cluster.gpus:,} x {cluster.accelerator.name}"
+    load, cluster = request.load, request.cluster
+    heading = f"{request.shape.name} on {cluster.gpus:,} x {cluster.accelerator.name}"
     about = (
-        f"{label(candidate.mapping)}. {question.global_batch:,} sequences of {load.seq_len:,} tokens a step in "
+        f"{label(candidate.mapping)}. {request.global_batch:,} sequences of {load.seq_len:,} tokens per step in "
         f"{load.dtype}, hosts of {cluster.host_size}. A prediction."
     )
     title = f"{heading} – moe-comm plan"  # noqa: RUF001
     return html_page.make("plan_page.js", title, heading, about, parts, data)
 
 
-def panels(data: dict[str, Any], timeline: Timeline) -> tuple[Panel, ...]:
-    """The charts of a page."""
+def panels(data: dict[str, Any], timeline: StepTimeline) -> tuple[Panel, ...]:
+    """Return the charts of a page."""
     views = tuple((str(number), one["positions"]) for number, one in enumerate(data["operators"]))
-    numbers = "; numbers are those of the candidates" if len(data["time"]["labels"]) > 1 else ""
-    cut = f"{timeline.cut.capitalize()}. " if timeline.cut else ""
-    found = (
-        Panel("step", "The step", f"Passes of each pipeline position. {data['step']['said']}".strip(), wide=True),
+    numbers = "; numbers refer to the candidates" if len(data["time"]["labels"]) > 1 else ""
+    omitted = f"{timeline.omitted.capitalize()}. " if timeline.omitted else ""
+    result = (
+        Panel("step", "The step", f"Passes of each pipeline position. {data['step']['note']}".strip(), wide=True),
         Panel(
             "operators",
             "Operators of a micro-batch",
-            f"{cut}The first micro-batch on a position's first stage, by stream. Transfers that lie beside compute "
-            "are hidden.",
+            f"{omitted}The first micro-batch on a position's first stage, by stream. Transfers that overlap with "
+            "compute are hidden.",
             views,
             wide=True,
         ),
         Panel("time", "Where time goes", f"Of the busiest position{numbers}."),
-        Panel("memory", "Memory", "Of the fullest rank of each position, when it holds the most."),
+        Panel("memory", "Memory", "Peak of the fullest rank of each position."),
         Panel("links", "Bytes per link", "Of the busiest position.", empty="Nothing is sent."),
     )
     if data["ranks"] is None:
-        return found
+        return result
     ranks = Panel(
         "ranks",
         "Slow ranks",
-        "Every rank replayed. A slow one waits least, and those that meet it wait for it.",
+        "Every rank replayed. A slow rank waits least, and the ranks that communicate with it wait for it.",
         (("wait", "waiting"), ("compute", "computing")),
     )
-    return (*found, ranks)
+    return (*result, ranks)
 
 
-def _fit(candidate: Candidate) -> str:
+def _fit(candidate: PlanCandidate) -> str:
     return f'<p class="hint">Memory: {html.escape(str(candidate.fit))}.</p>'
 
 

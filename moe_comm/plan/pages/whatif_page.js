@@ -1,5 +1,5 @@
 "use strict";
-// What each panel about stragglers draws.
+// Draw the panels of the what-if page.
 
 const SLOW_SCALE = { light: [[0, "#d9e4ee"], [0.35, "#fdd49e"], [0.7, "#e6550d"], [1, "#7f0000"]],
                      dark: [[0, "#2c3b4a"], [0.35, "#7a4a12"], [0.7, "#ff8c2e"], [1, "#fff3c4"]] };
@@ -14,7 +14,7 @@ function workers({ data }) {
     layout: { tall: 6 * map.rows.length, xaxis: { type: "category", dtick: Math.ceil(map.columns.length / 32) }, yaxis: rows(map.rows) } };
 }
 
-// S is 1 where nothing is lost: from there to its value.
+// S is 1 without stragglers: bars begin there.
 function lost(names, values, number) {
   const labels = names.map(plain), color = state.colors[number];
   return { traces: values.length ? [{ type: "bar", orientation: "h", y: labels, x: values, marker: { color }, hovertemplate: "%{y}: %{x:.3f}<extra></extra>" }] : [],

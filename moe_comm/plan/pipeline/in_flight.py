@@ -1,4 +1,4 @@
-"""How many micro-batches wait on a pipeline rank for their backward when it holds the most."""
+"""Peak numbers of micro-batches that a pipeline rank holds between their forward and backward passes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from moe_comm.plan.pipeline.orders import pass_order
 from moe_comm.plan.pipeline.schedules import check_micro_batches
 from moe_comm.plan.pipeline.stages import StagePlan
 
-Moment = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of each of a rank's stages, how many micro-batches are in flight, and how many of them wait for the weights' half."""
-_IN_FLIGHT, _WAITING = np.array([1, -1, 0, -1]), np.array([0, 0, 1, -1])
-"""By ``PassKind``: of which there are so many more after a pass."""
+InFlight = tuple[tuple[int, ...], tuple[int, ...]]
+"""For each stage of a rank: micro-batches in flight, and micro-batches between the halves of their backward."""
+_IN_FLIGHT, _BETWEEN_HALVES = np.array([1, -1, 0, -1]), np.array([0, 0, 1, -1])
+"""Change of both numbers after a pass, by ``PassKind``."""
 _FULL = 4
-"""Groups of ``pp`` micro-batches with which a pipeline holds as much as with more."""
+"""Number of groups of ``pp`` micro-batches after which the peak does not grow."""
 
 
 @lru_cache(maxsize=4096)
-def moments(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
-    """By rank, when it may hold the most: of several moments, none has both more in flight and more waiting. The first
-    one has the most in flight.
+def in_flight_peaks(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[tuple[InFlight, ...], ...]:
+    """Return the possible peaks of each rank.
+
+    A moment is a peak if no other moment has both more micro-batches in flight and more between their halves. The first
+    peak has the most in flight.
 
     Raises:
-        ConfigError: the schedule cannot run with these numbers.
+        ConfigError: the schedule does not support these numbers.
     """
     check_micro_batches(schedule, pp, micro_batches)
     if pp == 1:
@@ -35,25 +37,25 @@ def moments(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[t
     few = _FULL * pp if micro_batches > _FULL * pp and not micro_batches % pp else micro_batches
     order = pass_order(schedule, pp, few, virtual)
     plan = StagePlan(pp, virtual, order.style, (0,) * order.stages)
-    found = []
+    peaks = []
     for rank in range(pp):
         mine = order.rank == rank
         here = order.stage[mine] == np.array(plan.stages_of(rank))[:, None]
-        flying = np.cumsum(here * _IN_FLIGHT[order.kind[mine]], axis=1)
-        waiting = np.cumsum(here * _WAITING[order.kind[mine]], axis=1)
+        in_flight = np.cumsum(here * _IN_FLIGHT[order.kind[mine]], axis=1)
+        between = np.cumsum(here * _BETWEEN_HALVES[order.kind[mine]], axis=1)
         if rank == 0:
-            waiting[0] = 0
-        found.append(_largest(flying, waiting))
-    return tuple(found)
+            between[0] = 0
+        peaks.append(_peaks(in_flight, between))
+    return tuple(peaks)
 
 
-def _largest(flying: Ints, waiting: Ints) -> tuple[Moment, ...]:
-    """Of [stages, passes]."""
-    both = flying.sum(0), waiting.sum(0)
-    best: list[Moment] = []
+def _peaks(in_flight: Ints, between: Ints) -> tuple[InFlight, ...]:
+    """Return the peaks of two arrays [stages, passes]."""
+    totals = in_flight.sum(0), between.sum(0)
+    peaks: list[InFlight] = []
     most = -1
-    for at in np.lexsort((-both[1], -both[0])).tolist():
-        if both[1][at] > most:
-            most = int(both[1][at])
-            best.append((tuple(flying[:, at].tolist()), tuple(waiting[:, at].tolist())))
-    return tuple(best)
+    for at in np.lexsort((-totals[1], -totals[0])).tolist():
+        if totals[1][at] > most:
+            most = int(totals[1][at])
+            peaks.append((tuple(in_flight[:, at].tolist()), tuple(between[:, at].tolist())))
+    return tuple(peaks)

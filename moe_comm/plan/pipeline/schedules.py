@@ -1,4 +1,4 @@
-"""The pipeline schedules by name: what each is in torch, where it puts stages, and which numbers it can run with.
+"""Pipeline schedules by name: their class in torch, the placement of stages, and the numbers that they support.
 
     name               stages a rank   backward       micro-batches N          source
     gpipe              1               whole          any                      arXiv 1811.06965
@@ -8,9 +8,9 @@
     zbv                2               input, weight  any                      ZB-V, arXiv 2401.10241, section 6
     dualpipev          2               both           N >= 2 * pp              DeepSeek-V3, arXiv 2412.19437
 
-(N // pp counts as at least 1.) With whole batches of N that are a multiple of pp all of them run, dualpipev from
-2 * pp on. A backward in two halves computes the input's gradient at once, since the stage before waits for it, and
-the weights' when there is nothing else to do.
+(N // pp counts as at least 1.) All schedules support multiples of pp, dualpipev from 2 * pp. A backward pass in two
+halves computes the input gradient at once, because the previous stage waits for it, and the weight gradients when the
+rank is idle.
 
     loop, 2 ranks, 4 stages          v, 2 ranks, 4 stages
     rank 0:  stage 0    stage 2      rank 0:  stage 0              stage 3
@@ -29,14 +29,14 @@ Style = Literal["loop", "v"]
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What is fixed about one schedule.
+class PipelineSchedule:
+    """Properties of a schedule.
 
     torch_name: for ``torch.distributed.pipelining.schedules.get_schedule_class``.
-    style: how stages go round the ranks.
-    least, most: stages a rank (``virtual``); None: no bound. usual: where the caller does not say.
-    splits_backward: weight gradients are computed apart from input gradients, by ``torch.autograd.grad``, so hooks
-        that wait for a parameter's gradient to be accumulated do not run.
+    style: placement of stages on ranks.
+    least, most: supported stages per rank (``virtual``); None: no bound. usual: the default.
+    splits_backward: weight gradients are computed separately from input gradients, by ``torch.autograd.grad``. Hooks
+        that wait for the accumulation of a parameter's gradient do not run.
     """
 
     torch_name: str
@@ -48,60 +48,55 @@ class Schedule:
 
     @property
     def single(self) -> bool:
-        """Whether torch's class takes one stage and not a list of them."""
+        """Whether torch's class takes one stage instead of a list of stages."""
         return self.most == 1
 
 
-SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule("GPipe", "loop", 1, 1, 1, False),
-    "1f1b": Schedule("1F1B", "loop", 1, 1, 1, False),
-    "interleaved_1f1b": Schedule("Interleaved1F1B", "loop", 2, None, 2, False),
-    "zero_bubble": Schedule("InterleavedZeroBubble", "loop", 1, None, 1, True),
-    "zbv": Schedule("ZBVZeroBubble", "v", 2, 2, 2, True),
-    "dualpipev": Schedule("DualPipeV", "v", 2, 2, 2, True),
+SCHEDULES: dict[str, PipelineSchedule] = {
+    "gpipe": PipelineSchedule("GPipe", "loop", 1, 1, 1, False),
+    "1f1b": PipelineSchedule("1F1B", "loop", 1, 1, 1, False),
+    "interleaved_1f1b": PipelineSchedule("Interleaved1F1B", "loop", 2, None, 2, False),
+    "zero_bubble": PipelineSchedule("InterleavedZeroBubble", "loop", 1, None, 1, True),
+    "zbv": PipelineSchedule("ZBVZeroBubble", "v", 2, 2, 2, True),
+    "dualpipev": PipelineSchedule("DualPipeV", "v", 2, 2, 2, True),
 }
 
 
-def find_schedule(name: str) -> Schedule:
-    """The schedule called ``name``.
-
-    Raises:
-        ConfigError: there is none.
-    """
+def find_schedule(name: str) -> PipelineSchedule:
+    """Return the schedule with this name. Raises ConfigError if there is none."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule must be one of {', '.join(get_args(ScheduleName))}; got {name!r}")
     return SCHEDULES[name]
 
 
 def can_split(name: str | None, pp: int) -> bool:
-    """Whether backward passes run in two halves, unless layers are recomputed in full."""
+    """Return whether backward passes run in two halves, unless layers are recomputed in full."""
     return pp > 1 and name is not None and find_schedule(name).splits_backward
 
 
 def stages_per_rank(name: str, pp: int, virtual: int | None = None) -> int:
-    """How many stages each rank holds: ``virtual``, or what is usual for the schedule; 1 without pipeline.
+    """Return the number of stages per rank: ``virtual``, the schedule's default (None), or 1 without a pipeline.
 
     Raises:
-        ConfigError: the schedule cannot run with that many.
+        ConfigError: the schedule does not support this number.
     """
     schedule = find_schedule(name)
     if pp == 1:
         if virtual not in (None, 1):
-            raise ConfigError(f"virtual = {virtual} stages a rank need a pipeline; pp is 1")
+            raise ConfigError(f"virtual = {virtual} stages per rank need a pipeline, but pp is 1")
         return 1
     if virtual is None:
         return schedule.usual
     if virtual < schedule.least or (schedule.most is not None and virtual > schedule.most):
-        wanted = f"at least {schedule.least}" if schedule.most is None else f"exactly {schedule.least}"
-        raise ConfigError(f"{name} needs {wanted} stages a rank; got virtual = {virtual}")
+        supported = f"at least {schedule.least}" if schedule.most is None else f"exactly {schedule.least}"
+        raise ConfigError(f"{name} needs {supported} stages per rank; got virtual = {virtual}")
     return virtual
 
 
 def check_micro_batches(name: str, pp: int, micro_batches: int) -> None:
-    """Refuse a number of micro-batches per step that the schedule cannot run. Without pipeline any will do.
+    """Raise ConfigError, with supported numbers, if the schedule does not support a number of micro-batches per step.
 
-    Raises:
-        ConfigError: says which numbers would do.
+    Without a pipeline, all numbers are supported.
     """
     find_schedule(name)
     if micro_batches < 1:
@@ -112,7 +107,7 @@ def check_micro_batches(name: str, pp: int, micro_batches: int) -> None:
         least = pp if name == "1f1b" else 2 * pp
         if micro_batches < least:
             raise ConfigError(
-                f"{name} over pp = {pp} ranks needs at least {least} micro-batches a step; got {micro_batches}. "
+                f"{name} over pp = {pp} ranks needs at least {least} micro-batches per step; got {micro_batches}. "
                 "Raise data.micro_batches, or use gpipe or zbv"
             )
     if name in ("interleaved_1f1b", "zero_bubble"):
@@ -120,7 +115,7 @@ def check_micro_batches(name: str, pp: int, micro_batches: int) -> None:
         if micro_batches % rounds:
             raise ConfigError(
                 f"{name} runs micro-batches in rounds of about pp = {pp}: {micro_batches} of them make {rounds} "
-                f"rounds, which must be equal; the nearest numbers that are: {_nearest(pp, micro_batches)}"
+                f"rounds, which must be equal; the nearest supported numbers are {_nearest(pp, micro_batches)}"
             )
 
 

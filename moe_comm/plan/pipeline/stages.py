@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds, and which rank each stage. Arithmetic only; needs no process group."""
+"""Assignment of layers to pipeline stages and of stages to ranks. Needs no process group."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moe_comm.plan.pipeline.schedules import Style, find_schedule, stages_per_ra
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The layers of a model cut into ``pp * virtual`` stages, and the stages dealt to ``pp`` ranks.
+    """The layers of a model divided into ``pp * virtual`` stages, and the stages assigned to ``pp`` ranks.
 
     The first stage also holds the embedding, the last one the final norm, the head and the loss.
 
-    counts: layers of each stage, in order; zero is allowed.
-    style: "loop": stage s is on rank s % pp. "v": rank r holds stages r and 2 * pp - 1 - r, so that first and last
+    counts: number of layers of each stage; zero is allowed.
+    style: "loop": stage s is on rank s % pp. "v": rank r holds stages r and 2 * pp - 1 - r, so the first and the last
         stage share a rank.
     """
 
@@ -30,14 +30,14 @@ class StagePlan:
         if self.pp < 1 or self.virtual < 1:
             raise ConfigError(f"pp and virtual must be at least 1; got {self.pp} and {self.virtual}")
         if self.style == "v" and self.virtual != 2:
-            raise ConfigError(f"a V gives each rank 2 stages; got virtual = {self.virtual}")
+            raise ConfigError(f"a V schedule needs 2 stages per rank; got virtual = {self.virtual}")
         if len(self.counts) != self.num_stages:
             raise ConfigError(
-                f"stage_layers must hold one count per stage, pp * virtual = {self.pp} * {self.virtual} = "
+                f"stage_layers must have one count per stage, pp * virtual = {self.pp} * {self.virtual} = "
                 f"{self.num_stages}; got {len(self.counts)} counts {self.counts}"
             )
         if min(self.counts) < 0:
-            raise ConfigError(f"a stage cannot hold a negative number of layers; got stage_layers {self.counts}")
+            raise ConfigError(f"stage_layers must not be negative; got {self.counts}")
 
     @property
     def num_stages(self) -> int:
@@ -48,35 +48,35 @@ class StagePlan:
         return sum(self.counts)
 
     def layers_of(self, stage: int) -> range:
-        """Global ids of the layers of ``stage``."""
+        """Return the global indices of the layers of ``stage``."""
         self._check_stage(stage)
         offsets = (0, *accumulate(self.counts))
         return range(offsets[stage], offsets[stage + 1])
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline coordinate of the rank that holds ``stage``."""
+        """Return the pipeline coordinate of the rank that holds ``stage``."""
         self._check_stage(stage)
         if self.style == "v":
             return min(stage, self.num_stages - 1 - stage)
         return stage % self.pp
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of the rank with pipeline coordinate ``rank``, in order."""
+        """Return the stages of the rank with pipeline coordinate ``rank``, in order."""
         if not 0 <= rank < self.pp:
             raise ConfigError(f"pipeline rank {rank} is outside 0..{self.pp - 1}")
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     def is_first(self, stage: int) -> bool:
-        """Whether ``stage`` holds the embedding."""
+        """Return whether ``stage`` holds the embedding."""
         return stage == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether ``stage`` holds the head."""
+        """Return whether ``stage`` holds the head."""
         return stage == self.num_stages - 1
 
     @property
     def last_rank(self) -> int:
-        """Pipeline coordinate of the rank with the head, which computes the loss."""
+        """Pipeline coordinate of the rank that holds the head and computes the loss."""
         return self.rank_of(self.num_stages - 1)
 
     def __str__(self) -> str:
@@ -107,16 +107,19 @@ def plan_stages(
     embedding_layers: int = 0,
     head_layers: int = 0,
 ) -> StagePlan:
-    """Cut ``num_layers`` layers into the stages that ``schedule`` needs on ``pp`` ranks.
+    """Divide ``num_layers`` layers into the stages of a schedule on ``pp`` ranks.
 
     Args:
-        virtual: stages a rank; None: what is usual for the schedule.
-        stage_layers: layers of each stage, where they are not to be even; zeros are allowed.
-        embedding_layers, head_layers: how many layers the embedding, and the head with the loss, weigh in the even
-            split, so that the ends of the pipeline get fewer. A large vocabulary's head is worth some layers.
+        num_layers: layers of the model.
+        pp: pipeline degree.
+        schedule: a name in ``SCHEDULES``.
+        virtual: stages per rank. None: the schedule's default.
+        stage_layers: number of layers of each stage, instead of an even division. Zeros are allowed.
+        embedding_layers, head_layers: weight of the embedding, and of the head with the loss, as a number of layers in
+            the even division. The first and the last stage get fewer layers accordingly.
 
     Raises:
-        ConfigError: the numbers do not fit each other.
+        ConfigError: the numbers are inconsistent.
     """
     per_rank = stages_per_rank(schedule, pp, virtual)
     style: Style = find_schedule(schedule).style if pp > 1 else "loop"
@@ -131,14 +134,14 @@ def plan_stages(
         return plan
     if embedding_layers < 0 or head_layers < 0:
         raise ConfigError(
-            f"embedding_layers and head_layers cannot be negative; got {embedding_layers} and {head_layers}"
+            f"embedding_layers and head_layers must not be negative; got {embedding_layers} and {head_layers}"
         )
     stages = pp * per_rank
     return StagePlan(pp, per_rank, style, _even(num_layers, stages, embedding_layers, head_layers))
 
 
 def _even(num_layers: int, stages: int, embedding_layers: int, head_layers: int) -> tuple[int, ...]:
-    """Layers of each stage such that the fullest holds as little as can be; of equals the first get more."""
+    """Return the layers of each stage so that the largest is as small as possible. Earlier stages get the remainder."""
     weight = [0] * stages
     weight[0] += embedding_layers
     weight[-1] += head_layers
@@ -149,7 +152,7 @@ def _even(num_layers: int, stages: int, embedding_layers: int, head_layers: int)
     empty = [stage for stage in range(stages) if not counts[stage] + weight[stage]]
     if empty:
         raise ConfigError(
-            f"{num_layers} layers cannot fill {stages} stages; stage {empty[0]} would hold none. Use fewer stages "
-            "(pp or virtual), or say with stage_layers which stages hold no layers"
+            f"{num_layers} layers cannot fill {stages} stages; stage {empty[0]} would be empty. Use fewer stages "
+            "(pp or virtual), or allow empty stages with stage_layers"
         )
     return tuple(counts)

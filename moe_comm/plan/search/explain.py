@@ -1,11 +1,11 @@
-"""Why one mapping is slower than another, in a line, from what each spends its step on."""
+"""One line that explains why a mapping is slower than another, from the breakdowns of their steps."""
 
 from __future__ import annotations
 
-from moe_comm.plan.search.question import Candidate
+from moe_comm.plan.search.request import PlanCandidate
 
 CALLED = {"pipeline": "pipeline bubble", "gradients and weights": "gradient sums", "sharded weights": "weight gathers"}
-"""Causes of a breakdown that have a plainer name."""
+"""Clearer names of causes in a breakdown."""
 TRANSFERS = {
     "attention gather": "attention's gathers and scatters",
     "attention scatter": "attention's gathers and scatters",
@@ -20,58 +20,58 @@ TRANSFERS = {
     "shared gather": "shared experts' gathers and scatters",
     "shared scatter": "shared experts' gathers and scatters",
 }
-"""Transfers there and back are told as one."""
-NAMED = 2
-"""Causes told of each kind."""
+"""A transfer and its reverse are reported together."""
+MAX_CAUSES = 2
+"""Number of reported causes with more, and with less time."""
 ENOUGH = 0.9
-"""Share of what a step costs more that one cause must explain to be told alone."""
+"""A cause that explains at least this share of the additional time is reported alone."""
 LEAST = 0.1
-"""Share of the largest difference below which another is not worth a word."""
+"""Differences below this share of the largest one are not reported."""
 CLOSE = 0.95
-"""Share of the memory there is from which a mapping is told to be close to it."""
+"""Share of the available memory from which its use is reported."""
 
 
-def why_slower(best: Candidate, other: Candidate) -> str:
-    """What ``other`` spends more seconds on than ``best``, and what it saves.
+def why_slower(best: PlanCandidate, other: PlanCandidate) -> str:
+    """Return which causes take more and less time in ``other`` than in ``best``.
 
-    Like "+0.42 s pipeline bubble, +0.10 s dispatch and combine; saves 0.20 s gradient sums"; with how much of the
-    memory it takes if that is close to all or too much.
+    An example is "+0.42 s pipeline bubble, +0.10 s dispatch and combine; saves 0.20 s gradient sums". Memory is
+    reported if it is nearly full or insufficient.
     """
     ours, theirs = _causes(best), _causes(other)
     more = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in dict.fromkeys([*theirs, *ours])}
     least = LEAST * max(map(abs, more.values()), default=0.0)
     costs, saves = _largest(more, 1, least), _largest(more, -1, least)
     unit = _unit(max((seconds for _, seconds in costs + saves), default=0.0))
-    told = [", ".join(f"+{_in(seconds, unit)} {name}" for name, seconds in costs)] if costs else []
+    parts = [", ".join(f"+{_in(seconds, unit)} {name}" for name, seconds in costs)] if costs else []
     if saves:
-        told.append(f"saves {', '.join(f'{_in(seconds, unit)} {name}' for name, seconds in saves)}")
+        parts.append(f"saves {', '.join(f'{_in(seconds, unit)} {name}' for name, seconds in saves)}")
     fit = other.fit
     if not fit:
-        told.append(f"lacks {fit.missing / 2**30:.1f} GiB")
-    elif fit.worst.total > CLOSE * fit.available:
-        told.append(f"fills {fit.worst.total / fit.available:.0%} of memory")
-    return "; ".join(told) or "the same to within rounding"
+        parts.append(f"lacks {fit.missing / 2**30:.1f} GiB")
+    elif fit.fullest.total > CLOSE * fit.available:
+        parts.append(f"fills {fit.fullest.total / fit.available:.0%} of memory")
+    return "; ".join(parts) or "equal up to rounding"
 
 
-def _causes(one: Candidate) -> dict[str, float]:
-    """Seconds by name, as they are told."""
-    found: dict[str, float] = {}
+def _causes(one: PlanCandidate) -> dict[str, float]:
+    """Return the seconds by reported name."""
+    result: dict[str, float] = {}
     for cause, seconds in one.step.breakdown.items():
         name = CALLED.get(cause) or TRANSFERS.get(cause, cause)
-        found[name] = found.get(name, 0.0) + seconds
-    return found
+        result[name] = result.get(name, 0.0) + seconds
+    return result
 
 
 def _largest(more: dict[str, float], sign: int, least: float) -> list[tuple[str, float]]:
-    """The one or two largest differences of a sign, as positive seconds; one if it is nearly all of them."""
-    found = sorted(((name, sign * seconds) for name, seconds in more.items()), key=lambda one: -one[1])
-    found = [(name, seconds) for name, seconds in found if seconds > max(least, 1e-9)]
-    alone = bool(found) and found[0][1] >= ENOUGH * sum(seconds for _, seconds in found)
-    return found[: 1 if alone else NAMED]
+    """Return the largest differences of a sign as positive seconds: one if it explains nearly all, else two."""
+    result = sorted(((name, sign * seconds) for name, seconds in more.items()), key=lambda one: -one[1])
+    result = [(name, seconds) for name, seconds in result if seconds > max(least, 1e-9)]
+    alone = bool(result) and result[0][1] >= ENOUGH * sum(seconds for _, seconds in result)
+    return result[: 1 if alone else MAX_CAUSES]
 
 
 def _unit(largest: float) -> tuple[str, float]:
-    """One unit for the whole line, in which the largest number has a digit before the point."""
+    """Return a unit for the line in which the largest number has a digit before the decimal point."""
     return next((unit for unit in (("s", 1.0), ("ms", 1e-3)) if largest >= 0.095 * unit[1]), ("us", 1e-6))
 
 

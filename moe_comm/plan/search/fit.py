@@ -8,62 +8,58 @@ from dataclasses import dataclass, replace
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware import Accelerator
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import RECOMPUTE, Mapping, Sharding
-from moe_comm.plan.model.memory import POLICY, Policy, RankMemory, memory, worst
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import RECOMPUTE, Mapping, ShardingMode
+from moe_comm.plan.model.memory import DEFAULT_POLICY, MemoryPolicy, PositionMemory, fullest, memory
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.pipeline.schedules import find_schedule
 from moe_comm.topology import ParallelConfig
 
 RESERVE = 4 << 30
-"""Bytes that a run does not have for tensors, unless told otherwise: contexts, libraries' work space, communicators
-and what an allocator cannot give out. An assumption; such things take 2 to 5 GiB."""
-_SHARDING: tuple[Sharding, ...] = ("replicate", "zero1", "fsdp")
+"""Default bytes that are not available to tensors: contexts, library workspaces, communicators and allocator
+fragmentation. This is an assumption; they take 2 to 5 GiB."""
+_SHARDING: tuple[ShardingMode, ...] = ("replicate", "zero1", "fsdp")
 _ORDER = ("recompute", "sharding", "micro-batch", "schedule", "dispatcher", "vpp", "ep", "etp", "pp", "tp", "cp")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a mapping fits. worst: its fullest position. available: bytes that there are for tensors."""
+    """Whether a mapping fits. fullest: its fullest position. available: bytes available to tensors."""
 
-    worst: RankMemory
+    fullest: PositionMemory
     available: int
 
     def __bool__(self) -> bool:
-        return self.worst.total <= self.available
+        return self.fullest.total <= self.available
 
     @property
     def missing(self) -> int:
-        """Bytes; 0 if it fits."""
-        return max(0, self.worst.total - self.available)
+        """Missing bytes; 0 if it fits."""
+        return max(0, self.fullest.total - self.available)
 
     def __str__(self) -> str:
-        gib, one = 1 << 30, self.worst
+        gib, one = 1 << 30, self.fullest
         held = f"{one.total / gib:.1f} of {self.available / gib:.1f} GiB at pipeline position {one.position}"
         term = f"most of it {one.largest.replace('_', ' ')}, {getattr(one, one.largest) / gib:.1f} GiB"
         return f"fits: {held}" if self else f"{self.missing / gib:.1f} GiB too much: {held}, {term}"
 
 
-def fits(memories: Sequence[RankMemory], accelerator: Accelerator, reserve: int = RESERVE) -> Fit:
-    """Whether every rank's bytes are there.
+def fits(memories: Sequence[PositionMemory], accelerator: Accelerator, reserve: int = RESERVE) -> Fit:
+    """Return whether the memory of every rank suffices.
 
-    Args:
-        reserve: bytes of the accelerator that tensors cannot have.
-
-    Raises:
-        ConfigError: ``reserve`` leaves nothing.
+    ``reserve`` bytes are not available to tensors. Raises ConfigError if it leaves nothing.
     """
     if not 0 <= reserve < accelerator.memory_bytes:
         raise ConfigError(
-            f"accelerator {accelerator.name!r} has {accelerator.memory_bytes:,} bytes, and a reserve of {reserve:,} of "
-            f"them, for what is no tensor, would leave nothing"
+            f"accelerator {accelerator.name!r} has {accelerator.memory_bytes:,} bytes; a reserve of {reserve:,} leaves "
+            f"nothing for tensors; give a smaller reserve"
         )
-    return Fit(worst(memories), accelerator.memory_bytes - reserve)
+    return Fit(fullest(memories), accelerator.memory_bytes - reserve)
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of a mapping, or two, in words, and what comes of it."""
+class MappingChange:
+    """One or two changes of a mapping, in words, with the resulting mapping and memory."""
 
     what: str
     mapping: Mapping
@@ -73,62 +69,64 @@ class Change:
 def changes_that_fit(
     shape: ModelShape,
     mapping: Mapping,
-    load: Load,
+    load: Workload,
     global_batch: int,
     accelerator: Accelerator,
     *,
-    policy: Policy = POLICY,
+    policy: MemoryPolicy = DEFAULT_POLICY,
     reserve: int = RESERVE,
     host: int | None = None,
-) -> tuple[Change, ...]:
-    """Single changes with which the mapping fits, the least of each kind: recompute, sharding, a smaller micro-batch,
-    1F1B, another dispatcher, fewer stages a rank, or a higher degree (of tp, cp and pp at the cost of dp). Where none
-    does, two together, the least of each pair of kinds. Empty: it takes more than two, or more accelerators.
+) -> tuple[MappingChange, ...]:
+    """Return single changes with which the mapping fits, the smallest of each kind.
 
-    Args:
-        host: accelerators of one host, beyond which no tensor is cut; None: any number.
+    The kinds are recompute, sharding, a smaller micro-batch, 1F1B, another dispatcher, fewer stages per rank, and a
+    higher degree (tp, cp and pp reduce dp). If no single change suffices, return pairs of changes, the smallest of each
+    pair of kinds. An empty result means that no two changes suffice.
+
+    ``host``: accelerators of a host, beyond which tensors are not sharded. None: any number.
     """
 
-    def fitting(steps: Iterable[tuple[str, str, Mapping]]) -> tuple[Change, ...]:
-        found: dict[str, Change] = {}
+    def fitting(steps: Iterable[tuple[str, str, Mapping]]) -> tuple[MappingChange, ...]:
+        changes: dict[str, MappingChange] = {}
         for kind, what, changed in steps:
-            if kind in found:
+            if kind in changes:
                 continue
             try:
                 fit = fits(memory(shape, changed, load, global_batch, policy, host), accelerator, reserve)
-            except ConfigError:  # a batch, a schedule or layers that cannot be cut so
+            except ConfigError:  # the batch or layers are not divisible, or the schedule does not support them
                 continue
             if fit:
-                found[kind] = Change(what, changed, fit)
-        return tuple(found.values())
+                changes[kind] = MappingChange(what, changed, fit)
+        return tuple(changes.values())
 
     return fitting(_changed(shape, mapping, load, host)) or fitting(_changed_twice(shape, mapping, load, host))
 
 
-def suits(shape: ModelShape, p: ParallelConfig, load: Load, host: int | None = None) -> str | None:
-    """What keeps a model from being cut so, in words; None: nothing does.
+def indivisible(shape: ModelShape, p: ParallelConfig, load: Workload, host: int | None = None) -> str | None:
+    """Return why a model cannot be sharded with these degrees, or None if it can.
 
-    Args:
-        host: accelerators of one host: tp and etp stay inside, for they move every layer's rows over and over, and no
-            network is fast enough for that (arXiv 2104.04473, section 3.2); None: any number.
+    ``host``: accelerators of a host. tp and etp stay inside, because they transfer every layer's rows several times and
+    networks are too slow for that (arXiv 2104.04473, section 3.2). None: any number.
     """
     if host is not None and (host % p.tp or host % p.etp):
-        return "tp or etp would leave a host"
+        return "tp or etp would exceed a host"
     if shape.heads % (p.tp * p.cp) or shape.key_heads % p.tp:
-        return "heads cannot be dealt over tp x cp"
+        return "heads are not divisible by tp x cp"
     if (shape.dense_layers or shape.shortcut) and shape.dense_ffn % p.tp:
-        return "dense blocks cannot be cut over tp"
+        return "dense blocks are not divisible by tp"
     if load.seq_len % (p.tp * p.cp):
-        return "sequences cannot be cut over tp x cp"
+        return "sequences are not divisible by tp x cp"
     if shape.moe_layers and p.ep > shape.experts:
-        return "ep is more than there are experts"
+        return "ep exceeds the number of experts"
     if shape.moe_layers and (shape.ffn % p.etp or (shape.expert_bias and shape.hidden % p.etp)):
-        return "experts cannot be cut over etp"
+        return "experts are not divisible by etp"
     return None
 
 
-def _changed(shape: ModelShape, mapping: Mapping, load: Load, host: int | None) -> Iterator[tuple[str, str, Mapping]]:
-    """(kind, the change in words, the mapping), in order of what a change costs."""
+def _changed(
+    shape: ModelShape, mapping: Mapping, load: Workload, host: int | None
+) -> Iterator[tuple[str, str, Mapping]]:
+    """Yield (kind, description, mapping) of changes, the cheapest first."""
     for recompute in RECOMPUTE[RECOMPUTE.index(mapping.recompute) + 1 :]:
         yield "recompute", f"recompute {recompute}", replace(mapping, recompute=recompute)
     for sharding in _SHARDING[_SHARDING.index(mapping.sharding) + 1 :]:
@@ -149,17 +147,17 @@ def _changed(shape: ModelShape, mapping: Mapping, load: Load, host: int | None) 
             degree = getattr(p, axis) * times
             try:
                 parallel = replace(p, **{axis: degree}) if expert else replace(p, **{axis: degree, "dp": p.dp // times})
-            except ConfigError:  # experts' ranks no longer divide the stage
+            except ConfigError:  # ep x etp no longer divides the stage
                 continue
-            if suits(shape, parallel, load, host) is None:
-                # Fewer of a host's ranks share experts then: maybe one, with nobody to pass rows on to.
+            if indivisible(shape, parallel, load, host) is None:
+                # With fewer ranks of a host per expert group, hierarchical dispatch may have no rows to relay.
                 alone = axis == "etp" and mapping.dispatcher == "hierarchical"
                 changed = replace(mapping, dispatcher="all_to_all") if alone else mapping
                 yield axis, f"{axis} {degree}", replace(changed, parallel=parallel)
 
 
 def _changed_twice(
-    shape: ModelShape, mapping: Mapping, load: Load, host: int | None
+    shape: ModelShape, mapping: Mapping, load: Workload, host: int | None
 ) -> Iterator[tuple[str, str, Mapping]]:
     for kind, what, once in _changed(shape, mapping, load, host):
         for other, also, twice in _changed(shape, once, load, host):
@@ -168,6 +166,6 @@ def _changed_twice(
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending, from 1 to ``number`` itself."""
+    """Return the divisors of ``number`` in ascending order."""
     low = [one for one in range(1, math.isqrt(number) + 1) if not number % one]
     return low + [number // one for one in reversed(low) if one * one != number]

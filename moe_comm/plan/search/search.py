@@ -1,15 +1,14 @@
-"""The fastest mappings that fit, of all that can run; and where none fits, the nearest and what would make them fit.
+"""Search for the fastest mappings that fit memory. If none fits, report the nearest ones and what would make them fit.
 
-A search keeps a queue of what it has, least bound first (``bound``), and takes one off it at a time:
+A search keeps a priority queue ordered by lower bound (``bound``) and takes one entry at a time:
 
-    degrees, schedule, stages,     leave if not even the leanest mapping with them fits; else, with the least
-    micro-batch                    recomputing, the shardings that fit go back, with the bound of the whole step
-                                   and the others with more recomputing, which is never faster; where a schedule
-                                   splits passes it can be, and all of them do
-    a mapping that fits            is replayed, and goes back with its seconds
-    a mapping that was replayed    is faster than all that is left: the next of the answer
+    degrees, schedule, stages,     is dropped if its leanest mapping does not fit; else, with the least recomputation,
+    micro-batch                    the shardings that fit are queued with the bound of the complete step, and the
+                                   others with more recomputation, which is slower unless a schedule splits backward
+    a mapping that fits            is replayed, and queued with its time
+    a replayed mapping             is faster than all remaining entries: it is the next result
 
-So the answer is that of replaying everything, after replaying a few dozen.
+The result equals that of replaying all mappings, after replaying a few dozen.
 """
 
 from __future__ import annotations
@@ -22,101 +21,109 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.model.mapping import Dispatcher, Mapping, Overlap, Sharding
+from moe_comm.plan.model.mapping import Dispatcher, Mapping, OverlapMode, ShardingMode
 from moe_comm.plan.pipeline.schedules import can_split
-from moe_comm.plan.search.bound import Bounded, Floor
-from moe_comm.plan.search.fit import Change, Fit, changes_that_fit
-from moe_comm.plan.search.question import Candidate, Question
-from moe_comm.plan.search.space import Shape, Space, host_of
+from moe_comm.plan.search.bound import BoundedStepModel, PassBounds
+from moe_comm.plan.search.fit import Fit, MappingChange, changes_that_fit
+from moe_comm.plan.search.request import PlanCandidate, PlanRequest
+from moe_comm.plan.search.space import PipelineShape, SearchSpace, host_of
 from moe_comm.topology import ParallelConfig
 
 KEPT = 10
-"""Mappings of an answer."""
+"""Default number of mappings in a result."""
 NEAREST = 3
-"""Of those that do not fit, if none does."""
+"""Number of reported mappings that do not fit, if none fits."""
 LIMIT_S = 25.0
 TOO_LARGE, SLOWER = "do not fit", "cannot be among the best"
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""How many times as many accelerators are tried where none fits."""
+"""Multiples of the number of accelerators to try if no mapping fits."""
 
 
 @dataclass(frozen=True)
-class Near:
-    """A mapping that does not fit. changes: with which it would, beyond what the search could choose."""
+class NearestMapping:
+    """A mapping that does not fit. changes: those with which it would, beyond what the search could choose."""
 
     mapping: Mapping
     fit: Fit
-    changes: tuple[Change, ...]
+    changes: tuple[MappingChange, ...]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found.
+class SearchResult:
+    """The result of a search.
 
-    best: the fastest that fit, in order; of mappings that differ in recomputing, sharding, overlap or dispatcher
-    alone the fastest.
-    tried: mappings that can run, all of which were considered. pruned: how many of them were not replayed, by reason.
-    replayed: how many were. nearest: if none fits, those that lack least. gpus: if none fits, a number of the same
-    accelerators with which some would, or None. complete: nothing faster was overlooked for lack of time.
-    space: what was searched: with ``wide`` where nothing else can run or fits.
+    best: the fastest mappings that fit, in order. Of mappings that differ only in recomputation, sharding, overlap or
+        dispatcher, only the fastest is included.
+    tried: number of mappings that can run. All of them were considered. pruned: number that was not replayed, by
+        reason. replayed: number that was.
+    nearest: if none fits, those with the least missing memory. gpus: if none fits, a larger number of accelerators on
+        which some mapping fits, or None.
+    complete: False if the time limit was reached. space: the searched space, ``wide`` if nothing else runs or fits.
     """
 
-    best: tuple[Candidate, ...]
+    best: tuple[PlanCandidate, ...]
     tried: int
     pruned: dict[str, int]
-    nearest: tuple[Near, ...]
+    nearest: tuple[NearestMapping, ...]
     seconds: float
     replayed: int = 0
     gpus: int | None = None
     complete: bool = True
-    space: Space = field(default_factory=Space)
+    space: SearchSpace = field(default_factory=SearchSpace)
 
 
-def search(question: Question, space: Space | None = None, *, keep: int = KEPT, limit_s: float = LIMIT_S) -> Found:
-    """The ``keep`` fastest mappings of ``space`` that fit.
+def search(
+    request: PlanRequest, space: SearchSpace | None = None, *, keep: int = KEPT, limit_s: float = LIMIT_S
+) -> SearchResult:
+    """Return the ``keep`` fastest mappings of ``space`` that fit.
 
     Args:
-        limit_s: after which the best so far are the answer (``Found.complete`` says so), if there are any.
+        request: model, cluster and workload.
+        space: mappings to search; None: the default space.
+        keep: number of mappings to return.
+        limit_s: time limit in seconds. The search then returns the best mappings so far, if any fits.
 
     Raises:
-        ConfigError: no mapping can run: says what the degrees fail at.
+        ConfigError: no mapping can run. The message names the degrees and reasons.
     """
-    space, started = space or Space(), time.perf_counter()
-    refused: Counter[str] = Counter()
-    found = None
+    space, started = space or SearchSpace(), time.perf_counter()
+    rejected: Counter[str] = Counter()
+    result = None
     for each in (space, replace(space, wide=True)) if not space.wide else (space,):
-        run = _Search(question, each, keep, started + limit_s, refused)
+        run = _Search(request, each, keep, started + limit_s, rejected)
         if run.tried:
-            found = replace(run.found(), seconds=time.perf_counter() - started)
-            if found.best:
-                return found
-    if found is None:
-        raise ConfigError(_nothing_runs(question, replace(space, wide=True), refused))
-    nearest = tuple(replace(one, changes=changes(question, one.mapping)) for one in found.nearest)
-    gpus = gpus_that_fit(question, found.space)
-    return replace(found, nearest=nearest, gpus=gpus, seconds=time.perf_counter() - started)
+            result = replace(run.result(), seconds=time.perf_counter() - started)
+            if result.best:
+                return result
+    if result is None:
+        raise ConfigError(_nothing_runs(request, replace(space, wide=True), rejected))
+    nearest = tuple(replace(one, changes=changes(request, one.mapping)) for one in result.nearest)
+    gpus = gpus_that_fit(request, result.space)
+    return replace(result, nearest=nearest, gpus=gpus, seconds=time.perf_counter() - started)
 
 
-def changes(question: Question, mapping: Mapping) -> tuple[Change, ...]:
-    """What would make ``mapping`` fit: single changes, or if none does two together; see ``fit.changes_that_fit``."""
+def changes(request: PlanRequest, mapping: Mapping) -> tuple[MappingChange, ...]:
+    """Return changes that would make ``mapping`` fit, see ``fit.changes_that_fit``."""
     return changes_that_fit(
-        question.shape,
+        request.shape,
         mapping,
-        question.load,
-        question.global_batch,
-        question.cluster.accelerator,
-        policy=question.policy,
-        reserve=question.reserve,
-        host=host_of(question),
+        request.load,
+        request.global_batch,
+        request.cluster.accelerator,
+        policy=request.policy,
+        reserve=request.reserve,
+        host=host_of(request),
     )
 
 
-def gpus_that_fit(question: Question, space: Space | None = None, limit_s: float = 5.0) -> int | None:
-    """A number of the same accelerators, a multiple of those there are, on which some mapping fits; None: none found,
-    or hosts in pods, which do not multiply."""
-    space, ends = space or Space(), time.perf_counter() + limit_s
-    for times in SIZES if not question.cluster.pods else ():
-        more = replace(question, cluster=replace(question.cluster, gpus=times * question.cluster.gpus))
+def gpus_that_fit(request: PlanRequest, space: SearchSpace | None = None, limit_s: float = 5.0) -> int | None:
+    """Return a multiple of the number of accelerators on which some mapping fits.
+
+    The result is None if none was found in time, and for clusters with pods.
+    """
+    space, ends = space or SearchSpace(), time.perf_counter() + limit_s
+    for times in SIZES if not request.cluster.pods else ():
+        more = replace(request, cluster=replace(request.cluster, gpus=times * request.cluster.gpus))
         for p in space.degrees(more):
             every = _leanest(space, list(space.shapes(more, p)), space.dispatchers(more, p), p, None)
             if any(_fit(more, mapping) for mapping in every):
@@ -126,55 +133,57 @@ def gpus_that_fit(question: Question, space: Space | None = None, limit_s: float
     return None
 
 
-Key = tuple[ParallelConfig, Shape]
-"""What mappings of an answer differ in."""
+Key = tuple[ParallelConfig, PipelineShape]
+"""Settings in which the mappings of a result differ."""
 
 
 @dataclass(frozen=True)
-class _Open:
-    """Mappings that are not yet told apart. recompute: its place in the space. sharding: those left to try."""
+class _OpenNode:
+    """Mappings that share these settings. recompute: index in the space. sharding: those left to try."""
 
     key: Key
-    overlap: Overlap
+    overlap: OverlapMode
     dispatcher: Dispatcher
     recompute: int
-    sharding: tuple[Sharding, ...]
+    sharding: tuple[ShardingMode, ...]
 
 
 class _Search:
-    """One run of it over one space."""
+    """One run over one space."""
 
-    def __init__(self, question: Question, space: Space, keep: int, ends: float, refused: Counter[str]) -> None:
-        self.question, self.space, self.keep, self.ends = question, space, keep, ends
+    def __init__(
+        self, request: PlanRequest, space: SearchSpace, keep: int, deadline: float, rejected: Counter[str]
+    ) -> None:
+        self.request, self.space, self.keep, self.deadline = request, space, keep, deadline
         self.replayed = self.too_large = 0
-        self._fitting = False
-        self._floor = Floor(question)
-        self._queue: list[tuple[float, int, _Open | Bounded | Candidate]] = []
+        self._any_fits = False
+        self._bounds = PassBounds(request)
+        self._queue: list[tuple[float, int, _OpenNode | BoundedStepModel | PlanCandidate]] = []
         self._pushed = 0
         self._lean: dict[tuple[ParallelConfig, int | None], bool] = {}
-        self._nearest: dict[ParallelConfig, Near] = {}
-        self._shapes: dict[ParallelConfig, list[Shape]] = {}
-        self._ways: dict[ParallelConfig, tuple[Dispatcher, ...]] = {}
-        for p in space.degrees(question, refused):
-            ways, shapes = space.dispatchers(question, p), list(space.shapes(question, p))
-            if ways and shapes:
-                self._shapes[p], self._ways[p] = shapes, ways
-            elif not ways:
-                refused[f"nothing to do for the dispatcher {space.dispatcher[0]}"] += 1
+        self._nearest: dict[ParallelConfig, NearestMapping] = {}
+        self._shapes: dict[ParallelConfig, list[PipelineShape]] = {}
+        self._dispatchers: dict[ParallelConfig, tuple[Dispatcher, ...]] = {}
+        for p in space.degrees(request, rejected):
+            dispatchers, shapes = space.dispatchers(request, p), list(space.shapes(request, p))
+            if dispatchers and shapes:
+                self._shapes[p], self._dispatchers[p] = shapes, dispatchers
+            elif not dispatchers:
+                rejected[f"dispatcher {space.dispatcher[0]} does not apply"] += 1
             else:
-                refused["micro-batches are too few or too many for the pipeline"] += 1
+                rejected["micro-batches are too few or too many for the pipeline"] += 1
         self.tried = sum(map(self._mappings, self._shapes))
 
-    def found(self) -> Found:
+    def result(self) -> SearchResult:
         for p, shapes in self._shapes.items():
             if self._can_fit(p, None):
-                for shape, overlap, dispatcher in product(shapes, self.space.overlap, self._ways[p]):
-                    self._push_open(_Open((p, shape), overlap, dispatcher, 0, self.space.sharding))
+                for shape, overlap, dispatcher in product(shapes, self.space.overlap, self._dispatchers[p]):
+                    self._push_open(_OpenNode((p, shape), overlap, dispatcher, 0, self.space.sharding))
             else:
                 self.too_large += self._mappings(p)
         best, complete = self._run()
         nearest = () if best else tuple(sorted(self._nearest.values(), key=lambda one: one.fit.missing)[:NEAREST])
-        return Found(
+        return SearchResult(
             best,
             self.tried,
             {TOO_LARGE: self.too_large, SLOWER: self.tried - self.replayed - self.too_large},
@@ -186,26 +195,26 @@ class _Search:
         )
 
     def _mappings(self, p: ParallelConfig) -> int:
-        return len(self._shapes[p]) * len(self.space.trades()) * len(self._ways[p])
+        return len(self._shapes[p]) * len(self.space.trades()) * len(self._dispatchers[p])
 
-    def _run(self) -> tuple[tuple[Candidate, ...], bool]:
-        best: dict[Key, Candidate] = {}
+    def _run(self) -> tuple[tuple[PlanCandidate, ...], bool]:
+        best: dict[Key, PlanCandidate] = {}
         complete = True
         while self._queue and len(best) < self.keep:
-            if self._fitting and time.perf_counter() > self.ends:
-                self._hurry()
+            if self._any_fits and time.perf_counter() > self.deadline:
+                self._replay_most_promising()
                 best, complete = {**self._replayed(), **best}, False
                 break
             one = heapq.heappop(self._queue)[2]
-            if isinstance(one, Candidate):
+            if isinstance(one, PlanCandidate):
                 best.setdefault(_key(one.mapping), one)
-            elif isinstance(one, Bounded):
+            elif isinstance(one, BoundedStepModel):
                 self._replay(one)
             elif one.key not in best:
                 self._open(one)
         return tuple(sorted(best.values(), key=lambda one: one.step.seconds)[: self.keep]), complete
 
-    def _open(self, one: _Open) -> None:
+    def _open(self, one: _OpenNode) -> None:
         p, (schedule, virtual, micro_batch) = one.key
         space, left = self.space, []
         if not one.recompute and not self._can_fit(p, micro_batch):
@@ -216,9 +225,9 @@ class _Search:
             mapping = Mapping(p, virtual, micro_batch, sharding, recompute, one.overlap, schedule, one.dispatcher)
             fits = self._fits(mapping)
             if fits:
-                bounded = Bounded.of(self.question, mapping)
+                bounded = BoundedStepModel.of(self.request, mapping)
                 self._push(bounded.bound(), bounded)
-                self._fitting = True
+                self._any_fits = True
             else:
                 self.too_large += 1
             if not fits or can_split(schedule, p.pp):
@@ -226,69 +235,75 @@ class _Search:
         if left and one.recompute + 1 < len(space.recompute):
             self._push_open(replace(one, recompute=one.recompute + 1, sharding=tuple(left)))
 
-    def _replay(self, bounded: Bounded) -> None:
-        mapping = bounded.place.mapping
+    def _replay(self, bounded: BoundedStepModel) -> None:
+        mapping = bounded.placed.mapping
         self.replayed += 1
         step = bounded.predict()
-        self._push(step.seconds, Candidate(mapping, step, self.question.fit(mapping)))
+        self._push(step.seconds, PlanCandidate(mapping, step, self.request.fit(mapping)))
 
-    def _hurry(self) -> None:
-        """Replay the most promising of those that fit."""
-        waiting = [one[2] for one in sorted(self._queue) if isinstance(one[2], Bounded)]
+    def _replay_most_promising(self) -> None:
+        """Replay the mappings with the least bounds, when time is up."""
+        waiting = [one[2] for one in sorted(self._queue) if isinstance(one[2], BoundedStepModel)]
         for one in waiting[: self.keep]:
             self._replay(one)
 
-    def _replayed(self) -> dict[Key, Candidate]:
-        """Those in the queue."""
-        waiting = [one for _, _, one in self._queue if isinstance(one, Candidate)]
+    def _replayed(self) -> dict[Key, PlanCandidate]:
+        """Return the replayed mappings in the queue."""
+        waiting = [one for _, _, one in self._queue if isinstance(one, PlanCandidate)]
         return {_key(one.mapping): one for one in sorted(waiting, key=lambda one: -one.step.seconds)}
 
     def _can_fit(self, p: ParallelConfig, micro_batch: int | None) -> bool:
         if (p, micro_batch) not in self._lean:
-            every = _leanest(self.space, self._shapes[p], self._ways[p], p, micro_batch)
+            every = _leanest(self.space, self._shapes[p], self._dispatchers[p], p, micro_batch)
             self._lean[p, micro_batch] = any(self._fits(mapping) for mapping in every)
         return self._lean[p, micro_batch]
 
     def _fits(self, mapping: Mapping) -> bool:
-        fit, p = _fit(self.question, mapping), mapping.parallel
+        fit, p = _fit(self.request, mapping), mapping.parallel
         if fit is not None and not fit and (p not in self._nearest or fit.missing < self._nearest[p].fit.missing):
-            self._nearest[p] = Near(mapping, fit, ())
+            self._nearest[p] = NearestMapping(mapping, fit, ())
         return bool(fit)
 
-    def _push_open(self, one: _Open) -> None:
+    def _push_open(self, one: _OpenNode) -> None:
         p, (schedule, virtual, micro_batch) = one.key
         levels = self.space.recompute[one.recompute :][: None if can_split(schedule, p.pp) else 1]
-        sharding = self.space.sharding[0]  # a floor is the same for all of them
+        sharding = self.space.sharding[0]  # the bound holds for every sharding
         every = (
             Mapping(p, virtual, micro_batch, sharding, level, one.overlap, schedule, one.dispatcher) for level in levels
         )
-        self._push(min(map(self._floor.of, every)), one)
+        self._push(min(map(self._bounds.of, every)), one)
 
-    def _push(self, bound: float, one: _Open | Bounded | Candidate) -> None:
+    def _push(self, bound: float, one: _OpenNode | BoundedStepModel | PlanCandidate) -> None:
         self._pushed += 1
         heapq.heappush(self._queue, (bound, self._pushed, one))
 
 
 def _leanest(
-    space: Space, shapes: list[Shape], ways: tuple[Dispatcher, ...], p: ParallelConfig, micro_batch: int | None
+    space: SearchSpace,
+    shapes: list[PipelineShape],
+    dispatchers: tuple[Dispatcher, ...],
+    p: ParallelConfig,
+    micro_batch: int | None,
 ) -> Iterator[Mapping]:
-    """Of each sharding and dispatcher the mappings of which one takes least memory: the smallest micro-batch, with each
-    schedule the fewest stages a rank, and as much recomputed as can be. Fsdp without pipeline keeps less in a step of
-    one micro-batch: that one, too."""
-    fitting = [one for one in shapes if micro_batch in (None, one[2])]
-    firsts = {schedule: (schedule, virtual, size) for schedule, virtual, size in reversed(fitting)}
-    lean = sorted(firsts.values(), key=fitting.index)
-    # hierarchical takes more than all_to_all.
-    ways = tuple(one for one in ways if one != "hierarchical" or "all_to_all" not in ways)
-    for schedule, virtual, size in dict.fromkeys(lean + (fitting[-1:] if p.pp == 1 else [])):
-        for sharding, way in product(reversed(space.sharding), ways):
-            yield Mapping(p, virtual, size, sharding, space.recompute[-1], space.overlap[0], schedule, way)
+    """Yield mappings for each sharding and dispatcher, one of which takes the least memory.
+
+    They have the smallest micro-batch, for each schedule the fewest stages per rank, and the most recomputation. In
+    addition, without a pipeline, fsdp takes less memory in a step with one micro-batch.
+    """
+    eligible = [one for one in shapes if micro_batch in (None, one[2])]
+    firsts = {schedule: (schedule, virtual, size) for schedule, virtual, size in reversed(eligible)}
+    lean = sorted(firsts.values(), key=eligible.index)
+    # hierarchical takes more memory than all_to_all.
+    dispatchers = tuple(one for one in dispatchers if one != "hierarchical" or "all_to_all" not in dispatchers)
+    for schedule, virtual, size in dict.fromkeys(lean + (eligible[-1:] if p.pp == 1 else [])):
+        for sharding, dispatcher in product(reversed(space.sharding), dispatchers):
+            yield Mapping(p, virtual, size, sharding, space.recompute[-1], space.overlap[0], schedule, dispatcher)
 
 
-def _fit(question: Question, mapping: Mapping) -> Fit | None:
-    """None: it cannot run so."""
+def _fit(request: PlanRequest, mapping: Mapping) -> Fit | None:
+    """Return None if the mapping cannot run."""
     try:
-        return question.fit(mapping)
+        return request.fit(mapping)
     except ConfigError:
         return None
 
@@ -298,19 +313,19 @@ def _key(mapping: Mapping) -> Key:
     return mapping.parallel, (schedule, mapping.virtual, mapping.micro_batch)
 
 
-def _nothing_runs(question: Question, space: Space, refused: Counter[str]) -> str:
-    shape, gpus = question.shape, question.cluster.gpus
-    told = (
-        f"no mapping of {shape.name} can run on {gpus:,} accelerators with {question.global_batch:,} sequences of "
-        f"{question.load.seq_len:,} tokens a step"
+def _nothing_runs(request: PlanRequest, space: SearchSpace, rejected: Counter[str]) -> str:
+    shape, gpus = request.shape, request.cluster.gpus
+    message = (
+        f"no mapping of {shape.name} can run on {gpus:,} accelerators with {request.global_batch:,} sequences of "
+        f"{request.load.seq_len:,} tokens per step"
     )
-    # As many sequences as accelerators can be dealt over any number of them.
-    dealt = replace(question, global_batch=gpus)
-    least = min((p.dp for p in space.degrees(dealt) if space.dispatchers(dealt, p)), default=None)
+    # With one sequence per accelerator, the batch is divisible by every dp.
+    divisible = replace(request, global_batch=gpus)
+    least = min((p.dp for p in space.degrees(divisible) if space.dispatchers(divisible, p)), default=None)
     if least is None:
-        reasons = "; ".join(why for why, _ in refused.most_common(3))
-        return f"{told}: {reasons or 'nothing divides'}. Give another number of accelerators, or another seq_len"
+        reasons = "; ".join(why for why, _ in rejected.most_common(3))
+        return f"{message}: {reasons or 'no degrees divide the model'}. Change the number of accelerators or seq_len"
     return (
-        f"{told}: heads and layers can be cut so far that dp is {least:,} at least, which the sequences must be a "
-        f"multiple of, with enough of them for the pipeline. Give another number of them, or of accelerators"
+        f"{message}: dp is at least {least:,}. The number of sequences must be a multiple of dp, with enough "
+        f"micro-batches for the pipeline. Change the number of sequences or of accelerators"
     )

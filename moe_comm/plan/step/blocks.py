@@ -1,4 +1,4 @@
-"""What stages are made of, priced once for all mappings that run it alike: layers of two kinds, embedding and head."""
+"""Cost of the blocks of stages (dense layer, MoE layer, embedding, head), cached for all mappings that share them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from functools import lru_cache
 import numpy as np
 
 from moe_comm.plan.arrays import Floats
-from moe_comm.plan.machine.collectives import Moved
+from moe_comm.plan.machine.collectives import CollectiveCost
 from moe_comm.plan.machine.hardware import Cluster
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import Mapping, Place
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import Mapping, PlacedMapping
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.step.operators import Operation, Operators, Pass
+from moe_comm.plan.step.operators import BlockOperations, Operation, Operators
 from moe_comm.plan.step.overlap_model import hide
 from moe_comm.plan.step.split_backward import halves
 
 LINKS = ("inside", "between", "across")
 RECOMPUTED = {"none": (), "selective": ("memory",), "full": ("product", "memory", "transfer")}
-"""Kinds of operators that backward does again."""
+"""Kinds of operators that backward recomputes."""
 CAUSES = {"product": "products", "memory": "memory passes"}
 BLOCKS = ("embedding", "dense", "moe", "head")
-"""What stages are made of: layers of two kinds, and what the first and the last have more."""
+"""The blocks of stages. Only the first stage has the embedding, only the last one the head."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """One of ``BLOCKS`` in one kind of pass of one micro-batch, summed up by operator."""
+class PassCost:
+    """Cost of one of ``BLOCKS`` in one kind of pass of one micro-batch, by operator."""
 
     seconds: float
     causes: dict[str, float]
@@ -36,84 +36,85 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Priced:
-    """One of ``BLOCKS`` for one micro-batch. work: by ``PassKind``; of the halves nothing where none are run."""
+class BlockCost:
+    """Cost of one of ``BLOCKS`` for one micro-batch. passes: by ``PassKind``; halves are empty if there are none."""
 
-    operations: Pass
-    work: tuple[Work, ...]
+    operations: BlockOperations
+    passes: tuple[PassCost, ...]
 
 
 @dataclass(frozen=True)
 class _Key:
-    """What blocks depend on; ``place`` is one of those that they are the same for."""
+    """All that the cost of blocks depends on. ``placed`` is any mapping with these settings."""
 
     shape: ModelShape
     cluster: Cluster
-    load: Load
+    load: Workload
     degrees: tuple[int, int, int, int]
     settings: tuple[int, str, str, str, bool]
-    place: Place = field(compare=False)
+    placed: PlacedMapping = field(compare=False)
 
 
-def priced(shape: ModelShape, place: Place, load: Load) -> dict[str, Priced]:
-    """All of ``BLOCKS``, by name."""
-    mapping, p = place.mapping, place.mapping.parallel
+def block_costs(shape: ModelShape, placed: PlacedMapping, load: Workload) -> dict[str, BlockCost]:
+    """Return the costs of all ``BLOCKS``, by name."""
+    mapping, p = placed.mapping, placed.mapping.parallel
     settings = (mapping.micro_batch, mapping.recompute, mapping.overlap, mapping.dispatcher, mapping.splits)
-    return _priced(_Key(shape, place.cluster, load, (p.tp, p.cp, p.ep, p.etp), settings, place))
+    return _block_costs(_Key(shape, placed.cluster, load, (p.tp, p.cp, p.ep, p.etp), settings, placed))
 
 
-def seconds_of(blocks: dict[str, Priced]) -> Floats:
-    """[blocks, kinds of passes]."""
-    return np.array([[work.seconds for work in blocks[name].work] for name in BLOCKS])
+def seconds_of(blocks: dict[str, BlockCost]) -> Floats:
+    """Return the seconds of each block and kind of pass, [blocks, kinds of passes]."""
+    return np.array([[one.seconds for one in blocks[name].passes] for name in BLOCKS])
 
 
-def links(moved: Moved) -> dict[str, float]:
-    """Bytes by kind of link."""
-    return {link: getattr(moved, link) for link in LINKS}
+def links(cost: CollectiveCost) -> dict[str, float]:
+    """Return the sent bytes by kind of link."""
+    return {link: getattr(cost, link) for link in LINKS}
 
 
 @lru_cache(maxsize=2048)
-def _priced(key: _Key) -> dict[str, Priced]:
-    shape, operators = key.shape, Operators(key.shape, key.place, key.load)
-    mapping, empty = key.place.mapping, Pass((), ())
+def _block_costs(key: _Key) -> dict[str, BlockCost]:
+    shape, operators = key.shape, Operators(key.shape, key.placed, key.load)
+    mapping, empty = key.placed.mapping, BlockOperations((), ())
     every = {
-        "embedding": _whole(operators.embedding()),
-        "dense": _again(operators.layer("dense"), mapping) if shape.dense_layers else empty,
-        "moe": _again(operators.layer("moe"), mapping) if shape.moe_layers else empty,
-        "head": _whole(hide(operators.head(), 0, mapping.overlap)),
+        "embedding": _unsplit(operators.embedding()),
+        "dense": _with_recompute(operators.layer("dense"), mapping) if shape.dense_layers else empty,
+        "moe": _with_recompute(operators.layer("moe"), mapping) if shape.moe_layers else empty,
+        "head": _unsplit(hide(operators.head(), 0, mapping.overlap)),
     }
-    return {name: Priced(one, tuple(map(_summed_up, one.kinds))) for name, one in every.items()}
+    return {name: BlockCost(one, tuple(map(_pass_cost, one.kinds))) for name, one in every.items()}
 
 
-def _whole(one: Pass) -> Pass:
-    """The input's half is all of backward."""
+def _unsplit(one: BlockOperations) -> BlockOperations:
+    """Run the complete backward in the input half."""
     return replace(one, input=one.backward)
 
 
-def _again(layer: Pass, mapping: Mapping) -> Pass:
-    """With what is done again before backward, and what is hidden; and the halves of that."""
+def _with_recompute(layer: BlockOperations, mapping: Mapping) -> BlockOperations:
+    """Add recomputed operations to backward, hide transfers, and split backward."""
     kinds = RECOMPUTED[mapping.recompute]
-    again = tuple(one for one in layer.forward if one.kind in kinds)
-    whole = Pass(layer.forward, again + layer.backward)
-    found = hide(whole, len(again), mapping.overlap)
+    recomputed = tuple(one for one in layer.forward if one.kind in kinds)
+    backward = recomputed + layer.backward
+    result = hide(BlockOperations(layer.forward, backward), len(recomputed), mapping.overlap)
     if not mapping.splits:
-        return _whole(found)
-    first, second = halves(whole.backward, len(again), mapping.fuses)
-    return replace(found, input=hide(Pass((), first), len(again), mapping.overlap).backward, weight=second)
+        return _unsplit(result)
+    first, second = halves(backward, len(recomputed), mapping.fuses)
+    hidden = hide(BlockOperations((), first), len(recomputed), mapping.overlap)
+    return replace(result, input=hidden.backward, weight=second)
 
 
-def _summed_up(operations: tuple[Operation, ...]) -> Work:
+def _pass_cost(operations: tuple[Operation, ...]) -> PassCost:
     causes: dict[str, float] = {}
     hidden: dict[str, float] = {}
     sent: dict[str, dict[str, float]] = {}
     for each in operations:
-        moves = each.kind == "transfer"
-        name = each.name.removesuffix(" again") if moves else CAUSES[each.kind]
-        causes[name] = causes.get(name, 0.0) + each.shown
+        is_transfer = each.kind == "transfer"
+        name = each.name.removesuffix(" again") if is_transfer else CAUSES[each.kind]
+        causes[name] = causes.get(name, 0.0) + each.exposed
         if each.hidden:
             hidden[name] = hidden.get(name, 0.0) + each.hidden
-        if moves:
+        if is_transfer:
             into = sent.setdefault(name, dict.fromkeys(LINKS, 0.0))
-            for link, count in links(each.moved).items():
+            for link, count in links(each.cost).items():
                 into[link] += count
-    return Work(sum(one.shown for one in operations), causes, hidden, sent)
+    return PassCost(sum(one.exposed for one in operations), causes, hidden, sent)

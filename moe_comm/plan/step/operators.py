@@ -1,16 +1,17 @@
-"""What each operator of a layer takes on one rank, for one micro-batch: products, passes over memory, transfers.
+"""Time of each operator of a layer on one rank, for one micro-batch: GEMMs, memory passes and transfers.
 
     attention   norm ─ gather(tp) ─ qkv ─ swap(cp) ─ scores ─ swap(cp) ─ out ─ scatter(tp)
-    experts     norm ─ router ─ permute ─ dispatch(ep) ─ gather(etp) ─ sort ─ up ─ act ─ down ─ ... the same way back
+    experts     norm ─ router ─ permute ─ dispatch(ep) ─ gather(etp) ─ sort ─ up ─ act ─ down ─ ... reversed
     dense       norm ─ gather(tp) ─ up ─ act ─ down ─ scatter(tp)
 
-With b tokens of hidden size h on a rank of a tensor-parallel group of n, in elements sent by each rank and direction
-(MegaScale-MoE, arXiv 2505.11432, section 3): attention 2 b h (n - 1), an MoE layer 2 k b h (n - 1) / n over n
-expert-parallel ranks by all_to_all (``dispatching.py`` has the other dispatchers). Backward has two products for each,
-and every transfer the other way round; with tp the input is gathered once more for the weights' gradient.
+A swap is an all-to-all between sequence and head sharding. With b tokens of hidden size h on a rank of a
+tensor-parallel group of n, each rank sends this number of elements per direction (MegaScale-MoE, arXiv 2505.11432,
+section 3): attention 2 b h (n - 1), an MoE layer 2 k b h (n - 1) / n over n expert-parallel ranks by all_to_all
+(``dispatching.py`` has the other dispatchers). Backward has two GEMMs for each forward GEMM and reverses every
+transfer. With tp, it also gathers the input again for the weight gradients.
 
-Routing is in equal parts but for ``imbalance``: what the busiest rank has over the mean. What of a transfer goes on
-beside or inside products is ``moe_comm.plan.step.overlap_model``'s.
+Routing is uniform except for ``imbalance``, the rows of the busiest rank divided by the mean.
+``moe_comm.plan.step.overlap_model`` computes the overlap of transfers with other operators.
 """
 
 from __future__ import annotations
@@ -21,56 +22,58 @@ from functools import lru_cache
 from typing import Literal
 
 from moe_comm.plan.machine import fused
-from moe_comm.plan.machine.collectives import NOTHING, Moved, Span
-from moe_comm.plan.machine.fused import Product
+from moe_comm.plan.machine.collectives import NO_COST, CollectiveCost, GroupSpan
+from moe_comm.plan.machine.fused import Gemm
 from moe_comm.plan.machine.hardware import BYTES, Cluster
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import Place, dispatch_span
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import PlacedMapping, dispatch_span
 from moe_comm.plan.model.matrices import Block, Weight
 from moe_comm.plan.model.shape import LayerKind, ModelShape
-from moe_comm.plan.step.dispatching import Rows, Transfer, dispatching
+from moe_comm.plan.step.dispatching import DispatchRows, DispatchTransfer, dispatching
 
-Kind = Literal["product", "memory", "transfer"]
+OperationKind = Literal["product", "memory", "transfer"]
 SCORE_BYTES = 4
-"""Routing and the loss are in fp32."""
+"""Routing and the loss use fp32."""
 CAST_BYTES = BYTES["bf16"] + 2 * BYTES["fp8"]
-"""Of an element that goes into an fp8 product: read, and written as the product takes it and transposed, for weights'
-gradients: products on Hopper read both operands along K (Transformer Engine's documentation, "Handling transposes")."""
+"""Traffic per element of an fp8 operand: read, written as fp8, and written transposed for weight gradients. GEMMs on
+Hopper read both operands along K (Transformer Engine's documentation, "Handling transposes")."""
 IN_BF16 = ("router", "head")
-"""Products that stay in bf16 where others are in fp8, which is for linear layers within a transformer block
+"""Products that stay in bf16 with fp8 training, which covers linear layers within a transformer block
 (Megatron-Bridge's performance guide)."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator in one direction, on the busiest rank. seconds: by itself, with nothing beside it.
+    """One operator in one direction, on the busiest rank.
 
-    kind: "product" (FLOPs), "memory" (a pass over tensors), "transfer". bytes: read and written, or of a transfer
-    those that the rank sends (``moved``: over which links). later: of a product's backward, the seconds for weights'
-    gradients, which nothing waits for. inside: the share of a transfer that goes on inside the product before or after
-    it, if the two are fused. hidden: seconds of a transfer that others do not see.
+    kind: "product" (FLOPs), "memory" (a pass over tensors) or "transfer". seconds: time without overlap. bytes: memory
+    traffic, or bytes sent by a transfer. cost: of a transfer, by kind of link. weight_grad_s: part of a product in
+    backward for weight gradients, which no other operator waits for. fused_share: share of a transfer that is hidden if
+    it is fused with the adjacent GEMM. hidden: seconds of a transfer that overlap with other operators.
     """
 
     name: str
-    kind: Kind
+    kind: OperationKind
     seconds: float
     flops: float = 0.0
     bytes: float = 0.0
-    moved: Moved = NOTHING
-    later: float = 0.0
-    inside: float = 0.0
+    cost: CollectiveCost = NO_COST
+    weight_grad_s: float = 0.0
+    fused_share: float = 0.0
     hidden: float = 0.0
 
     @property
-    def shown(self) -> float:
-        """Seconds that it adds to its pass."""
+    def exposed(self) -> float:
+        """Seconds that the operation adds to its pass."""
         return self.seconds - self.hidden
 
 
 @dataclass(frozen=True)
-class Pass:
-    """The operations of one block or layer, forward and backward, in order. input, weight: of the halves of backward,
-    where a pipeline's schedule splits it (``moe_comm.plan.step.split_backward``)."""
+class BlockOperations:
+    """Operations of a block or layer, forward and backward, in order.
+
+    input, weight: the halves of backward if a pipeline schedule splits it (``moe_comm.plan.step.split_backward``).
+    """
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
@@ -79,302 +82,312 @@ class Pass:
 
     @property
     def kinds(self) -> tuple[tuple[Operation, ...], ...]:
-        """By ``moe_comm.plan.pipeline.orders.PassKind``."""
+        """Operations by ``moe_comm.plan.pipeline.orders.PassKind``."""
         return self.forward, self.backward, self.input, self.weight
 
-    def seconds(self, kind: Kind | None = None) -> tuple[float, float]:
-        """That forward and backward take, without what is hidden; of one kind, or of all."""
+    def seconds(self, kind: OperationKind | None = None) -> tuple[float, float]:
+        """Return the exposed seconds of forward and backward, of one kind of operation or of all (None)."""
         forward, backward = (
-            sum(one.shown for one in way if kind in (None, one.kind)) for way in (self.forward, self.backward)
+            sum(one.exposed for one in operations if kind in (None, one.kind))
+            for operations in (self.forward, self.backward)
         )
         return forward, backward
 
 
 class Operators:
-    """Times the blocks of ``shape`` at ``place``."""
+    """Operators of the blocks of a model under a placed mapping."""
 
-    def __init__(self, shape: ModelShape, place: Place, load: Load) -> None:
-        self.shape, self.place, self.load = shape, place, load
-        self._gpu = place.cluster.accelerator
-        self._parallel, self._spans = place.mapping.parallel, place.spans
+    def __init__(self, shape: ModelShape, placed: PlacedMapping, load: Workload) -> None:
+        self.shape, self.placed, self.load = shape, placed, load
+        self._gpu = placed.cluster.accelerator
+        self._parallel, self._spans = placed.mapping.parallel, placed.spans
         self._size = load.size
         p = self._parallel
-        self.group_tokens = place.mapping.micro_batch * load.seq_len / p.cp
-        """Of a micro-batch on a tensor-parallel group."""
+        self.group_tokens = placed.mapping.micro_batch * load.seq_len / p.cp
+        """Tokens of a micro-batch on a tensor-parallel group."""
         self.tokens = self.group_tokens / p.tp
-        """Of a micro-batch on a rank, between blocks."""
+        """Tokens of a micro-batch on a rank, between blocks."""
         self.row_bytes = shape.hidden * self._size
-        """Of a token between blocks."""
+        """Bytes of a token between blocks."""
 
     @property
     def _busiest(self) -> float:
-        """Rows of the busiest rank over the mean. Where ranks share cores, the others' time is its own while they wait
-        for it: it sets the pace only if it has more than it could do with all of a core."""
+        """Rows of the busiest rank divided by the mean.
+
+        Where ranks share cores, a rank gets the cores of ranks that wait for it. It is slower than the mean only as far
+        as its work exceeds one core.
+        """
         busiest = self.load.busiest(self._parallel.ep)
         return max(min(1.0, busiest), busiest / self._gpu.shared)
 
-    def layer(self, kind: LayerKind) -> Pass:
-        """One layer of a kind."""
-        found = [self._block(block.name) for block, times in self.shape.layer_blocks(kind) for _ in range(times)]
-        return _joined(found)
+    def layer(self, kind: LayerKind) -> BlockOperations:
+        """Return the operations of a layer."""
+        blocks = [self._block(block.name) for block, times in self.shape.layer_blocks(kind) for _ in range(times)]
+        return _joined(blocks)
 
-    def _block(self, name: str) -> Pass:
-        """Blocks are the same for many mappings: of the experts' degrees, for one, attention knows nothing."""
-        mapping, p = self.place.mapping, self._parallel
+    def _block(self, name: str) -> BlockOperations:
+        """Return the operations of a block, cached by the settings that they depend on."""
+        mapping, p = self.placed.mapping, self._parallel
         settings: tuple[object, ...] = (p.tp, p.cp, mapping.micro_batch, mapping.overlap)
         settings += (p.ep, p.etp, mapping.dispatcher) if name == "moe" else ()
-        return _block(_Block(name, self.shape, self.place.cluster, self.load, settings, self))
+        return _cached_block(_BlockKey(name, self.shape, self.placed.cluster, self.load, settings, self))
 
-    def attention(self) -> Pass:
+    def attention(self) -> BlockOperations:
         shape, p, size = self.shape, self._parallel, self._size
         block, tokens = shape.attention_block, self.group_tokens
         width = shape.qkv_width
         values = shape.heads * shape.value_dim
-        # What transfers can be fused with: all of qkv's matrices that read the input, as one.
-        first = self._one(tokens, width / p.tp, shape.hidden)
-        last = self._one(tokens, shape.hidden, values / p.tp)
-        found = [self._norm(), self._gather("attention gather", "tp", product=first)]
-        found += [self._product("qkv", weight, tokens, _cut(weight, p.tp)) for weight in block.products("qkv")]
-        found.append(self._memory("rope", 2 * tokens * width / p.tp * size))
-        found.append(self._swap("attention swap in", tokens * width / p.tp * size, first))
-        found.append(self._scores(tokens))
-        found.append(self._swap("attention swap out", tokens * values / p.tp * size, last))
-        found += [self._product("out", weight, tokens, (weight.k / p.tp, weight.n)) for weight in block.products("out")]
-        found += [self._scatter("attention scatter", "tp", product=last), self._residual()]
-        return _joined(found)
+        # Transfers can be fused with the GEMMs of qkv that read the input, counted as one.
+        first = self._gemm(tokens, width / p.tp, shape.hidden)
+        last = self._gemm(tokens, shape.hidden, values / p.tp)
+        result = [self._norm(), self._gather("attention gather", "tp", gemm=first)]
+        result += [self._product("qkv", weight, tokens, _cut(weight, p.tp)) for weight in block.products("qkv")]
+        result.append(self._memory("rope", 2 * tokens * width / p.tp * size))
+        result.append(self._swap("attention swap in", tokens * width / p.tp * size, first))
+        result.append(self._scores(tokens))
+        result.append(self._swap("attention swap out", tokens * values / p.tp * size, last))
+        result += [
+            self._product("out", weight, tokens, (weight.k / p.tp, weight.n)) for weight in block.products("out")
+        ]
+        result += [self._scatter("attention scatter", "tp", gemm=last), self._residual()]
+        return _joined(result)
 
-    def dense(self) -> Pass:
+    def dense(self) -> BlockOperations:
         return _joined([self._norm(), *self._cut_block("dense", self.shape.dense_block), self._residual()])
 
-    def experts(self) -> Pass:
-        """Router, dispatch, experts, combine; and the shared expert, which is cut by tp as a dense block is."""
+    def experts(self) -> BlockOperations:
+        """Return the operations of router, dispatch, experts and combine, and of the shared experts, sharded by tp."""
         shape, p = self.shape, self._parallel
         block = shape.moe_block
-        # Ranks that all have a part of every expert have the same to do, whatever the routing.
-        even, kept = self.tokens * shape.chosen, min(1.0, self.load.capacity or 1.0)
-        way, over = self.place.mapping.dispatcher, self.place.mapping.overlap == "all"
-        span = dispatch_span(way, self.place.cluster, p)
-        # A token that has come by all_gather is there for all parts of its experts.
-        apart = p.etp > 1 and way != "all_gather"
-        moved = Rows(self.tokens, even, kept, self._busiest, shape.hidden, self._size).for_parts(1 if apart else p.etp)
-        moves = dispatching(way, shape, self.place.cluster, span, moved, overlapped=over)
-        rows = even * self._busiest * p.etp
+        # Ranks that hold a shard of every expert have equal work for any routing.
+        routed, kept_fraction = self.tokens * shape.chosen, min(1.0, self.load.capacity or 1.0)
+        dispatcher, overlapped = self.placed.mapping.dispatcher, self.placed.mapping.overlap == "all"
+        span = dispatch_span(dispatcher, self.placed.cluster, p)
+        # A token received by all_gather is available to all shards of its experts.
+        gathers = p.etp > 1 and dispatcher != "all_gather"
+        sent = DispatchRows(self.tokens, routed, kept_fraction, self._busiest, shape.hidden, self._size)
+        sent = sent.for_parts(1 if gathers else p.etp)
+        costs = dispatching(dispatcher, shape, self.placed.cluster, span, sent, overlapped=overlapped)
+        rows = routed * self._busiest * p.etp
         local = shape.experts / p.ep
-        found = [self._norm()]
-        found += [
+        result = [self._norm()]
+        result += [
             self._product("router", weight, self.tokens, (weight.k, weight.n)) for weight in block.products("router")
         ]
         scores = shape.experts + shape.zero_experts
-        found.append(self._memory("routing", 6 * self.tokens * scores * SCORE_BYTES))
-        found.append(self._memory("permute", moves.leave, moves.home))
+        result.append(self._memory("routing", 6 * self.tokens * scores * SCORE_BYTES))
+        result.append(self._memory("permute", costs.permute_bytes, costs.unpermute_bytes))
         up, down = block.products("experts")
         each = (rows / local, int(max(local, 1)))
-        first = self._one(each[0], up.n / p.etp, up.k, each[1])
-        last = self._one(each[0], down.n, down.k / p.etp, each[1])
-        # Only the transfer next to the experts' products is fused with them.
-        found.append(self._expert_transfer("dispatch", span, moves.out, moves.back, None if apart else first))
-        if apart:
-            found.append(self._gather("expert gather", "etp", rows, product=first))
-        sort = 2 * rows * self.row_bytes if local > 1 and p.ep * p.etp > 1 else 0.0
-        arrive, depart = (
-            more + (sort if by_expert or apart else 0.0)
-            for more, by_expert in ((moves.arrive, moves.sorted_out), (moves.depart, moves.sorted_back))
+        first = self._gemm(each[0], up.n / p.etp, up.k, each[1])
+        last = self._gemm(each[0], down.n, down.k / p.etp, each[1])
+        # Only the transfer next to the experts' GEMMs can be fused with them.
+        result.append(
+            self._expert_transfer("dispatch", span, costs.dispatch, costs.combine, None if gathers else first)
         )
-        found.append(self._memory("sort", arrive, depart))
-        found.append(self._product("experts", up, each[0], (up.k, up.n / p.etp), each[1]))
-        found.append(self._activation("experts", rows, up.n / p.etp, down.k / p.etp))
-        found.append(self._product("experts", down, each[0], (down.k / p.etp, down.n), each[1]))
-        found.append(self._memory("sort", depart, arrive))
-        if apart:
-            found.append(self._scatter("expert scatter", "etp", rows, product=last))
-        found.append(self._expert_transfer("combine", span, moves.back, moves.out, None if apart else last))
-        found.append(self._memory("unpermute", moves.home, moves.leave))
+        if gathers:
+            result.append(self._gather("expert gather", "etp", rows, gemm=first))
+        sort = 2 * rows * self.row_bytes if local > 1 and p.ep * p.etp > 1 else 0.0
+        receive_bytes = costs.receive_bytes + (sort if costs.sort_after_dispatch or gathers else 0.0)
+        return_bytes = costs.return_bytes + (sort if costs.sort_before_combine or gathers else 0.0)
+        result.append(self._memory("sort", receive_bytes, return_bytes))
+        result.append(self._product("experts", up, each[0], (up.k, up.n / p.etp), each[1]))
+        result.append(self._activation("experts", rows, up.n / p.etp, down.k / p.etp))
+        result.append(self._product("experts", down, each[0], (down.k / p.etp, down.n), each[1]))
+        result.append(self._memory("sort", return_bytes, receive_bytes))
+        if gathers:
+            result.append(self._scatter("expert scatter", "etp", rows, gemm=last))
+        result.append(self._expert_transfer("combine", span, costs.combine, costs.dispatch, None if gathers else last))
+        result.append(self._memory("unpermute", costs.unpermute_bytes, costs.permute_bytes))
         if block.products("shared"):
-            found += self._cut_block("shared", block)
-        return _joined([*found, self._residual()])
+            result += self._cut_block("shared", block)
+        return _joined([*result, self._residual()])
 
-    def head(self) -> Pass:
-        """Final norm, output projection and loss."""
+    def head(self) -> BlockOperations:
+        """Return the operations of the final norm, output projection and loss."""
         p, tokens = self._parallel, self.group_tokens
-        found = [self._norm()]
+        result = [self._norm()]
         for weight in self.shape.head_block.products("head"):
-            product = self._one(tokens, weight.n / p.tp, weight.k)
-            found.append(self._gather("head gather", "tp", product=product))
-            found.append(self._product("head", weight, tokens, (weight.k, weight.n / p.tp)))
+            gemm = self._gemm(tokens, weight.n / p.tp, weight.k)
+            result.append(self._gather("head gather", "tp", gemm=gemm))
+            result.append(self._product("head", weight, tokens, (weight.k, weight.n / p.tp)))
             logits = tokens * weight.n / p.tp
-            found.append(self._memory("loss", logits * (self._size + 2 * SCORE_BYTES)))
-        return _joined(found)
+            result.append(self._memory("loss", logits * (self._size + 2 * SCORE_BYTES)))
+        return _joined(result)
 
-    def embedding(self) -> Pass:
+    def embedding(self) -> BlockOperations:
         return self._memory("embedding", 2 * self.tokens * self.row_bytes)
 
     # --- kinds of operators ---
 
-    def _product(self, name: str, weight: Weight, rows: float, shape: tuple[float, float], groups: int = 1) -> Pass:
+    def _product(
+        self, name: str, weight: Weight, rows: float, shape: tuple[float, float], groups: int = 1
+    ) -> BlockOperations:
         k, n = shape
         gpu, dtype, flops = self._gpu, self.load.dtype, 2 * rows * groups * k * n
         if dtype == "fp8" and name in IN_BF16:
             dtype = "bf16"
-        # Without slots to fill, experts have unequal numbers of rows.
+        # Without a capacity, experts have unequal numbers of rows.
         uneven = name == "experts" and self.load.capacity is None
         reached = gpu.sustained * (gpu.grouped if uneven else 1.0)
         forward = gpu.gemm_seconds(rows, n, k, dtype, groups, uneven=uneven) / reached
-        later = gpu.gemm_seconds(k, n, rows, dtype, groups) / reached
-        later += gpu.memory_seconds(gpu.accumulate * groups * k * n * self._size)
-        backward = gpu.gemm_seconds(rows, k, n, dtype, groups, uneven=uneven) / reached + later
+        weight_grad_s = gpu.gemm_seconds(k, n, rows, dtype, groups) / reached
+        weight_grad_s += gpu.memory_seconds(gpu.accumulate * groups * k * n * self._size)
+        backward = gpu.gemm_seconds(rows, k, n, dtype, groups, uneven=uneven) / reached + weight_grad_s
         full = f"{name} {weight.name}" if weight.name != name else name
         moved = groups * (rows * k + k * n + rows * n) * self._size
-        one = Pass(
+        one = BlockOperations(
             (Operation(full, "product", forward, flops, moved),),
-            (Operation(full, "product", backward, 2 * flops, 2 * moved, later=later),),
+            (Operation(full, "product", backward, 2 * flops, 2 * moved, weight_grad_s=weight_grad_s),),
         )
         if dtype != "fp8":
             return one
         cast = self._memory("cast", CAST_BYTES * groups * rows * k, CAST_BYTES * groups * rows * n)
-        return Pass((*cast.forward, *one.forward), (*cast.backward, *one.backward))
+        return BlockOperations((*cast.forward, *one.forward), (*cast.backward, *one.backward))
 
-    def _one(self, rows: float, n: float, k: float, groups: int = 1) -> Product:
-        return Product(rows, n, k, self.load.dtype, groups)
+    def _gemm(self, rows: float, n: float, k: float, groups: int = 1) -> Gemm:
+        return Gemm(rows, n, k, self.load.dtype, groups)
 
-    def _cut_block(self, name: str, block: Block) -> list[Pass]:
-        """A feed-forward block that is cut by tp."""
+    def _cut_block(self, name: str, block: Block) -> list[BlockOperations]:
+        """Return the operations of a feed-forward block that is sharded by tp."""
         tp, tokens = self._parallel.tp, self.group_tokens
         weights = block.products(name)
         up = next(weight for weight in weights if weight.name == "up")
         down = next(weight for weight in weights if weight.name == "down")
-        found = [self._gather(f"{name} gather", "tp", product=self._one(tokens, up.n / tp, up.k))]
-        found += self._feed_forward(name, weights, tokens)
-        return [*found, self._scatter(f"{name} scatter", "tp", product=self._one(tokens, down.n, down.k / tp))]
+        return [
+            self._gather(f"{name} gather", "tp", gemm=self._gemm(tokens, up.n / tp, up.k)),
+            self._product(name, up, tokens, (up.k, up.n / tp)),
+            self._activation(name, tokens, up.n / tp, down.k / tp),
+            self._product(name, down, tokens, (down.k / tp, down.n)),
+            *(self._product(name, gate, self.tokens, (gate.k, gate.n)) for gate in weights if gate not in (up, down)),
+            self._scatter(f"{name} scatter", "tp", gemm=self._gemm(tokens, down.n, down.k / tp)),
+        ]
 
-    def _feed_forward(self, name: str, weights: tuple[Weight, ...], tokens: float) -> list[Pass]:
-        tp = self._parallel.tp
-        found = []
-        up = next(weight for weight in weights if weight.name == "up")
-        down = next(weight for weight in weights if weight.name == "down")
-        found.append(self._product(name, up, tokens, (up.k, up.n / tp)))
-        found.append(self._activation(name, tokens, up.n / tp, down.k / tp))
-        found.append(self._product(name, down, tokens, (down.k / tp, down.n)))
-        gates = [weight for weight in weights if weight not in (up, down)]
-        return found + [self._product(name, weight, self.tokens, (weight.k, weight.n)) for weight in gates]
-
-    def _activation(self, name: str, rows: float, inner: float, outer: float) -> Pass:
+    def _activation(self, name: str, rows: float, inner: float, outer: float) -> BlockOperations:
         forward = rows * (inner + outer) * self._size
         return self._memory(f"{name} act", forward, rows * (2 * inner + outer) * self._size)
 
-    def _scores(self, tokens: float) -> Pass:
+    def _scores(self, tokens: float) -> BlockOperations:
         shape, p, gpu = self.shape, self._parallel, self._gpu
         flops = shape.attention_block.per_context * shape.context(self.load.seq_len) * tokens / p.tp
-        again = 2.5 * flops  # five products of the same size, one of which is forward's done again
+        backward_flops = 2.5 * flops  # five products of the same size, one of which is recomputed
         dtype = "bf16" if self.load.dtype == "fp8" else self.load.dtype
-        return Pass(
+        return BlockOperations(
             (Operation("scores", "product", gpu.attention_seconds(flops, dtype) / gpu.sustained, flops),),
             (
                 Operation(
-                    "scores", "product", gpu.attention_seconds(again, dtype, backward=True) / gpu.sustained, 2 * flops
+                    "scores",
+                    "product",
+                    gpu.attention_seconds(backward_flops, dtype, backward=True) / gpu.sustained,
+                    2 * flops,
                 ),
             ),
         )
 
-    def _memory(self, name: str, num_bytes: float, backward: float | None = None) -> Pass:
-        again = num_bytes if backward is None else backward
-        one, other = (
+    def _memory(self, name: str, num_bytes: float, backward: float | None = None) -> BlockOperations:
+        forward_pass, backward_pass = (
             (Operation(name, "memory", self._gpu.launch_s + self._gpu.memory_seconds(each), bytes=each),)
             if each
             else ()
-            for each in (num_bytes, again)
+            for each in (num_bytes, num_bytes if backward is None else backward)
         )
-        return Pass(one, other)
+        return BlockOperations(forward_pass, backward_pass)
 
-    def _norm(self) -> Pass:
+    def _norm(self) -> BlockOperations:
         return self._memory("norm", 2 * self.tokens * self.row_bytes, 4 * self.tokens * self.row_bytes)
 
-    def _residual(self) -> Pass:
+    def _residual(self) -> BlockOperations:
         return self._memory("residual", 3 * self.tokens * self.row_bytes, 3 * self.tokens * self.row_bytes)
 
-    def _gather(self, name: str, axis: str, rows: float | None = None, *, product: Product) -> Pass:
-        """All-gather of a rank's rows over ``axis``; with tp once more in backward. rows: that it has afterwards."""
+    def _gather(self, name: str, axis: str, rows: float | None = None, *, gemm: Gemm) -> BlockOperations:
+        """All-gather ``rows`` over ``axis``. With tp, backward repeats it."""
         span = self._spans[axis]
         if span.ranks == 1:
-            return Pass((), ())
+            return BlockOperations((), ())
         full = (self.group_tokens if rows is None else rows) * self.row_bytes
-        inside = self._inside(span, product, "gather", full)
-        gathered = _transfer(name, self.place.cluster.all_gather(full, span), inside)
-        scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span), inside)
+        fused_share = self._fused_share(span, gemm, "gather", full)
+        gathered = _transfer(name, self.placed.cluster.all_gather(full, span), fused_share)
+        scattered = _transfer(name, self.placed.cluster.reduce_scatter(full, span), fused_share)
         again = (replace(gathered, name=f"{name} again"),) if axis == "tp" else ()
-        return Pass((gathered,), (*again, scattered))
+        return BlockOperations((gathered,), (*again, scattered))
 
-    def _scatter(self, name: str, axis: str, rows: float | None = None, *, product: Product) -> Pass:
-        """Reduce-scatter over ``axis``; its backward is an all-gather."""
+    def _scatter(self, name: str, axis: str, rows: float | None = None, *, gemm: Gemm) -> BlockOperations:
+        """Reduce-scatter over ``axis``. Its backward is an all-gather."""
         span = self._spans[axis]
         if span.ranks == 1:
-            return Pass((), ())
+            return BlockOperations((), ())
         full = (self.group_tokens if rows is None else rows) * self.row_bytes
-        inside = self._inside(span, product, "scatter", full)
-        scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span), inside)
-        return Pass((scattered,), (_transfer(name, self.place.cluster.all_gather(full, span), inside),))
+        fused_share = self._fused_share(span, gemm, "scatter", full)
+        scattered = _transfer(name, self.placed.cluster.reduce_scatter(full, span), fused_share)
+        return BlockOperations(
+            (scattered,), (_transfer(name, self.placed.cluster.all_gather(full, span), fused_share),)
+        )
 
-    def _swap(self, name: str, num_bytes: float, product: Product) -> Pass:
-        return self._all_to_all(name, self._spans["cp"], num_bytes, product)
+    def _swap(self, name: str, num_bytes: float, gemm: Gemm) -> BlockOperations:
+        return self._all_to_all(name, self._spans["cp"], num_bytes, gemm)
 
-    def _all_to_all(self, name: str, span: Span, num_bytes: float, product: Product | None) -> Pass:
+    def _all_to_all(self, name: str, span: GroupSpan, num_bytes: float, gemm: Gemm | None) -> BlockOperations:
         if span.ranks == 1:
-            return Pass((), ())
-        inside = 0.0 if product is None else self._inside(span, product, "exchange", num_bytes)
-        one = _transfer(name, self.place.cluster.all_to_all(num_bytes, span), inside)
-        return Pass((one,), (one,))
+            return BlockOperations((), ())
+        fused_share = 0.0 if gemm is None else self._fused_share(span, gemm, "exchange", num_bytes)
+        one = _transfer(name, self.placed.cluster.all_to_all(num_bytes, span), fused_share)
+        return BlockOperations((one,), (one,))
 
-    def _expert_transfer(self, name: str, span: Span, there: Transfer, back: Transfer, product: Product | None) -> Pass:
-        """Forward one way, backward the other. product: that it can be fused with."""
+    def _expert_transfer(
+        self, name: str, span: GroupSpan, forward: DispatchTransfer, backward: DispatchTransfer, gemm: Gemm | None
+    ) -> BlockOperations:
+        """Return a transfer with another one in backward. ``gemm``: GEMM to fuse it with."""
         if span.ranks == 1:
-            return Pass((), ())
+            return BlockOperations((), ())
 
-        def one(each: Transfer) -> tuple[Operation, ...]:
-            inside = self._inside(span, product, each.way, each.num_bytes) if product and each.way else 0.0
-            return (_transfer(name, each.moved, inside),)
+        def one(each: DispatchTransfer) -> tuple[Operation, ...]:
+            fused_share = (
+                self._fused_share(span, gemm, each.collective, each.num_bytes) if gemm and each.collective else 0.0
+            )
+            return (_transfer(name, each.cost, fused_share),)
 
-        return Pass(one(there), one(back))
+        return BlockOperations(one(forward), one(backward))
 
-    def _inside(self, span: Span, product: Product, way: fused.Way, num_bytes: float) -> float:
-        """With overlap "all", the share of a transfer that goes on inside a product; backward has the same products,
-        the other way round."""
-        if self.place.mapping.overlap != "all":
+    def _fused_share(self, span: GroupSpan, gemm: Gemm, collective: fused.CollectiveKind, num_bytes: float) -> float:
+        """Return the share of a transfer that fusion with a GEMM hides, if overlap is "all"; the same in backward."""
+        if self.placed.mapping.overlap != "all":
             return 0.0
-        transport = fused.COPIES if way == "gather" else fused.STORES
-        return fused.fused(self.place.cluster, span, product, way, num_bytes, transport).hidden
+        transport = fused.COPIES if collective == "gather" else fused.STORES
+        return fused.fused(self.placed.cluster, span, gemm, collective, num_bytes, transport).hidden
 
 
 @dataclass(frozen=True)
-class _Block:
-    """A block, and what its operators depend on; ``of`` are some that they are the same for."""
+class _BlockKey:
+    """A block and all that its operators depend on. ``operators`` are any with these settings."""
 
     name: str
     shape: ModelShape
     cluster: Cluster
-    load: Load
+    load: Workload
     settings: tuple[object, ...]
-    of: Operators = field(compare=False)
+    operators: Operators = field(compare=False)
 
 
 @lru_cache(maxsize=4096)
-def _block(one: _Block) -> Pass:
-    passes = {"attention": one.of.attention, "dense": one.of.dense, "moe": one.of.experts}
-    return passes[one.name]()
+def _cached_block(key: _BlockKey) -> BlockOperations:
+    blocks = {"attention": key.operators.attention, "dense": key.operators.dense, "moe": key.operators.experts}
+    return blocks[key.name]()
 
 
-def _transfer(name: str, moved: Moved, inside: float) -> Operation:
-    sent = moved.inside + moved.between + moved.across
-    return Operation(name, "transfer", moved.seconds, bytes=sent, moved=moved, inside=inside)
+def _transfer(name: str, cost: CollectiveCost, fused_share: float) -> Operation:
+    sent = cost.inside + cost.between + cost.across
+    return Operation(name, "transfer", cost.seconds, bytes=sent, cost=cost, fused_share=fused_share)
 
 
 def _cut(weight: Weight, tp: int) -> tuple[float, float]:
-    """[k, n] of a rank's part: columns are cut, but for the latent projections, which every rank has whole."""
+    """Return [k, n] of a rank's shard. Columns are sharded, except for down-projections to latents."""
     return (weight.k, weight.n) if weight.name.endswith("_down") else (weight.k, weight.n / tp)
 
 
-def _joined(passes: Iterable[Pass]) -> Pass:
-    """One after the other; backward the other way round."""
+def _joined(passes: Iterable[BlockOperations]) -> BlockOperations:
+    """Concatenate the forward operations, and the backward operations in reverse order."""
     every = list(passes)
-    return Pass(
+    return BlockOperations(
         tuple(one for part in every for one in part.forward),
         tuple(one for part in reversed(every) for one in part.backward),
     )

@@ -1,14 +1,15 @@
-"""What of a pass' transfers goes on beside computing, and inside it: of each pair the longer counts, not the shorter.
+"""How much of a pass' transfers overlaps with computation.
 
-With overlap "inter" a transfer runs beside operators that do not need it, nor it them (MegaScale-MoE, 2505.11432):
+With overlap "inter", a transfer overlaps with independent operators (MegaScale-MoE, 2505.11432):
 
-    forward    combine, dispatch                        beside shared experts
-    backward   the same                                 beside shared experts
-               any, also those that are done again      beside weights' gradients, which nothing waits for, and memory
-                                                        passes that are done again, which need nothing of it
+    forward    combine, dispatch             overlap with shared experts
+    backward   the same                      overlap with shared experts
+               any, including recomputed     overlap with weight gradients, which no operator waits for, and with
+                                             recomputed memory passes
 
-With "all", the rest of a transfer next to a product is fused with it and hides as ``moe_comm.plan.machine.fused``
-describes (``Operation.inside``). A transfer takes units from what computes beside it: that much of the pair is visible.
+With "all", the rest of a transfer next to a GEMM is fused with it and is hidden as far as
+``moe_comm.plan.machine.fused`` computes (``Operation.fused_share``). A transfer uses units of the accelerator, which
+slows the overlapping computation. This slowdown counts as exposed time.
 """
 
 from __future__ import annotations
@@ -16,54 +17,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_comm.plan.model.mapping import Overlap
-from moe_comm.plan.step.operators import Operation, Pass
+from moe_comm.plan.model.mapping import OverlapMode
+from moe_comm.plan.step.operators import BlockOperations, Operation
 
 EXPERTS = ("dispatch", "combine", "expert gather", "expert scatter")
-"""Transfers that shared experts need nothing of."""
-SHARED = "shared"
-"""What operators of shared experts begin with."""
-
-
+"""Transfers that are independent of the shared experts."""
 FREE = 1 - 20 / 132
-"""Of an accelerator's rate, what computing keeps while a collective runs beside it: DeepSeek-V3 (arXiv 2412.19437) sets
-20 of an H800's 132 units apart for that."""
+"""Relative rate of computation while a collective runs: DeepSeek-V3 (arXiv 2412.19437) dedicates 20 of an H800's 132
+units to communication."""
 
 
-def hide(one: Pass, again: int, overlap: Overlap) -> Pass:
-    """A layer's operations with what of each transfer is hidden.
+def hide(one: BlockOperations, recomputed: int, overlap: OverlapMode) -> BlockOperations:
+    """Return a layer's operations with the hidden time of each transfer.
 
-    Args:
-        again: how many of the first operations of backward are forward's done again.
+    ``recomputed``: number of leading backward operations that recompute forward operations.
     """
     if overlap in ("none", "outer"):
         return one
-    forward = _beside(one.forward, _shared(one.forward, 0.0), 0.0)
-    later = sum(each.later for each in one.backward[again:])
-    redone = sum(each.seconds for each in one.backward[:again] if each.kind == "memory")
-    backward = _beside(one.backward, _shared(one.backward[again:], 1.0), later + redone)
-    return Pass(forward, backward) if overlap == "inter" else Pass(_within(forward), _within(backward))
+    forward = _overlap(one.forward, _shared_seconds(one.forward, 0.0), 0.0)
+    weight_grads = sum(each.weight_grad_s for each in one.backward[recomputed:])
+    memory = sum(each.seconds for each in one.backward[:recomputed] if each.kind == "memory")
+    backward = _overlap(one.backward, _shared_seconds(one.backward[recomputed:], 1.0), weight_grads + memory)
+    if overlap == "inter":
+        return BlockOperations(forward, backward)
+    return BlockOperations(_fuse(forward), _fuse(backward))
 
 
-def _shared(operations: Sequence[Operation], backward: float) -> float:
-    """Seconds of the shared experts; in backward without weights' gradients, which are counted with the others."""
-    computed = (one for one in operations if one.name.startswith(SHARED) and one.kind != "transfer")
-    return sum(one.seconds - backward * one.later for one in computed)
+def _shared_seconds(operations: Sequence[Operation], backward: float) -> float:
+    """Return the seconds of the shared experts. ``backward`` 1 excludes weight gradients, which are counted apart."""
+    computed = (one for one in operations if one.name.startswith("shared") and one.kind != "transfer")
+    return sum(one.seconds - backward * one.weight_grad_s for one in computed)
 
 
-def _beside(operations: Sequence[Operation], shared: float, anything: float) -> tuple[Operation, ...]:
-    """shared, anything: seconds of computing that experts' transfers, and that any transfer, can run beside."""
-    found = []
+def _overlap(operations: Sequence[Operation], shared: float, anything: float) -> tuple[Operation, ...]:
+    """Hide transfers behind ``shared`` seconds for expert transfers and ``anything`` seconds for all transfers."""
+    result = []
     for one in operations:
         if one.kind == "transfer":
             first = min(one.seconds, shared) if one.name.removesuffix(" again") in EXPERTS else 0.0
             then = min(one.seconds - first, anything)
             shared, anything = shared - first, anything - then
             one = replace(one, hidden=(first + then) * FREE)
-        found.append(one)
-    return tuple(found)
+        result.append(one)
+    return tuple(result)
 
 
-def _within(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """What is left of a transfer that is fused with a product."""
-    return tuple(replace(one, hidden=one.hidden + one.inside * one.shown) if one.inside else one for one in operations)
+def _fuse(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """Hide the part of each transfer that is fused with a GEMM."""
+    return tuple(
+        replace(one, hidden=one.hidden + one.fused_share * one.exposed) if one.fused_share else one
+        for one in operations
+    )

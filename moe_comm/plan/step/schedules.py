@@ -1,13 +1,13 @@
-"""A pipeline's step from the order of its passes: tasks to replay, the bubble, and what ranks hold meanwhile.
+"""The tasks of a pipeline step, from the order of its passes.
 
-1f1b over 3 ranks, 4 micro-batches; forwards F and backwards B of equal length:
+1f1b over 3 ranks, 4 micro-batches; forward F and backward B of equal length:
 
     rank 0   F0 F1 F2       B0 F3 B1    B2    B3
     rank 1      F0 F1    B0 F2 B1 F3 B2    B3           idle: (pp - 1) / (micro-batches + pp - 1)
     rank 2         F0 B0 F1 B1 F2 B2 F3 B3
 
-Interleaving v stages a rank makes that (pp - 1) / (v * micro-batches + pp - 1), arXiv 2104.04473; splitting the
-backward fills it with weights' passes, arXiv 2401.10241.
+With v interleaved stages per rank, the idle share is (pp - 1) / (v * micro-batches + pp - 1), arXiv 2104.04473. Split
+backward passes fill the idle time with weight gradients, arXiv 2401.10241.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 from moe_comm.errors import ConfigError
 from moe_comm.plan.arrays import Floats, Ints
 from moe_comm.plan.pipeline.orders import PassKind, PassOrder
-from moe_comm.plan.step.replay import Tasks
+from moe_comm.plan.step.replay import TaskGraph
 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """How long passes take: arrays [stages], or [stages, micro_batches] where micro-batches differ.
+    """Durations of passes: arrays [stages], or [stages, micro_batches] if micro-batches differ.
 
-    input, weight: the halves of a backward; a whole one takes their sum.
+    input, weight: the halves of a backward pass. A complete backward pass takes their sum.
     """
 
     forward: Floats
@@ -34,22 +34,18 @@ class PassSeconds:
     weight: Floats
 
     def of(self, order: PassOrder) -> Floats:
-        """Seconds of each pass of ``order``, [passes].
-
-        Raises:
-            ConfigError: a shape is wrong.
-        """
-        found = []
+        """Return the seconds of each pass of ``order``, [passes]. Raises ConfigError for a wrong shape."""
+        durations = []
         for name in ("forward", "input", "weight"):
-            got = np.asarray(getattr(self, name), dtype=np.float64)
-            got = got[:, None] if got.ndim == 1 else got
-            if got.ndim != 2 or got.shape[0] != order.stages or got.shape[1] not in (1, order.micro_batches):
+            given = np.asarray(getattr(self, name), dtype=np.float64)
+            given = given[:, None] if given.ndim == 1 else given
+            if given.ndim != 2 or given.shape[0] != order.stages or given.shape[1] not in (1, order.micro_batches):
                 raise ConfigError(
                     f"{name} must be seconds [{order.stages} stages] or [{order.stages}, {order.micro_batches} "
                     f"micro-batches]; got shape {np.shape(getattr(self, name))}"
                 )
-            found.append(np.broadcast_to(got, (order.stages, order.micro_batches)))
-        forward, backward, weight = found
+            durations.append(np.broadcast_to(given, (order.stages, order.micro_batches)))
+        forward, backward, weight = durations
         per_kind = np.stack([forward, backward + weight, backward, weight])
         seconds: Floats = per_kind[order.kind, order.stage, order.micro]
         return seconds
@@ -57,14 +53,14 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class PipelineTasks:
-    """Tasks of a pipeline's step; the first ``len(order)`` are its passes, in its order, on stream = rank.
+    """Tasks of a pipeline step. The first ``len(order)`` tasks are its passes, in order, on stream = rank.
 
-    Behind them the transfers between ranks: ``source[i]`` and ``target[i]`` are the passes that task
-    ``len(order) + i`` is between. Those of activations leave rank r on stream pp + r, of gradients on 2 * pp + r.
+    The others are transfers between ranks: task ``len(order) + i`` connects the passes ``source[i]`` and ``target[i]``.
+    Activations leave rank r on stream pp + r, gradients on stream 2 * pp + r.
     """
 
     order: PassOrder
-    tasks: Tasks
+    tasks: TaskGraph
     source: Ints
     target: Ints
 
@@ -77,19 +73,21 @@ def pipeline_tasks(
     exposed: bool = False,
     hidden: float = 0.0,
 ) -> PipelineTasks:
-    """Tasks of one step: a pass waits for the pass of the neighbour stage that it takes its input from.
+    """Return the tasks of one step. Each pass waits for the pass of the neighbouring stage that provides its input.
 
     Args:
-        transfer: seconds between stages on different ranks, one number or [stages - 1], either way.
-        exposed: a rank asks for what a pass takes only when it has nothing else left before that pass, and waits; else
-            transfers run beside passes, one after another in each direction.
-        hidden: of passes that are a pair, the share of the shorter one that overlaps with the longer: 0 to 1.
+        order: the passes.
+        seconds: their durations.
+        transfer: seconds between stages on different ranks, one number or [stages - 1], in either direction.
+        exposed: a rank starts to receive when it is idle, and waits. Otherwise transfers overlap with passes, one after
+            another in each direction.
+        hidden: overlap of paired passes, as a share of the shorter one, 0 to 1.
 
     Raises:
-        ConfigError: shapes are wrong, or a number is out of range.
+        ConfigError: a shape is wrong, or a number is out of range.
     """
     if not 0.0 <= hidden <= 1.0:
-        raise ConfigError(f"hidden is a share, 0 to 1; got {hidden}")
+        raise ConfigError(f"hidden must be a share from 0 to 1; got {hidden}")
     hop = np.asarray(transfer, dtype=np.float64)
     if hop.ndim and hop.shape != (order.stages - 1,):
         raise ConfigError(f"transfer must be seconds, one number or [{order.stages - 1}]; got shape {hop.shape}")
@@ -115,9 +113,9 @@ def pipeline_tasks(
             kind = PassKind(int(order.kind[task])).name.lower()
             return f"{kind} {order.micro[task]} of stage {order.stage[task]}"
         at = int(source[task - passes])
-        return f"what stage {order.stage[at]} sends of {order.micro[at]}"
+        return f"transfer of micro-batch {order.micro[at]} from stage {order.stage[at]}"
 
-    tasks = Tasks(
+    tasks = TaskGraph(
         np.concatenate([takes, hop[between]]),
         np.concatenate([order.rank, lane]),
         np.concatenate(before),
@@ -129,18 +127,18 @@ def pipeline_tasks(
 
 
 def _neighbours(order: PassOrder) -> tuple[Ints, Ints]:
-    """Passes that give and passes that take: activations to the next stage, gradients to the one before."""
+    """Return sending and receiving passes: activations to the next stage, gradients to the previous one."""
     at = np.full((2, order.stages, order.micro_batches), -1, dtype=np.int64)
-    travels = np.flatnonzero(order.kind != PassKind.WEIGHT)
-    at[(order.kind[travels] != PassKind.FORWARD).astype(np.int64), order.stage[travels], order.micro[travels]] = travels
+    sends = np.flatnonzero(order.kind != PassKind.WEIGHT)
+    at[(order.kind[sends] != PassKind.FORWARD).astype(np.int64), order.stage[sends], order.micro[sends]] = sends
     source = np.concatenate([at[0, :-1].ravel(), at[1, 1:].ravel()])
     target = np.concatenate([at[0, 1:].ravel(), at[1, :-1].ravel()])
-    sort = np.argsort(source)  # transfers of a stream leave in the order of the passes that make them
+    sort = np.argsort(source)  # transfers of a stream are in the order of their sending passes
     return source[sort], target[sort]
 
 
 def _paired(order: PassOrder, takes: Floats, hidden: float) -> Floats:
-    """Durations with the second pass of each pair shortened by what overlaps."""
+    """Return the durations, with the second pass of each pair shortened by the overlap."""
     first = np.flatnonzero((order.pair[:-1] >= 0) & (order.pair[:-1] == order.pair[1:]))
     if hidden and len(first):
         takes = takes.copy()

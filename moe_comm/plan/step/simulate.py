@@ -1,25 +1,24 @@
-"""A step of all ranks: what slow ranks and slow links cost those that wait for them.
+"""Simulate a step on all ranks: the cost of slow ranks and slow links for the ranks that wait for them.
 
-Every rank runs its own compute, slowed by its own factor, and meets others in transfers:
+Every rank runs its own computation, slowed by its own factor. Ranks wait for each other in transfers:
 
-    cell        ranks that a stage's passes tie to each other: those of one tensor, context, expert (or, with sharded
-                weights, data) parallel group, and of all groups that share a rank with it. All wait for the slowest.
-    pipeline    a cell of each position: stage transfers, schedule and all
-    stage       sums of gradients: replicas wait for each other, then each updates its part and gathers weights
+    cell        ranks that the passes of a stage synchronize: all tensor, context, expert (and with sharded weights
+                data) parallel groups that overlap. All of them wait for the slowest.
+    pipeline    one cell of each position, with stage transfers and the schedule
+    stage       gradient sums: replicas wait for each other, then each updates its shard and gathers weights
 
                  position 0   position 1   position 2
-    pipeline 0   cell 0       cell 0       cell 0          a slow rank here slows a cell, the cell its pipeline,
-    pipeline 1   cell 1       cell 1       cell 1          and at the sums the pipeline all of its replicas
+    pipeline 0   cell 0       cell 0       cell 0          a slow rank slows its cell, the cell its pipeline, and the
+    pipeline 1   cell 1       cell 1       cell 1          pipeline, at the gradient sums, all its replicas
 
-A cell meets in every pass, so that its ranks are together again after each: one replay of the pipeline's graph, with
-a lane of durations for each pipeline that differs from the others, is the replay of all ranks. ``every_rank`` has the
-tasks of each rank on its own, for worlds in which they are few enough.
+The ranks of a cell synchronize in every pass. One replay of the pipeline's graph, with a lane of durations for each
+distinct pipeline, therefore replays all ranks. ``every_rank`` builds the tasks of each rank for small worlds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,24 +26,24 @@ from numpy.typing import ArrayLike
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.arrays import Floats, Ints
-from moe_comm.plan.step.parts import After, Parts, parts_of
-from moe_comm.plan.step.replay import Tasks, prepare, replay
+from moe_comm.plan.step.replay import TaskGraph, replay
 from moe_comm.plan.step.step import StepModel
+from moe_comm.plan.step.step_details import StepDetails, TailOperation, step_details
 from moe_comm.topology import ParallelConfig
 
 Factors = Mapping[int, float] | ArrayLike | None
-"""By rank: how many times longer something takes than elsewhere; None or left out: 1."""
+"""Slowdown factors: by rank, or an array [world]. Missing ranks and None mean 1."""
 _NUMBERS = 1 << 24
-"""Durations that are replayed at once; more pipelines are taken in turns."""
+"""Largest number of durations in one replay. More pipelines are replayed in batches."""
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """A step of all ranks. even: its seconds if no rank were slow.
+class SimulatedStep:
+    """A simulated step of all ranks.
 
-    By rank, in order, seconds [world]: compute (products, memory passes, optimizer), moving (transfers that compute
-    waits for, once all are there), waiting (for other ranks, pipeline bubble among it). They add up to ``seconds``.
-    tasks, lanes: of the replay; ranks that must be alike share theirs.
+    seconds: time of the step. even: its time without slow ranks and links. tasks, lanes: size of the replay.
+    Arrays [world] of seconds, which add up to ``seconds`` for each rank: compute (products, memory passes, optimizer),
+    moving (exposed transfers), waiting (for other ranks, including the pipeline bubble).
     """
 
     seconds: float
@@ -57,103 +56,97 @@ class Simulated:
 
     @property
     def slowdown(self) -> float:
-        """Times that the step is longer than with no slow rank."""
+        """Time of the step relative to one without slow ranks."""
         return self.seconds / self.even
 
     @property
     def busy(self) -> Floats:
-        """Seconds of each rank in which it computes or moves rows."""
-        found: Floats = self.compute + self.moving
-        return found
+        """Seconds in which each rank computes or communicates."""
+        result: Floats = self.compute + self.moving
+        return result
 
     def __str__(self) -> str:
         ranks, waits = len(self.waiting), self.waiting.mean() / self.seconds
         return (
-            f"{self.seconds:.4g} s on {ranks:,} ranks, {self.slowdown:.3f} times the {self.even:.4g} s of even ranks; "
-            f"ranks wait {waits:.1%} of it"
+            f"{self.seconds:.4g} s on {ranks:,} ranks, {self.slowdown:.3f} times the {self.even:.4g} s without slow "
+            f"ranks; ranks wait {waits:.1%} of the time"
         )
 
 
-def parse_slow(given: list[str] | tuple[str, ...]) -> dict[int, float]:
-    """From ["3=1.5", "17=2"]: factors by rank.
-
-    Raises:
-        ConfigError: something is no RANK=FACTOR, or a rank is given twice.
-    """
-    found: dict[int, float] = {}
-    for text in given:
+def parse_slow(arguments: Sequence[str]) -> dict[int, float]:
+    """Parse ["3=1.5", "17=2"] into factors by rank. Raises ConfigError for other forms and repeated ranks."""
+    factors: dict[int, float] = {}
+    for text in arguments:
         rank, equals, factor = text.partition("=")
         try:
-            if not equals or int(rank) in found:
+            if not equals or int(rank) in factors:
                 raise ValueError
-            found[int(rank)] = float(factor)
+            factors[int(rank)] = float(factor)
         except ValueError:
-            raise ConfigError(f"a slow rank is RANK=FACTOR, each rank once, such as 3=1.5; got {text!r}") from None
-    return found
+            raise ConfigError(
+                f"a slow rank must be RANK=FACTOR, such as 3=1.5, and each rank may occur once; got {text!r}"
+            ) from None
+    return factors
 
 
-def simulate(model: StepModel, slow: Factors = None, links: Factors = None) -> Simulated:
-    """Replay a step of all ranks of ``model``. Without factors it takes what ``model.predict()`` says.
+def simulate(model: StepModel, slow: Factors = None, links: Factors = None) -> SimulatedStep:
+    """Replay a step on all ranks. Without factors it takes the time of ``model.predict()``.
 
     Args:
-        slow: how many times longer each rank computes: by rank, or an array [world].
-        links: how many times longer transfers of each rank take; a transfer is as slow as the slowest of its ranks.
+        model: the step.
+        slow: slowdown of each rank's computation.
+        links: slowdown of each rank's transfers. A transfer is as slow as the slowest of its ranks.
 
     Raises:
-        ConfigError: a rank that is not there, or a factor that is no finite number above 0.
+        ConfigError: a rank does not exist, or a factor is not a finite number above 0.
     """
-    parts, world = parts_of(model), _World.of(model)
+    details, world = step_details(model), _World.of(model)
     slow_W, links_W = factors(slow, world.size), factors(links, world.size)
     slow_PC, links_PC = world.slowest(slow_W), world.slowest(links_W)
     both = np.concatenate([slow_PC, links_PC])
     distinct, lane = np.unique(both, axis=1, return_inverse=True)
     lane = lane.reshape(-1)
     lasts = []
-    pp, lanes = parts.order.pp, distinct.shape[1]
-    for first in range(0, lanes, _lanes(parts)):
-        some = distinct[:, first : first + _lanes(parts)]
-        lasts.append(_last(parts, some[:pp], some[pp:]))
+    pp, lanes = details.order.pp, distinct.shape[1]
+    for first in range(0, lanes, _lanes(details)):
+        some = distinct[:, first : first + _lanes(details)]
+        lasts.append(_last(details, some[:pp], some[pp:]))
     last_PL: Floats = np.concatenate(lasts, axis=1)
     end_W = world.spread(last_PL[:, lane])
-    for one in parts.after:
-        end_W = _one_after(world, one, end_W, slow_W, links_W)
-    compute_W, moving_W = _busy(parts, world, slow_W, slow_PC, links_W, links_PC)
+    for one in details.tail:
+        end_W = _after_tail(world, one, end_W, slow_W, links_W)
+    compute_W, moving_W = _busy(details, world, slow_W, slow_PC, links_W, links_PC)
     seconds = float(end_W.max())
     waiting_W: Floats = np.maximum(seconds - compute_W - moving_W, 0.0)
-    return Simulated(seconds, parts.predicted.seconds, compute_W, moving_W, waiting_W, len(parts.tasks), lanes)
+    return SimulatedStep(seconds, details.predicted.seconds, compute_W, moving_W, waiting_W, len(details.tasks), lanes)
 
 
-def factors(given: Factors, world: int) -> Floats:
-    """Factors of all ranks, [world].
-
-    Raises:
-        ConfigError: see ``simulate``.
-    """
-    found = np.ones(world)
-    if isinstance(given, Mapping):
-        for rank, factor in given.items():
+def factors(values: Factors, world: int) -> Floats:
+    """Return the factors of all ranks, [world]. Raises ConfigError as ``simulate`` does."""
+    result = np.ones(world)
+    if isinstance(values, Mapping):
+        for rank, factor in values.items():
             if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < world:
-                raise ConfigError(f"a slow rank must be one from 0 to {world - 1}; got {rank!r}")
-            found[rank] = factor
-    elif given is not None:
-        found = np.array(given, dtype=np.float64)
-        if found.shape != (world,):
-            raise ConfigError(f"factors must be one for each of the {world} ranks; got shape {found.shape}")
-    wrong = np.flatnonzero(~((found > 0) & (found < math.inf)))
+                raise ConfigError(f"a slow rank must be from 0 to {world - 1}; got {rank!r}")
+            result[rank] = factor
+    elif values is not None:
+        result = np.array(values, dtype=np.float64)
+        if result.shape != (world,):
+            raise ConfigError(f"factors must have one entry for each of the {world} ranks; got shape {result.shape}")
+    wrong = np.flatnonzero(~((result > 0) & (result < math.inf)))
     if len(wrong):
-        raise ConfigError(f"a factor must be a finite number above 0; rank {wrong[0]} has {found[wrong[0]]}")
-    return found
+        raise ConfigError(f"a factor must be a finite number above 0; rank {wrong[0]} has {result[wrong[0]]}")
+    return result
 
 
-# ---- who waits for whom
+# ---- synchronization
 
 
 @dataclass(frozen=True)
 class _World:
-    """Ranks as [positions, cells, ranks of a cell]: a cell is a block of ranks that follow each other.
+    """Ranks as [positions, cells, ranks of a cell]. A cell is a block of consecutive ranks.
 
-    Blocks of tp * cp ranks and of etp * ep ranks lie on one line; those that overlap together cover what the least
-    common multiple of the two covers.
+    Blocks of tp * cp ranks and of etp * ep ranks start at rank 0. A cell is the least common multiple of both sizes.
     """
 
     parallel: ParallelConfig
@@ -161,7 +154,7 @@ class _World:
 
     @classmethod
     def of(cls, model: StepModel) -> _World:
-        mapping = model.place.mapping
+        mapping = model.placed.mapping
         p = mapping.parallel
         tied = math.lcm(p.tp * p.cp, p.etp * p.ep)
         return cls(p, p.stage if mapping.sharding == "fsdp" else tied)
@@ -172,112 +165,108 @@ class _World:
 
     @property
     def cells(self) -> int:
-        """Of each position; as many as there are pipelines."""
+        """Number of cells of each position, which is also the number of pipelines."""
         return self.parallel.stage // self.cell
 
     def slowest(self, factor_W: Floats) -> Floats:
-        """[positions, cells]."""
-        found: Floats = factor_W.reshape(self.parallel.pp, self.cells, self.cell).max(axis=2)
-        return found
+        """Return the largest factor of each cell, [positions, cells], from [world]."""
+        result: Floats = factor_W.reshape(self.parallel.pp, self.cells, self.cell).max(axis=2)
+        return result
 
     def spread(self, of_PC: Floats) -> Floats:
-        """[world], from [positions, cells]."""
-        found: Floats = np.repeat(of_PC.reshape(-1), self.cell)
-        return found
+        """Broadcast [positions, cells] to [world]."""
+        result: Floats = np.repeat(of_PC.reshape(-1), self.cell)
+        return result
 
-    def groups(self, axis: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The world's shape with one axis for each kind of group, slowest first, and the axes along which a group of
-        ``axis`` lies."""
+    def shape(self, axis: str) -> tuple[int, int, int]:
+        """Return the shape in which groups of ``axis`` lie along the middle dimension of the world."""
         p = self.parallel
-        if axis == "dp_cp":
-            return (p.pp, p.dp * p.cp, p.tp), (1,)
-        return (p.pp, p.edp, p.ep * p.etp), (1,)
+        return (p.pp, p.dp * p.cp, p.tp) if axis == "dp_cp" else (p.pp, p.edp, p.ep * p.etp)
 
     def latest(self, axis: str, of_W: Floats) -> Floats:
-        """The largest in each rank's group, [world]."""
-        shape, along = self.groups(axis)
-        found = of_W.reshape(shape)
-        return np.broadcast_to(found.max(axis=along, keepdims=True), shape).reshape(-1)
+        """Return the largest value in each rank's group, [world]."""
+        shape = self.shape(axis)
+        return np.broadcast_to(of_W.reshape(shape).max(axis=1, keepdims=True), shape).reshape(-1)
 
 
-def _one_after(world: _World, one: After, end_W: Floats, slow_W: Floats, links_W: Floats) -> Floats:
-    """When each rank has done it, from when it could begin."""
+def _after_tail(world: _World, one: TailOperation, end_W: Floats, slow_W: Floats, links_W: Floats) -> Floats:
+    """Return the end of a tail operation on each rank."""
     if not one.axis:
-        found: Floats = end_W + one.seconds * slow_W
-        return found
+        result: Floats = end_W + one.seconds * slow_W
+        return result
     return world.latest(one.axis, end_W) + _slower(one, world.latest(one.axis, links_W))
 
 
-def _slower(one: After, links: Floats) -> Floats:
-    """Seconds that a transfer adds to the step where links are so many times slower; what is hidden stays so."""
-    found: Floats = one.seconds + (links - 1.0) * one.whole
-    return np.maximum(found, 0.0)
+def _slower(one: TailOperation, links: Floats) -> Floats:
+    """Return the exposed seconds of a transfer over slower links. Its hidden time does not change."""
+    result: Floats = one.seconds + (links - 1.0) * one.total_seconds
+    return np.maximum(result, 0.0)
 
 
 # ---- pipelines
 
 
-def _lanes(parts: Parts) -> int:
-    """Of pipelines, as many as are replayed at once."""
-    return max(1, _NUMBERS // len(parts.tasks))
+def _lanes(details: StepDetails) -> int:
+    """Return the number of pipelines to replay at once."""
+    return max(1, _NUMBERS // len(details.tasks))
 
 
-def _last(parts: Parts, slow_PL: Floats, links_PL: Floats) -> Floats:
-    """When each position of each pipeline has ended its last pass: [positions, lanes]."""
-    order, passes = parts.order, len(parts.order)
-    compute, waits = _pass_seconds(parts, slow_PL, links_PL)
-    hops = _hop_seconds(parts, links_PL)
-    times = replay(parts.plan, np.concatenate([compute + waits, hops]))
-    found = np.zeros((order.pp, slow_PL.shape[1]))
+def _last(details: StepDetails, slow_PL: Floats, links_PL: Floats) -> Floats:
+    """Return the end of the last pass at each position of each pipeline, [positions, lanes]."""
+    order, passes = details.order, len(details.order)
+    compute, waits = _pass_seconds(details, slow_PL, links_PL)
+    hops = _hop_seconds(details, links_PL)
+    times = replay(details.plan, np.concatenate([compute + waits, hops]))
+    result = np.zeros((order.pp, slow_PL.shape[1]))
     ends = times.end[:passes]
     for rank in range(order.pp):
-        found[rank] = ends[order.rank == rank].max(axis=0)
-    return found
+        result[rank] = ends[order.rank == rank].max(axis=0)
+    return result
 
 
-def _pass_seconds(parts: Parts, slow_PL: Floats, links_PL: Floats) -> tuple[Floats, Floats]:
-    """[passes, lanes]: what the slowest rank of a cell computes, and what transfers then add to the pass.
+def _pass_seconds(details: StepDetails, slow_PL: Floats, links_PL: Floats) -> tuple[Floats, Floats]:
+    """Return the computation of the slowest rank of a cell and the exposed transfers of each pass, [passes, lanes].
 
-    What of a transfer runs beside compute stays as long as it is; all that links slow down is added.
+    The hidden time of a transfer does not change with slower links; all additional time is exposed.
     """
-    order = parts.order
-    compute = parts.compute[order.stage, order.kind]
-    moved = parts.moved[order.stage, order.kind]
-    added = parts.seconds[: len(order)] - compute
+    order = details.order
+    compute = details.compute[order.stage, order.kind]
+    moved = details.transfers[order.stage, order.kind]
+    added = details.seconds[: len(order)] - compute
     waits = added[:, None] + (links_PL[order.rank] - 1.0) * moved[:, None]
     return compute[:, None] * slow_PL[order.rank], np.maximum(waits, 0.0)
 
 
-def _hop_seconds(parts: Parts, links_PL: Floats) -> Floats:
-    """[transfers between positions, lanes]."""
-    rank = parts.order.rank
-    hop = parts.seconds[len(parts.order) :, None]
-    found: Floats = hop * np.maximum(links_PL[rank[parts.sender]], links_PL[rank[parts.receiver]])
-    return found
+def _hop_seconds(details: StepDetails, links_PL: Floats) -> Floats:
+    """Return the seconds of transfers between positions, [transfers, lanes]."""
+    rank = details.order.rank
+    hop = details.seconds[len(details.order) :, None]
+    result: Floats = hop * np.maximum(links_PL[rank[details.sender]], links_PL[rank[details.receiver]])
+    return result
 
 
 def _busy(
-    parts: Parts, world: _World, slow_W: Floats, slow_PC: Floats, links_W: Floats, links_PC: Floats
+    details: StepDetails, world: _World, slow_W: Floats, slow_PC: Floats, links_W: Floats, links_PC: Floats
 ) -> tuple[Floats, Floats]:
-    """Seconds [world] that each rank computes, and that it moves rows while it does not."""
-    order, ranks = parts.order, world.parallel.stage
-    compute = np.bincount(order.rank, parts.compute[order.stage, order.kind], minlength=order.pp)
+    """Return the seconds [world] in which each rank computes, and in which it only communicates."""
+    order, ranks = details.order, world.parallel.stage
+    compute = np.bincount(order.rank, details.compute[order.stage, order.kind], minlength=order.pp)
     compute_W: Floats = np.repeat(compute, ranks) * slow_W
-    # Lanes of their own only where cells differ: the sum over passes is the same for all others.
+    # One lane for each distinct cell: the sum over passes is the same for equal cells.
     moving_PC = np.empty_like(slow_PC)
     both, at = np.unique(np.stack([slow_PC.reshape(-1), links_PC.reshape(-1)]), axis=1, return_inverse=True)
     at = at.reshape(slow_PC.shape)
-    step = _lanes(parts)
+    step = _lanes(details)
     for first in range(0, both.shape[1], step):
         some = both[:, first : first + step]
         wide = [np.broadcast_to(row, (order.pp, some.shape[1])) for row in some]
-        waits = _pass_seconds(parts, wide[0], wide[1])[1]
+        waits = _pass_seconds(details, wide[0], wide[1])[1]
         total = np.stack([waits[order.rank == rank].sum(axis=0) for rank in range(order.pp)])
         mine = (at >= first) & (at < first + some.shape[1])
         rows = np.nonzero(mine)
         moving_PC[rows] = total[rows[0], at[rows] - first]
     moving_W = world.spread(moving_PC)
-    for one in parts.after:
+    for one in details.tail:
         if one.axis:
             moving_W = moving_W + _slower(one, world.latest(one.axis, links_W))
         else:
@@ -285,27 +274,27 @@ def _busy(
     return compute_W, moving_W
 
 
-# ---- every rank on its own
+# ---- every rank by itself
 
 
-def every_rank(model: StepModel, slow: Factors = None, links: Factors = None) -> Tasks:
-    """The tasks of every rank of the world, for ``moe_comm.plan.step.replay``: its span is the step's seconds.
+def every_rank(model: StepModel, slow: Factors = None, links: Factors = None) -> TaskGraph:
+    """Return the tasks of every rank of the world. Their replay takes the time of the step.
 
-    Of each rank: a task for a pass's compute and one for its transfers, in which the cell meets, then transfers between
-    positions, then what follows the last pass, in which groups meet. Streams are, by kind and then by rank: compute,
-    transfers, activations sent, gradients sent, and what follows.
+    The tasks of a rank are: one for the computation of each pass and one for its transfers, which is a collective of
+    the cell; transfers between positions; and tail operations, which are collectives of groups. There is one stream per
+    rank for each kind: compute, transfers, sent activations, sent gradients, and tail.
     """
-    parts, world = parts_of(model), _World.of(model)
-    order, passes, hops = parts.order, len(parts.order), len(parts.sender)
+    details, world = step_details(model), _World.of(model)
+    order, passes, hops = details.order, len(details.order), len(details.sender)
     pipelines, pp = world.parallel.stage, order.pp
     slow_W, links_W = factors(slow, world.size), factors(links, world.size)
     slow_PJ = slow_W.reshape(pp, pipelines)
     worst_PJ = [world.spread(world.slowest(one)).reshape(pp, pipelines) for one in (slow_W, links_W)]
-    compute = parts.compute[order.stage, order.kind][:, None] * slow_PJ[order.rank]
-    waits = _pass_seconds(parts, worst_PJ[0], worst_PJ[1])[1]
-    moves = _hop_seconds(parts, worst_PJ[1])
+    compute = details.compute[order.stage, order.kind][:, None] * slow_PJ[order.rank]
+    waits = _pass_seconds(details, worst_PJ[0], worst_PJ[1])[1]
+    moves = _hop_seconds(details, worst_PJ[1])
 
-    # Numbers of tasks: [passes or transfers, pipelines], one block behind the other.
+    # Task numbers: [passes or transfers, pipelines], one block after the other.
     pipeline = np.arange(pipelines)
     computes = np.arange(passes)[:, None] * pipelines + pipeline
     meets = computes + passes * pipelines
@@ -314,50 +303,50 @@ def every_rank(model: StepModel, slow: Factors = None, links: Factors = None) ->
     follows = np.flatnonzero(order.rank[1:] == order.rank[:-1])
     before = [computes, meets[follows]]
     after = [meets, computes[follows + 1]]
-    tasks = parts.tasks
+    tasks = details.tasks
     for source, target in zip(tasks.before.tolist(), tasks.after.tolist(), strict=True):
         before.append(meets[source] if source < passes else sends[source - passes])
         after.append(computes[target] if target < passes else sends[target - passes])
     lane = tasks.stream[passes:, None]
     stream = [rank, world.size + rank, np.where(lane < 0, -1, (lane + pp) * pipelines + pipeline)]
-    meeting = [np.full_like(rank, -1), np.arange(passes)[:, None] * world.cells + pipeline // world.cell]
-    meeting.append(np.full_like(sends, -1))
-    tail = _tails(parts, world, slow_W, links_W, 4 * world.size, passes * world.cells)
+    collective = [np.full_like(rank, -1), np.arange(passes)[:, None] * world.cells + pipeline // world.cell]
+    collective.append(np.full_like(sends, -1))
+    tail = _tails(details, world, slow_W, links_W, 4 * world.size, passes * world.cells)
     first = (2 * passes + hops) * pipelines
     if len(tail[0]):
         ends = np.full(pp, 0)
         np.maximum.at(ends, order.rank, np.arange(passes))
         before.append(meets[ends])
         after.append(first + np.arange(world.size).reshape(pp, pipelines))
-    return Tasks(
+    return TaskGraph(
         np.concatenate([one.ravel() for one in (compute, waits, moves, tail[0])]),
         np.concatenate([one.ravel() for one in (*stream, tail[1])]),
         np.concatenate([one.ravel() for one in before]),
         np.concatenate([one.ravel() for one in after]),
-        np.concatenate([one.ravel() for one in (*meeting, tail[2])]),
+        np.concatenate([one.ravel() for one in (*collective, tail[2])]),
     )
 
 
 def _tails(
-    parts: Parts, world: _World, slow_W: Floats, links_W: Floats, stream: int, meeting: int
+    details: StepDetails, world: _World, slow_W: Floats, links_W: Floats, stream: int, collective: int
 ) -> tuple[Floats, Ints, Ints]:
-    """Durations, streams and meetings of what follows the last pass: each thing of all ranks, one behind the other."""
+    """Return durations, streams and collectives of the tail, [tail operations * world]."""
     ranks = np.arange(world.size)
     duration, meetings = [np.empty(0)], [np.empty(0, dtype=np.int64)]
-    for one in parts.after:
+    for one in details.tail:
         if one.axis:
-            shape, _ = world.groups(one.axis)
+            shape = world.shape(one.axis)
             number = np.arange(shape[0] * shape[2]).reshape(shape[0], 1, shape[2])
-            meetings.append(meeting + np.broadcast_to(number, shape).reshape(-1))
+            meetings.append(collective + np.broadcast_to(number, shape).reshape(-1))
             duration.append(_slower(one, world.latest(one.axis, links_W)))
-            meeting += shape[0] * shape[2]
+            collective += shape[0] * shape[2]
         else:
             meetings.append(np.full(world.size, -1))
             duration.append(one.seconds * slow_W)
-    streams = np.tile(stream + ranks, len(parts.after))
+    streams = np.tile(stream + ranks, len(details.tail))
     return np.concatenate(duration), streams, np.concatenate(meetings)
 
 
 def simulate_every_rank(model: StepModel, slow: Factors = None, links: Factors = None) -> float:
-    """Seconds of a step, every rank replayed on its own: what ``simulate`` finds with fewer tasks."""
-    return float(replay(prepare(every_rank(model, slow, links))).span)
+    """Return the seconds of a step by replaying every rank. The result equals that of ``simulate``."""
+    return float(replay(every_rank(model, slow, links)).span)

@@ -1,15 +1,15 @@
-"""What the halves of a split backward pass run: gradients of the input at once, those of weights when a rank is free.
+"""The halves of a split backward pass: input gradients at once, weight gradients when a rank is idle.
 
-As torch splits a backward (``torch.distributed.pipelining``, ``stage_backward_input`` and ``stage_backward_weight``)
-of the bundled trainer's layers:
+The split is that of torch (``stage_backward_input`` and ``stage_backward_weight`` of ``torch.distributed.pipelining``)
+for the layers of the bundled trainer:
 
-    input     all of a backward but products' gradients of weights (``Operation.later``)
-    weight    those; and what they need that the other half did not keep: what recomputing "selective" computes again
-              is computed again in both halves, and experts that are one function (not fused with their transfers) need
-              the gradient that goes into their first product a second time
-    neither   of the first stage, which has no input to give a gradient to: its whole backward is the weight half; of
-              the head, whose gradients are there with the loss; and of layers that are recomputed in full, whose
-              weights' gradients come with the input's
+    input     the backward pass without the weight gradients of matrix products (``Operation.weight_grad_s``)
+    weight    these weight gradients, and what they need that the input half did not save. Work that recompute
+              "selective" repeats is repeated in both halves. Experts that are one autograd function (not fused with
+              their transfers) compute the gradient of their first product's output a second time.
+    neither   the first stage, which has no input gradient: its complete backward is the weight half. The head, whose
+              gradients are computed with the loss. Layers with recompute "full", whose weight gradients are computed
+              with the input gradients.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ from dataclasses import replace
 
 from moe_comm.plan.step.operators import Operation
 
-_TWICE = ("experts down", "experts act")
-"""Of experts that are one function: what its two halves both run, as far as it is no weight's gradient."""
+_REPEATED = ("experts down", "experts act")
+"""Operators of unfused experts that both halves run, except for weight gradients."""
 
 
 def halves(
-    backward: Sequence[Operation], again: int, fused: bool
+    backward: Sequence[Operation], recomputed: int, fused: bool
 ) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """(for the input, for the weights) of a layer's backward.
+    """Return the input half and the weight half of a layer's backward.
 
     Args:
-        backward: without what is hidden of it. again: how many of the first operations are forward's done again.
-        fused: experts are fused with their transfers, and keep what their weights' gradients are made of.
+        backward: operations without hidden time.
+        recomputed: number of leading operations that recompute forward operations.
+        fused: experts are fused with their transfers, and save the inputs of their weight gradients.
     """
-    first = tuple(_without_later(one) for one in backward)
-    second = list(backward[:again])
-    for one, early in zip(backward[again:], first[again:], strict=True):
-        if again and one.kind == "transfer" and one.name.endswith(" again"):
-            second.append(one)  # the gather of what is computed again
-        if one.name in _TWICE and not fused:
-            second.append(early)
-        if one.later:
-            second.append(replace(one, seconds=one.later, flops=one.flops / 2, bytes=one.bytes / 2, later=0.0))
+    first = tuple(_half(one, one.seconds - one.weight_grad_s) if one.weight_grad_s else one for one in backward)
+    second = list(backward[:recomputed])
+    for one, input_half in zip(backward[recomputed:], first[recomputed:], strict=True):
+        if recomputed and one.kind == "transfer" and one.name.endswith(" again"):
+            second.append(one)  # the gather of recomputed inputs
+        if one.name in _REPEATED and not fused:
+            second.append(input_half)
+        if one.weight_grad_s:
+            second.append(_half(one, one.weight_grad_s))
     return first, tuple(second)
 
 
-def _without_later(one: Operation) -> Operation:
-    if not one.later:
-        return one
-    return replace(one, seconds=one.seconds - one.later, flops=one.flops / 2, bytes=one.bytes / 2, later=0.0)
+def _half(one: Operation, seconds: float) -> Operation:
+    return replace(one, seconds=seconds, flops=one.flops / 2, bytes=one.bytes / 2, weight_grad_s=0.0)

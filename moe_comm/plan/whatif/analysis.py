@@ -1,14 +1,14 @@
-"""What stragglers cost: a run's steps replayed as they were, and as if nothing had been slow (arXiv 2505.05713).
+"""The cost of stragglers: replay a run's steps with measured durations and without stragglers (arXiv 2505.05713).
 
-    T        replay of the operations as they were, without the gaps between them
-    T_ideal  replay with each operation as long as those like it on average (``trace_table.ideal_seconds``)
-    S        T / T_ideal; 1 - 1 / S of the time was wasted
-    S_x      T_ideal with only the operations of x as they were, / T_ideal: what x alone would cost; x is a kind of
-             operation, or the ranks at one place of a dimension ("dp", "pp", "ep", ...)
-    M_x      (T - T with x as it should be) / (T - T_ideal): how much of it went if x alone were mended
+    T        replay with the measured durations, without the gaps between operations
+    T_ideal  replay with the mean duration of each class of operations (``trace_table.ideal_seconds``)
+    S        T / T_ideal; the share 1 - 1 / S of the time is wasted
+    S_x      T_ideal with the measured durations of x only, / T_ideal: the slowdown that x alone causes; x is a kind of
+             operation, or the ranks with one coordinate in a dimension ("dp", "pp", "ep", ...)
+    M_x      (T - T with the ideal durations of x) / (T - T_ideal): the share of the loss that fixing x alone saves
 
-What that study lacks: dimensions other than dp and pp, and their groups; and S as the product of what uneven routing
-costs (``even_routing``) and the rest.
+In addition to the study, this covers dimensions other than dp and pp, and their groups, and splits S into the slowdown
+of uneven routing (``even_routing``) and the rest.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ import numpy as np
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.arrays import Bools, Floats, Ints
-from moe_comm.plan.step.replay import Plan, Tasks, prepare, replay
+from moe_comm.plan.step.replay import ReplayPlan, TaskGraph, prepare, replay
 from moe_comm.plan.whatif.trace_table import TraceGraph, ideal_seconds
 
 WORST = 0.03
-"""Share of the workers that are mended for M_W."""
+"""Share of the workers that M_W fixes."""
 MOST_RANKS = 64
-"""Up to so many, each is looked at by itself."""
+"""Largest number of ranks that are replayed individually."""
 _CELLS = 1 << 23
-"""Operations times variants that are replayed at once: 64 MB an array."""
+"""Number of operations times variants in one replay: 64 MB per array."""
 _ATTENTION, _EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")
 _SIDES = {"tp": _ATTENTION, "cp": _ATTENTION, "ep": _EXPERT, "etp": _EXPERT}
-"""Dimensions whose groups are looked at, and those of the same side, of which a rank has one place each."""
+"""Dimensions whose groups are analyzed, with the dimensions of the same side. A rank has one coordinate in each."""
 _TRANSFER = re.compile(r"(forward|backward)-(?:send|recv)")
 _ENDS = re.compile(r"(?:send|receive) (.+)")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A rank and its place in each dimension. slowdown: S if only its operations had been as they were; with more ranks
-    than ``MOST_RANKS`` estimated, as the smallest S of its places."""
+    """A rank and its coordinate in each dimension.
+
+    slowdown: S with only its measured durations. With more than ``MOST_RANKS`` ranks, it is estimated as the smallest S
+    of its coordinates.
+    """
 
     rank: int
     places: Mapping[str, int]
@@ -49,22 +52,22 @@ class Worker:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Of S steps.
+    """Results of S steps.
 
-    measured_S, replayed_S, ideal_S: seconds of each step, as it was, T and T_ideal. exact_S: replayed with the gaps,
-    which is what was measured if the graph is right.
-
-    by_operation: S_t by kind of operation, worst first. by_place: by dimension, S_x of each place in it. by_group: by
-    dimension ("tp", "cp", "ep", "etp"), S_x of each group of ranks along it. ranks: how the workers did, one by one.
-    worker_DP: [DP, PP], the smaller of the two S of its places. worst_ranks: those that M_W mends.
-    mended_workers, mended_last_stage: M_W and M_S; NaN where T is T_ideal. even_S: T with even routing, NaN where that
-    is not known. correlation: Pearson's, of forward and backward passes of the same micro-batch; near 1 if they differ
-    by what they have to do, NaN where not known.
+    measured_S, replayed_S, ideal_S: seconds of each step: measured, T and T_ideal. with_gaps_S: replay with gaps, which
+        equals the measurement if the graph is correct.
+    by_operation: S_x by kind of operation, the largest first. by_place: S_x of each coordinate, by dimension. by_group:
+        S_x of each group of ranks along a dimension ("tp", "cp", "ep", "etp"). ranks: the workers.
+    worker_DP: [DP, PP], the smaller S of the two coordinates. worst_ranks: the ranks that M_W fixes.
+    slowest_ranks_share, last_stage_share: M_W and M_S; NaN if T equals T_ideal.
+    even_S: T with balanced routing, NaN if unknown.
+    correlation: Pearson's, between forward and backward passes of the same micro-batch. Near 1 if their durations
+        depend on their work; NaN if unknown.
     """
 
     steps: tuple[int, ...]
     measured_S: Floats
-    exact_S: Floats
+    with_gaps_S: Floats
     replayed_S: Floats
     ideal_S: Floats
     by_operation: Mapping[str, float]
@@ -73,81 +76,83 @@ class WhatIf:
     ranks: tuple[Worker, ...]
     worker_DP: Floats
     worst_ranks: tuple[int, ...]
-    mended_workers: float
-    mended_last_stage: float
+    slowest_ranks_share: float
+    last_stage_share: float
     even_S: Floats
     correlation: float
 
     @property
     def slowdown(self) -> float:
-        """S, of all steps together."""
+        """S of all steps together."""
         return float(self.replayed_S.sum() / self.ideal_S.sum())
 
     @property
     def slowdown_S(self) -> Floats:
-        """S of each step by itself; NaN of one that would take no time."""
+        """S of each step; NaN for a step without duration."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.where(self.ideal_S > 0, self.replayed_S / self.ideal_S, np.nan))
 
     @property
     def routing(self) -> float:
-        """The part of S that uneven routing makes, ``slowdown / routing`` is the rest; NaN where not known."""
+        """The part of S that uneven routing causes; ``slowdown / routing`` is the rest. NaN if unknown."""
         return float(self.replayed_S.sum() / self.even_S.sum())
 
     @property
     def waste(self) -> float:
-        """Share of the time that stragglers cost."""
+        """Share of the time that is wasted."""
         return 1 - 1 / self.slowdown
 
     @property
     def replay_error(self) -> float:
-        """How far T is from what was measured: the gaps, and what the graph does not know of. Mean over the steps."""
+        """Mean relative error of T, from gaps and from dependencies that are missing in the graph."""
         return float(np.abs(self.replayed_S / self.measured_S - 1).mean())
 
     @property
     def graph_error(self) -> float:
-        """The same with gaps: what the graph alone gets wrong."""
-        return float(np.abs(self.exact_S / self.measured_S - 1).mean())
+        """Mean relative error of the replay with gaps, from the graph alone."""
+        return float(np.abs(self.with_gaps_S / self.measured_S - 1).mean())
 
 
-def make_tasks(graph: TraceGraph) -> Tasks:
-    """For a replay without gaps."""
+def make_tasks(graph: TraceGraph) -> TaskGraph:
+    """Return the tasks of a replay without gaps."""
     table = graph.table
-    return Tasks(
+    return TaskGraph(
         graph.value_N,
         graph.stream_N,
         graph.before_D,
         graph.after_D,
-        graph.meeting_N,
+        graph.collective_N,
         lambda at: f"{table.names[table.name_N[at]]} of rank {table.rank_N[at]} in step {table.step_N[at]}",
     )
 
 
 def replay_with_gaps(graph: TraceGraph) -> Floats:
-    """[S] seconds of each step when every operation also waits as long as it did after it could have begun."""
+    """Return the seconds of each step, [S], with the measured delay of every operation after it was ready."""
     count = len(graph.table)
-    tasks = Tasks(
+    tasks = TaskGraph(
         np.stack([graph.gap_N, graph.value_N], axis=1).reshape(-1),
         np.repeat(graph.stream_N, 2),
         2 * graph.before_D + 1,
         2 * graph.after_D,
-        np.stack([np.full(count, -1), graph.meeting_N], axis=1).reshape(-1),
+        np.stack([np.full(count, -1), graph.collective_N], axis=1).reshape(-1),
     )
     return _Steps(graph).of(replay(tasks).end[1::2, None])[:, 0]
 
 
 def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
-    """Answers to all questions.
+    """Run all analyses.
 
     Args:
-        even_N: seconds of each operation if routing were even (``even_routing.even_seconds``).
+        graph: the trace.
+        even_N: seconds of each operation with balanced routing (``even_routing.even_seconds``).
 
     Raises:
-        ConfigError: the trace is empty. ReplayError: operations wait for each other.
+        ConfigError: the trace is empty.
+        ReplayError: operations wait for each other.
     """
     if not len(graph.table):
-        raise ConfigError("a trace without operations has no stragglers")
-    asked = _Questions(graph)
+        raise ConfigError("the trace has no operations")
+    replays = _Replays(graph)
     table = graph.table
     kinds = np.array([operation_of(name) for name in table.names])[table.name_N]
     ranks, first, of_rank_N = np.unique(table.rank_N, return_index=True, return_inverse=True)
@@ -161,7 +166,7 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
     groups = {dimension: _groups(ranks, places, dimension) for dimension in _SIDES if dimension in places}
     for dimension, members in groups.items():
         lanes |= {(f"{dimension} group", group): np.isin(table.rank_N, group) for group in members}
-    alone = asked.only_as_they_were(lanes)
+    alone = replays.slowdowns(lanes)
     by_place = {
         dimension: tuple(alone[dimension, place] for place in range(int(place_N.max()) + 1))
         for dimension, place_N in table.places.items()
@@ -170,58 +175,59 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
     if not np.isfinite(score_R).all():
         score_R = _least_of_places(places, by_place)
     worker_DP = np.minimum.outer(np.array(by_place.get("dp", (np.inf,))), np.array(by_place.get("pp", (np.inf,))))
-    worst = _worst(ranks, score_R)
-    mended = asked.mended(
-        [np.isin(table.rank_N, worst), table.places["pp"] == table.places["pp"].max()]
-        if "pp" in table.places
-        else [np.isin(table.rank_N, worst)]
+    worst = _worst_ranks(ranks, score_R)
+    shares = replays.recovered_shares(
+        [np.isin(table.rank_N, worst)]
+        + ([table.places["pp"] == table.places["pp"].max()] if "pp" in table.places else [])
     )
     by_operation = {str(kind): value for (what, kind), value in alone.items() if what == "operation"}
     workers = (
-        Worker(int(rank), {dimension: int(at[place]) for dimension, at in places.items()}, float(score_R[place]))
-        for place, rank in enumerate(ranks)
+        Worker(int(rank), {dimension: int(at[index]) for dimension, at in places.items()}, float(score_R[index]))
+        for index, rank in enumerate(ranks)
     )
     steps = tuple(int(step) for step in table.steps)
     return WhatIf(
         steps,
         table.measured_S(),
         replay_with_gaps(graph),
-        asked.replayed_S,
-        asked.ideal_S,
+        replays.replayed_S,
+        replays.ideal_S,
         dict(sorted(by_operation.items(), key=lambda item: -item[1])),
         by_place,
         {key: {group: alone[f"{key} group", group] for group in members} for key, members in groups.items() if members},
         tuple(workers),
         worker_DP,
         tuple(worst),
-        mended[0],
-        mended[1] if len(mended) > 1 else float("nan"),
-        np.full(len(steps), np.nan) if even_N is None else asked.seconds(even_N[:, None])[:, 0],
+        shares[0],
+        shares[1] if len(shares) > 1 else float("nan"),
+        np.full(len(steps), np.nan) if even_N is None else replays.seconds(even_N[:, None])[:, 0],
         correlation(graph),
     )
 
 
 def operation_of(name: str) -> str:
-    """Both ends of a transfer are one kind of operation."""
-    if found := _TRANSFER.fullmatch(name):
-        return f"{found[1]}-transfer"
-    if found := _ENDS.fullmatch(name):
-        return f"transfer of {found[1]}"
+    """Return the kind of operation of a name. Both ends of a transfer have the same kind."""
+    if result := _TRANSFER.fullmatch(name):
+        return f"{result[1]}-transfer"
+    if result := _ENDS.fullmatch(name):
+        return f"transfer of {result[1]}"
     return name
 
 
 def correlation(graph: TraceGraph) -> float:
-    """Pearson's, over micro-batches of ranks, of the seconds of forward and backward passes in the trace's words; NaN
-    where there are none, or all take the same."""
+    """Return Pearson's correlation of the seconds of forward and backward passes, over micro-batches and ranks.
+
+    It is NaN if there are no passes or all take the same time.
+    """
     table = graph.table
-    found = []
+    passes = []
     for names in (("forward-compute", "forward"), ("backward-compute", "backward")):
         chosen = np.isin(table.name_N, [at for at, name in enumerate(table.names) if name in names])
         chosen &= table.micro_N >= 0
         keys = np.stack([of[chosen] for of in (table.step_N, table.rank_N, table.chunk_N, table.micro_N)], axis=1)
-        unique, place = np.unique(keys, axis=0, return_inverse=True)
-        found.append((unique, np.bincount(place.reshape(-1), table.seconds_N[chosen], len(unique))))
-    (first, forward), (second, backward) = found
+        unique, index = np.unique(keys, axis=0, return_inverse=True)
+        passes.append((unique, np.bincount(index.reshape(-1), table.seconds_N[chosen], len(unique))))
+    (first, forward), (second, backward) = passes
     if len(first) < 2 or first.shape != second.shape or (first != second).any():
         return float("nan")
     if min(np.ptp(forward), np.ptp(backward)) <= 0:
@@ -230,7 +236,7 @@ def correlation(graph: TraceGraph) -> float:
 
 
 class _Steps:
-    """Takes the end of each step from those of operations."""
+    """Compute the end of each step from the ends of operations."""
 
     def __init__(self, graph: TraceGraph) -> None:
         step_N = graph.table.step_N
@@ -238,25 +244,25 @@ class _Steps:
         self._first = np.flatnonzero(np.diff(step_N[self._order], prepend=step_N.min() - 1))
 
     def of(self, end_NL: Floats) -> Floats:
-        """[S, L] from [N, L]."""
+        """Return [S, L] from [N, L]."""
         return np.asarray(np.maximum.reduceat(end_NL[self._order], self._first, axis=0))
 
 
-class _Questions:
-    """Replays of one graph with other durations."""
+class _Replays:
+    """Replays of one graph with different durations."""
 
     def __init__(self, graph: TraceGraph) -> None:
         self._graph = graph
-        self._plan: Plan = prepare(make_tasks(graph))
+        self._plan: ReplayPlan = prepare(make_tasks(graph))
         self._steps = _Steps(graph)
         self._ideal_N = ideal_seconds(graph)
         both = self.seconds(np.stack([graph.value_N, self._ideal_N], axis=1))
         self.replayed_S, self.ideal_S = both[:, 0], both[:, 1]
         if not self.ideal_S.sum() > 0:
-            raise ConfigError("every operation of the trace takes no time")
+            raise ConfigError("all operations of the trace have duration 0")
 
     def seconds(self, value_NL: Floats) -> Floats:
-        """[S, L] seconds of each step in each variant [N, L]."""
+        """Return the seconds of each step in each variant [N, L], [S, L]."""
         lanes = max(_CELLS // len(value_NL), 1)
         parts = [
             self._steps.of(replay(self._plan, value_NL[:, at : at + lanes]).end)
@@ -264,14 +270,14 @@ class _Questions:
         ]
         return np.concatenate(parts, axis=1)
 
-    def only_as_they_were(self, lanes: Mapping[tuple[str, object], Bools]) -> dict[tuple[str, object], float]:
-        """S_x for each set of operations [N]."""
+    def slowdowns(self, lanes: Mapping[tuple[str, object], Bools]) -> dict[tuple[str, object], float]:
+        """Return S_x for each set of operations [N]."""
         chosen = list(lanes.values())
         total = self._totals(chosen, self._graph.value_N, self._ideal_N)
         return dict(zip(lanes, (float(one) for one in total / self.ideal_S.sum()), strict=True))
 
-    def mended(self, lanes: list[Bools]) -> list[float]:
-        """M_x for each set of operations [N]."""
+    def recovered_shares(self, lanes: list[Bools]) -> list[float]:
+        """Return M_x for each set of operations [N]."""
         lost = float(self.replayed_S.sum() - self.ideal_S.sum())
         if abs(lost) <= 1e-9 * self.ideal_S.sum():
             return [float("nan")] * len(lanes)
@@ -279,7 +285,7 @@ class _Questions:
         return [float(self.replayed_S.sum() - one) / lost for one in total]
 
     def _totals(self, lanes: list[Bools], inside_N: Floats, outside_N: Floats) -> Floats:
-        """[L] seconds of all steps with one thing in each set of operations and another outside."""
+        """Return the total seconds with ``inside_N`` in each set of operations and ``outside_N`` elsewhere, [L]."""
         at_once = max(_CELLS // len(inside_N), 1)
         parts = []
         for at in range(0, len(lanes), at_once):
@@ -289,7 +295,7 @@ class _Questions:
 
 
 def _groups(ranks: Ints, places: Mapping[str, Ints], dimension: str) -> list[tuple[int, ...]]:
-    """The groups of ranks that differ in ``dimension`` alone; none if it is the whole world, or there are too many."""
+    """Return the groups of ranks along ``dimension``; none if there is one group or too many."""
     others = [places[other] for other in _SIDES[dimension] if other in places and other != dimension]
     if not others:
         return []
@@ -302,7 +308,7 @@ def _groups(ranks: Ints, places: Mapping[str, Ints], dimension: str) -> list[tup
 
 
 def _least_of_places(places: Mapping[str, Ints], by_place: Mapping[str, tuple[float, ...]]) -> Floats:
-    """[R] the smallest S of each rank's places in dimensions that have several."""
+    """Return the smallest S of each rank's coordinates, in dimensions with several of them, [R]."""
     score_R = np.full(len(next(iter(places.values()))), np.inf)
     for dimension, place_R in places.items():
         if len(by_place[dimension]) > 1:
@@ -310,7 +316,7 @@ def _least_of_places(places: Mapping[str, Ints], by_place: Mapping[str, tuple[fl
     return score_R
 
 
-def _worst(ranks: Ints, score_R: Floats) -> list[int]:
-    """The ranks with the highest S; of equals the first."""
+def _worst_ranks(ranks: Ints, score_R: Floats) -> list[int]:
+    """Return the ranks with the largest S."""
     count = -(-len(ranks) * int(100 * WORST) // 100)
     return [int(rank) for rank in ranks[np.lexsort((ranks, -score_R))[:count]]]

@@ -1,20 +1,21 @@
-"""Traces in the format that the study of stragglers published with its analysis (arXiv 2505.05713), read strictly.
+"""Read the traces published with the study of stragglers (arXiv 2505.05713), with strict checks.
 
-A Parquet file with a row for each operation of each worker in some sampled steps:
+A trace is a Parquet file with a row for each operation of each worker in some sampled steps:
 
-    dp_rank, stage, rank    the worker: its place in data and pipeline parallelism, and its number
-    step, optype            of the operation; ``OPERATIONS`` are the types
+    dp_rank, stage, rank    the worker: its data-parallel and pipeline coordinates, and its number
+    step, optype            step and type of the operation; ``OPERATIONS`` are the types
     start_ts, duration      seconds
-    seq_id                  which of the worker's operations of this type in the step, in order of their beginning
-    mc, gmc, mb_id          model chunk of the worker, of the whole model, and micro-batch; -1 for none
+    seq_id                  index among the worker's operations of this type in the step, in order of begin
+    mc, gmc, mb_id          model chunk of the worker, model chunk of the model, and micro-batch; -1 for none
 
-What waits for what is as the paper's section 3 says:
+The dependencies are those of the paper's section 3:
 
-    params-all-gather ─▶ forward-recv ─▶ forward-compute ─▶ forward-send            one stream for what computes, one
-    backward-recv ─▶ backward-compute ─▶ backward-send                              for each of sends and receives
+    params-all-gather ─▶ forward-recv ─▶ forward-compute ─▶ forward-send            one stream for computation, one
+    backward-recv ─▶ backward-compute ─▶ backward-send                              each for sends and receives
     last backward ─▶ gc ─▶ layernorm grads ─▶ embedding grads ─▶ grads-reduce-scatter ─▶ clip ─▶ optimizer
 
-A send and its receive meet, and so do a stage's data-parallel ranks, the embedding's two stages, and all in clipping.
+These form collectives: a send and its receive, a stage's data-parallel ranks, the two stages of the embedding, and all
+ranks in clipping.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 COMPUTE = (FORWARD, BACKWARD, COLLECT, UPDATE)
 OPERATIONS = (*COMPUTE, *TRANSFERS, GATHER, SCATTER, SEPARATE, NORMS, EMBEDDING, CLIP)
 
-# Streams of a worker, and the order of what comes after the last backward pass in its stream.
+# Streams of a worker, and the order of operations after the last backward pass on their stream.
 _STREAMS = {FORWARD: 0, BACKWARD: 0, **{name: 1 + at for at, name in enumerate(TRANSFERS)}, GATHER: 5, SCATTER: 5}
 _TAIL = (COLLECT, NORMS, EMBEDDING, SEPARATE, CLIP, UPDATE)
 _TAIL_STREAM = 6
 _PER_WORKER = 7
 _SAME_S = 5e-5
-"""Clocks of workers differ by less."""
+"""Upper bound of the clock differences between workers."""
 _COLUMNS = ("dp_rank", "stage", "rank", "step", "start_ts", "duration", "seq_id", "mc", "gmc", "mb_id")
 _INTS = tuple(name for name in _COLUMNS if name not in ("start_ts", "duration"))
 MOST_WORKERS = 1 << 20
@@ -52,7 +53,7 @@ MOST_WORKERS = 1 << 20
 
 @dataclass(frozen=True)
 class StragglerTrace:
-    """table: as read, with places "dp" and "pp". sequence_N, model_chunk_N: ``seq_id`` and ``gmc``."""
+    """A trace as read. table: has places "dp" and "pp". sequence_N, model_chunk_N: ``seq_id`` and ``gmc``."""
 
     table: TraceTable
     sequence_N: Ints
@@ -60,26 +61,27 @@ class StragglerTrace:
 
 
 def read_straggler_trace(path: Path) -> StragglerTrace:
-    """Memory: about 130 bytes for each of the file's rows, of which there may be ``MOST_OPERATIONS``.
+    """Read a trace of up to ``MOST_OPERATIONS`` rows. It takes about 130 bytes of memory per row.
 
     Raises:
-        ConfigError: it is not there or no Parquet file. CorruptFile: a column is missing or of another type, a value is
-            out of range, a type of operation is unknown, or a worker has no operations in one of the steps.
-        MissingDependency: no pyarrow.
+        ConfigError: the file does not exist or is not a Parquet file.
+        CorruptFile: a column is missing or has a wrong type, a value is out of range, a type of operation is unknown,
+            or a worker has no operations in a step.
+        MissingDependency: pyarrow is not installed.
     """
     columns, types = _read(path)
     names, name_N = np.unique(types, return_inverse=True)
     if unknown := sorted(set(names.tolist()) - set(OPERATIONS)):
-        raise CorruptFile(f"{path}: unknown operations {', '.join(unknown)[:200]}; known are {', '.join(OPERATIONS)}")
+        raise CorruptFile(f"{path}: unknown operations {', '.join(unknown)[:200]}; known: {', '.join(OPERATIONS)}")
     begin_N, seconds_N = columns["start_ts"], columns["duration"]
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(begin_N + seconds_N).all()
     if not (finite and (seconds_N >= 0).all()):
-        raise CorruptFile(f"{path}: start_ts and duration must be finite, duration not negative")
+        raise CorruptFile(f"{path}: start_ts and duration must be finite, and duration must not be negative")
     for name in ("dp_rank", "stage", "rank", "seq_id"):
         low, high = columns[name].min(), columns[name].max()
         if low < 0 or high >= MOST_WORKERS:
-            raise CorruptFile(f"{path}: {name} must be from 0 to below {MOST_WORKERS}; it is from {low} to {high}")
+            raise CorruptFile(f"{path}: {name} must be from 0 to below {MOST_WORKERS}; got {low} to {high}")
     table = TraceTable(
         tuple(names.tolist()),
         name_N,
@@ -99,15 +101,15 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:
     try:
-        import pyarrow.parquet as parquet  # of the optional extra "data"
+        import pyarrow.parquet as parquet  # in the optional extra "data"
     except ImportError as error:
         raise MissingDependency(f"{path} needs pyarrow; install with: pip install 'moe_comm[data]'") from error
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; expected a Parquet file of operations")
     try:
         file = parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow raises its own kinds, none of them public for every fault
-        raise ConfigError(f"{path} is not a Parquet file that can be read: {error}") from error
+    except Exception as error:  # pyarrow raises several types of errors, which are not all public
+        raise ConfigError(f"cannot read {path} as a Parquet file: {error}") from error
     with file:
         rows = file.metadata.num_rows
         if not 0 < rows <= MOST_OPERATIONS:
@@ -115,11 +117,11 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
         if missing := [name for name in (*_COLUMNS, "optype") if name not in file.schema_arrow.names]:
             raise CorruptFile(f"{path} lacks the columns {', '.join(missing)}")
         try:
-            found = file.read(columns=[*_COLUMNS, "optype"])
-            columns = {name: found[name].to_numpy() for name in _COLUMNS}
-            types = np.asarray(found["optype"].cast("string").to_numpy(zero_copy_only=False), dtype=object)
+            result = file.read(columns=[*_COLUMNS, "optype"])
+            columns = {name: result[name].to_numpy() for name in _COLUMNS}
+            types = np.asarray(result["optype"].cast("string").to_numpy(zero_copy_only=False), dtype=object)
         except Exception as error:
-            raise CorruptFile(f"{path}: its columns cannot be read: {error}") from error
+            raise CorruptFile(f"{path}: cannot read its columns: {error}") from error
     if any(not isinstance(name, str) for name in set(types.tolist())):
         raise CorruptFile(f"{path}: optype must be text")
     for name, values in columns.items():
@@ -134,19 +136,19 @@ def _check_workers(table: TraceTable, path: Path) -> None:
     dp_N, pp_N = table.places["dp"], table.places["pp"]
     workers = (int(dp_N.max()) + 1) * (int(pp_N.max()) + 1)
     _, step_N = np.unique(table.step_N, return_inverse=True)
-    seen = len(np.unique((step_N * (dp_N.max() + 1) + dp_N) * (pp_N.max() + 1) + pp_N))
-    if seen != workers * len(table.steps):
+    count = len(np.unique((step_N * (dp_N.max() + 1) + dp_N) * (pp_N.max() + 1) + pp_N))
+    if count != workers * len(table.steps):
         raise CorruptFile(
-            f"{path} has {seen} pairs of worker and step; expected {workers} workers (data-parallel times pipeline "
+            f"{path} has {count} pairs of worker and step; expected {workers} workers (data-parallel times pipeline "
             f"ranks) in each of {len(table.steps)} steps"
         )
 
 
 def straggler_graph(trace: StragglerTrace) -> TraceGraph:
-    """What waits for what.
+    """Build the graph of dependencies.
 
     Raises:
-        CorruptFile: sends and receives do not pair up, or a group's ranks have different operations.
+        CorruptFile: sends and receives do not match, or a group's ranks have different operations.
     """
     order = _in_streams(trace)
     table = trace.table.take(order)
@@ -160,7 +162,7 @@ def straggler_graph(trace: StragglerTrace) -> TraceGraph:
     return TraceGraph.make(
         table,
         stream_N,
-        graph.meetings(),
+        graph.collectives(),
         np.array(graph.before, dtype=np.int64),
         np.array(graph.after, dtype=np.int64),
         table.name_N,
@@ -168,7 +170,7 @@ def straggler_graph(trace: StragglerTrace) -> TraceGraph:
 
 
 def _workers(table: TraceTable) -> Ints:
-    """[N] the number of each operation's step and worker."""
+    """Return the number of each operation's step and worker, [N]."""
     dp, pp = (int(table.places[name].max()) + 1 for name in ("dp", "pp"))
     _, step_N = np.unique(table.step_N, return_inverse=True)
     return np.asarray((step_N * dp + table.places["dp"]) * pp + table.places["pp"], dtype=np.int64)
@@ -180,7 +182,7 @@ def _streams(table: TraceTable) -> Ints:
 
 
 def _in_streams(trace: StragglerTrace) -> Ints:
-    """Places in order of step, worker and stream, and in each stream as the operations follow each other."""
+    """Return indices in order of step, worker and stream, and in order of execution within a stream."""
     table = trace.table
     tail = np.array([_TAIL.index(name) if name in _TAIL else -1 for name in table.names])[table.name_N]
     return np.lexsort(
@@ -189,7 +191,7 @@ def _in_streams(trace: StragglerTrace) -> Ints:
 
 
 class _Builder:
-    """Collects edges and meetings, worker after worker of each step."""
+    """Collects edges and collectives, by step and worker."""
 
     def __init__(self, table: TraceTable, sequence_N: Ints, model_chunk_N: Ints) -> None:
         self.before: list[int] = []
@@ -201,10 +203,10 @@ class _Builder:
         chunks = int(table.chunk_N.max()) + 1
         self._last_chunk = max(self._pp * chunks - 1, 0)
         self._overlapped = SEPARATE in table.names
-        self._met: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        self._collectives: dict[tuple[object, ...], list[int]] = defaultdict(list)
 
     def add_worker(self, begin: int, end: int) -> None:
-        """Of the operations in places from ``begin`` to before ``end``, all of one worker in one step."""
+        """Add the operations from index ``begin`` to before ``end``, all of one worker in one step."""
         table = self._table
         names = [table.names[at] for at in table.name_N[begin:end]]
         by_name: dict[str, list[int]] = defaultdict(list)
@@ -212,47 +214,49 @@ class _Builder:
             by_name[name].append(place)
         compute = sorted(by_name[FORWARD] + by_name[BACKWARD])
         step, dp, pp = (int(of[begin]) for of in (table.step_N, table.places["dp"], table.places["pp"]))
-        for way, passes in (("forward", by_name[FORWARD]), ("backward", by_name[BACKWARD])):
+        for direction, passes in (("forward", by_name[FORWARD]), ("backward", by_name[BACKWARD])):
             for verb in ("send", "recv"):
-                self._transfers(way, verb, by_name[f"{way}-{verb}"], passes, (step, dp, pp))
+                self._transfers(direction, verb, by_name[f"{direction}-{verb}"], passes, (step, dp, pp))
         self._prefetch(by_name, compute)
         self._gathers(by_name)
         self._tail(by_name, compute)
         for name in (GATHER, SCATTER, SEPARATE):
             for number, place in enumerate(by_name[name]):
-                self._met[step, name, pp, number].append(place)
+                self._collectives[step, name, pp, number].append(place)
         for place in by_name[EMBEDDING]:
-            self._met[step, EMBEDDING, dp].append(place)
+            self._collectives[step, EMBEDDING, dp].append(place)
         for place in by_name[CLIP]:
-            self._met[step, CLIP].append(place)
+            self._collectives[step, CLIP].append(place)
 
-    def meetings(self) -> Ints:
-        """[N], -1 for none.
+    def collectives(self) -> Ints:
+        """Return the collective of each operation, [N], -1 for none.
 
         Raises:
-            CorruptFile: a meeting lacks some of those that should be in it.
+            CorruptFile: a collective has a wrong number of operations.
         """
-        meeting_N = np.full(len(self._table), -1)
+        collective_N = np.full(len(self._table), -1)
         expected = {GATHER: self._dp, SCATTER: self._dp, SEPARATE: self._dp, CLIP: self._dp * self._pp, EMBEDDING: 2}
         expected[EMBEDDING] = min(self._pp, 2)
-        for number, (key, places) in enumerate(self._met.items()):
-            wanted = expected.get(str(key[1]), 2)
-            if len(places) != wanted:
+        for number, (key, places) in enumerate(self._collectives.items()):
+            count = expected.get(str(key[1]), 2)
+            if len(places) != count:
                 raise CorruptFile(
-                    f"step {key[0]}: {wanted} operations should meet in {key[1]}, {key[2:]}; the trace has "
-                    f"{len(places)} of them"
+                    f"step {key[0]}: expected {count} operations in the collective {key[1]}, {key[2:]}; the trace has "
+                    f"{len(places)}"
                 )
-            meeting_N[places] = number
-        return meeting_N
+            collective_N[places] = number
+        return collective_N
 
     def _edge(self, before: int, after: int) -> None:
         self.before.append(before)
         self.after.append(after)
 
-    def _transfers(self, way: str, verb: str, places: list[int], passes: list[int], at: tuple[int, int, int]) -> None:
-        """Receives come before their passes, sends after them; both meet their other ends."""
+    def _transfers(
+        self, direction: str, verb: str, places: list[int], passes: list[int], at: tuple[int, int, int]
+    ) -> None:
+        """Connect receives with following passes, and sends with preceding ones. Both ends form a collective."""
         table, (step, dp, pp) = self._table, at
-        # The profiler also records some that were never launched: receives after the last pass, sends before the first.
+        # The profiler also records transfers that were not executed: late receives and early sends.
         if passes and verb == "recv":
             latest = table.begin_N[passes].max() + _SAME_S
             real = [place for place in places if table.begin_N[place] <= latest]
@@ -262,10 +266,11 @@ class _Builder:
         skipped = len(passes) - len(real)
         if real and skipped not in (0, 1):
             raise CorruptFile(
-                f"step {step}, data-parallel rank {dp}, stage {pp}: {len(real)} {way}-{verb} for {len(passes)} passes"
+                f"step {step}, data-parallel rank {dp}, stage {pp}: {len(real)} {direction}-{verb} for {len(passes)} "
+                f"passes"
             )
         first = skipped if verb == "recv" else 0
-        step_on = 1 if (way == "forward") == (verb == "send") else -1
+        step_on = 1 if (direction == "forward") == (verb == "send") else -1
         number = 0
         for place, which in zip(real, range(first, len(passes)), strict=False):
             if verb == "send":
@@ -275,13 +280,13 @@ class _Builder:
                 if which:
                     self._edge(passes[which - 1], place)
             other = int(self._model_chunk_N[passes[which]]) + step_on
-            if 0 <= other <= self._last_chunk:  # else there is nobody to send to: recorded, not done
+            if 0 <= other <= self._last_chunk:  # otherwise the transfer has no peer and was not executed
                 sender = pp if verb == "send" else (pp + step_on) % self._pp
-                self._met[step, way, dp, sender, number].append(place)
+                self._collectives[step, direction, dp, sender, number].append(place)
                 number += 1
 
     def _prefetch(self, by_name: dict[str, list[int]], compute: list[int]) -> None:
-        """The first gradients are asked for while the forward pass before the first backward pass runs."""
+        """Let the first receive of gradients depend on the pass before the forward pass that it overlaps with."""
         if by_name[BACKWARD] and by_name["backward-recv"]:
             place = compute.index(by_name[BACKWARD][0])
             if place >= 2:
@@ -295,7 +300,7 @@ class _Builder:
                 self._edge(gather, use)
 
     def _tail(self, by_name: dict[str, list[int]], compute: list[int]) -> None:
-        """What follows the last pass; its stream orders the rest."""
+        """Connect the operations after the last pass. Their stream orders the rest."""
         chain = [by_name[name][0] for name in _TAIL if by_name[name]]
         scatters = by_name[SCATTER]
         if compute and chain:

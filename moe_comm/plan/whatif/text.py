@@ -1,4 +1,4 @@
-"""What stragglers cost a run, as text and as JSON; ``whatif_page`` makes a page of it."""
+"""Results of what-if analysis as text and JSON; ``whatif_page`` makes an HTML page of them."""
 
 from __future__ import annotations
 
@@ -13,149 +13,153 @@ from moe_comm.plan.arrays import Floats
 from moe_comm.plan.whatif.analysis import WhatIf
 
 TRUSTED = 0.05
-"""Replays that are further from what was measured say little about what could have been (2505.05713, section 3)."""
+"""Replays with a larger error are not reliable (2505.05713, section 3)."""
 OPERATIONS, PLACES = 8, 4
-"""Lines of each kind; the rest is in the JSON."""
+"""Number of lines of each kind; the JSON has all."""
 ROWS, COLUMNS = 16, 16
-"""Of a heat map in text; the rest is on the page."""
+"""Size of a heat map in text; the page shows all."""
 SLOW = 1.01
 _SHADES = " ░▒▓█"
 _DARKEST = 1.5
 
 
 @dataclass(frozen=True)
-class Heat:
-    """Slowdown by worker. rows, columns: what they are, of each. slowdown: [rows, columns], NaN where nobody is."""
+class HeatMap:
+    """Slowdown by worker. rows, columns: labels. slowdown: [rows, columns], NaN where there is no worker."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     slowdown: Floats
 
 
-def stage_heat(found: WhatIf) -> Heat:
-    """Data-parallel rank by pipeline stage: of a rank its own, of several the smaller S of the two, as the study has
-    it."""
-    dp, pp = found.worker_DP.shape
-    slowdown = found.worker_DP.T.copy()
-    if len(found.ranks) == dp * pp:
-        for worker in found.ranks:
+def stage_heat(analysis: WhatIf) -> HeatMap:
+    """Return data-parallel ranks by pipeline stage.
+
+    A cell is the slowdown of its rank, or with several ranks the smaller S of the two coordinates, as in the study.
+    """
+    dp, pp = analysis.worker_DP.shape
+    slowdown = analysis.worker_DP.T.copy()
+    if len(analysis.ranks) == dp * pp:
+        for worker in analysis.ranks:
             slowdown[worker.places.get("pp", 0), worker.places.get("dp", 0)] = worker.slowdown
-    return Heat(tuple(f"pp {at}" for at in range(pp)), tuple(f"dp {at}" for at in range(dp)), slowdown)
+    return HeatMap(tuple(f"pp {at}" for at in range(pp)), tuple(f"dp {at}" for at in range(dp)), slowdown)
 
 
-def rank_heat(found: WhatIf) -> Heat | None:
-    """Data-parallel rank by what else tells ranks apart (tp, cp, pp); None where stages and dp do already."""
-    rest = [name for name in ("pp", "cp", "tp") if any(worker.places.get(name, 0) for worker in found.ranks)]
+def rank_heat(analysis: WhatIf) -> HeatMap | None:
+    """Return data-parallel ranks by other coordinates (tp, cp, pp); None if stages and dp identify ranks."""
+    rest = [name for name in ("pp", "cp", "tp") if any(worker.places.get(name, 0) for worker in analysis.ranks)]
     if not set(rest) - {"pp"}:
         return None
-    named = {worker.rank: tuple(worker.places[name] for name in rest) for worker in found.ranks}
+    named = {worker.rank: tuple(worker.places[name] for name in rest) for worker in analysis.ranks}
     rows = {places: row for row, places in enumerate(sorted(set(named.values())))}
-    slowdown = np.full((len(rows), found.worker_DP.shape[0]), np.nan)
-    for worker in found.ranks:
+    slowdown = np.full((len(rows), analysis.worker_DP.shape[0]), np.nan)
+    for worker in analysis.ranks:
         slowdown[rows[named[worker.rank]], worker.places.get("dp", 0)] = worker.slowdown
     labels = tuple(", ".join(f"{name} {at}" for name, at in zip(rest, places, strict=True)) for places in rows)
-    return Heat(labels, tuple(f"dp {at}" for at in range(slowdown.shape[1])), slowdown)
+    return HeatMap(labels, tuple(f"dp {at}" for at in range(slowdown.shape[1])), slowdown)
 
 
-def summary(found: WhatIf) -> dict[str, Any]:
-    """Everything as plain numbers and lists, NaN as None."""
+def summary(analysis: WhatIf) -> dict[str, Any]:
+    """Return everything as plain numbers and lists, with NaN as None."""
     return {
-        "steps": list(found.steps),
-        "slowdown": found.slowdown,
-        "waste": found.waste,
-        "routing": _or_none(found.routing),
-        "rest": _or_none(found.slowdown / found.routing),
-        "measured_s": found.measured_S.tolist(),
-        "replayed_s": found.replayed_S.tolist(),
-        "ideal_s": found.ideal_S.tolist(),
-        "even_s": [_or_none(seconds) for seconds in found.even_S.tolist()],
-        "replay_error": found.replay_error,
-        "graph_error": found.graph_error,
-        "by_operation": dict(found.by_operation),
-        "by_place": {name: list(values) for name, values in found.by_place.items()},
+        "steps": list(analysis.steps),
+        "slowdown": analysis.slowdown,
+        "waste": analysis.waste,
+        "routing": _or_none(analysis.routing),
+        "rest": _or_none(analysis.slowdown / analysis.routing),
+        "measured_s": analysis.measured_S.tolist(),
+        "replayed_s": analysis.replayed_S.tolist(),
+        "ideal_s": analysis.ideal_S.tolist(),
+        "even_s": [_or_none(seconds) for seconds in analysis.even_S.tolist()],
+        "replay_error": analysis.replay_error,
+        "graph_error": analysis.graph_error,
+        "by_operation": dict(analysis.by_operation),
+        "by_place": {name: list(values) for name, values in analysis.by_place.items()},
         "by_group": {
             name: [{"ranks": list(ranks), "slowdown": value} for ranks, value in groups.items()]
-            for name, groups in found.by_group.items()
+            for name, groups in analysis.by_group.items()
         },
         "by_rank": [
             {"rank": worker.rank, **worker.places, "slowdown": worker.slowdown}
-            for worker in sorted(found.ranks, key=lambda worker: worker.rank)
+            for worker in sorted(analysis.ranks, key=lambda worker: worker.rank)
         ],
-        "worker": found.worker_DP.tolist(),
-        "worst_ranks": list(found.worst_ranks),
-        "mended_workers": _or_none(found.mended_workers),
-        "mended_last_stage": _or_none(found.mended_last_stage),
-        "correlation": _or_none(found.correlation),
+        "worker": analysis.worker_DP.tolist(),
+        "worst_ranks": list(analysis.worst_ranks),
+        "mended_workers": _or_none(analysis.slowest_ranks_share),
+        "mended_last_stage": _or_none(analysis.last_stage_share),
+        "correlation": _or_none(analysis.correlation),
     }
 
 
-def text(found: WhatIf) -> str:
-    """For people."""
-    mean_s, ideal_s = (float(values.mean()) for values in (found.measured_S, found.ideal_S))
-    steps = "1 step," if len(found.steps) == 1 else f"{len(found.steps)} steps,"
+def text(analysis: WhatIf) -> str:
+    """Return a report for the terminal."""
+    mean_s, ideal_s = (float(values.mean()) for values in (analysis.measured_S, analysis.ideal_S))
+    steps = "1 step," if len(analysis.steps) == 1 else f"{len(analysis.steps)} steps,"
     lines = [
-        f"{steps} {1e3 * mean_s:.1f} ms each; {1e3 * ideal_s:.1f} ms if nothing had been slower than its like: "
-        f"slowdown {found.slowdown:.3f}, {100 * found.waste:.1f}% wasted",
-        f"the replay of what was errs by {100 * found.replay_error:.1f}% without the gaps between operations, by "
-        f"{100 * found.graph_error:.1f}% with them",
+        f"{steps} {1e3 * mean_s:.1f} ms each; {1e3 * ideal_s:.1f} ms without stragglers: slowdown "
+        f"{analysis.slowdown:.3f}, {100 * analysis.waste:.1f}% wasted",
+        f"error of the replay: {100 * analysis.replay_error:.1f}% without the gaps between operations, "
+        f"{100 * analysis.graph_error:.1f}% with them",
     ]
-    if found.replay_error > TRUSTED:
+    if analysis.replay_error > TRUSTED:
         lines.append(
-            f"  above {100 * TRUSTED:.0f}%: much was waited for that no span tells of; take the rest with care"
+            f"  above {100 * TRUSTED:.0f}%: ranks waited for operations without spans; results may be inaccurate"
         )
-    if not math.isnan(found.routing):
-        lines.append(f"uneven routing alone {found.routing:.3f}, the rest {found.slowdown / found.routing:.3f}")
-    slow = found.slowdown_S
-    if len(found.steps) > 1 and slow.max() >= SLOW:
+    if not math.isnan(analysis.routing):
+        lines.append(
+            f"uneven routing alone {analysis.routing:.3f}, the rest {analysis.slowdown / analysis.routing:.3f}"
+        )
+    slow = analysis.slowdown_S
+    if len(analysis.steps) > 1 and slow.max() >= SLOW:
         lines.append(
             f"slowdown by step: {slow.min():.3f} to {slow.max():.3f}, median {np.median(slow):.3f}; slowest: "
-            + "  ".join(f"{found.steps[at]}: {slow[at]:.3f}" for at in np.argsort(-slow, kind="stable")[:PLACES])
+            + "  ".join(f"{analysis.steps[at]}: {slow[at]:.3f}" for at in np.argsort(-slow, kind="stable")[:PLACES])
         )
-    # Names come from files: nothing in them may steer a terminal.
-    names = {"".join(one if one.isprintable() else "?" for one in name): name for name in found.by_operation}
-    slowest = [(name, found.by_operation[whole]) for name, whole in names.items()]
+    # Names come from files and must not contain terminal control characters.
+    names = {"".join(one if one.isprintable() else "?" for one in name): name for name in analysis.by_operation}
+    slowest = [(name, analysis.by_operation[whole]) for name, whole in names.items()]
     shown = [(name[:80], value) for name, value in slowest if value >= SLOW][:OPERATIONS]
-    lines.append("slowdown by kind of operation, if only that kind had been as slow as it was (1.000: costs nothing)")
+    lines.append("slowdown by kind of operation, with only the measured durations of that kind (1.000: no cost)")
     lines += [f"  {value:6.3f}  {name}" for name, value in shown] or ["  no kind of operation alone costs 1%"]
-    if places := _places(found):
-        lines.append("slowdown by place, if only the ranks there had been as slow (place: slowdown, the slowest first)")
+    if places := _places(analysis):
+        lines.append("slowdown by coordinate, with only the measured durations of its ranks (largest first)")
         lines += places
-    stages = len(found.by_place.get("pp", ()))
+    stages = len(analysis.by_place.get("pp", ()))
     for share, who in (
-        (found.mended_workers, f"the slowest ranks ({', '.join(map(str, found.worst_ranks[:8]))}) were mended"),
-        (found.mended_last_stage if stages > 1 else math.nan, "the last pipeline stage were mended"),
+        (analysis.slowest_ranks_share, f"fixing the slowest ranks ({', '.join(map(str, analysis.worst_ranks[:8]))})"),
+        (analysis.last_stage_share if stages > 1 else math.nan, "fixing the last pipeline stage"),
     ):
-        if share >= SLOW - 1 and found.slowdown >= SLOW:
-            lines.append(f"{100 * share:.0f}% of it would go if {who}")
-    if len(found.ranks) > 1:
-        lines += _map(rank_heat(found) or stage_heat(found))
+        if share >= SLOW - 1 and analysis.slowdown >= SLOW:
+            lines.append(f"{who} would save {100 * share:.0f}% of the loss")
+    if len(analysis.ranks) > 1:
+        lines += _map(rank_heat(analysis) or stage_heat(analysis))
     return "\n".join(lines)
 
 
-def _places(found: WhatIf) -> list[str]:
-    """Of each dimension its slowest places, of ranks and groups those that are slow."""
-    told: set[tuple[float, ...]] = set()
+def _places(analysis: WhatIf) -> list[str]:
+    """Return the slowest coordinates of each dimension, and slow ranks and groups."""
+    reported: set[tuple[float, ...]] = set()
     lines = []
     named: list[tuple[str, Sequence[tuple[object, float]]]] = [
-        (f"by {name}", tuple(enumerate(values))) for name, values in found.by_place.items()
+        (f"by {name}", tuple(enumerate(values))) for name, values in analysis.by_place.items()
     ]
     named += [
         (f"by {name} group", tuple((f"({', '.join(map(str, ranks[:8]))})", one) for ranks, one in groups.items()))
-        for name, groups in found.by_group.items()
+        for name, groups in analysis.by_group.items()
     ]
-    named.append(("by rank", tuple((worker.rank, worker.slowdown) for worker in found.ranks)))
+    named.append(("by rank", tuple((worker.rank, worker.slowdown) for worker in analysis.ranks)))
     for name, values in named:
-        worst = sorted(values, key=lambda one: -one[1])[:PLACES]
-        parts = [f"{place}: {value:.3f}" for place, value in worst if value >= SLOW]
+        slowest = sorted(values, key=lambda one: -one[1])[:PLACES]
+        parts = [f"{place}: {value:.3f}" for place, value in slowest if value >= SLOW]
         key = tuple(value for _, value in values)
-        if parts and len(values) > 1 and key not in told:  # the same ranks by another name
+        if parts and len(values) > 1 and key not in reported:  # skip the same ranks under another name
             lines.append(f"  {name}  {'  '.join(parts)}")
-            told.add(key)
+            reported.add(key)
     return lines
 
 
-def _map(heat: Heat) -> list[str]:
-    """A cell is its slowdown and a shade, as dark as it is slow."""
+def _map(heat: HeatMap) -> list[str]:
+    """Return the heat map. A cell is its slowdown and a shade, which is darker if it is slower."""
     rows, columns = (labels[:most] for labels, most in ((heat.rows, ROWS), (heat.columns, COLUMNS)))
     wide = max(map(len, rows))
     lines = ["slowdown by worker", " " * wide + "".join(f"{name:>9}" for name in columns)]
@@ -173,5 +177,5 @@ def _shade(value: float) -> str:
 
 
 def _or_none(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Replace NaN, which JSON does not support."""
     return value if math.isfinite(value) else None

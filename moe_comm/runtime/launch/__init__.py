@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moe_comm.runtime.launch.agent import Interrupted, RankFailed, class_of
+from moe_comm.runtime.launch.agent import Interrupted, RankFailed, error_class
 from moe_comm.runtime.launch.launcher import (
     AGENT_STORE_VARIABLE,
     MAX_RANKS,
-    SAME_PRESS_S,
+    SAME_SIGNAL_S,
     STORE_VARIABLE,
     LocalRanks,
     available_cores,
@@ -20,13 +20,13 @@ __all__ = [
     "AGENT_STORE_VARIABLE",
     "MAX_RANKS",
     "RESTARTS_VARIABLE",
-    "SAME_PRESS_S",
+    "SAME_SIGNAL_S",
     "STORE_VARIABLE",
     "Interrupted",
     "LocalRanks",
     "RankFailed",
     "available_cores",
-    "class_of",
+    "error_class",
     "init_ranks",
     "launch",
     "under_torchrun",

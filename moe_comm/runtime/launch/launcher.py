@@ -5,10 +5,10 @@
               └─ work(*args)                                 └─ work(*args)
                     with init_ranks() as ranks: ...                with init_ranks() as ranks: ...
 
-Ranks on one host meet through a file and talk over loopback: nothing listens on the machine's other interfaces.
-(torch's TCPStore does, even when it is given 127.0.0.1.)
+Ranks of one host rendezvous through a file and communicate over loopback. Nothing listens on other interfaces of the
+machine. (Torch's TCPStore does, even if its address is 127.0.0.1.)
 
-torch is imported inside of functions: the command line loads this module for every subcommand, and torch takes seconds.
+torch is imported inside functions: the command line loads this module for every subcommand, and torch takes seconds.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from moe_comm.errors import ConfigError, MoeCommError, PeerError
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch.agent import Interrupted, RankFailed, run_agent
 from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING
-from moe_comm.runtime.launch.users_frame import shorten
+from moe_comm.runtime.launch.user_traceback import hide_installed_frames
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 STORE_VARIABLE = "MOE_COMM_STORE"
-"""Path of the file through which the ranks that ``launch`` started meet."""
+"""Variable with the path of the file store of the ranks that ``launch`` started."""
 MAX_RANKS = 1024
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What torch's agent sets handlers for; ours take the first two where ranks run a function."""
-SAME_PRESS_S = 1.0
-"""A signal this soon after the first is taken for the same one: a terminal and a launcher may both pass it on."""
+"""Signals for which torch's agent installs handlers. If ranks run a function, this module handles the first two."""
+SAME_SIGNAL_S = 1.0
+"""A signal this soon after the first one is a duplicate: a terminal and a launcher may both send it."""
 
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """This process among the ranks.
+    """Rank and device of this process.
 
-    device: where its tensors go, "cpu" or "cuda:<local rank>". restarts: how often the ranks were started again
-    because one of them failed, or hosts came or went.
+    Attributes:
+        device: "cpu" or "cuda:<local rank>".
+        restarts: number of earlier attempts: restarts after a failure, or after hosts joined or left.
     """
 
     rank: int
@@ -59,7 +60,7 @@ class LocalRanks:
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity, capped by the control group's quota; at least 1."""
+    """Return the number of cores for this process: its affinity, limited by the quota of its control group."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -68,7 +69,7 @@ def available_cores() -> int:
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher (torchrun, or ``launch``) already made this process one of several ranks."""
+    """Whether a launcher (torchrun, or ``launch``) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -81,31 +82,31 @@ def launch(
     preload: Sequence[str] = (),
     tracebacks: bool = False,
 ) -> list[Any]:
-    """Run ``entry(*args)`` in ``ranks`` processes on this host, or here if this process already is a rank.
+    """Run ``entry(*args)`` in ``ranks`` processes on this host, or in this process if it is a rank already.
 
     Args:
-        entry: a function at the top level of an importable module, or the name of a module to run as
+        entry: a function at the top level of an importable module, or the name of a module, which runs as
             ``python -m entry *args``.
-        args: picklable arguments (strings for a module).
-        ranks: how many; 1 runs a function in this process. Under torchrun its ranks are used as they are.
-        restarts: how often all ranks are started again when one fails, as torchrun's ``--max-restarts``. What they
-            had done is theirs to find again, from a checkpoint say. What would only fail again is not repeated:
-            ``FINAL`` errors of a function. It then runs in a process of its own for one rank too.
-        preload: modules that a function needs. Its ranks are then forked from one process that has loaded them, which
-            spares every rank, at every start, the seconds that loading takes. They must not use torch, or start
-            threads, when they are loaded. Only the first launch of a process chooses them.
-        tracebacks: keep the whole traceback of a ``MoeCommError`` in its ``details``. Otherwise the error names only
-            the frame of the caller's own code, and its traceback has no frames of installed packages.
+        args: picklable arguments; strings for a module.
+        ranks: number of processes. With 1, a function runs in this process. Under torchrun, its ranks are used.
+        restarts: how often all ranks are restarted when one fails, like torchrun's ``--max-restarts``. The function
+            must find its earlier progress itself, for example in a checkpoint. After a ``FINAL`` error of a function,
+            which would occur again, ranks are not restarted. With restarts, one rank runs in its own process too.
+        preload: modules that a function needs. The ranks are then forked from one process that has loaded them, which
+            saves seconds at each start. The modules must not use torch or start threads when they are imported. Only
+            the first launch of a process sets them.
+        tracebacks: keep the traceback of a ``MoeCommError`` in its ``details``. By default, the error only names the
+            frame of the user's code, and its traceback has no frames of installed packages.
 
     Returns:
-        What each rank returned, by rank (None for a module); under torchrun only this rank's.
+        The result of each rank, by rank (None for a module). Under torchrun, only that of this rank.
 
     Raises:
         ConfigError: ``ranks`` is out of range.
-        MoeCommError: a rank raised it; the message names the rank. The earliest cause is raised, not its echoes.
-        RankFailed: a rank failed otherwise or was killed.
-        Interrupted: SIGINT or SIGTERM came while the ranks ran. It is passed on to ranks that run a function. Where
-            all of them take SIGTERM as a request, and end with a result, that is returned and nothing is raised.
+        MoeCommError: a rank raised it; the message names the rank. If several failed, the earliest cause is raised.
+        RankFailed: a rank failed with another error or was killed.
+        Interrupted: SIGINT or SIGTERM was received while the ranks ran. It is forwarded to ranks that run a function.
+            If they all handle SIGTERM and return a result, the result is returned and nothing is raised.
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"ranks must be between 1 and {MAX_RANKS}; got {ranks}")
@@ -117,7 +118,7 @@ def launch(
             if tracebacks:
                 error.details = error.details or traceback.format_exc()
             else:
-                shorten(error)
+                hide_installed_frames(error)
             raise
     try:
         return _launch(entry, args, ranks, restarts, preload)
@@ -133,18 +134,18 @@ def _launch(
     with tempfile.TemporaryDirectory(prefix="moe_comm-launch-") as folder:
         variables = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(available_cores() // ranks, 1))),
-            # The agent would share a TCPStore with the ranks, and that listens on every interface.
+            # The agent would share a TCPStore with the ranks, which listens on every interface.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             STORE_VARIABLE: str(Path(folder) / "ranks"),
         }
         with _environment(variables), _signal_handlers():
             if isinstance(entry, str):
                 return run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS)
-            with _passed_on(Path(folder)) as signals:
+            with _forward_signals(Path(folder)) as signals:
                 try:
                     results = run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS[2:], preload)
                 except (RankFailed, PeerError) as error:
-                    # What the signal itself did to the ranks.
+                    # The signal itself has ended the ranks.
                     if signals and (isinstance(error, PeerError) or not error.details):
                         raise Interrupted(signals[0]) from None
                     raise
@@ -155,12 +156,12 @@ def _launch(
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -169,30 +170,30 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_handlers() -> Iterator[None]:
-    """Put back what the agent replaces, or a later Ctrl-C in this process would raise the agent's exception."""
+    """Restore the signal handlers that the agent replaces."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can set handlers, and the agent then leaves them alone
+        yield  # only the main thread can set handlers, so the agent does not set them either
         return
-    before = {kind: signal.getsignal(kind) for kind in AGENT_SIGNALS}
+    previous = {kind: signal.getsignal(kind) for kind in AGENT_SIGNALS}
     try:
         yield
     finally:
-        for kind, handler in before.items():
+        for kind, handler in previous.items():
             signal.signal(kind, handler)
 
 
 @contextlib.contextmanager
-def _passed_on(folder: Path) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to the ranks and go on waiting for them; yields the signals that came.
+def _forward_signals(folder: Path) -> Iterator[list[int]]:
+    """Forward SIGINT and SIGTERM to the ranks and continue to wait for them. Yields the list of received signals.
 
-    Torch's agent would kill ranks that take long to finish what they are doing (30 s after the signal), and those that
-    have finished too, which wait for each other. A later signal lets it do so.
+    Torch's agent would kill ranks that need more than 30 s, and ranks that have finished and wait for others. A later
+    signal makes it do so.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    seen: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield seen
+        yield received
         return
     others = {process.pid for process in multiprocessing.active_children()}
     began = 0.0
@@ -200,35 +201,34 @@ def _passed_on(folder: Path) -> Iterator[list[int]]:
     def stop(number: int, frame: object) -> None:
         nonlocal began
         began = began or time.monotonic()
-        seen.append(number)
+        received.append(number)
         (folder / STOPPING).touch()
         ranks = [process.pid for process in multiprocessing.active_children() if process.pid not in others]
         for pid in ranks:
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-        if not ranks or time.monotonic() - began >= SAME_PRESS_S:
+        if not ranks or time.monotonic() - began >= SAME_SIGNAL_S:
             raise SignalException(f"stopped by signal {number}", sigval=signal.Signals(number))
 
     for kind in AGENT_SIGNALS[:2]:
         signal.signal(kind, stop)
-    yield seen
+    yield received
 
 
 @contextlib.contextmanager
 def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[LocalRanks]:
-    """Join the default process group of ``torch.distributed``, and leave it at the end.
+    """Initialise the default process group of ``torch.distributed``, and destroy it at the end.
+
+    If there is a process group, it is used and not destroyed. A process that is not a rank gets a group of its own.
 
     Args:
-        device: "cpu" (gloo) or "cuda" (nccl beside gloo); None takes cuda where every rank of this host has its
-            own GPU. A process that is no rank makes a group of its own.
-        timeout_s: how long torch's own collectives wait for a rank.
-
-    A group that already exists is used and left alone.
+        device: "cpu" (gloo) or "cuda" (nccl and gloo). None: cuda if each rank of this host has its own GPU.
+        timeout_s: timeout of torch's own collectives.
 
     Raises:
         ConfigError: unknown device, or fewer GPUs than ranks on this host.
-        PeerTimeout: under torchrun, a rank did not come.
+        PeerTimeout: under torchrun, a rank did not join in time.
     """
     import torch
     import torch.distributed as dist
@@ -241,30 +241,30 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
     kind = _device_kind(device, local_world)
-    place = f"cuda:{local_rank}" if kind == "cuda" else "cpu"
+    local_device = f"cuda:{local_rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
     if dist.is_initialized():
-        yield LocalRanks(dist.get_rank(), dist.get_world_size(), local_rank, place, restarts)
+        yield LocalRanks(dist.get_rank(), dist.get_world_size(), local_rank, local_device, restarts)
         return
     if local_world == world and Path("/sys/class/net/lo").exists():
-        # Gloo would listen on the interface of the host's name; ranks of one host need only loopback.
+        # Gloo would listen on the interface of the host name. Ranks of one host only need loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store: Any = None
     if world == 1:
         store = dist.HashStore()
     elif STORE_VARIABLE in os.environ:
-        # Ranks that are started again must not meet what those before them left in the file.
+        # Restarted ranks must not read the entries of the previous attempt.
         path = f"{os.environ[STORE_VARIABLE]}.{restarts}"
         store = dist.FileStore(path, world)
     elif os.environ.get(AGENT_STORE_VARIABLE) == "True":
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store, restarts = attempt.join(address, rank, world, timeout_s)
-    where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+    arguments: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **arguments)
     try:
-        yield LocalRanks(rank, world, local_rank, place, restarts)
+        yield LocalRanks(rank, world, local_rank, local_device, restarts)
     except Exception as error:
         vars(error).setdefault(RAISED_AT, time.time_ns())
         raise

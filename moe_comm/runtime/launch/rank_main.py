@@ -1,9 +1,9 @@
-"""What runs inside a process that ``launch`` started: the rank's function, and what it leaves for the launcher to read.
+"""The main function of a process that ``launch`` started, and the files it leaves for the launcher.
 
 launcher's folder/
-    alive/<attempt>.<rank>      the process id of a rank; gone when its function has returned
-    errors/<attempt>/<rank>     why a rank failed
-    stopping                    ranks that start from now on end at once
+    alive/<attempt>.<rank>      the pid of a rank; removed when its function has returned
+    errors/<attempt>/<rank>     the error of a rank that failed
+    stopping                    exists: ranks that start now end at once
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm.errors import FROM_PEERS, ConfigError, InputError, MissingDependency, UnsupportedModel
-from moe_comm.runtime.launch.users_frame import users_frame
+from moe_comm.runtime.launch.user_traceback import user_frame
 
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-MOST_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
+MAX_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
 STOPPING = "stopping"
-"""File in the launcher's folder that tells ranks which start from now on to end at once. Torch's agent cannot be told
-not to start them: it asks how many restarts are left, not why."""
+"""If this file is in the launcher's folder, new ranks end at once. Torch's agent starts them regardless: its decision
+only depends on the number of restarts left."""
 ALIVE, ERRORS = "alive", "errors"
 FINAL = (ConfigError, InputError, UnsupportedModel, MissingDependency)
-"""What the user has to mend; ranks that are started again would meet it again."""
+"""Errors that the user must fix. Restarted ranks would raise them again."""
 LINGER_S = 2.0
-SEEN_S = 0.5
-"""Within this, torch's agent has seen that a process has ended: it looks every 0.1 s."""
+AGENT_POLL_S = 0.5
+"""Time in which torch's agent detects that a process has ended. It polls every 0.1 s."""
 RAISED_AT = "moe_comm_raised_at"
-"""Attribute of an exception that left ``init_ranks``: when, before leaving the group let the peers notice; ns."""
+"""Attribute of an exception that left ``init_ranks``: its time in ns, before other ranks could see this one leave."""
 
 
 def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: tuple[Any, ...], folder: str) -> Any:
-    """Body of a launched rank: run ``entry`` and leave a record of what went wrong for the launcher to report.
+    """Run ``entry`` in a launched rank, and record its error for the launcher.
 
     Args:
-        environment: the launcher's variables, where the process was forked from one that may have older ones; else {}.
+        environment: variables of the launcher, if the process was forked from one with older variables; else empty.
+        folder: the launcher's folder.
     """
     if Path(folder, STOPPING).exists():
         raise SystemExit(1)
     if environment:
-        _take_over(environment)
-    returned = _end_with_launcher(tell=bool(environment))
+        _apply_environment(environment)
+    returned = _end_with_launcher(interrupt=bool(environment))
     attempt, rank = os.environ.get(RESTARTS_VARIABLE, "0"), os.environ["RANK"]
     alive = Path(folder, ALIVE, f"{attempt}.{rank}")
     _write(alive, str(os.getpid()))
     try:
         result = entry(*args)
     except KeyboardInterrupt:
-        # Torch would let the rank end as if it were done, and then wait for its result.
+        # Torch would treat the rank as finished, and then wait for its result.
         raise SystemExit(128 + signal.SIGINT) from None
     except SystemExit as error:
         if not error.code:
@@ -69,56 +70,61 @@ def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: t
             "kind": type(error).__name__,
             "message": str(error),
             "traceback": traceback.format_exc(),
-            "frame": users_frame(error),
+            "frame": user_frame(error),
         }
         if isinstance(error, FINAL):
             Path(folder, STOPPING).touch()
         errors_folder = Path(folder, ERRORS, attempt)
         errors_folder.mkdir(exist_ok=True)
         _write(errors_folder / rank, json.dumps(record))
-        # Where ranks are started again nobody asks for the cause, and who waits for this rank must not wait longer.
-        again = int(attempt) < int(os.environ.get(MOST_RESTARTS_VARIABLE, "0"))
-        if not again or isinstance(error, (*FROM_PEERS, *FINAL)):
+        # With restarts left, the cause is not reported, and other ranks must not wait longer for this one.
+        restarts = int(attempt) < int(os.environ.get(MAX_RESTARTS_VARIABLE, "0"))
+        if not restarts or isinstance(error, (*FROM_PEERS, *FINAL)):
             _linger(errors_folder, alive.parent, attempt)
-        # Not re-raised: the agent would print a traceback for every rank; the launcher speaks for all.
+        # Not re-raised: the agent would print a traceback for every rank. The launcher reports the cause.
         raise SystemExit(1) from None
     alive.unlink(missing_ok=True)
     returned.set()
     return result
 
 
-def recorded(errors_folder: Path) -> list[Path]:
-    """The records of one attempt's ranks, each named by its rank."""
+def error_records(errors_folder: Path) -> list[Path]:
+    """Return the error records of one attempt. Each file is named by its rank."""
     return [path for path in errors_folder.iterdir() if not path.suffix] if errors_folder.is_dir() else []
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing, for who reads it."""
+    """Write a file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.rename(path)
 
 
 def _linger(errors_folder: Path, alive_folder: Path, attempt: str) -> None:
-    """Let ranks that failed at the same time say why: the agent stops all others as soon as it sees one end, and an
-    echo (a peer that finds its connection closed) can end before its cause has written its record. Ranks that have
-    ended or were stopped will say no more; of those that ended, the agent learns a moment later how. If this one were
-    gone too by then, the agent might take it for the first."""
+    """Wait, up to ``LINGER_S``, until all ranks that run have recorded their errors.
+
+    The agent stops all ranks as soon as one ends. A rank that failed because its peer did can end before the peer has
+    recorded the cause. The agent also needs a moment to learn how an ended rank ended. If this rank ended before, the
+    agent might report it as the first failure.
+    """
     began = time.monotonic()
     deadline = began + LINGER_S
     while time.monotonic() < deadline:
-        said = {path.name for path in recorded(errors_folder)}
-        others = (path for path in alive_folder.glob(f"{attempt}.*") if not path.name.endswith(".part"))
-        silent = [path for path in others if path.name.partition(".")[2] not in said and _can_speak(path)]
-        came = sum(1 for path in alive_folder.glob(f"{attempt}.*") if not path.name.endswith(".part"))
+        reported = {path.name for path in error_records(errors_folder)}
+        started = [path for path in alive_folder.glob(f"{attempt}.*") if not path.name.endswith(".part")]
+        pending = [path for path in started if path.name.partition(".")[2] not in reported and _is_running(path)]
         world = int(os.environ["WORLD_SIZE"])
-        if not silent and came >= world and (len(said) >= world or time.monotonic() - began > SEEN_S):
+        if (
+            not pending
+            and len(started) >= world
+            and (len(reported) >= world or time.monotonic() - began > AGENT_POLL_S)
+        ):
             return
         time.sleep(0.02)
 
 
-def _can_speak(alive: Path) -> bool:
-    """Whether the rank is a process that runs."""
+def _is_running(alive: Path) -> bool:
+    """Whether the process of a rank runs and is not stopped."""
     try:
         state = Path("/proc", alive.read_text(), "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -126,18 +132,19 @@ def _can_speak(alive: Path) -> bool:
     return state not in "ZXTt"
 
 
-def _take_over(environment: Mapping[str, str]) -> None:
-    """The launcher's variables, but for those that torch's agent has just set for this rank."""
-    own = {name: value for name, value in os.environ.items() if name in _OF_RANK or name.startswith("TORCHELASTIC_")}
+def _apply_environment(environment: Mapping[str, str]) -> None:
+    """Apply the launcher's variables, except those that torch's agent has set for this rank."""
+    agent_set = (name for name in os.environ if name in _RANK_VARIABLES or name.startswith("TORCHELASTIC_"))
+    own = {name: os.environ[name] for name in agent_set}
     os.environ.clear()
     os.environ.update({**environment, **own})
     threads = environment.get("OMP_NUM_THREADS", "")
     if "torch" in sys.modules and threads.isdecimal() and int(threads):
-        # Read when torch was loaded, before this process was forked.
+        # Torch reads the variable when it is loaded, which was before the fork.
         sys.modules["torch"].set_num_threads(int(threads))
 
 
-_OF_RANK = {
+_RANK_VARIABLES = {
     "LOCAL_RANK",
     "RANK",
     "GROUP_RANK",
@@ -150,15 +157,14 @@ _OF_RANK = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-"""What torch's agent tells each rank, beside what begins with TORCHELASTIC_."""
+"""Variables that torch's agent sets for each rank, besides TORCHELASTIC_*."""
 
 
-def _end_with_launcher(tell: bool) -> threading.Event:
-    """Do not outlive the launcher, but for what the rank's function still does; to be set when that has returned: torch
-    would then wait for the launcher to take the result.
+def _end_with_launcher(interrupt: bool) -> threading.Event:
+    """End this process when the launcher has ended and the returned event is set: the rank's function has returned.
 
-    tell: send this process SIGINT when the launcher is gone. Ranks that it starts itself are told so by the kernel,
-    which looks at the process that a rank was forked from.
+    Otherwise torch would wait forever for the launcher to receive the result. ``interrupt`` sends SIGINT when the
+    launcher has ended. The kernel does so only for ranks that the launcher started itself, not for forked ones.
     """
     returned = threading.Event()
     parent = multiprocessing.parent_process()
@@ -169,7 +175,7 @@ def _end_with_launcher(tell: bool) -> threading.Event:
     def watch() -> None:
         with contextlib.suppress(OSError):
             connection.wait([sentinel])
-            if tell:
+            if interrupt:
                 os.kill(os.getpid(), signal.SIGINT)
             returned.wait()
             os._exit(1)

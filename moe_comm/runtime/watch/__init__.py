@@ -1,8 +1,8 @@
-"""Ranks that watch each other: which rank died, which is stuck, and which only wait for them."""
+"""Ranks that watch each other: detection of ranks that died or are stuck."""
 
 from __future__ import annotations
 
-from moe_comm.runtime.watch.pace import WatchOptions
+from moe_comm.runtime.watch.progress_timeout import WatchOptions
 from moe_comm.runtime.watch.watcher import Watcher, watching
 
 __all__ = ["WatchOptions", "Watcher", "watching"]

@@ -1,10 +1,10 @@
-"""Who waits for whom, and which rank is the cause of it: the one that waits for nobody.
+"""The graph of waits between ranks, and the search for the culprit: the rank that waits for no other rank.
 
     rank 0  in all_reduce, call 7 of {0,1} ──▶ rank 1, which has begun 6 calls of {0,1}
     rank 1  in dispatch, call 3 of {1,2}   ──▶ rank 2, which has begun 2 calls of {1,2}
-    rank 2  in no collective, silent for 5 s     ◀── the culprit (MegaScale, arXiv 2402.15627, section 5)
+    rank 2  in no collective, no progress for 5 s     ◀── the culprit (MegaScale, arXiv 2402.15627, section 5)
 
-Nothing here looks at processes or clocks: ``analyse`` is a function of what is known of every rank.
+``analyse`` depends only on its arguments; it reads no clock and no process state.
 """
 
 from __future__ import annotations
@@ -15,19 +15,30 @@ from typing import Literal
 
 from moe_comm.runtime.event_layout import Kind
 
-Fate = Literal["alive", "stopped", "traced", "ended", "unreachable", "left", "failed", "caught"]
-"""Of a rank's process: runs; is stopped; is held by a debugger; is gone; may run on a host that is not heard; is done
-and no more watched; left with an error of its own; left with one that another rank gave it."""
+RankState = Literal["alive", "stopped", "traced", "ended", "unreachable", "left", "failed", "caught"]
+"""State of a rank:
+
+alive        its process runs
+stopped      stopped by a signal
+traced       stopped by a debugger
+ended        its process has ended
+unreachable  its host sends no heartbeats; the process may run
+left         it has finished and is no longer watched
+failed       it left with an error of its own
+caught       it left with an error that another rank caused
+"""
 VerdictKind = Literal["died", "unreachable", "stuck", "error"]
-PATIENT_KINDS = frozenset({Kind.DATA, Kind.CHECKPOINT, Kind.PAUSE})
-"""What takes as long as disks do, and is no sign of a stuck rank."""
+SLOW_KINDS = frozenset({Kind.DATA, Kind.CHECKPOINT, Kind.PAUSE})
+"""Kinds of spans that may take long (disk, garbage collection) although the rank is healthy."""
 
 Group = tuple[int, ...]
+Waits = Mapping[int, tuple[int, ...]]
+"""The ranks that each rank waits for, for the ranks that wait."""
 
 
 @dataclass(frozen=True)
-class Doing:
-    """A span that a rank's main thread has begun and not ended; see ``events.Span``."""
+class OpenSpan:
+    """An open span of a rank's main thread; see ``event_layout.Span``."""
 
     kind: Kind
     name: str
@@ -47,239 +58,244 @@ class Doing:
 
 
 @dataclass(frozen=True)
-class View:
-    """What is known of a rank.
-
-    silent_s: since its main thread last began or ended something. unbeaten_s: since its watcher last ran.
-    patience_s: how long it may be silent while others wait for it. stopped_s: how long a stopped one may be so.
-    description: what it is in the middle of, outermost first. calls: how many it has begun, by group and kind.
-    left_s: how long ago it left, with ``words``.
-    """
+class RankStatus:
+    """The status of a rank. ``calls`` is the number of calls that it has begun, by group and kind."""
 
     rank: int
-    fate: Fate = "alive"
-    silent_s: float = 0.0
-    unbeaten_s: float = 0.0
-    patience_s: float = 5.0
-    stopped_s: float = 5.0
-    start_s: float = 300.0
+    state: RankState = "alive"
+    stalled_s: float = 0.0  # seconds since the main thread last began or ended a span
+    heartbeat_age_s: float = 0.0  # seconds since the rank's watcher last ran
+    timeout_s: float = 5.0  # longest ``stalled_s`` of a healthy rank that others wait for
+    stopped_s: float = 5.0  # the same for a stopped process
+    start_s: float = 300.0  # the same for a rank that has left, or that is in a span of ``SLOW_KINDS``
     step: int = 0
-    description: tuple[Doing, ...] = ()
+    open_spans: tuple[OpenSpan, ...] = ()  # open spans of the main thread, outermost first
     calls: Mapping[tuple[Group, Kind], int] = field(default_factory=dict)
-    left_s: float = 0.0
-    words: str = ""
+    left_s: float = 0.0  # seconds since the rank left
+    message: str = ""  # the error with which it left, or why it is unreachable
     host: str = ""
     pid: int = 0
 
     @property
-    def wait(self) -> Doing | None:
-        """The innermost thing it does that moves data between ranks."""
-        return next((one for one in reversed(self.description) if one.kind.moves), None)
+    def wait(self) -> OpenSpan | None:
+        """The innermost open span that moves data between ranks."""
+        return next((one for one in reversed(self.open_spans) if one.kind.is_communication), None)
 
     @property
-    def meets(self) -> Doing | None:
-        """The innermost thing it does that others do with it: ``wait``, or one like saving, which a thread beside the
-        main one may carry out with the other ranks'."""
-        return self.wait or next((one for one in reversed(self.description) if one.group), None)
+    def shared_operation(self) -> OpenSpan | None:
+        """The innermost open span of a call of a group: ``wait``, or one such as a checkpoint, in which background
+        threads communicate."""
+        return self.wait or next((one for one in reversed(self.open_spans) if one.group), None)
 
     @property
     def is_frozen(self) -> bool:
-        """Whether none of its threads runs: it is stopped, or one of them keeps the interpreter's lock."""
-        return self.fate == "stopped" or min(self.unbeaten_s, self.silent_s) >= self.patience_s
+        """Whether none of its Python threads runs: it is stopped, or one thread holds the interpreter's lock."""
+        return self.state == "stopped" or min(self.heartbeat_age_s, self.stalled_s) >= self.timeout_s
 
     @property
-    def is_patient(self) -> bool:
-        """Whether it does something that may take long."""
-        return any(one.kind in PATIENT_KINDS for one in self.description)
+    def may_be_slow(self) -> bool:
+        """Whether a span of ``SLOW_KINDS`` is open."""
+        return any(one.kind in SLOW_KINDS for one in self.open_spans)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """ranks: the culprits, or those that are out of reach. what: a sentence. edges: the ranks that each one waits for.
-    silent_s: how long ago the first of ``ranks`` last gave a sign of health."""
+    """The result of ``analyse``."""
 
     kind: VerdictKind
-    ranks: tuple[int, ...]
-    what: str
-    step: int
-    silent_s: float
-    edges: Mapping[int, tuple[int, ...]]
+    ranks: tuple[int, ...]  # the culprits, or the unreachable ranks
+    summary: str  # one sentence
+    step: int  # training step of the first culprit
+    stalled_s: float  # seconds since the last progress of the first of ``ranks``
+    waits_for: Waits  # the ranks that each rank waits for
 
 
-def analyse(views: Sequence[View]) -> Verdict | None:
-    """The culprits, or None while nobody is to blame: all are well, or those waited for may yet come."""
-    by_rank = {view.rank: view for view in views}
-    edges = waits(views)
-    waited = _waited(by_rank, edges)
-    died = [view for view in views if view.fate == "ended"]
+def analyse(statuses: Sequence[RankStatus]) -> Verdict | None:
+    """Return the culprits, or None if all ranks are healthy or the ranks waited for are within their timeouts."""
+    by_rank = {status.rank: status for status in statuses}
+    waits_for = waits(statuses)
+    reachable = {rank: _reachable(rank, waits_for) for rank in waits_for}
+    waited = _waited(by_rank, reachable)
+    died = [status for status in statuses if status.state == "ended"]
     if died:
-        return _verdict("died", died, f"{_who(died)} died", edges)
-    lost = [view for view in views if view.fate == "unreachable"]
+        return _verdict("died", died, f"{_who(died)} died", waits_for)
+    lost = [status for status in statuses if status.state == "unreachable"]
     if lost:
-        why = f"{lost[0].words}; it is down, or the link to it" if lost[0].words else "the host or its link is down"
-        step = max(view.step for view in views)  # what was last heard of them may be old
-        return replace(_verdict("unreachable", lost, f"{_who(lost)} cannot be reached: {why}", edges), step=step)
-    failed = sorted((view for view in views if view.fate == "failed"), key=lambda view: -view.left_s)
-    if failed and (failed[0].rank in waited or any(view.fate == "caught" for view in views)):
+        why = f"{lost[0].message}; it is down, or the link to it" if lost[0].message else "the host or its link is down"
+        step = max(status.step for status in statuses)  # the last status of the lost ranks may be old
+        return replace(_verdict("unreachable", lost, f"{_who(lost)} cannot be reached: {why}", waits_for), step=step)
+    failed = sorted((status for status in statuses if status.state == "failed"), key=lambda status: -status.left_s)
+    if failed and (failed[0].rank in waited or any(status.state == "caught" for status in statuses)):
         first = failed[:1]
-        return _verdict("error", first, f"{_who(first)} left with {first[0].words or 'an error'}", edges)
+        return _verdict("error", first, f"{_who(first)} left with {first[0].message or 'an error'}", waits_for)
     stopped = [
-        view for view in views if view.fate == "stopped" and min(view.silent_s, view.unbeaten_s) >= view.stopped_s
+        status
+        for status in statuses
+        if status.state == "stopped" and min(status.stalled_s, status.heartbeat_age_s) >= status.stopped_s
     ]
     if stopped:
-        return _verdict("stuck", stopped, f"{_who(stopped)} is stuck: stopped by a signal", edges)
-    stuck = [view for view in views if _is_stuck(view, edges, waited)]
+        return _verdict("stuck", stopped, f"{_who(stopped)} is stuck: stopped by a signal", waits_for)
+    stuck = [status for status in statuses if _is_stuck(status, waits_for, waited)]
     if stuck:
-        return _verdict("stuck", stuck, "; ".join(f"{_who([view])} is stuck: {_how(view)}" for view in stuck), edges)
-    for ring in _rings(by_rank, edges):
-        if all(view.silent_s >= view.patience_s and not view.is_patient for view in ring):
-            places = "; ".join(f"rank {view.rank} in {view.meets}" for view in ring)
-            return _verdict("stuck", ring, f"ranks wait for each other in different operations: {places}", edges)
+        summary = "; ".join(f"{_who([status])} is stuck: {_how(status)}" for status in stuck)
+        return _verdict("stuck", stuck, summary, waits_for)
+    for cycle in _cycles(by_rank, reachable):
+        if all(status.stalled_s >= status.timeout_s and not status.may_be_slow for status in cycle):
+            operations = "; ".join(f"rank {status.rank} in {status.shared_operation}" for status in cycle)
+            summary = f"ranks wait for each other in different operations: {operations}"
+            return _verdict("stuck", cycle, summary, waits_for)
     return None
 
 
-def cut_off(views: Sequence[View], here: Sequence[int], mute_s: float, long_s: float) -> Verdict | None:
-    """That the host of the ranks ``here`` is cut off, where one of them has waited for ranks of other hosts for
-    ``long_s`` and for longer than its patience; else None.
+def isolated_host(
+    statuses: Sequence[RankStatus], local_ranks: Sequence[int], store_silent_s: float, stalled_s: float
+) -> Verdict | None:
+    """Return a verdict that this host is isolated, or None.
+
+    It is isolated if one of its ranks has waited for ranks of other hosts for ``stalled_s`` and beyond its timeout.
 
     Args:
-        views: those of other hosts as last heard.
-        mute_s: for how long the store that joins the hosts has not answered this one.
+        statuses: of all ranks; those of other hosts are the last ones received.
+        local_ranks: ranks of this host.
+        store_silent_s: seconds since the process group's store last answered.
     """
-    edges = waits(views)
-    own = [view for view in views if view.rank in here]
+    waits_for = waits(statuses)
+    local = [status for status in statuses if status.rank in local_ranks]
 
-    def beyond(view: View) -> bool:
-        wait = view.wait
-        waited = edges.get(view.rank, ()) if wait is None else wait.group if wait.peer < 0 else (wait.peer,)
-        return any(rank not in here for rank in waited)
+    def waits_for_other_host(status: RankStatus) -> bool:
+        wait = status.wait
+        ranks = waits_for.get(status.rank, ()) if wait is None else wait.group if wait.peer < 0 else (wait.peer,)
+        return any(rank not in local_ranks for rank in ranks)
 
-    long = [view for view in own if view.fate == "alive" and view.silent_s >= max(long_s, view.patience_s)]
-    if not any(beyond(view) and not view.is_patient for view in long):
+    stalled = [
+        status for status in local if status.state == "alive" and status.stalled_s >= max(stalled_s, status.timeout_s)
+    ]
+    if not any(waits_for_other_host(status) and not status.may_be_slow for status in stalled):
         return None
-    what = (
-        f"{_who(own)}: their host is cut off from the others: the process group's store has not answered it for "
-        f"{mute_s:.1f} s; its link is down, or the host that keeps the store"
+    summary = (
+        f"{_who(local)}: their host is cut off from the others: the process group's store has not answered it for "
+        f"{store_silent_s:.1f} s; its link is down, or the host that serves the store"
     )
-    return Verdict("unreachable", tuple(view.rank for view in own), what, long[0].step, mute_s, edges)
+    ranks = tuple(status.rank for status in local)
+    return Verdict("unreachable", ranks, summary, stalled[0].step, store_silent_s, waits_for)
 
 
-def waits(views: Sequence[View]) -> dict[int, tuple[int, ...]]:
-    """The ranks that each rank waits for; only those with any.
+def waits(statuses: Sequence[RankStatus]) -> dict[int, tuple[int, ...]]:
+    """Return the ranks that each rank waits for. Ranks that do not wait are left out.
 
-    A rank in a call of a group, saving is one, waits for the members that have begun fewer calls, or that are frozen in
-    the call; in a transfer, for the rank at its other end, unless that is in one with it. A rank whose main thread is
-    silent outside of all calls, as one that waits for a GPU, may wait for those that have begun fewer calls of any of
-    its groups.
+    A rank in a call of a group waits for the members that have begun fewer calls, or that are frozen in the call.
+    A rank in a transfer waits for the rank at the other end, unless that rank is in a transfer with it.
+    A rank that makes no progress outside of calls, such as one that waits for a GPU, may wait for any rank that has
+    begun fewer calls of one of its groups.
     """
-    by_rank = {view.rank: view for view in views}
-    found: dict[int, tuple[int, ...]] = {}
-    for view in views:
-        if view.fate != "alive" or view.is_frozen:
-            continue
-        targets = _targets(view, by_rank)
-        if targets:
-            found[view.rank] = tuple(sorted(targets))
-    return found
+    by_rank = {status.rank: status for status in statuses}
+    waits_for = {
+        status.rank: tuple(sorted(_targets(status, by_rank)))
+        for status in statuses
+        if status.state == "alive" and not status.is_frozen
+    }
+    return {rank: targets for rank, targets in waits_for.items() if targets}
 
 
-def _targets(view: View, by_rank: Mapping[int, View]) -> set[int]:
-    wait = view.meets
+def _targets(status: RankStatus, by_rank: Mapping[int, RankStatus]) -> set[int]:
+    """Return the ranks that a rank waits for."""
+    wait = status.shared_operation
     if wait is None:
-        if view.silent_s < view.patience_s or view.is_patient:
+        if status.stalled_s < status.timeout_s or status.may_be_slow:
             return set()
         return {
             rank
-            for (group, kind), count in view.calls.items()
+            for (group, kind), count in status.calls.items()
             for rank in group
-            if rank in by_rank and rank != view.rank and by_rank[rank].calls.get((group, kind), 0) < count
+            if rank in by_rank and rank != status.rank and by_rank[rank].calls.get((group, kind), 0) < count
         }
     if wait.peer >= 0:
         peer = by_rank.get(wait.peer)
-        together = peer is not None and peer.wait is not None and peer.wait.peer == view.rank
+        together = peer is not None and peer.wait is not None and peer.wait.peer == status.rank
         return {wait.peer} if peer is not None and (peer.is_frozen or not together) else set()
-    others = {rank for rank in wait.group if rank != view.rank and rank in by_rank}
+    others = {rank for rank in wait.group if rank != status.rank and rank in by_rank}
     frozen = {rank for rank in others if by_rank[rank].is_frozen}
     if wait.call:
         late = {rank for rank in others if by_rank[rank].calls.get((wait.group, wait.kind), 0) < wait.call}
     else:
-        late = {rank for rank in others if all(one.group != wait.group for one in by_rank[rank].description)}
+        late = {rank for rank in others if all(span.group != wait.group for span in by_rank[rank].open_spans)}
     return late | frozen
 
 
-def _waited(by_rank: Mapping[int, View], edges: Mapping[int, tuple[int, ...]]) -> dict[int, float]:
-    """For each rank that others wait for, by way of others too, the longest that one has done so; seconds."""
-    found: dict[int, float] = {}
-    for start in edges:
-        wait = by_rank[start].meets
-        since = wait.age_s if wait is not None else by_rank[start].silent_s
-        seen: set[int] = set()
-        ahead = list(edges[start])
-        while ahead:
-            rank = ahead.pop()
-            if rank not in seen:
-                seen.add(rank)
-                found[rank] = max(found.get(rank, 0.0), since)
-                ahead.extend(edges.get(rank, ()))
-    return found
+def _reachable(rank: int, waits_for: Waits) -> set[int]:
+    """Return the ranks that ``rank`` waits for, directly or through other ranks."""
+    results: set[int] = set()
+    pending = list(waits_for[rank])
+    while pending:
+        target = pending.pop()
+        if target not in results:
+            results.add(target)
+            pending.extend(waits_for.get(target, ()))
+    return results
 
 
-def _is_stuck(view: View, edges: Mapping[int, tuple[int, ...]], waited: Mapping[int, float]) -> bool:
-    """Others have waited for it for long, and it waits for nobody and gives no sign of life."""
-    if view.rank not in waited or view.rank in edges:
+def _waited(by_rank: Mapping[int, RankStatus], reachable: Mapping[int, set[int]]) -> dict[int, float]:
+    """Return, for each rank that others wait for directly or indirectly, the longest such wait in seconds."""
+    results: dict[int, float] = {}
+    for start, targets in reachable.items():
+        wait = by_rank[start].shared_operation
+        seconds = wait.age_s if wait is not None else by_rank[start].stalled_s
+        for rank in targets:
+            results[rank] = max(results.get(rank, 0.0), seconds)
+    return results
+
+
+def _is_stuck(status: RankStatus, waits_for: Waits, waited: Mapping[int, float]) -> bool:
+    """Whether others have waited for a rank beyond its timeout, and it makes no progress and waits for no rank."""
+    if status.rank not in waited or status.rank in waits_for:
         return False
-    if view.wait is not None and not view.is_frozen:  # it is the links that are slow, or it waits for what is not known
+    if status.wait is not None and not status.is_frozen:  # slow links, or a wait for a rank whose status is unknown
         return False
-    if view.fate == "left":
-        return min(view.left_s, waited[view.rank]) >= view.start_s
-    patience = view.start_s if view.is_patient else view.patience_s
-    return view.fate == "alive" and view.silent_s >= patience and waited[view.rank] >= patience / 2
+    if status.state == "left":
+        return min(status.left_s, waited[status.rank]) >= status.start_s
+    timeout = status.start_s if status.may_be_slow else status.timeout_s
+    return status.state == "alive" and status.stalled_s >= timeout and waited[status.rank] >= timeout / 2
 
 
-def _how(view: View) -> str:
-    if view.fate == "left":
-        return f"it left {view.left_s:.1f} s ago, and others still wait for it"
-    description = f"in {view.description[-1]}" if view.description else "between operations"
-    # A watcher runs several times a second, and may have done so once more after the main thread's last sign.
-    if view.is_frozen or view.unbeaten_s >= view.patience_s / 2:
-        return f"none of its Python threads has run for {view.unbeaten_s:.1f} s (the interpreter's lock is held), {description}"
-    return f"its main thread has shown no progress for {view.silent_s:.1f} s, {description}"
+def _how(status: RankStatus) -> str:
+    """Return the description of a stuck rank."""
+    if status.state == "left":
+        return f"it left {status.left_s:.1f} s ago, and others still wait for it"
+    operation = f"in {status.open_spans[-1]}" if status.open_spans else "between operations"
+    # The watcher runs several times a second, so it may have run once after the main thread's last progress.
+    if status.is_frozen or status.heartbeat_age_s >= status.timeout_s / 2:
+        seconds = f"{status.heartbeat_age_s:.1f} s"
+        return f"none of its Python threads has run for {seconds} (the interpreter's lock is held), {operation}"
+    return f"its main thread has shown no progress for {status.stalled_s:.1f} s, {operation}"
 
 
-def _rings(by_rank: Mapping[int, View], edges: Mapping[int, tuple[int, ...]]) -> list[list[View]]:
-    """Sets of ranks each of which waits for all others of the set and for no rank outside of it (Tarjan's, by way of
-    what can be reached, since few ranks wait in rings)."""
-    reach: dict[int, set[int]] = {}
-    for start in edges:
-        seen: set[int] = set()
-        ahead = list(edges[start])
-        while ahead:
-            rank = ahead.pop()
-            if rank not in seen:
-                seen.add(rank)
-                ahead.extend(edges.get(rank, ()))
-        reach[start] = seen
-    found: list[list[View]] = []
-    for start in sorted(edges):
-        ring = reach[start]
-        whole = start in ring and all(reach.get(rank) == ring for rank in ring)
-        if whole and min(ring) == start and all(by_rank[rank].fate == "alive" for rank in ring):
-            found.append([by_rank[rank] for rank in sorted(ring)])
-    return found
+def _cycles(by_rank: Mapping[int, RankStatus], reachable: Mapping[int, set[int]]) -> list[list[RankStatus]]:
+    """Return the sets of ranks that wait for each other and for no rank outside of the set.
+
+    These are the strongly connected components without outgoing edges. They are found by reachability, which is
+    simpler than Tarjan's algorithm and fast enough: few ranks wait in cycles.
+    """
+    results: list[list[RankStatus]] = []
+    for start in sorted(reachable):
+        cycle = reachable[start]
+        closed = start in cycle and all(reachable.get(rank) == cycle for rank in cycle)
+        if closed and min(cycle) == start and all(by_rank[rank].state == "alive" for rank in cycle):
+            results.append([by_rank[rank] for rank in sorted(cycle)])
+    return results
 
 
-def _verdict(kind: VerdictKind, views: Sequence[View], what: str, edges: Mapping[int, tuple[int, ...]]) -> Verdict:
-    first = views[0]
-    silent = first.silent_s
-    if kind == "died" or first.fate == "stopped":
-        silent = min(first.silent_s, first.unbeaten_s)
+def _verdict(kind: VerdictKind, statuses: Sequence[RankStatus], summary: str, waits_for: Waits) -> Verdict:
+    first = statuses[0]
+    stalled = first.stalled_s
+    if kind == "died" or first.state == "stopped":
+        stalled = min(first.stalled_s, first.heartbeat_age_s)
     elif kind == "error":
-        silent = first.left_s
-    return Verdict(kind, tuple(view.rank for view in views), what, first.step, silent, edges)
+        stalled = first.left_s
+    return Verdict(kind, tuple(status.rank for status in statuses), summary, first.step, stalled, waits_for)
 
 
-def _who(views: Sequence[View]) -> str:
-    return " and ".join(f"rank {view.rank} (pid {view.pid}, {view.host})" for view in views)
+def _who(statuses: Sequence[RankStatus]) -> str:
+    return " and ".join(f"rank {status.rank} (pid {status.pid}, {status.host})" for status in statuses)
 
 
 def _few(ranks: Group) -> str:

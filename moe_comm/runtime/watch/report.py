@@ -1,4 +1,4 @@
-"""What the ranks of a run are told when something went wrong, in words and as JSON."""
+"""The report about a detected fault, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,45 +8,56 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moe_comm.deprecated import renamed_attributes
 from moe_comm.runtime.event_layout import Kind, Span
-from moe_comm.runtime.watch.graph import Doing, Verdict, View
-from moe_comm.runtime.watch.status_table import NOTICE_BYTES
+from moe_comm.runtime.watch.graph import OpenSpan, RankStatus, Verdict
+from moe_comm.runtime.watch.status_table import FAULT_BYTES
 
 LAST_EVENTS = 20
 WATCHER = "moe_comm/runtime/watch/"
 CUT_MARGIN = 1024
 
 
+@renamed_attributes(what="summary", speaks="is_reporter")
 @dataclass(frozen=True)
-class Fault:
-    """Something that the ranks noticed. It is the same on every rank, but for what is said otherwise.
+class DetectedFault:
+    """A fault that the watchers detected. Ranks differ in ``healthy_ns``, ``path``, ``noticed_s`` and ``is_reporter``.
 
-    kind: "died", "unreachable", "stuck" or "error". ranks: the culprits, and not more than out of reach if
-    "unreachable": of the host that is not heard or, as that host itself tells it, of the one that is cut off. what: a
-    sentence. action: "stop", the ranks end, or "none".
-    healthy_ns: when the culprit last gave a sign of health, and noticed_s: until all ranks of the host where it was
-    found out knew; this host's CLOCK_MONOTONIC; NaN but on the rank that speaks for all. report: the text for people.
-    path: of this rank's file with it. speaks: whether this rank is the one that speaks for all.
+    Attributes:
+        kind: "died", "unreachable", "stuck" or "error".
+        ranks: the culprits. If "unreachable": the ranks of the host without heartbeats, or of the isolated host.
+        summary: one sentence.
+        step: training step of the culprit.
+        action: "stop" (all ranks end) or "none".
+        healthy_ns: time of the culprit's last progress, CLOCK_MONOTONIC of this host.
+        report: full text.
+        path: report file of this rank.
+        noticed_s: seconds from ``healthy_ns`` until all ranks of the host knew; NaN except on the reporter.
+        is_reporter: whether this rank has detected the fault. One rank of the run has.
     """
 
     kind: str
     ranks: tuple[int, ...]
-    what: str
+    summary: str
     step: int
     action: str
     healthy_ns: int
     report: str
     path: str = ""
     noticed_s: float = float("nan")
-    speaks: bool = False
+    is_reporter: bool = False
 
 
-def describe(verdict: Verdict, views: Sequence[View], stacks: Mapping[int, str]) -> str:
-    """All but the last events: the culprit, who waits for whom, and what the culprits were doing."""
+def describe(verdict: Verdict, statuses: Sequence[RankStatus], stacks: Mapping[int, str]) -> str:
+    """Return the report without the last events: the culprit, the waits of all ranks, the stacks of the culprits."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    lines = [verdict.what, f"{stamp}, step {verdict.step}, {verdict.silent_s:.2f} s after its last sign of health", ""]
-    lines.append("who waits for whom")
-    lines += [f"  {_line(view, verdict)}" for view in sorted(views, key=lambda view: view.rank)]
+    lines = [
+        verdict.summary,
+        f"{stamp}, step {verdict.step}, {verdict.stalled_s:.2f} s after its last sign of health",
+        "",
+        "who waits for whom",
+    ]
+    lines += [f"  {_line(status, verdict)}" for status in sorted(statuses, key=lambda status: status.rank)]
     for rank, text in sorted(stacks.items()):
         lines += ["", f"Python stacks of rank {rank}, its main thread first, innermost call first"]
         lines += [f"  {line}" for line in main_first(text).splitlines()]
@@ -54,17 +65,17 @@ def describe(verdict: Verdict, views: Sequence[View], stacks: Mapping[int, str])
 
 
 def main_first(stacks: str) -> str:
-    """What faulthandler wrote, oldest thread first, without the watcher's own."""
+    """Return faulthandler's output with the newest thread first and without the threads of the watcher."""
     threads = [one for one in stacks.split("\n\n") if WATCHER not in one]
     return "\n\n".join(reversed(threads))
 
 
 def last_events(spans: Mapping[int, Iterable[Span]], now_ns: int) -> str:
-    """The last events of some ranks; times are seconds before now."""
+    """Return the last events of some ranks as text. Times are seconds before ``now_ns``."""
     lines = []
-    for rank, found in sorted(spans.items()):
+    for rank, results in sorted(spans.items()):
         lines += ["", f"last events of rank {rank} (seconds ago)"]
-        for span in found:
+        for span in results:
             took = "open" if span.open else f"{(span.end_ns - span.begin_ns) / 1e6:.2f} ms"
             where = f"step {span.step} micro-batch {span.micro}"
             layer = f" {span.layer}" if span.layer else ""
@@ -76,54 +87,54 @@ def last_events(spans: Mapping[int, Iterable[Span]], now_ns: int) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def _line(view: View, verdict: Verdict) -> str:
-    targets = verdict.edges.get(view.rank, ())
-    inside = f" in {view.wait or view.description[-1]}" if view.description else ""
-    if verdict.kind == "unreachable" and view.rank in verdict.ranks:
-        how = f"cannot be reached, {view.words}" if view.fate == "unreachable" else f"is cut off, {view.fate}"
-        return f"rank {view.rank}  {how}, last{inside or ' between operations'}"
-    if view.rank in verdict.ranks:
-        after = f", {view.words}" if view.words else ""
-        return f"rank {view.rank}  is the culprit: {view.fate}{after}, last{inside or ' between operations'}"
+def _line(status: RankStatus, verdict: Verdict) -> str:
+    targets = verdict.waits_for.get(status.rank, ())
+    inside = f" in {status.wait or status.open_spans[-1]}" if status.open_spans else ""
+    if verdict.kind == "unreachable" and status.rank in verdict.ranks:
+        how = f"cannot be reached, {status.message}" if status.state == "unreachable" else f"is cut off, {status.state}"
+        return f"rank {status.rank}  {how}, last{inside or ' between operations'}"
+    if status.rank in verdict.ranks:
+        after = f", {status.message}" if status.message else ""
+        return f"rank {status.rank}  is the culprit: {status.state}{after}, last{inside or ' between operations'}"
     if targets:
-        return f"rank {view.rank}  waits for rank {', '.join(map(str, targets))}{inside}"
-    if view.fate != "alive":
-        return f"rank {view.rank}  {view.fate} {view.words}".rstrip()
-    return f"rank {view.rank}  waits for nobody,{inside or ' between operations'}"
+        return f"rank {status.rank}  waits for rank {', '.join(map(str, targets))}{inside}"
+    if status.state != "alive":
+        return f"rank {status.rank}  {status.state} {status.message}".rstrip()
+    return f"rank {status.rank}  waits for no rank,{inside or ' between operations'}"
 
 
-def views_to_json(views: Sequence[View]) -> str:
-    """For hosts to tell each other."""
-    found = []
-    for view in views:
-        values = asdict(view)
-        values["calls"] = [[list(group), kind.name, count] for (group, kind), count in view.calls.items()]
-        values["doing"] = [{**one, "kind": Kind(one["kind"]).name} for one in values["doing"]]
-        found.append(values)
-    return json.dumps(found, separators=(",", ":"))
+def statuses_to_json(statuses: Sequence[RankStatus]) -> str:
+    """Serialize the status of ranks for other hosts."""
+    results = []
+    for status in statuses:
+        values = asdict(status)
+        values["calls"] = [[list(group), kind.name, count] for (group, kind), count in status.calls.items()]
+        values["open_spans"] = [{**one, "kind": Kind(one["kind"]).name} for one in values["open_spans"]]
+        results.append(values)
+    return json.dumps(results, separators=(",", ":"))
 
 
-def views_from_json(text: str) -> list[View]:
-    """What ``views_to_json`` wrote.
+def statuses_from_json(text: str) -> list[RankStatus]:
+    """Parse the output of ``statuses_to_json``.
 
     Raises:
-        ValueError, KeyError, TypeError: it is something else.
+        ValueError, KeyError, TypeError: ``text`` has another format.
     """
-    found = []
+    results = []
     for values in json.loads(text):
         values["calls"] = {(tuple(group), Kind[kind]): count for group, kind, count in values["calls"]}
-        values["doing"] = tuple(
-            Doing(**{**one, "kind": Kind[one["kind"]], "group": tuple(one["group"])}) for one in values["doing"]
+        values["open_spans"] = tuple(
+            OpenSpan(**{**one, "kind": Kind[one["kind"]], "group": tuple(one["group"])}) for one in values["open_spans"]
         )
-        found.append(View(**values))
-    return found
+        results.append(RankStatus(**values))
+    return results
 
 
-def notice_text(told: Mapping[str, Any], most: int = NOTICE_BYTES - 1) -> str:
-    """A fault and what else is told of it as JSON, whose report is cut to what has room in ``most`` bytes."""
-    report: str = told["report"]
+def fault_json(values: Mapping[str, Any], most: int = FAULT_BYTES - 1) -> str:
+    """Serialize a fault. The report is truncated so that the text has at most ``most`` bytes."""
+    report: str = values["report"]
     while True:
-        text = json.dumps({**told, "report": report}, separators=(",", ":"))  # ASCII
+        text = json.dumps({**values, "report": report}, separators=(",", ":"))  # ASCII
         if len(text) <= most or not report:
             return text
         report = report[: len(report) * most // len(text) - CUT_MARGIN] if len(report) > CUT_MARGIN else ""

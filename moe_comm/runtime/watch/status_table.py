@@ -1,14 +1,14 @@
-"""What the ranks of one host show each other: a shared board with every rank's events, and a hold on its process.
+"""The status table: memory shared by the ranks of one host, with the events and the process handle of each rank.
 
-    one mapping a host, made by its first rank, without a name: what was killed leaves nothing behind
-    ┌────────┬────────┬───────────────┬──────────────────────────┬──────────────────────────┐
-    │ header │ notice │ one page each │ events of its first rank │ events of its second ... │
-    └────────┴────────┴───────────────┴──────────────────────────┴──────────────────────────┘
-      notice: what the ranks are told once something went wrong. page: how a rank's watcher judges itself.
+    one anonymous mapping per host, made by its first rank; the kernel frees it when the last process ends
+    ┌────────┬───────┬─────────────────┬──────────────────────────┬──────────────────────────┐
+    │ header │ fault │ entry per rank  │ events of the first rank │ events of the second ... │
+    └────────┴───────┴─────────────────┴──────────────────────────┴──────────────────────────┘
+      fault: the newest detected fault, as JSON. entry: phase and progress timeout of a rank.
 
-Each rank also has a place for its Python stacks (faulthandler writes them there at a signal, whoever holds the
-interpreter's lock), which its neighbours keep open, and a file descriptor for each neighbour's process, by which its
-end is noticed at once and which never means another process that was given the same number.
+Each rank also has an anonymous file for its Python stacks, which the other ranks of the host keep open. faulthandler
+writes the stacks there when the rank receives a signal, even if a thread holds the interpreter's lock. Each rank holds
+pidfds of the other processes. They report the end of a process at once, and never refer to another one with its pid.
 """
 
 from __future__ import annotations
@@ -38,65 +38,62 @@ from moe_comm.runtime.events import start_ticks
 from moe_comm.runtime.host import host_key
 
 PAGE = 4096
-NOTICE_BYTES = 1 << 20
+FAULT_BYTES = 1 << 20
 STACK_BYTES = 64 << 10
 TEXT_BYTES = 1024
 LOCK_S = 0.5
 STEADY_LOOKS = 5
-"""Stacks are whole when so many looks, 3 ms apart, have found no more of them: a thread follows the other."""
+"""The stacks are complete when their size was equal in this many checks, 3 ms apart. Threads are written one by one."""
 FIRST_SIGNAL = signal.SIGRTMIN + 6
-"""A signal that nothing else uses, as SIGUSR1 is used by batch systems."""
+"""First real-time signal to try. SIGUSR1 is used by batch systems."""
 
-Texts = Callable[[str], list[str]]
-"""Gives every rank's text, by rank. Collective."""
+TextGather = Callable[[str], list[str]]
+"""All-gathers one text per rank, in rank order. Collective."""
 
-_CANNOT = (AttributeError, OSError, ValueError, RuntimeError)
-"""What calls raise that this kernel or Python lacks (``memfd_create``, ``eventfd`` and ``pidfd_open``), or refuses."""
-_IGNORED: set[int] = set()
-"""Signals that boards of this process have taken before."""
-_SEQUENCE_AT, _SIZE_AT = 8, 16
-_PHASE_AT, _PATIENCE_AT, _ACK_AT, _ACK_NS_AT, _LEFT_NS_AT, _WORDS_AT = 0, 8, 16, 24, 32, 64
+_UNSUPPORTED = (AttributeError, OSError, ValueError, RuntimeError)
+"""Raised where the kernel or Python lacks or refuses ``memfd_create``, ``eventfd`` or ``pidfd_open``."""
+_FAULT_NUMBER_AT, _SIZE_AT = 8, 16
+_PHASE_AT, _TIMEOUT_AT, _ACKNOWLEDGED_AT, _ACKNOWLEDGED_NS_AT, _LEFT_NS_AT, _MESSAGE_AT = 0, 8, 16, 24, 32, 64
 
 
 class Phase(IntEnum):
-    """Where a rank is in its life as its neighbours need to know it."""
+    """Phase of a rank, as its entry publishes it."""
 
-    STARTING = 0  # until its first step has ended
+    STARTING = 0  # until the end of the first step
     STEP = 1
-    BETWEEN = 2  # steps: it may evaluate or save, which may take long
-    LEFT = 3  # done: its end is none of the others' business
+    BETWEEN = 2  # between steps: evaluation or a checkpoint may take long
+    LEFT = 3  # finished; the end of its process is expected
     FAILED = 4  # left with an error of its own
-    CAUGHT = 5  # left with an error that another rank gave it
+    CAUGHT = 5  # left with an error that another rank caused
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank's process. stacks: path of the place for its Python stacks. signal: brings them there."""
+    """The process of a rank."""
 
     rank: int
-    host: str
-    label: str
+    host: str  # key of its host; see ``host_key``
+    label: str  # host name for messages
     pid: int
-    ticks: int
-    stacks: str
-    signal: int
+    ticks: int  # start time of the process; see ``start_ticks``
+    stacks: str  # path of the file for its Python stacks
+    signal: int  # signal that makes it write its stacks
 
 
 @dataclass(frozen=True)
-class Page:
-    """What a rank says of itself. patience_s: how long it may show no progress while others wait for it. acknowledged:
-    the last notice that it has seen, at ack_ns. words: the error with which it left, at left_ns."""
+class StatusEntry:
+    """The entry of a rank in the table."""
 
     phase: Phase
-    patience_s: float
-    acknowledged: int
-    ack_ns: int
+    timeout_s: float  # longest time without progress of a healthy rank
+    acknowledged: int  # number of the last fault that the rank has received, at ``acknowledged_ns``
+    acknowledged_ns: int
     left_ns: int
-    words: str
+    message: str  # the error with which it left, at ``left_ns``
 
 
-def group_texts(text: str) -> list[str]:
-    """``Texts`` of the default process group, whatever its backend; at most ``TEXT_BYTES`` each."""
+def gather_texts(text: str) -> list[str]:
+    """All-gather a text of at most ``TEXT_BYTES`` over the default process group, with any backend. Collective."""
     raw = text.encode()
     if len(raw) > TEXT_BYTES:
         raise ValueError(f"{text!r} is longer than {TEXT_BYTES} bytes")
@@ -109,8 +106,14 @@ def group_texts(text: str) -> list[str]:
     return [bytes(one.tolist()).rstrip(b"\0").decode() for one in everyone]
 
 
-class Board:
-    """This rank's host. members: of all hosts, by rank. here: ranks of this host. hosts: ranks of each host."""
+class StatusTable:
+    """The status table of this rank's host. ``create`` makes it.
+
+    Attributes:
+        members: the processes of all ranks of all hosts, by rank.
+        local_ranks: the ranks of this host.
+        hosts: the ranks of each host.
+    """
 
     def __init__(self, rank: int, members: Sequence[Member], memory: mmap.mmap, records: int) -> None:
         self.rank = rank
@@ -120,7 +123,7 @@ class Board:
         for member in members:
             groups.setdefault(member.host, []).append(member.rank)
         self.hosts = tuple(tuple(ranks) for ranks in groups.values())
-        self.here = tuple(groups[members[rank].host])
+        self.local_ranks = tuple(groups[members[rank].host])
         self._memory = memory
         self._view = memoryview(memory)
         self._pidfds: dict[int, int] = {}
@@ -131,18 +134,24 @@ class Board:
         self._poll.register(self._wake_fd, select.POLLIN)
 
     @classmethod
-    def meet(cls, rank: int, texts: Texts = group_texts, *, records: int = RECORDS, host: str | None = None) -> Board:
-        """Collective over all ranks. host: which ranks share a board; None: those that see each other's processes.
+    def create(
+        cls, rank: int, gather: TextGather = gather_texts, *, records: int = RECORDS, host: str | None = None
+    ) -> StatusTable:
+        """Create the tables of all hosts. Collective over all ranks.
+
+        Args:
+            records: number of spans in the event ring of each rank.
+            host: ranks with an equal value share a table. None: ``host_key``.
 
         Raises:
-            HeapError: on every rank, where some rank cannot share memory with its neighbours.
+            HeapError: on every rank, if some rank cannot share memory with the other ranks of its host.
         """
-        answer, stacks, number = "", -1, 0
+        problem, stacks, number = "", -1, 0
         try:
             stacks = _memory("moe_comm-stacks")
             number = _free_signal()
-        except _CANNOT as error:  # told below: until then the others wait for this rank
-            answer = f"rank {rank} cannot be watched here: {error}"
+        except _UNSUPPORTED as error:  # raised below, after the collective calls that the other ranks wait in
+            problem = f"rank {rank} cannot be watched here: {error}"
         own = Member(
             rank=rank,
             host=host if host is not None else host_key(),
@@ -152,111 +161,112 @@ class Board:
             stacks=f"/proc/{os.getpid()}/fd/{stacks}",
             signal=number,
         )
-        members = [Member(**json.loads(text)) for text in texts(json.dumps(asdict(own)))]
-        here = [member.rank for member in members if member.host == own.host]
-        size = _size(len(here), records)
+        members = [Member(**json.loads(text)) for text in gather(json.dumps(asdict(own)))]
+        local_ranks = [member.rank for member in members if member.host == own.host]
+        size = _size(len(local_ranks), records)
         memory: mmap.mmap | None = None
-        board: Board | None = None
+        table: StatusTable | None = None
         path = ""
         shared = -1
         try:
-            if rank == here[0] and not answer:
-                shared = _memory("moe_comm-board")
+            if rank == local_ranks[0] and not problem:
+                shared = _memory("moe_comm-status")
                 os.ftruncate(shared, size)
                 memory = mmap.mmap(shared, size)
                 path = f"/proc/{own.pid}/fd/{shared}"
-        except _CANNOT as error:
-            answer = f"rank {rank} cannot make a board of {size} bytes: {error}"
-        paths = texts(path)
+        except _UNSUPPORTED as error:
+            problem = f"rank {rank} cannot make a status table of {size} bytes: {error}"
+        paths = gather(path)
         try:
-            if memory is None and paths[here[0]] and not answer:
-                memory = _map(paths[here[0]], size)
+            if memory is None and paths[local_ranks[0]] and not problem:
+                memory = _map(paths[local_ranks[0]], size)
             if memory is not None:
-                board = cls(rank, members, memory, records)
-                board._hold(stacks)
+                table = cls(rank, members, memory, records)
+                table._open_processes(stacks)
                 _write_stacks(number, stacks)
-        except _CANNOT as error:
-            answer = f"rank {rank} cannot open what its neighbours share: {error}"
-        problems = [text for text in texts(answer.encode()[:TEXT_BYTES].decode(errors="ignore")) if text]
+        except _UNSUPPORTED as error:
+            problem = f"rank {rank} cannot open the memory that the other ranks of its host share: {error}"
+        problems = [text for text in gather(problem.encode()[:TEXT_BYTES].decode(errors="ignore")) if text]
         if shared >= 0:
-            os.close(shared)  # all have mapped it
-        if board is None or problems:
-            kept = board is not None and rank in board._stacks
-            if board is not None:
-                board.close()
-            if stacks >= 0 and not kept:
+            os.close(shared)  # all ranks have mapped it
+        if table is None or problems:
+            owned = table is not None and rank in table._stacks
+            if table is not None:
+                table.close()
+            if stacks >= 0 and not owned:
                 os.close(stacks)
-            raise HeapError((problems or ["the first rank of this host made no board"])[0])
-        return board
+            raise HeapError((problems or ["the first rank of this host made no status table"])[0])
+        return table
 
     # --- memory ---
 
     def region(self, rank: int) -> memoryview:
-        """Of ``rank``'s events, for ``EVENTS.attach`` and for readers."""
-        at = _size(0, self.records) + len(self.here) * PAGE + self.here.index(rank) * _region_size(self.records)
+        """Return the memory for the events of ``rank``, for ``EVENTS.attach`` and for readers."""
+        entries_end = _size(0, self.records) + len(self.local_ranks) * PAGE
+        at = entries_end + self.local_ranks.index(rank) * _region_size(self.records)
         return self._view[at : at + region_bytes(self.records)]
 
-    def page(self, rank: int) -> Page:
-        """What ``rank`` says of itself."""
-        at = self._page_at(rank)
-        phase, patience, ack, ack_ns, left_ns = (
+    def entry(self, rank: int) -> StatusEntry:
+        """Return the entry of ``rank``."""
+        at = self._entry_at(rank)
+        phase, timeout, acknowledged, acknowledged_ns, left_ns = (
             LONG.unpack_from(self._view, at + field)[0]
-            for field in (_PHASE_AT, _PATIENCE_AT, _ACK_AT, _ACK_NS_AT, _LEFT_NS_AT)
+            for field in (_PHASE_AT, _TIMEOUT_AT, _ACKNOWLEDGED_AT, _ACKNOWLEDGED_NS_AT, _LEFT_NS_AT)
         )
-        words = ""
+        message = ""
         if phase in (Phase.FAILED, Phase.CAUGHT):
-            (size,) = struct.unpack_from("<H", self._view, at + _WORDS_AT)
-            words = bytes(self._view[at + _WORDS_AT + 2 :][: min(size, PAGE // 2)]).decode(errors="replace")
-        return Page(Phase(phase), patience / 1e9, ack, ack_ns, left_ns, words)
+            (size,) = struct.unpack_from("<H", self._view, at + _MESSAGE_AT)
+            message = bytes(self._view[at + _MESSAGE_AT + 2 :][: min(size, PAGE // 2)]).decode(errors="replace")
+        return StatusEntry(Phase(phase), timeout / 1e9, acknowledged, acknowledged_ns, left_ns, message)
 
-    def say(self, phase: Phase, patience_s: float) -> None:
-        """Of this rank."""
-        at = self._page_at(self.rank)
-        LONG.pack_into(self._view, at + _PATIENCE_AT, int(patience_s * 1e9))
+    def publish(self, phase: Phase, timeout_s: float) -> None:
+        """Publish the phase and the progress timeout of this rank."""
+        at = self._entry_at(self.rank)
+        LONG.pack_into(self._view, at + _TIMEOUT_AT, int(timeout_s * 1e9))
         LONG.pack_into(self._view, at + _PHASE_AT, phase)
 
-    def leave(self, phase: Phase, words: str = "") -> None:
-        """This rank is no more part of it."""
-        at = self._page_at(self.rank)
-        data = words.encode()[: PAGE // 2]
-        struct.pack_into(f"<H{len(data)}s", self._view, at + _WORDS_AT, len(data), data)
+    def leave(self, phase: Phase, message: str = "") -> None:
+        """Publish that this rank leaves, in phase ``LEFT``, ``FAILED`` or ``CAUGHT``."""
+        at = self._entry_at(self.rank)
+        data = message.encode()[: PAGE // 2]
+        struct.pack_into(f"<H{len(data)}s", self._view, at + _MESSAGE_AT, len(data), data)
         LONG.pack_into(self._view, at + _LEFT_NS_AT, time.monotonic_ns())
         LONG.pack_into(self._view, at + _PHASE_AT, phase)
 
-    def post(self, text: str, after: int) -> int:
-        """Tell all ranks of this host, unless one has told them more than notice ``after`` by now.
+    def post_fault(self, text: str, after: int) -> int:
+        """Post a fault to all ranks of this host, if no fault with a number above ``after`` has been posted.
 
-        Returns the notice's number; 0: it was not told.
+        Returns its number; 0 if it was not posted.
         """
-        data = text.encode()[: NOTICE_BYTES - 1]
-        with self._alone():
-            if self.sequence != after:
+        data = text.encode()[: FAULT_BYTES - 1]
+        with self._locked():
+            if self.fault_number != after:
                 return 0
             self._view[PAGE : PAGE + len(data)] = data
             LONG.pack_into(self._view, _SIZE_AT, len(data))
-            LONG.pack_into(self._view, _SEQUENCE_AT, after + 1)
+            LONG.pack_into(self._view, _FAULT_NUMBER_AT, after + 1)
         return after + 1
 
     @property
-    def sequence(self) -> int:
-        """Number of the newest notice; 0: none yet."""
-        return int(LONG.unpack_from(self._view, _SEQUENCE_AT)[0])
+    def fault_number(self) -> int:
+        """Number of the newest fault; 0 if there is none."""
+        return int(LONG.unpack_from(self._view, _FAULT_NUMBER_AT)[0])
 
-    def notice(self) -> str:
-        """The newest one."""
+    def fault_text(self) -> str:
+        """Return the newest fault."""
         (size,) = LONG.unpack_from(self._view, _SIZE_AT)
         return bytes(self._view[PAGE : PAGE + size]).decode(errors="replace")
 
     def acknowledge(self, number: int) -> None:
-        """This rank has seen notice ``number``."""
-        at = self._page_at(self.rank)
-        LONG.pack_into(self._view, at + _ACK_NS_AT, time.monotonic_ns())
-        LONG.pack_into(self._view, at + _ACK_AT, number)
+        """Publish that this rank has received fault ``number``."""
+        at = self._entry_at(self.rank)
+        LONG.pack_into(self._view, at + _ACKNOWLEDGED_NS_AT, time.monotonic_ns())
+        LONG.pack_into(self._view, at + _ACKNOWLEDGED_AT, number)
 
     # --- processes ---
 
     def wait(self, seconds: float) -> None:
-        """Sleep, until another rank of this host ends or ``wake`` is called."""
+        """Sleep for ``seconds``, or until a rank of this host ends or ``wake`` is called."""
         for fd, _ in self._poll.poll(seconds * 1000):
             if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
@@ -267,7 +277,7 @@ class Board:
                     self._poll.unregister(fd)
 
     def wake(self) -> None:
-        """Let ``wait`` return."""
+        """Make ``wait`` return."""
         os.eventfd_write(self._wake_fd, 1)
 
     def ended(self, rank: int) -> bool:
@@ -275,60 +285,60 @@ class Board:
         return rank in self._ended
 
     def stopped(self, rank: int) -> bool:
-        """Whether it is stopped by a signal; not one that a debugger holds."""
+        """Whether its process is stopped by a signal, other than by a debugger."""
         return self.letter(rank) == "T"
 
     def letter(self, rank: int) -> str:
-        """State of its process as in /proc; "" if it has none."""
+        """Return the state of its process as in /proc; "" if it has ended."""
         try:
             return Path(f"/proc/{self.members[rank].pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return ""
 
-    def stacks(self, rank: int, patience_s: float, *, resume: bool = False) -> str:
-        """Python stacks of a rank of this host as they are now, or why there are none.
+    def stacks(self, rank: int, timeout_s: float, *, resume: bool = False) -> str:
+        """Return the current Python stacks of a rank of this host, or a text that says why there are none.
 
-        resume: a stopped process is made to go on for a moment, or it could not write them.
+        ``resume`` lets a stopped process run for a moment. It cannot write its stacks while it is stopped.
         """
-        if self.page(rank).phase >= Phase.LEFT:
+        if self.entry(rank).phase >= Phase.LEFT:
             return "(none: it has left)"
         fd = self._stacks[rank]
         before = os.fstat(fd).st_size
-        if not self._send(rank, self.members[rank].signal):
+        if not self._signal(rank, self.members[rank].signal):
             return "(it has ended)"
         stopped = self.stopped(rank)
         if stopped:
             if not resume:
                 return "(none: the process is stopped)"
-            self._send(rank, signal.SIGCONT)
-        end = time.monotonic() + patience_s
+            self._signal(rank, signal.SIGCONT)
+        end = time.monotonic() + timeout_s
         size, steady = os.fstat(fd).st_size, 0
         while time.monotonic() < end and steady < STEADY_LOOKS:
-            time.sleep(0.003)  # a stopped one runs meanwhile
-            seen, size = size, os.fstat(fd).st_size
-            steady = steady + 1 if size == seen > before else 0
+            time.sleep(0.003)  # a stopped process runs during this time
+            previous, size = size, os.fstat(fd).st_size
+            steady = steady + 1 if size == previous > before else 0
         if stopped:
-            self._send(rank, signal.SIGSTOP)
+            self._signal(rank, signal.SIGSTOP)
         return os.pread(fd, STACK_BYTES, before).decode(errors="replace").strip() or "(none came)"
 
     def kill(self, rank: int) -> bool:
-        """End a rank of this host, and no other process; False if it had ended."""
-        return self._send(rank, signal.SIGKILL)
+        """Kill a rank of this host. Returns False if its process had ended."""
+        return self._signal(rank, signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of the neighbours; the memory stays while events are recorded into it."""
+        """Release the process handles. The memory stays mapped while events are recorded into it."""
         with contextlib.suppress(ValueError):
             faulthandler.unregister(self.members[self.rank].signal)
         for fd in (*self._pidfds.values(), *self._stacks.values(), self._wake_fd):
             os.close(fd)
         self._pidfds, self._stacks = {}, {}
 
-    def _hold(self, stacks: int) -> None:
-        """Open the neighbours' processes and places for stacks."""
+    def _open_processes(self, stacks: int) -> None:
+        """Open the processes and the stack files of the ranks of this host."""
         self._pidfds[self.rank] = os.pidfd_open(os.getpid())
-        signal.pidfd_send_signal(self._pidfds[self.rank], 0)  # whether that can be had at all
+        signal.pidfd_send_signal(self._pidfds[self.rank], 0)  # raises if this kernel does not support it
         self._stacks[self.rank] = stacks
-        for rank in self.here:
+        for rank in self.local_ranks:
             if rank == self.rank:
                 continue
             member = self.members[rank]
@@ -339,9 +349,9 @@ class Board:
             self._stacks[rank] = os.open(member.stacks, os.O_RDONLY | os.O_CLOEXEC)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Among the ranks of this host, by a lock that goes with its holder; one that is stopped with it is passed."""
-        lock = self._stacks[self.here[0]]
+    def _locked(self) -> Iterator[None]:
+        """Lock the table among the ranks of this host. The lock ends with its holder. A stopped holder is bypassed."""
+        lock = self._stacks[self.local_ranks[0]]
         end = time.monotonic() + LOCK_S
         held = False
         while not held and time.monotonic() < end:
@@ -356,36 +366,37 @@ class Board:
             if held:
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
-    def _send(self, rank: int, number: int) -> bool:
+    def _signal(self, rank: int, number: int) -> bool:
         try:
             signal.pidfd_send_signal(self._pidfds[rank], number)
         except ProcessLookupError:
             return False
         return True
 
-    def _page_at(self, rank: int) -> int:
-        return _size(0, self.records) + self.here.index(rank) * PAGE
+    def _entry_at(self, rank: int) -> int:
+        return _size(0, self.records) + self.local_ranks.index(rank) * PAGE
 
 
 def _memory(name: str) -> int:
-    """An empty file without a name that this user alone can open."""
+    """Return the descriptor of an empty anonymous file that only this user can open."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.fchmod(fd, 0o600)
     return fd
 
 
 def _write_stacks(number: int, stacks: int) -> None:
-    """From now on this process answers a signal with its stacks; once it does no more, it ignores it: a neighbour may
-    have sent it just before."""
-    with contextlib.suppress(ValueError):  # only the main thread may say so
+    """Make this process write its stacks when it receives a signal.
+
+    After faulthandler is unregistered, the signal is ignored: another rank may have sent it just before.
+    """
+    with contextlib.suppress(ValueError):  # only the main thread can set handlers
         signal.signal(number, signal.SIG_IGN)
-        _IGNORED.add(number)
     faulthandler.register(number, stacks, all_threads=True, chain=False)
 
 
 def _free_signal() -> int:
     for number in range(FIRST_SIGNAL, signal.SIGRTMAX):
-        if signal.getsignal(number) is signal.SIG_DFL or number in _IGNORED:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN):
             return int(number)
     raise OSError("every real-time signal of this process has a handler; watching needs one for itself")
 
@@ -393,9 +404,9 @@ def _free_signal() -> int:
 def _map(path: str, size: int) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_size != size:
-            raise OSError(f"{path} has {found.st_size} bytes and belongs to user {found.st_uid}")
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or status.st_size != size:
+            raise OSError(f"{path} has {status.st_size} bytes and belongs to user {status.st_uid}")
         return mmap.mmap(fd, size)
     finally:
         os.close(fd)
@@ -406,5 +417,5 @@ def _region_size(records: int) -> int:
 
 
 def _size(ranks: int, records: int) -> int:
-    """Bytes of a board; of 0 ranks: where their pages begin."""
-    return PAGE + NOTICE_BYTES + ranks * (PAGE + _region_size(records))
+    """Bytes of a table. For 0 ranks, the offset of the entries."""
+    return PAGE + FAULT_BYTES + ranks * (PAGE + _region_size(records))

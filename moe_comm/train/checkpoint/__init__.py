@@ -1,4 +1,4 @@
-"""Checkpoints: asynchronous, atomic, checksummed, without pickle, and loadable on any other mapping."""
+"""Checkpoints: asynchronous, atomic, with checksums and without pickle, and loadable on any other mapping."""
 
 from moe_comm.train.checkpoint.entries import Entry
 from moe_comm.train.checkpoint.folder import latest

@@ -1,10 +1,10 @@
-"""What a rank saves and loads: local tensors, and which boxes of a global tensor they are made of.
+"""The tensors that a rank saves and loads, and the boxes of global tensors that they contain.
 
-    optimizer/layers.0.w13/exp_avg [2F, D], tp 2, gate | up        what each rank's local tensor [F, D] is made of
+    optimizer/layers.0.w13/exp_avg [2F, D], tp 2, gate | up        content of each rank's local tensor [F, D]
                                                                     tp 0: boxes [0..F/2], [F..3F/2]
                                                                     tp 1: boxes [F/2..F], [3F/2..2F]
 
-A checkpoint holds global tensors cut into boxes, so what one mapping saved every other mapping can load.
+A checkpoint contains global tensors as boxes. So every mapping can load what any other mapping has saved.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import CheckpointError
-from moe_comm.topology import Box, Sharding, Share
+from moe_comm.topology import Box, Sharding, ShardSlice
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A local tensor, the shape of the global one it is a part of, and the boxes that place it there.
+    """A local tensor, the shape of its global tensor, and the boxes of the global tensor that it contains.
 
-    A rank may hold nothing of a tensor (no boxes). Equal boxes on several ranks are copies of the same numbers.
+    A rank may have no box of a tensor. Equal boxes on several ranks are replicas.
     """
 
     tensor: Tensor
@@ -40,55 +40,55 @@ class Entry:
         sharding: Sharding,
         place: Mapping[str, int],
         sizes: Mapping[str, int],
-        share: Share | None = None,
+        share: ShardSlice | None = None,
     ) -> Entry:
-        """The part that ``sharding`` gives the rank at ``place`` on axes of ``sizes``.
+        """Return the entry of the rank at ``place`` for a sharded tensor.
 
         Args:
-            tensor: the local part, on any device; of a DTensor its local part.
+            tensor: the local shard, on any device; a DTensor is replaced by its local tensor.
             place, sizes: ``ParallelMesh.place`` and ``.sizes``, or those of a ``ParallelConfig``.
-            share: ``tensor`` is only this share of that part, as FSDP and ZeRO keep it.
+            share: ``tensor`` is only this slice of the shard, as with FSDP and ZeRO.
 
         Raises:
             CheckpointError: the tensor has another shape.
         """
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         expected = sharding.local_shape(place, sizes)
-        of = ""
+        suffix = ""
         if share is not None and expected:
             expected = share.shape(expected)
-            of = f" (rows {share.rows.start}..{share.rows.stop} of dimension {share.dim})"
+            suffix = f" (rows {share.rows.start}..{share.rows.stop} of dimension {share.dim})"
         if tuple(local.shape) != expected:
             raise CheckpointError(
-                f"a tensor of shape {tuple(local.shape)} is not this rank's part{of} of a global {sharding.shape}: "
-                f"that is {expected}"
+                f"the local tensor has shape {tuple(local.shape)}; this rank's shard{suffix} of a global tensor "
+                f"of shape {sharding.shape} has shape {expected}"
             )
         if math.prod(sharding.shape) == 0:
-            # Named by the checkpoint as any other, by a box of nothing.
+            # An empty box, so that the checkpoint contains the tensor.
             return cls(local.detach(), sharding.shape, (Box(_every(local.shape), _every(sharding.shape)),))
         return cls(local.detach(), sharding.shape, tuple(sharding.boxes(place, sizes, share)))
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Entry:
-        """A tensor that every rank that names it holds in full."""
+        """Return the entry of a tensor that each rank holds in full."""
         return cls(tensor.detach(), tuple(tensor.shape), (Box(_every(tensor.shape), _every(tensor.shape)),))
 
-    def piece(self, index: int) -> Tensor:
-        """The view of the local tensor that box ``index`` covers."""
+    def local_box(self, index: int) -> Tensor:
+        """Return the view of the local tensor that box ``index`` covers."""
         return self.tensor[self.boxes[index].local]
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """The boxes as torch's distributed checkpoint describes them, in order."""
+        """Return the boxes in the format of torch's distributed checkpoint."""
         return [chunk_of(box) for box in self.boxes]
 
     def signature(self) -> tuple[Any, ...]:
-        """What a save plan depends on."""
+        """Return the properties on which a save plan depends."""
         return (str(self.tensor.dtype), self.shape, tuple((c.offsets, c.sizes) for c in self.chunks()))
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(
-        offsets=Size([part.start for part in box.whole]), sizes=Size([part.stop - part.start for part in box.whole])
+        offsets=Size([part.start for part in box.full]), sizes=Size([part.stop - part.start for part in box.full])
     )
 
 

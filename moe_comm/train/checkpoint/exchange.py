@@ -1,4 +1,4 @@
-"""What ranks tell each other about a checkpoint, and how a failure of one becomes the same error on all."""
+"""Exchanges between ranks in which the failure of one rank becomes the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 
 class PeerLost(CheckpointError):
-    """A collective of the checkpoint's group failed: a rank is gone, and the group is of no use any more."""
+    """A collective of the checkpoint's group failed: a rank has failed, and the group is unusable."""
 
 
-def agree(group: ProcessGroup | None, own: Callable[[], T]) -> list[T]:
-    """Run ``own`` on every rank and return the results by rank; where it fails on one, all raise. Collective.
+def gather_or_raise(group: ProcessGroup | None, call: Callable[[], T]) -> list[T]:
+    """Run ``call`` on every rank, and return the results of all ranks. If it fails on one, all raise. Collective.
 
     Raises:
-        CheckpointError: the same text on every rank, naming the ranks that failed.
+        CheckpointError: with the same message on every rank, which names the ranks that failed.
     """
     answer: tuple[str, T | None]
     try:
-        answer = ("", own())
+        answer = ("", call())
     except Exception as error:
-        answer = (describe(error), None)
+        answer = (describe_error(error), None)
     if group is None:
         answers = [answer]
     else:
@@ -38,36 +38,38 @@ def agree(group: ProcessGroup | None, own: Callable[[], T]) -> list[T]:
         try:
             dist.all_gather_object(answers, answer, group=group)
         except RuntimeError as error:
-            raise PeerLost(lost(error)) from None
+            raise PeerLost(lost_message(error)) from None
     failures = {rank: text for rank, (text, _) in enumerate(answers) if text}
     if failures:
-        raise CheckpointError(together(failures))
+        raise CheckpointError(merge_failures(failures))
     return [cast(T, value) for _, value in answers]
 
 
 def run_torch(call: Callable[[], object]) -> None:
-    """Call torch's ``save`` or ``load``, which tell every rank what failed on one.
+    """Call torch's ``save`` or ``load``, which send failures of a rank to all ranks.
 
     Raises:
-        CheckpointError: for what torch raises, which is no Exception.
+        CheckpointError: converted from torch's CheckpointException, which is not an Exception.
     """
-    # It warns of a single process, which is no mistake here.
+    # Torch warns about a single process, which is valid here.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         call()
     except CheckpointException as error:
         failures: Mapping[int, tuple[BaseException, object]] = error.failures
-        raise CheckpointError(together({rank: describe(cause) for rank, (cause, _) in failures.items()})) from None
+        raise CheckpointError(
+            merge_failures({rank: describe_error(cause) for rank, (cause, _) in failures.items()})
+        ) from None
     except RuntimeError as error:
-        # What fails on a rank's own account it tells the others, as above: this is the exchange itself.
-        raise PeerLost(lost(error)) from None
+        # Local failures raise CheckpointException, as above. So the exchange itself has failed.
+        raise PeerLost(lost_message(error)) from None
     except Exception as error:
-        # Such as an error that cannot be sent: the others wait for it in vain.
-        raise PeerLost(describe(error)) from None
+        # For example an error that cannot be pickled: the other ranks wait for it in vain.
+        raise PeerLost(describe_error(error)) from None
 
 
-def together(failures: Mapping[int, str]) -> str:
-    """One text for what failed on several ranks; what all say alike is said once."""
+def merge_failures(failures: Mapping[int, str]) -> str:
+    """Return one message for the failures of several ranks. Equal messages are merged."""
     texts: dict[str, list[int]] = {}
     for rank, text in sorted(failures.items()):
         texts.setdefault(text, []).append(rank)
@@ -76,14 +78,14 @@ def together(failures: Mapping[int, str]) -> str:
     return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items())
 
 
-def describe(error: BaseException) -> str:
-    """Our own errors speak for themselves; of any other the type and place matter too."""
+def describe_error(error: BaseException) -> str:
+    """Return the message of an error. Errors of other libraries also get their type and location."""
     if isinstance(error, MoeCommError):
         return str(error)
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f" ({last[0].filename}:{last[0].lineno})" if last else ""
-    return f"{type(error).__name__}: {error}{place}"
+    location = f" ({last[0].filename}:{last[0].lineno})" if last else ""
+    return f"{type(error).__name__}: {error}{location}"
 
 
-def lost(error: BaseException) -> str:
-    return f"another rank is gone, or did not come before the deadline: {str(error).strip().splitlines()[0]}"
+def lost_message(error: BaseException) -> str:
+    return f"another rank has failed or did not join in time: {str(error).strip().splitlines()[0]}"

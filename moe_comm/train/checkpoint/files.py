@@ -1,10 +1,10 @@
-"""Files of a checkpoint: written once, hashed while written, flushed to the disk; safetensors and JSON, no pickle.
+"""Files of a checkpoint: hashed while they are written, and synced. They are safetensors and JSON, without pickle.
 
-A data file is a safetensors file, so any reader of that format opens it:
+A data file is a safetensors file, so other readers of that format can open it:
 
     8 bytes   length of the header, little-endian
-    header    JSON: name of a part -> dtype, shape, data_offsets; padded with spaces to a multiple of 8
-    data      the parts end to end, wide dtypes first, so that each is aligned
+    header    JSON: name of a part -> dtype, shape, data_offsets; padded with spaces to a multiple of 8 bytes
+    data      the parts in sequence, wide dtypes first, so that each is aligned
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_comm.errors import CheckpointError
 from moe_comm.runtime import untrusted
 
 BLOCK = 1 << 24
-"""Bytes that are written, hashed or read at once."""
+"""Bytes per write, hash or read."""
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,23 +44,23 @@ NAMED_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Digest:
-    """A file as it was written: its size in bytes and the SHA-256 of its content."""
+class FileDigest:
+    """Size in bytes and SHA-256 of a file."""
 
     size: int
     sha256: str
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor to write under ``key``; on the CPU, any strides."""
+class NamedTensor:
+    """A CPU tensor to write under ``key``, with any strides."""
 
     key: str
     tensor: Tensor
 
 
 class HashedFile:
-    """A new file that is hashed as it is written, and on the disk when it is closed without an error."""
+    """A new file that is hashed while it is written, and synced when it is closed without an error."""
 
     def __init__(self, path: Path) -> None:
         self._hash = hashlib.sha256()
@@ -87,26 +87,26 @@ class HashedFile:
             self._size += len(block)
 
     @property
-    def digest(self) -> Digest:
-        return Digest(self._size, self._hash.hexdigest())
+    def digest(self) -> FileDigest:
+        return FileDigest(self._size, self._hash.hexdigest())
 
 
 def write_block(file: IO[bytes], block: memoryview) -> None:
-    """The one place where a checkpoint's bytes go to the disk."""
+    """Write a block. All bytes of checkpoints are written here, so that faults can be injected."""
     file.write(block)
 
 
-def write_parts(path: Path, parts: Sequence[Part], note: Mapping[str, str]) -> tuple[Digest, list[int]]:
+def write_parts(path: Path, parts: Sequence[NamedTensor], note: Mapping[str, str]) -> tuple[FileDigest, list[int]]:
     """Write ``parts`` as a new safetensors file.
 
     Args:
-        note: the header's free ``__metadata__``.
+        note: the header's ``__metadata__``.
 
     Returns:
-        The file's digest, and where the data of each part starts in it (bytes from the start of the file).
+        The file's digest, and the offset of each part's data in the file.
 
     Raises:
-        OSError: as the system has it.
+        OSError: the file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": dict(note)}
     starts = [0] * len(parts)
@@ -130,44 +130,44 @@ def write_parts(path: Path, parts: Sequence[Part], note: Mapping[str, str]) -> t
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The content of a CPU tensor, copied only where it is not contiguous."""
+    """Return the bytes of a CPU tensor. They are copied only if it is not contiguous."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> Digest:
+def write_json(path: Path, value: Mapping[str, Any]) -> FileDigest:
     """Write ``value`` as a new JSON file.
 
     Raises:
-        OSError: as the system has it.
+        OSError: the file cannot be written.
     """
     with HashedFile(path) as file:
-        # Without a newline at its end, of which a cut file could lack without a sign.
+        # No final newline: a file truncated by it would still be valid.
         file.write(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
     return file.digest
 
 
 def parse_json(content: bytes, what: str) -> dict[str, Any]:
-    """A JSON object; see ``untrusted.parse_object``.
+    """Parse a JSON object; see ``untrusted.parse_object``.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is invalid.
     """
     try:
         return untrusted.parse_object(content)
     except ValueError as error:
-        raise CheckpointError(f"{what} is damaged: it is not JSON that we wrote ({error})") from None
+        raise CheckpointError(f"{what} is damaged: it is not valid JSON ({error})") from None
 
 
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def digest_of(path: Path) -> Digest:
-    """Read a file through and hash it.
+def digest_of(path: Path) -> FileDigest:
+    """Return size and hash of a file.
 
     Raises:
-        OSError: as the system has it.
+        OSError: the file cannot be read.
     """
     digest = hashlib.sha256()
     size = 0
@@ -176,11 +176,11 @@ def digest_of(path: Path) -> Digest:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
-    return Digest(size, digest.hexdigest())
+    return FileDigest(size, digest.hexdigest())
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync the entries of a folder."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

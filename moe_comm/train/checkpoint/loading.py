@@ -1,10 +1,12 @@
-"""Fill local tensors from a checkpoint that any mapping may have saved.
+"""Loading of local tensors from a checkpoint that any mapping may have saved.
 
-    1. open     every rank reads the JSON, finds what it lacks and which files it needs     exchanged: all or none go on
-    2. verify   every file is hashed by one of the ranks that need it                       exchanged: all or none go on
-    3. read     torch's planner gives the boxes where what is saved and what is wanted meet; each is copied
+    1. open     every rank reads the JSON and determines missing tensors and needed files
+    2. verify   each file is hashed by one of the ranks that need it
+    3. read     torch's planner returns the intersections of saved and local boxes; each is copied
 
-Numbers are copied, never computed, so they are the same bits on every mapping.
+After steps 1 and 2, the ranks exchange their errors: all continue, or all raise.
+
+Values are only copied, so they have the same bits on every mapping.
 """
 
 from __future__ import annotations
@@ -16,25 +18,26 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import ProcessGroup
-from torch.distributed import checkpoint as dcp
+from torch.distributed import ProcessGroup, checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
 from moe_comm.errors import CheckpointError
 from moe_comm.train.checkpoint.entries import Entry
-from moe_comm.train.checkpoint.exchange import agree, run_torch
+from moe_comm.train.checkpoint.exchange import gather_or_raise, run_torch
 from moe_comm.train.checkpoint.folder import METADATA
 from moe_comm.train.checkpoint.planner import EntryLoader, read_plan
-from moe_comm.train.checkpoint.reader import CheckpointReader, few
-from moe_comm.train.checkpoint.storage import Reader
+from moe_comm.train.checkpoint.reader import CheckpointReader, first_names
+from moe_comm.train.checkpoint.storage import CheckpointStorageReader
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds beside its tensors.
+    """The content of a checkpoint besides its tensors.
 
-    step: after which it was taken. state: what all ranks shared. ranks: what each rank that saved it gave of its own;
-    of use to the same rank of the same mapping only.
+    Attributes:
+        step: training step after which it was saved.
+        state: state shared by all ranks.
+        ranks: state of each rank that saved it. Only the same rank of the same mapping can use it.
     """
 
     step: int
@@ -53,13 +56,14 @@ def load(
     """Fill the tensors of ``entries`` from the checkpoint at ``path``. Collective over ``group``.
 
     Args:
-        group: the ranks that load it together (gloo); None for this process alone.
+        group: the ranks that load it together (gloo); None for this process only.
         cast: fill a floating-point tensor from one saved in another dtype, rounded as ``Tensor.copy_`` does.
-        allow_unused: the checkpoint may hold tensors that no rank wants, such as optimizer state for an evaluation.
+        allow_unused: ignore tensors of the checkpoint that no rank requests, such as optimizer state in an evaluation.
 
     Raises:
-        CheckpointError: on every rank, before any tensor is changed: the checkpoint is incomplete or damaged (names the
-            file), lacks a tensor, holds one that no rank wants, or one of another shape or dtype.
+        CheckpointError: on every rank, before any tensor is changed. The checkpoint is incomplete or damaged (the
+            message names the file), lacks a tensor, contains one that no rank requests, or one of another shape or
+            dtype.
     """
     opened: list[tuple[CheckpointReader, list[ReadItem]]] = []
 
@@ -68,21 +72,21 @@ def load(
         items = _plan(reader, entries, cast)
         opened.append((reader, items))
         files = _data_files(reader)
-        needed = {reader.place(item.storage_index).file for item in items}
+        needed = {reader.location(item.storage_index).file for item in items}
         return _mask(reader.names, entries), _mask(files, needed)
 
-    wanted = agree(group, start)
+    wanted = gather_or_raise(group, start)
     reader, items = opened[0]
     used = reduce(or_, (names for names, _ in wanted))
     unused = [name for n, name in enumerate(reader.names) if not used >> n & 1]
     if unused and not allow_unused:
-        raise CheckpointError(f"{reader.path} holds tensors that no rank wants: {few(unused)}")
-    mine = _to_verify(reader, [files for _, files in wanted], 0 if group is None else group.rank())
-    agree(group, lambda: reader.verify(mine))
+        raise CheckpointError(f"{reader.path} contains tensors that no rank requests: {first_names(unused)}")
+    to_verify = _to_verify(reader, [files for _, files in wanted], 0 if group is None else group.rank())
+    gather_or_raise(group, lambda: reader.verify(to_verify))
     run_torch(
         lambda: dcp.load(
             dict(entries),
-            storage_reader=Reader(reader),
+            storage_reader=CheckpointStorageReader(reader),
             planner=EntryLoader(entries, items),
             process_group=group,
             no_dist=group is None,
@@ -94,14 +98,14 @@ def load(
 def _plan(reader: CheckpointReader, entries: Mapping[str, Entry], cast: bool) -> list[ReadItem]:
     missing = sorted(set(entries) - set(reader.tensors))
     if missing:
-        raise CheckpointError(f"{reader.path} lacks tensors that are wanted: {few(missing)}")
+        raise CheckpointError(f"{reader.path} lacks tensors: {first_names(missing)}")
     items = []
     for name, entry in entries.items():
         shape, dtype, wanted = reader.shape(name), reader.dtype(name), entry.tensor.dtype
         if shape != entry.shape:
-            raise CheckpointError(f"{name} has shape {shape} in {reader.path}; wanted is {entry.shape}")
+            raise CheckpointError(f"{name} has shape {shape} in {reader.path}; expected {entry.shape}")
         if dtype != wanted and not (cast and dtype.is_floating_point and wanted.is_floating_point):
-            raise CheckpointError(f"{name} has dtype {dtype} in {reader.path}; wanted is {wanted}, without a cast")
+            raise CheckpointError(f"{name} has dtype {dtype} in {reader.path}; expected {wanted} (cast is not set)")
         items.extend(read_plan(name, entry, reader.tensors[name]))
     return items
 
@@ -110,14 +114,14 @@ def _data_files(reader: CheckpointReader) -> list[str]:
     return sorted(name for name in reader.files if name != METADATA)
 
 
-def _mask(names: Sequence[str], some: Collection[str]) -> int:
-    """Which of ``names`` are in ``some``, a bit each: names take long to exchange between many ranks."""
-    return sum(1 << n for n, name in enumerate(names) if name in some)
+def _mask(names: Sequence[str], selected: Collection[str]) -> int:
+    """Return a bit mask of the ``names`` in ``selected``. It is faster to exchange between many ranks than names."""
+    return sum(1 << n for n, name in enumerate(names) if name in selected)
 
 
 def _to_verify(reader: CheckpointReader, needed: Sequence[int], rank: int) -> list[str]:
-    """The files that ``rank`` is to hash: each file goes to one of the ranks that need it, the largest first."""
-    mine = []
+    """Return the files that ``rank`` hashes. Each file is assigned to one rank that needs it, the largest first."""
+    to_verify = []
     load = [0] * len(needed)
     names = _data_files(reader)
     for n in sorted(range(len(names)), key=lambda n: (-reader.files[names[n]].size, n)):
@@ -126,5 +130,5 @@ def _to_verify(reader: CheckpointReader, needed: Sequence[int], rank: int) -> li
             taker = min(takers, key=lambda one: (load[one], one))
             load[taker] += reader.files[names[n]].size
             if taker == rank:
-                mine.append(names[n])
-    return mine
+                to_verify.append(names[n])
+    return to_verify

@@ -1,4 +1,4 @@
-"""torch's checkpoint ``Metadata`` as JSON, in place of the pickle that torch itself writes.
+"""Torch's checkpoint ``Metadata`` as JSON instead of pickle.
 
 metadata.json:
 
@@ -7,7 +7,7 @@ metadata.json:
      "tensors": {"model/embed.weight": {"dtype": "F32", "shape": [8, 4], "parts": [[0, 104, [0, 0], [4, 4]],
                                                                                   [1, 104, [4, 0], [4, 4]]]}}}
 
-A part is the number of its file, where its data starts in it, and the offsets and lengths of its box.
+A part consists of the number of its file, the offset of its data in the file, and offsets and lengths of its box.
 """
 
 from __future__ import annotations
@@ -29,51 +29,47 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe_comm.errors import CheckpointError
 from moe_comm.runtime.untrusted import shown
-from moe_comm.train.checkpoint.files import DTYPES, NAMED_DTYPES, Digest
+from moe_comm.train.checkpoint.files import DTYPES, NAMED_DTYPES, FileDigest
 from moe_comm.train.checkpoint.folder import VERSION
 
 _FILE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-MOST_DIMS = 64
-"""What torch takes."""
+MAX_DIMS = 64
+"""Maximum number of dimensions in torch."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the data of a part is: a file of the checkpoint, and the byte of the file at which it starts."""
+class ChunkLocation:
+    """The file of a part, and the offset of its data in bytes."""
 
     file: str
     start: int
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What metadata.json says.
-
-    state: what all ranks share (step, sampler, scheduler, configuration). ranks: what each rank gave of its own.
-    metadata: the tensors, as torch has it, with a ``Place`` for every part as ``storage_data``.
-    """
+class CheckpointContent:
+    """The content of metadata.json."""
 
     step: int
-    state: dict[str, Any]
-    ranks: tuple[dict[str, Any], ...]
-    metadata: Metadata
+    state: dict[str, Any]  # state shared by all ranks (step, sampler, scheduler, configuration)
+    ranks: tuple[dict[str, Any], ...]  # state of each rank
+    metadata: Metadata  # torch's description of the tensors, with a ``ChunkLocation`` for each part as ``storage_data``
 
     @property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
         return self.metadata.state_dict_metadata  # type: ignore[return-value]  # never bytes: we save tensors only
 
 
-def encode(saved: Saved) -> dict[str, Any]:
-    """What goes into metadata.json."""
-    places: Mapping[MetadataIndex, Place] = saved.metadata.storage_data
-    files = sorted({place.file for place in places.values()})
+def encode(saved: CheckpointContent) -> dict[str, Any]:
+    """Return the content of metadata.json."""
+    locations: Mapping[MetadataIndex, ChunkLocation] = saved.metadata.storage_data
+    files = sorted({location.file for location in locations.values()})
     number = {name: n for n, name in enumerate(files)}
     tensors = {}
     for name, tensor in sorted(saved.tensors.items()):
         parts = []
         for chunk in tensor.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            parts.append([number[place.file], place.start, list(chunk.offsets), list(chunk.sizes)])
+            location = locations[MetadataIndex(name, chunk.offsets)]
+            parts.append([number[location.file], location.start, list(chunk.offsets), list(chunk.sizes)])
         tensors[name] = {"dtype": DTYPES[tensor.properties.dtype], "shape": list(tensor.size), "parts": parts}
     return {
         "version": VERSION,
@@ -85,41 +81,41 @@ def encode(saved: Saved) -> dict[str, Any]:
     }
 
 
-def decode(value: Mapping[str, Any], files: Mapping[str, Digest], what: str) -> Saved:
-    """The content of metadata.json, checked against the files that the manifest lists.
+def decode(value: Mapping[str, Any], files: Mapping[str, FileDigest], what: str) -> CheckpointContent:
+    """Parse metadata.json and check it against the files in the manifest.
 
     Raises:
-        CheckpointError: it cannot be; ``what`` names the file.
+        CheckpointError: it is invalid; ``what`` names the file.
     """
     try:
         names = [_file(name, files) for name in value["files"]]
-        room = {name: files[name].size for name in names}
+        free_bytes = {name: files[name].size for name in names}
         metadata = Metadata({}, storage_data={})
         for name, tensor in value["tensors"].items():
             dtype, shape = NAMED_DTYPES[tensor["dtype"]], _size(tensor["shape"])
             chunks = []
             for file, start, offsets, lengths in tensor["parts"]:
                 chunk = ChunkStorageMetadata(_size(offsets), _size(lengths))
-                place = Place(names[_size([file])[0]], _size([start])[0])
-                _check(chunk, shape, place, dtype.itemsize, files)
-                # Parts that share bytes would let a small file pass for any number of tensors.
-                room[place.file] -= math.prod(chunk.sizes) * dtype.itemsize
-                if room[place.file] < 0:
-                    raise ValueError(f"the parts in {place.file} are together longer than it")
+                location = ChunkLocation(names[_size([file])[0]], _size([start])[0])
+                _check(chunk, shape, location, dtype.itemsize, files)
+                # Shared bytes would allow a small file to claim any number of tensors.
+                free_bytes[location.file] -= math.prod(chunk.sizes) * dtype.itemsize
+                if free_bytes[location.file] < 0:
+                    raise ValueError(f"the parts in {location.file} are longer than the file")
                 chunks.append(chunk)
-                metadata.storage_data[MetadataIndex(name, chunk.offsets)] = place
+                metadata.storage_data[MetadataIndex(name, chunk.offsets)] = location
             _check_cover(name, shape, chunks)
             metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
         state, ranks = value["state"], value["ranks"]
         if not isinstance(state, dict) or not all(isinstance(own, dict) for own in ranks):
             raise ValueError("state and ranks must be objects")
-        return Saved(_size([value["step"]])[0], state, tuple(ranks), metadata)
+        return CheckpointContent(_size([value["step"]])[0], state, tuple(ranks), metadata)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {shown(str(error))}") from None
 
 
 def overlap(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Two of ``chunks``, boxes of one tensor, that overlap: a sweep along the dimension with the most cuts."""
+    """Return two overlapping boxes of a tensor, or None. It sweeps along the dimension with the most cuts."""
     dims = len(chunks[0].offsets) if chunks else 0
     if len(chunks) < 2 or not dims:
         return (chunks[0], chunks[1]) if len(chunks) > 1 else None
@@ -138,38 +134,40 @@ def overlap(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadat
 
 
 def _check_cover(name: str, shape: Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
-    """Every element is in exactly one part: what no part covers would be read as whatever is in memory."""
+    """Check that every element is in exactly one part. Elements in no part would be uninitialised memory."""
     found = sum(math.prod(chunk.sizes) for chunk in chunks)
     if found != math.prod(shape):
-        raise ValueError(f"{found} of the {math.prod(shape)} elements of {shown(name)}")
+        raise ValueError(f"the parts have {found} of the {math.prod(shape)} elements of {shown(name)}")
     if len({chunk.offsets for chunk in chunks}) < len(chunks) or overlap(chunks) is not None:
         raise ValueError(f"parts of {shown(name)} overlap")
 
 
-def _check(chunk: ChunkStorageMetadata, shape: Size, place: Place, itemsize: int, files: Mapping[str, Digest]) -> None:
+def _check(
+    chunk: ChunkStorageMetadata, shape: Size, location: ChunkLocation, itemsize: int, files: Mapping[str, FileDigest]
+) -> None:
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         raise ValueError(f"a part with offsets {chunk.offsets} and lengths {chunk.sizes} in a tensor {shape}")
     if any(at + n > whole for at, n, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
-        raise ValueError(f"a part with offsets {chunk.offsets} and lengths {chunk.sizes} lies outside of {shape}")
-    if place.start + math.prod(chunk.sizes) * itemsize > files[place.file].size:
-        raise ValueError(f"a part lies outside of {place.file}")
+        raise ValueError(f"a part with offsets {chunk.offsets} and lengths {chunk.sizes} is outside of {shape}")
+    if location.start + math.prod(chunk.sizes) * itemsize > files[location.file].size:
+        raise ValueError(f"a part is outside of {location.file}")
 
 
-def _file(name: object, files: Mapping[str, Digest]) -> str:
-    # A name with a slash would lead out of the folder.
+def _file(name: object, files: Mapping[str, FileDigest]) -> str:
+    # Names with a slash could refer to files outside of the folder.
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name not in files:
         raise ValueError(f"no file {shown(name)} in the manifest")
     return name
 
 
-def digests(value: Mapping[str, Any], what: str) -> dict[str, Digest]:
-    """The files that manifest.json lists.
+def digests(value: Mapping[str, Any], what: str) -> dict[str, FileDigest]:
+    """Return the files in manifest.json.
 
     Raises:
-        CheckpointError: it cannot be; ``what`` names the file.
+        CheckpointError: it is invalid; ``what`` names the file.
     """
     try:
-        found = {name: Digest(_size([one["size"]])[0], str(one["sha256"])) for name, one in value["files"].items()}
+        found = {name: FileDigest(_size([one["size"]])[0], str(one["sha256"])) for name, one in value["files"].items()}
         for name in found:
             _file(name, found)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -180,9 +178,9 @@ def digests(value: Mapping[str, Any], what: str) -> dict[str, Digest]:
 def _size(values: Sequence[Any]) -> Size:
     if (
         not isinstance(values, list)
-        or len(values) > MOST_DIMS
+        or len(values) > MAX_DIMS
         or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in values)
-        # What torch multiplies, also where another length is 0.
+        # Torch multiplies the lengths, even if one of them is 0.
         or math.prod(n for n in values if n) >= 1 << 63
     ):
         raise ValueError(f"expected whole numbers; got {shown(values)}")

@@ -1,13 +1,13 @@
-"""Who writes what, and who reads what: torch's checkpoint planners over ``Entry``.
+"""Planning of saves and loads: torch's checkpoint planners for ``Entry``.
 
-Saving, one round trip to rank 0 (the coordinator), which gives each box to one of the ranks that hold it:
+Saving takes one round trip to rank 0 (the coordinator), which assigns each box to one of the ranks that hold it:
 
-    rank 0   embed [0..8]  copy  ─▶        embed [0..8]     ─▶ rank 0       replicated: to the rank with least to write
+    rank 0   embed [0..8]  copy  ─▶        embed [0..8]     ─▶ rank 0       replicated: to the rank with the least load
     rank 1   embed [0..8]  copy  ─▶  plan  norm  [0..4]     ─▶ rank 1
     rank 1   w1    [4..8]        ─▶        w1    [4..8]     ─▶ rank 1       its only holder
 
-A plan depends on names, shapes and mapping only: ranks whose part has not changed since the last save send nothing, and
-where none has, the coordinator answers "as before".
+A plan only depends on names, shapes and mapping. Ranks with the same entries as in the last save send no items. If no
+entries have changed, the coordinator only confirms the previous plan.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Size, Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -46,13 +46,13 @@ from moe_comm.train.checkpoint.files import DTYPES
 from moe_comm.train.checkpoint.metadata import overlap
 from moe_comm.train.checkpoint.staging import Stager
 
-AS_BEFORE = "as before"
-"""``planner_data`` of the plan of a rank that is to write what it wrote last time."""
+UNCHANGED = "as before"
+"""``planner_data`` of the plan of a rank that writes the same items as last time."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank tells the coordinator beside its items. unchanged: its items are those of the last save."""
+    """Data of a rank for the coordinator, besides its items. If ``unchanged``, the items are those of the last save."""
 
     step: int
     state: str
@@ -60,8 +60,8 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One save of this rank. state: JSON of its own. problem: why it cannot take part, for every rank to hear."""
+class SaveRequest:
+    """One save of this rank. ``problem`` is the reason why it cannot take part; it is sent to all ranks."""
 
     step: int
     state: str = "{}"
@@ -69,14 +69,14 @@ class Request:
 
 
 class EntryPlanner(SavePlanner):
-    """Plans the saves of one rank; kept from save to save for what it remembers.
+    """Plans the saves of one rank. It caches plans between saves.
 
-    ``request`` and ``on_staged`` (called when the tensors may change) are set before each save. After it, on the
-    coordinator, ``states`` holds what each rank gave of its own.
+    ``request`` and ``on_staged`` (called when the tensors may change) must be set before each save. After it,
+    ``states`` holds the state of each rank on the coordinator.
     """
 
     def __init__(self, stager: Stager) -> None:
-        self.request = Request(0)
+        self.request = SaveRequest(0)
         self.on_staged: Callable[[], object] = lambda: None
         self.states: list[dict[str, Any]] = []
         self._stager = stager
@@ -85,10 +85,10 @@ class EntryPlanner(SavePlanner):
         self.forget()
 
     def forget(self) -> None:
-        """After a save that failed: ranks may remember different things."""
+        """Clear the cached plans after a failed save: they may differ between ranks."""
         self._signature: object = None
-        self._mine: SavePlan | None = None
-        self._all: list[list[WriteItem]] = []
+        self._plan: SavePlan | None = None
+        self._all_items: list[list[WriteItem]] = []
         self._metadata: Metadata | None = None
 
     def set_up_planner(
@@ -109,27 +109,30 @@ class EntryPlanner(SavePlanner):
         return SavePlan(items, planner_data=RankPlan(self.request.step, self.request.state, unchanged))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        owns: list[RankPlan] = [plan.planner_data for plan in all_plans]
-        steps = {own.step for own in owns}
+        rank_plans: list[RankPlan] = [plan.planner_data for plan in all_plans]
+        steps = {rank_plan.step for rank_plan in rank_plans}
         if len(steps) > 1:
-            raise CheckpointError(f"ranks disagree on the step to save: {[own.step for own in owns]}")
-        self.states = [json.loads(own.state) for own in owns]
-        if self._metadata is not None and all(own.unchanged for own in owns):
-            return [SavePlan([], planner_data=AS_BEFORE) for _ in all_plans], self._metadata
-        kept = self._all or [[] for _ in all_plans]
-        self._all = [old if own.unchanged else plan.items for old, own, plan in zip(kept, owns, all_plans, strict=True)]
-        given = share_out(self._all)
-        self._metadata = describe(given)
-        return [SavePlan(items) for items in given], self._metadata
+            raise CheckpointError(f"ranks disagree on the step to save: {[rank_plan.step for rank_plan in rank_plans]}")
+        self.states = [json.loads(rank_plan.state) for rank_plan in rank_plans]
+        if self._metadata is not None and all(rank_plan.unchanged for rank_plan in rank_plans):
+            return [SavePlan([], planner_data=UNCHANGED) for _ in all_plans], self._metadata
+        previous = self._all_items or [[] for _ in all_plans]
+        self._all_items = [
+            old if rank_plan.unchanged else plan.items
+            for old, rank_plan, plan in zip(previous, rank_plans, all_plans, strict=True)
+        ]
+        assigned = assign_writers(self._all_items)
+        self._metadata = metadata_of(assigned)
+        return [SavePlan(items) for items in assigned], self._metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        if new_plan.planner_data != AS_BEFORE or self._mine is None:
-            self._mine = new_plan
-        # Only what this rank is to write is copied: a copy of a replicated tensor is staged on one rank.
-        wanted = [(item.index.fqn, item.index.index or 0) for item in self._mine.items]
+        if new_plan.planner_data != UNCHANGED or self._plan is None:
+            self._plan = new_plan
+        # Only the boxes that this rank writes are staged, so a replicated tensor is copied on one rank.
+        wanted = [(item.index.fqn, item.index.index or 0) for item in self._plan.items]
         self._staged = self._stager.stage(self._entries, wanted)
         self.on_staged()
-        return replace(self._mine, planner_data=None)
+        return replace(self._plan, planner_data=None)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         return self._staged[write_item.index.fqn, write_item.index.index or 0]
@@ -137,7 +140,7 @@ class EntryPlanner(SavePlanner):
 
 def _items(name: str, entry: Entry) -> list[WriteItem]:
     if entry.tensor.dtype not in DTYPES:
-        raise CheckpointError(f"{name} has dtype {entry.tensor.dtype}, which a checkpoint does not hold")
+        raise CheckpointError(f"{name} has dtype {entry.tensor.dtype}, which checkpoints do not support")
     items = []
     for number, chunk in enumerate(entry.chunks()):
         if math.prod(chunk.sizes) or not math.prod(entry.shape):
@@ -146,11 +149,11 @@ def _items(name: str, entry: Entry) -> list[WriteItem]:
     return items
 
 
-def share_out(held: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
-    """Give every box that some ranks hold (``held`` by rank) to one of them, so that all write about as much.
+def assign_writers(held: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
+    """Assign each box in ``held`` (items by rank) to one of its holders, with about equal numbers of bytes.
 
     Raises:
-        CheckpointError: ranks disagree on a tensor's shape or dtype, a part of one is held by no rank, or parts
+        CheckpointError: ranks have different shapes or dtypes of a tensor, a part of a tensor is on no rank, or parts
             overlap without being equal.
     """
     holders: dict[tuple[str, Size, Size], dict[int, WriteItem]] = {}
@@ -159,21 +162,21 @@ def share_out(held: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
             chunk = _data(item).chunk
             holders.setdefault((item.index.fqn, chunk.offsets, chunk.sizes), {})[rank] = item
     _check(holders)
-    given: list[list[WriteItem]] = [[] for _ in held]
+    assigned: list[list[WriteItem]] = [[] for _ in held]
     load = [0] * len(held)
-    # First what only one rank can write, then the largest.
+    # First the boxes with a single holder, then the largest.
     order = sorted(holders.items(), key=lambda one: (len(one[1]) > 1, -_bytes(next(iter(one[1].values()))), one[0]))
     for _, items_by_rank in order:
         rank = min(items_by_rank, key=lambda r: (load[r], r))
         load[rank] += _bytes(items_by_rank[rank])
-        given[rank].append(items_by_rank[rank])
-    return given
+        assigned[rank].append(items_by_rank[rank])
+    return assigned
 
 
-def describe(given: Sequence[Sequence[WriteItem]]) -> Metadata:
-    """torch's description of the tensors whose boxes were given out."""
+def metadata_of(assigned: Sequence[Sequence[WriteItem]]) -> Metadata:
+    """Return torch's description of the tensors with these items."""
     metadata = Metadata({})
-    for item in (item for items in given for item in items):
+    for item in (item for items in assigned for item in items):
         data = _data(item)
         fresh = TensorStorageMetadata(TensorProperties(dtype=data.properties.dtype), data.size, [])
         tensor = metadata.state_dict_metadata.setdefault(item.index.fqn, fresh)
@@ -187,22 +190,22 @@ def _check(holders: Mapping[tuple[str, Size, Size], Mapping[int, WriteItem]]) ->
     for (name, _, _), items in holders.items():
         kinds = {(_data(item).size, _data(item).properties.dtype): rank for rank, item in items.items()}
         tensors.setdefault(name, []).extend((rank, _data(items[rank])) for rank in kinds.values())
-    for name, pieces in tensors.items():
-        rank, first = pieces[0]
-        for other, data in pieces:
+    for name, parts in tensors.items():
+        rank, first = parts[0]
+        for other, data in parts:
             if (data.size, data.properties.dtype) != (first.size, first.properties.dtype):
                 raise CheckpointError(
                     f"ranks disagree on {name}: rank {rank} has {tuple(first.size)} {first.properties.dtype}, "
                     f"rank {other} has {tuple(data.size)} {data.properties.dtype}"
                 )
-        chunks = [data.chunk for _, data in pieces]
+        chunks = [data.chunk for _, data in parts]
         both = overlap(chunks)
         if both is not None:
             a, b = both
             raise CheckpointError(f"parts of {name} overlap without being equal: {_text(a)} and {_text(b)}")
-        found, whole = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(first.size)
-        if found != whole:
-            raise CheckpointError(f"of {name} {tuple(first.size)} the ranks hold {found} of {whole} elements")
+        elements, whole = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(first.size)
+        if elements != whole:
+            raise CheckpointError(f"the ranks have {elements} of the {whole} elements of {name} {tuple(first.size)}")
 
 
 def _text(chunk: ChunkStorageMetadata) -> str:
@@ -218,12 +221,12 @@ def _bytes(item: WriteItem) -> int:
     return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
 
 
-class EntryLoader(LoadPlanner):
-    """Fills the local tensors of entries by a plan that was made before."""
+class EntryLoader(DefaultLoadPlanner):
+    """Fills the local tensors of entries by a given plan."""
 
     def __init__(self, entries: Mapping[str, Entry], items: list[ReadItem]) -> None:
-        self._entries = entries
-        self._items = items
+        super().__init__()
+        self._entries, self._items = entries, items
 
     def set_up_planner(self, *_: object, **__: object) -> None:
         pass
@@ -231,33 +234,21 @@ class EntryLoader(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan(self._items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor")  # never planned: we save tensors only
-
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        piece = self._entries[read_item.dest_index.fqn].piece(read_item.dest_index.index or 0)
+        local_box = self._entries[read_item.dest_index.fqn].local_box(read_item.dest_index.index or 0)
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            piece = piece.narrow(dim, offset, length)
-        return piece
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+            local_box = local_box.narrow(dim, offset, length)
+        return local_box
 
 
 def read_plan(name: str, entry: Entry, saved: TensorStorageMetadata) -> list[ReadItem]:
-    """What to read of a saved tensor to fill ``entry``.
+    """Return the items to read from a saved tensor to fill ``entry``.
 
     Raises:
-        CheckpointError: the checkpoint does not hold all of it.
+        CheckpointError: the checkpoint does not contain all of it.
     """
     items: list[ReadItem] = create_read_items_for_chunk_list(name, saved, entry.chunks())
-    found = sum(math.prod(item.lengths) for item in items)
-    if found != entry.tensor.numel():
-        raise CheckpointError(f"the checkpoint holds {found} of the {entry.tensor.numel()} elements wanted of {name}")
+    elements = sum(math.prod(item.lengths) for item in items)
+    if elements != entry.tensor.numel():
+        raise CheckpointError(f"the checkpoint has {elements} of the {entry.tensor.numel()} elements of {name}")
     return items

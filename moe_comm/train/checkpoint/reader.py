@@ -1,4 +1,4 @@
-"""Read a checkpoint: in one process, lazily, nothing before the file it is in has proved intact."""
+"""Reading of a checkpoint in one process. Each file is verified before the first tensor is read from it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from torch.distributed.checkpoint.planner import ReadItem
 from moe_comm.errors import CheckpointError
 from moe_comm.runtime import untrusted
 from moe_comm.train.checkpoint import files
-from moe_comm.train.checkpoint.files import Digest, parse_json
+from moe_comm.train.checkpoint.files import FileDigest, parse_json
 from moe_comm.train.checkpoint.folder import MANIFEST, METADATA, read_marker
-from moe_comm.train.checkpoint.metadata import Place, decode, digests
+from moe_comm.train.checkpoint.metadata import ChunkLocation, decode, digests
 
 JSON_BYTES = 1 << 30
-"""manifest.json and metadata.json are never longer: a part of a tensor takes some 50 bytes of it."""
+"""Maximum size of manifest.json and metadata.json. A part of a tensor takes about 50 bytes."""
 
 
 class CheckpointReader:
-    """A complete checkpoint. Needs no process group; holds no tensor and no open file.
+    """Reader of a complete checkpoint. It needs no process group, and keeps no tensors and no open files.
 
-    Opening it reads and verifies its JSON. A data file is hashed once, before the first tensor is read from it.
+    The constructor reads and verifies the JSON files. A data file is hashed once, before the first tensor is read from
+    it.
 
     Args:
         path: the folder of one checkpoint, ``step-00000100``.
 
     Attributes:
-        step: after which step of training it was taken.
-        state: what all ranks shared. ranks: what each rank that saved it gave of its own.
+        step: training step after which it was saved.
+        state: state shared by all ranks.
+        ranks: state of each rank that saved it.
 
     Raises:
-        CheckpointError: it is not complete or damaged; names the file.
+        CheckpointError: it is incomplete or damaged; the message names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,7 +49,7 @@ class CheckpointReader:
             raise CheckpointError(self._damaged(MANIFEST, "its sha256 differs from the one in COMPLETE"))
         self.files = digests(parse_json(manifest, self._what(MANIFEST)), self._what(MANIFEST))
         text = self._read(METADATA)
-        if METADATA not in self.files or self.files[METADATA] != Digest(len(text), files.sha256(text)):
+        if METADATA not in self.files or self.files[METADATA] != FileDigest(len(text), files.sha256(text)):
             raise CheckpointError(self._damaged(METADATA, f"its size or sha256 differs from the one in {MANIFEST}"))
         saved = decode(parse_json(text, self._what(METADATA)), self.files, self._what(METADATA))
         self.step, self.state, self.ranks = saved.step, saved.state, saved.ranks
@@ -56,42 +58,42 @@ class CheckpointReader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors, sorted."""
+        """Names of all tensors, sorted."""
         return tuple(sorted(self.tensors))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Global shape of a tensor."""
+        """Return the global shape of a tensor."""
         return tuple(self._tensor(name).size)
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensor(name).properties.dtype
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, on the CPU, in the dtype it was saved in.
+        """Return a global tensor on the CPU, in the dtype in which it was saved.
 
         Raises:
-            CheckpointError: there is none of this name, or a file that it is in is damaged.
+            CheckpointError: there is no such tensor, or one of its files is damaged.
         """
         tensor = self._tensor(name)
         indices = [MetadataIndex(name, chunk.offsets) for chunk in tensor.chunks]
-        # First, for only then is it known that files are as large as the manifest says, and so is the tensor.
-        self.verify([self.place(index).file for index in indices])
+        # Before the allocation: this verifies that the files, and so the tensor, are as large as the manifest says.
+        self.verify([self.location(index).file for index in indices])
         whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for index, chunk in zip(indices, tensor.chunks, strict=True):
             box = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
             self.copy(index, chunk.sizes, Size([0] * len(chunk.sizes)), chunk.sizes, whole[box])
         return whole
 
-    def place(self, index: MetadataIndex) -> Place:
-        """Where a part of a tensor is."""
-        place: Place = self.metadata.storage_data[index]
-        return place
+    def location(self, index: MetadataIndex) -> ChunkLocation:
+        """Return the location of a part of a tensor."""
+        location: ChunkLocation = self.metadata.storage_data[index]
+        return location
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Hash files (all by default), each once in the life of this reader.
+        """Verify the hashes of files (default: all). Each file is hashed once per reader.
 
         Raises:
-            CheckpointError: one is missing, truncated, or not what was written; names it.
+            CheckpointError: a file is missing, truncated or altered; the message names it.
         """
         for name in self.files if names is None else names:
             if name in self._verified:
@@ -100,44 +102,44 @@ class CheckpointReader:
             try:
                 size = untrusted.regular_size(self.path / name)
                 if size == expected.size:
-                    found = files.digest_of(self.path / name)
+                    digest = files.digest_of(self.path / name)
             except OSError as error:
                 raise CheckpointError(self._damaged(name, error.strerror or str(error))) from None
             if size != expected.size:
-                raise CheckpointError(self._damaged(name, f"it has {size} bytes, and was written with {expected.size}"))
-            if found != expected:
+                raise CheckpointError(self._damaged(name, f"it has {size} bytes; expected {expected.size}"))
+            if digest != expected:
                 raise CheckpointError(self._damaged(name, f"its sha256 differs from the one in {MANIFEST}"))
             self._verified.add(name)
 
     def copy_item(self, item: ReadItem, target: Tensor) -> None:
-        """Fill ``target`` as a read plan has it."""
+        """Fill ``target`` with the box of a read plan."""
         chunk = self.tensors[item.storage_index.fqn].chunks[item.storage_index.index or 0]
         self.copy(item.storage_index, chunk.sizes, item.storage_offsets, item.lengths, target)
 
     def copy(self, index: MetadataIndex, sizes: Size, offsets: Size, lengths: Size, target: Tensor) -> None:
-        """Fill ``target`` (shape ``lengths``, any device and strides) from a box within one part of shape ``sizes``.
+        """Fill ``target`` (shape ``lengths``, any device and strides) from a box of a part of shape ``sizes``.
 
         The file must have been verified.
         """
-        place, dtype = self.place(index), self.dtype(index.fqn)
+        location, dtype = self.location(index), self.dtype(index.fqn)
         if 0 in lengths:
             return
         try:
-            handle = untrusted.open_regular(self.path / place.file)
+            handle = untrusted.open_regular(self.path / location.file)
             try:
                 if not sizes:
                     sizes, offsets, lengths, target = Size([1]), Size([0]), Size([1]), target.view(1)
-                _copy(handle, place.start, sizes, offsets, lengths, dtype, target)
+                _copy(handle, location.start, sizes, offsets, lengths, dtype, target)
             finally:
                 os.close(handle)
         except OSError as error:
-            raise CheckpointError(self._damaged(place.file, error.strerror or str(error))) from None
+            raise CheckpointError(self._damaged(location.file, error.strerror or str(error))) from None
         except EOFError:
-            raise CheckpointError(self._damaged(place.file, "it became shorter while it was read")) from None
+            raise CheckpointError(self._damaged(location.file, "it was truncated while it was read")) from None
 
     def _tensor(self, name: str) -> TensorStorageMetadata:
         if name not in self.tensors:
-            raise CheckpointError(f"{self.path} holds no tensor {name!r}; it holds {few(self.names)}")
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; it has {first_names(self.names)}")
         return self.tensors[name]
 
     def _read(self, name: str) -> bytes:
@@ -154,16 +156,16 @@ class CheckpointReader:
 
 
 def read_tensor(path: str | Path, name: str) -> Tensor:
-    """One whole tensor of the checkpoint at ``path``; for several keep a ``CheckpointReader``, which hashes once.
+    """Return a tensor of the checkpoint at ``path``. For several tensors use a ``CheckpointReader``, which hashes once.
 
     Raises:
-        CheckpointError: no such tensor or checkpoint, or a file is damaged.
+        CheckpointError: there is no such tensor or checkpoint, or a file is damaged.
     """
     return CheckpointReader(path).read(name)
 
 
-def few(names: Sequence[str], count: int = 8) -> str:
-    """The first of ``names``, and how many there are."""
+def first_names(names: Sequence[str], count: int = 8) -> str:
+    """Return the first of ``names``, and the number of others, as text."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return (", ".join(names[:count]) or "nothing") + more
 
@@ -171,10 +173,10 @@ def few(names: Sequence[str], count: int = 8) -> str:
 def _copy(
     handle: int, start: int, sizes: Size, offsets: Size, lengths: Size, dtype: torch.dtype, target: Tensor
 ) -> None:
-    """Fill ``target`` from the box at ``offsets`` of the tensor of shape ``sizes`` that starts at byte ``start``."""
+    """Fill ``target`` from the box at ``offsets`` of the tensor of shape ``sizes`` at byte ``start``."""
     row = math.prod(sizes[1:]) * dtype.itemsize
     if row > files.BLOCK and len(sizes) > 1:
-        # A row of an expert's weights may be hundreds of megabytes, of which only a part is wanted.
+        # A row of expert weights may have hundreds of megabytes. Read only the needed part of it.
         for n in range(lengths[0]):
             at = start + (offsets[0] + n) * row
             _copy(handle, at, sizes[1:], offsets[1:], lengths[1:], dtype, target[n])

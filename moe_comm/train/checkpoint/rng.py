@@ -1,4 +1,4 @@
-"""The state of this process's random number generators, as JSON can hold it."""
+"""The state of this process's random number generators as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_comm.errors import CheckpointError
 
 
 def rng_state() -> dict[str, Any]:
-    """State of torch's CPU generator, that of the current GPU where it is in use, and Python's."""
+    """Return the state of torch's CPU generator, of the current GPU's if it is in use, and of Python's."""
     state: dict[str, Any] = {"torch": _text(torch.get_rng_state())}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = _text(torch.cuda.get_rng_state())
@@ -24,16 +24,16 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set the generators to what ``rng_state`` returned.
+    """Set the generators to the result of ``rng_state``.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: ``state`` has another format.
     """
     try:
         version, words, gauss = state["python"]
         restored, cuda = _tensor(state["torch"]), state.get("cuda")
         if gauss is not None and not isinstance(gauss, float):
-            raise ValueError("the second number of a pair of normal ones is none")
+            raise ValueError("the cached number of Python's gauss() must be a float or null")
         before = random.getstate()
         random.setstate((version, tuple(words), gauss))
         try:

@@ -1,10 +1,10 @@
-"""``Checkpointer``: saves in the background while training goes on (DataStates-LLM's lazy scheme, arXiv 2406.10707).
+"""``Checkpointer`` saves in the background during training (DataStates-LLM's lazy scheme, arXiv 2406.10707).
 
     training    save(100) │ forward, backward of step 101 │ wait_staged() │ optimizer step 101 │ forward …
     background            │ plan │ copy to host memory ───▶               │ write, hash, fsync ─────▶ rename │
 
-Weights and optimizer state do not change between two optimizer steps, so the copy runs beside the next forward and
-backward. Training waits only where the copy takes longer, and that wait is measured.
+Weights and optimizer state do not change between two optimizer steps, so the copy overlaps the next forward and
+backward. Training only waits if the copy takes longer, and that wait is measured.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed import checkpoint as dcp
+from torch.distributed import ProcessGroup, checkpoint as dcp
 
 from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.runtime.event_layout import Kind
@@ -33,23 +32,26 @@ from moe_comm.runtime.group_names import group_of
 from moe_comm.runtime.untrusted import DEEPEST, parse_object
 from moe_comm.train.checkpoint import folder as folders
 from moe_comm.train.checkpoint.entries import Entry
-from moe_comm.train.checkpoint.exchange import PeerLost, agree, describe, run_torch
+from moe_comm.train.checkpoint.exchange import PeerLost, describe_error, gather_or_raise, run_torch
 from moe_comm.train.checkpoint.loading import Loaded, load
-from moe_comm.train.checkpoint.planner import EntryPlanner, Request
+from moe_comm.train.checkpoint.planner import EntryPlanner, SaveRequest
 from moe_comm.train.checkpoint.staging import Stager
-from moe_comm.train.checkpoint.storage import Writer
+from moe_comm.train.checkpoint.storage import CheckpointStorageWriter
 
 _log = logging.getLogger(__name__)
-_NO_GROUP = "this Checkpointer is closed, or lost a rank in an earlier call: start the ranks again"
+_NO_GROUP = "this Checkpointer is closed, or lost a rank in an earlier call: restart the ranks"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """One save of this rank. Seconds; bytes are those of this rank's file.
+    """Statistics of one save of this rank.
 
-    stall_s: what training waited in ``save`` and ``wait_staged``. stage_s: from the call to the end of the copy.
-    total_s: from the call to the renamed folder.
+    Attributes:
+        bytes: size of this rank's file.
+        stall_s: seconds that training waited in ``save`` and ``wait_staged``.
+        stage_s: seconds from the call to the end of the copy.
+        total_s: seconds from the call to the renamed folder.
     """
 
     step: int
@@ -62,7 +64,7 @@ class SaveReport:
 
 @dataclass
 class _Job:
-    """A save that is under way."""
+    """A save in progress."""
 
     step: int
     started: float
@@ -77,10 +79,10 @@ class _Job:
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of one run. Every rank makes one alike. Collective: makes a group of its own.
+    """Saves and loads the checkpoints of a run. Every rank creates one. Collective: it creates a process group.
 
         with Checkpointer("runs/a/checkpoints") as checkpoints:
-            loaded = checkpoints.resume(entries)              # None where there is nothing to resume from
+            loaded = checkpoints.resume(entries)              # None if there is no checkpoint
             for step in ...:
                 forward_and_backward()
                 checkpoints.wait_staged()                     # just before the weights change
@@ -88,17 +90,17 @@ class Checkpointer:
                 if step % 100 == 0:
                     checkpoints.save(step, entries, state={"sampler": ...})
 
-    ``save``, ``wait`` and ``close`` raise what failed in the background since, on every rank at the same call;
-    ``wait_staged`` raises nothing. The group is on gloo and used by nothing else, so saves do not mix with training's
-    own collectives.
+    ``save``, ``wait`` and ``close`` raise errors of the background thread, on every rank in the same call.
+    ``wait_staged`` does not. The gloo group is used for nothing else, so saves do not interfere with the collectives of
+    training.
 
     Args:
-        folder: of this run's checkpoints; on a file system that all ranks share. Made by the first save.
-        keep: complete checkpoints to keep; older ones are deleted after a save.
-        timeout_s: seconds that ranks wait for each other, such as for the slowest to write its file.
+        folder: folder of the run's checkpoints on a file system that all ranks share. The first save creates it.
+        keep: number of complete checkpoints to keep; older ones are deleted after a save.
+        timeout_s: seconds that ranks wait for each other, for example for the slowest one to write its file.
 
     Raises:
-        ConfigError: ``keep`` or ``timeout_s`` is no positive number.
+        ConfigError: ``keep`` or ``timeout_s`` is not a positive number.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, timeout_s: float = 1800.0) -> None:
@@ -128,11 +130,11 @@ class Checkpointer:
         except CheckpointError as late:
             if error is None:
                 raise
-            _log.warning("%s", late)  # what ended the block is the cause, or at least came first
+            _log.warning("%s", late)  # the error that ended the block came first
 
     @property
     def report(self) -> SaveReport | None:
-        """Of the last save that was completed, None before it."""
+        """The statistics of the last completed save; None before it."""
         return self._report
 
     def save(
@@ -142,18 +144,19 @@ class Checkpointer:
         state: Mapping[str, Any] | None = None,
         rank_state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start saving; the entries' tensors must not change before ``wait_staged``. Collective, in the background.
+        """Start to save in the background. Collective.
 
-        Waits for a save before it that is still under way.
+        The tensors of the entries must not change before ``wait_staged``. Waits for the previous save first.
 
         Args:
-            entries: what this rank holds, by global name ("model/layers.0.w13"); equal names on several ranks are
-                parts or copies of one tensor.
-            state: what JSON can hold, the same on all ranks; rank 0's is saved.
-            rank_state: what JSON can hold, of this rank alone (such as ``rng_state()``).
+            step: training step.
+            entries: tensors of this rank, by global name ("model/layers.0.w13"). Equal names on several ranks are
+                shards or replicas of one tensor.
+            state: JSON values that are equal on all ranks; those of rank 0 are saved.
+            rank_state: JSON values of this rank, such as ``rng_state()``.
 
         Raises:
-            CheckpointError: the save before it failed; this one has not been started, and calling again starts it.
+            CheckpointError: the previous save failed. This one was not started; call again to start it.
         """
         started = time.perf_counter()
         self.wait()
@@ -161,19 +164,19 @@ class Checkpointer:
             raise CheckpointError(_NO_GROUP)
         job = _Job(step, started)
         entries = dict(entries)
-        mine, shared, problem = "{}", {}, None
+        own_state, shared, problem = "{}", {}, None
         try:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"step must be a whole number of at least 0; got {step!r}")
-            mine = json.dumps(dict(rank_state or {}), allow_nan=False)
-            # Read as a load will: two levels stand around them in metadata.json.
-            parse_object(mine, DEEPEST - 2)
+            own_state = json.dumps(dict(rank_state or {}), allow_nan=False)
+            # Parse it as a load will. In metadata.json it is nested in two levels.
+            parse_object(own_state, DEEPEST - 2)
             shared = parse_object(json.dumps(dict(state or {}), allow_nan=False), DEEPEST - 2)
             self._stager.mark(entries)
         except (TypeError, ValueError, RecursionError) as error:
-            # Told to the others by the plan, so that all ranks fail alike.
-            problem = f"step {step!r}, state and rank_state must be what JSON can hold: {error}"
-        self._planner.request = Request(step, mine, problem)
+            # The plan sends it to the other ranks, so that all ranks raise.
+            problem = f"step {step!r}, state and rank_state must be valid JSON: {error}"
+        self._planner.request = SaveRequest(step, own_state, problem)
         job.thread = threading.Thread(
             target=self._work, args=(job, entries, shared), name=f"checkpoint-{step}", daemon=True
         )
@@ -182,34 +185,34 @@ class Checkpointer:
         job.stall_s = time.perf_counter() - started
 
     def wait_staged(self) -> float:
-        """Wait until the tensors given to ``save`` may change; call it just before the optimizer's step.
+        """Wait until the tensors of the last ``save`` may change. Call it just before the optimizer's step.
 
         Returns:
-            Seconds waited; 0 where no save is under way.
+            Seconds waited; 0 if no save is in progress.
         """
         job = self._job
         if job is None or job.staged.is_set():
             return 0.0
         started = time.perf_counter()
         job.staged.wait()
-        waited = time.perf_counter() - started
-        job.stall_s += waited
-        return waited
+        seconds = time.perf_counter() - started
+        job.stall_s += seconds
+        return seconds
 
     def wait(self) -> SaveReport | None:
-        """Wait until the save under way is complete, on the disk and renamed.
+        """Wait until the save in progress is complete and its folder renamed.
 
         Returns:
-            The report of the last save; None where there was none.
+            The statistics of the last save, or None.
 
         Raises:
-            CheckpointError: it failed, on whichever rank; earlier checkpoints are as they were.
+            CheckpointError: it failed on some rank; earlier checkpoints are unchanged.
         """
         job = self._job
         if job is None:
             return self._report
         assert job.thread is not None
-        with self._meeting("saving"):
+        with self._span("saving"):
             job.thread.join()
         self._job = None
         if job.problem is not None:
@@ -219,9 +222,9 @@ class Checkpointer:
         return self._report
 
     def close(self) -> None:
-        """Finish the save under way and give up the group. A second call does nothing.
+        """Finish the save in progress and destroy the group. A second call does nothing.
 
-        A signal handler that raises may interrupt it; called again, it goes on waiting.
+        If a signal handler interrupts it with an exception, call it again.
 
         Raises:
             CheckpointError: as ``wait``.
@@ -230,96 +233,95 @@ class Checkpointer:
             self.wait()
         finally:
             if self._job is None:
-                self._give_up_group()
+                self._destroy_group()
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint of the folder, the same on every rank. Collective.
+        """Return the newest complete checkpoint of the folder, or None, on every rank. Collective.
 
         Raises:
             CheckpointError: a completion marker is damaged.
         """
         first = self.rank == 0
-        return self._together(lambda: agree(self._group, lambda: folders.latest(self.folder) if first else None))[0]
+        return self._collective(
+            lambda: gather_or_raise(self._group, lambda: folders.latest(self.folder) if first else None)
+        )[0]
 
     def load(
         self, path: str | Path, entries: Mapping[str, Entry], *, cast: bool = False, allow_unused: bool = False
     ) -> Loaded:
         """Fill ``entries`` from the checkpoint at ``path``; see ``load``. Collective."""
-        return self._together(lambda: load(path, entries, self._group, cast=cast, allow_unused=allow_unused))
+        return self._collective(lambda: load(path, entries, self._group, cast=cast, allow_unused=allow_unused))
 
     def resume(self, entries: Mapping[str, Entry]) -> Loaded | None:
-        """Fill ``entries`` from the newest complete checkpoint; None where there is none. Collective.
+        """Fill ``entries`` from the newest complete checkpoint. Returns None if there is none. Collective.
 
         Raises:
-            CheckpointError: as ``load``; it does not go back to an older one by itself.
+            CheckpointError: as ``load``; it does not try older checkpoints.
         """
         path = self.latest()
         return None if path is None else self.load(path, entries)
 
     def _work(self, job: _Job, entries: dict[str, Entry], state: dict[str, Any]) -> None:
-        """Plan, stage, write, publish; in the background. Whatever happens, nobody waits for it in vain."""
+        """Plan, stage, write and publish, in the background. On an error, release all ranks that wait."""
         try:
             if self._write(job, entries, state):
                 return
-            # The error is forgotten by now: its traceback would keep the group, and the ranks that wait for us waiting.
+            # No reference to the error remains: its traceback would keep the group alive, and other ranks waiting.
             self._planner.forget()
             if self.rank == 0:
                 folders.discard(self.folder, job.step)
             if job.peer_lost:
-                self._give_up_group()
+                self._destroy_group()
         finally:
             job.total_s = time.perf_counter() - job.started
             job.staged.set()
 
     def _write(self, job: _Job, entries: dict[str, Entry], state: dict[str, Any]) -> bool:
-        """Whether it succeeded; if not, ``job`` says why."""
+        """Save, and return whether it succeeded. If not, ``job.problem`` is set."""
+
+        def staged() -> None:
+            job.stage_s = time.perf_counter() - job.started
+            job.staged.set()
+
         try:
-            writer = Writer(self.folder, job.step, self.rank, lambda: (state, self._planner.states))
-            self._planner.on_staged = lambda: self._staged(job)
-            run_torch(lambda: self._save(entries, writer))
+            writer = CheckpointStorageWriter(self.folder, job.step, self.rank, lambda: (state, self._planner.states))
+            self._planner.on_staged = staged
+            group, planner = self._group, self._planner
+            run_torch(
+                lambda: dcp.save(
+                    entries, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
+                )
+            )
             job.bytes = writer.written
             if self.rank == 0:
                 folders.prune(self.folder, self.keep)
         except BaseException as error:
-            job.problem = describe(error)
+            job.problem = describe_error(error)
             job.peer_lost = isinstance(error, PeerLost)
         return job.problem is None
 
-    def _save(self, entries: dict[str, Entry], writer: Writer) -> None:
-        dcp.save(
-            entries,
-            storage_writer=writer,
-            planner=self._planner,
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
-
-    def _staged(self, job: _Job) -> None:
-        job.stage_s = time.perf_counter() - job.started
-        job.staged.set()
-
-    def _meeting(self, name: str) -> AbstractContextManager[object]:
-        """Around what waits for all ranks, on the main thread: so others know who does not come."""
+    def _span(self, name: str) -> AbstractContextManager[object]:
+        """Return a span around a wait for all ranks on the main thread, for watchers."""
         return EVENTS.span(Kind.CHECKPOINT, name, group=group_of(self._group))
 
-    def _together(self, call: Callable[[], T]) -> T:
-        """A collective outside of a save."""
+    def _collective(self, call: Callable[[], T]) -> T:
+        """Run a collective outside of a save."""
         self.wait()
         if self._several and self._group is None:
             raise CheckpointError(_NO_GROUP)
         try:
-            with self._meeting("exchange"):
+            with self._span("exchange"):
                 return call()
         except PeerLost as error:
             text = str(error)
-        self._give_up_group()
+        self._destroy_group()
         raise PeerLost(text)
 
-    def _give_up_group(self) -> None:
-        """Closing our connections tells the ranks that wait for us, which else learn it at their deadline."""
+    def _destroy_group(self) -> None:
+        """Close the connections. Otherwise ranks that wait for this one would wait until their timeout."""
         group, self._group = self._group, None
         if group is not None:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
             del group
-            gc.collect()  # connections close with the last reference, some of which are in cycles
+            gc.collect()  # connections close with the last reference, and some references are in cycles

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, so that training may change the originals while the copies go to the disk."""
+"""Copies of tensors in host memory, so that training can change the tensors while the copies are written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moe_comm.train.checkpoint.entries import Entry
 
 
 class Stager:
-    """Copies boxes of entries to buffers that are kept from save to save: fresh memory costs more than the copy.
+    """Copies boxes of entries to buffers, which are reused: new memory costs more than the copy.
 
-    From a GPU the buffers are page-locked and a stream of its own does the copies, after what the caller's stream had
-    been given when ``mark`` was called.
+    For tensors on a GPU, the buffers are page-locked. A separate stream copies them after the work that was enqueued on
+    the caller's stream when ``mark`` was called.
     """
 
     def __init__(self) -> None:
@@ -24,30 +24,25 @@ class Stager:
         self._ready: dict[torch.device, Any] = {}
 
     def mark(self, entries: Mapping[str, Entry]) -> None:
-        """The entries are as the work enqueued up to here leaves them. Called by the thread that trains."""
+        """Record that the entries are complete after the work enqueued so far. Called by the training thread."""
         for device in {entry.tensor.device for entry in entries.values() if entry.tensor.is_cuda}:
             self._ready[device] = torch.cuda.current_stream(device).record_event()
 
-    def stage(
-        self, entries: Mapping[str, Entry], wanted: Sequence[tuple[str, int]]
-    ) -> Mapping[tuple[str, int], Tensor]:
-        """CPU copies of the boxes ``wanted`` (name, number of the box); returns when they are complete.
-
-        They stay as they are until the next call.
-        """
+    def stage(self, entries: Mapping[str, Entry], boxes: Sequence[tuple[str, int]]) -> Mapping[tuple[str, int], Tensor]:
+        """Return CPU copies of the given boxes (name, index of the box). They are valid until the next call."""
         buffers: dict[tuple[str, int], Tensor] = {}
         used = set()
-        for name, number in wanted:
-            piece = entries[name].piece(number)
+        for name, number in boxes:
+            local_box = entries[name].local_box(number)
             buffer = self._buffers.pop((name, number), None)
-            if buffer is None or (buffer.shape, buffer.dtype) != (piece.shape, piece.dtype):
-                buffer = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda)
-            if piece.is_cuda:
-                used.add(piece.device)
-                with torch.cuda.stream(self._stream(piece.device)):
-                    buffer.copy_(piece, non_blocking=True)
+            if buffer is None or (buffer.shape, buffer.dtype) != (local_box.shape, local_box.dtype):
+                buffer = torch.empty(local_box.shape, dtype=local_box.dtype, pin_memory=local_box.is_cuda)
+            if local_box.is_cuda:
+                used.add(local_box.device)
+                with torch.cuda.stream(self._stream(local_box.device)):
+                    buffer.copy_(local_box, non_blocking=True)
             else:
-                buffer.copy_(piece)
+                buffer.copy_(local_box)
             buffers[name, number] = buffer
         for device in used:
             self._stream(device).synchronize()

@@ -1,8 +1,7 @@
-"""torch's checkpoint storage over our files: safetensors, JSON, checksums and a completion marker instead of pickle."""
+"""Storage of torch's distributed checkpoint: safetensors, JSON, checksums and a completion marker, without pickle."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,17 +15,34 @@ from torch.futures import Future
 
 from moe_comm.errors import CheckpointError
 from moe_comm.train.checkpoint import files, folder
-from moe_comm.train.checkpoint.files import Digest, Part
-from moe_comm.train.checkpoint.metadata import Place, Saved, encode
+from moe_comm.train.checkpoint.files import FileDigest, NamedTensor
+from moe_comm.train.checkpoint.metadata import CheckpointContent, ChunkLocation, encode
 from moe_comm.train.checkpoint.reader import CheckpointReader
 
 
-class Writer(StorageWriter):
+class _Storage:
+    """The methods of torch's storage interfaces for which there is nothing to do."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class CheckpointStorageWriter(_Storage, StorageWriter):
     """Writes one checkpoint; one on every rank.
 
     Args:
         parent: the folder of the run's checkpoints.
-        finished: the state and what each rank gave of its own, for the coordinator when all is written.
+        finished: returns the shared state and the state of each rank; called on the coordinator when all is written.
 
     Attributes:
         written: bytes of this rank's file.
@@ -38,20 +54,11 @@ class Writer(StorageWriter):
         self._parent, self._step, self._rank, self._finished = parent, step, rank, finished
         self.written = 0
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # Rank 0 plans before any rank writes, so its folder is there in time.
+        # Rank 0 plans before any rank writes, so the folder exists in time.
         if is_coordinator:
             with _named(folder.partial_path(self._parent, self._step)):
-                folder.begin(self._parent, self._step)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
+                folder.create_partial(self._parent, self._step)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"rank-{self._rank:05d}.safetensors"
@@ -63,60 +70,49 @@ class Writer(StorageWriter):
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
                 at = ",".join(map(str, item.index.offset or ()))
-                parts.append(Part(f"{item.index.fqn}@{at}", tensor))
+                parts.append(NamedTensor(f"{item.index.fqn}@{at}", tensor))
             with _named(path):
                 if not path.parent.is_dir():
                     raise CheckpointError(
-                        f"{path.parent} is not there on rank {self._rank}, but rank 0 made it: the folder of the "
-                        f"checkpoints must be on a file system that all ranks share"
+                        f"{path.parent} does not exist on rank {self._rank}, although rank 0 created it: the folder of "
+                        f"the checkpoints must be on a file system that all ranks share"
                     )
                 digest, starts = files.write_parts(path, parts, {"step": str(self._step)})
             self.written = digest.size
             for item, part, start in zip(plan.items, parts, starts, strict=True):
-                results.append(WriteResult(item.index, part.tensor.nbytes, (Place(name, start), digest)))
+                results.append(WriteResult(item.index, part.tensor.nbytes, (ChunkLocation(name, start), digest)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places, digests = {}, {}
+        locations, digests = {}, {}
         for result in (result for of_rank in results for result in of_rank):
-            place, digest = result.storage_data
-            places[result.index] = place
-            digests[place.file] = digest
+            location, digest = result.storage_data
+            locations[result.index] = location
+            digests[location.file] = digest
         state, ranks = self._finished()
-        saved = Saved(self._step, state, tuple(ranks), Metadata(metadata.state_dict_metadata, storage_data=places))
+        saved = CheckpointContent(
+            self._step, state, tuple(ranks), Metadata(metadata.state_dict_metadata, storage_data=locations)
+        )
         with _named(folder.partial_path(self._parent, self._step)):
-            written: dict[str, Digest] = dict(digests)
+            written: dict[str, FileDigest] = dict(digests)
             path = folder.partial_path(self._parent, self._step) / folder.METADATA
             written[folder.METADATA] = files.write_json(path, encode(saved))
             folder.publish(self._parent, self._step, written)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
-
-class Reader(StorageReader):
-    """Reads by a plan from a checkpoint whose files have been verified."""
+class CheckpointStorageReader(_Storage, StorageReader):
+    """Reads tensors of a checkpoint whose files have been verified, by a plan."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         return self._reader.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **_: Any) -> None:
         pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -127,14 +123,10 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turns an OSError into a CheckpointError that names the file."""
+    """Convert an OSError to a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:

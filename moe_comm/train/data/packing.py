@@ -1,14 +1,14 @@
-"""How the tokens of one source become sequences of fixed length.
+"""Packing of the tokens of a source into sequences of fixed length.
 
-A sequence is one or more segments, each a run of tokens of the file; the rest of it is padding. The target of a token
-is the token after it.
+A sequence consists of segments, which are ranges of tokens of the file, followed by padding. The target of a token is
+the next token.
 
     file        a a a . b b b b b . c c .          "." ends a document; seq_len 4
     contiguous  [a a a .][b b b b][b . c c]        joined: targets  a a . b | b b b b | . c c .
                                                    separate:        a a . - | b b b b | . - c .
     best fit    [a a a .][b b b b][c c . _][b . _ _]
 
-"-" and padding "_" are targets that no loss counts (``IGNORE``).
+"-" and padding "_" are targets that a loss ignores (``IGNORE``).
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moe_comm.train.data.settings import DocumentMode
-from moe_comm.train.data.settings import Packing as Kind
+from moe_comm.train.data.settings import DocumentMode, Packing as Kind
 from moe_comm.train.data.tokenfile import Ints, TokenFile
 
 IGNORE = -100
-"""Targets that no loss counts."""
+"""Target that a loss ignores."""
 
 Segments = list[tuple[int, int]]
-"""(place of the first token in the file, tokens)."""
+"""(position of the first token in the file, number of tokens) of each segment."""
 
 
 @dataclass(frozen=True)
-class View:
-    """Tokens [start, stop) of ``file``: the part for training or the held-out one. A document cut by it is two."""
+class TokenRange:
+    """Tokens [start, stop) of ``file``: the training or the held-out split. A cut document counts as two."""
 
     file: TokenFile
     start: int
@@ -42,12 +41,14 @@ class View:
         return self.stop - self.start
 
     def document_starts(self, after: int, upto: int) -> Ints:
-        """Places p with after < p <= upto where a document starts, in order; the view's end counts as one."""
+        """Return the positions p of document starts with after < p <= upto. The end of the range counts as one."""
         offsets = self.file.offsets
-        places = np.asarray(offsets[np.searchsorted(offsets, after, "right") : np.searchsorted(offsets, upto, "right")])
-        if upto >= self.stop and (not len(places) or places[-1] < self.stop):
-            places = np.append(places, self.stop)
-        return places
+        positions = np.asarray(
+            offsets[np.searchsorted(offsets, after, "right") : np.searchsorted(offsets, upto, "right")]
+        )
+        if upto >= self.stop and (not len(positions) or positions[-1] < self.stop):
+            positions = np.append(positions, self.stop)
+        return positions
 
     def bounds(self) -> Ints:
         """Where each document of the view starts, and its end: [documents + 1]."""
@@ -56,7 +57,7 @@ class View:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence as arrays [S]: ids, targets, positions int64; documents int32 (padding is a document of its own)."""
+    """One sequence. Ids, targets and positions are int64 [S], documents int32 [S]. Padding has its own document."""
 
     ids_S: Ints
     targets_S: Ints
@@ -65,12 +66,14 @@ class Row:
 
 
 class Packing(Protocol):
-    """Sequences of ``seq_len`` tokens over a view.
+    """Sequences of ``seq_len`` tokens of a token range.
 
-    endless: there is a sequence for every number; otherwise for those below ``sequences``, which make an epoch.
+    Attributes:
+        sequences: number of sequences per epoch.
+        endless: there is a sequence for every number, not only for those below ``sequences``.
     """
 
-    view: View
+    token_range: TokenRange
     seq_len: int
     separate: bool
     sequences: int
@@ -78,74 +81,81 @@ class Packing(Protocol):
 
     def segments(self, index: int) -> Segments: ...
     def valid_targets(self, index_N: Ints) -> Ints:
-        """Targets that count, of each sequence, without reading a token."""
+        """Return the number of targets in each sequence, without reading tokens."""
         ...
 
     def target_after(self, segments: Segments, number: int) -> int:
-        """Place of the target of the last token of segment ``number``, where a document ends there; -1 for none."""
+        """Return the position of the target of the last token of a segment at the end of a document; -1 for none."""
         ...
 
 
 class Contiguous:
-    """The stream of documents, cut every ``seq_len`` tokens. The last sequence may be short and is padded, so that an
-    epoch has every token but the first as a target exactly once (those that start a document not, if separate)."""
+    """The stream of documents, cut every ``seq_len`` tokens. The last sequence is padded.
+
+    In an epoch, every token except the first is a target exactly once. If documents are separate, their first tokens
+    are no targets.
+    """
 
     endless = False
 
-    def __init__(self, view: View, seq_len: int, separate: bool) -> None:
-        self.view, self.seq_len, self.separate = view, seq_len, separate
-        self.sequences = max(0, -(-(len(view) - 1) // seq_len))
+    def __init__(self, token_range: TokenRange, seq_len: int, separate: bool) -> None:
+        self.token_range, self.seq_len, self.separate = token_range, seq_len, separate
+        self.sequences = max(0, -(-(len(token_range) - 1) // seq_len))
+
+    def _starts(self, index_N: Ints) -> Ints:
+        return self.token_range.start + index_N * self.seq_len
 
     def segments(self, index: int) -> Segments:
-        start = self.view.start + index * self.seq_len
-        return [(start, min(self.seq_len, self.view.stop - 1 - start))]
+        start = int(self._starts(np.array([index]))[0])
+        return [(start, min(self.seq_len, self.token_range.stop - 1 - start))]
 
     def valid_targets(self, index_N: Ints) -> Ints:
-        start_N = self.view.start + index_N * self.seq_len
-        stop_N = np.minimum(start_N + self.seq_len, self.view.stop - 1)
-        return _window_targets(self.view, start_N, stop_N, self.separate)
+        start_N = self._starts(index_N)
+        stop_N = np.minimum(start_N + self.seq_len, self.token_range.stop - 1)
+        lengths = stop_N - start_N
+        if not self.separate:
+            return lengths
+        offsets = self.token_range.file.offsets
+        document_starts = np.searchsorted(offsets, stop_N, "right") - np.searchsorted(offsets, start_N, "right")
+        result: Ints = lengths - document_starts
+        return result
 
     def target_after(self, segments: Segments, number: int) -> int:
         return -1 if self.separate else sum(segments[number])
 
 
-class RandomWindows:
-    """Windows at places drawn anew for every number, from ``key`` and the number alone. Nothing is padded; an epoch,
-    as far as one can speak of it, is as many sequences as contiguous ones would be."""
+class RandomWindows(Contiguous):
+    """Windows at random positions, which depend on ``key`` and the number of the sequence. There is no padding. An
+    epoch has the number of windows that fit into the range; tokens can occur several times in it or not at all."""
 
     endless = True
 
-    def __init__(self, view: View, seq_len: int, separate: bool, key: tuple[int, ...]) -> None:
-        self.view, self.seq_len, self.separate, self._key = view, seq_len, separate, key
-        self.sequences = max(0, (len(view) - 1) // seq_len)
+    def __init__(self, token_range: TokenRange, seq_len: int, separate: bool, key: tuple[int, ...]) -> None:
+        super().__init__(token_range, seq_len, separate)
+        self._key = key
+        self.sequences = max(0, (len(token_range) - 1) // seq_len)
 
-    def _start(self, index: int) -> int:
-        rng = np.random.default_rng((*self._key, index))
-        return self.view.start + int(rng.integers(len(self.view) - self.seq_len))
-
-    def segments(self, index: int) -> Segments:
-        return [(self._start(index), self.seq_len)]
-
-    def valid_targets(self, index_N: Ints) -> Ints:
-        start_N = np.array([self._start(int(index)) for index in index_N], np.int64)
-        return _window_targets(self.view, start_N, start_N + self.seq_len, self.separate)
-
-    def target_after(self, segments: Segments, number: int) -> int:
-        return -1 if self.separate else sum(segments[number])
+    def _starts(self, index_N: Ints) -> Ints:
+        rngs = [np.random.default_rng((*self._key, int(index))) for index in index_N]
+        last = len(self.token_range) - self.seq_len
+        return self.token_range.start + np.array([rng.integers(last) for rng in rngs], np.int64)
 
 
 class BestFit:
-    """Whole documents, each in the fullest sequence that still has room for it, the longest first; documents longer
-    than a sequence are cut into full ones and a rest (Ding et al., arXiv 2404.10830). An epoch has every token as an
-    input exactly once. Its index takes 12 bytes of memory a document and some microseconds to make."""
+    """Best-fit packing of whole documents (Ding et al., arXiv 2404.10830).
+
+    Documents are placed by decreasing length, each in the fullest sequence with enough room. Longer documents are cut
+    into full sequences and a rest. In an epoch, every token is an input exactly once. The index takes 12 bytes per
+    document, and some microseconds to compute.
+    """
 
     endless = False
 
-    def __init__(self, view: View, seq_len: int, separate: bool) -> None:
-        self.view, self.seq_len, self.separate = view, seq_len, separate
+    def __init__(self, token_range: TokenRange, seq_len: int, separate: bool) -> None:
+        self.token_range, self.seq_len, self.separate = token_range, seq_len, separate
         starts, lengths = self._pieces()
         rows = self._fill(lengths)
-        order = np.argsort(rows, kind="stable")  # within a sequence: longest first, as they were put there
+        order = np.argsort(rows, kind="stable")  # within a sequence: longest first, in order of placement
         self._starts, self._lengths = starts[order], lengths[order].astype(np.int32)
         self.sequences = int(rows.max()) + 1 if len(rows) else 0
         self._rows = np.searchsorted(rows[order], np.arange(self.sequences + 1))
@@ -163,15 +173,15 @@ class BestFit:
         return segments[number + 1][0]
 
     def _count(self, index: int) -> int:
-        """All tokens but those behind which a document ends and no target follows. A segment never goes past one."""
+        """Return the number of tokens except those at the end of a document without a next target."""
         segments = self.segments(index)
         total = sum(length for _, length in segments)
         ends = segments if self.separate else segments[-1:]
-        return total - sum(len(self.view.document_starts(at + n - 1, at + n)) for at, n in ends)
+        return total - sum(len(self.token_range.document_starts(at + n - 1, at + n)) for at, n in ends)
 
     def _pieces(self) -> tuple[Ints, Ints]:
-        """Starts and lengths of all documents, those longer than a sequence in parts; the longest first."""
-        bounds = self.view.bounds()
+        """Return starts and lengths of all documents, cut to at most ``seq_len``, in order of decreasing length."""
+        bounds = self.token_range.bounds()
         sizes = np.diff(bounds)
         parts = -(-sizes // self.seq_len)
         document = np.repeat(np.arange(len(sizes)), parts)
@@ -182,64 +192,64 @@ class BestFit:
         return starts[order], lengths[order]
 
     def _fill(self, lengths: Ints) -> Ints:
-        """The sequence of each piece. ``room`` has bit r set where some sequence has room for exactly r tokens."""
+        """Return the sequence of each part. Bit r of ``free`` is set if some sequence has room for exactly r tokens."""
         rows = np.empty(len(lengths), np.int64)
         open_rows: list[list[int]] = [[] for _ in range(self.seq_len + 1)]
-        room, made = 0, 0
-        for piece, length in enumerate(lengths.tolist()):
-            fitting = room >> length
+        free, num_rows = 0, 0
+        for part, length in enumerate(lengths.tolist()):
+            fitting = free >> length
             if fitting:
                 left = length + (fitting & -fitting).bit_length() - 1
                 row = open_rows[left].pop()
                 if not open_rows[left]:
-                    room &= ~(1 << left)
+                    free &= ~(1 << left)
             else:
-                left, row = self.seq_len, made
-                made += 1
-            rows[piece] = row
+                left, row = self.seq_len, num_rows
+                num_rows += 1
+            rows[part] = row
             if left > length:
                 open_rows[left - length].append(row)
-                room |= 1 << (left - length)
+                free |= 1 << (left - length)
         return rows
 
 
-def make_packing(kind: Kind, view: View, seq_len: int, mode: DocumentMode, key: tuple[int, ...]) -> Packing:
-    """``key``: what random places are drawn from."""
+def make_packing(kind: Kind, tokens: TokenRange, seq_len: int, mode: DocumentMode, key: tuple[int, ...]) -> Packing:
+    """Return the packing of ``kind``. ``key`` is the seed of random positions."""
     separate = mode == "separate"
     if kind == "random":
-        return RandomWindows(view, seq_len, separate, key)
-    return (Contiguous if kind == "contiguous" else BestFit)(view, seq_len, separate)
+        return RandomWindows(tokens, seq_len, separate, key)
+    return (Contiguous if kind == "contiguous" else BestFit)(tokens, seq_len, separate)
 
 
 def read_row(packing: Packing, index: int) -> Row:
-    """Sequence ``index`` of ``packing``; -1: padding alone.
+    """Return sequence ``index`` of ``packing``; only padding for -1.
 
     Raises:
         CorruptFile: the tokens do not match their checksum.
     """
-    seq_len, view = packing.seq_len, packing.view
-    row = _padding(seq_len, view.file.end_of_text)
+    seq_len, token_range = packing.seq_len, packing.token_range
+    row = _padding(seq_len, token_range.file.end_of_text)
     segments = packing.segments(index) if index >= 0 else []
     breaks = [np.zeros(1, np.int64)]
     at = 0
     for number, (start, length) in enumerate(segments):
         stop = start + length
-        tokens = view.file.read(start, min(stop + 1, view.stop))
+        tokens = token_range.file.read(start, min(stop + 1, token_range.stop))
         row.ids_S[at : at + length] = tokens[:length]
         row.targets_S[at : at + len(tokens) - 1] = tokens[1:]
-        new = view.document_starts(start, stop) - start
-        if len(new) and new[-1] == length:
+        starts = token_range.document_starts(start, stop) - start
+        if len(starts) and starts[-1] == length:
             target = packing.target_after(segments, number)
-            row.targets_S[at + length - 1] = view.file.read(target, target + 1)[0] if target >= 0 else IGNORE
-            new = new[:-1]
+            row.targets_S[at + length - 1] = token_range.file.read(target, target + 1)[0] if target >= 0 else IGNORE
+            starts = starts[:-1]
         if packing.separate:
-            row.targets_S[at + new - 1] = IGNORE
+            row.targets_S[at + starts - 1] = IGNORE
         at += length
-        breaks += [at - length + new, np.array([at])]
+        breaks += [at - length + starts, np.array([at])]
     if packing.separate:
-        places = np.concatenate(breaks)
+        positions = np.concatenate(breaks)
         marks = np.zeros(seq_len + 1, bool)
-        marks[places] = True
+        marks[positions] = True
         row.documents_S[:] = marks[:seq_len].cumsum() - 1
         first = np.flatnonzero(marks[:seq_len])
         row.positions_S[:] -= first[row.documents_S]
@@ -253,14 +263,3 @@ def _padding(seq_len: int, end_of_text: int) -> Row:
         np.arange(seq_len),
         np.zeros(seq_len, np.int32),
     )
-
-
-def _window_targets(view: View, start_N: Ints, stop_N: Ints, separate: bool) -> Ints:
-    """Targets of the tokens [start, stop) of a stream: all of them, or those that do not start a document."""
-    lengths = stop_N - start_N
-    if not separate:
-        return lengths
-    offsets = view.file.offsets
-    starts = np.searchsorted(offsets, stop_N, "right") - np.searchsorted(offsets, start_N, "right")
-    result: Ints = lengths - starts
-    return result

@@ -1,4 +1,4 @@
-"""The next step's data, read while the device works on this one's."""
+"""Prefetching of the next step's data."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """Calls ``load(step + 1)`` in a thread while the caller works on ``step``; never further ahead.
+    """Calls ``load(step + 1)`` in a thread while the caller works on ``step``.
 
         with Prefetch(load, last=steps) as data:
             for step in range(first, steps):
                 batches = data.get(step)
 
     Args:
-        load: what to do for a step. It is called in one thread, never twice at once.
-        last: the first step that is not wanted.
+        load: returns the data of a step. It is called in one thread, never concurrently.
+        last: stop before this step.
     """
 
     def __init__(self, load: Callable[[int], T], last: int) -> None:
@@ -28,7 +28,7 @@ class Prefetch(Generic[T]):
         self._next: tuple[int, Future[T]] | None = None
 
     def get(self, step: int) -> T:
-        """The data of ``step``. What ``load`` raised for it is raised here."""
+        """Return the data of ``step``, or raise the error of ``load``."""
         if self._next is None or self._next[0] != step:
             self._drop()
             self._next = (step, self._pool.submit(self._load, step))
@@ -37,7 +37,7 @@ class Prefetch(Generic[T]):
         return result
 
     def close(self) -> None:
-        """End the thread; waits for the load in progress."""
+        """End the thread, after the load in progress."""
         self._drop()
         self._pool.shutdown(cancel_futures=True)
 

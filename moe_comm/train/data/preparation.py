@@ -1,11 +1,10 @@
-"""From documents to token files: in parallel, once, into a cache that all ranks share.
+"""Parallel preparation of token files, in a cache that all ranks share.
 
                        1 MiB of text a chunk
     documents ──▶ chunks ──▶ workers (tokenise) ──▶ in order of the chunks ──▶ tokens.bin, offsets.bin ──▶ rename
 
-One process of those that share a cache prepares; the others wait for it and open what it made. The result is the same
-for any number of workers, and its name comes from the content of the files and the tokenizer, so that the next run
-finds it.
+One process per cache prepares; the others wait for it and open the result. The result does not depend on the number of
+workers. Its name depends on the content of the files and the tokenizer, so later runs find it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy.typing as npt
 
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.train.data.settings import CorpusSettings, SourceSpec
-from moe_comm.train.data.sources import PIECE, Piece, Source, scan
+from moe_comm.train.data.sources import PART_CHARS, ScannedSource, TextPart, scan
 from moe_comm.train.data.tokenfile import META, VERSION, TokenWriter, fresh_folder
 from moe_comm.train.data.tokenizer import (
     ByteTokenizer,
@@ -39,17 +38,17 @@ from moe_comm.train.data.tokenizer import (
 )
 
 WORKER_BYTES = 16 << 20
-"""Text for which one more process pays for its start."""
+"""Bytes of text per worker process. For less, the start of a process does not pay off."""
 BPE_BYTES = 64 << 20
-"""Text that a BPE is trained from, in equal shares from the start of each source."""
+"""Bytes of text for training a BPE, in equal shares from the start of each source."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the source's name, bytes of text done, and bytes of its files (compressed ones hold more text)."""
+"""Called with the name of the source, the bytes of text done, and the bytes of its files (which may be compressed)."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What a worker sends back: tokens, the places behind each document's end, bytes of text."""
+    """The result of a worker: tokens, the position after the end of each document, bytes of text."""
 
     tokens_T: npt.NDArray[np.uint32]
     ends: npt.NDArray[np.int64]
@@ -57,15 +56,16 @@ class _Chunk:
 
 
 def prepare_all(
-    settings: CorpusSettings, progress: Progress | None = None, scanned: Callable[[Source], None] | None = None
+    settings: CorpusSettings, progress: Progress | None = None, scanned: Callable[[ScannedSource], None] | None = None
 ) -> list[Path]:
-    """Prepare every source of ``settings``; the folders in their order. One process of a host calls it.
+    """Prepare every source of ``settings``, and return their folders. One process per host calls it.
 
     Args:
-        scanned: takes each source when its files have been found.
+        progress: called during tokenisation.
+        scanned: called with each source after its files were found.
 
     Raises:
-        ConfigError: a source or the tokenizer cannot be used, or the cache not be written.
+        ConfigError: a source or the tokenizer cannot be used, or the cache cannot be written.
         MissingDependency: a package for this kind of file or tokenizer is not installed.
     """
     cache = Path(settings.cache).expanduser()
@@ -81,10 +81,10 @@ def prepare_all(
 def prepare(
     spec: SourceSpec, tokenizer: Tokenizer, cache: str | Path, workers: int = 0, progress: Progress | None = None
 ) -> Path:
-    """Tokenise one source into ``cache``, or find it there; the folder for ``open_tokens``.
+    """Tokenise one source into ``cache``, if it is not there. Returns the folder for ``open_tokens``.
 
     Args:
-        workers: processes; 0: by the amount of text and the cores of this machine. The result does not depend on it.
+        workers: number of processes; 0: depends on the amount of text and the cores. The result does not depend on it.
 
     Raises:
         ConfigError: the source cannot be read or has no text, or the cache cannot be written.
@@ -93,8 +93,8 @@ def prepare(
     return prepare_source(scan(spec), tokenizer, Path(cache).expanduser(), workers, progress)
 
 
-def make_tokenizer(settings: CorpusSettings, sources: Sequence[Source]) -> Tokenizer:
-    """The tokenizer that ``settings`` names; a trained one comes from the cache where the text is the same.
+def make_tokenizer(settings: CorpusSettings, sources: Sequence[ScannedSource]) -> Tokenizer:
+    """Return the tokenizer of ``settings``. A trained one is cached.
 
     Raises:
         ConfigError: its file cannot be used.
@@ -108,17 +108,19 @@ def make_tokenizer(settings: CorpusSettings, sources: Sequence[Source]) -> Token
     folder = Path(settings.cache).expanduser() / f"bpe{settings.vocab_size}-{key}"
     if not (folder / "tokenizer.json").is_file():
         share = BPE_BYTES // len(sources)
-        texts = itertools.chain.from_iterable(_opening(source, share) for source in sources)
+        texts = itertools.chain.from_iterable(_first_texts(source, share) for source in sources)
         with fresh_folder(folder) as fresh:
             train_bpe(texts, settings.vocab_size).save(fresh)
     return load_tokenizer(folder)
 
 
-def prepare_source(source: Source, tokenizer: Tokenizer, cache: Path, workers: int, progress: Progress | None) -> Path:
-    """``prepare`` for a source that was scanned."""
+def prepare_source(
+    source: ScannedSource, tokenizer: Tokenizer, cache: Path, workers: int, progress: Progress | None
+) -> Path:
+    """Tokenise a scanned source into ``cache``; see ``prepare``."""
     name = source.spec.name
-    key = _key(["tokens", VERSION, PIECE, tokenizer.digest, source.digest])
-    folder = cache / f"{_slug(name)}-{key}"
+    key = _key(["tokens", VERSION, PART_CHARS, tokenizer.digest, source.digest])
+    folder = cache / f"{_folder_name(name)}-{key}"
     if (folder / META).is_file():
         return folder
     with fresh_folder(folder) as fresh:
@@ -131,7 +133,7 @@ def prepare_source(source: Source, tokenizer: Tokenizer, cache: Path, workers: i
                 if progress is not None:
                     progress(name, text_bytes, source.size)
             if not text_bytes:
-                raise ConfigError(f"data source {name!r}: {source.spec.path!r} holds no text")
+                raise ConfigError(f"data source {name!r}: {source.spec.path!r} contains no text")
             tokenizer.save(fresh / "tokenizer")
             writer.finish(
                 {
@@ -147,47 +149,47 @@ def prepare_source(source: Source, tokenizer: Tokenizer, cache: Path, workers: i
     return folder
 
 
-def _opening(source: Source, limit: int) -> Iterator[str]:
-    """The texts of ``source`` from its start, about ``limit`` bytes of them."""
+def _first_texts(source: ScannedSource, limit: int) -> Iterator[str]:
+    """Yield the first texts of ``source``, about ``limit`` bytes."""
     done = 0
-    for piece in source.pieces():
+    for part in source.parts():
         if done >= limit:
             return
-        done += len(piece.text.encode())
-        yield piece.text
+        done += len(part.text.encode())
+        yield part.text
 
 
-def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Neighbouring pieces, together at least ``PIECE`` characters."""
-    chunk: list[Piece] = []
+def _parts_of_size(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
+    """Yield lists of consecutive parts with together at least ``PART_CHARS`` characters."""
+    chunk: list[TextPart] = []
     size = 0
-    for piece in pieces:
-        chunk.append(piece)
-        size += len(piece.text)
-        if size >= PIECE:
+    for part in parts:
+        chunk.append(part)
+        size += len(part.text)
+        if size >= PART_CHARS:
             yield chunk
             chunk, size = [], 0
     if chunk:
         yield chunk
 
 
-def _tokenised(source: Source, tokenizer: Tokenizer, workers: int) -> Iterator[_Chunk]:
-    chunks = _chunks(source.pieces())
+def _tokenised(source: ScannedSource, tokenizer: Tokenizer, workers: int) -> Iterator[_Chunk]:
+    chunks = _parts_of_size(source.parts())
     if workers == 1:
         for chunk in chunks:
             yield _tokenise(tokenizer, chunk)
         return
-    # Not fork: the caller may be a rank with communication threads. The feed is bounded, so memory stays so too.
+    # Not fork: the caller may be a rank with communication threads. The queue is bounded, and so is the memory.
     context = multiprocessing.get_context("spawn")
-    waiting: deque[Future[_Chunk]] = deque()
+    pending: deque[Future[_Chunk]] = deque()
     pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,))
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_work, chunk))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(pool.submit(_work, chunk))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise MoeCommError(
             f"a process that tokenised {source.spec.name!r} died; see above for why (out of memory, or a script "
@@ -202,38 +204,38 @@ _worker_tokenizer: Tokenizer
 
 def _start_worker(tokenizer: Tokenizer) -> None:
     global _worker_tokenizer
-    # The library's own threads would compete with the other workers.
+    # The threads of the library would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_tokenizer = tokenizer
 
 
-def _work(chunk: list[Piece]) -> _Chunk:
+def _work(chunk: list[TextPart]) -> _Chunk:
     return _tokenise(_worker_tokenizer, chunk)
 
 
-def _tokenise(tokenizer: Tokenizer, chunk: list[Piece]) -> _Chunk:
+def _tokenise(tokenizer: Tokenizer, chunk: list[TextPart]) -> _Chunk:
     end = np.array([tokenizer.end_of_text], np.uint32)
     parts: list[npt.NDArray[np.uint32]] = []
     ends: list[int] = []
     length = 0
-    for piece, ids in zip(chunk, encode_arrays(tokenizer, [piece.text for piece in chunk]), strict=True):
+    for part, ids in zip(chunk, encode_arrays(tokenizer, [part.text for part in chunk]), strict=True):
         parts.append(ids)
         length += len(ids)
-        if piece.ends:
+        if part.ends_document:
             parts.append(end)
             length += 1
             ends.append(length)
-    text_bytes = sum(len(piece.text.encode()) for piece in chunk)
+    text_bytes = sum(len(part.text.encode()) for part in chunk)
     return _Chunk(np.concatenate(parts), np.array(ends, np.int64), text_bytes)
 
 
-def _workers(wanted: int, source: Source, tokenizer: Tokenizer) -> int:
+def _workers(requested: int, source: ScannedSource, tokenizer: Tokenizer) -> int:
     if multiprocessing.current_process().daemon:
-        return 1  # Python lets such a process have no children
-    if wanted:
-        return wanted
+        return 1  # a daemon process cannot have children
+    if requested:
+        return requested
     if isinstance(tokenizer, ByteTokenizer):
-        return 1  # sending the text to another process costs more than the work
+        return 1  # sending the text to another process costs more than tokenising it
     return max(1, min(len(os.sched_getaffinity(0)), source.size // WORKER_BYTES))
 
 
@@ -241,7 +243,7 @@ def _key(content: object) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
-def _slug(name: str) -> str:
-    """The last part of ``name``, in characters that any file system takes."""
+def _folder_name(name: str) -> str:
+    """Return the last component of ``name``, in characters that are valid in any file system."""
     stem = Path(name).name if not re.search(r"[*?\[]", name) else name
     return re.sub(r"[^\w.-]+", "_", stem).strip("._")[:40] or "data"

@@ -1,4 +1,4 @@
-"""What a prepared folder holds, for the command line and for people."""
+"""Description of a prepared folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_comm.train.data.tokenfile import open_tokens
 
 @dataclass(frozen=True)
 class Description:
-    """Counts of a prepared folder. unigram_entropy: nats per token. Every checksum was right."""
+    """Counts of a prepared folder whose checksums match. ``unigram_entropy`` is in nats per token."""
 
     path: str
     tokens: int
@@ -27,11 +27,11 @@ class Description:
     digest: str
 
     def lines(self) -> list[tuple[str, str]]:
-        """(name, value) for a table."""
+        """Return (name, value) pairs for a table."""
         return [
             ("tokens", f"{self.tokens:,} ({self.dtype})"),
             ("documents", f"{self.documents:,}, the longest {self.longest_document:,} tokens"),
-            ("text", f"{self.text_bytes:,} bytes, {self.bytes_per_token:.3f} a token"),
+            ("text", f"{self.text_bytes:,} bytes, {self.bytes_per_token:.3f} per token"),
             ("vocabulary", f"{self.used_ids:,} of {self.vocab_size:,} ids occur (tokenizer {self.tokenizer})"),
             ("unigram entropy", f"{self.unigram_entropy:.4f} nats/token"),
             ("folder", self.path),
@@ -39,10 +39,11 @@ class Description:
 
 
 def describe(path: str | Path) -> Description:
-    """Check every byte of the prepared folder ``path`` and count what is in it.
+    """Verify all checksums of the prepared folder ``path`` and count its content.
 
     Raises:
-        ConfigError: not a prepared folder. CorruptFile: a file is truncated or altered.
+        ConfigError: it is not a prepared folder.
+        CorruptFile: a file is truncated or altered.
     """
     file = open_tokens(path, "all")
     sizes = file.offsets[1:] - file.offsets[:-1]

@@ -1,4 +1,4 @@
-"""What a corpus is made of and how it becomes batches: plain settings, checked where they are made."""
+"""Settings of a corpus: its sources, and how they become batches."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ DocumentMode = Literal["joined", "separate"]
 Verify = Literal["all", "touched"]
 
 
-def _one_of(what: str, given: str, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise ConfigError(f"{what} must be one of {', '.join(known)}; got {given!r}")
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
 @dataclass(frozen=True)
 class SourceSpec:
     """One source of documents.
 
-    path: "pydoc" (the language reference inside every Python, a document per topic), "stdlib" (the source text of
-        this Python's standard library, a document per file), a file, a folder, or a glob pattern ("**" recurses).
-        Of a folder or pattern, files that are not UTF-8 are left out, and counted.
-    name: in messages and in the sampler's state; empty: the path.
-    weight: this source's share of the sequences of training, relative to the other sources.
-    format: "auto" goes by each file's suffix: .jsonl and .ndjson, .parquet, and anything else is one text document.
-    field: JSONL key or Parquet column that holds the text.
+    Args:
+        path: "pydoc" (the language reference of Python, one document per topic), "stdlib" (the source of this Python's
+            standard library, one document per file), a file, a folder, or a glob pattern ("**" recurses). In folders
+            and patterns, files that are not UTF-8 are skipped and counted.
+        name: name in messages and in the sampler's state; default: the path.
+        weight: share of this source in the training sequences, relative to the other sources.
+        format: "auto" uses the suffix of each file: .jsonl and .ndjson, .parquet; other files are text documents.
+        field: JSONL key or Parquet column of the text.
 
     Raises:
-        ConfigError: an empty path or field, an unknown format, or a weight that is not a positive number.
+        ConfigError: the path or field is empty, the format is unknown, or the weight is not a positive number.
     """
 
     path: str
@@ -48,34 +49,36 @@ class SourceSpec:
             object.__setattr__(self, "name", self.path)
         _one_of(f"format of data source {self.name!r}", self.format, get_args(Format))
         if not self.field:
-            raise ConfigError(f"data source {self.name!r}: field names the text in JSONL and Parquet; got an empty one")
+            raise ConfigError(f"data source {self.name!r}: field must name the text in JSONL and Parquet; got ''")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ConfigError(f"data source {self.name!r}: weight must be positive and finite; got {self.weight}")
 
 
 @dataclass(frozen=True)
 class CorpusSettings:
-    """Everything that decides which tokens a step sees, and where the prepared files are.
+    """All settings that decide which tokens a step uses, and the location of the prepared files.
 
-    sources: at least one; their names differ.
-    tokenizer: "bytes" (256 bytes and an end of text), "bpe" (trained from the sources, ``vocab_size`` entries), or the
-        path of a Hugging Face ``tokenizer.json`` or of the folder that holds it.
-    vocab_size: of a trained BPE; less where the text is too small for so many merges.
-    end_of_text: name of the token that ends a document in a tokenizer file; None: what the folder's
-        ``tokenizer_config.json`` calls ``eos_token``, else the first well-known name in the vocabulary.
-    cache: folder of prepared token files, shared by all ranks of a host.
-    workers: processes that tokenise; 0: by the amount of text and the cores of this machine.
-    seq_len: tokens of one sequence. batch: sequences of one step, over all ranks.
-    validation: fraction of each source's tokens, at its end, that training never sees; 0 for none.
-    packing: "contiguous" cuts the stream of documents every ``seq_len`` tokens; "best_fit" fills each sequence with
-        whole documents and cuts only those longer than it (Ding et al., arXiv 2404.10830), the rest is padding;
-        "random" takes windows at random places.
-    documents: "joined" lets a token see the earlier documents of its sequence; "separate" gives each token its
-        document's number, restarts positions and leaves out targets that belong to the next document.
-    shuffle: another order of the sequences in each epoch; False: the order of the files.
-    verify: "all" checks every byte when a token file is opened; "touched" each block when it is first read, for files
-        too large to read at every start.
-    seed: of the shuffling.
+    Args:
+        sources: at least one, with different names.
+        tokenizer: "bytes" (256 bytes and an end of text), "bpe" (trained from the sources), or the path of a Hugging
+            Face ``tokenizer.json`` or of its folder.
+        vocab_size: entries of a trained BPE. It can be smaller if the text is too short.
+        end_of_text: name of the token that ends a document; None: ``eos_token`` in the folder's
+            ``tokenizer_config.json``, else the first known name in the vocabulary.
+        cache: folder of prepared token files, shared by the ranks of a host.
+        workers: processes that tokenise; 0: depends on the amount of text and the cores of this machine.
+        seq_len: tokens per sequence.
+        batch: sequences per step, over all ranks.
+        validation: fraction of each source's tokens, at its end, that is held out from training.
+        packing: "contiguous" cuts the stream of documents every ``seq_len`` tokens. "best_fit" fills each sequence with
+            whole documents and padding, and only cuts documents longer than it (Ding et al., arXiv 2404.10830).
+            "random" takes windows at random positions.
+        documents: "joined": tokens attend to earlier documents of their sequence. "separate": each token gets its
+            document's number, positions restart, and targets in the next document are ignored.
+        shuffle: order the sequences randomly in each epoch; False: in the order of the files.
+        verify: "all" verifies every byte when a token file is opened. "touched" verifies each block at its first use,
+            for files that are too large to read at every start.
+        seed: seed of the random order.
 
     Raises:
         ConfigError: a setting is out of range or unknown.
@@ -103,14 +106,14 @@ class CorpusSettings:
         if len(set(names)) != len(names):
             raise ConfigError(f"data sources need different names; got {', '.join(names)}")
         if not self.tokenizer:
-            raise ConfigError("data.tokenizer must be bytes, bpe or a path; got an empty one")
+            raise ConfigError("data.tokenizer must be bytes, bpe or a path; got ''")
         if self.tokenizer == "bpe" and self.vocab_size < 257:
             raise ConfigError(f"data.vocab_size must be at least 257 (256 bytes, end of text); got {self.vocab_size}")
         for key, least in (("workers", 0), ("seq_len", 1), ("batch", 1), ("seed", 0)):
             if getattr(self, key) < least:
                 raise ConfigError(f"data.{key} must be at least {least}; got {getattr(self, key)}")
         if not 0 <= self.validation < 1:
-            raise ConfigError(f"data.validation must lie in [0, 1); got {self.validation}")
+            raise ConfigError(f"data.validation must be in [0, 1); got {self.validation}")
         _one_of("data.packing", self.packing, get_args(Packing))
         _one_of("data.documents", self.documents, get_args(DocumentMode))
         _one_of("data.verify", self.verify, get_args(Verify))

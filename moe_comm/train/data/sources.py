@@ -1,8 +1,8 @@
-"""Documents from text, JSONL and Parquet files and from what every Python carries.
+"""Documents from text, JSONL and Parquet files, and from files of every Python installation.
 
-A source is scanned once, for its content's digest, and then read in pieces: a document longer than ``PIECE`` characters
-comes in several, cut at line ends, so that memory does not grow with a file and one large file is work for several
-processes. Pieces depend on the text alone.
+A source is scanned once for the digest of its content. Then it is read in parts: a document longer than ``PART_CHARS``
+characters is split at line ends. So memory does not grow with the size of a file, and several processes can work on one
+file. The parts only depend on the text.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.runtime.untrusted import abridged, open_regular
 from moe_comm.train.data.settings import SourceSpec
 
-PIECE = 1 << 20
+PART_CHARS = 1 << 20
 READ = 1 << 22
 JSONL = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")
 LONGEST_LINE = 1 << 28
-"""Characters of a line of JSON; it is held in memory."""
+"""Maximum length of a JSON line in characters. A line is held in memory."""
 
 
-class Piece(NamedTuple):
-    """Text of a document; ``ends``: the document ends with it."""
+class TextPart(NamedTuple):
+    """Text of a document, or a part of it. ``ends_document`` marks the last part."""
 
     text: str
-    ends: bool
+    ends_document: bool
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read: how ("text", "jsonl", "parquet"), its size and the digest of its bytes."""
+    """A file of a source: format ("text", "jsonl" or "parquet"), size in bytes, and digest of its bytes."""
 
     path: Path
     format: str
@@ -48,23 +48,20 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A scanned source: what it reads, and a digest of everything that its documents depend on.
-
-    skipped: files of a folder or pattern that are not read, each with the reason.
-    """
+class ScannedSource:
+    """A scanned source."""
 
     spec: SourceSpec
     files: tuple[SourceFile, ...]
-    size: int
-    digest: str
-    skipped: tuple[tuple[Path, str], ...] = ()
+    size: int  # bytes of its files
+    digest: str  # digest of everything that its documents depend on
+    skipped: tuple[tuple[Path, str], ...] = ()  # files of a folder or pattern that are not read, with the reason
 
-    def pieces(self) -> Iterator[Piece]:
-        """All documents in order, without the empty ones.
+    def parts(self) -> Iterator[TextPart]:
+        """Yield all non-empty documents in order.
 
         Raises:
-            ConfigError: a line is not JSON, a field is missing or not text; the message names file and line.
+            ConfigError: a line is not JSON, or a field is missing or not text; the message names file and line.
             MissingDependency: Parquet without pyarrow.
         """
         if self.spec.path == "pydoc":
@@ -80,17 +77,17 @@ class Source:
                 yield from _read_text(file.path)
 
 
-def scan(spec: SourceSpec) -> Source:
+def scan(spec: SourceSpec) -> ScannedSource:
     """Find the files of ``spec`` and read them once for their digest.
 
     Raises:
-        ConfigError: nothing is there, a file cannot be read, or one named by itself is not UTF-8.
-        MissingDependency: a Parquet file, and pyarrow is not installed.
+        ConfigError: there are no files, a file cannot be read, or a single file is not UTF-8.
+        MissingDependency: there is a Parquet file, and pyarrow is not installed.
     """
     if spec.path == "pydoc":
         topics = _pydoc()
         digest = hashlib.blake2b("\0".join(topics).encode(), digest_size=16).hexdigest()
-        return Source(spec, (), sum(len(topic.encode()) for topic in topics), digest)
+        return ScannedSource(spec, (), sum(len(topic.encode()) for topic in topics), digest)
     paths, hidden, alone = _find(spec)
     files, skipped = [], [(path, "hidden") for path in hidden]
     for path in paths:
@@ -101,30 +98,33 @@ def scan(spec: SourceSpec) -> Source:
             files.append(file)
     if not files:
         raise ConfigError(f"data source {spec.name!r}: {spec.path!r} has no file of UTF-8 text")
-    # Names and places are left out: moved files are the same data.
+    # The digest does not depend on names and folders: moved files are the same data.
     content = [[file.format, file.digest, "" if file.format == "text" else spec.field] for file in files]
     digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
-    return Source(spec, tuple(files), sum(file.size for file in files), digest, tuple(skipped))
+    return ScannedSource(spec, tuple(files), sum(file.size for file in files), digest, tuple(skipped))
 
 
-def cut(text: str) -> Iterator[Piece]:
-    """``text`` in pieces of about ``PIECE`` characters, cut after line ends where there are any."""
+def cut(text: str) -> Iterator[TextPart]:
+    """Yield ``text`` in parts of about ``PART_CHARS`` characters, split after line ends where possible."""
     start = 0
-    while len(text) - start > PIECE:
-        newline = text.find("\n", start + PIECE - 1, start + 2 * PIECE)
-        stop = newline + 1 if newline >= 0 else min(start + 2 * PIECE, len(text))
+    while len(text) - start > PART_CHARS:
+        newline = text.find("\n", start + PART_CHARS - 1, start + 2 * PART_CHARS)
+        stop = newline + 1 if newline >= 0 else min(start + 2 * PART_CHARS, len(text))
         if stop == len(text):
             break
-        yield Piece(text[start:stop], False)
+        yield TextPart(text[start:stop], False)
         start = stop
     if start < len(text):
-        yield Piece(text[start:], True)
+        yield TextPart(text[start:], True)
 
 
 def _pydoc() -> list[str]:
-    """The topics of the language reference. Many paragraphs occur in several topics; only the first is kept, so that
-    validation text was not seen in training."""
-    # 700 kB of text, of use to this source alone.
+    """Return the topics of the language reference.
+
+    Many paragraphs occur in several topics. Only the first one is used, so that validation text is not in the training
+    text.
+    """
+    # Imported here: 700 kB of text that only this source needs.
     from pydoc_data.topics import topics
 
     seen: set[str] = set()
@@ -138,20 +138,20 @@ def _pydoc() -> list[str]:
 
 
 def _stdlib() -> list[Path]:
-    """The standard library's modules, without installed packages and without what describes this machine's build."""
+    """Return the files of the standard library, without installed packages and files of this machine's build."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = [path.relative_to(root) for path in root.rglob("*.py")]
-    own = [
+    paths = [path.relative_to(root) for path in root.rglob("*.py")]
+    modules = [
         path
-        for path in found
+        for path in paths
         if not {"site-packages", "dist-packages", "__pycache__"} & set(path.parts)
         and not path.parts[0].startswith(("config-", "_sysconfigdata"))
     ]
-    return [root / path for path in sorted(own, key=lambda path: path.as_posix())]
+    return [root / path for path in sorted(modules, key=lambda path: path.as_posix())]
 
 
 def _find(spec: SourceSpec) -> tuple[list[Path], list[Path], bool]:
-    """The files of ``spec`` in order, the hidden ones that are left out, and whether it names just that one."""
+    """Return the files of ``spec`` in order, the skipped hidden files, and whether ``spec`` names a single file."""
     if spec.path == "stdlib":
         return _stdlib(), [], False
     path = Path(spec.path).expanduser()
@@ -165,11 +165,11 @@ def _find(spec: SourceSpec) -> tuple[list[Path], list[Path], bool]:
         inside = [Path(name) for name in glob.glob(str(path), recursive=True)]
     else:
         raise ConfigError(f"data source {spec.name!r}: cannot read {spec.path!r}: No such file or directory")
-    found = sorted((p for p in inside if p.is_file()), key=lambda p: p.as_posix())
-    paths = [p for p in found if p not in hidden]
+    files = sorted((p for p in inside if p.is_file()), key=lambda p: p.as_posix())
+    paths = [p for p in files if p not in hidden]
     if not paths:
         raise ConfigError(f"data source {spec.name!r}: {spec.path!r} has no files")
-    return paths, [p for p in found if p in hidden], False
+    return paths, [p for p in files if p in hidden], False
 
 
 def _format(path: Path, spec: SourceSpec) -> str:
@@ -180,7 +180,7 @@ def _format(path: Path, spec: SourceSpec) -> str:
 
 
 def _scan_file(path: Path, spec: SourceSpec, alone: bool) -> SourceFile | str:
-    """The file, or the reason why it is skipped."""
+    """Return the file, or the reason why it is skipped."""
     kind = _format(path, spec)
     if kind == "parquet":
         _pyarrow(path)
@@ -204,16 +204,16 @@ def _scan_file(path: Path, spec: SourceSpec, alone: bool) -> SourceFile | str:
     return SourceFile(path, kind, size, checksum.hexdigest())
 
 
-def _read_text(path: Path) -> Iterator[Piece]:
+def _read_text(path: Path) -> Iterator[TextPart]:
     with path.open(encoding="utf-8", newline="") as file:
-        piece = file.read(PIECE) + file.readline(PIECE)
-        while piece:
-            after = file.read(PIECE) + file.readline(PIECE)
-            yield Piece(piece, not after)
-            piece = after
+        part = file.read(PART_CHARS) + file.readline(PART_CHARS)
+        while part:
+            after = file.read(PART_CHARS) + file.readline(PART_CHARS)
+            yield TextPart(part, not after)
+            part = after
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[Piece]:
+def _read_jsonl(path: Path, field: str) -> Iterator[TextPart]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), 1):
             if len(line) > LONGEST_LINE:
@@ -230,19 +230,19 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Piece]:
             yield from cut(_encodable(record[field]))
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[Piece]:
+def _read_parquet(path: Path, field: str) -> Iterator[TextPart]:
     parquet = _pyarrow(path)
     try:
         file = parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow raises its own kinds, none of them public for every fault
-        raise ConfigError(f"{path} is not a Parquet file that can be read: {error}") from error
+    except Exception as error:  # pyarrow also raises errors of non-public types
+        raise ConfigError(f"{path} is not a readable Parquet file: {error}") from error
     with file:
         names = file.schema_arrow.names
         if field not in names:
             raise ConfigError(f"{path} has no column {field!r}; it has {', '.join(names)}")
         kind = str(file.schema_arrow.field(field).type)
         if kind not in ("string", "large_string", "string_view"):
-            raise ConfigError(f"{path}: column {field!r} must hold text; it holds {kind}")
+            raise ConfigError(f"{path}: column {field!r} must have a string type; its type is {kind}")
         batches = file.iter_batches(batch_size=1024, columns=[field])
         while True:
             try:
@@ -268,5 +268,5 @@ def _pyarrow(path: Path) -> Any:
 
 
 def _encodable(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no character and no UTF-8: it becomes a question mark."""
+    """Replace half surrogate pairs, which JSON can contain but UTF-8 cannot, by question marks."""
     return text.encode("utf-8", "replace").decode()

@@ -1,18 +1,19 @@
-"""Prepared token files: a folder with raw tokens to map into memory, checksummed block by block.
+"""Prepared token files: a folder of raw tokens to map into memory, with a checksum per block.
 
     <name>-<key>/
         tokens.bin      ids, uint16 where the vocabulary has at most 65536 entries, else uint32; little-endian
-        offsets.bin     int64 [documents + 1]: document d is tokens[offsets[d]:offsets[d + 1]], its end of text included
-        counts.bin      int64 [vocab_size]: how often each id occurs
-        tokenizer/      what made the tokens, for AutoTokenizer
-        meta.json       counts, and size and checksums of every other file; a checksum of itself; written last
+        offsets.bin     int64 [documents + 1]: document d is tokens[offsets[d]:offsets[d + 1]], with its end of text
+        counts.bin      int64 [vocab_size]: number of occurrences of each id
+        tokenizer/      the tokenizer, for AutoTokenizer
+        meta.json       counts, size and checksums of all other files, and its own checksum; written last
 
-The folder is made under another name, synced and renamed: it is whole or not there.
+The folder is written under a temporary name, synced and renamed, so it is either complete or absent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,39 +38,39 @@ VERSION = 1
 BLOCK = 1 << 20
 META = "meta.json"
 META_BYTES = 1 << 28
-"""meta.json is never longer: the checksum of a block takes some 40 bytes of it."""
-MOST_IDS = 1 << 28
-"""Entries of a vocabulary, which are counted in memory."""
+"""Maximum size of meta.json. The checksum of a block takes about 40 bytes."""
+MAX_VOCAB_SIZE = 1 << 28
+"""Maximum size of a vocabulary. Its entries are counted in memory."""
 _NAME = re.compile(r"(tokenizer/)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _SUM = re.compile(r"[0-9a-f]{32}")
 Ints = npt.NDArray[np.int64]
 
 
 def block_sum(data: bytes | memoryview) -> str:
-    """Checksum of one block: blake2b, 16 bytes."""
+    """Return the checksum of a block: blake2b, 16 bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of the two kinds of ids that holds ``vocab_size`` of them."""
+    """Return uint16, or uint32 if ``vocab_size`` needs it."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 @contextlib.contextmanager
 def fresh_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder that becomes ``final`` when the block ends well, and goes away when it does not.
+    """Yield a temporary folder that becomes ``final`` if the block ends without an error, and is removed otherwise.
 
-    Where another process made ``final`` meanwhile, that one stays. What killed processes of this host left behind for
-    the same name is removed.
+    If another process has created ``final`` in the meantime, that folder is used. Temporary folders of killed processes
+    of this host are removed.
 
     Raises:
-        ConfigError: the parent cannot be written to, or the block ended in an ``OSError``.
+        ConfigError: the parent cannot be written, or the block raised an ``OSError``.
     """
     prefix = f".partial-{final.name}-{socket.gethostname()}-"
     folder = final.parent / f"{prefix}{os.getpid()}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        for old in final.parent.glob(glob_escape(prefix) + "*"):
+        for old in final.parent.glob(glob.escape(prefix) + "*"):
             if not _alive(old.name.removeprefix(prefix)) or old == folder:
                 shutil.rmtree(old, ignore_errors=True)
         folder.mkdir()
@@ -84,14 +86,10 @@ def fresh_folder(final: Path) -> Iterator[Path]:
             if not final.is_dir():
                 raise
         _sync(final.parent)
-    except OSError as error:  # a full disk, say, or a source that went away
-        raise ConfigError(f"data.cache: cannot make {str(final)!r}: {error}") from error
+    except OSError as error:  # for example a full disk, or a removed source
+        raise ConfigError(f"data.cache: cannot create {str(final)!r}: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def glob_escape(text: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
 
 
 def _alive(pid: str) -> bool:
@@ -99,8 +97,8 @@ def _alive(pid: str) -> bool:
         os.kill(int(pid), 0)
     except (ProcessLookupError, ValueError):
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # a process of another user
+        pass
     return True
 
 
@@ -113,11 +111,7 @@ def _sync(path: Path) -> None:
 
 
 class TokenWriter:
-    """Writes tokens, offsets and metadata into ``folder`` as they come.
-
-    Args:
-        vocab_size: ids are below it.
-    """
+    """Writes tokens, offsets and metadata into ``folder``. Ids must be below ``vocab_size``."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder = folder
@@ -128,14 +122,14 @@ class TokenWriter:
         self._file: BinaryIO = (folder / "tokens.bin").open("wb")
 
     def append(self, tokens_T: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
-        """Add tokens; ``ends``: places behind the last tokens of documents, counted from the first of ``tokens_T``."""
+        """Append tokens. ``ends`` are the positions after the last token of each document, relative to ``tokens_T``."""
         self._file.write(tokens_T.astype(self.dtype, copy=False).tobytes())
         self._offsets.append(ends.astype(np.int64) + self.tokens)
         self.counts_V += np.bincount(tokens_T, minlength=len(self.counts_V))
         self.tokens += len(tokens_T)
 
     def finish(self, facts: dict[str, object]) -> None:
-        """Close the files and write the metadata, ``facts`` in it. The tokenizer's folder must be there by now."""
+        """Close the files and write the metadata with ``facts``. The tokenizer's folder must exist."""
         self._file.close()
         offsets = np.concatenate(self._offsets)
         (self.folder / "offsets.bin").write_bytes(offsets.astype("<i8").tobytes())
@@ -167,9 +161,10 @@ class TokenFile:
     """An open token folder. Arrays are mapped, not read.
 
     Attributes:
-        tokens: [tokens] uint16 or uint32. offsets: [documents + 1] int64. counts_V: [vocab_size] int64.
-        meta: the metadata.
-        digest: of the tokens, their documents and the tokenizer; equal digests are equal data.
+        tokens: [tokens] uint16 or uint32.
+        offsets: [documents + 1] int64.
+        counts_V: [vocab_size] int64.
+        digest: digest of the tokens, their documents and the tokenizer.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any], verify: Verify) -> None:
@@ -183,7 +178,7 @@ class TokenFile:
         self._check([name for name in meta["files"] if name != "tokens.bin"])
         if verify == "all":
             self._check(["tokens.bin"])
-        # An empty file cannot be mapped, and one of tokens is none: facts have been checked.
+        # An empty file cannot be mapped. The metadata was checked, so no file is empty.
         self.tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r")
         self.offsets: Ints = np.memmap(path / "offsets.bin", np.dtype("<i8"), "r")
         self.counts_V: Ints = np.fromfile(path / "counts.bin", np.dtype("<i8"))
@@ -194,11 +189,10 @@ class TokenFile:
         return int(self.meta["tokens"])
 
     def read(self, start: int, stop: int) -> Ints:
-        """Tokens [start, stop) as int64.
+        """Return tokens [start, stop) as int64.
 
         Raises:
-            CorruptFile: a block of theirs that was not checked before does not match its checksum, or one of them is
-                no id of the vocabulary.
+            CorruptFile: a block that is read for the first time does not match its checksum, or an id is out of range.
         """
         if self._unchecked is not None and stop > start:
             width = self.tokens.itemsize
@@ -206,19 +200,19 @@ class TokenFile:
                 if self._unchecked[block]:
                     self._check_block(block)
                     self._unchecked[block] = False
-        found = self.tokens[start:stop].astype(np.int64)
-        if found.size and found.max() >= self.vocab_size:
+        ids = self.tokens[start:stop].astype(np.int64)
+        if ids.size and ids.max() >= self.vocab_size:
             path = self.path / "tokens.bin"
-            raise CorruptFile(f"{path} holds id {found.max()} of a vocabulary of {self.vocab_size}; {_REMEDY}")
-        return found
+            raise CorruptFile(f"{path} contains id {ids.max()} of a vocabulary of {self.vocab_size}; {_REMEDY}")
+        return ids
 
     @property
     def tokenizer(self) -> Path:
-        """The folder of the tokenizer that made the tokens."""
+        """The folder of the tokenizer."""
         return self.path / "tokenizer"
 
     def _check_block(self, block: int) -> None:
-        if _sum_at(self.path / "tokens.bin")(block) != self.meta["files"]["tokens.bin"]["blocks"][block]:
+        if _read_block_sum(self.path / "tokens.bin", block) != self.meta["files"]["tokens.bin"]["blocks"][block]:
             raise _corrupt(self.path / "tokens.bin", block)
 
     def _check_sizes(self) -> None:
@@ -231,8 +225,7 @@ class TokenFile:
                 raise CorruptFile(f"{self.path / name} has {size} bytes instead of {entry['bytes']}; {_REMEDY}")
 
     def _check_documents(self) -> None:
-        """Documents follow each other from the first token to the last, and ids are counted as often as there are
-        tokens."""
+        """Check that offsets increase from 0 to the number of tokens, and that the counts sum to it."""
         rises = bool((self.offsets[1:] >= self.offsets[:-1]).all())
         if not rises or self.offsets[0] != 0 or self.offsets[-1] != len(self):
             raise CorruptFile(f"{self.path / 'offsets.bin'} does not cut {len(self)} tokens into documents; {_REMEDY}")
@@ -240,23 +233,23 @@ class TokenFile:
             raise CorruptFile(f"{self.path / 'counts.bin'} does not count {len(self)} tokens; {_REMEDY}")
 
     def _check(self, names: list[str]) -> None:
-        # hashlib lets other threads run while it works on a large block.
+        # hashlib releases the interpreter's lock for large blocks.
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             for name in names:
                 sums = self.meta["files"][name]["blocks"]
-                for block, found in enumerate(pool.map(_sum_at(self.path / name), range(len(sums)))):
+                for block, found in enumerate(pool.map(partial(_read_block_sum, self.path / name), range(len(sums)))):
                     if found != sums[block]:
                         raise _corrupt(self.path / name, block)
 
 
 def open_tokens(path: str | Path, verify: Verify = "all") -> TokenFile:
-    """Open a folder that ``prepare`` made.
+    """Open a folder that ``prepare`` returned.
 
     Args:
-        verify: "all" checks every byte now; "touched" the tokens of a block when it is first read, the rest now.
+        verify: "all" verifies every byte now. "touched" verifies a block of tokens when it is first read.
 
     Raises:
-        ConfigError: not such a folder, or of another version.
+        ConfigError: it is not such a folder, or has another version.
         CorruptFile: a file is missing, truncated or altered; the message names it.
     """
     path = Path(path)
@@ -264,12 +257,12 @@ def open_tokens(path: str | Path, verify: Verify = "all") -> TokenFile:
     try:
         text = read_bounded(file, META_BYTES)
     except OSError as error:
-        raise ConfigError(f"{path} is not a folder of prepared tokens: cannot read {file}: {error.strerror}") from error
+        raise ConfigError(f"{path} is not a prepared folder: cannot read {file}: {error.strerror}") from error
     try:
         meta = parse_object(text)
         if meta["format"] == FORMAT and meta["version"] != VERSION:
-            given = shown(meta["version"])
-            raise ConfigError(f"{path} has version {given}, this moe_comm reads {VERSION}; prepare it again")
+            version = shown(meta["version"])
+            raise ConfigError(f"{path} has version {version}; this moe_comm reads {VERSION}; prepare it again")
         if meta["format"] != FORMAT or meta["checksum"] != _meta_sum(meta):
             raise CorruptFile(f"{file} does not match its checksum; {_REMEDY}")
         _check_meta(meta)
@@ -293,42 +286,37 @@ def _meta_sum(meta: dict[str, Any]) -> str:
 
 
 def _check_meta(meta: dict[str, Any]) -> None:
-    """The facts agree with each other; whoever wrote the file could give any of them a right checksum.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: they do not.
-    """
+    """Check that the metadata is consistent: the checksum alone is no protection against made-up values."""
     facts = {key: meta[key] for key in ("vocab_size", "tokens", "documents", "text_bytes", "end_of_text")}
     for key, value in facts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (key != "end_of_text"):
             raise ValueError(f"{key} is {shown(value)}")
-    if facts["vocab_size"] > MOST_IDS or facts["end_of_text"] >= facts["vocab_size"] or meta["block_bytes"] != BLOCK:
+    if (
+        facts["vocab_size"] > MAX_VOCAB_SIZE
+        or facts["end_of_text"] >= facts["vocab_size"]
+        or meta["block_bytes"] != BLOCK
+    ):
         raise ValueError("vocab_size, end_of_text or block_bytes out of range")
     dtype = token_dtype(facts["vocab_size"])
     if meta["dtype"] != dtype.name or not isinstance(meta["tokenizer"], str):
         raise ValueError(f"dtype or tokenizer is {shown((meta['dtype'], meta['tokenizer']))}")
     files: dict[str, Any] = meta["files"]
     for name, entry in files.items():
-        # A name with a slash or dots would lead out of the folder.
+        # Names with slashes or dots could refer to files outside of the folder.
         if not _NAME.fullmatch(name) or not isinstance(entry["bytes"], int) or not isinstance(entry["blocks"], list):
             raise ValueError(f"file {shown(name)}")
         if len(entry["blocks"]) != -(-entry["bytes"] // BLOCK):
             raise ValueError(f"{len(entry['blocks'])} checksums for {name} of {shown(entry['bytes'])} bytes")
         if not all(isinstance(one, str) and _SUM.fullmatch(one) for one in entry["blocks"]):
-            raise ValueError(f"a checksum of {name} is none")
+            raise ValueError(f"a checksum of {name} has another format")
     lengths = {"tokens": facts["tokens"] * dtype.itemsize, "offsets": 8 * (facts["documents"] + 1)}
     for name, length in (lengths | {"counts": 8 * facts["vocab_size"]}).items():
         if files[f"{name}.bin"]["bytes"] != length:
-            raise ValueError(f"{name}.bin has {files[f'{name}.bin']['bytes']} bytes, and should have {length}")
+            raise ValueError(f"{name}.bin has {files[f'{name}.bin']['bytes']} bytes; expected {length}")
 
 
-class _sum_at:
-    """Checksum of block ``n`` of a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self, block: int) -> str:
-        with os.fdopen(open_regular(self._path), "rb") as file:
-            file.seek(block * BLOCK)
-            return block_sum(file.read(BLOCK))
+def _read_block_sum(path: Path, block: int) -> str:
+    """Return the checksum of block number ``block`` of a file."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        file.seek(block * BLOCK)
+        return block_sum(file.read(BLOCK))

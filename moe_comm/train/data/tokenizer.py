@@ -1,7 +1,7 @@
 """Tokenizers: bytes, a Hugging Face ``tokenizers`` file, or a BPE trained from the data.
 
-All save a folder that ``transformers.AutoTokenizer`` loads. Text never produces the end-of-text token: where its name
-is spelled out in a document it is tokenised like any other text, so that only real ends of documents end one.
+Each saves a folder that ``transformers.AutoTokenizer`` loads. The end-of-text token only marks the end of a document.
+If its name occurs in a text, the name is tokenised like other text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from moe_comm.deprecated import renamed_fields
 from moe_comm.errors import ConfigError, MissingDependency
 
 VOCAB_BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
-KNOWN_ENDS = (
+END_TOKENS = (
     END_OF_TEXT,
     "<|end_of_text|>",
     "</s>",
@@ -29,32 +30,53 @@ KNOWN_ENDS = (
     "<|im_end|>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files of a model's folder that belong to its tokenizer and are kept with it."""
+EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Other files of a tokenizer in a model's folder. They are saved with the tokenizer."""
 
 
 class Tokenizer(Protocol):
-    """Text to ids below ``vocab_size`` and back.
+    """Maps text to ids below ``vocab_size`` and back.
 
-    end_of_text, end_name: id and name of the token that ends a document. digest: names the mapping; tokenizers of
-    equal digests encode alike.
+    Attributes:
+        end_of_text, end_name: id and name of the token that ends a document.
+        digest: id of the mapping; tokenizers with equal digests encode equally.
     """
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
     @property
-    def end_of_text(self) -> int: ...
+    def end_of_text(self) -> int:
+        """Id of the end-of-text token."""
+        ...
+
     @property
-    def end_name(self) -> str: ...
+    def end_name(self) -> str:
+        """Text of the end-of-text token."""
+        ...
+
     @property
-    def digest(self) -> str: ...
-    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def save(self, folder: Path) -> None: ...
+    def digest(self) -> str:
+        """Digest of everything that determines the ids."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without special tokens."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, without special tokens."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer to ``folder``, in the format of Hugging Face."""
+        ...
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of text."""
+    """Tokenizer whose ids 0 to 255 are the bytes of the UTF-8 text. 256 is the end of text."""
 
     vocab_size = VOCAB_BYTES + 1
     end_of_text = VOCAB_BYTES
@@ -62,20 +84,21 @@ class ByteTokenizer:
     digest = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without special tokens."""
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are no UTF-8 become U+FFFD; ends of text are left out."""
+        """Return the text. Invalid UTF-8 becomes U+FFFD; ends of text are left out."""
         return bytes(i for i in ids if i < VOCAB_BYTES).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write it as a BPE without merges.
+        """Save it as a BPE without merges.
 
         Raises:
             MissingDependency: the tokenizers library is not installed.
         """
         library = _library()
-        # The tokenizers library writes each byte as one printable character; this is its alphabet, by byte.
+        # The alphabet of the tokenizers library: one printable character per byte.
         printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         rest = [byte for byte in range(VOCAB_BYTES) if byte not in printable]
         letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(rest)}
@@ -87,77 +110,89 @@ class ByteTokenizer:
         _save(folder, backend.to_str(pretty=False), END_OF_TEXT, {})
 
 
+@renamed_fields(beside="extra_files")
 class FileTokenizer:
     """A tokenizer of the Hugging Face ``tokenizers`` library.
 
     Args:
         text: the content of a ``tokenizer.json``.
-        end_of_text: name of the token that ends a document; None: the first of ``KNOWN_ENDS`` in the vocabulary.
-        beside: other files saved with it, by name.
+        end_of_text: name of the token that ends a document; None: the first of ``END_TOKENS`` in the vocabulary.
+        extra_files: other files to save with the tokenizer, by name.
 
     Raises:
-        ConfigError: not a tokenizer, or no such token.
+        ConfigError: ``text`` is not a tokenizer, or it has no such token.
         MissingDependency: the tokenizers library is not installed.
     """
 
-    def __init__(self, text: str, end_of_text: str | None = None, beside: dict[str, bytes] | None = None) -> None:
+    def __init__(self, text: str, end_of_text: str | None = None, extra_files: dict[str, bytes] | None = None) -> None:
         library = _library()
         try:
             self._backend = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"data.tokenizer is not a tokenizer.json that can be read: {error}") from error
+            raise ConfigError(f"data.tokenizer is not a readable tokenizer.json: {error}") from error
         self.text = text
-        self.beside = beside or {}
+        self.extra_files = extra_files or {}
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
-        names = (end_of_text,) if end_of_text is not None else KNOWN_ENDS
-        found = [name for name in names if self._backend.token_to_id(name) is not None]
-        if not found:
+        names = (end_of_text,) if end_of_text is not None else END_TOKENS
+        end_names = [name for name in names if self._backend.token_to_id(name) is not None]
+        if not end_names:
             raise ConfigError(
                 f"data.tokenizer has no token {' or '.join(names)} to end a document; "
-                "set data.end_of_text to the name of one it has"
+                "set data.end_of_text to the name of a token of its vocabulary"
             )
-        self.end_name = found[0]
+        self.end_name = end_names[0]
         self.end_of_text: int = self._backend.token_to_id(self.end_name)
-        # Ids may leave gaps, so the number of entries can be less than the largest id + 1.
+        # Ids may have gaps, so this can exceed the number of entries.
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         content = json.dumps([text, self.end_name]).encode()
         self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.text, self.end_name, self.beside)
+        return type(self), (self.text, self.end_name, self.extra_files)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without special tokens."""
         return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, without special tokens."""
         decoded: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return decoded
 
     def save(self, folder: Path) -> None:
-        _save(folder, self.text, self.end_name, self.beside)
+        """Write the tokenizer to ``folder``, in the format of Hugging Face."""
+        _save(folder, self.text, self.end_name, self.extra_files)
 
 
 def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> FileTokenizer:
-    """The tokenizer in ``path``: a ``tokenizer.json``, or a folder with one.
+    """Load the tokenizer in ``path``: a ``tokenizer.json``, or a folder that contains one.
+
+    Args:
+        end_of_text: name of the token that ends a document; None: as configured in the folder.
 
     Raises:
-        ConfigError: cannot be read, or has no token that ends a document.
+        ConfigError: it cannot be read, or has no token that ends a document.
         MissingDependency: the tokenizers library is not installed.
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
         text = file.read_text(encoding="utf-8")
-        beside = {name: (file.parent / name).read_bytes() for name in BESIDE if (file.parent / name).is_file()}
+        extra_files = {
+            name: (file.parent / name).read_bytes() for name in EXTRA_FILES if (file.parent / name).is_file()
+        }
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.tokenizer: cannot read {str(file)!r}: {error}") from error
-    return FileTokenizer(text, end_of_text or _configured_end(beside), beside)
+    return FileTokenizer(text, end_of_text or _configured_end(extra_files), extra_files)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
-    """A byte-level BPE of at most ``vocab_size`` entries (GPT-2's splitting), the same for the same text.
+    """Train a byte-level BPE with GPT-2's splitting. Equal texts give equal tokenizers.
+
+    Args:
+        vocab_size: maximum size of the vocabulary.
 
     Raises:
         MissingDependency: the tokenizers library is not installed.
@@ -177,28 +212,28 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
 
 
 def encode_arrays(tokenizer: Tokenizer, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-    """``tokenizer.encode`` as arrays; bytes without a detour over Python integers."""
+    """Return ``tokenizer.encode`` as arrays. Bytes are converted without Python integers."""
     if isinstance(tokenizer, ByteTokenizer):
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
     return [np.asarray(ids, np.uint32) for ids in tokenizer.encode(texts)]
 
 
-def _configured_end(beside: dict[str, bytes]) -> str | None:
-    """``eos_token`` of the folder's ``tokenizer_config.json``: a name, or an object whose ``content`` it is."""
+def _configured_end(extra_files: dict[str, bytes]) -> str | None:
+    """Return ``eos_token`` of ``tokenizer_config.json``: a name, or the ``content`` of an object."""
     try:
-        end = json.loads(beside["tokenizer_config.json"])["eos_token"]
+        end = json.loads(extra_files["tokenizer_config.json"])["eos_token"]
     except (KeyError, ValueError, TypeError):
         return None
     name = end.get("content") if isinstance(end, dict) else end
     return name if isinstance(name, str) else None
 
 
-def _save(folder: Path, text: str, end_name: str, beside: dict[str, bytes]) -> None:
+def _save(folder: Path, text: str, end_name: str, extra_files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    for name, content in beside.items():
+    for name, content in extra_files.items():
         (folder / name).write_bytes(content)
-    if "tokenizer_config.json" not in beside:
+    if "tokenizer_config.json" not in extra_files:
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": end_name,
@@ -210,7 +245,7 @@ def _save(folder: Path, text: str, end_name: str, beside: dict[str, bytes]) -> N
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer saved in ``source`` into ``folder``, beside what is there."""
+    """Copy the tokenizer saved in ``source`` into ``folder``. Other files of ``folder`` are not changed."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         shutil.copyfile(file, folder / file.name)

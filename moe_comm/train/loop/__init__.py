@@ -1,1 +1,1 @@
-"""A training run: build the model's parts on this rank, train step by step, evaluate, save and export."""
+"""The training loop: build the model, train, evaluate, save and export."""

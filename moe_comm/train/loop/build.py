@@ -1,4 +1,4 @@
-"""Put a run together: the model's parts on this rank, and what runs and updates them."""
+"""Build the model, optimizer and pipeline runner of this rank from a configuration."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.pipeline.schedules import check_micro_batches
 from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
 from moe_comm.topology import ParallelMesh, Sharding
-from moe_comm.train.architecture import training_side, transformer_config
+from moe_comm.train.architecture import transformer_config, with_training_settings
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.loop.trainer import TrainState
 from moe_comm.train.optim import OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
-from moe_comm.train.pipeline.batch import Activations
+from moe_comm.train.pipeline.batch import ActivationShape
 from moe_comm.train.pipeline.runner import make_runner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FULL_PRECISION = ("*.router.weight",)
-"""Parameters that compute in fp32 whatever the model's dtype: a router's logits decide, so rounding changes choices."""
+"""Parameters that compute in fp32 for every model dtype. Rounding router logits would change the selected experts."""
 
 
 def architecture_of(config: TrainConfig, vocab: int | None) -> TransformerConfig:
-    """The model of ``config``, with the ids of a tokenizer that has ``vocab`` of them (None: not known yet).
+    """Return the architecture of ``config`` for a tokenizer with ``vocab`` ids (None: unknown).
 
     Raises:
-        ConfigError: the model has fewer rows than the tokenizer has ids, or settings contradict each other.
+        ConfigError: the embedding has fewer rows than the tokenizer has ids, or settings contradict each other.
     """
     if config.model.pretrained is not None:
         from moe_comm.integrations.hugging_face.architecture import from_hugging_face, read_config  # needs transformers
 
-        made = training_side(from_hugging_face(read_config(config.model.pretrained)), config.model)
+        architecture = with_training_settings(from_hugging_face(read_config(config.model.pretrained)), config.model)
     else:
         rows = config.model.vocab or vocab
         if rows is None:
-            raise ConfigError("the size of the vocabulary is not known: set model.vocab")
-        made = transformer_config(config.model, rows, config.data.seq_len)
-    if vocab is not None and made.vocab < vocab:
-        raise ConfigError(f"the model's vocabulary ({made.vocab}) is smaller than the tokenizer's ({vocab})")
-    return made
+            raise ConfigError("the vocabulary size is unknown: set model.vocab")
+        architecture = transformer_config(config.model, rows, config.data.seq_len)
+    if vocab is not None and architecture.vocab < vocab:
+        raise ConfigError(f"the model's vocabulary ({architecture.vocab}) is smaller than the tokenizer's ({vocab})")
+    return architecture
 
 
 def stage_plan(config: TrainConfig, architecture: TransformerConfig) -> StagePlan:
-    """Which layers each pipeline stage holds."""
+    """Return the layers of each pipeline stage."""
     p = config.parallel
     return plan_stages(architecture.layers, p.pp, p.schedule, virtual=p.virtual, stage_layers=p.stage_layers)
 
@@ -69,20 +69,16 @@ def _dispatch_options(config: TrainConfig) -> DispatchOptions:
     )
 
 
-def _overlap(config: TrainConfig) -> Overlap | None:
-    chunks = config.parallel.overlap_chunks
-    return Overlap(chunks, executor=config.parallel.executor) if chunks else None
-
-
 def build_stages(
     config: TrainConfig, architecture: TransformerConfig, mesh: ParallelMesh, device: str | None = None
 ) -> list[Transformer]:
-    """This rank's parts of the model; weights are not set yet. Collective.
+    """Build this rank's pipeline stages with uninitialized weights. Collective.
 
     Args:
-        device: None: the mesh's; "meta" allocates nothing.
+        device: device of the parameters; None: the mesh's device.
     """
-    plan = stage_plan(config, architecture)
+    plan, parallel = stage_plan(config, architecture), config.parallel
+    chunks = parallel.overlap_chunks
     return [
         Transformer(
             architecture,
@@ -91,10 +87,10 @@ def build_stages(
                 layers=tuple(plan.layers_of(stage)),
                 has_embedding=plan.is_first(stage),
                 has_head=plan.is_last(stage),
-                context=config.parallel.context,
+                context=parallel.context,
                 recompute=config.model.recompute,
-                overlap=_overlap(config),
-                backend=config.parallel.backend,
+                overlap=Overlap(chunks, executor=parallel.executor) if chunks else None,
+                backend=parallel.backend,
                 options=_dispatch_options(config),
                 dtype=torch.float32,
                 device=device,
@@ -107,10 +103,13 @@ def build_stages(
 def build(
     config: TrainConfig, architecture: TransformerConfig, mesh: ParallelMesh, peak_flops: float | None = None
 ) -> TrainState:
-    """Everything that trains on this rank, with fresh weights that do not depend on the mapping. Collective.
+    """Build the train state of this rank. The initial weights do not depend on the mapping. Collective.
+
+    Args:
+        peak_flops: matrix-product FLOP/s of all ranks together, for the MFU; None: unknown.
 
     Raises:
-        ConfigError: the mapping does not fit the model; says which two numbers.
+        ConfigError: the mapping does not fit the model.
     """
     if mesh.size("pp") > 1:
         check_micro_batches(config.parallel.schedule, mesh.size("pp"), config.data.micro_batches)
@@ -157,9 +156,9 @@ def build(
         mesh,
         stage_plan(config, architecture),
         config.parallel.schedule,
-        Activations(architecture.hidden, dtype, mesh.size("tp")),
+        ActivationShape(architecture.hidden, dtype, mesh.size("tp")),
         timeout_s=config.parallel.timeout_s,
-        # Passes for inputs and for weights apart would each compute a whole layer again.
+        # With full recomputation, both halves of a split backward would recompute the whole layer.
         split_backward=config.model.recompute != "full",
         interleave=config.parallel.interleave,
     )
@@ -170,7 +169,7 @@ def build(
         optimizer=optimizer,
         runner=runner,
         moe_names=tuple(f"layers.{layer}.moe" for layer in architecture.moe_layers),
-        num_experts=architecture.moe.router.num_experts,
+        num_experts=architecture.moe.router.num_choices,
         top_k=architecture.moe.router.top_k,
         flops_per_token=ModelShape.of(architecture).model_flops(config.data.seq_len),
         peak_flops=peak_flops,
@@ -179,23 +178,23 @@ def build(
 
 @torch.no_grad()
 def read_pretrained(stage: Transformer, folder: Path, mesh: ParallelMesh) -> None:
-    """Fill a stage's parameters and routers' biases with this rank's parts of a Hugging Face model's weights.
+    """Load this rank's shards of a Hugging Face model's weights and router biases into ``stage``.
 
     Raises:
-        ConfigError, InputError: the folder's weights are missing or of another model.
+        ConfigError, InputError: the weights are missing or belong to another model.
     """
     from moe_comm.integrations.hugging_face.architecture import read_config  # needs transformers
-    from moe_comm.integrations.hugging_face.weights import HubFolder, pieces, read_part  # needs transformers
+    from moe_comm.integrations.hugging_face.weights import HubFolder, hub_slices, read_shard  # needs transformers
 
     family = read_config(folder).model_type
     hub = HubFolder(folder)
     shardings = shardings_of(stage)
-    wanted: dict[str, torch.Tensor] = dict(stage.named_parameters())
-    wanted |= {name: buffer for name, buffer in stage.named_buffers() if name.endswith("correction_bias")}
-    for name, tensor in wanted.items():
+    targets: dict[str, torch.Tensor] = dict(stage.named_parameters())
+    targets |= {name: buffer for name, buffer in stage.named_buffers() if name.endswith("correction_bias")}
+    for name, tensor in targets.items():
         sharding = shardings.get(name, Sharding(tuple(tensor.shape)))
-        made_of = pieces(stage.config, family, stage.origin_of(name), hub)
-        read_part(hub, made_of, tensor, sharding, mesh.place, mesh.sizes)
+        made_of = hub_slices(stage.config, family, stage.origin_of(name), hub)
+        read_shard(hub, made_of, tensor, sharding, mesh.place, mesh.sizes)
 
 
 __all__ = ["architecture_of", "build", "build_stages", "read_pretrained", "stage_plan"]

@@ -1,4 +1,4 @@
-"""How a run ends: its last checkpoint, the exported model, a sample of text, and what is printed."""
+"""End of a run: last checkpoint, exported model, text sample and summary."""
 
 from __future__ import annotations
 
@@ -16,48 +16,45 @@ from moe_comm.train.ranks import Ranks
 from moe_comm.train.result import LAST_STEPS, RunResult
 
 
-def save_end(trainer: Trainer, saver: RunSaver) -> Path:
-    """The run's last checkpoint, on the disk; made here unless the loop has just made it. Collective."""
+def save_last_checkpoint(trainer: Trainer, saver: RunSaver) -> Path:
+    """Return the checkpoint of the last step, and save it first if needed. Collective."""
     latest = saver.latest()
     if latest is None or latest.name != f"step-{trainer.next_step:08d}":
         saver.save(trainer.next_step)
         saver.finish()
         latest = saver.latest()
-    assert latest is not None, "a save that did not fail left a checkpoint"
+    assert latest is not None, "a successful save leaves a checkpoint"
     return latest
 
 
 def export_model(checkpoint: Path, folder: RunFolder, ranks: Ranks, progress: Progress) -> None:
-    """From ``checkpoint`` the model for others to load, however long that takes. Collective.
-
-    A model that no Hugging Face family has is in the checkpoint alone.
-    """
+    """Export ``checkpoint`` as a Hugging Face model to the run folder, if its family supports it. Collective."""
 
     def export() -> str:
-        # It loads transformers, which takes a second that other ranks need not spend.
+        # Imports transformers, which takes a second; only rank 0 needs it.
         from moe_comm.train.loop.export import export_checkpoint
 
         try:
-            folder.save_model(lambda fresh: export_checkpoint(checkpoint, fresh))
+            folder.save_model(lambda path: export_checkpoint(checkpoint, path))
         except UnsupportedModel as error:
-            progress.say(f"no model folder, only checkpoints: {error}")
+            progress.log(f"the model was not exported; use the checkpoints: {error}")
         except MoeCommError as error:
             return str(error)
         return ""
 
-    if fault := ranks.while_first(export):
-        raise MoeCommError(f"the model could not be written: {fault}")
+    if message := ranks.run_on_first(export):
+        raise MoeCommError(f"the model could not be exported: {message}")
 
 
-def how_to_export(checkpoint: Path) -> str:
-    return f"saved {checkpoint}; as a Hugging Face folder: moe-comm export {shlex.quote(str(checkpoint))} OUT"
+def export_hint(checkpoint: Path) -> str:
+    return f"saved {checkpoint}; to export it, run: moe-comm export {shlex.quote(str(checkpoint))} OUT"
 
 
 def draw_sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
-    """Load the saved model as anyone would, and draw a text from it; "" where there is none."""
+    """Generate a text sample with the exported model; return "" if there is none."""
     if not config.run.sample_tokens or not folder.model.exists():
         return ""
-    # It loads transformers, as above.
+    # Imports transformers, as above.
     from moe_comm.train.loop import sample
 
     model = sample.load_model(folder.model)
@@ -69,7 +66,8 @@ def draw_sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
     return text
 
 
-def closing(result: RunResult, statistics: Statistics) -> str:
+def summary_text(result: RunResult, statistics: Statistics) -> str:
+    """Return the summary that is printed at the end of a run."""
     rows = [
         ("loss, first step", result.first_loss),
         (f"loss, last {min(LAST_STEPS, result.steps)} steps", result.last_loss),
@@ -80,8 +78,8 @@ def closing(result: RunResult, statistics: Statistics) -> str:
         f"  {name:<30}{value:8.3f} nats/token{value / statistics.bytes_per_token:8.3f} nats/byte"
         for name, value in rows
     )
-    drawn = f"sample:\n{result.sample}\n\n" if result.sample else ""
+    sample = f"sample:\n{result.sample}\n\n" if result.sample else ""
     return (
-        f"\n{drawn}{result.status} after {result.steps} steps, {result.seconds:.0f} s\n{table}\n"
+        f"\n{sample}{result.status} after {result.steps} steps, {result.seconds:.0f} s\n{table}\n"
         f"run folder {result.folder}"
     )

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that ``from_pretrained`` loads. One process; tensors pass through one at a time."""
+"""Export a checkpoint to a folder that ``from_pretrained`` loads. Runs in one process, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from moe_comm.train.loop.saver import MODEL
 
 
 def export_run(run: Path, out: Path) -> None:
-    """Write the newest checkpoint of the run folder ``run`` (or the checkpoint ``run`` itself) to ``out``.
+    """Export the newest checkpoint of the run folder ``run`` (or the checkpoint ``run``) to the new folder ``out``.
 
     Raises:
-        CheckpointError: there is none, or it is damaged. ConfigError: ``run`` does not exist, or ``out`` is not empty.
-        UnsupportedModel: no Hugging Face family has such a model.
+        CheckpointError: there is no checkpoint, or it is corrupted.
+        ConfigError: ``run`` does not exist, or ``out`` is not empty.
+        UnsupportedModel: no Hugging Face family has this architecture.
     """
     if not run.exists():
         raise ConfigError(f"there is no run or checkpoint at {run}")
     path = run if (run / "COMPLETE").exists() else latest(run / "checkpoints")
     if path is None:
-        raise CheckpointError(f"{run} holds no complete checkpoint")
+        raise CheckpointError(f"{run} has no complete checkpoint")
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; name a new folder")
+        raise ConfigError(f"{out} is not empty; choose a new folder")
     export_checkpoint(path, out)
     tokenizer = path.parent.parent / "tokenizer"
     if tokenizer.is_dir():
@@ -41,17 +42,18 @@ def export_run(run: Path, out: Path) -> None:
 
 
 def export_checkpoint(path: Path, out: Path) -> None:
-    """Write the weights of the checkpoint at ``path`` to ``out`` in fp32, in the layout of its model's family.
+    """Write the weights of the checkpoint ``path`` to ``out`` in fp32, in the format of its model family.
 
     Raises:
-        CheckpointError: it is damaged, or not one of a training run. UnsupportedModel: as ``export_run``.
+        CheckpointError: the checkpoint is corrupted, or is not from a training run.
+        UnsupportedModel: no Hugging Face family has this architecture.
     """
     reader = CheckpointReader(path)
     try:
         config = TrainConfig.model_validate(tomllib.loads(reader.state["config"]))
         vocab, end = int(reader.state["vocab"]), int(reader.state["end_of_text"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no checkpoint of moe-comm train: {shown(error)}") from error
+        raise CheckpointError(f"{path} is not a checkpoint of moe-comm train: {shown(error)}") from error
     architecture = architecture_of(config, vocab)
     family = family_of(config.model)
     hf_config = to_hugging_face(architecture, family, bos_token_id=end, eos_token_id=end, pad_token_id=end)

@@ -1,4 +1,4 @@
-"""From a corpus to what this rank computes on: its sequences, and its part of each along the context-parallel ranks."""
+"""Read batches of a corpus, sharded over data-parallel and context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_comm.train.sections import DataSection
 
 
 def corpus_settings(section: DataSection, seed: int) -> CorpusSettings:
-    """What ``section`` says, as the corpus takes it."""
+    """Convert the ``[data]`` section to corpus settings."""
     weights = section.weights or (1.0,) * len(section.sources)
     return CorpusSettings(
         sources=tuple(
@@ -43,10 +43,11 @@ def corpus_settings(section: DataSection, seed: int) -> CorpusSettings:
 
 
 class CorpusFeed:
-    """Batches of ``corpus`` for this rank of ``mesh``; the next step's is read while this one's is computed on.
+    """Batches of ``corpus`` for this rank of ``mesh``, with prefetch of the next step.
 
     Args:
-        micro_batches: of a step. last: the step at which training ends.
+        micro_batches: micro-batches per step.
+        last: number of steps of the run.
     """
 
     def __init__(self, corpus: Corpus, mesh: ParallelMesh, context: Context, micro_batches: int, last: int) -> None:
@@ -65,21 +66,21 @@ class CorpusFeed:
         self._prefetch.close()
 
     def train(self, step: int) -> StepBatch:
-        """The batch of ``step`` (from 0). Collective over the context-parallel group where documents are separate."""
+        """Return the batch of ``step`` (from 0). Collective over the cp group if documents are separate."""
         return self._step_batch(self._prefetch.get(step))
 
     def validation(self, count: int) -> Iterator[StepBatch]:
-        """``count`` batches of held-out text, the same for every mapping; collective as ``train``."""
-        for whole in self._corpus.validation_batches(count):
-            yield self._step_batch(self._read(whole))
+        """Yield ``count`` validation batches, the same for every mapping. Collective as ``train``."""
+        for batch in self._corpus.validation_batches(count):
+            yield self._step_batch(self._read(batch))
 
     def _read_step(self, step: int) -> list[Batch]:
         return self._read(self._corpus.batch_of(step))
 
-    def _read(self, whole: GlobalBatch) -> list[Batch]:
+    def _read(self, batch: GlobalBatch) -> list[Batch]:
         dp_rank, dp = self._mesh.place["dp"], self._mesh.size("dp")
-        parts = (whole.micro(i, self._micro_batches) for i in range(self._micro_batches))
-        return [part.local(dp_rank, dp, self._shard) for part in parts]
+        micro = (batch.micro(i, self._micro_batches) for i in range(self._micro_batches))
+        return [one.local(dp_rank, dp, self._shard) for one in micro]
 
     def _step_batch(self, batches: list[Batch]) -> StepBatch:
         device = torch.device(self._mesh.device)

@@ -1,4 +1,4 @@
-"""One whole run, from its configuration to its result.
+"""Run training from a configuration to a result.
 
 configuration ─▶ text ─▶ model ─▶ folder ─▶ state to resume from ─▶ hooks ─▶ steps ─▶ last checkpoint ─▶ result
 """
@@ -35,33 +35,33 @@ from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, prepare_all
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.loop.build import DTYPES, architecture_of, build
-from moe_comm.train.loop.collapse import CollapseHint
-from moe_comm.train.loop.ending import closing, draw_sample, export_model, how_to_export, save_end
+from moe_comm.train.loop.collapse_hint import CollapseHint
+from moe_comm.train.loop.ending import draw_sample, export_hint, export_model, save_last_checkpoint, summary_text
 from moe_comm.train.loop.feed import CorpusFeed, corpus_settings
+from moe_comm.train.loop.garbage_collection import PlannedCollections
 from moe_comm.train.loop.nonblocking_sink import NonblockingSink
-from moe_comm.train.loop.pauses import PlannedCollections
 from moe_comm.train.loop.progress import Progress, make_progress
 from moe_comm.train.loop.recording import Recording
 from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.loop.saver import RunSaver
-from moe_comm.train.loop.signals import handler_put_back, stop_on_signals
+from moe_comm.train.loop.signals import restored_handler, stop_on_signals
 from moe_comm.train.loop.trainer import Trainer, TrainState
 from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, TensorBoardSink
 from moe_comm.train.ranks import Ranks, digest
 from moe_comm.train.resilience.attempts import AttemptLog, carry_over
-from moe_comm.train.resilience.peer_memory import PeerMemory
-from moe_comm.train.resilience.persistent_state import kept_runs, open_kept
-from moe_comm.train.resilience.resume import go_on
-from moe_comm.train.resilience.watching import StepBegins, StepEnds, watch_run
+from moe_comm.train.resilience.peer_memory import PeerSnapshots
+from moe_comm.train.resilience.persistent_state import open_host_memory, runs_in_memory
+from moe_comm.train.resilience.resume import resume_run
+from moe_comm.train.resilience.watching import WatchStepBegin, WatchStepEnd, watch_run
 from moe_comm.train.result import LAST_STEPS, RunResult
 
-RAISED_TOGETHER = (NonFiniteLoss, UnsettledStep, CorruptPayload)
-"""By all ranks of a training step, which can still save the weights that were good."""
+COLLECTIVE_ERRORS = (NonFiniteLoss, UnsettledStep, CorruptPayload)
+"""Errors that all ranks raise in the same step, so that they can still save the last good weights."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What every part of a run uses: its settings, what it trains, on which text, and where it writes."""
+    """Configuration, train state, data and output of a run."""
 
     config: TrainConfig
     state: TrainState
@@ -73,22 +73,22 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Start:
-    """Where a run begins: after ``step`` steps.
+    """The state that a run starts from.
 
-    source: of the state, as in ``Attempt``. passed_over: checkpoints that could not be used.
+    step: completed steps. source: as in ``Attempt``. skipped: records of unusable checkpoints.
     """
 
     step: int
     source: str
-    passed_over: tuple[FaultRecord, ...] = ()
+    skipped: tuple[FaultRecord, ...] = ()
 
 
 @dataclass(frozen=True)
 class _End:
-    """How a run that did not fail ended.
+    """The end of a run without errors.
 
-    status: as in ``RunResult``. saved: the last checkpoint. interrupted: the user asked for the end. signal: the first
-    one received; 0 for none.
+    status: as in ``RunResult``. saved: the last checkpoint. interrupted: stopped by the user. signal: the first signal
+    received, or 0.
     """
 
     status: str
@@ -99,80 +99,80 @@ class _End:
 
 
 def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunResult:
-    """See ``moe_comm.train.run``."""
+    """Implement ``moe_comm.train.run``."""
     config = configuration.load(config_path, overrides)
     ranks = Ranks.make()
     settings = torch.frombuffer(bytearray(configuration.dump(config).encode()), dtype=torch.uint8)
-    ranks.check_equal("the configuration", digest([settings]), "start all with the same file and overrides")
+    ranks.check_equal("the configuration", digest([settings]), "start all ranks with the same file and overrides")
     mesh = ParallelMesh(config.parallel.mapping(ranks.world), device_of_run())
     corpus = open_corpus(config, ranks)
     architecture = architecture_of(config, corpus.vocab_size)
     state = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
     progress = make_progress(ranks.is_first, config.run.log_every)
-    kept = open_kept(ranks, progress.say) if config.checkpoint.peer_every else None
-    folder = RunFolder.make(config, ranks, kept_runs(kept, ranks) if config.checkpoint.peer_every else ())
-    progress.say(_opening(config, architecture, corpus, mesh, folder))
-    return _train(_Run(config, state, corpus, ranks, folder, progress), kept)
+    host_memory = open_host_memory(ranks, progress.log) if config.checkpoint.peer_every else None
+    folder = RunFolder.make(config, ranks, runs_in_memory(host_memory, ranks) if config.checkpoint.peer_every else ())
+    progress.log(_opening(config, architecture, corpus, mesh, folder))
+    return _train(_Run(config, state, corpus, ranks, folder, progress), host_memory)
 
 
-def _asked_to_stop(signals: Sequence[int], ranks: Ranks) -> bool:
-    """Whether any rank has been sent a signal. Collective."""
+def _stop_requested(signals: Sequence[int], ranks: Ranks) -> bool:
+    """Return whether any rank received a signal. Collective."""
     return bool(ranks.sum(torch.tensor([float(bool(signals))])))
 
 
 def device_of_run() -> str:
-    """ "cuda" where the process group has NCCL, else "cpu"."""
+    """Return "cuda" if the process group has NCCL, else "cpu"."""
     if dist.is_initialized() and torch.cuda.is_available() and "nccl" in dist.get_backend_config():
         return "cuda"
     return "cpu"
 
 
 def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
-    """The text of ``config``, prepared by the first of those ranks that share a cache, and opened by all. Collective.
+    """Open the text of ``config``. The first of the ranks that share a cache prepares it. Collective.
 
     Raises:
-        ConfigError: on every rank, where the text or the tokenizer cannot be used.
-        CorruptFile: on every rank, where a prepared file is damaged.
-        RankMismatch: on every rank, where hosts that share no cache have made different tokens.
+        ConfigError: raised on all ranks: the text or the tokenizer is invalid.
+        CorruptFile: raised on all ranks: a prepared file is corrupted.
+        RankMismatch: raised on all ranks: hosts with separate caches prepared different tokens.
     """
     settings = corpus_settings(config.data, config.run.seed)
     cache = Path(settings.cache).expanduser()
-    first = ranks.first_with(cache)
+    first = ranks.first_with_folder(cache)
 
     def prepare() -> str:
         return "\n".join(path.name for path in prepare_all(settings))
 
-    names = ranks.while_some(prepare if first == ranks.rank else None)[first].split("\n")
+    names = ranks.run_on_some(prepare if first == ranks.rank else None)[first].split("\n")
     opened: list[Corpus] = []
 
     def check() -> str:
         opened.append(Corpus.open([cache / name for name in names], settings))
         return " ".join(file.digest for file in opened[0].files)
 
-    tokens = ranks.while_some(check)[ranks.rank]
+    tokens = ranks.run_on_some(check)[ranks.rank]
     ranks.check_equal(
         "the prepared tokens",
         digest([torch.frombuffer(bytearray(tokens.encode()), dtype=torch.uint8)]),
-        "give every host the same text, tokenizer and versions, or put data.cache where all hosts see it",
+        "use the same text, tokenizer and versions on all hosts, or put data.cache on a shared file system",
     )
     return opened[0]
 
 
 def peak_flops(config: TrainConfig, mesh: ParallelMesh, ranks: Ranks) -> float:
-    """FLOP/s of a plain matrix product in the model's dtype, of all ranks together and at once. Collective."""
+    """Measure matrix-product FLOP/s in the model's dtype, summed over all ranks, which measure together. Collective."""
     ranks.barrier()
     return float(ranks.sum(torch.tensor([gemm_flops(DTYPES[config.model.dtype], mesh.device)], dtype=torch.float64)))
 
 
-def _train(run: _Run, kept: PersistentMemory | None) -> RunResult:
+def _train(run: _Run, host_memory: PersistentMemory | None) -> RunResult:
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(handler_put_back(signal.SIGTERM))
+        stack.enter_context(restored_handler(signal.SIGTERM))
         EVENTS.enabled = run.config.observe.events
-        watch = watch_run(run.config, run.ranks, run.folder.path, run.progress.say)
-        if watch is not None:
-            stack.enter_context(watch)
-        saver = _open_saver(run, kept, stack)
+        watcher = watch_run(run.config, run.ranks, run.folder.path, run.progress.log)
+        if watcher is not None:
+            stack.enter_context(watcher)
+        saver = _open_saver(run, host_memory, stack)
         start = _restore(run, saver)
         attempts = _open_attempt_log(run, start)
 
@@ -183,11 +183,12 @@ def _train(run: _Run, kept: PersistentMemory | None) -> RunResult:
         sinks = _open_sinks(run, start.step, record_fault)
         for sink in sinks:
             stack.callback(sink.close)
-        feed = _open_feed(run)
+        steps, micro_batches = run.config.run.steps, run.config.data.micro_batches
+        feed = CorpusFeed(run.corpus, run.state.mesh, run.config.parallel.context, micro_batches, steps)
         stack.enter_context(feed)
-        hint = CollapseHint(run.config, run.state.num_experts, run.state.top_k, run.progress.say)
-        hooks = _make_hooks(run, saver, start.step, watch, attempts, hint)
-        for record in start.passed_over:
+        hint = CollapseHint(run.config, run.state.num_experts, run.state.top_k, run.progress.log)
+        hooks = _make_hooks(run, saver, start.step, watcher, attempts, hint)
+        for record in start.skipped:
             record_fault(record)
         trainer = Trainer(
             run.config,
@@ -203,8 +204,8 @@ def _train(run: _Run, kept: PersistentMemory | None) -> RunResult:
         )
         for hook in hooks:
             stack.callback(hook.close)
-        if watch is not None:
-            stack.push(watch)  # leaves first too: the others are not to wait for what ends a rank that has failed
+        if watcher is not None:
+            stack.push(watcher)  # also exits first: other ranks must not wait for the cleanup of a failed rank
         end = _fit(run, trainer, saver)
         _close(run.state)
         result = _result(run, trainer, end, time.monotonic() - began)
@@ -219,74 +220,69 @@ def _train(run: _Run, kept: PersistentMemory | None) -> RunResult:
         return result
 
 
-def _open_saver(run: _Run, kept: PersistentMemory | None, stack: contextlib.ExitStack) -> RunSaver:
-    """The run's checkpoints, and its state in memory where ``kept`` is given. ``stack`` closes both."""
+def _open_saver(run: _Run, host_memory: PersistentMemory | None, stack: contextlib.ExitStack) -> RunSaver:
+    """Open checkpoints, and snapshots in memory if ``host_memory`` is given. ``stack`` closes both."""
     saver = RunSaver(run.folder.checkpoints, run.config, run.state, run.corpus, _versions())
     stack.push(saver.leave)
-    if kept is not None:
-        stack.callback(kept.close)
+    if host_memory is not None:
+        stack.callback(host_memory.close)
         every, timeout_s = run.config.checkpoint.peer_every, max(60.0, run.config.parallel.timeout_s)
-        saver.memory = PeerMemory(
-            kept, run.ranks, run.state.mesh, run.folder.path, every, saver.capture, timeout_s=timeout_s
+        saver.memory = PeerSnapshots(
+            host_memory, run.ranks, run.state.mesh, run.folder.path, every, saver.capture, timeout_s=timeout_s
         )
         stack.callback(saver.memory.close)
     return saver
 
 
 def _restore(run: _Run, saver: RunSaver) -> _Start:
-    """Load the state that the run resumes from, if there is any. Collective."""
+    """Load the state that the run resumes from, if any. Collective."""
     if run.folder.note:
-        run.progress.say(run.folder.note)
+        run.progress.log(run.folder.note)
     if run.folder.checkpoint is not None:
         step = saver.resume(run.folder.checkpoint)
-        run.progress.say(f"goes on after step {step} from {run.folder.checkpoint}")
+        run.progress.log(f"resumes after step {step} from {run.folder.checkpoint}")
         return _Start(step, "checkpoint")
-    passed_over: list[FaultRecord] = []
+    skipped: list[FaultRecord] = []
     if run.config.checkpoint.resume == "no":
         return _Start(0, "fresh")
-    step, source = go_on(saver, run.folder.checkpoints, run.ranks, run.progress.say, passed_over.append)
-    return _Start(step, source, tuple(passed_over))
+    step, source = resume_run(saver, run.folder.checkpoints, run.ranks, run.progress.log, skipped.append)
+    return _Start(step, source, tuple(skipped))
 
 
 def _open_attempt_log(run: _Run, start: _Start) -> AttemptLog | None:
-    """The record of this start of the ranks, on rank 0; None on the others. Collective."""
-    hosts = run.ranks.texts(socket.gethostname())
+    """Record this start of the ranks in the attempt log on rank 0; return None on the others. Collective."""
+    hosts = run.ranks.gather_texts(socket.gethostname())
     if not run.ranks.is_first:
         return None
-    begins_again = run.config.checkpoint.resume == "auto" and start.source == "fresh"
-    earlier = carry_over(run.folder.path, run.config.run.name) if begins_again else None
+    starts_over = run.config.checkpoint.resume == "auto" and start.source == "fresh"
+    earlier = carry_over(run.folder.path, run.config.run.name) if starts_over else None
     attempts = AttemptLog(run.folder.path, run.state.mesh, start.step, start.source, hosts, earlier)
     if start.step:
-        run.folder.forget_result()
+        run.folder.delete_result()
     return attempts
 
 
 def _open_sinks(run: _Run, done: int, record_fault: Callable[[FaultRecord], None]) -> list[MetricsSink]:
-    """What writes each step's metrics, on rank 0; none on the others. Lines of steps after ``done`` are dropped."""
+    """Open the metrics sinks on rank 0; none on the others. Lines of steps after ``done`` are removed."""
     if not run.ranks.is_first:
         return []
     folder, observe = run.folder.path, run.config.observe
     run.corpus.save_tokenizer(run.folder.tokenizer)
-    made: dict[str, MetricsSink] = {
+    sinks: dict[str, MetricsSink] = {
         METRICS: JsonlSink(folder / METRICS, done, observe.series),
         "tensorboard": TensorBoardSink(folder / "tensorboard", done, observe.series),
     }
     if observe.every:
-        made[LOADS] = LoadsSink(folder / LOADS, observe.every, done)
-    return [NonblockingSink(sink, name, run.progress.say, record_fault) for name, sink in made.items()]
-
-
-def _open_feed(run: _Run) -> CorpusFeed:
-    config = run.config
-    return CorpusFeed(run.corpus, run.state.mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
+        sinks[LOADS] = LoadsSink(folder / LOADS, observe.every, done)
+    return [NonblockingSink(sink, name, run.progress.log, record_fault) for name, sink in sinks.items()]
 
 
 def _make_hooks(
-    run: _Run, saver: RunSaver, done: int, watch: Watcher | None, attempts: AttemptLog | None, hint: CollapseHint
+    run: _Run, saver: RunSaver, done: int, watcher: Watcher | None, attempts: AttemptLog | None, hint: CollapseHint
 ) -> list[StepHook]:
-    """What observes the steps after ``done``, in the order in which it is called."""
+    """Return the hooks of the steps after ``done``, in call order."""
     config = run.config
-    hooks: list[StepHook] = [] if watch is None else [StepBegins(watch)]
+    hooks: list[StepHook] = [] if watcher is None else [WatchStepBegin(watcher)]
     if config.observe.events:
         hooks.append(Recording(run.folder.path, run.ranks, config.observe, done, run.state.mesh.device))
     if saver.memory is not None:
@@ -297,40 +293,40 @@ def _make_hooks(
     if config.run.gc_every:
         hooks.append(PlannedCollections(config.run.gc_every))
     if config.faults.plan:
-        # What injects faults is loaded only where a run asks for it.
+        # Imported only in runs with fault injection.
         from moe_comm.train.resilience.inject import Injector
 
         hooks.append(Injector(config, run.state.stages, run.corpus, saver, run.ranks, run.folder.path))
-    if watch is not None:
-        hooks.append(StepEnds(watch))
+    if watcher is not None:
+        hooks.append(WatchStepEnd(watcher))
     return hooks
 
 
 def _fit(run: _Run, trainer: Trainer, saver: RunSaver) -> _End:
-    """Train, save, evaluate and export, or record why the run failed and raise. Collective."""
+    """Train, save, evaluate and export. On failure, record the error and raise. Collective."""
     signals: list[int] = []
     try:
         with stop_on_signals(trainer.request_stop) as signals:
             status = trainer.fit()
-            saved = save_end(trainer, saver)
-            # Who asks to stop is not made to wait: what stands behind may kill ranks that take long to end.
-            interrupted = status == "interrupted" or _asked_to_stop(signals, run.ranks)
+            saved = save_last_checkpoint(trainer, saver)
+            # Skip evaluation and export after a stop request: a scheduler may kill ranks that take long to exit.
+            interrupted = status == "interrupted" or _stop_requested(signals, run.ranks)
             validation_loss = None if interrupted else trainer.evaluate()
-            interrupted = interrupted or _asked_to_stop(signals, run.ranks)
+            interrupted = interrupted or _stop_requested(signals, run.ranks)
             if not interrupted:
                 export_model(saved, run.folder, run.ranks, run.progress)
     except BaseException as error:
         _record_failure(run, trainer, error, signals)
-        if isinstance(error, RAISED_TOGETHER):
-            run.progress.say(how_to_export(save_end(trainer, saver)))
+        if isinstance(error, COLLECTIVE_ERRORS):
+            run.progress.log(export_hint(save_last_checkpoint(trainer, saver)))
             _close(run.state)
         raise
     return _End(status, saved, interrupted, validation_loss, signals[0] if signals else 0)
 
 
 def _record_failure(run: _Run, trainer: Trainer, error: BaseException, signals: Sequence[int]) -> None:
-    """Write the result of a run that ``error`` ends, and this rank's last events."""
-    # A second Ctrl-C ends it at once; a rank that has not seen it yet sees its peers end.
+    """Write the result of a run that ``error`` ends, and this rank's last spans."""
+    # A second Ctrl-C ends a rank at once; a rank that has not received it yet sees its peers fail.
     stopped = isinstance(error, KeyboardInterrupt)
     stopped = stopped or (signal.SIGINT in signals and isinstance(error, PeerError))
     what = f"{type(error).__name__}: {error}"
@@ -359,20 +355,20 @@ def _result(run: _Run, trainer: Trainer, end: _End, seconds: float) -> RunResult
 
 
 def _report(run: _Run, result: RunResult, end: _End, more: Mapping[str, object]) -> None:
-    """Write ``result`` and ``more`` to the run's folder, and print what the user is to know."""
+    """Write ``result`` and ``more`` to the run folder, and print a summary."""
     effective = effective_time(run.folder.path, time.time())
-    told: dict[str, object] = {"mapping": str(run.state.mesh.config)}
-    told |= {} if effective is None else {"effective_time": effective.as_dict()}
-    run.folder.save_result(asdict(result) | told | dict(more) | _versions())
-    run.progress.say(closing(result, run.corpus.statistics()))
+    extra: dict[str, object] = {"mapping": str(run.state.mesh.config)}
+    extra |= {} if effective is None else {"effective_time": effective.as_dict()}
+    run.folder.save_result(asdict(result) | extra | dict(more) | _versions())
+    run.progress.log(summary_text(result, run.corpus.statistics()))
     if effective is not None and effective.attempts > 1:
-        run.progress.say(str(effective))
+        run.progress.log(str(effective))
     if end.interrupted:
-        run.progress.say(how_to_export(end.saved))
+        run.progress.log(export_hint(end.saved))
 
 
 def _close(state: TrainState) -> None:
-    """Give back the groups and memory that the ranks share. Collective."""
+    """Release process groups and shared memory. Collective."""
     for stage in state.stages:
         stage.close()  # type: ignore[operator]
     state.runner.close()

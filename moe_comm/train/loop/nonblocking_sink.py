@@ -1,11 +1,10 @@
-"""A sink for metrics that a disk which does not answer cannot hold up: writing happens in a thread beside training.
+"""A metrics sink that writes in a thread, so that an unresponsive disk does not block training.
 
     training   write ─▶ │ until it is written │ ─▶ next step ─▶ write ─▶ │ at most patience_s │ ─▶ next step ─▶
     thread              │ sink.write          │                          │ sink.write ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─
 
-While the sink answers, a report is written before the call returns, as without the thread: a run that is killed leaves
-the metrics of its last step. When it does not, training says so, goes on, and waits for it no more; reports are kept
-until the sink takes them again, or the run ends.
+While the sink responds, a report is written before the call returns: a killed run leaves the metrics of its last step.
+After a timeout, training continues without waiting, and reports are buffered until the sink responds or the run ends.
 """
 
 from __future__ import annotations
@@ -20,85 +19,85 @@ from moe_comm.train.metrics import MetricsSink, StepReport
 
 PATIENCE_S = 5.0
 RECORD_S = 1.0
-"""What the record of it gets to be written before training goes on."""
-KEPT = 100
-"""Reports that wait for a sink; those after them are left out. With the loads of a large model one has 100 kB."""
+"""Seconds to wait until the fault record is written."""
+MAX_REPORTS = 100
+"""Maximum number of buffered reports; later ones are dropped. A report of a large model has 100 kB."""
 
 
 class NonblockingSink:
-    """``sink``, of which no call takes longer than ``patience_s``, and the second one in a row that would no time.
+    """Wrap ``sink``: a call blocks for at most ``patience_s``. After one timeout, later calls return immediately.
 
-    What the sink raises is raised by the call that waited for it, or by the next one.
+    Errors of ``sink`` are raised by the call that waited for it, or by the next one.
 
     Args:
-        name: of the sink, in what is told. say: shows a line. noticed: takes the record, in a thread of its own where
-            that does not answer either (it may be a file on the same disk).
-        patience_s: seconds; None is ``PATIENCE_S``.
+        name: name of the sink in messages.
+        log: logs a line.
+        record_fault: receives a fault record, in a separate thread because its file may be on the same disk.
+        patience_s: timeout in seconds; None: ``PATIENCE_S``.
     """
 
     def __init__(
         self,
         sink: MetricsSink,
         name: str,
-        say: Callable[[str], None],
-        noticed: Callable[[FaultRecord], None],
+        log: Callable[[str], None],
+        record_fault: Callable[[FaultRecord], None],
         patience_s: float | None = None,
     ) -> None:
-        self._sink, self._name, self._say, self._noticed = sink, name, say, noticed
+        self._sink, self._name, self._log, self._record_fault = sink, name, log, record_fault
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._changed = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._stalled = self._ended = False
-        self._step = self._left_out = 0
+        self._stalled = self._closed = False
+        self._step = self._dropped = 0
 
     def write(self, report: StepReport) -> None:
         self._step = report.step
-        self._do(lambda: self._sink.write(report))
+        self._call(lambda: self._sink.write(report))
 
     def summary(self, step: int, values: dict[str, float]) -> None:
         self._step = step
-        self._do(lambda: self._sink.summary(step, values))
+        self._call(lambda: self._sink.summary(step, values))
 
     def close(self) -> None:
-        """What is kept gets ``patience_s`` once more; then it is lost. A second call does nothing."""
-        if self._ended:
+        """Wait at most ``patience_s`` for buffered reports, then drop them. A second call does nothing."""
+        if self._closed:
             return
         with self._changed:
-            self._ended = True
-            self._add(self._sink.close)
+            self._closed = True
+            self._enqueue(self._sink.close)
             done = self._changed.wait_for(lambda: not self._calls, self._patience_s)
-            lost = self._left_out + max(len(self._calls) - 1, 0)
+            lost = self._dropped + max(len(self._calls) - 1, 0)
         if not done or lost:
-            closed = "" if done else ", and is not closed: it did not answer until the run ended"
-            self._tell(f"{self._name} lacks {lost} report(s){closed}")
+            not_closed = "" if done else " and was not closed: it did not respond until the run ended"
+            self._report_fault(f"{self._name} lost {lost} report(s){not_closed}")
         self._raise()
 
-    def _do(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made, and wait for it unless those before it are stuck."""
+    def _call(self, call: Callable[[], None]) -> None:
+        """Enqueue ``call``, and wait for it unless the sink is stalled."""
         with self._changed:
-            back = self._stalled and not self._calls
-            if back:
+            recovered = self._stalled and not self._calls
+            if recovered:
                 self._stalled = False
-            full = len(self._calls) >= KEPT
-            if full:
-                self._left_out += 1
+            if len(self._calls) >= MAX_REPORTS:
+                self._dropped += 1
             else:
-                self._add(call)
+                self._enqueue(call)
             done = self._stalled or self._changed.wait_for(lambda: not self._calls, self._patience_s)
             self._stalled = self._stalled or not done
-        if back:
-            without = f", without {self._left_out} report(s)" if self._left_out else ""
-            self._tell(f"{self._name} takes reports again{without}")
+        if recovered:
+            lost = f"; {self._dropped} report(s) were lost" if self._dropped else ""
+            self._report_fault(f"{self._name} accepts reports again{lost}")
         if not done:
-            self._tell(
-                f"{self._name} has not taken the report of step {self._step} for {self._patience_s:g} s; training goes "
-                f"on, and {KEPT} reports are kept for it"
+            self._report_fault(
+                f"{self._name} did not accept the report of step {self._step} within {self._patience_s:g} s; training "
+                f"continues and buffers up to {MAX_REPORTS} reports"
             )
         self._raise()
 
-    def _add(self, call: Callable[[], None]) -> None:
+    def _enqueue(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"writes {self._name}", daemon=True)
@@ -119,7 +118,7 @@ class NonblockingSink:
                 self._error = self._error or raised
                 self._calls.popleft()
                 self._changed.notify_all()
-                if self._ended and not self._calls:
+                if self._closed and not self._calls:
                     return
 
     def _raise(self) -> None:
@@ -128,9 +127,9 @@ class NonblockingSink:
         if error is not None:
             raise error
 
-    def _tell(self, what: str) -> None:
-        self._say(f"step {self._step}: {what}")
-        record = FaultRecord(time.time(), self._step, "error", [], "none", what)
-        thread = threading.Thread(target=self._noticed, args=(record,), name="writes a fault", daemon=True)
+    def _report_fault(self, message: str) -> None:
+        self._log(f"step {self._step}: {message}")
+        record = FaultRecord(time.time(), self._step, "error", [], "none", message)
+        thread = threading.Thread(target=self._record_fault, args=(record,), name="writes a fault", daemon=True)
         thread.start()
         thread.join(RECORD_S)

@@ -1,52 +1,38 @@
-"""What the user sees while training: a bar on a terminal, plain lines elsewhere, nothing on ranks other than 0."""
+"""Progress output of training: a bar on a terminal, lines elsewhere, nothing on ranks other than 0."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
 
 from moe_comm.train.metrics import StepReport
 
 
-class Progress(Protocol):
-    """Shows a run of ``steps`` steps."""
-
-    def start(self, steps: int) -> None: ...
-
-    def update(self, report: StepReport) -> None: ...
-
-    def close(self) -> None: ...
-
-    def say(self, text: str) -> None:
-        """Print ``text`` above the bar, exactly as it is."""
-
-
-class Silent:
-    """For ranks other than 0, and for callers that show things themselves."""
+class Progress:
+    """Output of a run. This base class prints nothing; ranks other than 0 use it."""
 
     def start(self, steps: int) -> None:
-        pass
+        """Start a run of ``steps`` steps."""
 
     def update(self, report: StepReport) -> None:
-        pass
+        """Show the metrics of a step."""
 
     def close(self) -> None:
-        pass
+        """End the output."""
 
-    def say(self, text: str) -> None:
-        pass
+    def log(self, text: str) -> None:
+        """Print ``text`` verbatim, above the bar."""
 
 
-class _Pace:
-    """Tokens a second and time left, from the mean over the last steps; the slow first step is left out."""
+class _Throughput:
+    """Tokens per second and remaining time from a moving average; the slow first step is excluded."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.seconds: float | None = None
 
     def update(self, report: StepReport) -> tuple[float, float]:
-        """(tokens a second, seconds left)."""
+        """Return (tokens per second, remaining seconds)."""
         seconds = report.seconds
         if report.step > 2 and self.seconds is not None:
             seconds = 0.95 * self.seconds + 0.05 * seconds
@@ -54,11 +40,11 @@ class _Pace:
         return report.tokens / seconds, seconds * (self.steps - report.step)
 
 
-class Bar:
-    """A live bar: step, loss, tokens a second, load imbalance, time left."""
+class BarProgress(Progress):
+    """A live bar with step, loss, tokens per second, load imbalance and remaining time."""
 
     def __init__(self) -> None:
-        # Only rank 0 on a terminal draws a bar.
+        # Imported here because only rank 0 on a terminal shows a bar.
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._bar = Progress(
@@ -69,52 +55,49 @@ class Bar:
         )
 
     def start(self, steps: int) -> None:
-        self._pace = _Pace(steps)
+        self._throughput = _Throughput(steps)
         self._task = self._bar.add_task("train", total=steps, numbers="starting")
         self._bar.start()
 
     def update(self, report: StepReport) -> None:
-        self._bar.update(self._task, completed=report.step, numbers=_numbers(report, *self._pace.update(report)))
+        self._bar.update(self._task, completed=report.step, numbers=_numbers(report, *self._throughput.update(report)))
 
     def close(self) -> None:
         self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class Lines:
-    """A line every ``every`` steps, and for the first and the last."""
+class LineProgress(Progress):
+    """A line for the first and last step and after every ``every`` steps."""
 
     def __init__(self, every: int) -> None:
         self._every = every
 
     def start(self, steps: int) -> None:
-        self._pace = _Pace(steps)
+        self._throughput = _Throughput(steps)
 
     def update(self, report: StepReport) -> None:
-        numbers = _numbers(report, *self._pace.update(report))
-        if report.step == 1 or report.step % self._every == 0 or report.step == self._pace.steps:
-            self.say(f"step {report.step}/{self._pace.steps}  {numbers}")
+        numbers = _numbers(report, *self._throughput.update(report))
+        if report.step == 1 or report.step % self._every == 0 or report.step == self._throughput.steps:
+            self.log(f"step {report.step}/{self._throughput.steps}  {numbers}")
 
-    def close(self) -> None:
-        pass
-
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(text, flush=True)
 
 
 def make_progress(first: bool, every: int) -> Progress:
-    """A bar where rank 0 writes to a terminal, lines where it does not, silence on other ranks."""
+    """Return a bar if rank 0 writes to a terminal, lines if it does not, and no output on other ranks."""
     if not first:
-        return Silent()
-    return Bar() if sys.stdout.isatty() else Lines(every)
+        return Progress()
+    return BarProgress() if sys.stdout.isatty() else LineProgress(every)
 
 
 def _numbers(report: StepReport, tokens_per_s: float, seconds_left: float) -> str:
-    left = time.strftime("%H:%M:%S" if seconds_left >= 3600 else "%M:%S", time.gmtime(seconds_left))
+    remaining = time.strftime("%H:%M:%S" if seconds_left >= 3600 else "%M:%S", time.gmtime(seconds_left))
     return (
         f"loss {report.loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
         f"{'' if report.mfu is None else f'MFU {report.mfu:.0%}  '}"
-        f"load imbalance {report.load.worst_imbalance:.2f}  {left} left"
+        f"load imbalance {report.load.worst_imbalance:.2f}  {remaining} left"
     )

@@ -1,4 +1,4 @@
-"""What a run's ranks write down of every step, as a hook of the trainer; the files are ``observe.rank_log``'s."""
+"""Training hook that writes step lines and spans of each rank; see ``moe_comm.observe.rank_log`` for the files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_comm.observe.probe import Probe, first_ranks
 from moe_comm.observe.rank_log import RankLog, StepParts
 from moe_comm.runtime.device_clock import cuda_times
 from moe_comm.runtime.event_layout import region_bytes
-from moe_comm.runtime.event_reader import read_state
+from moe_comm.runtime.event_reader import read_header
 from moe_comm.runtime.events import EVENTS
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.metrics import StepReport
@@ -28,16 +28,17 @@ ROUND_TRIPS = 8
 
 
 class Recording(StepHook):
-    """Lines of this rank's steps. Every rank makes one. Collective.
+    """Write this rank's step lines and spans. Collective.
 
     Args:
-        done: steps after which the run goes on. device: "cuda" takes the times of spans on the GPU.
+        done: completed steps when the run resumes.
+        device: "cuda" measures spans with GPU time stamps.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, settings: ObserveSection, done: int, device: str = "cpu") -> None:
         ensure_region(ranks.rank, settings.records)
-        hosts = ranks.texts(socket.gethostname())
-        EVENTS.count_anew()  # ranks have attached to their regions at different places
+        hosts = ranks.gather_texts(socket.gethostname())
+        EVENTS.reset_call_counts()  # ranks attach to their regions at different times
         several = len(set(hosts)) > 1
         skew_ns = clock_skew(ranks, hosts)[0] if several else 0
         self._every = settings.every
@@ -82,48 +83,49 @@ class Recording(StepHook):
 
 
 def ensure_region(rank: int, records: int) -> None:
-    """Let ``EVENTS`` record as ``rank`` into a ring of ``records``, unless it does (into a board that ranks share)."""
-    state = read_state(EVENTS.region)
-    # A rank that was forked has its region from the process before it, which others were forked from too.
+    """Attach ``EVENTS`` to a ring of ``records`` spans for ``rank``, unless it already has one."""
+    state = read_header(EVENTS.region)
+    # A forked rank inherits the region of its parent process, which it shares with other ranks.
     if state is None or (state.rank, state.pid) != (rank, os.getpid()) or EVENTS.records < records:
         EVENTS.attach(memoryview(mmap.mmap(-1, region_bytes(records))), rank, records)
 
 
 def can_send() -> bool:
-    """Whether ranks can send each other what is on the host."""
+    """Return whether the default process group can send CPU tensors."""
     return dist.is_initialized() and "cpu" in dist.get_backend_config()
 
 
 def clock_skew(ranks: Ranks, hosts: Sequence[str], now: Callable[[], int] = time.time_ns) -> tuple[int, int]:
-    """What added to this host's clock gives that of rank 0's host, and how wrong it may be; both ns. Collective.
+    """Return the offset from this host's clock to that of rank 0's host, and its maximum error, in ns. Collective.
 
-    The first rank of each host asks rank 0 for the time, one host after the other; of some answers the quickest is
-    taken, and the clock read in its middle (Cristian 1989). The error is at most half the time it took.
+    One host after the other, the first rank of each host requests the time from rank 0 several times. The round trip
+    with the shortest duration is used, with the local time at its midpoint (Cristian 1989). The error is at most half
+    of its duration.
     """
-    mine = torch.zeros(ranks.world, 2, dtype=torch.int64)
+    skews = torch.zeros(ranks.world, 2, dtype=torch.int64)
     firsts = [rank for rank in first_ranks(hosts) if hosts[rank] != hosts[0]]
     if can_send():
-        for asking in firsts:
-            if ranks.rank == asking:
-                mine[asking] = torch.tensor(_ask(now))
+        for client in firsts:
+            if ranks.rank == client:
+                skews[client] = torch.tensor(_measure_skew(now))
             elif ranks.rank == 0:
                 for _ in range(ROUND_TRIPS):
-                    dist.recv(torch.empty(1, dtype=torch.int64), asking)
-                    dist.send(torch.tensor([now()]), asking)
-    found = ranks.sum(mine)
-    by_host = {hosts[asking]: found[asking].tolist() for asking in firsts}
+                    dist.recv(torch.empty(1, dtype=torch.int64), client)
+                    dist.send(torch.tensor([now()]), client)
+    skews = ranks.sum(skews)
+    by_host = {hosts[client]: skews[client].tolist() for client in firsts}
     skew, error = by_host.get(hosts[ranks.rank], (0, 0))
     return int(skew), int(error)
 
 
-def _ask(now: Callable[[], int]) -> tuple[int, int]:
-    answers = []
+def _measure_skew(now: Callable[[], int]) -> tuple[int, int]:
+    round_trips = []
     for _ in range(ROUND_TRIPS):
-        told = torch.empty(1, dtype=torch.int64)
+        server_ns = torch.empty(1, dtype=torch.int64)
         before = now()
         dist.send(torch.zeros(1, dtype=torch.int64), 0)
-        dist.recv(told, 0)
+        dist.recv(server_ns, 0)
         after = now()
-        answers.append((after - before, int(told) - (before + after) // 2))
-    took, skew = min(answers)
-    return skew, took // 2 + 1
+        round_trips.append((after - before, int(server_ns) - (before + after) // 2))
+    duration, skew = min(round_trips)
+    return skew, duration // 2 + 1

@@ -1,4 +1,4 @@
-"""A text sample from a saved model."""
+"""Generate a text sample with an exported model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from transformers.utils import logging as transformers_logging
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """The model saved in ``folder``, as anyone would load it, ready to evaluate; without progress bars of its own."""
+    """Load the model in ``folder`` with transformers in fp32, without a progress bar."""
     logging: Any = transformers_logging
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         auto: Any = AutoModelForCausalLM
         model: PreTrainedModel = auto.from_pretrained(folder, dtype=torch.float32)
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
     return model
 
@@ -30,10 +30,9 @@ def load_model(folder: Path) -> PreTrainedModel:
 def continue_text(
     model: PreTrainedModel, prompt: Sequence[int], length: int, temperature: float, seed: int
 ) -> list[int]:
-    """``prompt`` and up to ``length`` sampled tokens after it; ends early where the model ends the text.
+    """Return ``prompt`` followed by up to ``length`` sampled tokens; an end-of-text token ends it early.
 
-    The context never grows past the length the model was trained with: when it is full, the later half of it starts a
-    new one.
+    The context is limited to the model's maximum length. When it is full, its second half becomes the new context.
     """
     generator = torch.Generator().manual_seed(seed)
     window = int(model.config.max_position_embeddings)
@@ -53,7 +52,7 @@ def continue_text(
 
 
 def shown(text: str) -> str:
-    """``text`` with control characters as U+FFFD."""
+    """Replace control characters in ``text`` by U+FFFD."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

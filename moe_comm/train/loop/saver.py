@@ -1,4 +1,4 @@
-"""A run's checkpoints: which tensors make up its state, and how a model's weights are written for others to load."""
+"""Checkpoints and snapshots of a training run."""
 
 from __future__ import annotations
 
@@ -17,129 +17,133 @@ from moe_comm.train.checkpoint import Checkpointer, Entry, Loaded
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
 from moe_comm.train.loop.trainer import TrainState
-from moe_comm.train.resilience.peer_memory import PeerMemory
+from moe_comm.train.resilience.peer_memory import PeerSnapshots
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
 class RunSaver:
-    """Saves and restores a run in ``folder``. Every rank makes one alike. Collective.
+    """Save and restore a run in ``folder``. All ranks construct one. Collective.
+
+    Args:
+        extra: additional JSON metadata of checkpoints.
 
     Attributes:
-        memory: where its state is kept beside the disk; None: nowhere.
+        memory: in-memory snapshots; None: none.
     """
 
     def __init__(
         self, folder: Path, config: TrainConfig, train_state: TrainState, corpus: Corpus, extra: Mapping[str, Any]
     ) -> None:
-        """``extra``: what else the checkpoint is to say, in JSON."""
         self._config, self._train_state, self._corpus, self._extra = config, train_state, corpus, extra
         self._checkpoints = Checkpointer(
             folder, keep=config.checkpoint.keep, timeout_s=max(1800.0, config.parallel.timeout_s)
         )
-        self.memory: PeerMemory | None = None
+        self.memory: PeerSnapshots | None = None
 
     def wait_staged(self) -> float:
-        """Seconds until the weights may change."""
+        """Wait until the weights are copied and can be changed; return the seconds waited."""
         waited = self._checkpoints.wait_staged()
         return waited + (self.memory.wait_staged() if self.memory is not None else 0.0)
 
     def save(self, step: int) -> None:
-        """Save after ``step`` steps.
+        """Save the state after ``step`` steps. Collective.
 
         Raises:
-            CheckpointError: it failed, or in the background the save before it.
+            CheckpointError: this save failed, or the previous one in the background.
         """
-        self._checkpoints.save(step, self.entries(), self._state(step))
+        self._checkpoints.save(step, self.entries(), self._metadata(step))
         if not self._config.checkpoint.background:
             self._checkpoints.wait()
 
     def finish(self) -> None:
-        """Wait until the last save is on the disk.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Wait for the save in progress. Raises ``CheckpointError`` if it failed."""
         self._checkpoints.wait()
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Finish, and give back the group. A save that fails behind ``error`` is told and does not take its place."""
+        """Wait for the save in progress and release the process group, as ``__exit__`` of the checkpointer.
+
+        A failed save does not replace ``error``; it is logged.
+        """
         self._checkpoints.__exit__(kind, error, trace)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint. Collective."""
+        """Return the newest complete checkpoint. Collective."""
         return self._checkpoints.latest()
 
     def resume(self, path: Path) -> int:
-        """Take over the state saved at ``path``, by any mapping; returns the steps done. Collective.
+        """Load the checkpoint at ``path``, which may be of another mapping; return its step. Collective.
 
         Raises:
-            CheckpointError: it is damaged, or of another model or optimizer.
+            CheckpointError: the checkpoint is corrupted, or belongs to another model or optimizer.
             ConfigError: it was trained on other data.
         """
         loaded: Loaded = self._checkpoints.load(path, self.entries())
-        self._take_over(loaded.state, str(path))
+        self._restore(loaded.state, str(path))
         return loaded.step
 
     def capture(self, step: int) -> tuple[dict[str, Entry], dict[str, Any]]:
-        """What ``save`` would: the tensors as they are after ``step`` steps, and the JSON beside."""
-        return self.entries(), self._state(step)
+        """Return the tensors and JSON metadata that ``save`` writes after ``step`` steps."""
+        return self.entries(), self._metadata(step)
 
-    def recall(self, least: int, say: Callable[[str], None]) -> int | None:
-        """Take over the newest state that ``memory`` holds of every rank, if it is not from before step ``least``;
-        returns the steps done, None where there is none and nothing has changed. Collective.
+    def load_from_memory(self, least: int, log: Callable[[str], None]) -> int | None:
+        """Load the newest snapshot of step ``least`` or later that all ranks can restore. Collective.
 
         Args:
-            say: told of what cannot be used, and why.
+            least: lowest acceptable step.
+            log: logs why a snapshot cannot be used.
+
+        Returns:
+            The step of the snapshot; None if there is none, and then the state is unchanged.
 
         Raises:
             ConfigError: it was trained on other data.
         """
-        found = self.memory.restore(self.entries(), least, say) if self.memory is not None else None
-        if found is None:
+        snapshot = self.memory.restore(self.entries(), least, log) if self.memory is not None else None
+        if snapshot is None:
             return None
-        step, state = found
-        self._take_over(state, "what is kept in memory")
+        step, state = snapshot
+        self._restore(state, "the snapshot in memory")
         return step
 
-    def _take_over(self, state: Mapping[str, Any], where: str) -> None:
-        """The tensors of ``entries`` are those of ``state``: let the rest follow."""
+    def _restore(self, state: Mapping[str, Any], source: str) -> None:
+        """Restore everything except the tensors of ``entries``, which are loaded already."""
         train_state = self._train_state
         self._copy_tied()
         steps = state.get("optimizer_steps")
         if not isinstance(steps, int):
-            raise CheckpointError(f"{where} does not say how many updates its optimizer has made")
+            raise CheckpointError(f"{source} has no valid optimizer_steps")
         train_state.optimizer.load_steps(steps)
         train_state.data_parallel.publish()
         train_state.history.load(state.get("history"))
         self._corpus.resume(state["sampler"])
 
     def entries(self) -> dict[str, Entry]:
-        """Everything that changes in training and lies on this rank, by its name in the whole model."""
+        """Return the state tensors of this rank, by their name in the whole model."""
         train_state = self._train_state
         place, sizes = train_state.mesh.place, train_state.mesh.sizes
         states = train_state.optimizer.state_tensors()
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for owned in train_state.data_parallel.owned():
             name = self._origin(owned.name)
-            parts = {f"{MODEL}/{name}": owned.value.detach()}
-            parts |= {f"{OPTIMIZER}/{name}/{key}": value for key, value in states.get(owned.name, {}).items()}
-            for key, tensor in parts.items():
-                # A schedule shaped like a V has both copies of a tied embedding here: one is enough.
-                found.setdefault(key, Entry.of(tensor, owned.sharding, place, sizes, owned.share))
+            tensors = {f"{MODEL}/{name}": owned.value.detach()}
+            tensors |= {f"{OPTIMIZER}/{name}/{key}": value for key, value in states.get(owned.name, {}).items()}
+            for key, tensor in tensors.items():
+                # With a V-shaped schedule this rank has both copies of a tied embedding; one of them is saved.
+                entries.setdefault(key, Entry.of(tensor, owned.sharding, place, sizes, owned.shard))
         for stage in train_state.stages:
             for layer_name, layer in moe_layers(stage):
                 if layer.router.correction_bias is not None:
                     bias = layer.router.correction_bias
-                    found[f"{MODEL}/{layer_name}.router.correction_bias"] = Entry.whole(bias)
-        return found
+                    entries[f"{MODEL}/{layer_name}.router.correction_bias"] = Entry.whole(bias)
+        return entries
 
     def _origin(self, name: str) -> str:
         return EMBEDDING if name == HEAD and HEAD in self._train_state.data_parallel.tied else name
 
     @torch.no_grad()
     def _copy_tied(self) -> None:
-        """Give the second copy of a tied embedding on this rank, if there is one, what the first was loaded with."""
+        """Copy the loaded state of a tied embedding to its second copy, if this rank has both."""
         train_state = self._train_state
         states = train_state.optimizer.state_tensors()
         copies = {owned.name: owned for owned in train_state.data_parallel.owned() if owned.name in (EMBEDDING, HEAD)}
@@ -148,7 +152,7 @@ class RunSaver:
             for key, value in states.get(HEAD, {}).items():
                 value.copy_(states[EMBEDDING][key])
 
-    def _state(self, step: int) -> dict[str, Any]:
+    def _metadata(self, step: int) -> dict[str, Any]:
         return {
             "optimizer_steps": self._train_state.optimizer.steps,
             "sampler": self._corpus.state(step),

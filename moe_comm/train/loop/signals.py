@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a rank that trains."""
+"""Handling of SIGINT and SIGTERM during training."""
 
 from __future__ import annotations
 
@@ -9,52 +9,54 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from moe_comm.runtime.launch import SAME_PRESS_S
+from moe_comm.runtime.launch import SAME_SIGNAL_S
 
 
 @contextlib.contextmanager
 def stop_on_signals(request: Callable[[], None]) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM end training after the step in progress, on all ranks together; a second one ends it at once.
-    Yields the signals that came.
+    """Stop training after the current step on SIGINT or SIGTERM; a second signal ends the process at once.
 
-    A rank that left in the middle of a step would leave its peers waiting, and the weights half updated. A terminal
-    and a launcher may both pass on one press, so signals right after the first are taken for the same one.
+    A rank that exits in the middle of a step would block its peers and leave the weights partly updated. The terminal
+    and a launcher can both deliver one Ctrl-C, so signals shortly after the first one count as the same.
 
-    Where an exception leaves it, SIGTERM stays as it is here until ``handler_put_back``: a rank that has failed is told
-    to end by its agent and is about to, and what it still writes down is not to be cut off.
+    After an exception the SIGTERM handler stays installed until ``restored_handler``: the agent sends SIGTERM to a
+    failed rank, which must still write its records.
 
     Args:
-        request: asks for the end; called at each signal.
+        request: requests the stop; called at each signal.
+
+    Yields:
+        The received signals.
     """
-    seen: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield seen  # Python delivers signals to the main thread only
+        yield received  # Python delivers signals to the main thread only
         return
-    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
-    presses: list[float] = []
+    handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    times: list[float] = []
 
     def stop(kind: int, frame: FrameType | None) -> None:
-        presses.append(time.monotonic())
-        seen.append(int(kind))
+        times.append(time.monotonic())
+        received.append(int(kind))
         request()
-        if len(presses) > 1 and presses[-1] - presses[0] >= SAME_PRESS_S:
-            signal.signal(kind, before[signal.Signals(kind)])
+        if len(times) > 1 and times[-1] - times[0] >= SAME_SIGNAL_S:
+            signal.signal(kind, handlers[signal.Signals(kind)])
             signal.raise_signal(kind)
 
-    for kind in before:
+    for kind in handlers:
         signal.signal(kind, stop)
     try:
-        yield seen
+        yield received
     except BaseException:
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        signal.signal(signal.SIGINT, handlers[signal.SIGINT])
         raise
-    for kind, handler in before.items():
+    for kind, handler in handlers.items():
         signal.signal(kind, handler)
 
 
 @contextlib.contextmanager
-def handler_put_back(kind: signal.Signals) -> Iterator[None]:
-    """Whoever handles ``kind`` now does so again at the end."""
+def restored_handler(kind: signal.Signals) -> Iterator[None]:
+    """Restore the current handler of ``kind`` on exit."""
     handler = signal.getsignal(kind)
     try:
         yield

@@ -1,10 +1,10 @@
-"""The training loop, the same for every mapping: one rank or thousands, with a pipeline or without.
+"""The training loop for all mappings.
 
 step:  batch ─▶ forward, backward of all micro-batches (runner) ─┐
-         ▲      (rows travel to their experts and back)          ▼
-         │                    one small all-reduce: losses, loads of experts, stop requests, bad losses, damaged rows
-         │ again, in place                                       ▼
-         └─────────────────────────────────────────────  guard: are the numbers right?
+         ▲      (dispatch and combine of rows)                   ▼
+         │           one small all-reduce: losses, expert loads, stop requests, non-finite losses, corrupted rows
+         │ rerun                                                 ▼
+         └──────────────────────────────────────────────  guard: check the loss
                                                                  ▼
        weights ◀─ optimizer ◀─ clip ◀─ guard ◀─ global norm ◀─ sum of gradients (data_parallel)
 """
@@ -30,31 +30,31 @@ from moe_comm.runtime.events import COMMUNICATION, EVENTS
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.hooks import StepHook
-from moe_comm.train.loop.progress import Progress, Silent
+from moe_comm.train.loop.progress import Progress
 from moe_comm.train.metrics import MetricsSink, StepReport, StepTimes
-from moe_comm.train.optim import Optimizer, Schedule, learning_rate
+from moe_comm.train.optim import LRSchedule, Optimizer, learning_rate
 from moe_comm.train.parallel import DataParallel, clip_
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.runner import Runner
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.resilience.agreement import Agreed, Agreement
-from moe_comm.train.resilience.guard import DAMAGED_TRIES, FaultSink, Guard, History, StepDecision
+from moe_comm.train.resilience.agreement import Agreement, StepSummary
+from moe_comm.train.resilience.guard import DAMAGED_TRIES, FaultSink, History, StepDecision, StepGuard
 
 STOP_REASONS = ("interrupted", "time limit")
-SAID = {"stop": "; the run ends", "skip": "; the step is left out"}
-"""What the progress says of a ``FaultRecord``'s action, where its text does not."""
+ACTION_TEXT = {"stop": "; the run ends", "skip": "; the step is skipped"}
+"""Text for the action of a ``FaultRecord`` in the log."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's micro-batches of one step, and the targets in the whole step over all ranks."""
+    """This rank's micro-batches of one step, and the number of targets over all ranks."""
 
     micro: list[MicroBatch]
     num_targets: int
 
 
 class Feed(Protocol):
-    """Where batches come from. A batch depends on the step alone, not on what was read before."""
+    """Source of batches. A batch depends only on its step."""
 
     def train(self, step: int) -> StepBatch: ...
 
@@ -62,24 +62,27 @@ class Feed(Protocol):
 
 
 class Saver(Protocol):
-    """Saves the state of a run while it goes on."""
+    """Saves the state of a run during training."""
 
     def wait_staged(self) -> float:
-        """Before the weights change: wait until they are copied; returns the seconds waited."""
+        """Wait until the weights are copied and can be changed; return the seconds waited."""
         ...
 
     def save(self, step: int) -> None:
-        """After ``step`` steps."""
+        """Save the state after ``step`` steps."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """A model spread over the mesh and what trains it, as ``build`` puts it together.
+    """The model on this rank, and the objects that train it. ``build`` constructs it.
 
-    stages: this rank's parts of the model. flops_per_token: of forward and backward, for the whole model.
-    peak_flops: a second, of all ranks together, for a plain matrix product; None if not measured.
-    history: of the last updates, by which spikes are told; part of what is saved.
+    Attributes:
+        stages: pipeline stages of this rank.
+        moe_names: names of the MoE layers of the whole model.
+        flops_per_token: forward and backward FLOPs per token of the whole model.
+        peak_flops: matrix-product FLOP/s of all ranks together; None if not measured.
+        history: loss and gradient norm of the last updates, for spike detection. It is saved in checkpoints.
     """
 
     mesh: ParallelMesh
@@ -97,21 +100,32 @@ class TrainState:
 
 @dataclass
 class _Clock:
-    """Seconds of a step so far. busy: in forward, backward and update, with what moves in them (moving). agreeing:
-    between them."""
+    """Seconds of a step so far.
+
+    busy: forward, backward and update, including their communication. communication: communication within them.
+    agreement: communication between them.
+    """
 
     busy: float = 0.0
-    moving: float = 0.0
-    agreeing: float = 0.0
+    communication: float = 0.0
+    agreement: float = 0.0
 
 
 class Trainer:
-    """Trains what ``machinery`` holds on what ``feed`` gives. Every rank makes one and calls it alike."""
+    """Train ``train_state`` on the batches of ``feed``. All ranks construct a trainer and make the same calls.
+
+    Args:
+        saver: saves checkpoints; None: no checkpoints.
+        sinks: receive the metrics of each step.
+        progress: shows progress and messages; None: no output.
+        on_fault: receives the faults that the guard detects, on all ranks. They are logged in any case.
+        first_step: completed steps when the run resumes.
+    """
 
     def __init__(
         self,
         config: TrainConfig,
-        machinery: TrainState,
+        train_state: TrainState,
         feed: Feed,
         ranks: Ranks,
         *,
@@ -122,9 +136,8 @@ class Trainer:
         on_fault: FaultSink | None = None,
         first_step: int = 0,
     ) -> None:
-        """``on_fault`` takes what the guard notices, on every rank alike; the progress shows it anyway."""
         self.config = config
-        self.machinery = machinery
+        self.train_state = train_state
         self.feed = feed
         self.ranks = ranks
         self.reports: list[StepReport] = []
@@ -133,27 +146,34 @@ class Trainer:
         self._saver = saver
         self._sinks = sinks
         self._hooks = hooks
-        self._progress = progress or Silent()
+        self._progress = progress or Progress()
         self._stop_requested = False
         self._saved_s = 0.0
         self._began = time.monotonic()
         self._on_fault = on_fault
-        self._agreement = Agreement(machinery.stages, machinery.moe_names, machinery.num_experts, ranks)
-        self._guard = Guard(config.guard, config.run.nonfinite, ranks, machinery.history, self._tell)
-        for stage in machinery.stages:
+        self._agreement = Agreement(train_state.stages, train_state.moe_names, train_state.num_experts, ranks)
+        self._guard = StepGuard(config.guard, config.run.nonfinite, ranks, train_state.history, self._report_fault)
+        for stage in train_state.stages:
             for _, layer in moe_layers(stage):
-                # Auxiliary losses are means over a micro-batch; over the step they are means of these.
+                # An auxiliary loss is a mean over a micro-batch; over the step it is the mean over its micro-batches.
                 layer.aux_scale = 1 / config.data.micro_batches
 
     def request_stop(self) -> None:
-        """Let training end after the step in progress, on every rank. Safe to call from a signal handler."""
+        """Stop training after the current step on all ranks. Safe to call from a signal handler."""
         self._stop_requested = True
 
     def fit(self, after_step: Callable[[StepReport], None] | None = None) -> str:
-        """Train to the last step, the time limit or a stop request; returns why it ended ("finished" or the reason).
+        """Train to the last step, the time limit or a stop request. Collective.
+
+        Args:
+            after_step: called with the report of each step.
+
+        Returns:
+            "finished", "time limit" or "interrupted".
 
         Raises:
-            NonFiniteLoss, UnsettledStep, CorruptPayload: on every rank; the weights are those of the last good step.
+            NonFiniteLoss, UnsettledStep, CorruptPayload: raised on all ranks; the weights are those of the last good
+                step.
         """
         run = self.config.run
         self._began = time.monotonic()
@@ -175,8 +195,8 @@ class Trainer:
                     after_step(report)
                 if not report.stop and run.eval_every and report.step % run.eval_every == 0 and report.step < run.steps:
                     loss = self.evaluate()
-                    self._progress.say(f"validation loss after step {report.step}: {loss:.3f}")
-                # Last, so that a run that goes on from here lacks nothing of what was written about the steps before.
+                    self._progress.log(f"validation loss after step {report.step}: {loss:.3f}")
+                # Save last, so that a resumed run has the records of all steps before the checkpoint.
                 self._save(report)
                 if report.stop:
                     return report.stop
@@ -185,16 +205,16 @@ class Trainer:
         return "finished"
 
     def train_step(self, step: int) -> StepReport:
-        """One update from the global batch of ``step`` (from 0). Collective."""
+        """Train on the global batch of ``step`` (from 0). Collective."""
         for hook in self._hooks:
             with _records(hook.on_disk):
                 hook.before_step(step + 1)
-        EVENTS.at(step + 1)
+        EVENTS.begin_step(step + 1)
         with EVENTS.span(Kind.STEP, "step"):
             return self._train_step(step)
 
     def _train_step(self, step: int) -> StepReport:
-        machinery, guard = self.machinery, self._guard
+        train_state, guard = self.train_state, self._guard
         saved_s, self._saved_s = self._saved_s, 0.0
         began = time.perf_counter()
         guard.begin(step + 1)
@@ -204,18 +224,18 @@ class Trainer:
         COMMUNICATION.take()
         clock, lr = _Clock(), learning_rate(self._schedule, step)
         while True:
-            agreed, done = self._try(step, batch, clock)
+            agreed, decision = self._forward_backward(step, batch, clock)
             grad_norm = math.nan
-            if done is StepDecision.GO:
-                grad_norm, done = self._sum_gradients(clock)
-            if done is not StepDecision.RERUN:
+            if decision is StepDecision.GO:
+                grad_norm, decision = self._reduce_gradients(clock)
+            if decision is not StepDecision.RERUN:
                 break
-        staged_s = self._update(lr, agreed, clock) if done is StepDecision.GO else 0.0
+        staged_s = self._update(lr, agreed, clock) if decision is StepDecision.GO else 0.0
         total_s = time.perf_counter() - began + saved_s
-        compute_s, communication_s = max(clock.busy - clock.moving, 0.0), clock.moving + clock.agreeing
+        compute_s, communication_s = max(clock.busy - clock.communication, 0.0), clock.communication + clock.agreement
         mfu = None
-        if machinery.peak_flops is not None:
-            mfu = machinery.flops_per_token * batch.num_targets / total_s / machinery.peak_flops
+        if train_state.peak_flops is not None:
+            mfu = train_state.flops_per_token * batch.num_targets / total_s / train_state.peak_flops
         return StepReport(
             step=step + 1,
             loss=agreed.loss,
@@ -224,120 +244,119 @@ class Trainer:
             tokens=batch.num_targets,
             times=StepTimes(total_s, compute_s, communication_s, data_s, staged_s + saved_s),
             load=agreed.load(),
-            memory_bytes=peak_memory(machinery.mesh.device),
+            memory_bytes=peak_memory(train_state.mesh.device),
             mfu=mfu,
             skipped=guard.skipped,
             stop=next((reason for reason, flag in zip(STOP_REASONS, agreed.stops, strict=True) if flag), ""),
             reruns=guard.reruns,
         )
 
-    def _try(self, step: int, batch: StepBatch, clock: _Clock) -> tuple[Agreed, StepDecision]:
-        """Forward and backward of a step, from nothing: what came of an earlier try is forgotten."""
-        machinery = self.machinery
-        at = time.perf_counter()
-        machinery.data_parallel.zero_grad()
+    def _forward_backward(self, step: int, batch: StepBatch, clock: _Clock) -> tuple[StepSummary, StepDecision]:
+        """Run forward and backward from zero gradients, and combine the results of all ranks."""
+        train_state = self.train_state
+        start = time.perf_counter()
+        train_state.data_parallel.zero_grad()
         with EVENTS.span(Kind.COMPUTE, "forward and backward"):
-            losses_N = machinery.runner.step(batch.micro, 1 / batch.num_targets)
+            losses_N = train_state.runner.step(batch.micro, 1 / batch.num_targets)
             loss = float(losses_N.sum()) / batch.num_targets
         for hook in self._hooks:
             loss = hook.after_backward(step + 1, loss)
-        clock.busy += time.perf_counter() - at
-        clock.moving += COMMUNICATION.take()
+        clock.busy += time.perf_counter() - start
+        clock.communication += COMMUNICATION.take()
         limit = self.config.run.time_limit_s
         late = limit is not None and time.monotonic() - self._began >= limit
         agreed = self._agreement.agree(loss, (self._stop_requested, late))
-        parameters = (param for stage in machinery.stages for param in stage.parameters())
-        done = self._guard.after_loss(agreed, loss, parameters)
-        clock.agreeing += COMMUNICATION.take()
-        return agreed, done
+        parameters = (param for stage in train_state.stages for param in stage.parameters())
+        decision = self._guard.after_loss(agreed, loss, parameters)
+        clock.agreement += COMMUNICATION.take()
+        return agreed, decision
 
-    def _sum_gradients(self, clock: _Clock) -> tuple[float, StepDecision]:
-        """Sum gradients over ranks and clip them: their norm, and whether it is right."""
-        machinery = self.machinery
-        at = time.perf_counter()
-        machinery.data_parallel.reduce()
-        norm = clip_(machinery.data_parallel.owned(), self.config.optimizer.clip or math.inf, machinery.mesh)
-        clock.busy += time.perf_counter() - at
-        clock.moving += COMMUNICATION.take()
+    def _reduce_gradients(self, clock: _Clock) -> tuple[float, StepDecision]:
+        """Reduce and clip gradients; return their norm and the guard's decision."""
+        train_state = self.train_state
+        start = time.perf_counter()
+        train_state.data_parallel.reduce()
+        norm = clip_(train_state.data_parallel.owned(), self.config.optimizer.clip or math.inf, train_state.mesh)
+        clock.busy += time.perf_counter() - start
+        clock.communication += COMMUNICATION.take()
         return norm, self._guard.after_norm(norm)
 
-    def _update(self, lr: float, agreed: Agreed, clock: _Clock) -> float:
-        """Change the weights; seconds waited for the copy of the old ones."""
-        machinery, staged_s = self.machinery, 0.0
-        at = time.perf_counter()
+    def _update(self, lr: float, agreed: StepSummary, clock: _Clock) -> float:
+        """Update the weights; return the seconds waited for the saver's copy of the old ones."""
+        train_state, staged_s = self.train_state, 0.0
+        start = time.perf_counter()
         if self._saver is not None:
             with EVENTS.span(Kind.CHECKPOINT, "staging"):
                 staged_s = self._saver.wait_staged()
-        with EVENTS.span(Kind.OPTIMIZER, machinery.optimizer.__class__.__name__):
-            machinery.optimizer.step(lr)
-        machinery.data_parallel.publish()
-        for stage in machinery.stages:
+        with EVENTS.span(Kind.OPTIMIZER, train_state.optimizer.__class__.__name__):
+            train_state.optimizer.step(lr)
+        train_state.data_parallel.publish()
+        for stage in train_state.stages:
             update_biases(stage, agreed.loads, self.config.model.bias_rate)
-        clock.busy += time.perf_counter() - at - staged_s
-        clock.moving += COMMUNICATION.take()
+        clock.busy += time.perf_counter() - start - staged_s
+        clock.communication += COMMUNICATION.take()
         return staged_s
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the validation batches, nats per token; counters and weights stay as they are. Collective.
+        """Return the mean validation loss in nats per token. Weights and counters do not change. Collective.
 
         Raises:
-            CorruptPayload: on every rank: rows arrived damaged, and again when they were sent again.
+            CorruptPayload: raised on all ranks: rows were corrupted, also after retries.
         """
         self._train_mode(False)
         for _ in range(1 + DAMAGED_TRIES):
-            told = torch.zeros(2, dtype=torch.float64)
+            loss_and_damage = torch.zeros(2, dtype=torch.float64)
             targets = 0
             for batch in self.feed.validation(self.config.run.eval_batches):
-                told[0] += self.machinery.runner.forward_only(batch.micro).sum().cpu()
+                loss_and_damage[0] += self.train_state.runner.forward_only(batch.micro).sum().cpu()
                 targets += batch.num_targets
-            told[1] = self._agreement.take_damage()
-            self._agreement.take_invalid()  # or the next step would be taken for a bad one
-            total, damaged = self.ranks.sum(told).tolist()
+            loss_and_damage[1] = self._agreement.take_damage()
+            self._agreement.take_invalid()  # otherwise the next step would count as invalid
+            total, damaged = self.ranks.sum(loss_and_damage).tolist()
             if not damaged:
                 break
         self._train_mode(True)
         if damaged:
-            raise CorruptPayload(f"rows arrived damaged in {1 + DAMAGED_TRIES} evaluations one after another")
+            raise CorruptPayload(f"dispatched rows were corrupted in {1 + DAMAGED_TRIES} consecutive evaluations")
         loss = float(total) / max(targets, 1)
         for sink in self._sinks:
             sink.summary(self.next_step, {"validation/loss": loss, "validation/perplexity": math.exp(min(loss, 700))})
         return loss
 
     def _save(self, report: StepReport) -> None:
-        """Save after this step where it is time to; what that takes is the next step's checkpoint time."""
+        """Save a checkpoint if it is due. The time counts as checkpoint time of the next step."""
         every = self.config.checkpoint.every
         if self._saver is not None and (report.stop or (every and report.step % every == 0)):
-            at = time.perf_counter()
+            start = time.perf_counter()
             with EVENTS.span(Kind.CHECKPOINT, "save"):
                 self._saver.save(report.step)
-            self._saved_s = time.perf_counter() - at
+            self._saved_s = time.perf_counter() - start
 
     def _train_mode(self, training: bool) -> None:
-        for stage in self.machinery.stages:
+        for stage in self.train_state.stages:
             stage.train(training)
 
-    def _tell(self, record: FaultRecord) -> None:
-        """Pass on what the guard noticed."""
-        self._progress.say(f"step {record.step}: {record.what}{SAID.get(record.action, '')}")
+    def _report_fault(self, record: FaultRecord) -> None:
+        self._progress.log(f"step {record.step}: {record.what}{ACTION_TEXT.get(record.action, '')}")
         if self._on_fault is not None:
             with _records():
                 self._on_fault(record)
 
 
 def _records(on_disk: bool = True) -> contextlib.AbstractContextManager[object]:
-    """Around what writes files: a disk that does not answer for a while makes no rank stuck."""
+    """Return a span for code that writes files, so that the watcher does not report a slow disk as a hung rank."""
     return EVENTS.span(Kind.CHECKPOINT, "records") if on_disk else contextlib.nullcontext()
 
 
-def schedule_of(config: TrainConfig) -> Schedule:
-    """The learning rate of the whole run."""
+def schedule_of(config: TrainConfig) -> LRSchedule:
+    """Return the learning rate schedule of a run."""
     o = config.optimizer
-    return Schedule(o.lr, config.run.steps, o.schedule, o.warmup, o.decay, o.final_lr)
+    return LRSchedule(o.lr, config.run.steps, o.schedule, o.warmup, o.decay, o.final_lr)
 
 
 def peak_memory(device: str) -> int:
-    """Most bytes this process has held: resident on the CPU, allocated by torch on a GPU."""
+    """Return the peak memory of this process in bytes: resident on the CPU, allocated by torch on a GPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) and SGD: torch's own, on what each rank owns. No rank needs another."""
+"""torch's AdamW (arXiv 1711.05101) and SGD on owned shards, without communication."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient
-from moe_comm.train.parallel.owned import Owned
+from moe_comm.train.parallel.parameters import OwnedParameter
 
 
-class _Torch(Optimizer):
-    """One of torch's optimizers, whose state is made beforehand and known by name."""
+class _TorchOptimizer(Optimizer):
+    """A torch optimizer with preallocated, named state."""
 
     _torch: torch.optim.Optimizer | None
 
-    def _groups(self, owned: Sequence[Owned]) -> list[dict[str, Any]]:
-        """Parameters with and without weight decay; empty ones have nothing to update."""
-        kept = [item for item in owned if item.value.numel()]
+    def _groups(self, owned: Sequence[OwnedParameter]) -> list[dict[str, Any]]:
+        """Return the parameter groups with and without weight decay, without empty parameters."""
+        nonempty = [item for item in owned if item.value.numel()]
         groups = [
-            {"params": [item.value for item in kept if self._decay(item) == decay], "weight_decay": decay}
+            {"params": [item.value for item in nonempty if self._decay(item) == decay], "weight_decay": decay}
             for decay in dict.fromkeys((self.options.weight_decay, 0.0))
         ]
         return [group for group in groups if group["params"]]
@@ -36,10 +36,10 @@ class _Torch(Optimizer):
             self._torch.step()
 
 
-class AdamW(_Torch):
-    """AdamW, one fused pass on CPU and CUDA. State: ``exp_avg``, ``exp_avg_sq``."""
+class AdamW(_TorchOptimizer):
+    """AdamW, fused on CPU and CUDA. State: ``exp_avg``, ``exp_avg_sq``."""
 
-    def __init__(self, owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> None:
+    def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
         self._make_state(self.owned, "exp_avg", "exp_avg_sq")
         self._counts: list[Tensor] = []
@@ -63,10 +63,10 @@ class AdamW(_Torch):
             count.fill_(steps)
 
 
-class SGD(_Torch):
-    """SGD, with momentum if that is not 0. State: ``momentum_buffer`` then."""
+class SGD(_TorchOptimizer):
+    """SGD. With momentum, the state is ``momentum_buffer``."""
 
-    def __init__(self, owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> None:
+    def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
         groups = self._groups(self.owned)
         self._torch = None
@@ -78,5 +78,5 @@ class SGD(_Torch):
             self._make_state(self.owned, "momentum_buffer")
             for item in self.owned:
                 if self._torch is not None and item.value.numel():
-                    # From zero, the first step's buffer is its gradient, which is what torch starts from.
+                    # With a zero buffer the first step sets it to the gradient, as torch does.
                     self._torch.state[item.value] = dict(self._state[item.name])

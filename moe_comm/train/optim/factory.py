@@ -1,4 +1,4 @@
-"""From options to an optimizer."""
+"""Construct an optimizer from options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moe_comm.train.optim.base import Optimizer, OptimizerOptions
 from moe_comm.train.optim.elementwise import SGD, AdamW
 from moe_comm.train.optim.lamb import LAMB
 from moe_comm.train.optim.muon import Muon
-from moe_comm.train.parallel.owned import Owned
+from moe_comm.train.parallel.parameters import OwnedParameter
 
 _KINDS: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "lamb": LAMB, "muon": Muon}
 
 
-def make_optimizer(owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> Optimizer:
-    """The optimizer of what this rank owns (``DataParallel.owned``), alike on every rank."""
+def make_optimizer(owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> Optimizer:
+    """Return an optimizer of the shards ``DataParallel.owned()``. ``options`` must be equal on all ranks."""
     return _KINDS[options.kind](owned, mesh, options)

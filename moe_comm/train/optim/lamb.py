@@ -1,11 +1,11 @@
-"""LAMB (arXiv 1904.00962, algorithm 2; MegaScale trains with it at four times the batch, arXiv 2402.15627).
+"""LAMB (arXiv 1904.00962, algorithm 2; MegaScale uses it with a four times larger batch, arXiv 2402.15627).
 
     update = m^ / (sqrt(v^) + eps) + decay * w             as AdamW
-    w     -= lr * |w| / |update| * update                  norms over the whole parameter (ratio 1 if one is 0)
+    w     -= lr * |w| / |update| * update                  norms of the full parameter (ratio 1 if one is 0)
 
-A parameter is spread over ranks in up to two ways: cut by tensor or expert parallelism, and dealt out to the
-ranks that own it. Each rank squares what it stands for, and one all-reduce over the stage adds up the squares of all
-parameters. Each expert of a stack is a parameter by itself, as it would be if it stood alone.
+Parameters are sharded by tensor or expert parallelism, and over the ranks that own them. Each rank computes squared
+norms of its shards, and one all-reduce over the stage sums them for all parameters. Each expert of a stack counts as a
+separate parameter.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient, is_stack, stacked
 from moe_comm.train.parallel.norm import squared_norm
-from moe_comm.train.parallel.owned import Owned
+from moe_comm.train.parallel.parameters import OwnedParameter
 
 
 class LAMB(Optimizer):
     """LAMB. State: ``exp_avg``, ``exp_avg_sq``."""
 
-    def __init__(self, owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> None:
+    def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
         self._make_state(self.owned, "exp_avg", "exp_avg_sq")
         self._slots: list[slice] = []
@@ -41,7 +41,7 @@ class LAMB(Optimizer):
         for item, update, ratio in zip(self.owned, updates, ratios, strict=True):
             item.value.sub_(update.mul_(ratio.to(update.dtype)), alpha=lr)
 
-    def _update(self, item: Owned) -> Tensor:
+    def _update(self, item: OwnedParameter) -> Tensor:
         beta1, beta2 = self.options.betas
         state, grad = self._state[item.name], gradient(item)
         mean = state["exp_avg"].lerp_(grad, 1 - beta1)
@@ -51,7 +51,7 @@ class LAMB(Optimizer):
         return update.add_(item.value, alpha=self._decay(item))
 
     def _ratios(self, updates: Sequence[Tensor]) -> list[Tensor]:
-        """|w| / |update| for each value: a scalar, or one for each expert, shaped to multiply it."""
+        """Return |w| / |update| for each value: a scalar, or one per expert, broadcastable to the value."""
         device = updates[0].device if updates else torch.device(self.mesh.device)
         squares = torch.zeros(2, self._size, dtype=torch.float64, device=device)
         for item, update, slot in zip(self.owned, updates, self._slots, strict=True):
@@ -66,16 +66,16 @@ class LAMB(Optimizer):
         ratio = torch.where((norms > 0).all(0), norms[0] / norms[1], torch.ones_like(norms[0]))
         return [self._spread(item, ratio[slot]) for item, slot in zip(self.owned, self._slots, strict=True)]
 
-    def _spread(self, item: Owned, ratio: Tensor) -> Tensor:
+    def _spread(self, item: OwnedParameter, ratio: Tensor) -> Tensor:
         if not is_stack(item):
             return ratio[0]
         if not item.value.numel():
             return ratio.new_ones(())
-        mine = [ratio[experts] for _, experts in stacked(item, self.mesh)]
-        return torch.cat(mine).view(-1, *[1] * (item.value.dim() - 1))
+        ratios = [ratio[experts] for _, experts in stacked(item, self.mesh)]
+        return torch.cat(ratios).view(-1, *[1] * (item.value.dim() - 1))
 
 
 def _squares(values_ER: Tensor) -> Tensor:
-    """[E] float64: the squared norm of each expert's own."""
+    """Return the squared norm of each expert, [E] float64."""
     norms: Tensor = torch.linalg.vector_norm(values_ER.flatten(1), dim=1, dtype=torch.float64)
     return norms.square()

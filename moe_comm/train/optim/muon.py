@@ -1,14 +1,16 @@
-"""Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/): momentum, made orthogonal matrix by matrix.
+"""Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/): orthogonalized momentum for matrices.
 
-A matrix must be whole to be made orthogonal, but its momentum lies where its parameter does:
+Orthogonalization requires the full matrix, but the momentum is sharded like the parameter:
 
-    dense [R, C]         cut by tp, dealt to owners          gathered over both; each rank takes its own part again
-    experts [E, R, C]    cut by ep, etp; experts to owners   gathered over etp only: a rank has its experts' rest
-      fewer than owners  cut by ep, etp; matrices to owners  gathered over etp and the owners
-    gate | up            one fused parameter                 two matrices, as if they had been kept apart
+    dense [R, C]         sharded over tp and owners           gather over both, then take the local shard
+    experts [E, R, C]    sharded over ep, etp; experts over   gather over etp only: all other shards of the experts
+                         owners                               are local
+      fewer than owners  sharded over ep, etp; matrices over  gather over etp and owners
+                         owners
+    gate | up            one fused parameter                  orthogonalize as two separate matrices
 
-So the update of a matrix does not depend on how it is spread. Embeddings, output layer, router, norms and vectors are
-AdamW's, as in the original.
+So the update of a matrix does not depend on its sharding. AdamW updates embeddings, output layer, router, norms and
+vectors, as in the original.
 """
 
 from __future__ import annotations
@@ -26,93 +28,95 @@ from moe_comm.topology import ParallelMesh
 from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient, is_matrix, is_stack
 from moe_comm.train.optim.elementwise import AdamW
 from moe_comm.train.parallel.compress import buckets
-from moe_comm.train.parallel.owned import Owned
+from moe_comm.train.parallel.parameters import OwnedParameter
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic whose iteration brings every singular value to about 1 the fastest; Keller Jordan's."""
-_TOGETHER_BYTES = 64 << 20
+"""Keller Jordan's coefficients of the quintic iteration, chosen for fast convergence of singular values to about 1."""
+_BUCKET_BYTES = 64 << 20
 
 
 class Muon(Optimizer):
     """Muon for matrices, AdamW for the rest. State: ``momentum_buffer``, or ``exp_avg`` and ``exp_avg_sq``."""
 
-    def __init__(self, owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> None:
+    def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
-        self.matrices = [item for item in self.owned if self._takes(item)]
-        taken = set(self.matrices)
+        self.matrices = [
+            item
+            for item in self.owned
+            if is_matrix(item) and not any(fnmatchcase(item.name, name) for name in options.muon_excludes)
+        ]
+        matrices = set(self.matrices)
         self._make_state(self.matrices, "momentum_buffer")
-        self._rest = AdamW([item for item in self.owned if item not in taken], mesh, options)
-        self._state.update(self._rest.state_tensors())
+        self._adamw = AdamW([item for item in self.owned if item not in matrices], mesh, options)
+        self._state.update(self._adamw.state_tensors())
 
     def load_steps(self, steps: int) -> None:
         super().load_steps(steps)
-        self._rest.load_steps(steps)
-
-    def _takes(self, item: Owned) -> bool:
-        return is_matrix(item) and not any(fnmatchcase(item.name, name) for name in self.options.muon_excludes)
+        self._adamw.load_steps(steps)
 
     def _step(self, lr: float) -> None:
-        self._rest.step(lr)
-        families: dict[tuple[str, ...], list[Owned]] = {}
+        self._adamw.step(lr)
+        families: dict[tuple[str, ...], list[OwnedParameter]] = {}
         for item in self.matrices:
             families.setdefault(self._gather_axes(item), []).append(item)
         for axes, family in families.items():
-            # Whole matrices exist for a few parameters at a time only.
-            for some in buckets([math.prod(item.sharding.shape) * 4 for item in family], _TOGETHER_BYTES):
-                self._update([family[i] for i in some], axes, lr)
+            # Gather the full matrices of only a few parameters at a time.
+            for bucket in buckets([math.prod(item.sharding.shape) * 4 for item in family], _BUCKET_BYTES):
+                self._update([family[i] for i in bucket], axes, lr)
 
-    def _update(self, items: Sequence[Owned], axes: tuple[str, ...], lr: float) -> None:
-        for item, whole in zip(items, self._whole([self._direction(item) for item in items], items, axes), strict=True):
-            update = self._orthogonal(whole, item)
-            own = torch.empty_like(item.value)
-            for box in _boxes(item, self.mesh, None):
-                own[box[0]] = update[box[1]]
-            item.value.mul_(1 - lr * self._decay(item)).sub_(own, alpha=lr)
+    def _update(self, items: Sequence[OwnedParameter], axes: tuple[str, ...], lr: float) -> None:
+        directions = [self._direction(item) for item in items]
+        for item, full in zip(items, self._gather(directions, items, axes), strict=True):
+            update = self._orthogonal(full, item)
+            local_update = torch.empty_like(item.value)
+            for local, place in _boxes(item, self.mesh, None):
+                local_update[local] = update[place]
+            item.value.mul_(1 - lr * self._decay(item)).sub_(local_update, alpha=lr)
 
-    def _direction(self, item: Owned) -> Tensor:
+    def _direction(self, item: OwnedParameter) -> Tensor:
         momentum, grad = self.options.momentum, gradient(item)
         average = self._state[item.name]["momentum_buffer"].lerp_(grad, 1 - momentum)
         return grad.lerp(average, momentum) if self.options.nesterov else average
 
     @staticmethod
-    def _gather_axes(item: Owned) -> tuple[str, ...]:
-        """Mesh axes over which a matrix is spread, in the order of a group's name."""
+    def _gather_axes(item: OwnedParameter) -> tuple[str, ...]:
+        """Return the mesh axes over which a matrix is sharded, in the order of group names."""
         if is_stack(item):
-            owners = item.owner_axes if item.share is not None and item.share.dim > 0 else ()
+            owners = item.owner_axes if item.shard is not None and item.shard.dim > 0 else ()
             return (*(split.axis for split in item.sharding.splits if split.dim > 0), *owners)
-        return tuple(axis for axis in ("tp", "cp", "dp") if axis in item.spread_axes)
+        return tuple(axis for axis in ("tp", "cp", "dp") if axis in item.sharded_axes)
 
-    def _whole(self, parts: Sequence[Tensor], items: Sequence[Owned], axes: tuple[str, ...]) -> list[Tensor]:
-        """Each parameter whole from its ``parts``; of a stack, the experts that this rank owns."""
+    def _gather(self, shards: Sequence[Tensor], items: Sequence[OwnedParameter], axes: tuple[str, ...]) -> list[Tensor]:
+        """Gather each parameter; of a stack, only the experts that this rank owns."""
         group = self.mesh.group(*axes)
         if group is None:
-            return list(parts)
+            return list(shards)
         ranks = self.mesh.ranks(*axes)
         shapes = [[item.shape_of(self.mesh, rank) for item in items] for rank in ranks]
-        longest = max(sum(math.prod(shape) for shape in of_rank) for of_rank in shapes)
-        flat = torch.cat([part.reshape(-1) for part in parts])
+        longest = max(sum(math.prod(shape) for shape in rank_shapes) for rank_shapes in shapes)
+        flat = torch.cat([shard.reshape(-1) for shard in shards])
         gathered = gather_values(F.pad(flat, (0, longest - flat.numel())), group, "matrices for Muon")
-        wholes = [
-            part.new_empty((part.shape[0], *item.sharding.shape[1:]) if is_stack(item) else item.sharding.shape)
-            for part, item in zip(parts, items, strict=True)
+        results = [
+            shard.new_empty((shard.shape[0], *item.sharding.shape[1:]) if is_stack(item) else item.sharding.shape)
+            for shard, item in zip(shards, items, strict=True)
         ]
-        for rank, of_rank, values in zip(ranks, shapes, gathered, strict=True):
-            pieces = values[: sum(map(math.prod, of_rank))].split([math.prod(shape) for shape in of_rank])
-            for item, shape, piece, whole in zip(items, of_rank, pieces, wholes, strict=True):
+        for rank, rank_shapes, values in zip(ranks, shapes, gathered, strict=True):
+            rank_shards = values[: sum(map(math.prod, rank_shapes))].split([math.prod(shape) for shape in rank_shapes])
+            for item, shape, shard, full in zip(items, rank_shapes, rank_shards, results, strict=True):
                 for local, place in _boxes(item, self.mesh, rank):
-                    whole[place] = piece.view(shape)[local]
-        return wholes
+                    full[place] = shard.view(shape)[local]
+        return results
 
-    def _orthogonal(self, whole: Tensor, item: Owned) -> Tensor:
-        """The scaled update of each matrix in ``whole``, fused ones by themselves."""
-        stack = whole if whole.dim() > 2 else whole.unsqueeze(0)
+    def _orthogonal(self, full: Tensor, item: OwnedParameter) -> Tensor:
+        """Return the scaled update of each matrix in ``full``; fused matrices are split."""
+        stack = full if full.dim() > 2 else full.unsqueeze(0)
         rows, columns = (_segments(item, dim) for dim in (-2, -1))
-        pieces = [
-            self._scaled(piece)
+        updates = [
+            self._scaled(matrices)
             for band in stack.chunk(rows, dim=-2)
-            for piece in (band.chunk(columns, dim=-1) if columns > 1 else (band,))
+            for matrices in (band.chunk(columns, dim=-1) if columns > 1 else (band,))
         ]
-        return torch.cat(pieces, dim=-1 if columns > 1 else -2).view(whole.shape)
+        return torch.cat(updates, dim=-1 if columns > 1 else -2).view(full.shape)
 
     def _scaled(self, matrices_ERC: Tensor) -> Tensor:
         rows, columns = matrices_ERC.shape[-2:]
@@ -123,17 +127,22 @@ class Muon(Optimizer):
         dtype = self.options.newton_schulz_dtype
         if dtype is None:
             dtype = torch.bfloat16 if matrices_ERC.is_cuda else torch.float32
-        done = [
-            newton_schulz(matrices_ERC[some], self.options.newton_schulz_steps, dtype).to(matrices_ERC.dtype)
-            for some in buckets([rows * columns * 4] * len(matrices_ERC), _TOGETHER_BYTES)
+        updates = [
+            newton_schulz(matrices_ERC[bucket], self.options.newton_schulz_steps, dtype).to(matrices_ERC.dtype)
+            for bucket in buckets([rows * columns * 4] * len(matrices_ERC), _BUCKET_BYTES)
         ]
-        return torch.cat([*done, matrices_ERC[:0]]).mul_(scale)
+        return torch.cat([*updates, matrices_ERC[:0]]).mul_(scale)
 
 
 def newton_schulz(matrices_ERC: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Each of E matrices with its singular values brought to about 1 (0.7 to 1.2), in ``dtype``. [E, R, C].
+    """Orthogonalize E matrices [E, R, C] approximately: all singular values become about 1 (0.7 to 1.2).
 
-    A quintic iteration X <- aX + (bA + cA^2)X with A = XX^T, from X of Frobenius norm 1.
+    The quintic iteration X <- aX + (bA + cA^2)X with A = XX^T starts from X of Frobenius norm 1.
+
+    Args:
+        matrices_ERC: [E, R, C] matrices.
+        steps: number of iterations.
+        dtype: dtype of the iterations and of the result.
     """
     a, b, c = COEFFICIENTS
     x = matrices_ERC.to(dtype)
@@ -147,13 +156,15 @@ def newton_schulz(matrices_ERC: Tensor, steps: int = 5, dtype: torch.dtype = tor
     return x.mT if tall else x
 
 
-def _segments(item: Owned, dim: int) -> int:
-    """Equal parts of a dimension (from the end) that are matrices of their own."""
+def _segments(item: OwnedParameter, dim: int) -> int:
+    """Return the number of fused matrices along a dimension (counted from the end)."""
     at = len(item.sharding.shape) + dim
     return max((split.segments for split in item.sharding.splits if split.dim == at), default=1)
 
 
-def _boxes(item: Owned, mesh: ParallelMesh, rank: int | None) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Places in what ``rank`` (None: this one) owns and in ``_whole``, which has of a stack the owned experts only."""
+def _boxes(
+    item: OwnedParameter, mesh: ParallelMesh, rank: int | None
+) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Return pairs of positions in the shard of ``rank`` (None: this rank) and in the result of ``_gather``."""
     stack = is_stack(item)
-    return [(b.local, (b.local[0], *b.whole[1:]) if stack else b.whole) for b in item.boxes(mesh, rank)]
+    return [(b.local, (b.local[0], *b.full[1:]) if stack else b.full) for b in item.boxes(mesh, rank)]

@@ -1,4 +1,4 @@
-"""The learning rate by step. Pure arithmetic: a resumed run needs no state for it.
+"""Learning rate schedules without state.
 
 lr        ┌──cosine──╮            ┌──wsd─────────────┐           ┌──constant───────
          ╱            ╲          ╱                    ╲         ╱
@@ -18,11 +18,17 @@ Shape = Literal["cosine", "linear", "wsd", "constant"]
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Linear warm-up to ``lr`` over ``warmup`` steps, then a shape that ends at the last of ``steps`` steps.
+class LRSchedule:
+    """Linear warm-up to ``lr`` over ``warmup`` steps, then ``shape`` until the last of ``steps`` steps.
 
-    shape: "cosine" (half a wave) or "linear" from ``lr`` down to ``final_lr`` times it; "wsd" (warm-up, stable, decay;
-        arXiv 2404.06395): ``lr`` until the last ``decay`` steps, over which it falls linearly; "constant".
+    Args:
+        lr: maximum learning rate.
+        steps: number of steps of the run.
+        shape: "cosine" or "linear": decay from ``lr`` to ``final_lr * lr``. "wsd" (warm-up, stable, decay; arXiv
+            2404.06395): constant, then linear decay over the last ``decay`` steps. "constant": no decay.
+        warmup: warm-up steps.
+        decay: decay steps of "wsd".
+        final_lr: learning rate of the last step, relative to ``lr``.
     """
 
     lr: float
@@ -37,17 +43,17 @@ class Schedule:
             raise ConfigError(f"schedule must be one of {', '.join(get_args(Shape))}; got {self.shape!r}")
         if self.lr <= 0 or self.steps < 1 or min(self.warmup, self.decay) < 0 or not 0 <= self.final_lr <= 1:
             raise ConfigError(
-                "a schedule needs lr above 0, at least one step, warmup and decay of at least 0 and final_lr in "
+                "a schedule requires lr above 0, at least one step, warmup and decay of at least 0 and final_lr in "
                 f"[0, 1]; got {self}"
             )
         if self.shape == "wsd" and self.decay > self.steps:
             raise ConfigError(f"decay ({self.decay} steps) must not be longer than the run ({self.steps} steps)")
 
 
-def learning_rate(schedule: Schedule, step: int) -> float:
-    """Rate of ``step``, counted from 0. From the last step on it stays as it is there.
+def learning_rate(schedule: LRSchedule, step: int) -> float:
+    """Return the learning rate of ``step``, counted from 0. After the last step it stays constant.
 
-    The first step of a warm-up has lr / warmup, its last one lr. A run that ends in its warm-up never leaves it.
+    The first warm-up step has lr / warmup, the last one lr.
     """
     if step < 0:
         raise ConfigError(f"steps count from 0; got {step}")
@@ -58,9 +64,9 @@ def learning_rate(schedule: Schedule, step: int) -> float:
     last = schedule.steps - 1
     begin = schedule.warmup
     if schedule.shape == "wsd":
-        begin = max(begin, schedule.steps - schedule.decay) - 1  # the step before the first that is lower
+        begin = max(begin, schedule.steps - schedule.decay) - 1  # the step before the first decay step
         if schedule.decay == 0:
             return schedule.lr
     done = min(max(step - begin, 0) / max(last - begin, 1), 1.0)
-    left = 0.5 * (1 + math.cos(math.pi * done)) if schedule.shape == "cosine" else 1 - done
-    return schedule.lr * (schedule.final_lr + (1 - schedule.final_lr) * left)
+    remaining = 0.5 * (1 + math.cos(math.pi * done)) if schedule.shape == "cosine" else 1 - done
+    return schedule.lr * (schedule.final_lr + (1 - schedule.final_lr) * remaining)

@@ -1,14 +1,14 @@
-"""FSDP2 (torch's ``fully_shard``) over a folded mesh: every rank keeps its share of each parameter (``deal``).
+"""FSDP2 (torch's ``fully_shard``) over a parallel mesh: each rank stores a shard of each parameter (``shard_slice``).
 
-    unit                                  spread over                  its gradient then summed over
-    each module of experts                edp                          etp, where it is not cut by it
-    each block (child of a ModuleList     cp x dp                      tp, where it is not cut by it: norms, router
+    unit                                  sharded over                 gradient additionally summed over
+    each module of experts                edp                          etp, unless sharded over it
+    each block (child of a ModuleList     cp x dp                      tp, unless sharded over it: norms, router
       or ModuleDict of the root)
     the root: embedding, norm, head       cp x dp                      the same
 
-fully_shard gathers a unit's weights before its forward and its backward pass and reduce-scatters its gradients after.
-Its sums are plain sums: no division (``set_gradient_divide_factor(1)``), and no pre-multiplied sum, which gloo lacks.
-A dimension other than the first is spread only if it divides by the ranks.
+fully_shard gathers a unit's weights before its forward and backward passes, and reduce-scatters its gradients after
+backward. Gradients are plain sums: there is no division (``set_gradient_divide_factor(1)``), and no pre-multiplied sum,
+which gloo does not have. A dimension other than the first is sharded only if it divides by the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,83 +27,84 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.parallel.collectives import channel_of
-from moe_comm.topology import ParallelMesh, deal
-from moe_comm.train.parallel.compress import Wire
-from moe_comm.train.parallel.metered import Allocates, meter
-from moe_comm.train.parallel.owned import Held, Owned, master_dtype, named
+from moe_comm.topology import ParallelMesh, shard_slice
+from moe_comm.train.parallel.compress import GradientReducer
+from moe_comm.train.parallel.fsdp_collectives import Allocates, meter
+from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, master_dtype, named_parameters
 from moe_comm.train.parallel.replicate import compute_in
 
 DENSE_AXES = ("cp", "dp")
 EXPERT_AXES = ("edp",)
 
 
-class Sharded:
-    """Parameters of which this rank keeps its share; ``modules`` are changed in place by ``fully_shard``.
+class FSDPParameters:
+    """Parameters that FSDP shards. ``fully_shard`` changes ``modules`` in place.
 
     Args:
-        modules: this rank's pipeline stages, each its own FSDP root.
-        held: their parameters. ignored: those of ``modules`` that FSDP leaves alone.
-        reshard_after_forward: of every unit but the root.
+        modules: this rank's pipeline stages; each is an FSDP root.
+        trained: the parameters to shard.
+        ignored: parameters of ``modules`` that FSDP ignores.
+        reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
 
     Raises:
-        ConfigError: a module has dense and expert parameters of its own (not of its children), or a parameter is cut
-            over an axis that FSDP would spread it over, or two stages share a parameter.
+        ConfigError: one module directly has dense and expert parameters, a parameter is already sharded over an axis
+            of FSDP, or two stages share a parameter.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        held: Sequence[Held],
+        trained: Sequence[LocalParameter],
         ignored: set[nn.Parameter],
         mesh: ParallelMesh,
-        wire: Wire,
+        reducer: GradientReducer,
         reshard_after_forward: bool = True,
     ) -> None:
-        self._mesh, self._wire, self._ignored, self._reshard = mesh, wire, ignored, reshard_after_forward
+        self._mesh, self._reducer, self._ignored, self._reshard = mesh, reducer, ignored, reshard_after_forward
         self._flat = {axes: mesh.flat_mesh(*axes) for axes in (DENSE_AXES, EXPERT_AXES)}
         self.roots = list(modules)
-        _check_apart(self.roots)
-        self._shapes = {item.name: tuple(item.param.shape) for item in held}
+        _check_disjoint(self.roots)
+        self._shapes = {item.name: tuple(item.param.shape) for item in trained}
         self._kinds: dict[nn.Parameter, tuple[bool, torch.dtype | None]] = {}
-        for item in held:
+        for item in trained:
             _check_axes(item)
-            kept = master_dtype(item.param)
-            compute_in(item.param, kept)
-            # A rank without experts has the unit all the same: FSDP gathers ahead in the order of its units, and must
-            # not wait there for ranks that wait in the dispatch for this one. It cannot reduce gradients of nothing.
+            master = master_dtype(item.param)
+            compute_in(item.param, master)
+            # A rank without experts also needs the unit: FSDP prefetches in the order of its units, and would wait for
+            # ranks that wait in dispatch for this one. An empty parameter must not require a gradient.
             item.param.requires_grad_(item.param.numel() > 0)
-            self._kinds[item.param] = (item.sharding.expert, None if item.dtype == kept else item.dtype)
+            self._kinds[item.param] = (item.sharding.expert, None if item.dtype == master else item.dtype)
         default = next((dtype for _, dtype in self._kinds.values() if dtype is not None), None)
         for root in self.roots:
             self._shard(root, default)
-        self._bind(held)
+        self._bind(trained)
 
     def _shard(self, root: nn.Module, default: torch.dtype | None) -> None:
         blocks = list(_blocks(root))
-        # Innermost first: a unit takes the parameters below it that no unit has yet.
+        # Innermost first: a unit includes the parameters of its submodules that no other unit has.
         for module in reversed(list(root.modules())):
             kinds = {self._kinds[p] for p in module.parameters(recurse=False) if p in self._kinds}
             if len({expert for expert, _ in kinds}) > 1:
                 raise ConfigError(
-                    f"{type(module).__name__} has expert and other parameters of its own, which FSDP spreads over "
-                    "different ranks; put the experts in a module of their own"
+                    f"{type(module).__name__} directly has expert and other parameters, which FSDP shards over "
+                    "different ranks; move the experts to a separate module"
                 )
             expert = any(expert for expert, _ in kinds)
-            # Weights kept in another precision than their block's (a router's) travel by themselves.
-            odd = bool(kinds) and all(dtype != default for _, dtype in kinds)
-            if expert or odd or module is root or any(module is block for block in blocks):
-                self._fully_shard(module, expert, None if odd else default, module is not root and self._reshard)
+            # Weights of another precision than their block (a router) are gathered separately.
+            separate = bool(kinds) and all(dtype != default for _, dtype in kinds)
+            if expert or separate or module is root or any(module is block for block in blocks):
+                self._fully_shard(module, expert, None if separate else default, module is not root and self._reshard)
 
     def _fully_shard(self, module: nn.Module, expert: bool, dtype: torch.dtype | None, reshard: bool) -> None:
         axes = EXPERT_AXES if expert else DENSE_AXES
-        # Inputs are not cast: a module decides by itself what it computes in, as it does without FSDP.
+        # Inputs are not cast: modules choose their compute dtype, as without FSDP.
         policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
         world = self._flat[axes].size()
         fully_shard(
             module,
             mesh=self._flat[axes],
             reshard_after_forward=reshard,
-            shard_placement_fn=lambda param: Shard(deal(param.shape, 0, world, even=True).dim),
+            shard_placement_fn=lambda param: Shard(shard_slice(param.shape, 0, world, even=True).dim),
             mp_policy=policy,
             ignored_params=self._ignored & set(module.parameters()),
         )
@@ -111,29 +112,31 @@ class Sharded:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         meter(module)
-        # Ranks may differ in which parameters backward reaches (experts without rows); their collectives must not.
-        # Older torch cannot be told: there, such parameters need a gradient of zeros, which MoELayer gives them.
+        # Backward can reach different parameters on different ranks (experts without rows), but the collectives must
+        # match. Older versions of torch need a zero gradient for such parameters, which MoELayer provides.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        if self._wire.compress and self._flat[axes].size() > 1:
-            channel_of(self._flat[axes].get_group())  # its first call is collective: make it where all ranks are
-            module.set_custom_reduce_scatter(_Compressed(self._wire))  # type: ignore[arg-type]
+        if self._reducer.compress and self._flat[axes].size() > 1:
+            channel_of(self._flat[axes].get_group())  # the first call is collective, so all ranks make it here
+            module.set_custom_reduce_scatter(_CompressedReduceScatter(self._reducer))  # type: ignore[arg-type]
 
-    def _bind(self, held: Sequence[Held]) -> None:
-        params = dict(named(self.roots))
+    def _bind(self, trained: Sequence[LocalParameter]) -> None:
+        params = dict(named_parameters(self.roots))
         self._params: list[DTensor] = []
-        self.owned: list[Owned] = []
-        for item in held:
+        self.owned: list[OwnedParameter] = []
+        for item in trained:
             param = params[item.name]
             assert isinstance(param, DTensor)
             axes = EXPERT_AXES if item.sharding.expert else DENSE_AXES
             flat: DeviceMesh = self._flat[axes]
-            share = deal(self._shapes[item.name], flat.get_local_rank(), flat.size(), even=True)
+            shard = shard_slice(self._shapes[item.name], flat.get_local_rank(), flat.size(), even=True)
             value = nn.Parameter(param.to_local().detach())
-            if value.shape != share.shape(self._shapes[item.name]):
-                raise MoeCommError(f"FSDP keeps {tuple(value.shape)} of {item.name}, not {share}: report this")
+            if value.shape != shard.shape(self._shapes[item.name]):
+                raise MoeCommError(
+                    f"internal error: FSDP stores shape {tuple(value.shape)} of {item.name}, expected {shard}"
+                )
             self._params.append(param)
-            self.owned.append(Owned(item.name, value, item.sharding, share, axes, even=True))
+            self.owned.append(OwnedParameter(item.name, value, item.sharding, shard, axes, even=True))
 
     def zero_grad(self) -> None:
         for param, owned in zip(self._params, self.owned, strict=True):
@@ -141,53 +144,54 @@ class Sharded:
             owned.value.grad = None
 
     def reduce(self) -> None:
-        """FSDP has summed over its own ranks; what is left is the sum over ranks that hold a parameter alike."""
-        families: dict[tuple[str, ...], list[tuple[Owned, Tensor]]] = {}
+        """Sum gradients over the ranks that store the same shard. FSDP has summed them over its own ranks."""
+        families: dict[tuple[str, ...], list[tuple[OwnedParameter, Tensor]]] = {}
         for param, owned in zip(self._params, self.owned, strict=True):
             self._check_storage(param, owned)
             grad = torch.zeros_like(owned.value) if param.grad is None else _local(param.grad)
-            families.setdefault(owned.copied_axes, []).append((owned, grad.to(owned.value.dtype)))
+            families.setdefault(owned.replicated_axes, []).append((owned, grad.to(owned.value.dtype)))
         for axes, family in families.items():
-            # Empty shares take part: the ranks of these groups have the same.
-            sums = self._wire.sum_all([grad for _, grad in family], self._mesh.group(*axes))
+            # Empty shards take part: all ranks of these groups have the same shards.
+            sums = self._reducer.sum_all([grad for _, grad in family], self._mesh.group(*axes))
             for (owned, _), total in zip(family, sums, strict=True):
                 owned.value.grad = total
 
     def publish(self) -> None:
-        """New values are in FSDP's own storage already; drop gathered copies of the old ones (after an evaluation)."""
+        """Free gathered copies of the old weights (after an evaluation). The shards are updated in place."""
         for root in self.roots:
             for module in root.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def _check_storage(self, param: DTensor, owned: Owned) -> None:
+    def _check_storage(self, param: DTensor, owned: OwnedParameter) -> None:
         if param.to_local().data_ptr() != owned.value.data_ptr():
             raise MoeCommError(
-                f"{owned.name} has moved since the model was sharded; do not call to(), half() or "
-                "load_state_dict(assign=True) on a model after that"
+                f"the storage of {owned.name} changed after the model was sharded; do not call to(), half() or "
+                "load_state_dict(assign=True) on a sharded model"
             )
 
 
-class _Compressed(Allocates):
+class _CompressedReduceScatter(Allocates):
     """FSDP's reduce-scatter with gradients travelling as bf16; has the methods that torch's ReduceScatter asks for."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         parts_WN = input_tensor.view(dist.get_world_size(group), -1)
-        output_tensor.copy_(self._wire.scatter_sum(parts_WN, group))
+        output_tensor.copy_(self._reducer.scatter_sum(parts_WN, group))
 
 
-def fits(held: Held) -> bool:
-    """Whether FSDP can spread the parameter: it has a dimension, and elements here; experts: elements on some rank, for
-    their unit must be there on all. A rank without rows of the vocabulary keeps its empty part, through which its
-    backward pass reaches the others.
+def fits(trained: LocalParameter) -> bool:
+    """Return whether FSDP can shard the parameter: it needs a dimension and local elements.
+
+    Expert parameters only need elements on some rank, because all ranks must have their unit. An empty vocabulary shard
+    is not sharded.
     """
-    elements = math.prod(held.sharding.shape) if held.sharding.expert else held.param.numel()
-    return held.param.dim() > 0 and elements > 0
+    elements = math.prod(trained.sharding.shape) if trained.sharding.expert else trained.param.numel()
+    return trained.param.dim() > 0 and elements > 0
 
 
 def _local(grad: Tensor) -> Tensor:
@@ -200,21 +204,21 @@ def _blocks(root: nn.Module) -> Iterator[nn.Module]:
             yield from (block for block in child.children() if any(True for _ in block.parameters()))
 
 
-def _check_axes(held: Held) -> None:
-    axes = EXPERT_AXES if held.sharding.expert else DENSE_AXES
-    cut = [axis for axis in axes if axis not in held.sharding.sum_axes]
+def _check_axes(trained: LocalParameter) -> None:
+    axes = EXPERT_AXES if trained.sharding.expert else DENSE_AXES
+    cut = [axis for axis in axes if axis not in trained.sharding.sum_axes]
     if cut:
-        raise ConfigError(f"{held.name} is cut over {cut}, over which FSDP would spread it; use zero1 or replicate")
+        raise ConfigError(f"{trained.name} is already sharded over {cut}, which FSDP uses; use zero1 or replicate")
 
 
-def _check_apart(roots: Sequence[nn.Module]) -> None:
-    seen: dict[nn.Parameter, str] = {}
+def _check_disjoint(roots: Sequence[nn.Module]) -> None:
+    name_of: dict[nn.Parameter, str] = {}
     for root in roots:
         names = dict(root.named_parameters())
         for param in names.values():
-            if param in seen:
+            if param in name_of:
                 raise ConfigError(
-                    f"two pipeline stages of this rank share {seen[param]}, which FSDP cannot; give each its own copy "
-                    "and name both as tied"
+                    f"two pipeline stages of this rank share {name_of[param]}, which FSDP does not support; give each "
+                    "stage its own copy and pass both names as tied"
                 )
-        seen.update({param: name for name, param in names.items()})
+        name_of.update({param: name for name, param in names.items()})

@@ -1,10 +1,9 @@
-"""The 2-norm of the whole model's gradient over a folded mesh, and clipping by it.
+"""Global gradient norm over a parallel mesh, and gradient clipping.
 
-An element may lie on many ranks: a norm's weight on all tp x cp x dp of its stage, an expert's on edp. Each is counted
-once, by the one rank that stands for it, whatever family its parameter belongs to; so one sum over all ranks is all
-there is to do. (Megatron-LM issue 6470: a dense and an expert scalar with gradient 1 on TP 2, EP 2, ETP 1 have norm
-sqrt(3): the dense one counts once, and each of the two ranks has an expert of its own. Counting experts by the dense
-family's tensor-parallel rank loses one of them.)
+Several ranks can store the same element: a norm weight is replicated over tp x cp x dp of its stage, an expert weight
+over edp. Exactly one of these ranks counts the element, so one sum over all ranks gives the norm. (Megatron-LM issue
+6470: a dense and an expert scalar with gradient 1 on TP 2, EP 2, ETP 1 have norm sqrt(3): the dense scalar counts once,
+and each of the two ranks has a different expert. Selecting experts by the dense tensor-parallel rank loses one.)
 """
 
 from __future__ import annotations
@@ -17,23 +16,28 @@ from torch import Tensor
 
 from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.parallel.owned import Owned
+from moe_comm.train.parallel.parameters import OwnedParameter
 
 _ROW = 4096
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """Float64 scalar. Long fp32 tensors are summed in rows: as exact as float64 throughout, at the speed of fp32."""
+    """Return the squared norm as a float64 scalar.
+
+    Rows of 4096 elements are summed in fp32 and the row sums in float64, which is nearly as exact as float64 and as
+    fast as fp32.
+    """
     flat = values.detach().reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
-    rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    return rows.double().square().sum() + flat[whole:].double().square().sum()
+    end = flat.numel() // _ROW * _ROW
+    rows: Tensor = torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1)
+    return rows.double().square().sum() + flat[end:].double().square().sum()
 
 
-def global_norm(owned: Iterable[Owned], mesh: ParallelMesh) -> float:
-    """The 2-norm of the gradients of the whole model, the same on every rank; NaN or infinite if one of them is.
+def global_norm(owned: Iterable[OwnedParameter], mesh: ParallelMesh) -> float:
+    """Return the 2-norm of the gradients of the whole model on all ranks. Collective: one all-reduce of one number.
 
-    One all-reduce of one number over all ranks. After ``DataParallel.reduce``; a missing ``grad`` counts as zero.
+    Call it after ``DataParallel.reduce``. A missing ``grad`` counts as zero. The norm is NaN or infinite if a gradient
+    is.
     """
     items = list(owned)
     device = items[0].value.device if items else torch.device(mesh.device)
@@ -45,11 +49,11 @@ def global_norm(owned: Iterable[Owned], mesh: ParallelMesh) -> float:
 
 
 @torch.no_grad()
-def clip_(owned: Sequence[Owned], max_norm: float, mesh: ParallelMesh) -> float:
-    """Scale all gradients down to global norm ``max_norm`` (0: any) if it is larger. Collective.
+def clip_(owned: Sequence[OwnedParameter], max_norm: float, mesh: ParallelMesh) -> float:
+    """Scale all gradients so that the global norm is at most ``max_norm`` (0: no limit). Collective.
 
     Returns:
-        The norm before, the same on every rank. If it is not finite nothing is scaled, and the caller decides.
+        The norm before scaling, the same on all ranks. Gradients of a non-finite norm are not scaled.
     """
     norm = global_norm(owned, mesh)
     if 0 < max_norm < norm < math.inf:

@@ -1,4 +1,4 @@
-"""Parameters that every rank of their group holds and updates whole."""
+"""Plain data parallelism: replicated parameters."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.parallel.compress import Wire
-from moe_comm.train.parallel.owned import Held, Owned, master_dtype
+from moe_comm.train.parallel.compress import GradientReducer
+from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, master_dtype
 
 
 def take_gradient(param: nn.Parameter) -> Tensor:
-    """``param``'s gradient in the dtype of its master, zero where backward left none (experts without rows)."""
+    """Return the gradient of ``param`` in its master dtype; zeros if there is none (experts without rows)."""
     if param.grad is None:
         return torch.zeros_like(param, dtype=master_dtype(param))
     return param.grad.to(master_dtype(param))
 
 
 def clear_gradient(param: nn.Parameter) -> None:
-    """Ready ``param`` for the next step's backward passes.
+    """Reset the gradient of ``param`` for the next step.
 
-    A 16-bit parameter accumulates its micro-batches in fp32: autograd casts each gradient to ``grad_dtype`` and adds
-    it in place. It must find zeros, not None: split backward passes assign their 16-bit gradient to an empty ``grad``.
+    A 16-bit parameter accumulates its micro-batches in fp32: autograd casts each gradient to ``grad_dtype`` and adds it
+    in place. Its ``grad`` is zeros instead of None, because split backward passes assign a 16-bit gradient to an empty
+    ``grad``.
     """
     if param.dtype == master_dtype(param):
         param.grad = None
@@ -37,10 +38,10 @@ def clear_gradient(param: nn.Parameter) -> None:
 
 @torch.no_grad()
 def compute_in(param: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
-    """Let ``param`` compute in ``dtype``, with fp32 gradients (float64 ones if it is float64).
+    """Cast ``param`` to ``dtype``, with gradients in the master dtype.
 
     Returns:
-        Its master weights where they are apart: in fp32, from before the cast. None: ``param`` is its own.
+        The master weights before the cast; None if ``dtype`` is the master dtype, so that ``param`` is its own master.
     """
     master = param.detach().to(master_dtype(param))
     param.data = master.to(dtype)
@@ -50,23 +51,23 @@ def compute_in(param: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Replica:
-    held: Held
-    owned: Owned
+    trained: LocalParameter
+    owned: OwnedParameter
     master: bool
 
 
-class Replicated:
-    """Plain data parallelism: every rank of a parameter's sum group holds, sums and updates all of it."""
+class ReplicatedParameters:
+    """Parameters that all ranks of their reduction group store, reduce and update completely."""
 
-    def __init__(self, held: Sequence[Held], mesh: ParallelMesh, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, trained: Sequence[LocalParameter], mesh: ParallelMesh, reducer: GradientReducer) -> None:
+        self._reducer = reducer
         self._replicas: list[_Replica] = []
         self._families: list[tuple[ProcessGroup | None, list[_Replica]]] = []
         families: dict[tuple[tuple[int, ...], torch.dtype], list[_Replica]] = {}
-        for item in held:
+        for item in trained:
             master = compute_in(item.param, item.dtype)
             value = item.param if master is None else nn.Parameter(master)
-            replica = _Replica(item, Owned(item.name, value, item.sharding), master is not None)
+            replica = _Replica(item, OwnedParameter(item.name, value, item.sharding), master is not None)
             self._replicas.append(replica)
             key = (mesh.ranks(*item.sharding.sum_axes), value.dtype)
             if key not in families:
@@ -76,23 +77,23 @@ class Replicated:
         self.zero_grad()
 
     @property
-    def owned(self) -> list[Owned]:
+    def owned(self) -> list[OwnedParameter]:
         return [replica.owned for replica in self._replicas]
 
     def zero_grad(self) -> None:
         for replica in self._replicas:
-            clear_gradient(replica.held.param)
+            clear_gradient(replica.trained.param)
             if replica.master:
                 replica.owned.value.grad = None
 
     def reduce(self) -> None:
         for group, family in self._families:
-            taken = [take_gradient(replica.held.param) for replica in family]
-            for replica, grad in zip(family, self._wire.sum_all(taken, group), strict=True):
+            grads = [take_gradient(replica.trained.param) for replica in family]
+            for replica, grad in zip(family, self._reducer.sum_all(grads, group), strict=True):
                 replica.owned.value.grad = grad
 
     @torch.no_grad()
     def publish(self) -> None:
         for replica in self._replicas:
             if replica.master:
-                replica.held.param.copy_(replica.owned.value)
+                replica.trained.param.copy_(replica.owned.value)

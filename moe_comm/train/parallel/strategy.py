@@ -1,7 +1,7 @@
-"""Data parallelism: one interface over plain replication, ZeRO-1 and FSDP2.
+"""Data parallelism: one interface for replication, ZeRO-1 and FSDP2.
 
-Every gradient is a plain sum over the ranks that hold the parameter (the loss is already divided by the step's global
-number of tokens), so no strategy divides by anything and experts need no scale of their own.
+Gradients are plain sums over the ranks that store the parameter, because the loss is divided by the global number of
+tokens of the step. No strategy divides gradients, and experts need no separate scale.
 
     data_parallel = DataParallel(modules, shardings, mesh, DataParallelOptions("zero1"))
     optimizer = make_optimizer(data_parallel.owned(), mesh, ...)
@@ -24,27 +24,28 @@ from torch import nn
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.topology import ParallelMesh, Sharding
-from moe_comm.train.parallel.compress import Traffic, Wire
-from moe_comm.train.parallel.fsdp import Sharded, fits
-from moe_comm.train.parallel.owned import Held, Owned, hold
-from moe_comm.train.parallel.replicate import Replicated
-from moe_comm.train.parallel.zero import Dealt
+from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
+from moe_comm.train.parallel.fsdp import FSDPParameters, fits
+from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
+from moe_comm.train.parallel.replicate import ReplicatedParameters
+from moe_comm.train.parallel.zero import ZeroParameters
 
 Strategy = Literal["replicate", "zero1", "fsdp"]
 
 
 @dataclass(frozen=True)
 class DataParallelOptions:
-    """How data-parallel ranks share the work of one parameter.
+    """Options of data parallelism.
 
-    strategy: what they keep of the same weights: all ("replicate"), all but optimizer state and masters ("zero1"), or
-        its share of everything ("fsdp"). On one rank without a process group all are the same.
-    dtype: in which parameters compute, with fp32 masters and gradients; None: each in its own.
-    full_precision: parameters (by name, * for any text) that compute in fp32 whatever ``dtype`` says.
-    compress: gradients travel as bf16 and are added in fp32; see ``compress``.
-    bucket_bytes: gradients travel together up to this size.
-    reshard_after_forward: FSDP frees a block's gathered weights after its forward pass, and gathers them again. Not
-        done under pipeline parallelism.
+    Args:
+        strategy: "replicate" (no sharding), "zero1" (shard optimizer state and master weights) or "fsdp" (shard
+            everything). Without a process group all strategies are equivalent.
+        dtype: compute dtype of parameters, with fp32 masters and gradients. None: keep the dtype of each parameter.
+        full_precision: name patterns (with ``*``) of parameters that always compute in fp32.
+        compress: send gradients as bf16 and sum them in fp32; see ``moe_comm.train.parallel.compress``.
+        bucket_bytes: maximum size of a gradient bucket.
+        reshard_after_forward: FSDP frees the gathered weights of a block after forward, and gathers them again for
+            backward. Ignored with pipeline parallelism.
     """
 
     strategy: Strategy = "replicate"
@@ -63,11 +64,11 @@ class DataParallelOptions:
             raise ConfigError(f"bucket_bytes must be positive; got {self.bucket_bytes}")
 
 
-class Part(Protocol):
-    """Some of the parameters, all kept in one way."""
+class ParameterGroup(Protocol):
+    """Parameters with the same strategy."""
 
     @property
-    def owned(self) -> list[Owned]: ...
+    def owned(self) -> list[OwnedParameter]: ...
 
     def zero_grad(self) -> None: ...
 
@@ -77,18 +78,20 @@ class Part(Protocol):
 
 
 class DataParallel:
-    """The trained parameters of one rank: what its optimizer updates, and how gradients and new weights travel.
+    """Gradient reduction and sharding of the trained parameters of one rank.
 
-    Make it after the weights are initialised, on every rank alike; collective.
+    Construct it on all ranks after the weights are initialized. Collective.
 
     Args:
-        modules: this rank's pipeline stages. Parameter names are those of the whole model.
-        shardings: of parameters by name; one that is missing is dense and replicated.
-        tied: names of the copies of one parameter that lie on the first and the last pipeline stage (a tied
-            embedding and output layer). Their gradients are added up, and norms count the first stage's alone.
+        modules: this rank's pipeline stages, with the parameter names of the whole model.
+        shardings: shardings by parameter name; a missing parameter is dense and replicated.
+        mesh: the parallel mesh.
+        options: strategy and dtypes.
+        tied: names of the copies of a tied embedding and output layer on the first and last pipeline stage. Their
+            gradients are summed, and norms count only the first copy.
 
     Raises:
-        ConfigError: a parameter's shape contradicts its sharding, or FSDP cannot spread it.
+        ConfigError: a parameter's shape contradicts its sharding, or FSDP cannot shard it.
     """
 
     def __init__(
@@ -101,70 +104,70 @@ class DataParallel:
     ) -> None:
         stages = [modules] if isinstance(modules, nn.Module) else list(modules)
         self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
-        self._wire = Wire(options.compress, options.bucket_bytes)
-        held = [self._computing(item) for item in hold(stages, shardings, mesh)]
-        self._parts = self._make(stages, held)
-        names = [item.name for item in held]
-        found = {owned.name: owned for part in self._parts for owned in part.owned}
+        self._reducer = GradientReducer(options.compress, options.bucket_bytes)
+        trained = [self._with_compute_dtype(item) for item in local_parameters(stages, shardings, mesh)]
+        self._groups = self._make_groups(stages, trained)
+        names = [item.name for item in trained]
+        by_name = {owned.name: owned for group in self._groups for owned in group.owned}
         counted = next((name for name in names if name in self.tied), None) if mesh.place["pp"] == 0 else None
-        self._owned = [replace(found[name], counted=name not in self.tied or name == counted) for name in names]
+        self._owned = [replace(by_name[name], counted=name not in self.tied or name == counted) for name in names]
 
     @property
-    def traffic(self) -> Traffic:
-        """Bytes sent so far (those of FSDP's own collectives are not in it, except compressed gradients)."""
-        return self._wire.traffic
+    def traffic(self) -> GradientTraffic:
+        """Bytes sent so far. FSDP's collectives are not included, except for compressed gradients."""
+        return self._reducer.traffic
 
-    def owned(self) -> list[Owned]:
-        """What this rank's optimizer updates, in the same order on every rank of the stage."""
+    def owned(self) -> list[OwnedParameter]:
+        """Return the shards that this rank's optimizer updates, in the same order on all ranks of the stage."""
         return list(self._owned)
 
     def zero_grad(self) -> None:
-        """Forget all gradients; before the first backward pass of a step."""
-        for part in self._parts:
-            part.zero_grad()
+        """Reset all gradients. Call it before the first backward pass of a step."""
+        for group in self._groups:
+            group.zero_grad()
 
     def reduce(self) -> None:
-        """Sum gradients over ranks into ``grad`` of what each rank owns; absent ones count as zero. Collective."""
-        for part in self._parts:
-            part.reduce()
-        self._add_tied()
+        """Reduce gradients over ranks into the ``grad`` of the owned shards; missing ones count as zero. Collective."""
+        for group in self._groups:
+            group.reduce()
+        self._sum_tied()
 
     def publish(self) -> None:
-        """Bring the new values of what ranks own into the model's parameters. Collective; also after a load."""
-        for part in self._parts:
-            part.publish()
+        """Update the model's parameters from the owned shards, after a step or a load. Collective."""
+        for group in self._groups:
+            group.publish()
 
-    def _make(self, stages: list[nn.Module], held: list[Held]) -> list[Part]:
+    def _make_groups(self, stages: list[nn.Module], trained: list[LocalParameter]) -> list[ParameterGroup]:
         options = self.options
         if options.strategy == "zero1":
-            spread = [item for item in held if Dealt.fits(item, self.mesh)]
+            sharded = [item for item in trained if ZeroParameters.fits(item, self.mesh)]
         elif options.strategy == "fsdp" and dist.is_initialized():
-            spread = [item for item in held if fits(item)]
+            sharded = [item for item in trained if fits(item)]
         else:
-            spread = []
-        chosen = set(spread)
-        rest = [item for item in held if item not in chosen]
-        parts: list[Part] = []
-        if spread and options.strategy == "zero1":
-            parts.append(Dealt(spread, self.mesh, self._wire))
-        elif spread:
-            ignored = {item.param for item in rest}
-            # Zero-bubble schedules look for a stage's weights between forward and backward, and silently leave out
-            # the gradients of those that FSDP has put away; other schedules would gather them for each micro-batch.
+            sharded = []
+        sharded_set = set(sharded)
+        replicated = [item for item in trained if item not in sharded_set]
+        groups: list[ParameterGroup] = []
+        if sharded and options.strategy == "zero1":
+            groups.append(ZeroParameters(sharded, self.mesh, self._reducer))
+        elif sharded:
+            ignored = {item.param for item in replicated}
+            # Zero-bubble schedules look up a stage's weights between forward and backward, and silently omit the
+            # gradients of resharded ones. Other schedules would gather the weights for each micro-batch.
             reshard = options.reshard_after_forward and self.mesh.size("pp") == 1
-            parts.append(Sharded(stages, spread, ignored, self.mesh, self._wire, reshard))
-        parts.append(Replicated(rest, self.mesh, self._wire))
-        return parts
+            groups.append(FSDPParameters(stages, sharded, ignored, self.mesh, self._reducer, reshard))
+        groups.append(ReplicatedParameters(replicated, self.mesh, self._reducer))
+        return groups
 
-    def _computing(self, held: Held) -> Held:
+    def _with_compute_dtype(self, trained: LocalParameter) -> LocalParameter:
         options = self.options
-        if options.dtype is None or held.param.dtype == torch.float64:
-            return held
-        kept = any(fnmatchcase(held.name, pattern) for pattern in options.full_precision)
-        return replace(held, dtype=torch.float32 if kept else options.dtype)
+        if options.dtype is None or trained.param.dtype == torch.float64:
+            return trained
+        full_precision = any(fnmatchcase(trained.name, pattern) for pattern in options.full_precision)
+        return replace(trained, dtype=torch.float32 if full_precision else options.dtype)
 
-    def _add_tied(self) -> None:
-        """Add up the gradients of a parameter's copies: on this rank (schedules shaped like a V), or at both ends."""
+    def _sum_tied(self) -> None:
+        """Sum the gradients of tied copies: on this rank (V-shaped schedules), or on the first and last stage."""
         copies = [owned for owned in self._owned if owned.name in self.tied]
         if not copies:
             return

@@ -1,4 +1,4 @@
-"""ZeRO-1 (arXiv 1910.02054): every rank holds a parameter whole, but updates its share only, as ``deal`` gives it.
+"""ZeRO-1 (arXiv 1910.02054): each rank stores full parameters, and updates one shard of each (``shard_slice``).
 
     w [5, D] on 2 ranks        rank 0                     rank 1
     backward                   grad [5, D]                grad [5, D]
@@ -6,9 +6,8 @@
     step                       rows 0..3                  rows 3..5
     all-gather                 w [5, D]                   w [5, D]
 
-So optimizer state and master weights are spread over the ranks, and no more bytes travel than for an all-reduce.
-Parameters of one group travel together in buckets: [W, N], row r of which is what rank r owns of each, padded to the
-largest share.
+Optimizer state and master weights are sharded over the ranks. The communication volume is that of an all-reduce.
+Parameters of one group are packed into buckets [W, N]. Row r contains the shards of rank r, padded to equal size.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.topology import ParallelMesh, Share, deal
-from moe_comm.train.parallel.compress import Wire, buckets
-from moe_comm.train.parallel.owned import Held, Owned, master_dtype
+from moe_comm.topology import ParallelMesh, ShardSlice, shard_slice
+from moe_comm.train.parallel.compress import GradientReducer, buckets
+from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, master_dtype
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in, take_gradient
 
 
 @dataclass(frozen=True)
-class _Dealt:
-    """block: shape of the largest share, in which every rank's lies from ``offset`` on in its row of the bucket."""
+class _BucketEntry:
+    """A parameter in a bucket. block: shape of the largest shard. offset: offset of the block in each row."""
 
-    held: Held
-    owned: Owned
-    share: Share
+    trained: LocalParameter
+    owned: OwnedParameter
+    shard: ShardSlice
     block: tuple[int, ...]
     offset: int
 
@@ -45,79 +44,79 @@ class _Dealt:
 
     @property
     def gaps(self) -> bool:
-        """Whether the elements of this rank's share do not lie end to end in its block."""
-        return self.share.dim > 0 and 0 < len(self.share.rows) < self.block[self.share.dim]
+        """Whether this rank's shard is not contiguous in its block."""
+        return self.shard.dim > 0 and 0 < len(self.shard.rows) < self.block[self.shard.dim]
 
-    def fill(self, blocks_WN: Tensor, whole: Tensor) -> None:
-        """Deal ``whole`` out into the blocks of all ranks."""
-        dim, (world, _) = self.share.dim, blocks_WN.shape
-        missing = world * self.block[dim] - whole.shape[dim]
+    def scatter(self, blocks_WN: Tensor, full: Tensor) -> None:
+        """Copy the shards of ``full`` into the blocks of all ranks."""
+        dim, (world, _) = self.shard.dim, blocks_WN.shape
+        missing = world * self.block[dim] - full.shape[dim]
         if missing:
-            whole = F.pad(whole, (0, 0) * (whole.dim() - 1 - dim) + (0, missing))
-        dealt = whole.unflatten(dim, (world, self.block[dim])).movedim(dim, 0)
-        blocks_WN[:, self.place].unflatten(1, self.block).copy_(dealt)
+            full = F.pad(full, (0, 0) * (full.dim() - 1 - dim) + (0, missing))
+        shards = full.unflatten(dim, (world, self.block[dim])).movedim(dim, 0)
+        blocks_WN[:, self.place].unflatten(1, self.block).copy_(shards)
 
-    def whole(self, blocks_WN: Tensor) -> Tensor:
-        """What ``fill`` took, from the blocks of all ranks."""
-        dim = self.share.dim
-        dealt = blocks_WN[:, self.place].unflatten(1, self.block).movedim(0, dim)
-        padded: Tensor = dealt.flatten(dim, dim + 1)
-        return padded.narrow(dim, 0, self.held.param.shape[dim])
+    def gather(self, blocks_WN: Tensor) -> Tensor:
+        """Return the full tensor from the blocks of all ranks; the inverse of ``scatter``."""
+        dim = self.shard.dim
+        shards = blocks_WN[:, self.place].unflatten(1, self.block).movedim(0, dim)
+        padded: Tensor = shards.flatten(dim, dim + 1)
+        return padded.narrow(dim, 0, self.trained.param.shape[dim])
 
-    def own(self, row_N: Tensor) -> Tensor:
-        """A view of this rank's share in its row of a bucket."""
-        return row_N[self.place].view(self.block).narrow(self.share.dim, 0, len(self.share.rows))
+    def local(self, row_N: Tensor) -> Tensor:
+        """Return a view of this rank's shard in its row of a bucket."""
+        return row_N[self.place].view(self.block).narrow(self.shard.dim, 0, len(self.shard.rows))
 
 
 class _Bucket:
-    def __init__(self, held: Sequence[Held], group: ProcessGroup, wire: Wire) -> None:
-        self.group, self.wire = group, wire
+    def __init__(self, trained: Sequence[LocalParameter], group: ProcessGroup, reducer: GradientReducer) -> None:
+        self.group, self.reducer = group, reducer
         self.world, index = dist.get_world_size(group), dist.get_rank(group)
-        blocks = [deal(item.param.shape, 0, self.world).shape(item.param.shape) for item in held]
-        first = held[0].param
+        blocks = [shard_slice(item.param.shape, 0, self.world).shape(item.param.shape) for item in trained]
+        first = trained[0].param
         self.master_N = torch.zeros(sum(map(math.prod, blocks)), dtype=master_dtype(first), device=first.device)
-        self.dealt: list[_Dealt] = []
+        self.entries: list[_BucketEntry] = []
         offset = 0
-        for item, block in zip(held, blocks, strict=True):
+        for item, block in zip(trained, blocks, strict=True):
             param = item.param
-            share = deal(param.shape, index, self.world)
+            shard = shard_slice(param.shape, index, self.world)
             master = compute_in(param, item.dtype)
-            own = share.of((param if master is None else master).detach())
-            # Masters have no gaps, or fused optimizers would not take them.
-            piece = self.master_N[offset : offset + own.numel()].view(own.shape)
-            piece.copy_(own)
-            owned = Owned(item.name, nn.Parameter(piece), item.sharding, share, item.sharding.sum_axes)
-            self.dealt.append(_Dealt(item, owned, share, block, offset))
+            initial = shard.of((param if master is None else master).detach())
+            # Masters are contiguous, as fused optimizers require.
+            value = self.master_N[offset : offset + initial.numel()].view(initial.shape)
+            value.copy_(initial)
+            owned = OwnedParameter(item.name, nn.Parameter(value), item.sharding, shard, item.sharding.sum_axes)
+            self.entries.append(_BucketEntry(item, owned, shard, block, offset))
             offset += math.prod(block)
-        self.dtype = held[0].dtype
-        self.gaps = any(item.gaps for item in self.dealt)
+        self.dtype = trained[0].dtype
+        self.gaps = any(item.gaps for item in self.entries)
 
     def reduce(self) -> None:
-        parts_WN = self.master_N.new_empty(self.world, self.master_N.numel())
-        for item in self.dealt:
-            item.fill(parts_WN, take_gradient(item.held.param))
-            if item.held.param.dtype == master_dtype(item.held.param):
-                item.held.param.grad = None  # it has been copied: make room
-        sum_N = self.wire.scatter_sum(parts_WN, self.group)
-        for item in self.dealt:
-            item.owned.value.grad = item.own(sum_N).contiguous()
+        blocks_WN = self.master_N.new_empty(self.world, self.master_N.numel())
+        for item in self.entries:
+            item.scatter(blocks_WN, take_gradient(item.trained.param))
+            if item.trained.param.dtype == master_dtype(item.trained.param):
+                item.trained.param.grad = None  # free the copied gradient
+        sum_N = self.reducer.scatter_sum(blocks_WN, self.group)
+        for item in self.entries:
+            item.owned.value.grad = item.local(sum_N).contiguous()
 
     def publish(self) -> None:
         row_N = self.master_N.to(self.dtype, copy=self.gaps)
-        for item in self.dealt:
+        for item in self.entries:
             if item.gaps:
-                item.own(row_N).copy_(item.owned.value)
-        blocks_WN = self.wire.gather(row_N, self.group)
-        for item in self.dealt:
-            item.held.param.copy_(item.whole(blocks_WN))
+                item.local(row_N).copy_(item.owned.value)
+        blocks_WN = self.reducer.gather(row_N, self.group)
+        for item in self.entries:
+            item.trained.param.copy_(item.gather(blocks_WN))
 
 
-class Dealt:
-    """Parameters that every rank of their sum group holds whole, each updating its own share."""
+class ZeroParameters:
+    """Parameters that all ranks of their reduction group store completely, and update in shards."""
 
-    def __init__(self, held: Sequence[Held], mesh: ParallelMesh, wire: Wire) -> None:
-        families: dict[tuple[tuple[int, ...], torch.dtype, torch.dtype], list[Held]] = {}
-        for item in held:
+    def __init__(self, trained: Sequence[LocalParameter], mesh: ParallelMesh, reducer: GradientReducer) -> None:
+        families: dict[tuple[tuple[int, ...], torch.dtype, torch.dtype], list[LocalParameter]] = {}
+        for item in trained:
             key = (mesh.ranks(*item.sharding.sum_axes), master_dtype(item.param), item.dtype)
             families.setdefault(key, []).append(item)
         self._buckets: list[_Bucket] = []
@@ -125,23 +124,23 @@ class Dealt:
             group = mesh.sum_group(family[0].sharding)
             assert group is not None
             sizes = [item.param.numel() * master_dtype(item.param).itemsize for item in family]
-            for bucket in buckets(sizes, wire.bucket_bytes):
-                self._buckets.append(_Bucket([family[i] for i in bucket], group, wire))
+            for bucket in buckets(sizes, reducer.bucket_bytes):
+                self._buckets.append(_Bucket([family[i] for i in bucket], group, reducer))
         self.zero_grad()
 
     @staticmethod
-    def fits(held: Held, mesh: ParallelMesh) -> bool:
-        """Whether there is something to deal out, and ranks to deal it to."""
-        return mesh.size(*held.sharding.sum_axes) > 1 and held.param.dim() > 0 and held.param.numel() > 0
+    def fits(trained: LocalParameter, mesh: ParallelMesh) -> bool:
+        """Return whether the parameter can be sharded over more than one rank."""
+        return mesh.size(*trained.sharding.sum_axes) > 1 and trained.param.dim() > 0 and trained.param.numel() > 0
 
     @property
-    def owned(self) -> list[Owned]:
-        return [item.owned for bucket in self._buckets for item in bucket.dealt]
+    def owned(self) -> list[OwnedParameter]:
+        return [item.owned for bucket in self._buckets for item in bucket.entries]
 
     def zero_grad(self) -> None:
         for bucket in self._buckets:
-            for item in bucket.dealt:
-                clear_gradient(item.held.param)
+            for item in bucket.entries:
+                clear_gradient(item.trained.param)
                 item.owned.value.grad = None
 
     def reduce(self) -> None:

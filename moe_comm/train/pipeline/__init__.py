@@ -1,41 +1,13 @@
-"""Pipeline parallelism over ``torch.distributed.pipelining``, and gradient accumulation behind the same interface.
+"""Pipeline parallelism with ``torch.distributed.pipelining``, and gradient accumulation with the same interface.
 
-plan = plan_stages(layers, pp, schedule)              which layers are where
+plan = plan_stages(layers, pp, schedule)              layers of each stage
 modules = [build(plan.layers_of(s)) for s in plan.stages_of(mesh.place["pp"])]
-runner = make_runner(modules, mesh, plan, schedule, Activations(hidden, dtype, tp))
+runner = make_runner(modules, mesh, plan, schedule, ActivationShape(hidden, dtype, tp))
 losses = runner.step(micro_batches, scale=1 / tokens)
 
-The two copies of a tied embedding, on the first stage and the last one, get the sum of both gradients from
-``DataParallel(..., tied=...)``.
+``DataParallel(..., tied=...)`` sums the gradients of the two copies of a tied embedding on the first and last stage.
 """
 
-from moe_comm.plan.pipeline.schedules import (
-    SCHEDULES,
-    Schedule,
-    ScheduleName,
-    check_micro_batches,
-    find_schedule,
-    stages_per_rank,
-)
-from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
-from moe_comm.train.pipeline.batch import Activations, MicroBatch, StageModule
-from moe_comm.train.pipeline.runner import Accumulation, Pipeline, Runner, make_runner, prepare_backward
+from moe_comm.lazy import attach_stub
 
-__all__ = [
-    "SCHEDULES",
-    "Accumulation",
-    "Activations",
-    "MicroBatch",
-    "Pipeline",
-    "Runner",
-    "Schedule",
-    "ScheduleName",
-    "StageModule",
-    "StagePlan",
-    "check_micro_batches",
-    "find_schedule",
-    "make_runner",
-    "plan_stages",
-    "prepare_backward",
-    "stages_per_rank",
-]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, {"Schedule": "PipelineSchedule"})

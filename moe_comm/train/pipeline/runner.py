@@ -1,4 +1,4 @@
-"""Running a step's micro-batches, through a pipeline or on one stage alone, behind one interface."""
+"""Run the micro-batches of a step, with or without a pipeline."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from moe_comm.layers.parallel.interleave import StageInput
 from moe_comm.plan.pipeline.schedules import check_micro_batches, find_schedule
 from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.runtime.event_layout import Kind
-from moe_comm.runtime.events import COMMUNICATION, EVENTS, moving
+from moe_comm.runtime.events import COMMUNICATION, EVENTS, communication_span
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.pipeline.batch import Activations, MicroBatch, check_batches, device_of
+from moe_comm.train.pipeline.batch import ActivationShape, MicroBatch, check_batches
 from moe_comm.train.pipeline.stage import AfterBackward, Stage, check_output
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, Transfers, between
 
 
 class Runner(Protocol):
-    """Forward and backward of a step; ``Accumulation`` and ``Pipeline`` are ones."""
+    """Runs forward and backward of a step; implemented by ``Accumulation`` and ``Pipeline``."""
 
     def step(self, batches: Sequence[MicroBatch], scale: float | Tensor = 1.0) -> Tensor: ...
 
@@ -41,17 +41,17 @@ class Runner(Protocol):
 
 
 class Accumulation:
-    """One stage that is the whole model: micro-batches one after another, their gradients added up.
+    """Gradient accumulation over micro-batches without a pipeline.
 
-    Under FSDP gradients are reduced once, after the last micro-batch.
+    With FSDP, gradients are reduced once, after the last micro-batch.
 
     Args:
-        module: follows ``StageModule``.
-        after_backward: called with it after each backward pass.
-        interleave: two micro-batches at a time, forward and backward (``layers/parallel/interleave.py``): what one
-            waits for travels while the other computes. A step takes an even number. Losses have the same bits;
-            gradients of parameters are those of the first two plus those of the next two and so on, so with one pair
-            they have, too.
+        module: the whole model, which implements ``StageModule``.
+        after_backward: called with ``module`` after each backward pass.
+        interleave: run two micro-batches at a time (``layers/parallel/interleave.py``), so that the communication of
+            one overlaps with the computation of the other. A step then requires an even number of micro-batches.
+            Losses have the same bits as without interleaving. Parameter gradients are accumulated pair by pair, so
+            they have the same bits with one pair.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class Accumulation:
         """See ``Pipeline.step``.
 
         Raises:
-            ConfigError: an odd number of micro-batches are to be interleaved, or the module's layers cannot be.
+            ConfigError: the number of interleaved micro-batches is odd, or the module does not support interleaving.
         """
         check_batches(batches)
         if len(batches) % self._together:
-            raise ConfigError(f"micro-batches are interleaved two by two; a step has {len(batches)} of them")
+            raise ConfigError(f"interleaving requires an even number of micro-batches; the step has {len(batches)}")
         losses: list[Tensor] = []
-        for place in range(0, len(batches), self._together):
-            prepare_backward(self._module, place + self._together == len(batches))
-            EVENTS.micro = place  # of two that are interleaved, the first
+        for start in range(0, len(batches), self._together):
+            prepare_backward(self._module, start + self._together == len(batches))
+            EVENTS.micro = start  # the first of two interleaved micro-batches
             with EVENTS.span(Kind.COMPUTE, "forward"):
-                found = self._losses(batches[place : place + self._together])
+                new_losses = self._losses(batches[start : start + self._together])
             with EVENTS.span(Kind.COMPUTE, "backward"):
-                torch.autograd.backward([loss * scale for loss in found])
+                torch.autograd.backward([loss * scale for loss in new_losses])
                 if self._after_backward is not None:
                     self._after_backward(self._module)
-            losses += [loss.detach() for loss in found]
+            losses += [loss.detach() for loss in new_losses]
         EVENTS.micro = 0
         return torch.stack(losses).double()
 
@@ -110,7 +110,7 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class _Built:
-    """A torch schedule and its stages, for micro-batches of one number and shape."""
+    """A torch schedule and its stages for a given number and shape of micro-batches."""
 
     key: tuple[Any, ...]
     schedule: Any
@@ -118,30 +118,29 @@ class _Built:
 
 
 class Pipeline:
-    """This rank's stages and the schedule that runs them. Every rank of the pipeline makes one alike. Collective.
+    """This rank's pipeline stages and their schedule. All ranks of the pipeline construct one. Collective.
 
     All ranks of a stage run the same passes in the same order, so collectives inside stages (dispatch, tensor
-    parallelism) match, with schedules that split the backward too. Stages exchange activations and their gradients
-    over a process group of their own.
+    parallelism) match, also with a split backward. Stages exchange activations and their gradients over a separate
+    process group.
 
-    Gradients are plain sums over micro-batches. Auxiliary losses reach them through ``attach_loss`` on whichever
-    stage they arise; nothing is carried to the last one.
+    Gradients are plain sums over micro-batches. Auxiliary losses enter on their own stage through ``attach_loss``.
 
     Args:
-        modules: this rank's stages, in the order of ``plan.stages_of``; each follows ``StageModule``. Under FSDP
-            they must be wrapped already; gradients are then reduced once a step, after a stage's last backward, and
-            schedules that split the backward keep a stage's parameters gathered from forward to backward.
-        mesh: its ``pp`` axis is the pipeline.
-        plan: which stage is where.
+        modules: this rank's stages in the order of ``plan.stages_of``; each implements ``StageModule``. With FSDP they
+            must be wrapped already. Gradients are then reduced once per step, after the last backward of a stage, and
+            schedules with a split backward keep the parameters gathered from forward to backward.
+        mesh: the parallel mesh; its ``pp`` axis is the pipeline.
+        plan: placement of layers and stages.
         schedule: a name of ``SCHEDULES``.
-        activations: what travels between stages.
+        activations: shape and dtype of the activations between stages.
         timeout_s: seconds that a stage waits for another one. It must be longer than the slowest step.
-        split_backward: False for models that compute whole layers again in backward (``torch.utils.checkpoint``):
-            a split backward would compute them again for the input's gradient and for each module's weights. The
-            schedule's order stays, but weights' gradients come with the input's.
-        after_backward: called with a stage's module whenever a micro-batch's gradients have been added to its
-            parameters (to add them up elsewhere in fp32, say). Schedules with a split backward run no hooks on
-            parameters, but do call this.
+        split_backward: False for models that recompute whole layers in backward (``torch.utils.checkpoint``), which a
+            split backward would recompute for input gradients and again for weight gradients. The order of the schedule
+            is kept, but weight gradients are computed together with input gradients.
+        after_backward: called with a stage's module when the gradients of a micro-batch have been added to its
+            parameters, for example to accumulate them in fp32. Schedules with a split backward do not run hooks on
+            parameters, but call this function.
 
     Raises:
         ConfigError: plan, schedule, mesh and modules do not fit each other.
@@ -153,7 +152,7 @@ class Pipeline:
         mesh: ParallelMesh,
         plan: StagePlan,
         schedule: str,
-        activations: Activations,
+        activations: ActivationShape,
         *,
         timeout_s: float = 600.0,
         split_backward: bool = True,
@@ -162,53 +161,54 @@ class Pipeline:
         self._name, self._plan, self._activations = schedule, plan, activations
         self._place = mesh.place["pp"]
         self._indices = plan.stages_of(self._place) if plan.pp == mesh.size("pp") else ()
-        known = find_schedule(schedule)
+        info = find_schedule(schedule)
         if plan.pp < 2 or plan.pp != mesh.size("pp"):
             raise ConfigError(f"the plan is for pp = {plan.pp}; the mesh has pp = {mesh.size('pp')}")
-        fits = plan.virtual >= known.least and (known.most is None or plan.virtual <= known.most)
-        if plan.style != known.style or not fits:
+        fits = plan.virtual >= info.least and (info.most is None or plan.virtual <= info.most)
+        if plan.style != info.style or not fits:
             raise ConfigError(
-                f"{schedule} cannot run a plan of style {plan.style!r} with {plan.virtual} stages a rank; "
-                "make it with plan_stages for this schedule"
+                f"{schedule} cannot run a plan of style {plan.style!r} with {plan.virtual} stages per rank; "
+                "create the plan with plan_stages for this schedule"
             )
         if len(modules) != len(self._indices):
             raise ConfigError(
-                f"pipeline rank {self._place} holds stages {self._indices}; got {len(modules)} modules for them"
+                f"pipeline rank {self._place} has stages {self._indices}; got {len(modules)} modules for them"
             )
         self._modules = list(modules)
-        self._split_backward = known.splits_backward and split_backward
+        self._split_backward = info.splits_backward and split_backward
         if self._split_backward:
-            # torch looks for the parameters before the backward that would gather them again.
+            # torch looks up the parameters before the backward pass that would gather them.
             for module in self._modules:
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False)
         self._after_backward = after_backward
-        self._device = device_of(self._modules, torch.device(mesh.device))
-        # Its own: its deadline is that of a pipeline's long waits, and on NCCL nothing else stands in its queue.
-        made = dist.new_group(mesh.ranks("pp"), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
-        self._group: ProcessGroup = made
-        self._channel: Channel = channel_of(made)
+        params = (param for module in self._modules for param in module.parameters())
+        self._device = next((param.device for param in params), torch.device(mesh.device))
+        # A separate group: it has the pipeline's long timeout, and on NCCL its own stream.
+        group = dist.new_group(mesh.ranks("pp"), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+        self._group: ProcessGroup = group
+        self._channel: Channel = channel_of(group)
         self._built: _Built | None = None
         self._transfers = Transfers()
         self._losses: list[Tensor] = []
         self._scale: float | Tensor = 1.0
 
     def step(self, batches: Sequence[MicroBatch], scale: float | Tensor = 1.0) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are added to what the parameters have. Collective.
+        """Run forward and backward of all micro-batches, and accumulate the gradients. Collective.
 
         Args:
-            batches: the step's micro-batches, of one shape; every stage of a pipeline gets the same.
-            scale: what each loss is multiplied by before its backward, such as 1 / the step's number of tokens.
-                Auxiliary losses are not (``MoELayer.aux_scale``).
+            batches: the micro-batches of the step, of one shape, the same on all stages of a pipeline.
+            scale: factor of each loss before its backward, such as 1 / the number of tokens of the step. It does not
+                apply to auxiliary losses (``MoELayer.aux_scale``).
 
         Returns:
-            [N] float64: each micro-batch's loss as the last stage's module gave it, unscaled; zeros on ranks without
-            that stage. So the sum over all ranks is that of the model.
+            [N] float64: unscaled loss of each micro-batch; zeros on ranks without the last stage, so that the sum over
+            all ranks is the loss of the model.
 
         Raises:
-            ConfigError: the schedule cannot run this many micro-batches. InputError: their shapes differ, or a
-                stage's output has another shape or dtype than ``activations`` says.
-            PeerDied, PeerTimeout: a stage is gone, or did not answer within ``timeout_s``.
+            ConfigError: the schedule cannot run this number of micro-batches.
+            InputError: the shapes of the micro-batches differ, or a stage's output does not match ``activations``.
+            PeerDied, PeerTimeout: a stage failed, or did not respond within ``timeout_s``.
         """
         check_batches(batches)
         check_micro_batches(self._name, self._plan.pp, len(batches))
@@ -217,7 +217,7 @@ class Pipeline:
             built = self._build(batches)
             for stage in built.stages:
                 stage.batches = batches
-            # The last stage's targets are numbers of micro-batches, which ``_loss`` looks up.
+            # The last stage's targets are micro-batch indices, which ``_loss`` looks up.
             numbers = {"target": torch.arange(len(batches))} if self._holds_last else {}
             with COMMUNICATION, self._transfers.step():  # the stages pause it while they compute
                 built.schedule.step(**numbers, losses=[], return_outputs=False)
@@ -227,10 +227,10 @@ class Pipeline:
         return self._result(len(batches))
 
     def forward_only(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Losses without gradients, as ``step`` returns them; any number of micro-batches. Collective.
+        """Compute losses without gradients for any number of micro-batches; return them as ``step``. Collective.
 
-        Micro-batches go through the stages one behind the other, in one order for all ranks. Training mode is left
-        as it is; switch the modules to ``eval`` first.
+        Micro-batches pass the stages in the same order on all ranks. The training mode of the modules is not changed;
+        call ``eval`` first.
 
         Raises:
             InputError, PeerDied, PeerTimeout: as ``step``.
@@ -239,7 +239,7 @@ class Pipeline:
         self._losses, self._scale = [], 1.0
         shape = self._activations.shape(batches[0].ids_BS)
         sends: list[tuple[Any, Tensor]] = []
-        kept: Tensor | None = None
+        y: Tensor | None = None
         with self._explained("an evaluation over the pipeline"), torch.no_grad():
             for EVENTS.micro, batch in enumerate(batches):
                 for index, module in zip(self._indices, self._modules, strict=True):
@@ -247,20 +247,22 @@ class Pipeline:
                     if before is None:
                         x = batch.ids_BS
                     elif before == self._place:
-                        assert kept is not None
-                        x = kept
+                        assert y is not None
+                        x = y
                     else:
                         x = torch.empty(shape, dtype=self._activations.dtype, device=self._device)
                         peer = dist.get_global_rank(self._group, before)
-                        with moving(Kind.TRANSFER, f"receive {ACTIVATIONS}", layer=between(index - 1), peer=peer):
+                        with communication_span(
+                            Kind.TRANSFER, f"receive {ACTIVATIONS}", layer=between(index - 1), peer=peer
+                        ):
                             _p2p(dist.irecv, x, self._group, before).wait()
                     with EVENTS.span(Kind.COMPUTE, "forward", layer=f"stage {index}"):
-                        kept = module(x, positions=batch.positions_BS, documents=batch.documents)
-                    check_output(kept, index, shape, self._activations.dtype)
+                        y = module(x, positions=batch.positions_BS, documents=batch.documents)
+                    check_output(y, index, shape, self._activations.dtype)
                     if self._plan.is_last(index):
-                        self._add_loss(module, kept, batch)
+                        self._add_loss(module, y, batch)
                     elif (after := self._plan.rank_of(index + 1)) != self._place:
-                        sent = kept.contiguous()
+                        sent = y.contiguous()
                         self._transfers.sent(
                             ACTIVATIONS, between(index), dist.get_global_rank(self._group, after), sent.nbytes
                         )
@@ -271,8 +273,11 @@ class Pipeline:
         return self._result(len(batches))
 
     def close(self) -> None:
-        """Give back the buffers. Not the process group: torch would name the next one like it, and gloo would then
-        find what this one left in the store and wait for ever."""
+        """Release the buffers.
+
+        The process group is kept: torch would reuse its name for the next group, and gloo would then hang on the
+        entries that this group left in the store.
+        """
         self._built = None
 
     @property
@@ -280,7 +285,7 @@ class Pipeline:
         return self._place == self._plan.last_rank
 
     def _build(self, batches: Sequence[MicroBatch]) -> _Built:
-        """The schedule for batches like these; kept, with its buffers, until other ones come."""
+        """Return the schedule for the number and shape of ``batches``, cached with its buffers."""
         ids_BS = batches[0].ids_BS
         key = (len(batches), tuple(ids_BS.shape), ids_BS.dtype)
         if self._built is not None and self._built.key == key:
@@ -305,10 +310,10 @@ class Pipeline:
             )
             for index, module in zip(self._indices, self._modules, strict=True)
         ]
-        known = find_schedule(self._name)
-        make: Any = get_schedule_class(known.torch_name)
-        schedule = make(
-            stages[0] if known.single else stages, n_microbatches=len(batches), loss_fn=self._loss, scale_grads=False
+        info = find_schedule(self._name)
+        schedule_class: Any = get_schedule_class(info.torch_name)
+        schedule = schedule_class(
+            stages[0] if info.single else stages, n_microbatches=len(batches), loss_fn=self._loss, scale_grads=False
         )
         self._built = _Built(key, schedule, stages)
         return self._built
@@ -333,13 +338,13 @@ class Pipeline:
 
     @contextmanager
     def _explained(self, description: str) -> Iterator[None]:
-        """Errors of ours as they were raised inside a stage, and the backend's about a peer as ``PeerError``."""
+        """Re-raise this package's errors from inside a stage unchanged, and backend errors as ``PeerError``."""
         self._channel.comm.check()
         begun = time.monotonic()
         try:
             yield
         except Exception as error:
-            self._built = None  # it stands somewhere in the middle
+            self._built = None  # the schedule was interrupted and cannot be reused
             chain = list(_chain(error))
             ours = next((e for e in chain if isinstance(e, MoeCommError)), None)
             if ours is not None:
@@ -347,17 +352,17 @@ class Pipeline:
                     raise
                 raise ours from error
             message = " ".join(str(e) for e in chain if isinstance(e, RuntimeError))
-            found = self._channel.peer_error(message, time.monotonic() - begun, description) if message else None
-            if found is None:
+            failure = self._channel.peer_error(message, time.monotonic() - begun, description) if message else None
+            if failure is None:
                 raise
-            self._channel.comm.failed = found
-            raise found from error
+            self._channel.comm.failed = failure
+            raise failure from error
 
 
 def prepare_backward(module: nn.Module, last: bool) -> None:
-    """Let FSDP reduce gradients in a step's ``last`` backward pass only. Before a micro-batch's forward pass.
+    """Make FSDP reduce gradients only in the last backward pass of a step. Call it before each forward pass.
 
-    The runners do it themselves.
+    The runners call it themselves.
     """
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(last)
@@ -365,7 +370,7 @@ def prepare_backward(module: nn.Module, last: bool) -> None:
 
 
 def _reshard(modules: Sequence[nn.Module]) -> None:
-    """A forward leaves FSDP's root gathered for a backward; where none comes, gradients would seem to be missing."""
+    """Reshard FSDP units. After a forward pass without backward, the root would stay gathered, without gradients."""
     for module in modules:
         for child in module.modules():
             if isinstance(child, FSDPModule):
@@ -388,22 +393,22 @@ def make_runner(
     mesh: ParallelMesh,
     plan: StagePlan,
     schedule: str,
-    activations: Activations,
+    activations: ActivationShape,
     *,
     timeout_s: float = 600.0,
     split_backward: bool = True,
     after_backward: AfterBackward | None = None,
     interleave: bool = False,
 ) -> Runner:
-    """A ``Pipeline`` where there is one, else ``Accumulation``. Collective; see both for the arguments.
+    """Return a ``Pipeline``, or ``Accumulation`` without pipeline parallelism; see both for the arguments. Collective.
 
     Raises:
-        ConfigError: ``interleave`` with a pipeline, whose schedule is an order of its own; and as ``Pipeline``.
+        ConfigError: ``interleave`` is set with a pipeline, or as ``Pipeline``.
     """
     if plan.num_stages == 1 and mesh.size("pp") == 1 and len(modules) == 1:
         return Accumulation(modules[0], after_backward, interleave=interleave)
     if interleave:
-        raise ConfigError("micro-batches are interleaved on one stage that is the whole model, not in a pipeline")
+        raise ConfigError("interleave is not supported with a pipeline")
     return Pipeline(
         modules,
         mesh,

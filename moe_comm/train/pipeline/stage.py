@@ -1,4 +1,4 @@
-"""One pipeline stage, as torch's schedules drive it."""
+"""A pipeline stage for torch's schedules."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ AfterBackward = Callable[[nn.Module], None]
 
 
 class Stage(PipelineStage):
-    """A stage whose shapes are given, so that no trial forward runs through the model's collectives.
+    """A stage with given shapes, so that no forward pass for shape inference runs the model's collectives.
 
-    ``batches`` are those of the current step. A micro-batch's inputs are looked up here and not passed through the
-    schedule, which could only cut tensors into equal chunks, and would take a document index for an activation.
+    The inputs of a micro-batch are looked up in ``batches`` and do not pass through the schedule, which only splits
+    tensors into equal chunks and would treat a document index as an activation.
 
-    All that a schedule does but calling ``forward_one_chunk`` and ``backward_..._one_chunk`` is to move activations and
-    to wait for them, so communication is counted from its start to its end except in those.
+    A schedule only sends, receives and waits, except in ``forward_one_chunk`` and ``backward_..._one_chunk``. All time
+    outside of these counts as communication.
 
     Args:
-        x: meta tensor of what the stage receives (ids on the first), y: of what it gives.
-        split_backward: False computes the weights' gradients together with the input's even where the schedule puts
-            them off.
-        after_backward: called with the module whenever a micro-batch's gradients have been added to its parameters.
-        transfers: records what is sent, received and computed.
+        x: meta tensor of the input (token ids on the first stage).
+        y: meta tensor of the output.
+        split_backward: False: compute weight gradients together with input gradients, even if the schedule defers them.
+        after_backward: called with the module when the gradients of a micro-batch have been added to its parameters.
+        transfers: records spans of transfers and passes.
+
+    Attributes:
+        batches: micro-batches of the current step.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Stage(PipelineStage):
         self.batches: Sequence[MicroBatch] = ()
         self._shape, self._dtype = tuple(y.shape), y.dtype
         self._split_backward = split_backward
-        self._whole: set[int] = set()  # micro-batches whose weight gradients have been computed already
+        self._full_backward: set[int] = set()  # micro-batches whose weight gradients are already computed
         self._after_backward = after_backward
         self._batch: MicroBatch | None = None
         self._transfers = transfers or Transfers()
@@ -60,10 +63,10 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Tensor:
         self._batch = self.batches[fwd_chunk_id]
-        own = (self._batch.ids_BS,) if self.is_first else ()
-        taken = (ACTIVATIONS, self._before)
-        with COMMUNICATION.paused(), self._transfers.working("forward", self._label, fwd_chunk_id, *taken):
-            y: Tensor = super().forward_one_chunk(fwd_chunk_id, own, {}, *more, **options)
+        inputs = (self._batch.ids_BS,) if self.is_first else ()
+        received = (ACTIVATIONS, self._before)
+        with COMMUNICATION.paused(), self._transfers.working("forward", self._label, fwd_chunk_id, *received):
+            y: Tensor = super().forward_one_chunk(fwd_chunk_id, inputs, {}, *more, **options)
         return y
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -72,7 +75,7 @@ class Stage(PipelineStage):
             *args, positions=self._batch.positions_BS, documents=self._batch.documents
         )
         check_output(y, self.stage_index, self._shape, self._dtype)
-        # What is sent must be dense, and torch detaches it in place, which a view or the stage's own input cannot be.
+        # A sent tensor must be dense. torch detaches it in place, so it must be neither a view nor the stage's input.
         y = y.contiguous()
         return y.clone() if y._is_view() or any(y is x for x in args) else y
 
@@ -80,15 +83,15 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if not full_backward and not self._split_backward:
-            self._whole.add(bwd_chunk_id)
+            self._full_backward.add(bwd_chunk_id)
             full_backward = True
-        taken = (GRADIENTS, self._after)
-        with COMMUNICATION.paused(), self._transfers.working("backward", self._label, bwd_chunk_id, *taken):
+        received = (GRADIENTS, self._after)
+        with COMMUNICATION.paused(), self._transfers.working("backward", self._label, bwd_chunk_id, *received):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if bwd_chunk_id in self._whole:
-            self._whole.remove(bwd_chunk_id)
+        if bwd_chunk_id in self._full_backward:
+            self._full_backward.remove(bwd_chunk_id)
             return
         with COMMUNICATION.paused(), self._transfers.working("backward of weights", self._label, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
@@ -96,7 +99,7 @@ class Stage(PipelineStage):
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         if backward_type != "weight":
-            # autograd.grad gives strides as they come; what is sent must be dense.
+            # autograd.grad can return strided gradients; a sent tensor must be dense.
             gradients = tuple(g.contiguous() if isinstance(g, Tensor) else g for g in gradients)
         if backward_type != "input" and self._after_backward is not None:
             self._after_backward(self.submod)
@@ -123,17 +126,13 @@ class Stage(PipelineStage):
         return ops
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # torch before 2.13 greets the neighbour of a V's lowest stage too, which is this rank; gloo cannot.
+        # Before torch 2.13, the lowest stage of a V-shaped schedule also connects to itself, which gloo rejects.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 def check_output(y: Tensor, stage: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse what the next stage could not receive; before it is sent.
-
-    Raises:
-        InputError: says what ``stage`` gave and should give.
-    """
+    """Raise ``InputError`` if the output ``y`` of ``stage`` does not have the expected shape and dtype."""
     if tuple(y.shape) != shape or y.dtype != dtype:
         raise InputError(
-            f"stage {stage} should give {shape} {dtype} to the next one; its module returned {tuple(y.shape)} {y.dtype}"
+            f"the output of stage {stage} must be {shape} {dtype}; its module returned {tuple(y.shape)} {y.dtype}"
         )

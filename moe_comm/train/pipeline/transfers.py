@@ -1,10 +1,10 @@
-"""Spans of what travels between pipeline stages, as seen from the passes that torch's schedules call.
+"""Record spans of transfers between pipeline stages.
 
     rank    [forward 0][~~~~ receive activations ~~~~][forward 1][~ receive gradients ~][backward 0][~ between passes ~]
-                        ▲ send activations: a moment
+                        ▲ send activations: no duration
 
-A schedule does nothing between two passes but start transfers and wait for them. What a pass takes from another rank
-was awaited, if at all, right before it, so that is what the time before it is called.
+Between two passes a schedule only starts transfers and waits for them. The time before a pass is therefore named after
+the transfer that the pass receives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
 
 class Transfers:
-    """Of all stages that this rank has in a pipeline."""
+    """Spans of all pipeline stages of this rank."""
 
     def __init__(self) -> None:
         self._gap: Open | None = None
@@ -28,7 +28,7 @@ class Transfers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around everything a schedule does in a step."""
+        """Context of one run of a schedule."""
         self._expected.clear()
         self._open()
         try:
@@ -38,7 +38,7 @@ class Transfers:
 
     @contextmanager
     def working(self, name: str, layer: str, micro: int, what: str = "", between: str = "") -> Iterator[None]:
-        """Around what computes: a pass of stage ``layer``, of a micro-batch, that takes ``what`` from ``between``."""
+        """Context of a pass of stage ``layer`` on a micro-batch, which receives ``what`` over the edge ``between``."""
         EVENTS.micro = micro
         peer = self._expected.pop((what, between, micro), -1)
         if peer >= 0 and self._gap is not None:
@@ -53,7 +53,7 @@ class Transfers:
                 self._open()
 
     def receives(self, what: str, between: str, micro: int, ops: Sequence[Any]) -> None:
-        """These transfers of torch's bring ``what``."""
+        """Record torch's receive operations of ``what``."""
         for op in ops:
             self._expected[what, between, micro] = op.peer
             if self._gap is not None and self._gap.peer < 0:
@@ -61,21 +61,21 @@ class Transfers:
                 self._gap.put(name=f"receive {what}", layer=between, peer=op.peer)
 
     def sends(self, what: str, between: str, micro: int, ops: Sequence[Any]) -> None:
-        """These transfers of torch's take ``what`` away."""
+        """Record torch's send operations of ``what``."""
         before, EVENTS.micro = EVENTS.micro, micro
         for op in ops:
             self.sent(what, between, op.peer, op.tensor.nbytes)
         EVENTS.micro = before
 
     def sent(self, what: str, between: str, peer: int, nbytes: int) -> None:
-        """``what`` leaves for a global rank."""
+        """Record a send of ``what`` to the global rank ``peer``."""
         with EVENTS.span(Kind.TRANSFER, f"send {what}", layer=between, peer=peer, nbytes=nbytes):
             pass
 
     def _open(self) -> None:
         self._gap = EVENTS.span(Kind.TRANSFER, "between passes").__enter__()
         waiting = next(iter(self._expected.items()), None)
-        if waiting is not None:  # asked for before: most likely what is waited for next
+        if waiting is not None:  # an earlier receive is most likely the next one to wait for
             (what, between, _), peer = waiting
             self._gap.put(name=f"receive {what}", layer=between, peer=peer)
 
@@ -86,5 +86,5 @@ class Transfers:
 
 
 def between(stage: int) -> str:
-    """Stage ``stage`` and the next, as spans name what travels between them."""
+    """Return the name of the edge between stage ``stage`` and the next one in spans."""
     return f"stages {stage}-{stage + 1}"

@@ -1,4 +1,4 @@
-"""What all ranks of a run agree on in a step, before any of them changes its weights: one small all-reduce."""
+"""The all-reduce of a step's summary, with which all ranks decide about the step before weights change."""
 
 from __future__ import annotations
 
@@ -10,47 +10,49 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.layers.moe.load import LayerLoad, moe_layers, take_loads
-from moe_comm.train.metrics import Load
+from moe_comm.train.metrics import ExpertLoad
 from moe_comm.train.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """The same on every rank.
+class StepSummary:
+    """The summary of a step over all ranks, equal on every rank."""
 
-    loss: of the whole step; a rank whose loss is not finite adds nothing to it. loads: by layer. balance: losses, by
-    layer. bad: ranks whose loss or routers' logits are not finite. damaged: by rank, blocks of rows that arrived
-    damaged; ranks without any are left out. stops: reasons to stop that some rank has.
-    """
+    loss: float  # loss of the step; ranks with a non-finite loss contribute zero
+    loads: dict[str, LayerLoad]  # expert loads, by layer
+    balance: tuple[float, ...]  # balance losses, by layer
+    bad: tuple[int, ...]  # ranks with a non-finite loss or router logits
+    damaged: dict[int, int]  # number of blocks of damaged rows, by rank; ranks without any are left out
+    stops: tuple[bool, ...]  # reasons to stop; true if some rank has the reason
 
-    loss: float
-    loads: dict[str, LayerLoad]
-    balance: tuple[float, ...]
-    bad: tuple[int, ...]
-    damaged: dict[int, int]
-    stops: tuple[bool, ...]
-
-    def load(self) -> Load:
-        return Load.of(self.loads, self.balance)
+    def load(self) -> ExpertLoad:
+        return ExpertLoad.of(self.loads, self.balance)
 
 
 class Agreement:
-    """The counters of one rank's MoE layers, and how ranks agree on them. Every rank makes one alike.
+    """Reduces the counters of all MoE layers over the ranks. All ranks must pass equal ``names``.
 
     Args:
-        stages: this rank's parts of the model. names: of all MoE layers of the whole model. num_experts: of each.
+        stages: this rank's stages of the model.
+        names: names of all MoE layers of the whole model.
+        num_experts: number of experts per layer.
     """
 
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], num_experts: int, ranks: Ranks) -> None:
         self._stages, self._names, self._num_experts, self._ranks = list(stages), list(names), num_experts, ranks
         self._layers = [layer for stage in stages for layer in moe_layers(stage)]
         for _, layer in self._layers:
-            # Not errors inside of the step, which only some ranks would have: all decide together, after it.
+            # An error inside the step would be raised on some ranks only. Count, and decide together after the step.
             layer.router.drop_invalid = True
-            layer.dispatcher.damage.count_only = True
+            layer.dispatcher.corruption.count_only = True
 
-    def agree(self, loss: float, stops: Sequence[bool]) -> Agreed:
-        """Join what the ranks know of the step; their counters start again. Collective."""
+    def agree(self, loss: float, stops: Sequence[bool]) -> StepSummary:
+        """Return the summary of the step over all ranks, and reset the counters. Collective.
+
+        Args:
+            loss: local loss of this rank.
+            stops: whether this rank has each reason to stop.
+        """
         invalid = self.take_invalid()
         bad_W, damaged_W = torch.zeros(2, self._ranks.world, dtype=torch.float64)
         bad_W[self._ranks.rank] = not math.isfinite(loss) or invalid > 0
@@ -62,8 +64,8 @@ class Agreement:
         loads = {
             name: LayerLoad(row[:-2].long(), row[-2].long()) for name, row in zip(self._names, loads_LE, strict=True)
         }
-        # ``loss`` is a Python float of the whole step: it was summed over micro-batches, here it is over ranks.
-        return Agreed(
+        # ``loss`` was already summed over micro-batches; here it is summed over ranks.
+        return StepSummary(
             loss=float(sums[0]),
             loads=loads,
             balance=tuple(loads_LE[:, -1].tolist()),
@@ -73,7 +75,7 @@ class Agreement:
         )
 
     def take_invalid(self) -> int:
-        """Tokens whose logits no router on this rank could use since it was last asked."""
+        """Return and reset the number of tokens with invalid router logits on this rank."""
         found = 0
         for _, layer in self._layers:
             found += int(layer.router.invalid)
@@ -81,11 +83,11 @@ class Agreement:
         return found
 
     def take_damage(self) -> int:
-        """Blocks of rows that arrived damaged on this rank since it was last asked."""
-        return sum(layer.dispatcher.damage.take() for _, layer in self._layers)
+        """Return and reset the number of damaged blocks of rows on this rank."""
+        return sum(layer.dispatcher.corruption.take() for _, layer in self._layers)
 
     def _own_loads(self) -> Tensor:
-        """[MoE layers, E + 2]: slots to each expert, dropped slots, balance loss; zeros for layers held elsewhere."""
+        """Return [MoE layers, E + 2]: slots per expert, dropped slots, balance loss; zeros for other stages."""
         own = torch.zeros(len(self._names), self._num_experts + 2, dtype=torch.float64)
         for stage in self._stages:
             for name, load in take_loads(stage).items():

@@ -1,4 +1,4 @@
-"""Writes down every start of a run's ranks, from which the effective training time is told."""
+"""The record of a run's attempts (starts of its ranks), from which the effective training time is computed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ SETTINGS = "config.resolved.toml"
 
 
 class AttemptLog(StepHook):
-    """Adds a line to ``attempts.jsonl`` when the first step begins. Made by rank 0, before the lines of steps that are
-    done again are taken out of ``metrics.jsonl``.
+    """Appends a line to ``attempts.jsonl`` when the first step begins. Used on rank 0.
+
+    Create it before the lines of repeated steps are removed from ``metrics.jsonl``.
 
     Args:
-        run: the run's folder. done: steps after which it goes on. source, hosts: as in ``Attempt``.
-        earlier: folder of the start before this one, as ``carry_over`` has it; None: the same.
+        run: folder of the run.
+        done: number of steps after which the run resumes.
+        source, hosts: see ``Attempt``.
+        earlier: folder of the previous attempt, from ``carry_over``; None if it is ``run``.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class AttemptLog(StepHook):
 
 
 def ended_by_user(run: Path) -> str:
-    """The status of a run that has finished, or that its time limit or Ctrl-C ended; "" of any other."""
+    """Return the status of a run that finished, or was ended by its time limit or Ctrl-C; "" for other runs."""
     try:
         result = json.loads((run / "result.json").read_text())
     except (OSError, ValueError):
@@ -75,10 +78,9 @@ def ended_by_user(run: Path) -> str:
 
 
 def carry_over(run: Path, name: str) -> Path | None:
-    """Have the starts of a run that begins again in a new folder, ``run``, since it had saved nothing, written there;
-    returns the folder of the newest one, None where there was none.
+    """Copy the recorded attempts of a run that starts over in a new folder because it had saved nothing.
 
-    Each folder gets all starts before it, so none has to be followed.
+    Returns the folder of the newest attempt, or None. Each folder gets all earlier attempts.
     """
     earlier = None if (run / ATTEMPTS).exists() else folder_before(run, name)
     if earlier is None:
@@ -93,7 +95,7 @@ def carry_over(run: Path, name: str) -> Path | None:
 
 
 def folder_before(run: Path, name: str) -> Path | None:
-    """The folder of the run called ``name`` that was begun just before ``run``, if that one did not finish."""
+    """Return the folder of the previous run called ``name`` in the same parent, if it did not finish."""
     dated = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
     older = [path for path in run.parent.iterdir() if path != run and dated.fullmatch(path.name)]
     older = [path for path in older if (path / SETTINGS).exists()]
@@ -107,6 +109,6 @@ def folder_before(run: Path, name: str) -> Path | None:
 
 
 def process_start_s() -> float:
-    """When this process started, in seconds since 1970, to a hundredth."""
+    """Return the start time of this process in seconds since the epoch, with a resolution of 0.01 s."""
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s

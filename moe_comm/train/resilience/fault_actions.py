@@ -1,4 +1,4 @@
-"""The harm itself: what faults on purpose do to this process, to its host, and to files."""
+"""The actions of injected faults on this process, its host, and files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moe_comm.errors import ConfigError
-from moe_comm.observe.faults import Fault
-from moe_comm.train.checkpoint.folder import COMPLETE, MANIFEST, METADATA, complete
+from moe_comm.observe.faults import FaultSpec
+from moe_comm.train.checkpoint.folder import COMPLETE, MANIFEST, METADATA, complete_checkpoints
 
 EXIT_CODE = 17
 LINK = "link0"
@@ -28,8 +28,8 @@ LINK = "link0"
 COMMAND_TIMEOUT_S = 10.0
 
 
-def strike(fault: Fault) -> None:
-    """Do what ``fault`` says; returns where the rank survives it at once."""
+def execute(fault: FaultSpec) -> None:
+    """Execute a fault. Returns if the rank survives it."""
     match fault.kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -55,7 +55,7 @@ def strike(fault: Fault) -> None:
 
 
 def _hold_gil(seconds: float) -> None:
-    """Wait in C without letting go of Python's lock."""
+    """Wait in C without releasing the interpreter's lock."""
     end = time.monotonic() + seconds
     library = ctypes.PyDLL(None)
     while (left := end - time.monotonic()) > 0:
@@ -63,46 +63,47 @@ def _hold_gil(seconds: float) -> None:
 
 
 def _fill(folder: str, most: int, seconds: float) -> None:
-    """Take the free memory behind ``folder``, at most so many bytes, in a file without a name: whatever ends this
-    process frees it."""
+    """Allocate the free space of ``folder``, at most ``most`` bytes, in an anonymous file for ``seconds``."""
     space = os.statvfs(folder)
     size = min(space.f_bavail * space.f_frsize, most)
     with tempfile.TemporaryFile(dir=folder) as file:
-        with contextlib.suppress(OSError):  # somebody else was faster
+        with contextlib.suppress(OSError):  # another process has used the space
             os.posix_fallocate(file.fileno(), 0, max(size, 1))
         time.sleep(seconds)
 
 
-def choose_file(checkpoints: Path, kind: str, chance: random.Random) -> Path | None:
-    """A file of the newest complete checkpoint that ``kind`` can damage; None where there is none.
+def choose_file(checkpoints: Path, kind: str, rng: random.Random) -> Path | None:
+    """Return a file of the newest complete checkpoint that ``kind`` can damage, or None.
 
-    Not the mark that says that it is complete: without it, it would be no checkpoint.
+    The marker of completeness is never returned: without it, the checkpoint would be ignored.
     """
-    found = complete(checkpoints, lenient=True)
-    if not found:
+    newest = complete_checkpoints(checkpoints, lenient=True)[-1:]
+    if not newest:
         return None
-    shards = sorted(found[-1].path.glob("rank-*"))
-    names = shards if kind == "checkpoint_missing" else [*shards, found[-1].path / METADATA, found[-1].path / MANIFEST]
-    there = [path for path in names if path.exists() and path.name != COMPLETE]
-    return chance.choice(there) if there else None
+    folder = newest[0].path
+    names = sorted(folder.glob("rank-*"))
+    if kind != "checkpoint_missing":
+        names += [folder / METADATA, folder / MANIFEST]
+    existing = [path for path in names if path.exists() and path.name != COMPLETE]
+    return rng.choice(existing) if existing else None
 
 
-def damage(path: Path, kind: str, chance: random.Random) -> None:
-    """Truncate ``path`` at, or flip a bit in, a place drawn by chance, or delete it."""
+def damage(path: Path, kind: str, rng: random.Random) -> None:
+    """Truncate ``path`` or flip a bit in it, at a random offset, or delete it."""
     if kind == "checkpoint_missing":
         path.unlink()
         return
     content = bytearray(path.read_bytes())
-    at = chance.randrange(len(content))
+    at = rng.randrange(len(content))
     if kind == "checkpoint_truncate":
         os.truncate(path, at)
     else:
-        content[at] ^= 1 << chance.randrange(8)
+        content[at] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
 
 
 def check_link() -> str:
-    """Whether this rank's host has a link of its own that may be slowed.
+    """Check that this rank's host has its own link, which can be slowed.
 
     Raises:
         ConfigError: it has none; the message says what to do.
@@ -123,19 +124,19 @@ def check_link() -> str:
 
 
 def slow_link(mbit: float) -> Callable[[], None]:
-    """Let this host's link carry ``mbit`` Mbit/s; returns what gives it its rate back."""
+    """Limit this host's link to ``mbit`` Mbit/s. Returns a function that restores its rate."""
     before = _shape()
     _tc("replace", {**before, "rate": f"{mbit}mbit"})
     return lambda: _tc("replace", before)
 
 
 def link_shape() -> str:
-    """How this host's link is shaped, for ``shape_link``."""
+    """Return the shaping of this host's link as JSON, for ``shape_link``."""
     return json.dumps(_shape())
 
 
 def shape_link(shape: str) -> None:
-    """Shape this host's link as ``link_shape`` said."""
+    """Shape this host's link. ``shape`` is a result of ``link_shape``."""
     _tc("replace", json.loads(shape))
 
 
@@ -146,12 +147,12 @@ def _same_network() -> bool:
 
 
 def _shape() -> dict[str, str]:
-    """What tbf says of the link: rate, burst and lat, as tc prints and takes them."""
+    """Return rate, burst and lat of the link's tbf, in the notation of tc."""
     words = _run("qdisc", "show", "dev", LINK).split()
-    found: dict[str, str] = {key: words[words.index(key) + 1] for key in ("rate", "burst", "lat") if key in words}
-    if "tbf" not in words or len(found) != 3:
+    shape: dict[str, str] = {key: words[words.index(key) + 1] for key in ("rate", "burst", "lat") if key in words}
+    if "tbf" not in words or len(shape) != 3:
         raise ConfigError(f"{LINK} is not shaped by tbf: {' '.join(words)}")
-    return found
+    return shape
 
 
 def _tc(verb: str, shape: dict[str, str]) -> None:

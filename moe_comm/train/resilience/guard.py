@@ -1,16 +1,17 @@
-"""Wrong numbers in a step: what becomes of it, decided by all ranks alike.
+"""Detection of wrong numbers in a step. All ranks make the same decision.
 
-    forward, backward ─▶ all agree ─▶ damaged rows?  run again, at most three times
-                                      NaN or infinite? a spike of the loss?     ─▶ as configured: stop, skip, warn, or
-    sum of gradients ─▶ norm       ─▶ NaN or infinite? a spike of the norm?     ─▶ run again, once
+    forward, backward ─▶ all-reduce ─▶ damaged rows?  rerun, at most three times
+                                       NaN or infinite? a spike of the loss?     ─▶ as configured: stop, skip, warn, or
+    sum of gradients  ─▶ norm       ─▶ NaN or infinite? a spike of the norm?     ─▶ rerun, once
 
-Run again means the same batch with the same weights, in place (Megatron's rerun machine, reduced to one process group):
+A rerun repeats the step in place with the same batch and the same weights. (This is Megatron's rerun state machine,
+reduced to one process group.)
 
-    second result good                   transient     the run goes on with it, with the bits of a run without the fault
-    bad, and the same bits on all ranks  persistent    not finite: it ends. A spike: it is the data, and is accepted
-    bad, and other bits                  unsettled     it ends, and says which rank's numbers changed between the tries
+    second result is good              transient     the run continues with it, bit-equal to a run without the fault
+    bad, same bits on all ranks        persistent    not finite: the run ends. A spike: caused by the data, accepted
+    bad, other bits on some rank       unsettled     the run ends; the error names the ranks whose numbers changed
 
-Whose numbers changed is known from a digest of every rank's loss and gradients, before gradients are summed over ranks.
+Ranks whose numbers changed are found by digests of each rank's loss and gradients, taken before gradients are reduced.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from moe_comm.dispatch.checksums import row_sums
 from moe_comm.errors import CheckpointError, CorruptPayload, MoeCommError, NonFiniteLoss, UnsettledStep
 from moe_comm.observe.records import FaultRecord
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.resilience.agreement import Agreed
+from moe_comm.train.resilience.agreement import StepSummary
 from moe_comm.train.sections import GuardSection
 
 DAMAGED_TRIES = 3
-"""Times that a step with damaged rows is run again: each would be another fault."""
+"""Maximum number of reruns of a step with damaged rows. Each time would be a new fault."""
 LOSS, GRADIENT = 1, 2
 
 FaultSink = Callable[[FaultRecord], None]
-"""Takes what was noticed; on every rank alike, and it is enough that one rank writes it."""
+"""Receives fault records. Called on every rank with equal records; one rank writes them."""
 
 
 class StepDecision(Enum):
-    """What to do with a step."""
+    """Decision about a step: apply it, leave it out, or run it again."""
 
     GO = "go"
     SKIP = "skip"
@@ -54,8 +55,10 @@ class StepDecision(Enum):
 
 @dataclass
 class History:
-    """Losses and norms of the last updates, the same on every rank; saved with a run, which then decides as it would
-    have without the interruption."""
+    """Losses and gradient norms of the last updates, equal on every rank.
+
+    It is part of a checkpoint, so that a resumed run makes the same decisions.
+    """
 
     losses: deque[float] = field(default_factory=deque)
     norms: deque[float] = field(default_factory=deque)
@@ -67,18 +70,18 @@ class History:
                 values.popleft()
 
     def state(self) -> dict[str, list[float]]:
-        """For JSON, which keeps a float's bits."""
+        """Return a JSON object. JSON preserves the bits of floats."""
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
     def load(self, state: Mapping[str, Sequence[float]] | None) -> None:
-        """None: of a checkpoint without any; there is no spike until the window is full again.
+        """Load the result of ``state``. None clears the history, so no spike is detected until the window is full.
 
         Raises:
-            CheckpointError: it is no such state.
+            CheckpointError: ``state`` has another format.
         """
-        found = state if state is not None else {"losses": [], "norms": []}
+        values = {"losses": [], "norms": []} if state is None else state
         try:
-            self.losses, self.norms = (deque(map(float, found[key])) for key in ("losses", "norms"))
+            self.losses, self.norms = (deque(map(float, values[key])) for key in ("losses", "norms"))
         except (TypeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the checkpoint's losses and norms of the last updates are unreadable: {error}"
@@ -86,21 +89,21 @@ class History:
 
 
 @dataclass(frozen=True)
-class Digest:
-    """Of one try on one rank: the loss's bits, and a sum of the words of each gradient."""
+class StepDigest:
+    """Digest of one execution of a step on one rank: bits of the loss, and the sum of the words of each gradient."""
 
     loss: bytes
     gradients: tuple[int, ...]
 
     @classmethod
     @torch.no_grad()
-    def of(cls, loss: float, parameters: Iterable[nn.Parameter]) -> Digest:
+    def of(cls, loss: float, parameters: Iterable[nn.Parameter]) -> StepDigest:
         sums = [_words(param.grad) for param in parameters if param.grad is not None]
         values = torch.stack(sums).tolist() if sums else []
         return cls(struct.pack("<d", loss), tuple(values))
 
-    def changed(self, other: Digest) -> int:
-        """``LOSS`` and ``GRADIENT``, where they differ."""
+    def changed(self, other: StepDigest) -> int:
+        """Return the flags ``LOSS`` and ``GRADIENT`` for the parts that differ."""
         return LOSS * (self.loss != other.loss) + GRADIENT * (self.gradients != other.gradients)
 
 
@@ -111,13 +114,14 @@ class _Problem:
     what: str
 
 
-class Guard:
-    """The decisions of one rank, which are those of all: they depend on what was agreed alone.
+class StepGuard:
+    """Makes the decisions about the steps of a run. They depend only on reduced values, so they are equal on all ranks.
 
     Args:
+        settings: configuration section ``[guard]``.
         nonfinite: ``run.nonfinite``.
-        history: of the run so far; kept up to date.
-        tell: takes what was noticed.
+        history: history of the run; updated in each step.
+        record: receives fault records.
     """
 
     def __init__(
@@ -126,67 +130,66 @@ class Guard:
         nonfinite: str,
         ranks: Ranks,
         history: History,
-        tell: FaultSink = lambda record: None,
+        record: FaultSink = lambda fault: None,
     ) -> None:
         self._settings, self._nonfinite, self._ranks, self._history = settings, nonfinite, ranks, history
-        self._tell = tell
+        self._record = record
         self.compares = "rerun" in (nonfinite, settings.on_spike)
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """A step, counted from 1, begins."""
+        """Begin a step. Steps are counted from 1."""
         self.step, self.reruns = step, 0
         self._damaged = 0
         self._first: _Problem | None = None
         self._tried_again: set[str] = set()
-        self._kept: Digest | None = None
-        self._spare: Digest | None = None
+        self._first_digest: StepDigest | None = None
+        self._current: StepDigest | None = None
         self._changed: tuple[int, ...] = ()
         self._accepted = self._settled = False
         self._loss = self._noticed_s = 0.0
-        self._skipped = ""
+        self.skipped = ""  # why the step is skipped
         self._tried = time.monotonic()
 
-    @property
-    def skipped(self) -> str:
-        """Why the step is left out."""
-        return self._skipped
-
-    def after_loss(self, agreed: Agreed, loss: float, parameters: Iterable[nn.Parameter]) -> StepDecision:
-        """All ranks have agreed on a try. Collective, where the step was run again.
+    def after_loss(self, summary: StepSummary, loss: float, parameters: Iterable[nn.Parameter]) -> StepDecision:
+        """Decide about a step before its gradients are reduced. Collective if the step was run again.
 
         Args:
-            loss: this rank's own.
-            parameters: with this rank's gradients, before they are summed over ranks.
+            summary: values of the step, reduced over all ranks.
+            loss: local loss of this rank.
+            parameters: parameters with local gradients.
 
         Raises:
-            NonFiniteLoss, UnsettledStep, CorruptPayload: on every rank; the weights are as they were.
+            NonFiniteLoss, UnsettledStep, CorruptPayload: on every rank. The weights are unchanged.
         """
-        self._loss = agreed.loss
-        if agreed.damaged:
-            return self._damage(agreed.damaged)
+        self._loss = summary.loss
+        if summary.damaged:
+            return self._damage(summary.damaged)
         if self.compares:
-            digest = Digest.of(loss, parameters)
-            if self._kept is not None:
+            digest = StepDigest.of(loss, parameters)
+            if self._first_digest is not None:
                 self._compare(digest)
-            elif agreed.bad or self._over(agreed.loss, self._history.losses, self._settings.loss_spike):
-                self._kept = digest
-            self._spare = digest  # in case the norm is bad, or another problem comes after the first
-        if agreed.bad:
-            who = ", ".join(map(str, agreed.bad))
+            elif summary.bad or self._over(summary.loss, self._history.losses, self._settings.loss_spike):
+                self._first_digest = digest
+            self._current = digest  # needed if the norm is bad, or if another problem follows the first
+        if summary.bad:
+            who = ", ".join(map(str, summary.bad))
             return self._bad(
-                _Problem("nonfinite", agreed.bad, f"the loss or a router's logits are NaN or infinite on rank {who}")
+                _Problem("nonfinite", summary.bad, f"the loss or a router's logits are NaN or infinite on rank {who}")
             )
-        return self._spike("loss", agreed.loss, self._history.losses, self._settings.loss_spike)
+        return self._spike("loss", summary.loss, self._history.losses, self._settings.loss_spike)
 
     def after_norm(self, norm: float) -> StepDecision:
-        """The norm of the summed gradients is known; ``after_loss`` said to go on.
+        """Decide about a step after its gradients were reduced and ``after_loss`` has returned ``GO``.
+
+        Args:
+            norm: global norm of the reduced gradients.
 
         Raises:
             NonFiniteLoss, UnsettledStep: as ``after_loss``.
         """
-        if self.compares and self._kept is None:
-            self._kept = self._spare
+        if self.compares and self._first_digest is None:
+            self._first_digest = self._current
         if not isfinite(norm):
             what = f"the gradient's norm is {norm} though the loss is {self._loss:.4g}"
             done = self._bad(_Problem("nonfinite", (), what))
@@ -235,8 +238,8 @@ class Guard:
         self._settle()
         self._noticed_s = time.monotonic() - self._tried
         if policy == "rerun":
-            if self._first is not None:  # that was of another kind, and is gone: from here it is as if there was none
-                self._kept, self._changed, self._settled = self._spare, (), False
+            if self._first is not None:  # a problem of another kind, which the rerun has solved: start over
+                self._first_digest, self._changed, self._settled = self._current, (), False
             self._first = problem
             self._tried_again.add(problem.kind)
             return self._again()
@@ -245,13 +248,13 @@ class Guard:
             return StepDecision.GO
         if policy == "skip":
             self._note(problem.kind, problem.ranks, "skip", problem.what)
-            self._skipped = problem.what
+            self.skipped = problem.what
             return StepDecision.SKIP
         self._note(problem.kind, problem.ranks, "stop", problem.what)
         raise self._nonfinite_error(problem, 'or go on without such steps: run.nonfinite="skip"')
 
     def _bad_again(self, problem: _Problem) -> StepDecision:
-        """The step was run again, and its numbers are bad again."""
+        """Handle a step whose rerun is bad too."""
         if self._changed:
             who = self._who_changed()
             what = f"{problem.what}; run again, it was bad again with other numbers ({who})"
@@ -272,7 +275,7 @@ class Guard:
         raise self._nonfinite_error(_Problem(problem.kind, problem.ranks, what), "or start again before this step")
 
     def _settle(self) -> None:
-        """What was wrong at first is gone, if anything was: say so."""
+        """Record that the rerun has solved the first problem, if there was one."""
         if self._first is None or self._settled or (self._accepted and self._first.kind == "spike"):
             return
         self._settled = True
@@ -286,17 +289,17 @@ class Guard:
         self._tried = time.monotonic()
         return StepDecision.RERUN
 
-    # --- whose numbers changed between two tries ---
+    # --- ranks whose numbers changed between two executions ---
 
-    def _compare(self, digest: Digest) -> None:
-        assert self._kept is not None
+    def _compare(self, digest: StepDigest) -> None:
+        assert self._first_digest is not None
         changed_W = torch.zeros(self._ranks.world, dtype=torch.float64)
-        changed_W[self._ranks.rank] = digest.changed(self._kept)
-        found = tuple(int(value) for value in self._ranks.sum(changed_W).tolist())
-        self._changed = found if any(found) else ()
+        changed_W[self._ranks.rank] = digest.changed(self._first_digest)
+        changed = tuple(int(value) for value in self._ranks.sum(changed_W).tolist())
+        self._changed = changed if any(changed) else ()
 
     def _changed_most(self) -> tuple[int, ...]:
-        """Ranks whose loss changed; if there is none, ranks whose gradients did: those follow from any rank's loss."""
+        """Return the ranks whose loss changed, or else those whose gradients did. Gradients depend on all losses."""
         loss = tuple(rank for rank, flags in enumerate(self._changed) if flags & LOSS)
         return loss or tuple(rank for rank, flags in enumerate(self._changed) if flags)
 
@@ -304,7 +307,7 @@ class Guard:
         shown = {LOSS: "loss", GRADIENT: "gradients", LOSS | GRADIENT: "loss and gradients"}
         return ", ".join(f"{shown[flags]} of rank {rank}" for rank, flags in enumerate(self._changed) if flags)
 
-    # --- what is said ---
+    # --- messages ---
 
     def _nonfinite_error(self, problem: _Problem, instead: str) -> MoeCommError:
         return NonFiniteLoss(
@@ -313,7 +316,7 @@ class Guard:
         )
 
     def _note(self, kind: str, ranks: Sequence[int], action: str, what: str) -> None:
-        self._tell(
+        self._record(
             FaultRecord(
                 time_s=time.time(),
                 step=self.step,
@@ -327,6 +330,6 @@ class Guard:
 
 
 def _words(grad: Tensor) -> Tensor:
-    """Sum of a gradient's words; of FSDP's, of this rank's share."""
+    """Return the sum over the words of a gradient, or of this rank's shard of it."""
     local: Any = grad.to_local() if isinstance(grad, DTensor) else grad
     return row_sums(local.reshape(1, -1)).sum()

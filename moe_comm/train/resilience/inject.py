@@ -1,9 +1,9 @@
-"""Carries out faults on purpose in training; see ``moe_comm.observe.faults``.
+"""Fault injection in training; see ``moe_comm.observe.faults``.
 
-    start ─▶ batch ─▶ forward: │rows arrive│ at=forward │experts│ ─▶ backward: at=backward ─▶ after_backward ─▶ at=end
+    start ─▶ batch ─▶ forward: │dispatch│ at=forward │experts│ ─▶ backward: at=backward ─▶ after_backward ─▶ at=end
 
-What is due in a step is known before it; then hooks are put where it is to happen, and taken away after the step. So
-without faults there are no hooks, and with faults there are none in the other steps.
+The faults of a step are known before it. Hooks are added for them, and removed after the step. There are no hooks in
+other steps, or in runs without faults.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.load import moe_layers
-from moe_comm.observe.faults import DAMAGE, Due, Injection, Plan, read_injections, write_injection
+from moe_comm.observe.fault_outcomes import PROGRESS, next_attempt
+from moe_comm.observe.faults import DAMAGE, DueFault, FaultPlan, Injection, read_injections, write_injection
 from moe_comm.observe.records import INJECTED, LineWriter
-from moe_comm.observe.survival import PROGRESS, next_attempt
 from moe_comm.train.checkpoint import files
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.hooks import StepHook
@@ -30,65 +30,73 @@ from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience import fault_actions
 from moe_comm.train.resilience.attempts import folder_before
 
-ON_ARRIVAL = ("kill", "stop", "segv", "exit", "hold_gil", "slow_cpu", "slow_sleep", "full_shm")
-"""What may happen at any place of a step."""
+IMMEDIATE_KINDS = ("kill", "stop", "segv", "exit", "hold_gil", "slow_cpu", "slow_sleep", "full_shm")
+"""Faults that can be injected at any point of a step."""
 
 
 class FaultOnPurpose(RuntimeError):
-    """What the ``raise_`` faults raise. Not one of this library's errors: like a bug in somebody's code."""
+    """Raised by the ``raise_`` faults. It is not an error of this library, like an error in user code."""
 
 
-class Finishes(Protocol):
-    """What saves checkpoints."""
+class CheckpointSaver(Protocol):
+    """The part of ``RunSaver`` that completes pending checkpoints."""
 
     def finish(self) -> None: ...
 
 
 class Injector(StepHook):
-    """Every rank of a run makes one alike. Collective.
+    """Injects the faults of ``[faults]``. Every rank of a run creates one. Collective.
 
     Args:
-        stages: this rank's parts of the model. corpus: where ``raise_thread`` strikes. saver: of the checkpoints.
-        run: the run's folder.
+        stages: this rank's stages of the model.
+        corpus: its ``batch_of`` raises for ``raise_thread``.
+        saver: saver of the checkpoints.
+        run: folder of the run.
 
     Raises:
-        ConfigError: on every rank: a fault of the plan is none, or cannot be had here.
+        ConfigError: on every rank. A fault of the plan is invalid, or is not possible here.
     """
 
     def __init__(
-        self, config: TrainConfig, stages: Sequence[nn.Module], corpus: Any, saver: Finishes, ranks: Ranks, run: Path
+        self,
+        config: TrainConfig,
+        stages: Sequence[nn.Module],
+        corpus: Any,
+        saver: CheckpointSaver,
+        ranks: Ranks,
+        run: Path,
     ) -> None:
         self._path = run / INJECTED
         if ranks.is_first:
-            self._carry_over(config, run)
-        # Others read the file only after they have got this.
-        self._attempt = int(ranks.text_from_first(str(next_attempt(run)) if ranks.is_first else ""))
-        self._plan = Plan.of(config.faults.plan, config.faults.seed, ranks.rank, ranks.world, self._attempt)
+            self._copy_record(config, run)
+        # The other ranks read the file only after this broadcast.
+        self._attempt = int(ranks.broadcast_text(str(next_attempt(run)) if ranks.is_first else ""))
+        self._plan = FaultPlan.of(config.faults.plan, config.faults.seed, ranks.rank, ranks.world, self._attempt)
         self._seed, self._ranks, self._run, self._saver = config.faults.seed, ranks, run, saver
         self._stages = stages
         self._layers = [layer for stage in stages for _, layer in moe_layers(stage)]
         kinds = {fault.kind for fault in self._plan.faults}
         if "flip_bit" in kinds and (config.parallel.overlap_chunks or config.parallel.interleave):
             raise ConfigError(
-                "flip_bit strikes rows that travel at once: set parallel.overlap_chunks=0, interleave=false"
+                "flip_bit needs dispatches that are not chunked: set parallel.overlap_chunks=0, interleave=false"
             )
         if "slow_link" in kinds:
-            ranks.while_some(fault_actions.check_link)
+            ranks.run_on_some(fault_actions.check_link)
         before = read_injections(self._path)
         self._plan.fired = {one.key for one in before}
-        # A rank that died while its link was slow left it so.
+        # Restore the link of a rank that died while its link was slow.
         links = [one.what for one in before if (one.kind, one.rank) == ("slow_link", ranks.rank) and one.what]
         if "slow_link" in kinds and links:
             fault_actions.shape_link(links[0])
-        self._pending: list[Due] = []
-        self._slow: dict[Due, int] = {}
+        self._pending: list[DueFault] = []
+        self._slow: dict[DueFault, int] = {}
         self._links: list[tuple[int, Callable[[], None]]] = []
         self._undo: list[Callable[[], None]] = []
         self._step = 0
         self._write_block = files.write_block
         self._progress = LineWriter(run / PROGRESS) if ranks.is_first else None
         if "raise_thread" in kinds:
-            self._wrap(corpus)
+            self._wrap_corpus(corpus)
         ranks.barrier()
 
     # --- StepHook ---
@@ -97,7 +105,7 @@ class Injector(StepHook):
         self._step = step
         self._restore_links(step)
         self._slow = {due: at for due, at in self._slow.items() if step < due.step + due.fault.steps}
-        # What found no occasion in the step that it was planned for is still to come.
+        # Faults that could not be injected in their step remain pending.
         self._pending += [due for due in self._plan.due(step, time.monotonic()) if due not in self._pending]
         for due in [due for due in self._pending if due.fault.kind in DAMAGE]:
             self._damage(due)
@@ -106,16 +114,16 @@ class Injector(StepHook):
             self._links.append((step + due.fault.steps, fault_actions.slow_link(due.fault.mbit)))
         if any(due.fault.kind == "full_disk" for due in self._pending):
             self._fill_disk()
-        self._here("start")
+        self._inject_due("start")
         for due in (*self._pending, *self._slow):
-            if due.fault.kind in (*ON_ARRIVAL, "raise_forward", "raise_backward", "flip_bit") and self._layers:
+            if due.fault.kind in (*IMMEDIATE_KINDS, "raise_forward", "raise_backward", "flip_bit") and self._layers:
                 self._hook(due)
 
     def after_backward(self, step: int, loss: float) -> float:
-        self._take_away()
-        # A rank without experts, or whose experts had no rows: at the latest here.
-        for place in ("forward", "backward"):
-            self._here(place)
+        self._remove_hooks()
+        # On a rank without experts or without rows, the hooks have not run.
+        for point in ("forward", "backward"):
+            self._inject_due(point)
         for due in list(self._pending):
             if due.fault.kind in ("raise_forward", "raise_backward"):
                 self._raise(due)
@@ -128,21 +136,21 @@ class Injector(StepHook):
         return loss
 
     def after_step(self, report: StepReport) -> None:
-        self._here("end")
+        self._inject_due("end")
         if self._progress is not None:
             self._progress.write({"step": report.step, "time_s": time.time(), "attempt": self._attempt})
 
     def close(self) -> None:
-        self._take_away()
+        self._remove_hooks()
         self._restore_links(None)
         files.write_block = self._write_block
         if self._progress is not None:
             self._progress.close()
 
-    # --- what happens ---
+    # --- faults ---
 
-    def _fire(self, due: Due, what: str = "", step: int = 0) -> None:
-        """Write down that ``due`` happens now. step: 0 is the one in progress."""
+    def _fire(self, due: DueFault, what: str = "", step: int = 0) -> None:
+        """Record that ``due`` is injected now. ``step`` 0 is the current step."""
         if due in self._pending:
             self._pending.remove(due)
         if due.key in self._plan.fired:
@@ -156,27 +164,27 @@ class Injector(StepHook):
             ),
         )
 
-    def _here(self, place: str) -> None:
-        """What is due at this place of the step."""
+    def _inject_due(self, point: str) -> None:
+        """Inject the faults that are due at this point of the step."""
         for due in (*self._pending, *self._slow):
-            if due.fault.kind in ON_ARRIVAL and due.fault.at == place:
-                self._strike(due)
+            if due.fault.kind in IMMEDIATE_KINDS and due.fault.at == point:
+                self._execute(due)
 
-    def _strike(self, due: Due) -> None:
+    def _execute(self, due: DueFault) -> None:
         fault = due.fault
         if fault.kind in ("slow_cpu", "slow_sleep"):
             if self._slow.get(due, 0) == self._step:
                 return  # once a step
             self._slow[due] = self._step
         self._fire(due)
-        fault_actions.strike(fault)
+        fault_actions.execute(fault)
 
-    def _raise(self, due: Due) -> None:
+    def _raise(self, due: DueFault) -> None:
         self._fire(due)
         raise FaultOnPurpose(f"{due.fault.kind} on purpose, in step {self._step}")
 
-    def _hook(self, due: Due) -> None:
-        """Have ``due`` happen at its place in the step's forward or backward pass."""
+    def _hook(self, due: DueFault) -> None:
+        """Add a hook that injects ``due`` in the step's forward or backward pass."""
         fault = due.fault
         layer = self._layers[fault.layer % len(self._layers)]
         if fault.kind == "flip_bit":
@@ -184,42 +192,42 @@ class Injector(StepHook):
             return
         raises = fault.kind.startswith("raise")
 
-        def happen() -> None:
+        def inject() -> None:
             if due in self._pending or due in self._slow:
-                self._raise(due) if raises else self._strike(due)
+                self._raise(due) if raises else self._execute(due)
 
         if fault.kind == "raise_forward" or (not raises and fault.at == "forward"):
-            # Experts are always called as a module, also where the layer is not.
-            handle = layer.experts.register_forward_pre_hook(lambda module, args: happen())
+            # The experts are always called as a module, the layer is not.
+            handle = layer.experts.register_forward_pre_hook(lambda module, args: inject())
             self._undo.append(handle.remove)
         elif raises or fault.at == "backward":
 
             def on_output(module: nn.Module, args: Any, output: Any) -> None:
                 if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(lambda grad: happen())
+                    output.register_hook(lambda grad: inject())
 
             self._undo.append(layer.experts.register_forward_hook(on_output).remove)
 
-    def _hook_dispatch(self, due: Due, dispatcher: Any) -> None:
-        """Flip a bit of the rows that the next dispatch brings, before anybody looks at them."""
+    def _hook_dispatch(self, due: DueFault, dispatcher: Any) -> None:
+        """Flip a bit of the rows that the next dispatch returns, before their checksums are verified."""
         send = dispatcher._send
 
         def flipping(*args: Any) -> Any:
-            found = send(*args)
-            rows_RD = found[0]
+            results = send(*args)
+            rows_RD = results[0]
             if due in self._pending and rows_RD.numel() and torch.is_floating_point(rows_RD):
                 data = rows_RD.detach().view(torch.uint8)
-                chance = random.Random(f"{self._seed} {due.key}")
-                row, byte, bit = chance.randrange(data.shape[0]), chance.randrange(data.shape[1]), chance.randrange(8)
+                rng = random.Random(f"{self._seed} {due.key}")
+                row, byte, bit = rng.randrange(data.shape[0]), rng.randrange(data.shape[1]), rng.randrange(8)
                 self._fire(due, f"row {row}, byte {byte}, bit {bit}")
                 data[row, byte] ^= 1 << bit
-            return found
+            return results
 
         dispatcher._send = flipping
         self._undo.append(lambda: vars(dispatcher).pop("_send", None))
 
     def _fill_disk(self) -> None:
-        """Let the next checkpoint's bytes find no space, on this rank."""
+        """Make the next checkpoint write of this rank fail with ENOSPC."""
         write_block = self._write_block
 
         def full(file: Any, block: memoryview) -> None:
@@ -232,17 +240,17 @@ class Injector(StepHook):
         if files.write_block is self._write_block:
             files.write_block = full
 
-    def _damage(self, due: Due) -> None:
-        """Harm the newest checkpoint; where there is none yet, later."""
+    def _damage(self, due: DueFault) -> None:
+        """Damage the newest checkpoint. If there is none, ``due`` remains pending."""
         self._saver.finish()
-        chance = random.Random(f"{self._seed} {due.key}")
-        victim = fault_actions.choose_file(self._run / "checkpoints", due.fault.kind, chance)
+        rng = random.Random(f"{self._seed} {due.key}")
+        victim = fault_actions.choose_file(self._run / "checkpoints", due.fault.kind, rng)
         if victim is not None:
             self._fire(due, str(victim.relative_to(self._run)))
-            fault_actions.damage(victim, due.fault.kind, chance)
+            fault_actions.damage(victim, due.fault.kind, rng)
 
-    def _wrap(self, corpus: Any) -> None:
-        """Let the thread that reads batches raise."""
+    def _wrap_corpus(self, corpus: Any) -> None:
+        """Make the thread that reads batches raise."""
         batch_of = corpus.batch_of
 
         def raising(step: int) -> Any:  # from 0, where ours are from 1
@@ -254,11 +262,11 @@ class Injector(StepHook):
         corpus.batch_of = raising
 
     def _gradients(self) -> list[Tensor]:
-        found = (param.grad for stage in self._stages for param in stage.parameters())
-        local = (grad.to_local() if hasattr(grad, "to_local") else grad for grad in found if grad is not None)
+        grads = (param.grad for stage in self._stages for param in stage.parameters())
+        local = (grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads if grad is not None)
         return [grad for grad in local if grad.numel() and grad.is_contiguous()]
 
-    def _take_away(self) -> None:
+    def _remove_hooks(self) -> None:
         while self._undo:
             self._undo.pop()()
 
@@ -267,8 +275,8 @@ class Injector(StepHook):
             self._links.remove(link)
             link[1]()
 
-    def _carry_over(self, config: TrainConfig, run: Path) -> None:
-        """A run that was started again before it had saved anything has a new folder: what happened has happened."""
+    def _copy_record(self, config: TrainConfig, run: Path) -> None:
+        """Copy the record of injected faults, if a run starts over in a new folder because it had saved nothing."""
         if config.checkpoint.resume != "auto" or self._path.exists():
             return
         earlier = folder_before(run, config.run.name)

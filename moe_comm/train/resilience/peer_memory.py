@@ -1,14 +1,14 @@
-"""A run's state in the memory of its hosts, from which ranks that are started again go on without the disk.
+"""Snapshots of a run's state in the memory of its hosts, from which restarted ranks resume without the disk.
 
     training     after step 100 │ forward, backward of 101 │ wait_staged() │ update 101 │ forward …
     background                  │ copy to this host's memory server ──▶    │ checksum, commit, send to the buddy, commit
 
-Every rank's state is kept twice: by its own host, for when only processes have died, and by a rank on another host that
-shares none of its parallel groups (``topology.buddies``), for when a host is lost (Gemini, SOSP 2023; ByteRobust, arXiv
-2509.16293). Weights do not change between two updates, so the copy runs beside forward and backward.
+Each rank's state has two replicas. One is on its own host, for failures of processes. The other is on a host of a rank
+that shares none of its parallel groups (``topology.buddies``), for failures of hosts (Gemini, SOSP 2023; ByteRobust,
+arXiv 2509.16293). Weights do not change between two updates, so the copy overlaps forward and backward.
 
-A slot is written only when every rank has completed the step in the other one: at any moment there is a step that all
-have. What a slot holds is checked (CRC-32) by who receives it and by who goes on from it, before any tensor changes.
+A slot is written only after every rank has completed the step in the other slot. So at any time there is one step that
+all ranks have. The receiver of a replica verifies its CRC-32, and so does a restarted rank, before any tensor changes.
 """
 
 from __future__ import annotations
@@ -35,39 +35,35 @@ from moe_comm.errors import CheckpointError, MoeCommError
 from moe_comm.runtime import persistent_memory as memory
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.persistent_memory import HEADER_BYTES, Header, PersistentMemory, Slots
+from moe_comm.runtime.persistent_memory import HEADER_BYTES, PersistentMemory, SlotHeader, Slots
 from moe_comm.runtime.untrusted import abridged
 from moe_comm.topology import ParallelMesh
 from moe_comm.topology.buddies import buddies
 from moe_comm.train.checkpoint import Entry
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.resilience.find_snapshot import Search
-from moe_comm.train.resilience.persistent_state import Layout, run_id
+from moe_comm.train.resilience.find_snapshot import SnapshotSearch
+from moe_comm.train.resilience.persistent_state import SnapshotLayout, run_id
 
 STATE_BYTES = 64 << 10
-"""Least room for the JSON beside the tensors; it grows a little from step to step."""
+"""Minimum size of the JSON after the tensors. It grows slightly from step to step."""
 BLOCK = 32 << 20
-"""Bytes of one message to the buddy."""
+"""Bytes per message to the buddy."""
 _log = logging.getLogger(__name__)
 
 Capture = Callable[[int], tuple[dict[str, Entry], dict[str, Any]]]
-"""The tensors of this rank's state after so many steps, and what JSON can hold."""
+"""Returns this rank's state after a number of steps: tensors, and values for JSON."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One copy of this rank's state. Seconds; bytes are those of its tensors.
-
-    stage_s: from the step's end to the end of the copy in this host. total_s: until every rank's copies were complete.
-    buddy: the rank whose host has the second one; -1: there is only one host.
-    """
+class SnapshotStats:
+    """Statistics of a snapshot of this rank."""
 
     step: int
-    bytes: int
-    stage_s: float
-    total_s: float
-    buddy: int = -1
+    bytes: int  # size of the tensors
+    stage_s: float  # seconds from the end of the step until the copy on this host was complete
+    total_s: float  # seconds from the end of the step until the replicas of all ranks were complete
+    buddy: int = -1  # rank whose host has the second replica; -1 for a single host
 
 
 @dataclass
@@ -82,20 +78,23 @@ class _Job:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class PeerMemory(StepHook):
-    """Keeps the state of a run in memory every ``every`` steps. Every rank makes one alike. Collective.
+class PeerSnapshots(StepHook):
+    """Saves snapshots of a run's state in memory every ``every`` steps. Every rank creates one. Collective.
 
     Args:
-        kept: of this host. run: the run's folder. capture: called where the weights are those after the step.
-        timeout_s: seconds that ranks wait for each other in the background.
+        host_memory: memory server of this host.
+        run: folder of the run.
+        capture: called when the weights are those after the step.
+        timeout_s: timeout for other ranks in the background.
 
     Attributes:
-        reports: of every step that all ranks have kept. stalls: seconds of every wait of training.
+        reports: statistics of each snapshot that all ranks have completed.
+        stalls: duration of each wait of training, in seconds.
     """
 
     def __init__(
         self,
-        kept: PersistentMemory,
+        host_memory: PersistentMemory,
         ranks: Ranks,
         mesh: ParallelMesh,
         run: Path,
@@ -104,38 +103,44 @@ class PeerMemory(StepHook):
         *,
         timeout_s: float = 300.0,
     ) -> None:
-        self._kept, self._ranks, self._mesh, self._every, self._capture = kept, ranks, mesh, every, capture
-        self._run = ranks.text_from_first(run_id(run))  # hosts may see the folder under other names
-        self._epoch = ranks.text_from_first(secrets.token_hex(8))
-        self.hosts = ranks.texts(kept.token)
+        self._host_memory, self._ranks, self._mesh, self._every, self._capture = (
+            host_memory,
+            ranks,
+            mesh,
+            every,
+            capture,
+        )
+        self._run = ranks.broadcast_text(run_id(run))  # the path of the folder may differ between hosts
+        self._epoch = ranks.broadcast_text(secrets.token_hex(8))
+        self.hosts = ranks.gather_texts(host_memory.token)
         self.buddies = buddies(mesh.config, self.hosts)
         self._group: ProcessGroup | None = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if ranks.world > 1 else None
         )
-        self._good: tuple[str, int] | None = None
-        self._first = 0
-        self._last = -1
-        self._own: Slots | None = None
-        self._others: dict[int, Slots] = {}
-        self._rooms: list[int] = []
+        self._complete: tuple[str, int] | None = None
+        self._resumed_step = 0
+        self._last_step = -1
+        self._own_slots: Slots | None = None
+        self._peer_slots: dict[int, Slots] = {}
+        self._capacities: list[int] = []
         self._pinned: list[int] = []
         self._streams: dict[torch.device, Any] = {}
         self._job: _Job | None = None
-        self._broken = ""
-        self.reports: list[Kept] = []
+        self._failure = ""
+        self.reports: list[SnapshotStats] = []
         self.stalls: list[float] = []
         self._queue: queue.Queue[_Job | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._serve, name="peer-memory", daemon=True)
+        self._thread = threading.Thread(target=self._run_jobs, name="peer-memory", daemon=True)
         self._thread.start()
 
-    # --- keeping ---
+    # --- saving ---
 
     def before_step(self, step: int) -> None:
-        """Start to copy the state after ``step - 1`` steps where it is time to; never waits."""
+        """Start to copy the state after ``step - 1`` steps, if a snapshot is due. Does not wait."""
         done = step - 1
-        if self._broken or done <= self._first or done == self._last or done % self._every:
+        if self._failure or done <= self._resumed_step or done == self._last_step or done % self._every:
             return
-        self._last = done
+        self._last_step = done
         started = time.perf_counter()
         entries, state = self._capture(done)
         devices = {entry.tensor.device for entry in entries.values() if entry.tensor.is_cuda}
@@ -144,51 +149,51 @@ class PeerMemory(StepHook):
         self._queue.put(self._job)
 
     def wait_staged(self) -> float:
-        """Wait until the tensors may change; call it just before the update. Returns the seconds waited.
+        """Wait until the tensors may change, and return the seconds waited. Call it just before the update.
 
-        That includes waiting for the copies of an earlier step that are still on their way.
+        This includes the wait for replicas of an earlier step that are still being sent.
         """
         job = self._job
         if job is None or job.staged.is_set():
             return 0.0
         began = time.perf_counter()
         job.staged.wait()
-        waited = time.perf_counter() - began
-        self.stalls.append(waited)
-        return waited
+        seconds = time.perf_counter() - began
+        self.stalls.append(seconds)
+        return seconds
 
     def wait(self) -> None:
-        """Wait until every rank's copies of the last step are complete, or could not be made."""
+        """Wait until the last snapshot is complete on every rank, or has failed."""
         if self._job is not None:
             self._job.done.wait()
 
     def close(self) -> None:
-        """Complete what is on its way, and give up the group; the memory stays kept. A second call does nothing."""
+        """Complete pending snapshots and destroy the group. The memory is retained. A second call does nothing."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned = []
-        self._give_up_group()
+        self._destroy_group()
 
-    def _give_up_group(self) -> None:
+    def _destroy_group(self) -> None:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def finish(self) -> None:
-        """The run is over: nothing is kept any more. Collective."""
+        """Free the memory at the end of the run. Collective."""
         self.close()
         self._ranks.barrier()
-        if self._leads():
-            self._kept.end()
+        if self._is_host_leader():
+            self._host_memory.end()
         else:
-            self._kept.close()
+            self._host_memory.close()
 
     def summary(self) -> dict[str, float]:
-        """Of all copies this rank has made: how many, bytes of the last, seconds of stall in all and at most, and from
-        a step's end until every copy was complete (mean)."""
+        """Return the number of snapshots of this rank, bytes of the last, total and longest stall of training in
+        seconds, and mean seconds from the end of a step until its snapshot was complete on all ranks."""
         done = self.reports
         return {
             "copies": len(done),
@@ -198,44 +203,46 @@ class PeerMemory(StepHook):
             "mean_total_s": sum(one.total_s for one in done) / max(len(done), 1),
         }
 
-    def _leads(self) -> bool:
+    def _is_host_leader(self) -> bool:
         """Whether this is the first rank of its host."""
-        return self.hosts.index(self._kept.token) == self._ranks.rank
+        return self.hosts.index(self._host_memory.token) == self._ranks.rank
 
-    def _serve(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
-                if not self._broken:
+                if not self._failure:
                     with EVENTS.span(Kind.CHECKPOINT, "peer memory"):
-                        self._keep(job)
+                        self._save(job)
             except Exception as error:
-                # A rank is gone, or there is no memory: the run goes on, or fails, without this.
-                self._broken = abridged(f"{type(error).__name__}: {error}", 160)
-                _log.warning("rank %d: state is no longer kept in memory: %s", self._ranks.rank, self._broken)
-                self._give_up_group()  # or the others would wait for this rank until their deadline
+                # A rank has failed, or there is not enough memory. The run continues without snapshots, or fails.
+                self._failure = abridged(f"{type(error).__name__}: {error}", 160)
+                _log.warning("rank %d: snapshots in memory are disabled: %s", self._ranks.rank, self._failure)
+                self._destroy_group()  # otherwise the other ranks would wait until their timeout
             finally:
                 job.staged.set()
                 job.done.set()
                 job.entries, job.ready = {}, {}
 
-    def _keep(self, job: _Job) -> None:
-        layout = Layout.of(job.entries, str(self._mesh.config))
-        if not self._rooms:
-            # In large steps, so that what an attempt before this one kept has the same size and stays.
-            self._make_room(layout.content + STATE_BYTES * (1 + 4 * len(job.state) // STATE_BYTES))
-        assert self._own is not None
-        slot = self._spare(self._own)
-        self._own.clear(slot)
-        room = self._own.content(slot)
-        self._copy(job, layout.views(job.entries, room))
+    def _save(self, job: _Job) -> None:
+        layout = SnapshotLayout.of(job.entries, str(self._mesh.config))
+        if not self._capacities:
+            # Rounded up, so that memory of an earlier attempt has the same size and is reused.
+            self._allocate_slots(layout.content + STATE_BYTES * (1 + 4 * len(job.state) // STATE_BYTES))
+        assert self._own_slots is not None
+        slot = self._free_slot(self._own_slots)
+        self._own_slots.clear(slot)
+        capacity = self._own_slots.content(slot)
+        self._copy(job, layout.views(job.entries, capacity))
         job.stage_s = time.perf_counter() - job.started
         job.staged.set()
         used = layout.content + len(job.state)
-        problem = "" if used <= self._rooms[self._ranks.rank] else f"its state takes {len(job.state)} bytes of JSON"
+        problem = (
+            "" if used <= self._capacities[self._ranks.rank] else f"its state takes {len(job.state)} bytes of JSON"
+        )
         header = b""
         if not problem:
-            room[layout.content : used] = job.state
-            found = Header(
+            capacity[layout.content : used] = job.state
+            slot_header = SlotHeader(
                 run=self._run,
                 epoch=self._epoch,
                 step=job.step,
@@ -243,58 +250,58 @@ class PeerMemory(StepHook):
                 layout=layout.digest,
                 content=layout.content,
                 state=len(job.state),
-                crc=memory.checksum(room[:used]),
+                crc=memory.checksum(capacity[:used]),
             )
-            self._own.commit(slot, found)
-            header = found.to_bytes()
-        problem = self._exchange(room, header) or problem
+            self._own_slots.commit(slot, slot_header)
+            header = slot_header.to_bytes()
+        problem = self._exchange(capacity, header) or problem
         if problem:
-            _log.warning("rank %d: step %d is not kept in memory: %s", self._ranks.rank, job.step, problem)
+            _log.warning("rank %d: the snapshot of step %d failed: %s", self._ranks.rank, job.step, problem)
         if self._failures(bool(problem)):
             return
-        first = self._good is None or self._good[0] != self._epoch
-        self._good = (self._epoch, job.step)
-        if first and self._leads():
-            with contextlib.suppress(MoeCommError):  # a memory server that has ended keeps nothing else either
-                self._kept.retain([_name(rank) for rank in range(self._ranks.world) if self._holds(rank)])
+        first = self._complete is None or self._complete[0] != self._epoch
+        self._complete = (self._epoch, job.step)
+        if first and self._is_host_leader():
+            with contextlib.suppress(MoeCommError):  # if the memory server has ended, the memory is free
+                self._host_memory.retain([_name(rank) for rank in range(self._ranks.world) if self._has_replica(rank)])
         total_s = time.perf_counter() - job.started
         buddy = self.buddies[self._ranks.rank] if self.buddies else -1
-        self.reports.append(Kept(job.step, layout.content, job.stage_s, total_s, buddy))
+        self.reports.append(SnapshotStats(job.step, layout.content, job.stage_s, total_s, buddy))
 
-    def _holds(self, owner: int) -> bool:
-        """Whether this host has a copy of ``owner``'s state."""
-        here = self._kept.token
+    def _has_replica(self, owner: int) -> bool:
+        """Whether this host has a replica of ``owner``'s state."""
+        here = self._host_memory.token
         return self.hosts[owner] == here or bool(self.buddies and self.hosts[self.buddies[owner]] == here)
 
-    def _make_room(self, room: int) -> None:
-        """Memory for this rank's state and for those it keeps. Raises on every rank where one has not enough."""
+    def _allocate_slots(self, capacity: int) -> None:
+        """Allocate slots for this rank's state and for its replicas of others. Raises on every rank if one cannot."""
         rank = self._ranks.rank
         problem = ""
-        self._rooms = self._all(room)
+        self._capacities = self._all_gather(capacity)
         try:
-            self._own = self._kept.make(_name(rank), self._rooms[rank])
+            self._own_slots = self._host_memory.allocate(_name(rank), self._capacities[rank])
             for owner, buddy in enumerate(self.buddies or ()):
                 if buddy == rank:
-                    self._others[owner] = self._kept.make(_name(owner), self._rooms[owner])
+                    self._peer_slots[owner] = self._host_memory.allocate(_name(owner), self._capacities[owner])
         except (OSError, MoeCommError) as error:
             problem = str(error)
-            _log.warning("rank %d: no memory to keep state in: %s", rank, problem)
+            _log.warning("rank %d: not enough memory for snapshots: %s", rank, problem)
         if failed := self._failures(bool(problem)):
-            raise CheckpointError(f"{failed} rank(s) have no memory to keep state in; {problem or 'this one has'}")
+            raise CheckpointError(f"{failed} rank(s) have not enough memory for snapshots; {problem or 'this one has'}")
 
-    def _spare(self, slots: Slots) -> int:
-        """The slot to write: never the one with the newest step that every rank has."""
+    def _free_slot(self, slots: Slots) -> int:
+        """Return the slot to write: not the one with the newest step that every rank has completed."""
         headers = [slots.header(slot) for slot in range(memory.SLOTS)]
         for slot, header in enumerate(headers):
-            if header is not None and (header.epoch, header.step) == self._good:
+            if header is not None and (header.epoch, header.step) == self._complete:
                 return 1 - slot
         steps = [-1 if header is None else header.step for header in headers]
         return steps.index(min(steps))
 
     def _copy(self, job: _Job, views: Mapping[str, Tensor]) -> None:
-        """From a GPU by a stream of its own, after what the step has enqueued, to memory that is page-locked."""
-        if job.ready and not self._pinned and self._own is not None:
-            self._pin(self._own, next(iter(job.ready)))
+        """Copy the tensors. Copies from a GPU use a separate stream, and page-locked memory as their destination."""
+        if job.ready and not self._pinned and self._own_slots is not None:
+            self._pin(self._own_slots, next(iter(job.ready)))
         for device, event in job.ready.items():
             self._streams.setdefault(device, torch.cuda.Stream(device)).wait_event(event)
         for name, view in views.items():
@@ -308,48 +315,47 @@ class PeerMemory(StepHook):
             self._streams[device].synchronize()
 
     def _pin(self, slots: Slots, device: torch.device) -> None:
-        whole = torch.frombuffer(slots.whole(), dtype=torch.uint8)
-        with torch.cuda.device(device):  # of this thread
-            if int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)):
-                _log.warning("the memory in which state is kept cannot be page-locked: copies from the GPU are slower")
-        self._pinned.append(whole.data_ptr())
+        buffer = torch.frombuffer(slots.buffer(), dtype=torch.uint8)
+        with torch.cuda.device(device):  # the current device of a new thread is cuda:0
+            if int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)):
+                _log.warning("memory for snapshots cannot be page-locked: copies from the GPU are slower")
+        self._pinned.append(buffer.data_ptr())
 
     def _exchange(self, content: memoryview, header: bytes) -> str:
-        """Send this rank's slot to its buddy, and take in those it keeps; what is wrong with one of these, or "".
+        """Send this rank's slot to its buddy, and receive replicas of other ranks. Returns their problems, or "".
 
-        All go on a block at a time, so that no rank waits for one that waits for it. A header is the first message, and
-        is written last.
+        All ranks proceed block by block, which avoids deadlocks. The header is sent first and committed last.
         """
         if self.buddies is None:
             return ""
         rank = self._ranks.rank
-        parts = {owner: (slots, self._spare(slots)) for owner, slots in self._others.items()}
-        headers = {owner: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for owner in parts}
-        works = [self._receive(headers[owner], owner) for owner in parts]
+        replicas = {owner: (slots, self._free_slot(slots)) for owner, slots in self._peer_slots.items()}
+        headers = {owner: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for owner in replicas}
+        works = [self._receive(headers[owner], owner) for owner in replicas]
         works.append(self._send(torch.frombuffer(bytearray(header.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)))
-        for slots, slot in parts.values():
+        for slots, slot in replicas.values():
             slots.clear(slot)
-        for at in range(0, max(self._rooms[rank], *(self._rooms[owner] for owner in parts), 1), BLOCK):
-            for owner, (slots, slot) in parts.items():
-                if at < self._rooms[owner]:
-                    block = slots.content(slot)[: self._rooms[owner]][at : at + BLOCK]
+        for at in range(0, max(self._capacities[rank], *(self._capacities[owner] for owner in replicas), 1), BLOCK):
+            for owner, (slots, slot) in replicas.items():
+                if at < self._capacities[owner]:
+                    block = slots.content(slot)[: self._capacities[owner]][at : at + BLOCK]
                     works.append(self._receive(torch.frombuffer(block, dtype=torch.uint8), owner))
-            if at < self._rooms[rank]:
-                block = content[: self._rooms[rank]][at : at + BLOCK]
+            if at < self._capacities[rank]:
+                block = content[: self._capacities[rank]][at : at + BLOCK]
                 works.append(self._send(torch.frombuffer(block, dtype=torch.uint8)))
             for work in works:
                 work.wait()
             works = []
         problems = []
-        for owner, (slots, slot) in parts.items():
-            found = Header.read(headers[owner].numpy().tobytes())
-            size = 0 if found is None else found.content + found.state
-            if found is None or size > self._rooms[owner]:
-                problems.append(f"rank {owner} sent no whole state")
-            elif memory.checksum(slots.content(slot)[:size]) != found.crc:
-                problems.append(f"what rank {owner} sent arrived with another checksum")
+        for owner, (slots, slot) in replicas.items():
+            slot_header = SlotHeader.read(headers[owner].numpy().tobytes())
+            size = 0 if slot_header is None else slot_header.content + slot_header.state
+            if slot_header is None or size > self._capacities[owner]:
+                problems.append(f"rank {owner} sent no complete state")
+            elif memory.checksum(slots.content(slot)[:size]) != slot_header.crc:
+                problems.append(f"the checksum of rank {owner}'s state does not match")
             else:
-                slots.commit(slot, found)
+                slots.commit(slot, slot_header)
         return "; ".join(problems)
 
     def _send(self, data: Tensor) -> Any:
@@ -359,8 +365,8 @@ class PeerMemory(StepHook):
     def _receive(self, data: Tensor, owner: int) -> Any:
         return dist.irecv(data, owner, group=self._group)
 
-    def _all(self, value: int) -> list[int]:
-        """``value`` of every rank, over the group of the background."""
+    def _all_gather(self, value: int) -> list[int]:
+        """All-gather ``value`` over the background group."""
         values = torch.zeros(self._ranks.world, dtype=torch.int64)
         values[self._ranks.rank] = value
         if self._group is not None:
@@ -368,32 +374,37 @@ class PeerMemory(StepHook):
         return [int(one) for one in values]
 
     def _failures(self, failed: bool) -> int:
-        """How many ranks have failed; all of them have come this far."""
-        return sum(self._all(int(failed)))
+        """Return the number of ranks with ``failed``. Collective."""
+        return sum(self._all_gather(int(failed)))
 
-    # --- going on ---
+    # --- restoring ---
 
     def restore(
-        self, entries: Mapping[str, Entry], least: int, say: Callable[[str], None]
+        self, entries: Mapping[str, Entry], least: int, log: Callable[[str], None]
     ) -> tuple[int, dict[str, Any]] | None:
-        """Fill ``entries`` with the newest step of this run, mapping and model that every rank's state is kept of and
-        is undamaged, if it is not before ``least``; returns it and the JSON beside. None: nothing has changed.
+        """Load the newest snapshot of this run, mapping and model that is complete and undamaged on every rank.
+
         Collective, before training.
 
         Args:
-            say: for what was damaged.
+            entries: tensors to fill.
+            least: first step to accept.
+            log: receives a line for each snapshot that cannot be used.
+
+        Returns:
+            The step and the JSON values; None if there is no such snapshot, and nothing has changed.
         """
-        search = Search(self._kept, self._ranks, self.hosts, self._run)
-        layout = Layout.of(entries, str(self._mesh.config))
-        found = search.newest(layout.digest, least, say)
-        if found is None:
+        layout = SnapshotLayout.of(entries, str(self._mesh.config))
+        search = SnapshotSearch(self._host_memory, self._ranks, self.hosts, self._run)
+        snapshot = search.newest(layout.digest, least, log)
+        if snapshot is None:
             return None
         with torch.no_grad():
-            for name, view in layout.views(entries, found.content).items():
+            for name, view in layout.views(entries, snapshot.content).items():
                 entries[name].tensor.copy_(view)
-        self._good = (found.header.epoch, found.header.step)
-        self._first = found.header.step
-        return found.header.step, found.state
+        self._complete = (snapshot.header.epoch, snapshot.header.step)
+        self._resumed_step = snapshot.header.step
+        return snapshot.header.step, snapshot.state
 
 
 def _name(owner: int) -> str:

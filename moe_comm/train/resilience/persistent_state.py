@@ -1,4 +1,4 @@
-"""What ranks keep in memory of a run: how a rank's state is laid out there, and of which runs there is any."""
+"""The layout of a rank's state in the memory of its host, and the runs that have snapshots there."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.runtime import persistent_memory as memory
 from moe_comm.runtime.launch import STORE_VARIABLE, under_torchrun
-from moe_comm.runtime.persistent_memory import Owner, PersistentMemory
+from moe_comm.runtime.persistent_memory import LauncherProcess, PersistentMemory
 from moe_comm.train.checkpoint import Entry
 from moe_comm.train.ranks import Ranks
 
 ALIGN = 64
-"""Bytes; where each tensor begins."""
+"""Alignment of each tensor in bytes."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where each tensor lies in a slot."""
+class SnapshotLayout:
+    """Offsets of the tensors in a slot, size of the content, and a digest of names, shapes and mapping."""
 
     offsets: dict[str, int]
     content: int
     digest: str
 
     @classmethod
-    def of(cls, entries: Mapping[str, Entry], mapping: str) -> Layout:
+    def of(cls, entries: Mapping[str, Entry], mapping: str) -> SnapshotLayout:
         offsets, at = {}, 0
         for name, entry in entries.items():
             offsets[name] = at
@@ -42,7 +41,7 @@ class Layout:
         return cls(offsets, at, hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest())
 
     def views(self, entries: Mapping[str, Entry], content: Any) -> dict[str, Tensor]:
-        """Tensors in ``content`` (a writable buffer) that are shaped as the entries are; none for empty ones."""
+        """Return the tensors in ``content`` (a writable buffer) that correspond to the non-empty entries."""
         return {
             name: torch.frombuffer(
                 content, dtype=entry.tensor.dtype, count=entry.tensor.numel(), offset=self.offsets[name]
@@ -53,38 +52,34 @@ class Layout:
 
 
 def run_id(folder: Path) -> str:
-    """Names a run by its folder."""
+    """Return the id of a run, which depends on its folder."""
     return hashlib.blake2b(os.path.abspath(folder).encode(), digest_size=8).hexdigest()
 
 
-def open_kept(ranks: Ranks, say: Callable[[str], None], host: str = "") -> PersistentMemory | None:
-    """The memory that this host keeps for the ranks; None on all, where one of them has none. Collective.
+def open_host_memory(ranks: Ranks, log: Callable[[str], None], host: str = "") -> PersistentMemory | None:
+    """Connect to the memory server of this host. Returns None on all ranks if one of them cannot. Collective.
 
-    It is of use only where something starts the ranks again: torchrun, or ``launch``.
+    It is only used where torchrun or ``launch`` restarts the ranks.
     """
-    kept, problem = None, ""
+    host_memory, problem = None, ""
     try:
         if not under_torchrun():
-            raise ConfigError("nothing would start these ranks again (torchrun, or moe-comm train --restarts)")
+            raise ConfigError("no launcher would restart these ranks; use torchrun or moe-comm train --restarts")
         store = os.environ.get(STORE_VARIABLE)
-        owner = Owner.parent(str(Path(store).parent) if store else "")
-        kept = PersistentMemory(owner, host=host, start=os.environ.get("LOCAL_RANK", "0") == "0")
+        owner = LauncherProcess.parent(str(Path(store).parent) if store else "")
+        host_memory = PersistentMemory(owner, host=host, start=os.environ.get("LOCAL_RANK", "0") == "0")
     except (MoeCommError, OSError) as error:
         problem = str(error)
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.texts(problem)) if text]
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.gather_texts(problem)) if text]
     if not problems:
-        return kept
-    if kept is not None:
-        kept.close()
-    say(f"no state is kept in memory: {problems[0]}")
+        return host_memory
+    if host_memory is not None:
+        host_memory.close()
+    log(f"no snapshots are saved in memory: {problems[0]}")
     return None
 
 
-def kept_runs(kept: PersistentMemory | None, ranks: Ranks) -> frozenset[str]:
-    """``run_id`` of the runs of which any host keeps something. Collective."""
-    own: set[str] = set()
-    for name in kept.names() if kept is not None else ():
-        slots = kept.find(name) if kept is not None else None
-        headers = [slots.header(slot) for slot in range(memory.SLOTS)] if slots is not None else []
-        own |= {header.run for header in headers if header is not None}
-    return frozenset(run for text in ranks.texts(json.dumps(sorted(own))) for run in json.loads(text))
+def runs_in_memory(host_memory: PersistentMemory | None, ranks: Ranks) -> frozenset[str]:
+    """Return the ``run_id`` of all runs with snapshots on any host. Collective."""
+    own = {header.run for _, _, header in host_memory.headers()} if host_memory is not None else set()
+    return frozenset(run for text in ranks.gather_texts(json.dumps(sorted(own))) for run in json.loads(text))

@@ -1,4 +1,4 @@
-"""Where ranks that are started again go on: the newest state that is whole, in memory or on the disk."""
+"""Resume a run from its newest valid snapshot in memory or checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -11,40 +11,46 @@ from typing import Protocol
 from moe_comm.errors import CheckpointError
 from moe_comm.observe.records import FaultRecord
 from moe_comm.train.checkpoint.exchange import PeerLost
-from moe_comm.train.checkpoint.folder import complete
+from moe_comm.train.checkpoint.folder import complete_checkpoints
 from moe_comm.train.ranks import Ranks
 
 
-class Source(Protocol):
-    """As ``RunSaver``."""
+class StateLoader(Protocol):
+    """The part of ``RunSaver`` that loads state."""
 
-    def recall(self, least: int, say: Callable[[str], None]) -> int | None: ...
+    def load_from_memory(self, least: int, log: Callable[[str], None]) -> int | None: ...
 
     def resume(self, path: Path) -> int: ...
 
 
-def go_on(
-    saver: Source, folder: Path, ranks: Ranks, say: Callable[[str], None], noticed: Callable[[FaultRecord], None]
+def resume_run(
+    saver: StateLoader, folder: Path, ranks: Ranks, log: Callable[[str], None], noticed: Callable[[FaultRecord], None]
 ) -> tuple[int, str]:
-    """The steps done, and where from, as in ``Attempt``. Collective.
+    """Load the newest valid state. Collective.
 
-    The newest checkpoint, or what memory holds if that is no older. A checkpoint that cannot be used is passed over for
-    the one before it; the steps since are done again.
+    A snapshot in memory is preferred to a checkpoint of the same step. If a checkpoint cannot be used, the previous one
+    is tried; the steps since then are repeated.
 
     Args:
-        folder: of the checkpoints. noticed: takes what was passed over.
+        folder: folder of the checkpoints.
+        noticed: receives a record for each checkpoint that cannot be used.
+
+    Returns:
+        The number of completed steps and the source, as in ``Attempt``.
 
     Raises:
-        CheckpointError: of the newest one, where there are some and none can be used.
+        CheckpointError: there are checkpoints, but none can be used. The error is that of the newest one.
     """
-    found = [(str(one.path), one.step) for one in reversed(complete(folder, lenient=True))] if ranks.is_first else []
-    checkpoints: list[tuple[str, int]] = json.loads(ranks.text_from_first(json.dumps(found)))
+    newest_first = reversed(complete_checkpoints(folder, lenient=True)) if ranks.is_first else ()
+    text = ranks.broadcast_text(json.dumps([(str(one.path), one.step) for one in newest_first]))
     first: CheckpointError | None = None
-    for path, saved in checkpoints:
-        kept = saver.recall(max(saved, 1), say)
-        if kept is not None:
-            say(f"goes on after step {kept} from memory")
-            return kept, "peer memory"
+    for path, saved in [*json.loads(text), ("", 0)]:
+        step = saver.load_from_memory(max(saved, 1), log)
+        if step is not None:
+            log(f"resumes after step {step} from memory")
+            return step, "peer memory"
+        if not path:
+            break
         try:
             step = saver.resume(Path(path))
         except PeerLost:
@@ -52,14 +58,10 @@ def go_on(
         except CheckpointError as error:
             first = first or error
             noticed(FaultRecord(time.time(), saved, "checkpoint", [], "restart", str(error)))
-            say(f"{error}; looks for an earlier one")
+            log(f"{error}; looks for an earlier one")
             continue
-        say(f"goes on after step {step} from {path}")
+        log(f"resumes after step {step} from {path}")
         return step, "checkpoint"
-    kept = saver.recall(1, say)
-    if kept is not None:
-        say(f"goes on after step {kept} from memory")
-        return kept, "peer memory"
     if first is not None:
         raise first
     return 0, "fresh"

@@ -1,4 +1,4 @@
-"""Calibration: numbers that are known come back from what they would measure, and a real one makes a description."""
+"""Calibration: known numbers are recovered from predicted measurements, and a real calibration can be saved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_comm.bench.calibrate import ranks as calibrate_ranks
-from moe_comm.bench.calibrate import steps as calibrate_steps
+from moe_comm.bench.calibrate import ranks as calibrate_ranks, steps as calibrate_steps
 from moe_comm.bench.calibrate.fit import accelerator_of, between_of, inside_of, nearest, pass_seconds
 from moe_comm.bench.calibrate.machine import calibrate
 from moe_comm.bench.calibrate.ranks import (
@@ -24,15 +23,15 @@ from moe_comm.bench.calibrate.ranks import (
     SEQUENCES,
     UPDATED,
     WIDTH,
-    Found,
-    Moving,
-    Passed,
+    MeasuredPass,
+    MeasuredTransfer,
+    RankMeasurements,
     measure,
 )
-from moe_comm.bench.calibrate.steps import Stepped, imbalance, measure_steps, runs, step_seconds, within_steps
+from moe_comm.bench.calibrate.steps import CalibrationStep, imbalance, measure_steps, runs, step_seconds, within_steps
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import Link, Moved
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, Tile
+from moe_comm.plan.machine.collectives import CollectiveCost, Link
+from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
 from moe_comm.plan.machine.hardware_file import load, save
 from tests.pool import RankPool
 
@@ -43,7 +42,7 @@ CORE = Accelerator(
     memory_bytes=4 << 30,
     memory_bytes_per_s=20e9,
     units=1,
-    tiles=(Tile(8, 8),),
+    tiles=(GemmTile(8, 8),),
     fill_k=8,
     memory_reach=1.0,
     launch_s=8e-5,
@@ -56,8 +55,8 @@ MEMORY, CABLE = Link("shared memory", 1.5e9, 5e-5, 1.0), Link("cable", 0.12e9, 3
 HOST = Cluster(CORE, 4, 4, MEMORY, MEMORY, start_s=1e-4)
 
 
-def measured_by(core: Accelerator) -> Found:
-    """What a rank that is just as ``core`` says would measure."""
+def measured_by(core: Accelerator) -> RankMeasurements:
+    """Return the measurements that ``core`` predicts."""
     bare = replace(core, launch_s=1e-12)
     products = tuple((m, k, n, bare.gemm_seconds(m, n, k, "fp32")) for m, k, n in PRODUCTS)
     attention = []
@@ -65,10 +64,12 @@ def measured_by(core: Accelerator) -> Found:
         flops = 4 * HEADS * HEAD_DIM * length * (length + 1) / 2
         there, back = (bare.attention_seconds(part * flops, "fp32", part > 1) for part in (1.0, 2.5))
         attention.append((length, there, back))
-    passes = [Passed(model, sequences, length, 0.0) for model in range(len(MODELS)) for sequences, length in BATCHES]
+    passes = [
+        MeasuredPass(model, sequences, length, 0.0) for model in range(len(MODELS)) for sequences, length in BATCHES
+    ]
     rows = sum(EXPERT_ROWS)
     dense = 2 * 3 * rows * WIDTH * 3 * WIDTH / core.flops["fp32"]
-    return Found(
+    return RankMeasurements(
         cores=2,
         products={"fp32": products},
         attention=tuple(attention),
@@ -79,7 +80,7 @@ def measured_by(core: Accelerator) -> Found:
     )
 
 
-def test_the_nearest_numbers_are_found_whatever_their_size() -> None:
+def test_the_fit_finds_numbers_of_any_magnitude() -> None:
     true = (3e-6, 2.5, 7e9)
 
     def errors(*given: float) -> Sequence[float]:
@@ -89,8 +90,8 @@ def test_the_nearest_numbers_are_found_whatever_their_size() -> None:
     assert nearest(errors, (1e-3, 1.0, 1e6)) == pytest.approx(true, rel=1e-2)
 
 
-def test_an_accelerator_comes_back_from_what_it_would_measure() -> None:
-    got = accelerator_of([measured_by(CORE)] * 2, share=1.0)
+def test_an_accelerator_is_recovered_from_its_own_predictions() -> None:
+    got = accelerator_of([measured_by(CORE)] * 2, ranks_per_core=1.0)
     assert got.flops["fp32"] == pytest.approx(CORE.flops["fp32"], rel=0.05)
     assert (got.memory_bytes, got.memory_bytes_per_s) == (CORE.memory_bytes, pytest.approx(20e9))
     assert got.attention_forward == pytest.approx(0.4, rel=0.05)
@@ -100,23 +101,28 @@ def test_an_accelerator_comes_back_from_what_it_would_measure() -> None:
         assert pass_seconds(got, one) == pytest.approx(one.seconds, rel=0.05)
 
 
-def test_ranks_that_share_a_core_have_their_part_of_it() -> None:
+def test_ranks_that_share_a_core_have_proportional_rates() -> None:
     whole, part = (accelerator_of([measured_by(CORE)], share) for share in (1.0, 4.0))
     assert part.shared == 4.0 and whole.shared == 1.0
     assert part.flops["fp32"] == pytest.approx(whole.flops["fp32"] / 4)
-    one = Passed(0, 2, 256, 1.0)
+    one = MeasuredPass(0, 2, 256, 1.0)
     assert pass_seconds(part, one) == pytest.approx(4 * pass_seconds(whole, one), rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_links_come_back_from_what_they_would_measure(ranks: int) -> None:
+def test_links_are_recovered_from_their_own_predictions(ranks: int) -> None:
     true = replace(HOST, gpus=4)
 
-    def moves(cluster: Cluster, count: int) -> list[Moving]:
-        kinds: dict[Any, Callable[..., Moved]] = {"all_gather": cluster.all_gather, "all_reduce": cluster.all_reduce}
+    def moves(cluster: Cluster, count: int) -> list[MeasuredTransfer]:
+        kinds: dict[Any, Callable[..., CollectiveCost]] = {
+            "all_gather": cluster.all_gather,
+            "all_reduce": cluster.all_reduce,
+        }
         sizes = (1 << 14, 1 << 18, 1 << 22)
         return [
-            Moving(kind, count, size, do(size, range(count)).seconds) for kind, do in kinds.items() for size in sizes
+            MeasuredTransfer(kind, count, size, do(size, range(count)).seconds)
+            for kind, do in kinds.items()
+            for size in sizes
         ]
 
     start = replace(true, inside=Link("x", 1e9, 1e-5, 1.0), start_s=1e-5)
@@ -129,9 +135,9 @@ def test_links_come_back_from_what_they_would_measure(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("share", "start"), [(0.6, 1e-3), (1.0, 2e-4), (0.9, 1e-4)])
-def test_what_rates_and_meetings_are_within_steps_comes_back_from_steps(share: float, start: float) -> None:
+def test_sustained_rates_and_start_times_are_recovered_from_steps(share: float, start: float) -> None:
     true = replace(HOST, accelerator=replace(CORE, sustained=share), start_s=start)
-    steps = [Stepped(model, mapping, 0.0, 1.2) for model, mapping in runs(4)]
+    steps = [CalibrationStep(model, mapping, 0.0, 1.2) for model, mapping in runs(4)]
     assert {mapping for _, mapping in runs(4)} == {"dp=4,ep=1", "dp=4,ep=4", "tp=2,dp=2,ep=4"}
     found = within_steps(HOST, [replace(one, seconds=step_seconds(true, one)) for one in steps])
     assert found.accelerator.sustained == pytest.approx(share, rel=0.02)
@@ -140,7 +146,7 @@ def test_what_rates_and_meetings_are_within_steps_comes_back_from_steps(share: f
     assert quicker.accelerator.sustained <= 1.0 and quicker.start_s >= HOST.start_s, "not better than by themselves"
 
 
-def test_imbalance_is_what_the_busiest_rank_has_over_the_mean() -> None:
+def test_imbalance_is_the_load_of_the_busiest_rank_over_the_mean() -> None:
     assert imbalance([[1, 1, 1, 1]], 2) == 1.0
     assert imbalance([[3, 3, 1, 1]], 2) == pytest.approx(1.5)
     assert imbalance([[3, 3, 1, 1], [1, 3, 3, 1]], 2) == pytest.approx((1.5 + 1.0) / 2)
@@ -151,7 +157,7 @@ def test_imbalance_is_what_the_busiest_rank_has_over_the_mean() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little of everything."""
+    """Reduce all measurements to a minimum."""
     _shorten(monkeypatch.setattr)
 
 
@@ -166,12 +172,12 @@ def _shorten(put: Callable[[Any, str, Any], None]) -> None:
         put(calibrate_steps, name, value)
 
 
-def test_a_calibration_of_one_rank_is_a_description_that_can_be_read_again(short: None, tmp_path: Path) -> None:
-    told: list[str] = []
-    found = calibrate(1, say=told.append)
+def test_a_calibration_of_one_rank_can_be_saved_and_loaded(short: None, tmp_path: Path) -> None:
+    messages: list[str] = []
+    found = calibrate(1, say=messages.append)
     assert (found.gpus, found.accelerator.name, found.accelerator.shared) == (1, "this-machine", 1.0)
     assert set(found.accelerator.flops) == {"fp32", "bf16"}
-    assert told and "1 rank" in told[0]
+    assert messages and "1 rank" in messages[0]
     save(found, tmp_path / "this.json")
     assert load(tmp_path / "this.json") == found
 
@@ -182,7 +188,7 @@ def pool() -> Iterator[RankPool]:
         yield made
 
 
-def _move(rank: int, world: int, arg: None) -> tuple[Moving, ...]:
+def _move(rank: int, world: int, arg: None) -> tuple[MeasuredTransfer, ...]:
     _shorten(setattr)
     return measure(("moves",)).moves
 
@@ -193,7 +199,7 @@ def test_ranks_measure_every_kind_of_transfer(pool: RankPool) -> None:
         assert all(one.seconds > 0 and one.num_bytes > 0 and one.ranks == 2 for one in moves)
 
 
-def _step(rank: int, world: int, arg: None) -> list[Stepped]:
+def _step(rank: int, world: int, arg: None) -> list[CalibrationStep]:
     _shorten(setattr)
     return measure_steps()
 
@@ -205,16 +211,14 @@ def test_ranks_time_the_same_training_steps(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given", "said"),
+    ("ranks", "given", "message"),
     [
-        (0, {}, "cannot be spread"),
-        (3, {"hosts": 2, "on_hosts": lambda function, args: []}, "multiple of the hosts"),
-        (4, {"hosts": 2}, "measured on several"),
-        (2, {"host": HOST}, "has 4 ranks, not 2"),
+        (0, {}, "positive multiple of hosts"),
+        (3, {"hosts": 2, "on_hosts": lambda function, args: []}, "multiple of hosts"),
+        (4, {"hosts": 2}, "requires on_hosts"),
+        (2, {"host": HOST}, "has 4 ranks; expected 2"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused_before_anything_is_measured(
-    ranks: int, given: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_numbers_are_rejected_before_measuring(ranks: int, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         calibrate(ranks, **given)

@@ -1,4 +1,4 @@
-"""One process in which Triton interprets: what runs there says so before it imports Triton (``common.kernels``)."""
+"""One process in which Triton interprets kernels; ``common.kernels`` enables it before Triton is imported."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_an_experts_bits_do_not_depend_on_the_other_experts(interpreter: RankPoo
 def _beyond(rank: int, world: int, arg: None) -> None:
     module = kernels("grouped_mm")
     rows_RD, w_END, counts_E = drawn(9, 8), drawn(2, 6, 8, seed=1), torch.tensor([3, 2])
-    rows_RD[5:] = float("nan")  # what a buffer holds beyond its rows
+    rows_RD[5:] = float("nan")  # contents of the buffer beyond its rows
     out_RN = torch.full((9, 6), 7.0)
     module.grouped_mm_into(rows_RD, w_END, counts_E, out_RN)
     assert (out_RN[5:] == 7).all() and out_RN[:5].isfinite().all()

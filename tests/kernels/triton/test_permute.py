@@ -32,7 +32,7 @@ def _take(rank: int, world: int, arg: None) -> None:
     assert take_rows(drawn(3, 4), index_R[:0]).shape == (0, 4)
 
 
-def test_rows_are_taken_by_index_whatever_their_dtype_and_width(interpreter: RankPool) -> None:
+def test_rows_of_every_dtype_and_width_are_taken_by_index(interpreter: RankPool) -> None:
     interpreter.run(_take, timeout=60)
 
 
@@ -43,7 +43,7 @@ def _sums(rank: int, world: int, arg: tuple[int, int, int]) -> None:
     place_TK = plain.order_slots(ids_TK, experts)[1]
     num_rows = int((ids_TK >= 0).sum())
     weights_TK = drawn(tokens, top_k, seed=1)
-    weights_TK[place_TK < 0] = float("nan")  # what a dropped slot weighs is nothing
+    weights_TK[place_TK < 0] = float("nan")  # weights of dropped slots are ignored
     for dtype, width in FORMS:
         rows_RD = drawn(num_rows, width, dtype=dtype, seed=2)
         grad_TD = drawn(tokens, width, dtype=dtype, seed=3)
@@ -81,8 +81,8 @@ def _nothing(rank: int, world: int, arg: None) -> list[Any]:
 
 
 def _no_rows(rank: int, world: int, arg: None) -> None:
-    """A rank that nothing came to, and whose caller sums what it gets: the gradient is one number, expanded."""
-    kernels("permute")  # says that kernels are interpreted, before anything asks
+    """A rank without rows whose caller sums the result: the gradient is one number, expanded."""
+    kernels("permute")  # enables the interpreter before the first import
     from moe_comm.dispatch import sums
     from moe_comm.kernels import native
 
@@ -132,7 +132,7 @@ def _round_trip(rank: int, world: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_go_back_through_permute_and_unpermute(interpreter: RankPool, dtype: torch.dtype) -> None:
+def test_gradients_of_permute_and_unpermute(interpreter: RankPool, dtype: torch.dtype) -> None:
     interpreter.run(_round_trip, dtype)
 
 
@@ -162,7 +162,7 @@ def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None
     interpreter.run(_refused)
 
 
-def test_cpu_tensors_are_refused_where_kernels_are_not_interpreted() -> None:
+def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
     from moe_comm.kernels.triton.take_rows import take_rows
 
     with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):

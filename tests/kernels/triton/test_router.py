@@ -37,7 +37,7 @@ def _agrees(rank: int, world: int, arg: tuple[str, str]) -> None:
             router.correction_bias.copy_(drawn(c.num_experts, seed=1) * 0.1)
         logits_TE = drawn(7, c.num_experts + 2)[:, : c.num_experts] * 3
         logits_TE[1, 0], logits_TE[2, -1], logits_TE[3] = NAN, INF, -INF
-        if c.num_groups == 1:  # else groups, all of whose experts are forbidden, tie
+        if c.num_groups == 1:  # otherwise groups with only forbidden experts tie
             logits_TE[4, c.num_experts // 2 + 1 :] = -INF
         plain, ours = logits_TE.clone().requires_grad_(), logits_TE.clone().requires_grad_()
         scores_TE = router._scores(plain)
@@ -59,7 +59,7 @@ def _agrees(rank: int, world: int, arg: tuple[str, str]) -> None:
                 (found_weights[good] * total[0]).sum() + (found_scores[good] * total[1]).sum(), ours, retain_graph=True
             )
             torch.testing.assert_close(found[good], expected[good], rtol=1e-4, atol=1e-6)
-            assert not found[~good].any()  # tokens that go nowhere pull at nothing
+            assert not found[~good].any()  # tokens without experts have zero gradients
         (alone,) = torch.autograd.grad((found_weights * grad_TK).sum(), ours)
         (expected,) = torch.autograd.grad((weights_TK[good] * grad_TK[good]).sum(), plain)
         torch.testing.assert_close(alone[good], expected[good], rtol=1e-4, atol=1e-6)
@@ -68,7 +68,7 @@ def _agrees(rank: int, world: int, arg: tuple[str, str]) -> None:
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
 @pytest.mark.parametrize("name", RULES)
 def test_ids_weights_scores_and_gradients_agree_with_the_router(interpreter: RankPool, name: str, score: str) -> None:
-    """Also of tokens whose logits are NaN, +Inf or all -Inf, and of those with fewer than K experts to choose from."""
+    """Also for tokens whose logits are NaN, +Inf or all -Inf, and for tokens with fewer than K allowed experts."""
     interpreter.run(_agrees, (name, score), timeout=60)
 
 
@@ -87,7 +87,7 @@ def _ties(rank: int, world: int, arg: None) -> list[Any]:
     ]
 
 
-def test_of_equal_experts_the_lowest_id_is_taken_and_missing_ones_are_dropped(interpreter: RankPool) -> None:
+def test_ties_select_the_lowest_id_and_missing_experts_are_dropped(interpreter: RankPool) -> None:
     found = interpreter.run(_ties)[0]
     assert found == [[[0, 1, 2]], [[0, 1, 2]], [[1, 2, 3]], [[7, -1, -1]], (0, 12)]
 

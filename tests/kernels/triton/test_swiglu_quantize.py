@@ -49,7 +49,7 @@ def test_swiglu_and_its_gradient_agree_with_the_reference_also_in_place(
 def _same_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
     kind, power_of_two = arg
     quantize, swiglu = kernels("quantize"), kernels("swiglu")
-    wire_dtype, scales = WireDtype("fp8", kind, power_of_two), quantize.Scales(kind == "token", power_of_two)
+    wire_dtype, scales = WireDtype("fp8", kind, power_of_two), quantize.ScaleFormat(kind == "token", power_of_two)
     for dtype, width in FORMS:
         h_RG = drawn(3, 2 * width, dtype=dtype) * torch.tensor([[1e-3], [300.0], [0.0]], dtype=dtype)
         grad_RF, act_RF = drawn(3, width, dtype=dtype, seed=1), torch.empty(3, width, dtype=dtype)
@@ -68,7 +68,7 @@ def _same_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("kind", ["token", "block"])
-def test_quantised_rows_are_the_payloads_bytes_fused_with_swiglu_or_not(
+def test_quantised_rows_have_the_bytes_of_the_wire_dtype_fused_with_swiglu_or_not(
     interpreter: RankPool, kind: str, power_of_two: bool
 ) -> None:
     interpreter.run(_same_bytes, (kind, power_of_two), timeout=120)
@@ -76,12 +76,12 @@ def test_quantised_rows_are_the_payloads_bytes_fused_with_swiglu_or_not(
 
 def _all_values(rank: int, world: int, arg: None) -> None:
     quantize = kernels("quantize")
-    # Two for each e4m3 number and for what lies halfway; 448 keeps the scale at 1.
+    # Each e4m3 number and each midpoint, twice; 448 keeps the scale at 1.
     bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = (bits[1:] + bits[:-1]) / 2
     x = torch.cat((bits, between, between * 1.0001, between * 0.9999, torch.tensor([448.0])))
     rows_RD = torch.stack((x, -x))
-    wire_dtype, scales = WireDtype("fp8", "token"), quantize.Scales(per_row=True)
+    wire_dtype, scales = WireDtype("fp8", "token"), quantize.ScaleFormat(per_row=True)
     assert torch.equal(quantize.quantize(rows_RD, scales), encode(rows_RD, wire_dtype))
 
 
@@ -94,7 +94,7 @@ def _not_finite(rank: int, world: int, arg: None) -> None:
     rows_RD = drawn(2, 300)
     rows_RD[0, 5], rows_RD[0, 140], rows_RD[1, 299] = float("nan"), float("inf"), float("-inf")
     for kind in ("token", "block"):
-        wire_dtype, scales = WireDtype("fp8", kind), quantize.Scales(kind == "token")
+        wire_dtype, scales = WireDtype("fp8", kind), quantize.ScaleFormat(kind == "token")
         found = quantize.dequantize(quantize.quantize(rows_RD, scales), scales, 300, torch.float32)
         expected = decode(encode(rows_RD, wire_dtype), wire_dtype, 300, torch.float32)
         assert torch.equal(found.isnan(), expected.isnan())
@@ -114,7 +114,7 @@ def _refused(rank: int, world: int, arg: None) -> None:
         lambda: swiglu.swiglu_backward(drawn(2, 6), drawn(2, 3), drawn(2, 3), None),
         lambda: quantize.swiglu_quantize(drawn(2, 6).double()),
         lambda: quantize.quantize(drawn(6)),
-        lambda: quantize.dequantize(torch.zeros(2, 17, dtype=torch.uint8), quantize.Scales(), 8, torch.float32),
+        lambda: quantize.dequantize(torch.zeros(2, 17, dtype=torch.uint8), quantize.ScaleFormat(), 8, torch.float32),
     ):
         with pytest.raises(InputError, match="got"):
             wrong()

@@ -1,4 +1,4 @@
-"""Where layers and dispatchers hand their tensors to Triton: the same results as in plain torch, and never for the CPU
+"""Layers and dispatchers that use Triton kernels have the results of plain torch, and never use them for the CPU
 unless it is asked for.
 """
 
@@ -24,7 +24,7 @@ pytestmark = needs_triton
 
 
 def _both_ways(work: Any) -> tuple[Any, Any, list[str]]:
-    """What ``work`` gives in plain torch and with the kernels, and which kernels those were."""
+    """Return the result of ``work`` in plain torch and with the kernels, and the kernels that ran."""
     plain = work()
     launched: list[str] = []
     kernels("device")
@@ -78,7 +78,7 @@ def _payload(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_token", "fp8_block_pow2"])
-def test_payloads_have_the_same_bytes(interpreter: RankPool, name: str) -> None:
+def test_wire_dtypes_have_the_same_bytes(interpreter: RankPool, name: str) -> None:
     interpreter.run(_payload, name)
 
 
@@ -86,7 +86,8 @@ def _experts(rank: int, world: int, recompute: bool) -> None:
     counts = [3, 0, 5]
 
     def work() -> list[Tensor]:
-        experts = Experts(3, 12, 10, transposed=True, recompute=recompute, dtype=torch.bfloat16)
+        experts = Experts(3, 12, 10, transposed=True, dtype=torch.bfloat16)
+        experts.recompute = recompute
         experts.reset_parameters(3, std=0.5)
         rows_RD = drawn(8, 12, dtype=torch.bfloat16).requires_grad_()
         out_RD = experts(rows_RD, counts)
@@ -147,12 +148,12 @@ def _router(rank: int, world: int, drop_invalid: bool) -> None:
 
 
 @pytest.mark.parametrize("drop_invalid", [False, True])
-def test_a_router_routes_in_one_kernel_with_the_same_losses_and_gradients(
+def test_a_router_runs_in_one_kernel_with_the_same_losses_and_gradients(
     interpreter: RankPool, drop_invalid: bool
 ) -> None:
     interpreter.run(_router, drop_invalid)
 
 
-def test_cpu_tensors_never_go_to_triton_by_themselves() -> None:
+def test_cpu_tensors_never_use_triton_automatically() -> None:
     assert not native.for_triton(torch.zeros(2))
     assert "cpu" not in native.TRITON_DEVICES

@@ -1,4 +1,4 @@
-"""What tests of Triton kernels share: ranks that interpret them, and the arithmetic of a tile.
+"""Helpers of the tests of Triton kernels: ranks that interpret them, and the arithmetic of a tile.
 
 Triton decides when it is first imported whether it interprets. The process of pytest never imports it that way: ranks
 call ``interpreted`` before they import anything that does.
@@ -20,7 +20,7 @@ from torch import Tensor
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 TILES: dict[str, Any] = {"block_m": 16, "block_n": 16, "block_k": 16, "copy": 128}
-"""The smallest that kernels take."""
+"""The smallest tiles that kernels support."""
 
 
 def interpreted(name: str) -> ModuleType:

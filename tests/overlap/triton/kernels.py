@@ -12,7 +12,7 @@ from moe_comm.overlap.triton.flags import notify, wait_at_least
 
 @triton.jit
 def pass_on(x_ptr, peers_ptr, fault_ptr, count, rank, world, turn, call, first_flag, data, timeout_ns):  # type: ignore[no-untyped-def]
-    """Send ``count`` numbers to the next rank, then take what came from the previous one; x holds both."""
+    """Send ``count`` numbers to the next rank, then receive those of the previous rank; x holds both."""
     enter(peers_ptr, rank, world, turn, call)
     after = (rank + 1) % world
     before = (rank + world - 1) % world

@@ -11,20 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import configure_collectives
+from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.overlap import chunked
-from moe_comm.overlap import dispatch_matmul as dispatching
-from moe_comm.overlap import gather_matmul as gathering
-from moe_comm.overlap import matmul_combine as combining
-from moe_comm.overlap import matmul_scatter as scattering
+from moe_comm.overlap import (
+    chunked,
+    dispatch_matmul as dispatching,
+    gather_matmul as gathering,
+    matmul_combine as combining,
+    matmul_scatter as scattering,
+)
 from moe_comm.overlap.executors import device
 from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.options import TRITON, Overlap
-from moe_comm.overlap.store import Choice
+from moe_comm.overlap.tuning.store import OverlapChoice
 from moe_comm.overlap.ulysses import matmul_swap
 from moe_comm.topology import ExpertPlacement
 from tests.overlap.triton.common import interpreted, needs_triton
@@ -68,10 +70,10 @@ def _experts(rank: int, overlap: Overlap) -> list[Tensor]:
     )
     x, weights = whole(T, D, seed=rank).requires_grad_(), whole(T, K, seed=30 + rank).requires_grad_()
     w1, w2 = whole(2, N, D, seed=40 + rank).requires_grad_(), whole(2, D, N, seed=50 + rank).requires_grad_()
-    h, passage = dispatching.dispatch_matmul(dispatcher, x, ids[:, :K], w1, overlap)
+    h, dispatch = dispatching.dispatch_matmul(dispatcher, x, ids[:, :K], w1, overlap)
     assert torch.equal(h, dispatching.reference(dispatcher, x.detach(), ids[:, :K], w1.detach()))
-    y = combining.matmul_combine(h, w2, weights, passage)
-    assert torch.equal(y, combining.reference(h.detach(), w2.detach(), weights.detach(), passage))
+    y = combining.matmul_combine(h, w2, weights, dispatch)
+    assert torch.equal(y, combining.reference(h.detach(), w2.detach(), weights.detach(), dispatch))
     grads = torch.autograd.grad(y, (x, w1, w2, weights), whole(*y.shape, seed=60 + rank))
     return [h.detach(), y.detach(), *grads]
 
@@ -86,7 +88,7 @@ class Launches:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.found: list[int] = []
         linear, tiling = interpreted("linear"), interpreted("tiling")
-        of, split = linear.Kernels.of, tiling.ExpertTiling.split
+        of, split = linear.LinearKernels.of, tiling.ExpertTiling.split
 
         def kernels_of(*args: Any) -> Any:
             kernels = of(*args)
@@ -98,7 +100,7 @@ class Launches:
             self.found.append(programs[0])
             return programs
 
-        patch.setattr(linear.Kernels, "of", kernels_of)
+        patch.setattr(linear.LinearKernels, "of", kernels_of)
         patch.setattr(tiling.ExpertTiling, "split", kinds)
 
 
@@ -131,8 +133,8 @@ def _stored(rank: int, world: int, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         launches = Launches(patch)
 
-        def chosen(work: Any, *args: Any) -> Choice:
-            return Choice(TRITON, programs=3) if work.direction == "forward" else Choice(chunks=2)
+        def chosen(work: Any, *args: Any) -> OverlapChoice:
+            return OverlapChoice(TRITON, programs=3) if work.direction == "forward" else OverlapChoice(chunks=2)
 
         patch.setattr(chunked, "choose", chosen)
         assert all(map(torch.equal, _run(name, rank, Overlap("auto")), plain))
@@ -152,13 +154,13 @@ def _stored_experts(rank: int, world: int, arg: None) -> None:
         launches = Launches(patch)
         asked = []
 
-        def chosen(works: Any, channel: Any, device: Any, backends: tuple[str, ...]) -> Choice:
+        def chosen(works: Any, channel: Any, device: Any, backends: tuple[str, ...]) -> OverlapChoice:
             asked.append(([work.operator for work in works], backends))
-            return Choice(TRITON, programs=3 if works[0].operator == "dispatch_matmul" else 2)
+            return OverlapChoice(TRITON, programs=3 if works[0].operator == "dispatch_matmul" else 2)
 
         patch.setattr(device, "choose", chosen)
         patch.setattr(device, "on_gpus", lambda device: True)
-        patch.setattr("moe_comm.overlap.executors.chunked_rows.choose", lambda *args: Choice())
+        patch.setattr("moe_comm.overlap.executors.chunked_rows.choose", lambda *args: OverlapChoice())
         assert all(map(torch.equal, _experts(rank, Overlap("auto")), plain))
     assert asked == [
         (["dispatch_matmul"] * 2, ("chunked", TRITON)),
@@ -232,9 +234,9 @@ def test_where_the_kernels_cannot_run_every_rank_is_told_what_to_do(pool2: RankP
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [({"backend": "cuda"}, "unknown backend 'cuda'; known: auto, chunked, triton"), ({"programs": 0}, "programs")],
 )
-def test_a_wrong_backend_is_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_backend_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Overlap(**options)

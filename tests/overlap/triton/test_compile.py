@@ -19,7 +19,7 @@ RECORDED = ROOT / "benchmarks" / "results" / "triton-resources.json"
 AHEAD = (sys.executable, "-m", "moe_comm.overlap.triton.ahead")
 AGAIN = "python -m moe_comm.overlap.triton.ahead --json benchmarks/results/triton-resources.json"
 REGISTERS = 65536
-"""32-bit registers of a processor, of sm_80, sm_90 and sm_100 alike."""
+"""32-bit registers of a multiprocessor of sm_80, sm_90 and sm_100."""
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Most that one program can have."""
 
@@ -51,9 +51,7 @@ def _check(found: dict[str, Any]) -> None:
         assert (row["kernel"], row["target"]) in before, f"{row['kernel']} is not in the table; run {AGAIN}"
         if found["triton"] == recorded["triton"]:
             was = before[row["kernel"], row["target"]]["stack_bytes"]
-            assert row["stack_bytes"] <= was, (
-                f"spills more than the {was} bytes written down; mend it, or {AGAIN}: {row}"
-            )
+            assert row["stack_bytes"] <= was, f"spills more than the recorded {was} bytes; fix it, or {AGAIN}: {row}"
 
 
 def test_every_kernel_compiles_for_three_generations_and_takes_no_more_than_recorded(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives
+from moe_comm.comm.group_setup import channel_of, communicator_of, configure_collectives
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.types import DispatchOptions
@@ -28,7 +28,7 @@ from moe_comm.overlap.tiles import Cut
 from moe_comm.overlap.triton import launch
 from moe_comm.overlap.triton.experts import dispatch_matmul, matmul_combine
 from moe_comm.overlap.triton.routes import (
-    Places,
+    RowPositions,
     combine_sums,
     combine_tiles,
     direct_sends,
@@ -154,8 +154,8 @@ def _forward_and_backward(rank: int, world: int, arg: tuple[Case, torch.dtype, E
     mine = {name: values[rank] for name, values in _whole(case, dtype).items()}
     dispatcher = AllToAllDispatcher(case.placement, dist.group.WORLD, rank)
     leaves = [mine[name].requires_grad_() for name in ("x", "w1", "w2", "weights")]
-    h, passage = dispatch_matmul(dispatcher, leaves[0], mine["ids"], leaves[1], tiling)
-    y = matmul_combine(h, leaves[2], leaves[3], passage)
+    h, dispatch = dispatch_matmul(dispatcher, leaves[0], mine["ids"], leaves[1], tiling)
+    y = matmul_combine(h, leaves[2], leaves[3], dispatch)
     return Found(h.detach(), y.detach(), torch.autograd.grad(y, leaves, mine["grad"]))
 
 
@@ -194,9 +194,9 @@ def _same_bits(rank: int, world: int, dtype: torch.dtype) -> None:
     first: tuple[Tensor, Tensor] | None = None
     for change in ({}, {"relay": True, "programs": 5, "send_rows": 4, "slices": 1, "sum_tokens": 4}):
         tiling = dataclasses.replace(SMALL, **change)
-        h, passage = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
-        y, results = launch.run_combine(passage, h, mine["w2"], mine["weights"])
-        summed = dispatcher.combine(results.clone(), mine["weights"], passage.handle)
+        h, dispatch = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
+        y, results = launch.run_combine(dispatch, h, mine["w2"], mine["weights"])
+        summed = dispatcher.combine(results.clone(), mine["weights"], dispatch.handle)
         assert torch.equal(y, summed)
         if first is None:
             first = (h, y)
@@ -237,12 +237,12 @@ def _bad(rank: int, world: int, arg: Any) -> None:
         dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], dataclasses.replace(SMALL, relay=rank == 3))
     wire_dtypes = WireDtypes(dispatch="bf16")
     packing = AllToAllDispatcher(case.placement, dist.group.WORLD, rank, DispatchOptions(wire_dtypes=wire_dtypes))
-    with pytest.raises(ConfigError, match="move rows as they are"):
+    with pytest.raises(ConfigError, match="send rows in their own dtype"):
         dispatch_matmul(packing, mine["x"], mine["ids"], mine["w1"], SMALL)
-    h, passage = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], SMALL)
+    h, dispatch = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], SMALL)
     with pytest.raises(InputError, match="matmul_combine needs weights"):
-        matmul_combine(h, mine["w2"], mine["weights"][: len(h) if rank else 1], passage)
-    y = matmul_combine(h, mine["w2"], mine["weights"], passage)
+        matmul_combine(h, mine["w2"], mine["weights"][: len(h) if rank else 1], dispatch)
+    y = matmul_combine(h, mine["w2"], mine["weights"], dispatch)
     assert bool(y.isfinite().all())
 
 
@@ -251,7 +251,7 @@ def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(interp
 
 
 def _absent(rank: int, world: int, arg: tuple[str, bool]) -> str:
-    """Rank 2 takes part in the handshake and then does nothing, as if it was stuck."""
+    """Rank 2 takes part in the handshake and then hangs."""
     op, relay = arg
     case = CASES["balanced"]
     mine = {name: values[rank] for name, values in _whole(case, torch.float32).items()}
@@ -260,21 +260,21 @@ def _absent(rank: int, world: int, arg: tuple[str, bool]) -> str:
         dispatcher = AllToAllDispatcher(case.placement, group, rank)
         channel_of(group)
         tiling = dataclasses.replace(SMALL, relay=relay)
-        h, passage = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
-        matmul_combine(h, mine["w2"], mine["weights"], passage)  # memory has its size
-        passage.begin("combine")
+        h, dispatch = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
+        matmul_combine(h, mine["w2"], mine["weights"], dispatch)  # memory has its size
+        dispatch.handshake("combine")
         configure_collectives(CollectiveOptions(timeout_s=2.0))  # from now on: setting up may take long
         said = ""
         if rank != 2:
             call = {
-                "dispatch": lambda: launch.run_dispatch(passage, mine["x"], None, mine["w1"]),
-                "combine": lambda: launch.run_combine(passage, h, mine["w2"], mine["weights"]),
+                "dispatch": lambda: launch.run_dispatch(dispatch, mine["x"], None, mine["w1"]),
+                "combine": lambda: launch.run_combine(dispatch, h, mine["w2"], mine["weights"]),
             }
             with pytest.raises(PeerTimeout) as error:
                 call[op]()
             said = str(error.value)
             with pytest.raises(PeerTimeout):
-                launch.run_dispatch(passage, mine["x"], None, mine["w1"])
+                launch.run_dispatch(dispatch, mine["x"], None, mine["w1"])
         dist.barrier()
         return said
     finally:
@@ -290,13 +290,11 @@ def _absent(rank: int, world: int, arg: tuple[str, bool]) -> str:
         ("combine", False, "slice [01] of 2 of the results of rank 2"),
     ],
 )
-def test_a_rank_that_does_not_come_is_named_with_its_flag(
-    op: str, relay: bool, flag: str, interpreted: RankPool
-) -> None:
-    said = interpreted.run(_absent, (op, relay))
+def test_a_rank_that_hangs_is_named_with_its_flag(op: str, relay: bool, flag: str, interpreted: RankPool) -> None:
+    errors = interpreted.run(_absent, (op, relay))
     for rank in (0, 1, 3):
-        assert "rank 2" in said[rank]
-        assert re.search(flag, said[rank])
+        assert "rank 2" in errors[rank]
+        assert re.search(flag, errors[rank])
 
 
 def _source_routes(ids_TK: Tensor, rows_WE: Any) -> Routes:
@@ -306,35 +304,39 @@ def _source_routes(ids_TK: Tensor, rows_WE: Any) -> Routes:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_row_has_one_place_in_the_order_of_expert_source_token_and_slot(name: str) -> None:
+def test_positions_are_ordered_by_expert_source_token_and_slot(name: str) -> None:
     case = CASES[name]
     ids = [case.ids(rank) for rank in range(WORLD)]
     rows_WE = np.stack([plain.count_slots(one, sum(case.experts))[: sum(case.experts)].numpy() for one in ids])
-    places = [Places.of(ids[r], _source_routes(ids[r], rows_WE), case.placement, Ring(r, WORLD)) for r in range(WORLD)]
+    positions = [
+        RowPositions.of(ids[r], _source_routes(ids[r], rows_WE), case.placement, Ring(r, WORLD)) for r in range(WORLD)
+    ]
     for owner in range(WORLD):
         found = []
-        for source, place in enumerate(places):
+        for source, place in enumerate(positions):
             for token, slot in (place.owner_TK == owner).nonzero().tolist():
                 expert = int(ids[source][token, slot])
                 found.append((int(place.place_TK[token, slot]), (expert, source, token, slot)))
         found.sort()
-        assert [row for row, _ in found] == list(range(places[owner].num_rows))
+        assert [row for row, _ in found] == list(range(positions[owner].num_rows))
         assert [key for _, key in found] == sorted(key for _, key in found)
 
 
 @pytest.mark.parametrize("block", [4, 16])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_sent_is_what_is_waited_for(name: str, block: int) -> None:
-    """Rows land once, in their places; every flag that a tile or a sum waits for is raised, by whom it says."""
+def test_sent_rows_match_the_flags_that_are_waited_for(name: str, block: int) -> None:
+    """Rows are sent once, to their positions. Each flag that is waited for is raised by the expected rank."""
     case = CASES[name]
     ids = [case.ids(rank) for rank in range(WORLD)]
     rows_WE = np.stack([plain.count_slots(one, sum(case.experts))[: sum(case.experts)].numpy() for one in ids])
-    places = [Places.of(ids[r], _source_routes(ids[r], rows_WE), case.placement, Ring(r, WORLD)) for r in range(WORLD)]
-    relayed_WW = torch.stack([place.relayed() for place in places]).numpy()
+    positions = [
+        RowPositions.of(ids[r], _source_routes(ids[r], rows_WE), case.placement, Ring(r, WORLD)) for r in range(WORLD)
+    ]
+    relayed_WW = torch.stack([place.relayed_rows() for place in positions]).numpy()
     raised: dict[tuple[int, int], int] = {}
     landed: dict[tuple[int, int], int] = {}
     blocks: dict[tuple[int, int], int] = {}
-    for source, place in enumerate(places):
+    for source, place in enumerate(positions):
         sends = direct_sends(place, block)
         for peer, first, num, row, flag, counter, reach in sends.items.tolist():
             blocks[source, counter] = blocks.get((source, counter), 0) + 1
@@ -352,7 +354,7 @@ def test_what_is_sent_is_what_is_waited_for(name: str, block: int) -> None:
                 token = int(relay_sends(place, relayed_WW, block).index[first + i])
                 assert bool((place.owner_TK[token] == peer).any())
     assert set(landed.values()) <= {1}
-    for rank, place in enumerate(places):
+    for rank, place in enumerate(positions):
         assert sum(1 for peer, row in landed if peer == rank and row >= 0) == place.num_rows
         relay = relay_items(place, relayed_WW, block)
         here = {-1 - row for peer, row in landed if peer == rank and row < 0}
@@ -364,19 +366,19 @@ def test_what_is_sent_is_what_is_waited_for(name: str, block: int) -> None:
         assert sorted(row for t in tiles.items.tolist() for row in range(t[1], t[2])) == list(range(place.num_rows))
         sums = combine_sums(place, D, 2, 16, block)
         waited = {(s, int(source)) for s in range(2) for source in sums.sources}
-        told = {
+        raised_flags = {
             (counter // WORLD, other)
-            for other, there in enumerate(places)
+            for other, there in enumerate(positions)
             for counter, _, peer in combine_tiles(there, Cut(8), D, 2, 16).flags.tolist()
             if peer == rank
         }
-        assert told == waited
+        assert raised_flags == waited
         assert sum(num * (end - first) for _, _, num, first, end in sums.items.tolist()) == place.num_tokens * D
 
 
 @pytest.mark.parametrize(
     "change", [{"rows": 24}, {"columns": 8}, {"programs": 2}, {"communicating": 1.0}, {"slices": 0}, {"sum_tokens": 3}]
 )
-def test_a_tiling_that_no_kernel_can_have_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_tiling_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         dataclasses.replace(SMALL, **change)

@@ -1,4 +1,4 @@
-"""Flags and turns, interpreted by 4 processes: what was written before a flag is there after it, and waits end."""
+"""Flags and turns, interpreted by 4 processes: data written before a flag is visible after it, and waits end."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _round_the_ring(rank: int, world: int, turns: int) -> bool:
     return torch.equal(x, torch.arange(64.0) + 100 * ((rank - turns) % world))
 
 
-def test_what_was_written_before_a_flag_is_there_after_it(pool: RankPool) -> None:
-    """Also while the number of flags grows, and with it the memory."""
+def test_data_written_before_a_flag_is_visible_after_it(pool: RankPool) -> None:
+    """Also while the number of flags, and so the memory, grows."""
     assert pool.run(_round_the_ring, 11) == [True] * WORLD
 
 
@@ -60,8 +60,8 @@ def test_a_flag_of_this_turn_or_a_later_one_ends_a_wait(pool: RankPool) -> None:
     assert pool.run(_waits, ([7, 8, 2**40], 7))[0] == ([1, 1, 1], [0, 0, 0, 0, 0])
 
 
-def test_the_first_wait_that_runs_out_of_time_is_the_one_reported(pool: RankPool) -> None:
-    """And a flag that is up is up whatever failed before."""
+def test_the_first_wait_that_times_out_is_reported(pool: RankPool) -> None:
+    """A raised flag still ends a wait after another wait failed."""
     assert pool.run(_waits, ([7, 6, 7, 5], 7))[0] == ([1, 0, 1, 0], [1, 1, 11, 7, 6])
 
 
@@ -85,7 +85,7 @@ def test_interpreted_kernels_round_as_torch_does(pool: RankPool) -> None:
     assert pool.run(_rounding) == [[True, True]] * WORLD
 
 
-def test_cpu_tensors_are_refused_where_kernels_are_not_interpreted() -> None:
+def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
     from moe_comm.errors import ConfigError
     from moe_comm.overlap.triton.memory import memory_of
 

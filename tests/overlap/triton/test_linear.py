@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import communicator_of, configure_collectives
+from moe_comm.comm.group_setup import communicator_of, configure_collectives
 from tests.layers.reference import draw
 from tests.overlap.triton.common import TILES, interpreted, needs_triton, tile_product
 from tests.pool import RankPool
@@ -41,7 +41,7 @@ def _inputs(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype
 
 
 def _run(rank: int, world: int, arg: tuple[str, list[Any], dict[str, Any]]) -> list[list[Tensor]]:
-    """Results and both gradients, for each (shape, dtype)."""
+    """Return results and both gradients for each (shape, dtype)."""
     name, cases, programs = arg
     linear, shapes = interpreted("linear"), interpreted("programs")
     found = []
@@ -124,7 +124,7 @@ def test_any_number_of_ranks(pool: RankPool) -> None:
 
 
 def _many_turns(rank: int, world: int, turns: int) -> bool:
-    """Whole numbers, so every order of additions gives the same; sizes change, so memory grows and flags move."""
+    """Integer values, so the order of additions does not matter. Sizes change, so memory grows and flags move."""
     linear, programs = interpreted("linear"), interpreted("programs").Programs(2, 2, **TILES)
     right = True
     for turn in range(turns):
@@ -146,7 +146,7 @@ def _links_to(fd: str, name: str) -> bool:
         return False
 
 
-def test_turn_after_turn_nothing_is_reset_and_no_file_stays_open(pool: RankPool) -> None:
+def test_many_turns_run_without_resets_and_leave_no_open_file(pool: RankPool) -> None:
     assert pool.run(_many_turns, 4) == [True] * WORLD
 
 
@@ -160,7 +160,7 @@ def _other_call(rank: int, world: int, arg: None) -> str:
     return "no error"
 
 
-def test_ranks_that_differ_are_told_so_on_every_rank(pool: RankPool) -> None:
+def test_ranks_that_make_different_calls_raise_on_every_rank(pool: RankPool) -> None:
     found = pool.run(_other_call)
     assert all(text.startswith("RankMismatch") for text in found), found
     assert all("ranks [1] are in another" in found[rank] for rank in (0, 2, 3)), found
@@ -190,7 +190,7 @@ def test_bad_input_is_refused_before_rows_move(pool: RankPool) -> None:
 
 
 def _missing(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
-    """Rank 2 takes part once, then dies, or does nothing more."""
+    """Rank 2 takes part once, then exits or hangs."""
     name, how = arg
     linear, programs = interpreted("linear"), interpreted("programs").Programs(2, 2, **TILES)
     x, weight, _ = _inputs(name, rank, world, (17, 8, 5), torch.float32)
@@ -213,12 +213,12 @@ def _missing(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "how"), [("gather_matmul", "dies"), ("matmul_scatter", "is late")])
-def test_a_rank_that_is_missing_is_named_with_its_flag_on_the_others(name: str, how: str) -> None:
-    with RankPool(WORLD, bare=True) as pool:  # of its own: the ranks' memory is unusable afterwards
+def test_a_rank_that_fails_is_named_with_its_flag_on_the_others(name: str, how: str) -> None:
+    with RankPool(WORLD, bare=True) as pool:  # a separate pool: the ranks' memory is unusable afterwards
         found = pool.run(_missing, (name, how), expect_dead={2} if how == "dies" else ())
     for rank in (0, 1, 3):
         first, again = found[rank]
         assert first.startswith("PeerTimeout"), found
         assert "for rank 2" in first and "to raise flag" in first, found
-        assert ("of rank 2 have arrived" if name == "gather_matmul" else "rank 2's share of tile") in first, found
+        assert ("of rank 2 are complete" if name == "gather_matmul" else "of rank 2 is complete") in first, found
         assert again == first  # and at once

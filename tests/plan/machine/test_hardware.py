@@ -1,4 +1,4 @@
-"""Products and collectives of described machines: exact volumes, bounds, published times, and what is refused."""
+"""Cost of GEMMs and collectives on described machines: exact volumes, bounds, published times, and invalid input."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine import collectives
-from moe_comm.plan.machine.collectives import Link, Part, Span
-from moe_comm.plan.machine.hardware import BYTES, Accelerator, Cluster, Pod, Tile
+from moe_comm.plan.machine.collectives import GroupSpan, Link, PodRanks
+from moe_comm.plan.machine.hardware import BYTES, Accelerator, Cluster, GemmTile, Pod
 from moe_comm.plan.machine.hardware_table import H100, MACHINES
 
 INSIDE = Link("inside", 100e9, 0.0, 1.0)
 BETWEEN = Link("between", 10e9, 0.0, 1.0)
 SLOW = Link("slow", 1e9, 0.0, 1.0)
 START = 1e-12
-"""Of a collective, seconds: too short to be seen."""
+"""A negligible latency of collectives in seconds."""
 PLAIN = Accelerator(
     "plain",
     flops={"fp32": 1e12, "bf16": 4e12},
@@ -28,7 +27,7 @@ PLAIN = Accelerator(
     memory_bytes=2**30,
     memory_bytes_per_s=1e15,
     units=10,
-    tiles=(Tile(128, 64),),
+    tiles=(GemmTile(128, 64),),
     fill_k=0,
     memory_reach=1.0,
     launch_s=1e-12,
@@ -40,7 +39,7 @@ def cluster(gpus: int = 16, **changed: Any) -> Cluster:
 
 
 def pods() -> Cluster:
-    """Hosts of two: three in a pod with fast links, one in a pod of its own."""
+    """Return four hosts of two accelerators: three in a pod with fast links, one in another pod."""
     return Cluster(H100, 8, 2, INSIDE, BETWEEN, (Pod(3, BETWEEN), Pod(1, SLOW)), Link("ethernet", 2e9, 0.0, 1.0), START)
 
 
@@ -109,7 +108,7 @@ def test_no_product_beats_the_peak_or_the_memory(m: int, n: int, k: int, groups:
 
 
 def test_a_dtype_that_the_accelerator_does_not_have_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"'a100' has no products in 'fp8'; it has fp32, bf16"):
+    with pytest.raises(ConfigError, match=r"'a100' does not support products in 'fp8'; it supports fp32, bf16"):
         MACHINES["a100"].accelerator.gemm_seconds(8, 8, 8, "fp8")
     with pytest.raises(ConfigError, match="not negative"):
         H100.gemm_seconds(-1, 8, 8, "bf16")
@@ -127,10 +126,10 @@ def test_attention_runs_at_its_own_share_of_the_peak() -> None:
 
 
 def test_a_group_says_how_many_hosts_it_covers_and_how_many_ranks_each_holds() -> None:
-    assert cluster().span(range(4)) == Span((Part(0, 1, 4, 4, 4),))
-    assert cluster().span([15, 0, 1, 4]) == Span((Part(0, 3, 4, 1, 2),))
-    assert cluster(100_000).span(np.arange(100_000)) == Span((Part(0, 25_000, 100_000, 4, 4),))
-    assert pods().span([0, 1, 2, 6, 7]) == Span((Part(0, 2, 3, 1, 2), Part(1, 1, 2, 2, 2)))
+    assert cluster().span(range(4)) == GroupSpan((PodRanks(0, 1, 4, 4, 4),))
+    assert cluster().span([15, 0, 1, 4]) == GroupSpan((PodRanks(0, 3, 4, 1, 2),))
+    assert cluster(100_000).span(np.arange(100_000)) == GroupSpan((PodRanks(0, 25_000, 100_000, 4, 4),))
+    assert pods().span([0, 1, 2, 6, 7]) == GroupSpan((PodRanks(0, 2, 3, 1, 2), PodRanks(1, 1, 2, 2, 2)))
 
 
 @pytest.mark.parametrize("ranks", [[], [-1], [16], [3, 3], [0.5], ["a"]])
@@ -180,19 +179,19 @@ def test_all_to_all_moves_what_the_busiest_rank_sends_to_each_kind_of_place(rank
 
 def test_the_slowest_kind_of_link_on_the_way_sets_the_pace_of_a_ring() -> None:
     machine = pods()
-    assert machine.all_gather_s(4e9, range(6)) == pytest.approx(4e9 * 5 / 6 / 2 / 10e9)
+    assert machine.all_gather(4e9, range(6)).seconds == pytest.approx(4e9 * 5 / 6 / 2 / 10e9)
     over_ethernet = machine.all_gather(4e9, range(8))
     assert over_ethernet.across == pytest.approx(4e9 * 7 / 8 / 2)
     assert over_ethernet.seconds == pytest.approx(over_ethernet.across / 2e9)
     alone = replace(machine, across=None)
-    assert alone.all_gather_s(4e9, range(8)) == pytest.approx(over_ethernet.across / 10e9), "across is as between"
+    assert alone.all_gather(4e9, range(8)).seconds == pytest.approx(over_ethernet.across / 10e9), "across is as between"
 
 
 def test_a_transfer_takes_the_link_between_its_two_ranks() -> None:
     machine = pods()
     assert [machine.send(1e9, pair).seconds for pair in ((0, 1), (1, 2), (5, 6))] == pytest.approx([0.01, 0.1, 0.5])
     assert machine.send(1e9, (5, 6)).across == 1e9
-    with pytest.raises(ConfigError, match="between 2 ranks, got a group of 3"):
+    with pytest.raises(ConfigError, match="needs a group of 2 ranks; got 3"):
         machine.send(1e9, range(3))
 
 
@@ -201,7 +200,7 @@ def test_unequal_exchanges_take_their_bytes_for_each_part_of_the_group() -> None
     span = machine.span([0, 2, 6])
     moved = collectives.exchange(machine.network, span, 0.0, (1e9, 0.0), 3e9)
     assert moved.seconds == pytest.approx(1.5)
-    with pytest.raises(ConfigError, match="each of 2 parts, got 1"):
+    with pytest.raises(ConfigError, match="each of 2 pods; got 1"):
         collectives.exchange(machine.network, span, 0.0, (1e9,))
 
 

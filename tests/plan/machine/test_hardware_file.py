@@ -1,4 +1,4 @@
-"""Named machines, and descriptions in files: equal after a round trip, and strict about what is in them."""
+"""Named machines and description files: round trips and strict checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link
-from moe_comm.plan.machine.hardware import Accelerator, Cluster, Pod, Tile
+from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile, Pod
 from moe_comm.plan.machine.hardware_file import from_json, load, save, to_json
 from moe_comm.plan.machine.hardware_table import MACHINES, cluster_named
 
@@ -24,7 +24,7 @@ MEASURED = Cluster(
         memory_bytes=8 * 2**30,
         memory_bytes_per_s=20e9,
         units=1,
-        tiles=(Tile(64, 32), Tile(16, 16, 0.5)),
+        tiles=(GemmTile(64, 32), GemmTile(16, 16, 0.5)),
     ),
     gpus=4,
     host_size=2,
@@ -40,7 +40,7 @@ HOLMES = replace(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_named_machines_are_one_host_unless_told(name: str) -> None:
+def test_named_machines_are_one_host_by_default(name: str) -> None:
     one = cluster_named(name)
     assert one.accelerator.name == name and one.gpus == one.host_size == 8
     many = cluster_named(name.upper(), 100_000)
@@ -64,7 +64,7 @@ def test_a_description_survives_its_file(machine: Cluster, tmp_path: Path) -> No
     save(machine, path)
     assert load(path) == machine == cluster_named(str(path))
     assert hash(load(path).accelerator) == hash(machine.accelerator)
-    assert [file.name for file in path.parent.iterdir()] == ["machine.json"], "nothing is left beside it"
+    assert [file.name for file in path.parent.iterdir()] == ["machine.json"], "no temporary file remains"
 
 
 def test_a_measured_machine_can_be_made_larger_but_not_one_with_pods(tmp_path: Path) -> None:
@@ -77,16 +77,16 @@ def test_a_measured_machine_can_be_made_larger_but_not_one_with_pods(tmp_path: P
 
 
 def test_names_that_are_not_known_are_refused_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"no hardware named 'h300': expected a100, h100, h200"):
+    with pytest.raises(ConfigError, match=r"unknown hardware 'h300': expected a100, h100, h200"):
         cluster_named("h300")
     with pytest.raises(ConfigError, match="--calibrate"):
         cluster_named("this-machine")
-    with pytest.raises(ConfigError, match="cannot read the description"):
+    with pytest.raises(ConfigError, match="cannot read the hardware description"):
         cluster_named("missing.json")
 
 
 def changed(place: str, value: Any) -> Any:
-    """The description with one value set, or with one taken out where ``value`` is Ellipsis."""
+    """Return a description with one value set, or removed if ``value`` is Ellipsis."""
     data = json.loads(json.dumps(to_json(HOLMES)))
     at = data
     *way, last = place.split(".")
@@ -102,18 +102,18 @@ def changed(place: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("format", "other", "not a description of hardware"),
-        ("version", 2, "version 2 is not known"),
+        ("format", "other", "not a hardware description"),
+        ("version", 2, "unknown version 2"),
         ("more", 1, "unknown key 'more'"),
         ("cluster", ..., r"cluster: expected an object, got NoneType"),
         ("cluster.gpus", ..., "cluster: 'gpus' is missing"),
-        ("cluster.gpus", 0, "gpus must be a whole number from 1, got 0"),
+        ("cluster.gpus", 0, "gpus must be an integer of at least 1; got 0"),
         ("cluster.gpus", True, "expected a number, got True"),
         ("cluster.direct", 1, "expected true or false, got 1"),
-        ("cluster.gpus", 6, r"pods of \[1, 1\] hosts do not add up to the cluster's 3"),
+        ("cluster.gpus", 6, r"pods have \[1, 1\] hosts, which do not add up to the cluster's 3"),
         ("cluster.pods", [], "needs at least two pods"),
         ("cluster.pods", 3, "cluster.pods: expected a list"),
-        ("cluster.pods.1.link.reach", 1.5, r"cluster.pods\[1\].link: .*reach is a share"),
+        ("cluster.pods.1.link.reach", 1.5, r"cluster.pods\[1\].link: .*reach must be a share"),
         ("cluster.inside.speed", 1, "cluster.inside: unknown key 'speed'"),
         ("cluster.inside.bytes_per_s", 0, "bytes_per_s must be a finite number above 0"),
         ("cluster.inside.bytes_per_s", float("inf"), "bytes_per_s: expected a number that hardware has"),
@@ -123,16 +123,16 @@ def changed(place: str, value: Any) -> Any:
         ("cluster.inside.bytes_per_s", 10**400, "a number that hardware has"),
         ("cluster.inside.latency_s", -1e-6, "latency_s must be finite and not negative"),
         ("cluster.between.latency_s", "fast", "between.latency_s: expected a number, got 'fast'"),
-        ("cluster.between.name", "", "expected a text"),
-        ("cluster.accelerator.name", "h100\n[run]", "expected a text of one line"),
+        ("cluster.between.name", "", "expected a printable string"),
+        ("cluster.accelerator.name", "h100\n[run]", "expected a printable string"),
         ("cluster.across", [], "cluster.across: expected an object"),
-        ("cluster.accelerator.flops.int4", 1.0, "no dtype 'int4'"),
-        ("cluster.accelerator.flops.bf16", ..., "for the same dtypes"),
+        ("cluster.accelerator.flops.int4", 1.0, "unknown dtype 'int4'"),
+        ("cluster.accelerator.flops.bf16", ..., "have the same dtypes"),
         ("cluster.accelerator.flops", [], "expected numbers by dtype"),
         ("cluster.accelerator.efficiency.bf16", 0, "efficiency of bf16 must be a finite number above 0"),
-        ("cluster.accelerator.units", 1.5, "units must be a whole number from 1"),
-        ("cluster.accelerator.tiles", [], "at least one tile"),
-        ("cluster.accelerator.tiles.0.rows", 0, r"tiles\[0\]: .*rows must be a whole number"),
+        ("cluster.accelerator.units", 1.5, "units must be an integer of at least 1"),
+        ("cluster.accelerator.tiles", [], "tiles must not be empty"),
+        ("cluster.accelerator.tiles.0.rows", 0, r"tiles\[0\]: .*rows must be an integer"),
     ],
 )
 def test_what_does_not_belong_in_a_description_is_named(place: str, value: Any, message: str) -> None:

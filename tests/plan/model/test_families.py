@@ -1,4 +1,4 @@
-"""Parameters that are read from a config.json are those of the model that transformers builds from it."""
+"""Parameter counts from a config.json equal those of the transformers model of the family."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ def test_parameters_are_those_of_the_model_of_transformers(kind: str, more: dict
     assert shape_of_hugging_face(whole).params == expected
     # As save_pretrained writes it: without what the family has as default. Then it is the same, or refused.
     short = json.loads(json.dumps(config.to_diff_dict(), default=str))
-    found = None
+    result = None
     with suppress(ConfigError):
-        found = shape_of_hugging_face(short).params
-    assert found in (None, expected)
-    assert found == expected or not set(WIDTHS) <= set(short)
+        result = shape_of_hugging_face(short).params
+    assert result in (None, expected)
+    assert result == expected or not set(WIDTHS) <= set(short)
 
 
 def test_dbrx_has_its_widths_in_two_parts() -> None:
-    found = shape_of_hugging_face(
+    result = shape_of_hugging_face(
         {
             "model_type": "dbrx",
             "d_model": 6144,
@@ -134,7 +134,7 @@ def test_dbrx_has_its_widths_in_two_parts() -> None:
             "tie_word_embeddings": False,
         }
     )
-    assert (round(found.params / 1e9, 1), round(found.active / 1e9, 1)) == (131.6, 36.5)  # 132 B and 36 B in its card
+    assert (round(result.params / 1e9, 1), round(result.active / 1e9, 1)) == (131.6, 36.5)  # 132 B and 36 B in its card
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED))
@@ -159,23 +159,23 @@ def test_a_dense_family_that_is_not_known_is_one_of_gated_blocks_or_refused() ->
         shape_of_hugging_face(new | {"hidden_act": "gelu"})
 
 
-def test_shared_experts_are_counted_however_they_are_said() -> None:
+def test_shared_experts_are_counted_for_every_key() -> None:
     base = WIDTHS | EIGHT | {"moe_intermediate_size": 40}
-    for kind, said, width in (
+    for kind, label, width in (
         ("hunyuan_v1_moe", {"num_shared_expert": [2] * 6}, 80),
         ("bailing_moe", {"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 30}, 60),
         ("brand_new", {"num_shared_experts": 1}, 40),
         ("brand_new", {"shared_expert_intermediate_size": 48}, 48),
         ("brand_new", {}, 0),
     ):
-        assert shape_of_hugging_face(base | said | {"model_type": kind}).shared_ffn == width
-    with pytest.raises(ConfigError, match="num_experts must be a whole number"):
+        assert shape_of_hugging_face(base | label | {"model_type": kind}).shared_ffn == width
+    with pytest.raises(ConfigError, match="num_experts must be an integer"):
         shape_of_hugging_face(base | {"model_type": "brand_new", "num_experts": [8, 8, 4]})
 
 
-def test_layers_without_a_window_are_counted_however_they_are_said() -> None:
+def test_layers_without_a_window_are_counted_for_every_key() -> None:
     base = WIDTHS | {"sliding_window": 8}
-    for kind, said, expected in (
+    for kind, label, expected in (
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 4}, (8, 4)),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 28}, (None, 0)),
         ("qwen2", {"use_sliding_window": False, "max_window_layers": 4}, (None, 0)),
@@ -184,5 +184,5 @@ def test_layers_without_a_window_are_counted_however_they_are_said() -> None:
         ("gemma3_text", {"sliding_window_pattern": 2}, (8, 3)),
         ("mistral", {}, (8, 0)),
     ):
-        found = shape_of_hugging_face(base | said | {"model_type": kind})
-        assert (found.window, found.full_layers) == expected
+        result = shape_of_hugging_face(base | label | {"model_type": kind})
+        assert (result.window, result.full_layers) == expected

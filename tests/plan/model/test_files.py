@@ -1,4 +1,4 @@
-"""A model is found by name, in a Hugging Face config.json, or in a configuration of ``moe-comm train``."""
+"""Models by name, from a Hugging Face config.json, and from a configuration of ``moe-comm train``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_comm.plan.model.moe_models import MODELS
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.train import plan_config
 
-# As in the published config.json files, without what has no part in the cost.
+# As in the published config.json files, without keys that do not affect the cost.
 PLAIN = {"tie_word_embeddings": False, "hidden_act": "silu", "sliding_window": None, "attention_bias": False}
 FILES: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {
@@ -136,7 +136,7 @@ def written(folder: Path, content: dict[str, Any] | str, name: str = "config.jso
 
 
 def bare(shape: ModelShape) -> ModelShape:
-    """Without what does not count: the name, and widths that latent attention ignores."""
+    """Remove the name, and widths that latent attention ignores."""
     shape = replace(shape, name="")
     return replace(shape, kv_heads=1, head_dim=1) if shape.latent else shape
 
@@ -144,16 +144,16 @@ def bare(shape: ModelShape) -> ModelShape:
 @pytest.mark.parametrize("name", FILES)
 def test_a_published_file_is_the_model_of_that_name(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, PLAIN | FILES[name])
-    found = model_named(str(path))
-    assert bare(found) == bare(MODELS[name])
-    assert model_named(str(tmp_path)) == found and found.name == tmp_path.name
+    result = model_named(str(path))
+    assert bare(result) == bare(MODELS[name])
+    assert model_named(str(tmp_path)) == result and result.name == tmp_path.name
 
 
 def test_names_are_found_whatever_their_case() -> None:
     assert model_named(" Mixtral-8x7B ") is MODELS["mixtral-8x7b"]
 
 
-def test_an_unknown_name_is_told_the_nearest() -> None:
+def test_an_unknown_name_gets_the_nearest_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean 'mixtral-8x7b'"):
         model_named("mixtral-8x7")
 
@@ -170,10 +170,10 @@ def test_a_training_configuration_of_bytes_needs_no_vocabulary(tmp_path: Path) -
     pytest.importorskip("pydantic")
     assert plan_config.model_named("tiny").vocab == 257
     as_json = written(tmp_path, {"model": {"layers": 3, "vocab": 1000}}, "mine.json")
-    found = plan_config.model_named(str(as_json))
-    assert (found.name, found.layers, found.vocab) == ("mine", 3, 1000)
+    result = plan_config.model_named(str(as_json))
+    assert (result.name, result.layers, result.vocab) == ("mine", 3, 1000)
     other = written(tmp_path, '[data]\ntokenizer = "tokenizer.json"\n', "other.toml")
-    with pytest.raises(ConfigError, match="vocab must be set"):
+    with pytest.raises(ConfigError, match=r"set model\.vocab"):
         plan_config.model_named(str(other))
     folder = written(tmp_path, FILES["olmoe-1b-7b"]).parent
     pretrained = written(tmp_path, f"[model]\npretrained = {json.dumps(str(folder))}\n", "tuned.toml")
@@ -194,9 +194,9 @@ GENERIC = {
 
 
 def test_a_family_that_is_not_known_is_read_by_the_usual_keys() -> None:
-    found = shape_of_hugging_face(GENERIC)
-    assert found == ModelShape("brand_new", 6, 32, 4, 2, 8, 99, 16, 2, 24)
-    assert shape_of_hugging_face({"text_config": GENERIC, "vision_config": {"hidden_size": 1}}) == found
+    result = shape_of_hugging_face(GENERIC)
+    assert result == ModelShape("brand_new", 6, 32, 4, 2, 8, 99, 16, 2, 24)
+    assert shape_of_hugging_face({"text_config": GENERIC, "vision_config": {"hidden_size": 1}}) == result
 
 
 @pytest.mark.parametrize("key", [key for key in GENERIC if key != "model_type"])
@@ -207,9 +207,9 @@ def test_a_missing_key_is_named(key: str) -> None:
         shape_of_hugging_face({name: value for name, value in GENERIC.items() if name != key})
 
 
-def test_dense_layers_are_counted_however_they_are_said() -> None:
+def test_dense_layers_are_counted_for_every_key() -> None:
     more = GENERIC | {"intermediate_size": 77}
-    for said, expected in (
+    for label, expected in (
         ({"first_k_dense_replace": 2}, 2),
         ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, 4),  # experts in layers 2 and 4
         ({"decoder_sparse_step": 2}, 3),
@@ -217,17 +217,17 @@ def test_dense_layers_are_counted_however_they_are_said() -> None:
         ({"mlp_layer_types": ["dense"] + 5 * ["sparse"]}, 1),
         ({}, 0),
     ):
-        found = shape_of_hugging_face(more | said)
-        assert (found.dense_layers, found.dense_ffn) == (expected, 77 if expected else 0)
+        result = shape_of_hugging_face(more | label)
+        assert (result.dense_layers, result.dense_ffn) == (expected, 77 if expected else 0)
     width = {name: value for name, value in more.items() if name != "moe_intermediate_size"}
     with pytest.raises(ConfigError, match="moe_intermediate_size is missing"):
         shape_of_hugging_face(width | {"first_k_dense_replace": 1})
 
 
 def test_a_dense_model_has_no_experts() -> None:
-    found = shape_of_hugging_face(GENERIC | {"model_type": "llama", "intermediate_size": 100})
-    assert (found.experts, found.dense_layers, found.moe_layers) == (0, 6, 0)
-    assert set(found.flops_per_token(8)) == {"qkv", "scores", "out", "dense", "head"}
+    result = shape_of_hugging_face(GENERIC | {"model_type": "llama", "intermediate_size": 100})
+    assert (result.experts, result.dense_layers, result.moe_layers) == (0, 6, 0)
+    assert set(result.flops_per_token(8)) == {"qkv", "scores", "out", "dense", "head"}
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_a_dense_model_has_no_experts() -> None:
         ({"num_experts": -4}, "num_experts"),
         ({"vocab_size": 1 << 50}, "vocab_size"),
         ({"vocab_size": 1.5}, "vocab_size"),
-        ({"num_hidden_layers": 1 << 20}, "num_hidden_layers must be a whole number from 1 to 4,096"),
-        ({"num_experts": 1 << 30}, "num_experts must be a whole number from 1 to 16,384"),
+        ({"num_hidden_layers": 1 << 20}, "num_hidden_layers must be an integer from 1 to 4,096"),
+        ({"num_experts": 1 << 30}, "num_experts must be an integer from 1 to 16,384"),
         ({"num_experts": 1 << 14, "hidden_size": 1 << 20, "moe_intermediate_size": 1 << 30}, "parameters"),
         ({"hidden_size": 33}, "head_dim"),
         ({"num_experts_per_tok": 17}, "top_k"),

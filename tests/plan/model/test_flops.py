@@ -1,4 +1,4 @@
-"""Counts from the configuration agree with torch's counter on a real model, and with published sizes."""
+"""FLOP and parameter counts agree with torch's counter on a real model, and with published sizes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig
-from moe_comm.layers.moe.layer import MoEConfig, ZeroExperts
-from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.moe.config import MoEConfig
+from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import Transformer
@@ -35,7 +35,7 @@ LATENT = replace(
 
 
 def scores(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-    """All of S x S, as torch counts for other devices."""
+    """Count all of S x S, as torch does for other devices."""
     batch, heads, length, width = q
     return int(2 * batch * heads * length * k[2] * (width + v[3]))
 
@@ -47,7 +47,9 @@ def into_a_sum(total: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
 
 @pytest.mark.parametrize("config", [MODEL, LATENT], ids=["gqa", "mla"])
 def test_every_product_of_a_real_model_is_counted(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_comm.kernels.row_invariant.FEW", 1)  # rows that experts are padded with are not its work
+    monkeypatch.setattr(
+        "moe_comm.kernels.row_invariant.MIN_ROWS", 1
+    )  # rows that experts are padded with are not its work
     model = Transformer(config)
     initialize(model, seed=0)
     ids = torch.randint(config.vocab, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -132,16 +134,16 @@ def test_a_tied_head_has_products_and_no_parameters() -> None:
 
 
 def test_zero_computation_experts_cost_nothing_when_chosen() -> None:
-    half = replace(MODEL.moe, router=RouterConfig(128, 4), zero_experts=ZeroExperts(identity=32, zero=32))
+    half = replace(MODEL.moe, router=RouterConfig(64, 4, zero_experts=ZeroExperts(identity=32, zero=32)))
     shape, plain = ModelShape.of(replace(MODEL, moe=half)), ModelShape.of(MODEL)
     assert shape.flops_per_token(64)["experts"] == plain.flops_per_token(64)["experts"] / 2
     assert shape.parameters()["experts"] == plain.parameters()["experts"]
 
 
 def test_a_router_may_group_zero_computation_experts_with_real_ones() -> None:
-    """Groups of eight, some of which hold experts of both kinds."""
-    router = RouterConfig(24, 4, num_groups=3, top_groups=2)
-    config = replace(MODEL, moe=replace(MODEL.moe, router=router, zero_experts=ZeroExperts(identity=4)))
+    """Some groups of eight experts hold real and zero-computation experts."""
+    router = RouterConfig(20, 4, num_groups=3, top_groups=2, zero_experts=ZeroExperts(identity=4))
+    config = replace(MODEL, moe=replace(MODEL.moe, router=router))
     assert ModelShape.of(config).params == sum(p.numel() for p in Transformer(config).parameters())
 
 

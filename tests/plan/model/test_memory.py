@@ -1,5 +1,4 @@
-"""Memory on paper: what the trainer's own dry run says where both know, what real ranks hold where it does not, and
-what published runs could and could not hold."""
+"""Memory model: agrees with the trainer's dry run, with real ranks, and with published runs."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.plan.machine.hardware_table import H100
-from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.activations import ActivationMemory
 from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.fixed_memory import Parts
-from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.fixed_memory import StageContents
+from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Mapping
-from moe_comm.plan.model.memory import Policy, RankMemory, _Buffers, memory, worst
+from moe_comm.plan.model.memory import MemoryPolicy, PositionMemory, _Buffers, fullest, memory
 from moe_comm.plan.model.routing import hosts_reached
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.model.split_memory import gradients_between
-from moe_comm.plan.pipeline.in_flight import moments
+from moe_comm.plan.model.split_memory import split_gradient_bytes
+from moe_comm.plan.pipeline.in_flight import in_flight_peaks
 from moe_comm.plan.pipeline.orders import pass_order
-from moe_comm.plan.search.fit import Change, Fit, changes_that_fit, fits
+from moe_comm.plan.search.fit import Fit, MappingChange, changes_that_fit, fits
 from moe_comm.train.config import load
 from moe_comm.train.dry_run import DryRun, examine
 from tests.plan.pipelines import peak_held
@@ -42,12 +41,12 @@ from tests.pool import RankPool
 
 GIB = 1 << 30
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-SEQ = Load(4096)
+SEQ = Workload(4096)
 EVEN = ModelShape("even", 24, 256, 8, 4, 32, 512, 8, 2, 128)
 
 
-def both(name: str | None, *settings: str) -> tuple[DryRun, tuple[RankMemory, ...], _Buffers]:
-    """What the dry run of a configuration finds, and what is found for the same mapping here, and its buffers."""
+def both(name: str | None, *settings: str) -> tuple[DryRun, tuple[PositionMemory, ...], _Buffers]:
+    """Return the memory in the dry run of a configuration, that of the memory model, and its buffers."""
     config = load(name, settings)
     run, data, optimizer = examine(config), config.data, config.optimizer
     mapping = Mapping(
@@ -58,9 +57,9 @@ def both(name: str | None, *settings: str) -> tuple[DryRun, tuple[RankMemory, ..
         config.model.recompute,
         pipeline=config.parallel.schedule if run.mapping.pp > 1 else None,
     )
-    policy = Policy(optimizer.kind, optimizer.momentum_of_kind > 0)
+    policy = MemoryPolicy(optimizer.kind, optimizer.momentum_of_kind > 0)
     shape = ModelShape.of(run.architecture)
-    even = Load(data.seq_len, DTYPES[config.model.dtype])
+    even = Workload(data.seq_len, DTYPES[config.model.dtype])
     return run, memory(shape, mapping, even, data.batch, policy), _Buffers.of(shape, mapping, even, even.size, None)
 
 
@@ -93,9 +92,9 @@ SMALL = ("data.seq_len=32", "data.batch=16", "data.micro_batches=4", "model.hidd
 )
 def test_it_agrees_with_the_dry_run(settings: tuple[str | None, ...]) -> None:
     name, *others = settings
-    run, found, buffers = both(name, *(other for other in others if other))
-    assert len(found) == len(run.positions)
-    for pp, (position, here) in enumerate(zip(run.positions, found, strict=True)):
+    run, result, buffers = both(name, *(other for other in others if other))
+    assert len(result) == len(run.positions)
+    for pp, (position, here) in enumerate(zip(run.positions, result, strict=True)):
         there = position.fullest
         for term in ("weights", "gradients", "optimizer", "at_update"):
             assert getattr(here, term) == pytest.approx(getattr(there.fixed, term), rel=0.01), term
@@ -107,7 +106,7 @@ def test_it_agrees_with_the_dry_run(settings: tuple[str | None, ...]) -> None:
         # Between the halves of a backward: activations of a dry run, which has no buffers; here buffers.
         between = 0.0
         if "parallel.schedule=zero_bubble" in others or "parallel.schedule=zbv" in others or name == "deepseek-v3":
-            between = here.buffers - buffers.at(Parts(dense, len(ids) - dense, *ends), len(stages))
+            between = here.buffers - buffers.at(StageContents(dense, len(ids) - dense, *ends), len(stages))
         assert here.activations + between == pytest.approx(there.activations, rel=1e-6)
         fixed = here.weights + here.gradients + here.optimizer
         assert here.total == fixed + max(here.activations + here.buffers, here.at_update)
@@ -130,20 +129,24 @@ def test_what_is_in_flight_is_what_the_order_of_passes_holds(schedule: str, virt
     order = pass_order(schedule, 4, 8, virtual)
     held = kept_of_a_layer() * 24 / order.stages
     between = (
-        4096 * gradients_between(Activations(EVEN, 2), mapping.fuses)[1] * 24 / order.stages * np.ones(order.stages)
+        4096
+        * split_gradient_bytes(ActivationMemory(EVEN, 2), mapping.fuses)[1]
+        * 24
+        / order.stages
+        * np.ones(order.stages)
     )
     between[0] = 0  # nothing of the first stage's backward has run
     peak = peak_held(order, np.full(order.stages, held), held + between)
-    found = memory(EVEN, mapping, SEQ, 8)
+    result = memory(EVEN, mapping, SEQ, 8)
     plain = _Buffers.of(EVEN, mapping, SEQ, 2, None)
     for rank in range(4):
         if rank != order.stage_rank()[-1]:
-            buffers = plain.at(Parts(0, 24 // 4, int(rank == 0), 0), virtual)
-            assert found[rank].activations + found[rank].buffers - buffers == pytest.approx(peak[rank], rel=1e-6)
+            buffers = plain.at(StageContents(0, 24 // 4, int(rank == 0), 0), virtual)
+            assert result[rank].activations + result[rank].buffers - buffers == pytest.approx(peak[rank], rel=1e-6)
 
 
 def kept_of_a_layer() -> float:
-    """By what more micro-batches in flight keep more."""
+    """Return the additional memory of more micro-batches in flight."""
     several = memory(EVEN, Mapping.parse("pp=4", 4), SEQ, 8)
     return (several[1].activations - several[2].activations) / 6
 
@@ -151,14 +154,14 @@ def kept_of_a_layer() -> float:
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("shared", [0, 48])
 def test_what_a_split_backward_keeps_is_what_torch_keeps(recompute: Recompute, shared: int) -> None:
-    """Of a dense and an MoE layer: gradients that the input's half leaves for the one of weights."""
+    """Gradients that the input half of a dense and of an MoE layer saves for the weight half."""
     shape = ModelShape("halves", 2, 64, 4, 2, 16, 64, 8, 2, 96, shared_ffn=shared, dense_layers=1, dense_ffn=160)
     attention, moe = AttentionConfig(64, 4, 2, 16), MoEConfig(64, 96, RouterConfig(8, 2), shared_ffn=shared)
     config = TransformerConfig(512, 64, 2, attention, moe, 256, dense_layers=(0,), dense_ffn=160)
     model = Transformer(config, ModelPlan(recompute=recompute))
     initialize(model, seed=1)
     x, tokens = model._enter(StageInput(torch.arange(256)[None], None, None))
-    wanted = gradients_between(Activations(shape, 4), fused=False)
+    wanted = split_gradient_bytes(ActivationMemory(shape, 4), fused=False)
     for layer, expected in zip(model.layers.values(), wanted, strict=True):
         inside = x.detach().requires_grad_()
         y = layer(inside, tokens)
@@ -175,33 +178,33 @@ def test_what_a_split_backward_keeps_is_what_torch_keeps(recompute: Recompute, s
 )
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 def test_a_long_step_holds_no_more_than_one_that_fills_the_pipeline(schedule: str, virtual: int, pp: int) -> None:
-    found = moments(schedule, pp, virtual, 12 * pp)
+    result = in_flight_peaks(schedule, pp, virtual, 12 * pp)
     order = pass_order(schedule, pp, 12 * pp, virtual)
     for share in (0.0, 0.3, 1.0):
         between = np.full(order.stages, share)
         between[0] = 0
         peak = peak_held(order, np.ones(order.stages), 1 + between)
-        most = [max(sum(n) + share * sum(late) for n, late in of_rank) for of_rank in found]
+        most = [max(sum(n) + share * sum(late) for n, late in of_rank) for of_rank in result]
         assert most == pytest.approx(peak.tolist())
 
 
 def test_the_peak_is_that_of_the_order_of_passes_though_stages_differ() -> None:
-    """Dense layers first and a head last: bytes in flight by rank, pass by pass."""
+    """Count bytes in flight by rank and pass, with dense layers first and a head last."""
     config = load(*(DEEPSEEK[0], (*DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none")))
-    run, found, _ = both(DEEPSEEK[0], *DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none")
+    run, result, _ = both(DEEPSEEK[0], *DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none")
     tokens = 2 * config.data.seq_len
-    estimate = Activations(ModelShape.of(run.architecture), 2)
+    estimate = ActivationMemory(ModelShape.of(run.architecture), 2)
     dense, stages = set(run.architecture.dense_layers), range(run.plan.num_stages)
     early = [len(dense & set(run.plan.layers_of(stage))) for stage in stages]
     late = [len(run.plan.layers_of(stage)) - n for stage, n in zip(stages, early, strict=True)]
-    kept = [tokens * estimate.kept(early[stage], late[stage], run.plan.is_last(stage)) for stage in stages]
+    kept = [tokens * estimate.saved(early[stage], late[stage], run.plan.is_last(stage)) for stage in stages]
     peak = peak_held(pass_order("dualpipev", 4, 8, 2), np.array(kept))
     peak[run.plan.last_rank] += estimate.loss(tokens)
-    assert [one.activations for one in found] == pytest.approx(peak.tolist(), rel=0.05)
+    assert [one.activations for one in result] == pytest.approx(peak.tolist(), rel=0.05)
 
 
 def kept_by_experts(rank: int, world: int, etp: int) -> int:
-    """Bytes that an MoE layer keeps for 512 tokens a rank."""
+    """Return the bytes that an MoE layer saves for 512 tokens per rank."""
     layer = MoELayer.build(MoEConfig(64, 96, RouterConfig(8, 2)), dist.group.WORLD, etp=etp, seed=0)
     x_TD = torch.randn(512, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     layer(x_TD)
@@ -209,18 +212,18 @@ def kept_by_experts(rank: int, world: int, etp: int) -> int:
 
 
 def test_ranks_that_share_experts_each_keep_all_of_their_rows() -> None:
-    """Against real ranks."""
+    """Compare with real ranks."""
     with RankPool(2) as pool:
         apart, shared = (sum(pool.run(kept_by_experts, etp, timeout=60)) for etp in (1, 2))
     shape = ModelShape("one", 1, 64, 4, 4, 16, 64, 8, 2, 96)
-    here = [worst(memory(shape, Mapping.parse(text, 2), Load(512, "fp32"), 2)) for text in ("ep=2", "etp=2")]
+    here = [fullest(memory(shape, Mapping.parse(text, 2), Workload(512, "fp32"), 2)) for text in ("ep=2", "etp=2")]
     assert 2 * (here[1].activations - here[0].activations) == pytest.approx(shared - apart, rel=0.05)
 
 
 def test_the_busiest_rank_keeps_its_rows_and_receives_them() -> None:
     mapping = Mapping.parse("ep=8", 8)
     even, uneven, capped = (
-        worst(memory(EVEN, mapping, Load(4096, imbalance=busy, capacity=capacity), 8))
+        fullest(memory(EVEN, mapping, Workload(4096, imbalance=busy, capacity=capacity), 8))
         for busy, capacity in ((1.0, None), (3.0, None), (3.0, 1.5))
     )
     rows = 4096 * EVEN.top_k * 2  # bytes of an element of all rows
@@ -231,15 +234,15 @@ def test_the_busiest_rank_keeps_its_rows_and_receives_them() -> None:
 
 
 def test_dispatchers_hold_what_they_gather_and_pass_on() -> None:
-    """Rows of one layer, beside those that experts keep."""
+    """Count the buffer rows of one layer, without those that experts save."""
     shape, row = replace(EVEN, top_k=6), 256 * 2
 
     def rows(dispatcher: str, ep: int, host: int | None = None, imbalance: float = 1.0) -> float:
         mapping = Mapping.parse(f"ep={ep}", 8, dispatcher=dispatcher)
         plain = replace(mapping, parallel=replace(mapping.parallel, ep=1), dispatcher="all_to_all")
-        load = Load(4096, imbalance=imbalance)
+        load = Workload(4096, imbalance=imbalance)
         held, none = (memory(shape, one, load, 8, host=host)[0].buffers for one in (mapping, plain))
-        return (held - none) / (4096 * row)  # of which nothing is dispatched
+        return (held - none) / (4096 * row)  # without dispatch
 
     assert rows("all_to_all", 8) == pytest.approx(2 * (6 + 6))
     assert rows("all_gather", 8) == pytest.approx((8 + 6) + (6 + 6)), "all tokens, picked rows; rows there and back"
@@ -254,13 +257,13 @@ def test_more_recomputing_and_sharding_take_less() -> None:
     mapping = Mapping.parse("tp=2,pp=4,ep=4", 64, sharding="replicate")
     recompute = [replace(mapping, recompute="selective"), replace(mapping, recompute="full")]
     for less in ([mapping, *recompute], [mapping, replace(mapping, sharding="zero1")]):
-        found = [worst(memory(EVEN, one, SEQ, 64)).total for one in less]
-        assert all(after < before for before, after in pairwise(found))
+        result = [fullest(memory(EVEN, one, SEQ, 64)).total for one in less]
+        assert all(after < before for before, after in pairwise(result))
 
 
 def test_zero3_scatters_gradients_that_would_accumulate() -> None:
     mapping = Mapping.parse("", 16, sharding="fsdp")
-    kept, scattered = (memory(EVEN, mapping, SEQ, 64, Policy(reshard=reshard))[0] for reshard in (False, True))
+    kept, scattered = (memory(EVEN, mapping, SEQ, 64, MemoryPolicy(reshard=reshard))[0] for reshard in (False, True))
     assert kept.gradients == 4 * EVEN.params
     assert scattered.gradients == pytest.approx(4 * EVEN.params / 16, rel=0.01)
     assert (scattered.weights, scattered.optimizer) == (kept.weights, kept.optimizer)
@@ -268,22 +271,24 @@ def test_zero3_scatters_gradients_that_would_accumulate() -> None:
 
 def test_shared_experts_are_whole_unless_they_are_to_be_cut() -> None:
     shape, mapping = replace(EVEN, shared_ffn=512), Mapping.parse("tp=4", 4, sharding="replicate")
-    whole, cut = (memory(shape, mapping, SEQ, 4, Policy(cut_shared=one))[0].parameters for one in (False, True))
+    whole, cut = (memory(shape, mapping, SEQ, 4, MemoryPolicy(cut_shared=one))[0].parameters for one in (False, True))
     assert whole - cut == 24 * 3 * 512 * 256 * 3 // 4
 
 
 def test_a_pipeline_under_zero3_gathers_two_layers_at_a_time() -> None:
     mapping = Mapping.parse("pp=4", 16, sharding="fsdp")
-    kept, scattered = (memory(EVEN, mapping, SEQ, 64, Policy(reshard=reshard))[1] for reshard in (False, True))
+    kept, scattered = (memory(EVEN, mapping, SEQ, 64, MemoryPolicy(reshard=reshard))[1] for reshard in (False, True))
     assert kept.weights == 3 * scattered.weights  # six layers a stage
     halves = replace(mapping, pipeline="zero_bubble")
-    assert memory(EVEN, halves, SEQ, 64, Policy(reshard=True))[1].weights == kept.weights, "torch keeps them for both"
+    assert memory(EVEN, halves, SEQ, 64, MemoryPolicy(reshard=True))[1].weights == kept.weights, (
+        "torch keeps them for both"
+    )
 
 
 def test_a_split_backward_that_does_not_fit_would_as_a_whole() -> None:
     shape, plain = model_named("mixtral-8x22b"), Mapping.parse("tp=2,pp=8,ep=8", 128)
     mapping = replace(plain, pipeline="dualpipev", virtual=2)
-    held = {one: worst(memory(shape, one, SEQ, 256)).total for one in (plain, mapping)}
+    held = {one: fullest(memory(shape, one, SEQ, 256)).total for one in (plain, mapping)}
     assert held[plain] < held[mapping]
     reserve = H100.memory_bytes - held[plain]
     changes = changes_that_fit(shape, mapping, SEQ, 256, H100, reserve=reserve)
@@ -321,28 +326,28 @@ def test_published_runs_that_ran_fit(model: str, text: str, gpus: int, recompute
 
 
 def test_what_does_not_fit_says_how_much_and_what_is_large() -> None:
-    found = held("llama3-8x70b", "", 256, sharding="fsdp")
-    assert found.missing == found.worst.total - found.available > 0
-    assert found.worst.largest == "activations"
-    assert "GiB too much" in str(found) and "activations" in str(found)
+    result = held("llama3-8x70b", "", 256, sharding="fsdp")
+    assert result.missing == result.fullest.total - result.available > 0
+    assert result.fullest.largest == "activations"
+    assert "GiB too much" in str(result) and "activations" in str(result)
     fine = held("mixtral-8x22b", "tp=2,pp=8,ep=8", 128)
     assert fine.missing == 0 and str(fine).startswith("fits")
     with pytest.raises(ConfigError, match="reserve"):
-        fits((fine.worst,), H100, H100.memory_bytes)
+        fits((fine.fullest,), H100, H100.memory_bytes)
 
 
 def test_single_changes_that_fit_change_one_thing_and_fit() -> None:
     shape, mapping = model_named("llama3-8x70b"), Mapping.parse("tp=8,ep=8", 256, coupled=True, recompute="full")
-    found: tuple[Change, ...] = changes_that_fit(shape, mapping, SEQ, 256, H100)
-    assert {change.what for change in found} >= {"sharding fsdp", "pp 2"}
-    for change in found:
+    result: tuple[MappingChange, ...] = changes_that_fit(shape, mapping, SEQ, 256, H100)
+    assert {change.what for change in result} >= {"sharding fsdp", "pp 2"}
+    for change in result:
         assert fits(memory(shape, change.mapping, SEQ, 256), H100) == change.fit
         assert change.fit
         assert change.mapping.parallel.world == 256
         before, after = vars(mapping), vars(change.mapping)
         assert sum(before[name] != after[name] for name in before) == 1
     # Eight key heads cannot be cut in 16, and a micro-batch of one sequence not at all.
-    assert not [change for change in found if change.what.startswith(("tp", "micro-batch"))]
+    assert not [change for change in result if change.what.startswith(("tp", "micro-batch"))]
     smaller = changes_that_fit(
         shape, replace(mapping, micro_batch=8, sharding="fsdp", recompute="none"), SEQ, 256, H100
     )
@@ -352,25 +357,25 @@ def test_single_changes_that_fit_change_one_thing_and_fit() -> None:
 def test_another_dispatcher_may_fit() -> None:
     shape, mapping = model_named("deepseek-v3"), Mapping.parse("ep=64", 64, dispatcher="hierarchical", recompute="full")
     least, most = (
-        worst(memory(shape, replace(mapping, dispatcher=one), SEQ, 64, host=8)).total
+        fullest(memory(shape, replace(mapping, dispatcher=one), SEQ, 64, host=8)).total
         for one in ("all_to_all", "hierarchical")
     )
     tight = replace(H100, memory_bytes=(least + most) // 2 + (4 << 30))
-    found = changes_that_fit(shape, mapping, SEQ, 64, tight, host=8)
-    (one,) = [change for change in found if change.what == "dispatcher all_to_all"]
+    result = changes_that_fit(shape, mapping, SEQ, 64, tight, host=8)
+    (one,) = [change for change in result if change.what == "dispatcher all_to_all"]
     assert one.fit and one.mapping == replace(mapping, dispatcher="all_to_all")
 
 
 def test_what_cannot_run_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="micro-batches"):
         memory(EVEN, Mapping.parse("pp=8", 8), SEQ, 4)
-    with pytest.raises(ConfigError, match="cannot be cut"):
+    with pytest.raises(ConfigError, match="cannot be divided"):
         memory(EVEN, Mapping.parse("", 8), SEQ, 9)
     with pytest.raises(ConfigError, match="cannot fill"):
         memory(EVEN, Mapping.parse("pp=32", 32), SEQ, 32)
 
 
-def test_experts_are_one_function_unless_transfers_go_on_beside_them() -> None:
+def test_experts_are_one_function_unless_transfers_overlap() -> None:
     def kept(overlap: str) -> float:
         mapping = Mapping.parse("pp=2,vpp=2,ep=2", 4, pipeline="zbv", overlap=overlap)
         return sum(one.buffers for one in memory(EVEN, mapping, SEQ, 8))

@@ -1,4 +1,4 @@
-"""Hosts that a token reaches: against every choice of experts counted one by one, and against routing at random."""
+"""Mean number of hosts that a token reaches, against enumeration of all choices and random routing."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def shape(experts: int, top_k: int, groups: int = 1, top_groups: int = 1, zero: 
 
 
 def host_of(shape: ModelShape, hosts: int) -> list[int]:
-    """Of each expert; -1 for those that compute nothing, which are nowhere."""
+    """Return the host of each expert; -1 for zero-computation experts."""
     ends = [shape.experts * host // hosts for host in range(hosts + 1)]
     where = [next(host for host in range(hosts) if one < ends[host + 1]) for one in range(shape.experts)]
     return where + [-1] * shape.zero_experts
 
 
 def counted(shape: ModelShape, hosts: int) -> float:
-    """The mean over all choices of groups and of experts in them."""
+    """Return the mean over all choices of groups and of experts in them."""
     where, size = host_of(shape, hosts), shape.experts // shape.groups
     zero = list(range(shape.experts, shape.experts + shape.zero_experts))
     reached = []
@@ -81,7 +81,7 @@ def test_limits() -> None:
     assert hosts_reached(one, 256) == pytest.approx(one.top_k), "an expert a host"
     assert hosts_reached(one, 8, 0.0) == 0
     plain, far = shape(512, 8), 8 * (1 - (1 - 1 / 8) ** 8)
-    assert hosts_reached(plain, 8) == pytest.approx(far, rel=0.01), "of many experts each is as if drawn anew"
+    assert hosts_reached(plain, 8) == pytest.approx(far, rel=0.01), "with many experts, choices are nearly independent"
 
 
 def test_more_choices_than_a_fraction_can_count() -> None:

@@ -1,4 +1,4 @@
-"""A model's shape costs what ``moe_comm.layers`` counts, block by block, and what is published about it."""
+"""Parameters and FLOPs of model shapes agree with ``moe_comm.layers``, block by block, and with published numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig
-from moe_comm.layers.moe.config import MoEConfig, ZeroExperts
-from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.moe.config import MoEConfig
+from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.plan.model.dense_models import DENSE
@@ -27,6 +27,7 @@ GQA = TransformerConfig(
     max_length=64,
 )
 LATENT = AttentionConfig(24, 6, 6, 8, mla=MLAConfig(10, 12, nope_dim=4, rope_dim=2, v_dim=6), bias=True)
+ZERO = replace(GQA.moe, router=RouterConfig(8, 3, zero_experts=ZeroExperts(identity=3, zero=1)))
 SHARED = MoEConfig(24, 20, RouterConfig(8, 3, linear_bias=True), expert_bias=True, shared_ffn=14, shared_gate=True)
 CONFIGS = {
     "gqa": GQA,
@@ -42,7 +43,7 @@ CONFIGS = {
     "shared": replace(GQA, moe=SHARED),
     "not gated": replace(GQA, moe=replace(SHARED, activation="gelu")),
     "shortcut": replace(GQA, shortcut=True, dense_layers=(0,), dense_ffn=40),
-    "zero experts": replace(GQA, moe=replace(GQA.moe, zero_experts=ZeroExperts(identity=3, zero=1))),
+    "zero experts": replace(GQA, moe=ZERO),
 }
 
 
@@ -56,7 +57,7 @@ PLACES = {
     "norm.": "norms",
     "dense.": "dense",
 }
-"""Part of a parameter's name -> its family; the first that the name has."""
+"""Part of a parameter's name -> its family. The first match counts."""
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -68,7 +69,7 @@ def test_parameters_are_those_of_the_layers(config: TransformerConfig) -> None:
     assert shape.params == built.total()
     active = shape.active_parameters()
     assert round(sum(active.values())) == shape.active
-    chosen = config.moe.router.top_k / config.moe.router.num_experts
+    chosen = config.moe.router.top_k / config.moe.router.num_choices
     assert active == pytest.approx({name: n * chosen if name == "experts" else n for name, n in built.items()})
 
 

@@ -1,4 +1,4 @@
-"""The page about a mapping in a browser: every panel draws, whatever the pipeline's length, and nothing is fetched."""
+"""The page about a mapping in a browser: all panels draw for any pipeline, without network access."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from moe_comm.plan.machine.hardware_table import cluster_named
 from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.pages.page_data import OPERATORS, PASSES, data_of
 from moe_comm.plan.pages.plan_page import panels, write_page
 from moe_comm.plan.pages.timeline import timeline
-from moe_comm.plan.search.question import Candidate, Question
+from moe_comm.plan.search.request import PlanCandidate, PlanRequest
 from moe_comm.plan.step.simulate import simulate
 from tests.browser import WIDTH, headless
 
@@ -24,26 +24,26 @@ pytest.importorskip("plotly", reason="needs the observe extra")
 MOST_BYTES = 5_000_000
 
 
-def question(name: str, gpus: int, batch: int) -> Question:
-    return Question(model_named(name), cluster_named("h100", gpus), Load(4096, capacity=1.0), batch)
+def request(name: str, gpus: int, batch: int) -> PlanRequest:
+    return PlanRequest(model_named(name), cluster_named("h100", gpus), Workload(4096, capacity=1.0), batch)
 
 
-def candidates(asked: Question, *mappings: str) -> list[Candidate]:
-    return [asked.candidate(Mapping.parse(one, asked.cluster.gpus, overlap="inter")) for one in mappings]
+def candidates(replays: PlanRequest, *mappings: str) -> list[PlanCandidate]:
+    return [replays.candidate(Mapping.parse(one, replays.cluster.gpus, overlap="inter")) for one in mappings]
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of one position without slow ranks and without a search; of 64 with both."""
     folder = tmp_path_factory.mktemp("pages")
-    asked = question("olmoe-1b-7b", 8, 16)
-    (one,) = candidates(asked, "ep=8")
-    write_page(asked, one, timeline(asked.model(one.mapping)), (), folder / "deep" / "short.html")
-    asked = question("deepseek-v3", 512, 2048)
-    found = candidates(asked, "pp=32,vpp=1,ep=16", "pp=16,ep=16", "tp=2,pp=16,ep=16")
-    model = asked.model(found[0].mapping)
+    replays = request("olmoe-1b-7b", 8, 16)
+    (one,) = candidates(replays, "ep=8")
+    write_page(replays, one, timeline(replays.model(one.mapping)), (), folder / "deep" / "short.html")
+    replays = request("deepseek-v3", 512, 2048)
+    result = candidates(replays, "pp=32,vpp=1,ep=16", "pp=16,ep=16", "tp=2,pp=16,ep=16")
+    model = replays.model(result[0].mapping)
     slow = simulate(model, {137: 1.5})
-    write_page(asked, found[0], timeline(model, most=20_000), found, folder / "long.html", slow)
+    write_page(replays, result[0], timeline(model, most=20_000), result, folder / "long.html", slow)
     return {"short": folder / "deep" / "short.html", "long": folder / "long.html"}
 
 
@@ -66,8 +66,8 @@ def test_every_panel_draws_and_nothing_is_fetched(browser: Any, pages: dict[str,
         ]
         for panel in names:
             assert run(marks, panel), f"{name}: {panel} is empty"
-            said = run("return document.getElementById(`chart-${arguments[0]}`).getAttribute('aria-label')", panel)
-            assert "series, from" in said
+            label = run("return document.getElementById(`chart-${arguments[0]}`).getAttribute('aria-label')", panel)
+            assert "series, from" in label
         assert run("return document.documentElement.scrollWidth") <= WIDTH, "nothing sticks out"
     for view, value in (("operators", "1"), ("ranks", "compute")):
         before = run("return JSON.stringify(document.getElementById(`chart-${arguments[0]}`).data)", view)
@@ -101,35 +101,35 @@ def test_a_page_is_small_and_tells_what_the_prediction_says(pages: dict[str, Pat
     for path in pages.values():
         assert path.stat().st_size < MOST_BYTES
     text = pages["long"].read_text()
-    asked = question("deepseek-v3", 512, 2048)
-    best, *others = candidates(asked, "pp=32,vpp=1,ep=16", "pp=16,ep=16", "tp=2,pp=16,ep=16")
+    replays = request("deepseek-v3", 512, 2048)
+    best, *others = candidates(replays, "pp=32,vpp=1,ep=16", "pp=16,ep=16", "tp=2,pp=16,ep=16")
     for one in (best, *others):
         assert f"<td>{one.step.seconds:.4g}</td>" in text and f"<td>{one.step.mfu:.1%}</td>" in text
     assert 'id="candidates"' in text and 'id="candidates"' not in pages["short"].read_text()
 
 
 def test_numbers_of_a_page_stay_few_and_add_up() -> None:
-    asked = question("deepseek-v3", 2048, 8192)
-    found = candidates(asked, "pp=32,ep=64", "pp=16,ep=64")
-    model = asked.model(found[0].mapping)
+    replays = request("deepseek-v3", 2048, 8192)
+    result = candidates(replays, "pp=32,ep=64", "pp=16,ep=64")
+    model = replays.model(result[0].mapping)
     line = timeline(model, most=50_000)
     slow = simulate(model, {3: 1.5})
-    data = data_of(asked, found[0], line, found, slow)
+    data = data_of(replays, result[0], line, result, slow)
     bars = data["step"]["bars"]
     total = sum(len(columns[0]) for columns in bars.values())
-    assert total <= PASSES + 8 * line.ranks and data["step"]["said"]
+    assert total <= PASSES + 8 * line.ranks and data["step"]["note"]
     assert sum(len(one["rows"][0]) for one in data["operators"]) <= OPERATORS
     passes = sum(sum(columns[5]) for columns in bars.values())
     assert passes == 2 * 32 * model.micro_batches, "joined ones count"
     ends = [begin + length for columns in bars.values() for begin, length in zip(columns[1], columns[2], strict=True)]
     assert max(ends) == pytest.approx(line.seconds, rel=1e-3)
     assert [sum(of) for of in zip(*data["time"]["causes"].values(), strict=True)] == pytest.approx(
-        [one.step.seconds for one in found], rel=1e-3
+        [one.step.seconds for one in result], rel=1e-3
     )
     held = [sum(of) for of in zip(*data["memory"]["terms"].values(), strict=True)]
-    assert max(held) == pytest.approx(found[0].fit.worst.total / 2**30, rel=1e-3)
+    assert max(held) == pytest.approx(result[0].fit.fullest.total / 2**30, rel=1e-3)
     sent = sum(sum(of) for of in data["links"]["links"].values())
-    assert sent == pytest.approx(sum(sum(links.values()) for links in found[0].step.sent.values()) / 1e9, rel=1e-3)
+    assert sent == pytest.approx(sum(sum(links.values()) for links in result[0].step.sent.values()) / 1e9, rel=1e-3)
     assert len(data["ranks"]["wait"]) == 32 and min(min(row) for row in data["ranks"]["wait"]) >= 0
     assert data["ranks"]["joined"] * len(data["ranks"]["wait"][0]) >= 2048 // 32
     assert len(json.dumps(data)) < 170_000

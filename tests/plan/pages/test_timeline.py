@@ -1,4 +1,4 @@
-"""The pieces of a predicted step: as long as the prediction, nothing twice on a stream, all of what operators take."""
+"""Slices of a predicted step: equal length, no overlap on a stream, and all operators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from moe_comm.plan.pages.timeline import STREAMS, Piece, Timeline, timeline
+from moe_comm.plan.pages.timeline import STREAMS, StepTimeline, TimelineSlice, timeline
 from moe_comm.plan.step.replay import replay
 from tests.plan.step.test_step import model
 
@@ -24,9 +24,9 @@ WAYS = [
 ]
 
 
-def streams(found: Timeline) -> dict[tuple[int, str], list[Piece]]:
-    every: dict[tuple[int, str], list[Piece]] = defaultdict(list)
-    for one in found.pieces:
+def streams(result: StepTimeline) -> dict[tuple[int, str], list[TimelineSlice]]:
+    every: dict[tuple[int, str], list[TimelineSlice]] = defaultdict(list)
+    for one in result.slices:
         every[one.rank, one.stream].append(one)
     return every
 
@@ -43,46 +43,46 @@ def test_a_timeline_is_as_long_as_the_prediction_and_no_stream_does_two_things_a
     mapping: str, way: dict[str, str]
 ) -> None:
     one = model("mixtral-8x7b", mapping, 64, batch=64, **way)
-    found = timeline(one)
-    assert found.seconds == pytest.approx(one.predict().seconds, rel=1e-9)
-    assert found.ranks == one.place.mapping.parallel.pp and found.cut == ""
-    for (rank, stream), pieces in streams(found).items():
-        assert 0 <= rank < found.ranks and stream in STREAMS
-        pieces = sorted(pieces, key=lambda piece: (piece.begin, piece.end))
-        assert all(piece.end >= piece.begin >= 0 for piece in pieces)
-        assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(pieces)), (rank, stream)
+    result = timeline(one)
+    assert result.seconds == pytest.approx(one.predict().seconds, rel=1e-9)
+    assert result.ranks == one.placed.mapping.parallel.pp and result.omitted == ""
+    for (rank, stream), slices in streams(result).items():
+        assert 0 <= rank < result.ranks and stream in STREAMS
+        slices = sorted(slices, key=lambda item: (item.begin, item.end))
+        assert all(item.end >= item.begin >= 0 for item in slices)
+        assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(slices)), (rank, stream)
 
 
 def test_every_operator_of_every_pass_is_there_and_inside_its_pass() -> None:
     one = model("mixtral-8x7b", "tp=2,pp=4,ep=8", 32, batch=16)
-    found = timeline(one)
+    result = timeline(one)
     for stage, passes in enumerate(one.stage_passes):
         for name, operations in (("forward", passes.forward), ("backward", passes.backward)):
-            (whole,) = [piece for piece in found.of(stage, "pass") if (piece.name, piece.micro_batch) == (name, 1)]
+            (whole,) = [item for item in result.of(stage, "pass") if (item.name, item.micro_batch) == (name, 1)]
             inside = [
-                piece
-                for piece in found.of(stage)
-                if (piece.stage, piece.micro_batch) == (stage, 1)
-                and whole.begin <= piece.begin < piece.end <= whole.end + 1e-12
-                and piece.stream not in ("pass", "stage", "stage back")
+                item
+                for item in result.of(stage)
+                if (item.stage, item.micro_batch) == (stage, 1)
+                and whole.begin <= item.begin < item.end <= whole.end + 1e-12
+                and item.stream not in ("pass", "stage", "stage back")
             ]
-            assert [piece.name for piece in inside] == [operation.name for operation in operations]
-            assert sum(piece.seconds for piece in inside) == pytest.approx(passes.seconds()[name == "backward"])
+            assert [item.name for item in inside] == [operation.name for operation in operations]
+            assert sum(item.seconds for item in inside) == pytest.approx(passes.seconds()[name == "backward"])
 
 
 def test_halves_of_a_backward_have_the_operators_of_their_own() -> None:
     one = model("mixtral-8x7b", "tp=2,pp=4,ep=8", 32, batch=16, pipeline="zbv")
-    found = timeline(one)
+    result = timeline(one)
     for rank, stage in ((0, 0), (2, 2), (1, 6)):
         passes = one.stage_passes[stage]
         for name, operations in (("input", passes.input), ("weight", passes.weight)):
-            (whole,) = [p for p in found.of(rank, "pass") if (p.name, p.stage, p.micro_batch) == (name, stage, 1)]
+            (whole,) = [p for p in result.of(rank, "pass") if (p.name, p.stage, p.micro_batch) == (name, stage, 1)]
             inside = [
-                piece.name
-                for piece in found.of(rank)
-                if (piece.stage, piece.micro_batch) == (stage, 1)
-                and whole.begin <= piece.begin < piece.end <= whole.end + 1e-12
-                and piece.stream not in ("pass", "stage", "stage back")
+                item.name
+                for item in result.of(rank)
+                if (item.stage, item.micro_batch) == (stage, 1)
+                and whole.begin <= item.begin < item.end <= whole.end + 1e-12
+                and item.stream not in ("pass", "stage", "stage back")
             ]
             assert inside == [operation.name for operation in operations]
 
@@ -91,51 +91,51 @@ def test_passes_are_those_of_the_replay_and_the_optimizer_is_behind_them() -> No
     one = model("mixtral-8x7b", "tp=2,pp=4,ep=4", 32, batch=16)
     order, plan, seconds = one.pipeline()
     times = replay(plan, seconds)
-    found = timeline(one)
-    passes = [piece for piece in found.pieces if piece.stream == "pass"]
-    assert [piece.begin for piece in passes] == times.begin[: len(order)].tolist()
+    result = timeline(one)
+    passes = [item for item in result.slices if item.stream == "pass"]
+    assert [item.begin for item in passes] == times.begin[: len(order)].tolist()
     for rank in range(4):
-        *_, last = sorted(found.of(rank, "pass"), key=lambda piece: piece.end)
-        behind = [piece for piece in found.of(rank) if piece.stage < 0]
-        names = [piece.name for piece in behind]
+        *_, last = sorted(result.of(rank, "pass"), key=lambda item: item.end)
+        behind = [item for item in result.of(rank) if item.stage < 0]
+        names = [item.name for item in behind]
         assert names == ["dense gradients", "expert gradients", "optimizer", "dense weights", "expert weights"]
-        assert all(piece.begin >= last.end - 1e-12 for piece in behind)
+        assert all(item.begin >= last.end - 1e-12 for item in behind)
 
 
-def test_neighbours_send_beside_passes_or_the_receiver_waits() -> None:
+def test_transfers_overlap_with_passes_or_the_receiver_waits() -> None:
     for overlap, rank, names in (
         ("none", 0, {"stage back": {"receive gradients"}}),
         ("none", 3, {"stage": {"receive activations"}}),
         ("inter", 0, {"stage": {"send activations"}}),
         ("inter", 1, {"stage": {"send activations"}, "stage back": {"send gradients"}}),
     ):
-        found = streams(timeline(model("mixtral-8x7b", "tp=2,pp=4,ep=8", 32, batch=16, overlap=overlap)))
-        told = {stream: {piece.name for piece in found.get((rank, stream), ())} for stream in ("stage", "stage back")}
+        result = streams(timeline(model("mixtral-8x7b", "tp=2,pp=4,ep=8", 32, batch=16, overlap=overlap)))
+        told = {stream: {item.name for item in result.get((rank, stream), ())} for stream in ("stage", "stage back")}
         assert {stream: some for stream, some in told.items() if some} == names
 
 
 @pytest.mark.parametrize("overlap", ["inter", "all"])
-def test_transfers_that_are_hidden_lie_beside_what_computes(overlap: str) -> None:
+def test_hidden_transfers_overlap_with_compute(overlap: str) -> None:
     one = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32, batch=16, overlap=overlap)
-    found = timeline(one)
+    result = timeline(one)
     operations = [each for way in (one.stage_passes[0].forward, one.stage_passes[0].backward) for each in way]
     hidden = sum(each.hidden for each in operations)
     moved = sum(each.seconds for each in operations if each.kind == "transfer")
-    mine = [piece for piece in found.of(0) if piece.micro_batch == 0]
-    computes = [piece for piece in mine if piece.stream == "compute"]
+    mine = [item for item in result.of(0) if item.micro_batch == 0]
+    computes = [item for item in mine if item.stream == "compute"]
     beside = 0.0
-    for piece in mine:
-        if piece.stream not in ("pass", "compute", "stage", "stage back"):
-            beside += sum(max(0.0, min(piece.end, c.end) - max(piece.begin, c.begin)) for c in computes)
-    assert 0 < 0.9 * hidden <= beside <= moved * (1 + 1e-9), "what comes first has little to hide behind"
+    for item in mine:
+        if item.stream not in ("pass", "compute", "stage", "stage back"):
+            beside += sum(max(0.0, min(item.end, c.end) - max(item.begin, c.begin)) for c in computes)
+    assert 0 < 0.9 * hidden <= beside <= moved * (1 + 1e-9), "transfers at the begin of a pass overlap little"
 
 
-def test_of_many_micro_batches_only_the_first_are_cut_into_operators_and_that_is_said() -> None:
+def test_only_the_first_of_many_micro_batches_are_divided_into_operators() -> None:
     one = model("mixtral-8x7b", "tp=2,pp=4,ep=8", 32, batch=256)
-    found = timeline(one, most=10_000)
-    assert len(found.pieces) <= 10_000
-    assert found.seconds == pytest.approx(one.predict().seconds, rel=1e-9)
-    cut = {piece.micro_batch for piece in found.pieces if piece.stream == "compute" and piece.micro_batch >= 0}
+    result = timeline(one, most=10_000)
+    assert len(result.slices) <= 10_000
+    assert result.seconds == pytest.approx(one.predict().seconds, rel=1e-9)
+    cut = {item.micro_batch for item in result.slices if item.stream == "compute" and item.micro_batch >= 0}
     assert cut == set(range(len(cut))) and 0 < len(cut) < one.micro_batches
-    assert found.cut == f"operators are shown for the first {len(cut)} of {one.micro_batches} micro-batches"
-    assert {piece.micro_batch for piece in found.pieces if piece.stream == "pass"} == set(range(one.micro_batches))
+    assert result.omitted == f"operators are shown for the first {len(cut)} of {one.micro_batches} micro-batches"
+    assert {item.micro_batch for item in result.slices if item.stream == "pass"} == set(range(one.micro_batches))

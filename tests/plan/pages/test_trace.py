@@ -1,4 +1,4 @@
-"""A predicted step as a Perfetto trace, as Perfetto's own trace processor reads it."""
+"""The Perfetto trace of a predicted step, read by Perfetto's trace processor."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ONE = {
 
 
 @pytest.mark.parametrize("overlap", ONE)
-def test_every_piece_is_on_its_stream_and_arrows_lead_from_position_to_position(overlap: str, tmp_path: Path) -> None:
+def test_every_slice_is_on_its_stream_and_arrows_connect_positions(overlap: str, tmp_path: Path) -> None:
     timeline_ = ONE[overlap]
     write_trace(timeline_, tmp_path / "deep" / "step.perfetto-trace")
-    found = decode((tmp_path / "deep" / "step.perfetto-trace").read_bytes())
-    assert len(found) == len(timeline_.pieces)
-    assert {one.process for one in found} == {f"position {rank}" for rank in range(4)}
-    for read in (one for one in found if one.name == "dispatch"):
+    result = decode((tmp_path / "deep" / "step.perfetto-trace").read_bytes())
+    assert len(result) == len(timeline_.slices)
+    assert {one.process for one in result} == {f"position {rank}" for rank in range(4)}
+    for read in (one for one in result if one.name == "dispatch"):
         assert read.track == "dispatch" and set(read.args) == {"stage", "micro-batch"}
-    assert {one.track for one in found if one.name == "qkv"} == {"compute"}
-    assert {one.depth for one in found if one.name == "qkv"} == {1}
-    assert max(one.end for one in found) == round(timeline_.seconds * 1e9)
-    sources = {flow: one for one in found for flow in one.flows}
-    targets = {flow: one for one in found for flow in one.ends}
+    assert {one.track for one in result if one.name == "qkv"} == {"compute"}
+    assert {one.depth for one in result if one.name == "qkv"} == {1}
+    assert max(one.end for one in result) == round(timeline_.seconds * 1e9)
+    sources = {flow: one for one in result for flow in one.flows}
+    targets = {flow: one for one in result for flow in one.ends}
     assert sources.keys() == targets.keys() and len(sources) == 2 * 3 * 4, "each micro-batch to each neighbour"
     for flow, source in sources.items():
         target = targets[flow]

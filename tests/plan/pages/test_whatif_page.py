@@ -1,4 +1,4 @@
-"""The page about stragglers: it has what was found, and draws it in a browser without fetching anything."""
+"""The page about stragglers: its data, and its panels in a browser without network access."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.plan.whatif.test_run_trace import Clock, meet
 
 HOSTILE = "<img src=x onerror=window.hacked=1></script>"
 SLOW = 5
-"""Rank of place pp 1, dp 0, tp 1."""
+"""The rank with coordinates pp 1, dp 0, tp 1."""
 
 
 @pytest.fixture(scope="module")
-def found() -> WhatIf:
+def result() -> WhatIf:
     """Eight ranks, two stages with two of tp and two of dp each; one of them is slow."""
     spans = []
     for step in (1, 2, 3):
@@ -39,39 +39,39 @@ def found() -> WhatIf:
     return what_if(trace.graph, trace.even_N)
 
 
-def test_the_cell_of_the_slow_rank_is_the_slow_one(found: WhatIf) -> None:
-    single = rank_heat(found)
+def test_the_cell_of_the_slow_rank_is_the_slow_one(result: WhatIf) -> None:
+    single = rank_heat(result)
     assert single is not None
     assert single.rows == ("pp 0, tp 0", "pp 0, tp 1", "pp 1, tp 0", "pp 1, tp 1") and single.columns == (
         "dp 0",
         "dp 1",
     )
     assert single.slowdown.argmax() == 3 * 2 + 0
-    assert stage_heat(found).slowdown.argmax() == 2, "pp 1, dp 0"
-    assert max(found.by_group["tp"], key=lambda group: found.by_group["tp"][group]) == (4, 5)
-    assert max(found.by_group["ep"], key=lambda group: found.by_group["ep"][group]) == (4, 5, 6, 7)
-    assert found.worst_ranks == (SLOW,)
+    assert stage_heat(result).slowdown.argmax() == 2, "pp 1, dp 0"
+    assert max(result.by_group["tp"], key=lambda group: result.by_group["tp"][group]) == (4, 5)
+    assert max(result.by_group["ep"], key=lambda group: result.by_group["ep"][group]) == (4, 5, 6, 7)
+    assert result.worst_ranks == (SLOW,)
 
 
-def test_a_map_in_text_is_cut_where_it_would_be_too_large(found: WhatIf) -> None:
-    lines = text(found).splitlines()
+def test_a_map_in_text_is_cut_where_it_would_be_too_large(result: WhatIf) -> None:
+    lines = text(result).splitlines()
     at = lines.index("slowdown by worker")
     assert len(lines) == at + 6 and lines[at + 5].startswith("pp 1, tp 1") and "▓" in lines[at + 5]
     many = tuple(
-        replace(found.ranks[0], rank=rank, places={"pp": 0, "dp": rank // 20, "tp": rank % 20}) for rank in range(400)
+        replace(result.ranks[0], rank=rank, places={"pp": 0, "dp": rank // 20, "tp": rank % 20}) for rank in range(400)
     )
-    wide = replace(found, ranks=many, worker_DP=np.ones((20, 1)))
+    wide = replace(result, ranks=many, worker_DP=np.ones((20, 1)))
     lines = text(wide).splitlines()
     assert lines[-1] == "the first of 20 x 20; --page shows all" and len(lines[-2]) < 160
 
 
-def test_the_page_has_what_was_found_and_no_nan(found: WhatIf) -> None:
-    data = page_data(replace(found, even_S=found.even_S * np.nan, mended_workers=float("nan")))
+def test_the_page_has_what_was_found_and_no_nan(result: WhatIf) -> None:
+    data = page_data(replace(result, even_S=result.even_S * np.nan, slowest_ranks_share=float("nan")))
     json.dumps(data, allow_nan=False)
     assert [one["name"] for one in data["heats"]] == ["every rank", "data-parallel rank by pipeline stage"]
     assert [one["name"] for one in data["places"]] == ["pp", "dp", "tp", "ep", "tp group", "ep group", "rank"]
     assert data["routing"] == data["even_ms"] == [None, None, None]
-    assert data["slowdown"] == pytest.approx([found.slowdown] * 3)
+    assert data["slowdown"] == pytest.approx([result.slowdown] * 3)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield driver
 
 
-def test_every_panel_draws_and_nothing_is_fetched(browser: Any, found: WhatIf, tmp_path: Path) -> None:
+def test_every_panel_draws_and_nothing_is_fetched(browser: Any, result: WhatIf, tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="needs the observe extra")
     page = tmp_path / "deep" / "page.html"
-    write_page(found, page, HOSTILE)
+    write_page(result, page, HOSTILE)
     browser.get(page.as_uri())
     run = browser.execute_script
     assert run("return document.documentElement.dataset.ready") == "yes"
@@ -94,7 +94,7 @@ def test_every_panel_draws_and_nothing_is_fetched(browser: Any, found: WhatIf, t
         assert "series" in label and label.startswith(("Slowdown", "Time"))
     assert run("return document.documentElement.scrollWidth") <= 1280, "nothing sticks out"
     heat = "return document.getElementById('chart-workers').data[0].z"
-    assert run(heat)[3][0] == pytest.approx(max(worker.slowdown for worker in found.ranks))
+    assert run(heat)[3][0] == pytest.approx(max(worker.slowdown for worker in result.ranks))
     choose = (
         "const e = document.getElementById(arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('change'))"
     )

@@ -1,24 +1,26 @@
-"""A line that says why a mapping is slower: the largest causes, what is saved, and memory that is nearly full."""
+"""Explanations of slower mappings: the largest causes, savings, and memory that is nearly full."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from moe_comm.plan.model.mapping import Mapping
-from moe_comm.plan.model.memory import RankMemory
+from moe_comm.plan.model.memory import PositionMemory
 from moe_comm.plan.search.explain import why_slower
 from moe_comm.plan.search.fit import Fit
-from moe_comm.plan.search.question import Candidate
-from moe_comm.plan.step.step import Step
+from moe_comm.plan.search.request import PlanCandidate
+from moe_comm.plan.step.step import StepPrediction
 from moe_comm.topology import ParallelConfig
 
 GIB = 1 << 30
 
 
-def candidate(used: int = 10, **seconds: float) -> Candidate:
+def candidate(used: int = 10, **seconds: float) -> PlanCandidate:
     named = {name.replace("_", " "): value for name, value in seconds.items()}
-    step = Step(sum(named.values()), 1, 1, 1.0, 1.0, named)
-    return Candidate(Mapping(ParallelConfig()), step, Fit(RankMemory(0, 1, used * GIB, 0, 0, 0, 0, 0), 80 * GIB))
+    step = StepPrediction(sum(named.values()), 1, 1, 1.0, 1.0, named)
+    return PlanCandidate(
+        Mapping(ParallelConfig()), step, Fit(PositionMemory(0, 1, used * GIB, 0, 0, 0, 0, 0), 80 * GIB)
+    )
 
 
 BEST = candidate(products=4.0, pipeline=0.5, dispatch=0.3, combine=0.3, attention_gather=0.4)
@@ -26,11 +28,11 @@ BEST = candidate(products=4.0, pipeline=0.5, dispatch=0.3, combine=0.3, attentio
 
 def test_the_two_largest_causes_and_what_is_saved() -> None:
     other = candidate(products=4.0, pipeline=0.92, dispatch=0.36, combine=0.34, attention_gather=0.2)
-    told = "+0.42 s pipeline bubble, +0.10 s dispatch and combine; saves 0.20 s attention's gathers and scatters"
-    assert why_slower(BEST, other) == told
+    expected = "+0.42 s pipeline bubble, +0.10 s dispatch and combine; saves 0.20 s attention's gathers and scatters"
+    assert why_slower(BEST, other) == expected
 
 
-def test_one_cause_is_told_alone_if_it_is_nearly_all() -> None:
+def test_one_cause_is_reported_alone_if_it_is_nearly_all() -> None:
     other = candidate(products=5.0, pipeline=0.6, dispatch=0.3, combine=0.3, attention_gather=0.4)
     assert why_slower(BEST, other) == "+1.00 s products"
 
@@ -40,17 +42,17 @@ def test_causes_that_only_one_of_them_has_count() -> None:
     assert why_slower(BEST, other) == "+0.90 s gradient sums; saves 0.40 s attention's gathers and scatters"
 
 
-def test_small_steps_are_told_in_small_units() -> None:
+def test_small_steps_are_reported_in_small_units() -> None:
     one, other = candidate(products=1e-3, pipeline=1e-4), candidate(products=1e-3, pipeline=1.5e-3)
     assert why_slower(one, other) == "+1.40 ms pipeline bubble"
     assert why_slower(one, candidate(products=1.02e-3, pipeline=1e-4)) == "+20.0 us products"
 
 
-def test_memory_is_told_if_it_is_close_or_too_little() -> None:
+def test_memory_is_reported_if_it_is_close_or_insufficient() -> None:
     slower = candidate(used=78, products=4.5, pipeline=0.5, dispatch=0.3, combine=0.3, attention_gather=0.4)
     assert why_slower(BEST, slower) == "+0.50 s products; fills 98% of memory"
     assert why_slower(BEST, replace(slower, fit=replace(slower.fit, available=70 * GIB))).endswith("; lacks 8.0 GiB")
 
 
-def test_equals_are_told_to_be_equal() -> None:
-    assert why_slower(BEST, BEST) == "the same to within rounding"
+def test_equal_steps_are_reported_as_equal() -> None:
+    assert why_slower(BEST, BEST) == "equal up to rounding"

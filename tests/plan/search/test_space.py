@@ -1,4 +1,4 @@
-"""The space of a search: every mapping in it can run, odd numbers of accelerators have some, and nothing is twice."""
+"""The search space: all mappings can run, numbers of accelerators need not be powers of two, no duplicates."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import pytest
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware_table import cluster_named
 from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.model.memory import memory
 from moe_comm.plan.pipeline.schedules import check_micro_batches
 from moe_comm.plan.pipeline.stages import plan_stages
-from moe_comm.plan.search.fit import changes_that_fit, divisors, fits, suits
-from moe_comm.plan.search.question import Question
-from moe_comm.plan.search.space import SCHEDULES, Space
+from moe_comm.plan.search.fit import changes_that_fit, divisors, fits, indivisible
+from moe_comm.plan.search.request import PlanRequest
+from moe_comm.plan.search.space import SCHEDULES, SearchSpace
 
 
-def question(name: str, gpus: int, batch: int, seq: int = 4096, host: int = 8) -> Question:
-    return Question(model_named(name), cluster_named("h100", gpus, host), Load(seq), batch)
+def request(name: str, gpus: int, batch: int, seq: int = 4096, host: int = 8) -> PlanRequest:
+    return PlanRequest(model_named(name), cluster_named("h100", gpus, host), Workload(seq), batch)
 
 
-ONE = Space(recompute=("none",), sharding=("zero1",))
+ONE = SearchSpace(recompute=("none",), sharding=("zero1",))
 
 
 @pytest.mark.parametrize(
@@ -32,84 +32,84 @@ ONE = Space(recompute=("none",), sharding=("zero1",))
     [("mixtral-8x7b", 6, 48, 8), ("olmoe-1b-7b", 12, 24, 6), ("qwen3-30b-a3b", 16, 32, 4), ("mixtral-8x22b", 5, 10, 8)],
 )
 def test_all_mappings_can_run_and_none_is_twice(name: str, gpus: int, batch: int, host: int) -> None:
-    asked = question(name, gpus, batch, host=host)
-    found = list(ONE.candidates(asked))
-    assert found and len(set(found)) == len(found)
-    for mapping in found[:: max(1, len(found) // 15)]:
-        p, shape = mapping.parallel, asked.shape
-        assert p.world == gpus and suits(shape, p, asked.load) is None and shape.experts % p.ep == 0
+    replays = request(name, gpus, batch, host=host)
+    result = list(ONE.candidates(replays))
+    assert result and len(set(result)) == len(result)
+    for mapping in result[:: max(1, len(result) // 15)]:
+        p, shape = mapping.parallel, replays.shape
+        assert p.world == gpus and indivisible(shape, p, replays.load) is None and shape.experts % p.ep == 0
         assert host % p.tp == 0 or (gpus % p.tp == 0 and gpus <= host)
-        assert asked.candidate(mapping).step.seconds > 0  # raises if it cannot
+        assert replays.candidate(mapping).step.seconds > 0  # raises if it cannot
 
 
 def test_degrees_are_not_only_powers_of_two() -> None:
-    found = {p.pp for p in ONE.degrees(question("megascale-moe-352b", 240, 720))}
-    assert {1, 3, 5, 10, 15, 30} <= found
-    assert 7 not in found
-    six = {(p.tp, p.pp) for p in ONE.degrees(question("mixtral-8x7b", 6, 48))}
+    result = {p.pp for p in ONE.degrees(request("megascale-moe-352b", 240, 720))}
+    assert {1, 3, 5, 10, 15, 30} <= result
+    assert 7 not in result
+    six = {(p.tp, p.pp) for p in ONE.degrees(request("mixtral-8x7b", 6, 48))}
     assert (2, 3) in six and not any(tp == 3 for tp, _ in six)  # 8 key heads
 
 
 def test_without_folding_experts_lie_inside_data_parallelism() -> None:
-    asked = question("mixtral-8x7b", 16, 64)
-    coupled = list(replace(ONE, folded=False).degrees(asked))
+    replays = request("mixtral-8x7b", 16, 64)
+    coupled = list(replace(ONE, folded=False).degrees(replays))
     assert coupled and all(p.etp == p.tp and p.dp % p.ep == 0 for p in coupled)
-    assert set(coupled) < set(ONE.degrees(asked))
+    assert set(coupled) < set(ONE.degrees(replays))
 
 
 def test_tensors_stay_inside_a_host_and_sequences_leave_it_only_if_they_may() -> None:
-    asked = question("mixtral-8x7b", 16, 64, host=4)
-    narrow, wide = list(ONE.degrees(asked)), list(replace(ONE, wide=True).degrees(asked))
+    replays = request("mixtral-8x7b", 16, 64, host=4)
+    narrow, wide = list(ONE.degrees(replays)), list(replace(ONE, wide=True).degrees(replays))
     assert max(p.tp for p in wide) == max(p.etp for p in wide) == 4
     assert max(p.tp * p.cp for p in narrow) == 4 < max(p.tp * p.cp for p in wide)
     refused: Counter[str] = Counter()
-    list(ONE.degrees(asked, refused))
-    assert refused["cp would leave a host"]
+    list(ONE.degrees(replays, refused))
+    assert refused["cp would exceed a host"]
 
 
 def test_choices_can_be_fixed() -> None:
-    asked = question("mixtral-8x7b", 8, 32)
-    space = Space.of(micro_batch=2, recompute="full", sharding=None, overlap="all", virtual=2)
-    found = list(space.candidates(asked))
-    assert {(one.micro_batch, one.recompute, one.overlap, one.virtual) for one in found} == {(2, "full", "all", 2)}
-    assert {one.sharding for one in found} == {"replicate", "zero1", "fsdp"}
+    replays = request("mixtral-8x7b", 8, 32)
+    space = SearchSpace.of(micro_batch=2, recompute="full", sharding=None, overlap="all", virtual=2)
+    result = list(space.candidates(replays))
+    assert {(one.micro_batch, one.recompute, one.overlap, one.virtual) for one in result} == {(2, "full", "all", 2)}
+    assert {one.sharding for one in result} == {"replicate", "zero1", "fsdp"}
     for settings in ({"recompute": "some"}, {"micro_batch": 0}, {"tp": 2}, {"overlap": ()}):
         with pytest.raises(ConfigError):
-            Space.of(**settings)
+            SearchSpace.of(**settings)
 
 
 def test_schedules_are_those_that_the_trainer_runs_and_can_be_fixed() -> None:
-    asked = question("mixtral-8x7b", 16, 48)
+    replays = request("mixtral-8x7b", 16, 48)
     space = replace(ONE, micro_batches=(1, 2))
-    every = {name: set(replace(space, schedule=(name,)).candidates(asked)) for name in SCHEDULES}
-    assert set().union(*every.values()) - every["gpipe"] <= set(space.candidates(asked))
-    layers = asked.shape.layers
-    for name, found in every.items():
-        piped = {one for one in found if one.parallel.pp > 1}
+    every = {name: set(replace(space, schedule=(name,)).candidates(replays)) for name in SCHEDULES}
+    assert set().union(*every.values()) - every["gpipe"] <= set(space.candidates(replays))
+    layers = replays.shape.layers
+    for name, result in every.items():
+        piped = {one for one in result if one.parallel.pp > 1}
         assert piped and {one.schedule for one in piped} == {name}
         for one in piped:
             plan_stages(layers, one.parallel.pp, name, virtual=one.virtual)
             check_micro_batches(name, one.parallel.pp, one.micro_batches(48))
-    assert not {one for one in space.candidates(asked) if one.schedule == "gpipe"}
-    short = question("mixtral-8x7b", 16, 16)  # 4 micro-batches for 8 ranks: not enough for 1f1b
+    assert not {one for one in space.candidates(replays) if one.schedule == "gpipe"}
+    short = request("mixtral-8x7b", 16, 16)  # 4 micro-batches for 8 ranks: not enough for 1f1b
     few = {one.schedule for one in space.candidates(short) if one.micro_batches(16) < one.parallel.pp}
     assert few and not few & {"1f1b", "dualpipev"}
     with pytest.raises(ConfigError, match="schedule must be"):
-        Space.of(schedule="1f2b")
+        SearchSpace.of(schedule="1f2b")
 
 
 def test_dispatchers_are_tried_where_they_can_run_and_can_be_faster() -> None:
-    asked = question("deepseek-v3", 64, 128)
+    replays = request("deepseek-v3", 64, 128)
     seen = {}
-    for p in ONE.degrees(asked):
-        found = ONE.dispatchers(asked, p)
-        assert found[0] == "all_to_all" and len(set(found)) == len(found)
-        assert found == ("all_to_all",) or p.ep * p.etp > 1
-        assert "hierarchical" not in found or (p.ep * p.etp > 8 and p.etp < 8)
-        assert "all_gather" not in found or (p.ep, p.etp) != (8, 1), "as many ranks of a host as a token has experts"
-        seen[p.ep, p.etp] = found
+    for p in ONE.degrees(replays):
+        result = ONE.dispatchers(replays, p)
+        assert result[0] == "all_to_all" and len(set(result)) == len(result)
+        assert result == ("all_to_all",) or p.ep * p.etp > 1
+        assert "hierarchical" not in result or (p.ep * p.etp > 8 and p.etp < 8)
+        assert "all_gather" not in result or (p.ep, p.etp) != (8, 1), "as many ranks of a host as a token has experts"
+        seen[p.ep, p.etp] = result
     assert seen[2, 1] == ("all_to_all", "all_gather") and seen[64, 1] == ("all_to_all", "hierarchical")
-    coarse = question("hunyuan-large", 16, 32)
+    coarse = request("hunyuan-large", 16, 32)
     assert {ONE.dispatchers(coarse, p) for p in ONE.degrees(coarse)} == {("all_to_all",)}, "one expert a token"
     only = replace(ONE, dispatcher=("hierarchical",))
     assert {one.dispatcher for one in only.candidates(coarse)} == {"hierarchical"}, "as it was asked for"
@@ -121,11 +121,11 @@ def test_divisors() -> None:
 
 
 def test_two_changes_are_proposed_where_one_does_not_do() -> None:
-    shape, load, h100 = model_named("mixtral-8x22b"), Load(4096), cluster_named("h100").accelerator
+    shape, load, h100 = model_named("mixtral-8x22b"), Workload(4096), cluster_named("h100").accelerator
     mapping = Mapping.parse("ep=8", 64, micro_batch=2, sharding="replicate")
-    found = changes_that_fit(shape, mapping, load, 256, h100, host=8)
-    assert found
-    for change in found:
+    result = changes_that_fit(shape, mapping, load, 256, h100, host=8)
+    assert result
+    for change in result:
         assert " and " in change.what and change.fit
         assert change.fit == fits(memory(shape, change.mapping, load, 256), h100)
         assert 8 % change.mapping.parallel.tp == 0

@@ -1,5 +1,4 @@
-"""Operators of a layer: their FLOPs are the model's, their bytes those of the published formulas, and only what moves
-or grows with a mapping does."""
+"""Operators of a layer: FLOPs equal the model's, bytes equal the published formulas."""
 
 from __future__ import annotations
 
@@ -11,18 +10,18 @@ import pytest
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware_table import cluster_named
 from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import Mapping, Place
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import Mapping, PlacedMapping
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.step.operators import Operation, Operators, Pass
+from moe_comm.plan.step.operators import BlockOperations, Operation, Operators
 
 SEQ = 4096
 
 
 def operators(model: str | ModelShape, mapping: str, gpus: int = 8, **load: object) -> Operators:
     shape = model_named(model) if isinstance(model, str) else model
-    place = Place(Mapping.parse(mapping, gpus), cluster_named("h100", gpus))
-    return Operators(shape, place, Load(**{"seq_len": SEQ, **load}))  # type: ignore[arg-type]
+    placed = PlacedMapping(Mapping.parse(mapping, gpus), cluster_named("h100", gpus))
+    return Operators(shape, placed, Workload(**{"seq_len": SEQ, **load}))  # type: ignore[arg-type]
 
 
 def named(way: Iterable[Operation], part: str) -> list[Operation]:
@@ -36,16 +35,16 @@ def layer_flops(shape: ModelShape, kind: str) -> float:
 @pytest.mark.parametrize("model", ["mixtral-8x22b", "qwen2-57b-a14b", "deepseek-v3", "longcat-flash"])
 @pytest.mark.parametrize("mapping", ["", "tp=2,ep=8", "tp=2,cp=2,ep=4,etp=2", "tp=4,ep=2,etp=4"])
 def test_products_are_the_models_whatever_the_mapping(model: str, mapping: str) -> None:
-    found = operators(model, mapping)
-    shape, p = found.shape, found.place.mapping.parallel
+    result = operators(model, mapping)
+    shape, p = result.shape, result.placed.mapping.parallel
     for kind in ("moe", "dense") if shape.dense_layers else ("moe",):
-        layer = found.layer(kind)  # type: ignore[arg-type]
+        layer = result.layer(kind)  # type: ignore[arg-type]
         here = sum(one.flops for one in layer.forward)
         # The router and latent down-projections are done by every tensor-parallel rank: more than its share.
         share = layer_flops(shape, kind) * SEQ / (p.cp * p.tp)
         assert share * (1 - 1e-9) <= here <= share * (1.03 if p.tp == 1 or shape.latent is None else 1.2)
         assert sum(one.flops for one in layer.backward) == pytest.approx(2 * here)
-    head = found.head()
+    head = result.head()
     assert sum(one.flops for one in head.forward) == pytest.approx(2 * SEQ / p.cp * shape.vocab * shape.hidden / p.tp)
 
 
@@ -85,8 +84,8 @@ def test_volumes_are_those_of_the_published_formulas(n: int) -> None:
 
 
 def test_one_rank_moves_nothing() -> None:
-    found = operators("qwen3-30b-a3b", "", 1)
-    for layer in (found.layer("moe"), found.head(), found.embedding()):
+    result = operators("qwen3-30b-a3b", "", 1)
+    for layer in (result.layer("moe"), result.head(), result.embedding()):
         assert layer.seconds("transfer") == (0, 0) and min(layer.seconds()) > 0
 
 
@@ -115,11 +114,11 @@ def test_backward_moves_what_forward_does_and_gathers_once_more_for_weights() ->
 
 
 def test_a_busy_rank_takes_longer_up_to_the_capacity() -> None:
-    def experts(**load: object) -> Pass:
+    def experts(**load: object) -> BlockOperations:
         return operators("mixtral-8x7b", "ep=8", **load).experts()
 
-    def rows(found: Pass) -> float:
-        return named(found.forward, "experts up")[0].flops
+    def rows(result: BlockOperations) -> float:
+        return named(result.forward, "experts up")[0].flops
 
     even, skewed = experts(), experts(imbalance=1.5)
     assert rows(skewed) == pytest.approx(1.5 * rows(even))
@@ -131,8 +130,8 @@ def test_a_busy_rank_takes_longer_up_to_the_capacity() -> None:
 
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_no_rank_can_have_more_than_all_rows(ep: int) -> None:
-    assert Load(128, imbalance=3.0).busiest(ep) == min(3.0, ep)
-    assert Load(128, imbalance=1e300, capacity=1.5).busiest(ep) == min(1.5, ep)
+    assert Workload(128, imbalance=3.0).busiest(ep) == min(3.0, ep)
+    assert Workload(128, imbalance=1e300, capacity=1.5).busiest(ep) == min(1.5, ep)
 
 
 def test_experts_are_cut_or_whole_at_the_same_flops() -> None:
@@ -144,32 +143,32 @@ def test_experts_are_cut_or_whole_at_the_same_flops() -> None:
 @pytest.mark.parametrize("load", [{"seq_len": 0}, {"dtype": "int8"}, {"imbalance": 0.5}, {"capacity": 0.0}])
 def test_a_load_that_cannot_be_is_refused(load: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
-        Load(**{"seq_len": SEQ, **load})  # type: ignore[arg-type]
+        Workload(**{"seq_len": SEQ, **load})  # type: ignore[arg-type]
 
 
 def test_ranks_that_share_cores_wait_for_the_busiest_only_if_all_of_a_core_is_not_enough() -> None:
     def seconds(shared: float, imbalance: float) -> float:
-        found = operators("qwen3-30b-a3b", "ep=8", imbalance=imbalance)
-        cluster = replace(found.place.cluster, accelerator=replace(found.place.cluster.accelerator, shared=shared))
-        return sum(Operators(found.shape, replace(found.place, cluster=cluster), found.load).experts().seconds())
+        result = operators("qwen3-30b-a3b", "ep=8", imbalance=imbalance)
+        cluster = replace(result.placed.cluster, accelerator=replace(result.placed.cluster.accelerator, shared=shared))
+        return sum(Operators(result.shape, replace(result.placed, cluster=cluster), result.load).experts().seconds())
 
     even, uneven = seconds(1.0, 1.0), seconds(1.0, 1.8)
     assert uneven > 1.3 * even
-    assert seconds(2.0, 1.8) == even, "the others' cores do what it has more"
+    assert seconds(2.0, 1.8) == even, "other ranks' cores compute its additional rows"
     assert seconds(2.0, 3.0) == pytest.approx(seconds(1.0, 1.5))
 
 
 def test_blocks_that_mappings_share_are_those_of_each() -> None:
-    """Layers come from blocks that are kept; blocks that are asked for are made anew."""
-    found: dict[str, set[int]] = {"attention": set(), "moe": set()}
+    """Layers use cached blocks; direct calls compute blocks again."""
+    result: dict[str, set[int]] = {"attention": set(), "moe": set()}
     for degrees in ("ep=16", "ep=16,pp=2", "ep=8", "ep=16,cp=2", "ep=4,tp=2,etp=2"):
         for settings in ({}, {"overlap": "all"}, {"dispatcher": "all_gather"}, {"micro_batch": 2, "recompute": "full"}):
-            place = Place(Mapping.parse(degrees, 32, **settings), cluster_named("h100", 32))
-            one = Operators(model_named("deepseek-v3"), place, Load(SEQ, imbalance=1.2))
+            placed = PlacedMapping(Mapping.parse(degrees, 32, **settings), cluster_named("h100", 32))
+            one = Operators(model_named("deepseek-v3"), placed, Workload(SEQ, imbalance=1.2))
             apart = (one.attention(), one.experts())
             layer = one.layer("moe")
             assert layer.forward == apart[0].forward + apart[1].forward
             assert layer.backward == apart[1].backward + apart[0].backward
-            for name, block in zip(found, apart, strict=True):
-                found[name].add(hash(block))
-    assert len(found["attention"]) == 8 < len(found["moe"]), "where nothing moves, overlap is no difference"
+            for name, block in zip(result, apart, strict=True):
+                result[name].add(hash(block))
+    assert len(result["attention"]) == 8 < len(result["moe"]), "where nothing moves, overlap is no difference"

@@ -1,63 +1,65 @@
-"""Overlap within a pass: the longer of a pair counts, and no more is hidden than there is to hide behind."""
+"""Overlap within a pass: the longer of two overlapping operations counts."""
 
 from __future__ import annotations
 
 import pytest
 
-from moe_comm.plan.model.mapping import Overlap
-from moe_comm.plan.step.operators import Operation, Pass
+from moe_comm.plan.model.mapping import OverlapMode
+from moe_comm.plan.step.operators import BlockOperations, Operation
 from moe_comm.plan.step.overlap_model import FREE, hide
 
 
-def transfer(name: str, seconds: float, inside: float = 0.0) -> Operation:
-    return Operation(name, "transfer", seconds, inside=inside)
+def transfer(name: str, seconds: float, fused_share: float = 0.0) -> Operation:
+    return Operation(name, "transfer", seconds, fused_share=fused_share)
 
 
-def product(name: str, seconds: float, later: float = 0.0) -> Operation:
-    return Operation(name, "product", seconds, later=later)
+def product(name: str, seconds: float, weight_grad_s: float = 0.0) -> Operation:
+    return Operation(name, "product", seconds, weight_grad_s=weight_grad_s)
 
 
-def seconds(one: Pass, overlap: Overlap, again: int = 0) -> tuple[float, float]:
+def seconds(one: BlockOperations, overlap: OverlapMode, again: int = 0) -> tuple[float, float]:
     return hide(one, again, overlap).seconds()
 
 
 def test_without_overlap_nothing_is_hidden() -> None:
-    one = Pass((product("shared up", 2.0), transfer("dispatch", 1.0, 0.5)), (product("qkv", 4.0, 2.0),))
+    one = BlockOperations((product("shared up", 2.0), transfer("dispatch", 1.0, 0.5)), (product("qkv", 4.0, 2.0),))
     assert hide(one, 0, "none") is one
     assert one.seconds() == (3.0, 4.0)
 
 
-def test_dispatch_and_combine_run_beside_shared_experts_the_longer_counts() -> None:
+def test_dispatch_and_combine_overlap_with_shared_experts() -> None:
     moved = (transfer("dispatch", 1.0), transfer("combine", 1.0))
-    long = Pass((*moved, product("shared up", 5.0)), ())
+    long = BlockOperations((*moved, product("shared up", 5.0)), ())
     assert seconds(long, "inter")[0] == pytest.approx(5 + 2 * (1 - FREE)), "transfers take units from products"
-    short = Pass((*moved, product("shared up", 0.5)), ())
+    short = BlockOperations((*moved, product("shared up", 0.5)), ())
     assert seconds(short, "inter")[0] == pytest.approx(2 + 0.5 * (1 - FREE)), "less to hide behind than to hide"
-    others = Pass((transfer("attention gather", 1.0), product("shared up", 5.0)), ())
-    assert seconds(others, "inter")[0] == 6.0, "what shared experts wait for is not beside them"
+    others = BlockOperations((transfer("attention gather", 1.0), product("shared up", 5.0)), ())
+    assert seconds(others, "inter")[0] == 6.0, "transfers that shared experts depend on do not overlap with them"
 
 
 def test_in_forward_nothing_else_is_free() -> None:
-    one = Pass((product("qkv", 5.0), transfer("dispatch", 1.0), product("experts up", 5.0)), ())
+    one = BlockOperations((product("qkv", 5.0), transfer("dispatch", 1.0), product("experts up", 5.0)), ())
     assert seconds(one, "inter")[0] == 11.0
 
 
 def test_weights_gradients_hide_transfers_of_backward() -> None:
-    one = Pass((), (product("out", 4.0, later=1.5), transfer("attention gather", 1.0), transfer("combine", 1.0)))
+    one = BlockOperations(
+        (), (product("out", 4.0, weight_grad_s=1.5), transfer("attention gather", 1.0), transfer("combine", 1.0))
+    )
     assert seconds(one, "inter")[1] == pytest.approx(6 - 1.5 * FREE)
     hidden = [each.hidden for each in hide(one, 0, "inter").backward]
     assert hidden == pytest.approx([0.0, FREE, 0.5 * FREE])
 
 
-def test_memory_passes_that_are_done_again_hide_transfers_products_do_not() -> None:
+def test_recomputed_memory_passes_hide_transfers_and_products_do_not() -> None:
     again = (Operation("norm", "memory", 0.5), product("qkv", 3.0))
-    one = Pass((), (*again, transfer("dispatch", 1.0), Operation("norm", "memory", 2.0)))
+    one = BlockOperations((), (*again, transfer("dispatch", 1.0), Operation("norm", "memory", 2.0)))
     assert seconds(one, "inter", again=2)[1] == pytest.approx(6.5 - 0.5 * FREE)
     assert seconds(one, "inter", again=0)[1] == 6.5
 
 
-def test_all_hides_inside_products_what_is_left() -> None:
-    one = Pass((transfer("dispatch", 1.0, inside=0.75), product("shared up", 0.4)), ())
+def test_overlap_all_hides_the_rest_inside_gemms() -> None:
+    one = BlockOperations((transfer("dispatch", 1.0, fused_share=0.75), product("shared up", 0.4)), ())
     left = 1 - 0.4 * FREE
     assert seconds(one, "all")[0] == pytest.approx(0.4 + left * 0.25)
     assert seconds(one, "inter")[0] == pytest.approx(0.4 + left)

@@ -1,4 +1,4 @@
-"""A replay is what an event queue in plain Python makes of the same tasks, bit by bit, whatever path it takes."""
+"""A replay equals an event queue in plain Python on the same tasks, bit by bit, on every code path."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.step import replay as module
-from moe_comm.plan.step.replay import ReplayError, Tasks, prepare, replay
+from moe_comm.plan.step.replay import ReplayError, TaskGraph, prepare, replay
 
 
 def make(
-    duration: Any, stream: Any, edges: Any = (), meeting: Any = None, label: Any = None, dtype: Any = np.int64
-) -> Tasks:
+    duration: Any, stream: Any, edges: Any = (), collective: Any = None, label: Any = None, dtype: Any = np.int64
+) -> TaskGraph:
     pairs = np.array(list(edges), dtype=dtype).reshape(-1, 2)
-    met = np.full(len(stream), -1) if meeting is None else np.array(meeting, dtype=dtype)
-    return Tasks(np.array(duration, dtype=float), np.array(stream, dtype=dtype), pairs[:, 0], pairs[:, 1], met, label)
+    met = np.full(len(stream), -1) if collective is None else np.array(collective, dtype=dtype)
+    return TaskGraph(
+        np.array(duration, dtype=float), np.array(stream, dtype=dtype), pairs[:, 0], pairs[:, 1], met, label
+    )
 
 
-def reference(tasks: Tasks) -> tuple[list[float], list[float]] | None:
-    """Events in order of time from a heap; None where tasks are left that never begin."""
+def reference(tasks: TaskGraph) -> tuple[list[float], list[float]] | None:
+    """Replay with a heap of events; None if some tasks never begin."""
     number = len(tasks)
     follows: list[list[int]] = [[] for _ in range(number)]
     waits = [0] * number
@@ -42,8 +43,8 @@ def reference(tasks: Tasks) -> tuple[list[float], list[float]] | None:
         follows[source].append(target)
         waits[target] += 1
     members: dict[int, list[int]] = {}
-    for task, meeting in enumerate(tasks.meeting.tolist()):
-        members.setdefault(meeting if meeting >= 0 else -task - 2, []).append(task)
+    for task, collective in enumerate(tasks.collective.tolist()):
+        members.setdefault(collective if collective >= 0 else -task - 2, []).append(task)
     party = {task: group for group in members.values() for task in group}
     missing = {id(group): len(group) for group in members.values()}
     begin, end = [-1.0] * number, [-1.0] * number
@@ -71,7 +72,7 @@ def reference(tasks: Tasks) -> tuple[list[float], list[float]] | None:
 
 @contextmanager
 def limits(**values: int) -> Iterator[None]:
-    """Other thresholds between the ways to compute the same."""
+    """Set other thresholds between equivalent code paths."""
     before = {name: getattr(module, name) for name in values}
     try:
         for name, value in values.items():
@@ -89,7 +90,7 @@ WAYS = [
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> Tasks:
+def graphs(draw: st.DrawFn) -> TaskGraph:
     """Tasks on a few streams; most edges lead forward, meetings are small, and some graphs have cycles."""
     number = draw(st.integers(0, 40))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -98,20 +99,20 @@ def graphs(draw: st.DrawFn) -> Tasks:
     edges = edges[edges[:, 0] != edges[:, 1]]
     if draw(st.integers(0, 4)):
         edges = np.sort(edges, axis=1)
-    meeting = np.full(number, -1)
+    collective = np.full(number, -1)
     for group in range(draw(st.integers(0, number // 4)) if number else 0):
         # Close to each other, and often on different streams, so that most graphs can be replayed.
         at = int(rng.integers(0, number))
         near = np.arange(at, min(number, at + 5))
         _, one_a_stream = np.unique(stream[near], return_index=True)
-        meeting[near[one_a_stream]] = 3 * group
+        collective[near[one_a_stream]] = 3 * group
     duration = rng.integers(0, 4, number) * draw(st.sampled_from([1.0, 0.1]))
-    return make(duration, stream, edges, meeting)
+    return make(duration, stream, edges, collective)
 
 
 @settings(max_examples=200, deadline=None)
 @given(graphs(), st.sampled_from(WAYS))
-def test_replay_is_the_event_queue(tasks: Tasks, way: dict[str, int]) -> None:
+def test_replay_is_the_event_queue(tasks: TaskGraph, way: dict[str, int]) -> None:
     wanted = reference(tasks)
     with limits(**way):
         if wanted is None:
@@ -126,7 +127,7 @@ def test_replay_is_the_event_queue(tasks: Tasks, way: dict[str, int]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(graphs(), st.integers(0, 2**32 - 1), st.sampled_from(WAYS))
-def test_lanes_are_replays_side_by_side(tasks: Tasks, seed: int, way: dict[str, int]) -> None:
+def test_lanes_are_replays_side_by_side(tasks: TaskGraph, seed: int, way: dict[str, int]) -> None:
     if reference(tasks) is None:
         return
     lanes = np.random.default_rng(seed).random((len(tasks), 3))
@@ -143,7 +144,7 @@ def test_lanes_are_replays_side_by_side(tasks: Tasks, seed: int, way: dict[str, 
 
 @settings(max_examples=100, deadline=None)
 @given(graphs(), st.integers(0, 2**32 - 1))
-def test_longer_tasks_never_end_anything_sooner(tasks: Tasks, seed: int) -> None:
+def test_longer_tasks_never_end_anything_sooner(tasks: TaskGraph, seed: int) -> None:
     if reference(tasks) is None:
         return
     rng = np.random.default_rng(seed)
@@ -153,9 +154,9 @@ def test_longer_tasks_never_end_anything_sooner(tasks: Tasks, seed: int) -> None
     assert (after.begin >= before.begin).all() and (after.end >= before.end).all()
 
 
-def test_meeting_begins_when_the_last_is_ready_and_each_takes_its_own_time() -> None:
+def test_collective_begins_when_the_last_task_is_ready_and_durations_differ() -> None:
     #          rank 0: compute 1, collective 2, compute 1; rank 1: compute 5, collective 3, compute 1
-    tasks = make([1, 2, 1, 5, 3, 1], [0, 0, 0, 1, 1, 1], meeting=[-1, 7, -1, -1, 7, -1])
+    tasks = make([1, 2, 1, 5, 3, 1], [0, 0, 0, 1, 1, 1], collective=[-1, 7, -1, -1, 7, -1])
     times = replay(tasks)
     assert times.begin.tolist() == [0, 5, 7, 0, 5, 8]
     assert times.end.tolist() == [1, 7, 8, 5, 8, 9]
@@ -174,23 +175,25 @@ def test_each_lane_is_as_long_as_its_own_longest_chain() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_cycle_names_its_tasks_and_nobody_else(way: dict[str, int]) -> None:
+def test_cycle_names_only_its_tasks(way: dict[str, int]) -> None:
     names = ["idle", "send", "receive", "after", "far"]
     tasks = make([1] * 5, [0, 1, 1, 1, 2], [(0, 1), (2, 1), (3, 4)], label=names.__getitem__)
     with limits(**way), pytest.raises(ReplayError) as caught:
         prepare(tasks)
-    said = str(caught.value)
-    assert "task 1 (send) waits for task 2 (receive)" in said and "task 2 (receive) waits for task 1 (send)" in said
-    assert not any(name in said for name in ("idle", "after", "far"))
+    message = str(caught.value)
+    assert (
+        "task 1 (send) waits for task 2 (receive)" in message and "task 2 (receive) waits for task 1 (send)" in message
+    )
+    assert not any(name in message for name in ("idle", "after", "far"))
     assert isinstance(caught.value, ConfigError)
 
 
-def test_collectives_in_another_order_on_another_rank_are_a_cycle_with_meetings() -> None:
-    tasks = make([1] * 4, [0, 0, 1, 1], meeting=[0, 1, 1, 0])
-    with pytest.raises(ReplayError, match="meets"):
+def test_collectives_in_different_orders_are_a_cycle() -> None:
+    tasks = make([1] * 4, [0, 0, 1, 1], collective=[0, 1, 1, 0])
+    with pytest.raises(ReplayError, match="begins together with"):
         replay(tasks)
     with pytest.raises(ReplayError, match="task 1 waits for task 0"):
-        replay(make([1, 1], [0, 0], meeting=[4, 4]))
+        replay(make([1, 1], [0, 0], collective=[4, 4]))
     with pytest.raises(ReplayError, match="task 0 waits for task 0"):
         replay(make([1], [0], [(0, 0)]))
 
@@ -204,7 +207,7 @@ def test_long_cycle_is_cut_short_in_words() -> None:
 
 
 def test_narrow_part_after_many_levels_is_sorted_as_well() -> None:
-    """A chain that is far longer than the look at how narrow levels are, beside tasks that stand alone."""
+    """A chain that exceeds the threshold of narrow levels, and independent tasks."""
     chain = 3 * module._GIVE_UP_AFTER
     tasks = make([0.5] * (chain + 50), [0] * chain + [-1] * 50, [(chain // 2, chain + 7)])
     times = replay(tasks)
@@ -213,14 +216,14 @@ def test_narrow_part_after_many_levels_is_sorted_as_well() -> None:
     assert len(prepare(tasks).levels) == chain + 1
 
 
-def test_large_graph_with_meetings_of_many_ranks() -> None:
+def test_large_graph_with_collectives_of_many_ranks() -> None:
     """64 ranks of 100 tasks, every fourth a collective of 8, and edges to the neighbour."""
     ranks, each = 64, 100
     rng = np.random.default_rng(0)
     rank, step = np.divmod(np.arange(ranks * each), each)
-    meeting = np.where(step % 4 == 3, step * ranks + rank // 8, -1)
+    collective = np.where(step % 4 == 3, step * ranks + rank // 8, -1)
     source = np.flatnonzero((step % 8 == 5) & (rank + 1 < ranks) & (step + 1 < each))
-    tasks = make(rng.random(ranks * each), rank, np.stack([source, source + each + 1], axis=1), meeting)
+    tasks = make(rng.random(ranks * each), rank, np.stack([source, source + each + 1], axis=1), collective)
     wanted = reference(tasks)
     assert wanted is not None
     times = replay(tasks)
@@ -239,20 +242,20 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     two, streams = np.ones(2), np.zeros(2, dtype=np.int64)
     for match, arguments in {
         r"\[tasks, lanes\]": (np.ones((2, 1, 1)), streams, empty, empty, none),
-        "stream must have one entry a task, 2; got 3": (two, np.zeros(3, dtype=int), empty, empty, none),
-        "meeting must have one entry": (two, streams, empty, empty, np.full(1, -1)),
+        "stream must have one entry per task, 2; got 3": (two, np.zeros(3, dtype=int), empty, empty, none),
+        "collective must have one entry": (two, streams, empty, empty, np.full(1, -1)),
         "stream must be -1": (two, np.array([0, -2]), empty, empty, none),
-        "whole numbers": (two, np.zeros(2), empty, empty, none),
+        "integers": (two, np.zeros(2), empty, empty, none),
         "pairs": (two, streams, np.array([0]), empty, none),
-        "after names task 2": (two, streams, np.array([0]), np.array([2]), none),
-        "before names task -1": (two, streams, np.array([-1]), np.array([0]), none),
+        "after contains task 2": (two, streams, np.array([0]), np.array([2]), none),
+        "before contains task -1": (two, streams, np.array([-1]), np.array([0]), none),
         "task 1 takes nan": (np.array([0, np.nan]), streams, empty, empty, none),
         "task 0 takes -1": (np.array([-1.0, 0]), streams, empty, empty, none),
         "task 1 takes inf": (np.array([0, np.inf]), streams, empty, empty, none),
     }.items():
         with pytest.raises(ReplayError, match=match):
-            Tasks(*arguments)
-    plan = prepare(Tasks(two, streams, empty, empty, none))
+            TaskGraph(*arguments)
+    plan = prepare(TaskGraph(two, streams, empty, empty, none))
     for wrong in (np.ones(3), np.ones((3, 2)), np.array([1.0, -1.0])):
         with pytest.raises(ReplayError):
             replay(plan, wrong)

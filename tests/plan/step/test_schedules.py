@@ -1,4 +1,4 @@
-"""Orders are torch's own, whole and without deadlock; bubbles and memory are what the papers say."""
+"""Orders of passes equal torch's and do not deadlock; bubbles and memory equal the published ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Recorder:
 
 
 def torch_orders(name: str, pp: int, micro_batches: int, virtual: int) -> list[list[tuple[PassKind, int, int]]]:
-    """What torch runs on each rank."""
+    """Return the passes that torch runs on each rank."""
     made = get_schedule_class(SCHEDULES[name].torch_name)
     if SCHEDULES[name].single:
         return [_recorded(made, rank, pp, micro_batches) for rank in range(pp)]
@@ -187,8 +187,8 @@ def test_a_v_of_equal_halves_leaves_no_bubble_once_a_rank_has_begun(pp: int) -> 
 def test_memory_in_flight() -> None:
     def peak(name: str, virtual: int | None = None) -> list[float]:
         order = pass_order(name, 4, 12, virtual)
-        found: list[float] = peak_held(order, np.ones(order.stages)).tolist()
-        return found
+        result: list[float] = peak_held(order, np.ones(order.stages)).tolist()
+        return result
 
     assert peak("gpipe") == [12, 12, 12, 12]
     assert peak("1f1b") == [4, 3, 2, 1]
@@ -211,8 +211,8 @@ def test_transfers_lengthen_the_step_by_each_hop_and_more_if_exposed() -> None:
         return float(replay(pipeline_tasks(order, even(order), **options).tasks).span)
 
     assert span() == 4 * 3 + 3 * 3
-    beside, asked = span(transfer=hops), span(transfer=hops, exposed=True)
-    assert span() + 2 * hops.sum() <= beside <= asked
+    beside, replays = span(transfer=hops), span(transfer=hops, exposed=True)
+    assert span() + 2 * hops.sum() <= beside <= replays
     # Two ranks, two micro-batches: rank 0 runs F0 F1 B0 B1, rank 1 F0 B0 F1 B1, each F1 and B1 behind a transfer.
     small = pass_order("1f1b", 2, 2)
     made = pipeline_tasks(small, even(small, 1.0, 1.0, 0.0), 0.5, exposed=True)

@@ -1,4 +1,4 @@
-"""Pipelines whose ranks share cores: others' waiting is one's own speed, and no work is lost."""
+"""Pipelines whose ranks share cores: ranks run faster while others wait, and no work is lost."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from moe_comm.plan.pipeline.orders import pass_order
-from moe_comm.plan.step.replay import Tasks, replay
+from moe_comm.plan.step.replay import TaskGraph, replay
 from moe_comm.plan.step.schedules import PassSeconds, pipeline_tasks
 from moe_comm.plan.step.shared_cores import shared_span
 
 
-def pipeline(pp: int, micro_batches: int, hop: float = 0.0, name: str = "1f1b") -> tuple[Tasks, int]:
+def pipeline(pp: int, micro_batches: int, hop: float = 0.0, name: str = "1f1b") -> tuple[TaskGraph, int]:
     order = pass_order(name, pp, micro_batches, 1)
     each = np.ones(pp)
     return pipeline_tasks(order, PassSeconds(each, each, each), hop).tasks, len(order)

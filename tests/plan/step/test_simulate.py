@@ -1,5 +1,4 @@
-"""A step of all ranks: even ranks take what is predicted, slow ones hold those that meet them, and collapsing ranks
-that are alike changes nothing."""
+"""Simulated steps of all ranks: predictions without slow ranks, the cost of slow ranks, and exact merging of lanes."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.step.replay import Tasks, replay
+from moe_comm.plan.step.replay import TaskGraph, replay
 from moe_comm.plan.step.simulate import factors, parse_slow, simulate, simulate_every_rank
 from moe_comm.plan.step.step import StepModel
 from tests.plan.step.test_step import model
@@ -35,7 +34,7 @@ def small(name: str) -> StepModel:
 @pytest.mark.parametrize("case", ["even", "one", "some", "all"])
 def test_collapsed_ranks_end_when_every_rank_on_its_own_does(name: str, case: str) -> None:
     one = small(name)
-    world = one.place.mapping.parallel.world
+    world = one.placed.mapping.parallel.world
     draw = np.random.default_rng(7)
     slow = {
         "even": None,
@@ -44,24 +43,24 @@ def test_collapsed_ranks_end_when_every_rank_on_its_own_does(name: str, case: st
         "all": draw.uniform(0.8, 1.6, world),
     }[case]
     links = {"even": None, "one": None, "some": {world // 2: 2.0}, "all": draw.uniform(1, 3, world)}[case]
-    found = simulate(one, slow, links)
-    assert found.seconds == pytest.approx(simulate_every_rank(one, slow, links), rel=1e-12)
+    result = simulate(one, slow, links)
+    assert result.seconds == pytest.approx(simulate_every_rank(one, slow, links), rel=1e-12)
     if case == "even":
-        assert found.seconds == pytest.approx(one.predict().seconds, rel=1e-12)
-        assert found.slowdown == pytest.approx(1.0)
+        assert result.seconds == pytest.approx(one.predict().seconds, rel=1e-12)
+        assert result.slowdown == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_seconds_of_a_rank_add_up_and_nobody_waits_a_negative_time(name: str) -> None:
+def test_seconds_of_a_rank_add_up_and_waits_are_not_negative(name: str) -> None:
     one = small(name)
-    world = one.place.mapping.parallel.world
-    found = simulate(one, {0: 1.5})
-    assert found.compute.shape == found.moving.shape == found.waiting.shape == (world,)
-    assert np.allclose(found.compute + found.moving + found.waiting, found.seconds, rtol=1e-9)
-    assert (found.waiting >= 0).all() and np.array_equal(found.busy, found.compute + found.moving)
+    world = one.placed.mapping.parallel.world
+    result = simulate(one, {0: 1.5})
+    assert result.compute.shape == result.moving.shape == result.waiting.shape == (world,)
+    assert np.allclose(result.compute + result.moving + result.waiting, result.seconds, rtol=1e-9)
+    assert (result.waiting >= 0).all() and np.array_equal(result.busy, result.compute + result.moving)
     even = simulate(one)
-    assert found.compute[0] == pytest.approx(1.5 * even.compute[0])
-    assert np.array_equal(found.compute[1:], even.compute[1:])
+    assert result.compute[0] == pytest.approx(1.5 * even.compute[0])
+    assert np.array_equal(result.compute[1:], even.compute[1:])
 
 
 def test_a_slow_rank_costs_at_most_its_own_share_and_all_that_are_slow_cost_as_much_as_one() -> None:
@@ -77,17 +76,17 @@ def test_a_slow_rank_costs_at_most_its_own_share_and_all_that_are_slow_cost_as_m
 
 
 def test_where_a_rank_is_slow_others_wait_and_it_does_not() -> None:
-    found = simulate(small("no pipeline"), {6: 2.0})
-    assert found.waiting.argmin() == 6 and found.waiting[6] == pytest.approx(0, abs=1e-9 * found.seconds)
-    assert (np.delete(found.waiting, 6) > 0.1 * found.seconds).all()
+    result = simulate(small("no pipeline"), {6: 2.0})
+    assert result.waiting.argmin() == 6 and result.waiting[6] == pytest.approx(0, abs=1e-9 * result.seconds)
+    assert (np.delete(result.waiting, 6) > 0.1 * result.seconds).all()
 
 
 def test_slow_links_lengthen_transfers_alone() -> None:
     one = small("no pipeline")
-    even, found = simulate(one), simulate(one, links={3: 2.0})
-    assert np.array_equal(found.compute, even.compute)
-    assert even.seconds < found.seconds <= 2 * even.seconds
-    assert (found.moving[:4] > found.moving[4]).all(), "the four ranks of its cell, and not the next"
+    even, result = simulate(one), simulate(one, links={3: 2.0})
+    assert np.array_equal(result.compute, even.compute)
+    assert even.seconds < result.seconds <= 2 * even.seconds
+    assert (result.moving[:4] > result.moving[4]).all(), "the four ranks of its cell, and not the next"
     alone = small("alone")
     assert simulate(alone, links={0: 5.0}).seconds == simulate(alone).seconds
 
@@ -95,18 +94,18 @@ def test_slow_links_lengthen_transfers_alone() -> None:
 def test_large_worlds_share_the_replay_of_what_is_alike() -> None:
     one = model("deepseek-v3", "tp=2,pp=16,ep=64", 16384, batch=16384)
     assert simulate(one).lanes == 1
-    found = simulate(one, {700: 1.3, 9000: 1.2})
-    assert found.lanes == 3 and found.compute.shape == (16384,)
-    assert one.predict().seconds < found.seconds < 1.3 * one.predict().seconds
-    assert "16,384 ranks" in str(found)
+    result = simulate(one, {700: 1.3, 9000: 1.2})
+    assert result.lanes == 3 and result.compute.shape == (16384,)
+    assert one.predict().seconds < result.seconds < 1.3 * one.predict().seconds
+    assert "16,384 ranks" in str(result)
 
 
-def test_slow_ranks_are_read_from_words() -> None:
+def test_slow_ranks_are_parsed() -> None:
     assert parse_slow(["3=1.5", "17=2"]) == {3: 1.5, 17: 2.0}
     for wrong in ("3", "=2", "3=", "a=1", "3=1=2"):
         with pytest.raises(ConfigError, match="RANK=FACTOR"):
             parse_slow([wrong])
-    with pytest.raises(ConfigError, match="each rank once"):
+    with pytest.raises(ConfigError, match="each rank may occur once"):
         parse_slow(["3=1", "3=2"])
 
 
@@ -126,7 +125,7 @@ def test_factors_that_cannot_be_are_refused() -> None:
 def operator_by_operator(one: StepModel, slow: dict[int, float]) -> float:
     """Seconds of the same step with a meeting of just the ranks of its own group for every single transfer of every
     layer, where ``simulate`` has one of all that meet somehow for each pass. Without what follows the last pass."""
-    p = one.place.mapping.parallel
+    p = one.placed.mapping.parallel
     order, plan, _ = one.pipeline()
     factor_W = factors(slow, p.world)
     group = {}
@@ -134,7 +133,7 @@ def operator_by_operator(one: StepModel, slow: dict[int, float]) -> float:
         group[axis] = np.empty(p.world, dtype=np.int64)
         for ranks in p.groups(axis):
             group[axis][list(ranks)] = ranks[0]
-    duration, stream, meeting, before, after = [], [], [], [], []
+    duration, stream, collective, before, after = [], [], [], [], []
     first, last = np.empty((len(order), p.stage), dtype=np.int64), np.empty((len(order), p.stage), dtype=np.int64)
     meetings: dict[tuple[int, int, str, int], int] = {}
     for at, (position, kind, stage) in enumerate(zip(order.rank, order.kind, order.stage, strict=True)):
@@ -149,18 +148,18 @@ def operator_by_operator(one: StepModel, slow: dict[int, float]) -> float:
                 key = at, number, axis, int(group[axis][rank])
                 duration.append(each.seconds * (1.0 if moves else factor_W[rank]))
                 stream.append(rank)
-                meeting.append(meetings.setdefault(key, len(meetings)) if moves else -1)
+                collective.append(meetings.setdefault(key, len(meetings)) if moves else -1)
             last[at, j] = len(duration) - 1
     sends = np.arange(len(duration), len(duration) + (len(plan.tasks) - len(order)) * p.stage).reshape(-1, p.stage)
     for source, target in zip(plan.tasks.before.tolist(), plan.tasks.after.tolist(), strict=True):
         before.append(last[source] if source < len(order) else sends[source - len(order)])
         after.append(first[target] if target < len(order) else sends[target - len(order)])
-    tasks = Tasks(
+    tasks = TaskGraph(
         np.concatenate([duration, np.full(sends.size, one._hop.seconds)]),
         np.concatenate([stream, np.full(sends.size, -1)]),
         np.concatenate(before) if before else np.empty(0, dtype=np.int64),
         np.concatenate(after) if after else np.empty(0, dtype=np.int64),
-        np.concatenate([meeting, np.full(sends.size, -1)]),
+        np.concatenate([collective, np.full(sends.size, -1)]),
     )
     return float(replay(tasks).span)
 
@@ -168,7 +167,7 @@ def operator_by_operator(one: StepModel, slow: dict[int, float]) -> float:
 @pytest.mark.parametrize(
     ("mapping", "gpus"), [("tp=2,pp=2,ep=4", 8), ("tp=2,pp=2,ep=2,etp=2", 16), ("tp=4,ep=2", 8), ("pp=4,ep=2", 8)]
 )
-def test_one_meeting_a_pass_is_as_good_as_one_for_every_transfer(mapping: str, gpus: int) -> None:
+def test_one_collective_per_pass_equals_one_per_transfer(mapping: str, gpus: int) -> None:
     one = model("olmoe-1b-7b", mapping, gpus, batch=4 * gpus, seq=1024, sharding="replicate")
     even = operator_by_operator(one, {})
     predicted = one.predict()

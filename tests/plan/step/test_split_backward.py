@@ -1,4 +1,4 @@
-"""Halves of a backward add up to the whole and to what is done twice, as torch runs them."""
+"""The halves of a backward pass add up to the complete pass and the repeated work, as in torch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.plan.step.test_step import model
 F, B, I, W = PassKind
 BACKWARD = (
     Operation("norm", "memory", 0.5),
-    Operation("experts down", "product", 3.0, flops=8.0, later=1.0),
+    Operation("experts down", "product", 3.0, flops=8.0, weight_grad_s=1.0),
     Operation("experts act", "memory", 0.25),
     Operation("attention gather again", "transfer", 0.125),
-    Operation("experts up", "product", 4.0, flops=8.0, later=2.0),
+    Operation("experts up", "product", 4.0, flops=8.0, weight_grad_s=2.0),
 )
 
 
@@ -45,7 +45,7 @@ def test_weights_gradients_are_the_second_half_and_all_else_the_first() -> None:
     assert [one.name for one in second] == ["experts down", "experts up"] and seconds(second) == 3.0
     assert [one.name for one in first] == [one.name for one in BACKWARD]
     assert sum(one.flops for one in first) == sum(one.flops for one in second) == 8.0
-    assert not any(one.later for one in (*first, *second))
+    assert not any(one.weight_grad_s for one in (*first, *second))
 
 
 def test_what_the_second_half_has_to_do_again() -> None:
@@ -57,7 +57,7 @@ def test_what_the_second_half_has_to_do_again() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_the_trainer_does_so(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MoE layer's backward in torch's halves: products of experts, and what is computed again."""
+    """Count expert GEMMs and recomputations of an MoE layer's backward in torch's halves."""
     attention, moe = AttentionConfig(64, 4, 2, 16), MoEConfig(64, 96, RouterConfig(4, 2))
     layers = Transformer(TransformerConfig(512, 64, 1, attention, moe, 64), ModelPlan(recompute=recompute))
     initialize(layers, seed=1)
@@ -76,8 +76,8 @@ def test_the_trainer_does_so(recompute: Recompute, monkeypatch: pytest.MonkeyPat
 
     for name in ("expert_mm", "product_into"):
         monkeypatch.setattr(expert_mlp, name, counting(name, getattr(expert_mlp, name)))
-    get = recompute_module._Value.get
-    monkeypatch.setattr(recompute_module._Value, "get", counting("again", get))
+    get = recompute_module._RecomputedValue.get
+    monkeypatch.setattr(recompute_module._RecomputedValue, "get", counting("again", get))
     y = y.view_as(y).clone()
     parameters = list(layer.parameters())
     _, groups = stage_backward_input([y], [torch.ones_like(y)], [inside], iter(parameters))
@@ -113,14 +113,14 @@ def test_the_first_stage_puts_everything_off_and_the_head_nothing() -> None:
     assert sum(each.name.startswith("head") for each in last.input) == sum(
         each.name.startswith("head") for each in last.backward
     )
-    takes = one._each
+    takes = one._pass_seconds
     assert (takes[0, I], takes[0, W]) == (0.0, takes[0, B])
     for stage, passes in enumerate(one.stage_passes):
         for kind in PassKind:
-            assert takes[stage, kind] == pytest.approx(sum(each.shown for each in passes.kinds[kind]))
+            assert takes[stage, kind] == pytest.approx(sum(each.exposed for each in passes.kinds[kind]))
 
 
-def test_in_halves_transfers_do_not_hide_beside_weights_gradients() -> None:
+def test_transfers_do_not_overlap_with_split_weight_gradients() -> None:
     one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", overlap="inter")
     passes = one.stage_passes[1]
     assert sum(each.hidden for each in passes.backward) > 0
@@ -134,7 +134,7 @@ def test_in_halves_transfers_do_not_hide_beside_weights_gradients() -> None:
 
 def test_layers_that_are_recomputed_in_full_give_both_gradients_at_once() -> None:
     one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", recompute="full")
-    assert (one._each[:, I] == one._each[:, B]).all() and not one._each[:, W].any()
+    assert (one._pass_seconds[:, I] == one._pass_seconds[:, B]).all() and not one._pass_seconds[:, W].any()
 
 
 def test_sharded_weights_are_gathered_for_the_first_half_and_their_gradients_scattered_after_the_second() -> None:
@@ -142,5 +142,5 @@ def test_sharded_weights_are_gathered_for_the_first_half_and_their_gradients_sca
         model("mixtral-8x22b", "pp=4,ep=8", 64, pipeline=schedule, sharding="fsdp")
         for schedule in (None, "zero_bubble")
     )
-    assert split.moves[1:, I] == pytest.approx(whole.moves[1:, F])
-    assert (split.moves[:, I] + split.moves[:, W]) == pytest.approx(whole.moves[:, B])
+    assert split.weight_seconds[1:, I] == pytest.approx(whole.weight_seconds[1:, F])
+    assert (split.weight_seconds[:, I] + split.weight_seconds[:, W]) == pytest.approx(whole.weight_seconds[:, B])

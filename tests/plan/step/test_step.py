@@ -1,4 +1,4 @@
-"""A step on paper: its parts add up, a pipeline idles as its schedule says, and what cannot move costs nothing."""
+"""Predicted steps: causes add up, pipelines idle as the schedule determines, and single ranks send nothing."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ import pytest
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware_table import cluster_named
 from moe_comm.plan.model.files import model_named
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import Mapping, Place
-from moe_comm.plan.step import blocks as blocks_module
-from moe_comm.plan.step import step as step_module
-from moe_comm.plan.step.replay import Plan, replay
-from moe_comm.plan.step.step import FULL, Step, StepModel, _period
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import Mapping, PlacedMapping
+from moe_comm.plan.step import blocks as blocks_module, step as step_module
+from moe_comm.plan.step.replay import ReplayPlan, replay
+from moe_comm.plan.step.step import FULL, StepModel, StepPrediction, _period
 
 
 def model(name: str, mapping: str, gpus: int, *, batch: int = 256, seq: int = 4096, **settings: object) -> StepModel:
-    place = Place(Mapping.parse(mapping, gpus, **settings), cluster_named("h100", gpus))
-    return StepModel(model_named(name), place, Load(seq, capacity=1.0), batch)
+    placed = PlacedMapping(Mapping.parse(mapping, gpus, **settings), cluster_named("h100", gpus))
+    return StepModel(model_named(name), placed, Workload(seq, capacity=1.0), batch)
 
 
-def step(name: str, mapping: str, gpus: int, **settings: object) -> Step:
+def step(name: str, mapping: str, gpus: int, **settings: object) -> StepPrediction:
     return model(name, mapping, gpus, **settings).predict()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mapping", ["tp=2,pp=8,ep=8", "tp=2,pp=4,vpp=2,ep=4,etp=2", "tp=2,cp=2,ep=8", "ep=8"])
 def test_parts_add_up_to_the_step(mapping: str) -> None:
-    found = step("mixtral-8x22b", mapping, 128)
-    assert sum(found.breakdown.values()) == pytest.approx(found.seconds)
-    assert min(found.breakdown.values()) > -1e-9
-    assert 0.05 < found.mfu < 0.8
-    assert found.tokens_per_s == pytest.approx(256 * 4096 / found.seconds)
-    assert found.mfu * found.seconds == pytest.approx(found.model_flops / (128 * 989.5e12), rel=1e-3)
+    result = step("mixtral-8x22b", mapping, 128)
+    assert sum(result.breakdown.values()) == pytest.approx(result.seconds)
+    assert min(result.breakdown.values()) > -1e-9
+    assert 0.05 < result.mfu < 0.8
+    assert result.tokens_per_s == pytest.approx(256 * 4096 / result.seconds)
+    assert result.mfu * result.seconds == pytest.approx(result.model_flops / (128 * 989.5e12), rel=1e-3)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble", "zbv", "dualpipev"])
@@ -43,52 +42,52 @@ def test_parts_add_up_to_the_step(mapping: str) -> None:
 )
 def test_parts_of_every_schedule_add_up(schedule: str, settings: dict[str, str]) -> None:
     one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, batch=128, pipeline=schedule, **settings)
-    found = one.predict()
-    assert sum(found.breakdown.values()) == pytest.approx(found.seconds)
-    assert min(found.breakdown.values()) > -1e-9
+    result = one.predict()
+    assert sum(result.breakdown.values()) == pytest.approx(result.seconds)
+    assert min(result.breakdown.values()) > -1e-9
     order, plan, seconds = one.pipeline()
     busy = [seconds[: len(order)][order.rank == rank].sum() for rank in range(4)]
     assert one.busy == pytest.approx(np.array(busy))
     assert one.span == pytest.approx(float(replay(plan, seconds).span), rel=1e-12)
     waiting = {"pipeline", "gradients and weights", "optimizer"}
-    assert sum(took for name, took in found.breakdown.items() if name not in waiting) == pytest.approx(max(busy))
+    assert sum(took for name, took in result.breakdown.items() if name not in waiting) == pytest.approx(max(busy))
     whole = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, batch=128, **settings).predict()
     for name in ("dispatch", "combine"):
-        sent, usual = (sum(each.sent[name].values()) for each in (found, whole))
+        sent, usual = (sum(each.sent[name].values()) for each in (result, whole))
         assert sent == pytest.approx(usual), "no schedule moves fewer rows"
 
 
 def test_split_backward_passes_leave_less_of_a_bubble_and_cost_more_work() -> None:
-    def found(schedule: str | None) -> StepModel:
+    def result(schedule: str | None) -> StepModel:
         return model("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, pipeline=schedule)
 
-    plain = found(None)
+    plain = result(None)
     for schedule in ("zero_bubble", "zbv", "dualpipev"):
-        one = found(schedule)
+        one = result(schedule)
         assert one.predict().breakdown["pipeline"] < plain.predict().breakdown["pipeline"] / 2
         assert one.busy.sum() > plain.busy.sum(), "experts' gradients come in two goes"
     fused = model("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, pipeline="zero_bubble", overlap="all")
     assert fused.predict().breakdown["products"] == pytest.approx(plain.predict().breakdown["products"])
 
 
-def test_one_rank_moves_nothing_and_waits_for_nobody() -> None:
-    found = step("olmoe-1b-7b", "", 1, batch=4)
-    assert found.sent == {} and set(found.breakdown) == {
+def test_one_rank_sends_nothing_and_never_waits() -> None:
+    result = step("olmoe-1b-7b", "", 1, batch=4)
+    assert result.sent == {} and set(result.breakdown) == {
         "products",
         "memory passes",
         "pipeline",
         "gradients and weights",
         "optimizer",
     }
-    assert found.breakdown["pipeline"] == pytest.approx(0) and found.breakdown["gradients and weights"] == 0
+    assert result.breakdown["pipeline"] == pytest.approx(0) and result.breakdown["gradients and weights"] == 0
 
 
 def test_a_pipeline_of_equal_stages_idles_as_its_schedule_says() -> None:
-    found = model("llama3-8x70b", "tp=8,pp=16,ep=8", 256, overlap="inter")
-    busy = [sum(one.seconds()) for one in found.stage_passes]
-    parts = found.predict().breakdown
+    result = model("llama3-8x70b", "tp=8,pp=16,ep=8", 256, overlap="inter")
+    busy = [sum(one.seconds()) for one in result.stage_passes]
+    parts = result.predict().breakdown
     # The last stage has the head, too: all wait for it but at the ends.
-    whole, others = found.micro_batches * busy[-1], sum(busy[:-1])
+    whole, others = result.micro_batches * busy[-1], sum(busy[:-1])
     assert max(busy) == busy[-1]
     assert parts["pipeline"] == pytest.approx(others, rel=0.03)
     assert parts["pipeline"] / whole == pytest.approx(15 / 128, rel=0.15)
@@ -96,10 +95,10 @@ def test_a_pipeline_of_equal_stages_idles_as_its_schedule_says() -> None:
 
 @pytest.mark.parametrize(("mapping", "ways"), [("pp=2,ep=8", 1), ("pp=2,vpp=2,ep=8", 3)])
 def test_the_ends_of_a_pipeline_send_one_way_only(mapping: str, ways: int) -> None:
-    found = model("mixtral-8x22b", mapping, 16, batch=32)
-    sent = sum(found.predict().sent["stages"].values())
+    result = model("mixtral-8x22b", mapping, 16, batch=32)
+    sent = sum(result.predict().sent["stages"].values())
     # Forward but from the last stage, back but from the first: each time a micro-batch's rows in bf16.
-    assert sent == ways * found.micro_batches * 4096 * 6144 * 2
+    assert sent == ways * result.micro_batches * 4096 * 6144 * 2
 
 
 def test_more_stages_a_rank_idle_less() -> None:
@@ -112,8 +111,8 @@ def test_more_stages_a_rank_idle_less() -> None:
 
 def test_recomputing_costs_what_it_does_again() -> None:
     def backward(recompute: str) -> float:
-        found = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32, recompute=recompute)
-        return found.stage_passes[0].seconds()[1]
+        result = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32, recompute=recompute)
+        return result.stage_passes[0].seconds()[1]
 
     forward = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32).stage_passes[0].seconds()[0]
     embedding = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32).operators.embedding().seconds()[0]
@@ -123,8 +122,8 @@ def test_recomputing_costs_what_it_does_again() -> None:
 
 def test_bytes_of_gradients_and_weights_are_those_of_the_sharding() -> None:
     def sent(sharding: str) -> dict[str, float]:
-        found = step("mixtral-8x7b", "ep=8", 64, sharding=sharding).sent
-        return {name: sum(links.values()) for name, links in found.items() if "gradients" in name or "weights" in name}
+        result = step("mixtral-8x7b", "ep=8", 64, sharding=sharding).sent
+        return {name: sum(links.values()) for name, links in result.items() if "gradients" in name or "weights" in name}
 
     shape = model_named("mixtral-8x7b")
     experts = shape.parameters()["experts"] / 8
@@ -149,10 +148,10 @@ def test_sharded_weights_cost_what_computing_does_not_hide() -> None:
 
 def test_sharded_weights_of_a_dense_model_leave_a_host_by_all_of_its_nics() -> None:
     """On 8 hosts of 8, each NIC carries an eighth of what passes: 2 bytes twice, 4 bytes once for each parameter."""
-    found = step("llama3-70b", "", 64, sharding="fsdp", batch=64)
+    result = step("llama3-70b", "", 64, sharding="fsdp", batch=64)
     parameters, rate = model_named("llama3-70b").params, 50e9 * 0.9
     expected = 8 * parameters * (63 / 64) / 8 / rate
-    assert found.breakdown["sharded weights"] == pytest.approx(expected, rel=0.02)
+    assert result.breakdown["sharded weights"] == pytest.approx(expected, rel=0.02)
 
 
 PUBLISHED = [
@@ -169,30 +168,30 @@ PUBLISHED = [
 
 
 def test_published_mappings_come_out_near_and_folding_wins_each_time() -> None:
-    found = [100 * step(name, mapping, gpus, coupled=coupled).mfu for name, mapping, coupled, gpus, _ in PUBLISHED]
-    errors = [abs(mine / row[-1] - 1) for mine, row in zip(found, PUBLISHED, strict=True)]
+    result = [100 * step(name, mapping, gpus, coupled=coupled).mfu for name, mapping, coupled, gpus, _ in PUBLISHED]
+    errors = [abs(mine / row[-1] - 1) for mine, row in zip(result, PUBLISHED, strict=True)]
     assert sorted(errors)[4] < 0.12 and max(errors) < 0.25, errors
-    assert all(folded > coupled for coupled, folded in zip(found[:4], found[4:], strict=True))
+    assert all(folded > coupled for coupled, folded in zip(result[:4], result[4:], strict=True))
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="layers cannot fill"):
         step("mixtral-8x7b", "pp=64", 64)
-    with pytest.raises(ConfigError, match="cannot be cut"):
+    with pytest.raises(ConfigError, match="cannot be divided"):
         model("mixtral-8x7b", "ep=8", 64, batch=100)
 
 
 @pytest.mark.parametrize("mapping", ["tp=2,pp=2,ep=8", "cp=4,ep=4", "ep=4,etp=2"])
-def test_more_overlap_hides_more_and_what_is_hidden_is_told(mapping: str) -> None:
+def test_more_overlap_hides_more_and_reports_it(mapping: str) -> None:
     none, inter, every = (step("qwen2-57b-a14b", mapping, 32, overlap=name) for name in ("none", "inter", "all"))
     assert none.seconds > inter.seconds > every.seconds
     assert none.hidden == {} and sum(every.hidden.values()) > sum(inter.hidden.values()) > 0
-    for found in (inter, every):
-        assert sum(found.breakdown.values()) == pytest.approx(found.seconds)
-        assert set(found.hidden) <= set(found.sent)
-        assert found.sent == none.sent, "overlap moves no fewer bytes"
+    for result in (inter, every):
+        assert sum(result.breakdown.values()) == pytest.approx(result.seconds)
+        assert set(result.hidden) <= set(result.sent)
+        assert result.sent == none.sent, "overlap moves no fewer bytes"
         for name in ("dispatch", "combine"):
-            assert found.breakdown[name] + found.hidden[name] == pytest.approx(none.breakdown[name])
+            assert result.breakdown[name] + result.hidden[name] == pytest.approx(none.breakdown[name])
     parts = ("expert gradients", "dense gradients", "dense weights", "expert weights")
     hidden = sum(inter.hidden.get(name, 0.0) for name in parts)
     assert inter.breakdown["gradients and weights"] + hidden == pytest.approx(none.breakdown["gradients and weights"])
@@ -212,12 +211,12 @@ def test_outer_overlap_hides_what_moves_between_passes_and_nothing_within(virtua
 
 def test_weights_move_in_the_dtype_that_computes() -> None:
     def moved(dtype: str) -> dict[str, dict[str, float]]:
-        place = Place(Mapping.parse("ep=8", 64), cluster_named("h100", 64))
-        return StepModel(model_named("mixtral-8x7b"), place, Load(4096, dtype), 256).predict().sent
+        placed = PlacedMapping(Mapping.parse("ep=8", 64), cluster_named("h100", 64))
+        return StepModel(model_named("mixtral-8x7b"), placed, Workload(4096, dtype), 256).predict().sent
 
     bf16, fp32, fp8 = moved("bf16"), moved("fp32"), moved("fp8")
     assert fp32["expert weights"]["between"] == 2 * bf16["expert weights"]["between"]
-    assert fp8["expert weights"] == bf16["expert weights"], "masters and what is gathered stay as they are"
+    assert fp8["expert weights"] == bf16["expert weights"], "masters and gathered weights do not change"
     assert fp32["expert gradients"] == bf16["expert gradients"], "sums are in fp32"
     assert fp32["dispatch"]["inside"] == 2 * bf16["dispatch"]["inside"]
 
@@ -225,12 +224,12 @@ def test_weights_move_in_the_dtype_that_computes() -> None:
 def test_a_full_pipeline_is_not_replayed_to_its_end_and_takes_as_long() -> None:
     for mapping, batch in (("tp=2,pp=4,ep=8", 640), ("tp=2,pp=4,vpp=2,ep=8", 640), ("tp=4,pp=2,ep=8", 352)):
         for overlap in ("none", "inter"):
-            found = model("mixtral-8x7b", mapping, 64, batch=batch, overlap=overlap)
-            assert found.micro_batches > (FULL + 1) * found.place.mapping.parallel.pp
-            _, plan, seconds = found.pipeline()
-            assert found.span == pytest.approx(float(replay(plan, seconds).span), rel=1e-12)
-            replayed = found._replayed(FULL * found.place.mapping.parallel.pp)
-            assert _period(replayed[0], replay(*replayed[1:]).end[: len(replayed[0])], found.span) is not None
+            result = model("mixtral-8x7b", mapping, 64, batch=batch, overlap=overlap)
+            assert result.micro_batches > (FULL + 1) * result.placed.mapping.parallel.pp
+            _, plan, seconds = result.pipeline()
+            assert result.span == pytest.approx(float(replay(plan, seconds).span), rel=1e-12)
+            replayed = result._replayed(FULL * result.placed.mapping.parallel.pp)
+            assert _period(replayed[0], replay(*replayed[1:]).end[: len(replayed[0])], result.span) is not None
 
 
 def test_work_grows_with_neither_ranks_nor_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +237,7 @@ def test_work_grows_with_neither_ranks_nor_micro_batches(monkeypatch: pytest.Mon
     tasks, timed = [], []
     real, blocks = step_module.replay, step_module.Operators
 
-    def counted(plan: Plan, seconds: object) -> object:
+    def counted(plan: ReplayPlan, seconds: object) -> object:
         tasks.append(len(plan.tasks))
         return real(plan, seconds)  # type: ignore[arg-type]
 
@@ -249,10 +248,10 @@ def test_work_grows_with_neither_ranks_nor_micro_batches(monkeypatch: pytest.Mon
     monkeypatch.setattr(step_module, "replay", counted)
     monkeypatch.setattr(step_module, "Operators", made)
     monkeypatch.setattr(blocks_module, "Operators", made)
-    blocks_module._priced.cache_clear()
+    blocks_module._block_costs.cache_clear()
     for gpus, batch in ((1440, 18 * 100), (100_000, 1250 * 100), (100_000, 1250 * 400)):
         assert step("deepseek-v3", "tp=8,pp=10,ep=8", gpus, batch=batch).seconds > 0
-    assert len(tasks) == 3 and len(set(tasks)) == 1, "all micro-batches beyond a full pipeline are alike"
+    assert len(tasks) == 3 and len(set(tasks)) == 1, "the replay does not grow in the steady state"
     assert len(timed) <= 2 + 3, "blocks once for each cluster, rows between stages once for each step"
 
 

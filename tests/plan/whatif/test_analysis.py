@@ -11,7 +11,7 @@ from moe_comm.errors import ConfigError, CorruptFile
 from moe_comm.plan.step.replay import ReplayError
 from moe_comm.plan.whatif import analysis as whatif
 from moe_comm.plan.whatif.analysis import correlation, operation_of, what_if
-from moe_comm.plan.whatif.trace_table import TraceGraph, TraceTable, ideal_seconds, own_seconds
+from moe_comm.plan.whatif.trace_table import TraceGraph, TraceTable, ideal_seconds, operation_seconds
 
 NAMES = ("forward-compute", "backward-compute", "sum")
 
@@ -48,20 +48,20 @@ ROWS = [
 
 
 def test_a_step_is_compared_with_the_mean_of_work_and_the_median_of_what_moves() -> None:
-    found = what_if(graph(ROWS))
-    assert found.replayed_S == pytest.approx([3.5, 2.0])
-    assert found.ideal_S == pytest.approx([2.25, 2.25])  # forwards of 1.5, sums of 0.5, 0.5, 1 and 1
-    assert found.slowdown == pytest.approx(5.5 / 4.5)
-    assert found.by_operation == pytest.approx({"forward-compute": (3.75 + 1.75) / 4.5, "sum": (2 + 2.5) / 4.5})
-    assert found.by_place["dp"] == pytest.approx((4.75 / 4.5, (3.75 + 2.5) / 4.5))
-    assert found.worst_ranks == (1,)
-    assert found.mended_workers == pytest.approx((5.5 - (2.25 + 2.5)) / (5.5 - 4.5))
+    result = what_if(graph(ROWS))
+    assert result.replayed_S == pytest.approx([3.5, 2.0])
+    assert result.ideal_S == pytest.approx([2.25, 2.25])  # forwards of 1.5, sums of 0.5, 0.5, 1 and 1
+    assert result.slowdown == pytest.approx(5.5 / 4.5)
+    assert result.by_operation == pytest.approx({"forward-compute": (3.75 + 1.75) / 4.5, "sum": (2 + 2.5) / 4.5})
+    assert result.by_place["dp"] == pytest.approx((4.75 / 4.5, (3.75 + 2.5) / 4.5))
+    assert result.worst_ranks == (1,)
+    assert result.slowest_ranks_share == pytest.approx((5.5 - (2.25 + 2.5)) / (5.5 - 4.5))
 
 
 def test_where_nothing_is_slow_there_is_nothing_to_mend() -> None:
-    found = what_if(graph([row for row in ROWS if row[1] == 1]))
-    assert found.slowdown == 1 and found.waste == 0
-    assert np.isnan(found.mended_workers) and np.isnan(found.mended_last_stage)
+    result = what_if(graph([row for row in ROWS if row[1] == 1]))
+    assert result.slowdown == 1 and result.waste == 0
+    assert np.isnan(result.slowest_ranks_share) and np.isnan(result.last_stage_share)
 
 
 def test_variants_are_the_same_however_many_are_replayed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,8 @@ def test_variants_are_the_same_however_many_are_replayed_at_once(monkeypatch: py
 
 def test_what_ended_before_another_came_moved_in_no_time() -> None:
     made = table([(2, 0, -1, 0, 0.0, 1.0), (2, 0, -1, 1, 4.0, 5.0)])
-    assert own_seconds(made, np.array([0, 0])).tolist() == [0.0, 1.0]
-    assert own_seconds(made, np.array([-1, -1])).tolist() == [1.0, 1.0]
+    assert operation_seconds(made, np.array([0, 0])).tolist() == [0.0, 1.0]
+    assert operation_seconds(made, np.array([-1, -1])).tolist() == [1.0, 1.0]
 
 
 def test_work_that_can_be_shared_out_between_stages_keeps_its_sum() -> None:
@@ -110,5 +110,5 @@ def test_bad_graphs_are_refused() -> None:
     with pytest.raises(ReplayError, match="forward-compute of rank"):
         what_if(graph(ROWS, before=np.array([4]), after=np.array([0])))
     nothing = [(0, 0, 0, 0, 1.0, 1.0)]
-    with pytest.raises(ConfigError, match="no time"):
+    with pytest.raises(ConfigError, match="duration 0"):
         what_if(graph(nothing))

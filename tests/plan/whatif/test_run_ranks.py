@@ -1,4 +1,4 @@
-"""Spans of real ranks: what is begun early says so, and a step is replayed as it was."""
+"""Spans of real ranks: asynchronous calls are recorded, and a replay reproduces the step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.comm.channel import AT_ONCE_S, Channel
-from moe_comm.comm.meeting import communicator_of
+from moe_comm.comm.group_setup import communicator_of
 from moe_comm.observe.records import SpanLine
 from moe_comm.plan.whatif.analysis import what_if
 from moe_comm.plan.whatif.run_trace import make_run_trace
@@ -29,7 +29,7 @@ def work(rank: int, world: int, apart_s: float) -> list[SpanLine]:
     assert dist.group.WORLD is not None
     channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # that of ranks on several hosts
     channel.all_reduce(torch.ones(4), "a start together")
-    EVENTS.at(1)
+    EVENTS.begin_step(1)
     with EVENTS.span(Kind.STEP, "step"):
         with EVENTS.span(Kind.COMPUTE, "attention"):
             busy(apart_s * rank)

@@ -1,4 +1,4 @@
-"""Published traces: read strictly, replayed as a simulation of their own made them, and what was slow is found."""
+"""Published traces: strict checks, replays that equal a simulation, and detected stragglers."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def simulated(seconds: Seconds) -> dict[tuple[str, int, int, int], tuple[float, 
 
     def waits(kind: str, number: int, dp: int, pp: int) -> list[tuple[str, int, int, int]]:
         order = [(NAMES[what], micro) for what, micro in ORDERS[pp]]
-        found: list[tuple[str, int]] = []
+        result: list[tuple[str, int]] = []
         if (kind, number) in order:
             place = order.index((kind, number))
-            found += order[place - 1 : place] if place else []
+            result += order[place - 1 : place] if place else []
             if kind == "forward-compute":
-                found += [("params-all-gather", 0)] * (number == 0) + [("forward-recv", number)] * (pp > 0)
+                result += [("params-all-gather", 0)] * (number == 0) + [("forward-recv", number)] * (pp > 0)
             else:
-                found += [("backward-recv", number)] * (pp < PP - 1)
+                result += [("backward-recv", number)] * (pp < PP - 1)
         elif kind.endswith("-send"):
-            found += [(f"{kind.split('-')[0]}-compute", number)] + [(kind, number - 1)] * (number > 0)
+            result += [(f"{kind.split('-')[0]}-compute", number)] + [(kind, number - 1)] * (number > 0)
         elif kind.endswith("-recv"):
-            found += [(f"{kind.split('-')[0]}-compute", number - 1), (kind, number - 1)] if number else []
+            result += [(f"{kind.split('-')[0]}-compute", number - 1), (kind, number - 1)] if number else []
             if kind == "backward-recv" and not number:
-                found.append(order[order.index(("backward-compute", 0)) - 2])
+                result.append(order[order.index(("backward-compute", 0)) - 2])
         elif kind in TAIL:
             place = TAIL.index(kind)
-            found.append((TAIL[place - 1], 0) if place else order[-1])
-        return [(what, which, dp, pp) for what, which in found]
+            result.append((TAIL[place - 1], 0) if place else order[-1])
+        return [(what, which, dp, pp) for what, which in result]
 
     def group(kind: str, number: int, dp: int, pp: int) -> list[tuple[str, int, int, int]]:
         way, _, verb = kind.partition("-")
@@ -84,16 +84,16 @@ def simulated(seconds: Seconds) -> dict[tuple[str, int, int, int], tuple[float, 
     def end(*what: Any) -> float:
         return max(begin(*one) for one in group(*what)) + seconds(what[0], what[2], what[3])
 
-    found = {}
+    result = {}
     for dp in range(DP):
         for pp in range(PP):
             kinds = [*NAMES.values(), *(["forward-send", "backward-recv"] if pp < PP - 1 else [])]
             kinds += ["forward-recv", "backward-send"] if pp else []
             for kind, number in [*((kind, micro) for kind in kinds for micro in range(MICRO))]:
-                found[kind, number, dp, pp] = begin(kind, number, dp, pp), end(kind, number, dp, pp)
+                result[kind, number, dp, pp] = begin(kind, number, dp, pp), end(kind, number, dp, pp)
             for kind in ("params-all-gather", *TAIL):
-                found[kind, 0, dp, pp] = begin(kind, 0, dp, pp), end(kind, 0, dp, pp)
-    return found
+                result[kind, 0, dp, pp] = begin(kind, 0, dp, pp), end(kind, 0, dp, pp)
+    return result
 
 
 TAIL = (
@@ -143,38 +143,41 @@ def span_of(seconds: Seconds) -> float:
 @pytest.mark.parametrize("seconds", [usual, slow])
 def test_the_replay_of_a_trace_without_gaps_is_the_trace(tmp_path: Path, seconds: Seconds) -> None:
     graph = straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", columns(seconds))))
-    found = what_if(graph)
-    assert found.steps == (0, 10)
-    np.testing.assert_allclose(found.replayed_S, span_of(seconds), rtol=1e-9)
-    assert found.replay_error < 1e-9
-    assert found.graph_error < 1e-9
+    result = what_if(graph)
+    assert result.steps == (0, 10)
+    np.testing.assert_allclose(result.replayed_S, span_of(seconds), rtol=1e-9)
+    assert result.replay_error < 1e-9
+    assert result.graph_error < 1e-9
     assert graph.gap_N.max() < 1e-9
 
 
 def test_what_is_slow_is_found_and_its_cost_is_that_of_sharing_it_out(tmp_path: Path) -> None:
-    found = what_if(straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", columns(slow)))))
+    result = what_if(straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", columns(slow)))))
 
     def shared(kind: str, dp: int, pp: int) -> float:
         return usual(kind, dp, pp) * (1.5 if kind.endswith("compute") else 1)  # the mean of 3, 1, 1 and 1
 
-    assert found.slowdown == pytest.approx(span_of(slow) / span_of(shared), rel=1e-9)
-    assert found.waste == pytest.approx(1 - span_of(shared) / span_of(slow), rel=1e-9)
-    assert found.worst_ranks == (2,)
-    assert found.mended_workers > 0.9 > found.mended_last_stage
-    assert found.worker_DP.shape == (DP, PP)
-    assert np.unravel_index(found.worker_DP.argmax(), (DP, PP)) == (1, 0)
-    assert next(iter(found.by_operation)) == "backward-compute"
-    assert found.by_operation["forward-transfer"] == pytest.approx(1)
+    assert result.slowdown == pytest.approx(span_of(slow) / span_of(shared), rel=1e-9)
+    assert result.waste == pytest.approx(1 - span_of(shared) / span_of(slow), rel=1e-9)
+    assert result.worst_ranks == (2,)
+    assert result.slowest_ranks_share > 0.9 > result.last_stage_share
+    assert result.worker_DP.shape == (DP, PP)
+    assert np.unravel_index(result.worker_DP.argmax(), (DP, PP)) == (1, 0)
+    assert next(iter(result.by_operation)) == "backward-compute"
+    assert result.by_operation["forward-transfer"] == pytest.approx(1)
 
 
 def test_the_command_takes_a_trace_as_it_takes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = write(tmp_path / "trace.parquet", columns(slow)), tmp_path / "out.json"
     assert command(["whatif", str(path), "--json", str(out)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("2 steps, ") and [line.split()[:2] for line in said[-2:]] == [["pp", "0"], ["pp", "1"]]
-    found = json.loads(out.read_text())
-    assert found["worst_ranks"] == [2] and found["routing"] is None and found["even_s"] == [None, None]
-    assert found["replay_error"] < 1e-9
+    output = capsys.readouterr().out.splitlines()
+    assert output[0].startswith("2 steps, ") and [line.split()[:2] for line in output[-2:]] == [
+        ["pp", "0"],
+        ["pp", "1"],
+    ]
+    result = json.loads(out.read_text())
+    assert result["worst_ranks"] == [2] and result["routing"] is None and result["even_s"] == [None, None]
+    assert result["replay_error"] < 1e-9
 
 
 def test_gaps_are_left_out_of_the_replay_and_belong_to_its_error(tmp_path: Path) -> None:
@@ -182,11 +185,11 @@ def test_gaps_are_left_out_of_the_replay_and_belong_to_its_error(tmp_path: Path)
     late = np.isin(rows["optype"], ("optimizer",))
     rows["start_ts"] = rows["start_ts"] + 0.5 * late
     graph = straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", rows)))
-    found = what_if(graph)
-    np.testing.assert_allclose(found.measured_S, span_of(usual) + 0.5, rtol=1e-9)
-    np.testing.assert_allclose(found.exact_S, found.measured_S, rtol=1e-9)
-    np.testing.assert_allclose(found.replayed_S, span_of(usual), rtol=1e-9)
-    assert found.slowdown == pytest.approx(1)
+    result = what_if(graph)
+    np.testing.assert_allclose(result.measured_S, span_of(usual) + 0.5, rtol=1e-9)
+    np.testing.assert_allclose(result.with_gaps_S, result.measured_S, rtol=1e-9)
+    np.testing.assert_allclose(result.replayed_S, span_of(usual), rtol=1e-9)
+    assert result.slowdown == pytest.approx(1)
 
 
 def _without(rows: dict[str, Any], chosen: Any) -> dict[str, Any]:
@@ -194,9 +197,9 @@ def _without(rows: dict[str, Any], chosen: Any) -> dict[str, Any]:
 
 
 def _first(rows: dict[str, Any], **wanted: Any) -> Any:
-    found = np.logical_and.reduce([rows[name] == value for name, value in wanted.items()])
-    assert found.any()
-    return found & (np.cumsum(found) == 1)
+    result = np.logical_and.reduce([rows[name] == value for name, value in wanted.items()])
+    assert result.any()
+    return result & (np.cumsum(result) == 1)
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
@@ -204,7 +207,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "text for numbers": (lambda rows: rows | {"stage": rows["stage"].astype(str)}, "stage must hold integers"),
     "whole seconds": (lambda rows: rows | {"duration": np.ones(len(rows["step"]), int)}, "duration must hold"),
     "a NaN": (lambda rows: rows | {"start_ts": np.where(rows["step"] == 0, np.nan, 0.0)}, "finite"),
-    "before it began": (lambda rows: rows | {"duration": -rows["duration"]}, "not negative"),
+    "before it began": (lambda rows: rows | {"duration": -rows["duration"]}, "not be negative"),
     "another operation": (lambda rows: rows | {"optype": np.char.add(rows["optype"], "!")}, "unknown operations"),
     "an end beyond all numbers": (
         lambda rows: rows | {"start_ts": rows["start_ts"] + 1.7e308, "duration": rows["duration"] + 1.7e308},
@@ -240,7 +243,7 @@ def test_a_send_without_its_receive_is_refused(tmp_path: Path) -> None:
     rows = columns(usual)
     rows = _without(rows, _first(rows, optype="forward-send", seq_id=3))
     trace = read_straggler_trace(write(tmp_path / "trace.parquet", rows))
-    with pytest.raises(CorruptFile, match="should meet in forward"):
+    with pytest.raises(CorruptFile, match="in the collective forward"):
         straggler_graph(trace)
 
 

@@ -1,4 +1,4 @@
-"""Ranks start, meet on loopback only, and end: with results, or with one error that names the cause."""
+"""Ranks start, communicate over loopback only, and return results or raise one error that names the cause."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sum_of_ranks(offset: int) -> dict[str, Any]:
 
 
 def listening_addresses() -> set[str]:
-    """Hexadecimal addresses on which this process itself listens."""
+    """Return the hexadecimal addresses on which this process listens."""
     inodes = set()
     for fd in Path("/proc/self/fd").iterdir():
         if fd.is_symlink() and os.readlink(fd).startswith("socket:["):
@@ -61,7 +61,7 @@ def listening_addresses() -> set[str]:
 
 
 FORKED = ("torch",)
-"""Ranks start at once where it does not matter how they start; other tests start fresh interpreters."""
+"""Preloaded modules, so that ranks start quickly where the start method does not matter."""
 
 
 def fail(mode: str) -> None:
@@ -74,7 +74,7 @@ def fail(mode: str) -> None:
             if mode == "bug":
                 raise ZeroDivisionError("a bug")
             raise InputError("the rows are wrong")
-        if mode in ("bug", "killed, told by torch"):  # torch's own error is an echo too
+        if mode in ("bug", "killed, reported by torch"):  # torch's own error is a consequence too
             dist.all_reduce(torch.zeros(1))
         try:
             dist.all_reduce(torch.zeros(1))
@@ -83,7 +83,7 @@ def fail(mode: str) -> None:
 
 
 def fail_between_operations() -> None:
-    """Rank 1's experts raise, while the other one waits in combine."""
+    """The experts of rank 1 raise while rank 0 waits in combine."""
     with init_ranks("cpu", timeout_s=60) as ranks:
         dispatcher = make_dispatcher(2, dist.group.WORLD)
         sent = dispatcher.dispatch(torch.ones(2, 4), torch.tensor([[0], [1]]))
@@ -106,7 +106,7 @@ def no_ranks_around(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_two_ranks_meet_and_return_their_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_return_their_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
     results = launch(sum_of_ranks, (10,), ranks=2)
@@ -121,7 +121,7 @@ def test_two_ranks_meet_and_return_their_results_by_rank(monkeypatch: pytest.Mon
     assert changed <= {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 
 
-def test_signal_handlers_of_this_process_are_put_back() -> None:
+def test_signal_handlers_of_this_process_are_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     launch(os.getppid, (), 2)
     assert signal.getsignal(signal.SIGINT) is before
@@ -132,13 +132,13 @@ def test_one_rank_runs_in_this_process_with_a_group_of_its_own() -> None:
     assert not dist.is_initialized()
 
 
-def test_under_torchrun_its_ranks_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_its_ranks_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launch(os.getpid, ranks=7) == [os.getpid()]
 
 
-def test_an_existing_group_is_used_and_left_alone() -> None:
+def test_an_existing_group_is_used_and_not_destroyed() -> None:
     with init_ranks("cpu") as outer, init_ranks("cpu") as inner:
         assert inner == outer
         del inner
@@ -146,7 +146,7 @@ def test_an_existing_group_is_used_and_left_alone() -> None:
     assert not dist.is_initialized()
 
 
-def test_an_error_of_ours_keeps_its_class_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_library_keeps_its_class_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError) as caught:
         launch(fail, ("ours",), ranks=2, preload=FORKED)
     assert str(caught.value) == "rank 1: the rows are wrong"
@@ -155,7 +155,7 @@ def test_an_error_of_ours_keeps_its_class_and_names_the_rank(capfd: pytest.Captu
 
 
 def raise_inside(rank: int) -> None:
-    """An error of ours, from a call of this file, on every rank."""
+    """Raise an error of the library on every rank, from a call in this file."""
     with init_ranks("cpu", timeout_s=60) as ranks:
         bad = 9 if ranks.rank == rank else 1
         make_dispatcher(4, dist.group.WORLD if ranks.world > 1 else None).dispatch(  # the user's frame
@@ -164,11 +164,11 @@ def raise_inside(rank: int) -> None:
 
 
 def lines_of(error: BaseException) -> list[str]:
-    """The frames and the text that Python would print."""
+    """Return the frames and the text that Python would print."""
     return [line for text in traceback.format_exception(error) for line in text.splitlines()]
 
 
-def test_an_error_of_ours_is_printed_once_with_the_users_frame() -> None:
+def test_an_error_of_the_library_is_printed_once_with_the_users_frame() -> None:
     with pytest.raises(RoutingError) as caught:
         launch(raise_inside, (1,), ranks=2, preload=FORKED)
     error = caught.value
@@ -181,13 +181,13 @@ def test_an_error_of_ours_is_printed_once_with_the_users_frame() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_whole_traceback_is_kept_where_it_is_wanted(ranks: int) -> None:
+def test_with_tracebacks_the_whole_traceback_is_kept(ranks: int) -> None:
     with pytest.raises(RoutingError) as caught:
         launch(raise_inside, (0,), ranks=ranks, tracebacks=True, preload=FORKED)
     assert "in raise_inside" in caught.value.details and "moe_comm/dispatch/" in caught.value.details
 
 
-def test_in_the_callers_own_process_frames_of_packages_are_left_out() -> None:
+def test_in_the_process_of_the_caller_frames_of_packages_are_hidden() -> None:
     with pytest.raises(RoutingError) as caught:
         launch(raise_inside, (0,), ranks=1)
     frames = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -195,33 +195,33 @@ def test_in_the_callers_own_process_frames_of_packages_are_left_out() -> None:
     assert [Path(name).name for name in frames if name != __file__] == ["launcher.py"]
 
 
-def test_a_bug_in_a_rank_comes_with_its_traceback() -> None:
+def test_another_error_of_a_rank_has_its_traceback() -> None:
     with pytest.raises(RankFailed) as caught:
         launch(fail, ("bug",), ranks=2, preload=FORKED)
     assert str(caught.value) == "rank 1 failed with ZeroDivisionError: a bug"
     assert 'raise ZeroDivisionError("a bug")' in caught.value.details
 
 
-def test_what_a_rank_raised_between_operations_is_the_cause_and_not_what_its_peers_were_told() -> None:
+def test_an_error_between_operations_is_the_cause_and_not_the_errors_of_its_peers() -> None:
     with pytest.raises(RankFailed, match=r"^rank 1 failed with ZeroDivisionError: a bug(\n|$)"):
         launch(fail_between_operations, ranks=2, preload=FORKED)
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "expected"),
     [
         ("killed", "was killed by SIGKILL"),
-        ("killed, told by torch", "was killed by SIGKILL"),
+        ("killed, reported by torch", "was killed by SIGKILL"),
         ("exit", "ended with exit code 3"),
     ],
 )
-def test_a_rank_that_ends_silently_is_the_cause_and_not_what_its_peers_saw(how: str, told: str) -> None:
-    with pytest.raises(RankFailed, match=rf"^rank 1 \(pid \d+\) {told}"):
+def test_a_rank_that_ends_without_an_error_is_the_cause(how: str, expected: str) -> None:
+    with pytest.raises(RankFailed, match=rf"^rank 1 \(pid \d+\) {expected}"):
         launch(fail, (how,), ranks=2, preload=FORKED)
 
 
 def fail_at_first(folder: str, how: str, times: int) -> tuple[int, int]:
-    """Rank 1 fails ``times`` times; what it did before is found in ``folder``."""
+    """Rank 1 fails ``times`` times. ``folder`` counts its attempts."""
     with init_ranks("cpu", timeout_s=60) as ranks:
         Path(folder, f"{ranks.rank}.{ranks.restarts}").touch()
         if ranks.rank == 1 and ranks.restarts < times:
@@ -238,39 +238,39 @@ def fail_at_first(folder: str, how: str, times: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("how", ["killed", "raised"])
-def test_a_failed_rank_has_all_started_again_and_meeting_anew(how: str, tmp_path: Path) -> None:
+def test_a_failed_rank_restarts_all_ranks_with_a_new_group(how: str, tmp_path: Path) -> None:
     assert launch(
         fail_at_first, (str(tmp_path), how, 1), ranks=2, restarts=2, preload=() if how == "killed" else FORKED
     ) == [(2, 1), (2, 1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
 
 
-def test_after_the_last_restart_its_own_cause_is_raised(tmp_path: Path) -> None:
+def test_after_the_last_restart_the_cause_of_the_last_attempt_is_raised(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^rank 1: attempt 1\n"):
         launch(fail_at_first, (str(tmp_path), "raised", 5), ranks=2, restarts=1, preload=FORKED)
 
 
-def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
+def test_errors_that_the_user_must_fix_cause_no_restart(tmp_path: Path) -> None:
     with pytest.raises(RoutingError, match=r"^rank 1: attempt 0\n"):
         launch(fail_at_first, (str(tmp_path), "refused", 1), ranks=2, restarts=2, preload=FORKED)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "1.0"]
 
 
-def test_one_rank_with_restarts_has_a_process_of_its_own() -> None:
+def test_one_rank_with_restarts_runs_in_its_own_process() -> None:
     (pid,) = launch(os.getpid, ranks=1, restarts=1)
     assert pid != os.getpid()
 
 
-def stop_when_told(folder: str, how: str) -> str:
-    """Ends with a result at SIGINT and SIGTERM, or fails there, or knows nothing of them."""
+def stop_at_signal(folder: str, how: str) -> str:
+    """Return a result at SIGINT and SIGTERM, or fail there, or do not handle them."""
     with init_ranks("cpu", timeout_s=60) as ranks:
-        told = threading.Event()
+        received = threading.Event()
         if how != "default":
             for kind in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(kind, lambda number, frame: told.set())
+                signal.signal(kind, lambda number, frame: received.set())
         Path(folder, str(ranks.rank)).touch()
-        if not told.wait(200):
-            return "nobody told it"
+        if not received.wait(200):
+            return "no signal"
         if how == "fails":
             raise InputError("could not finish")
         dist.barrier()
@@ -278,7 +278,7 @@ def stop_when_told(folder: str, how: str) -> str:
 
 
 def signal_when_ready(folder: Path, kind: signal.Signals) -> threading.Thread:
-    """Send ``kind`` to this process when both ranks are up."""
+    """Send ``kind`` to this process when both ranks run."""
 
     def send() -> None:
         end = time.monotonic() + 200
@@ -292,10 +292,10 @@ def signal_when_ready(folder: Path, kind: signal.Signals) -> threading.Thread:
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_ranks_that_finish_when_told_to_stop_return_their_results(tmp_path: Path, restarts: int) -> None:
-    """At once, where torch's agent would wait 30 s for ranks that are done and wait for each other, and kill them."""
+def test_ranks_that_finish_at_a_signal_return_their_results(tmp_path: Path, restarts: int) -> None:
+    """Torch's agent would wait 30 s for finished ranks that wait for each other, and kill them."""
     thread = signal_when_ready(tmp_path, signal.SIGTERM)
-    assert launch(stop_when_told, (str(tmp_path), "finishes"), ranks=2, restarts=restarts) == ["finished"] * 2
+    assert launch(stop_at_signal, (str(tmp_path), "finishes"), ranks=2, restarts=restarts) == ["finished"] * 2
     thread.join()
 
 
@@ -303,23 +303,23 @@ def test_ranks_that_finish_when_told_to_stop_return_their_results(tmp_path: Path
     ("how", "kind", "restarts"),
     [("finishes", signal.SIGINT, 0), ("default", signal.SIGTERM, 0), ("default", signal.SIGTERM, 1)],
 )
-def test_otherwise_a_signal_is_an_interruption(tmp_path: Path, how: str, kind: signal.Signals, restarts: int) -> None:
-    """Ctrl-C always is; ranks that were ended by the signal are not started again."""
+def test_otherwise_a_signal_raises_interrupted(tmp_path: Path, how: str, kind: signal.Signals, restarts: int) -> None:
+    """Ctrl-C always does. Ranks that the signal ended are not restarted."""
     thread = signal_when_ready(tmp_path, kind)
     with pytest.raises(Interrupted, match=f"stopped by {kind.name}") as caught:
-        launch(stop_when_told, (str(tmp_path), how), ranks=2, restarts=restarts)
+        launch(stop_at_signal, (str(tmp_path), how), ranks=2, restarts=restarts)
     assert caught.value.number == kind
     thread.join()
 
 
-def test_an_error_on_the_way_out_is_told(tmp_path: Path) -> None:
+def test_an_error_after_a_signal_is_raised(tmp_path: Path) -> None:
     thread = signal_when_ready(tmp_path, signal.SIGTERM)
     with pytest.raises(InputError, match="could not finish"):
-        launch(stop_when_told, (str(tmp_path), "fails"), ranks=2, restarts=1, preload=FORKED)
+        launch(stop_at_signal, (str(tmp_path), "fails"), ranks=2, restarts=1, preload=FORKED)
     thread.join()
 
 
-def test_ranks_forked_from_a_process_that_has_loaded_modules_are_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_forked_from_a_preloaded_process_work_like_spawned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     for threads in ("1", "2"):  # of this launch, though the process that they are forked from is older
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         results = launch(sum_of_ranks, (10,), ranks=2, preload=("torch",))
@@ -330,12 +330,12 @@ def test_ranks_forked_from_a_process_that_has_loaded_modules_are_as_others(monke
 
 
 def loaded_before() -> tuple[bool, int]:
-    """Whether this process was forked from one that is not the launcher; threads of torch."""
+    """Return whether this process was forked from another one than the launcher, and torch's threads."""
     parent = multiprocessing.parent_process()
     return parent is not None and parent.pid != os.getppid(), torch.get_num_threads()
 
 
-def test_forked_ranks_that_fail_are_started_again_and_named(tmp_path: Path) -> None:
+def test_forked_ranks_that_fail_are_restarted_and_named(tmp_path: Path) -> None:
     preload = ("torch",)
     assert launch(fail_at_first, (str(tmp_path), "killed", 1), 2, restarts=1, preload=preload) == [(2, 1), (2, 1)]
     with pytest.raises(RankFailed, match=r"^rank 1 \(pid \d+\) was killed by SIGKILL"):
@@ -344,12 +344,12 @@ def test_forked_ranks_that_fail_are_started_again_and_named(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("how", "preload"), [("waits", ("torch",)), ("finishes", ("torch",)), ("finishes", ())])
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, how: str, preload: tuple[str, ...]) -> None:
-    """Forked ranks and others; also those that finish what they do first, and then have nobody to take the result."""
+    """Forked and spawned ranks, including ranks that finish their work first and cannot return the result."""
     came = tmp_path / "came"
     came.mkdir()
     code = (
-        "from tests.runtime.launch.test_launch import launch, wait_until_told\n"
-        f"launch(wait_until_told, ({str(came)!r}, {how!r}), 2, preload={preload!r})"
+        "from tests.runtime.launch.test_launch import launch, wait_for_signal\n"
+        f"launch(wait_for_signal, ({str(came)!r}, {how!r}), 2, preload={preload!r})"
     )
     # A path of its own, and short: the server that forks ranks has a socket there.
     with (
@@ -366,15 +366,15 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, how: str, prelo
     assert len(pids) == 2 and not [pid for pid in pids if Path("/proc", str(pid)).exists()]
 
 
-def wait_until_told(folder: str, how: str) -> None:
-    told = threading.Event()
+def wait_for_signal(folder: str, how: str) -> None:
+    received = threading.Event()
     if how == "finishes":
-        signal.signal(signal.SIGINT, lambda number, frame: told.set())
+        signal.signal(signal.SIGINT, lambda number, frame: received.set())
     Path(folder, str(os.getpid())).touch()
-    assert told.wait(200)
+    assert received.wait(200)
 
 
-def test_a_stopped_rank_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stopped_rank_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(agent, "ENDING_S", 0.1)
     with pytest.raises(InputError, match="rank 1: the rows are wrong"):
         launch(stop_or_fail, (str(tmp_path / "failed"),), ranks=2)
@@ -413,7 +413,7 @@ def test_a_module_runs_with_its_arguments_on_every_rank(tmp_path: Path, monkeypa
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
 
 
-def test_torchrun_itself_works(tmp_path: Path) -> None:
+def test_torchrun_works(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import pathlib, sys, torch, torch.distributed as dist\n"
@@ -434,7 +434,7 @@ def test_torchrun_itself_works(tmp_path: Path) -> None:
 
 @dataclass
 class Ended:
-    """How a rank's process ended, as torch's agent says it."""
+    """The end of a rank's process, as torch's agent reports it."""
 
     exitcode: int
     pid: int = 7
@@ -445,7 +445,7 @@ def leave_record(folder: Path, rank: int, kind: str, message: str) -> None:
     (folder / str(rank)).write_text(json.dumps(record))
 
 
-def test_a_rank_that_gave_up_waiting_is_never_the_cause(tmp_path: Path) -> None:
+def test_a_rank_that_ended_itself_while_waiting_is_never_the_cause(tmp_path: Path) -> None:
     alone = {0: Ended(agent.ENDED_BY_WATCH)}
     assert "rank 0 (pid 7) ended itself: a rank that it waited for was lost" in str(agent._cause(alone, tmp_path))
     failures = {0: Ended(agent.ENDED_BY_WATCH), 1: Ended(-signal.SIGSEGV)}
@@ -454,7 +454,7 @@ def test_a_rank_that_gave_up_waiting_is_never_the_cause(tmp_path: Path) -> None:
     assert "rank 2 is gone" in str(agent._cause(failures, tmp_path))
 
 
-def test_a_rank_that_the_others_killed_was_stuck_and_not_out_of_memory(tmp_path: Path) -> None:
+def test_a_rank_that_the_watchers_killed_is_reported_as_stuck_and_not_as_out_of_memory(tmp_path: Path) -> None:
     failures = {1: Ended(-signal.SIGKILL)}
     assert "out of memory?" in str(agent._cause(failures, tmp_path))
     leave_record(tmp_path, 0, "PeerDied", "rank 1 is gone. Noticed: rank 1 is stuck: it sleeps; report: faults/a.txt")
@@ -462,7 +462,7 @@ def test_a_rank_that_the_others_killed_was_stuck_and_not_out_of_memory(tmp_path:
     assert said.endswith("was killed by SIGKILL. Noticed: rank 1 is stuck: it sleeps; report: faults/a.txt")
 
 
-def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_failed(
+def test_a_rank_that_finishes_while_it_is_checked_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "ENDING_S", 0.0)
@@ -471,7 +471,7 @@ def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_failed(
     (tmp_path / "0.1").write_text(str(process.pid))
     looks = iter([False, False, False, True])
     over = SimpleNamespace(wait=lambda seconds: next(looks))
-    agent._end_in_time(tmp_path, over)  # type: ignore[arg-type]
+    agent._run_killer(tmp_path, over)  # type: ignore[arg-type]
     assert process.poll() is None
     process.communicate(b"\n", timeout=60)
     assert process.returncode == 0

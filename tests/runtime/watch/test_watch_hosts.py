@@ -1,4 +1,4 @@
-"""Hosts that look at each other through a store."""
+"""Heartbeats between hosts over a store."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from typing import Any
 
 import pytest
 
-from moe_comm.runtime.watch.graph import View
-from moe_comm.runtime.watch.hosts import HostBeats
-from moe_comm.runtime.watch.report import views_to_json
+from moe_comm.runtime.watch.graph import RankStatus
+from moe_comm.runtime.watch.host_heartbeats import HostHeartbeats
+from moe_comm.runtime.watch.report import statuses_to_json
 
 
 class Hosts:
-    """Two hosts with a rank each on a store that this test serves; time is what it says."""
+    """Two hosts with one rank each. This object is their store, and ``now`` is the time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        self.kept: dict[str, str] = {"0": "", "1": ""}
-        self.views = [View(0)]
-        members = [View(0), View(1)]
-        monkeypatch.setattr("moe_comm.runtime.watch.hosts.time.monotonic", lambda: self.now)
-        self.beats = HostBeats(self, 0, [[0], [1]], lambda: self.views, lambda: True, 5.0, members)  # type: ignore[arg-type]
+        self.entries: dict[str, str] = {"0": "", "1": ""}
+        self.statuses = [RankStatus(0)]
+        members = [RankStatus(0), RankStatus(1)]
+        monkeypatch.setattr("moe_comm.runtime.watch.host_heartbeats.time.monotonic", lambda: self.now)
+        self.heartbeats = HostHeartbeats(self, 0, [[0], [1]], lambda: self.statuses, lambda: True, 5.0, members)  # type: ignore[arg-type]
 
     def set(self, key: str, value: str) -> None:
-        self.kept[key] = value
+        self.entries[key] = value
 
     def multi_get(self, keys: list[str]) -> list[str]:
-        return [self.kept[key] for key in keys]
+        return [self.entries[key] for key in keys]
 
-    def exchange(self, seconds: float, beat: int | None = None, fate: Any = "alive") -> list[Any]:
-        """After so many seconds; the other host has said something with ``beat``. Fates of its ranks."""
+    def exchange(self, seconds: float, heartbeat: int | None = None, state: Any = "alive") -> list[Any]:
+        """Exchange after ``seconds``. The other host sends ``heartbeat``, if given. Returns the state of its ranks."""
         self.now += seconds
-        if beat is not None:
-            told = {"beat": beat, "views": views_to_json([View(1, fate=fate)]), "notice": ""}
-            self.kept["1"] = json.dumps(told)
-        self.beats._exchange([1])
-        return [view.fate for view in self.beats.others()]
+        if heartbeat is not None:
+            statuses = statuses_to_json([RankStatus(1, state=state)])
+            self.entries["1"] = json.dumps({"heartbeat": heartbeat, "statuses": statuses, "fault": ""})
+        self.heartbeats._exchange([1])
+        return [status.state for status in self.heartbeats.statuses()]
 
 
 @pytest.fixture
@@ -44,79 +44,81 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosts:
     return Hosts(monkeypatch)
 
 
-def test_a_host_is_gone_when_it_says_nothing_for_long(hosts: Hosts) -> None:
+def test_a_host_without_heartbeats_is_unreachable(hosts: Hosts) -> None:
     assert hosts.exchange(0.25, 1) == ["alive"]
     found = [hosts.exchange(0.25) for _ in range(24)]
     assert found[:18] == [["alive"]] * 18
     assert found[-1] == ["unreachable"]
-    assert hosts.beats.is_odd()
+    assert hosts.heartbeats.needs_check()
 
 
-def test_a_store_that_answers_late_makes_no_host_gone(hosts: Hosts) -> None:
+def test_a_slow_store_makes_no_host_unreachable(hosts: Hosts) -> None:
     assert hosts.exchange(0.25, 1) == ["alive"]
     hosts.now += 60.0
-    assert [(view.fate, view.silent_s) for view in hosts.beats.others()] == [("alive", 0.0)]
-    assert not hosts.beats.is_odd()
-    assert hosts.exchange(0.0) == ["alive"], "the other host could not speak either"
-    assert not hosts.beats.is_odd()
+    assert [(status.state, status.stalled_s) for status in hosts.heartbeats.statuses()] == [("alive", 0.0)]
+    assert not hosts.heartbeats.needs_check()
+    assert hosts.exchange(0.0) == ["alive"], "the other host could not publish either"
+    assert not hosts.heartbeats.needs_check()
     assert hosts.exchange(0.25, 2) == ["alive"]
 
 
-def test_what_was_said_before_and_comes_later_is_not_heard(hosts: Hosts) -> None:
+def test_an_older_entry_that_arrives_later_is_ignored(hosts: Hosts) -> None:
     assert hosts.exchange(0.25, 7, "left") == ["left"]
     assert hosts.exchange(0.25, 6, "alive") == ["left"]
 
 
-def test_only_who_leaves_last_says_so_for_its_host(hosts: Hosts) -> None:
-    hosts.beats._done.set()
-    hosts.views = [View(0, fate="left"), View(2)]
-    hosts.beats._run()
-    assert hosts.kept["0"] == ""
-    hosts.views = [View(0, fate="left"), View(2, fate="failed")]
-    hosts.beats._run()
-    assert [view["fate"] for view in json.loads(json.loads(hosts.kept["0"])["views"])] == ["left", "failed"]
+def test_only_the_last_rank_to_leave_publishes_for_its_host(hosts: Hosts) -> None:
+    hosts.heartbeats._done.set()
+    hosts.statuses = [RankStatus(0, state="left"), RankStatus(2)]
+    hosts.heartbeats._run()
+    assert hosts.entries["0"] == ""
+    hosts.statuses = [RankStatus(0, state="left"), RankStatus(2, state="failed")]
+    hosts.heartbeats._run()
+    entry = json.loads(hosts.entries["0"])
+    assert [status["state"] for status in json.loads(entry["statuses"])] == ["left", "failed"]
 
 
-def test_a_host_that_never_says_anything_is_unreachable_after_a_while_and_not_judged_before(hosts: Hosts) -> None:
+def test_a_host_that_never_publishes_becomes_unreachable_and_is_not_judged_before(hosts: Hosts) -> None:
     assert hosts.exchange(0.25) == []
     found = [hosts.exchange(0.25) for _ in range(24)]
     assert found[:18] == [[]] * 18
     assert found[-1] == ["unreachable"]
 
 
-def test_what_a_silent_host_has_said_of_the_end_of_its_rank_stays_true(hosts: Hosts) -> None:
+def test_the_end_of_a_rank_remains_known_when_its_host_is_unreachable(hosts: Hosts) -> None:
     assert hosts.exchange(0.25, 1, "ended") == ["ended"]
     assert [hosts.exchange(0.25) for _ in range(24)] == [["ended"]] * 24
 
 
-def test_the_silence_of_a_host_does_not_make_its_ranks_silent(hosts: Hosts) -> None:
+def test_a_late_heartbeat_does_not_make_the_ranks_of_the_host_stalled(hosts: Hosts) -> None:
     hosts.exchange(0.25, 1)
     for _ in range(16):
         hosts.exchange(0.25)
-    assert [(view.fate, view.silent_s, view.unbeaten_s) for view in hosts.beats.others()] == [("alive", 0.5, 0.5)]
+    (status,) = hosts.heartbeats.statuses()
+    assert (status.state, status.stalled_s, status.heartbeat_age_s) == ("alive", 0.5, 0.5)
 
 
-def test_a_store_is_mute_while_it_does_not_answer_and_after_it_has_failed(hosts: Hosts) -> None:
-    """What the thread does, as far as its third turn."""
-    seen: list[float] = []
+def test_a_store_is_silent_while_it_does_not_answer_and_after_it_has_failed(hosts: Hosts) -> None:
+    """Run the thread's function until its third period."""
+    silent: list[float] = []
     turns = iter([False, False, False, True])
 
     class Done:
         def wait(self, seconds: float) -> bool:
-            seen.append(hosts.beats.mute_s)
+            silent.append(hosts.heartbeats.store_silent_s)
             hosts.now += 6.0
             return next(turns)
 
     def fail(keys: list[str]) -> list[str]:
         hosts.now += 1.0
-        if len(seen) < 3:
+        if len(silent) < 3:
             raise RuntimeError("no answer")
-        return [hosts.kept[key] for key in keys]
+        return [hosts.entries[key] for key in keys]
 
-    hosts.beats._done = Done()  # type: ignore[assignment]
+    hosts.heartbeats._done = Done()  # type: ignore[assignment]
     hosts.multi_get = fail  # type: ignore[method-assign]
-    hosts.beats._run()
-    assert seen == [0.0, 1.0, 8.0, 0.0]
-    assert hosts.beats.mute_s == 0.0
-    hosts.beats._asked_s = hosts.now - hosts.beats.cut_s
-    assert hosts.beats.is_odd()
+    hosts.heartbeats._run()
+    assert silent == [0.0, 1.0, 8.0, 0.0]
+    assert hosts.heartbeats.store_silent_s == 0.0
+    hosts.heartbeats._asked_s = hosts.now - hosts.heartbeats.isolation_timeout_s
+    assert hosts.heartbeats.needs_check()

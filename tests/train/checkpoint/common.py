@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, Share, Split, deal
+from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, ShardSlice, Split, shard_slice
 from moe_comm.train.checkpoint import Entry
 
 EXPERTS = 7  # divides by nothing that is used here, and leaves a rank without any at ep 8
@@ -30,7 +30,7 @@ class Mapping_:
 
 
 def shardings(config: ParallelConfig) -> dict[str, tuple[Sharding, torch.dtype, set[int]]]:
-    """Name -> how it is cut, dtype, pipeline stages that hold it."""
+    """By name: sharding, dtype, and pipeline stages of a tensor."""
     experts = ExpertPlacement.balanced(EXPERTS, config.ep).experts_per_rank
     first, last = 0, config.pp - 1
     f32 = torch.float32
@@ -74,7 +74,7 @@ def wholes(config: ParallelConfig) -> dict[str, Tensor]:
 
 
 def entries_of(mapping: Mapping_, rank: int, *, fill: bool = True) -> dict[str, Entry]:
-    """What ``rank`` holds; with ``fill`` False tensors of zeros to load into."""
+    """Return the entries of ``rank``; with ``fill`` False, tensors of zeros to load into."""
     config = mapping.config
     place, sizes = config.place(rank), config.sizes
     entries = {}
@@ -91,14 +91,14 @@ def entries_of(mapping: Mapping_, rank: int, *, fill: bool = True) -> dict[str, 
     return entries
 
 
-def share_of(part: Tensor, sharding: Sharding, place: Mapping[str, int], sizes: Mapping[str, int]) -> Share | None:
+def share_of(part: Tensor, sharding: Sharding, place: Mapping[str, int], sizes: Mapping[str, int]) -> ShardSlice | None:
     if not part.shape:
         return None
     index = parts = 0
     parts = math.prod(sizes[axis] for axis in sharding.sum_axes)
     for axis in reversed(sharding.sum_axes):
         index = index * sizes[axis] + place[axis]
-    return deal(part.shape, index, parts)
+    return shard_slice(part.shape, index, parts)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -111,7 +111,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[Any]:
-    """``owner.name`` is ``value`` inside; yields what it was. For use inside of ranks, which have no monkeypatch."""
+    """Set ``owner.name`` to ``value`` inside the block; yields the old value. For ranks, which have no monkeypatch."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -61,7 +61,7 @@ def save_one(rank: int, world: int, folder: Path) -> None:
 
 
 def load_each(rank: int, world: int, paths: list[Path]) -> list[str]:
-    """What each load raised; "" where it succeeded, "changed" where a tensor was touched."""
+    """Return the error of each load; "" if it succeeded, "changed" if a tensor was changed."""
     texts = []
     with Checkpointer("/nowhere") as checkpointer:
         for path in paths:
@@ -75,9 +75,7 @@ def load_each(rank: int, world: int, paths: list[Path]) -> list[str]:
     return texts
 
 
-def test_every_damage_to_every_file_is_named_on_every_rank_before_a_tensor_changes(
-    pool2: RankPool, tmp_path: Path
-) -> None:
+def test_damage_to_any_file_is_reported_on_every_rank_before_a_tensor_changes(pool2: RankPool, tmp_path: Path) -> None:
     pool2.run(save_one, tmp_path / "good")
     cases = []
     for file in FILES:
@@ -103,7 +101,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "metadata.json", "manifest.json", "COMPLETE"])
-def test_any_flipped_byte_of_any_file_is_noticed(small: Path, tmp_path: Path, file: str) -> None:
+def test_any_flipped_byte_of_any_file_is_detected(small: Path, tmp_path: Path, file: str) -> None:
     path = tmp_path / "step-00000003"
     shutil.copytree(small, path)
     content = (path / file).read_bytes()
@@ -130,13 +128,13 @@ def test_a_file_is_hashed_once_and_before_its_first_tensor_is_read(small: Path, 
         read_tensor(path, "b")
 
 
-def test_a_file_that_is_cut_after_it_was_verified_is_an_error_too(small: Path, tmp_path: Path) -> None:
+def test_a_file_truncated_after_it_was_verified_is_an_error(small: Path, tmp_path: Path) -> None:
     path = tmp_path / "step-00000003"
     shutil.copytree(small, path)
     reader = CheckpointReader(path)
     reader.verify()
     empty(path / "rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors of .* shorter"):
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors of .* truncated"):
         reader.read("a")
 
 
@@ -153,7 +151,7 @@ def test_no_pickle_is_read(small: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None], version: int = 1) -> None:
-    """Change metadata.json and make all checksums right again, as whoever made the file on purpose would."""
+    """Change metadata.json and update all checksums, as an attacker would."""
     metadata = json.loads((path / "metadata.json").read_text())
     change(metadata)
     content = json.dumps(metadata).encode()
@@ -202,7 +200,7 @@ def setter(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         setter("ranks", value=[1]),
     ],
 )
-def test_metadata_made_to_mislead_is_refused(
+def test_inconsistent_metadata_with_valid_checksums_is_rejected(
     small: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     path = tmp_path / "step-00000003"
@@ -217,11 +215,11 @@ def test_a_later_format_says_to_update(small: Path, tmp_path: Path) -> None:
     path = tmp_path / "step-00000003"
     shutil.copytree(small, path)
     rewrite(path, lambda metadata: None, version=2)
-    with pytest.raises(CheckpointError, match=r"COMPLETE of .* format 2.*update"):
+    with pytest.raises(CheckpointError, match=r"COMPLETE of .* version 2.*update"):
         CheckpointReader(path)
 
 
-def test_the_newest_checkpoint_cannot_be_told_with_a_damaged_marker(small: Path, tmp_path: Path) -> None:
+def test_with_a_damaged_marker_the_newest_checkpoint_is_unknown(small: Path, tmp_path: Path) -> None:
     shutil.copytree(small, tmp_path / "step-00000003")
     assert latest(tmp_path) == tmp_path / "step-00000003"
     flip(0.5)(tmp_path / "step-00000003/COMPLETE")
@@ -229,12 +227,12 @@ def test_the_newest_checkpoint_cannot_be_told_with_a_damaged_marker(small: Path,
         latest(tmp_path)
 
 
-def test_what_is_no_checkpoint_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"COMPLETE of .* is missing"):
         CheckpointReader(tmp_path)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"a": Entry.whole(torch.ones(1))})
-    with pytest.raises(CheckpointError, match=r"holds no tensor 'z'; it holds a"):
+    with pytest.raises(CheckpointError, match=r"has no tensor 'z'; it has a"):
         read_tensor(tmp_path / "step-00000001", "z")
 
 

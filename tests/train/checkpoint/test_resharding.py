@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_comm.errors import CheckpointError
-from moe_comm.topology import Box, ParallelConfig, Sharding, Share, Split
+from moe_comm.topology import Box, ParallelConfig, Sharding, ShardSlice, Split
 from moe_comm.train.checkpoint import Checkpointer, CheckpointReader, Entry, load, read_tensor
 from tests.pool import RankPool
 from tests.train.checkpoint.common import Mapping_, entries_of, same_bits, wholes
@@ -32,7 +32,7 @@ STATE = {"sampler": {"epoch": 3, "position": 2**40}, "loss": 0.1, "text": 'a = "
 
 @pytest.fixture(scope="module")
 def saved(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Mapping -> the checkpoint that it saved."""
+    """Checkpoints by the mapping that saved them."""
     root = tmp_path_factory.mktemp("checkpoints")
     for world in WORLDS:
         pools[world].run(save_all, (root, [m for m in MAPPINGS if m.config.world == world]))
@@ -63,7 +63,7 @@ def load_all(rank: int, world: int, arg: tuple[dict[str, Path], list[Mapping_]])
 
 
 @pytest.mark.parametrize("world", [1, *WORLDS])
-def test_every_mapping_loads_what_every_other_saved_with_the_same_bits(
+def test_every_mapping_loads_the_checkpoint_of_every_other_bit_for_bit(
     pools: dict[int, RankPool], saved: dict[str, Path], world: int
 ) -> None:
     arg = (saved, [mapping for mapping in MAPPINGS if mapping.config.world == world])
@@ -84,7 +84,7 @@ def test_one_process_reads_whole_tensors_from_any_mapping(saved: dict[str, Path]
     assert same_bits(read_tensor(path, "model/embed.weight"), expected["model/embed.weight"])
 
 
-def test_what_each_rank_gave_of_its_own_is_kept_by_rank(saved: dict[str, Path]) -> None:
+def test_rank_states_are_saved_by_rank(saved: dict[str, Path]) -> None:
     for mapping in MAPPINGS:
         ranks = CheckpointReader(saved[str(mapping)]).ranks
         assert ranks == tuple({"rank": rank} for rank in range(mapping.config.world))
@@ -102,7 +102,7 @@ def test_data_files_are_safetensors_and_hold_every_element_once(saved: dict[str,
         assert names == {"metadata.json", "manifest.json", "COMPLETE"}
 
 
-def test_copies_are_written_by_different_ranks(saved: dict[str, Path]) -> None:
+def test_replicated_tensors_are_written_by_different_ranks(saved: dict[str, Path]) -> None:
     mapping = next(m for m in MAPPINGS if m.config.world == 4 and m.style == "replicate")
     sizes = [file.stat().st_size for file in saved[str(mapping)].glob("*.safetensors")]
     largest = max(tensor.nbytes for tensor in wholes(ParallelConfig()).values())
@@ -110,14 +110,14 @@ def test_copies_are_written_by_different_ranks(saved: dict[str, Path]) -> None:
     assert max(sizes) - min(sizes) < largest
 
 
-def test_a_second_save_with_other_tensors_and_the_same_objects_is_right(
+def test_a_second_save_with_other_tensors_in_the_same_objects_is_correct(
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     assert pools[2].run(save_growing, tmp_path) == [True, True]
 
 
 def save_growing(rank: int, world: int, folder: Path) -> bool:
-    """Plans are remembered: a save after a change on one rank only, and one after none, must both be right."""
+    """Plans are cached. Saves after a change on one rank, and after no change, must both be correct."""
     config = ParallelConfig(tp=2)
     place, sizes = config.place(rank), config.sizes
     cut = torch.arange(4.0) + 4 * rank
@@ -159,21 +159,21 @@ def small(tmp_path: Path) -> Path:
     ("wanted", "message"),
     [
         (one() | {"x": Entry.whole(torch.ones(1)), "y": Entry.whole(torch.ones(1))}, "lacks .*: x, y"),
-        (one(), "that no rank wants: b"),
-        (one((2, 4)) | {"b": Entry.whole(torch.tensor(0.0))}, r"a has shape \(4, 2\) .* wanted is \(2, 4\)"),
+        (one(), "that no rank requests: b"),
+        (one((2, 4)) | {"b": Entry.whole(torch.tensor(0.0))}, r"a has shape \(4, 2\) .* expected \(2, 4\)"),
         (one(dtype=torch.bfloat16) | {"b": Entry.whole(torch.tensor(0.0))}, "a has dtype torch.float32 .*bfloat16"),
     ],
 )
-def test_missing_unwanted_and_unfit_tensors_are_named(small: Path, wanted: dict[str, Entry], message: str) -> None:
+def test_missing_unused_and_mismatched_tensors_are_named(small: Path, wanted: dict[str, Entry], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(small, wanted)
 
 
-def test_a_part_of_a_checkpoint_can_be_loaded_and_cast_where_asked(small: Path) -> None:
+def test_a_part_of_a_checkpoint_can_be_loaded_with_a_cast(small: Path) -> None:
     entries = {"b": Entry.whole(torch.tensor(0.0, dtype=torch.bfloat16))}
     load(small, entries, cast=True, allow_unused=True)
     assert entries["b"].tensor.item() == 2.5
-    with pytest.raises(CheckpointError, match="without a cast"):
+    with pytest.raises(CheckpointError, match="cast is not set"):
         load(small, {"b": Entry.whole(torch.tensor(0))}, cast=True, allow_unused=True)
 
 
@@ -193,13 +193,13 @@ def test_rows_of_a_cut_dimension_and_large_rows_are_read_in_blocks(
         assert torch.equal(target, whole[1:3, 1:3, 2:5])
 
 
-def test_a_tensor_of_another_shape_than_its_sharding_is_refused() -> None:
+def test_a_tensor_of_another_shape_than_its_sharding_is_rejected() -> None:
     config = ParallelConfig(tp=2)
     sharding = Sharding((8, 2), (Split(0, "tp"),))
-    with pytest.raises(CheckpointError, match=r"\(8, 2\) is not this rank's part .* that is \(4, 2\)"):
+    with pytest.raises(CheckpointError, match=r"has shape \(8, 2\); this rank's shard .* has shape \(4, 2\)"):
         Entry.of(torch.ones(8, 2), sharding, config.place(0), config.sizes)
-    with pytest.raises(CheckpointError, match=r"\(rows 1..2 of dimension 1\).* that is \(4, 1\)"):
-        Entry.of(torch.ones(4, 2), sharding, config.place(0), config.sizes, Share(1, range(1, 2)))
+    with pytest.raises(CheckpointError, match=r"\(rows 1..2 of dimension 1\).* has shape \(4, 1\)"):
+        Entry.of(torch.ones(4, 2), sharding, config.place(0), config.sizes, ShardSlice(1, range(1, 2)))
 
 
 def box(start: int, stop: int) -> Box:
@@ -211,7 +211,7 @@ def part(start: int, stop: int, shape: int = 8, dtype: torch.dtype = torch.float
 
 
 BAD = {
-    "hole": ((part(0, 4), part(5, 8)), "of a (8,) the ranks hold 7 of 8 elements"),
+    "hole": ((part(0, 4), part(5, 8)), "the ranks have 7 of the 8 elements of a (8,)"),
     "overlap": ((part(0, 5), part(4, 8)), "parts of a overlap without being equal: [0..5] and [4..8]"),
     "shape": ((part(0, 4), part(4, 8, 9)), "ranks disagree on a: rank 0 has (8,)"),
     "dtype": ((part(0, 4), part(4, 8, dtype=torch.float64)), "rank 1 has (8,) torch.float64"),
@@ -239,9 +239,7 @@ def save_bad(rank: int, world: int, folder: Path) -> dict[str, str]:
     return texts
 
 
-def test_ranks_that_do_not_fit_together_raise_the_same_error_on_each_and_can_go_on(
-    pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_ranks_that_disagree_raise_the_same_error_and_can_continue(pools: dict[int, RankPool], tmp_path: Path) -> None:
     texts = pools[2].run(save_bad, tmp_path)
     for name, (_, message) in BAD.items():
         assert message in texts[0][name]

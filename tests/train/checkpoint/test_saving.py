@@ -1,4 +1,4 @@
-"""Saving in the background: what training may do meanwhile, and what is left when something fails."""
+"""Saving in the background: changes during a save, and the state of the folder after failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names(parent: Path) -> list[str]:
 
 
 def cut(rank: int, world: int, value: float) -> dict[str, Entry]:
-    """A vector cut over the ranks, and one that all hold."""
+    """A vector sharded over the ranks, and a replicated one."""
     config = ParallelConfig(tp=world)
     sharding = Sharding((4 * world,), (Split(0, "tp"),))
     cut = Entry.of(torch.full((4,), value), sharding, config.place(rank), config.sizes)
@@ -51,7 +51,7 @@ def cut(rank: int, world: int, value: float) -> dict[str, Entry]:
 
 
 class Gate:
-    """A stand-in for a function of a module that waits until it is opened."""
+    """A replacement of a function of a module that waits until it is opened."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._real = getattr(owner, name)
@@ -80,7 +80,7 @@ def test_weights_changed_after_wait_staged_are_not_in_the_checkpoint(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_weights_on_a_gpu_are_saved_as_the_work_before_the_call_leaves_them(tmp_path: Path) -> None:
+def test_weights_on_a_gpu_are_saved_after_the_work_enqueued_before_the_call(tmp_path: Path) -> None:
     weights = torch.zeros(1 << 22, device="cuda")
     rows = torch.zeros(64, 64, device="cuda")
     with Checkpointer(tmp_path) as checkpointer:
@@ -112,12 +112,12 @@ def test_wait_staged_waits_for_the_copy_and_counts_the_stall(tmp_path: Path, mon
         assert gate.reached.wait(WAIT_S)
         opener = threading.Thread(target=gate.opened.set)
         opener.start()
-        waited = checkpointer.wait_staged()
+        seconds = checkpointer.wait_staged()
         assert copied == [True]
         report = checkpointer.wait()
         opener.join()
     assert report is not None
-    assert report.stall_s >= waited
+    assert report.stall_s >= seconds
     assert report.total_s >= report.stage_s > 0
     assert (report.step, report.path) == (1, path_of(tmp_path, 1))
     assert report.bytes == (report.path / "rank-00000.safetensors").stat().st_size
@@ -156,7 +156,7 @@ def train_meanwhile(rank: int, world: int, parent: Path) -> list[float]:
     return sums
 
 
-def test_saving_does_not_mix_with_collectives_of_training(pool2: RankPool, tmp_path: Path) -> None:
+def test_saving_does_not_interfere_with_collectives_of_training(pool2: RankPool, tmp_path: Path) -> None:
     expected = [1.0 + 2 * step for step in range(20)]
     assert pool2.run(train_meanwhile, tmp_path) == [expected, expected]
     reader = CheckpointReader(path_of(tmp_path, 1))
@@ -164,7 +164,7 @@ def test_saving_does_not_mix_with_collectives_of_training(pool2: RankPool, tmp_p
 
 
 def fill_the_disk(rank: int, world: int, arg: tuple[Path, int]) -> list[str]:
-    """Save with a full disk on rank ``arg[1]``, then again with room; the texts raised."""
+    """Save with a full disk on rank ``arg[1]``, then again with free space. Returns the errors."""
     parent, full = arg
     real, texts = files.write_block, []
 
@@ -188,7 +188,7 @@ def fill_the_disk(rank: int, world: int, arg: tuple[Path, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_on_one_rank_is_raised_on_all_at_the_next_save_and_training_goes_on(
+def test_a_full_disk_on_one_rank_is_raised_on_all_at_the_next_save_and_training_continues(
     pool2: RankPool, tmp_path: Path, full: int
 ) -> None:
     first, second = pool2.run(fill_the_disk, (tmp_path, full))
@@ -214,7 +214,7 @@ def test_a_limit_of_the_system_on_file_size_is_reported_by_close(tmp_path: Path)
     assert names(tmp_path) == []
 
 
-def test_leaving_the_block_by_an_error_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_inside_the_block_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_block(file: Any, block: memoryview) -> None:
         raise OSError(errno.EIO, "bad disk")
 
@@ -258,7 +258,7 @@ def test_close_after_a_signal_finishes_the_save(tmp_path: Path, monkeypatch: pyt
 
 
 def die_while_writing(rank: int, world: int, arg: tuple[Path, int]) -> tuple[str, str]:
-    """Save 1; during save 2 the rank ``arg[1]`` is killed after its first bytes. What the others are told."""
+    """Save 1; during save 2 the rank ``arg[1]`` is killed after its first bytes. Returns the errors of the others."""
     parent, victim = arg
     real = files.write_block
 
@@ -291,13 +291,13 @@ def resume(rank: int, world: int, parent: Path) -> float:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_while_saving_leaves_the_checkpoint_before_as_the_newest(
+def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint_as_the_newest(
     pool4: RankPool, tmp_path: Path, victim: int
 ) -> None:
-    told = pool4.run(die_while_writing, (tmp_path, victim), timeout=50, expect_dead={victim})
-    for rank, texts in enumerate(told):
+    outcomes = pool4.run(die_while_writing, (tmp_path, victim), timeout=50, expect_dead={victim})
+    for rank, texts in enumerate(outcomes):
         if rank != victim:
-            assert "another rank is gone" in texts[0]
+            assert "another rank has failed" in texts[0]
             assert "lost a rank" in texts[1]
     assert latest(tmp_path) == path_of(tmp_path, 1)
     assert pool4.run(resume, tmp_path) == [5.0] * 4
@@ -309,7 +309,7 @@ OPERATIONS = ((files, "write_block"), (os, "fsync"), (os, "rename"))
 
 
 def count_operations(parent: Path, last: int) -> None:
-    """Save step 1 again with other numbers; killed before disk operation ``last``. Leaves a list of them."""
+    """Save step 1 again with other numbers; killed before disk operation ``last``. Writes a list of them."""
     done: list[str] = []
 
     def counted(name: str, real: Any) -> Any:
@@ -330,7 +330,7 @@ def count_operations(parent: Path, last: int) -> None:
 
 
 def test_killed_at_any_disk_operation_one_complete_checkpoint_is_the_newest(tmp_path: Path) -> None:
-    """Also where the step being saved is the only one there is, and is being replaced."""
+    """Also if the saved step replaces the only checkpoint."""
 
     def fresh(name: str) -> Path:
         with Checkpointer(tmp_path / name) as checkpointer:
@@ -354,7 +354,7 @@ def test_killed_at_any_disk_operation_one_complete_checkpoint_is_the_newest(tmp_
         newest = latest(parent)
         assert newest is not None
         found.append(CheckpointReader(newest).read("w")[0].item())
-        with Checkpointer(parent) as checkpointer:  # and what was left does not stop the next run
+        with Checkpointer(parent) as checkpointer:  # files left by the crash do not stop the next run
             checkpointer.save(1, {"w": Entry.whole(torch.full((3,), 3.0))})
         assert names(parent) == ["step-00000001"]
     assert found == sorted(found)
@@ -372,7 +372,7 @@ def test_the_last_n_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
-def test_after_going_back_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
+def test_after_resuming_from_an_earlier_step_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
     save_steps(tmp_path, [10, 20, 30], keep=3)
     save_steps(tmp_path, [12], keep=1)
     assert names(tmp_path) == ["step-00000012"]
@@ -408,7 +408,7 @@ def test_a_checkpoint_with_a_damaged_marker_is_neither_counted_nor_deleted_by_a_
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_random_numbers_go_on_where_they_were() -> None:
+def test_random_number_generators_continue() -> None:
     import json
     import random
 
@@ -420,7 +420,7 @@ def test_random_numbers_go_on_where_they_were() -> None:
         restore_rng({"torch": "x"})
 
 
-def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
+def test_settings_out_of_range_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keep must be at least 1"):
         Checkpointer(tmp_path, keep=0)
     with Checkpointer(tmp_path) as checkpointer:

@@ -60,24 +60,22 @@ def test_any_number_of_ranks_and_micro_batches_sees_the_same_tokens(
 
 
 @pytest.mark.parametrize("dp", range(1, 8))
-def test_the_model_knows_the_order_of_tokens_also_where_ranks_have_different_numbers_of_sequences(
-    dp: int, tmp_path: Path
-) -> None:
-    """Which slots a capacity over the whole micro-batch drops depends on it."""
+def test_token_order_with_different_numbers_of_sequences_per_rank(dp: int, tmp_path: Path) -> None:
+    """A capacity over the whole micro-batch drops slots in this order."""
     corpus = corpus_of([[400]], tmp_path, seq_len=4, batch=10)
     config = ParallelConfig(dp=dp)
-    ids, places = [], []
+    ids, indices = [], []
     for rank in range(dp):
         ids_BS = corpus.batch_of(2).local(rank, dp).ids_BS
         plan = ModelPlan(config.place(rank), config.sizes)
         ids.append(ids_BS.flatten())
-        places.append(plan.token_index(*ids_BS.shape).flatten())
-    order = torch.cat(places)
+        indices.append(plan.token_index(*ids_BS.shape).flatten())
+    order = torch.cat(indices)
     assert len(order.unique()) == 40
     assert torch.equal(torch.cat(ids)[order.argsort()], corpus.batch_of(2).local().ids_BS.flatten())
 
 
-def test_a_sequence_is_cut_over_context_parallel_ranks(tmp_path: Path) -> None:
+def test_a_sequence_is_sharded_over_context_parallel_ranks(tmp_path: Path) -> None:
     corpus = corpus_of(TWO, tmp_path, seq_len=8, batch=4, documents="separate")
     whole = corpus.batch_of(1).local()
     parts = [corpus.batch_of(1).local(shard=partial(half, rank=rank)) for rank in range(2)]
@@ -100,12 +98,12 @@ def test_only_the_sequences_of_this_rank_are_read(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", KINDS[:4], ids=str)
-def test_an_epoch_has_every_target_once_and_none_that_is_held_out(kind: dict[str, Any], tmp_path: Path) -> None:
+def test_an_epoch_has_every_training_target_once_and_no_held_out_one(kind: dict[str, Any], tmp_path: Path) -> None:
     lengths = [7, 30, 2, 18, 25, 9, 30]
     corpus = corpus_of([lengths], tmp_path, seq_len=8, batch=1, validation=0.25, **kind)
     total, train = sum(lengths), len(corpus.train[0])
     assert train == total - 30  # the documents' end nearest to 91
-    sequences = corpus.sampler.supplies[0].sequences
+    sequences = corpus.sampler.sources[0].sequences
     assert corpus.epochs == [1 / sequences]
     ids: list[int] = []
     targets: list[int] = []
@@ -127,7 +125,7 @@ def test_an_epoch_has_every_target_once_and_none_that_is_held_out(kind: dict[str
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_resumed_run_sees_what_it_would_have_seen_on_any_number_of_ranks(
+def test_a_resumed_run_continues_with_the_same_tokens_on_any_number_of_ranks(
     kind: dict[str, Any], tmp_path: Path
 ) -> None:
     def fresh() -> Corpus:
@@ -144,7 +142,7 @@ def test_a_resumed_run_sees_what_it_would_have_seen_on_any_number_of_ranks(
             assert torch.equal(torch.cat(parts), seen[step])
 
 
-def test_resuming_on_other_text_or_settings_is_refused(tmp_path: Path) -> None:
+def test_resuming_with_other_text_or_settings_is_rejected(tmp_path: Path) -> None:
     state = corpus_of(TWO, tmp_path, seq_len=6, batch=6).state(4)
     with pytest.raises(ConfigError, match=r"source 'made1' has other tokens"):
         corpus_of([TWO[0], [40, 3, 12, 8]], tmp_path, seq_len=6, batch=6).resume(state)
@@ -157,11 +155,11 @@ def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:
     sizes = [len(view) for view in corpus.train]
     assert sizes[1] > 5 * sizes[0]
     for step in range(30):
-        assert (corpus.batch_of(step).places.source_B == 0).sum() == 6
+        assert (corpus.batch_of(step).indices.source_B == 0).sum() == 6
     assert corpus.state(30)["sources"][0]["epoch"] >= 4
 
 
-def test_held_out_text_is_whole_documents_where_they_end_near_enough(tmp_path: Path) -> None:
+def test_held_out_text_starts_at_a_document_if_one_is_near(tmp_path: Path) -> None:
     for lengths, fraction, wanted in (
         ([10] * 10, 0.1, 10),
         ([10] * 10, 0.25, 30),
@@ -177,7 +175,7 @@ def test_held_out_text_is_whole_documents_where_they_end_near_enough(tmp_path: P
         assert corpus.train[0].stop == corpus.validation[0].start
 
 
-def test_the_shortest_text_that_fits_works_and_a_shorter_one_is_refused(tmp_path: Path) -> None:
+def test_the_shortest_text_that_fits_works_and_a_shorter_one_is_rejected(tmp_path: Path) -> None:
     corpus = corpus_of([[18]], tmp_path, seq_len=8, batch=5)
     assert corpus.batch_of(0).local().ids_BS.shape == (5, 8)
     assert len(corpus.validation_batches()) == 1
@@ -208,18 +206,18 @@ def test_batches_that_cannot_be_split_are_config_errors(tmp_path: Path) -> None:
     batch = corpus_of([[100]], tmp_path, seq_len=4, batch=6).batch_of(0)
     with pytest.raises(ConfigError, match=r"data.batch \(6\) must be a multiple of data.micro_batches \(4\)"):
         batch.micro(0, 4)
-    with pytest.raises(ConfigError, match="got number 2"):
+    with pytest.raises(ConfigError, match="got index 2"):
         batch.micro(2, 2)
     with pytest.raises(ConfigError, match="2 sequences for 3 data-parallel ranks"):
         batch.micro(0, 3).local(0, 3)
 
 
-def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
+def test_sources_of_different_tokenizers_are_rejected(tmp_path: Path) -> None:
     files = [token_file(tmp_path, [50]), token_file(tmp_path, [50], vocab=300)]
     settings = CorpusSettings(sources=(SourceSpec("a"), SourceSpec("b")), seq_len=4)
     with pytest.raises(ConfigError, match="'a' and 'b' were prepared with different tokenizers"):
         Corpus(files, settings)
-    with pytest.raises(ConfigError, match="2 data sources need as many prepared folders; got 1"):
+    with pytest.raises(ConfigError, match="2 sources but 1 prepared folders"):
         Corpus.open([files[0].path], settings)
 
 
@@ -254,7 +252,7 @@ def test_statistics_are_those_of_the_mixture(tmp_path: Path) -> None:
     assert found.train_tokens + found.validation_tokens == found.tokens
 
 
-def test_the_next_step_is_loaded_ahead_and_no_further() -> None:
+def test_only_the_next_step_is_prefetched() -> None:
     loaded: list[int] = []
     ahead = threading.Semaphore(0)
 
@@ -273,7 +271,7 @@ def test_the_next_step_is_loaded_ahead_and_no_further() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
 
 
-def test_what_went_wrong_ahead_is_raised_at_its_step(tmp_path: Path) -> None:
+def test_an_error_of_prefetching_is_raised_at_its_step(tmp_path: Path) -> None:
     corpus = corpus_of([[100]], tmp_path, seq_len=4, batch=2)
 
     def load(step: int) -> Any:
@@ -290,7 +288,7 @@ def test_what_went_wrong_ahead_is_raised_at_its_step(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
 
 
-def test_a_flipped_byte_is_found_by_the_batch_that_reads_it(tmp_path: Path) -> None:
+def test_a_flipped_byte_is_detected_by_the_batch_that_reads_it(tmp_path: Path) -> None:
     corpus = corpus_of([[100]], tmp_path, seq_len=4, batch=2)
     path = corpus.files[0].path
     file = open_tokens(path, "touched")

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from moe_comm.train.data.packing import IGNORE, BestFit, Contiguous, Packing, RandomWindows, View, read_row
+from moe_comm.train.data.packing import IGNORE, BestFit, Contiguous, Packing, RandomWindows, TokenRange, read_row
 from tests.train.data.common import token_file
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -27,7 +26,7 @@ def rows_of(packing: Packing) -> list[tuple[list[int], list[int], list[int], lis
 
 def test_contiguous_packing_by_hand(tmp_path: Path) -> None:
     file = token_file(tmp_path, [4, 6, 3])
-    view = View(file, 0, 13)
+    view = TokenRange(file, 0, 13)
     joined = rows_of(Contiguous(view, 5, separate=False))
     assert joined[0] == ([1, 2, 3, 4, 5], [2, 3, 4, 5, 6], [0, 1, 2, 3, 4], [0] * 5)
     assert joined[2] == ([11, 12, 0, 0, 0], [12, 13, IGNORE, IGNORE, IGNORE], [0, 1, 2, 3, 4], [0] * 5)
@@ -39,7 +38,7 @@ def test_contiguous_packing_by_hand(tmp_path: Path) -> None:
 
 def test_best_fit_packing_by_hand(tmp_path: Path) -> None:
     file = token_file(tmp_path, [4, 6, 1, 2])  # 6 is cut into 5 and 1
-    view = View(file, 0, 13)
+    view = TokenRange(file, 0, 13)
     separate = rows_of(BestFit(view, 5, separate=True))
     assert separate == [
         ([5, 6, 7, 8, 9], [6, 7, 8, 9, 10], [0, 1, 2, 3, 4], [0] * 5),
@@ -57,7 +56,7 @@ def test_an_epoch_of_contiguous_sequences_has_every_token_once(
     tmp_path: Path, lengths: list[int], seq_len: int
 ) -> None:
     total = sum(lengths)
-    view = View(token_file(tmp_path, lengths), 0, total)
+    view = TokenRange(token_file(tmp_path, lengths), 0, total)
     rows = rows_of(Contiguous(view, seq_len, separate=False))
     assert [i for ids, *_ in rows for i in ids if i] == list(range(1, total))
     assert [t for _, targets, *_ in rows for t in targets if t != IGNORE] == list(range(2, total + 1))
@@ -65,16 +64,16 @@ def test_an_epoch_of_contiguous_sequences_has_every_token_once(
 
 @EXAMPLES
 @given(LENGTHS, st.integers(1, 9), st.data())
-def test_separate_documents_have_no_target_in_another_and_lose_no_other(
+def test_separate_documents_only_lose_targets_in_other_documents(
     tmp_path: Path, lengths: list[int], seq_len: int, data: st.DataObject
 ) -> None:
-    """Also in a part of the file that starts and ends inside documents."""
+    """Also in a range that starts and ends inside documents."""
     total = sum(lengths)
     file = token_file(tmp_path, lengths)
     start = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(start + 1, total))
-    view = View(file, start, stop)
-    document = np.repeat(np.arange(len(lengths)), lengths)  # of token t at place t - 1
+    view = TokenRange(file, start, stop)
+    document = np.repeat(np.arange(len(lengths)), lengths)  # of token t at position t - 1
     inside = {t for t in range(start + 2, stop + 1) if document[t - 1] == document[t - 2]}
     for packing in (Contiguous(view, seq_len, separate=True), BestFit(view, seq_len, separate=True)):
         seen: list[int] = []
@@ -91,10 +90,10 @@ def test_separate_documents_have_no_target_in_another_and_lose_no_other(
 
 @EXAMPLES
 @given(LENGTHS, st.integers(1, 9), st.booleans())
-def test_best_fit_has_every_token_once_and_cuts_only_what_is_longer_than_a_sequence(
+def test_best_fit_has_every_token_once_and_only_cuts_documents_longer_than_a_sequence(
     tmp_path: Path, lengths: list[int], seq_len: int, separate: bool
 ) -> None:
-    view = View(token_file(tmp_path, lengths), 0, sum(lengths))
+    view = TokenRange(token_file(tmp_path, lengths), 0, sum(lengths))
     packing = BestFit(view, seq_len, separate)
     rows = rows_of(packing)
     assert sorted(i for ids, *_ in rows for i in ids if i) == list(range(1, sum(lengths) + 1))
@@ -102,13 +101,13 @@ def test_best_fit_has_every_token_once_and_cuts_only_what_is_longer_than_a_seque
     ends = np.cumsum(lengths)
     wanted = {int(e - n + k) for e, n in zip(ends, lengths, strict=True) for k in range(0, n, seq_len)}
     assert starts == wanted
-    # No two sequences would fit into one, so it is never twice the least number.
+    # No two sequences would fit into one, so their number is less than twice the minimum.
     used = sorted(sum(n for _, n in packing.segments(row)) for row in range(packing.sequences))
     assert len(used) < 2 or used[0] + used[1] > seq_len
 
 
 def test_joined_best_fit_is_one_text_with_a_target_at_every_token_but_the_last(tmp_path: Path) -> None:
-    view = View(token_file(tmp_path, [3, 7, 2, 2, 5]), 0, 19)
+    view = TokenRange(token_file(tmp_path, [3, 7, 2, 2, 5]), 0, 19)
     for ids, targets, positions, _ in rows_of(BestFit(view, 6, separate=False)):
         filled = sum(1 for i in ids if i)
         for place in range(filled - 1):
@@ -116,8 +115,8 @@ def test_joined_best_fit_is_one_text_with_a_target_at_every_token_but_the_last(t
         assert positions == list(range(6))
 
 
-def test_random_windows_depend_on_key_and_number_alone_and_reach_both_ends(tmp_path: Path) -> None:
-    view = View(token_file(tmp_path, [5, 6, 9]), 3, 15)
+def test_random_windows_depend_only_on_key_and_number_and_reach_both_ends(tmp_path: Path) -> None:
+    view = TokenRange(token_file(tmp_path, [5, 6, 9]), 3, 15)
     packing = RandomWindows(view, 4, False, (7, 0))
     rows = [read_row(packing, n) for n in range(200)]
     for row in rows:
@@ -135,7 +134,7 @@ def test_random_windows_depend_on_key_and_number_alone_and_reach_both_ends(tmp_p
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_padding_sequence_has_no_targets(separate: bool, tmp_path: Path) -> None:
-    row = read_row(Contiguous(View(token_file(tmp_path, [5]), 0, 5), 4, separate), -1)
+    row = read_row(Contiguous(TokenRange(token_file(tmp_path, [5]), 0, 5), 4, separate), -1)
     assert row.ids_S.tolist() == [0] * 4
     assert row.targets_S.tolist() == [IGNORE] * 4
     assert row.positions_S.tolist() == [0, 1, 2, 3]

@@ -35,7 +35,7 @@ needs_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, 
 
 
 def documents_of(file: TokenFile) -> list[str]:
-    """The texts back from the tokens, which must be those of bytes; each must end in an end of text."""
+    """Decode tokens of ``ByteTokenizer``. Each document must end with an end of text."""
     found = []
     for start, stop in zip(file.offsets[:-1].tolist(), file.offsets[1:].tolist(), strict=True):
         ids = file.read(start, stop).tolist()
@@ -52,7 +52,7 @@ def write_parquet(path: Path, columns: dict[str, list[Any]]) -> Path:
     return path
 
 
-def test_jsonl_holds_a_document_a_line_and_empty_ones_are_left_out(tmp_path: Path) -> None:
+def test_jsonl_has_one_document_per_line_and_empty_ones_are_skipped(tmp_path: Path) -> None:
     wanted = texts(20, seed=2)
     path = write_jsonl(tmp_path / "d.jsonl", ["", *wanted, ""], field="body")
     path.write_text(path.read_text() + "\n\n")
@@ -64,7 +64,7 @@ def test_jsonl_holds_a_document_a_line_and_empty_ones_are_left_out(tmp_path: Pat
 
 
 @needs_pyarrow
-def test_parquet_holds_a_document_a_row(tmp_path: Path) -> None:
+def test_parquet_has_one_document_per_row(tmp_path: Path) -> None:
     wanted = texts(10, seed=3)
     path = write_parquet(tmp_path / "d.parquet", {"n": list(range(12)), "text": ["", *wanted, None]})
     file = open_tokens(prepare(SourceSpec(str(path)), BYTES, tmp_path / "cache"))
@@ -76,10 +76,10 @@ def test_parquet_faults_are_config_errors(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "d.parquet", {"n": [1], "text": ["a"]})
     with pytest.raises(ConfigError, match=r"no column 'body'; it has n, text"):
         prepare(SourceSpec(str(path), field="body"), BYTES, tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"column 'n' must hold text; it holds int64"):
+    with pytest.raises(ConfigError, match=r"column 'n' must have a string type; its type is int64"):
         prepare(SourceSpec(str(path), field="n"), BYTES, tmp_path / "cache")
     (tmp_path / "e.parquet").write_bytes(b"no parquet")
-    with pytest.raises(ConfigError, match="not a Parquet file"):
+    with pytest.raises(ConfigError, match="not a readable Parquet file"):
         prepare(SourceSpec(str(tmp_path / "e.parquet")), BYTES, tmp_path / "cache")
 
 
@@ -90,7 +90,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
         prepare(SourceSpec(str(tmp_path / "d.parquet")), BYTES, tmp_path / "cache")
 
 
-def test_a_folder_holds_a_document_a_file_and_what_is_no_text_is_left_out(tmp_path: Path) -> None:
+def test_a_folder_has_one_document_per_file_and_other_files_are_skipped(tmp_path: Path) -> None:
     root = tmp_path / "tree"
     (root / "b").mkdir(parents=True)
     (root / ".hidden").mkdir()
@@ -110,7 +110,7 @@ def test_a_folder_holds_a_document_a_file_and_what_is_no_text_is_left_out(tmp_pa
     assert documents_of(pattern) == ["two \u2192"]
 
 
-def test_every_python_carries_two_sources(tmp_path: Path) -> None:
+def test_two_sources_are_in_every_python(tmp_path: Path) -> None:
     file = open_tokens(prepare(SourceSpec("pydoc"), BYTES, tmp_path))
     assert file.meta["text_bytes"] > 300_000
     paragraphs = "\n\n".join(text.rstrip("\n") for text in documents_of(file)).split("\n\n")
@@ -126,8 +126,8 @@ def test_every_python_carries_two_sources(tmp_path: Path) -> None:
 def test_tokenising_in_parallel_gives_the_same_bytes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE", 200)
-    monkeypatch.setattr(preparation, "PIECE", 500)
+    monkeypatch.setattr(sources, "PART_CHARS", 200)
+    monkeypatch.setattr(preparation, "PART_CHARS", 500)
     documents = [*texts(60, seed=4), "long " * 300, *texts(10, seed=5)]
     tokenizer = BYTES if kind == "bytes" else train_bpe(documents, 300)
     source = SourceSpec(str(write_jsonl(tmp_path / "d.jsonl", documents)))
@@ -141,16 +141,16 @@ def test_tokenising_in_parallel_gives_the_same_bytes(
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_a_process_that_may_have_no_children_tokenises_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks that multiprocessing started as daemons."""
+def test_a_daemon_process_tokenises_without_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiprocessing starts some ranks as daemons, which cannot have children."""
     path = write_jsonl(tmp_path / "d.jsonl", ["text"])
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
     monkeypatch.setattr(preparation, "ProcessPoolExecutor", None)
     assert documents_of(open_tokens(prepare(SourceSpec(str(path)), BYTES, tmp_path / "cache", 4))) == ["text"]
 
 
-def test_a_long_document_read_in_pieces_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE", 64)
+def test_a_long_document_read_in_parts_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PART_CHARS", 64)
     for number, text in enumerate(("line of text\n" * 50, "no line end " * 50, "x" * 64, "x" * 128, "\u6f22" * 129)):
         path = tmp_path / f"{number}.txt"
         path.write_text(text, encoding="utf-8")
@@ -161,13 +161,13 @@ def test_a_long_document_read_in_pieces_is_one_document(tmp_path: Path, monkeypa
         assert max(len(piece.text) for piece in sources.cut(text)) <= 128
 
 
-def test_half_a_surrogate_pair_in_json_does_not_end_the_run(tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_in_json_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": "a\\ud800b \\ud83d\\udc0d"}\n')
     assert documents_of(open_tokens(prepare(SourceSpec(str(path)), BYTES, tmp_path / "cache"))) == ["a?b \U0001f40d"]
 
 
-def test_the_same_content_is_prepared_once_and_other_content_again(
+def test_equal_content_is_prepared_once_and_other_content_separately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", ["one", "two"])
@@ -207,7 +207,7 @@ def test_a_bpe_is_trained_once_and_saved_with_the_tokens(tmp_path: Path, monkeyp
     assert prepare_all(saved) == first
 
 
-def test_processes_that_prepare_at_once_end_with_one_folder(tmp_path: Path) -> None:
+def test_processes_that_prepare_concurrently_produce_one_folder(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", texts(50, seed=7))
     context = multiprocessing.get_context("spawn")
     what = (SourceSpec(str(path)), BYTES, tmp_path / "cache")
@@ -221,7 +221,7 @@ def test_processes_that_prepare_at_once_end_with_one_folder(tmp_path: Path) -> N
     assert len(documents_of(open_tokens(folder))) == 50
 
 
-def test_nothing_is_left_of_a_preparation_that_failed_or_was_killed(tmp_path: Path) -> None:
+def test_failed_and_killed_preparations_leave_no_files(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", ["fine"])
     path.write_text(path.read_text() + '{"text": 3}\n')
     cache = tmp_path / "cache"
@@ -242,7 +242,7 @@ def test_a_full_disk_is_a_config_error_and_leaves_nothing(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tokenfile.TokenWriter, "append", full)
-    with pytest.raises(ConfigError, match=r"data\.cache: cannot make .*No space left on device"):
+    with pytest.raises(ConfigError, match=r"data\.cache: cannot create .*No space left on device"):
         prepare(SourceSpec(str(write_jsonl(tmp_path / "d.jsonl", ["text"]))), BYTES, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
@@ -250,20 +250,20 @@ def test_a_full_disk_is_a_config_error_and_leaves_nothing(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no text"),
-        (b"\n\n", "holds no text"),
+        (b"", "contains no text"),
+        (b"\n\n", "contains no text"),
         (b"{not json}\n", "line 1: not JSON"),
         (b'["text"]\n', "line 1: expected an object .* it has list"),
         (b'{"text": "caf\xe9"}\n', "not UTF-8"),
     ],
 )
-def test_jsonl_that_cannot_be_used_is_a_config_error(content: bytes, message: str, tmp_path: Path) -> None:
+def test_invalid_jsonl_is_a_config_error(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         prepare(SourceSpec(str(tmp_path / "d.jsonl")), BYTES, tmp_path / "cache")
 
 
-def test_a_source_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
+def test_a_missing_source_is_a_config_error(tmp_path: Path) -> None:
     for path, message in (("none.txt", "No such file"), ("*.txt", "has no files"), (".", "has no file")):
         with pytest.raises(ConfigError, match=message):
             prepare(SourceSpec(str(tmp_path / path)), BYTES, tmp_path / "cache")
@@ -283,7 +283,7 @@ def test_a_source_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
         ({"tokenizer": "bpe", "vocab_size": 100}, "at least 257"),
     ],
 )
-def test_settings_that_cannot_be_are_config_errors(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_config_errors(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CorpusSettings(**settings)
     for weight in (0.0, -1.0, float("nan"), float("inf")):
@@ -319,16 +319,16 @@ def test_a_damaged_file_is_an_error_that_names_it(name: str, fault: str, sound: 
     if fault == "missing":
         (folder / name).unlink()
     if name == "meta.json" and fault == "missing":
-        with pytest.raises(ConfigError, match=r"not a folder of prepared tokens.*meta\.json"):
+        with pytest.raises(ConfigError, match=r"not a prepared folder.*meta\.json"):
             open_tokens(folder)
     elif name == "meta.json" and fault == "short":
-        open_tokens(folder)  # only its last line end is gone
+        open_tokens(folder)  # only its last newline is lost
     else:
         with pytest.raises(CorruptFile, match=name.replace(".", r"\.")):
             open_tokens(folder)
 
 
-def test_a_block_is_checked_when_it_is_first_touched(sound: Path, tmp_path: Path) -> None:
+def test_a_block_is_verified_when_it_is_first_read(sound: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(sound, folder)
     data = bytearray((folder / "tokens.bin").read_bytes())
@@ -343,21 +343,21 @@ def test_a_block_is_checked_when_it_is_first_touched(sound: Path, tmp_path: Path
             file.read(first - 1, first + 1)
 
 
-def test_another_format_version_is_refused(sound: Path, tmp_path: Path) -> None:
+def test_another_format_version_is_rejected(sound: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(sound, folder)
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps({**meta, "version": 99}))
-    with pytest.raises(ConfigError, match="version 99, this moe_comm reads 1"):
+    with pytest.raises(ConfigError, match="version 99; this moe_comm reads 1"):
         open_tokens(folder)
 
 
-def test_large_vocabularies_take_four_bytes_a_token(tmp_path: Path) -> None:
+def test_large_vocabularies_use_four_bytes_per_token(tmp_path: Path) -> None:
     assert tokenfile.token_dtype(1 << 16).itemsize == 2
     assert tokenfile.token_dtype((1 << 16) + 1).itemsize == 4
 
 
-def test_the_description_counts_what_is_there(sound: Path) -> None:
+def test_description(sound: Path) -> None:
     found = describe(sound)
     assert (found.documents, found.dtype, found.vocab_size) == (1, "uint16", 257)
     assert found.tokens == found.text_bytes + 1 == found.longest_document

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
-from moe_comm.train.data.sampler import MAX_PERIOD, Mixture, Permutation, Sampler, Supply
+from moe_comm.train.data.sampler import MAX_PERIOD, Mixture, Permutation, SampledSource, Sampler
 
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -24,19 +23,19 @@ def test_a_permutation_has_every_number_once(n: int, seed: int, epoch: int) -> N
     assert np.array_equal(Permutation(n, (seed, 0, epoch))(np.arange(n)), whole)
 
 
-def test_a_permutation_spreads_neighbours_like_chance_and_differs_by_key() -> None:
+def test_a_permutation_looks_random_and_differs_by_key() -> None:
     n = 4096
     orders = [Permutation(n, (0, 0, epoch))(np.arange(n)) for epoch in range(4)]
     for order in orders:
-        # Correlation of a random order with the sorted one is about 1/sqrt(n) = 0.016; five times that is no chance.
+        # Correlation of a random order with the sorted one is about 1/sqrt(n) = 0.016; five times that is not random.
         assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.08
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.08
     for a in range(4):
         for b in range(a):
-            assert (orders[a] == orders[b]).sum() < 10  # one place is expected
+            assert (orders[a] == orders[b]).sum() < 10  # one position is expected
 
 
-def test_a_permutation_of_more_numbers_than_memory_takes_none() -> None:
+def test_a_permutation_needs_no_memory() -> None:
     n = 10**15 + 37
     found = Permutation(n, (1, 2, 3))(np.arange(n - 1000, n))
     assert len(set(found.tolist())) == 1000
@@ -57,7 +56,7 @@ def test_each_source_has_its_share_to_within_one_sequence_at_all_times(weights: 
         assert mixture.count(s, numbers).tolist() == taken[:-1].tolist()
 
 
-def test_weights_are_exact_where_they_have_a_common_denominator_and_close_elsewhere() -> None:
+def test_weights_with_a_common_denominator_are_exact_and_others_are_close() -> None:
     assert Mixture([0.7, 0.3]).turns == [7, 3]
     assert Mixture([2, 1, 1]).turns == [2, 1, 1]
     assert Mixture([5.0]).turns == [1]
@@ -68,15 +67,15 @@ def test_weights_are_exact_where_they_have_a_common_denominator_and_close_elsewh
 
 
 def make(**changes: Any) -> Sampler:
-    supplies = changes.pop("supplies", [Supply("a", "da", 11, 3.0), Supply("b", "db", 5, 1.0)])
+    sources = changes.pop("sources", [SampledSource("a", "da", 11, 3.0), SampledSource("b", "db", 5, 1.0)])
     arguments = {"batch": 6, "seed": 1, "shuffle": True, "settings": {"seq_len": 8, "packing": "contiguous"}}
     arguments.update(changes)
-    return Sampler(supplies, **arguments)
+    return Sampler(sources, **arguments)
 
 
 def drawn(sampler: Sampler, steps: range) -> list[tuple[int, int]]:
-    places = [sampler.places(step) for step in steps]
-    return [(int(s), int(i)) for p in places for s, i in zip(p.source_B, p.index_B, strict=True)]
+    indices = [sampler.indices(step) for step in steps]
+    return [(int(s), int(i)) for p in indices for s, i in zip(p.source_B, p.index_B, strict=True)]
 
 
 def test_every_epoch_of_a_source_has_each_sequence_once_in_another_order() -> None:
@@ -88,7 +87,7 @@ def test_every_epoch_of_a_source_has_each_sequence_once_in_another_order() -> No
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs) > 2
 
 
-def test_without_shuffling_sequences_come_in_order() -> None:
+def test_without_shuffling_sequences_are_in_order() -> None:
     taken = [i for s, i in drawn(make(shuffle=False), range(5)) if s == 0]
     assert taken == [n % 11 for n in range(len(taken))]
 
@@ -102,7 +101,7 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
     assert drawn(make(seed=2), range(20)) != whole
 
 
-def test_the_state_says_what_was_consumed_and_a_resumed_run_goes_on() -> None:
+def test_the_state_has_the_consumed_sequences_and_a_resumed_run_continues() -> None:
     state = json.loads(json.dumps(make().state(9)))
     assert [(s["name"], s["consumed"], s["epoch"]) for s in state["sources"]] == [("a", 41, 3), ("b", 13, 2)]
     assert sum(s["consumed"] for s in state["sources"]) == 9 * 6
@@ -111,7 +110,7 @@ def test_the_state_says_what_was_consumed_and_a_resumed_run_goes_on() -> None:
     assert drawn(resumed, range(first, 20)) == drawn(make(), range(9, 20))
 
 
-SUPPLIES = [Supply("a", "da", 11, 3.0), Supply("b", "db", 5, 1.0)]
+SOURCES = [SampledSource("a", "da", 11, 3.0), SampledSource("b", "db", 5, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -124,22 +123,22 @@ SUPPLIES = [Supply("a", "da", 11, 3.0), Supply("b", "db", 5, 1.0)]
             {"settings": {"seq_len": 9, "packing": "random"}},
             r"packing was 'contiguous' .*; data.seq_len was 8 and is 9",
         ),
-        ({"supplies": SUPPLIES[:1]}, r"the sources were a, b and are a"),
-        ({"supplies": [SUPPLIES[0], Supply("b", "other", 5, 1.0)]}, r"source 'b' has other tokens"),
-        ({"supplies": [Supply("a", "da", 11, 2.0), SUPPLIES[1]]}, r"weight of source 'a' was 3.0 and is 2.0"),
+        ({"sources": SOURCES[:1]}, r"the sources were a, b and are a"),
+        ({"sources": [SOURCES[0], SampledSource("b", "other", 5, 1.0)]}, r"source 'b' has other tokens"),
+        ({"sources": [SampledSource("a", "da", 11, 2.0), SOURCES[1]]}, r"weight of source 'a' was 3.0 and is 2.0"),
     ],
 )
-def test_resuming_on_other_data_or_settings_names_what_changed(changes: dict[str, Any], message: str) -> None:
+def test_resuming_with_other_data_or_settings_names_the_changes(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**changes).resume(make().state(9))
 
 
 @pytest.mark.parametrize("state", [{}, {"step": "x"}, {"step": 1, "version": 1, "settings": {}}, {"step": None}])
-def test_a_state_that_is_none_is_a_config_error(state: dict[str, Any]) -> None:
+def test_an_invalid_state_is_a_config_error(state: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="sampler state cannot be read"):
         make().resume(state)
 
 
-def test_a_state_of_another_version_is_refused() -> None:
+def test_a_state_of_another_version_is_rejected() -> None:
     with pytest.raises(ConfigError, match="version 2"):
         make().resume({**make().state(3), "version": 2})

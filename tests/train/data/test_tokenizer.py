@@ -24,11 +24,11 @@ def tokenizer(request: pytest.FixtureRequest, bpe: FileTokenizer) -> Tokenizer:
     return ByteTokenizer() if request.param == "bytes" else bpe
 
 
-def test_text_comes_back_from_its_ids(tokenizer: Tokenizer) -> None:
+def test_decoding_returns_the_text(tokenizer: Tokenizer) -> None:
     assert [tokenizer.decode(ids) for ids in tokenizer.encode(TEXTS)] == TEXTS
 
 
-def test_no_text_makes_an_end_of_text(tokenizer: Tokenizer) -> None:
+def test_no_text_is_encoded_as_end_of_text(tokenizer: Tokenizer) -> None:
     for ids in tokenizer.encode(TEXTS):
         assert tokenizer.end_of_text not in ids
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
@@ -57,7 +57,7 @@ def test_training_a_bpe_is_deterministic_and_keeps_to_its_size(bpe: FileTokenize
     assert train_bpe(texts(200, seed=0), 300).digest != bpe.digest
 
 
-def test_a_tokenizer_goes_to_other_processes(bpe: FileTokenizer) -> None:
+def test_a_tokenizer_can_be_pickled(bpe: FileTokenizer) -> None:
     other = pickle.loads(pickle.dumps(bpe))
     assert other.encode(TEXTS) == bpe.encode(TEXTS)
     assert other.digest == bpe.digest
@@ -69,7 +69,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied(bpe: FileTokenizer) 
     assert FileTokenizer(json.dumps(settings)).encode(TEXTS) == bpe.encode(TEXTS)
 
 
-def test_the_end_of_text_is_the_given_one_the_configured_one_or_a_known_one(bpe: FileTokenizer, tmp_path: Path) -> None:
+def test_end_of_text_is_given_configured_or_known(bpe: FileTokenizer, tmp_path: Path) -> None:
     settings = json.loads(bpe.text)
     top = bpe.vocab_size
     for number, name in enumerate(("<stop>", "</s>")):
@@ -86,9 +86,9 @@ def test_the_end_of_text_is_the_given_one_the_configured_one_or_a_known_one(bpe:
         load_tokenizer(file, "<none>")
 
 
-def test_a_file_that_is_no_tokenizer_is_a_config_error(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_tokenizer(tmp_path / "none.json")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a tokenizer"):
+    with pytest.raises(ConfigError, match="not a readable tokenizer"):
         load_tokenizer(tmp_path)

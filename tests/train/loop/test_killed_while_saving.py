@@ -1,4 +1,4 @@
-"""A rank that is killed while a checkpoint is written beside training: the one before it counts, and only that one."""
+"""A rank is killed while a checkpoint is written in the background: only the previous one is valid."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _run(rank: int, world: int, settings: list[str]) -> str:
 
 
 def _run_until_killed(rank: int, world: int, arg: tuple[list[str], int, str, Path]) -> str:
-    """Rank ``arg[1]`` is killed in step 5, by what saves step 4 beside it; how the other ended. ``arg[2]``: after the
-    first bytes of its file, or before the rename that makes the checkpoint complete; ``arg[3]`` is told."""
-    settings, victim, moment, told = arg
+    """Rank ``arg[1]`` is killed in step 5, while step 4 is saved in the background; return how the other rank ended.
+    ``arg[2]``: after the first bytes of its file, or before the rename of the checkpoint. ``arg[3]``: marker file."""
+    settings, victim, moment, marker = arg
     training, train_step, write_block, rename = threading.Event(), Trainer.train_step, files.write_block, os.rename
 
     def begin(self: Trainer, step: int) -> Any:
@@ -41,7 +41,7 @@ def _run_until_killed(rank: int, world: int, arg: tuple[list[str], int, str, Pat
 
     def kill() -> None:
         assert training.wait(WAIT_S)
-        told.write_text(threading.current_thread().name)
+        marker.write_text(threading.current_thread().name)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def after_bytes(file: Any, block: memoryview) -> None:
@@ -76,21 +76,21 @@ def plain(pool2: RankPool, shared_settings: list[str], tmp_path_factory: pytest.
 
 
 @pytest.mark.parametrize(("victim", "moment"), [(0, "commit"), (1, "bytes")])
-def test_a_rank_killed_in_a_background_save_costs_the_steps_since_the_one_before(
+def test_a_rank_killed_in_a_background_save_loses_the_steps_since_the_previous_checkpoint(
     pool2: RankPool, settings: list[str], plain: Path, tmp_path: Path, victim: int, moment: str
 ) -> None:
     settings = [*settings, *SAVING]
-    told = tmp_path / "killed"
-    arg = (settings, victim, moment, told)
+    marker = tmp_path / "killed"
+    arg = (settings, victim, moment, marker)
     ends = pool2.run(_run_until_killed, arg, timeout=90, expect_dead={victim})
     assert ends[1 - victim] not in (None, "finished")
-    assert "checkpoint-4" in told.read_text(), "in the background"
+    assert "checkpoint-4" in marker.read_text(), "in the background"
     checkpoints = folder_of(settings) / "checkpoints"
     assert latest(checkpoints) == checkpoints / "step-00000002"
-    if victim == 0:  # nobody was left to take away what was half written
+    if victim == 0:  # no rank could delete the partial checkpoint
         left = {path.name for path in (checkpoints / f"{HALF}.partial").iterdir()}
         assert {"rank-00000.safetensors", "rank-00001.safetensors", "COMPLETE"} <= left, "all but the rename"
-    # Again with the same folder: the step is saved anew over what is left of it.
+    # Resume in the same folder: the step is saved over the partial checkpoint.
     assert pool2.run(_run, [*settings, AUTO], timeout=90) == ["finished"] * 2
     folder = folder_of(settings)
     starts = list(read_lines(folder / ATTEMPTS, Attempt))

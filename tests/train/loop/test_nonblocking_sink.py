@@ -1,4 +1,4 @@
-"""A sink that does not answer: training goes on, says so, and ends; what can still be written is."""
+"""An unresponsive sink: training logs it, continues and ends; buffered reports are written if possible."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.pool import RankPool
 from tests.train.common import session, write_text
 
 LONG_S, SHORT_S = 60.0, 0.02
-"""Patience with what answers, however busy the machine, and with what never does."""
+"""Timeouts for sinks that respond on a busy machine, and for sinks that never respond."""
 
 
 class Gated:
-    """A sink that waits to be opened, and keeps the steps that it has written."""
+    """A sink that blocks until it is opened, and records the written steps."""
 
     def __init__(self) -> None:
         self.opened, self.written, self.closed = threading.Event(), list[int](), threading.Event()
@@ -40,17 +40,17 @@ class Gated:
         self.closed.set()
 
 
-class Told:
-    """What a ``NonblockingSink`` says."""
+class SinkLog:
+    """Log lines and fault records of a ``NonblockingSink``."""
 
     def __init__(self) -> None:
-        self.said, self.records = list[str](), list[FaultRecord]()
+        self.lines, self.records = list[str](), list[FaultRecord]()
 
-    def patient(self, sink: Any, patience_s: float) -> NonblockingSink:
-        return NonblockingSink(sink, "numbers", self.said.append, self.records.append, patience_s)
+    def wrap(self, sink: Any, patience_s: float) -> NonblockingSink:
+        return NonblockingSink(sink, "numbers", self.lines.append, self.records.append, patience_s)
 
     @property
-    def whats(self) -> list[str]:
+    def messages(self) -> list[str]:
         _join("writes a fault")
         return [record.what for record in self.records]
 
@@ -65,26 +65,27 @@ def _join(name: str) -> None:
             thread.join(LONG_S)
 
 
-def test_training_goes_on_past_a_sink_that_waits_and_says_so_once(tmp_path: Path) -> None:
-    gated, told = Gated(), Told()
-    sink = told.patient(gated, SHORT_S)
+def test_training_continues_with_a_blocked_sink_and_logs_it_once(tmp_path: Path) -> None:
+    gated, sink_log = Gated(), SinkLog()
+    sink = sink_log.wrap(gated, SHORT_S)
     with session(write_text(tmp_path), sinks=[sink]) as here:
         assert here.trainer.fit() == "finished"
         here.trainer.evaluate()
-    assert not gated.written and len(told.whats) == 1
-    assert told.whats[0].startswith("numbers has not taken the report of step 1 for 0.02 s; training goes on")
-    assert told.said == [f"step 1: {told.whats[0]}"]
+    assert not gated.written and len(sink_log.messages) == 1
+    expected = "numbers did not accept the report of step 1 within 0.02 s; training continues"
+    assert sink_log.messages[0].startswith(expected)
+    assert sink_log.lines == [f"step 1: {sink_log.messages[0]}"]
     sink.close()
-    assert told.whats[1].startswith("numbers lacks 5 report(s), and is not closed"), "four steps, one evaluation"
+    assert sink_log.messages[1].startswith("numbers lost 5 report(s) and was not closed"), "four steps, one evaluation"
     gated.opened.set()
-    assert gated.closed.wait(LONG_S), "what had been kept is written should the sink still come back"
+    assert gated.closed.wait(LONG_S), "buffered reports are written when the sink responds"
     assert gated.written == [1, 2, 3, 4]
 
 
-def test_a_sink_that_comes_back_gets_what_was_kept_for_it_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nonblocking_sink, "KEPT", 3)
-    gated, told = Gated(), Told()
-    sink = told.patient(gated, SHORT_S)
+def test_a_sink_that_responds_again_gets_the_buffered_reports_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonblocking_sink, "MAX_REPORTS", 3)
+    gated, sink_log = Gated(), SinkLog()
+    sink = sink_log.wrap(gated, SHORT_S)
     for step in range(1, 6):
         sink.write(report(step))
     gated.opened.set()
@@ -93,29 +94,29 @@ def test_a_sink_that_comes_back_gets_what_was_kept_for_it_in_order(monkeypatch: 
     sink._patience_s = LONG_S
     sink.write(report(6))
     assert gated.written == [1, 2, 3, 6], "written when the call returns, as ever"
-    assert told.whats[1:] == ["numbers takes reports again, without 2 report(s)"]
+    assert sink_log.messages[1:] == ["numbers accepts reports again; 2 report(s) were lost"]
     sink.close()
     sink.close()
-    assert gated.closed.is_set() and told.whats[2:] == ["numbers lacks 2 report(s)"]
+    assert gated.closed.is_set() and sink_log.messages[2:] == ["numbers lost 2 report(s)"]
     _join("writes numbers")
     assert "writes numbers" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_what_a_sink_raises_is_raised_by_the_call() -> None:
+def test_errors_of_a_sink_are_raised_by_the_call() -> None:
     class Full(Gated):
         def write(self, report: StepReport) -> None:
             raise OSError(28, "No space left on device")
 
-    told = Told()
-    sink = told.patient(Full(), LONG_S)
+    sink_log = SinkLog()
+    sink = sink_log.wrap(Full(), LONG_S)
     with pytest.raises(OSError, match="No space left"):
         sink.write(report(1))
     sink.close()
-    assert not told.said
+    assert not sink_log.lines
 
 
 class Fifo:
-    """Writes into a FIFO that nobody reads, and that is full."""
+    """Write to a full FIFO without a reader."""
 
     reader = -1
 
@@ -136,18 +137,18 @@ class Fifo:
 
 
 def _run_into_a_fifo(rank: int, world: int, settings: list[str]) -> tuple[RunResult, bool]:
-    """The run's result, and whether the sink was still stuck when there was one."""
+    """Return the result of the run, and whether the sink was still blocked at its end."""
 
-    def patient(sink: Any, name: str, *told: Any) -> NonblockingSink:
-        return NonblockingSink(sink, name, *told, SHORT_S if isinstance(sink, Fifo) else LONG_S)
+    def wrap(sink: Any, name: str, *sink_log: Any) -> NonblockingSink:
+        return NonblockingSink(sink, name, *sink_log, SHORT_S if isinstance(sink, Fifo) else LONG_S)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "TensorBoardSink", Fifo)
-        patch.setattr(job, "NonblockingSink", patient)
+        patch.setattr(job, "NonblockingSink", wrap)
         result = run(None, settings)
     stuck = "writes tensorboard" in {thread.name for thread in threading.enumerate()}
     if stuck:
-        os.close(Fifo.reader)  # what waits to write is told that nobody will ever read
+        os.close(Fifo.reader)  # the blocked write fails with EPIPE
         _join("writes tensorboard")
         _join("writes a fault")
     return result, stuck
@@ -161,7 +162,7 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_whose_tensorboard_is_a_fifo_that_nobody_reads_ends_with_all_else_it_has(
+def test_a_run_with_a_blocked_tensorboard_sink_ends_with_all_other_files(
     pool2: RankPool, settings: list[str], tmp_path: Path
 ) -> None:
     (result, stuck), (_, other) = pool2.run(_run_into_a_fifo, settings, timeout=90)
@@ -173,7 +174,7 @@ def test_a_run_whose_tensorboard_is_a_fifo_that_nobody_reads_ends_with_all_else_
     assert ours[-1]["validation/loss"] == theirs[-1]["validation/loss"]
     found = list(read_lines(result.folder / FAULTS, FaultRecord))
     assert [(one.step, one.kind, one.action) for one in found] == [(1, "error", "none"), (4, "error", "none")]
-    assert "tensorboard has not taken the report of step 1" in found[0].what
-    assert "tensorboard lacks 5 report(s), and is not closed" in found[1].what
+    assert "tensorboard did not accept the report of step 1" in found[0].what
+    assert "tensorboard lost 5 report(s) and was not closed" in found[1].what
     assert json.loads((result.folder / "result.json").read_text())["status"] == "finished"
     assert not (plain.folder / FAULTS).exists()

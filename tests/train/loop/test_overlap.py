@@ -1,4 +1,4 @@
-"""Training with overlap gives the bits of training without, under every form of data and pipeline parallelism."""
+"""Training with overlap has the same bits as without, for all forms of data and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAPPINGS = {
 
 
 def _train(rank: int, world: int, settings: Sequence[str]) -> Trained:
-    """In parts of any size, so that tiny tensors travel in several."""
+    """Train with chunks of any size, so that tiny tensors are sent in several chunks."""
     build.Overlap, real = partial(Overlap, chunk_bytes=1), build.Overlap  # type: ignore[misc, assignment]
     try:
         return train(rank, world, settings)

@@ -1,4 +1,4 @@
-"""What goes wrong in folded MoE training elsewhere, each against one process with the same micro-batches."""
+"""Known bugs of MoE training with folded parallelism, compared with one process on the same micro-batches."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ZBV = ("parallel.pp=2", "parallel.schedule=zbv")
 
 
 def _first_gradients(rank: int, world: int, settings: list[str]) -> Parts:
-    """Summed gradients of the first step, before clipping."""
+    """Return the reduced gradients of the first step, before clipping."""
     with session(settings) as here:
-        machinery, batch = here.trainer.machinery, here.trainer.feed.train(0)
-        machinery.data_parallel.zero_grad()
-        machinery.runner.step(batch.micro, 1 / batch.num_targets)
-        machinery.data_parallel.reduce()
+        train_state, batch = here.trainer.train_state, here.trainer.feed.train(0)
+        train_state.data_parallel.zero_grad()
+        train_state.runner.step(batch.micro, 1 / batch.num_targets)
+        train_state.data_parallel.reduce()
         return here.parts(grads=True)
 
 
@@ -40,7 +40,7 @@ def _first_gradients(rank: int, world: int, settings: list[str]) -> Parts:
 def test_auxiliary_losses_reach_the_router_as_on_one_process(
     pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], family: str
 ) -> None:
-    """Coefficients so large that the router's gradient is mostly theirs; the batch's loss, and each sequence's."""
+    """The coefficients are so large that they dominate the router's gradient; batch and sequence form."""
     common = [*shared_settings, "model.layers=4", "data.micro_batches=4", f"model.family={family}"]
     losses = ("model.aux_loss=3.0", "model.z_loss=0.3")
     alone = whole([_first_gradients(0, 1, [*common, *losses])])
@@ -68,7 +68,7 @@ def _weights_and_biases(rank: int, world: int, settings: list[str]) -> tuple[lis
 
 @pytest.mark.parametrize("change", ["model.recompute=full", "model.recompute=selective", "run.eval_every=1"])
 @pytest.mark.parametrize("mapping", [("parallel.ep=2",), ZBV], ids=" ".join)
-def test_recomputing_and_evaluating_change_no_bit_of_losses_loads_biases_and_weights(
+def test_recomputation_and_evaluation_change_no_bit_of_losses_loads_biases_and_weights(
     pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], change: str
 ) -> None:
     common = [*shared_settings, *DEEPSEEK, *mapping, "model.layers=4", "model.capacity=1.0"]
@@ -135,7 +135,7 @@ def test_uneven_stages_train_as_one_process(pool2: RankPool, shared_settings: li
 
 
 def _conserved(rank: int, world: int, settings: list[str]) -> tuple[int, int, int]:
-    """Over a step and all layers of this rank: slots that its routers chose, those dropped, rows that it received."""
+    """Return routed slots, dropped slots and received rows over a step and all layers of this rank."""
     received = []
     dispatch = Dispatcher.dispatch
     with pytest.MonkeyPatch.context() as patch, session(settings) as here:
@@ -147,7 +147,7 @@ def _conserved(rank: int, world: int, settings: list[str]) -> tuple[int, int, in
 
         patch.setattr(Dispatcher, "dispatch", counting)
         batch = here.trainer.feed.train(0)
-        here.trainer.machinery.runner.step(batch.micro, 1.0)
+        here.trainer.train_state.runner.step(batch.micro, 1.0)
         layers = [layer for stage in here.stages for layer in stage.moe_layers()]
         chosen = sum(int(layer.router.load_E.sum()) for layer in layers)
         dropped = sum(int(layer.dropped_total) for layer in layers)
@@ -178,10 +178,10 @@ def test_capacity_over_the_batch_trains_as_one_process(pool4: RankPool, shared_s
 
 
 @pytest.mark.parametrize("kind", ["lamb", "muon", "adamw"])
-def test_every_optimizer_trains_on_parts_as_on_the_whole(
+def test_every_optimizer_trains_on_shards_as_on_full_parameters(
     pool4: RankPool, shared_settings: list[str], kind: str
 ) -> None:
-    """LAMB's norms and Muon's orthogonalised matrices are those of whole parameters, wherever their parts lie."""
+    """LAMB's norms and Muon's matrices are those of full parameters, for all shardings."""
     common = [*shared_settings, f"optimizer.kind={kind}", "optimizer.lr=0.01", "optimizer.eps=1e-5"]
     common += ["optimizer.momentum=0.9"] if kind == "muon" else []
     mapping = ("parallel.tp=2", "parallel.dp=2", "parallel.etp=2", "parallel.ep=2", "parallel.sharding=fsdp")

@@ -1,4 +1,4 @@
-"""What ranks record while they train: the same calls on all, all that moves, and lines that readers can join."""
+"""Records of ranks during training: matching calls, bytes and rows, and consistent lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
 
 
 def moves_rows(span: SpanLine) -> bool:
-    """Whether it is an operation on rows, whole, and not a collective inside of one, or a wait for one begun before."""
+    """Return whether the span is a complete dispatch or combine, not a collective inside of one or a wait."""
     return span.kind in ("dispatch", "combine") and bool(span.call)
 
 
@@ -38,7 +38,7 @@ def train(pool: RankPool, tmp_path: Path, *settings: str) -> tuple[list[RankStep
 
 
 def calls(spans: Sequence[SpanLine]) -> dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, str, int, int]]]:
-    """What each rank was in, by call; fails where a rank numbers two of its calls alike."""
+    """Return the spans of all ranks by call; fail if a rank has two calls with the same number."""
     found: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, str, int, int]]] = defaultdict(dict)
     for span in spans:
         if span.call:
@@ -57,7 +57,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_ranks_number_the_calls_of_a_group_alike(pool2: RankPool, tmp_path: Path, settings: tuple[str, ...]) -> None:
+def test_ranks_number_the_calls_of_a_group_equally(pool2: RankPool, tmp_path: Path, settings: tuple[str, ...]) -> None:
     steps, spans = train(pool2, tmp_path, *settings)
     assert {span.step for span in spans} == {2, 4}
     found = calls(spans)
@@ -85,7 +85,7 @@ def test_ranks_number_the_calls_of_a_group_alike(pool2: RankPool, tmp_path: Path
     assert [(line.rank, line.step) for line in steps] == [(rank, step) for rank in (0, 1) for step in range(1, 5)]
 
 
-def test_bytes_and_rows_are_those_that_were_dispatched(pool2: RankPool, tmp_path: Path) -> None:
+def test_bytes_and_rows_equal_the_dispatched_ones(pool2: RankPool, tmp_path: Path) -> None:
     for backend in ("shared_memory", "all_to_all"):
         (tmp_path / backend).mkdir()
         _, spans = train(pool2, tmp_path / backend, f"parallel.backend={backend}")
@@ -107,11 +107,11 @@ def test_bytes_and_rows_are_those_that_were_dispatched(pool2: RankPool, tmp_path
                 }
                 for name in (first, second)
             )
-            # What one sends there comes back from the other.
+            # Bytes that one rank sends are returned by the other.
             assert sorted(there[0]) == sorted(back[1]) and sorted(there[1]) == sorted(back[0])
 
 
-def test_pipeline_stages_say_what_they_send_and_what_they_wait_for(pool2: RankPool, tmp_path: Path) -> None:
+def test_pipeline_stages_record_sends_and_receives(pool2: RankPool, tmp_path: Path) -> None:
     for schedule in ("1f1b", "zbv"):
         (tmp_path / schedule).mkdir()
         more = ("parallel.pp=2", f"parallel.schedule={schedule}", "data.micro_batches=4", "model.layers=4")
@@ -140,13 +140,13 @@ def skewed(rank: int, world: int, hosts: list[str]) -> tuple[int, int]:
     return clock_skew(Ranks.make(), hosts, lambda: time.time_ns() + ahead)
 
 
-def test_the_difference_of_two_hosts_clocks_is_found_within_its_error(pool2: RankPool) -> None:
+def test_the_clock_offset_of_two_hosts_is_within_its_error(pool2: RankPool) -> None:
     (first, _), (skew, error) = pool2.run(skewed, ["a", "b"], timeout=60)
     assert first == 0 and abs(skew + 5_000_000_000) <= error < 10**9
     assert pool2.run(skewed, ["a", "a"], timeout=60) == [(0, 0), (0, 0)]
 
 
-def test_nothing_is_recorded_where_it_is_switched_off(pool2: RankPool, tmp_path: Path) -> None:
+def test_nothing_is_recorded_if_disabled(pool2: RankPool, tmp_path: Path) -> None:
     folder = pool2.run(trained, [*write_text(tmp_path), *MORE, "observe.events=false"], timeout=120)[0]
     assert not (folder / RANKS).exists() and not (folder / SPANS).exists()
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped or damaged, and go on: the same bits on one mapping, the same numbers on another."""
+"""Runs that are killed, stopped or corrupted and resume: same bits on the same mapping, same numbers on another."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DEADLINE_S = 120.0
 
 
 class Crash(RuntimeError):
-    """Ends a run in its middle, with nothing saved for the purpose."""
+    """Ends a run in the middle, without an extra checkpoint."""
 
 
 @contextlib.contextmanager
 def crash_after(step: int | None) -> Iterator[None]:
-    """Every run raises ``Crash`` when ``step`` steps are done and told, checkpoints of the background included."""
+    """All runs raise ``Crash`` after ``step`` steps, when their reports and background checkpoints are written."""
     if step is None:
         yield
         return
@@ -68,7 +68,7 @@ def folder_of(settings: list[str]) -> Path:
 
 
 def losses_of(folder: Path) -> list[float]:
-    """By step; every step must be there once and in order."""
+    """Return the losses by step; each step must be present once and in order."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
@@ -76,7 +76,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of the newest checkpoint."""
+    """Return weights and optimizer state of the newest checkpoint."""
     path = latest(folder / "checkpoints")
     assert path is not None
     reader = CheckpointReader(path)
@@ -98,7 +98,7 @@ SAME_MAPPING = {
 
 
 @pytest.mark.parametrize("case", SAME_MAPPING)
-def test_a_run_that_crashed_goes_on_to_the_same_bits(
+def test_a_crashed_run_resumes_to_the_same_bits(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, case: str
 ) -> None:
     common = [*shared_settings, *SAME_MAPPING[case], "run.steps=6", "checkpoint.every=2", "run.eval_every=2"]
@@ -107,7 +107,7 @@ def test_a_run_that_crashed_goes_on_to_the_same_bits(
     pool2.run(_run_until, (broken, 4), timeout=90)
     folder = folder_of(broken)
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5 + 2, "told of a step that is then done again"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5 + 2, "the report of a step that is repeated"
     result = pool2.run(_run_until, ([*broken, AUTO], None), timeout=90)[0]
     assert (result.status, result.steps, result.folder) == ("finished", 6, folder)
     assert losses_of(folder) == losses_of(folder_of(through))
@@ -158,7 +158,7 @@ MOMENTUM = ("optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.03")
 
 @pytest.mark.parametrize(("optimizer", "tolerance"), [(MOMENTUM, 1e-5), ((), 1e-3)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_run_goes_on_on_other_mappings(
+def test_a_run_resumes_on_other_mappings(
     pool2: RankPool,
     pool4: RankPool,
     shared_settings: list[str],
@@ -167,8 +167,8 @@ def test_a_run_goes_on_on_other_mappings(
     optimizer: tuple[str, ...],
     tolerance: float,
 ) -> None:
-    """Two steps on each mapping; losses, and with SGD weights, to 1e-5 of one process. AdamW divides differences by
-    the gradient's size, however small that is."""
+    """Two steps on each mapping. Losses, and with SGD also weights, are within 1e-5 of one process. AdamW divides
+    differences by the magnitude of the gradient, which can be tiny."""
     of_model, stages = CHAINS[chain]
     steps = 2 * len(stages)
     common = [*shared_settings, *of_model, *optimizer, f"run.steps={steps}", "checkpoint.every=2"]
@@ -195,16 +195,16 @@ def _resume_fails(rank: int, world: int, settings: list[str]) -> tuple[str, str]
     return "resumed", ""
 
 
-def test_what_cannot_be_resumed_says_why_on_every_rank(pool2: RankPool, settings: list[str], tmp_path: Path) -> None:
+def test_a_failed_resume_raises_the_reason_on_every_rank(pool2: RankPool, settings: list[str], tmp_path: Path) -> None:
     settings = [*settings, "run.steps=4", "checkpoint.every=2", AUTO]
     pool2.run(_run_until, (settings, 2), timeout=90)
     for change, kind, said in (
         ("data.batch=4", "ConfigError", "data.batch was 8 and is 4"),
         ("data.seq_len=8", "ConfigError", "data.seq_len was 16 and is 8"),
         ("run.seed=1", "ConfigError", "seed"),
-        ("model.layers=3", "CheckpointError", "lacks tensors that are wanted: model/layers.2."),
+        ("model.layers=3", "CheckpointError", "lacks tensors: model/layers.2."),
         ("model.hidden=32", "CheckpointError", "has shape"),
-        ("optimizer.kind=sgd", "CheckpointError", "no rank wants: optimizer/"),
+        ("optimizer.kind=sgd", "CheckpointError", "no rank requests: optimizer/"),
     ):
         for name, message in pool2.run(_resume_fails, [*settings, change], timeout=90):
             assert (name, said in message) == (kind, True), (change, name, message)
@@ -218,16 +218,14 @@ def test_what_cannot_be_resumed_says_why_on_every_rank(pool2: RankPool, settings
         assert (name, "rank-00001.safetensors" in message) == ("CheckpointError", True), message
 
 
-def test_auto_starts_where_there_is_nothing_to_go_on_from(
-    settings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_starts_a_new_run_without_a_checkpoint(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*settings, AUTO, "run.steps=2"]
     first = run(None, settings)
     assert first.steps == 2
-    assert "this is a new run" not in capsys.readouterr().out
+    assert "starting a new run" not in capsys.readouterr().out
     second = run(None, settings)
     assert second.folder != first.folder, "all its steps are done"
-    assert f"{first.folder} has done its 2 steps: this is a new run" in capsys.readouterr().out
+    assert f"{first.folder} has completed its 2 steps; starting a new run" in capsys.readouterr().out
     with crash_after(0), pytest.raises(Crash):
         run(None, settings)
     third = run(None, settings)
@@ -257,17 +255,17 @@ def test_more_steps_extend_a_finished_run(settings: list[str], tmp_path: Path, r
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_what_a_run_cannot_go_on_with_is_refused_and_changes_nothing(settings: list[str], tmp_path: Path) -> None:
+def test_an_invalid_resume_raises_and_changes_nothing(settings: list[str], tmp_path: Path) -> None:
     settings = [*settings, *CONSTANT]
     folder = run(None, [*settings, "run.steps=4"]).folder
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     for change, resume, said in (
-        ("run.steps=2", "auto", "has done 4 steps, and run.steps is 2"),
-        ("run.steps=3", folder, "has done 4 steps, and run.steps is 3"),
-        ("run.steps=4", folder, "has done its 4 steps; to train on, set run.steps to more"),
+        ("run.steps=2", "auto", "has completed 4 steps, but run.steps is 2"),
+        ("run.steps=3", folder, "has completed 4 steps, but run.steps is 3"),
+        ("run.steps=4", folder, "has completed its 4 steps; increase run.steps to continue it"),
         ("run.steps=4", tmp_path / "nothing", "neither no nor auto, nor the folder of a run"),
-        ("run.steps=4", tmp_path / "empty", "holds no complete checkpoint"),
+        ("run.steps=4", tmp_path / "empty", "has no complete checkpoint"),
     ):
         with pytest.raises(ConfigError, match=said):
             run(None, [*settings, change, f"checkpoint.resume={resume}"])
@@ -312,7 +310,7 @@ def _wait(process: subprocess.Popen[str], done: Callable[[], bool], what: str) -
 
 
 def _saved(settings: list[str]) -> bool:
-    """Whether a run of ``settings`` has a checkpoint, and went on for a step."""
+    """Return whether a run of ``settings`` has a checkpoint and trained another step."""
     runs = Path(load("tiny", settings).run.folder)
     for folder in runs.iterdir() if runs.exists() else ():
         path = latest(folder / "checkpoints")
@@ -322,7 +320,7 @@ def _saved(settings: list[str]) -> bool:
 
 
 def _rank_processes(launcher: int) -> list[int]:
-    """The ranks that ``launcher`` started: torchrun's are told by their environment, ours were forked by its server."""
+    """Return the ranks of ``launcher``: torchrun's by their environment, ours as children of its server."""
     found = []
     for pid in _children(launcher):
         with contextlib.suppress(OSError):
@@ -347,7 +345,7 @@ def _run_tiny(rank: int, world: int, settings: list[str]) -> None:
     run("tiny", settings)
 
 
-def test_sigterm_saves_and_exits_0_and_resume_goes_on(
+def test_sigterm_saves_and_exits_0_and_the_run_resumes(
     pool2: RankPool, settings: list[str], uninterrupted: list[float]
 ) -> None:
     settings = [*settings, *LONG]
@@ -366,7 +364,7 @@ def test_sigterm_saves_and_exits_0_and_resume_goes_on(
 
 
 @pytest.mark.parametrize("launcher", ["ours", "torchrun"])
-def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(
+def test_a_killed_rank_is_restarted_and_resumes_from_the_last_checkpoint(
     settings: list[str], uninterrupted: list[float], launcher: str
 ) -> None:
     settings = [*settings, *LONG]
@@ -381,7 +379,7 @@ def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(
         os.kill(ranks[-1], signal.SIGKILL)
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, out
-    assert "goes on after step" in out
+    assert "resumes after step" in out
     folder = folder_of(settings)
     assert json.loads((folder / "result.json").read_text())["status"] == "finished"
     assert losses_of(folder) == uninterrupted

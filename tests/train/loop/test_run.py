@@ -1,4 +1,4 @@
-"""One whole run: what it leaves behind, what it prints, and how it ends when told to stop or when numbers go bad."""
+"""Complete runs: files, output, stop requests and non-finite values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
 from moe_comm.train.loop import job, signals
 from moe_comm.train.loop.export import export_run
-from moe_comm.train.loop.progress import Silent, make_progress
+from moe_comm.train.loop.progress import Progress, make_progress
 from moe_comm.train.loop.sample import continue_text, load_model
 from moe_comm.train.loop.trainer import Trainer, TrainState
 from moe_comm.train.metrics import JsonlSink, StepReport
@@ -39,7 +39,7 @@ FILES |= {"attempts.jsonl", "loads.jsonl", "ranks"}
 
 @contextlib.contextmanager
 def watched(after_step: Callable[[StepReport], None]) -> Iterator[None]:
-    """Call ``after_step(report)`` after every step of every trainer."""
+    """Call ``after_step(report)`` after each step of all trainers."""
     with pytest.MonkeyPatch.context() as patch:
         step = Trainer.train_step
 
@@ -54,7 +54,7 @@ def watched(after_step: Callable[[StepReport], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def probed(found: list[Any]) -> Iterator[None]:
-    """Before the trained model is given up, put its logits for ``TOKENS`` into ``found``. Collective."""
+    """Before the trained model is released, put its logits for ``TOKENS`` into ``found``. Collective."""
     close = job._close
 
     def probe(state: TrainState) -> None:
@@ -78,10 +78,10 @@ def _run_and_probe(rank: int, world: int, settings: list[str]) -> tuple[RunResul
     return result, logits[0]
 
 
-def export_as_told(out: str, folder: Path) -> None:
-    """Do what the run printed: what comes of it loads in transformers, tokenizer included."""
-    (told,) = (line for line in out.splitlines() if "moe-comm export" in line)
-    _, command, checkpoint, place = told[told.index("moe-comm export") :].split(" ")
+def export_as_printed(out: str, folder: Path) -> None:
+    """Run the printed export command; the result loads in transformers, including the tokenizer."""
+    (export_line,) = (line for line in out.splitlines() if "moe-comm export" in line)
+    _, command, checkpoint, place = export_line[export_line.index("moe-comm export") :].split(" ")
     assert (command, place) == ("export", "OUT")
     export_run(Path(checkpoint), folder / "OUT")
     assert AutoModelForCausalLM.from_pretrained(folder / "OUT") is not None
@@ -92,7 +92,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_a_folder_with_all_there_is_to_know(pool2: RankPool, settings: list[str]) -> None:
+def test_a_run_leaves_a_complete_folder(pool2: RankPool, settings: list[str]) -> None:
     settings = [*settings, "parallel.tp=2", "run.eval_every=2", "run.sample_tokens=24", "model.capacity=1.0"]
     (result, _), (other, _) = pool2.run(_run_and_probe, settings, timeout=120)
     assert (result.status, result.steps) == ("finished", 4)
@@ -152,7 +152,7 @@ def test_the_saved_model_gives_the_logits_of_the_trained_one(
     ).read_bytes()
 
 
-def test_training_goes_on_from_a_pretrained_model(settings: list[str]) -> None:
+def test_training_starts_from_a_pretrained_model(settings: list[str]) -> None:
     first = run(None, settings)
     start = [f"model.pretrained={first.folder / 'model'}", "run.steps=1", "optimizer.warmup=0"]
     second = run(None, [*settings, *start])
@@ -176,7 +176,7 @@ def test_a_tokenizer_of_bytes_is_saved_with_the_model(settings: list[str]) -> No
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
 
 
-def test_only_rank_0_prints_and_ends_with_the_losses_beside_the_entropy(
+def test_only_rank_0_prints_and_ends_with_losses_and_entropy(
     settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run(None, [*settings, "run.log_every=2", "run.sample_tokens=24"])
@@ -190,26 +190,29 @@ def test_only_rank_0_prints_and_ends_with_the_losses_beside_the_entropy(
         assert f"{value:8.3f} nats/token" in out
     assert result.sample in out
     assert str(result.folder) in out
-    assert isinstance(make_progress(False, 1), Silent)
+    assert type(make_progress(False, 1)) is Progress
 
 
-def test_a_model_that_no_family_has_is_trained_and_kept_in_its_checkpoint(
+def test_a_model_without_a_family_is_trained_and_only_checkpointed(
     settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run(None, [*settings, "run.steps=1", "run.sample_tokens=9", "model.parallel_block=true"])
     assert (result.status, result.sample) == ("finished", "")
     assert {path.name for path in result.folder.iterdir()} == FILES - {"model"}
     assert latest(result.folder / "checkpoints") is not None
-    assert "no model folder, only checkpoints: no Hugging Face family has parallel blocks" in capsys.readouterr().out
+    assert (
+        "the model was not exported; use the checkpoints: no Hugging Face family has parallel blocks"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "said"), [("qwen3_moe", "model.aux_loss (now 0.01), lower"), ("deepseek_v3", "bias_rate")]
 )
-def test_a_router_that_stays_collapsed_gets_one_hint(
+def test_a_collapsed_router_gets_one_hint(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, said: str
 ) -> None:
-    """Of a text of one letter all tokens are the same, and go to the same experts."""
+    """All tokens of a one-letter text are equal, and are routed to the same experts."""
     (tmp_path / "same.txt").write_text("a" * 40_000)
     same = [f"data.source={tmp_path / 'same.txt'}", f"model.family={family}", "run.steps=45", "model.bias_rate=0"]
     result = run(None, [*settings, *same])
@@ -225,7 +228,7 @@ def test_an_even_router_gets_no_hint(settings: list[str], capsys: pytest.Capture
 
 
 def _signal_at(kind: signal.Signals, step: int) -> Callable[[StepReport], None]:
-    """Sends a signal to this process after the given step; to this thread, or two could arrive as one."""
+    """Send a signal to this thread after the given step; two signals to the process could be merged."""
 
     def send(report: StepReport) -> None:
         if report.step == step:
@@ -235,7 +238,7 @@ def _signal_at(kind: signal.Signals, step: int) -> Callable[[StepReport], None]:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_after_a_whole_step_with_a_checkpoint_and_says_how_to_export_it(
+def test_a_signal_ends_after_a_complete_step_with_a_checkpoint_and_an_export_hint(
     settings: list[str], kind: signal.Signals, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -248,12 +251,12 @@ def test_a_signal_ends_after_a_whole_step_with_a_checkpoint_and_says_how_to_expo
     assert json.loads((result.folder / "result.json").read_text())["status"] == "interrupted"
     saved = latest(result.folder / "checkpoints")
     assert saved is not None and CheckpointReader(saved).step == 3
-    export_as_told(capsys.readouterr().out, tmp_path)
+    export_as_printed(capsys.readouterr().out, tmp_path)
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
 @pytest.mark.parametrize(("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_the_command_with_a_single_rank_tells_ctrl_c_from_sigterm_as_with_more(
+def test_the_command_with_a_single_rank_distinguishes_ctrl_c_from_sigterm(
     settings: list[str], kind: signal.Signals, code: int
 ) -> None:
     with watched(_signal_at(kind, 1)):
@@ -261,8 +264,8 @@ def test_the_command_with_a_single_rank_tells_ctrl_c_from_sigterm_as_with_more(
     assert json.loads((_one_folder(settings) / "result.json").read_text())["status"] == "interrupted"
 
 
-def test_one_press_that_arrives_twice_is_one(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SAME_PRESS_S", 3600.0)
+def test_one_ctrl_c_that_arrives_twice_counts_once(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME_SIGNAL_S", 3600.0)
     send = _signal_at(signal.SIGINT, 2)
     with watched(lambda report: [send(report) for _ in range(2)] and None):
         assert run(None, settings).status == "interrupted"
@@ -275,7 +278,7 @@ def _one_folder(settings: list[str]) -> Path:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C as in a terminal: shells start what runs in their background with it ignored."""
+    """Enable Ctrl-C as in a terminal: shells start background processes with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -283,7 +286,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_at_once(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(signals, "SAME_SIGNAL_S", 0.0)
     send = _signal_at(signal.SIGINT, 2)
     with watched(lambda report: [send(report) for _ in range(2)] and None), pytest.raises(KeyboardInterrupt):
         run(None, settings)
@@ -299,7 +302,7 @@ def _interrupt_one_rank(rank: int, world: int, settings: list[str]) -> RunResult
         return run(None, settings)
 
 
-def test_ctrl_c_on_one_rank_ends_every_rank(pool2: RankPool, settings: list[str]) -> None:
+def test_ctrl_c_on_one_rank_ends_all_ranks(pool2: RankPool, settings: list[str]) -> None:
     results = pool2.run(_interrupt_one_rank, [*settings, "run.steps=1000"], timeout=120)
     assert [(result.status, result.steps, result.signal) for result in results] == [
         ("interrupted", 3, 0),
@@ -308,7 +311,7 @@ def test_ctrl_c_on_one_rank_ends_every_rank(pool2: RankPool, settings: list[str]
 
 
 def _diverge(rank: int, world: int, settings: list[str]) -> str:
-    """What the rank printed."""
+    """Return the output of the rank."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         from moe_comm.train.pipeline.runner import Accumulation
@@ -332,7 +335,7 @@ def test_a_nan_loss_leaves_a_checkpoint_of_the_last_good_weights(
 ) -> None:
     printed, other = pool2.run(_diverge, settings, timeout=120)
     assert other == ""
-    export_as_told(printed, tmp_path)
+    export_as_printed(printed, tmp_path)
     folder = _one_folder(settings)
     assert not (folder / "model").exists()
     ended = json.loads((folder / "result.json").read_text())
@@ -360,7 +363,7 @@ def _run_into(rank: int, world: int, settings: list[str]) -> str:
     return str(caught.value)
 
 
-def test_a_folder_or_a_text_that_cannot_be_used_is_a_config_error_on_every_rank(
+def test_an_invalid_folder_or_text_is_a_config_error_on_every_rank(
     pool2: RankPool, settings: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -370,17 +373,17 @@ def test_a_folder_or_a_text_that_cannot_be_used_is_a_config_error_on_every_rank(
     assert all("nowhere.txt" in message for message in messages)
 
 
-def test_missing_packages_are_named_with_the_extra_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
     with pytest.raises(MissingDependency, match=r"tensorboard; install with: pip install 'moe_comm\[train\]'"):
         run(None)
 
 
-def test_a_sample_is_repeatable_and_as_long_as_asked(settings: list[str]) -> None:
+def test_a_sample_is_reproducible_and_has_the_requested_length(settings: list[str]) -> None:
     model: Any = load_model(run(None, [*settings, "run.steps=1"]).folder / "model")
     end = model.config.eos_token_id
-    # Longer than the 16 tokens the model was made for, so the context has to start anew several times.
+    # Longer than the maximum length of 16 tokens, so the context is truncated several times.
     prompt = list(b"The quick")
     texts = [continue_text(model, prompt, 60, 1.0, seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
@@ -390,7 +393,7 @@ def test_a_sample_is_repeatable_and_as_long_as_asked(settings: list[str]) -> Non
     assert max(len(text) for text in texts) > 20
 
 
-def test_lines_of_steps_that_are_done_again_are_taken_out(tmp_path: Path) -> None:
+def test_lines_of_repeated_steps_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "validation/loss": 1.0}\n{"step": 3}\n{"st')
     sink = JsonlSink(path, done=2)

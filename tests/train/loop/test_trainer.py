@@ -1,4 +1,4 @@
-"""The loop itself: mappings end alike, bad numbers on one rank stop or skip the step on all, stops are clean."""
+"""The training loop: equal results on all mappings, non-finite values on one rank, and clean stops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.train.common import SGD, Session, assert_same_training, session, trai
     ],
     ids=lambda mapping: " ".join(key.split(".")[1] for key in mapping),
 )
-def test_two_ranks_end_with_the_weights_of_one(
+def test_two_ranks_train_to_the_weights_of_one(
     pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
 ) -> None:
     of_model = [key for key in mapping if not key.startswith("parallel")]
@@ -56,7 +56,7 @@ def test_training_again_gives_the_same_bits(pool2: RankPool, shared_settings: li
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_the_first_loss_is_that_of_a_uniform_guess_and_the_balance_loss_that_of_its_loads(
+def test_the_first_loss_is_uniform_and_the_balance_loss_matches_the_loads(
     shared_settings: list[str],
 ) -> None:
     with session([*shared_settings, "model.init_std=1e-4", "data.micro_batches=1"]) as here:
@@ -68,7 +68,7 @@ def test_the_first_loss_is_that_of_a_uniform_guess_and_the_balance_loss_that_of_
 
 
 def _poison(here: Session, how: str) -> None:
-    """Make this rank's loss, or what its routers see, NaN from now on."""
+    """Make this rank's loss or router inputs NaN from now on."""
     if how == "loss":
         stage = here.stages[-1]
         loss = stage.loss
@@ -100,7 +100,7 @@ def _nan_on_one_rank(rank: int, world: int, arg: tuple[list[str], int, str]) -> 
 def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
     pool2: RankPool, shared_settings: list[str], mapping: str, bad_rank: int, how: str
 ) -> None:
-    """Seen in the loss, or by a router first, before which ranks without such tokens would be left waiting."""
+    """The NaN is in the loss or in a router, which other ranks would otherwise wait for."""
     for message, unchanged in pool2.run(_nan_on_one_rank, ([*shared_settings, mapping], bad_rank, how)):
         assert "step 3: " in message
         assert f"NaN or infinite on rank {bad_rank}" in message
@@ -108,7 +108,7 @@ def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
 
 
 def _skip(rank: int, world: int, settings: list[str]) -> list[tuple[bool, bool]]:
-    """For each of three steps: whether it was skipped, and whether the weights changed."""
+    """Return for each of three steps whether it was skipped and whether the weights changed."""
     found = []
     with session([*settings, "run.nonfinite=skip"]) as here:
         stage = here.stages[-1]
@@ -129,14 +129,14 @@ def _skip(rank: int, world: int, settings: list[str]) -> list[tuple[bool, bool]]
 
 
 @pytest.mark.parametrize("mapping", ["parallel.ep=2", "parallel.sharding=fsdp", "parallel.pp=2"])
-def test_a_skipped_step_is_skipped_on_all_and_training_goes_on(
+def test_a_skipped_step_is_skipped_on_all_ranks_and_training_continues(
     pool2: RankPool, shared_settings: list[str], mapping: str
 ) -> None:
     wanted = [(False, True), (True, False), (False, True)]
     assert pool2.run(_skip, [*shared_settings, mapping]) == [wanted] * 2
 
 
-def test_an_infinite_gradient_leaves_the_weights_as_they_were(shared_settings: list[str]) -> None:
+def test_an_infinite_gradient_does_not_change_the_weights(shared_settings: list[str]) -> None:
     with session(shared_settings) as here:
         before = whole([here.parts()])
         here.stages[0].norm.weight.register_hook(lambda grad: grad * math.inf)
@@ -157,11 +157,11 @@ def _stop_on_rank_1(rank: int, world: int, settings: list[str]) -> tuple[str, in
         return trainer.fit(after), len(trainer.reports)
 
 
-def test_a_stop_request_on_one_rank_ends_all_after_the_same_step(pool2: RankPool, shared_settings: list[str]) -> None:
+def test_a_stop_request_on_one_rank_stops_all_after_the_same_step(pool2: RankPool, shared_settings: list[str]) -> None:
     assert pool2.run(_stop_on_rank_1, shared_settings) == [("interrupted", 3)] * 2
 
 
-def test_the_time_limit_ends_training_after_a_whole_step(shared_settings: list[str]) -> None:
+def test_the_time_limit_ends_training_after_a_complete_step(shared_settings: list[str]) -> None:
     with session([*shared_settings, "run.steps=50", "run.time_limit_s=1e-6"]) as here:
         assert here.trainer.fit() == "time limit"
         assert len(here.trainer.reports) == 1
@@ -177,7 +177,7 @@ def test_the_time_limit_ends_training_after_a_whole_step(shared_settings: list[s
     ],
     ids=["batch", "ep", "layers", "heads"],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(
+def test_an_invalid_mapping_raises_on_every_rank(
     pool2: RankPool, shared_settings: list[str], given: tuple[str, ...], said: str
 ) -> None:
     messages = pool2.run(_refused, [*shared_settings, *given])
@@ -205,21 +205,21 @@ def test_training_learns_the_text(shared_settings: list[str]) -> None:
 
 
 class _Summaries:
-    """A sink that keeps what it is told beside the steps."""
+    """A sink that records summaries."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, dict[str, float]]] = []
+        self.values: list[tuple[int, dict[str, float]]] = []
 
     def write(self, report: Any) -> None: ...
 
     def summary(self, step: int, values: dict[str, float]) -> None:
-        self.told.append((step, dict(values)))
+        self.values.append((step, dict(values)))
 
     def close(self) -> None: ...
 
 
-def test_perplexity_is_the_exponential_of_the_mean_loss_of_the_tokens_that_count(shared_settings: list[str]) -> None:
-    """Against log-softmax in float64; padding and the last tokens of documents are no targets."""
+def test_perplexity_is_the_exponential_of_the_mean_loss_of_the_targets(shared_settings: list[str]) -> None:
+    """Compared with log-softmax in float64; padding and the last tokens of documents are not targets."""
     settings = [*shared_settings, "data.packing=best_fit", "data.documents=separate", "data.seq_len=12"]
     sink = _Summaries()
     with session(settings, sinks=[sink]) as here:
@@ -239,9 +239,9 @@ def test_perplexity_is_the_exponential_of_the_mean_loss_of_the_tokens_that_count
     mean = torch.cat(losses).mean().item()
     assert 0 < len(torch.cat(losses)) < 2 * 8 * 12, "some targets must not count"
     assert loss == pytest.approx(mean, rel=1e-6)
-    ((step, told),) = sink.told
-    assert (step, told["validation/loss"]) == (0, loss)
-    assert told["validation/perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
+    ((step, values),) = sink.values
+    assert (step, values["validation/loss"]) == (0, loss)
+    assert values["validation/perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
 
 
 def _leave(rank: int, world: int, settings: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Optimizers against torch's own and plain-torch references; state by name; learning rates."""
+"""Optimizers compared with torch and plain-torch references; state by name; learning rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.topology import ParallelConfig, ParallelMesh
-from moe_comm.train.optim import OptimizerOptions, Schedule, learning_rate, make_optimizer, newton_schulz
+from moe_comm.train.optim import LRSchedule, OptimizerOptions, learning_rate, make_optimizer, newton_schulz
 from moe_comm.train.parallel import DataParallelOptions
 from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, train
 
@@ -26,7 +26,7 @@ def trained(options: OptimizerOptions, lr: float = 0.05, steps: int = 3) -> dict
 
 
 def with_torch(make_them: Any, steps: int = 3) -> dict[str, torch.Tensor]:
-    """The toy trained by plain torch; ``make_them`` gets its parameters by name."""
+    """Train the toy with plain torch; ``make_them`` gets its parameters by name."""
     model = Toy(SHARDINGS, ParallelMesh(ALONE))
     params = dict(model.named_parameters())
     optimizers = make_them(params)
@@ -53,7 +53,7 @@ def test_only_matrices_decay():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "sgd-momentum", "sgd-nesterov"])
-def test_adamw_and_sgd_are_torchs(kind):
+def test_adamw_and_sgd_equal_torch(kind):
     momentum, nesterov = (0.0 if kind == "sgd" else 0.8), kind == "sgd-nesterov"
     options = OptimizerOptions(kind.split("-")[0], weight_decay=0.3, momentum=momentum, nesterov=nesterov)
 
@@ -68,7 +68,7 @@ def test_adamw_and_sgd_are_torchs(kind):
 
 
 class ReferenceLAMB:
-    """Algorithm 2 of arXiv 1904.00962 in float64, each expert a parameter of its own."""
+    """Algorithm 2 of arXiv 1904.00962 in float64, with each expert as a separate parameter."""
 
     def __init__(self, params: dict[str, nn.Parameter], options: OptimizerOptions, lr: float) -> None:
         self.params, self.options, self.lr, self.t = params, options, lr, 0
@@ -91,14 +91,14 @@ class ReferenceLAMB:
             param.copy_(self.w[name])
 
 
-def test_lamb_is_the_papers_algorithm():
+def test_lamb_equals_the_algorithm_of_the_paper():
     options = OptimizerOptions("lamb", weight_decay=0.3)
     expected = with_torch(lambda params: [ReferenceLAMB(params, options, 0.05)])
     for name, value in trained(options).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
 
 
-def test_lamb_moves_a_parameter_of_zeros():
+def test_lamb_updates_a_zero_parameter():
     mesh = ParallelMesh(ALONE)
     model, data_parallel = make(mesh, DataParallelOptions())
     with torch.no_grad():
@@ -114,7 +114,7 @@ MUON_TAKES = [n for n in DECAYED if "embed" not in n and "head" not in n and "ro
 
 
 @pytest.mark.parametrize("scale", ["match_adamw", "original"])
-def test_muon_is_torchs_for_each_matrix_and_adamw_is_for_the_rest(scale):
+def test_muon_equals_torch_for_each_matrix_and_adamw_for_other_parameters(scale):
     options = OptimizerOptions(
         "muon", weight_decay=0.3, momentum=0.9, nesterov=True, muon_scale=scale, newton_schulz_dtype=torch.bfloat16
     )
@@ -124,7 +124,7 @@ def test_muon_is_torchs_for_each_matrix_and_adamw_is_for_the_rest(scale):
         return [part for matrix in experts for part in (matrix.chunk(2) if "w13" in name else [matrix])]
 
     class Theirs:
-        """torch.optim.Muon over every matrix by itself, gate and up apart."""
+        """torch.optim.Muon on each matrix separately, also on gate and up."""
 
         def __init__(self, params: dict[str, nn.Parameter]) -> None:
             self.params = {n: params[n] for n in MUON_TAKES}
@@ -177,7 +177,7 @@ KINDS = {
 
 
 def resumed(rank: int, world: int, arg: tuple[str, str]) -> bool:
-    """Two steps, then one: in one go, and by a second optimizer that takes over values and state."""
+    """Run three steps at once, and two steps followed by one with a second optimizer that loads values and state."""
     kind, strategy = arg
     mesh = ParallelMesh(ParallelConfig(tp=2, dp=2, ep=2))
     options = DataParallelOptions(strategy)
@@ -203,12 +203,12 @@ def resumed(rank: int, world: int, arg: tuple[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_by_name_is_all_that_a_resumed_run_needs(pool4, kind):
+def test_state_by_name_is_sufficient_for_a_resumed_run(pool4, kind):
     for strategy in ("replicate", "zero1", "fsdp"):
         assert all(pool4.run(resumed, (kind, strategy))), strategy
 
 
-def test_a_step_before_the_gradients_are_there_is_refused():
+def test_a_step_without_gradients_raises():
     _, data_parallel = make(ParallelMesh(ALONE), DataParallelOptions())
     adamw = make_optimizer(data_parallel.owned(), ParallelMesh(ALONE), KINDS["adamw"])
     with pytest.raises(InputError, match="has no gradient"):
@@ -218,7 +218,7 @@ def test_a_step_before_the_gradients_are_there_is_refused():
 @pytest.mark.parametrize(
     "bad", [{"kind": "adam"}, {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"weight_decay": -1.0}, {"nesterov": True}]
 )
-def test_bad_settings_are_refused(bad):
+def test_invalid_settings_raise(bad):
     with pytest.raises(ConfigError):
         OptimizerOptions(**bad)
 
@@ -227,7 +227,7 @@ def test_bad_settings_are_refused(bad):
 
 
 def rates(**settings: Any) -> list[float]:
-    schedule = Schedule(lr=1.0, **settings)
+    schedule = LRSchedule(lr=1.0, **settings)
     return [learning_rate(schedule, step) for step in range(schedule.steps)]
 
 
@@ -260,7 +260,7 @@ def test_wsd_is_stable_until_its_last_steps():
 def test_edges_of_every_schedule(shape):
     assert rates(steps=1, shape=shape, decay=0) == [1.0]
     assert rates(steps=3, warmup=6, shape=shape) == pytest.approx([1 / 6, 2 / 6, 3 / 6])  # ends in its warm-up
-    late = Schedule(lr=2.0, steps=8, shape=shape, warmup=2, decay=2, final_lr=0.1)
+    late = LRSchedule(lr=2.0, steps=8, shape=shape, warmup=2, decay=2, final_lr=0.1)
     assert learning_rate(late, 1000) == learning_rate(late, 7)
     assert learning_rate(late, 7) == pytest.approx(2.0 if shape == "constant" else 0.2)
     assert all(0 < learning_rate(late, step) <= 2.0 for step in range(20))
@@ -272,6 +272,6 @@ def test_edges_of_every_schedule(shape):
     "bad",
     [{"lr": 0.0}, {"steps": 0}, {"warmup": -1}, {"final_lr": 1.5}, {"shape": "step"}, {"shape": "wsd", "decay": 11}],
 )
-def test_impossible_schedules_are_refused(bad):
+def test_invalid_schedules_raise(bad):
     with pytest.raises(ConfigError):
-        Schedule(**{"lr": 1.0, "steps": 10, **bad})
+        LRSchedule(**{"lr": 1.0, "steps": 10, **bad})

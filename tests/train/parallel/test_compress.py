@@ -1,4 +1,4 @@
-"""Gradients that travel as bf16 and are summed in fp32: half the bytes, one rounding, the same training."""
+"""Compressed gradients: sent as bf16 and summed in fp32, with half the bytes and one rounding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 96
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Bytes that the channels' collectives hand to the group's backend for other ranks."""
+    """Count the bytes that collectives send to other ranks."""
     configure_collectives(CollectiveOptions(shared_memory=False))
     sent = {"bytes": 0}
     gather, exchange = Channel.all_gather, Channel.all_to_all
@@ -48,7 +48,7 @@ def gradient(rank: int, name: str) -> Tensor:
 
 
 def reduced(rank: int, world: int, arg: tuple[str, bool]) -> Any:
-    """One reduction: bytes sent in truth and as reported, and the sums (what the rank owns of them)."""
+    """Return measured and reported bytes of one reduction, and the owned sums."""
     strategy, compress = arg
     mesh = ParallelMesh(ParallelConfig(dp=world))
     model = nn.ParameterDict({"a": torch.zeros(WIDTH, WIDTH), "bb": torch.zeros(WIDTH, WIDTH)})
@@ -62,7 +62,7 @@ def reduced(rank: int, world: int, arg: tuple[str, bool]) -> Any:
     with counted() as sent:
         data_parallel.reduce()
     said = data_parallel.traffic.reduced - before
-    return sent["bytes"], said, {o.name: (o.share, o.value.grad) for o in data_parallel.owned()}
+    return sent["bytes"], said, {o.name: (o.shard, o.value.grad) for o in data_parallel.owned()}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -80,13 +80,13 @@ def test_compressed_gradients_are_half_the_bytes(world, strategy, request):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_sums_are_of_rounded_addends_in_fp32_and_the_owners_are_not_rounded_again(world, request):
+def test_sums_are_in_fp32_of_rounded_addends_and_owned_sums_are_not_rounded(world, request):
     pool = request.getfixturevalue(f"pool{world}")
     for name in ("a", "bb"):
         exact = sum(gradient(r, name).bfloat16().float() for r in range(world))
         for result in pool.run(reduced, ("zero1", True)):
-            share, grad = result[2][name]
-            assert torch.equal(grad, share.of(exact))
+            shard, grad = result[2][name]
+            assert torch.equal(grad, shard.of(exact))
         replicas = [result[2][name][1] for result in pool.run(reduced, ("replicate", True))]
         # Every copy of a parameter has the same bits, or copies would drift apart.
         assert all(torch.equal(replica, replicas[0]) for replica in replicas)
@@ -105,7 +105,7 @@ class Net(nn.Module):
 
 
 def final_loss(rank: int, world: int, arg: tuple[str, bool]) -> list[float]:
-    """80 steps of a small regression; each rank has its part of each batch of 64."""
+    """Return the final loss of 80 steps of a small regression with a batch of 64 over all ranks."""
     strategy, compress = arg
     mesh = ParallelMesh(ParallelConfig(dp=world))
     model = Net()
@@ -129,7 +129,7 @@ def final_loss(rank: int, world: int, arg: tuple[str, bool]) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["replicate", "zero1", "fsdp"])
-def test_training_with_compressed_gradients_ends_where_it_does_without(pool4, strategy):
+def test_training_with_compressed_gradients_reaches_the_same_loss(pool4, strategy):
     plain = [sum(step) for step in zip(*pool4.run(final_loss, (strategy, False)), strict=True)]
     compressed = [sum(step) for step in zip(*pool4.run(final_loss, (strategy, True)), strict=True)]
     assert plain != compressed, "nothing was compressed"

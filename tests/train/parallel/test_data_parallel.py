@@ -1,4 +1,4 @@
-"""Replication, ZeRO-1 and FSDP: the same training as one process, whatever the mapping."""
+"""Replication, ZeRO-1 and FSDP: the same training as one process for all mappings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.events import COMMUNICATION
-from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, deal
+from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, shard_slice
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.pipeline import prepare_backward
@@ -53,7 +53,7 @@ def trained(rank: int, world: int, config: ParallelConfig) -> Any:
 
 
 def trained_on(mesh: ParallelMesh, options: DataParallelOptions, optimizer: OptimizerOptions) -> tuple[Any, Any]:
-    """What this rank owns after training, and what its model computes with (under FSDP that is the same storage)."""
+    """Return the owned shards after training, and the parameters of the model (with FSDP the same storage)."""
     data_parallel, _, model = train(mesh, options, optimizer)
     own = pieces(data_parallel.owned(), mesh)
     if options.strategy == "fsdp":
@@ -61,7 +61,7 @@ def trained_on(mesh: ParallelMesh, options: DataParallelOptions, optimizer: Opti
     shown = []
     for name, param in model.named_parameters():
         for box in SHARDINGS[name].boxes(mesh.place, mesh.sizes):
-            shown.append((name, box.whole, param.detach()[box.local]))
+            shown.append((name, box.full, param.detach()[box.local]))
     return own, shown
 
 
@@ -80,7 +80,7 @@ def test_every_strategy_and_mapping_trains_as_one_process_does(world, request):
                     assert difference < 1e-5, f"{config}, {strategy}, {kind}: {name} differs by {difference:.1e}"
 
 
-def test_the_toys_own_gradient_is_that_of_plain_torch():
+def test_the_closed_form_gradient_of_the_toy_equals_plain_torch():
     mesh = ParallelMesh(ParallelConfig())
     model, data_parallel = make(mesh, DataParallelOptions())
     backward(model, data_parallel, 2)
@@ -93,25 +93,25 @@ def test_the_toys_own_gradient_is_that_of_plain_torch():
 def shares(rank: int, world: int, strategy: str) -> Any:
     mesh = ParallelMesh(ParallelConfig(dp=world))
     _, data_parallel = make(mesh, DataParallelOptions(strategy))
-    return {o.name: (o.share, tuple(o.value.shape), o.owner_axes) for o in data_parallel.owned()}
+    return {o.name: (o.shard, tuple(o.value.shape), o.owner_axes) for o in data_parallel.owned()}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_parameters_are_dealt_out_as_deal_says_also_unevenly(pool4, strategy):
+def test_parameters_are_sharded_by_shard_slice_also_unevenly(pool4, strategy):
     for rank, owned in enumerate(pool4.run(shares, strategy)):
         assert owned.keys() == SHARDINGS.keys()
-        for name, (share, shape, axes) in owned.items():
+        for name, (shard, shape, axes) in owned.items():
             whole = SHARDINGS[name].shape
             if not whole:
-                assert share is None
+                assert shard is None
                 continue
-            assert share == deal(whole, rank, 4, even=strategy == "fsdp")
-            assert shape == share.shape(whole)
+            assert shard == shard_slice(whole, rank, 4, even=strategy == "fsdp")
+            assert shape == shard.shape(whole)
             assert set(axes) >= ({"edp"} if "experts" in name else {"dp"})
 
 
 def with_missing(rank: int, world: int, strategy: str) -> Any:
-    """Rank 1's backward does not reach the experts and the odd parameter."""
+    """Rank 1's backward does not reach the experts and one other parameter."""
     mesh = ParallelMesh(ParallelConfig(dp=2))
     model, data_parallel = make(mesh, DataParallelOptions(strategy))
     for _ in range(2):  # twice: nothing of the first step may be left
@@ -125,7 +125,7 @@ def with_missing(rank: int, world: int, strategy: str) -> Any:
 
 
 def first_half(rank: int, world: int, _: None) -> Any:
-    """Gradients of the tokens of rank 0 of 2."""
+    """Return the gradients of the tokens of rank 0 of 2."""
     mesh = ParallelMesh(ParallelConfig(dp=2))
     model = Toy(SHARDINGS, mesh)
     model(torch.zeros(())).backward()
@@ -133,7 +133,7 @@ def first_half(rank: int, world: int, _: None) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])
-def test_gradients_that_a_rank_lacks_count_as_zero(pool2, strategy):
+def test_missing_gradients_of_a_rank_count_as_zero(pool2, strategy):
     halves = pool2.run(first_half)
     found = assemble(pool2.run(with_missing, strategy))
     for name, value in found.items():
@@ -143,7 +143,7 @@ def test_gradients_that_a_rank_lacks_count_as_zero(pool2, strategy):
 
 
 class Gate(nn.Module):
-    """Uses its weight, or on some ranks does not."""
+    """Use the weight only on some ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,14 +165,14 @@ def gated(rank: int, world: int, _: None) -> Any:
     return [o.value.grad for o in data_parallel.owned()]
 
 
-def test_fsdp_too_takes_gradients_that_a_rank_lacks_as_zero(pool2):
+def test_fsdp_counts_missing_gradients_of_a_rank_as_zero(pool2):
     for used, sometimes in pool2.run(gated):
         assert torch.equal(used, torch.full((2, 2), 3.0))
         assert torch.equal(sometimes, torch.full((1, 2), 1.0))
 
 
 def metered(rank: int, world: int, _: None) -> tuple[float, float]:
-    """Seconds of communication in a forward and in a backward pass without any but FSDP's."""
+    """Return communication seconds of a forward and a backward pass with only FSDP's collectives."""
     mesh = ParallelMesh(ParallelConfig(dp=2))
     model = Gate()
     DataParallel(model, {}, mesh, DataParallelOptions("fsdp"))
@@ -183,7 +183,7 @@ def metered(rank: int, world: int, _: None) -> tuple[float, float]:
     return forward, COMMUNICATION.take()
 
 
-def test_what_fsdp_gathers_and_reduces_counts_as_communication(pool2):
+def test_collectives_of_fsdp_count_as_communication(pool2):
     for in_forward, in_backward in pool2.run(metered):
         assert in_forward > 0
         assert in_backward > 0
@@ -237,7 +237,7 @@ def test_bf16_parameters_have_fp32_masters_and_accumulate_in_fp32(pool2, strateg
         assert seen[1].dtype == (torch.bfloat16 if strategy == "fsdp" else torch.float32)
 
 
-def test_split_backward_passes_that_add_to_grad_by_hand_accumulate_in_fp32():
+def test_split_backward_passes_that_assign_grad_accumulate_in_fp32():
     model = Line()
     mesh = ParallelMesh(ParallelConfig())
     data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(dtype=torch.bfloat16))
@@ -254,7 +254,7 @@ def test_split_backward_passes_that_add_to_grad_by_hand_accumulate_in_fp32():
 
 
 def loaded(rank: int, world: int, strategy: str) -> Any:
-    """An evaluation, then new values from elsewhere: does the model compute with them?"""
+    """Evaluate, load new values, and return whether the model uses them."""
     mesh = ParallelMesh(ParallelConfig(dp=2))
     model, data_parallel = make(mesh, DataParallelOptions(strategy))
     with torch.no_grad():
@@ -270,7 +270,7 @@ def loaded(rank: int, world: int, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_publish_brings_loaded_values_into_the_model_also_after_an_evaluation(pool2, strategy):
+def test_publish_updates_the_model_with_loaded_values_also_after_an_evaluation(pool2, strategy):
     for before, after, expected in pool2.run(loaded, strategy):
         assert before != after
         assert torch.equal(after, expected)
@@ -290,7 +290,7 @@ class Sum(nn.Module):
 
 
 def tied_ends(rank: int, world: int, strategy: str) -> Any:
-    """Stage 0 has the embedding, stage 1 its copy as output layer; gradients 1 and 10 per rank."""
+    """Stage 0 has the embedding, stage 1 the tied output layer; their gradients are 1 and 10 per rank."""
     mesh = ParallelMesh(ParallelConfig(pp=2, dp=world // 2))
     model = Sum(["embed", "own"], 1.0) if mesh.place["pp"] == 0 else Sum(["head", "own"], 10.0)
     data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy), tied=("embed", "head"))
@@ -401,14 +401,14 @@ def fsdp_of(rank: int, world: int, what: str) -> None:
         DataParallel([first, second], {}, mesh, DataParallelOptions("fsdp"))
 
 
-@pytest.mark.parametrize(("what", "said"), [("mixed", "module of their own"), ("shared", "its own copy")])
-def test_fsdp_refuses_what_it_cannot_spread(pool2, what, said):
+@pytest.mark.parametrize(("what", "said"), [("mixed", "a separate module"), ("shared", "its own copy")])
+def test_fsdp_raises_for_parameters_that_it_cannot_shard(pool2, what, said):
     with pytest.raises(RankFailure, match=said) as failure:
         pool2.run(fsdp_of, what)
     assert {name for name, _ in failure.value.errors.values()} == {"ConfigError"}
 
 
-def test_bad_descriptions_are_refused():
+def test_invalid_arguments_raise():
     mesh = ParallelMesh(ParallelConfig())
     model = Toy({"w": Sharding((2, 2))}, mesh)
     with pytest.raises(ConfigError, match="w has shape"):
@@ -421,16 +421,16 @@ def test_bad_descriptions_are_refused():
         DataParallelOptions(dtype=torch.float16)
 
 
-def test_names_are_those_of_a_state_dict_in_which_wrappers_do_not_show():
+def test_names_are_state_dict_names_without_wrappers():
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
     data_parallel = DataParallel(model, {"0.bias": Sharding((2,))}, ParallelMesh(ParallelConfig()))
     assert [owned.name for owned in data_parallel.owned()] == ["0.weight", "0.bias"]
 
 
-def test_one_rank_without_a_process_group_takes_any_strategy():
+def test_all_strategies_work_on_one_rank_without_a_process_group():
     assert not dist.is_initialized()
     mesh = ParallelMesh(ParallelConfig())
     for strategy in STRATEGIES:
         model, data_parallel = make(mesh, DataParallelOptions(strategy))
         backward(model, data_parallel)
-        assert all(o.share is None and o.value.grad is not None for o in data_parallel.owned())
+        assert all(o.shard is None and o.value.grad is not None for o in data_parallel.owned())

@@ -1,6 +1,6 @@
-"""Fewer experts on a rank than ranks to deal them out to, or none: training as one process does, and the work shared.
+"""Fewer experts on a rank than owners, or none: the same training as one process, with sharded work.
 
-Toy models for every optimizer, and real runs, in which a rank that waited for another in the wrong order would hang.
+Toy models for each optimizer, and real runs, which would hang on collectives in the wrong order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from torch import nn
 
 from moe_comm.topology import ExpertPlacement, ParallelConfig, ParallelMesh, Sharding, Split
 from moe_comm.train.optim import OptimizerOptions
-from moe_comm.train.parallel import DataParallelOptions, Held
+from moe_comm.train.parallel import DataParallelOptions, LocalParameter
 from moe_comm.train.parallel.fsdp import fits
 from tests.pool import RankPool
-from tests.train.common import SGD, assert_same_training, write_text
-from tests.train.common import train as train_run
+from tests.train.common import SGD, assert_same_training, train as train_run, write_text
 from tests.train.toy import assemble, pieces, train
 
 STRATEGIES = ("zero1", "fsdp")
@@ -38,7 +37,7 @@ CASES = {
     "1 expert on 2 ranks, edp 2": (1, ParallelConfig(dp=4, ep=2)),
 }
 UNEVEN = "layers.0.experts.uneven"
-"""Of which neither dimension divides by 4; in two experts the shares of a dimension but the first lie apart."""
+"""Neither dimension divides by 4; shards of two experts along other dimensions are not contiguous."""
 
 
 def shardings_of(experts: int, ep: int) -> dict[str, Sharding]:
@@ -70,7 +69,7 @@ def trained(rank: int, world: int, case: tuple[ParallelConfig, int]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_strategy_trains_as_one_process_does_and_every_rank_owns_its_share(pool4: RankPool, case: str) -> None:
+def test_every_strategy_trains_as_one_process_and_every_rank_owns_a_shard(pool4: RankPool, case: str) -> None:
     experts, config = CASES[case]
     results = pool4.run(trained, (config, experts), timeout=240)
     shardings = shardings_of(experts, config.ep)
@@ -105,14 +104,14 @@ REAL = {
 
 
 @pytest.mark.parametrize("case", REAL)
-def test_real_fsdp_runs_train_as_one_process_does(pool4: RankPool, tmp_path: Path, case: str) -> None:
+def test_real_fsdp_runs_train_as_one_process(pool4: RankPool, tmp_path: Path, case: str) -> None:
     common = [*write_text(tmp_path), *SGD, "model.top_k=1", "model.experts=1"]
     found = pool4.run(train_run, [*common, *REAL[case], "parallel.sharding=fsdp"], timeout=120)
     assert_same_training(found, train_run(0, 1, common))
 
 
-def test_fsdp_takes_the_unit_of_a_rank_without_experts_but_not_an_empty_part_of_the_vocabulary() -> None:
+def test_fsdp_shards_the_unit_of_a_rank_without_experts_but_not_an_empty_vocabulary_shard() -> None:
     nothing = nn.Parameter(torch.empty(0, 8))
     experts = Sharding((2, 8), (Split(0, "ep"),), expert=True)
-    assert fits(Held("layers.0.experts.w", nothing, experts, torch.float32))
-    assert not fits(Held("embed.weight", nothing, Sharding((9, 8), (Split(0, "tp"),)), torch.float32))
+    assert fits(LocalParameter("layers.0.experts.w", nothing, experts, torch.float32))
+    assert not fits(LocalParameter("embed.weight", nothing, Sharding((9, 8), (Split(0, "tp"),)), torch.float32))

@@ -1,4 +1,4 @@
-"""The global gradient norm over mixed meshes: every element of the model counts exactly once."""
+"""The global gradient norm on all mappings: each element counts exactly once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scalars(rank: int, world: int, strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])
-def test_a_dense_scalar_counts_once_and_each_ranks_expert_by_itself(pool2, strategy):
+def test_a_dense_scalar_counts_once_and_each_expert_separately(pool2, strategy):
     assert pool2.run(scalars, strategy) == [math.sqrt(3)] * 2  # sqrt(2) would be an expert forgotten
 
 
@@ -48,7 +48,7 @@ def stage_of(name: str) -> int:
 
 
 def norms(rank: int, world: int, config: ParallelConfig) -> dict[str, tuple[float, float, float]]:
-    """Of gradients drawn by global name, by strategy: before clipping, as clip_ returns it, and after."""
+    """Return the norms before clipping, as returned by clip_, and after clipping, by strategy."""
     mesh = ParallelMesh(config)
     mine = {n: s for n, s in SHARDINGS.items() if config.pp == 1 or stage_of(n) == mesh.place["pp"]}
     found = {}
@@ -59,7 +59,7 @@ def norms(rank: int, world: int, config: ParallelConfig) -> dict[str, tuple[floa
             gradient = whole(item.name, "gradient", item.sharding.shape)
             item.value.grad = torch.full_like(item.value, torch.nan)
             for box in item.boxes(mesh):
-                item.value.grad[box.local] = gradient[box.whole]
+                item.value.grad[box.local] = gradient[box.full]
         before = global_norm(owned, mesh)
         found[strategy] = before, clip_(owned, 0.5, mesh), global_norm(owned, mesh)
     return found
@@ -92,7 +92,7 @@ def test_a_tied_embedding_on_two_stages_counts_once(pool2):
 
 
 def not_finite(rank: int, world: int, value: float) -> Any:
-    """One element of one rank's gradient is bad."""
+    """Make one gradient element of one rank non-finite."""
     mesh = ParallelMesh(ParallelConfig(dp=2, ep=2))
     model, data_parallel = make(mesh, DataParallelOptions())
     backward(model, data_parallel)
@@ -105,13 +105,13 @@ def not_finite(rank: int, world: int, value: float) -> Any:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_bad_element_on_one_rank_shows_on_all_and_nothing_is_scaled(pool2, value):
+def test_a_non_finite_element_gives_a_non_finite_norm_on_all_ranks_without_scaling(pool2, value):
     for norm, untouched in pool2.run(not_finite, value):
         assert not math.isfinite(norm)
         assert untouched
 
 
-def test_clipping_leaves_small_gradients_alone_and_0_means_any():
+def test_clipping_does_not_change_small_gradients_and_0_disables_it():
     mesh = ParallelMesh(ParallelConfig())
     model = nn.Linear(2, 1, bias=False)
     data_parallel = DataParallel(model, {}, mesh)
@@ -125,7 +125,7 @@ def test_clipping_leaves_small_gradients_alone_and_0_means_any():
 
 
 @pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 1_000_003])
-def test_the_square_of_long_tensors_is_as_exact_as_in_float64(numel):
+def test_the_squared_norm_of_long_tensors_is_as_exact_as_in_float64(numel):
     values = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) + 0.5
     expected = values.double().square().sum()
     torch.testing.assert_close(squared_norm(values), expected, rtol=1e-7, atol=0)

@@ -1,4 +1,4 @@
-"""Pipelines of 2 and 4 ranks against one process with the same micro-batches: losses and every gradient."""
+"""Losses and gradients of pipelines of 2 and 4 ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.train.toy import assemble, pieces
 
 
 def train(rank: int, world: int, case: Case) -> Any:
-    """Losses, evaluation's losses, and what this rank owns of the gradients. Steps twice, so buffers are used again."""
+    """Return losses, evaluation losses and owned gradients. Two steps, so that buffers are reused."""
     mesh = ParallelMesh(ParallelConfig(dp=case.dp, pp=case.pp, ep=case.ep))
     parts = build(case, mesh)
     shardings = {name: sharding for part in parts for name, sharding in shardings_of(part).items()}
@@ -56,7 +56,7 @@ def check(case: Case, results: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_two_ranks_give_the_losses_and_gradients_of_one(schedule: str, pool2: RankPool) -> None:
+def test_two_ranks_have_the_losses_and_gradients_of_one(schedule: str, pool2: RankPool) -> None:
     case = Case(schedule)
     check(case, pool2.run(train, case))
 
@@ -100,13 +100,13 @@ def test_uneven_stages_stages_without_experts_and_without_layers(case: Case, poo
     ("schedule", "micro_batches"),
     [("gpipe", 1), ("1f1b", 5), ("interleaved_1f1b", 3), ("zero_bubble", 1), ("zbv", 3), ("dualpipev", 5)],
 )
-def test_micro_batches_that_are_no_multiple_of_the_ranks(schedule: str, micro_batches: int, pool2: RankPool) -> None:
+def test_micro_batches_that_are_not_a_multiple_of_the_ranks(schedule: str, micro_batches: int, pool2: RankPool) -> None:
     case = Case(schedule, micro_batches)
     check(case, pool2.run(train, case))
 
 
 def changing(rank: int, world: int, case: Case) -> Any:
-    """A refused number of micro-batches, then steps of other numbers and shapes, and one under the first again."""
+    """Run an invalid number of micro-batches, then steps with other numbers and shapes."""
     mesh = ParallelMesh(ParallelConfig(pp=case.pp))
     parts = build(case, mesh)
     runner = make(case, parts, mesh)
@@ -121,7 +121,7 @@ def changing(rank: int, world: int, case: Case) -> Any:
     return losses
 
 
-def test_steps_may_differ_in_number_and_shape_and_a_refusal_leaves_the_pipeline_usable(pool2: RankPool) -> None:
+def test_steps_can_differ_in_number_and_shape_and_the_pipeline_is_usable_after_an_error(pool2: RankPool) -> None:
     case = Case("interleaved_1f1b")
     first, last = pool2.run(changing, case)
     for place, other in enumerate((case, replace(case, micro_batches=2), replace(case, batch=3), case)):
@@ -147,7 +147,7 @@ def test_without_pipeline_micro_batches_accumulate(tied: bool) -> None:
 
 
 class Clock:
-    """A second for each call of a stage's module, 100 whenever a schedule asks what to receive; else it stands."""
+    """A clock that advances by 1 s per module call, and by 100 s per request of receive operations."""
 
     now = 0.0
 
@@ -166,7 +166,7 @@ class Clock:
 
 
 def timed(rank: int, world: int, schedule: str) -> float:
-    """The clock's seconds of a step that count as communication."""
+    """Return the seconds of a step that count as communication."""
     case, clock = Case(schedule), Clock()
     mesh = ParallelMesh(ParallelConfig(pp=2))
     parts = build(case, mesh)
@@ -188,7 +188,7 @@ def timed(rank: int, world: int, schedule: str) -> float:
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_what_stages_do_between_computing_counts_as_communication(schedule: str, pool2: RankPool) -> None:
+def test_time_between_passes_counts_as_communication(schedule: str, pool2: RankPool) -> None:
     for moved in pool2.run(timed, schedule):
         assert moved >= 400
         assert moved % 100 == 0

@@ -1,4 +1,4 @@
-"""Pipelines that do not fit, and stages that fail: a typed error on every rank."""
+"""Invalid pipelines and failing stages raise typed errors on all ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from moe_comm.errors import ConfigError, MoeCommError, PeerError, RoutingError
 from moe_comm.topology import ParallelConfig, ParallelMesh
-from moe_comm.train.pipeline import Activations, Pipeline, make_runner
+from moe_comm.train.pipeline import ActivationShape, Pipeline, make_runner
 from tests.pool import RankPool
 from tests.train.pipes import HIDDEN, Case, Part, batches_of, build
 
 
 def misfit(rank: int, world: int, _: None) -> list[str]:
-    """Pipelines that do not fit; every one is refused here, before anything is sent."""
+    """Construct invalid pipelines; each raises before anything is sent."""
     mesh, case = ParallelMesh(ParallelConfig(pp=2)), Case("zbv")
     parts = build(case, mesh)
-    activations = Activations(HIDDEN, case.dtype)
+    activations = ActivationShape(HIDDEN, case.dtype)
     refused = []
     for modules, plan, schedule in (
         (parts[:1], case.plan, "zbv"),
@@ -34,7 +34,7 @@ def misfit(rank: int, world: int, _: None) -> list[str]:
     return refused
 
 
-def test_a_plan_that_does_not_fit_mesh_schedule_or_modules_is_refused(pool2: RankPool) -> None:
+def test_a_plan_that_does_not_fit_mesh_schedule_or_modules_raises(pool2: RankPool) -> None:
     for modules, style, larger, none in pool2.run(misfit):
         assert "got 1 modules" in modules
         assert "style 'v'" in style
@@ -43,11 +43,11 @@ def test_a_plan_that_does_not_fit_mesh_schedule_or_modules_is_refused(pool2: Ran
 
 
 def casting(rank: int, world: int, _: None) -> str:
-    """An evaluation in which the first stage returns float32, where the next one waits for float64."""
+    """Evaluate with a first stage that returns float32 instead of float64."""
     case = Case()
     mesh = ParallelMesh(ParallelConfig(pp=2))
     parts = build(case, mesh)
-    runner = make_runner(parts, mesh, case.plan, case.schedule, Activations(HIDDEN, case.dtype), timeout_s=3)
+    runner = make_runner(parts, mesh, case.plan, case.schedule, ActivationShape(HIDDEN, case.dtype), timeout_s=3)
     if rank == 0:
         parts[0].register_forward_hook(lambda module, args, output: output.float())
     with pytest.raises(MoeCommError) as caught:
@@ -55,15 +55,15 @@ def casting(rank: int, world: int, _: None) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_an_evaluation_too_refuses_what_the_next_stage_could_not_receive(pool2: RankPool) -> None:
+def test_an_evaluation_checks_the_output_of_a_stage(pool2: RankPool) -> None:
     first, last = pool2.run(casting)
-    assert first.startswith("InputError: stage 0 should give (2, 6, 8) torch.float64")
+    assert first.startswith("InputError: the output of stage 0 must be (2, 6, 8) torch.float64")
     assert "torch.float32" in first
     assert last.startswith(("PeerTimeout", "PeerDied"))
 
 
 class Failing(Part):
-    """A stage that fails in its third forward, on the last rank alone."""
+    """A stage that fails in its third forward pass, only on the last rank."""
 
     how = ""
     calls = 0
@@ -92,9 +92,9 @@ def fail(rank: int, world: int, arg: tuple[str, str]) -> tuple[str, str]:
         Failing(case, plan.layers_of(stage), plan.is_first(stage), plan.is_last(stage))
         for stage in plan.stages_of(mesh.place["pp"])
     ]
-    # Others wait for what is stopped or has failed as long as this; a dead one they must notice before.
+    # Timeout for stopped or failed stages; dead stages must be detected earlier.
     timeout_s = 40 if how == "die" else 4
-    runner = make_runner(parts, mesh, plan, schedule, Activations(HIDDEN, case.dtype), timeout_s=timeout_s)
+    runner = make_runner(parts, mesh, plan, schedule, ActivationShape(HIDDEN, case.dtype), timeout_s=timeout_s)
     with pytest.raises(MoeCommError) as caught:
         runner.step(batches_of(case))
     if isinstance(caught.value, PeerError):  # and from then on

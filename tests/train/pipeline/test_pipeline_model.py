@@ -1,4 +1,4 @@
-"""The bundled model and its experts in a pipeline: every gradient that of one process, and each computed once."""
+"""The bundled model in a pipeline: gradients equal those of one process, and are computed once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_comm.kernels import expert_mlp
+from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers import grouped_mlp
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.parallel.shard import shardings_of
@@ -16,7 +17,7 @@ from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.parallel import DataParallel
-from moe_comm.train.pipeline import Activations, MicroBatch, make_runner, plan_stages
+from moe_comm.train.pipeline import ActivationShape, MicroBatch, make_runner, plan_stages
 from tests.layers import tiny
 from tests.pool import RankPool
 from tests.train.pipes import FFN, HIDDEN, SCALE
@@ -25,8 +26,8 @@ FOUR_LAYERS = replace(tiny.TINY, layers=4, tie=True)
 
 
 def transformer(rank: int, world: int, arg: tuple[str, ParallelConfig, str, bool]) -> Any:
-    """The bundled model on packed documents: losses; gradients by name, and what part of the whole each is; how often
-    each expert was chosen, by layer; how often routers ran."""
+    """Run the bundled model on packed documents. Return losses, gradients and shardings by name, expert loads
+    by layer, and the number of router calls."""
     schedule, mapping, recompute, split_backward = arg
     mesh = ParallelMesh(mapping)
     plan = plan_stages(FOUR_LAYERS.layers, mapping.pp, schedule)
@@ -50,7 +51,7 @@ def transformer(rank: int, world: int, arg: tuple[str, ParallelConfig, str, bool
     calls: list[int] = []
     for moe in (moe for stage in stages for moe in stage.moe_layers()):
         moe.router.register_forward_hook(lambda *_: calls.append(0))
-    activations = Activations(FOUR_LAYERS.hidden, torch.float64, mapping.tp)
+    activations = ActivationShape(FOUR_LAYERS.hidden, torch.float64, mapping.tp)
     shardings = {name: sharding for stage in stages for name, sharding in shardings_of(stage).items()}
     tied = next((stage.tied_names for stage in stages if stage.tied_names), ())
     data_parallel = DataParallel(stages, shardings, mesh, tied=tied)
@@ -107,7 +108,7 @@ def test_a_split_backward_computes_each_weight_gradient_of_the_experts_once(monk
     rows = torch.randn(5, HIDDEN, dtype=torch.float64, requires_grad=True)
     w13 = torch.randn(1, 2 * FFN, HIDDEN, dtype=torch.float64, requires_grad=True)
     w2 = torch.randn(1, HIDDEN, FFN, dtype=torch.float64, requires_grad=True)
-    y = grouped_mlp(rows, [5], w13, w2, None, None, Experts(1, HIDDEN, FFN).activation)
+    y = grouped_mlp(rows, [5], ExpertMLP((w13, w2, None, None), Experts(1, HIDDEN, FFN).activation, False))
     counts = []
     found = []
     for inputs in ((rows,), (w13, w2), (rows, w13, w2)):

@@ -1,4 +1,4 @@
-"""Layers to stages to ranks: arithmetic, on every small case."""
+"""Assignment of layers to stages and ranks, for all small cases."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from moe_comm.errors import ConfigError
 from moe_comm.train.pipeline import SCHEDULES, StagePlan, check_micro_batches, plan_stages, stages_per_rank
@@ -38,7 +37,7 @@ def test_every_layer_is_on_one_stage_in_order_and_every_stage_on_one_rank(case: 
 
 
 @given(cases())
-def test_no_other_split_has_a_lighter_fullest_stage(case: dict[str, Any]) -> None:
+def test_no_other_split_has_a_smaller_largest_stage(case: dict[str, Any]) -> None:
     plan = plan_stages(**case)
     load = list(plan.counts)
     load[0] += case["embedding_layers"]
@@ -48,7 +47,7 @@ def test_no_other_split_has_a_lighter_fullest_stage(case: dict[str, Any]) -> Non
 
 
 @given(cases())
-def test_a_v_puts_first_and_last_stage_on_the_first_rank_and_a_loop_deals_round(case: dict[str, Any]) -> None:
+def test_a_v_has_first_and_last_stage_on_the_first_rank_and_a_loop_is_cyclic(case: dict[str, Any]) -> None:
     plan = plan_stages(**case)
     for rank in range(plan.pp):
         if SCHEDULES[case["schedule"]].style == "v":
@@ -66,7 +65,7 @@ def test_uneven_stages_and_stages_without_layers() -> None:
     assert "stage 3 (no layers, head)" in str(plan)
 
 
-def test_the_ends_get_fewer_layers_where_embedding_and_head_count() -> None:
+def test_the_ends_get_fewer_layers_if_embedding_and_head_count() -> None:
     assert plan_stages(8, 4).counts == (2, 2, 2, 2)
     assert plan_stages(6, 4, embedding_layers=1, head_layers=1).counts == (1, 2, 2, 1)
     assert plan_stages(7, 4).counts == (2, 2, 2, 1)
@@ -101,7 +100,7 @@ def test_errors_name_the_numbers(arguments: dict[str, Any], named: list[str]) ->
 
 
 class _Stage:
-    """As much of a stage as torch's schedules look at when they are made."""
+    """The attributes of a stage that the constructors of torch's schedules read."""
 
     def __init__(self, index: int, stages: int, pp: int) -> None:
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, pp, 0
@@ -110,7 +109,7 @@ class _Stage:
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("pp", [2, 3, 4])
-def test_a_number_of_micro_batches_is_refused_exactly_where_torch_cannot_run_it(name: str, pp: int) -> None:
+def test_a_number_of_micro_batches_raises_exactly_if_torch_cannot_run_it(name: str, pp: int) -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     known, virtual = SCHEDULES[name], stages_per_rank(name, pp)
@@ -127,7 +126,7 @@ def test_a_number_of_micro_batches_is_refused_exactly_where_torch_cannot_run_it(
             check_micro_batches(name, pp, micro_batches)
 
 
-def test_a_refused_number_comes_with_the_nearest_that_fit() -> None:
+def test_an_invalid_number_of_micro_batches_names_the_nearest_valid_ones() -> None:
     with pytest.raises(ConfigError, match="4 and 6"):
         check_micro_batches("interleaved_1f1b", 2, 5)
     with pytest.raises(ConfigError, match="at least one"):

@@ -1,4 +1,4 @@
-"""Wrong numbers: a step that is run again in place leaves no trace, and all ranks judge what came of it alike."""
+"""Wrong numbers in a step: a rerun in place leaves no trace, and all ranks make the same decision."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _named(mapping: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes wrong: ``how`` on ``rank``, in the first ``tries`` tries of ``step``.
+    """A fault: ``how`` on ``rank``, in the first ``tries`` executions of ``step``.
 
     how: "loss" (NaN), "gradient" (one element is NaN), "bit" (of a row that arrived), "infinite row" (one element of a
     row that arrived), "large loss", "large gradient", "other loss" (NaN, and infinite the next time), "activations"
@@ -63,7 +63,7 @@ class Fault(StepHook):
         self.stages: list[Any] = []
 
     def install(self, stages: list[Any]) -> None:
-        """What happens in the middle of a step."""
+        """The fault in the middle of a step."""
         self.stages = stages
         if self.plan is None:
             return
@@ -132,22 +132,22 @@ class Told:
 
 def _train(rank: int, world: int, arg: tuple[list[str], Plan | None]) -> Told:
     settings, plan = arg
-    told, fault = Told(), Fault(plan, rank)
-    with session(settings, hooks=[fault], on_fault=told.records.append) as here:
+    outcome, fault = Told(), Fault(plan, rank)
+    with session(settings, hooks=[fault], on_fault=outcome.records.append) as here:
         fault.install(here.stages)
         try:
             here.trainer.fit()
-            told.validation = here.trainer.evaluate()
+            outcome.validation = here.trainer.evaluate()
         except (NonFiniteLoss, UnsettledStep, CorruptPayload) as error:
-            told.raised = f"{type(error).__name__}: {error}"
+            outcome.raised = f"{type(error).__name__}: {error}"
         for report in here.trainer.reports:
-            told.losses.append(report.loss)
-            told.norms.append(report.grad_norm)
-            told.loads.append(report.load)
-            told.reruns.append(report.reruns)
-            told.skipped.append(bool(report.skipped))
-        told.parts, told.steps = here.parts(), here.trainer.next_step
-    return told
+            outcome.losses.append(report.loss)
+            outcome.norms.append(report.grad_norm)
+            outcome.loads.append(report.load)
+            outcome.reruns.append(report.reruns)
+            outcome.skipped.append(bool(report.skipped))
+        outcome.parts, outcome.steps = here.parts(), here.trainer.next_step
+    return outcome
 
 
 def _alone(settings: list[str], plan: Plan | None = None) -> Told:
@@ -159,7 +159,7 @@ def assert_same_bits(found: list[Told], expected: list[Told]) -> None:
         assert ours.raised == theirs.raised == ""
         assert ours.losses == theirs.losses and ours.norms == theirs.norms and ours.validation == theirs.validation
         assert ours.loads == theirs.loads, "routers counted the tokens of both tries"
-    ours_whole, theirs_whole = (whole([told.parts for told in of]) for of in (found, expected))
+    ours_whole, theirs_whole = (whole([outcome.parts for outcome in of]) for of in (found, expected))
     assert ours_whole.keys() == theirs_whole.keys()
     for name, tensor in theirs_whole.items():
         assert torch.equal(ours_whole[name], tensor), name
@@ -168,18 +168,18 @@ def assert_same_bits(found: list[Told], expected: list[Told]) -> None:
 def _check_transient(pool: RankPool, settings: list[str], plans: list[Plan]) -> None:
     world = plans[0].rank + 1
     clean = pool.run(_train, ([*settings, RERUN, CHECKED], None), timeout=90)
-    assert [told.reruns for told in clean] == [[0] * 4] * world and not clean[0].records
+    assert [outcome.reruns for outcome in clean] == [[0] * 4] * world and not clean[0].records
     plain = pool.run(_train, (settings, None), timeout=90)
     assert_same_bits(clean, plain)
     for plan in plans:
         found = pool.run(_train, ([*settings, RERUN, CHECKED], plan), timeout=90)
         assert_same_bits(found, clean)
-        assert [told.reruns for told in found] == [[0, 1, 0, 0]] * world, plan
+        assert [outcome.reruns for outcome in found] == [[0, 1, 0, 0]] * world, plan
         (record,) = found[0].records
         assert (record.step, record.action) == (2, "rerun")
         assert record.kind == ("corrupt" if plan.how == "bit" else "nonfinite")
         assert plan.rank in record.ranks, record
-        assert all([(r.kind, r.ranks, r.what) for r in told.records] == [_said(record)] for told in found)
+        assert all([(r.kind, r.ranks, r.what) for r in outcome.records] == [_said(record)] for outcome in found)
 
 
 def _said(record: FaultRecord) -> tuple[str, list[int], str]:
@@ -212,21 +212,21 @@ def test_a_transient_fault_leaves_no_trace_on_one_rank(shared_settings: list[str
     assert found.reruns == [0, 1, 0, 0]
 
 
-def test_whose_numbers_changed_is_named_on_every_rank(pool2: RankPool, shared_settings: list[str]) -> None:
-    """A gradient that is damaged on one rank before the sum makes the norm NaN for all."""
+def test_the_rank_whose_numbers_changed_is_named_on_every_rank(pool2: RankPool, shared_settings: list[str]) -> None:
+    """A gradient that is damaged on one rank before the reduction makes the norm NaN on all."""
     settings = [*shared_settings, RERUN, "parallel.ep=1", "parallel.dp=2"]
-    for told in pool2.run(_train, (settings, Plan("gradient", rank=1))):
-        (record,) = told.records
+    for outcome in pool2.run(_train, (settings, Plan("gradient", rank=1))):
+        (record,) = outcome.records
         assert record.ranks == [1]
         assert "the gradient's norm is nan" in record.what and "(gradients of rank 1)" in record.what
-    for told in pool2.run(_train, (settings, Plan("loss", rank=1))):
-        assert "(loss of rank 1)" in told.records[0].what
+    for outcome in pool2.run(_train, (settings, Plan("loss", rank=1))):
+        assert "(loss of rank 1)" in outcome.records[0].what
 
 
-def test_a_sum_over_ranks_that_went_wrong_is_told_from_what_a_rank_computed(shared_settings: list[str]) -> None:
+def test_a_wrong_reduction_is_distinguished_from_wrong_numbers_of_a_rank(shared_settings: list[str]) -> None:
     records: list[FaultRecord] = []
     with session([*shared_settings, RERUN], on_fault=records.append) as here:
-        data_parallel = here.trainer.machinery.data_parallel
+        data_parallel = here.trainer.train_state.data_parallel
         reduce, done = data_parallel.reduce, []
 
         def damaged() -> None:
@@ -245,41 +245,41 @@ def test_a_sum_over_ranks_that_went_wrong_is_told_from_what_a_rank_computed(shar
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient", "activations"])
-def test_a_persistent_fault_ends_the_run_as_it_would_have_without_a_second_try(
+def test_a_persistent_fault_ends_the_run_as_without_a_rerun(
     pool2: RankPool, shared_settings: list[str], how: str
 ) -> None:
     plan = Plan(how, rank=1, tries=99)
-    for told in pool2.run(_train, ([*shared_settings, RERUN, "parallel.ep=2"], plan)):
-        assert told.raised.startswith("NonFiniteLoss: step 2: ") and "gave the same bits" in told.raised
-        assert told.steps == 1 and [r.action for r in told.records] == ["stop"]
+    for outcome in pool2.run(_train, ([*shared_settings, RERUN, "parallel.ep=2"], plan)):
+        assert outcome.raised.startswith("NonFiniteLoss: step 2: ") and "gave the same bits" in outcome.raised
+        assert outcome.steps == 1 and [r.action for r in outcome.records] == ["stop"]
 
 
-def test_a_step_that_is_bad_in_another_way_the_second_time_names_the_rank(
-    pool2: RankPool, shared_settings: list[str]
-) -> None:
-    for told in pool2.run(_train, ([*shared_settings, RERUN, "parallel.ep=2"], Plan("other loss", rank=1, tries=2))):
-        assert told.raised.startswith("UnsettledStep: step 2: ") and "loss of rank 1" in told.raised
-        assert "rank(s) 1" in told.raised
-        (record,) = told.records
+def test_a_rerun_with_other_bad_numbers_names_the_rank(pool2: RankPool, shared_settings: list[str]) -> None:
+    for outcome in pool2.run(_train, ([*shared_settings, RERUN, "parallel.ep=2"], Plan("other loss", rank=1, tries=2))):
+        assert outcome.raised.startswith("UnsettledStep: step 2: ") and "loss of rank 1" in outcome.raised
+        assert "rank(s) 1" in outcome.raised
+        (record,) = outcome.records
         assert (record.ranks, record.action) == ([1], "stop")
 
 
 @pytest.mark.parametrize(("tries", "good"), [(3, True), (4, False)])
 def test_damaged_rows_are_sent_again_up_to_three_times(shared_settings: list[str], tries: int, good: bool) -> None:
     settings = [*shared_settings, CHECKED, "data.micro_batches=1"]
-    told = _alone(settings, Plan("bit", tries=tries))
-    assert [record.kind for record in told.records] == ["corrupt"] * tries
+    outcome = _alone(settings, Plan("bit", tries=tries))
+    assert [record.kind for record in outcome.records] == ["corrupt"] * tries
     if good:
-        assert told.reruns == [0, 3, 0, 0]
-        assert_same_bits([told], [_alone(settings)])
+        assert outcome.reruns == [0, 3, 0, 0]
+        assert_same_bits([outcome], [_alone(settings)])
     else:
-        assert told.raised.startswith("CorruptPayload: step 2: rows arrived damaged: 1 block(s) on rank 0, for the 4th")
-        assert told.steps == 1 and told.records[-1].action == "stop"
+        assert outcome.raised.startswith(
+            "CorruptPayload: step 2: rows arrived damaged: 1 block(s) on rank 0, for the 4th"
+        )
+        assert outcome.steps == 1 and outcome.records[-1].action == "stop"
 
 
 @pytest.mark.parametrize("how", ["bit", "infinite row"])
 def test_damaged_rows_of_an_evaluation_are_sent_again(shared_settings: list[str], how: str) -> None:
-    """An infinite row makes NaN of the next router's logits, which must not be taken for the next step's."""
+    """An infinite row makes the next router's logits NaN. They must not count for the next step."""
     settings = [*shared_settings, CHECKED]
     found = []
     for tries in (0, 1, 99):
@@ -288,7 +288,7 @@ def test_damaged_rows_of_an_evaluation_are_sent_again(shared_settings: list[str]
             here.trainer.train_step(0)
             fault.install(here.stages)
             if tries == 99:
-                with pytest.raises(CorruptPayload, match="in 4 evaluations"):
+                with pytest.raises(CorruptPayload, match="in 4 consecutive evaluations"):
                     here.trainer.evaluate()
                 continue
             found.append(here.trainer.evaluate())
@@ -296,18 +296,18 @@ def test_damaged_rows_of_an_evaluation_are_sent_again(shared_settings: list[str]
     assert found[0] == found[1]
 
 
-def test_without_checksums_a_flipped_bit_changes_a_run_unnoticed(shared_settings: list[str]) -> None:
-    """Which is what they are for; and the damage of these tests is real."""
-    told = _alone(shared_settings, Plan("bit"))
-    assert told.raised == "" and not told.records and told.reruns == [0] * 4
-    assert told.losses != _alone(shared_settings).losses
+def test_without_checksums_a_flipped_bit_is_not_detected(shared_settings: list[str]) -> None:
+    """This shows that the damage in these tests is real."""
+    outcome = _alone(shared_settings, Plan("bit"))
+    assert outcome.raised == "" and not outcome.records and outcome.reruns == [0] * 4
+    assert outcome.losses != _alone(shared_settings).losses
 
 
 SPIKES = ("guard.window=2", "guard.loss_spike=5", "guard.norm_spike=50", "run.steps=6")
 
 
 @pytest.mark.parametrize("how", ["large loss", "large gradient"])
-def test_a_spike_that_a_second_try_does_not_have_was_a_transient_fault(
+def test_a_spike_that_a_rerun_does_not_have_is_a_transient_fault(
     pool2: RankPool, shared_settings: list[str], how: str
 ) -> None:
     settings = [*shared_settings, *SPIKES, "guard.on_spike=rerun", "parallel.ep=2"]
@@ -325,14 +325,14 @@ def test_a_spike_that_a_second_try_does_not_have_was_a_transient_fault(
 @pytest.mark.parametrize("policy", ["warn", "skip", "rerun"])
 def test_a_spike_that_stays_is_data(shared_settings: list[str], policy: str, how: str) -> None:
     settings = [*shared_settings, *SPIKES, f"guard.on_spike={policy}"]
-    told = _alone(settings, Plan(how, step=4, tries=99))
-    assert told.raised == ""
-    (record,) = told.records
+    outcome = _alone(settings, Plan(how, step=4, tries=99))
+    assert outcome.raised == ""
+    (record,) = outcome.records
     assert record.kind == "spike" and record.ranks == [] and record.step == 4
     assert record.action == {"warn": "none", "skip": "skip", "rerun": "rerun"}[policy]
     assert ("it is the data, and is accepted" in record.what) == (policy == "rerun")
-    assert told.reruns[3] == (policy == "rerun")
-    assert told.skipped == [policy == "skip" and step == 3 for step in range(6)]
+    assert outcome.reruns[3] == (policy == "rerun")
+    assert outcome.skipped == [policy == "skip" and step == 3 for step in range(6)]
 
 
 def test_there_is_no_spike_before_the_window_is_full_and_none_without_a_factor(shared_settings: list[str]) -> None:
@@ -343,7 +343,7 @@ def test_there_is_no_spike_before_the_window_is_full_and_none_without_a_factor(s
 
 
 class _Doubtful(StepHook):
-    """The loss of step 5 is seven times what it is."""
+    """Multiply the loss of step 5 by seven."""
 
     def after_backward(self, step: int, loss: float) -> float:
         return loss * 7 if step == 5 else loss
@@ -359,10 +359,10 @@ def _resumed(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple
     return [(record.step, record.kind) for record in read_lines(result.folder / FAULTS, FaultRecord)]
 
 
-def test_a_run_that_goes_on_decides_as_one_that_was_not_interrupted(
+def test_a_resumed_run_decides_like_an_uninterrupted_one(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The window of four updates goes over the interruption; what was noticed is in the run's folder."""
+    """The window of four updates spans the interruption. The faults are in the run's folder."""
     wanted = [*settings, "guard.window=4", "guard.loss_spike=3", "guard.on_spike=skip", "run.name=long"]
     assert _resumed([*wanted, "run.steps=6"], monkeypatch) == [(5, "spike")]
 

@@ -1,4 +1,4 @@
-"""What the guard decides of numbers that it is told, and what it decides by."""
+"""Decisions of the guard for given numbers, and the digests and history that they depend on."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import nn
 from moe_comm.errors import CheckpointError, UnsettledStep
 from moe_comm.observe.records import FaultRecord
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.resilience.agreement import Agreed
-from moe_comm.train.resilience.guard import Digest, Guard, History, StepDecision
+from moe_comm.train.resilience.agreement import StepSummary
+from moe_comm.train.resilience.guard import History, StepDecision, StepDigest, StepGuard
 from moe_comm.train.sections import GuardSection
 
 SPIKES = GuardSection(window=2, norm_spike=5, on_spike="rerun")
 
 
-def _guard() -> tuple[Guard, list[FaultRecord]]:
-    """In the third step, after two with loss and norm 1."""
+def _guard() -> tuple[StepGuard, list[FaultRecord]]:
+    """A guard in the third step, after two with loss and norm 1."""
     records: list[FaultRecord] = []
-    guard = Guard(SPIKES, "rerun", Ranks(), History(), records.append)
+    guard = StepGuard(SPIKES, "rerun", Ranks(), History(), records.append)
     for step in (1, 2):
         guard.begin(step)
         assert _tried(guard, 1.0, 1.0) is StepDecision.GO
@@ -31,9 +31,9 @@ def _guard() -> tuple[Guard, list[FaultRecord]]:
     return guard, records
 
 
-def _tried(guard: Guard, loss: float, norm: float) -> StepDecision:
+def _tried(guard: StepGuard, loss: float, norm: float) -> StepDecision:
     good = math.isfinite(loss)
-    agreed = Agreed(loss if good else 0.0, {}, (), () if good else (0,), {}, (False, False))
+    agreed = StepSummary(loss if good else 0.0, {}, (), () if good else (0,), {}, (False, False))
     done = guard.after_loss(agreed, loss, [])
     return guard.after_norm(norm) if done is StepDecision.GO else done
 
@@ -46,37 +46,37 @@ def _tried(guard: Guard, loss: float, norm: float) -> StepDecision:
         ([(1.5, 9.0), (math.nan, 0.0), (1.0, 1.0)], [("spike", "a transient fault"), ("nonfinite", "a transient")]),
     ],
 )
-def test_a_problem_of_another_kind_in_the_second_try_gets_a_try_of_its_own(
+def test_a_problem_of_another_kind_in_a_rerun_gets_its_own_rerun(
     tries: Sequence[tuple[float, float]], noticed: Sequence[tuple[str, str]]
 ) -> None:
     guard, records = _guard()
     assert [_tried(guard, *one) for one in tries] == [StepDecision.RERUN, StepDecision.RERUN, StepDecision.GO]
     assert guard.reruns == 2 and [record.kind for record in records] == [kind for kind, _ in noticed]
-    for record, (_, told) in zip(records, noticed, strict=True):
-        assert told in record.what and record.action == "rerun"
+    for record, (_, expected) in zip(records, noticed, strict=True):
+        assert expected in record.what and record.action == "rerun"
 
 
-def test_no_kind_of_problem_is_tried_again_twice() -> None:
+def test_each_kind_of_problem_gets_one_rerun() -> None:
     guard, _ = _guard()
     assert [_tried(guard, *one) for one in ((math.nan, 0.0), (1.0, 9.0))] == [StepDecision.RERUN, StepDecision.RERUN]
     with pytest.raises(UnsettledStep, match="loss of rank 0"):
         _tried(guard, math.inf, 0.0)
 
 
-def test_a_digest_sees_one_bit_of_one_gradient_and_of_the_loss() -> None:
+def test_a_digest_changes_with_one_bit_of_a_gradient_or_the_loss() -> None:
     params = [nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(2))]
     for param in params[:2]:
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(1))
-    first = Digest.of(1.5, params)
-    assert first.changed(Digest.of(1.5, params)) == 0
-    assert first.changed(Digest.of(math.nextafter(1.5, 2), params)) == 1
-    assert Digest.of(math.nan, params).changed(Digest.of(math.nan, params)) == 0
+    first = StepDigest.of(1.5, params)
+    assert first.changed(StepDigest.of(1.5, params)) == 0
+    assert first.changed(StepDigest.of(math.nextafter(1.5, 2), params)) == 1
+    assert StepDigest.of(math.nan, params).changed(StepDigest.of(math.nan, params)) == 0
     assert params[0].grad is not None
     params[0].grad.view(torch.int32)[1, 1] ^= 1
-    assert first.changed(Digest.of(1.5, params)) == 2
+    assert first.changed(StepDigest.of(1.5, params)) == 2
 
 
-def test_a_window_comes_back_from_json_with_its_bits_and_nonsense_is_refused() -> None:
+def test_history_json_round_trip_and_invalid_values() -> None:
     history = History()
     for i in range(5):
         history.add(1 / (i + 3), math.pi * i, window=3)

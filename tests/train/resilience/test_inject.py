@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile
+from moe_comm.observe.fault_outcomes import fault_outcomes
 from moe_comm.observe.faults import read_injections
 from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, read_lines
-from moe_comm.observe.survival import answers
 from moe_comm.train import run
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
@@ -53,14 +53,14 @@ def assert_same_bits(folder: Path, expected: Path) -> None:
 
 
 def _run(rank: int, world: int, settings: list[str]) -> str:
-    """How it ended: the status, or what was raised."""
+    """Return how the run ended: the status, or the error."""
     try:
         return run(None, settings).status
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def test_faults_that_a_step_survives_leave_no_trace_in_its_numbers(
+def test_faults_that_a_step_survives_do_not_change_its_numbers(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path
 ) -> None:
     common = [*shared_settings, *SETTINGS]
@@ -86,7 +86,7 @@ def test_faults_that_a_step_survives_leave_no_trace_in_its_numbers(
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "expected"),
     [
         ("raise_forward:step=5", "FaultOnPurpose: raise_forward on purpose, in step 5"),
         ("raise_backward:step=5,layer=1", "FaultOnPurpose: raise_backward on purpose, in step 5"),
@@ -94,11 +94,11 @@ def test_faults_that_a_step_survives_leave_no_trace_in_its_numbers(
         ("full_disk:step=5", "CheckpointError: step 6 could not be saved"),
     ],
 )
-def test_a_run_that_a_fault_ended_goes_on_without_it_to_the_same_bits(
-    settings: list[str], plain: Path, fault: str, told: str
+def test_a_run_that_a_fault_ended_resumes_without_it_to_the_same_bits(
+    settings: list[str], plain: Path, fault: str, expected: str
 ) -> None:
     saving = [*settings, *SETTINGS, "checkpoint.every=2", "checkpoint.background=false"]
-    assert _run(0, 1, with_faults(saving, fault)).startswith(told)
+    assert _run(0, 1, with_faults(saving, fault)).startswith(expected)
     assert _run(0, 1, with_faults([*saving, "checkpoint.resume=auto"], fault)) == "finished"
     folder = folder_of(saving)
     assert [one.kind for one in read_injections(folder / INJECTED)] == [fault.partition(":")[0]]
@@ -114,7 +114,7 @@ def plain(shared_settings: list[str], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("kind", ["checkpoint_truncate", "checkpoint_flip", "checkpoint_missing"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(settings: list[str], plain: Path, kind: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(settings: list[str], plain: Path, kind: str) -> None:
     saving = [*settings, *SETTINGS, "checkpoint.every=2", "checkpoint.keep=3"]
     faults = (f"{kind}:step=5", "raise_forward:step=6")
     assert "raise_forward" in _run(0, 1, with_faults(saving, *faults))
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(settings: lis
     assert_same_bits(folder, plain)
 
 
-def test_where_all_checkpoints_are_damaged_the_newest_one_is_told(settings: list[str]) -> None:
+def test_if_all_checkpoints_are_damaged_the_newest_one_is_reported(settings: list[str]) -> None:
     saving = [*settings, *SETTINGS, "checkpoint.every=2", "checkpoint.keep=1"]
     faults = ("checkpoint_flip:step=5", "raise_forward:step=5")
     assert "raise_forward" in _run(0, 1, with_faults(saving, *faults))
@@ -135,13 +135,13 @@ def test_where_all_checkpoints_are_damaged_the_newest_one_is_told(settings: list
         run(None, with_faults([*saving, "checkpoint.resume=auto"], *faults))
 
 
-def test_a_run_that_had_saved_nothing_does_not_meet_its_fault_again(pool2: RankPool, settings: list[str]) -> None:
+def test_a_run_without_a_checkpoint_restarts_without_its_fault(pool2: RankPool, settings: list[str]) -> None:
     plan = [f"raise_forward:rank={rank},step=2" for rank in range(2)]
     faults = with_faults([*settings, *SETTINGS], *plan)
     assert all("raise_forward" in end for end in pool2.run(_run, faults, timeout=60))
     assert pool2.run(_run, [*faults, "checkpoint.resume=auto"], timeout=60) == ["finished"] * 2
     folders = sorted(Path(load(None, settings).run.folder).iterdir(), key=lambda path: path.stat().st_ctime_ns)
-    found = answers(folders[-1])
+    found = fault_outcomes(folders[-1])
     assert [(one.injection.kind, one.injection.attempt) for one in found] == [("raise_forward", 0)] * 2
     assert all(one.recovered_s > 0 for one in found), "the run in the new folder is past it"
     starts, (first,) = (list(read_lines(folder / ATTEMPTS, Attempt)) for folder in reversed(folders))
@@ -151,18 +151,18 @@ def test_a_run_that_had_saved_nothing_does_not_meet_its_fault_again(pool2: RankP
     assert all("raise_forward" in end for end in ends), "a new run is not that one"
 
 
-def test_a_fault_that_cannot_be_had_is_refused_on_every_rank(pool2: RankPool, settings: list[str]) -> None:
-    for plan, extra, told in (
-        ("kill:rank=2,step=1", [], "there is no rank 2 among 2"),
+def test_an_impossible_fault_is_rejected_on_every_rank(pool2: RankPool, settings: list[str]) -> None:
+    for plan, extra, expected in (
+        ("kill:rank=2,step=1", [], "no rank 2; there are 2 ranks"),
         ("klil:step=1", [], "did you mean kill"),
         ("flip_bit:step=1", ["parallel.overlap_chunks=2"], "set parallel.overlap_chunks=0"),
         ("slow_link:step=1", [], "it needs ranks on hosts of moe_comm.bench.hosts"),
     ):
         ends = pool2.run(_run, with_faults([*settings, *SETTINGS, *extra], plan), timeout=60)
-        assert all(end.startswith("ConfigError") and told in end for end in ends), ends
+        assert all(end.startswith("ConfigError") and expected in end for end in ends), ends
 
 
-def test_slowing_a_link_keeps_its_other_settings_and_gives_its_rate_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowing_a_link_keeps_its_other_settings_and_restores_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = "qdisc tbf 8003: root refcnt 5 rate 1Gbit burst 73728b lat 50ms"
     calls: list[tuple[str, ...]] = []
 
@@ -173,7 +173,7 @@ def test_slowing_a_link_keeps_its_other_settings_and_gives_its_rate_back(monkeyp
     monkeypatch.setattr(fault_actions, "_run", tc)
     restore = fault_actions.slow_link(25)
     restore()
-    # So does a rank that was started again, by what was written down before the link was slowed.
+    # A restarted rank does so too, from the record that was written before the link was slowed.
     written = fault_actions.link_shape()
     fault_actions.shape_link(written)
     assert calls.pop() == calls[-2] and calls.pop() == ("qdisc", "show", "dev", "link0")
@@ -188,7 +188,7 @@ def test_slowing_a_link_keeps_its_other_settings_and_gives_its_rate_back(monkeyp
         fault_actions.slow_link(25)
 
 
-def test_a_link_that_was_slow_when_its_rank_died_gets_its_rate_back(
+def test_the_rate_of_a_link_is_restored_after_its_rank_died(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = ["1Gbit"]
@@ -214,7 +214,7 @@ def test_a_link_that_was_slow_when_its_rank_died_gets_its_rate_back(
     assert rates[3:] == ["1Gbit"]
 
 
-def test_damage_changes_one_file_as_it_says(tmp_path: Path) -> None:
+def test_damage_changes_one_file(tmp_path: Path) -> None:
     content = bytes(range(256))
     changed: dict[str, Any] = {}
     for kind in ("checkpoint_truncate", "checkpoint_flip", "checkpoint_missing"):

@@ -17,11 +17,11 @@ import torch
 
 from moe_comm.observe.records import Attempt, read_lines
 from moe_comm.runtime.launch import init_ranks, launch
-from moe_comm.runtime.persistent_memory import Owner, PersistentMemory, Slots
+from moe_comm.runtime.persistent_memory import LauncherProcess, PersistentMemory, Slots
 from moe_comm.train import RunResult, run
 from moe_comm.train.loop import job
-from moe_comm.train.resilience.peer_memory import PeerMemory
-from moe_comm.train.resilience.persistent_state import open_kept
+from moe_comm.train.resilience.peer_memory import PeerSnapshots
+from moe_comm.train.resilience.persistent_state import open_host_memory
 from tests.pool import RankPool
 from tests.train.loop.test_resume import AUTO, Crash, crash_after, folder_of, losses_of, state_of
 
@@ -34,12 +34,12 @@ class Setting:
     crash: after so many steps."""
 
     settings: tuple[str, ...]
-    owner: Owner | None = None
+    owner: LauncherProcess | None = None
     hosts: str = "aaaa"
     crash: int | None = None
 
     def then(self, *settings: str, **changes: Any) -> Setting:
-        """The ranks that are started after these."""
+        """The setting of the restarted ranks."""
         return replace(self, settings=(*self.settings, AUTO, *settings), **{"crash": None} | changes)
 
 
@@ -47,21 +47,21 @@ def _work(rank: int, world: int, setting: Setting) -> RunResult | None:
     owner = setting.owner
     with pytest.MonkeyPatch.context() as patch, crash_after(setting.crash):
         if owner is not None:
-            patch.setattr(job, "open_kept", lambda ranks, say: PersistentMemory(owner, host=setting.hosts[rank]))
+            patch.setattr(job, "open_host_memory", lambda ranks, say: PersistentMemory(owner, host=setting.hosts[rank]))
         try:
             return run(None, list(setting.settings))
         except Crash:
             return None
 
 
-def server_of(kept: PersistentMemory) -> int:
-    """The process id of a memory server."""
-    raw = kept._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+def server_of(host_memory: PersistentMemory) -> int:
+    """Return the pid of a memory server."""
+    raw = host_memory._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", raw)[0])
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has, within 30 s."""
+    """Whether a process ends within 30 s."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -70,11 +70,11 @@ def ended(pid: int) -> bool:
         return bool(select.select([file], [], [], 30)[0])
 
 
-def kill_host(owner: Owner, host: str) -> None:
-    """End a host's memory server, as the loss of the host would."""
-    kept = PersistentMemory(owner, host=host, start=False)
-    pid = server_of(kept)
-    kept.close()
+def kill_host(owner: LauncherProcess, host: str) -> None:
+    """Kill a host's memory server, which simulates the loss of the host."""
+    host_memory = PersistentMemory(owner, host=host, start=False)
+    pid = server_of(host_memory)
+    host_memory.close()
     os.kill(pid, signal.SIGKILL)
     assert ended(pid)
 
@@ -84,14 +84,14 @@ def newest(slots: Slots) -> int:
     return max(range(2), key=lambda slot: -1 if (found := headers[slot]) is None else found.step)
 
 
-def damage(owner: Owner, host: str, rank: int, slots_of: str = "newest") -> None:
-    """Change a byte of what a host keeps of a rank's state, to another one every time."""
-    kept = PersistentMemory(owner, host=host, start=False)
-    slots = kept.find(f"rank-{rank:05d}")
+def damage(owner: LauncherProcess, host: str, rank: int, slots_of: str = "newest") -> None:
+    """Change a byte of a rank's snapshot on a host, to a different value each time."""
+    host_memory = PersistentMemory(owner, host=host, start=False)
+    slots = host_memory.find(f"rank-{rank:05d}")
     assert slots is not None
     for slot in range(2) if slots_of == "all" else [newest(slots)]:
         slots.content(slot)[100] = (slots.content(slot)[100] + 1) % 256
-    kept.close()
+    host_memory.close()
 
 
 def attempts_of(folder: Path) -> list[tuple[int, str]]:
@@ -119,8 +119,8 @@ MAPPINGS = {
 @pytest.mark.parametrize(
     ("mapping", "lost"), [("ep, fsdp, bf16, correction bias", "a host"), ("zbv, tied", "processes")]
 )
-def test_a_run_without_checkpoints_goes_on_to_the_same_bits(
-    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner, mapping: str, lost: str
+def test_a_run_without_checkpoints_resumes_to_the_same_bits(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess, mapping: str, lost: str
 ) -> None:
     settings = [*shared_settings, *MAPPINGS[mapping], "run.steps=5", "run.eval_every=2"]
     through = place(settings, tmp_path, "through")
@@ -140,7 +140,7 @@ def test_a_run_without_checkpoints_goes_on_to_the_same_bits(
 
 
 def test_a_host_of_several_ranks_is_lost(
-    pool4: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner
+    pool4: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
 ) -> None:
     settings = [*shared_settings, "parallel.tp=2", "parallel.ep=2", "run.steps=4"]
     through = place(settings, tmp_path, "through")
@@ -148,15 +148,15 @@ def test_a_host_of_several_ranks_is_lost(
     broken = Setting((*place(settings, tmp_path, "broken"), EVERY), owner, "aabb", crash=2)
     pool4.run(_work, broken, timeout=90)
     kill_host(owner, "a")
-    # The ranks that are started again are numbered otherwise: no host has the states of its own ranks.
+    # The restarted ranks are numbered differently, so no host has the states of its own ranks.
     pool4.run(_work, broken.then(hosts="bbaa"), timeout=90)
     folder = folder_of(list(broken.settings))
     assert attempts_of(folder) == [(1, "fresh"), (3, "peer memory")]
     assert_same_run(folder, folder_of(list(through)))
 
 
-def test_what_is_damaged_is_taken_from_elsewhere_or_an_earlier_step_or_the_disk(
-    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner
+def test_a_damaged_snapshot_is_replaced_by_a_replica_an_earlier_step_or_the_disk(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
 ) -> None:
     settings = [*shared_settings, "parallel.ep=2", "run.steps=7", "checkpoint.every=2"]
     through = place(settings, tmp_path, "through")
@@ -174,7 +174,7 @@ def test_what_is_damaged_is_taken_from_elsewhere_or_an_earlier_step_or_the_disk(
         damage(owner, host, 0, "all")
     # Step 4 on the disk.
     pool2.run(_work, broken.then(crash=6), timeout=90)
-    # Step 6 is on the disk too, and of another mapping there is nothing in memory; and then of the first one.
+    # Step 6 is also on the disk. There is no snapshot of the other mapping, and afterwards none of the first one.
     pool2.run(_work, broken.then("parallel.ep=1", crash=6), timeout=90)
     pool2.run(_work, broken.then(), timeout=90)
     folder = folder_of(list(broken.settings))
@@ -183,8 +183,8 @@ def test_what_is_damaged_is_taken_from_elsewhere_or_an_earlier_step_or_the_disk(
     assert_same_run(folder, folder_of(list(through)))
 
 
-def test_memory_that_is_older_than_the_disk_is_left_alone(
-    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner
+def test_a_snapshot_older_than_the_checkpoint_is_not_used(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
 ) -> None:
     settings = place(
         [*shared_settings, "run.steps=5", "checkpoint.every=4", "checkpoint.peer_every=3"], tmp_path, "runs"
@@ -195,8 +195,8 @@ def test_memory_that_is_older_than_the_disk_is_left_alone(
     assert attempts_of(folder_of(list(settings))) == [(1, "fresh"), (5, "checkpoint")]
 
 
-def test_memory_of_another_run_is_not_gone_on_with(
-    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner
+def test_a_snapshot_of_another_run_is_not_used(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
 ) -> None:
     first, second = (
         Setting((*place([*shared_settings, "run.steps=3"], tmp_path, name), EVERY), owner, "aa", crash=2)
@@ -207,10 +207,10 @@ def test_memory_of_another_run_is_not_gone_on_with(
     assert attempts_of(result.folder) == [(1, "fresh")] and result.folder == folder_of(list(second.settings))
 
 
-def test_where_nothing_starts_ranks_again_nothing_is_kept(settings: list[str], capsys: Any) -> None:
+def test_without_a_launcher_no_snapshots_are_saved(settings: list[str], capsys: Any) -> None:
     result = run(None, [*settings, EVERY, "run.steps=2"])
     assert result.status == "finished"
-    assert "no state is kept in memory: rank 0: nothing would start these ranks again" in capsys.readouterr().out
+    assert "no snapshots are saved in memory: rank 0: no launcher would restart these ranks" in capsys.readouterr().out
     assert "peer_memory" not in json.loads((result.folder / "result.json").read_text())
 
 
@@ -218,27 +218,27 @@ def test_where_nothing_starts_ranks_again_nothing_is_kept(settings: list[str], c
 
 
 def _killed_once(settings: list[str], victim: int, servers: Path) -> RunResult:
-    """A rank kills itself in the middle of a step of the first attempt. Writes the processes of servers to a file."""
+    """A rank kills itself in a step of the first attempt. Writes the pids of the servers to a file."""
     with init_ranks(None, 30) as ranks, pytest.MonkeyPatch.context() as patch:
 
         def noting(*args: Any) -> Any:
-            kept = open_kept(*args)
-            assert kept is not None
+            host_memory = open_host_memory(*args)
+            assert host_memory is not None
             with servers.open("a") as file:
-                file.write(f"{server_of(kept)}\n")
-            return kept
+                file.write(f"{server_of(host_memory)}\n")
+            return host_memory
 
-        def deadly(self: PeerMemory, step: int, loss: float) -> float:
+        def deadly(self: PeerSnapshots, step: int, loss: float) -> float:
             if ranks.rank == victim and ranks.restarts == 0 and step == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
             return loss
 
-        patch.setattr(job, "open_kept", noting)
-        patch.setattr(PeerMemory, "after_backward", deadly)
+        patch.setattr(job, "open_host_memory", noting)
+        patch.setattr(PeerSnapshots, "after_backward", deadly)
         return run(None, [*settings, *([AUTO] if ranks.restarts else [])])
 
 
-def test_a_killed_rank_is_started_again_and_goes_on_from_memory(
+def test_a_killed_rank_is_restarted_and_resumes_from_memory(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path
 ) -> None:
     settings = [*shared_settings, "parallel.ep=2", "run.steps=5"]
@@ -251,7 +251,7 @@ def test_a_killed_rank_is_started_again_and_goes_on_from_memory(
     folder = folder_of(broken)
     assert [result.steps for result in results] == [5, 5]
     (first, fresh), (again, source) = attempts_of(folder)
-    # What was being kept when the rank was killed may be complete, or the step before is.
+    # The snapshot that was in progress when the rank was killed may be complete, or the previous one is.
     assert (first, fresh, source) == (1, "fresh", "peer memory") and again in (3, 4)
     assert_same_run(folder, folder_of(list(through)))
     (pid,) = set(servers.read_text().split())

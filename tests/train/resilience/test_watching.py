@@ -1,4 +1,4 @@
-"""A run's ranks watch each other as ``[watch]`` says, and its folder tells what they noticed, once."""
+"""Watching in a training run as configured in ``[watch]``. Each fault is recorded once in the run's folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe_comm.errors import CheckpointError, PeerError
 from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
 from moe_comm.runtime.event_reader import read_open
 from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.watch.graph import PATIENT_KINDS
-from moe_comm.runtime.watch.status_table import Board, Phase
+from moe_comm.runtime.watch.graph import SLOW_KINDS
+from moe_comm.runtime.watch.status_table import Phase, StatusTable
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.loop.job import run_config
 from moe_comm.train.metrics import StepReport
@@ -28,14 +28,14 @@ from tests.train.common import config_of, session, write_text
 
 
 def run(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
-    """Folder of the run, or what ended it."""
+    """Return the folder of the run, and the error that ended it."""
     try:
         return str(run_config(None, settings).folder), ""
     except (PeerError, CheckpointError) as error:
         return "", "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
-def test_a_killed_rank_is_in_the_folder_once_and_in_the_error(pool2: RankPool, tmp_path: Path) -> None:
+def test_a_killed_rank_is_recorded_once_and_named_in_the_error(pool2: RankPool, tmp_path: Path) -> None:
     settings = [*write_text(tmp_path), 'faults.plan=["kill:rank=1,step=3"]']
     (_, caught), _ = pool2.run(run, settings, timeout=90, expect_dead={1})
     (folder,) = (tmp_path / "runs").iterdir()
@@ -47,28 +47,28 @@ def test_a_killed_rank_is_in_the_folder_once_and_in_the_error(pool2: RankPool, t
     assert "rank 0  waits for rank 1 in " in report.read_text() or "rank 0  caught" in report.read_text()
 
 
-def run_told_to_end(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
-    """``run``, with the agent's SIGTERM while what was noticed is written and the main thread leaves."""
-    out, leave, write = threading.Event(), Board.leave, watching.dump
+def run_with_sigterm(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
+    """``run``, with the agent's SIGTERM while the fault is recorded and the main thread leaves."""
+    out, leave, write = threading.Event(), StatusTable.leave, watching.dump
 
-    def left(board: Board, phase: Phase, words: str = "") -> None:
-        leave(board, phase, words)
+    def left(table: StatusTable, phase: Phase, message: str = "") -> None:
+        leave(table, phase, message)
         out.set()
 
-    def told(folder: Path, what: str) -> None:
+    def reported(folder: Path, summary: str) -> None:
         assert out.wait(30)
         os.kill(os.getpid(), signal.SIGTERM)
-        write(folder, what)
+        write(folder, summary)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Board, "leave", left)
-        patch.setattr(watching, "dump", told)
+        patch.setattr(StatusTable, "leave", left)
+        patch.setattr(watching, "dump", reported)
         return run(rank, world, settings)
 
 
-def test_what_was_noticed_is_written_though_the_agent_ends_the_rank(pool2: RankPool, tmp_path: Path) -> None:
+def test_a_fault_is_recorded_although_the_agent_ends_the_rank(pool2: RankPool, tmp_path: Path) -> None:
     settings = [*write_text(tmp_path), 'faults.plan=["kill:rank=1,step=3"]']
-    (_, caught), _ = pool2.run(run_told_to_end, settings, timeout=90, expect_dead={1})
+    (_, caught), _ = pool2.run(run_with_sigterm, settings, timeout=90, expect_dead={1})
     (folder,) = (tmp_path / "runs").iterdir()
     (record,) = read_lines(folder / FAULTS, FaultRecord)
     assert (record.kind, record.ranks) == ("died", [1]) and "Noticed" in caught
@@ -77,10 +77,10 @@ def test_what_was_noticed_is_written_though_the_agent_ends_the_rank(pool2: RankP
 
 @pytest.mark.parametrize("background", ["true", "false"])
 @pytest.mark.parametrize("steps", [2, 4])
-def test_a_rank_that_does_not_come_to_save_is_named(
+def test_a_rank_that_does_not_take_part_in_a_save_is_reported(
     pool2: RankPool, tmp_path: Path, background: str, steps: int
 ) -> None:
-    """The others are in the checkpoint's own exchange, in a thread beside the main one; at the end of the run, too."""
+    """The other ranks are in the checkpoint's exchange on a background thread; also at the end of the run."""
     plan = 'faults.plan=["hold_gil:rank=1,step=2,at=end,seconds=100"]'
     more = ["checkpoint.every=2", f"checkpoint.background={background}", f"run.steps={steps}", "watch.stuck_s=2.0"]
     (_, caught), _ = pool2.run(run, [*write_text(tmp_path), plan, *more], timeout=90, expect_dead={1})
@@ -91,8 +91,8 @@ def test_a_rank_that_does_not_come_to_save_is_named(
 
 
 def test_a_run_without_faults_has_no_reports(pool2: RankPool, tmp_path: Path) -> None:
-    told: list[Any] = pool2.run(run, write_text(tmp_path), timeout=90)
-    folder = Path(told[0][0])
+    reported: list[Any] = pool2.run(run, write_text(tmp_path), timeout=90)
+    folder = Path(reported[0][0])
     assert folder.is_dir()
     assert not (folder / "faults").exists()
     assert not (folder / FAULTS).exists()
@@ -100,7 +100,7 @@ def test_a_run_without_faults_has_no_reports(pool2: RankPool, tmp_path: Path) ->
 
 
 class Disk(StepHook):
-    """A sink and a hook that note whether others would take them for stuck."""
+    """A sink and a hook that record whether a span of ``SLOW_KINDS`` is open."""
 
     on_disk = True
 
@@ -108,7 +108,7 @@ class Disk(StepHook):
         self.found: list[bool] = []
 
     def look(self) -> None:
-        self.found.append(any(span.kind in PATIENT_KINDS for span in read_open(EVENTS.region)))
+        self.found.append(any(span.kind in SLOW_KINDS for span in read_open(EVENTS.region)))
 
     def write(self, report: StepReport) -> None:
         self.look()
@@ -123,11 +123,11 @@ class Disk(StepHook):
         pass
 
 
-def test_writing_what_is_known_of_a_step_may_take_as_long_as_the_disk(tmp_path: Path) -> None:
+def test_writing_the_records_of_a_step_may_be_slow(tmp_path: Path) -> None:
     disk = Disk()
     settings = [*write_text(tmp_path), "run.steps=1", "parallel.ep=1"]
-    with session(settings, sinks=[disk], hooks=[disk]) as here:
-        here.trainer.fit()
+    with session(settings, sinks=[disk], hooks=[disk]) as run:
+        run.trainer.fit()
     assert disk.found == [True] * 3
     assert not Injector.on_disk, "where harm is done on purpose, it is noticed as ever"
 
@@ -138,6 +138,6 @@ def off(rank: int, world: int, settings: list[str]) -> tuple[bool, list[str]]:
     return watcher is None, sorted({thread.name for thread in threading.enumerate()} - before)
 
 
-def test_where_it_is_off_or_a_rank_is_alone_there_is_no_thread(pool2: RankPool, tmp_path: Path) -> None:
+def test_without_watching_or_with_one_rank_there_is_no_thread(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(off, [*write_text(tmp_path), "watch.enabled=false"]) == [(True, [])] * 2
     assert off(0, 1, write_text(tmp_path)) == (True, [])

@@ -1,0 +1,336 @@
+"""Write the generated parts of the documentation from the code: commands, configuration, options, errors, API.
+
+    python -m benchmarks.generate_docs            # write the pages
+    python -m benchmarks.generate_docs --check    # exit with 1 if a page is not current; change nothing
+
+A generated part is the text between ``<!-- generated:NAME -->`` and ``<!-- /generated -->``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import typer
+
+from moe_comm import cli, errors
+
+ROOT = Path(__file__).parent.parent
+STUDIES = ("soak", "diagnosis", "plan_validation")
+OPTION_CLASSES = (
+    "moe_comm.layers.MoEConfig",
+    "moe_comm.layers.RouterConfig",
+    "moe_comm.layers.ZeroExperts",
+    "moe_comm.dispatch.capacity.Capacity",
+    "moe_comm.dispatch.DispatchOptions",
+    "moe_comm.dispatch.WireDtypes",
+    "moe_comm.dispatch.PeerToPeerOptions",
+    "moe_comm.overlap.options.Overlap",
+    "moe_comm.layers.AttentionConfig",
+    "moe_comm.layers.RopeConfig",
+    "moe_comm.layers.MLAConfig",
+    "moe_comm.layers.TransformerConfig",
+    "moe_comm.layers.ModelPlan",
+    "moe_comm.comm.communicator.CollectiveOptions",
+    "moe_comm.topology.ParallelConfig",
+    "moe_comm.runtime.watch.WatchOptions",
+)
+API_MODULES = {
+    "moe_comm": "Main names",
+    "moe_comm.dispatch": "Dispatch",
+    "moe_comm.layers": "Layers",
+    "moe_comm.layers.data_parallel": "Data-parallel training loops",
+    "moe_comm.integrations.hugging_face": "Hugging Face",
+    "moe_comm.topology": "Topology",
+    "moe_comm.train": "Training",
+    "moe_comm.train.data": "Data",
+    "moe_comm.train.checkpoint": "Checkpoints",
+}
+
+
+def cell(text: str) -> str:
+    """``text`` in one cell of a table."""
+    text = " ".join(text.replace("``", "`").split())
+    return text.replace("|", "\\|")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def described(doc: str | None, names: list[str]) -> dict[str, str]:
+    """The description of each of ``names`` in a docstring with entries ``name: text`` or ``name, other: text``."""
+    any_name = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    entry = re.compile(rf"(?:^|(?<=[.;:)\n] )|(?<=\n))((?:{any_name})(?:, (?:{any_name}))*)(?: \([^)]*\))?: ")
+    found: dict[str, str] = {}
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(doc or "")):
+        text = " ".join(paragraph.split())
+        marks = list(entry.finditer(text))
+        for mark, following in zip(marks, [*marks[1:], None], strict=False):
+            said = text[mark.end() : following.start() if following else None].strip()
+            for name in mark[1].split(", "):
+                found.setdefault(name, said)
+    return found
+
+
+def allowed(kind: Any) -> str:
+    """A type in words: the values of a Literal, ``integer``, ``text``, ..."""
+    names = {int: "integer", float: "number", str: "text", bool: "true, false", types.NoneType: "none"}
+    origin = get_origin(kind)
+    if origin is Literal:
+        return ", ".join(f"`{toml(value)}`" for value in get_args(kind))
+    if origin in (Union, types.UnionType):
+        return ", ".join(allowed(one) for one in get_args(kind))
+    if origin in (list, tuple):
+        inner = [one for one in get_args(kind) if one is not Ellipsis]
+        return f"list of {', '.join(dict.fromkeys(allowed(one) for one in inner))}"
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def toml(value: Any) -> str:
+    """A value as TOML writes it; None as ``none``."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml(one) for one in value)}]"
+    return str(value)
+
+
+def bounds(metadata: list[Any]) -> str:
+    """Limits of a number or a length, as in ``≥ 1, < 2147483648``."""
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    shown = [f"{sign} {getattr(one, name)}" for one in metadata for name, sign in signs.items() if hasattr(one, name)]
+    return ", ".join(shown)
+
+
+def configuration() -> str:
+    """Every key of a training configuration, by section."""
+    config: Any = importlib.import_module("moe_comm.train.config").TrainConfig
+    parts = []
+    for section, field in config.model_fields.items():
+        kind = field.annotation
+        fields = kind.model_fields
+        said = described(kind.__doc__, list(fields))
+        rows = []
+        for name, one in fields.items():
+            values = ", ".join(filter(None, (allowed(one.annotation), bounds(one.metadata))))
+            default = toml(one.get_default(call_default_factory=True))
+            rows.append((f"`{section}.{name}`", f"`{default}`", cell(values), cell(said.get(name, ""))))
+        summary = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
+        parts += [f"## {section}", cell(summary), table(("key", "default", "values", "meaning"), rows)]
+    return "\n\n".join(parts)
+
+
+def load(path: str) -> Any:
+    """The object with a dotted name."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """The default of a dataclass's field as code; empty if there is none."""
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    elif field.default is not dataclasses.MISSING:
+        value = field.default
+    else:
+        return ""
+    shown = f"{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
+    return f"`{shown}`"
+
+
+def options() -> str:
+    """The fields of the configuration classes."""
+    parts = []
+    for path in OPTION_CLASSES:
+        kind = load(path)
+        fields = dataclasses.fields(kind)
+        said = described(kind.__doc__, [one.name for one in fields])
+        rows = [
+            (f"`{one.name}`", f"`{cell(str(one.type))}`", default_of(one), cell(said.get(one.name, "")))
+            for one in fields
+            if one.init
+        ]
+        summary = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
+        where = f"`{path.rpartition('.')[0]}`"
+        parts += [f"## {kind.__name__}", f"{cell(summary)} In {where}."]
+        parts.append(table(("field", "type", "default", "meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def error_table() -> str:
+    """Every error with its bases and its meaning."""
+    rows = []
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.MoeCommError) and kind is not errors.MoeCommError:
+            bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__ if base is not errors.MoeCommError)
+            rows.append((f"`{name}`", bases, cell(inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0])))
+    return table(("error", "also a", "meaning"), rows)
+
+
+def commands_of(command: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every subcommand with its full name."""
+    for name, child in command.commands.items():
+        if hasattr(child, "commands"):
+            yield from commands_of(child, f"{prefix} {name}")
+        else:
+            yield f"{prefix} {name}", child
+
+
+def parameter_row(parameter: Any) -> tuple[str, str, str, str]:
+    """Name, values, default and meaning of an argument or option."""
+    is_option = hasattr(parameter, "is_flag")
+    names = [*parameter.opts, *parameter.secondary_opts] if is_option else [argument_name(parameter)]
+    said = parameter.help or ""
+    default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
+    if written := re.search(r"\s*\[default: ([^\]]*)\]", said):
+        default, said = written[1], said.replace(written[0], "")
+    kind = parameter.type_descriptor.annotation
+    if kind is bool and isinstance(default, bool):
+        default = [*parameter.opts, *parameter.secondary_opts][0 if default else -1] if parameter.secondary_opts else ""
+    values = (
+        "" if kind is bool else f"`{parameter.metavar}`" if parameter.metavar and is_option else option_values(kind)
+    )
+    limits = [f"{sign} {bound}" for sign, bound in (("≥", parameter.min), ("≤", parameter.max)) if bound is not None]
+    if getattr(parameter, "multiple", False):
+        limits.append("repeatable")
+    shown = ", ".join(map(str, default)) if isinstance(default, list | tuple) else default
+    if shown in (None, "") or callable(shown):
+        text = "required" if parameter.required else ""
+    else:
+        text = f"`{cell(str(getattr(shown, 'value', shown)))}`"
+    return ", ".join(f"`{one}`" for one in names), cell(", ".join(filter(None, (values, *limits)))), text, cell(said)
+
+
+def option_values(kind: Any) -> str:
+    """The values of an option's type."""
+    if get_origin(kind) in (Union, types.UnionType, list, tuple):
+        kind = next(one for one in get_args(kind) if one is not types.NoneType)
+    if inspect.isclass(kind) and issubclass(kind, Enum):
+        return ", ".join(f"`{one.value}`" for one in kind)
+    return allowed(kind).replace('"', "")
+
+
+def argument_name(parameter: Any) -> str:
+    """An argument as its command's usage has it."""
+    name = str(parameter.metavar or parameter.name.upper())
+    return name if parameter.required or name.startswith("[") else f"[{name}]"
+
+
+def command_section(heading: str, name: str, command: Any) -> str:
+    """The usage and the options of one command."""
+    arguments = [one for one in command.params if not hasattr(one, "is_flag")]
+    usage = " ".join([name, *map(argument_name, arguments)])
+    rows = [parameter_row(one) for one in command.params if "--help" not in one.opts]
+    said = inspect.cleandoc(command.help or "").split("\f")[0].strip()
+    parts = [f"{heading} {name}", " ".join(said.split()), f"    {usage} [OPTIONS]"]
+    return "\n\n".join([*parts, table(("option", "values", "default", "meaning"), rows)] if rows else parts)
+
+
+def commands() -> str:
+    """Every command of ``moe-comm``."""
+    found = list(commands_of(typer.main.get_command(cli.app), "moe-comm"))
+    rows = []
+    for name, command in found:
+        first = " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
+        rows.append((f"[`{name}`](#{name.replace(' ', '-')})", cell(first)))
+    return "\n\n".join([table(("command", "function"), rows), *(command_section("##", *one) for one in found)])
+
+
+def studies() -> str:
+    """The studies that are commands with options."""
+    parts = []
+    for name in STUDIES:
+        command = typer.main.get_command(importlib.import_module(f"benchmarks.{name}.__main__").app)
+        parts.append(command_section("###", f"python -m benchmarks.{name}", command))
+    return "\n\n".join(parts)
+
+
+def api() -> str:
+    """One entry of mkdocstrings for each public name."""
+    parts: list[str] = []
+    seen: set[str] = set()
+    for module, title in API_MODULES.items():
+        loaded = importlib.import_module(module)
+        entries = []
+        for name in sorted(loaded.__all__, key=str.lower):
+            found = getattr(loaded, name)
+            if not (inspect.isclass(found) or inspect.isfunction(found)):
+                continue
+            path = f"{found.__module__}.{found.__qualname__}"
+            if path not in seen:
+                seen.add(path)
+                entries.append(f"::: {path}")
+        if entries:
+            parts += [f"## {title}", f"Import from `{module}`.", *entries]
+    return "\n\n".join(parts)
+
+
+def mesh() -> str:
+    """What ``moe-comm mesh small`` prints."""
+    parallel = importlib.import_module("moe_comm.train.config").load("small").parallel
+    picture = load("moe_comm.topology.picture")
+    return f"```text\n{picture(parallel.mapping(parallel.ranks)).rstrip()}\n```"
+
+
+BLOCKS = {
+    "cli": ("docs/reference/cli.md", commands),
+    "studies": ("docs/reference/cli.md", studies),
+    "configuration": ("docs/reference/configuration.md", configuration),
+    "options": ("docs/reference/options.md", options),
+    "errors": ("docs/reference/errors.md", error_table),
+    "api": ("docs/reference/api.md", api),
+    "mesh": ("docs/parallelism.md", mesh),
+}
+
+
+def current(page: str, name: str, text: str) -> str:
+    """``page`` with the block ``name`` written again."""
+    written, count = re.subn(
+        rf"(<!-- generated:{name} -->\n).*?(<!-- /generated -->)",
+        lambda found: f"{found[1]}\n{text}\n\n{found[2]}",
+        page,
+        flags=re.DOTALL,
+    )
+    if count != 1:
+        raise SystemExit(f"a page has {count} blocks generated:{name}, not one")
+    return written
+
+
+def pages() -> dict[Path, str]:
+    """Every page with generated parts, as it should be."""
+    found: dict[Path, str] = {}
+    for name, (page, block) in BLOCKS.items():
+        path = ROOT / page
+        found[path] = current(found.get(path, path.read_text()), name, block())
+    return found
+
+
+def main() -> None:
+    """Write the pages, or with ``--check`` compare them."""
+    stale = [path for path, text in pages().items() if path.read_text() != text]
+    if "--check" in sys.argv[1:]:
+        if stale:
+            names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+            raise SystemExit(f"not current: {names}; run python -m benchmarks.generate_docs")
+        return
+    for path, text in pages().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Hooks of mkdocs: render the tutorials (Jupyter notebooks) as pages.
+
+An executed copy in ``build/tutorials``, which ``make notebooks`` writes, adds the outputs if its cells are those of the
+notebook.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+
+
+def source(cell: dict[str, Any]) -> str:
+    """The text of a cell."""
+    text = cell["source"]
+    return text if isinstance(text, str) else "".join(text)
+
+
+def output(found: dict[str, Any]) -> str:
+    """One output of a cell as Markdown: an image, else text."""
+    data = found.get("data", {})
+    if "image/png" in data:
+        return f"![output](data:image/png;base64,{''.join(data['image/png'].split())})"
+    text = found.get("text") or data.get("text/plain") or ""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text if isinstance(text, str) else "".join(text)).rstrip()
+    return f"```text\n{text}\n```" if text else ""
+
+
+def markdown(path: Path) -> str:
+    """A notebook as Markdown."""
+    cells = json.loads(path.read_text())["cells"]
+    executed = ROOT / "build/tutorials" / path.name
+    if executed.exists():
+        ran = json.loads(executed.read_text())["cells"]
+        if [source(cell) for cell in ran] == [source(cell) for cell in cells]:
+            cells = ran
+    parts = []
+    for cell in cells:
+        if cell["cell_type"] == "markdown":
+            parts.append(source(cell))
+        else:
+            parts.append(f"```python\n{source(cell)}\n```")
+            parts += filter(None, map(output, cell.get("outputs", [])))
+    return "\n\n".join(parts) + "\n"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Replace each notebook by a page."""
+    for file in list(files):
+        if file.src_uri.endswith(".ipynb"):
+            files.remove(file)
+            path = Path(config["docs_dir"]) / file.src_uri
+            name = file.src_uri.removesuffix(".ipynb") + ".md"
+            files.append(File.generated(config, name, content=markdown(path)))
+    return files
+
+
+def on_page_markdown(text: str, **_: Any) -> str:
+    """Point links to notebooks at their pages, and drop the mark of code that tests/test_docs.py only compiles."""
+    text = text.replace("```python no-run\n", "```python\n")
+    return re.sub(r"\]\(([\w/.]*)\.ipynb\)", r"](\1.md)", text)

@@ -1,0 +1,281 @@
+"""Settings of ``bench overlap``, and the base class of the operators that it measures."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_comm.bench.common.clock import sync_group
+from moe_comm.bench.common.inputs import check_result
+from moe_comm.bench.common.interleave import measure_interleaved, measure_pairs
+from moe_comm.errors import ConfigError
+from moe_comm.kernels.row_invariant import TILE
+from moe_comm.overlap.options import Overlap
+
+OPERATORS = ("gather_matmul", "matmul_scatter", "dispatch_matmul", "matmul_combine")
+DIRECTIONS = ("forward", "backward")
+PARTS = ("serial", "overlapped", "compute", "comm", "wire")
+SWEEP = tuple(2**power for power in range(14))
+"""Rows from 1 to 8192."""
+EXPERTS_PER_RANK = 8
+CALIBRATIONS, CALIBRATION_ROUNDS, CLOSE = 2, 3, 0.05
+CPU_CALLS = 5
+PAIRS_SHARE = 2.0
+"""Time for the pairs of serial and overlapped, as a multiple of the time for all five parts."""
+MAX_WIDTH_FACTOR = 4.0
+"""Largest factor between the width that is computed from the rates and the calibrated width."""
+
+
+@dataclass(frozen=True)
+class OverlapBench:
+    """Settings of ``bench overlap``. All tensors are float32.
+
+    Args:
+        link_gbit: rate of each host's link in Gbit/s.
+        operators: operators to measure, from ``OPERATORS``.
+        rows: rows per rank; tokens per rank for the expert operators.
+        width: columns of the transferred rows.
+        ratios: ratios of communication to compute, set by the width that is not transferred.
+        chunks: number of chunks of a transfer; "auto" lets the library choose.
+        experts: experts over all ranks. 0: ``EXPERTS_PER_RANK`` per rank.
+        layer: also measure MoE layers.
+        peers: also measure Hugging Face's expert parallelism.
+        tokens, hidden: tokens per rank and width of the layers.
+        ffn: expert widths of the layers. Empty: one width at which transfers take about as long as the experts.
+        rounds, seconds: minimum number of rounds, and time for more rounds.
+
+    Raises:
+        ConfigError: nothing to measure, or invalid sizes.
+    """
+
+    hosts: int = 2
+    ranks_per_host: int = 1
+    link_gbit: float = 1.0
+    operators: tuple[str, ...] = OPERATORS
+    rows: tuple[int, ...] = (2048,)
+    width: int = 512
+    ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
+    chunks: int | Literal["auto"] = 8
+    deterministic: bool = True
+    experts: int = 0
+    top_k: int = 2
+    layer: bool = True
+    peers: bool = True
+    tokens: int = 2048
+    hidden: int = 512
+    ffn: tuple[int, ...] = ()
+    warmup: int = 2
+    rounds: int = 7
+    seconds: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.operators) - set(OPERATORS):
+            raise ConfigError(f"unknown operators {sorted(unknown)}; known: {', '.join(OPERATORS)}")
+        if not self.operators and not self.layer:
+            raise ConfigError("nothing to measure: set operators or layer")
+        sizes = (*self.rows, *self.ffn, self.width, self.tokens, self.hidden, self.top_k, self.rounds)
+        if not self.rows or not self.ratios or min(sizes) < 1 or min(self.ratios) <= 0:
+            raise ConfigError(f"rows and ratios must not be empty, and all sizes must be positive; got {self}")
+        if self.num_experts % self.world or self.top_k > self.num_experts:
+            raise ConfigError(
+                f"experts must be a multiple of the {self.world} ranks and >= top_k {self.top_k}; got {self.experts}"
+            )
+        Overlap(self.chunks)
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts or EXPERTS_PER_RANK * self.world
+
+    @property
+    def overlap(self) -> Overlap:
+        return Overlap(self.chunks, deterministic=self.deterministic)
+
+
+@dataclass(frozen=True)
+class MeasuredRates:
+    """GEMM rate of the slowest rank, and the rate at which a rank receives."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def balanced(self, world: int) -> float:
+        """Return the width N at which one GEMM takes as long as one transfer of its fp32 rows.
+
+        For W ranks with S rows of width D, a rank sends 4 (W - 1) S D bytes and computes 2 W S D N FLOPs.
+        """
+        return 4 * (world - 1) * self.flops_per_s / (2 * world * self.bytes_per_s)
+
+
+Work = Callable[[], Tensor | tuple[Tensor, ...]]
+
+
+class _OneNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, run: Callable[[Tensor], tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+        ctx.run = run
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.run(grad)
+
+
+def stepwise(y: Tensor, run: Callable[[Tensor], tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+    """Return ``y`` with ``run`` as its backward, in one autograd node.
+
+    For few rows, the overhead of autograd is as large as a GEMM, so the serial form must include it too.
+    """
+    return _OneNode.apply(y.detach(), run, *inputs)  # type: ignore[no-any-return]
+
+
+def gradients(y: Tensor, grad: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run backward and return the gradients of ``leaves``. The graph is retained, so this can be called repeatedly."""
+    torch.autograd.backward(y, grad, retain_graph=True)
+    grads = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return tuple(gradient for gradient in grads if gradient is not None)
+
+
+class OperatorContest(ABC):
+    """One operator in one direction.
+
+    Attributes:
+        serial: communication and GEMMs in sequence.
+        overlapped: the operator.
+        compute: the GEMMs only, with all rows present.
+        comm: the communication only, with its gathers and sums.
+        wire: the transfers only.
+    """
+
+    operator: ClassVar[str]
+    serial: Work
+    overlapped: Work
+    compute: Work
+    comm: Work
+    wire: Work
+
+    def __init__(self, direction: str, bench: OverlapBench, rows: int, other: int) -> None:
+        self.direction, self.bench, self.rows, self.other = direction, bench, rows, other
+        self._generator = torch.Generator().manual_seed(bench.seed * 64 + dist.get_rank())
+        self.prepare()
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator} {self.direction}"
+
+    @classmethod
+    @abstractmethod
+    def gemms_per_transfer(cls, direction: str) -> float:
+        """Return the number of GEMMs per transfer."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Set the functions of all parts. Collective."""
+
+    @property
+    def num_exact(self) -> int:
+        """Number of results that must be bit-identical. The others are compared with a tolerance."""
+        return 3
+
+    def draw(self, *shape: int) -> Tensor:
+        """Return normally distributed values, different on each rank."""
+        return torch.randn(*shape, generator=self._generator)
+
+    def parts(self) -> dict[str, Work]:
+        """Return the functions of all ``PARTS`` by name."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    def check(self) -> None:
+        """Raise ``WrongAnswer`` if the results of overlapped and serial differ. Collective."""
+        results = [y if isinstance(y, tuple) else (y,) for y in (self.overlapped(), self.serial())]
+        for number, (actual, expected) in enumerate(zip(*results, strict=True)):
+            check_result(self.name, f"result {number}", actual, expected, bits=number < self.num_exact)
+
+
+def fitting(
+    kind: type[OperatorContest], direction: str, ratio: float, bench: OverlapBench, machine: MeasuredRates
+) -> int:
+    """Return the width at which communication takes ``ratio`` times as long as the GEMMs. Collective.
+
+    The width is computed from the measured rates and then corrected by measurements, because GEMMs with few rows are
+    slower and communication has overhead besides the transfers.
+    """
+    rows = max(bench.rows)
+    computed = machine.balanced(bench.world) / (ratio * kind.gemms_per_transfer(direction))
+    other = _round_to_tile(computed)
+    for _ in range(CALIBRATIONS):
+        parts = kind(direction, bench, rows, other).parts()
+        stats = measure_interleaved(
+            {name: (("total", parts[name]),) for name in ("compute", "comm")}, 1, CALIBRATION_ROUNDS
+        )
+        compute, comm = (stats[name, "total"]["median_ms"] for name in ("compute", "comm"))
+        target = other * comm / (ratio * compute)
+        target = min(max(target, computed / MAX_WIDTH_FACTOR), computed * MAX_WIDTH_FACTOR)
+        if abs(target / other - 1) < CLOSE or _round_to_tile(target) == other:
+            break
+        other = _round_to_tile(target)
+    return other
+
+
+def _round_to_tile(width: float) -> int:
+    return max(TILE, round(width / TILE) * TILE)
+
+
+def measure(contest: OperatorContest) -> dict[str, Any]:
+    """Return the milliseconds of all parts and the hidden fraction. Collective."""
+    bench = contest.bench
+    parts = {name: (("total", work),) for name, work in contest.parts().items()}
+    stats = measure_interleaved(parts, bench.warmup, bench.rounds, seconds=bench.seconds)
+    times: dict[str, Any] = {f"{name}_ms": stats[name, "total"]["median_ms"] for name in PARTS}
+    serial, overlapped = stats["serial", "total"], stats["overlapped", "total"]
+    times |= hidden_of(times) | {"rounds": serial["iterations"]}
+    times["vs_serial_min"] = overlapped["min_ms"] / serial["min_ms"]
+    seconds = PAIRS_SHARE * bench.seconds
+    paired = measure_pairs(contest.serial, contest.overlapped, 0, bench.rounds, seconds=seconds)
+    times |= {
+        "vs_serial_paired": paired.ratio,
+        "vs_serial_range": [paired.low, paired.high],
+        "pairs": paired.count,
+    }
+    return times | {"cpu_ms": {name: processor_ms(work) for name, work in contest.parts().items()}}
+
+
+def processor_ms(work: Work) -> float:
+    """Return the CPU milliseconds of ``work`` on the busiest rank, including backend threads. Collective.
+
+    Overlap cannot hide the CPU time of communication.
+    """
+    work()
+    sync_group(0)
+    before = time.process_time_ns()
+    for _ in range(CPU_CALLS):
+        work()
+    return sync_group(time.process_time_ns() - before) * 1e-6 / CPU_CALLS
+
+
+def hidden_of(times: dict[str, float]) -> dict[str, float]:
+    """Return ``hidden`` and the other ratios of measured times."""
+    saved = times["serial_ms"] - times["overlapped_ms"]
+    ratios = {
+        "hidden": saved / min(times["compute_ms"], times["comm_ms"]),
+        "vs_serial": times["overlapped_ms"] / times["serial_ms"],
+        "ratio_measured": times["comm_ms"] / times["compute_ms"],
+    }
+    if "wire_ms" in times:
+        ratios["hidden_wire"] = saved / min(times["compute_ms"], times["wire_ms"])
+    return ratios

@@ -1,0 +1,17 @@
+from moe_comm.dispatch.base import Dispatcher as Dispatcher
+from moe_comm.dispatch.capacity import Capacity as Capacity, apply_capacity as apply_capacity
+from moe_comm.dispatch.choice import Traffic as Traffic
+from moe_comm.dispatch.factory import (
+    BACKENDS as BACKENDS,
+    explain_choice as explain_choice,
+    make_dispatcher as make_dispatcher,
+)
+from moe_comm.dispatch.peer_options import PeerToPeerOptions as PeerToPeerOptions
+from moe_comm.dispatch.types import (
+    DROPPED as DROPPED,
+    INVALID_LOGITS as INVALID_LOGITS,
+    Dispatched as Dispatched,
+    DispatchHandle as DispatchHandle,
+    DispatchOptions as DispatchOptions,
+)
+from moe_comm.dispatch.wire_dtype import WireDtype as WireDtype, WireDtypes as WireDtypes

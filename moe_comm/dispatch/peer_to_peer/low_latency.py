@@ -1,0 +1,179 @@
+"""Low-latency dispatch of few rows through ``peer_to_peer``, for decoding. One kernel sends, without exchanging counts.
+
+Each (expert, source rank) has a fixed buffer for ``max_tokens`` rows at the owner of the expert:
+
+    expert 0   │ from rank 0: a b · · │ from rank 1: c · · · │        max_tokens 4; counts 2 and 1
+    expert 1   │ from rank 0: · · · · │ from rank 1: c d e · │
+
+    ll_send ─▶ [other work] ─▶ ll_arrive ─▶ experts ─▶ ll_ready ─▶ sum
+
+Rows are in flight between ``ll_send`` and ``ll_arrive``, which ``LowLatencyHandle.receive`` launches. There is no
+backward, and ranks do not compare headers: both would cost a round trip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_comm.comm.header import Header
+from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory
+from moe_comm.dispatch.peer_to_peer.rows import ReceiveBuffer, RowFormat, offset_of
+from moe_comm.errors import ConfigError, HeapError, InputError
+from moe_comm.gpu.limits import check_shared
+from moe_comm.gpu.protocol import MAX_PARTS, NOWHERE, Offer, address
+from moe_comm.runtime.memory import DTYPE_CODES
+
+MOST_TOKENS = 65535
+"""A count has 16 bits of a word."""
+BUSY_BLOCKS = 256
+"""Approximate number of thread blocks of ll_send."""
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyBuffers:
+    """Persistent buffers of a rank for received rows and for results that peers read.
+
+    received_W5, results_W5: offers of all ranks, on the device. results_RD: memory of ``LowLatencyHandle.results``.
+    """
+
+    max_tokens: int
+    received: ReceiveBuffer
+    results_RD: Tensor
+    received_W5: Tensor
+    results_W5: Tensor
+
+
+def make_buffers(memory: PeerGroupMemory, form: RowFormat, max_tokens: int, header: Header) -> LowLatencyBuffers:
+    """Allocate buffers and exchange their addresses. Collective.
+
+    Raises:
+        ConfigError: ``max_tokens`` out of range, or too large for the shared memory of the GPU.
+        RankMismatch, HeapError: on every rank.
+    """
+    if not 0 < max_tokens <= MOST_TOKENS:
+        raise ConfigError(f"max_tokens must be between 1 and {MOST_TOKENS}; got {max_tokens}")
+    turns, shape = memory.turns, memory.turns.shape
+    words = {"hidden": form.hidden, "dtype": DTYPE_CODES[form.dtype], "format": form.packing}
+    check_shared("ll_send", turns.device, f"max_tokens={max_tokens}", max_tokens=max_tokens, **words)
+    own = shape.own_experts
+    num_rows = (own.stop - own.start) * shape.world * max_tokens
+    problem: HeapError | None = None
+    received, results_RD = None, None
+    try:
+        received = form.allocate(turns.heap, num_rows)
+        results_RD = turns.heap.rows(num_rows, form.hidden, form.dtype)
+        results_RD.zero_()
+    except HeapError as error:
+        problem = error
+    received_W5 = _exchange_offers(memory, header, None if received is None else received.offer)
+    results_offer = None if results_RD is None else Offer(offset_of(turns.heap, results_RD))
+    results_W5 = _exchange_offers(memory, header, results_offer)
+    if received is None or results_RD is None:
+        raise problem or HeapError("no room")
+    return LowLatencyBuffers(max_tokens, received, results_RD, received_W5, results_W5)
+
+
+def _exchange_offers(memory: PeerGroupMemory, header: Header, offer: Offer | None) -> Tensor:
+    """Return [W, 5], a copy of the offers of all ranks, on the device."""
+    memory.turns.meet(header.pack().tobytes(), offer or Offer(NOWHERE))
+    memory.check(header)
+    return memory.turns.scratch.offers_W5.clone()
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyHandle:
+    """Rows in flight of a low-latency dispatch. place_TK: location of each slot's row; -1 for a dropped slot."""
+
+    memory: PeerGroupMemory
+    buffers: LowLatencyBuffers
+    header: Header
+    place_TK: Tensor
+    timeout_s: float
+
+    @property
+    def results(self) -> Tensor:
+        """[L, W * max_tokens, D] buffer that peers read in ``low_latency_combine``. Write to it after ``receive``."""
+        own = self.memory.turns.shape.own_experts
+        rows_RD = self.buffers.results_RD
+        return rows_RD.view(own.stop - own.start, -1, rows_RD.shape[1])
+
+    def receive(self) -> tuple[Tensor, Tensor]:
+        """Wait on the device until all rows have been received.
+
+        Returns:
+            rows_LND: [L, N, D] with N = W * max_tokens, for this rank's L experts. The rows of rank w for expert e are
+                ``rows[e, w * max_tokens:][:counts[e, w]]``; other rows are from earlier calls. Valid until the next
+                ``low_latency_dispatch``.
+            counts_LW: [L, W] int64, on the device.
+
+        Raises:
+            PeerTimeout, PeerDied: on the CPU. On a GPU the next call raises them.
+        """
+        turns, shape = self.memory.turns, self.memory.turns.shape
+        num_local = shape.own_experts.stop - shape.own_experts.start
+        counts_LW = torch.empty(shape.local_experts, shape.world, dtype=torch.int64, device=turns.device)
+        turns.begin(self.timeout_s)
+        turns.plan.receive_few(parts_of(shape.experts), address(counts_LW))
+        if self.memory.on_host:
+            self.memory.raise_fault(self.header)
+        rows_RD = self.buffers.received.rows()
+        num_rows = shape.world * self.buffers.max_tokens
+        return rows_RD.view(num_local, num_rows, rows_RD.shape[1]), counts_LW[:num_local]
+
+
+def send_low_latency(
+    memory: PeerGroupMemory, buffers: LowLatencyBuffers, x_TD: Tensor, ids_TK: Tensor, header: Header, timeout_s: float
+) -> LowLatencyHandle:
+    """Queue the kernel that sends ``x_TD`` (dense rows) to the experts ``ids_TK`` (dense int64).
+
+    Raises:
+        InputError: more tokens than ``max_tokens``; on this rank only.
+    """
+    form, turns = buffers.received.form, memory.turns
+    if x_TD.shape[0] > buffers.max_tokens:
+        raise InputError(f"low-latency dispatch takes at most max_tokens={buffers.max_tokens}; got {x_TD.shape[0]}")
+    tokens, top_k = ids_TK.shape
+    place_TK = torch.empty_like(ids_TK)
+    turns.plan.send_few(
+        tokens,
+        top_k,
+        address(ids_TK),
+        form.hidden,
+        DTYPE_CODES[form.dtype],
+        address(x_TD),
+        x_TD.stride(0) * x_TD.element_size(),
+        address(buffers.received_W5),
+        address(place_TK),
+        buffers.max_tokens,
+        parts_of(turns.shape.experts),
+        *form.words,
+    )
+    return LowLatencyHandle(memory, buffers, header, place_TK, timeout_s)
+
+
+def sum_low_latency(sent: LowLatencyHandle, weights_TK: Tensor, blocks: int) -> Tensor:
+    """Queue the sum of each token's results, [T, D]. ``sent.results`` contains this rank's results."""
+    turns, form = sent.memory.turns, sent.buffers.received.form
+    tokens, top_k = sent.place_TK.shape
+    y_TD = torch.empty(tokens, form.hidden, dtype=form.dtype, device=turns.device)
+    turns.count_turn()
+    turns.plan.sum_few(
+        blocks,
+        tokens,
+        top_k,
+        form.hidden,
+        DTYPE_CODES[form.dtype],
+        address(sent.place_TK),
+        address(weights_TK),
+        address(y_TD),
+        address(sent.buffers.results_W5),
+    )
+    return y_TD
+
+
+def parts_of(experts: int) -> int:
+    """Return the number of thread blocks of ll_send per expert; equal on all ranks."""
+    return max(1, min(MAX_PARTS, BUSY_BLOCKS // experts))

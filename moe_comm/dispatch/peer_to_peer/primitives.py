@@ -1,0 +1,289 @@
+"""The three primitives of ``peer_to_peer``, on kernels; see ``dispatcher.py``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.group_setup import compare
+from moe_comm.comm.header import Header, fault_word
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.group_scales import rounded_in_groups
+from moe_comm.dispatch.handshake import settings_of
+from moe_comm.dispatch.peer_to_peer.access import launcher_for
+from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory, shared_peer_memory
+from moe_comm.dispatch.peer_to_peer.rows import RowFormat, check_room, move_rows, offset_of, readable
+from moe_comm.dispatch.peer_to_peer.streams import OperationStream
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
+from moe_comm.dispatch.wire_dtype import rounded
+from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RoutingError, mark_known
+from moe_comm.gpu.blocks import Blocks
+from moe_comm.gpu.heap import capturing
+from moe_comm.gpu.launch import Launcher
+from moe_comm.gpu.limits import check_shared
+from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, NOWHERE, SAME, GroupShape, Offer
+from moe_comm.gpu.turns import Turns
+from moe_comm.runtime.memory import DTYPE_CODES, native
+from moe_comm.topology import ExpertPlacement
+
+ROOM_WORD = HEADER_WORDS - 1
+"""Word of a dispatch's header with the bytes of the largest free block of this rank's heap. Text ends before it."""
+BLOCKS_ON_HOST = 4
+
+
+class PeerToPeerPrimitives(Dispatcher):
+    """Dispatch, combine and their backward passes on kernels. Construction is collective over ``group``.
+
+    The state of a handle is [T, K]: owner and row of each slot, packed as in csrc/layout.h; -1 for none.
+
+    Args:
+        placement, group, rank, options: see ``Dispatcher``.
+        device: of the rows. CPU tensors require ``PeerToPeerOptions(emulate=True)``.
+        launcher: launches the kernels; default: one for the device.
+        blocks: of this rank, if all ranks are in this process and there is no group; see ``virtual.py``.
+
+    Raises:
+        ConfigError: unsupported device.
+        MissingDependency: no kernels for the device.
+        RankMismatch: ranks pass different settings.
+        HeapError: a rank has no room; on every rank.
+    """
+
+    name = "peer_to_peer"
+    packs = True
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        group: ProcessGroup | None,
+        rank: int,
+        options: DispatchOptions | None = None,
+        device: torch.device | str = "cuda",
+        launcher: Launcher | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:
+        super().__init__(placement, group, rank, options)
+        self.peer_options = self.options.peer_to_peer
+        self.device = _indexed(torch.device(device))
+        fault: MoeCommError | None = None
+        try:
+            launcher = launcher or launcher_for(self.device, self.peer_options.emulate)
+            experts = placement.num_experts
+            check_shared("meet", self.device, f"{experts} experts", experts=experts, with_counts=1, chunks=1)
+        except MoeCommError as error:
+            fault = error
+        self.channel: Channel | None = None
+        if self.comm is not None:
+            self.channel = Channel(self.comm, self.options.timeout_s)
+            same = settings_of(self) | {"options of peer_to_peer": self.peer_options, "device": self.device.type}
+            compare(self.channel, f"the {self.name} dispatcher", same, fault=fault)
+        if fault is not None or launcher is None:
+            raise fault or ConfigError("no launcher")
+        self.memory: PeerGroupMemory = (
+            shared_peer_memory(self.channel, group, rank, placement.offsets, self.device, self.peer_options, launcher)
+            if blocks is None
+            else PeerGroupMemory(None, Turns(GroupShape(rank, placement.offsets), blocks, launcher))
+        )
+        self._blocks = self.peer_options.num_blocks or _default_blocks(self.device)
+        self._pack_header: Callable[..., bytes] = native().pack_header
+        self._forms: dict[tuple[int, torch.dtype, str], RowFormat] = {}
+        self._stream = OperationStream(self.device, self.memory.turns.heap, self.peer_options.own_stream)
+
+    def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return rows in this rank's block, which peers read in place, or a new tensor if that is not possible."""
+        if device.type == self.device.type and dtype in DTYPE_CODES and num_rows and width:
+            try:
+                return self.memory.turns.heap.rows(num_rows, width, dtype)
+            except HeapError:  # combine allocates again and raises
+                pass
+        return super().empty_rows(num_rows, width, dtype, device)
+
+    @property
+    def handshakes(self) -> bool:
+        """True: the device compares headers in every operation."""
+        return True
+
+    # --- the three primitives ---
+
+    def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
+        if x_TD.device.type != self.device.type or x_TD.dtype not in DTYPE_CODES:
+            return InputError(
+                f"peer_to_peer on {self.device} moves float32, bfloat16 and float16 rows there; got {x_TD.dtype} on "
+                f"{x_TD.device}"
+            )
+        return super()._fault(x_TD, ids_TK)
+
+    def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
+        return None  # the count kernel checks ids
+
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
+        if header.fault is not None:
+            self._refuse(header)
+        self._not_captured("dispatch", "use dispatch_fixed")
+        turns, form = self.memory.turns, self._form(x_TD, header.op)
+        x_TD, ids_TK = dense(self._round_rows(x_TD, form, sends=True)), ids_TK.to(torch.int64).contiguous()
+        with KernelOperation(self, header, x_TD, ids_TK):
+            packed = self.packed(header)
+            room = turns.heap.room().to_bytes(8, sys.byteorder)
+            turns.count_and_meet(packed[: ROOM_WORD * 8] + room, ids_TK, self._blocks, NOTHING)
+            self.memory.check(header, ids_TK)
+            counts = turns.counted(ROOM_WORD)
+            check_room(form, counts.rows_W, counts.word_W, header)
+            received = form.allocate(turns.heap, counts.rows_W[self.rank])
+            turns.meet(packed, received.offer)
+            rows_RD, place_TK = move_rows(turns, x_TD, ids_TK, received, self._blocks)
+            self._check_if_blocking(header)
+            self._stream.use_by_caller(rows_RD, place_TK)
+        sizes = tuple(counts.own_L), rows_RD.shape[0], counts.dropped
+        return rows_RD, DispatchHandle.of(header, x_TD, *sizes, state=place_TK)
+
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
+        heap, rows_RD = self.memory.turns.heap, self._round_rows(rows_RD, self._form(rows_RD, header.op))
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        with KernelOperation(self, header, rows_RD, weights_TK):
+            try:
+                read_RD = readable(heap, rows_RD)
+            except HeapError as problem:
+                self._raise_no_room(header, problem)
+            y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
+            self.memory.turns.sum(
+                self.packed(header),
+                Offer(offset_of(heap, read_RD)),
+                handle.state,
+                weights_TK,
+                y_TD,
+                DTYPE_CODES[handle.dtype],
+                self._blocks,
+            )
+            self._check_if_blocking(header)
+            self._stream.use_by_caller(y_TD)
+        return y_TD
+
+    def _spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[Tensor, Tensor | None]:
+        grad_TD = dense(self._round_rows(grad_TD, self._form(grad_TD, header.op)))
+        weights_TK, heap = weights_TK.contiguous(), self.memory.turns.heap
+        with KernelOperation(self, header, grad_TD, rows_RD, weights_TK):
+            try:
+                read_RD = readable(heap, rows_RD)
+                grad_RD = heap.rows(handle.num_rows, handle.hidden, handle.dtype)
+            except HeapError as problem:
+                self._raise_no_room(header, problem)
+            dots_TK = None
+            if rows_RD is not None:
+                dots_TK = torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device=grad_TD.device)
+            self.memory.turns.spread(
+                self.packed(header),
+                Offer(offset_of(heap, read_RD), offset_of(heap, grad_RD)),
+                handle.state,
+                weights_TK,
+                grad_TD,
+                dots_TK,
+                DTYPE_CODES[handle.dtype],
+                self._blocks,
+            )
+            self._check_if_blocking(header)
+            self._stream.use_by_caller(grad_RD, dots_TK)
+        return grad_RD, dots_TK
+
+    # --- helpers ---
+
+    def packed(self, header: Header) -> bytes:
+        """Return ``header.pack()``, by native code."""
+        fault = header.fault
+        return self._pack_header(
+            header.compared(), header.label, fault_word(fault), "" if fault is None else str(fault)
+        )
+
+    def _not_captured(self, what: str, instead: str) -> None:
+        """Raise if the current stream is captured: the host cannot wait for kernels of a CUDA graph.
+
+        Raises:
+            ConfigError: the current stream is captured.
+        """
+        if capturing(self.device):
+            raise ConfigError(f"a CUDA graph cannot capture {what} of peer_to_peer, which waits on the host: {instead}")
+
+    def _refuse(self, header: Header) -> NoReturn:
+        """Report a fault of this rank in a meeting, so that every rank raises it. Under capture only this rank does."""
+        if header.fault is not None and capturing(self.device):
+            raise header.fault
+        with KernelOperation(self, header):
+            self.memory.turns.meet(self.packed(header), NOTHING)
+            self.memory.check(header)
+        raise header.fault or AssertionError("nothing to refuse")
+
+    def _raise_no_room(self, header: Header, problem: HeapError) -> NoReturn:
+        """Report in a meeting that this rank has no room, so that every rank raises."""
+        if capturing(self.device):
+            raise problem  # a meeting would run with the graph, which is never completed
+        self.memory.turns.meet(self.packed(header), Offer(NOWHERE))
+        self.memory.check(header)
+        raise problem
+
+    def _check_if_blocking(self, header: Header) -> None:
+        """Raise a fault of the operation if the host waits for it."""
+        if self.memory.on_host or (self.options.checked and not capturing(self.device)):
+            self.memory.check(header)
+
+    def _round_rows(self, rows_RD: Tensor, form: RowFormat, sends: bool = False) -> Tensor:
+        """Round rows to the wire dtype. ``sends``: the kernel encodes them if it can, and then nothing is done here."""
+        if not form.rounds or (sends and form.packing != SAME):
+            return rows_RD
+        if form.wire_dtype.scales == "group":
+            return rounded_in_groups(rows_RD, form.wire_dtype)
+        return rounded(rows_RD, form.wire_dtype)
+
+    def _form(self, x_TD: Tensor, op: str) -> RowFormat:
+        key = x_TD.shape[1], x_TD.dtype, op
+        form = self._forms.get(key)
+        if form is None:
+            form = RowFormat(x_TD.shape[1], x_TD.dtype, self.options.wire_dtypes.of(op), self.peer_options.relay)
+            self._forms[key] = form
+        return form
+
+
+class KernelOperation:
+    """Context of an operation, from before its first kernel until all kernels are queued. Its stream is current."""
+
+    __slots__ = ("_dispatcher", "_header", "_used")
+
+    def __init__(self, dispatcher: PeerToPeerPrimitives, header: Header, *used: Tensor | None) -> None:
+        self._dispatcher, self._header, self._used = dispatcher, header, used
+
+    def __enter__(self) -> None:
+        dispatcher = self._dispatcher
+        dispatcher._stream.enter(self._used)
+        try:
+            dispatcher.memory.begin(self._header, dispatcher.options.timeout_s)
+        except BaseException:
+            dispatcher._stream.leave(failed=True)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, MoeCommError):
+            mark_known(error)
+        self._dispatcher.memory.end()
+        self._dispatcher._stream.leave(failed=kind is not None)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+def _default_blocks(device: torch.device) -> int:
+    if device.type != "cuda":
+        return BLOCKS_ON_HOST
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return ``x`` with unit stride inside rows. The stride between rows is arbitrary."""
+    return x if x.stride(1) == 1 and x.stride(0) >= 0 else x.contiguous()

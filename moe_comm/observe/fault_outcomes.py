@@ -1,0 +1,105 @@
+"""Detection and recovery times of injected faults.
+
+injected.jsonl    kill, step 5 ──┐ detected: by the first fault record or start of the ranks after it
+faults.jsonl      died         ◀─┤
+attempts.jsonl    start        ◀─┤
+progress.jsonl    step 6 ended ◀─┘ recovered: at the first end of a later step
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_comm.observe.faults import DAMAGE, FATAL, Injection, read_injections
+from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, read_lines
+
+PROGRESS = "progress.jsonl"
+"""End time of each step, also of repeated ones; written by rank 0 of runs with fault injection."""
+
+
+@dataclass(frozen=True)
+class FaultOutcome:
+    """Detection and recovery of a fault, in seconds after the injection (NaN: never). noticed: the detecting event.
+
+    Each event before the recovery counts as a detection, so faults in quick succession share events.
+    """
+
+    injection: Injection
+    noticed: str
+    detected_s: float
+    recovered_s: float
+
+
+def fault_outcomes(run: Path) -> list[FaultOutcome]:
+    """Return the outcome of each injection of the run in the folder ``run``, sorted by time."""
+    events: list[tuple[float, str]] = [
+        (one.time_s, f"{one.kind} rank {','.join(map(str, one.ranks))}: {one.action}")
+        for one in read_lines(run / FAULTS, FaultRecord)
+    ]
+    checkpoint_events = [event for event in events if event[1].startswith("checkpoint")]
+    events += [(one.started_s, f"start {one.number}, {one.source}") for one in read_lines(run / ATTEMPTS, Attempt)]
+    events.sort()
+    steps = _progress(run / PROGRESS)
+    times = [time_s for time_s, _, _ in steps]
+    outcomes = []
+    for injection in read_injections(run / INJECTED):
+        began = injection.time_s
+        first = injection.attempt + (injection.kind in FATAL | DAMAGE)  # the first attempt that can recover
+        after = steps[bisect.bisect_right(times, began) :]
+        end = next((time_s for time_s, step, start in after if step > injection.step and start >= first), math.inf)
+        candidates = checkpoint_events if injection.kind in DAMAGE else events
+        event = next((one for one in candidates if began < one[0] <= end), None)
+        outcomes.append(
+            FaultOutcome(
+                injection,
+                event[1] if event else "",
+                event[0] - began if event else math.nan,
+                end - began if end < math.inf else math.nan,
+            )
+        )
+    return outcomes
+
+
+def summary(outcomes: Sequence[FaultOutcome]) -> dict[str, dict[str, Any]]:
+    """Return count, and median, p99 and worst of the seconds, by kind; None if no fault was detected or recovered."""
+    kinds = sorted({one.injection.kind for one in outcomes})
+    return {
+        kind: {
+            "count": len(same := [one for one in outcomes if one.injection.kind == kind]),
+            "detected": _quantiles([one.detected_s for one in same]),
+            "recovered": _quantiles([one.recovered_s for one in same]),
+        }
+        for kind in kinds
+    }
+
+
+def _quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    finite = sorted(value for value in seconds if math.isfinite(value))
+    if not finite:
+        return None
+    shares = {"median": 0.5, "p99": 0.99, "worst": 1.0}
+    return {name: finite[math.ceil(share * len(finite)) - 1] for name, share in shares.items()}
+
+
+def next_attempt(run: Path) -> int:
+    """Return the number of a new start of the ranks: one more than in all recorded injections and steps."""
+    attempts = [one.attempt for one in read_injections(run / INJECTED)]
+    return 1 + max([*attempts, *(attempt for _, _, attempt in _progress(run / PROGRESS))], default=-1)
+
+
+def _progress(path: Path) -> list[tuple[float, int, int]]:
+    """Return (end time, step, attempt) of each step, sorted by time."""
+    ends = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            values = json.loads(line)
+            ends.append((float(values["time_s"]), int(values["step"]), int(values["attempt"])))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            continue
+    return sorted(ends)

@@ -1,0 +1,1 @@
+"""Choice of backend and number of chunks: cost model, measured rates, stored measurements."""

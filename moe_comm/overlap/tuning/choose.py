@@ -1,0 +1,208 @@
+"""Chooses backend and number of chunks: from measurements of this machine, else from the cost model.
+
+    choose(work)   ──▶ known for this group and bucket of rows?  ──▶ return it, in microseconds
+                       │ no: collective, the same result on every rank
+                       ├─ the group's rates, measured once for each dtype (``rates.py``)
+                       ├─ a measurement that ``moe-comm tune`` stored (``store.py``): same machine, ranks, hosts,
+                       │  threads and dtype, and a near shape; between hosts also a link of about the same rate
+                       ├─ else the cost model (``cost.py``)
+                       └─ rank 0's choice is sent to all ranks, because hosts may have different files
+
+If several operators and directions need one choice, it is the one with the smallest sum of times.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.communicator import communicators
+from moe_comm.comm.group_setup import digest
+from moe_comm.errors import RankMismatch
+from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON
+from moe_comm.overlap.tuning.cost import CHUNKS, IN_PLACE, MARGIN, GroupRates, OperatorWork, cheapest, predict
+from moe_comm.overlap.tuning.rates import measure_rates
+from moe_comm.overlap.tuning.store import OverlapChoice, TuningEnvironment, TuningStore, cache_folder, read_store
+
+CHOICE_BYTES, PROBLEM_BYTES = 256, 512
+"""Sizes in bytes of the messages that contain rank 0's choice, and a problem with its stored measurements."""
+Works = OperatorWork | tuple[OperatorWork, ...]
+
+
+@dataclass
+class _Known:
+    """State of one group: rates by (dtype, device type), and choices."""
+
+    rates: dict[tuple[torch.dtype, str], GroupRates] = field(default_factory=dict)
+    chosen: dict[tuple[Works, str, tuple[str, ...]], OverlapChoice] = field(default_factory=dict)
+
+
+@dataclass
+class _Source:
+    """Measurements that this process uses, loaded on first use."""
+
+    folder: Path | None = None
+    store: TuningStore | None = None
+
+
+_source = _Source()
+
+
+def configure_tuning(folder: Path | None = None) -> None:
+    """Use the measurements in ``folder`` from now on, and discard earlier choices.
+
+    Call it on every rank or on none. The folders of the ranks may differ.
+
+    Args:
+        folder: None: ``cache_folder()``.
+    """
+    _source.folder, _source.store = folder, None
+    for comm in communicators():
+        comm.forget("tuning")
+
+
+def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[str, ...] = BACKENDS) -> OverlapChoice:
+    """Return how to run ``work`` over ``channel``; the same on every rank. Collective on the first call for a shape.
+
+    Args:
+        work: One or several operators; several run with the same choice.
+        channel: Channel of the group.
+        device: Device of the rows.
+        backends: Backends to choose from. Triton is chosen only if it was measured to be the fastest, or if it is the
+            only backend; never on CPUs if there is another one.
+
+    Raises:
+        RankMismatch: ranks choose for different work.
+    """
+    known = channel.comm.keep("tuning", _Known)
+    bucket = work.bucket() if isinstance(work, OperatorWork) else tuple(one.bucket() for one in work)
+    key = bucket, device.type, backends
+    choice = known.chosen.get(key)
+    if choice is None:
+        choice = known.chosen[key] = _agreed(bucket, channel, known, device, backends)
+    return choice
+
+
+def rates_of(channel: Channel, dtype: torch.dtype, device: torch.device) -> GroupRates:
+    """Return the group's rates. They are measured in the first call, which is collective."""
+    known = channel.comm.keep("tuning", _Known)
+    if (dtype, device.type) not in known.rates:
+        known.rates[dtype, device.type] = measure_rates(channel, dtype, device)
+    return known.rates[dtype, device.type]
+
+
+def place_of(channel: Channel, rates: GroupRates, device: torch.device) -> TuningEnvironment:
+    """Return the environment of this rank's measurements."""
+    hosts = len(set(channel.comm.hosts))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    return TuningEnvironment(hosts, rates.shared, threads, name, rates.bytes_per_s)
+
+
+def as_run(chunks: int, work: OperatorWork, rates: GroupRates) -> OverlapChoice:
+    """Return ``chunks`` with the backend that runs them in this group."""
+    in_place = chunks > 1 and rates.shared and work.operator in IN_PLACE
+    return OverlapChoice(SHARED if in_place else CHUNKED, chunks)
+
+
+def on_gpus(device: torch.device) -> bool:
+    """Return whether Triton kernels can be chosen automatically on ``device``."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def _agreed(
+    work: Works, channel: Channel, known: _Known, device: torch.device, backends: tuple[str, ...]
+) -> OverlapChoice:
+    """Return rank 0's choice, on every rank.
+
+    A problem with its stored measurements becomes a warning on every rank, and the cost model decides. An exception on
+    rank 0 alone would leave the other ranks waiting.
+    """
+    works = (work,) if isinstance(work, OperatorWork) else work
+    description = f"choosing chunks for {', '.join(map(str, works))}"
+    own = torch.tensor([digest(work, backends)])
+    digests = channel.all_gather(own.to(channel.control_device), description).cpu()
+    if others := [rank for rank, value in enumerate(digests[:, 0].tolist()) if value != own[0]]:
+        raise RankMismatch(
+            f"rank {channel.rank} chooses chunks for {works[0]}, but ranks {others} choose for other work or backends; "
+            "call the same operators with the same shapes and overlap settings on every rank"
+        )
+    rates = rates_of(channel, works[0].dtype, device)
+    if len(backends) > 1 and not on_gpus(device):
+        backends = tuple(name for name in backends if name != TRITON)
+    choice, problem = OverlapChoice(), ""
+    if channel.rank == 0:
+        place = place_of(channel, rates, device)
+        try:
+            if _source.store is None:
+                _source.store, problem = read_store(_source.folder or cache_folder())
+            choice = _select(works, _source.store, place, rates, backends)
+        except Exception as error:
+            problem = f"cannot be used ({type(error).__name__}: {error}); ignored"
+            _source.store = TuningStore()
+            choice = _select(works, _source.store, place, rates, backends)
+    raw = json.dumps(asdict(choice)).encode().ljust(CHOICE_BYTES)
+    raw += problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES)
+    message = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(channel.control_device)
+    first = bytes(channel.all_gather(message, description)[0].tolist())
+    if problem := first[CHOICE_BYTES:].decode(errors="replace").strip():
+        warnings.warn(f"rank 0's measurements: {problem}", RuntimeWarning, stacklevel=2)
+    return OverlapChoice(**json.loads(first[:CHOICE_BYTES]))
+
+
+def _select(
+    works: tuple[OperatorWork, ...],
+    store: TuningStore,
+    place: TuningEnvironment,
+    rates: GroupRates,
+    backends: tuple[str, ...],
+) -> OverlapChoice:
+    if backends == (TRITON,):
+        return _fastest(works, store, place, rates, backends) or OverlapChoice(TRITON)
+    if len(works) > 1:
+        return _fastest(works, store, place, rates, backends) or OverlapChoice()
+    if (stored := store.find(works[0], place, backends)) is not None:
+        return stored
+    predicted = as_run(cheapest(works[0], rates), works[0], rates)
+    return predicted if predicted.backend in backends else OverlapChoice()
+
+
+def _fastest(
+    works: tuple[OperatorWork, ...],
+    store: TuningStore,
+    place: TuningEnvironment,
+    rates: GroupRates,
+    backends: tuple[str, ...],
+) -> OverlapChoice | None:
+    """Return the choice with the smallest sum of times over ``works``; None if no choice has times for all of them."""
+    tables = [_times(work, store, place, rates, backends) for work in works]
+    common = set.intersection(*map(set, tables))
+    sums = {choice: sum(table[choice] for table in tables) for choice in tables[0] if choice in common}
+    best = min(sums, key=lambda choice: sums[choice], default=None)
+    serial = sums.get(OverlapChoice())
+    if best is not None and serial is not None and sums[best] >= serial * (1 - MARGIN):
+        return OverlapChoice()
+    return best
+
+
+def _times(
+    work: OperatorWork, store: TuningStore, place: TuningEnvironment, rates: GroupRates, backends: Collection[str]
+) -> dict[OverlapChoice, float]:
+    """Return seconds by choice: measured for the nearest shape, else predicted."""
+    near = store.nearest(work, place)
+    if near is not None:
+        return {tried.choice: tried.ms * 1e-3 for tried in near.tried if tried.choice.backend in backends}
+    if CHUNKED not in backends:
+        return {}
+    load = work.load()
+    if store.falls_back(work, place) or not (load.gathered or load.scattered):
+        return {OverlapChoice(): predict(load, rates, 1)}
+    times = {as_run(chunks, work, rates): predict(load, rates, chunks) for chunks in CHUNKS}
+    return {choice: seconds for choice, seconds in times.items() if choice.backend in backends}

@@ -1,0 +1,127 @@
+"""The result of planning as JSON: a mapping, and a search.
+
+``moe-comm plan --json`` writes it; docs/plan.md documents its keys. GB are 10**9 bytes, shares and MFU are fractions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from moe_comm.plan.model.mapping import Mapping
+from moe_comm.plan.search.explain import why_slower
+from moe_comm.plan.search.fit import Fit, MappingChange
+from moe_comm.plan.search.request import PlanCandidate, PlanRequest
+from moe_comm.plan.search.search import SearchResult, changes
+from moe_comm.plan.step.blocks import LINKS
+from moe_comm.plan.step.step import StepPrediction
+
+GB = 1e9
+COMPUTED = ("products", "memory passes")
+"""Causes in a step's breakdown that are computation."""
+IDLE, UPDATE = "pipeline", "optimizer"
+"""Causes that are waiting for pipeline ranks, and the weight update. All other causes are transfers."""
+
+
+def bubble_share(step: StepPrediction) -> float:
+    """Return the share of a step in which the busiest pipeline rank waits."""
+    return step.breakdown.get(IDLE, 0.0) / step.seconds
+
+
+def exposed_share(step: StepPrediction) -> float:
+    """Return the share of a step in which the busiest pipeline rank only communicates."""
+    rest = sum(seconds for cause, seconds in step.breakdown.items() if cause not in (*COMPUTED, IDLE, UPDATE))
+    return rest / step.seconds
+
+
+def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResult | None = None) -> dict[str, Any]:
+    """Return the JSON object of ``candidate``, and of the search that found it.
+
+    Keys: ``model``, ``hardware``, ``load``, ``mapping``, ``fits``, ``step_s``, ``tokens_per_s``, ``mfu``, ``memory_gb``
+    (of the fullest rank), ``memory``, ``bytes`` (sent by a rank in a step, by kind of link and operator), ``breakdown``
+    (seconds by cause, which add up to ``step_s``), ``hidden`` (seconds of transfers that do not add to it),
+    ``bubble_share``, ``exposed_share``, and ``would_fit`` (changes with which the mapping fits; empty if it does). With
+    a search also ``candidates`` and ``search``.
+    """
+    shape, cluster, load = request.shape, request.cluster, request.load
+    result: dict[str, Any] = {
+        "model": {"name": shape.name, "params": shape.params, "active": shape.active},
+        "hardware": {"name": cluster.accelerator.name, "gpus": cluster.gpus, "host_size": cluster.host_size},
+        "load": {**asdict(load), "global_batch": request.global_batch},
+        **_candidate(request, candidate),
+        "memory": _memory(candidate.fit),
+        "bytes": {
+            link: {name: sent[link] for name, sent in candidate.step.sent.items() if sent[link]} for link in LINKS
+        },
+        "would_fit": [_change(request, one) for one in ([] if candidate.fit else changes(request, candidate.mapping))],
+    }
+    if search is not None:
+        result["candidates"] = [{**_candidate(request, one), "why_slower": why} for one, why in runners_up(search.best)]
+        result["search"] = {
+            "tried": search.tried,
+            "replayed": search.replayed,
+            "pruned": dict(search.pruned),
+            "seconds": search.seconds,
+            "complete": search.complete,
+            "gpus_that_fit": cluster.gpus if search.best else search.gpus,
+        }
+    return result
+
+
+def runners_up(best: Sequence[PlanCandidate]) -> Iterator[tuple[PlanCandidate, str | None]]:
+    """Yield each candidate with the reason why it is slower than the first one, which has None."""
+    for index, one in enumerate(best):
+        yield one, why_slower(best[0], one) if index else None
+
+
+def _candidate(request: PlanRequest, one: PlanCandidate) -> dict[str, Any]:
+    step = one.step
+    return {
+        "mapping": _mapping(one.mapping, request.global_batch),
+        "fits": bool(one.fit),
+        "step_s": step.seconds,
+        "tokens_per_s": step.tokens_per_s,
+        "mfu": step.mfu,
+        "memory_gb": one.fit.fullest.total / GB,
+        "breakdown": dict(step.breakdown),
+        "hidden": dict(step.hidden),
+        "bubble_share": bubble_share(step),
+        "exposed_share": exposed_share(step),
+    }
+
+
+def _mapping(mapping: Mapping, global_batch: int) -> dict[str, Any]:
+    p = mapping.parallel
+    return {
+        **{axis: getattr(p, axis) for axis in ("tp", "cp", "dp", "pp")},
+        "vpp": mapping.virtual,
+        **{axis: getattr(p, axis) for axis in ("ep", "etp", "edp")},
+        "micro_batch": mapping.micro_batch,
+        "micro_batches": mapping.micro_batches(global_batch),
+        "sharding": mapping.sharding,
+        "recompute": mapping.recompute,
+        "overlap": mapping.overlap,
+        "schedule": mapping.schedule if p.pp > 1 else None,
+        "dispatcher": mapping.dispatcher,
+        "option": mapping.degrees,
+    }
+
+
+def _memory(fit: Fit) -> dict[str, Any]:
+    fullest = fit.fullest
+    terms = ("weights", "gradients", "optimizer", "activations", "buffers", "at_update")
+    return {
+        "available_gb": fit.available / GB,
+        "missing_gb": fit.missing / GB,
+        "position": fullest.position,
+        **{f"{term}_gb": getattr(fullest, term) / GB for term in terms},
+    }
+
+
+def _change(request: PlanRequest, change: MappingChange) -> dict[str, Any]:
+    return {
+        "change": change.what,
+        "mapping": _mapping(change.mapping, request.global_batch),
+        "memory_gb": change.fit.fullest.total / GB,
+    }

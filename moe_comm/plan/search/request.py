@@ -1,0 +1,55 @@
+"""A planning request: a model on a cluster with a batch. It evaluates mappings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_comm.plan.machine.collectives import check_integer
+from moe_comm.plan.machine.hardware import Cluster
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import Mapping, PlacedMapping
+from moe_comm.plan.model.memory import DEFAULT_POLICY, MemoryPolicy, memory
+from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.search.fit import RESERVE, Fit, fits
+from moe_comm.plan.step.step import StepModel, StepPrediction
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    """A mapping, its predicted step, and whether it fits memory."""
+
+    mapping: Mapping
+    step: StepPrediction
+    fit: Fit
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model, a cluster and a workload to plan for.
+
+    global_batch: sequences of a step. reserve: bytes of an accelerator that are not available to tensors.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    load: Workload
+    global_batch: int
+    policy: MemoryPolicy = DEFAULT_POLICY
+    reserve: int = RESERVE
+
+    def __post_init__(self) -> None:
+        check_integer("request", global_batch=self.global_batch)
+        self.cluster.accelerator.peak(self.load.dtype)
+
+    def fit(self, mapping: Mapping) -> Fit:
+        """Return whether a mapping fits. Raises ConfigError if it cannot run."""
+        memories = memory(self.shape, mapping, self.load, self.global_batch, self.policy, self.cluster.host_size)
+        return fits(memories, self.cluster.accelerator, self.reserve)
+
+    def model(self, mapping: Mapping) -> StepModel:
+        """Return the cost model of a step with a mapping. Raises ConfigError if it cannot run."""
+        return StepModel(self.shape, PlacedMapping(mapping, self.cluster), self.load, self.global_batch)
+
+    def candidate(self, mapping: Mapping) -> PlanCandidate:
+        """Evaluate a mapping. Raises ConfigError if it cannot run."""
+        return PlanCandidate(mapping, self.model(mapping).predict(), self.fit(mapping))

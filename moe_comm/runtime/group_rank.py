@@ -1,0 +1,50 @@
+"""Rank and size of a process group that a caller passed. All such groups are checked here."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import lru_cache
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moe_comm.errors import ConfigError
+
+
+def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
+    """Return the rank of this process in ``group`` and the size of ``group``; (0, 1) for None.
+
+    Warns once per process if ``group`` is None although this is one of several ranks without a process group.
+
+    Raises:
+        ConfigError: this process is not a member of ``group``.
+    """
+    if group is None:
+        _warn_if_undistributed()
+        return 0, 1
+    # For a process outside a new group, dist.new_group returns a number (GroupMember.NON_GROUP_MEMBER).
+    rank = group.rank() if isinstance(group, ProcessGroup) else -1
+    if rank < 0:
+        who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+        raise ConfigError(
+            f"{who} is not a member of the given process group ({group!r}); "
+            "call this only on the ranks that were passed to dist.new_group"
+        )
+    return rank, group.size()
+
+
+@lru_cache(maxsize=1)
+def _warn_if_undistributed() -> None:
+    world = os.environ.get("WORLD_SIZE", "")
+    if not world.isdecimal() or int(world) < 2 or (dist.is_available() and dist.is_initialized()):
+        return
+    warnings.warn(
+        f"this is one of {world} ranks (WORLD_SIZE), but torch.distributed has no process group: each rank holds all "
+        "experts and computes alone. To distribute the work, write\n"
+        '    torch.distributed.init_process_group("gloo")    # "nccl" on GPUs\n'
+        "before building, and pass the group, for example\n"
+        "    MoELayer.build(config, torch.distributed.group.WORLD)",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,156 @@
+"""The reaction of a rank to a detected fault: write a report, kill the culprit, and leave a wait that cannot end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_comm.runtime.event_layout import ACTIVE_AT, LONG
+from moe_comm.runtime.event_reader import read_open
+from moe_comm.runtime.launch.agent import ENDED_BY_WATCH
+from moe_comm.runtime.watch.progress_timeout import WatchOptions
+from moe_comm.runtime.watch.report import DetectedFault
+from moe_comm.runtime.watch.status_table import Phase, StatusTable
+
+ACKNOWLEDGE_S = 1.0
+WRITE_S = 0.5
+"""Time for reports to be written before a culprit is killed. A disk that hangs must not prevent the kill."""
+EXIT_S = 5.0
+
+
+class FaultHandler:
+    """Handles the faults that are posted in ``table``. Calls ``on_fault`` with each fault, on a separate thread.
+
+    Attributes:
+        fault: the newest fault.
+        stopping: the ranks must end.
+        reported: set when a report was written and ``on_fault`` was called.
+        handled: number of the last fault that this rank has handled.
+    """
+
+    def __init__(
+        self,
+        table: StatusTable,
+        options: WatchOptions,
+        folder: Path,
+        on_fault: Sequence[Callable[[DetectedFault], None]],
+        is_leader: Callable[[], bool],
+    ) -> None:
+        self.fault: DetectedFault | None = None
+        self.stopping = False
+        self.reported = threading.Event()
+        self._table, self._options, self._is_leader = table, options, is_leader
+        self._folder, self._on_fault = folder, tuple(on_fault)
+        self.handled = self._stopping_ns = self._culprit_ended_ns = 0
+        self._writer: threading.Thread | None = None
+
+    @property
+    def pending(self) -> int:
+        """Number of a fault that this rank has not handled yet; 0 if there is none."""
+        return self._table.fault_number if self._table.fault_number > self.handled else 0
+
+    def handle(self, number: int) -> None:
+        """Handle the newest fault, which has this number."""
+        table = self._table
+        table.acknowledge(number)
+        self.handled = number
+        values: dict[str, Any] = json.loads(table.fault_text())
+        reporter, victims = values.pop("reporter"), values.pop("victims")
+        path = self._folder / f"rank-{table.rank:05d}-step{values['step']}.txt"
+        values |= {"ranks": tuple(values["ranks"]), "path": str(path), "noticed_s": math.nan}
+        fault = DetectedFault(**{**values, "is_reporter": reporter == table.rank})
+        self.fault = fault
+        self.stopping, self._stopping_ns = fault.action == "stop", time.monotonic_ns()
+        if fault.is_reporter:
+            noticed = (self._wait_acknowledged(number, fault) - fault.healthy_ns) / 1e9
+            self.fault = fault = replace(fault, noticed_s=noticed)
+        arguments = (fault, self._writer)
+        self._writer = threading.Thread(target=self._write, args=arguments, name="moe_comm-watch-report", daemon=True)
+        self._writer.start()
+        self._writer.join(WRITE_S)
+        local = [rank for rank in victims if rank in table.local_ranks]
+        # The reporter kills the victims on its own host. On other hosts, the leader does.
+        kills = table.rank == reporter if reporter in table.local_ranks else self._is_leader()
+        if local and kills:
+            self._wait_acknowledged(number, fault)
+            for rank in local:
+                table.kill(rank)
+
+    def exit_if_waiting(self, now: int) -> None:
+        """End this process if its main thread still waits for a rank that has failed."""
+        table = self._table
+        entry = table.entry(table.rank)
+        if entry.phase >= Phase.LEFT or self._culprit_is_ending(now):
+            return
+        own = table.region(table.rank)
+        active = LONG.unpack_from(own, ACTIVE_AT)[0]
+        stalled = (now - max(active, self._stopping_ns, self._culprit_ended_ns)) / 1e9
+        waits = (
+            any(span.kind.is_communication for span in read_open(own) if not span.thread) if stalled > EXIT_S else False
+        )
+        if stalled > (EXIT_S if waits else max(EXIT_S, entry.timeout_s)):
+            reason = self.fault.summary if self.fault is not None else "another rank has failed"
+            print(f"rank {table.rank} ends itself after waiting {stalled:.1f} s in vain: {reason}", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(ENDED_BY_WATCH)
+
+    def close(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for the report."""
+        if self._writer is not None:
+            self._writer.join(seconds)
+
+    def _culprit_is_ending(self, now: int) -> bool:
+        """Whether a rank that failed with an error has not ended yet. Its end ends the waits of the other ranks.
+
+        It may still write its part of a checkpoint, together with threads of this rank, and the reason of its failure.
+        """
+        if self.fault is None or self.fault.kind != "error" or now - self._stopping_ns > self._options.start_s * 1e9:
+            return False
+        ended = all(self._table.ended(rank) for rank in self.fault.ranks)
+        self._culprit_ended_ns = self._culprit_ended_ns if ended else now
+        return not ended
+
+    def _write(self, fault: DetectedFault, previous: threading.Thread | None) -> None:
+        """Write the report and call ``on_fault``, after the thread of the previous fault has done so."""
+        if previous is not None:
+            previous.join()
+        with contextlib.suppress(OSError):  # a full disk must not prevent the ranks from ending
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with Path(fault.path).open("a", encoding="utf-8") as file:
+                file.write(fault.report)
+        if fault.is_reporter:
+            line = f"{fault.summary} (noticed after {fault.noticed_s:.2f} s); report: {fault.path}"
+            print(line, file=sys.stderr, flush=True)
+        for call in self._on_fault:
+            try:
+                call(fault)
+            except Exception:
+                print(f"rank {self._table.rank}: {traceback.format_exc()}", file=sys.stderr)
+        self.reported.set()
+
+    def _wait_acknowledged(self, number: int, fault: DetectedFault) -> int:
+        """Wait up to ``ACKNOWLEDGE_S`` until the healthy ranks of this host acknowledge a fault; return when."""
+        table = self._table
+        end = time.monotonic() + ACKNOWLEDGE_S
+        latest = time.monotonic_ns()
+        waiting = [rank for rank in table.local_ranks if rank not in fault.ranks and rank != table.rank]
+        while waiting and time.monotonic() < end:
+            for rank in list(waiting):
+                entry = table.entry(rank)
+                if entry.acknowledged >= number:
+                    latest = max(latest, entry.acknowledged_ns)
+                if entry.acknowledged >= number or entry.phase == Phase.LEFT or table.ended(rank):
+                    waiting.remove(rank)
+            if waiting:
+                table.wait(0.01)
+        return latest

@@ -1,0 +1,24 @@
+from moe_comm.plan.pipeline.schedules import (
+    SCHEDULES as SCHEDULES,
+    PipelineSchedule as PipelineSchedule,
+    ScheduleName as ScheduleName,
+    check_micro_batches as check_micro_batches,
+    find_schedule as find_schedule,
+    stages_per_rank as stages_per_rank,
+)
+from moe_comm.plan.pipeline.stages import (
+    StagePlan as StagePlan,
+    plan_stages as plan_stages,
+)
+from moe_comm.train.pipeline.batch import (
+    ActivationShape as ActivationShape,
+    MicroBatch as MicroBatch,
+    StageModule as StageModule,
+)
+from moe_comm.train.pipeline.runner import (
+    Accumulation as Accumulation,
+    Pipeline as Pipeline,
+    Runner as Runner,
+    make_runner as make_runner,
+    prepare_backward as prepare_backward,
+)

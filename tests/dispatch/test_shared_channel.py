@@ -1,0 +1,156 @@
+"""Collectives through shared memory against the group's backend: the same bits, and typed errors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytest.importorskip("moe_comm._C", reason="the native core is not built")
+
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.group_setup import communicator_of, heap_of
+from moe_comm.comm.shared_channel import LOCAL_SUM_BYTES, SharedChannel
+from moe_comm.comm.shared_heap import SharedOptions
+from moe_comm.dispatch.factory import make_dispatcher
+from moe_comm.errors import RankMismatch
+from moe_comm.runtime.memory import block
+from tests.pool import RankPool
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+SHAPES = [(), (1,), (7,), (3, 5), (129, 67), (64, 300)]
+
+
+def _channels(rank: int, world: int) -> tuple[SharedChannel, Channel]:
+    group = dist.group.WORLD
+    assert group is not None
+    comm = communicator_of(group)
+    shared = SharedChannel(comm, 60.0)
+    shared.attach_heap(heap_of(comm, 60.0))
+    return shared, Channel(comm, 60.0)
+
+
+def _draw(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 50
+    return values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+def _added(parts: list[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def _compare(rank: int, world: int, dtype: torch.dtype) -> None:
+    shared, backend = _channels(rank, world)
+    ones = [1] * world
+    for shape in SHAPES:
+        x = _draw(rank, shape, dtype)
+        assert torch.equal(shared.all_gather(x, "a gather"), backend.all_gather(x, "a gather"))
+        turned = x.T if x.dim() == 2 else x
+        assert torch.equal(shared.all_gather(turned, "a gather"), backend.all_gather(turned, "a gather"))
+        parts = _draw(rank, (world, *shape), dtype)
+        swapped = shared.all_to_all(parts, ones, ones, "a swap")
+        assert torch.equal(swapped, backend.all_to_all(parts, ones, ones, "a swap"))
+        assert shared.can_sum(x) == (dtype in (torch.float32, torch.bfloat16, torch.float16))
+        if shared.can_sum(x):
+            everyone = [_draw(r, shape, dtype) for r in range(world)]
+            assert torch.equal(shared.all_reduce(x, "a sum"), _added(everyone))
+            everyone = [_draw(r, (world, *shape), dtype)[rank] for r in range(world)]
+            assert torch.equal(shared.reduce_scatter(parts, "a part of a sum"), _added(everyone))
+        assert torch.equal(x, _draw(rank, shape, dtype)), "an argument was written to"
+    uneven = [[1 + (s + r) % 2 for r in range(world)] for s in range(world)]
+    rows = _draw(rank, (sum(uneven[rank]), 3), dtype)
+    received = [row[rank] for row in uneven]
+    whole = shared.all_to_all(rows, uneven[rank], received, "unequal parts")
+    assert torch.equal(whole, backend.all_to_all(rows, uneven[rank], received, "unequal parts"))
+    group = dist.group.WORLD
+    assert group is not None
+    assert heap_of(communicator_of(group), 60.0).heap.used == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_collective_gives_what_the_backend_gives(
+    world: int, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    pool.run(_compare, dtype)
+
+
+def _large_sum(rank: int, world: int, counts: list[int]) -> None:
+    shared, _ = _channels(rank, world)
+    for count in counts:
+        total = shared.all_reduce(_draw(rank, (count,), torch.float32), "a large sum")
+        assert torch.equal(total, _added([_draw(r, (count,), torch.float32) for r in range(world)]))
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_an_all_reduce_of_any_length_is_added_in_order_of_rank(world: int, request: pytest.FixtureRequest) -> None:
+    elements = LOCAL_SUM_BYTES // 4
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    pool.run(_large_sum, [elements, elements + 1, elements + 31 * world, 3 * elements + 17, 1_000_003])
+
+
+def _another_call(rank: int, world: int, arg: Any) -> None:
+    shared, _ = _channels(rank, world)
+    x = torch.ones(4, 3)
+    shared.all_gather(x, "the same call")
+    with pytest.raises(RankMismatch, match=rf"rank {rank} is in call \d+, call of rank {rank}, but rank {1 - rank} in"):
+        shared.all_gather(x, f"call of rank {rank}")
+    dispatcher = make_dispatcher(2, dist.group.WORLD, backend="shared_memory")
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+    concurrent: Callable[[], object] = partial(shared.all_gather, x, "a gather during a dispatch")
+    with pytest.raises(RankMismatch, match="collective" if rank else "dispatch"):
+        (partial(dispatcher.dispatch, x, ids) if rank else concurrent)()
+    assert torch.equal(shared.all_gather(x, "the next call"), torch.ones(2, 4, 3))
+    assert dispatcher.dispatch(x, ids).handle.call == 2
+
+
+def test_ranks_in_different_calls_raise_once_and_stay_usable(pool2: RankPool) -> None:
+    pool2.run(_another_call)
+
+
+def _full(rank: int, world: int, arg: Any) -> None:
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    comm = communicator_of(group)
+    made = heap_of(comm, 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
+    taken = block(made.heap, 1, 13 << 20, torch.float32) if rank == 1 else None  # all but 12 MB of its heap
+    shared = SharedChannel(comm, 60.0)
+    shared.attach_heap(made)
+    x = _draw(rank, (world, 2 << 20), torch.bfloat16)  # gloo would round such sums after every addition
+    everyone = [_draw(r, tuple(x.shape), torch.bfloat16) for r in range(world)]
+    with pytest.warns(RuntimeWarning, match=r"uses the group's backend.*shm-size"):
+        total = shared.all_reduce(x, "a sum that does not fit")
+    assert torch.equal(total, _added(everyone))
+    with pytest.warns(RuntimeWarning, match=r"uses the group's backend"):
+        assert torch.equal(shared.reduce_scatter(x, "its part"), _added(everyone)[rank])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(shared.all_reduce(x[:, :99], "one that fits"), total[:, :99])
+    del taken
+
+
+def test_all_ranks_use_the_backend_with_the_same_bits_if_one_has_no_room(pool4: RankPool) -> None:
+    pool4.run(_full)
+
+
+def _other_sizes(rank: int, world: int, arg: Any) -> None:
+    shared, _ = _channels(rank, world)
+    sizes = (100, 200) if rank else (200, 100)
+    for size in sizes:
+        with pytest.raises(RankMismatch, match=rf"rank {1 - rank} in call \d+, values \({4 * (300 - size)} bytes\)"):
+            shared.all_gather(torch.ones(size), "values")
+    shared.all_gather(torch.ones(7), "values")
+
+
+def test_ranks_with_other_sizes_get_an_error_before_anything_is_read(pool2: RankPool) -> None:
+    pool2.run(_other_sizes)

@@ -1,0 +1,57 @@
+"""``parallelize_*`` accept DeviceMeshes, as ``torch.distributed.tensor.parallel.parallelize_module`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import moe_comm
+from moe_comm.errors import ConfigError
+from tests.integrations.models import assert_close, batch, load
+from tests.pool import RankPool
+
+
+def test_the_swap_functions_are_short_aliases() -> None:
+    assert moe_comm.swap_moe is moe_comm.parallelize_moe
+    assert moe_comm.swap_attention is moe_comm.parallelize_attention
+    assert moe_comm.swap_linears is moe_comm.parallelize_linears
+
+
+def on_a_mesh(rank: int, world: int, folder: str) -> tuple[Tensor, Tensor, Tensor, str]:
+    """Return logits with experts, heads and linears over dimensions of a [dp 2, tp 2] mesh."""
+    one = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    ids = batch(1)[0]
+    experts = moe_comm.parallelize_moe(load(folder), one)
+    named = moe_comm.parallelize_moe(load(folder), mesh)
+    split: Any = moe_comm.parallelize_linears(moe_comm.parallelize_attention(load(folder), mesh), mesh)
+    try:
+        moe_comm.parallelize_moe(load(folder), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    except ConfigError as error:
+        text = str(error)
+    with torch.no_grad():
+        return experts(ids).logits, named(ids).logits, split(ids).logits, text
+
+
+def test_a_mesh_of_one_dimension_or_a_named_dimension_of_several(saved: Callable[[str], str], pool4: RankPool) -> None:
+    folder = saved("mixtral")
+    with torch.no_grad():
+        want = load(folder)(batch(1)[0]).logits
+    for experts, named, split, text in pool4.run(on_a_mesh, folder, timeout=120):
+        for got in (experts, named, split):
+            assert_close(got, want, "logits", 2e-5)
+        assert "one dimension or with a dimension 'ep'" in text
+
+
+@pytest.mark.parametrize("name", ["parallelize_moe", "parallelize_attention", "parallelize_linears"])
+def test_without_a_group_the_model_is_unchanged_in_value(name: str, saved: Callable[[str], str]) -> None:
+    ids = batch(1)[0]
+    with torch.no_grad():
+        want = load(saved("mixtral"))(ids).logits
+        got = getattr(moe_comm, name)(load(saved("mixtral")))(ids).logits
+    assert_close(got, want, name, 2e-5)

@@ -1,0 +1,70 @@
+"""Records which modules compute while transfers are in flight: the order of events on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+
+from moe_comm.comm.channel import Channel, PendingTensor
+
+
+@dataclass
+class TransferLog:
+    """events: names of computations in order, each with the number of transfers in flight at that time."""
+
+    events: list[tuple[str, int]] = field(default_factory=list)
+    started: int = 0
+    in_flight: int = 0
+
+    def record(self, name: str) -> None:
+        self.events.append((name, self.in_flight))
+
+    def counts(self, name: str) -> list[int]:
+        """Return the number of transfers in flight at each event ``name``."""
+        return [count for event, count in self.events if event == name]
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Record the forward passes of ``module``, and as "name backward" the gradients of its outputs."""
+
+        def hook(_: nn.Module, inputs: Any, output: Tensor) -> None:
+            self.record(name)
+            if output.requires_grad:
+                output.register_hook(lambda _: self.record(f"{name} backward"))
+
+        module.register_forward_hook(hook)
+
+
+@contextlib.contextmanager
+def record_transfers() -> Iterator[TransferLog]:
+    """Count this process's all-to-alls between their start and the first wait."""
+    log = TransferLog()
+    start = Channel.start_all_to_all
+
+    def start_and_count(
+        self: Channel,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        description: str,
+        out: Tensor | None = None,
+    ) -> PendingTensor:
+        pending = start(self, rows, send, receive, description, out)
+        log.started += 1
+        log.in_flight += 1
+        completed: list[bool] = []
+
+        def wait() -> Tensor:
+            if not completed:
+                completed.append(True)
+                log.in_flight -= 1
+            return pending()
+
+        return replace(pending, wait=wait)
+
+    with mock.patch.object(Channel, "start_all_to_all", start_and_count):
+        yield log
