@@ -189,18 +189,24 @@ def parity_block(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def _gain(row: dict[str, Any]) -> str:
+    """Return the cells speedup and hidden."""
+    hidden = f"{row['hidden']:.2f}" if "chunked_comm_ms" in row else "-"
+    return f"{row['serial_ms'] / row['overlapped_ms']:.2f}x | {hidden}"
+
+
 def overlap_block(folder: Path) -> str:
     """What the fused operators hide, and what becomes of whole layers."""
     found, layers, rows = (load(folder, name) for name in ("overlap", "overlap-layer", "overlap-rows"))
     lines = [
         "| operator | communication / compute, requested (measured) | compute, ms | communication, ms "
-        "| serial, ms | overlapped, ms | hidden |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| serial, ms | overlapped, ms | speedup | hidden |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for one in found["results"]:
         times = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
         ratio = f"{one['ratio']:g} ({one['ratio_measured']:.2f})"
-        lines.append(f"| `{one['op']}`, {one['direction']} | {ratio} | {times} | {one['hidden']:.2f} |")
+        lines.append(f"| `{one['op']}`, {one['direction']} | {ratio} | {times} | {_gain(one)} |")
     s, swept, slow = found["settings"], rows["settings"]["rows"], rows["slowest_case"]
     low, high = next(
         one["vs_serial_range"]
@@ -210,10 +216,9 @@ def overlap_block(folder: Path) -> str:
     lines += [
         "",
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, "
-        f"{found['results'][0]['rows']} rows per rank, {s['width']} transferred columns, fp32, {s['chunks']} chunks. "
-        "hidden = (serial - overlapped) / the smaller of compute and communication. Above 1: chunks also make the "
-        "transfers faster (gloo moves one large message in one direction at a time), and the backward pass of "
-        "gather_matmul has two transfers in flight. "
+        f"{found['results'][0]['rows']} rows per rank, {s['width']} transferred columns, fp32, {s['chunks']} "
+        "chunks. "
+        "Hidden: (compute + communication in chunks - overlapped) / the smaller of the first two; -: not measured. "
         f"Over {len(swept)} numbers of rows from {min(swept)} to {max(swept)} "
         f"(`overlap-rows.json`, {rows['settings']['chunks']} chunks) the operators took at most "
         f"{rows['slowest_vs_serial']:.3f} times as long as the serial order (`{slow['op']}`, "
@@ -226,7 +231,8 @@ def overlap_block(folder: Path) -> str:
     for one in layers["layer"]:
         shown = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
         hf = f"{one['hf_ep_ms']:.0f} | {one['speedup_vs_hf_ep']:.2f}x" if "hf_ep_ms" in one else "- | -"
-        gains = f"{one['speedup_vs_serial']:.2f}x | {hf} | {one['hidden']:.2f}"
+        speedup, hidden = _gain(one).split(" | ")
+        gains = f"{speedup} | {hf} | {hidden}"
         lines.append(f"| F {one['ffn']} | {shown} | {gains} |")
     s = layers["settings"]
     experts = f"{s['experts']} experts" if s["experts"] else "8 experts per rank"

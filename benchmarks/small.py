@@ -1,4 +1,4 @@
-"""``python -m benchmarks.small``: overhead over bare copies for batches of 1 to 64 tokens, in microseconds."""
+"""``python -m benchmarks.small``: overhead of dispatch and combine over memory copies for 1 to 64 tokens, in us."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_comm.errors import MoeCommError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print. Return 2 if the settings are invalid."""
+    """Run the benchmark and print tables. Return the exit status: 0, or 2 if the settings are invalid."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.small", description=__doc__)
     base = DispatchBench(peers=())
     for name in ("ranks", "hidden", "experts", "top_k", "iterations", "seed"):

@@ -14,11 +14,11 @@ namespace moe_comm {
 namespace {
 
 constexpr int64_t kBlockFailed = -2;
-constexpr int64_t kInputFault = 1;                   // 1 + index in header.FAULTS: InputError
+constexpr int64_t kInputFault = 1;                   // InputError; fault codes are 1 + index in header.FAULTS
 constexpr int64_t kRoutingFault = 2;                 // RoutingError
 constexpr int64_t kHeapFault = 4;                    // HeapError
-constexpr int64_t kStreamBytes = int64_t{2} << 20;   // larger results do not stay in the cache anyway
-constexpr int64_t kGrainBytes = int64_t{256} << 10;  // minimum work per thread
+constexpr int64_t kStreamBytes = int64_t{2} << 20;   // larger results are written with non-temporal stores
+constexpr int64_t kGrainBytes = int64_t{256} << 10;  // minimum bytes per thread
 
 int64_t grain(const Layout& layout) {
   return std::max<int64_t>(
@@ -73,8 +73,8 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
   Record local{};
   Record& mine = communicator_ ? communicator_->record() : local;
 
-  // Count this rank's slots per expert in memory that the peers can read. An allocation failure on one rank is sent as
-  // the fault word of the handshake, so all ranks raise the same error.
+  // Count this rank's slots per expert in memory that the peers can read. If the allocation fails on one rank, that
+  // rank sends the fault in the handshake, so that all ranks raise the same error.
   int64_t* counts = nullptr;
   mine.block_offset = kBlockFailed;
   try {
@@ -119,7 +119,8 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
     return rows;
   };
 
-  // Allocate this rank's block. Peers may write to it while this rank still computes places.
+  // Allocate this rank's block and publish its offset first: peers can then write to the block while this rank computes
+  // the destination (`place`) of each of its slots.
   for (int64_t e = expert_offsets_[my_rank]; e < expert_offsets_[my_rank + 1]; ++e) {
     layout->own += count(rank(), e);
     layout->rows_per_expert.push_back(rows_of(e));

@@ -1,4 +1,4 @@
-"""Trace spans of dispatch and combine, with the number of bytes that they send."""
+"""Trace spans of dispatch and combine, with the number of bytes sent."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ KINDS = {
     "combine": Kind.COMBINE,
     "dispatch backward": Kind.COMBINE,
 }
-"""Kind of span of each operation. DISPATCH sends rows to experts, COMBINE sends them to their tokens."""
+"""Span kind of each operation. DISPATCH sends rows to experts; COMBINE sends rows back to the ranks of the tokens."""
 
 
 def dispatch_span(
     dispatcher: Dispatcher, op: str, label: str, handle: DispatchHandle | None = None, *, counted: bool = True
 ) -> AbstractContextManager[Open]:
-    """Return the span of operation ``op`` of layer ``label``. Without a group it is a span of computation.
+    """Return the span of operation ``op`` of layer ``label``. Its kind is COMPUTE if the dispatcher has no group.
 
     Args:
-        handle: of the dispatch, if it exists already; otherwise call ``record_handle`` later.
-        counted: whether every rank enters this span for this operation, so that it counts as a call of the group.
+        handle: the dispatch handle. None if the dispatch has not created it yet; then call ``record_handle`` later.
+        counted: whether to count the span as a call of the group. Only if every rank enters it for this operation.
     """
     kind = KINDS[op]
     if dispatcher.comm is None:
@@ -40,16 +40,16 @@ def dispatch_span(
 
 
 def record_handle(span: Open, dispatcher: Dispatcher, handle: DispatchHandle) -> None:
-    """Record the bytes and the rows per expert of a dispatch."""
+    """Record the sent bytes and the rows per expert of a dispatch in its span."""
     if span.index >= 0:
         nbytes = sent_bytes(dispatcher, "dispatch", handle) if dispatcher.comm is not None else 0
         span.put_rows(handle.rows_per_expert, nbytes)
 
 
 def sent_bytes(dispatcher: Dispatcher, op: str, handle: DispatchHandle) -> int:
-    """Return the bytes of rows that this rank sends to other ranks in ``op``, without weights and group scales.
+    """Return the bytes of rows that this rank sends to other ranks in ``op``, without routing weights and group scales.
 
-    0 if rows are relayed or gathered: the inner collectives record their bytes.
+    Returns 0 if rows are relayed or gathered: the inner collectives record their bytes.
     """
     if not EVENTS.enabled:
         return 0

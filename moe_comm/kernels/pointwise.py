@@ -1,8 +1,8 @@
 """Sigmoid whose bits do not depend on an element's position in the tensor.
 
-``torch.sigmoid`` and ``silu`` compute the last elements of each thread with another formula, so a token's result can
-change with the number of tokens. ``torch.exp`` does not, and negation, addition and division are exactly rounded, so
-their composition gives an element the same bits in every batch.
+On a CPU, ``torch.sigmoid`` and ``silu`` use a different formula for the last elements of each thread, so the result for
+a token can change with the number of tokens. ``torch.exp`` uses one formula for all elements, and negation, addition
+and division are correctly rounded. Composed of these, the sigmoid of an element has the same bits in every batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""SwiGLU: act = silu(gate) * up, with gate and up in one row (arXiv 2002.05202).
+"""SwiGLU (arXiv 2002.05202): act = silu(gate) * up. A row of the input contains gate and then up.
 
-    h_RG    [R, 2F]   gate = columns 0..F, up = columns F..2F
+    h_RG    [R, 2F]   gate = h[:, :F], up = h[:, F:]
     act_RF  [R, F]    gate * sigmoid(gate) * up, computed in fp32 (float64 for float64), rounded once
 
-Forward and backward are one pass over memory each, in the native core on the CPU and in Triton on a GPU. The
-plain-torch reference runs on every device and dtype. The bits of a row do not depend on other rows.
+Forward and backward each read and write memory once. They run in the native core on a CPU, and in Triton on a GPU. A
+reference in plain torch supports every device and dtype. The bits of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
 
         on_gpu.swiglu_forward(h_RG, out_RF)
     elif h_RG.is_cpu and (native := core()) is not None:
-        strides = h_RG.data_ptr(), h_RG.stride(0), out_RF.data_ptr()
-        native.swiglu_forward(*strides, *out_RF.shape, NATIVE_DTYPES[dtype], torch.get_num_threads())
+        pointers = h_RG.data_ptr(), h_RG.stride(0), out_RF.data_ptr()
+        native.swiglu_forward(*pointers, *out_RF.shape, NATIVE_DTYPES[dtype], torch.get_num_threads())
     else:
         swiglu_forward_reference(h_RG, out_RF)
 
@@ -53,7 +53,8 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
 def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor | None) -> None:
     """Write the gradient of ``h_RG`` into ``grad_h_RG`` and, if given, the recomputed activation into ``act_RF``.
 
-    Recomputing the activation needs no additional reads, so the forward pass need not save it.
+    Backward reads gate and up anyway, so it recomputes the activation without additional reads, and the forward pass
+    need not save it.
 
     Args:
         h_RG: [R, 2F] input of the forward pass.

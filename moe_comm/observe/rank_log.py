@@ -45,13 +45,13 @@ class StepParts(NamedTuple):
 
 
 class RankLog:
-    """Write the step lines and spans of ``rank``.
+    """Write the step lines and spans of ``rank`` to the run folder.
 
     Args:
         folder: the run folder.
         done: completed steps when the run resumes; lines of later steps are removed.
-        every: steps between those whose spans are written; 0: write no spans.
-        skew_ns: offset from this host's wall clock to that of rank 0's host. Dumps use it, too.
+        every: write the spans of every ``every``-th step; 0: write no spans.
+        skew_ns: offset from this host's wall clock to the wall clock of rank 0's host. ``dump`` uses it, too.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RankLog:
         self._pending: tuple[int, int] | None = None
 
     def begin(self, step: int) -> None:
-        """Begin ``step``."""
+        """Begin ``step``. On the CPU, write the pending spans of the previous step first."""
         if self._recorder.device is None:
             self._write_pending()
         self._recorder.take()
@@ -86,8 +86,8 @@ class RankLog:
     def end(self, step: int, parts: StepParts) -> None:
         """End ``step`` and write its line.
 
-        Its spans are written when the next step begins, because saving and evaluation belong to it. On a GPU, they are
-        written at the end of the next step, when the GPU times are available.
+        The spans of the step are written when the next step begins, so that they include checkpointing and evaluation
+        after the step. On a GPU, they are written at the end of the next step, when the GPU times are available.
         """
         self._write_pending()
         self._steps.write_text(self._line(step, parts, self._recorder.take()))
@@ -123,7 +123,7 @@ class RankLog:
         return int(LONG.unpack_from(self._recorder.region, HEAD_AT)[0])
 
     def _line(self, step: int, parts: StepParts, totals: Totals) -> str:
-        """Return a ``RankStep`` as a JSON line, formatted by hand because it is written in each step."""
+        """Return a ``RankStep`` as a JSON line. It is formatted without ``json``, because each step writes one."""
         waits = ",".join([f'"{_KINDS[kind]}":{_decimal(ns)}' for kind, ns in totals.ns.items()])
         sent = ",".join([f'"{_KINDS[kind]}":{nbytes}' for kind, nbytes in totals.nbytes.items()])
         peers = ",".join([f'"{rank}":{nbytes}' for rank, nbytes in self._peers(totals)])
@@ -152,9 +152,10 @@ class RankLog:
 def span_lines(
     region: memoryview, rank: int, last: int, since: int, step: int, wall_minus_monotonic_ns: int, skew_ns: int = 0
 ) -> list[str]:
-    """Return the finished spans of ``step`` as JSON lines of ``SpanLine`` without default values.
+    """Return the completed spans of ``step`` as JSON lines of ``SpanLine`` without default values.
 
-    The lines are formatted directly from the records, because training waits meanwhile. Otherwise as ``read_spans``.
+    The lines are formatted directly from the records, which is faster than ``read_spans``: training is blocked while
+    this function runs. ``last`` and ``since`` are as in ``read_spans``.
     """
     named = cache(lambda at: json.dumps(read_name(region, at)))
     layered = cache(lambda at: f',"layer":{named(at)}' if read_name(region, at) else "")
@@ -195,8 +196,8 @@ def span_lines(
 def dump(folder: Path, reason: str, recorder: EventRecorder = EVENTS, *, last: int = DUMPED) -> Path | None:
     """Write the last spans of ``recorder``, open spans first, to the run folder after a fault.
 
-    The first line is named ``reason``; at most ``last`` spans follow. Return the path of the dump, or None if it could
-    not be written; this function does not raise.
+    The first line is a mark with the name ``reason``. At most ``last`` spans follow. Return the path of the dump, or
+    None if it could not be written. I/O errors are not raised.
     """
     try:
         state = read_header(recorder.region)
@@ -225,7 +226,7 @@ def wall_minus_monotonic() -> int:
 
 
 def _seconds(value: float) -> str:
-    """Format seconds with nanoseconds; formatting integers is several times faster than formatting floats."""
+    """Format seconds with 9 decimals. Formatting integers is several times faster than formatting floats."""
     if not 0 <= value < math.inf:
         return repr(value) if math.isfinite(value) else "null"
     return _decimal(round(value * 1e9))

@@ -1,4 +1,4 @@
-"""``bench layer`` end to end at tiny sizes: all layers compute the same function, and the arithmetic of the report."""
+"""``bench layer`` end to end at tiny sizes: all layers compute the same function, and the report is consistent."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ TINY = LayerBench(ranks=2, tokens=40, hidden=64, ffn=32, experts=8, top_k=2, war
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The result of the command with two ranks, read from its file."""
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the benchmark on two ranks and return the report from its output file."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
     returned = layer.main(TINY, str(path))
-    read: dict[str, Any] = json.loads(path.read_text())
-    assert read == returned
-    return read
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert report == returned
+    return report
 
 
-def test_moe_comm_and_hugging_face_agree_for_every_expert_parallel_size(found: dict[str, Any]) -> None:
-    sizes = {name: row["ep"] for name, row in found["contestants"].items() if name != "torchtitan"}
+def test_moe_comm_and_hugging_face_agree_for_every_expert_parallel_size(report: dict[str, Any]) -> None:
+    sizes = {name: row["ep"] for name, row in report["contestants"].items() if name != "torchtitan"}
     assert sizes == {"moe_comm_ep1": 1, "moe_comm": 2, "hf_grouped_mm": 1, "hf_all_to_all": 2}
-    assert all(found["max_error"][name] < 1e-5 for name in sizes)
-    assert set(found["contestants"]) | set(found["skipped"]) >= {"torchtitan"}
+    assert all(report["max_error"][name] < 1e-5 for name in sizes)
+    assert set(report["contestants"]) | set(report["skipped"]) >= {"torchtitan"}
 
 
-def test_rates_and_speedups_follow_from_the_times(found: dict[str, Any]) -> None:
-    rows = found["contestants"]
+def test_rates_and_speedups_follow_from_the_times(report: dict[str, Any]) -> None:
+    rows = report["contestants"]
     assert TINY.flops == 6 * 3 * 40 * 2 * 64 * 32
     for row in rows.values():
         assert row["gflops"] == pytest.approx(TINY.flops * 1e-6 / row["total_ms"])
-        assert row["gemm_fraction"] == pytest.approx(row["gflops"] / found["gemm_gflops"])
+        assert row["gemm_fraction"] == pytest.approx(row["gflops"] / report["gemm_gflops"])
     expected = rows["hf_all_to_all"]["total_ms"] / rows["moe_comm"]["total_ms"]
     assert rows["hf_all_to_all"]["speedup"] == pytest.approx(expected)
     expected = rows["hf_grouped_mm"]["total_ms"] / rows["moe_comm_ep1"]["total_ms"]
@@ -51,29 +51,29 @@ def test_rates_and_speedups_follow_from_the_times(found: dict[str, Any]) -> None
 
 
 def test_one_rank_compares_replicated_layers_and_reports_skipped_ones() -> None:
-    found = layer.main(replace(TINY, ranks=1, peers=("hf_grouped_mm", "hf_all_to_all")))
-    assert set(found["contestants"]) == {"moe_comm_ep1", "hf_grouped_mm"}
-    assert "more than one rank" in found["skipped"]["hf_all_to_all"]
+    report = layer.main(replace(TINY, ranks=1, peers=("hf_grouped_mm", "hf_all_to_all")))
+    assert set(report["contestants"]) == {"moe_comm_ep1", "hf_grouped_mm"}
+    assert "more than one rank" in report["skipped"]["hf_all_to_all"]
 
 
 def test_peak_memory_holds_at_least_weights_and_gradients() -> None:
     settings = replace(TINY, ranks=1, tokens=256, hidden=256, ffn=512, experts=8)
     weights_mib = settings.experts * 3 * settings.hidden * settings.ffn * 4 / 2**20
-    found = layer.peak_memory(settings, "moe_comm_ep1")
-    assert 2 * weights_mib < found["peak_memory_mib"] < 10 * weights_mib
+    measured = layer.peak_memory(settings, "moe_comm_ep1")
+    assert 2 * weights_mib < measured["peak_memory_mib"] < 10 * weights_mib
 
 
 def test_layers_that_disagree_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = LayerWeights.fill
     calls: list[int] = []
 
-    def crooked(self: LayerWeights, experts: range, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def fill_with_error(self: LayerWeights, experts: range, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         fill(self, experts, gate_up, down)
         calls.append(1)
         if len(calls) > 1:
             down[3] *= 1.01
 
-    monkeypatch.setattr(LayerWeights, "fill", torch.no_grad()(crooked))
+    monkeypatch.setattr(LayerWeights, "fill", torch.no_grad()(fill_with_error))
     with pytest.raises(WrongAnswer, match="hf_grouped_mm"):
         layer.main(replace(TINY, ranks=1, peers=("hf_grouped_mm",)))
 
@@ -99,19 +99,22 @@ def test_experts_must_divide_by_ranks() -> None:
 
 
 def test_the_allowed_error_follows_from_the_dtype_and_from_near_ties_of_the_router() -> None:
-    """A bf16 router may choose another expert; our own results, whose logits are float32, are within rounding."""
+    """A router with bf16 logits may select another expert for near ties, which increases the allowed error.
+
+    With ``top_k`` equal to the number of experts there are no ties, and only rounding errors are allowed.
+    """
     settings = replace(TINY, ranks=1, tokens=512, experts=16, dtype="bfloat16")
     x_TD = make_x(settings, 0)
     allowed = layer.allowed_error(settings, x_TD)
     assert allowed > layer.allowed_error(replace(settings, top_k=16), x_TD) == pytest.approx(4 * 2**-7)
-    exact = layer.allowed_error(replace(settings, dtype="float32"), x_TD.float())
-    assert exact < 0.01
-    found = layer.main(settings)
-    assert found["max_error"]["hf_grouped_mm"] <= allowed
+    float32_allowed = layer.allowed_error(replace(settings, dtype="float32"), x_TD.float())
+    assert float32_allowed < 0.01
+    report = layer.main(settings)
+    assert report["max_error"]["hf_grouped_mm"] <= allowed
 
 
 def test_the_layer_bench_result_in_bf16_is_that_of_float64() -> None:
-    """Relative error of each result of ours against plain torch in float64 on the same bf16 values."""
+    """Compare the bf16 output of moe_comm with plain torch in float64 on the same bf16 inputs and weights."""
     settings = replace(TINY, ranks=1, tokens=64, dtype="bfloat16")
     x_TD = make_x(settings, 0)
     weights = LayerWeights(settings)

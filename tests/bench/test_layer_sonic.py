@@ -1,4 +1,4 @@
-"""SonicMoE's weights and gradients in the documented layout, with a fake package."""
+"""The SonicMoE benchmark peer converts weights and gradients to SonicMoE's documented layout. The package is a fake."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_output_and_gradients_match_the_reference(package: None) -> None:
     x_TD = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    found = {}
+    results = {}
     for kind in (HuggingFaceLayer, SonicMoELayer):
-        contestant = kind(SETTINGS, 0)
-        y_TD = contestant.forward(x_TD)
+        layer = kind(SETTINGS, 0)
+        y_TD = layer.forward(x_TD)
         y_TD.float().square().sum().backward()
-        found[kind.name] = {"output": y_TD.detach(), **contestant.grads()}
-    for name, expected in found[HuggingFaceLayer.name].items():
+        results[kind.name] = {"output": y_TD.detach(), **layer.grads()}
+    for name, expected in results[HuggingFaceLayer.name].items():
         difference = float(
-            (found[SonicMoELayer.name][name].float() - expected.float()).norm() / expected.float().norm()
+            (results[SonicMoELayer.name][name].float() - expected.float()).norm() / expected.float().norm()
         )
         assert difference < 3e-2, f"{name} differs by {difference:.1e}"
 
 
 def test_the_interleaved_layout_differs_from_halves() -> None:
-    """Otherwise the test above would not detect a wrong layout."""
+    """If both layouts were equal, the test above could not detect a wrong one."""
     gate_up_FD = LayerWeights(SETTINGS).gate_up(0)
     assert not torch.equal(gate_up_FD[::2], gate_up_FD[:16])
 

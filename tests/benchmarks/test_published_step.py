@@ -1,4 +1,4 @@
-"""Published training steps: predictions are close, and out-of-memory cases are predicted."""
+"""Predictions are close to published step times, and published out-of-memory cases are predicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEFORE = (
     "megascale-ablation",
     "parallelkittens",
 )
-"""Tables to which constants are fitted, or that existed when the model was built."""
+"""Tables that were used to build the cost model. Constants are fitted only to rows of these tables."""
 MIXTRAL = StepCase("mixtral-8x7b", 32, 4096, 128, "tp=2,ep=8", "h100", capacity=1.0)
 
 
@@ -48,7 +48,7 @@ def test_every_fitted_step_reproduces_its_row(report: ValidationReport) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "median", "worst", "beyond"),
+    ("table", "median", "limit", "max_outliers"),
     [
         ("folding", 0.085, 0.2, 1),
         ("megascale", 0.12, 0.2, 0),
@@ -64,11 +64,11 @@ def test_every_fitted_step_reproduces_its_row(report: ValidationReport) -> None:
     ],
 )
 def test_predicted_steps_are_close_to_published_ones(
-    report: ValidationReport, table: str, median: float, worst: float, beyond: int
+    report: ValidationReport, table: str, median: float, limit: float, max_outliers: int
 ) -> None:
     errors = sorted(report.errors(table))
     assert report.median(table) <= median
-    assert sum(error > worst for error in errors) <= beyond, errors
+    assert sum(error > limit for error in errors) <= max_outliers, errors
 
 
 def test_the_median_error_of_the_first_tables_is_below_eight_percent(
@@ -88,7 +88,7 @@ def test_folding_wins_each_time_and_more_overlap_is_faster(report: ValidationRep
         if row.table in ("folding", "megascale-ablation") and row.predicted is not None:
             by_system.setdefault(row.system, {})[row.case] = row.predicted
     for case, mfu in by_system["Folding"].items():
-        assert all(mfu > every.get(case, 0.0) for name, every in by_system.items() if name != "Folding")
+        assert all(mfu > mfus.get(case, 0.0) for name, mfus in by_system.items() if name != "Folding")
     ablation = [by_system[name]["240 GPUs"] for name in by_system if "SP+EP" in name]
     assert ablation == sorted(ablation) and len(set(ablation)) == 3
 
@@ -103,26 +103,26 @@ def test_unknown_settings_are_the_fastest_that_fit() -> None:
 
 
 def test_stated_settings_are_used_even_if_they_do_not_fit() -> None:
-    stated = replace(MIXTRAL, mapping="pp=4,vpp=2,ep=8", global_batch=240, micro_batch=3, recompute="none")
-    found = choice(stated)
-    assert not isinstance(found, OutOfMemory)
-    assert (found[0].virtual, found[0].micro_batch, found[0].recompute) == (2, 3, "none")
-    alone = replace(stated, gpus=1, mapping="", global_batch=3)
-    assert not isinstance(choice(alone), OutOfMemory)
-    assert isinstance(choice(replace(alone, recompute=None)), OutOfMemory)
+    case = replace(MIXTRAL, mapping="pp=4,vpp=2,ep=8", global_batch=240, micro_batch=3, recompute="none")
+    pinned = choice(case)
+    assert not isinstance(pinned, OutOfMemory)
+    assert (pinned[0].virtual, pinned[0].micro_batch, pinned[0].recompute) == (2, 3, "none")
+    one_gpu = replace(case, gpus=1, mapping="", global_batch=3)
+    assert not isinstance(choice(one_gpu), OutOfMemory)
+    assert isinstance(choice(replace(one_gpu, recompute=None)), OutOfMemory)
 
 
 def test_a_system_has_one_dispatcher_unless_it_takes_the_fastest() -> None:
     case = StepCase("qwen3-30b-a3b", 32, 4096, 128, "pp=2,ep=16", "h100", capacity=1.0)
-    found = {name: choice(replace(case, dispatcher=name)) for name in ("all_to_all", "hierarchical", "auto")}
-    taken = {name: one[0].dispatcher for name, one in found.items() if not isinstance(one, OutOfMemory)}
-    assert taken == {"all_to_all": "all_to_all", "hierarchical": "hierarchical", "auto": "hierarchical"}
+    choices = {name: choice(replace(case, dispatcher=name)) for name in ("all_to_all", "hierarchical", "auto")}
+    dispatchers = {name: best[0].dispatcher for name, best in choices.items() if not isinstance(best, OutOfMemory)}
+    assert dispatchers == {"all_to_all": "all_to_all", "hierarchical": "hierarchical", "auto": "hierarchical"}
     assert predict_step(replace(case, dispatcher="auto")) < predict_step(case)  # type: ignore[operator]
 
 
 def test_missing_memory_is_reported() -> None:
-    found = predict_step(replace(MIXTRAL, gpus=4, mapping="", global_batch=4))
-    assert isinstance(found, OutOfMemory) and found.missing_bytes > 0
+    predicted = predict_step(replace(MIXTRAL, gpus=4, mapping="", global_batch=4))
+    assert isinstance(predicted, OutOfMemory) and predicted.missing_bytes > 0
 
 
 def test_invalid_mappings_are_errors() -> None:

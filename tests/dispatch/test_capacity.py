@@ -1,4 +1,4 @@
-"""Capacity against a loop over slots."""
+"""``apply_capacity`` against a reference implementation that loops over slots."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.pool import RankPool
 
 
 def by_hand(ids: list[int], weights: list[float], num_experts: int, limit: int, policy: str) -> list[int]:
-    """Take slots in order of priority while their expert has room."""
+    """Reference implementation: keep slots in order of priority until their expert is full. Return the new ids."""
     order = list(range(len(ids)))
     if policy == "probability":
-        order.sort(key=lambda slot: -weights[slot])  # stable: the earliest of equal ones first
-    room = [limit] * num_experts
-    out = [-1] * len(ids)
+        order.sort(key=lambda slot: -weights[slot])  # stable: of equal weights, the earlier slot comes first
+    free_rows = [limit] * num_experts
+    kept_ids = [-1] * len(ids)
     for slot in order:
         if not 0 <= ids[slot] < num_experts:
-            out[slot] = ids[slot]
-        elif room[ids[slot]]:
-            room[ids[slot]] -= 1
-            out[slot] = ids[slot]
-    return out
+            kept_ids[slot] = ids[slot]
+        elif free_rows[ids[slot]]:
+            free_rows[ids[slot]] -= 1
+            kept_ids[slot] = ids[slot]
+    return kept_ids
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -45,14 +45,14 @@ def test_the_same_slots_are_kept_as_in_a_loop(data: st.DataObject) -> None:
     factor = data.draw(st.sampled_from([0.01, 0.5, 1.0, 1.1, 1.25, 7.0]))
     policy = data.draw(st.sampled_from(["position", "probability"]))
     limit = math.ceil(Fraction(str(factor)) * tokens * top_k / experts)
-    found, dropped = apply_capacity(
+    actual, dropped = apply_capacity(
         torch.tensor(ids, dtype=torch.int64).view(tokens, top_k),
         torch.tensor(weights).view(tokens, top_k),
         experts,
         Capacity(factor, policy),
     )
     expected = by_hand(ids, weights, experts, limit, policy)
-    assert found.reshape(-1).tolist() == expected
+    assert actual.reshape(-1).tolist() == expected
     assert int(dropped) == sum(a != b for a, b in zip(ids, expected, strict=True))
 
 
@@ -61,8 +61,8 @@ def test_a_small_factor_leaves_one_row_for_each_expert(dtype: torch.dtype) -> No
     ids_TK = torch.zeros(100, 1, dtype=torch.int32)
     weights_TK = torch.linspace(0, 1, 100).view(100, 1).to(dtype).requires_grad_()
     for policy, survivor in (("position", 0), ("probability", 99)):
-        found, dropped = apply_capacity(ids_TK, weights_TK, 50, Capacity(1e-9, policy))  # type: ignore[arg-type]
-        assert int(dropped) == 99 and found[survivor] == 0 and found.dtype == torch.int32
+        kept_ids, dropped = apply_capacity(ids_TK, weights_TK, 50, Capacity(1e-9, policy))  # type: ignore[arg-type]
+        assert int(dropped) == 99 and kept_ids[survivor] == 0 and kept_ids.dtype == torch.int32
     assert not ids_TK.any(), "the given ids stay as they are"
 
 
@@ -97,7 +97,7 @@ def test_unknown_policies_and_unequal_shapes_are_refused() -> None:
 
 
 def batch(seed: int, tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids with some that are no expert, weights with many equal ones, and a permutation of the tokens."""
+    """Return ids (some are negative or out of range), weights (many are equal), and a permutation of the tokens."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(-2, experts + 1, (tokens, top_k), generator=g)
     weights = (torch.randint(0, 5, (tokens, top_k), generator=g) / 4).to(dtype)
@@ -115,9 +115,13 @@ CASES = [
 
 
 def decide(rank: int, world: int, _: None) -> list[tuple[Tensor, Tensor, int]]:
-    """Return for each case this rank's positions in the batch, its ids after the drops, and the number of drops."""
+    """Apply the capacity on two ranks, each with a part of the batch.
+
+    Returns:
+        For each case: positions of this rank's tokens in the batch, their ids after dropping, and the number of drops.
+    """
     channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # type: ignore[arg-type]
-    found = []
+    results = []
     for seed, tokens, first, factor, policy, dtype, indexed in CASES:
         ids, weights, order = batch(seed, tokens, 2, 4, dtype)
         if not indexed:
@@ -125,24 +129,24 @@ def decide(rank: int, world: int, _: None) -> list[tuple[Tensor, Tensor, int]]:
         own = order[:first] if rank == 0 else order[first:]
         capacity = Capacity(factor, policy, "batch")  # type: ignore[arg-type]
         kept, dropped = apply_capacity(ids[own], weights[own], 4, capacity, channel, own if indexed else None)
-        found.append((own, kept, int(dropped)))
-    return found
+        results.append((own, kept, int(dropped)))
+    return results
 
 
 def test_several_ranks_drop_the_same_slots_as_one(pool2: RankPool) -> None:
     ranks = pool2.run(decide, timeout=60)
-    some = 0
-    for at, (seed, tokens, _, factor, policy, dtype, _) in enumerate(CASES):
+    cases_with_drops = 0
+    for case, (seed, tokens, _, factor, policy, dtype, _) in enumerate(CASES):
         ids, weights, order = batch(seed, tokens, 2, 4, dtype)
-        want, dropped = apply_capacity(ids, weights, 4, Capacity(factor, policy))  # type: ignore[arg-type]
-        got = torch.full_like(ids, -9)
-        for found in ranks:
-            got[found[at][0]] = found[at][1]
-        assert torch.equal(got, want) and sum(found[at][2] for found in ranks) == int(dropped), CASES[at]
-        alone = Capacity(factor, policy, "batch")  # type: ignore[arg-type]
-        assert torch.equal(apply_capacity(ids[order], weights[order], 4, alone, None, order)[0], want[order])
-        some += int(dropped) > 0
-    assert some > len(CASES) // 3
+        expected, dropped = apply_capacity(ids, weights, 4, Capacity(factor, policy))  # type: ignore[arg-type]
+        actual = torch.full_like(ids, -9)
+        for results in ranks:
+            actual[results[case][0]] = results[case][1]
+        assert torch.equal(actual, expected) and sum(results[case][2] for results in ranks) == int(dropped), CASES[case]
+        batch_scope = Capacity(factor, policy, "batch")  # type: ignore[arg-type]
+        assert torch.equal(apply_capacity(ids[order], weights[order], 4, batch_scope, None, order)[0], expected[order])
+        cases_with_drops += int(dropped) > 0
+    assert cases_with_drops > len(CASES) // 3
 
 
 def disagree(rank: int, world: int, what: str) -> tuple[str, str]:
@@ -164,5 +168,5 @@ def disagree(rank: int, world: int, what: str) -> tuple[str, str]:
     [("top-k", "RankMismatch", "[2, 3]"), ("token index", "RankMismatch", "[1, 0]"), ("shape", "InputError", "rank 1")],
 )
 def test_inconsistent_inputs_are_refused_on_every_rank(pool2: RankPool, what: str, error: str, message: str) -> None:
-    found = pool2.run(disagree, what, timeout=60)
-    assert [name for name, _ in found] == [error, error] and message in found[0][1]
+    errors = pool2.run(disagree, what, timeout=60)
+    assert [name for name, _ in errors] == [error, error] and message in errors[0][1]

@@ -1,4 +1,4 @@
-"""Records which modules compute while transfers are in flight: the order of events on one rank."""
+"""Record which modules run on one rank while its transfers are in flight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from moe_comm.comm.channel import Channel, PendingTensor
 
 @dataclass
 class TransferLog:
-    """events: names of computations in order, each with the number of transfers in flight at that time."""
+    """Log of computations and transfers.
+
+    events: (name, number of transfers in flight) of each computation, in order.
+    started: number of transfers started so far.
+    in_flight: number of transfers in flight now.
+    """
 
     events: list[tuple[str, int]] = field(default_factory=list)
     started: int = 0
@@ -25,11 +30,11 @@ class TransferLog:
         self.events.append((name, self.in_flight))
 
     def counts(self, name: str) -> list[int]:
-        """Return the number of transfers in flight at each event ``name``."""
+        """Return the number of transfers in flight at each event with this name."""
         return [count for event, count in self.events if event == name]
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Record the forward passes of ``module``, and as "name backward" the gradients of its outputs."""
+        """Record the end of each forward pass of ``module``, and the start of its backward as "<name> backward"."""
 
         def hook(_: nn.Module, inputs: Any, output: Tensor) -> None:
             self.record(name)
@@ -41,7 +46,7 @@ class TransferLog:
 
 @contextlib.contextmanager
 def record_transfers() -> Iterator[TransferLog]:
-    """Count this process's all-to-alls between their start and the first wait."""
+    """Log the all-to-alls of this process. Each is in flight from its start until its first wait."""
     log = TransferLog()
     start = Channel.start_all_to_all
 

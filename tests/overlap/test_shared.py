@@ -1,4 +1,7 @@
-"""Operators between ranks that share memory: read in place, the same bits, and errors on every rank if on one."""
+"""Linear-layer operators on ranks that share memory.
+
+Rows are read in place, results are bit-identical to those of other transports, and an error on one rank raises on all.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "matmul_scatter": (matmul_scatter, scatter_reference),
 }
 CUT = Overlap(2, 1)
+"""Two chunks, without a minimum chunk size."""
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -47,14 +51,14 @@ def _new_group() -> ProcessGroup:
 
 def _inputs(name: str, rank: int, world: int, rows: int = 40, dtype: torch.dtype = torch.float32) -> Grads:
     """Return x, weight and the gradient of the output, different on every rank."""
-    whole, part = rows * world, rows
-    here, there = (part, whole) if name == "gather_matmul" else (whole, part)
-    x, w = draw(here, 24, seed=rank, dtype=dtype), draw(9, 24, seed=50 + rank, dtype=dtype)
-    return x, w, draw(there, 9, seed=100 + rank, dtype=dtype)
+    all_rows, own_rows = rows * world, rows
+    in_rows, out_rows = (own_rows, all_rows) if name == "gather_matmul" else (all_rows, own_rows)
+    x, w = draw(in_rows, 24, seed=rank, dtype=dtype), draw(9, 24, seed=50 + rank, dtype=dtype)
+    return x, w, draw(out_rows, 9, seed=100 + rank, dtype=dtype)
 
 
 def _pass(name: str, inputs: Grads, group: ProcessGroup, overlap: Overlap = CUT) -> Grads:
-    """Return output and both gradients."""
+    """Run forward and backward. Return the output and the gradients of x and weight."""
     x, w, grad = inputs
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = OPERATORS[name][0](x, w, group, overlap)
@@ -64,28 +68,28 @@ def _pass(name: str, inputs: Grads, group: ProcessGroup, overlap: Overlap = CUT)
 
 @contextmanager
 def _passes_in_place(passes: int) -> Iterator[None]:
-    """Check the number of passes that run in place within the context."""
-    real, seen = SharedChannel.rendezvous, 0
+    """Check that this many forward or backward passes run in place within the context."""
+    real, count = SharedChannel.rendezvous, 0
 
     def rendezvous(*args: Any, **kwargs: Any) -> Any:
-        nonlocal seen
-        seen += 1
+        nonlocal count
+        count += 1
         return real(*args, **kwargs)
 
     with mock.patch.object(SharedChannel, "rendezvous", rendezvous):
         yield
-    assert seen == passes
+    assert count == passes
 
 
 @contextmanager
 def _products(before: Callable[[int], None]) -> Iterator[None]:
-    """Call ``before`` with the number of each GEMM whose result peers sum, within the context."""
-    real, made = row_invariant_mm, 0
+    """Within the context, call ``before(n)`` before the n-th GEMM whose results are summed over the ranks."""
+    real, calls = row_invariant_mm, 0
 
     def product(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal made
-        made += 1
-        before(made)
+        nonlocal calls
+        calls += 1
+        before(calls)
         return real(*args, **kwargs)
 
     with mock.patch.object(shared, "row_invariant_mm", product):
@@ -93,19 +97,20 @@ def _products(before: Callable[[int], None]) -> Iterator[None]:
 
 
 def _same(rank: int, world: int, dtype: torch.dtype) -> None:
+    """Compare in-place, chunked and reference results. float64 is not read in place."""
     group = _new_group()
     in_place = dtype != torch.float64
     try:
         for name, (_, reference) in OPERATORS.items():
             inputs = _inputs(name, rank, world, dtype=dtype)
             with _passes_in_place(2 if in_place else 0):
-                found = _pass(name, inputs, group)
+                result = _pass(name, inputs, group)
                 _pass(name, inputs, group, Overlap(1))
             configure_collectives(CollectiveOptions(shared_memory=False))
             with _passes_in_place(0):
                 chunked = _pass(name, inputs, group)
-            assert all(torch.equal(a, b) for a, b in zip(found, chunked, strict=True))
-            assert torch.equal(found[0], reference(*inputs[:2], group))
+            assert all(torch.equal(a, b) for a, b in zip(result, chunked, strict=True))
+            assert torch.equal(result[0], reference(*inputs[:2], group))
             configure_collectives(CollectiveOptions())
     finally:
         configure_collectives(CollectiveOptions())
@@ -128,27 +133,27 @@ def test_rows_may_be_strided(pool2: RankPool) -> None:
 
 
 def _late(rank: int, world: int, path: Path) -> list[int]:
-    """Rank 1 offers its rows only after rank 0 has received those of all others."""
+    """Delay rank 1 until rank 0 has received all other rows. Return the source ranks in the order of receipt."""
     store = dist.FileStore(str(path), world)
     group = _new_group()
     channel_of(group)
     if rank == 1:
         store.wait(["others"])
-    seen: list[int] = []
+    order: list[int] = []
     real = shared.SharedTransport.start_gather
 
-    def watched(way: shared.SharedTransport, x_SD: Tensor) -> Any:
-        for arrival in real(way, x_SD):
-            seen.append(arrival.ranks.start)
+    def watched(transport: shared.SharedTransport, x_SD: Tensor) -> Any:
+        for arrival in real(transport, x_SD):
+            order.append(arrival.ranks.start)
             yield arrival
-            if rank == 0 and len(seen) == world - 1:
+            if rank == 0 and len(order) == world - 1:
                 store.set("others", "had")
 
     x, w, _ = _inputs("gather_matmul", rank, world)
     with mock.patch.object(shared.SharedTransport, "start_gather", watched):
         y = gather_matmul(x, w, group, CUT)
     assert torch.equal(y, gather_reference(x, w, group))
-    return seen
+    return order
 
 
 def test_rows_are_computed_in_order_of_completion(pool4: RankPool, tmp_path: Path) -> None:
@@ -161,10 +166,10 @@ def test_rows_are_computed_in_order_of_completion(pool4: RankPool, tmp_path: Pat
 def _mismatch(rank: int, world: int, arg: Any) -> None:
     group = dist.group.WORLD
     assert group is not None
-    odd = world - 1
+    odd_rank = world - 1
     for name, (operator, _) in OPERATORS.items():
         x, w, _ = _inputs(name, rank, world)
-        unlike: list[tuple[Tensor, Tensor, Overlap]] = [
+        mismatches: list[tuple[Tensor, Tensor, Overlap]] = [
             (x[:, 1:], w[:, 1:], CUT) if name == "gather_matmul" else (x, w[1:], CUT),
             (x[: x.shape[0] // 2], w, CUT),
             (x[:0], w, CUT),
@@ -173,21 +178,23 @@ def _mismatch(rank: int, world: int, arg: Any) -> None:
             (x, w, Overlap(3, 1)),
             (x, w, Overlap(1)),
         ]
-        for other in unlike:
+        for other in mismatches:
             with pytest.raises(
-                RankMismatch, match=rf"rank {rank} is in call.*rank {0 if rank == odd else odd} in call"
+                RankMismatch, match=rf"rank {rank} is in call.*rank {0 if rank == odd_rank else odd_rank} in call"
             ):
-                operator(*(other if rank == odd else (x, w, CUT))[:2], group, other[2] if rank == odd else CUT)
-    for name in OPERATORS:  # after which all goes on
+                operator(
+                    *(other if rank == odd_rank else (x, w, CUT))[:2], group, other[2] if rank == odd_rank else CUT
+                )
+    for name in OPERATORS:  # the next calls work
         _pass(name, _inputs(name, rank, world), group)
     with pytest.raises(RankMismatch):
-        OPERATORS["gather_matmul" if rank == odd else "matmul_scatter"][0](
+        OPERATORS["gather_matmul" if rank == odd_rank else "matmul_scatter"][0](
             torch.ones(16 * world, 16), torch.ones(16, 16), group, CUT
         )
     other_call = partial(channel_of(group).all_gather, torch.ones(3), "something else")
-    among = partial(matmul_scatter, torch.ones(16 * world, 16), torch.ones(16, 16), group, CUT)
+    scatter_call = partial(matmul_scatter, torch.ones(16 * world, 16), torch.ones(16, 16), group, CUT)
     with pytest.raises(RankMismatch):
-        (other_call if rank == odd else among)()
+        (other_call if rank == odd_rank else scatter_call)()
     _pass("matmul_scatter", _inputs("matmul_scatter", rank, world), group)
 
 
@@ -199,6 +206,7 @@ def test_ranks_that_disagree_all_get_the_error_and_the_next_call_works(
 
 
 def _other_gradients(rank: int, world: int, arg: Any) -> None:
+    """Only rank 0 computes the weight gradient."""
     group = dist.group.WORLD
     x, w, grad = _inputs("gather_matmul", rank, world)
     x, w = x.requires_grad_(), w.requires_grad_(rank == 0)
@@ -213,22 +221,24 @@ def test_ranks_that_differ_in_needing_the_weight_gradient_raise(pool2: RankPool)
 
 
 def _full(rank: int, world: int, arg: Any) -> None:
+    """Fill the heap of the last rank and check that all ranks fall back to chunks."""
     group = _new_group()
-    made = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
-    taken = block(made.heap, 1, 15 << 20, torch.float32) if rank == world - 1 else None  # all but 4 MB of its heap
+    shared_heap = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
+    # The block leaves 4 MiB of the last rank's heap.
+    filler = block(shared_heap.heap, 1, 15 << 20, torch.float32) if rank == world - 1 else None
     for name in OPERATORS:
         inputs = _inputs(name, rank, world, rows=30_000)
         with _passes_in_place(2), pytest.warns(RuntimeWarning, match=r"cannot grow shared memory.*uses another method"):
-            found = _pass(name, inputs, group, Overlap(32, 1))
+            result = _pass(name, inputs, group, Overlap(32, 1))
         configure_collectives(CollectiveOptions(shared_memory=False))
         chunked = _pass(name, inputs, group)
         configure_collectives(CollectiveOptions())
-        assert all(torch.equal(a, b) for a, b in zip(found, chunked, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(result, chunked, strict=True))
         small = _inputs(name, rank, world)
         with _passes_in_place(2):
             assert torch.equal(_pass(name, small, group)[0], OPERATORS[name][1](*small[:2], group))
-    del taken
-    assert made.heap.used == 0
+    del filler
+    assert shared_heap.heap.used == 0
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -239,7 +249,7 @@ def test_if_one_rank_has_no_memory_all_use_chunks_with_the_same_bits(
 
 
 def _dies_first(rank: int, world: int, name: str) -> None:
-    """Rank 1 exits before it offers its rows. The others have computed their own rows and wait for it."""
+    """Rank 1 exits before it offers its rows. The other ranks compute their own rows and wait for it."""
     group = _new_group()
     x, w, _ = _inputs(name, rank, world)
     OPERATORS[name][0](x, w, group, CUT)
@@ -256,20 +266,20 @@ def test_a_rank_that_exits_before_it_offers_rows_is_named_on_all(name: str) -> N
 
 
 def _dies(rank: int, world: int, name: str) -> None:
-    """Rank 1 exits after it has offered its rows, in its second GEMM. The others wait for its later flags."""
+    """Rank 1 offers its rows and exits in its second GEMM. The other ranks wait for its flags."""
     group = dist.group.WORLD
     inputs = _inputs(name, rank, world)
 
-    def end(product: int) -> None:
-        if rank == 1 and product == 2:
+    def end(gemm: int) -> None:
+        if rank == 1 and gemm == 2:
             os._exit(3)
 
     x, w, grad = inputs
-    act: Callable[[], object] = partial(matmul_scatter, x, w, group, CUT)
+    operation: Callable[[], object] = partial(matmul_scatter, x, w, group, CUT)
     if name == "gather_matmul":
-        act = partial(gather_matmul(x.requires_grad_(), w.requires_grad_(), group, CUT).backward, grad)
+        operation = partial(gather_matmul(x.requires_grad_(), w.requires_grad_(), group, CUT).backward, grad)
     with _products(end), pytest.raises(PeerDied, match=rf"{name}.*rank 1(.|\n)*rank 1: dead; was in {name}"):
-        act()
+        operation()
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -280,14 +290,15 @@ def test_a_rank_that_dies_while_others_wait_for_its_flag_is_named_on_all(world: 
 
 
 def _stuck(rank: int, world: int, path: Path) -> None:
+    """Rank 1 hangs in its first GEMM until the other ranks have raised."""
     store = dist.FileStore(str(path), world)
     group = _new_group()
     inputs = _inputs("matmul_scatter", rank, world)
     _pass("matmul_scatter", inputs, group)
     configure_collectives(CollectiveOptions(timeout_s=2.0 if rank != 1 else 60))
 
-    def stay(product: int) -> None:
-        if rank == 1 and product == 1:
+    def stay(gemm: int) -> None:
+        if rank == 1 and gemm == 1:
             store.wait([f"rank {other} is out" for other in range(world) if other != 1])
 
     try:
@@ -311,6 +322,7 @@ def test_a_rank_that_hangs_is_named_on_all_at_the_deadline(
 
 
 def _fails(rank: int, world: int, arg: Any) -> None:
+    """Rank 1 raises an exception in its second GEMM."""
     group = _new_group()
     inputs = _inputs("matmul_scatter", rank, world)
 

@@ -1,4 +1,4 @@
-"""Process groups that callers give: none in one of several ranks, and one that this rank is not in."""
+"""Invalid process groups: no group although WORLD_SIZE is larger than 1, and a group without this rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.pool import RankPool
 
 CONFIG = MoEConfig(hidden=8, ffn=8, router=RouterConfig(num_experts=4, top_k=2))
 
-# Each build runs twice in a forked process, which has warned of nothing yet, as a rank of one and of two.
+# Script: for WORLD_SIZE 1 and 2, run each build function twice in a forked process, which has not issued any warning
+# yet, and print the number of warnings and whether their text is complete.
 UNDISTRIBUTED = """
 import itertools, os, sys, warnings
 import moe_comm
@@ -45,14 +46,14 @@ builds = {
 for world, (name, build) in itertools.product("12", builds.items()):
     if not os.fork():
         os.environ["WORLD_SIZE"] = world
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             build()
             build()
-        found = [str(one.message) for one in told if issubclass(one.category, RuntimeWarning)]
-        text = found[0] if found else ""
+        messages = [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+        text = messages[0] if messages else ""
         good = "init_process_group(" in text and "group.WORLD" in text and "WORLD_SIZE" in text
-        print(world, name, len(found), good, flush=True)
+        print(world, name, len(messages), good, flush=True)
         os._exit(0)
     os.wait()
 """
@@ -81,7 +82,7 @@ def test_ranks_of_the_launcher_have_a_process_group() -> None:
 
 
 def outside(rank: int, world: int, arg: object) -> list[str]:
-    """What each call says on a rank that is not in its group."""
+    """Return the error messages of all calls with a group that contains only rank 0. Empty on rank 0."""
     group = dist.new_group([0])
     if rank == 0:
         make_dispatcher(4, group)
@@ -94,12 +95,12 @@ def outside(rank: int, world: int, arg: object) -> list[str]:
         lambda: sum_values(torch.ones(2), group),
         *swaps(group),
     ]
-    said = []
+    errors = []
     for call in calls:
         with pytest.raises(ConfigError) as caught:
             call()
-        said.append(str(caught.value))
-    return said
+        errors.append(str(caught.value))
+    return errors
 
 
 def swaps(group: dist.ProcessGroup) -> list[Callable[[], object]]:
@@ -119,6 +120,6 @@ def swaps(group: dist.ProcessGroup) -> list[Callable[[], object]]:
 
 def test_a_group_without_this_rank_is_refused_by_name(pool2: RankPool) -> None:
     pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
-    said = pool2.run(outside)[1]
-    assert len(said) == 9
-    assert all("rank 1 is not a member of the given process group" in text for text in said), said
+    errors = pool2.run(outside)[1]
+    assert len(errors) == 9
+    assert all("rank 1 is not a member of the given process group" in text for text in errors), errors

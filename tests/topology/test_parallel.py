@@ -1,4 +1,4 @@
-"""``ParallelConfig``: groups, folding and order for every legal mapping of up to 64 ranks; errors of illegal ones."""
+"""``ParallelConfig``: groups, folding and rank order of all valid mappings of up to 64 ranks; errors of others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_comm.topology.mesh import GROUPS
 
 
 def factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ordered ways to write ``number`` as a product of ``parts`` numbers."""
+    """Yield all ordered factorizations of ``number`` into ``parts`` factors."""
     if parts == 1:
         yield (number,)
         return
@@ -23,6 +23,7 @@ def factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def legal(world: int) -> Iterator[ParallelConfig]:
+    """Yield all valid mappings of ``world`` ranks."""
     for tp, cp, dp, pp in factors(world, 4):
         for etp, ep, _ in factors(tp * cp * dp, 3):
             yield ParallelConfig(tp, cp, dp, pp, ep, etp)
@@ -30,53 +31,56 @@ def legal(world: int) -> Iterator[ParallelConfig]:
 
 @pytest.mark.parametrize("world", [4, 6, 8, 12])
 def test_groups_that_coincide_do_so_for_every_rank(world: int) -> None:
-    """A rank creates a group of the same ranks once; the creation order must be the same on all ranks that share it."""
+    """If two axes give the same group of ranks on one rank, they do so on all ranks.
+
+    A rank creates only one process group for equal groups, and all ranks must create groups in the same order.
+    """
     for config in legal(world):
         patterns = set()
         for rank in range(world):
-            first = {config.group_of(rank, *axes): place for place, axes in reversed(list(enumerate(GROUPS)))}
-            patterns.add(tuple(first[config.group_of(rank, *axes)] for axes in GROUPS))
+            first_index = {config.group_of(rank, *axes): index for index, axes in reversed(list(enumerate(GROUPS)))}
+            patterns.add(tuple(first_index[config.group_of(rank, *axes)] for axes in GROUPS))
         assert len(patterns) == 1, config
 
 
 @pytest.mark.parametrize("world", range(1, 65))
 def test_every_legal_mapping(world: int) -> None:
-    """Both grids fold onto the same pipeline stages, and the groups of each grid are right."""
-    everyone = list(range(world))
+    """Attention grid and expert grid fold onto the same pipeline stages, and the groups of each grid are correct."""
+    all_ranks = list(range(world))
     checked: set[tuple[object, ...]] = set()
     for config in legal(world):
         assert config.world == world
         stage = config.tp * config.cp * config.dp
         assert stage == config.etp * config.ep * config.edp == config.stage
-        # The same pipeline stage on both sides: stage s is one block of ranks.
+        # A pipeline stage has the same ranks in both grids: a contiguous range.
         expected = [tuple(range(first, first + stage)) for first in range(0, world, stage)]
         assert config.groups("tp", "cp", "dp") == config.groups("etp", "ep", "edp") == expected, config
-        for side in (ATTENTION_AXES, EXPERT_AXES):
-            sizes = tuple(config.sizes[axis] for axis in side)
-            if (side, sizes) in checked:
-                continue  # a test below shows independence of the other grid
-            checked.add((side, sizes))
-            # Each rank has unique coordinates, and ranks count up along the fastest axis first.
-            places = [config.place(rank) for rank in everyone]
-            coordinates = [tuple(place[axis] for axis in reversed(side)) for place in places]
+        for grid in (ATTENTION_AXES, EXPERT_AXES):
+            sizes = tuple(config.sizes[axis] for axis in grid)
+            if (grid, sizes) in checked:
+                continue  # groups do not depend on the other grid: test_groups_of_one_side_do_not_depend_on_the_other
+            checked.add((grid, sizes))
+            # Each rank has unique coordinates. Consecutive ranks are adjacent on the fastest axis.
+            place_of_rank = [config.place(rank) for rank in all_ranks]
+            coordinates = [tuple(place[axis] for axis in reversed(grid)) for place in place_of_rank]
             assert coordinates == list(product(*map(range, reversed(sizes)))), config
-            for axes in (axes for axes in GROUPS if set(axes) <= set(side)):
+            for axes in (axes for axes in GROUPS if set(axes) <= set(grid)):
                 groups = config.groups(*axes)
                 assert all(len(group) == config.size(*axes) for group in groups), (config, axes)
-                assert sorted(chain.from_iterable(groups)) == everyone, (config, axes)
-                # Ranks of a group are ordered by coordinates, fastest axis first: ascending. So are the groups.
+                assert sorted(chain.from_iterable(groups)) == all_ranks, (config, axes)
+                # The ranks of a group and the list of groups are in ascending order.
                 assert all(list(group) == sorted(group) for group in groups), (config, axes)
                 assert groups == sorted(groups), (config, axes)
 
 
 @pytest.mark.parametrize("world", [8, 24, 64])
 def test_groups_of_one_side_do_not_depend_on_the_other(world: int) -> None:
-    found: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
+    groups_by_sizes: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
     for config in legal(world):
         for axes in GROUPS:
-            side = next(side for side in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(side))
+            grid = next(grid for grid in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(grid))
             groups = config.groups(*axes)
-            assert found.setdefault((axes, *(config.sizes[axis] for axis in side)), groups) == groups
+            assert groups_by_sizes.setdefault((axes, *(config.sizes[axis] for axis in grid)), groups) == groups
 
 
 @pytest.mark.parametrize("world", [8, 24, 64])
@@ -84,8 +88,8 @@ def test_ranks_of_a_group_differ_on_its_axes_only(world: int) -> None:
     for config in legal(world):
         places = [config.place(rank) for rank in range(world)]
         for axes in GROUPS:
-            side = next(side for side in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(side))
-            fixed = [axis for axis in side if axis not in axes]
+            grid = next(grid for grid in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(grid))
+            fixed = [axis for axis in grid if axis not in axes]
             for group in config.groups(*axes)[:: max(1, world // 8)]:
                 assert all(places[rank][axis] == places[group[0]][axis] for rank in group for axis in fixed)
 
@@ -94,9 +98,9 @@ def test_ranks_of_a_group_differ_on_its_axes_only(world: int) -> None:
 def test_one_ranks_group_is_the_one_of_all_groups_that_holds_it(world: int) -> None:
     for config in legal(world):
         for axes in GROUPS:
-            found = {rank: group for group in config.groups(*axes) for rank in group}
-            assert all(config.group_of(rank, *axes) == found[rank] for rank in range(world)), (config, axes)
-            assert config.group_of(world - 1, *reversed(axes)) == found[world - 1]
+            group_of_rank = {rank: group for group in config.groups(*axes) for rank in group}
+            assert all(config.group_of(rank, *axes) == group_of_rank[rank] for rank in range(world)), (config, axes)
+            assert config.group_of(world - 1, *reversed(axes)) == group_of_rank[world - 1]
 
 
 def test_the_worked_pictures_of_the_documentation() -> None:
@@ -104,8 +108,8 @@ def test_the_worked_pictures_of_the_documentation() -> None:
     assert [config.place(rank)["ep"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert config.groups("tp") == config.groups("etp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert config.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    wide = ParallelConfig(tp=2, cp=2, dp=2, ep=8)
-    assert wide.groups("ep") == [tuple(range(8))] and wide.groups("edp") == [(rank,) for rank in range(8)]
+    full_ep = ParallelConfig(tp=2, cp=2, dp=2, ep=8)
+    assert full_ep.groups("ep") == [tuple(range(8))] and full_ep.groups("edp") == [(rank,) for rank in range(8)]
     assert str(ParallelConfig()) == "one rank" and str(ParallelConfig(tp=2, dp=3, ep=6)) == "tp 2, dp 3, ep 6"
 
 

@@ -112,7 +112,7 @@ def _work(rank: int, world: int, what: str) -> tuple[list[str], int]:
             return "done\nat last"
 
         patch.setattr(ranks_module, "all_sum", asking)
-        patch.setattr(ranks_module, "ASK_S", 0.01)
+        patch.setattr(ranks_module, "POLL_S", 0.01)
         try:
             return ranks.run_on_some(long if rank == 1 else None), len(asked)
         except (ZeroDivisionError, MoeCommError) as error:

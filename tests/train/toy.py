@@ -1,7 +1,8 @@
-"""A toy model on a parallel mesh with a closed-form gradient, to compare all shardings.
+"""A toy model on a parallel mesh with a closed-form gradient, for comparing shardings.
 
-Parameter p has loss sum over tokens t of c_t (p - a_t)^2 / 2, elementwise, with 8 tokens for every mapping: the ranks
-of p's reduction group split them, as they split a batch. So the full gradient does not depend on the mapping.
+The loss of each parameter p is the sum over tokens t and elements of c_t (p - a_t)^2 / 2. The batch has 8 tokens for
+every mapping. The ranks over which the gradient of p is reduced split the tokens, so the reduced gradient does not
+depend on the mapping.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ SHARDINGS = {
 
 
 def whole(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the global tensor of this name, the same on all ranks."""
+    """Return a random global tensor that depends only on ``name`` and ``kind``, so that it is equal on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {kind}".encode()))
     return torch.randn(shape, generator=generator)
 
 
 class Toy(nn.Module):
-    """Modules nested by name, each with its direct parameters."""
+    """Tree of modules built from dotted parameter names. Each module holds its direct parameters."""
 
     def __init__(self, shardings: Mapping[str, Sharding], mesh: ParallelMesh, prefix: str = "") -> None:
         super().__init__()
@@ -87,10 +88,10 @@ class Toy(nn.Module):
         total = param.new_zeros(())
         for token in range(TOKENS):
             if token % members == index and (token // members) % parts == part:
-                at = whole(self.prefix + name, f"at {token}", sharding.shape)
+                target = whole(self.prefix + name, f"at {token}", sharding.shape)
                 weight = whole(self.prefix + name, f"weight {token}", sharding.shape).abs()
-                at, weight = (sharding.take(t, place, sizes).to(param.dtype) for t in (at, weight))
-                total = total + (weight * (param - at).square()).sum() / 2
+                target, weight = (sharding.take(t, place, sizes).to(param.dtype) for t in (target, weight))
+                total = total + (weight * (param - target).square()).sum() / 2
         return total
 
 
@@ -102,7 +103,7 @@ def make(
 
 
 def backward(model: Toy, data_parallel: DataParallel, parts: int = 1) -> None:
-    """Run all micro-batches of a step, and reduce over ranks."""
+    """Run forward and backward of all micro-batches of a step, and reduce the gradients over ranks."""
     data_parallel.zero_grad()
     for part in range(parts):
         prepare_backward(model, part == parts - 1)
@@ -133,24 +134,27 @@ Pieces = list[tuple[str, tuple[slice, ...], Tensor]]
 
 
 def pieces(owned: list[OwnedParameter], mesh: ParallelMesh, values: Mapping[str, Tensor] | None = None) -> Pieces:
-    """Return the owned shards of a rank as boxes of the full parameters."""
-    found: Pieces = []
+    """Return the shards that a rank owns as (parameter name, slices of the full parameter, values)."""
+    result: Pieces = []
     for item in owned:
         value = item.value.detach() if values is None else values[item.name]
-        found += [(item.name, box.full, value[box.local].clone()) for box in item.boxes(mesh)]
-    return found
+        result += [(item.name, box.full, value[box.local].clone()) for box in item.boxes(mesh)]
+    return result
 
 
 def assemble(
     of_ranks: list[Pieces], shardings: Mapping[str, Sharding] = SHARDINGS, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Assemble the full parameters; fail if an element has no owner, or if the bits of two owners differ."""
-    wholes = {name: torch.full(sharding.shape, torch.nan, dtype=dtype) for name, sharding in shardings.items()}
-    for found in of_ranks:
-        for name, place, value in found:
-            there = wholes[name][place]
-            assert (there.isnan() | (there == value)).all(), f"owners of {name} differ"
-            wholes[name][place] = value
-    for name, tensor in wholes.items():
+    """Assemble the full parameters from the shards of all ranks.
+
+    Fails if an element has no owner, or if two owners have different values.
+    """
+    params = {name: torch.full(sharding.shape, torch.nan, dtype=dtype) for name, sharding in shardings.items()}
+    for owned in of_ranks:
+        for name, box, value in owned:
+            current = params[name][box]
+            assert (current.isnan() | (current == value)).all(), f"owners of {name} differ"
+            params[name][box] = value
+    for name, tensor in params.items():
         assert not tensor.isnan().any(), f"{name} has elements without an owner"
-    return wholes
+    return params

@@ -190,7 +190,10 @@ def _overlap_layers(result: dict[str, Any]) -> Table:
     return table
 
 
-HIDDEN = "hidden: time saved by overlap as a fraction of the shorter of compute and comm; below 0 is a loss"
+HIDDEN = (
+    "hidden: time saved by overlap, compared with compute and then the same messages, as a fraction of the shorter of "
+    "the two; 1 is all of it, below 0 is a loss"
+)
 _LAYER_PARTS = ("compute", "comm", "serial", "overlapped", "hf_ep")
 
 

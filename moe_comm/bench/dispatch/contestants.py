@@ -1,4 +1,4 @@
-"""Contestants of ``bench dispatch`` and the measuring loop, which MPI ranks use too."""
+"""Contestants of ``bench dispatch``, and the measurement loop. The MPI benchmark uses both, too."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ class Contestant(Protocol):
         """Return the phases of one iteration, in order."""
 
     def check(self) -> dict[str, float]:
-        """Check the results against plain torch, raise ``WrongAnswer`` or return the errors. Collective."""
+        """Compare the results with plain torch and return the error by operation. Collective.
+
+        Raises:
+            WrongAnswer: an error is larger than the tolerance.
+        """
 
 
 class TorchPeer:
-    """Forward pass of dispatch and combine with torch permutations and an all-to-all."""
+    """Contestant that dispatches and combines with torch permutations and an all-to-all. Forward only."""
 
     def __init__(
         self, name: str, exchange: Exchange, settings: DispatchBench, rank: int, inputs: RankInputs, *, tuned: bool
@@ -72,7 +76,7 @@ class TorchPeer:
 
 
 def measure(contestants: Iterable[Contestant], clock: Clock, settings: DispatchBench) -> None:
-    """Time the phases of all contestants in interleaved rounds, each phase from a common start."""
+    """Time the phases of all contestants in interleaved rounds. All ranks start each phase at the same time."""
     order = [(contestant.name, contestant.steps()) for contestant in contestants]
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Dispatch and combine of the peers: permute in torch, all-to-all, reorder, as in torchtitan and Hugging Face.
+"""Baseline dispatch and combine: permute in torch, all-to-all, reorder, as in torchtitan and Hugging Face.
 
     sender:    x_TD ─index_select─▶ rows by (expert, token, slot)
                                         │ all-to-all
@@ -28,11 +28,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def counts(self, send_E: Tensor, send_splits: list[int], recv: Tensor, recv_splits: list[int]) -> None:
-        """Exchange int64 counts. Splits are in experts."""
+        """Exchange int64 counts per expert. Splits are numbers of experts."""
 
     @abstractmethod
     def rows(self, send_RD: Tensor, send_splits: list[int], recv_RD: Tensor, recv_splits: list[int]) -> None:
-        """Exchange rows. Splits are in rows."""
+        """Exchange rows. Splits are numbers of rows."""
 
 
 class GlooExchange(Exchange):
@@ -50,7 +50,12 @@ class GlooExchange(Exchange):
 
 @dataclass(frozen=True)
 class PermuteHandle:
-    """Sort order and row counts that combine needs. ``recv_counts`` is indexed by source rank and local expert."""
+    """State of a dispatch that combine needs.
+
+    order: [T * K] slot of each sent row; rows are sorted by (expert, token, slot).
+    send_splits, recv_splits: rows sent to and received from each rank.
+    recv_counts: received rows by [source rank][local expert].
+    """
 
     order: Tensor
     send_splits: list[int]
@@ -65,8 +70,9 @@ class Permute:
         exchange: the all-to-all.
         placement: experts of each rank.
         rank: this rank.
-        tuned: reuse all buffers (each call overwrites the results of the previous one), and un-permute and sum with
-            ``embedding_bag``. If False, allocate new tensors and sum with ``bmm``, as libraries do.
+        tuned: reuse all buffers (each call overwrites the results of the previous one), and compute the un-permute and
+            the weighted sum with one ``embedding_bag``. If False, allocate new tensors and sum with ``bmm``, as
+            torchtitan and Hugging Face do.
     """
 
     def __init__(self, exchange: Exchange, placement: ExpertPlacement, rank: int, *, tuned: bool) -> None:
@@ -79,7 +85,7 @@ class Permute:
         self._buffers: dict[str, Tensor] = {}
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, PermuteHandle]:
-        """Return the rows of the local experts, [R, D], by (expert, source rank, token, slot)."""
+        """Return the rows of the local experts, [R, D], ordered by (expert, source rank, token, slot)."""
         flat = ids_TK.reshape(-1)
         order = flat.argsort(stable=True)
         send_E = torch.bincount(flat, minlength=sum(self.sizes))
@@ -88,17 +94,17 @@ class Permute:
         sent_counts: list[int] = send_E.tolist()
         recv_counts: list[list[int]] = recv.view(self.world, self.local).tolist()
         send_splits = [sum(sent_counts[first:stop]) for first, stop in self.owners]
-        sent = PermuteHandle(order, send_splits, [sum(counts) for counts in recv_counts], recv_counts)
+        handle = PermuteHandle(order, send_splits, [sum(counts) for counts in recv_counts], recv_counts)
 
         send_RD = self._empty("send", x_TD, len(order))
         torch.index_select(x_TD, 0, order // ids_TK.shape[1], out=send_RD)
-        recv_RD = self._empty("recv", x_TD, sum(sent.recv_splits))
-        self.exchange.rows(send_RD, sent.send_splits, recv_RD, sent.recv_splits)
+        recv_RD = self._empty("recv", x_TD, sum(handle.recv_splits))
+        self.exchange.rows(send_RD, handle.send_splits, recv_RD, handle.recv_splits)
         blocks = torch.split(recv_RD, [count for counts in recv_counts for count in counts])
         rows_RD = self._empty("rows", x_TD, len(recv_RD))
         by_expert = [blocks[s * self.local + e] for e in range(self.local) for s in range(self.world)]
         torch.cat(by_expert, out=rows_RD)
-        return rows_RD, sent
+        return rows_RD, handle
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, sent: PermuteHandle) -> Tensor:
         """Return the weighted sum of the K rows of each token, [T, D]."""

@@ -7,8 +7,9 @@ For each operator, direction and ratio of communication to compute, these are in
     wire         the transfers of ``comm`` only
     serial       communication and GEMMs in sequence, without the overlapped operator
     overlapped   the overlapped operator
+    chunked_comm the overlapped operator with the narrowest GEMMs: its messages only
 
-    hidden = (serial - overlapped) / min(compute, comm)       1: the shorter one is hidden completely
+    hidden = (compute + chunked_comm - overlapped) / min(compute, chunked_comm)      1: the shorter one is hidden
 
 Then ``measure_pairs`` compares serial and overlapped: ``vs_serial_paired`` is the median ratio, ``vs_serial_range`` its
 95% confidence interval.

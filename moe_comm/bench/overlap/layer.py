@@ -24,6 +24,7 @@ from moe_comm.bench.layer.own_layer import MoeCommLayer
 from moe_comm.bench.layer.peers import HuggingFaceEPLayer, LayerWeights
 from moe_comm.bench.overlap.contest import MeasuredRates, OverlapBench, hidden_of
 from moe_comm.bench.overlap.timeline import TimelineStep, record
+from moe_comm.kernels.row_invariant import TILE
 
 GEMMS_PER_TRANSFER = 2.5
 """d / c of the layer if no width is given."""
@@ -88,6 +89,8 @@ class OverlapLayerContest:
         inputs = layers._inputs(settings, rank)
         self.turns = {contestant.name: layers.ContestantRun(contestant, *inputs) for contestant in contestants}
         self._inputs = inputs
+        # Sends the messages of the overlapped layer and computes next to nothing.
+        self.narrow = layers.ContestantRun(Overlapped(settings_of(bench, TILE), rank, bench), *inputs)
 
     def check(self) -> None:
         """Compare the results: serial and overlapped in bits, Hugging Face's with a tolerance. Collective.
@@ -111,10 +114,13 @@ class OverlapLayerContest:
         """Return the times in milliseconds and the speedups. Collective."""
         phases = {name: (("forward", turn.forward), ("backward", turn.backward)) for name, turn in self.turns.items()}
         contestants: dict[str, Phases] = {**phases, "compute": self._compute(), "comm": self._comm()}
+        contestants["chunked_comm"] = (("forward", self.narrow.forward), ("backward", self.narrow.backward))
 
         def on_done(name: str) -> None:
             if name in self.turns:
                 self.turns[name].free()
+            elif name == "chunked_comm":
+                self.narrow.free()
 
         stats = measure_interleaved(
             contestants, self.bench.warmup, self.bench.rounds, seconds=self.bench.seconds, on_done=on_done
@@ -147,7 +153,7 @@ class OverlapLayerContest:
 
     def close(self) -> None:
         """Release the resources of the layers. Collective."""
-        for turn in self.turns.values():
+        for turn in (*self.turns.values(), self.narrow):
             turn.contestant.close()
 
     def _compute(self) -> Phases:

@@ -15,11 +15,12 @@ from moe_comm.overlap.matmul_scatter import matmul_scatter
 
 
 class _LinearContest(OperatorContest):
-    """The serial form uses one collective over the link for all rows."""
+    """Base class. The serial implementation transfers all rows in one collective, without chunks."""
 
     @property
     def num_exact(self) -> int:
-        # For many rows, the weight gradient of the operator is a sum over ranks, and that of serial is one GEMM.
+        # From PER_RANK_ROWS rows on, the operator sums one weight-gradient GEMM per rank. The serial implementation
+        # always uses one GEMM, so the bits differ.
         return 2 if self.bench.deterministic and self.rows < PER_RANK_ROWS else 1
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ class _LinearContest(OperatorContest):
         return sum_in_rank_order(self.exchange(rows))
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """All-to-all of [W * S, D] rows to [W, S, D]."""
+        """All-to-all of [W * S, D] rows. Return [W, S, D]: the rows that each rank sent to this rank."""
         world, ones = self.bench.world, [1] * self.bench.world
         return self.channel.all_to_all(rows.unflatten(0, (world, -1)), ones, ones, "a sum")
 
@@ -46,7 +47,7 @@ class GatherMatmulContest(_LinearContest):
 
     @classmethod
     def gemms_per_transfer(cls, direction: str) -> float:
-        return 1  # backward has two of each
+        return 1  # forward: one GEMM and one transfer; backward: two GEMMs and two transfers
 
     def prepare(self) -> None:
         super().prepare()

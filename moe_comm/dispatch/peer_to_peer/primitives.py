@@ -1,4 +1,7 @@
-"""The three primitives of ``peer_to_peer``, on kernels; see ``dispatcher.py``."""
+"""The primitives of ``peer_to_peer`` (send, sum, spread), implemented with kernels. See ``dispatcher.py``.
+
+In a meeting, the device exchanges headers, offers (addresses of rows) and counts between ranks; see ``gpu/turns.py``.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +36,28 @@ from moe_comm.runtime.memory import DTYPE_CODES, native
 from moe_comm.topology import ExpertPlacement
 
 ROOM_WORD = HEADER_WORDS - 1
-"""Word of a dispatch's header with the bytes of the largest free block of this rank's heap. Text ends before it."""
+"""Index of the header word with the size in bytes of the largest free block of this rank's heap. Dispatch only. The
+text of a fault ends before this word."""
 BLOCKS_ON_HOST = 4
 
 
 class PeerToPeerPrimitives(Dispatcher):
-    """Dispatch, combine and their backward passes on kernels. Construction is collective over ``group``.
+    """Dispatch, combine and their backward passes with kernels. Construction is collective over ``group``.
 
-    The state of a handle is [T, K]: owner and row of each slot, packed as in csrc/layout.h; -1 for none.
+    ``state`` of a dispatch handle is a [T, K] tensor: the owner rank and row of each slot, packed as in csrc/layout.h,
+    and -1 for dropped slots.
 
     Args:
         placement, group, rank, options: see ``Dispatcher``.
-        device: of the rows. CPU tensors require ``PeerToPeerOptions(emulate=True)``.
-        launcher: launches the kernels; default: one for the device.
-        blocks: of this rank, if all ranks are in this process and there is no group; see ``virtual.py``.
+        device: device of the rows. CPU tensors require ``PeerToPeerOptions(emulate=True)``.
+        launcher: launches the kernels. None: the default launcher of the device.
+        blocks: this rank's ``Blocks``, if all ranks run in this process without a group; see ``virtual.py``.
 
     Raises:
         ConfigError: unsupported device.
         MissingDependency: no kernels for the device.
         RankMismatch: ranks pass different settings.
-        HeapError: a rank has no room; on every rank.
+        HeapError: a rank cannot allocate its memory; raised on every rank.
     """
 
     name = "peer_to_peer"
@@ -96,11 +101,11 @@ class PeerToPeerPrimitives(Dispatcher):
         self._stream = OperationStream(self.device, self.memory.turns.heap, self.peer_options.own_stream)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return rows in this rank's block, which peers read in place, or a new tensor if that is not possible."""
+        """Allocate rows in this rank's heap, where peers can read them in place; otherwise an ordinary tensor."""
         if device.type == self.device.type and dtype in DTYPE_CODES and num_rows and width:
             try:
                 return self.memory.turns.heap.rows(num_rows, width, dtype)
-            except HeapError:  # combine allocates again and raises
+            except HeapError:  # combine tries to allocate again, and raises if that fails
                 pass
         return super().empty_rows(num_rows, width, dtype, device)
 
@@ -196,23 +201,26 @@ class PeerToPeerPrimitives(Dispatcher):
     # --- helpers ---
 
     def packed(self, header: Header) -> bytes:
-        """Return ``header.pack()``, by native code."""
+        """Return ``header.pack()``, computed in native code."""
         fault = header.fault
         return self._pack_header(
             header.compared(), header.label, fault_word(fault), "" if fault is None else str(fault)
         )
 
     def _not_captured(self, what: str, instead: str) -> None:
-        """Raise if the current stream is captured: the host cannot wait for kernels of a CUDA graph.
+        """Raise if the current stream is being captured: the host cannot wait for kernels during a capture.
 
         Raises:
-            ConfigError: the current stream is captured.
+            ConfigError: the current stream is being captured.
         """
         if capturing(self.device):
             raise ConfigError(f"a CUDA graph cannot capture {what} of peer_to_peer, which waits on the host: {instead}")
 
     def _refuse(self, header: Header) -> NoReturn:
-        """Report a fault of this rank in a meeting, so that every rank raises it. Under capture only this rank does."""
+        """Report the fault of this rank in a meeting, so that every rank raises it.
+
+        During a CUDA graph capture no meeting can run, so only this rank raises.
+        """
         if header.fault is not None and capturing(self.device):
             raise header.fault
         with KernelOperation(self, header):
@@ -221,20 +229,20 @@ class PeerToPeerPrimitives(Dispatcher):
         raise header.fault or AssertionError("nothing to refuse")
 
     def _raise_no_room(self, header: Header, problem: HeapError) -> NoReturn:
-        """Report in a meeting that this rank has no room, so that every rank raises."""
+        """Report in a meeting that this rank has no room in its heap, so that every rank raises."""
         if capturing(self.device):
-            raise problem  # a meeting would run with the graph, which is never completed
+            raise problem  # a captured meeting would run only with the graph, and this error ends the capture
         self.memory.turns.meet(self.packed(header), Offer(NOWHERE))
         self.memory.check(header)
         raise problem
 
     def _check_if_blocking(self, header: Header) -> None:
-        """Raise a fault of the operation if the host waits for it."""
+        """Wait for the meeting and raise its fault: on the CPU, or if ``checked`` is set and no graph is captured."""
         if self.memory.on_host or (self.options.checked and not capturing(self.device)):
             self.memory.check(header)
 
     def _round_rows(self, rows_RD: Tensor, form: RowFormat, sends: bool = False) -> Tensor:
-        """Round rows to the wire dtype. ``sends``: the kernel encodes them if it can, and then nothing is done here."""
+        """Round rows to the wire dtype. With ``sends``, rows that the kernel encodes are returned unchanged."""
         if not form.rounds or (sends and form.packing != SAME):
             return rows_RD
         if form.wire_dtype.scales == "group":
@@ -251,7 +259,10 @@ class PeerToPeerPrimitives(Dispatcher):
 
 
 class KernelOperation:
-    """Context of an operation, from before its first kernel until all kernels are queued. Its stream is current."""
+    """Context manager of one operation. Enter it before the first kernel and exit it after the last kernel is queued.
+
+    The dispatcher's operation stream is current inside the context. ``used`` are the tensors that the kernels read.
+    """
 
     __slots__ = ("_dispatcher", "_header", "_used")
 
@@ -285,5 +296,5 @@ def _default_blocks(device: torch.device) -> int:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return ``x`` with unit stride inside rows. The stride between rows is arbitrary."""
+    """Return ``x``, copied if needed so that its rows are contiguous. The stride between rows is arbitrary."""
     return x if x.stride(1) == 1 and x.stride(0) >= 0 else x.contiguous()

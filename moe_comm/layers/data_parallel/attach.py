@@ -1,4 +1,4 @@
-"""Install gradient, state-dict and optimizer hooks on an experts module whose parameters differ between ranks."""
+"""Install gradient, state-dict and optimizer hooks on an experts module that is sharded by expert parallelism."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _ATTRIBUTE = "expert_gradients"
 def attach_experts(
     experts: nn.Module, shards: ExpertShards, replicated: Callable[[], nn.Parameter | None], label: str
 ) -> None:
-    """Handle gradients, state dicts and loading of an experts module whose parameters differ between ranks.
+    """Install hooks for the gradients, state dicts and optimizers of an experts module whose parameters are sharded.
 
     Args:
         experts: the module that holds the parameters in ``shards``; its ``__call__`` must run in each forward pass.
         shards: the sharding of the parameters.
-        replicated: returns a replicated parameter that each forward pass uses (the router's weight), or None.
+        replicated: returns a replicated parameter that each forward pass uses (the router's weight), or None. Its
+            gradient shows how the training loop or wrapper reduces replicated gradients.
         label: name of the layer in error messages.
     """
     gradients = ExpertGradients(shards, replicated, label)
@@ -38,12 +39,12 @@ def attach_experts(
 
 
 def gradients_of(module: nn.Module) -> ExpertGradients | None:
-    """Return the ``ExpertGradients`` of ``module``; None if its experts do not differ between ranks."""
+    """Return the ``ExpertGradients`` that ``attach_experts`` installed on ``module``, or None."""
     return getattr(module, _ATTRIBUTE, None)
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertGradients]]:
-    """Iterate over the modules of ``model`` whose parameters differ between ranks, with their names."""
+    """Iterate over the modules of ``model`` with sharded experts: name, module, gradients."""
     for name, module in model.named_modules():
         gradients = gradients_of(module)
         if gradients is not None:
@@ -51,7 +52,7 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertGra
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of ``model`` that differ between ranks, by name; empty if this rank has all experts."""
+    """Return the sharded expert parameters of ``model`` by name. Empty if every rank has all experts."""
     return {
         f"{name}.{key}".lstrip("."): parameter
         for name, module, gradients in expert_modules(model)
@@ -81,13 +82,13 @@ def tensor_parallel(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Proce
 
 
 def skip_gradient_checks(model: nn.Module) -> None:
-    """Disable the gradient audit for loops that reduce gradients in another way on purpose, such as local SGD."""
+    """Disable the check that gradients are reduced before each optimizer step, for loops such as local SGD."""
     for _, _, gradients in expert_modules(model):
         gradients.stop_checking()
 
 
 def leave_gradients(model: nn.Module) -> None:
-    """Leave the gradients of ``model`` unreduced and unchecked after backward; the caller reduces all of them."""
+    """Disable the reduction and the check of expert gradients in ``model``. The caller reduces all gradients."""
     for _, _, gradients in expert_modules(model):
         gradients.left_to_caller = True
 
@@ -111,10 +112,16 @@ def _before_load(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 
 
 def local_part(shards: ExpertShards, name: str, value: Tensor, key: str) -> Tensor:
-    """Return this rank's part of ``value``, which contains all experts or is this rank's part already.
+    """Return this rank's part of ``value``.
+
+    Args:
+        shards: sharding of the experts module.
+        name: name of the parameter in the module.
+        value: tensor with all experts, or with only this rank's part.
+        key: key in the state dict, for error messages.
 
     Raises:
-        InputError: ``value`` has another shape, or is the part of a rank with other experts.
+        InputError: ``value`` has a different shape, or is the part of a rank with other experts.
     """
     sharding, local = shards.shardings[name], shards.local_shape(name)
     if isinstance(value, ExpertShard):

@@ -38,9 +38,9 @@ BalanceForm = Literal["batch", "sequence"]
 
 @dataclass(frozen=True)
 class ZeroExperts:
-    """Zero-computation experts (LongCat-Flash, arXiv 2509.01322). Their ids follow those of the real experts.
+    """Zero-computation experts (LongCat-Flash, arXiv 2509.01322). Their ids come after the ids of the real experts.
 
-    identity: number of experts that return the token itself; their ids come first.
+    identity: number of experts that return the token itself. Their ids come before those of ``zero``.
     zero: number of experts that return 0.
     """
 
@@ -124,9 +124,9 @@ class Routing(NamedTuple):
     """Result of a router.
 
     Attributes:
-        ids_TK: [T, K] int64 expert ids, all different. -1 if fewer than K experts can be selected because the other
-            logits are -Inf. -2 in all slots of a token whose logits are NaN, +Inf or all -Inf: dispatch then raises
-            RoutingError on every rank.
+        ids_TK: [T, K] int64 expert ids, distinct per token. -1 (dropped) in the remaining slots if fewer than K experts
+            have a logit above -Inf. -2 in all slots of a token with a NaN or +Inf logit, or with only -Inf logits:
+            dispatch then raises RoutingError on every rank.
         weights_TK: [T, K] fp32; zero for negative ids.
         logits_TE: [T, E] fp32; None if the routing was not computed from logits.
         aux_loss: scalar, the weighted sum of the auxiliary losses; None without auxiliary losses.
@@ -139,12 +139,12 @@ class Routing(NamedTuple):
 
 
 def recomputing() -> bool:
-    """Return whether a backward pass runs; a forward pass is then a recomputation by activation checkpointing."""
+    """Return whether a backward pass is running. A forward pass is then a recomputation by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
 def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """[E] int64: number of slots of each expert; negative ids are not counted."""
+    """Return the number of (token, k) slots that select each expert, [E] int64. Negative ids are not counted."""
     shifted = ids_TK.detach().reshape(-1).clamp(min=-1).long() + 1
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
     counts.scatter_add_(0, shifted, torch.ones_like(shifted))
@@ -156,19 +156,19 @@ class Router(nn.Module):
 
     Args:
         hidden: D, the width of the tokens.
-        group: group over which the load is counted for the balance loss. The loss is then that of the global batch, and
-            the gradients of the ranks add up to its gradient. None: count this rank's tokens only.
+        group: ranks over which the load is summed for the balance loss. The loss is then that of the global batch, and
+            its gradient is the sum of the gradients of the ranks. None: count this rank's tokens only.
         sequence_group: ranks of ``group`` that share each sequence (context and tensor parallelism), for the
             sequence-wise balance loss. None: each sequence is on one rank.
 
     Attributes:
         weight, bias, correction_bias: parameters [E, D] and [E], and persistent buffer [E] fp32.
-        load_E: [E] int64, slots per expert since ``take_load``; counted in training, and once under activation
-            checkpointing.
+        load_E: [E] int64, slots per expert since the last ``take_load``. Counted in training only; a recomputation by
+            activation checkpointing is not counted again.
         drop_invalid: drop tokens whose logits are NaN or all -Inf, and count them in ``invalid``. False: dispatch
             raises ``RoutingError`` for them.
-        losses: auxiliary losses of the last call by name, detached and without coefficients: this rank's part of the
-            sum over ``group``.
+        losses: auxiliary losses of the last call by name, detached and without coefficients. The sum over the ranks of
+            ``group`` is the loss of the global batch.
     """
 
     correction_bias: Tensor | None
@@ -239,7 +239,7 @@ class Router(nn.Module):
         if x_TD.dim() != 2 or x_TD.shape[1] != self.hidden:
             raise InputError(f"router of hidden size {self.hidden} needs x [T, {self.hidden}]; got {tuple(x_TD.shape)}")
         device, wide = x_TD.device.type, torch.promote_types(x_TD.dtype, torch.float32)
-        if device != "meta" and torch.is_autocast_enabled(device):  # logits are fp32 in any case
+        if device != "meta" and torch.is_autocast_enabled(device):  # logits are at least fp32
             with torch.autocast(device, enabled=False):
                 return self.forward(x_TD, num_sequences, ids_TK)
         bias = None if self.bias is None else self.bias.to(wide)
@@ -268,7 +268,7 @@ class Router(nn.Module):
         choice_TE = logits_TE if c.score == "topk_softmax" else scores_TE
         if self.correction_bias is not None:
             choice_TE = choice_TE + self.correction_bias
-        # Softmax may underflow to 0, and a bias can raise a forbidden expert above such a score: keep -Inf last.
+        # An expert with logit -Inf must not be selected. Its score is 0, and a bias could raise it above other scores.
         forbidden_TE = logits_TE == float("-inf")
         choice_TE = choice_TE.masked_fill(forbidden_TE, float("-inf"))
         if c.top_groups < c.num_groups:
@@ -310,9 +310,9 @@ class Router(nn.Module):
         index_TK = ids_TK.clamp(min=0)
         if c.score == "topk_softmax":
             chosen_TK = logits_TE.gather(1, index_TK).masked_fill(empty_TK, float("-inf"))
-            # A token without experts has no softmax; zeros keep NaN out of its gradient.
-            none_T1 = empty_TK.all(-1, keepdim=True)
-            weights_TK = torch.softmax(chosen_TK.masked_fill(none_T1, 0.0), -1).masked_fill(empty_TK, 0.0)
+            # The softmax of a token without experts is NaN; replacing its logits by 0 keeps NaN out of the gradient.
+            dropped_T1 = empty_TK.all(-1, keepdim=True)
+            weights_TK = torch.softmax(chosen_TK.masked_fill(dropped_T1, 0.0), -1).masked_fill(empty_TK, 0.0)
         else:
             weights_TK = scores_TE.gather(1, index_TK).masked_fill(empty_TK, 0.0)
             if c.normalize:
@@ -322,7 +322,7 @@ class Router(nn.Module):
     def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, num_sequences: int) -> Tensor:
         c, tokens = self.config, ids_TK.shape[0]
         local_E = expert_counts(ids_TK, c.num_choices)
-        # The first rank of a sequence group counts its sequences.
+        # All ranks of a sequence group have the same sequences; only the first one counts them.
         if self.sequence_group is None:
             sequences = num_sequences if tokens else 0
         else:

@@ -20,17 +20,19 @@ class TransformerConfig:
         vocab: vocabulary size.
         hidden: width of the tokens.
         layers: number of layers.
-        attention: attention of each layer.
-        moe: MoE of each MoE layer; its ``hidden`` is the model's.
+        attention: configuration of the attention in each layer. Its ``hidden`` must equal ``hidden``.
+        moe: configuration of the experts and router in each MoE layer. Its ``hidden`` must equal ``hidden``.
         max_length: maximum length of a sequence.
         dense_layers: ids of layers with a dense feed-forward block of width ``dense_ffn`` instead of experts.
         dense_ffn: width of dense blocks.
         norm_eps: epsilon of the norms.
-        parallel_block: x + attention(norm(x)) + ffn(norm(x)) with one norm (MegaScale, arXiv 2402.15627, section 3.1).
-        shortcut: layers with experts have two attentions and two dense blocks of width ``dense_ffn`` as well, and the
-            experts run in parallel with the last three of these (LongCat-Flash, arXiv 2509.01322); see
+        parallel_block: compute each layer as x + attention(norm(x)) + ffn(norm(x)), with one norm (MegaScale,
+            arXiv 2402.15627, section 3.1).
+        shortcut: in each MoE layer, run the experts on a branch in parallel with other modules (LongCat-Flash,
+            arXiv 2509.01322). The layer is attention, dense block, attention, dense block, with dense blocks of width
+            ``dense_ffn``. The branch starts after the first attention and is added at the end; see
             ``layers/transformer/shortcut.py``.
-        tie: the output projection is the embedding.
+        tie: share the weight of the output projection with the embedding.
         init_std: standard deviation of initial weights.
     """
 

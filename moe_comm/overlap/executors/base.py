@@ -1,4 +1,4 @@
-"""Interface of an executor: one call of the experts, from the dispatch of the rows to the combined results."""
+"""Interface of an executor: one forward call of an expert layer, from dispatched rows to combined results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_comm.kernels.expert_mlp import ExpertMLP
 
 
 class ExpertCall(ABC):
-    """One call of an expert-parallel layer whose rows have been dispatched.
+    """One forward call of an expert-parallel layer. Its dispatch has been started.
 
     Every rank calls ``compute``, then ``combine``, once each:
 
@@ -21,8 +21,8 @@ class ExpertCall(ABC):
         y_TD = call.combine(rows)
 
     Attributes:
-        rows: [R, D] the rows of this rank's experts. If the executor computes rows that are still in flight, ``rows``
-            is an empty tensor instead, which connects the autograd functions.
+        rows: [R, D] rows of this rank's experts. If the executor overlaps computation with the dispatch, ``rows`` is an
+            empty tensor that only connects the autograd functions of dispatch and compute.
         handle: the dispatch handle.
     """
 
@@ -32,20 +32,20 @@ class ExpertCall(ABC):
     @abstractmethod
     def handle(self) -> DispatchHandle: ...
 
-    def complete(self) -> None:  # noqa: B027 - most leave the group free
+    def complete(self) -> None:  # noqa: B027 - optional: most executors do not occupy the group after dispatch
         """Complete the dispatch, so that other operations of the group can run before ``compute``."""
 
     @abstractmethod
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
-        """Run the experts.
+        """Run the expert MLPs.
 
         Args:
-            rows: ``self.rows``, which may have been passed through hooks.
-            rows_per_expert: Rows of each local expert.
-            mlp: The experts' parameters in the dtype of ``rows``.
+            rows: ``self.rows``, or the result of hooks that take it.
+            rows_per_expert: number of rows of each local expert.
+            mlp: parameters of the experts, in the dtype of ``rows``.
 
         Returns:
-            [R, D] their outputs, or an empty tensor as for ``rows``; the argument of ``combine``.
+            The argument of ``combine``: [R, D] outputs of the experts, or an empty tensor if ``self.rows`` is empty.
 
         Raises:
             InputError: the parameters do not match the rows; raised on this rank only.
@@ -54,7 +54,7 @@ class ExpertCall(ABC):
 
     @abstractmethod
     def combine(self, rows: Tensor) -> Tensor:
-        """Return [T, D], the weighted sum of each token's experts.
+        """Return the weighted sum of the expert outputs of each token, [T, D].
 
         Raises:
             PeerDied, PeerTimeout: a rank failed, or its results were not received in time.
@@ -62,4 +62,4 @@ class ExpertCall(ABC):
 
     @abstractmethod
     def abort_on_error(self) -> AbstractContextManager[None]:
-        """Return a context that reports an exception between dispatch and combine to the other ranks."""
+        """Return a context manager that reports an exception between dispatch and combine to the other ranks."""

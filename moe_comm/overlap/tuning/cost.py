@@ -1,23 +1,24 @@
-"""Cost model: predicted time of an operator for each number of chunks. All constants are measured on the group.
+"""Cost model: predict the time of an operator for a number of chunks. All constants are measured on the group.
 
     transfer(bytes)  = latency + bytes / bandwidth             GEMM(rows) = FLOP / rate(rows), at least one call
 
-    gathers    network   [t(0) ][t(1) ][t(2) ]                 the GEMM of a chunk starts when the chunk is received
-               compute   [own ][g(0) ][g(1) ][g(2) ]           and the GEMM before it is complete
+t(i) and g(i) are the transfer and the GEMM of chunk i. "own" is the GEMM of this rank's rows, which need no transfer.
 
-    scatters   compute   [g(0) ][g(1) ][g(2) ][ weight ]       a chunk is sent when its GEMM is complete and the chunk
-               network          [t(0) ][t(1) ][t(2) ]          before it has been sent
+    gather     network   [t(0) ][t(1) ][t(2) ]                 g(i) starts when chunk i is received and g(i - 1) is
+               compute   [own ][g(0) ][g(1) ][g(2) ]           completed
+
+    scatter    compute   [g(0) ][g(1) ][g(2) ][ weight ]       t(i) starts when g(i) and t(i - 1) are completed;
+               network          [t(0) ][t(1) ][t(2) ]          "weight" is the GEMM of the weight gradient
 
     in place   compute   [own ][peer 1][peer 2] ...            ranks of one host read each other's rows in place
-                                                               (``shared.py``): each rank copies its own rows only
+                                                               (``shared.py``); each rank copies only its own rows
 
-Chunks have three costs in the model. Small GEMMs run at a lower rate. Each chunk has its own latency and GEMM call. And
-transfers use the cores that compute: ``hides`` is the fraction of a transfer that overlaps with a GEMM, 0 if the cores
-copy the rows themselves, near 1 if the network works independently. With ``hides`` 0 the model never predicts a gain
-from chunks; reading in place can still be faster.
+In the model, chunks have three costs. Small GEMMs run at a lower rate. Each chunk adds a latency and a GEMM call.
+Transfers use cores that compute: ``hides`` is the fraction of a transfer that overlaps with a GEMM. It is 0 if the
+cores copy the rows, and near 1 if the network works independently. With ``hides`` 0 the model never predicts a gain
+from chunks, but reading in place can still be faster.
 
-All functions are pure arithmetic, without process group or tensors. The same constants give the same choice on each
-rank.
+All functions are pure arithmetic, without a process group or tensors. Equal constants give equal choices on all ranks.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from moe_comm.errors import ConfigError
 CHUNKS = (1, 2, 4, 8, 16)
 """Candidates for the number of chunks."""
 MARGIN = 0.05
-"""Minimum predicted saving of several chunks, as a fraction of the time of one chunk: about the model's error."""
+"""Minimum predicted saving of several chunks, as a fraction of the time with one chunk: about the model's error."""
 GATHERS = ("gather_matmul", "swap_matmul", "dispatch_matmul")
 SCATTERS = ("matmul_scatter", "matmul_swap", "matmul_combine")
 EXPERTS = ("dispatch_matmul", "matmul_combine")
-"""Operators whose chunk is one grouped GEMM over all ranks' rows. The others have one GEMM for each rank."""
+"""Operators with one grouped GEMM per chunk, over the rows of all ranks. Others have one GEMM per rank and chunk."""
 SWAPS = ("swap_matmul", "matmul_swap")
-"""Operators whose rows are all local, and whose columns are exchanged (``ulysses.py``)."""
+"""Ulysses operators: the GEMM runs on local rows, and an all-to-all exchanges columns (``ulysses.py``)."""
 FUSED = ("gather_matmul", "matmul_scatter", "dispatch_matmul", "matmul_combine")
-"""Operators that also have a Triton kernel. The model does not cover the kernels."""
+"""Operators that also have a Triton kernel. The model does not predict the time of the kernels."""
 IN_PLACE = ("gather_matmul", "matmul_scatter")
-"""Operators that can read peers' rows in place. All numbers of chunks above one are then the same."""
+"""Operators that can read peers' rows in place. The execution is then the same for any number of chunks above one."""
 DIRECTIONS = ("forward", "backward")
 
 
@@ -52,9 +53,10 @@ DIRECTIONS = ("forward", "backward")
 class OperatorWork:
     """One operator in one direction, with its sizes.
 
-    rows: rows of this rank's GEMM: all ranks' rows for a linear layer, own rows for a Ulysses operator, the rows of
-        this rank's experts for an MoE layer (the mean over ranks, because all ranks must pass the same number).
-    sent: columns that are transferred. other: columns that are not. groups: experts of this rank.
+    rows: rows of this rank's GEMM. Linear layer: rows of all ranks. Ulysses: rows of this rank. MoE layer: rows of this
+        rank's experts, as the mean over the ranks, because all ranks must pass the same number.
+    sent: columns of the side (input or output) that is transferred. other: columns of the other side.
+    world: number of ranks. groups: local experts.
 
     Raises:
         ConfigError: an unknown operator or direction, or a negative size.
@@ -80,30 +82,30 @@ class OperatorWork:
         return f"{self.operator} {self.direction} of {self.rows} x {self.sent}, {self.other}"
 
     def bucket(self) -> OperatorWork:
-        """Return the same work with rows rounded to a power of two. All work in a bucket shares one choice."""
+        """Return the work with rows rounded to a power of two. One choice of chunks applies to the whole bucket."""
         return _bucket(self)
 
     @property
     def part_bytes(self) -> int:
-        """Transferred bytes of one rank's rows."""
+        """Transferred bytes per rank: its share of the rows times the sent columns."""
         return self.rows // self.world * self.sent * self.dtype.itemsize
 
     def load(self) -> OperatorLoad:
         """Return the transfers and GEMMs of the work."""
         gathers, forward = self.operator in GATHERS, self.direction == "forward"
-        moved = self.rows * (self.world - 1) // self.world * self.sent * self.dtype.itemsize
+        num_bytes = self.rows * (self.world - 1) // self.world * self.sent * self.dtype.itemsize
         swaps, in_place = self.operator in SWAPS, self.operator in IN_PLACE
         gemms = 1 if self.operator in EXPERTS else self.world
         handshakes = 0
         if self.operator in EXPERTS:  # combine's backward also sends the routing weights and their gradients
             handshakes = 3 if self.operator == "matmul_combine" and not forward else 1
-        if gathers == forward:  # y of received rows; or, of a received gradient, grad_x and then grad_w
+        if gathers == forward:  # received rows: compute y; received gradient of y: compute grad_x, then grad_w
             gemm = GemmShape(self.rows, self.sent, self.other, self.groups)
-            return OperatorLoad(moved, 0, gemm, self.world, gemms, True, not forward, in_place, handshakes, swaps)
-        # y or grad_x, which is sent; with grad_x also grad_w, for which a linear layer gathers x again
+            return OperatorLoad(num_bytes, 0, gemm, self.world, gemms, True, not forward, in_place, handshakes, swaps)
+        # Compute and send y, or grad_x. After grad_x, compute grad_w; a linear layer gathers x again for it.
         gemm = GemmShape(self.rows, self.other, self.sent, self.groups)
-        again = moved if self.operator == "gather_matmul" else 0
-        return OperatorLoad(again, moved, gemm, self.world, gemms, False, gathers, in_place, handshakes, swaps)
+        regathered = num_bytes if self.operator == "gather_matmul" else 0
+        return OperatorLoad(regathered, num_bytes, gemm, self.world, gemms, False, gathers, in_place, handshakes, swaps)
 
 
 @lru_cache(maxsize=4096)
@@ -113,7 +115,7 @@ def _bucket(work: OperatorWork) -> OperatorWork:
 
 @dataclass(frozen=True)
 class GemmShape:
-    """[rows, inner] @ [inner, columns], as ``groups`` GEMMs of equally many rows."""
+    """[rows, inner] @ [inner, columns], as ``groups`` GEMMs with the same number of rows."""
 
     rows: int
     inner: int
@@ -129,11 +131,12 @@ class OperatorLoad:
     """Transfers and GEMMs of one operator in one direction.
 
     gathered, scattered: bytes transferred before and after the GEMM.
-    gemms_per_chunk: one GEMM for each rank whose rows are in the chunk, or one in all.
+    gemms_per_chunk: the number of ranks if each rank's rows of a chunk have their own GEMM, else 1.
     gemm_needs_gathered: whether the GEMM multiplies the gathered rows.
-    weight: whether the weights' gradient is computed too. It needs all gathered rows and takes as long as the GEMM.
+    weight: whether the weight gradient is computed too. It needs all gathered rows and takes as long as the GEMM.
     in_place: whether peers' rows can be read in place if the group shares memory.
-    handshakes: exchanges of a few bytes. swaps: whether a chunk is all columns of some rows, exchanged by columns.
+    handshakes: number of exchanges of a few bytes. swaps: whether a chunk is a row range that is exchanged by columns
+        (Ulysses).
     """
 
     gathered: int
@@ -150,11 +153,12 @@ class OperatorLoad:
 
 @dataclass(frozen=True)
 class GroupRates:
-    """Measured rates of a group's network and cores, in seconds, bytes/s and FLOP/s; those of the slowest rank.
+    """Measured rates of the slowest rank of a group, in seconds, bytes/s and FLOP/s.
 
-    latency_s: of an exchange of a few bytes. bytes_per_s: received by a rank. hides: fraction of a transfer that
-    overlaps with a GEMM, 0 to 1. chunk_s: to start one more transfer. call_s: of a GEMM of minimal size. gemm: (rows,
-    FLOP/s) points, by rows; rates in between are interpolated. shared: whether ranks read each other's memory.
+    latency_s: seconds of an exchange of a few bytes. bytes_per_s: bandwidth at which a rank receives. hides: fraction
+    of a transfer that overlaps with a GEMM, 0 to 1. chunk_s: seconds to start an additional transfer. call_s: seconds
+    of a GEMM of minimal size. gemm: (rows, FLOP/s) points in ascending order; rates in between are interpolated.
+    shared: whether ranks can read each other's memory.
     """
 
     latency_s: float
@@ -169,8 +173,10 @@ class GroupRates:
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
     def gemm_s(self, gemm: GemmShape) -> float:
-        """Return the seconds of a GEMM. Each group takes at least one call, and at least the time of the fewest
-        rows."""
+        """Return the seconds of a GEMM.
+
+        Each group takes at least ``call_s``, and at least the time of the smallest measured number of rows.
+        """
         if not gemm.rows:
             return 0.0
         rows = max(gemm.rows / gemm.groups, self.gemm[0][0])
@@ -197,10 +203,14 @@ def predict(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
 
 
 def _in_place(load: OperatorLoad, rates: GroupRates) -> float:
-    """Each rank copies its own gathered rows once; the peers read them. Sums read as many bytes without a copy."""
-    moved = load.gathered / load.world + load.scattered / 2
+    """Return the seconds if ranks read each other's rows in place.
+
+    Each rank copies its own rows once, and the peers read them. Scattered results are read but not copied, so they
+    count half.
+    """
+    num_bytes = load.gathered / load.world + load.scattered / 2
     gemms = load.world * rates.gemm_s(load.gemm.with_rows(load.gemm.rows / load.world))
-    return rates.transfer_s(moved) + gemms + (rates.gemm_s(load.gemm) if load.weight else 0.0)
+    return rates.transfer_s(num_bytes) + gemms + (rates.gemm_s(load.gemm) if load.weight else 0.0)
 
 
 def _gather(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
@@ -210,7 +220,7 @@ def _gather(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
     if chunks == 1:
         return receive + gemm + weight
     own = load.gemm.rows / load.world
-    gemms = max(load.gemms_per_chunk - 1, 1)  # the own rows are not part of a chunk
+    gemms = max(load.gemms_per_chunk - 1, 1)  # this rank's rows are not part of a chunk
     chunk_s = gemms * rates.gemm_s(load.gemm.with_rows((load.gemm.rows - own) / gemms / chunks))
     now = chunks * (rates.chunk_s + receive * (1 - rates.hides)) + rates.gemm_s(load.gemm.with_rows(own))
     for chunk in range(1, chunks + 1):
@@ -219,7 +229,10 @@ def _gather(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
 
 
 def _gather_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
-    """An all-to-all, then the GEMM. Only the weight gradient of the own columns needs no transfer."""
+    """Return the seconds of an all-to-all followed by a GEMM.
+
+    Only the weight gradient of this rank's columns needs no transfer.
+    """
     receive = rates.transfer_s(load.gathered / chunks)
     weight = rates.gemm_s(load.gemm) if load.weight else 0.0
     chunk_s = rates.gemm_s(load.gemm.with_rows(load.gemm.rows / chunks))
@@ -235,7 +248,7 @@ def _scatter(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
     gemm = rates.gemm_s(load.gemm)
     gemms = load.gemms_per_chunk if chunks > 1 else 1
     chunk_s = gemms * rates.gemm_s(load.gemm.with_rows(load.gemm.rows / gemms / chunks))
-    if chunks == 1 and load.handshakes:  # serial experts: nothing is in flight during a GEMM
+    if chunks == 1 and load.handshakes:  # serial execution of experts: no transfer is in flight during a GEMM
         return gemm + send + (gemm if load.weight else 0.0)
     now, network = _send_chunks(rates, chunks, chunk_s, send, chunks * receive)
     if load.weight:
@@ -244,10 +257,14 @@ def _scatter(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
 
 
 def _scatter_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
-    """GEMMs of the peers' columns of each chunk, each then sent by an all-to-all, then the own columns of all rows."""
+    """Return the seconds of GEMMs followed by an all-to-all per chunk.
+
+    The GEMMs of the peers' columns come first, chunk by chunk. The GEMM of this rank's columns comes last and covers
+    all rows.
+    """
     send, world, gemm = rates.transfer_s(load.scattered / chunks), load.world, load.gemm
     columns = replace(gemm, columns=math.ceil(gemm.columns / world))
-    gemms = world - 1 if chunks > 1 else world  # one chunk includes the own columns
+    gemms = world - 1 if chunks > 1 else world  # with one chunk, it includes this rank's columns
     chunk_s = gemms * rates.gemm_s(columns.with_rows(gemm.rows / chunks))
     now, network = _send_chunks(rates, chunks, chunk_s, send, 0.0)
     now += rates.gemm_s(columns) if chunks > 1 else 0.0
@@ -255,7 +272,13 @@ def _scatter_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> floa
 
 
 def _send_chunks(rates: GroupRates, chunks: int, chunk_s: float, send: float, network: float) -> tuple[float, float]:
-    """Compute and send each chunk, after transfers that take until ``network``. Return when cores and network end."""
+    """Return the times at which the cores and the network complete if each chunk is computed and then sent.
+
+    Args:
+        chunk_s: seconds of the GEMMs of one chunk.
+        send: seconds of the transfer of one chunk.
+        network: time until which earlier transfers occupy the network.
+    """
     blocks_cores, start = 1 - rates.hides, rates.chunk_s if chunks > 1 else 0.0
     now = network * blocks_cores
     for _ in range(chunks):
@@ -266,7 +289,10 @@ def _send_chunks(rates: GroupRates, chunks: int, chunk_s: float, send: float, ne
 
 
 def cheapest(work: OperatorWork, rates: GroupRates, candidates: Sequence[int] = CHUNKS, margin: float = MARGIN) -> int:
-    """Return the number of chunks with the shortest prediction; 1 unless another one saves ``margin`` of its time."""
+    """Return the number of chunks with the shortest predicted time.
+
+    Return 1 if no other number saves at least the fraction ``margin`` of the time with one chunk.
+    """
     load = work.load()
     if not load.gathered and not load.scattered:
         return 1

@@ -1,4 +1,4 @@
-"""Named MoE models. The source of each number is next to it; numbers without a source are marked as assumed."""
+"""Named MoE models. A comment above each model cites the source of its sizes. Assumed sizes are marked."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ MODELS: dict[str, ModelShape] = {
         # active.
         ModelShape("mixtral-8x7b", 32, 4096, 32, 8, 128, 32000, 8, 2, 14336),
         _MIXTRAL_8X22B,
-        # arXiv 2504.14960, section 4: each expert of Mixtral 8x22B is split into eight, top-8. The FLOPs per token are
-        # the same and a token uses 22 B parameters.
+        # arXiv 2504.14960, section 4: each expert of Mixtral 8x22B is split into eight experts with 1/8 of the width;
+        # top-8. 22 B active.
         replace(_MIXTRAL_8X22B, name="mixtral-8x22b-g8t8", experts=64, top_k=8, ffn=2048),
         # https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B config.json. 14.3 B, 2.7 B active.
         ModelShape(
             "qwen1.5-moe-a2.7b", 24, 2048, 16, 16, 128, 151936, 60, 4, 1408, 5632, qkv_bias=True, shared_gate=True
         ),
         _QWEN2_57B,
-        # arXiv 2504.14960, section 4: Llama-3-70B (arXiv 2407.21783, table 3) upcycled to eight of its feed-forward
-        # blocks.
+        # arXiv 2504.14960, section 4: Llama-3-70B (arXiv 2407.21783, table 3), upcycled. Each layer has eight experts,
+        # which are copies of its feed-forward block.
         ModelShape("llama3-8x70b", 80, 8192, 64, 8, 128, 128256, 8, 2, 28672),
         _QWEN3_30B,
         # https://huggingface.co/Qwen/Qwen3-235B-A22B config.json; arXiv 2505.09388, table 2. 235 B, 22 B active.
@@ -67,13 +67,13 @@ MODELS: dict[str, ModelShape] = {
             groups=8,
             top_groups=4,
         ),
-        # MegaScale-MoE, arXiv 2505.11432, table 2, which states neither the vocabulary nor shared experts. Assumed: one
-        # shared expert with the width of a routed one, which the stated 352 B and the model FLOPs behind the MFU
-        # require; and the vocabulary of 64,000 of the same authors' MegaScale (arXiv 2402.15627, section 6), 0.15 % of
-        # all parameters.
+        # MegaScale-MoE, arXiv 2505.11432, table 2. The paper gives neither the vocabulary nor shared experts. Assumed:
+        # one shared expert with the width of a routed expert, because the 352 B parameters and the published MFU match
+        # only with it. Also assumed: the vocabulary of 64,000 of MegaScale (arXiv 2402.15627, section 6, by the same
+        # authors). It is 0.15 % of all parameters.
         ModelShape("megascale-moe-352b", 60, 4096, 32, 8, 128, 64000, 32, 3, 14336, 14336),
-        # arXiv 2411.02265, table 1 (Hunyuan-Large). 389 B, 52 B active. Pairs of layers share keys and values, which is
-        # not modelled: it saves 0.03 % of the parameters.
+        # arXiv 2411.02265, table 1 (Hunyuan-Large). 389 B, 52 B active. Pairs of layers share keys and values. This is
+        # not modelled; it saves 0.03 % of the parameters.
         ModelShape("hunyuan-large", 64, 6400, 80, 8, 80, 128512, 16, 1, 18304, 18304, tie=True, qk_norm="head"),
         # https://huggingface.co/microsoft/Phi-3.5-MoE-instruct config.json. 41.9 B, 6.6 B active.
         ModelShape("phi3.5-moe", 32, 4096, 32, 8, 128, 32064, 16, 2, 6400, qkv_bias=True, out_bias=True),
@@ -117,9 +117,9 @@ MODELS: dict[str, ModelShape] = {
             zero_experts=256,
             shortcut=True,
         ),
-        # https://huggingface.co/xai-org/grok-1 config.json, with the vocabulary of 128,256 of the tokenizer used in
-        # measurements (NVIDIA/dgxc-benchmarking, grok1). 314 B.
+        # https://huggingface.co/xai-org/grok-1 config.json, except the vocabulary: 128,256, as in published benchmarks
+        # (NVIDIA/dgxc-benchmarking, grok1). 314 B.
         ModelShape("grok-1", 64, 6144, 48, 8, 128, 128256, 8, 2, 32768),
     )
 }
-"""Models with experts."""
+"""MoE models by name."""

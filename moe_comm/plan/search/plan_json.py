@@ -1,6 +1,7 @@
-"""The result of planning as JSON: a mapping, and a search.
+"""Convert a planned mapping and the result of a search to JSON.
 
-``moe-comm plan --json`` writes it; docs/plan.md documents its keys. GB are 10**9 bytes, shares and MFU are fractions.
+``moe-comm plan --json`` writes the JSON object, and docs/plan.md documents its keys. 1 GB is 10**9 bytes. Shares and
+MFU are fractions of 1.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from moe_comm.plan.step.step import StepPrediction
 
 GB = 1e9
 COMPUTED = ("products", "memory passes")
-"""Causes in a step's breakdown that are computation."""
+"""Keys of a step's breakdown that are computation."""
 IDLE, UPDATE = "pipeline", "optimizer"
-"""Causes that are waiting for pipeline ranks, and the weight update. All other causes are transfers."""
+"""Keys of the waiting time for other pipeline ranks and of the weight update. All other keys are transfers."""
 
 
 def bubble_share(step: StepPrediction) -> float:
-    """Return the share of a step in which the busiest pipeline rank waits."""
+    """Return the fraction of a step in which the busiest pipeline rank is idle."""
     return step.breakdown.get(IDLE, 0.0) / step.seconds
 
 
 def exposed_share(step: StepPrediction) -> float:
-    """Return the share of a step in which the busiest pipeline rank only communicates."""
-    rest = sum(seconds for cause, seconds in step.breakdown.items() if cause not in (*COMPUTED, IDLE, UPDATE))
-    return rest / step.seconds
+    """Return the fraction of a step in which the busiest pipeline rank only communicates."""
+    exposed_s = sum(seconds for cause, seconds in step.breakdown.items() if cause not in (*COMPUTED, IDLE, UPDATE))
+    return exposed_s / step.seconds
 
 
 def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResult | None = None) -> dict[str, Any]:
-    """Return the JSON object of ``candidate``, and of the search that found it.
+    """Return the JSON object of ``candidate``, and of the search that selected it if ``search`` is not None.
 
     Keys: ``model``, ``hardware``, ``load``, ``mapping``, ``fits``, ``step_s``, ``tokens_per_s``, ``mfu``, ``memory_gb``
-    (of the fullest rank), ``memory``, ``bytes`` (sent by a rank in a step, by kind of link and operator), ``breakdown``
-    (seconds by cause, which add up to ``step_s``), ``hidden`` (seconds of transfers that do not add to it),
-    ``bubble_share``, ``exposed_share``, and ``would_fit`` (changes with which the mapping fits; empty if it does). With
-    a search also ``candidates`` and ``search``.
+    (peak of the rank with the highest peak), ``memory``, ``bytes`` (sent by a rank in a step, by kind of link and by
+    operator), ``breakdown`` (seconds by cause; the sum is ``step_s``), ``hidden`` (seconds of overlapped transfers,
+    which are not part of ``step_s``), ``bubble_share``, ``exposed_share``, and ``would_fit`` (changes that make the
+    mapping fit into memory; empty if it fits). With a search also ``candidates`` and ``search``.
     """
     shape, cluster, load = request.shape, request.cluster, request.load
     result: dict[str, Any] = {
@@ -70,7 +71,7 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
 
 
 def runners_up(best: Sequence[PlanCandidate]) -> Iterator[tuple[PlanCandidate, str | None]]:
-    """Yield each candidate with the reason why it is slower than the first one, which has None."""
+    """Yield each candidate and the reason why it is slower than the first candidate; None for the first."""
     for index, one in enumerate(best):
         yield one, why_slower(best[0], one) if index else None
 

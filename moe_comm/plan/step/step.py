@@ -1,13 +1,17 @@
-"""The cost model of one training step: the time of every pass, a replay of the pipeline schedule, and the tail.
+"""Cost model of one training step.
 
-    step  =  pipeline of passes (replayed)  +  gradient and weight collectives  +  optimizer
+    step  =  pipeline of passes (replayed)  +  gradient and weight collectives (tail)  +  optimizer
 
-A pass is the sum of its operators (``operators``) without their hidden time (``overlap_model``). With "fsdp" it
-includes the collectives of its weights (``weights``). Schedules that split backward run halves of it
-(``split_backward``). Without "fsdp", gradients are summed and weights gathered after the last pass. Unless overlap is
-"none", these collectives overlap with the last micro-batch's backward (its weight half if it is split) and the first
-one's forward, except those of one layer. With overlap "none", ranks wait for transfers from neighbouring stages.
-Otherwise these transfers overlap with passes ("outer": only those of virtual stages).
+The time of a pass is the sum of its operators (``operators``) minus their hidden time (``overlap_model``). With "fsdp"
+it includes the collectives of the weights (``weights``). Some schedules split a backward pass into an input half and a
+weight half (``split_backward``).
+
+Without "fsdp", the tail reduces gradients and gathers weights after the last pass. Unless overlap is "none", the
+gradient collectives overlap with the backward of the last micro-batch (with its weight half if backward is split), and
+the weight collectives overlap with the forward of the first micro-batch. The collectives of one layer stay exposed.
+
+With overlap "none", ranks wait for transfers between pipeline stages. With "outer", only the transfers between virtual
+stages overlap with passes. With the other modes, all of them do.
 """
 
 from __future__ import annotations
@@ -37,16 +41,17 @@ from moe_comm.plan.step.weights import StageWeights
 BACK = (PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT)
 """Passes that run the blocks of a stage in reverse order."""
 FULL = 5
-"""Groups of ``pp`` micro-batches after which a pipeline usually is in its steady state."""
+"""Number of groups of ``pp`` micro-batches in a shortened replay. It usually includes the steady state."""
 
 
 @dataclass(frozen=True)
 class StepPrediction:
     """The cost of a step on the busiest pipeline rank.
 
-    seconds: total time. breakdown: seconds by cause, which add up to the total. model_flops: FLOPs of the batch that
-    MFU counts. sent: bytes that a rank sends in a step, by operator and by kind of link ("inside", "between", "across"
-    pods). hidden: seconds of transfers that overlap with other work and do not add to the total, by operator.
+    seconds: total time. tokens: tokens of the batch. gpus: number of ranks. model_flops: model FLOPs of the batch, for
+    MFU. peak: FLOP/s of one GPU. breakdown: exposed seconds by cause; their sum is the total. sent: bytes that the rank
+    sends in a step, by operator and kind of link ("inside" or "between" hosts, "across" pods). hidden: seconds of
+    transfers that overlap with other work, by operator; they are not part of the total.
     """
 
     seconds: float
@@ -69,7 +74,7 @@ class StepPrediction:
 
 
 class StepModel:
-    """Predict a step of a model with batches of ``global_batch`` sequences."""
+    """Predict the time of a training step with batches of ``global_batch`` sequences."""
 
     def __init__(self, shape: ModelShape, placed: PlacedMapping, load: Workload, global_batch: int) -> None:
         self.shape, self.placed, self.load, self.global_batch = shape, placed, load, global_batch
@@ -93,16 +98,19 @@ class StepModel:
     @cached_property
     def stage_passes(self) -> tuple[BlockOperations, ...]:
         """The operations of a micro-batch in each stage, including recomputation."""
-        every: dict[tuple[int, ...], BlockOperations] = {}
+        by_counts: dict[tuple[int, ...], BlockOperations] = {}
         result = []
         for counts in map(tuple, self._counts.astype(int).tolist()):
-            if counts not in every:
+            if counts not in by_counts:
                 named = zip(BLOCKS, counts, strict=True)
-                parts = [self._blocks[name].operations.kinds for name, times in named for _ in range(times)]
-                forward = tuple(one for part in parts for one in part[PassKind.FORWARD])
-                later = (tuple(one for part in reversed(parts) for one in part[kind]) for kind in BACK)
-                every[counts] = BlockOperations(forward, *later)
-            result.append(every[counts])
+                kinds_of_blocks = [self._blocks[name].operations.kinds for name, times in named for _ in range(times)]
+                forward = tuple(operation for kinds in kinds_of_blocks for operation in kinds[PassKind.FORWARD])
+                reversed_kinds = (
+                    tuple(operation for kinds in reversed(kinds_of_blocks) for operation in kinds[kind])
+                    for kind in BACK
+                )
+                by_counts[counts] = BlockOperations(forward, *reversed_kinds)
+            result.append(by_counts[counts])
         if self.split:
             result[0] = replace(result[0], input=(), weight=result[0].backward)
         return tuple(result)
@@ -118,9 +126,9 @@ class StepModel:
         hidden = self._summed(rank, "hidden")
         causes = self._summed(rank, "causes")
         stages = _position_stages(self.stages)[rank]
-        for into, array in ((causes, self._exposed_weights), (hidden, self._hidden_weights)):
-            if waits := float((array * self.passes)[stages].sum()):
-                into["sharded weights"] = waits
+        for totals, array in ((causes, self._exposed_weights), (hidden, self._hidden_weights)):
+            if seconds := float((array * self.passes)[stages].sum()):
+                totals["sharded weights"] = seconds
         causes["pipeline"] = self.span - float(self.busy[rank])
         causes["gradients and weights"], hidden_tail = self._exposed_tail(rank)
         causes["optimizer"] = self.weights.optimizer_seconds(rank)
@@ -139,15 +147,15 @@ class StepModel:
     # --- the pipeline ---
 
     def pipeline(self) -> tuple[PassOrder, ReplayPlan, Floats]:
-        """Return the passes in order, the plan to replay, and the seconds of every task: passes, then transfers."""
+        """Return the order of the passes, the replay plan, and the seconds of its tasks: passes, then transfers."""
         return self._replayed(self.micro_batches)
 
     @cached_property
     def span(self) -> float:
         """Seconds from the first pass to the end of the last.
 
-        In the steady state, ``pp`` more micro-batches add the same time on every rank. If a replay of fewer
-        micro-batches shows this, the rest is extrapolated.
+        In the steady state, every additional ``pp`` micro-batches add the same time on all ranks. If a shortened
+        replay reaches the steady state, the time of the remaining micro-batches is extrapolated.
         """
         pp = self.placed.mapping.parallel.pp
         if pp == 1:
@@ -155,12 +163,12 @@ class StepModel:
         if (shared := self.placed.cluster.accelerator.shared) > 1:
             order, plan, seconds = self.pipeline()
             return shared_span(plan.tasks, seconds, len(order), pp, shared)
-        few = FULL * pp
-        if self.micro_batches > few + pp and not (self.micro_batches - few) % pp:
-            order, plan, seconds = self._replayed(few)
+        sample = FULL * pp
+        if self.micro_batches > sample + pp and not (self.micro_batches - sample) % pp:
+            order, plan, seconds = self._replayed(sample)
             times = replay(plan, seconds)
             if (period := _period(order, times.end[: len(order)], float(times.span))) is not None:
-                return float(times.span) + (self.micro_batches - few) // pp * period
+                return float(times.span) + (self.micro_batches - sample) // pp * period
         _, plan, seconds = self.pipeline()
         return float(replay(plan, seconds).span)
 
@@ -169,9 +177,9 @@ class StepModel:
         order, plan = _graph(
             mapping.schedule, mapping.parallel.pp, micro_batches, mapping.virtual, mapping.waits_for_stages
         )
-        takes = (self._pass_seconds + self._exposed_weights)[order.stage, order.kind]
-        hops = np.full(len(plan.tasks) - len(order), self._hop.seconds)
-        return order, plan, np.concatenate([takes, hops])
+        pass_seconds = (self._pass_seconds + self._exposed_weights)[order.stage, order.kind]
+        transfer_seconds = np.full(len(plan.tasks) - len(order), self._hop.seconds)
+        return order, plan, np.concatenate([pass_seconds, transfer_seconds])
 
     @cached_property
     def passes(self) -> Floats:
@@ -182,8 +190,8 @@ class StepModel:
     @cached_property
     def busy(self) -> Floats:
         """Seconds of all passes of each pipeline position, [pp]."""
-        takes = ((self._pass_seconds + self._exposed_weights) * self.passes).sum(axis=1)
-        return np.array([takes[stages].sum() for stages in _position_stages(self.stages)])
+        pass_seconds = ((self._pass_seconds + self._exposed_weights) * self.passes).sum(axis=1)
+        return np.array([pass_seconds[stages].sum() for stages in _position_stages(self.stages)])
 
     @cached_property
     def _hop(self) -> CollectiveCost:
@@ -195,7 +203,7 @@ class StepModel:
 
     @cached_property
     def _counts(self) -> Floats:
-        """Number of each of ``BLOCKS`` in each stage, [stages, blocks]."""
+        """Number of blocks of each kind (``BLOCKS``) in each stage, [stages, blocks]."""
         return _counts(self.stages, self.shape.dense_layers)
 
     @cached_property
@@ -208,7 +216,10 @@ class StepModel:
         return self._by_stage(self._counts @ seconds_of(self._blocks))
 
     def _by_stage(self, result: Floats) -> Floats:
-        """Move the complete backward of the first stage into its weight half if backward is split."""
+        """If backward is split, count the complete backward of the first stage as its weight half.
+
+        The first stage has no input gradient, so its backward is not split.
+        """
         if self.split:
             result[0, PassKind.INPUT], result[0, PassKind.WEIGHT] = 0.0, result[0, PassKind.BACKWARD]
         return result
@@ -217,7 +228,7 @@ class StepModel:
 
     @cached_property
     def _hidden_weights(self) -> Floats:
-        """The part of ``weight_seconds`` that passes hide, [stages, kinds of passes]."""
+        """The part of ``weight_seconds`` that overlaps with the computation of passes, [stages, kinds of passes]."""
         mapping = self.placed.mapping
         if mapping.sharding != "fsdp" or mapping.overlap == "none":
             return np.zeros_like(self._pass_seconds)
@@ -225,7 +236,7 @@ class StepModel:
 
     @cached_property
     def _exposed_weights(self) -> Floats:
-        """The part of ``weight_seconds`` that passes wait for, [stages, kinds of passes]."""
+        """The part of ``weight_seconds`` that is exposed, [stages, kinds of passes]."""
         return self.weight_seconds - self._hidden_weights
 
     @cached_property
@@ -249,30 +260,30 @@ class StepModel:
     def _exposed_tail(self, rank: int) -> tuple[float, dict[str, float]]:
         """Return the exposed seconds of ``_tail``, and the hidden seconds of each collective.
 
-        Gradients of a layer are summed while the backward of preceding layers runs. Weights are gathered while the
-        forward of preceding layers runs.
+        The gradient reduction of a layer overlaps with the backward of the layers before it. The weight gather of a
+        layer overlaps with the forward of the layers before it.
         """
-        every = self._tail(rank)
-        total = sum(one.seconds for one in every.values())
+        collectives = self._tail(rank)
+        total = sum(cost.seconds for cost in collectives.values())
         hidden: dict[str, float] = {}
         if self.placed.mapping.overlap != "none":
             stages = _position_stages(self.stages)[rank]
             layers = self._counts[stages][:, 1:3].sum()
-            share = FREE * (1 - 1 / layers) if layers else 0.0
-            each = self._pass_seconds[stages].sum(axis=0) * share
+            fraction = FREE * (1 - 1 / layers) if layers else 0.0
+            seconds = self._pass_seconds[stages].sum(axis=0) * fraction
             last = PassKind.WEIGHT if self.split else PassKind.BACKWARD
-            left = {"gradients": float(each[last]), "weights": float(each[PassKind.FORWARD])}
-            for name, one in every.items():
+            available = {"gradients": float(seconds[last]), "weights": float(seconds[PassKind.FORWARD])}
+            for name, cost in collectives.items():
                 kind = name.split()[-1]
-                if took := min(one.seconds, left[kind]):
-                    hidden[name] = took
-                    left[kind] -= took
+                if overlapped := min(cost.seconds, available[kind]):
+                    hidden[name] = overlapped
+                    available[kind] -= overlapped
         return total - sum(hidden.values()), hidden
 
-    # --- sums over a position ---
+    # --- sums over the stages of a pipeline position ---
 
     def _pass_counts(self, rank: int) -> Iterator[tuple[PassCost, float]]:
-        """Yield the cost of each block and kind of pass at a position, with the number of times in a step."""
+        """Yield the cost of each block in each kind of pass, and how often a pipeline position runs it in a step."""
         for name, counts in zip(BLOCKS, self._block_passes[rank].tolist(), strict=True):
             for cost, count in zip(self._blocks[name].passes, counts, strict=True):
                 if count:
@@ -280,7 +291,7 @@ class StepModel:
 
     @cached_property
     def _block_passes(self) -> Floats:
-        """Number of times that each position runs each block in each kind of pass, [pp, blocks, kinds of passes]."""
+        """How often each pipeline position runs each block in each kind of pass, [pp, blocks, kinds of passes]."""
         passes = self.passes.copy()
         if self.split:  # the first stage runs complete backward passes
             passes[0, PassKind.BACKWARD] += passes[0, PassKind.WEIGHT]
@@ -288,7 +299,7 @@ class StepModel:
         return np.array([self._counts[stages].T @ passes[stages] for stages in _position_stages(self.stages)])
 
     def _summed(self, rank: int, what: str) -> dict[str, float]:
-        """Return the exposed ("causes") or hidden seconds of a position by cause."""
+        """Return the exposed ("causes") or hidden ("hidden") seconds of a pipeline position, by cause."""
         result: dict[str, float] = {}
         for cost, count in self._pass_counts(rank):
             for name, seconds in getattr(cost, what).items():
@@ -296,15 +307,16 @@ class StepModel:
         return result
 
     def _sent(self, rank: int) -> dict[str, dict[str, float]]:
+        """Return the bytes that a pipeline position sends in a step, by operator and kind of link."""
         result: dict[str, dict[str, float]] = {}
 
         def add(name: str, sent: dict[str, float], times: float) -> None:
-            into = result.setdefault(name, dict.fromkeys(LINKS, 0.0))
+            totals = result.setdefault(name, dict.fromkeys(LINKS, 0.0))
             for link in LINKS:
-                into[link] += times * sent[link]
+                totals[link] += times * sent[link]
 
-        for work, times in self._pass_counts(rank):
-            for name, sent in work.sent.items():
+        for cost, times in self._pass_counts(rank):
+            for name, sent in cost.sent.items():
                 add(name, sent, times)
         add("stages", links(self._hop), self.micro_batches * float(neighbours(self.stages)[rank]))
         for name, moved in self._tail(rank).items():
@@ -312,7 +324,7 @@ class StepModel:
         return {name: sent for name, sent in result.items() if any(sent.values())}
 
 
-# ---- cached parts that many mappings share
+# ---- cached results that are equal for many mappings
 
 
 _stages = lru_cache(maxsize=1024)(plan_stages)
@@ -333,7 +345,10 @@ def _counts(stages: StagePlan, dense_layers: int) -> Floats:
 
 @lru_cache(maxsize=1024)
 def neighbours(stages: StagePlan) -> Floats:
-    """Return the number of transfers per micro-batch from and to other ranks, [pp]."""
+    """Return the number of stage boundaries between each pipeline position and other positions, [pp].
+
+    At each boundary, a position sends one message per micro-batch: activations or gradients.
+    """
     result = np.zeros(stages.pp)
     for stage in range(1, stages.num_stages):
         below, above = stages.rank_of(stage - 1), stages.rank_of(stage)
@@ -356,7 +371,7 @@ def _passes(schedule: str, pp: int, micro_batches: int, virtual: int) -> Floats:
         result[:, [PassKind.FORWARD, PassKind.BACKWARD]] = micro_batches
     elif schedule != "dualpipev":
         result[:, [PassKind.FORWARD, PassKind.INPUT, PassKind.WEIGHT]] = micro_batches
-    else:  # fill and drain are split; each further micro-batch has a complete backward
+    else:  # DualPipeV splits backward only while the pipeline fills and drains
         order = pass_order(schedule, pp, 2 * pp, virtual)
         np.add.at(result, (order.stage, order.kind), 1)
         result[:, [PassKind.FORWARD, PassKind.BACKWARD]] += micro_batches - 2 * pp
@@ -367,24 +382,31 @@ def _passes(schedule: str, pp: int, micro_batches: int, virtual: int) -> Floats:
 def _period(order: PassOrder, end: Floats, span: float) -> float | None:
     """Return the seconds that ``pp`` more micro-batches add, or None if the pipeline is not periodic.
 
-    It is periodic if all passes in the middle of ``FULL`` groups of ``pp`` micro-batches end by the same time later
-    than those of the previous group.
+    The replay has ``FULL`` groups of ``pp`` micro-batches. In the middle groups of a periodic
+    pipeline, each pass ends later than the same pass of the previous group, all by the same time.
+
+    Args:
+        end: end of each pass in seconds, in the order of ``order``.
+        span: seconds of the replay, for the tolerance.
     """
-    at = np.full((len(PassKind), order.stages, order.micro_batches), -1, dtype=np.int64)
-    at[order.kind, order.stage, order.micro] = np.arange(len(order))
-    later = []
-    for kind, result in zip(PassKind, at, strict=True):
+    index = np.full((len(PassKind), order.stages, order.micro_batches), -1, dtype=np.int64)
+    index[order.kind, order.stage, order.micro] = np.arange(len(order))
+    increments = []
+    for kind, passes in zip(PassKind, index, strict=True):
         groups = slice(2, FULL) if kind == PassKind.FORWARD else slice(1, FULL - 2)
-        ends = np.where(result < 0, np.nan, end[result]).reshape(order.stages, FULL, order.pp)[:, groups]
-        later.append(np.diff(ends, axis=1).ravel())
-    every = np.concatenate(later)
-    every = every[~np.isnan(every)]
-    return float(every[0]) if np.ptp(every) <= 1e-9 * span else None
+        ends = np.where(passes < 0, np.nan, end[passes]).reshape(order.stages, FULL, order.pp)[:, groups]
+        increments.append(np.diff(ends, axis=1).ravel())
+    finite = np.concatenate(increments)
+    finite = finite[~np.isnan(finite)]
+    return float(finite[0]) if np.ptp(finite) <= 1e-9 * span else None
 
 
 @lru_cache(maxsize=128)
 def _graph(schedule: str, pp: int, micro_batches: int, virtual: int, exposed: bool) -> tuple[PassOrder, ReplayPlan]:
-    """Return the order of passes and a plan to replay them, which do not depend on durations."""
+    """Return the order of the passes and the replay plan. They do not depend on durations, so they are cached.
+
+    ``exposed``: whether ranks wait for transfers between stages.
+    """
     order = pass_order(schedule, pp, micro_batches, virtual)
     nothing = np.zeros(order.stages)
     return order, prepare(pipeline_tasks(order, PassSeconds(nothing, nothing, nothing), exposed=exposed).tasks)

@@ -1,11 +1,11 @@
-"""LAMB (arXiv 1904.00962, algorithm 2; MegaScale uses it with a four times larger batch, arXiv 2402.15627).
+"""LAMB (arXiv 1904.00962, algorithm 2). MegaScale uses it to train with a four times larger batch (arXiv 2402.15627).
 
-    update = m^ / (sqrt(v^) + eps) + decay * w             as AdamW
-    w     -= lr * |w| / |update| * update                  norms of the full parameter (ratio 1 if one is 0)
+    update = m^ / (sqrt(v^) + eps) + decay * w             as in AdamW
+    w     -= lr * |w| / |update| * update                  norms of the full parameter; the ratio is 1 if a norm is 0
 
-Parameters are sharded by tensor or expert parallelism, and over the ranks that own them. Each rank computes squared
-norms of its shards, and one all-reduce over the stage sums them for all parameters. Each expert of a stack counts as a
-separate parameter.
+Parameters are sharded by tensor or expert parallelism, and additionally by the sharding of the optimizer state. Each
+rank computes the squared norms of its shards. One all-reduce over the pipeline stage sums them for all parameters.
+Each expert in a stacked parameter has its own norms and ratio.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LAMB(Optimizer):
     def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
         self._make_state(self.owned, "exp_avg", "exp_avg_sq")
-        self._slots: list[slice] = []
+        self._slots: list[slice] = []  # indices of each parameter's norms: one, or one per expert
         end = 0
         for item in self.owned:
             begin, end = end, end + (item.sharding.shape[0] if is_stack(item) else 1)
@@ -51,7 +51,7 @@ class LAMB(Optimizer):
         return update.add_(item.value, alpha=self._decay(item))
 
     def _ratios(self, updates: Sequence[Tensor]) -> list[Tensor]:
-        """Return |w| / |update| for each value: a scalar, or one per expert, broadcastable to the value."""
+        """Return |w| / |update| for each parameter: a scalar, or one per expert, broadcastable to the parameter."""
         device = updates[0].device if updates else torch.device(self.mesh.device)
         squares = torch.zeros(2, self._size, dtype=torch.float64, device=device)
         for item, update, slot in zip(self.owned, updates, self._slots, strict=True):

@@ -1,17 +1,22 @@
-"""Detection of wrong numbers in a step. All ranks make the same decision.
+"""Detect corrupted rows, non-finite values and spikes in a step. All ranks make the same decision.
 
-    forward, backward ─▶ all-reduce ─▶ damaged rows?  rerun, at most three times
-                                       NaN or infinite? a spike of the loss?     ─▶ as configured: stop, skip, warn, or
-    sum of gradients  ─▶ norm       ─▶ NaN or infinite? a spike of the norm?     ─▶ rerun, once
+    forward, backward  ─▶ all-reduce ─▶ corrupted rows:                       rerun, at most three times
+                                        loss is NaN, infinite or a spike:     stop, skip, warn or rerun once
+    gradient reduction ─▶ norm       ─▶ norm is NaN, infinite or a spike:     stop, skip, warn or rerun once
+
+``run.nonfinite`` selects the action for NaN and infinity (never "warn"). ``guard.on_spike`` selects
+the action for spikes (never "stop").
 
 A rerun repeats the step in place with the same batch and the same weights. (This is Megatron's rerun state machine,
 reduced to one process group.)
 
-    second result is good              transient     the run continues with it, bit-equal to a run without the fault
-    bad, same bits on all ranks        persistent    not finite: the run ends. A spike: caused by the data, accepted
-    bad, other bits on some rank       unsettled     the run ends; the error names the ranks whose numbers changed
+    result of the rerun                 fault         action
+    good                                transient     use it; the run is bit-identical to a run without the fault
+    bad, same bits on all ranks         persistent    NaN or infinite: end the run. Spike: the data caused it, accept it
+    bad, different bits on some rank    unsettled     end the run; the error names the ranks whose results changed
 
-Ranks whose numbers changed are found by digests of each rank's loss and gradients, taken before gradients are reduced.
+The guard compares digests of each rank's loss and gradients between the two executions. Digests are computed before
+gradients are reduced, so they identify the ranks whose results changed.
 """
 
 from __future__ import annotations
@@ -38,15 +43,16 @@ from moe_comm.train.resilience.agreement import StepSummary
 from moe_comm.train.sections import GuardSection
 
 DAMAGED_TRIES = 3
-"""Maximum number of reruns of a step with damaged rows. Each time would be a new fault."""
+"""Maximum number of reruns of a step with corrupted rows. Corruption in a rerun is an independent fault."""
 LOSS, GRADIENT = 1, 2
+"""Bit flags: which part of a rank's digest changed."""
 
 FaultSink = Callable[[FaultRecord], None]
 """Receives fault records. Called on every rank with equal records; one rank writes them."""
 
 
 class StepDecision(Enum):
-    """Decision about a step: apply it, leave it out, or run it again."""
+    """Decision about a step: apply the update, skip the update, or rerun the step."""
 
     GO = "go"
     SKIP = "skip"
@@ -57,7 +63,7 @@ class StepDecision(Enum):
 class History:
     """Losses and gradient norms of the last updates, equal on every rank.
 
-    It is part of a checkpoint, so that a resumed run makes the same decisions.
+    Checkpoints contain the history, so a resumed run makes the same decisions.
     """
 
     losses: deque[float] = field(default_factory=deque)
@@ -90,7 +96,7 @@ class History:
 
 @dataclass(frozen=True)
 class StepDigest:
-    """Digest of one execution of a step on one rank: bits of the loss, and the sum of the words of each gradient."""
+    """Digest of one execution of a step on one rank: the bits of the loss, and a checksum of each gradient."""
 
     loss: bytes
     gradients: tuple[int, ...]
@@ -115,11 +121,12 @@ class _Problem:
 
 
 class StepGuard:
-    """Makes the decisions about the steps of a run. They depend only on reduced values, so they are equal on all ranks.
+    """Decide about each step of a run. Decisions depend only on reduced values, so they are equal on all ranks.
 
     Args:
         settings: configuration section ``[guard]``.
         nonfinite: ``run.nonfinite``.
+        ranks: ranks of the run.
         history: history of the run; updated in each step.
         record: receives fault records.
     """
@@ -134,6 +141,7 @@ class StepGuard:
     ) -> None:
         self._settings, self._nonfinite, self._ranks, self._history = settings, nonfinite, ranks, history
         self._record = record
+        # Digests are computed only if bad steps are rerun.
         self.compares = "rerun" in (nonfinite, settings.on_spike)
         self.begin(0)
 
@@ -147,12 +155,12 @@ class StepGuard:
         self._current: StepDigest | None = None
         self._changed: tuple[int, ...] = ()
         self._accepted = self._settled = False
-        self._loss = self._noticed_s = 0.0
+        self._loss = self._noticed_s = 0.0  # _noticed_s: seconds from the execution's start to detection
         self.skipped = ""  # why the step is skipped
-        self._tried = time.monotonic()
+        self._tried = time.monotonic()  # start of the current execution
 
     def after_loss(self, summary: StepSummary, loss: float, parameters: Iterable[nn.Parameter]) -> StepDecision:
-        """Decide about a step before its gradients are reduced. Collective if the step was run again.
+        """Decide about a step before its gradients are reduced. Collective in a rerun.
 
         Args:
             summary: values of the step, reduced over all ranks.
@@ -171,11 +179,13 @@ class StepGuard:
                 self._compare(digest)
             elif summary.bad or self._over(summary.loss, self._history.losses, self._settings.loss_spike):
                 self._first_digest = digest
-            self._current = digest  # needed if the norm is bad, or if another problem follows the first
+            self._current = digest  # reference for a rerun because of the norm or of a second problem
         if summary.bad:
-            who = ", ".join(map(str, summary.bad))
+            bad_ranks = ", ".join(map(str, summary.bad))
             return self._bad(
-                _Problem("nonfinite", summary.bad, f"the loss or a router's logits are NaN or infinite on rank {who}")
+                _Problem(
+                    "nonfinite", summary.bad, f"the loss or a router's logits are NaN or infinite on rank {bad_ranks}"
+                )
             )
         return self._spike("loss", summary.loss, self._history.losses, self._settings.loss_spike)
 
@@ -186,25 +196,25 @@ class StepGuard:
             norm: global norm of the reduced gradients.
 
         Raises:
-            NonFiniteLoss, UnsettledStep: as ``after_loss``.
+            NonFiniteLoss, UnsettledStep: on every rank. The weights are unchanged.
         """
         if self.compares and self._first_digest is None:
             self._first_digest = self._current
         if not isfinite(norm):
             what = f"the gradient's norm is {norm} though the loss is {self._loss:.4g}"
-            done = self._bad(_Problem("nonfinite", (), what))
+            decision = self._bad(_Problem("nonfinite", (), what))
         else:
-            done = self._spike("gradient's norm", norm, self._history.norms, self._settings.norm_spike)
-        if done is StepDecision.GO:
+            decision = self._spike("gradient's norm", norm, self._history.norms, self._settings.norm_spike)
+        if decision is StepDecision.GO:
             self._settle()
             self._history.add(self._loss, norm, self._settings.window)
-        return done
+        return decision
 
-    # --- one kind of problem each ---
+    # --- handlers: corrupted rows, spikes, and bad values ---
 
     def _damage(self, damaged: Mapping[int, int]) -> StepDecision:
-        who = ", ".join(f"{count} block(s) on rank {rank}" for rank, count in damaged.items())
-        what = f"rows arrived damaged: {who}"
+        blocks = ", ".join(f"{count} block(s) on rank {rank}" for rank, count in damaged.items())
+        what = f"rows arrived damaged: {blocks}"
         self._damaged += 1
         self._noticed_s = time.monotonic() - self._tried
         again = self._damaged <= DAMAGED_TRIES
@@ -217,18 +227,18 @@ class StepGuard:
             "ranks' hosts out, or look at their memory and network"
         )
 
-    def _spike(self, name: str, value: float, known: deque[float], factor: float | None) -> StepDecision:
-        if not self._over(value, known, factor):
+    def _spike(self, name: str, value: float, history: deque[float], factor: float | None) -> StepDecision:
+        if not self._over(value, history, factor):
             return StepDecision.GO
-        mean = fmean(known)
+        mean = fmean(history)
         return self._bad(
             _Problem("spike", (), f"the {name} is {value:.4g}, {value / mean:.3g} times its mean of {mean:.4g}")
         )
 
-    def _over(self, value: float, known: deque[float], factor: float | None) -> bool:
-        if factor is None or len(known) < self._settings.window:
+    def _over(self, value: float, history: deque[float], factor: float | None) -> bool:
+        if factor is None or len(history) < self._settings.window:
             return False
-        return value > factor * fmean(known)
+        return value > factor * fmean(history)
 
     def _bad(self, problem: _Problem) -> StepDecision:
         spike = problem.kind == "spike"
@@ -238,7 +248,7 @@ class StepGuard:
         self._settle()
         self._noticed_s = time.monotonic() - self._tried
         if policy == "rerun":
-            if self._first is not None:  # a problem of another kind, which the rerun has solved: start over
+            if self._first is not None:  # the rerun solved a problem of the other kind: start a new comparison
                 self._first_digest, self._changed, self._settled = self._current, (), False
             self._first = problem
             self._tried_again.add(problem.kind)
@@ -254,10 +264,10 @@ class StepGuard:
         raise self._nonfinite_error(problem, 'or go on without such steps: run.nonfinite="skip"')
 
     def _bad_again(self, problem: _Problem) -> StepDecision:
-        """Handle a step whose rerun is bad too."""
+        """Handle a rerun that has the same kind of problem as the first execution."""
         if self._changed:
-            who = self._who_changed()
-            what = f"{problem.what}; run again, it was bad again with other numbers ({who})"
+            changed = self._who_changed()
+            what = f"{problem.what}; run again, it was bad again with other numbers ({changed})"
             self._note(problem.kind, self._changed_most(), "stop", what)
             raise UnsettledStep(
                 f"step {self.step}: {what}; the weights were left as they were. Suspect the hardware of "
@@ -275,13 +285,13 @@ class StepGuard:
         raise self._nonfinite_error(_Problem(problem.kind, problem.ranks, what), "or start again before this step")
 
     def _settle(self) -> None:
-        """Record that the rerun has solved the first problem, if there was one."""
+        """Write a fault record for the first problem, if there was one and the rerun solved it."""
         if self._first is None or self._settled or (self._accepted and self._first.kind == "spike"):
             return
         self._settled = True
         ranks = self._first.ranks or self._changed_most()
-        who = self._who_changed() or "no rank's own numbers changed, so it happened in a sum over ranks"
-        what = f"{self._first.what}; run again, that was gone: a transient fault ({who})"
+        changed = self._who_changed() or "no rank's own numbers changed, so it happened in a sum over ranks"
+        what = f"{self._first.what}; run again, that was gone: a transient fault ({changed})"
         self._note(self._first.kind, ranks, "rerun", what)
 
     def _again(self) -> StepDecision:
@@ -289,7 +299,7 @@ class StepGuard:
         self._tried = time.monotonic()
         return StepDecision.RERUN
 
-    # --- ranks whose numbers changed between two executions ---
+    # --- ranks whose results changed between two executions ---
 
     def _compare(self, digest: StepDigest) -> None:
         assert self._first_digest is not None
@@ -299,7 +309,10 @@ class StepGuard:
         self._changed = changed if any(changed) else ()
 
     def _changed_most(self) -> tuple[int, ...]:
-        """Return the ranks whose loss changed, or else those whose gradients did. Gradients depend on all losses."""
+        """Return the ranks whose loss changed; if there are none, the ranks whose gradients changed.
+
+        A changed loss on one rank can change the gradients on all ranks, so the loss identifies the faulty rank better.
+        """
         loss = tuple(rank for rank, flags in enumerate(self._changed) if flags & LOSS)
         return loss or tuple(rank for rank, flags in enumerate(self._changed) if flags)
 
@@ -330,6 +343,6 @@ class StepGuard:
 
 
 def _words(grad: Tensor) -> Tensor:
-    """Return the sum over the words of a gradient, or of this rank's shard of it."""
+    """Return the checksum (``row_sums``) of a gradient; of a DTensor, the checksum of its local shard."""
     local: Any = grad.to_local() if isinstance(grad, DTensor) else grad
     return row_sums(local.reshape(1, -1)).sum()

@@ -1,4 +1,4 @@
-"""Calibration: known numbers are recovered from predicted measurements, and a real calibration can be saved."""
+"""Calibration recovers known rates from predicted measurements, and a real calibration can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ HOST = Cluster(CORE, 4, 4, MEMORY, MEMORY, start_s=1e-4)
 
 
 def measured_by(core: Accelerator) -> RankMeasurements:
-    """Return the measurements that ``core`` predicts."""
-    bare = replace(core, launch_s=1e-12)
-    products = tuple((m, k, n, bare.gemm_seconds(m, n, k, "fp32")) for m, k, n in PRODUCTS)
+    """Return the measurements that the cost model predicts for ``core``."""
+    ideal = replace(core, launch_s=1e-12)
+    products = tuple((m, k, n, ideal.gemm_seconds(m, n, k, "fp32")) for m, k, n in PRODUCTS)
     attention = []
     for length in SEQUENCES:
         flops = 4 * HEADS * HEAD_DIM * length * (length + 1) / 2
-        there, back = (bare.attention_seconds(part * flops, "fp32", part > 1) for part in (1.0, 2.5))
-        attention.append((length, there, back))
+        forward_s, backward_s = (ideal.attention_seconds(factor * flops, "fp32", factor > 1) for factor in (1.0, 2.5))
+        attention.append((length, forward_s, backward_s))
     passes = [
         MeasuredPass(model, sequences, length, 0.0) for model in range(len(MODELS)) for sequences, length in BATCHES
     ]
     rows = sum(EXPERT_ROWS)
-    dense = 2 * 3 * rows * WIDTH * 3 * WIDTH / core.flops["fp32"]
+    gemm_s = 2 * 3 * rows * WIDTH * 3 * WIDTH / core.flops["fp32"]
     return RankMeasurements(
         cores=2,
         products={"fp32": products},
         attention=tuple(attention),
-        experts=dense / core.grouped + core.memory_seconds(8 * rows * WIDTH * 4),
+        experts=gemm_s / core.grouped + core.memory_seconds(8 * rows * WIDTH * 4),
         update=28 * UPDATED / core.memory_bytes_per_s,
         memory_bytes=core.memory_bytes,
         passes=tuple(replace(one, seconds=pass_seconds(core, one)) for one in passes),
@@ -83,8 +83,8 @@ def measured_by(core: Accelerator) -> RankMeasurements:
 def test_the_fit_finds_numbers_of_any_magnitude() -> None:
     true = (3e-6, 2.5, 7e9)
 
-    def errors(*given: float) -> Sequence[float]:
-        a, b, c = (math.log(got / want) for got, want in zip(given, true, strict=True))
+    def errors(*values: float) -> Sequence[float]:
+        a, b, c = (math.log(got / expected) for got, expected in zip(values, true, strict=True))
         return (a + b, b - c, a, c)
 
     assert nearest(errors, (1e-3, 1.0, 1e6)) == pytest.approx(true, rel=1e-2)
@@ -102,35 +102,35 @@ def test_an_accelerator_is_recovered_from_its_own_predictions() -> None:
 
 
 def test_ranks_that_share_a_core_have_proportional_rates() -> None:
-    whole, part = (accelerator_of([measured_by(CORE)], share) for share in (1.0, 4.0))
-    assert part.shared == 4.0 and whole.shared == 1.0
-    assert part.flops["fp32"] == pytest.approx(whole.flops["fp32"] / 4)
+    alone, sharing = (accelerator_of([measured_by(CORE)], ranks_per_core) for ranks_per_core in (1.0, 4.0))
+    assert sharing.shared == 4.0 and alone.shared == 1.0
+    assert sharing.flops["fp32"] == pytest.approx(alone.flops["fp32"] / 4)
     one = MeasuredPass(0, 2, 256, 1.0)
-    assert pass_seconds(part, one) == pytest.approx(4 * pass_seconds(whole, one), rel=1e-6)
+    assert pass_seconds(sharing, one) == pytest.approx(4 * pass_seconds(alone, one), rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_links_are_recovered_from_their_own_predictions(ranks: int) -> None:
     true = replace(HOST, gpus=4)
 
-    def moves(cluster: Cluster, count: int) -> list[MeasuredTransfer]:
+    def transfers(cluster: Cluster, count: int) -> list[MeasuredTransfer]:
         kinds: dict[Any, Callable[..., CollectiveCost]] = {
             "all_gather": cluster.all_gather,
             "all_reduce": cluster.all_reduce,
         }
         sizes = (1 << 14, 1 << 18, 1 << 22)
         return [
-            MeasuredTransfer(kind, count, size, do(size, range(count)).seconds)
-            for kind, do in kinds.items()
+            MeasuredTransfer(kind, count, size, collective(size, range(count)).seconds)
+            for kind, collective in kinds.items()
             for size in sizes
         ]
 
     start = replace(true, inside=Link("x", 1e9, 1e-5, 1.0), start_s=1e-5)
-    got = inside_of(start, moves(true, ranks))
-    for one in moves(true, ranks):
+    got = inside_of(start, transfers(true, ranks))
+    for one in transfers(true, ranks):
         assert getattr(got, one.kind)(one.num_bytes, range(ranks)).seconds == pytest.approx(one.seconds, rel=0.05)
-    apart = replace(true, host_size=1, between=CABLE)
-    cable = between_of(true, moves(apart, 2), "cable")
+    separate_hosts = replace(true, host_size=1, between=CABLE)
+    cable = between_of(true, transfers(separate_hosts, 2), "cable")
     assert cable.rate == pytest.approx(CABLE.rate, rel=0.05) and cable.name == "cable"
 
 
@@ -139,11 +139,11 @@ def test_sustained_rates_and_start_times_are_recovered_from_steps(share: float, 
     true = replace(HOST, accelerator=replace(CORE, sustained=share), start_s=start)
     steps = [CalibrationStep(model, mapping, 0.0, 1.2) for model, mapping in runs(4)]
     assert {mapping for _, mapping in runs(4)} == {"dp=4,ep=1", "dp=4,ep=4", "tp=2,dp=2,ep=4"}
-    found = within_steps(HOST, [replace(one, seconds=step_seconds(true, one)) for one in steps])
-    assert found.accelerator.sustained == pytest.approx(share, rel=0.02)
-    assert found.start_s == pytest.approx(start, rel=0.05)
-    quicker = within_steps(HOST, [replace(one, seconds=step_seconds(true, one) / 2) for one in steps])
-    assert quicker.accelerator.sustained <= 1.0 and quicker.start_s >= HOST.start_s, "not better than by themselves"
+    fitted = within_steps(HOST, [replace(one, seconds=step_seconds(true, one)) for one in steps])
+    assert fitted.accelerator.sustained == pytest.approx(share, rel=0.02)
+    assert fitted.start_s == pytest.approx(start, rel=0.05)
+    faster = within_steps(HOST, [replace(one, seconds=step_seconds(true, one) / 2) for one in steps])
+    assert faster.accelerator.sustained <= 1.0 and faster.start_s >= HOST.start_s, "not better than by themselves"
 
 
 def test_imbalance_is_the_load_of_the_busiest_rank_over_the_mean() -> None:
@@ -174,18 +174,18 @@ def _shorten(put: Callable[[Any, str, Any], None]) -> None:
 
 def test_a_calibration_of_one_rank_can_be_saved_and_loaded(short: None, tmp_path: Path) -> None:
     messages: list[str] = []
-    found = calibrate(1, say=messages.append)
-    assert (found.gpus, found.accelerator.name, found.accelerator.shared) == (1, "this-machine", 1.0)
-    assert set(found.accelerator.flops) == {"fp32", "bf16"}
+    cluster = calibrate(1, say=messages.append)
+    assert (cluster.gpus, cluster.accelerator.name, cluster.accelerator.shared) == (1, "this-machine", 1.0)
+    assert set(cluster.accelerator.flops) == {"fp32", "bf16"}
     assert messages and "1 rank" in messages[0]
-    save(found, tmp_path / "this.json")
-    assert load(tmp_path / "this.json") == found
+    save(cluster, tmp_path / "this.json")
+    assert load(tmp_path / "this.json") == cluster
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2) as made:
-        yield made
+    with RankPool(2) as two_ranks:
+        yield two_ranks
 
 
 def _move(rank: int, world: int, arg: None) -> tuple[MeasuredTransfer, ...]:

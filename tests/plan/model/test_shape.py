@@ -57,14 +57,14 @@ PLACES = {
     "norm.": "norms",
     "dense.": "dense",
 }
-"""Part of a parameter's name -> its family. The first match counts."""
+"""Substring of a parameter's name -> family of the parameter. The first match counts."""
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_parameters_are_those_of_the_layers(config: TransformerConfig) -> None:
     shape, built = ModelShape.of(config), Counter[str]()
     for name, parameter in Transformer(config, ModelPlan(device="meta")).named_parameters():
-        built[next(family for place, family in PLACES.items() if place in name)] += parameter.numel()
+        built[next(family for part, family in PLACES.items() if part in name)] += parameter.numel()
     assert shape.parameters() == built
     assert shape.params == built.total()
     active = shape.active_parameters()
@@ -102,8 +102,8 @@ def test_a_block_gives_the_shape_of_each_product() -> None:
     assert latent.per_context == 2 * 128 * (192 + 128)
 
 
-# Billions as published on the models' cards and in their reports (sources in model_names.py): in all, those that a
-# token uses, and whether the embedding is among the latter.
+# Published numbers from model cards and reports (sources in moe_models.py): total parameters and active parameters in
+# billions, and whether the active parameters include the embedding.
 PUBLISHED: dict[str, tuple[float, float, bool]] = {
     "mixtral-8x7b": (46.7, 12.9, True),
     "mixtral-8x22b": (140.6, 39.2, True),
@@ -113,7 +113,7 @@ PUBLISHED: dict[str, tuple[float, float, bool]] = {
     "qwen3-235b-a22b": (235.0, 22.0, True),
     "deepseek-v3": (671.0, 37.0, False),
     "deepseek-moe-16b": (16.4, 2.8, True),
-    "megascale-moe-352b": (352.0, 45.07, False),  # the latter by its reported utilisation, see below
+    "megascale-moe-352b": (352.0, 45.07, False),  # active: derived from the reported MFU, see below
     "hunyuan-large": (389.0, 52.0, True),
     "phi3.5-moe": (41.9, 6.6, True),
     "olmoe-1b-7b": (6.9, 1.3, True),
@@ -130,7 +130,7 @@ def test_published_sizes(name: str) -> None:
     assert counted / 1e9 == pytest.approx(active, rel=0.02)  # two digits are published
 
 
-# Billions as published (sources in model_dense.py); llm-foundry's README has all digits.
+# Published parameters in billions (sources in dense_models.py). The README of llm-foundry (mpt-*) lists all digits.
 PUBLISHED_DENSE = {
     "llama2-13b": 13.0,
     "llama2-70b": 69.0,
@@ -166,7 +166,7 @@ def test_published_sizes_of_dense_models(name: str) -> None:
 
 
 def test_grok_has_the_flops_that_its_recipe_counts() -> None:
-    """NVIDIA/dgxc-benchmarking, grok1: attention, experts and head, the causal half of attention's square."""
+    """NVIDIA/dgxc-benchmarking, grok1: attention, experts and head. Attention counts only the causal half."""
     recipe = 53_150_220_288 + 463_856_467_968 + 4_728_029_184
     assert MODELS["grok-1"].model_flops(8192) == pytest.approx(recipe, rel=1e-3)
 

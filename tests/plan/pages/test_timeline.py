@@ -1,4 +1,4 @@
-"""Slices of a predicted step: equal length, no overlap on a stream, and all operators."""
+"""Timeline of a predicted step: total time, no overlapping slices on a stream, and completeness of the operators."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WAYS = [
 
 
 def streams(result: StepTimeline) -> dict[tuple[int, str], list[TimelineSlice]]:
-    every: dict[tuple[int, str], list[TimelineSlice]] = defaultdict(list)
-    for one in result.slices:
-        every[one.rank, one.stream].append(one)
-    return every
+    by_stream: dict[tuple[int, str], list[TimelineSlice]] = defaultdict(list)
+    for item in result.slices:
+        by_stream[item.rank, item.stream].append(item)
+    return by_stream
 
 
 SPLIT = [{"pipeline": schedule, **way} for schedule in ("zero_bubble", "zbv", "dualpipev") for way in WAYS]
@@ -96,10 +96,10 @@ def test_passes_are_those_of_the_replay_and_the_optimizer_is_behind_them() -> No
     assert [item.begin for item in passes] == times.begin[: len(order)].tolist()
     for rank in range(4):
         *_, last = sorted(result.of(rank, "pass"), key=lambda item: item.end)
-        behind = [item for item in result.of(rank) if item.stage < 0]
-        names = [item.name for item in behind]
+        update = [item for item in result.of(rank) if item.stage < 0]
+        names = [item.name for item in update]
         assert names == ["dense gradients", "expert gradients", "optimizer", "dense weights", "expert weights"]
-        assert all(item.begin >= last.end - 1e-12 for item in behind)
+        assert all(item.begin >= last.end - 1e-12 for item in update)
 
 
 def test_transfers_overlap_with_passes_or_the_receiver_waits() -> None:
@@ -110,24 +110,24 @@ def test_transfers_overlap_with_passes_or_the_receiver_waits() -> None:
         ("inter", 1, {"stage": {"send activations"}, "stage back": {"send gradients"}}),
     ):
         result = streams(timeline(model("mixtral-8x7b", "tp=2,pp=4,ep=8", 32, batch=16, overlap=overlap)))
-        told = {stream: {item.name for item in result.get((rank, stream), ())} for stream in ("stage", "stage back")}
-        assert {stream: some for stream, some in told.items() if some} == names
+        sent = {stream: {item.name for item in result.get((rank, stream), ())} for stream in ("stage", "stage back")}
+        assert {stream: used for stream, used in sent.items() if used} == names
 
 
 @pytest.mark.parametrize("overlap", ["inter", "all"])
 def test_hidden_transfers_overlap_with_compute(overlap: str) -> None:
     one = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32, batch=16, overlap=overlap)
     result = timeline(one)
-    operations = [each for way in (one.stage_passes[0].forward, one.stage_passes[0].backward) for each in way]
-    hidden = sum(each.hidden for each in operations)
-    moved = sum(each.seconds for each in operations if each.kind == "transfer")
-    mine = [item for item in result.of(0) if item.micro_batch == 0]
-    computes = [item for item in mine if item.stream == "compute"]
-    beside = 0.0
-    for item in mine:
+    operations = [op for ops in (one.stage_passes[0].forward, one.stage_passes[0].backward) for op in ops]
+    hidden = sum(op.hidden for op in operations)
+    total_s = sum(op.seconds for op in operations if op.kind == "transfer")
+    first_micro_batch = [item for item in result.of(0) if item.micro_batch == 0]
+    computes = [item for item in first_micro_batch if item.stream == "compute"]
+    overlapped_s = 0.0
+    for item in first_micro_batch:
         if item.stream not in ("pass", "compute", "stage", "stage back"):
-            beside += sum(max(0.0, min(item.end, c.end) - max(item.begin, c.begin)) for c in computes)
-    assert 0 < 0.9 * hidden <= beside <= moved * (1 + 1e-9), "transfers at the begin of a pass overlap little"
+            overlapped_s += sum(max(0.0, min(item.end, other.end) - max(item.begin, other.begin)) for other in computes)
+    assert 0 < 0.9 * hidden <= overlapped_s <= total_s * (1 + 1e-9), "transfers at the begin of a pass overlap little"
 
 
 def test_only_the_first_of_many_micro_batches_are_divided_into_operators() -> None:
@@ -135,7 +135,7 @@ def test_only_the_first_of_many_micro_batches_are_divided_into_operators() -> No
     result = timeline(one, most=10_000)
     assert len(result.slices) <= 10_000
     assert result.seconds == pytest.approx(one.predict().seconds, rel=1e-9)
-    cut = {item.micro_batch for item in result.slices if item.stream == "compute" and item.micro_batch >= 0}
-    assert cut == set(range(len(cut))) and 0 < len(cut) < one.micro_batches
-    assert result.omitted == f"operators are shown for the first {len(cut)} of {one.micro_batches} micro-batches"
+    divided = {item.micro_batch for item in result.slices if item.stream == "compute" and item.micro_batch >= 0}
+    assert divided == set(range(len(divided))) and 0 < len(divided) < one.micro_batches
+    assert result.omitted == f"operators are shown for the first {len(divided)} of {one.micro_batches} micro-batches"
     assert {item.micro_batch for item in result.slices if item.stream == "pass"} == set(range(one.micro_batches))

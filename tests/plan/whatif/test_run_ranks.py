@@ -1,4 +1,4 @@
-"""Spans of real ranks: asynchronous calls are recorded, and a replay reproduces the step."""
+"""Traces of real ranks record when asynchronous calls start, and a replay reproduces the step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from tests.pool import RankPool
 
 
 def busy(seconds: float) -> None:
+    """Occupy the core for ``seconds``."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pass
 
 
-def work(rank: int, world: int, apart_s: float) -> list[SpanLine]:
+def work(rank: int, world: int, offset_s: float) -> list[SpanLine]:
+    """Run a step with an asynchronous all-gather, which rank 1 starts ``offset_s`` after rank 0. Return its spans."""
     assert dist.group.WORLD is not None
-    channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # that of ranks on several hosts
+    channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # the channel that ranks on several hosts use
     channel.all_reduce(torch.ones(4), "a start together")
     EVENTS.begin_step(1)
     with EVENTS.span(Kind.STEP, "step"):
         with EVENTS.span(Kind.COMPUTE, "attention"):
-            busy(apart_s * rank)
+            busy(offset_s * rank)
         pending = channel.start_all_gather(torch.full((4,), float(rank)), "gather early")
         with EVENTS.span(Kind.COMPUTE, "experts"):
             busy(10 * AT_ONCE_S)
@@ -42,6 +44,7 @@ def work(rank: int, world: int, apart_s: float) -> list[SpanLine]:
 
 
 def test_what_is_begun_before_it_is_waited_for_says_when(pool2: RankPool) -> None:
+    """The span of a wait for an asynchronous call records when the call started."""
     ranks = pool2.run(work, 0.02, timeout=60)
     for spans in ranks:
         (early,) = (span for span in spans if span.name == "gather early")
@@ -51,8 +54,10 @@ def test_what_is_begun_before_it_is_waited_for_says_when(pool2: RankPool) -> Non
         assert not any(span.begun_ns for span in spans if span.name in ("attention", "experts", "step"))
     trace = make_run_trace([span for spans in ranks for span in spans], 2, {"dp": 2})
     assert what_if(trace.graph).replay_error < 1e-6
-    before = {(int(one), int(two)) for one, two in zip(trace.graph.before_D, trace.graph.after_D, strict=True)}
+    edges = {
+        (int(source), int(target)) for source, target in zip(trace.graph.before_D, trace.graph.after_D, strict=True)
+    }
     table = trace.graph.table
-    names = [(table.names[table.name_N[at]], int(table.rank_N[at])) for at in range(len(table))]
-    waited = {(names[one][1], names[two]) for one, two in before}
-    assert (1, ("gather early", 0)) in waited and (0, ("gather early", 1)) in waited
+    names = [(table.names[table.name_N[index]], int(table.rank_N[index])) for index in range(len(table))]
+    dependencies = {(names[source][1], names[target]) for source, target in edges}
+    assert (1, ("gather early", 0)) in dependencies and (0, ("gather early", 1)) in dependencies

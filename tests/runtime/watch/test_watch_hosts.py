@@ -13,7 +13,7 @@ from moe_comm.runtime.watch.report import statuses_to_json
 
 
 class Hosts:
-    """Two hosts with one rank each. This object is their store, and ``now`` is the time."""
+    """Two hosts with one rank each. This object is a fake store, and ``now`` is the fake clock in seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -30,7 +30,10 @@ class Hosts:
         return [self.entries[key] for key in keys]
 
     def exchange(self, seconds: float, heartbeat: int | None = None, state: Any = "alive") -> list[Any]:
-        """Exchange after ``seconds``. The other host sends ``heartbeat``, if given. Returns the state of its ranks."""
+        """Advance the clock by ``seconds`` and exchange heartbeats. Return the states of the other host's ranks.
+
+        The other host publishes ``heartbeat`` before the exchange, unless it is None.
+        """
         self.now += seconds
         if heartbeat is not None:
             statuses = statuses_to_json([RankStatus(1, state=state)])
@@ -46,9 +49,9 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosts:
 
 def test_a_host_without_heartbeats_is_unreachable(hosts: Hosts) -> None:
     assert hosts.exchange(0.25, 1) == ["alive"]
-    found = [hosts.exchange(0.25) for _ in range(24)]
-    assert found[:18] == [["alive"]] * 18
-    assert found[-1] == ["unreachable"]
+    states = [hosts.exchange(0.25) for _ in range(24)]
+    assert states[:18] == [["alive"]] * 18
+    assert states[-1] == ["unreachable"]
     assert hosts.heartbeats.needs_check()
 
 
@@ -80,9 +83,9 @@ def test_only_the_last_rank_to_leave_publishes_for_its_host(hosts: Hosts) -> Non
 
 def test_a_host_that_never_publishes_becomes_unreachable_and_is_not_judged_before(hosts: Hosts) -> None:
     assert hosts.exchange(0.25) == []
-    found = [hosts.exchange(0.25) for _ in range(24)]
-    assert found[:18] == [[]] * 18
-    assert found[-1] == ["unreachable"]
+    states = [hosts.exchange(0.25) for _ in range(24)]
+    assert states[:18] == [[]] * 18
+    assert states[-1] == ["unreachable"]
 
 
 def test_the_end_of_a_rank_remains_known_when_its_host_is_unreachable(hosts: Hosts) -> None:
@@ -99,26 +102,26 @@ def test_a_late_heartbeat_does_not_make_the_ranks_of_the_host_stalled(hosts: Hos
 
 
 def test_a_store_is_silent_while_it_does_not_answer_and_after_it_has_failed(hosts: Hosts) -> None:
-    """Run the thread's function until its third period."""
-    silent: list[float] = []
-    turns = iter([False, False, False, True])
+    """Run the heartbeat thread's function for three periods. The first two requests to the store fail."""
+    silent_s: list[float] = []
+    wait_results = iter([False, False, False, True])
 
     class Done:
         def wait(self, seconds: float) -> bool:
-            silent.append(hosts.heartbeats.store_silent_s)
+            silent_s.append(hosts.heartbeats.store_silent_s)
             hosts.now += 6.0
-            return next(turns)
+            return next(wait_results)
 
-    def fail(keys: list[str]) -> list[str]:
+    def multi_get(keys: list[str]) -> list[str]:
         hosts.now += 1.0
-        if len(silent) < 3:
+        if len(silent_s) < 3:
             raise RuntimeError("no answer")
         return [hosts.entries[key] for key in keys]
 
     hosts.heartbeats._done = Done()  # type: ignore[assignment]
-    hosts.multi_get = fail  # type: ignore[method-assign]
+    hosts.multi_get = multi_get  # type: ignore[method-assign]
     hosts.heartbeats._run()
-    assert silent == [0.0, 1.0, 8.0, 0.0]
+    assert silent_s == [0.0, 1.0, 8.0, 0.0]
     assert hosts.heartbeats.store_silent_s == 0.0
     hosts.heartbeats._asked_s = hosts.now - hosts.heartbeats.isolation_timeout_s
     assert hosts.heartbeats.needs_check()

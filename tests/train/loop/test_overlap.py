@@ -1,4 +1,4 @@
-"""Training with overlap has the same bits as without, for all forms of data and pipeline parallelism."""
+"""Training is bit-identical with and without overlap, for all forms of data and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAPPINGS = {
 
 
 def _train(rank: int, world: int, settings: Sequence[str]) -> Trained:
-    """Train with chunks of any size, so that tiny tensors are sent in several chunks."""
+    """Train without a minimum chunk size, so that tiny tensors are sent in several chunks."""
     build.Overlap, real = partial(Overlap, chunk_bytes=1), build.Overlap  # type: ignore[misc, assignment]
     try:
         return train(rank, world, settings)
@@ -38,11 +38,11 @@ def test_overlap_changes_no_bit_of_training(mapping: str, settings: list[str], r
     world = 4 if "parallel.pp=2" in MAPPINGS[mapping] else 2
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     common = [*settings, *MAPPINGS[mapping], f"parallel.ranks={world}", "parallel.backend=all_to_all"]
-    plain, overlapped = (
+    serial, overlapped = (
         pool.run(_train, [*common, f"parallel.overlap_chunks={chunks}"], timeout=120) for chunks in (0, 3)
     )
-    for ours, theirs in zip(overlapped, plain, strict=True):
-        assert ours.losses == theirs.losses
-        assert ours.norms == theirs.norms
-    ours_whole, theirs_whole = (whole([trained.parts for trained in run]) for run in (overlapped, plain))
-    assert all(torch.equal(ours_whole[name], tensor) for name, tensor in theirs_whole.items())
+    for result, expected in zip(overlapped, serial, strict=True):
+        assert result.losses == expected.losses
+        assert result.norms == expected.norms
+    weights, expected_weights = (whole([trained.parts for trained in run]) for run in (overlapped, serial))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected_weights.items())
