@@ -339,7 +339,7 @@ class _Builder:
                 for call in calls:
                     for other, (when, _) in begun[call].items():
                         at = bisect_right(ends[other], when) - 1
-                        if other != rank and at >= 0 and when < one.end:
+                        if other != rank and at >= 0 and when <= one.end:
                             before.append((other, at))
                 if before:
                     self._release((rank, index), before)
