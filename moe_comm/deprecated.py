@@ -81,17 +81,25 @@ def attribute_parameters(*names: str) -> Callable[[F], F]:
     return decorate
 
 
-def converted_parameters(convert: Callable[[dict[str, Any]], None]) -> Callable[[F], F]:
-    """Function decorator: ``convert`` replaces old keywords in place, in a dict of all arguments by name, and warns."""
+def converted_parameters(*old: str, convert: Callable[[dict[str, Any]], None]) -> Callable[[F], F]:
+    """Function decorator for old keywords that take more than a rename.
+
+    Args:
+        old: the old keywords.
+        convert: called if one of them is passed, with a dict of all arguments by name. Replaces them in place, and
+            warns.
+    """
 
     def decorate(function: F) -> F:
         names = list(inspect.signature(function).parameters)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            first, arguments = args[0], dict(zip(names[1:], args[1:], strict=False)) | kwargs
+            if kwargs.keys().isdisjoint(old):
+                return function(*args, **kwargs)
+            arguments = dict(zip(names[1:], args[1:], strict=False)) | kwargs
             convert(arguments)
-            return function(first, **arguments)
+            return function(args[0], **arguments)
 
         return call  # type: ignore[return-value]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.support.api import SNAPSHOT, lines, methods, public_objects
 MOST_PARAMETERS = 7
 FACTORY = {"self", "dtype", "device"}
 """Not counted: every torch module has the last two."""
+
+PROPERTIES = (property, cached_property)
 
 OBJECTS = dict(public_objects())
 
@@ -32,11 +35,11 @@ def test_every_public_name_is_documented(path: str) -> None:
         return
     assert value.__doc__, path
     if inspect.isclass(value):
-        members = [(name, getattr(member, "__func__", member)) for name, member in methods(value)]
         undocumented = [
             name
-            for name, member in members
-            if (inspect.isfunction(member) or isinstance(member, property)) and not inspect.getdoc(getattr(value, name))
+            for name, member in methods(value)
+            if (inspect.isfunction(getattr(member, "__func__", member)) or isinstance(member, PROPERTIES))
+            and not inspect.getdoc(getattr(value, name))
         ]
         assert not undocumented, f"{path}: {undocumented}"
 

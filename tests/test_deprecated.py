@@ -21,7 +21,7 @@ from moe_comm.dispatch import WireDtypes, make_dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.layers import ColumnParallelLinear
 from moe_comm.runtime.watch.report import DetectedFault
-from moe_comm.train import pipeline
+from moe_comm.train import optim, parallel, pipeline
 from moe_comm.train.data import FileTokenizer
 
 
@@ -37,7 +37,13 @@ from moe_comm.train.data import FileTokenizer
         (layers, "Part", "ExpertSlice"),
         (topology, "Share", "ShardSlice"),
         (topology, "deal", "shard_slice"),
+        (pipeline, "Activations", "ActivationShape"),
         (pipeline, "Schedule", "PipelineSchedule"),
+        (optim, "Schedule", "LRSchedule"),
+        (parallel, "Held", "LocalParameter"),
+        (parallel, "Owned", "OwnedParameter"),
+        (parallel, "Traffic", "GradientTraffic"),
+        (parallel, "hold", "local_parameters"),
     ],
 )
 def test_an_old_name_is_the_new_object(package: object, old: str, new: str) -> None:
@@ -89,6 +95,8 @@ def test_the_old_parameters_of_layers() -> None:
         pytest.raises(ConfigError, match="no real expert remains of 5"),
     ):
         MoEConfig(8, 4, router, zero_experts=ZeroExperts(5))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional arguments"):
+        MoEConfig(8, 4, router, "swiglu", False, 0, False, None, False, None, "one too many")  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match="MoEGroups"):
         MoELayer.build(config, None, etp=1, tokens_group=None, sequence_group=None, seed=0)  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match="positional backend of MoELayer.build"):

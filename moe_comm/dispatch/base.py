@@ -100,6 +100,7 @@ class Dispatcher(ABC):
 
     @cached_property
     def num_experts(self) -> int:
+        """Number of experts of all ranks."""
         return self.placement.num_experts
 
     @cached_property

@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def _lines() -> Iterator[str]:
             yield f"class {path}{_signature(value)}"
             for name, member in methods(value):
                 function = getattr(member, "__func__", member)
-                if isinstance(member, property):
+                if isinstance(member, property | cached_property):
                     yield f"property {path}.{name}"
                 elif inspect.isfunction(function):
                     yield f"method {path}.{name}{_signature(function)}"

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def _move_zero_experts(fields: dict[str, Any]) -> None:
-    zero_experts = fields.pop("zero_experts", None)
-    if zero_experts is None:
-        return
+    zero_experts = fields.pop("zero_experts")
     warn_renamed("MoEConfig(zero_experts=...)", "RouterConfig(zero_experts=...), whose num_experts counts real experts")
     router = fields["router"]
     num_experts = router.num_choices - zero_experts.total
@@ -79,7 +77,7 @@ class MoEConfig:
 
 
 # Assigned, as a class decorator would hide the dataclass from type checkers.
-MoEConfig.__init__ = converted_parameters(_move_zero_experts)(MoEConfig.__init__)  # type: ignore[method-assign]
+MoEConfig.__init__ = converted_parameters("zero_experts", convert=_move_zero_experts)(MoEConfig.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -110,6 +108,5 @@ def join_groups(arguments: dict[str, Any]) -> None:
     """Convert the old keywords ``etp``, ``tokens_group`` and ``sequence_group`` of ``MoELayer.build``."""
     old = {"etp": "etp", "tokens_group": "tokens", "sequence_group": "sequence"}
     given = {new: arguments.pop(name) for name, new in old.items() if name in arguments}
-    if given:
-        warn_renamed(f"MoELayer.build({', '.join(sorted(given))}=...)", "group=MoEGroups(...)")
-        arguments["group"] = replace(MoEGroups.of(arguments.get("group")), **given)
+    warn_renamed("MoELayer.build(etp=, tokens_group=, sequence_group=)", "group=MoEGroups(...)")
+    arguments["group"] = replace(MoEGroups.of(arguments.get("group")), **given)

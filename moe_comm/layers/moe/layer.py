@@ -193,7 +193,7 @@ class MoELayer(ParallelModule):
 
     @classmethod
     @renamed_parameters("backend")
-    @converted_parameters(join_groups)
+    @converted_parameters("etp", "tokens_group", "sequence_group", convert=join_groups)
     def build(
         cls,
         config: MoEConfig,

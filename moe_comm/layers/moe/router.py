@@ -16,6 +16,7 @@ every batch, see ``kernels/row_invariant.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -114,7 +115,7 @@ class RouterConfig:
         if self.balance_loss < 0 or self.z_loss < 0:
             raise ConfigError(f"loss coefficients cannot be negative; got {self.balance_loss} and {self.z_loss}")
 
-    @property
+    @cached_property
     def num_choices(self) -> int:
         """Number of experts that the router chooses from: real and zero-computation ones."""
         return self.num_experts + self.zero_experts.total

@@ -21,6 +21,7 @@ gradients are reduced, so they identify the ranks whose results changed.
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections import deque
@@ -231,9 +232,8 @@ class StepGuard:
         if not self._over(value, history, factor):
             return StepDecision.GO
         mean = fmean(history)
-        return self._bad(
-            _Problem("spike", (), f"the {name} is {value:.4g}, {value / mean:.3g} times its mean of {mean:.4g}")
-        )
+        times = value / mean if mean else math.inf
+        return self._bad(_Problem("spike", (), f"the {name} is {value:.4g}, {times:.3g} times its mean of {mean:.4g}"))
 
     def _over(self, value: float, history: deque[float], factor: float | None) -> bool:
         if factor is None or len(history) < self._settings.window:
