@@ -20,12 +20,13 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_
 PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test slow lint format docs notebooks sanitize neon fuzz bench clean
+.PHONY: help install build train test slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make docs      the site in build/site, its links checked      make notebooks  execute the tutorials"
+	@echo "make gpu-script  benchmarks/gpu.sh with emulated kernels and small sizes"
 	@echo "make sanitize  the native core's tests under ASan, UBSan, TSan"
 	@echo "make neon      the same tests for aarch64, under qemu (Debian: g++-aarch64-linux-gnu qemu-user)"
 	@echo "make fuzz      parsers of files, coverage-guided (FUZZ_SECONDS=60 each, FUZZ=all of them)"
@@ -53,7 +54,7 @@ $(STAMP): constraints.txt pyproject.toml | $(BIN)/python
 install: $(STAMP)
 
 build: $(STAMP)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	MOE_COMM_WERROR=on $(BIN)/python setup.py --quiet build_ext --inplace
 
 train: build
 	$(BIN)/moe-comm train $(CONFIG)
@@ -87,6 +88,9 @@ docs: build
 notebooks: build
 	@$(DOCS_READY)
 	$(TEST_ENV) $(BIN)/python -m benchmarks.run_notebooks docs/tutorials build/tutorials
+
+gpu-script: build
+	$(TEST_ENV) PYTHON=$(BIN)/python bash benchmarks/gpu.sh --emulated --again build/gpu-emulated
 
 # ThreadSanitizer needs the old layout of addresses; setarch asks for it where the machine allows that.
 sanitize: $(STAMP)

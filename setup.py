@@ -1,7 +1,8 @@
 """Build ``moe_comm._C`` with CMake; everything else about the package is in pyproject.toml.
 
-Environment: ``MOE_COMM_CUDA=auto|on|off`` (compile csrc/cuda with nvcc), ``CXX`` (the compiler), ``MOE_COMM_JOBS``
-(files compiled at once; by default one per core).
+Environment: ``MOE_COMM_CUDA=auto|on|off`` (compile csrc/cuda with nvcc), ``MOE_COMM_CUDA_ARCHS`` (only for these
+architectures, such as ``90a-real``), ``MOE_COMM_WERROR=on|off`` (treat warnings as errors), ``CXX`` (the compiler),
+``MOE_COMM_JOBS`` (number of files compiled at once; by default one per core).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DMOE_COMM_CUDA={os.environ.get('MOE_COMM_CUDA', 'auto')}",
+            f"-DMOE_COMM_CUDA_ARCHS={os.environ.get('MOE_COMM_CUDA_ARCHS', '')}",
+            f"-DMOE_COMM_WERROR={os.environ.get('MOE_COMM_WERROR', 'off')}",
         ]
         build = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
         # A build folder remembers its tools, and those of an isolated build are gone afterwards: start afresh when

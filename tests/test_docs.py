@@ -47,16 +47,16 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path, kind: str) -> Iterator[tuple[int, str]]:
-    """Line number and text of the fenced blocks of one kind; hidden ones count as ``python``."""
+    """Yield line number and text of the fenced blocks of one kind. Hidden blocks count as ``python``."""
     text = page.read_text()
-    for found in BLOCK.finditer(text):
-        if (found["kind"] if found["hidden"] is None else "python") == kind:
-            start = found.start("text" if found["hidden"] is None else "hidden")
-            yield text.count("\n", 0, start), found["text"] if found["hidden"] is None else found["hidden"]
+    for match in BLOCK.finditer(text):
+        if (match["kind"] if match["hidden"] is None else "python") == kind:
+            start = match.start("text" if match["hidden"] is None else "hidden")
+            yield text.count("\n", 0, start), match["text"] if match["hidden"] is None else match["hidden"]
 
 
 def compiled(page: Path, kind: str) -> list[Any]:
-    """Code objects whose tracebacks point into the page."""
+    """Return code objects whose tracebacks point into the page."""
     return [compile("\n" * line + text, str(page), "exec") for line, text in blocks(page, kind)]
 
 
@@ -78,17 +78,17 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_snippets_are_distributed_under_torchrun(name: str, call: str, tmp_path: Path) -> None:
     snippet = next(text for _, text in blocks(ROOT / name, "python") if call in text)
     (tmp_path / "script.py").write_text(
-        snippet + "found = layer.dispatcher\n"
-        "print(f'rank {found.rank} holds {len(found.local_experts)}\\n', end='', flush=True)\n"
+        snippet + "dispatcher = layer.dispatcher\n"
+        "print(f'rank {dispatcher.rank} holds {len(dispatcher.local_experts)}\\n', end='', flush=True)\n"
         "dist.destroy_process_group()\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert {"rank 0 holds 4", "rank 1 holds 4"} <= set(done.stdout.splitlines()), done.stdout
+    assert process.returncode == 0, process.stderr
+    assert {"rank 0 holds 4", "rank 1 holds 4"} <= set(process.stdout.splitlines()), process.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -97,7 +97,7 @@ def test_snippets_that_are_not_run_are_python(page: Path) -> None:
 
 
 def command_lines(page: Path, start: str) -> set[str]:
-    """Every command that begins with the pattern ``start``, on a line of its own or in an inline span."""
+    """Return every command that begins with the pattern ``start``, on a line of its own or in an inline span."""
     text = page.read_text()
     inline = re.findall(rf"`({start}[^`…]*)`", text)
     lines = re.findall(rf"^(?:    )?({start}[^\n`]*)$", text, re.MULTILINE)
@@ -114,7 +114,7 @@ STUDIES = sorted(path.parent.name for path in (ROOT / "benchmarks").glob("*/__ma
 
 
 def find(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that ``words`` name, and the arguments after it."""
+    """Return the command that ``words`` name, and the arguments after it."""
     command: Any = typer.main.get_command(cli.app)
     while hasattr(command, "commands") and words:
         assert words[0] in command.commands, f"no command {words[0]!r}"
@@ -128,18 +128,18 @@ def test_commands_parse(page: str, line: str) -> None:
     if words == ["--version"]:
         return
     command, arguments = find([PLACEHOLDERS.get(word, word) for word in words])
-    if not arguments:  # named in the text
+    if not arguments:  # the page only names the command
         return
-    given = command.make_context(command.name, arguments).params
-    if "config" in given:
+    params = command.make_context(command.name, arguments).params
+    if "config" in params:
         config = pytest.importorskip("moe_comm.train.config")
-        file = ROOT / given["config"]
-        found = config.load(
-            file if file.suffix else given["config"], [*(given["overrides"] or []), *(given["settings"] or [])]
+        file = ROOT / params["config"]
+        loaded = config.load(
+            file if file.suffix else params["config"], [*(params["overrides"] or []), *(params["settings"] or [])]
         )
-        found.parallel.mapping(given.get("ranks") or found.parallel.ranks)
-    if given.get("mappings"):
-        pytest.importorskip("moe_comm.bench.parity.compare").chosen(given["mappings"])
+        loaded.parallel.mapping(params.get("ranks") or loaded.parallel.ranks)
+    if params.get("mappings"):
+        pytest.importorskip("moe_comm.bench.parity.compare").chosen(params["mappings"])
 
 
 def study(name: str) -> Any:
@@ -154,7 +154,7 @@ def test_studies_exist_and_parse(page: str, line: str) -> None:
     if name in STUDIES:
         study(name).make_context(name, [PLACEHOLDERS.get(word, word) for word in words])
     else:
-        assert (ROOT / "benchmarks" / f"{name}.py").is_file()
+        assert (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file()
 
 
 def shell_lines(page: Path) -> Iterator[str]:
@@ -179,7 +179,7 @@ def test_shell_lines_use_existing_commands(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of the headings of a page, as GitHub builds them."""
     heads = re.findall(r"^#+ (.+)$", re.sub(BLOCK, "", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -235,17 +235,17 @@ def test_tutorials_have_no_outputs(path: Path) -> None:
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Return whether a dotted name is a module, or an attribute of one."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:length]))
+            value: Any = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for part in parts[length:]:
-            if not hasattr(found, part):
+            if not hasattr(value, part):
                 return False
-            found = getattr(found, part)
+            value = getattr(value, part)
         return True
     return False
 
@@ -268,9 +268,9 @@ def test_every_ready_configuration_is_in_the_table_with_its_mapping() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| ([^|]*) \| ([\d.]+) ([MB]) \|", TRAINING, re.MULTILINE)
     assert {row[0] for row in rows} == config.ready_configs().keys()
     for name, ranks, mapping, params, unit in rows:
-        found = config.load(name)
-        assert (found.parallel.ranks, str(found.parallel.mapping(int(ranks)))) == (int(ranks), mapping), name
-        counted = ModelShape.of(build.architecture_of(found, None if found.model.vocab else 257)).params
+        loaded = config.load(name)
+        assert (loaded.parallel.ranks, str(loaded.parallel.mapping(int(ranks)))) == (int(ranks), mapping), name
+        counted = ModelShape.of(build.architecture_of(loaded, None if loaded.model.vocab else 257)).params
         assert f"{counted / {'M': 1e6, 'B': 1e9}[unit]:.1f}" == params, name
 
 

@@ -1,108 +1,266 @@
-"""benchmarks/gpu.sh: a failed part does not stop later parts, passed parts are not repeated, and time is limited.
+"""benchmarks/gpu.sh: parts that crash, hang or are killed lose nothing that was measured, and do not stop the others.
 
-The fake interpreter only prints its arguments, so no GPU is needed.
+The parts are small commands on the CPU. ``make gpu-script`` runs the real parts with emulated kernels.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.gpu import driver as driver_module
+from benchmarks.gpu.driver import Driver
+from benchmarks.gpu.parts import Family, Kind, Part, parts
+from benchmarks.gpu.profile import profile_parts, short_name
+from benchmarks.gpu.record import append, read
+
 ROOT = Path(__file__).parents[2]
-FAKE = f"""#!/bin/sh
-case "$*" in
-  *get_device_name*) echo "NVIDIA Fake 1" ;;
-  *torch.version.cuda*) echo "2.13 CUDA 13.0" ;;
-  *gpu_table.py*) exec {sys.executable} "$@" ;;
-  *"-m moe_comm doctor"*) [ -e "$(dirname "$0")/broken" ] && exit 3; echo healthy ;;
-  *"bench dispatch"*) sleep 60 ;;
-  *setup.py*) [ -e "$(dirname "$0")/uncompilable" ] && exit 2; echo built ;;
-  *"-m pytest"*) [ -e "$(dirname "$0")/skipping" ] && echo "10 skipped in 1 s" || echo "3 passed, 10 skipped in 1 s" ;;
-  *) echo "ran $*" ;;
-esac
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from benchmarks.gpu.record import Recorder
+
+def crash():
+    raise RuntimeError("no such kernel")
+
+def hang():
+    time.sleep(600)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def row():
+    return {"who": "ours", "device_us": 3.0}
+
+work = {"row": row, "crash": crash, "hang": hang, "die": die}
+recorder = Recorder(sys.argv[2], Path(sys.argv[1]), "cpu", limit_s=float(sys.argv[3]))
+sys.exit(recorder.run_all((name, work[name.split(",")[0]]) for name in sys.argv[4:]))
 """
 
 
-@pytest.fixture
-def python(tmp_path: Path) -> Path:
-    path = tmp_path / "python3"
-    path.write_text(FAKE)
-    path.chmod(0o755)
-    return path
+@pytest.fixture(autouse=True)
+def same_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "tree_hash", lambda *_, **__: "tree")
 
 
-def run(python: Path, *arguments: str, deadline_s: int = 540) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHON": str(python), "DEADLINE_S": str(deadline_s)}
-    command = ["bash", "benchmarks/gpu.sh", *arguments, str(python.parent / "out")]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+def worker(out: Path, name: str, *operations: str, limit_s: float = 60, inner_s: float = 30, **more: Any) -> Part:
+    command = (sys.executable, "-c", WORKER, str(out / "results.jsonl"), name, str(inner_s), *operations)
+    return Part(name, limit_s, command, **more)
 
 
-def table(shown: str) -> dict[str, str]:
-    return dict(re.findall(r"^\| ([\w-]+) \| ([^|]+) \| *\d* \|$", shown, re.MULTILINE))
+def shell(name: str, script: str, kind: Kind = "measurement", family: Family = "") -> Part:
+    return Part(name, 30, ("bash", "-c", script), kind, family)
 
 
-def test_a_run_resumes_where_the_last_one_ended(python: Path) -> None:
-    broken = python.parent / "broken"
-    broken.touch()
-    first = run(python, "--only", "build,doctor,triton")
-    assert first.returncode == 1
-    results = table(first.stdout)
-    assert (results["build"], results["doctor"], results["triton"]) == ("passed", "failed (3)", "passed")
-    assert results["contract"] == "not run"
-    broken.unlink()
-    second = run(python, "--only", "build,doctor,triton")
-    assert second.returncode == 0, second.stdout
-    assert "build: has passed with these files" in second.stdout
-    assert "triton: has passed with these files" in second.stdout
-    assert table(second.stdout)["doctor"] == "passed"
-    assert "build (at most" in run(python, "--only", "build", "--again").stdout
-    assert (python.parent / "out" / "README.md").read_text().startswith("# NVIDIA Fake 1\n")
+def run(out: Path, *found: Part, deadline_s: float = 540, again: bool = False) -> tuple[int, dict[str, str]]:
+    driver = Driver(out, out / "results.tar.gz", deadline_s, "gpu.sh")
+    code = driver.run(found, again)
+    return code, {name: outcome.result for name, outcome in driver.outcomes.items()}
 
 
-def test_tests_that_are_all_skipped_have_not_passed(python: Path) -> None:
-    (python.parent / "skipping").touch()
-    done = run(python, "--only", "build,contract,doctor")
-    assert done.returncode == 1
-    results = table(done.stdout)
-    assert (results["contract"], results["doctor"]) == ("failed (no test passed)", "passed")
-    (python.parent / "skipping").unlink()
-    assert table(run(python, "--only", "contract").stdout)["contract"] == "passed"
+def archived(out: Path) -> list[dict[str, Any]]:
+    with tarfile.open(out / "results.tar.gz") as archive:
+        member = archive.extractfile(f"{out.name}/results.jsonl")
+        assert member is not None
+        return [json.loads(line) for line in member.read().splitlines()]
 
 
-def test_nothing_runs_without_what_the_build_makes(python: Path) -> None:
-    (python.parent / "uncompilable").touch()
-    done = run(python, "--only", "build,doctor,contract")
-    assert done.returncode == 1 and "doctor: not run, since the build failed" in done.stdout
-    results = table(done.stdout)
-    assert (results["build"], results["doctor"], results["contract"]) == ("failed (2)", "not run", "not run")
+def test_crash_hang_and_kill_name_the_operation_and_keep_the_rows(tmp_path: Path) -> None:
+    code, results = run(
+        tmp_path,
+        worker(tmp_path, "crashes", "row", "crash", "row, again"),
+        worker(tmp_path, "hangs", "row", "hang, 4096 tokens", inner_s=1, family="triton"),
+        worker(tmp_path, "dies", "row", "die"),
+        worker(tmp_path, "skipped", "row", family="triton"),
+        worker(tmp_path, "passes", "row", family="layer"),
+    )
+    assert code == 1
+    assert results == {
+        "crashes": "failed: exit code 1",
+        "hangs": "hung in 'hang, 4096 tokens'",
+        "dies": "killed by SIGKILL in 'die'",
+        "skipped": "skipped: hangs hung",
+        "passes": "passed",
+    }
+    rows = [(line["part"], line["operation"]) for line in archived(tmp_path) if line["event"] == "row"]
+    assert rows == [("crashes", "row"), ("crashes", "row, again"), ("hangs", "row"), ("dies", "row"), ("passes", "row")]
+    errors = [line["error"] for line in read(tmp_path / "results.jsonl") if line["event"] == "failed"]
+    assert errors == ["RuntimeError: no such kernel"]
+    assert "in hang" in (tmp_path / "hangs.log").read_text()  # the stacks
+    page = (tmp_path / "README.md").read_text()
+    assert "- crash: RuntimeError: no such kernel" in page and "| ours | 3.0 |" in page
 
 
-def test_parts_without_time_are_reported_as_failures(python: Path) -> None:
-    done = run(python, "--only", "build,dispatch", deadline_s=5)
-    assert done.returncode == 1
-    assert "build: no time left" in done.stdout
-    assert table(done.stdout)["dispatch"] == "not run"
+def test_a_part_is_killed_at_its_limit(tmp_path: Path) -> None:
+    # The operation's own limit does not help a process that does not return from C, or whose limit is wrong.
+    hangs = worker(tmp_path, "hangs", "row", "hang", limit_s=15)
+    slow = Part("slow", 1, ("sleep", "60"))
+    assert run(tmp_path, hangs, slow) == (1, {"hangs": "hung in 'hang'", "slow": "took longer than 1 s"})
 
 
-def test_unknown_parts_and_options_are_refused(python: Path) -> None:
-    for arguments, told in (
-        (("--only", "nonsense"), "no part begins with 'nonsense'"),
-        (("--fast",), "unknown option"),
+def test_an_operation_without_time_does_not_start(tmp_path: Path) -> None:
+    code, results = run(tmp_path, worker(tmp_path, "short", "row", limit_s=4.9))
+    assert code == 1 and results["short"] in ("failed: exit code 1", "took longer than 5 s")
+    assert not [line for line in read(tmp_path / "results.jsonl") if line["event"] in ("started", "row")]
+
+
+def test_a_missing_tool_fails_its_part_only(tmp_path: Path) -> None:
+    code, results = run(tmp_path, Part("ncu", 10, ("no-such-profiler",)), shell("dispatch", "exit 0"))
+    assert (code, results) == (1, {"ncu": "failed: exit code 127", "dispatch": "passed"})
+
+
+def test_a_failed_test_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:
+    slow = shell("slow", "echo 'Failed: Timeout (>20.0s) from pytest-timeout.'; exit 1", "tests", "triton")
+    hung = shell("hung", "echo 'Timeout (0:00:20)!'; exit 1", "tests", "layer")
+    results = run(tmp_path, slow, hung, shell("a", "exit 0", family="triton"), shell("b", "exit 0", family="layer"))[1]
+    assert results == {"slow": "failed: exit code 1", "hung": "hung", "a": "passed", "b": "skipped: hung hung"}
+
+
+def test_a_run_that_is_killed_leaves_what_it_measured(tmp_path: Path) -> None:
+    part = worker(tmp_path, "hangs", "row", "hang")
+    script = (
+        "import sys; from pathlib import Path; from benchmarks.gpu.driver import Driver; "
+        "from benchmarks.gpu.parts import Part; out = Path(sys.argv[1]); "
+        "Driver(out, out / 'results.tar.gz', 540, '').run([Part('hangs', 60, tuple(sys.argv[2:]))])"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), *part.command]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        try:
+            while not (tmp_path / "results.tar.gz").exists() or not archived(tmp_path):
+                assert process.poll() is None
+                time.sleep(0.05)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            for child in _children(process.pid):
+                os.kill(child, signal.SIGKILL)
+    assert [line["event"] for line in archived(tmp_path)][:3] == ["started", "row", "done"]
+
+
+def _children(pid: int) -> list[int]:
+    listed = subprocess.run(["pgrep", "-s", str(pid)], capture_output=True, text=True, check=False).stdout.split()
+    return [int(child) for child in listed if int(child) != pid]
+
+
+def test_operations_continue_after_one_that_breaks_the_device(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from pathlib import Path; from benchmarks.gpu.record import FATAL, Recorder\n"
+        "recorder = Recorder('breaks', Path(sys.argv[1]), 'cpu')\n"
+        "recorder.run_all([('first', lambda: {'who': 'ours'}), ('second', lambda: os._exit(FATAL)),"
+        " ('third', lambda: {'who': 'ours'})])"
+    )
+    part = Part("breaks", 60, (sys.executable, "-c", script, str(tmp_path / "results.jsonl")))
+    code, results = run(tmp_path, part)
+    assert (code, results) == (1, {"breaks": "failed: 1 operations left the CUDA context unusable"})
+    events = [(line["operation"], line["event"]) for line in read(tmp_path / "results.jsonl")]
+    assert events == [("first", "started"), ("first", "row"), ("first", "done"), ("second", "started"),
+                      ("third", "started"), ("third", "row"), ("third", "done")]  # fmt: skip
+
+
+def test_a_failed_smoke_check_skips_only_the_parts_that_need_it(tmp_path: Path) -> None:
+    def smoke(failing: str) -> Part:
+        lines = [
+            json.dumps({"part": "smoke", "operation": failing, "event": event, "error": "e"})
+            for event in ("started", "failed")
+        ]
+        write = "; ".join(
+            f"""echo '{line[:-1]}, "attempt": "'"$MOE_COMM_GPU_ATTEMPT"'"}}' >> {tmp_path}/results.jsonl"""
+            for line in lines
+        )
+        return shell("smoke", f"{write}; exit 1", "smoke")
+
+    others = shell("dispatch", "exit 0", family="peer_to_peer"), shell("products", "exit 0", family="triton")
+    assert run(tmp_path, smoke("triton, operators"), *others)[1] == {
+        "smoke": "failed: exit code 1",
+        "dispatch": "passed",
+        "products": "skipped: the smoke check of triton failed",
+    }
+    results = run(tmp_path, smoke("probe"), *others, again=True)[1]
+    assert results["dispatch"] == results["products"] == "skipped: the smoke check failed"
+
+
+def test_nothing_runs_after_a_failed_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "BUILT", tmp_path / "built")
+    build = shell("build", "exit 2", "build")
+    code, results = run(tmp_path, build, shell("dispatch", "exit 0"))
+    assert (code, results) == (1, {"build": "failed: exit code 2", "dispatch": "skipped: the build failed"})
+    passing = shell("build", "exit 0", "build")
+    assert run(tmp_path, passing)[1]["build"] == "passed"
+    assert (tmp_path / "built").read_text() == "tree \n"
+
+
+def test_passed_parts_are_not_repeated_with_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    part = shell("dispatch", f"echo ran >> {tmp_path}/ran.txt")
+    for again, tree, count in ((False, "tree", 1), (False, "tree", 1), (True, "tree", 2), (False, "changed", 3)):
+        monkeypatch.setattr(driver_module, "tree_hash", lambda *_, tree=tree, **__: tree)
+        assert run(tmp_path, part, again=again)[0] == 0
+        assert len((tmp_path / "ran.txt").read_text().splitlines()) == count
+    assert "dispatch: has passed with these files" in capfd.readouterr().out
+
+
+def test_parts_without_time_are_failures(tmp_path: Path) -> None:
+    code, results = run(tmp_path, shell("dispatch", "exit 0"), deadline_s=5)
+    assert (code, results) == (1, {"dispatch": "skipped: no time left; run the same command again"})
+
+
+def test_a_test_run_in_which_no_test_passed_has_failed(tmp_path: Path) -> None:
+    skipped = shell("skips", "echo 10 skipped in 1 s", "tests")
+    passed = shell("passes", "echo 3 passed, 10 skipped in 1 s", "tests")
+    assert run(tmp_path, skipped, passed)[1] == {"skips": "failed: no test passed", "passes": "passed"}
+
+
+def test_lines_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append(path, '{"part": "dispatch"}')
+    path.write_text(path.read_text() + '{"part": "disp')
+    assert read(path) == [{"part": "dispatch"}]
+
+
+def test_options_that_match_nothing_are_refused(tmp_path: Path) -> None:
+    for arguments, reason in (
+        (("--emulated", "--only", "nonsense"), "no part begins with 'nonsense'"),
+        (("--fast",), "unrecognized arguments: --fast"),
     ):
-        done = run(python, *arguments)
+        command = ["bash", "benchmarks/gpu.sh", *arguments, str(tmp_path)]
+        env = os.environ | {"PYTHON": sys.executable}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 2
-        assert told in done.stderr
+        assert reason in done.stderr
 
 
-def test_parts_end_within_their_limits_and_call_what_exists(python: Path) -> None:
-    shown = run(python, "--list").stdout
-    parts = re.findall(r"^([\w-]+) \((\d+) s\): (.+)$", shown, re.MULTILINE)
-    assert len({name for name, _, _ in parts}) == len(parts) > 10
-    assert all(int(limit) < 540 for _, limit, _ in parts)
-    for path in re.findall(r"(?:tests|benchmarks)/[\w/.]+|setup\.py", shown):
-        assert (ROOT / path).exists(), path
+def test_commands_exist_and_operations_end_before_their_parts(tmp_path: Path) -> None:
+    for emulated in (False, True):
+        found = parts(tmp_path / "results.jsonl", (9, 0), emulated)
+        assert len({part.name for part in found}) == len(found) > 8
+        for part in found:
+            for path in re.findall(r"(?:tests|benchmarks)/[\w/.]+|setup\.py", " ".join(part.command)):
+                assert (ROOT / path).exists(), path
+            for module in re.findall(r"-m (benchmarks[\w.]+)", " ".join(part.command)):
+                assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+            if "--limit" in part.command:
+                assert float(part.command[part.command.index("--limit") + 1]) < part.limit_s
+            if "--timeout" in part.command:
+                assert float(part.command[part.command.index("--timeout") + 1]) < part.limit_s
+    build = parts(tmp_path / "results.jsonl", (10, 0))[0]
+    assert build.env["MOE_COMM_CUDA_ARCHS"] == "100a-real"
+    assert parts(tmp_path / "results.jsonl", (8, 6))[0].env["MOE_COMM_CUDA_ARCHS"] == "86-real"
+
+
+def test_the_longest_kernels_of_the_results_are_profiled(tmp_path: Path) -> None:
+    kernels = {"void moe_comm::push<2>(Args)": 90.0, "sum(Args)": 80.0, "meet(Args)": 20.0, "count(Args)": 5.0}
+    line = {"part": "dispatch", "operation": "o", "event": "row", "who": "peer_to_peer", "kernels": kernels}
+    append(tmp_path / "results.jsonl", json.dumps(line))
+    names = [part.name for part in profile_parts(tmp_path)]
+    assert names == ["sanitize-memcheck", "sanitize-racecheck", "ncu-push", "ncu-sum", "ncu-meet"]
+    assert short_name("triton_kernel_3d") == "triton_kernel_3d"

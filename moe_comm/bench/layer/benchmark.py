@@ -101,7 +101,7 @@ class ContestantRun:
                 dist.all_reduce(grad)
                 grad = grad.chunk(s.ranks)[self.contestant.rank]
             results[f"{name} gradient"] = grad
-        return {name: value.float().clone() for name, value in results.items() if value is not None}
+        return {name: value for name, value in results.items() if value is not None}
 
 
 def allowed_error(settings: LayerBench, x_TD: Tensor) -> float:
@@ -121,7 +121,21 @@ def allowed_error(settings: LayerBench, x_TD: Tensor) -> float:
     return max(LONG_SUMS, ROUNDINGS * epsilon) + math.sqrt(2 * near_ties / settings.top_k)
 
 
-def check(turns: list[ContestantRun]) -> dict[str, float]:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the Frobenius norm of ``actual - expected`` over that of ``expected``, computed in fp32.
+
+    Slices of dimension 0 are converted one at a time, because copies of large weight gradients would not fit in memory.
+    """
+    squares = torch.zeros(2, dtype=torch.float64, device=expected.device)
+    step = max(1, len(expected) // 16)
+    for actual_slice, expected_slice in zip(actual.split(step), expected.split(step), strict=True):
+        difference_norm = (actual_slice.float() - expected_slice.float()).norm()
+        squares += torch.stack([difference_norm, expected_slice.float().norm()]).double().square()
+    difference, norm = squares.sqrt().tolist()
+    return float(difference / max(norm, 1e-30))
+
+
+def check(runners: list[ContestantRun]) -> dict[str, float]:
     """Compare the results of every contestant with those of the first. Collective.
 
     Returns:
@@ -132,27 +146,28 @@ def check(turns: list[ContestantRun]) -> dict[str, float]:
     """
     errors: dict[str, float] = {}
     reference: dict[str, Tensor] = {}
-    allowed = allowed_error(turns[0].contestant.settings, turns[0].x_TD.detach())
-    for turn in turns:
-        turn.forward()
-        turn.backward()
-        results = turn.results()
-        turn.free()
+    allowed = allowed_error(runners[0].contestant.settings, runners[0].x_TD.detach())
+    for runner in runners:
+        runner.forward()
+        runner.backward()
+        results = runner.results()
+        runner.free()
         reference = reference or results
-        name = turn.contestant.name
-        limit = max(turn.contestant.tolerance or 0.0, turns[0].contestant.tolerance or 0.0, allowed)
-        for what, want in reference.items():
-            error = float((results[what] - want).norm() / want.norm().clamp(min=1e-30))
+        name = runner.contestant.name
+        limit = max(runner.contestant.tolerance or 0.0, runners[0].contestant.tolerance or 0.0, allowed)
+        for what, expected in reference.items():
+            error = relative_error(results[what], expected)
             errors[name] = max(errors.get(name, 0.0), error)
             if not error <= limit:
                 raise WrongAnswer(
-                    f"{name}: {what} differs from {turns[0].contestant.name} by {error:.3g} (allowed {limit:.3g}); "
+                    f"{name}: {what} differs from {runners[0].contestant.name} by {error:.3g} (allowed {limit:.3g}); "
                     "nothing was timed. Please report this with the settings."
                 )
     return errors
 
 
-def _inputs(settings: LayerBench, rank: int) -> tuple[Tensor, Tensor]:
+def make_inputs(settings: LayerBench, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a rank and the gradient of its output, both [T, D]."""
     generator = torch.Generator().manual_seed(settings.seed * 4096 + rank + (1 << 41))
     grad_TD = torch.randn(settings.tokens, settings.hidden, generator=generator).to(settings.torch_dtype)
     return make_x(settings, rank).to(settings.device), grad_TD.to(settings.device)
@@ -166,10 +181,10 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
     """
     rank = dist.get_rank()
     names, skipped = select_contestants(settings)
-    x_TD, grad_TD = _inputs(settings, rank)
-    turns = [ContestantRun(KINDS[name](settings, rank), x_TD, grad_TD) for name in names]
+    x_TD, grad_TD = make_inputs(settings, rank)
+    runners = [ContestantRun(KINDS[name](settings, rank), x_TD, grad_TD) for name in names]
     try:
-        errors = check(turns)
+        errors = check(runners)
         clock = Clock(sync_group if settings.ranks > 1 else sync_single_rank, settings.device)
         # Tests use small shapes; a large GEMM would only make them slower.
         size = GEMM_SIZE if settings.flops > 1e9 else 128
@@ -178,24 +193,24 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
         for round_number in range(settings.warmup + settings.rounds):
             if round_number == settings.warmup:
                 clock.clear()
-            for turn in rotated(turns, round_number):
+            for runner in rotated(runners, round_number):
                 gc.collect()
-                clock.measure(turn.contestant.name, ("forward", turn.forward), ("backward", turn.backward))
-                turn.free()
+                clock.measure(runner.contestant.name, ("forward", runner.forward), ("backward", runner.backward))
+                runner.free()
                 clock.measure(GEMM, ("total", lambda: torch.mm(a, b)))
-        everyone: list[Any] = [None] * settings.ranks
-        dist.all_gather_object(everyone, (dict(clock.times), errors))
+        by_rank: list[Any] = [None] * settings.ranks
+        dist.all_gather_object(by_rank, (dict(clock.times), errors))
     finally:
         gc.enable()
-        for turn in turns:
-            turn.contestant.close()
-    stats = summarize([times for times, _ in everyone])
+        for runner in runners:
+            runner.contestant.close()
+    stats = summarize([times for times, _ in by_rank])
     gemm_gflops = 2e-6 * size**3 / stats[GEMM, "total"]["median_ms"]
     return {
         "benchmark": "layer",
         "gemm_gflops": gemm_gflops,
         "contestants": {name: _row(settings, name, stats, gemm_gflops) for name in names},
-        "max_error": {name: max(errors[name] for _, errors in everyone) for name in names},
+        "max_error": {name: max(errors[name] for _, errors in by_rank) for name in names},
         "skipped": skipped,
         "settings": settings.to_dict() | {"iterations": settings.rounds},
         "threads_per_rank": threads,
@@ -233,7 +248,7 @@ def _memory_of(task: tuple[LayerBench, str], threads: int) -> dict[str, float]:
     settings, name = task
     rank = dist.get_rank()
     _iterate(replace(settings, tokens=8, hidden=64, ffn=64), name, 1)  # load libraries before memory is measured
-    x_TD, grad_TD = _inputs(settings, rank)
+    x_TD, grad_TD = make_inputs(settings, rank)
     cuda = settings.device == "cuda"
     gc.collect()
     if cuda:
@@ -244,21 +259,21 @@ def _memory_of(task: tuple[LayerBench, str], threads: int) -> dict[str, float]:
         before = machine.rss_mib()
     _iterate(settings, name, MEMORY_ITERATIONS, x_TD, grad_TD)
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else machine.peak_rss_mib()
-    everyone: list[Any] = [None] * settings.ranks
-    dist.all_gather_object(everyone, peak - before)
-    return {"peak_memory_mib": max(everyone)}
+    by_rank: list[Any] = [None] * settings.ranks
+    dist.all_gather_object(by_rank, peak - before)
+    return {"peak_memory_mib": max(by_rank)}
 
 
 def _iterate(settings: LayerBench, name: str, iterations: int, *inputs: Tensor) -> None:
     rank = dist.get_rank()
-    turn = ContestantRun(KINDS[name](settings, rank), *(inputs or _inputs(settings, rank)))
+    runner = ContestantRun(KINDS[name](settings, rank), *(inputs or make_inputs(settings, rank)))
     try:
         for _ in range(iterations):
-            turn.forward()
-            turn.backward()
-            turn.free()
+            runner.forward()
+            runner.backward()
+            runner.free()
     finally:
-        turn.contestant.close()
+        runner.contestant.close()
 
 
 def main(settings: LayerBench, json_out: str | None = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ SCALE = 0.02
 
 
 class LayerWeights:
-    """Seeded weights. Each expert has its own generator, so a rank generates only its local experts."""
+    """Seeded weights, made on the device. Each expert has its own generator, so a rank makes only its local experts."""
 
     def __init__(self, settings: LayerBench) -> None:
         self.s = settings
@@ -38,8 +38,9 @@ class LayerWeights:
         return self._normal(self.s.experts + 1 + expert, self.s.hidden, self.s.ffn)
 
     def _normal(self, stream: int, *shape: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.s.seed * 65536 + stream)
-        return torch.randn(*shape, generator=generator).mul_(SCALE).to(self.s.torch_dtype)
+        generator = torch.Generator(self.s.device).manual_seed(self.s.seed * 65536 + stream)
+        values = torch.randn(*shape, generator=generator, device=self.s.device)
+        return values.mul_(SCALE).to(self.s.torch_dtype)
 
     def fill(self, experts: Iterable[int], gate_up_LFD: Tensor, down_LDF: Tensor) -> None:
         """Write the weights of ``experts`` into tensors of shape [L, 2F, D] and [L, D, F]."""
@@ -97,17 +98,18 @@ class LayerContestant(ABC):
         """Release the resources of the layer. Collective."""
 
 
-def _hf_block(settings: LayerBench, num_experts: int, device: str) -> Any:
+def _hf_block(settings: LayerBench) -> Any:
+    """Return the block on the meta device, so that its weights never exist in fp32."""
     config = import_module("transformers").Qwen3MoeConfig(
         hidden_size=settings.hidden,
         moe_intermediate_size=settings.ffn,
-        num_experts=num_experts,
+        num_experts=settings.experts,
         num_experts_per_tok=settings.top_k,
         norm_topk_prob=True,
     )
     config._experts_implementation = "grouped_mm"
     modeling = import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    with torch.device(device):
+    with torch.device("meta"):
         return modeling.Qwen3MoeSparseMoeBlock(config).to(settings.torch_dtype)
 
 
@@ -121,7 +123,7 @@ class HuggingFaceLayer(LayerContestant):
         return None if util.find_spec("transformers") else "not installed: pip install 'moe_comm[hf]'"
 
     def build(self, weights: LayerWeights) -> nn.Module:
-        block = _hf_block(self.settings, self.settings.experts, self.settings.device)
+        block = _hf_block(self.settings).to_empty(device=self.settings.device)
         with torch.no_grad():
             block.gate.weight.copy_(weights.router())
         weights.fill(self.experts, block.experts.gate_up_proj, block.experts.down_proj)
@@ -156,7 +158,7 @@ class HuggingFaceEPLayer(HuggingFaceLayer):
 
         # Like from_pretrained with DistributedConfig(tp_size=1, fsdp_size=EP, ep_size=EP), for one block.
         mesh = init_device_mesh(self.settings.device, (self.ep, 1), mesh_dim_names=("ep", "tp"))
-        block = _hf_block(self.settings, self.settings.experts, "meta")
+        block = _hf_block(self.settings)
         plan = {
             "experts.gate_up_proj": "grouped_gemm",
             "experts.down_proj": "grouped_gemm",

@@ -27,7 +27,7 @@ from moe_comm.bench.overlap.timeline import TimelineStep, record
 from moe_comm.kernels.row_invariant import TILE
 
 GEMMS_PER_TRANSFER = 2.5
-"""d / c of the layer if no width is given."""
+"""d / c of the layer (see above) if no width is given."""
 WIDTH_MULTIPLE = 64
 HF_EP = HuggingFaceEPLayer.name
 
@@ -86,8 +86,8 @@ class OverlapLayerContest:
         contestants: list[Any] = [Serial(settings, rank), Overlapped(settings, rank, bench)]
         if self.skipped is None:
             contestants.append(HuggingFaceEPLayer(settings, rank))
-        inputs = layers._inputs(settings, rank)
-        self.turns = {contestant.name: layers.ContestantRun(contestant, *inputs) for contestant in contestants}
+        inputs = layers.make_inputs(settings, rank)
+        self.runners = {contestant.name: layers.ContestantRun(contestant, *inputs) for contestant in contestants}
         self._inputs = inputs
         # Sends the messages of the overlapped layer and computes next to nothing.
         self.narrow = layers.ContestantRun(Overlapped(settings_of(bench, TILE), rank, bench), *inputs)
@@ -100,25 +100,27 @@ class OverlapLayerContest:
         """
         results = []
         for name in (Serial.name, Overlapped.name):
-            turn = self.turns[name]
-            turn.forward()
-            turn.backward()
-            results.append(turn.results())
-            turn.free()
+            runner = self.runners[name]
+            runner.forward()
+            runner.backward()
+            results.append(runner.results())
+            runner.free()
         for what, expected in results[0].items():
             check_result("MoE layer", what, results[1][what], expected, bits=True)
-        if HF_EP in self.turns:
-            layers.check([self.turns[Serial.name], self.turns[HF_EP]])
+        if HF_EP in self.runners:
+            layers.check([self.runners[Serial.name], self.runners[HF_EP]])
 
     def measure(self) -> dict[str, Any]:
         """Return the times in milliseconds and the speedups. Collective."""
-        phases = {name: (("forward", turn.forward), ("backward", turn.backward)) for name, turn in self.turns.items()}
+        phases = {
+            name: (("forward", runner.forward), ("backward", runner.backward)) for name, runner in self.runners.items()
+        }
         contestants: dict[str, Phases] = {**phases, "compute": self._compute(), "comm": self._comm()}
         contestants["chunked_comm"] = (("forward", self.narrow.forward), ("backward", self.narrow.backward))
 
         def on_done(name: str) -> None:
-            if name in self.turns:
-                self.turns[name].free()
+            if name in self.runners:
+                self.runners[name].free()
             elif name == "chunked_comm":
                 self.narrow.free()
 
@@ -141,24 +143,24 @@ class OverlapLayerContest:
         """Record one step of the serial and of the overlapped layer. Collective."""
         steps = []
         for name in (Serial.name, Overlapped.name):
-            turn = self.turns[name]
+            runner = self.runners[name]
 
-            def step(turn: layers.ContestantRun = turn) -> None:
-                turn.forward()
-                turn.backward()
-                turn.free()
+            def step(runner: layers.ContestantRun = runner) -> None:
+                runner.forward()
+                runner.backward()
+                runner.free()
 
             steps.append(record(f"MoE layer of width {self.ffn}", name, step))
         return steps
 
     def close(self) -> None:
         """Release the resources of the layers. Collective."""
-        for turn in (*self.turns.values(), self.narrow):
-            turn.contestant.close()
+        for runner in (*self.runners.values(), self.narrow):
+            runner.contestant.close()
 
     def _compute(self) -> Phases:
         """Return forward and backward of the experts only."""
-        module: Any = self.turns[Serial.name].contestant.module
+        module: Any = self.runners[Serial.name].contestant.module
         with torch.no_grad():
             routing = module.router(self._inputs[0], 1)
             dispatched = module.dispatcher.dispatch(self._inputs[0], routing.ids_TK)
@@ -168,7 +170,7 @@ class OverlapLayerContest:
 
     def _comm(self) -> Phases:
         """Return forward and backward of dispatch and combine only."""
-        module: Any = self.turns[Serial.name].contestant.module
+        module: Any = self.runners[Serial.name].contestant.module
         x_TD, grad_TD = self._inputs
         with torch.no_grad():
             routing = module.router(x_TD, 1)

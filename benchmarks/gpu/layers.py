@@ -1,0 +1,116 @@
+"""Forward and backward of whole MoE layers on one GPU: ``MoELayer`` against Hugging Face's ``grouped_mm`` and SonicMoE.
+
+    python -m benchmarks.gpu.layers mixtral-8x7b --results results.jsonl
+
+The contestants of ``moe-comm bench layer`` with the same weights, made on the device. They run one after the other,
+each alone in the memory of the GPU, and one that raises does not stop the others. The first one that succeeds is the
+reference of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.record import Recorder, Work
+from benchmarks.gpu.timing import Timer, gemm_tflop_s
+from moe_comm.bench.common.settings import LayerBench
+from moe_comm.bench.layer.benchmark import KINDS, ContestantRun, allowed_error, make_inputs, relative_error
+from moe_comm.layers.moe.experts import Experts
+
+SHAPES = {
+    "mixtral-8x7b": {"tokens": 4096, "hidden": 4096, "ffn": 14336, "experts": 8, "top_k": 2},
+    "qwen3-30b-a3b": {"tokens": 4096, "hidden": 2048, "ffn": 768, "experts": 128, "top_k": 8},
+    "deepseek-v3": {"tokens": 4096, "hidden": 7168, "ffn": 2048, "experts": 256, "top_k": 8},
+    "small": {"tokens": 64, "hidden": 64, "ffn": 32, "experts": 8, "top_k": 2},
+}
+COMPARED = 16
+"""Number of experts whose weight gradients are compared."""
+CONTESTANTS = ("moe_comm_ep1", "hf_grouped_mm", "sonic_moe")
+
+
+def measure(settings: LayerBench, name: str, timer: Timer, reference: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the row of one contestant. The first results fill ``reference``, the others are compared with it."""
+    kind = KINDS[name]
+    reason = kind.unavailable_reason(settings)
+    if reason is not None:
+        return {"who": name, "skipped": reason}
+    cuda = settings.device == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    x_TD, grad_TD = make_inputs(settings, 0)
+    # The contestants set all weights. MoELayer would first draw its own on the CPU: a minute for DeepSeek-V3.
+    with mock.patch.object(Experts, "reset_parameters"):
+        run = ContestantRun(kind(settings, 0), x_TD, grad_TD)
+    try:
+        run.forward()
+        run.backward()
+        peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+        # Weight gradients of a few experts: those of all would take a quarter of the memory.
+        results = {
+            what: value if value.dim() < 3 else value[:COMPARED].clone() for what, value in run.results().items()
+        }
+        run.free()
+        limit = max(kind.tolerance or 0.0, allowed_error(settings, x_TD))
+        error = max((relative_error(results[what], want) for what, want in reference.items()), default=0.0)
+        if not error <= limit:
+            raise AssertionError(f"{name} differs from the first contestant by {error:.3g} (allowed {limit:.3g})")
+        if not reference:
+            reference.update(results)
+        del results
+        forward = timer.measure(run.forward, kernels=False)
+
+        def both() -> None:
+            run.forward()
+            run.backward()
+            run.free()
+
+        times = timer.measure(both)
+    finally:
+        run.contestant.close()
+    return {
+        "who": name,
+        "what": "forward and backward",
+        **{key: getattr(settings, key) for key in ("tokens", "hidden", "ffn", "experts", "top_k", "dtype")},
+        "max_error": error,
+        "peak_mib": peak / 2**20,
+        "forward_device_us": forward["device_us"],
+        "forward_host_us": forward["host_us"],
+        **times,
+        "tflop_s": settings.flops / times["device_us"] / 1e6,
+    }
+
+
+def operations(name: str, device: str) -> Iterator[tuple[str, Work]]:
+    """Yield the names and functions of the measurements of a shape."""
+    timer = Timer(device, 2, 5)
+    settings = LayerBench(ranks=1, dtype="bfloat16", device=device, **SHAPES[name])  # type: ignore[arg-type]
+    reference: dict[str, Tensor] = {}
+    for who in CONTESTANTS:
+        yield f"{name}, {who}", partial(measure, settings, who, timer, reference)
+    size = 8192 if device == "cuda" else 128
+    yield f"{name}, product", lambda: {"who": "torch.mm", "size": size, "tflop_s": gemm_tflop_s(timer, size)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--limit", type=float, default=40.0, help="seconds of one operation")
+    args = parser.parse_args(arguments)
+    recorder = Recorder(f"layer-{args.shape}", args.results, args.device, args.limit)
+    return recorder.run_all(operations(args.shape, args.device))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""Check and measure on one NVIDIA GPU, without a network. ``bash benchmarks/gpu.sh`` calls it.
+
+Builds the native core for this GPU, runs a smoke check of about 20 seconds, then kernel tests, measurements, and the
+test suites, each with its own deadline. Results are lines of JSON that are written as they are measured; a run that is
+cut off keeps them. A part that fails does not stop the later ones, except for the build, and for kernels whose smoke
+check failed or that hang.
+
+Needs torch >= 2.11 with CUDA, nvcc, cmake, ninja, pybind11, numpy, typer and rich; for the tests also pytest,
+pytest-timeout and hypothesis. Triton, transformers, CuPy and SonicMoE are compared where they are installed. Installs
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.gpu.driver import ROOT, Driver
+from benchmarks.gpu.parts import Part, parts
+from benchmarks.gpu.profile import profile_parts
+
+
+def probe_device() -> tuple[str, tuple[int, int]] | None:
+    """Return name and compute capability of the CUDA device, or None. A separate process frees the device again."""
+    code = "import torch; print(torch.cuda.get_device_name(), *torch.cuda.get_device_capability(), sep=chr(10))"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=90)
+    except subprocess.TimeoutExpired:
+        print("gpu.sh: CUDA did not start within 90 s", file=sys.stderr)
+        return None
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr)
+        return None
+    name, major, minor = done.stdout.strip().splitlines()[-3:]
+    return name, (int(major), int(minor))
+
+
+def selected(found: list[Part], only: str) -> list[Part]:
+    """Return the parts whose names begin with one of the comma-separated prefixes.
+
+    Raises:
+        SystemExit: a prefix matches no part.
+    """
+    prefixes = [prefix for prefix in only.split(",") if prefix]
+    for prefix in prefixes:
+        if not any(part.name.startswith(prefix) for part in found):
+            names = " ".join(part.name for part in found)
+            print(f"gpu.sh: no part begins with {prefix!r}; there are: {names}", file=sys.stderr)
+            raise SystemExit(2)
+    return [part for part in found if not prefixes or part.name.startswith(tuple(prefixes))]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Return its exit code: 0 passed, 1 a part did not pass, 2 wrong arguments or no device."""
+    parser = argparse.ArgumentParser(
+        prog="gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "out", nargs="?", type=Path, help="folder of the results; default: under benchmarks/results or build"
+    )
+    parser.add_argument("--archive", type=Path, help="archive of the folder; default OUT/results.tar.gz")
+    parser.add_argument("--only", default="", help="parts, comma-separated, by the beginning of their names")
+    parser.add_argument("--again", action="store_true", help="also run parts that have passed with the same files")
+    parser.add_argument("--list", action="store_true", help="print the parts with their limits and commands")
+    parser.add_argument("--emulated", action="store_true", help="small sizes and emulated kernels on a CPU, for a test")
+    parser.add_argument("--profile", action="store_true", help="compute-sanitizer on the smoke check, ncu on kernels")
+    parser.add_argument(
+        "--deadline", type=float, default=float(os.environ.get("DEADLINE_S", "540")), help="seconds for all parts"
+    )
+    args = parser.parse_args(arguments)
+    device = ("gpu", (9, 0)) if args.emulated or args.list else probe_device()
+    if device is None:
+        print("gpu.sh: torch sees no CUDA device; --emulated runs on a CPU", file=sys.stderr)
+        return 2
+    name, capability = device
+    slug = re.sub(r"[^a-z0-9-]", "", name.lower().replace(" ", "-"))
+    default = ROOT / ("build/gpu-emulated" if args.emulated else f"benchmarks/results/{slug}")
+    out = (args.out or default).resolve()
+    found = profile_parts(out) if args.profile else parts(out / "results.jsonl", capability, args.emulated)
+    found = selected(found, args.only)
+    if args.list:
+        for part in found:
+            print(f"{part.name} ({part.limit_s:.0f} s): {shlex.join(part.command)}")
+        return 0
+    command = shlex.join(["bash", "benchmarks/gpu.sh", *(sys.argv[1:] if arguments is None else arguments)])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part is ended
+    driver = Driver(out, (args.archive or out / "results.tar.gz").resolve(), args.deadline, command)
+    code = driver.run(found, args.again)
+    print((out / "README.md").read_text() if (out / "README.md").exists() else "nothing was run", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

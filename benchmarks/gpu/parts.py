@@ -1,0 +1,121 @@
+"""The parts of ``benchmarks/gpu.sh``: order, commands, environment and limits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["build", "smoke", "measurement", "tests"]
+SHORT = ("movement", "ceilings", "products")
+"""Modules whose operations take seconds; those of the others may compile kernels or fill the memory."""
+Family = Literal["", "peer_to_peer", "triton", "layer"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command with a limit.
+
+    Args:
+        name: unique name.
+        limit_s: seconds until the command and its children are killed.
+        command: program and arguments.
+        kind: ``measurement`` and ``smoke`` append to the results; ``tests`` is a pytest run, which fails if no test
+            passed.
+        family: kernels that the part needs. After a timeout or a failed smoke check, later parts of it are skipped.
+        env: additional environment variables.
+    """
+
+    name: str
+    limit_s: float
+    command: tuple[str, ...]
+    kind: Kind = "measurement"
+    family: Family = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def parts(results: Path, capability: tuple[int, int], emulated: bool = False) -> list[Part]:
+    """Return the parts in the order in which they run.
+
+    Args:
+        results: file to which measurements append lines of JSON.
+        capability: compute capability of the GPU, for which alone the native core is built.
+        emulated: on a CPU: small sizes, emulated kernels, and Triton's interpreter; the times mean nothing.
+    """
+    python, found = sys.executable, []
+    device = "cpu" if emulated else "cuda"
+
+    def measurement(
+        name: str,
+        limit_s: float,
+        module: str,
+        *arguments: str,
+        family: Family = "",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        # An operation ends before its part, so that its stacks are printed and its name is recorded.
+        inner = f"{min(0.6 * limit_s, 20 if module in SHORT else 45):g}"
+        command = (python, "-m", f"benchmarks.gpu.{module}", *arguments, "--device", device, "--limit", inner)
+        kind: Kind = "smoke" if module == "smoke" else "measurement"
+        found.append(Part(name, limit_s, (*command, "--results", str(results)), kind, family, env or {}))
+
+    def tests(
+        name: str,
+        limit_s: float,
+        *arguments: str,
+        family: Family = "",
+        test_s: int = 20,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        # faulthandler prints the stacks also of a test that waits in C, which pytest-timeout cannot interrupt.
+        stacks = ("-o", f"faulthandler_timeout={test_s}", "--timeout", str(test_s + 5))
+        flags = ("-v", "-p", "no:cacheprovider", *stacks, "--maxfail", "3")
+        found.append(Part(name, limit_s, (python, "-m", "pytest", *flags, *arguments), "tests", family, env or {}))
+
+    if emulated:
+        small = ("--hidden", "64", "--experts", "16", "--top-k", "4", "--iterations", "2", "--warmup", "1")
+        interpreted = {"TRITON_INTERPRET": "1"}
+        measurement("smoke", 60, "smoke", env=interpreted)
+        measurement("ceilings", 30, "ceilings")
+        measurement("dispatch", 60, "movement", "dispatch", "--tokens", "32", *small, family="peer_to_peer")
+        measurement("nccl", 60, "movement", "nccl", "--tokens", "32", *small)
+        measurement("few", 60, "movement", "few", "--tokens", "1", "8", *small, family="peer_to_peer")
+        measurement("virtual", 60, "movement", "virtual", "--tokens", "32", *small, family="peer_to_peer")
+        measurement("host", 60, "movement", "host", "--tokens", "8", *small, family="peer_to_peer")
+        measurement("products", 60, "products", family="triton", env=interpreted)
+        measurement("layer-small", 60, "layers", "small", family="layer")
+        tests("kernel-tests", 60, "tests/gpu_host/test_operations.py", family="peer_to_peer")
+        return found
+
+    # "a": the instructions of this architecture alone, which exist from Hopper on.
+    arch = "".join(map(str, capability)) + ("a-real" if capability[0] >= 9 else "-real")
+    build = {"MOE_COMM_CUDA": "on", "MOE_COMM_CUDA_ARCHS": arch}
+    found.append(Part("build", 240, (python, "setup.py", "build_ext", "--inplace"), "build", "", build))
+    measurement("smoke", 75, "smoke")
+    measurement("ceilings", 45, "ceilings")
+    tests("kernel-tests", 60, "tests/gpu/test_kernels_on_gpu.py", "-k", "nvcc", family="peer_to_peer")
+    measurement("dispatch", 90, "movement", "dispatch", family="peer_to_peer")
+    measurement("nccl", 45, "movement", "nccl")
+    measurement("few", 60, "movement", "few", family="peer_to_peer")
+    # Loading a kernel may wait for running kernels, and streams must not share a hardware queue.
+    together = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    measurement("virtual", 60, "movement", "virtual", family="peer_to_peer", env=together)
+    measurement("products", 90, "products", family="triton")
+    measurement("layer-mixtral-8x7b", 60, "layers", "mixtral-8x7b", family="layer")
+    measurement("layer-qwen3-30b-a3b", 60, "layers", "qwen3-30b-a3b", family="layer")
+    measurement("layer-deepseek-v3", 75, "layers", "deepseek-v3", family="layer")
+    measurement("host", 45, "movement", "host", family="peer_to_peer")
+    check_grads = (python, "-m", "moe_comm", "check-grads", "--ranks", "1", "--device", "cuda")
+    found.append(Part("check-grads", 45, check_grads, "measurement", "layer"))
+    tests("triton-tests", 120, "tests/gpu/test_triton_on_gpu.py", "tests/gpu/test_triton_around.py", family="triton",
+          test_s=60)  # fmt: skip
+    others = ("--ignore-glob", "*/test_triton_*", "--ignore", "tests/gpu/test_resources.py")
+    tests("gpu-tests", 120, "tests/gpu", "-m", "not slow", *others, family="peer_to_peer", test_s=45)
+    tests("virtual-tests", 60, "tests/gpu_host/test_virtual_ranks.py", family="peer_to_peer", test_s=40, env=together)
+    contract = ("tests/dispatch/test_contract.py", "--device", "cuda", "-k")
+    shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    tests("contract-peer-to-peer", 120, *contract, "peer_to_peer", family="peer_to_peer", test_s=40, env=shared)
+    tests("contract-others", 120, *contract, "not shared_memory and not peer_to_peer", test_s=40)
+    return found
