@@ -3,7 +3,8 @@
     python examples/folded_transformer.py
     torchrun --nproc-per-node 4 examples/folded_transformer.py
 
-Without torchrun, the script starts four ranks. The losses are those of one process for every mapping.
+Without torchrun, the script starts four ranks. Folded means that attention and experts have different parallel mappings
+on the same ranks. The losses do not depend on the mapping.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def work() -> str:
             ColumnParallelLinear.from_linear(full_block.up, group, sequence_dim=1),
             RowParallelLinear.from_linear(full_block.down, group, sequence_dim=1),
         )
-        # The sharding of each parameter: take the shards of the full weights, and later of the full gradients.
+        # shardings_of returns how each parameter is sharded. It selects this rank's shard of a full weight or gradient.
         place, sizes = {"tp": ranks.rank, "cp": 0, "dp": 0}, {"tp": ranks.world, "cp": 1, "dp": 1}
         shardings, full = shardings_of(block), dict(full_block.named_parameters())
         with torch.no_grad():

@@ -24,17 +24,20 @@ MOE_BLOCK void sum_pieces(M& m, const SumArgs& a, const Blocks& blocks) {
   for (int64_t first = m.block() * batch; first < a.tokens; first += m.blocks() * batch) {
     const int n = static_cast<int>(a.tokens - first < batch ? a.tokens - first : batch);
     m.sync();
-    m.each(n, [&](int t) {
-      int count = 0;
-      for (int k = 0; k < top_k; ++k) {
-        const int64_t slot = (first + t) * top_k + k, place = places[slot];
-        if (place == kDropped) continue;
+    // One thread for each slot. Rows of slots without a place are left out, so each token's rows are consecutive.
+    m.each(n * top_k, [&](int i) {
+      const int t = i / top_k;
+      const int64_t* of_batch = places + first * top_k;
+      int before = 0;
+      for (int j = t * top_k; j < i; ++j) before += of_batch[j] != kDropped;
+      const int64_t place = of_batch[i];
+      if (place != kDropped) {
         const int64_t owner = place_owner(place);
-        rows[t * top_k + count] =
+        rows[t * top_k + before] =
             blocks.peers[owner] + offers[owner * kOfferWords + kRowsAt] + place_row(place) * bytes;
-        factors[t * top_k + count++] = weights ? weights[slot] : 1.0f;
+        factors[t * top_k + before] = weights ? weights[first * top_k + i] : 1.0f;
       }
-      live[t] = count;
+      if (i % top_k == top_k - 1) live[t] = before + (place != kDropped);
     });
     m.sync();
     m.each(n * pieces, [&](int i) {

@@ -7,11 +7,11 @@
 namespace moe_comm {
 namespace p2p {
 
-constexpr int64_t kBatch = 8;         // rows quantised, or tokens summed, between two syncs
-constexpr int64_t kSpreadBatch = 64;  // slots that spread processes between two syncs
-constexpr int64_t kLinkBatch = 32;    // rows that fan_out processes between two syncs
-constexpr int64_t kLanes = 32;        // lanes of a dot product, as on the CPU
-constexpr int64_t kGroup = 16;        // channels per quantisation step
+constexpr int64_t kBatch = 8;          // rows quantised, or tokens summed, between two syncs
+constexpr int64_t kSpreadBatch = 128;  // slots that spread processes between two syncs
+constexpr int64_t kLinkBatch = 32;     // rows that fan_out processes between two syncs
+constexpr int64_t kLanes = 32;         // lanes of a dot product, as on the CPU
+constexpr int64_t kGroup = 16;         // channels per quantisation step
 
 struct Pieces {
   int64_t bytes = 0;

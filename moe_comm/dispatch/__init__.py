@@ -1,4 +1,4 @@
-"""Dispatch and combine: rows to their experts and back."""
+"""Dispatch token rows to the ranks of their experts, and combine the results."""
 
 from moe_comm.lazy import attach_stub
 

@@ -1,3 +1,4 @@
+from moe_comm.dispatch.arrays import Array as Array
 from moe_comm.dispatch.base import Dispatcher as Dispatcher
 from moe_comm.dispatch.capacity import Capacity as Capacity, apply_capacity as apply_capacity
 from moe_comm.dispatch.choice import Traffic as Traffic

@@ -2,7 +2,8 @@
 
     x_TD, ids_TK ──dispatch──▶ rows_RD (this rank's experts, expert-major) ──experts──▶ rows_RD ──combine──▶ y_TD
 
-The primitives have no autograd:
+Suffixes of tensor names are sizes: T tokens of this rank, D hidden size, K experts per token, R rows of this rank's
+experts. A slot is one of the K (token, expert) pairs of a token. The primitives have no autograd:
 
     _send    dispatch forward: copy each routed row to the rank of its expert
     _sum     combine forward (weighted) and dispatch backward (unweighted): sum the K rows of each token in slot order
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import _StopRecomputationError  # no public name
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.comm.header import DTYPES, GroupCalls, Header
 from moe_comm.deprecated import warn_renamed
+from moe_comm.dispatch.arrays import Array, as_tensors
 from moe_comm.dispatch.checksums import CorruptionLog, exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.group_scales import rounded_in_groups
@@ -41,6 +43,7 @@ MESSAGE_CHARS = 160
 """Length limit for the text of an exception in a header."""
 
 _makers = count(1)
+"""Ids for ``Dispatcher.maker``."""
 
 
 class Dispatcher(ABC):
@@ -108,8 +111,11 @@ class Dispatcher(ABC):
         """Global ids of this rank's experts."""
         return self.placement.local_range(self.rank)
 
-    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, *, label: str = "") -> Dispatched:
+    def dispatch(self, x_TD: Tensor | Array, ids_TK: Tensor | Array, *, label: str = "") -> Dispatched:
         """Send each token's row to the owners of its K experts.
+
+        Tensors may also be arrays of other libraries (CuPy, JAX, NumPy), which are read in place through DLPack. They
+        have no gradients. ``cupy.from_dlpack(dispatched.rows_RD)`` returns the rows as an array of CuPy.
 
         Args:
             x_TD: [T, D] fp32, bf16 or fp16, any strides. T may be zero and may differ between ranks.
@@ -124,7 +130,12 @@ class Dispatcher(ABC):
             PeerDied, PeerTimeout: a rank died, or did not call in time.
             CorruptPayload: on every rank, for the rows of an earlier dispatch, with ``DispatchOptions.checksums``.
         """
+        fault = None
+        if not (isinstance(x_TD, Tensor) and isinstance(ids_TK, Tensor)):
+            (x_TD, ids_TK), fault = as_tensors(x_TD, ids_TK)
         header = self.dispatch_header(x_TD, ids_TK, label)
+        if fault is not None:
+            header = replace(header, fault=fault)
         tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
         with dispatch_span(self, "dispatch", label) as span:
             rounded_TD = _rounded(self, tokens_TD, header) if self.rounds else tokens_TD
@@ -138,12 +149,12 @@ class Dispatcher(ABC):
             rows_RD = _Dispatch.apply(x_TD, rows_RD, self, handle)
         return Dispatched(rows_RD, handle)
 
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Tensor:
+    def combine(self, rows_RD: Tensor | Array, weights_TK: Tensor | Array, handle: DispatchHandle) -> Tensor:
         """Return the weighted sum of each token's K expert outputs, in fp32 and in slot order.
 
         Args:
             rows_RD: [R, D] outputs of the experts, in the order of the dispatched rows. Peers read a tensor from
-                ``empty_rows`` in place. Any other tensor is copied first.
+                ``empty_rows`` in place. Any other tensor is copied first. Arrays as in ``dispatch``.
             weights_TK: [T, K] routing weights.
             handle: from ``dispatch``.
 
@@ -154,7 +165,10 @@ class Dispatcher(ABC):
             InputError: shapes, dtype, device or handle do not match the dispatch.
             RankMismatch, PeerDied, PeerTimeout, CorruptPayload: as in ``dispatch``, if operations are ``checked``.
         """
-        fault = _combine_fault(self, rows_RD, weights_TK, handle)
+        unusable = None
+        if not (isinstance(rows_RD, Tensor) and isinstance(weights_TK, Tensor)):
+            (rows_RD, weights_TK), unusable = as_tensors(rows_RD, weights_TK)
+        fault = unusable or _combine_fault(self, rows_RD, weights_TK, handle)
         if fault is not None:
             if self.handshakes:
                 # Send the fault in the handshake, so that every rank raises it. _send stops at the handshake.
@@ -414,6 +428,14 @@ def dispatch_by(
     if torch.is_grad_enabled() and x_TD.requires_grad:
         rows_RD = _Dispatch.apply(x_TD, rows_RD, dispatcher, handle)
     return Dispatched(rows_RD, handle)
+
+
+def make_handle(
+    header: Header, x_TD: Tensor, rows_per_expert: tuple[int, ...], num_rows: int, num_dropped: int, state: Any
+) -> DispatchHandle:
+    """Return the handle of the dispatch of ``x_TD`` with ``header``."""
+    sizes = x_TD.shape[0], header.top_k, x_TD.shape[1], x_TD.dtype, x_TD.device
+    return DispatchHandle(*sizes, rows_per_expert, num_rows, num_dropped, header.label, state, header.seq, header.maker)
 
 
 def _combine_fault(

@@ -1,5 +1,7 @@
 """Expert capacity: limits the rows of each expert, and drops and counts the slots above the limit.
 
+A slot is one of the K (token, expert) pairs of a token.
+
     limit = ceil(factor * T * K / E)        T tokens, K slots each, E experts
 
 scope "rank": T counts the tokens of each source rank (as in GShard, arXiv 2006.16668, section 3.2). This needs no
@@ -37,7 +39,7 @@ class Capacity:
     """Capacity limit of the experts.
 
     Args:
-        factor: 1 has exactly enough room for a balanced load.
+        factor: limit relative to a balanced load; 1 is exactly enough for a balanced load.
         policy: which slots an expert above its limit keeps. "position" keeps the first ones by (token, slot).
             "probability" keeps those with the largest weights; the first one of equal weights.
         scope: whether each rank limits the rows that it sends ("rank"), or all ranks together limit the rows of an
@@ -101,14 +103,14 @@ def apply_capacity(
     key_TK = ids_TK.long()
     if gathers:
         assert channel is not None
-        over = _over_batch_limit(key_TK, weights_TK, num_experts, capacity, channel, token_index_T, fault)
+        exceeds = _over_batch_limit(key_TK, weights_TK, num_experts, capacity, channel, token_index_T, fault)
     elif capacity.scope == "batch" and token_index_T is not None:
         order = torch.sort(token_index_T, stable=True).indices
-        over = torch.empty_like(key_TK, dtype=torch.bool)
-        over[order] = _over_limit(key_TK[order], weights_TK.detach()[order], num_experts, capacity)
+        exceeds = torch.empty_like(key_TK, dtype=torch.bool)
+        exceeds[order] = _over_limit(key_TK[order], weights_TK.detach()[order], num_experts, capacity)
     else:
-        over = _over_limit(key_TK, weights_TK.detach(), num_experts, capacity)
-    return ids_TK.masked_fill(over, DROPPED), over.sum()
+        exceeds = _over_limit(key_TK, weights_TK.detach(), num_experts, capacity)
+    return ids_TK.masked_fill(exceeds, DROPPED), exceeds.sum()
 
 
 def _fault(ids_TK: Tensor, weights_TK: Tensor, token_index_T: Tensor | None) -> InputError | None:
@@ -133,6 +135,7 @@ def _over_limit(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, capacity: 
     priority = torch.arange(flat.numel(), device=flat.device)
     if capacity.policy == "probability":
         priority = torch.sort(weights_TK.reshape(-1), descending=True, stable=True).indices
+    # Slots sorted by expert, and by priority within an expert.
     order = priority[torch.sort(key[priority], stable=True).indices]
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, key, torch.ones_like(key))
@@ -160,7 +163,7 @@ def _over_batch_limit(
         raise fault
     if any(faults):
         raise InputError(f"rank {faults.index(1)} passed invalid ids, weights or token index; see its error")
-    for name, values in (("top-k", widths), ("having a token index", indexed)):
+    for name, values in (("top-k", widths), ("whether there is a token index", indexed)):
         if len(set(values)) > 1:
             raise RankMismatch(f"ranks disagree on {name} in {description}: {values} by rank")
 
@@ -179,7 +182,7 @@ def _over_batch_limit(
     order = torch.sort(rows[:, 0], stable=True).indices
     rows = rows[order]
     weights = rows[:, 1 + top_k :].contiguous().view(torch.float64)
-    over = torch.empty(rows.shape[0], top_k, dtype=torch.bool, device=rows.device)
-    over[order] = _over_limit(rows[:, 1 : 1 + top_k], weights, num_experts, capacity)
+    exceeds = torch.empty(rows.shape[0], top_k, dtype=torch.bool, device=rows.device)
+    exceeds[order] = _over_limit(rows[:, 1 : 1 + top_k], weights, num_experts, capacity)
     start = sum(sizes[: channel.rank])
-    return over[start : start + tokens]
+    return exceeds[start : start + tokens]

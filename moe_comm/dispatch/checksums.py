@@ -103,6 +103,7 @@ class SentChecksums:
         counts = expected_2EW[0].reshape(-1)
         ends = counts.cumsum(0)
         sums_R = row_sums(_without_nan(rows_RD, self.narrowed))
+        # The sum of a block is a difference of running sums, modulo 2^64.
         running = torch.cat((sums_R.new_zeros(1), sums_R.cumsum(0)))
         received_EW = (running[ends] - running[ends - counts]).view(expected_2EW.shape[1:])
         self.log.note(received_EW != expected_2EW[1], self.experts, self.description)
@@ -134,5 +135,5 @@ def exchange_checksums(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, hea
 
 
 def _without_nan(rows_RD: Tensor, narrowed: bool) -> Tensor:
-    """Replace NaN and -0 by 0 in rows that were converted to a wire dtype, whose decoders may change their bits."""
+    """Replace NaN and -0 by 0 if rows were converted to a wire dtype: decoding may change the bits of NaN and -0."""
     return rows_RD.detach().masked_fill(rows_RD.isnan(), 0.0) + 0.0 if narrowed else rows_RD

@@ -1,27 +1,27 @@
-"""The choice of ``auto``: which backends work for a group, and a rough cost in bytes.
+"""How ``auto`` chooses a backend: it takes the cheapest one that works for the group, by a rough cost in bytes.
 
 Costs are bytes per token that one rank moves in forward dispatch and combine. There are K slots per token and W ranks.
-A row has ``hidden`` elements, and f = (W - 1) / W is the share of rows that leave their rank:
+A row has ``hidden`` elements of ``item`` bytes, and f = (W - 1) / W is the fraction of rows that leave their rank.
+Numbers in the table are rows:
 
     backend          over the wire                      copies in memory (read + write)
     shared_memory    0                                  2 K + (K + 1): one gather, one weighted sum
     peer_to_peer     0                                  the same, in the memory of the host's GPUs
     all_to_all       2 K f                              6 K + (5 K + 1): sort, exchange, reorder; and in reverse
     all_gather       (W - 1) + K f                      2 W + 2 K + (5 K + 1)
-      not            (W - 1) + (W - 1) * 4 / item       2 W + 2 K + 2 K + 4 (W + 1) / item
-      deterministic
+    all_gather (*)   (W - 1) + (W - 1) * 4 / item       2 W + 2 K + 2 K + 4 (W + 1) / item
     hierarchical     H' + K h                           4 H' + 6 K + (5 K + 1) + 4: copies, slots, reorder; reverse
-      not            2 H'                               8 H' + 4 K + (3 K + 1) + 4
-      deterministic
+    hierarchical (*) 2 H'                               8 H' + 4 K + (3 K + 1) + 4
 
+(*) if ``DispatchOptions.deterministic`` is False.
 With H hosts and balanced routing, h = (H - 1) / H of the rows leave their host, and a token has experts on
 H' = (H - 1) (1 - (1 - 1 / H)^K) other hosts. Bytes between hosts are: for ``hierarchical`` all wire bytes, because the
 ranks of a host share memory (without the native core, 2 K (f - h) more wire bytes stay inside hosts); for
 ``all_to_all`` 2 K h; for ``all_gather`` (W - 1) H / W per ring collective, plus K h.
 
 A wire dtype makes the rows on the wire shorter. If combine has one, ``all_gather`` returns rows and not partial sums,
-even if it need not be deterministic. A wire byte costs as much as ``WIRE_BYTE`` bytes in memory, and ``BETWEEN_BYTE``
-more between hosts. The costs of backends differ by far more than the error of this model.
+even if it need not be deterministic. A byte on the wire costs as much as ``WIRE_BYTE`` bytes copied in memory, and a
+byte between hosts costs ``BETWEEN_BYTE`` more. The costs of backends differ by far more than the error of this model.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class GroupFacts:
 
     Attributes:
         world: number of ranks.
-        hosts: number of hosts (that is, of /dev/shm) of its ranks.
+        hosts: number of hosts. Ranks with different /dev/shm, such as in two containers, count as different hosts.
         native: whether every rank has the native core.
         device: device type of the rows, "cpu" or "cuda".
         transport: name of torch.distributed's backend.
         host_by_host: whether hosts have equal numbers of ranks with adjacent numbers.
-        peers: why the GPUs cannot access each other's memory; "" if they can.
+        peers: reason why the GPUs cannot access each other's memory; "" if they can.
         emulate: whether the ``peer_to_peer`` kernels may run on the CPU.
     """
 
@@ -98,11 +98,11 @@ class BackendCost:
 
     Attributes:
         backend: its name.
-        problem: why it cannot be used; "" if it can.
+        problem: reason why it cannot be used; "" if it can.
         wire_bytes: bytes per token sent to other ranks.
         between_bytes: those of them sent to other hosts.
         copied_bytes: bytes per token read and written in memory.
-        if_asked: why ``auto`` does not take it although it works.
+        if_asked: reason why ``auto`` does not take it although it works; "" if ``auto`` may take it.
     """
 
     backend: str
@@ -157,8 +157,8 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> BackendChoice:
     traffic = traffic or Traffic()
     row = traffic.hidden * traffic.item_bytes
     world, slots = facts.world, traffic.top_k or 1
-    away, abroad = slots * (world - 1) / world, slots * (facts.hosts - 1) / facts.hosts
-    out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
+    remote_slots, off_host_slots = slots * (world - 1) / world, slots * (facts.hosts - 1) / facts.hosts
+    both_ways = traffic.wire_row("dispatch") + traffic.wire_row("combine")
     in_place = (3 * slots + 1) * row
     candidates = [
         BackendCost("local", "" if world == 1 else _LOCAL.format(world=world), 0, 0, in_place),
@@ -171,9 +171,9 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> BackendChoice:
             in_place,
             "on the CPU it emulates a GPU, for tests" if facts.device == "cpu" else "",
         ),
-        BackendCost("all_to_all", "", away * (out + back), abroad * (out + back), (11 * slots + 1) * row),
-        _all_gather(facts, traffic, away, abroad),
-        _hierarchical(facts, traffic, away, abroad),
+        BackendCost("all_to_all", "", remote_slots * both_ways, off_host_slots * both_ways, (11 * slots + 1) * row),
+        _all_gather(facts, traffic, remote_slots, off_host_slots),
+        _hierarchical(facts, traffic, remote_slots, off_host_slots),
     ]
     if traffic.overlap and facts.device == "cuda" and traffic.wire_dtypes.invariant:
         candidates = [c if c.backend in _OVERLAPS else replace(c, if_asked=c.if_asked or _SERIAL) for c in candidates]
@@ -181,30 +181,34 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> BackendChoice:
     return BackendChoice(picked.backend, facts, traffic, tuple(candidates))
 
 
-def _all_gather(facts: GroupFacts, traffic: Traffic, away: float, abroad: float) -> BackendCost:
+def _all_gather(facts: GroupFacts, traffic: Traffic, remote_slots: float, off_host_slots: float) -> BackendCost:
     row = traffic.hidden * traffic.item_bytes
     world, slots = facts.world, traffic.top_k or 1
-    out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
+    dispatch_bytes, combine_bytes = traffic.wire_row("dispatch"), traffic.wire_row("combine")
+    # Rows that cross hosts in a ring collective, per token: W - 1 steps, in which H of the W links are between hosts.
     ring = (world - 1) * facts.hosts / world if facts.hosts > 1 else 0
     if traffic.deterministic or traffic.wire_dtypes.of("combine").narrows(traffic.dtype):
-        wire, between = (world - 1) * out + away * back, ring * out + abroad * back
+        wire = (world - 1) * dispatch_bytes + remote_slots * combine_bytes
+        between = ring * dispatch_bytes + off_host_slots * combine_bytes
         return BackendCost("all_gather", "", wire, between, (2 * world + 7 * slots + 1) * row)
     wide = max(4, traffic.item_bytes) / traffic.item_bytes
-    both = out + wide * row
+    sent_row = dispatch_bytes + wide * row  # a gathered row, and a partial sum
     copied = (2 * world + 4 * slots + wide * (world + 1)) * row
-    return BackendCost("all_gather", "", (world - 1) * both, ring * both, copied)
+    return BackendCost("all_gather", "", (world - 1) * sent_row, ring * sent_row, copied)
 
 
-def _hierarchical(facts: GroupFacts, traffic: Traffic, away: float, abroad: float) -> BackendCost:
+def _hierarchical(facts: GroupFacts, traffic: Traffic, remote_slots: float, off_host_slots: float) -> BackendCost:
     row, slots = traffic.hidden * traffic.item_bytes, traffic.top_k or 1
-    out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
-    others = (facts.hosts - 1) * (1 - (1 - 1 / facts.hosts) ** slots)
+    dispatch_bytes, combine_bytes = traffic.wire_row("dispatch"), traffic.wire_row("combine")
+    other_hosts = (facts.hosts - 1) * (1 - (1 - 1 / facts.hosts) ** slots)
     if traffic.deterministic:
-        between, copied = others * out + abroad * back, (4 * others + 11 * slots + 5) * row
+        between = other_hosts * dispatch_bytes + off_host_slots * combine_bytes
+        copied = (4 * other_hosts + 11 * slots + 5) * row
     else:
-        between, copied = others * (out + back), (8 * others + 7 * slots + 5) * row
-    shares = facts.native and facts.device == "cpu"
-    inside = 0 if shares else 2 * (away - abroad) * row
+        between = other_hosts * (dispatch_bytes + combine_bytes)
+        copied = (8 * other_hosts + 7 * slots + 5) * row
+    shares_memory = facts.native and facts.device == "cpu"
+    inside = 0 if shares_memory else 2 * (remote_slots - off_host_slots) * row
     if_asked = "" if facts.device == "cpu" else f"it has not been measured on {facts.device}"
     return BackendCost("hierarchical", _hierarchical_problem(facts), between + inside, between, copied, if_asked)
 

@@ -20,8 +20,8 @@ class DeferredDispatcher(Dispatcher):
     """Placeholder for a dispatcher, without communication or memory. ``connect`` replaces it.
 
     Args:
-        placement, group, rank, options: of the dispatcher.
-        make: creates the dispatcher for rows on a device. Collective over ``group``.
+        placement, group, rank, options: arguments of the dispatcher that replaces this one.
+        make: creates that dispatcher for rows on a device. Collective over ``group``.
     """
 
     name = "deferred"
@@ -34,7 +34,7 @@ class DeferredDispatcher(Dispatcher):
         options: DispatchOptions | None,
         make: Callable[[torch.device | str], Dispatcher],
     ) -> None:
-        # Pass no group: a dispatcher of a group is numbered, and this one takes part in no call.
+        # Pass no group: ranks number the dispatchers of a group, and this one takes part in no operation.
         super().__init__(placement, None, rank, options)
         self._group = group
         self.make = make

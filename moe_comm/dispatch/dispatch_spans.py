@@ -29,7 +29,7 @@ def dispatch_span(
 
     Args:
         handle: the dispatch handle. None if the dispatch has not created it yet; then call ``record_handle`` later.
-        counted: whether to count the span as a call of the group. Only if every rank enters it for this operation.
+        counted: whether to count the span as a call of the group. Set it only if every rank enters the span.
     """
     kind = KINDS[op]
     if dispatcher.comm is None:

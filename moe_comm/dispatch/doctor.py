@@ -1,4 +1,4 @@
-"""``moe-comm doctor``: peer access between GPUs, device code, and the backend that ``auto`` takes."""
+"""The part of ``moe-comm doctor`` about dispatch: peer access of GPUs, GPU kernels, and the backend of ``auto``."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ LINKS = {
 """Names of connections between GPUs in ``nvidia-smi topo -m``. NV18 means 18 NVLinks."""
 
 NO_CODE = "none"
+"""Reported for a GPU without kernels."""
 
 
 def examine_gpus(notes: DoctorReport) -> None:
@@ -97,25 +98,26 @@ def _kernel_source(capability: str, archs: Sequence[str], compiler: Mapping[str,
 def _peer_access(notes: DoctorReport, devices: Sequence[Mapping[str, Any]]) -> None:
     """Report which GPUs can access each other's memory, and over which connection."""
     pairs = [(a["index"], b["index"]) for a in devices for b in devices if a["index"] < b["index"]]
-    reached = {(a["index"], peer) for a in devices for peer in a["peers"]}
-    apart = [(a, b) for a, b in pairs if (a, b) not in reached or (b, a) not in reached]
+    access_pairs = {(a["index"], peer) for a in devices for peer in a["peers"]}
+    blocked_pairs = [(a, b) for a, b in pairs if (a, b) not in access_pairs or (b, a) not in access_pairs]
     links = topology(_topology_text()) if len(devices) > 1 else {}
     if any(index >= len(devices) for pair in links for index in pair):
         links = {}  # only some GPUs are visible, so their indices differ from those of nvidia-smi
     notes.data["peer_access"] = {
-        f"{a}-{b}": {"direct": (a, b) not in apart, "link": links.get((a, b), "unknown")} for a, b in pairs
+        f"{a}-{b}": {"direct": (a, b) not in blocked_pairs, "link": links.get((a, b), "unknown")} for a, b in pairs
     }
     if not pairs:
         notes.add("gpu", "peer access", "missing", "fewer than two GPUs", "not needed with one GPU or on the CPU")
         return
     kinds = sorted({links[pair] for pair in pairs if pair in links})
-    over = f", over {', '.join(_words(kind) for kind in kinds)}" if kinds else ""
-    if not apart:
-        notes.add("gpu", "peer access", "ok", f"all {len(pairs)} pairs{over}")
+    link_text = f", over {', '.join(_link_name(kind) for kind in kinds)}" if kinds else ""
+    if not blocked_pairs:
+        notes.add("gpu", "peer access", "ok", f"all {len(pairs)} pairs{link_text}")
         return
-    shown = ", ".join(f"{a}-{b}" for a, b in apart[:8]) + (" ..." if len(apart) > 8 else "")
+    shown = ", ".join(f"{a}-{b}" for a, b in blocked_pairs[:8]) + (" ..." if len(blocked_pairs) > 8 else "")
     advice = "groups with such a pair use all_to_all over NCCL; a container or VM may disable peer access"
-    notes.add("gpu", "peer access", "note", f"{len(apart)} of {len(pairs)} pairs without: {shown}{over}", advice)
+    status = f"{len(blocked_pairs)} of {len(pairs)} pairs without: {shown}{link_text}"
+    notes.add("gpu", "peer access", "note", status, advice)
 
 
 def topology(text: str) -> dict[tuple[int, int], str]:
@@ -142,7 +144,7 @@ def _topology_text() -> str:
         return ""
 
 
-def _words(link: str) -> str:
+def _link_name(link: str) -> str:
     return f"{link[2:]} NVLinks" if link.startswith("NV") else LINKS.get(link, link)
 
 
@@ -154,20 +156,20 @@ def _symmetric_memory(notes: DoctorReport, devices: Sequence[Mapping[str, Any]])
     if works:
         notes.add("gpu", "symmetric memory", "ok", "of torch; peer_to_peer uses it to share blocks")
     else:
-        why = "no GPU that this torch can use" if installed else "this torch has none"
-        notes.add("gpu", "symmetric memory", "missing", why, "needed by peer_to_peer on GPUs only: torch for CUDA")
-    apart = [pair for pair, access in notes.data["peer_access"].items() if not access["direct"]]
-    uncoded = [index for index, source in notes.data["device_code"].items() if source == NO_CODE]
+        reason = "no GPU that this torch can use" if installed else "this torch has none"
+        notes.add("gpu", "symmetric memory", "missing", reason, "needed by peer_to_peer on GPUs only: torch for CUDA")
+    blocked_pairs = [pair for pair, access in notes.data["peer_access"].items() if not access["direct"]]
+    without_kernels = [index for index, source in notes.data["device_code"].items() if source == NO_CODE]
     advice = ""
     if not works:
         advice = "needs GPUs and torch's symmetric memory"
-    elif apart:
-        advice = f"needs direct access between GPUs, but not {', '.join(apart[:8])}; use all_to_all"
-    elif uncoded:
-        advice = f"needs kernels for GPUs {uncoded}; see device code"
-    how = "cannot run" if advice else "GPUs of one host, by access to each other's memory"
-    notes.data["backends"]["peer_to_peer"] = {"works": not advice, "how": how}
-    notes.add("backends", "peer_to_peer", "missing" if advice else "ok", how, advice)
+    elif blocked_pairs:
+        advice = f"needs direct access between GPUs, but not {', '.join(blocked_pairs[:8])}; use all_to_all"
+    elif without_kernels:
+        advice = f"needs kernels for GPUs {without_kernels}; see device code"
+    method = "cannot run" if advice else "GPUs of one host, by access to each other's memory"
+    notes.data["backends"]["peer_to_peer"] = {"works": not advice, "how": method}
+    notes.add("backends", "peer_to_peer", "missing" if advice else "ok", method, advice)
 
 
 def report_choices(notes: DoctorReport) -> None:
@@ -179,10 +181,10 @@ def report_choices(notes: DoctorReport) -> None:
     notes.data["auto"] = {}
     for device, world, transport in cases:
         choice = choose(_facts(notes, device, world, transport), TRAFFIC)
-        refused = {c.backend: c.problem or c.if_asked for c in choice.candidates if c.problem or c.if_asked}
-        notes.data["auto"][device] = {"ranks": world, "picked": choice.picked, "not": refused, "table": str(choice)}
+        reasons = {c.backend: c.problem or c.if_asked for c in choice.candidates if c.problem or c.if_asked}
+        notes.data["auto"][device] = {"ranks": world, "picked": choice.picked, "not": reasons, "table": str(choice)}
         ranks = f"{world} rank{'s' if world > 1 else ''}"
-        notes.add("auto", f"{ranks} on {device}", "ok", f"{choice.picked}: {_why(choice)}")
+        notes.add("auto", f"{ranks} on {device}", "ok", f"{choice.picked}: {_explain(choice)}")
 
 
 def _facts(notes: DoctorReport, device: str, world: int, transport: str) -> GroupFacts:
@@ -192,12 +194,12 @@ def _facts(notes: DoctorReport, device: str, world: int, transport: str) -> Grou
         return facts
     access = []
     for gpu in notes.data["gpus"]:
-        uncoded = notes.data["device_code"][gpu["index"]] == NO_CODE
-        access.append(NO_KERNELS if uncoded else REACHES if len(gpu["peers"]) == world - 1 else BLOCKED)
+        without_kernels = notes.data["device_code"][gpu["index"]] == NO_CODE
+        access.append(NO_KERNELS if without_kernels else REACHES if len(gpu["peers"]) == world - 1 else BLOCKED)
     return replace(facts, peers=problem_of(range(1, world + 1), access))
 
 
-def _why(choice: BackendChoice) -> str:
+def _explain(choice: BackendChoice) -> str:
     """Describe the cheapest usable backend and why cheaper ones cannot be used."""
     usable = sorted((c for c in choice.candidates if not c.problem and not c.if_asked), key=lambda c: c.cost)
     picked = usable[0]
@@ -205,9 +207,9 @@ def _why(choice: BackendChoice) -> str:
     if len(usable) > 1:
         text += f", against {usable[1].cost / 1e3:.0f} of {usable[1].backend}"
     for other in choice.candidates:
-        refused = other.problem or other.if_asked
-        if refused and other.cost <= picked.cost and other.backend != "local":
-            text += f"; not {other.backend}: {refused}"
+        reason = other.problem or other.if_asked
+        if reason and other.cost <= picked.cost and other.backend != "local":
+            text += f"; not {other.backend}: {reason}"
     return text
 
 

@@ -79,12 +79,12 @@ def make_dispatcher(
     }
     choice = _compare(group, options, traffic, device, same, fault)
     assert placement is not None, "every rank raises a fault"
-    picked = choice.picked if backend == "auto" else backend
-    if problem := choice.problem(picked):
-        raise ConfigError(f"backend {picked!r} cannot be used here: {problem}")
+    name = choice.picked if backend == "auto" else backend
+    if problem := choice.problem(name):
+        raise ConfigError(f"backend {name!r} cannot be used here: {problem}")
     if backend == "auto":
         warn_no_peer_access(choice)
-    return _build(picked, placement, group, rank, options, device)
+    return _build(name, placement, group, rank, options, device)
 
 
 def explain_choice(
@@ -114,29 +114,30 @@ def _compare(
     """Compare the arguments of all ranks, exchange the facts that the choice depends on, and choose."""
     comm = communicator_of(group, options.timeout_s)
     channel = Channel(comm, options.timeout_s)
-    where = torch.device(device) if device is not None else channel.rows_device
+    rows_device = torch.device(device) if device is not None else channel.rows_device
     same = same | {
         "deterministic": int(options.deterministic),
-        "rows on the CPU": int(where.type == "cpu"),
+        "rows on the CPU": int(rows_device.type == "cpu"),
         "wire_dtypes": options.wire_dtypes,
         "checked": int(options.checked),
         "checksums": int(options.checksums),
         "options of peer_to_peer": options.peer_to_peer,
     }
     words = {"GPU": 0, "access": 0}
-    if where.type == "cuda":
+    if rows_device.type == "cuda":
         from moe_comm.dispatch.peer_to_peer import access  # only needed on GPUs
+        from moe_comm.gpu.blocks import device_word
 
-        words = {"GPU": access.device_word(where), "access": access.access_word(where)}
+        words = {"GPU": device_word(rows_device), "access": access.access_word(rows_device)}
     all_words = compare(channel, "a dispatcher", same, words, fault)
     facts = GroupFacts(
         comm.world,
         len(set(comm.hosts)),
         comm.native,
-        where.type,
+        rows_device.type,
         dist.get_backend(group),
         _host_by_host(comm.hosts),
-        access.problem_of(all_words["GPU"], all_words["access"]) if where.type == "cuda" else "",
+        access.problem_of(all_words["GPU"], all_words["access"]) if rows_device.type == "cuda" else "",
         options.peer_to_peer.emulate,
     )
     return choose(facts, traffic or _traffic(options))
@@ -166,27 +167,27 @@ def warn_no_peer_access(choice: BackendChoice) -> None:
 
 
 def _build(
-    picked: str,
+    name: str,
     placement: ExpertPlacement,
     group: ProcessGroup,
     rank: int,
     options: DispatchOptions,
     device: torch.device | str | None,
 ) -> Dispatcher:
-    if picked == "peer_to_peer":
+    if name == "peer_to_peer":
         from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher  # loads one backend
 
-        where = device if device is not None else "cpu" if options.peer_to_peer.emulate else "cuda"
-        return PeerToPeerDispatcher(placement, group, rank, options, where)
-    if picked == "shared_memory":
+        rows_device = device if device is not None else "cpu" if options.peer_to_peer.emulate else "cuda"
+        return PeerToPeerDispatcher(placement, group, rank, options, rows_device)
+    if name == "shared_memory":
         from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # loads one backend
 
         return SharedMemoryDispatcher(placement, group, rank, options)
-    if picked == "hierarchical":
+    if name == "hierarchical":
         from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher  # loads one backend
 
         return HierarchicalDispatcher(placement, group, rank, options)
-    if picked == "all_gather":
+    if name == "all_gather":
         from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher  # loads one backend
 
         return AllGatherDispatcher(placement, group, rank, options)

@@ -1,15 +1,17 @@
-"""Scales per channel for groups of 128 rows: gradients as MegaScale-MoE quantises them (arXiv 2505.11432).
+"""fp8 rows with one scale per channel for each group of up to 128 rows, for gradients.
 
-The scales of a group have the length of a row. They are sent separately from the rows, once per group. A group holds up
-to 128 consecutive rows of one source rank and one expert. Its scales have one destination, and both sides compute the
-groups from the exchanged counts.
+MegaScale-MoE (arXiv 2505.11432) quantises gradients like this. The scales of a group have the length of a row. They are
+sent separately from the rows, once per group. A group holds up to 128 consecutive rows of one source rank and one
+expert. Its scales have one destination, and both sides compute the groups from the exchanged counts.
 
     rank 0 sends   e0: 130 rows   e1: 5 rows │ e2: 0 rows   e3: 128 rows
     groups            0 (128)  1 (2)  2 (5)  │                 3 (128)
     scales         ─────── 3 rows ─────────▶ rank 0          1 row ─▶ rank 1
 
-    bytes = rows * (D to 16) + groups * 4 D        3% more than the values for full groups, 4 times more for groups of
-                                                   one row: use it for few and large experts
+    bytes = rows * D (rounded up to 16) + groups * 4 D
+
+The scales add 3% for full groups, and 4 times the size of the row for groups of one row. Use this format for few and
+large experts.
 
 The rows of a group, and so the bits, depend on how tokens are distributed over ranks. NaN and infinity become NaN and
 do not change the scales of their group.
@@ -52,6 +54,7 @@ class RowGroups:
         groups_B = (rows_B + GROUP - 1) // GROUP
         per_rank = tuple(int(groups_B[lo:hi].sum()) for lo, hi in pairwise(offsets))
         num_rows = int(rows_B.sum())
+        # First row and first group of each block.
         start_B, first_B = rows_B.cumsum(0) - rows_B, groups_B.cumsum(0) - groups_B
         facts_3B = torch.stack((rows_B, start_B, first_B)).to(device, non_blocking=True)
         start_R, first_R = torch.repeat_interleave(facts_3B[1:], facts_3B[0], dim=1, output_size=num_rows)
@@ -64,8 +67,8 @@ def encode_groups(rows_RD: Tensor, groups: RowGroups, wire_dtype: WireDtype) -> 
     wide_RD = rows_RD.to(torch.float32)
     finite_RD = wide_RD.isfinite()
     amax_GD = wide_RD.new_zeros(sum(groups.per_rank), hidden)
-    where_RD = groups.group_R.unsqueeze(1).expand(num_rows, hidden)
-    amax_GD.scatter_reduce_(0, where_RD, wide_RD.abs().masked_fill(~finite_RD, 0.0), "amax")
+    group_RD = groups.group_R.unsqueeze(1).expand(num_rows, hidden)
+    amax_GD.scatter_reduce_(0, group_RD, wide_RD.abs().masked_fill(~finite_RD, 0.0), "amax")
     scale_GD = scales_for(amax_GD, wire_dtype.power_of_two)
     packed_RB = torch.zeros(
         num_rows, bytes_per_row(hidden, wire_dtype, rows_RD.dtype), dtype=torch.uint8, device=rows_RD.device

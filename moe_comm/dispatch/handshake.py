@@ -1,7 +1,7 @@
 """The handshake before each operation, over any backend of torch.distributed.
 
-It is one all-gather of these int64 words per rank. E is the largest number of experts of the group's dispatchers, so
-that ranks which call different dispatchers exchange the same number of bytes:
+Ranks exchange the following int64 words with one all-gather. E is the largest number of experts of the group's
+dispatchers, so that ranks which call different dispatchers exchange the same number of bytes:
 
     header.WORDS    tokens    device    invalid ids    first invalid slot    its id    | rows for each expert [E]
 
@@ -27,6 +27,7 @@ from moe_comm.errors import MoeCommError, RankMismatch, mark_known
 from moe_comm.topology import ExpertPlacement
 
 EXTRA = 5
+"""Number of words between the header and the rows for each expert."""
 DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
 
 Words = npt.NDArray[np.int64]

@@ -4,7 +4,8 @@ All sums are fp32 in a fixed order, so every backend gives these bits:
     y[t]      = ((0 + w[t,0] * r0) + w[t,1] * r1) + ...           multiply, round, add, round; one cast at the end
     dot(a, b) = 32 lanes, lane l adds the products l, l + 32, ... in order; then lanes are added in halves
                 (l + 16, l + 8, ..., l + 1), as a warp does with shuffles
-A dropped slot (place -1) adds nothing, whatever its weight is. fp64 rows are summed in fp64.
+A slot is one of the K (token, expert) pairs of a token, and its place is the index of its row. A dropped slot (place
+-1) adds nothing, whatever its weight is. The wide dtype, in which rows are summed, is fp32, and fp64 for fp64 rows.
 
 Only ``sort_slots`` copies from the device to the host.
 """

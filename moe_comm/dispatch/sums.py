@@ -25,14 +25,14 @@ def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
 
 def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """Same as ``plain.weighted_sum``."""
-    native = rows_RD.numel() and place_TK.numel() and rows_RD.dtype in DTYPE_CODES and rows_RD.is_contiguous()
+    native_supported = rows_RD.numel() and place_TK.numel() and rows_RD.dtype in DTYPE_CODES and rows_RD.is_contiguous()
     inputs = (rows_RD, place_TK) if weights_TK is None else (rows_RD, place_TK, weights_TK)
     if rows_RD.dtype in DTYPE_CODES and for_triton(*inputs):
         from moe_comm.kernels.triton import weighted_sum as on_gpu  # needs Triton
 
         wide_TK = None if weights_TK is None else weights_TK.to(torch.float32)
         return on_gpu.weighted_sum(_dense(rows_RD), place_TK.contiguous(), wide_TK)
-    if not native or not on_host(*inputs):
+    if not native_supported or not on_host(*inputs):
         return plain.weighted_sum(rows_RD, place_TK, weights_TK)
     (tokens, top_k), hidden = place_TK.shape, rows_RD.shape[1]
     place_TK = place_TK.contiguous()
@@ -60,8 +60,8 @@ def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None)
         from moe_comm.kernels.triton.scale_rows import scale_rows_  # needs Triton
 
         return scale_rows_(rows_RD, weights_R, None if partner_RD is None else _dense(partner_RD))
-    dense = all(x.is_contiguous() for x in inputs) and rows_RD.dtype in DTYPE_CODES and rows_RD.numel()
-    if not dense or weights_R.dtype != torch.float32 or not on_host(*inputs):
+    native_supported = all(x.is_contiguous() for x in inputs) and rows_RD.dtype in DTYPE_CODES and rows_RD.numel()
+    if not native_supported or weights_R.dtype != torch.float32 or not on_host(*inputs):
         dots_R = None if partner_RD is None else plain.lane_dot(rows_RD, partner_RD)
         rows_RD.copy_(plain.scale(rows_RD, weights_R))
         return dots_R
@@ -82,8 +82,8 @@ def spread(
     grad_TD: Tensor, place_TK: Tensor, weights_TK: Tensor, num_rows: int, rows_RD: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``plain.spread`` and, if ``rows_RD`` is given, ``plain.weight_grad``."""
-    same = rows_RD is None or rows_RD.dtype in DTYPE_CODES
-    if grad_TD.dtype in DTYPE_CODES and same and for_triton(grad_TD, place_TK, weights_TK, rows_RD):
+    rows_supported = rows_RD is None or rows_RD.dtype in DTYPE_CODES
+    if grad_TD.dtype in DTYPE_CODES and rows_supported and for_triton(grad_TD, place_TK, weights_TK, rows_RD):
         from moe_comm.kernels.triton import scale_rows as on_gpu  # needs Triton
 
         rows_RD = None if rows_RD is None else _dense(rows_RD)
@@ -94,5 +94,5 @@ def spread(
 
 
 def _dense(rows_RX: Tensor) -> Tensor:
-    """Return rows with unit stride. The gradient of ``sum()`` is one expanded number, for example."""
+    """Return rows with unit stride. Others are copied, such as the gradient of ``sum()``, one expanded number."""
     return rows_RX if rows_RX.stride(1) == 1 or not rows_RX.numel() else rows_RX.contiguous()

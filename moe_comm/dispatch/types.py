@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,8 @@ from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.wire_dtype import UNCHANGED, WireDtypes
 from moe_comm.errors import ConfigError, RoutingError
 
-if TYPE_CHECKING:
-    from moe_comm.comm.header import Header
-
 DROPPED = -1
-"""Expert id of a dropped slot. The slot has no expert and adds nothing to the output."""
+"""Expert id of a dropped slot. A slot is one of the K (token, expert) pairs of a token; a dropped one adds nothing."""
 INVALID_LOGITS = -2
 """Expert id that a router assigns to a token whose logits are NaN or all -Inf. Dispatch then raises on every rank."""
 
@@ -88,14 +85,6 @@ class DispatchHandle:
     state: Any = field(repr=False)
     call: int = 0
     maker: int = 0
-
-    @classmethod
-    def of(
-        cls, header: Header, x_TD: Tensor, rows_per_expert: tuple[int, ...], num_rows: int, num_dropped: int, state: Any
-    ) -> DispatchHandle:
-        """Return the handle of the dispatch of ``x_TD`` with ``header``."""
-        sizes = x_TD.shape[0], header.top_k, x_TD.shape[1], x_TD.dtype, x_TD.device
-        return cls(*sizes, rows_per_expert, num_rows, num_dropped, header.label, state, header.seq, header.maker)
 
 
 @renamed_attributes(layout="handle")

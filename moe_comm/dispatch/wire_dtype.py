@@ -1,6 +1,6 @@
 """Wire dtypes: the format of a row in transfer.
 
-A row contains its own scales, so every transport that moves bytes can move it:
+A row contains its own scales, so every transport that moves bytes can move it. "to 4 bytes" is padding to a multiple:
 
     fp8, per token          | D values, e4m3 | to 4 bytes | 1 fp32 scale               | to 16 bytes |
     fp8, per 128 channels   | D values, e4m3 | to 4 bytes | ceil(D / 128) fp32 scales  | to 16 bytes |
@@ -19,9 +19,9 @@ differently (to NaN or 448).
 MegaScale-MoE (arXiv 2505.11432) quantises gradients per channel over groups of 128 tokens. That is also one scale per
 128 values, but the scales of a group take four times the bytes of a row, so a row cannot contain them. They are sent
 separately (``group_scales.py``). The rows of a group depend on the number of ranks, so this format requires
-``DispatchOptions(deterministic=False)``. Prefer "fp8_block", which has one scale per 128 values too: its bits do not
-depend on the number of ranks, and it costs no more for few rows. (DeepSeek-V3, arXiv 2412.19437, section 3.3, uses
-1 x 128 blocks for gradients and activations.)
+``DispatchOptions(deterministic=False)``. Prefer "fp8_block", which also has one scale per 128 values: its bits do not
+depend on the number of ranks, and it needs fewer bytes if groups have few rows. (DeepSeek-V3, arXiv
+2412.19437, section 3.3, uses 1 x 128 blocks for gradients and activations.)
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def encode(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
         InputError: not a matrix of floating-point numbers.
         ConfigError: ``wire_dtype`` has group scales.
     """
-    _in_rows(wire_dtype)
+    _check_no_group_scales(wire_dtype)
     if rows_RD.dim() != 2 or not rows_RD.is_floating_point():
         raise InputError(f"encode needs floating-point rows [R, D]; got {tuple(rows_RD.shape)} {rows_RD.dtype}")
     num_rows, hidden = rows_RD.shape
@@ -241,7 +241,7 @@ def decode(packed_RB: Tensor, wire_dtype: WireDtype, hidden: int, dtype: torch.d
         InputError: rows of another width.
         ConfigError: ``wire_dtype`` has group scales.
     """
-    _in_rows(wire_dtype)
+    _check_no_group_scales(wire_dtype)
     bytes_RB = as_dtype(torch.uint8, packed_RB)
     if bytes_RB.dim() != 2 or bytes_RB.shape[1] != bytes_per_row(hidden, wire_dtype, dtype):
         raise InputError(
@@ -252,17 +252,24 @@ def decode(packed_RB: Tensor, wire_dtype: WireDtype, hidden: int, dtype: torch.d
         return as_dtype(dtype, bytes_RB)
     if wire_dtype.format == "bf16":
         return bytes_RB.view(torch.bfloat16)[:, :hidden].to(dtype)
-    if dtype in _TRITON_DTYPES and for_triton(bytes_RB):
-        from moe_comm.kernels.triton.quantize import ScaleFormat, dequantize  # needs Triton
-
-        return dequantize(bytes_RB, ScaleFormat(wire_dtype.scales == "token"), hidden, dtype)
     first, last = _scale_bytes(hidden, wire_dtype)
     scale_RS = bytes_RB.view(torch.float32)[:, first // SCALE_BYTES : last // SCALE_BYTES]
     return apply_scales(bytes_RB[:, :hidden], scale_RS, wire_dtype, dtype)
 
 
-def apply_scales(values_RD: Tensor, scale_RS: Tensor, wire_dtype: WireDtype, dtype: torch.dtype) -> Tensor:
-    """Decode rows from [R, D] bytes of e4m3 values and their fp32 scales, which may be received separately."""
+def apply_scales(
+    values_RD: Tensor, scale_RS: Tensor, wire_dtype: WireDtype, dtype: torch.dtype, counts: Tensor | None = None
+) -> Tensor:
+    """Decode rows from [R, D] bytes of e4m3 values and their fp32 scales, which may be received separately.
+
+    Args:
+        counts: number of rows that are needed of each R / C consecutive rows, C int64 values on the device. The other
+            rows may be left uninitialised. None: all rows.
+    """
+    if dtype in _TRITON_DTYPES and for_triton(values_RD):
+        from moe_comm.kernels.triton.quantize import ScaleFormat, dequantize_rows  # needs Triton
+
+        return dequantize_rows(values_RD, scale_RS, ScaleFormat(wire_dtype.scales == "token"), dtype, counts)
     wide_RSB = _blocks(values_RD.view(E4M3).to(torch.float32), wire_dtype).mul_(scale_RS.unsqueeze(2))
     return saturating_cast(wide_RSB, dtype).flatten(1)[:, : values_RD.shape[1]].contiguous()
 
@@ -288,7 +295,7 @@ def unpack(packed: Tensor, wire_dtype: WireDtype, hidden: int, dtype: torch.dtyp
     return decode(packed, wire_dtype, hidden, dtype)
 
 
-def _in_rows(wire_dtype: WireDtype) -> None:
+def _check_no_group_scales(wire_dtype: WireDtype) -> None:
     if wire_dtype.scales == "group":
         raise ConfigError(f"{wire_dtype.name} does not store scales in rows; use group_scales.encode_groups")
 
@@ -298,7 +305,7 @@ def _up(size: int, to: int) -> int:
 
 
 def _scale_bytes(hidden: int, wire_dtype: WireDtype) -> tuple[int, int]:
-    """Return the first byte and the end of the scales of a row."""
+    """Return the first byte of the scales of a row, and the byte after them."""
     first = _up(hidden, SCALE_BYTES)
     return first, first + SCALE_BYTES * wire_dtype.num_scales(hidden)
 
@@ -306,13 +313,13 @@ def _scale_bytes(hidden: int, wire_dtype: WireDtype) -> tuple[int, int]:
 def _blocks(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
     """View rows as [R, S, B]: the B channels that share each of S scales. Zeros pad the last block."""
     num_scales = wire_dtype.num_scales(rows_RD.shape[1])
-    missing = 0 if num_scales == 1 else num_scales * BLOCK - rows_RD.shape[1]
-    padded_RD: Tensor = F.pad(rows_RD, (0, missing)) if missing else rows_RD
+    padding = 0 if num_scales == 1 else num_scales * BLOCK - rows_RD.shape[1]
+    padded_RD: Tensor = F.pad(rows_RD, (0, padding)) if padding else rows_RD
     return padded_RD.view(padded_RD.shape[0], num_scales, padded_RD.shape[1] // num_scales)
 
 
 def scales_for(amax: Tensor, power_of_two: bool) -> Tensor:
-    """Return the fp32 scales of blocks with largest magnitudes ``amax``, fp32. NaN if that is NaN or infinite."""
+    """Return the fp32 scales of blocks with largest magnitudes ``amax`` (fp32). NaN where that is NaN or infinite."""
     scale = (amax / E4M3_MAX).clamp(min=TINIEST)
     if power_of_two:
         # Round up to a power of two: a carry out of the fraction increments the exponent.

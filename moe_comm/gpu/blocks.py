@@ -7,11 +7,14 @@ have no name in /dev/shm, so nothing is left behind.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -19,6 +22,8 @@ from moe_comm.errors import HeapError, MissingDependency
 
 ALIGN = 256
 """Alignment in bytes of all parts of a block."""
+SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Environment variable: ``1`` lets ranks on the same GPU use torch's symmetric memory."""
 
 Gather = Callable[[list[int]], list[list[int]]]
 """Collective function from the numbers of this rank to those of all ranks."""
@@ -52,6 +57,14 @@ def local_blocks(world: int, total: int, device: torch.device) -> list[Blocks]:
     return [Blocks(own, addresses, own_W) for own in own_W]
 
 
+def device_word(device: torch.device) -> int:
+    """Return a number that identifies a rank's GPU by its UUID; 0 without one."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return zlib.crc32(str(torch.cuda.get_device_properties(index).uuid).encode()) + 1
+
+
 def symmetric_blocks(group: ProcessGroup, device: torch.device, total: int) -> Blocks:
     """Return blocks on GPUs in torch's symmetric memory, filled with zeros. Collective.
 
@@ -59,6 +72,7 @@ def symmetric_blocks(group: ProcessGroup, device: torch.device, total: int) -> B
 
     Raises:
         MissingDependency: this torch has no symmetric memory.
+        HeapError: ranks share a GPU, and ``SHARING`` is not set.
     """
     torch.cuda.synchronize(device)
     try:
@@ -67,11 +81,34 @@ def symmetric_blocks(group: ProcessGroup, device: torch.device, total: int) -> B
         raise MissingDependency(f"this torch has no symmetric memory for GPUs ({error})") from error
     own = symmetric_memory.empty(total, dtype=torch.uint8, device=device)
     own.zero_()
-    handle = symmetric_memory.rendezvous(own, group)
+    with any_device_index(group, device):
+        handle = symmetric_memory.rendezvous(own, group)
     torch.cuda.synchronize(device)
     # torch may allocate it inside a larger buffer, at the same offset on every rank.
     first = own.data_ptr() - handle.buffer_ptrs[handle.rank]
     return Blocks(own, tuple(buffer + first for buffer in handle.buffer_ptrs), handle)
+
+
+@contextmanager
+def any_device_index(group: ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Let torch accept ranks on different GPUs with the same index. Collective.
+
+    torch takes ranks of a host with the same device index for ranks that share a GPU. If CUDA_VISIBLE_DEVICES shows
+    each rank one GPU, all have the index 0. So this compares UUIDs, and switches torch's check off.
+    """
+    before = os.environ.get(SHARING)
+    words = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(words, torch.tensor([device_word(device)], device=device), group=group)
+    if before != "1" and len(set(words.tolist())) < group.size():
+        raise HeapError(f"ranks share a GPU: {words.tolist()}; for tests, set {SHARING}=1 on every rank")
+    os.environ[SHARING] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SHARING]
+        else:
+            os.environ[SHARING] = before
 
 
 def mapped_blocks(gather: Gather, rank: int, host: int, total: int, what: str, first: bytes = b"") -> Blocks:

@@ -29,6 +29,7 @@ LAUNCHING = (
     "cuGetErrorName",
     "cuGetErrorString",
 )
+"""Driver functions that the native core calls to launch kernels."""
 
 
 class Driver:
@@ -102,7 +103,7 @@ class NvrtcLauncher:
         self._context = ctypes.c_void_p()
         self._driver.retain_context(ctypes.byref(self._context), index)
         functions: dict[str, int] = {}
-        module, before = ctypes.c_void_p(), self._enter()
+        module, previous_context = ctypes.c_void_p(), self._enter()
         try:
             self._driver.load(ctypes.byref(module), code)
             # Load all kernels now: a kernel cannot be loaded during the capture of a graph.
@@ -111,7 +112,7 @@ class NvrtcLauncher:
                 self._driver.get_function(ctypes.byref(function), module, f"p2p_{kernel}".encode())
                 functions[kernel] = function.value or 0
         finally:
-            self._leave(before)
+            self._leave(previous_context)
         self.starter: _C.P2pStarter = native_core().P2pStarter.driver(
             self._driver.addresses(), self._context.value or 0, functions
         )
@@ -133,10 +134,10 @@ class NvrtcLauncher:
         self._driver.set_context(self._context)
         return current.value
 
-    def _leave(self, before: int | None) -> None:
+    def _leave(self, previous_context: int | None) -> None:
         # A thread without a context keeps this one, which torch would also use.
-        if before is not None and before != self._context.value:
-            self._driver.set_context(before)
+        if previous_context is not None and previous_context != self._context.value:
+            self._driver.set_context(previous_context)
 
 
 @cache

@@ -65,9 +65,10 @@ class HeapBlock:
         device = self._block.device
         if not rows or not columns:
             return torch.empty(rows, columns, dtype=dtype, device=device)
-        on = (2, device.index) if device.type == "cuda" else (1, 0)
-        at = self._block.data_ptr() + self.first + offset
-        memory = native_core().p2p_tensor(at, rows, columns, *_DLPACK[dtype], *on, self)  # keeps this object alive
+        dlpack_device = (2, device.index) if device.type == "cuda" else (1, 0)
+        address = self._block.data_ptr() + self.first + offset
+        # The tensor keeps ``self`` alive.
+        memory = native_core().p2p_tensor(address, rows, columns, *_DLPACK[dtype], *dlpack_device, self)
         return torch.from_dlpack(memory)
 
 
@@ -86,7 +87,9 @@ class Heap:
         self._graphs: list[HeapBlock] = []
         """Allocations of CUDA graphs, which are never freed."""
         self._dead: deque[_Freed] = deque()
+        """Allocations whose storage was freed since the last ``_collect``."""
         self._waiting: list[_Freed] = []
+        """Allocations that other streams may still use."""
         self._streams: dict[int, set[Any]] = {}
         """Streams that use each allocation, by its first byte."""
         self._last: Any = None
@@ -175,7 +178,9 @@ class Heap:
     def _collect(self, stream: Any, in_graph: bool) -> None:
         """Free dead allocations whose streams allow reuse on ``stream``.
 
-        ``stream`` will allocate; None does not change the stream of free memory. ``in_graph``: it is captured.
+        Args:
+            stream: the stream that will allocate; None does not change the stream of free memory.
+            in_graph: whether a CUDA graph captures ``stream``.
         """
         if stream is not None and stream != self._last and not in_graph:
             if self._last is not None:
@@ -187,18 +192,18 @@ class Heap:
             if (others := freed.streams - {stream}) and not in_graph:
                 self._waiting.append(_Freed(freed.first, freed.size, freed.streams, _events(others)))
             else:
-                self._give(freed)
+                self._release(freed)
         if in_graph or not self._waiting:
             return
         waiting = []
         for freed in self._waiting:
             if all(event.query() for event in freed.events):
-                self._give(freed)
+                self._release(freed)
             else:
                 waiting.append(freed)
         self._waiting = waiting
 
-    def _give(self, freed: _Freed) -> None:
+    def _release(self, freed: _Freed) -> None:
         first, end = freed.first, freed.first + freed.size
         i = bisect_left(self._free, (first, end))
         if i < len(self._free) and self._free[i][0] == end:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Machine = Literal["cuda", "host"]
 
 NEEDED = -1
+"""Value of ``shared`` in ``Launcher.launch``: the size that the kernel computes from its arguments."""
 PTX_FROM = 80
 """Compute capability of the PTX that nvcc includes; see CMakeLists.txt."""
 
@@ -72,8 +73,8 @@ def make_plan(
     """Return the native core's ``P2pPlan``, which launches the kernels of one rank's operations.
 
     ``group`` has the common first arguments of all kernels except the last one, and ``offsets`` the first expert of
-    each rank, then the number of experts. ``left_at`` is a device address, the other addresses are in host memory; see
-    csrc/cuda/plan.h.
+    each rank, then the number of experts. ``left_at`` is the device address of the counters of the push kernel. The
+    other addresses are in host memory; see csrc/cuda/plan.h.
     """
     plan: _C.P2pPlan = native_core().P2pPlan(
         starter, group, offsets, headers_at, all_headers_at, host_counts_at, left_at
@@ -94,8 +95,8 @@ def compiled_archs() -> tuple[str, ...]:
 def compiled_for(archs: Sequence[str], capability: tuple[int, int]) -> str:
     """Return the entry of ``archs`` for a compute capability, "PTX" if the driver can compile the PTX, or ""."""
     number = 10 * capability[0] + capability[1]
-    own = next((arch for arch in archs if re.fullmatch(rf"sm_{number}[af]?", arch)), "")
-    return own or ("PTX" if archs and number >= PTX_FROM else "")
+    exact = next((arch for arch in archs if re.fullmatch(rf"sm_{number}[af]?", arch)), "")
+    return exact or ("PTX" if archs and number >= PTX_FROM else "")
 
 
 def cuda_kernels_at_hand(device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.gpu.arguments import Packer, kernel_fields, native_core
 
 UNASKED = 48 << 10
-"""Bytes of shared memory per thread block that every GPU has."""
+"""Bytes of shared memory per thread block that a kernel gets on every GPU without asking for more."""
 
 
 def shared_limit(device: torch.device) -> int | None:

@@ -62,7 +62,7 @@ class Nvrtc:
             self.library.nvrtcCreateProgram(
                 ctypes.byref(program), headers[source].encode(), source.encode(), len(names), texts, includes
             ),
-            f"could not take {source}",
+            f"could not create a program from {source}",
         )
         try:
             flags = [f"--gpu-architecture={arch}", *options]
@@ -100,14 +100,14 @@ def find(major: int | None = None) -> Nvrtc:
     Raises:
         MissingDependency: no library was found.
     """
-    tried = []
+    failures = []
     for path in _candidates(major):
         try:
             return _open(path)
         except OSError as error:
-            tried.append(f"{path}: {error}")
+            failures.append(f"{path}: {error}")
     raise MissingDependency(
-        f"no NVRTC{f' for CUDA {major}' if major else ''} was found ({'; '.join(tried)}); install torch for CUDA, "
+        f"no NVRTC{f' for CUDA {major}' if major else ''} was found ({'; '.join(failures)}); install torch for CUDA, "
         "or pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12"
     )
 
@@ -117,12 +117,12 @@ def _candidates(major: int | None) -> list[str]:
     torch_major = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
     majors = [major] if major else list(dict.fromkeys([*([torch_major] if torch_major else []), 13, 12]))
     spec = importlib.util.find_spec("nvidia")
-    homes = list(spec.submodule_search_locations or []) if spec is not None else []
+    package_folders = list(spec.submodule_search_locations or []) if spec is not None else []
     paths = []
     for version in majors:
         name = f"libnvrtc.so.{version}"
-        for home in homes:
-            paths += sorted(str(path) for path in Path(home).glob(f"*/lib/{name}"))
+        for package_folder in package_folders:
+            paths += sorted(str(path) for path in Path(package_folder).glob(f"*/lib/{name}"))
         paths += [name, f"/usr/local/cuda/lib64/{name}"]
     return paths
 
@@ -167,12 +167,12 @@ def arch_for(capability: tuple[int, int], archs: Iterable[int]) -> str:
         KernelError: the GPU is older than all supported architectures.
     """
     major, minor = capability
-    number, known = 10 * major + minor, sorted(archs)
-    if number in known:
+    number, supported = 10 * major + minor, sorted(archs)
+    if number in supported:
         return f"sm_{number}{FAMILIES.get(major, '')}"
-    older = [arch for arch in known if arch < number]
+    older = [arch for arch in supported if arch < number]
     if not older:
-        raise KernelError(f"NVRTC compiles for sm_{known[0]} and newer, and this GPU is sm_{number}")
+        raise KernelError(f"NVRTC compiles for sm_{supported[0]} and newer, and this GPU is sm_{number}")
     return f"compute_{older[-1]}"
 
 
@@ -214,8 +214,7 @@ def kernels(
     """Return the kernels for ``arch`` (``sm_90a``, or ``compute_90`` for PTX), from the cache or compiled and cached.
 
     Ranks may call this at the same time: files are written under a temporary name and renamed. A cached file with a
-        wrong
-    checksum is ignored. If the folder is not writable, a warning is logged.
+    wrong checksum is ignored. If the folder is not writable, a warning is logged.
 
     Args:
         compiler, folder: default: ``find()`` and ``cache_folder()``.

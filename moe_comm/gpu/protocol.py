@@ -1,4 +1,8 @@
-"""Constants and structures shared by the host and the kernels of csrc/cuda/args.h."""
+"""Constants and structures shared by the host and the kernels of csrc/cuda/args.h.
+
+A turn is one operation of all ranks. It begins with a meeting, in which ranks exchange headers, offers (addresses of
+their buffers) and counts. A chunk is the slots, or (token, expert) pairs, that one thread block processes.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ SAME, BLOCK_SCALES, ROW_SCALES = range(3)
 MOST_SLOTS = 512
 """Maximum number of slots of a chunk. They are held in shared memory, and each is compared with all others."""
 REPORT_WORDS = ("turn", "fault", "who", "what", "wanted", "seen", "rows", "dropped", "overflow", "bad")
+"""Fields of ``FaultReport``. After a timeout, ``who`` is the awaited rank; its flag is ``seen``, not ``wanted``."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -66,8 +71,9 @@ class GroupShape:
     def control_bytes(self) -> int:
         """Size of the control area at the start of a block; see Control in csrc/cuda/args.h."""
         world = self.world
-        halves = 2 * world * (HEADER_WORDS + OFFER_WORDS + self.experts)
-        return round_up(8 * (2 * world + halves + self.local_experts * world * (1 + MAX_PARTS)))
+        # Alternate turns use two copies, because a rank may begin a turn while a peer still reads the previous one.
+        exchanged = 2 * world * (HEADER_WORDS + OFFER_WORDS + self.experts)
+        return round_up(8 * (2 * world + exchanged + self.local_experts * world * (1 + MAX_PARTS)))
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ IN_GRAPHS = 1024
 GRACE_S = 5.0
 """Time after a kernel's own deadline at which the host raises."""
 SETTLE_S = 0.001
+"""Time between a fault and its details in the report."""
 SLICE_NS = 50_000_000
 """Maximum time in native code before Python can handle signals."""
 
@@ -52,6 +53,7 @@ SLICE_NS = 50_000_000
 class Scratch(NamedTuple):
     """Device memory that the kernels of one turn share.
 
+    A chunk is the slots, (token, expert) pairs, that one thread block of count or push processes. C is their number.
     counts_CE: slots of each chunk for each expert, written by count; meet replaces them by first rows.
     bad_C4: dropped slots, invalid slots, the first invalid slot, and its id, of each chunk.
     offers_W5: offers of all ranks. counts_WE: number of rows of each rank for each expert.
@@ -103,7 +105,7 @@ class Turns:
         self._headers = self.host_words(RING + IN_GRAPHS * (self.device.type == "cuda"), HEADER_WORDS)
         self._all_headers = self.host_words(world, HEADER_WORDS)
         self._all_counts = self.host_words(world, experts)
-        # Zeros, in which push counts.
+        # Counters of the push kernel, which expects zeros and leaves zeros.
         self._left_E = torch.zeros(experts, dtype=torch.int64, device=self.device)
         # numpy views, because reading one number of a tensor takes a microsecond.
         self._seen: Ints = self._report.numpy()
@@ -189,12 +191,12 @@ class Turns:
         tokens, top_k = ids_TK.shape
         chunk = chunk_of(tokens, top_k, blocks)
         self._prepare(-(-tokens * top_k // chunk))
-        slot = self._slot()
-        self.plan.count_and_meet(tokens, top_k, address(ids_TK), chunk, header, slot, offer)
+        header_index = self._next_header_index()
+        self.plan.count_and_meet(tokens, top_k, address(ids_TK), chunk, header, header_index, offer)
 
     def meet(self, header: bytes, offer: Offer) -> None:
         """Queue a meeting without counts. ``scratch`` keeps the counts of the previous meeting."""
-        self.plan.meet(header, self._slot(), offer)
+        self.plan.meet(header, self._next_header_index(), offer)
 
     def move(
         self, x_TD: Tensor, place_TK: Tensor, dtype: int, form: tuple[int, int], links: RelayLinks = NOT_RELAYED
@@ -224,10 +226,10 @@ class Turns:
         ``weights_TK`` is dense fp32, or None for ones. ``blocks`` is the maximum number of thread blocks.
         """
         self._prepare(0)
-        slot = self._slot()
+        header_index = self._next_header_index()
         tokens, top_k = place_TK.shape
         places = address(place_TK), address(weights_TK)
-        self.plan.sum(header, slot, offer, blocks, tokens, top_k, y_TD.shape[1], dtype, *places, address(y_TD))
+        self.plan.sum(header, header_index, offer, blocks, tokens, top_k, y_TD.shape[1], dtype, *places, address(y_TD))
 
     def spread(
         self,
@@ -245,12 +247,12 @@ class Turns:
         Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the rows of the first offer.
         """
         self._prepare(0)
-        slot = self._slot()
+        header_index = self._next_header_index()
         tokens, top_k = place_TK.shape
         places = address(place_TK), address(weights_TK)
         rows = grad_TD.shape[1], dtype
         grad = address(grad_TD), grad_TD.stride(0) * grad_TD.element_size()
-        self.plan.spread(header, slot, offer, blocks, tokens, top_k, *rows, *places, *grad, address(dots_TK))
+        self.plan.spread(header, header_index, offer, blocks, tokens, top_k, *rows, *places, *grad, address(dots_TK))
 
     def count_turn(self) -> None:
         """Synchronise the count of turns before a turn is queued. The device counts turns of a graph when it runs."""
@@ -296,7 +298,7 @@ class Turns:
             self.scratch = scratch
             self.plan.use([address(words) for words in scratch])
 
-    def _slot(self) -> int:
+    def _next_header_index(self) -> int:
         """Return a free position for the next header, which the device reads later."""
         self.count_turn()
         if self._capturing:
@@ -312,7 +314,7 @@ class Turns:
 
     def _wait_for(self, turn: int) -> None:
         """Wait until ``turn`` has completed or there is a fault."""
-        if self.plan.wait(turn, SLICE_NS):
+        if self.plan.wait(turn, SLICE_NS):  # the common case, without reading the clock
             return
         end = time.monotonic() + self._timeout_s + GRACE_S
         while not self.plan.wait(turn, SLICE_NS):

@@ -4,9 +4,8 @@ An activation maps h_RG to act_RF: G = 2F if it is gated (a GLU), else G = F. Fo
 all experts of a layer share.
 
 Routed experts run one by one, so their bits do not depend on the placement of experts. For a shared expert the bits
-must
-also not depend on the batch: that holds for the SwiGLUs, relu and exact gelu in fp32. torch's tanh gelu and silu round
-the last elements of a tensor differently (see ``pointwise.py``).
+must also not depend on the batch. That holds for the SwiGLUs, relu and exact gelu in fp32. torch's tanh gelu and silu
+round the last elements of a tensor differently (see ``pointwise.py``).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def without_autocast(x: Tensor) -> Any:
     If it is disabled already, the context does nothing, because entering one takes as long as a small GEMM.
     """
     kind = x.device.type
-    off = kind == "meta" or not torch.is_autocast_enabled(kind)
-    return _NOTHING if off else torch.autocast(kind, enabled=False)
+    disabled = kind == "meta" or not torch.is_autocast_enabled(kind)
+    return _NOTHING if disabled else torch.autocast(kind, enabled=False)
 
 
 _NOTHING = nullcontext()

@@ -7,8 +7,8 @@ received. The bits of a row do not depend on how its expert's rows are split int
 equal alignment: BLAS adds in another order at unaligned addresses. Slices whose width is not a multiple of 64 bytes are
 copied (``row_invariant.py``). Weight gradients are one GEMM over all rows of an expert.
 
-``ExpertMLP`` is two GEMMs and the activation; ``ExpertLinear`` is one GEMM. Both save ``rows_RD`` for backward and,
-without recompute, ``h_RG``.
+In suffixes, R is all rows of this rank and r the rows of one range. ``ExpertMLP`` is two GEMMs and the activation;
+``ExpertLinear`` is one GEMM. Both save ``rows_RD`` for backward and, without recompute, ``h_RG``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ from moe_comm.kernels.row_invariant import aligned, are_aligned, expert_mm, prod
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
 Sizes = tuple[int, ...]
+
+
+def needs_autograd(*tensors: Tensor | None) -> bool:
+    """Return whether autograd records operations on any of the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class ExpertForward(ABC):
@@ -70,7 +75,7 @@ class ExpertBackward(ABC):
         """
 
     def all_rows(self, grads: Sequence[Tensor | None]) -> None:
-        """Compute all gradients, expert by expert. grads: gradients of all experts, as ``into`` for one."""
+        """Compute all gradients, expert by expert. grads: as ``into`` of ``weights_of``, but for all experts."""
         for expert, into in enumerate(zip(*by_expert(grads, len(self._sizes)), strict=True)):
             if self._sizes[expert]:
                 self.row_range(expert, self._rows_of(expert))
@@ -262,7 +267,7 @@ class _MLPBackward(ExpertBackward):
             expert_mm(aligned(self._rows_RD[rows]), w13.t(), h, self._b13[expert])
         if self._needs_grad_h:
             expert_mm(grad, w2, act)
-            # The activation overwrites its gradient, which is read first.
+            # ``act`` contains the gradient of the activation, which is read before the activation overwrites it.
             self._activation.backward(h, act, grad_h, act)
         elif self._weights[1]:
             self._activation.forward(h, act)

@@ -85,7 +85,7 @@ def backward(
     grad_h_RG = torch.empty_like(h_RG) if grad_rows_RD is not None or grad_w13 is not None else None
     if grad_h_RG is not None:
         grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
-        # The activation overwrites its gradient.
+        # ``act_RF`` contains the gradient of the activation, which is read before the activation overwrites it.
         mlp.activation.backward(h_RG, act_RF, grad_h_RG, act_RF)
     elif grad_w2 is not None:
         mlp.activation.forward(h_RG, act_RF)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def needed_gradients(ctx: Any) -> tuple[bool, ...]:
@@ -26,8 +25,3 @@ def needed_gradients(ctx: Any) -> tuple[bool, ...]:
             except RuntimeError:  # raised for a leaf that is an input of torch.autograd.grad
                 needed[index] = True
     return tuple(needed)
-
-
-def needs_autograd(*tensors: Tensor | None) -> bool:
-    """Return whether autograd records operations on any of the tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

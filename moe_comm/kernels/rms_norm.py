@@ -1,7 +1,7 @@
 """RMS normalization (arXiv 1910.07467): y = x / sqrt(mean(x²) + eps) * weight, row by row.
 
-torch has no fused CPU kernel: it needs five passes over memory forward and about twelve backward. Here each is one
-pass. Other devices and dtypes use torch's composition. The bits of a row do not depend on other rows.
+torch has no fused CPU kernel: it needs five passes over memory forward and about twelve backward. The native core needs
+one pass each. Other devices and dtypes use torch's composition. The bits of a row do not depend on other rows.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 BLAS uses another kernel, with another order of additions, for few rows, for the last rows of a tile, and for rows at
 unaligned addresses. (Measured with MKL: 1 to 3 rows differ from 4 and more; with 7 outputs, rows differ by their index
 modulo 4; in double precision many sizes differ.) With rows, inputs and outputs padded to whole tiles the bits are
-equal.
-A router needs this: otherwise a token's logits, and so its experts, would change with the number of ranks.
+equal. A router needs this: otherwise a token's logits, and so its experts, would change with the number of ranks.
 
 ``expert_mm`` copies less if widths are multiples of ``TILE``: it pads only if there are few rows, and copies only
 operands that do not start on a cache line.
@@ -26,6 +25,7 @@ TILE = 16
 """Rows, inputs and outputs are padded to multiples of this: one AVX-512 vector. The kernels of MKL and oneDNN need
 8."""
 ALIGNMENT = 64
+"""Alignment of operands in bytes: one cache line."""
 MIN_ROWS = 4
 """Number of rows from which MKL and oneDNN give a row the same bits in every GEMM."""
 
@@ -50,10 +50,10 @@ def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> T
             return row_invariant_mm(a_MK, b_KN, out)
     m, k, n = a_MK.shape[0], a_MK.shape[1], b_KN.shape[1]
     padded_m, padded_k, padded_n = m + -m % TILE, k + -k % TILE, n + -n % TILE
-    direct, dense = out is not None and n == padded_n, k == padded_k and n == padded_n
+    direct, whole_tiles = out is not None and n == padded_n, k == padded_k and n == padded_n
     out_MN = out if out is not None and direct else a_MK.new_empty(m, padded_n)
     if out_MN.numel():
-        if not dense:
+        if not whole_tiles:
             b_KN = _padded(b_KN, padded_k, padded_n)
         if k != padded_k or a_MK.data_ptr() % ALIGNMENT:
             a_MK = _padded(a_MK, padded_m, padded_k).contiguous()

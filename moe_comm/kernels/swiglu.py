@@ -22,7 +22,7 @@ from moe_comm.kernels.pointwise import sigmoid_values
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def _misfit(h_RG: Tensor, rows_RF: Tensor) -> InputError:
+def _shape_error(h_RG: Tensor, rows_RF: Tensor) -> InputError:
     return InputError(f"swiglu needs h [R, 2F] and rows [R, F]; got {tuple(h_RG.shape)}, {tuple(rows_RF.shape)}")
 
 
@@ -35,7 +35,7 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
     """
     rows, width = out_RF.shape
     if h_RG.shape != (rows, 2 * width):
-        raise _misfit(h_RG, out_RF)
+        raise _shape_error(h_RG, out_RF)
     dtype = h_RG.dtype
     if dtype not in NATIVE_DTYPES or h_RG.stride(1) != 1 or out_RF.dtype != dtype or not out_RF.is_contiguous():
         swiglu_forward_reference(h_RG, out_RF)
@@ -64,7 +64,7 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
     """
     rows, width = grad_RF.shape
     if h_RG.shape != (rows, 2 * width) or (act_RF is not None and act_RF.shape != (rows, width)):
-        raise _misfit(h_RG, grad_RF if act_RF is None else act_RF)
+        raise _shape_error(h_RG, grad_RF if act_RF is None else act_RF)
     others = (grad_RF, grad_h_RG) if act_RF is None else (grad_RF, grad_h_RG, act_RF)
     fits = h_RG.dtype in NATIVE_DTYPES and h_RG.stride(1) == 1
     for t in others:

@@ -1,4 +1,4 @@
-"""Data of the contract suite: one global batch per case, divided in different ways for different numbers of ranks."""
+"""Inputs of the contract suite. Each case is one global batch that is divided over different numbers of ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 DIAGONAL_FROM = 65
-"""Experts are D x D matrices up to this hidden size, and vectors that scale the row above it."""
+"""Below this hidden size an expert is a D x D matrix; from it on, a vector that scales the row (a diagonal matrix)."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A global batch of ``tokens`` tokens and what to do with it.
 
-    routing: random (distinct experts) | duplicates | one_expert | half (the upper half gets none) | dropped (a third
-        of the slots) | all_dropped | every (top_k = E, shuffled).
-    split: how tokens lie on the ranks: even | uneven | first (all on rank 0) | last.
+    routing: random (distinct experts) | duplicates | one_expert | half (no rows for the upper half of the experts) |
+        dropped (a third of the slots) | all_dropped | every (top_k = E, shuffled).
+    split: how tokens are distributed over the ranks: even | uneven | first (all on rank 0) | last.
     placement: balanced | uneven (rank 0 holds none, the others unequal numbers).
     strided: x is a transposed view, ids and weights are slices. checkpoint: "" | reentrant | plain.
     """
@@ -45,7 +45,7 @@ class Case:
             return sizes
         if self.split == "even":
             return [self.tokens // world + (r < self.tokens % world) for r in range(world)]
-        # Unequal, with a rank that has none as soon as there are more than two.
+        # Unequal; with more than two ranks, rank 1 has no tokens.
         shares = [0 if world > 2 and r == 1 else 1 + (3 * r + self.seed) % 5 for r in range(world)]
         sizes = [self.tokens * share // sum(shares) for share in shares]
         sizes[-1] += self.tokens - sum(sizes)
@@ -75,7 +75,7 @@ class Batch:
 
 
 def make(case: Case) -> tuple[Batch, Tensor]:
-    """The global batch and the experts' fp32 weights [E, D, D] or [E, D]."""
+    """Return the global batch and the experts' fp32 weights, [E, D, D] or [E, D]."""
     g = torch.Generator().manual_seed(1000 * case.seed + sum(map(ord, case.name)))
     tokens, hidden, num_experts, top_k = case.tokens, case.hidden, case.num_experts, case.top_k
     x_TD = torch.randn(tokens, hidden, generator=g).to(case.dtype)
@@ -83,14 +83,14 @@ def make(case: Case) -> tuple[Batch, Tensor]:
     weights_TK = (torch.rand(tokens, top_k, generator=g) + 0.1).to(case.weights_dtype)
     shuffled_TE = torch.rand(tokens, num_experts, generator=g).argsort(1)
     any_TK = torch.randint(0, num_experts, (tokens, top_k), generator=g)
-    hidden_TK = torch.rand(tokens, top_k, generator=g) < 1 / 3
+    dropped_TK = torch.rand(tokens, top_k, generator=g) < 1 / 3
     ids_TK = {
         "random": lambda: shuffled_TE[:, :top_k],
         "every": lambda: shuffled_TE[:, :top_k],
         "duplicates": lambda: any_TK,
         "one_expert": lambda: torch.full_like(any_TK, num_experts // 2),
         "half": lambda: any_TK // 2,
-        "dropped": lambda: any_TK.masked_fill(hidden_TK, -1),
+        "dropped": lambda: any_TK.masked_fill(dropped_TK, -1),
         "all_dropped": lambda: torch.full_like(any_TK, -1),
     }[case.routing]()
     shape = (num_experts, hidden, hidden) if hidden < DIAGONAL_FROM else (num_experts, hidden)
@@ -99,7 +99,7 @@ def make(case: Case) -> tuple[Batch, Tensor]:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values in a view with gaps and, for two dimensions, swapped strides."""
+    """Return the same values in a view with gaps and, for two dimensions, swapped strides."""
     wide = torch.full((*tensor.T.shape[:-1], 2 * tensor.shape[0] + 1), 99).to(tensor)
     view = wide[:, 1::2].T
     view.copy_(tensor)

@@ -19,7 +19,7 @@ from moe_comm.errors import ConfigError, InputError, MoeCommError
 from tests.pool import RankPool
 
 
-def by_hand(ids: list[int], weights: list[float], num_experts: int, limit: int, policy: str) -> list[int]:
+def reference_capacity(ids: list[int], weights: list[float], num_experts: int, limit: int, policy: str) -> list[int]:
     """Reference implementation: keep slots in order of priority until their expert is full. Return the new ids."""
     order = list(range(len(ids)))
     if policy == "probability":
@@ -37,7 +37,7 @@ def by_hand(ids: list[int], weights: list[float], num_experts: int, limit: int, 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.data())
-def test_the_same_slots_are_kept_as_in_a_loop(data: st.DataObject) -> None:
+def test_kept_slots_equal_the_reference(data: st.DataObject) -> None:
     experts, tokens, top_k = (data.draw(st.integers(lo, hi)) for lo, hi in ((1, 6), (0, 15), (1, 4)))
     size = tokens * top_k
     ids = data.draw(st.lists(st.integers(-2, experts), min_size=size, max_size=size))
@@ -51,22 +51,22 @@ def test_the_same_slots_are_kept_as_in_a_loop(data: st.DataObject) -> None:
         experts,
         Capacity(factor, policy),
     )
-    expected = by_hand(ids, weights, experts, limit, policy)
+    expected = reference_capacity(ids, weights, experts, limit, policy)
     assert actual.reshape(-1).tolist() == expected
     assert int(dropped) == sum(a != b for a, b in zip(ids, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_small_factor_leaves_one_row_for_each_expert(dtype: torch.dtype) -> None:
+def test_a_tiny_factor_keeps_one_row_per_expert(dtype: torch.dtype) -> None:
     ids_TK = torch.zeros(100, 1, dtype=torch.int32)
     weights_TK = torch.linspace(0, 1, 100).view(100, 1).to(dtype).requires_grad_()
-    for policy, survivor in (("position", 0), ("probability", 99)):
+    for policy, kept_token in (("position", 0), ("probability", 99)):
         kept_ids, dropped = apply_capacity(ids_TK, weights_TK, 50, Capacity(1e-9, policy))  # type: ignore[arg-type]
-        assert int(dropped) == 99 and kept_ids[survivor] == 0 and kept_ids.dtype == torch.int32
-    assert not ids_TK.any(), "the given ids stay as they are"
+        assert int(dropped) == 99 and kept_ids[kept_token] == 0 and kept_ids.dtype == torch.int32
+    assert not ids_TK.any(), "the input ids must not be modified"
 
 
-def test_the_limit_is_exact_where_floating_point_is_not() -> None:
+def test_the_limit_has_no_floating_point_error() -> None:
     assert Capacity(1.1).limit(10, 1, 1) == 11
     assert Capacity(1.25).limit(4096, 8, 64) == 640
     assert Capacity(1.0).limit(0, 8, 64) == 0
@@ -128,8 +128,8 @@ def decide(rank: int, world: int, _: None) -> list[tuple[Tensor, Tensor, int]]:
             order = torch.arange(tokens)
         own = order[:first] if rank == 0 else order[first:]
         capacity = Capacity(factor, policy, "batch")  # type: ignore[arg-type]
-        kept, dropped = apply_capacity(ids[own], weights[own], 4, capacity, channel, own if indexed else None)
-        results.append((own, kept, int(dropped)))
+        kept_ids, dropped = apply_capacity(ids[own], weights[own], 4, capacity, channel, own if indexed else None)
+        results.append((own, kept_ids, int(dropped)))
     return results
 
 
@@ -149,24 +149,26 @@ def test_several_ranks_drop_the_same_slots_as_one(pool2: RankPool) -> None:
     assert cases_with_drops > len(CASES) // 3
 
 
-def disagree(rank: int, world: int, what: str) -> tuple[str, str]:
+def disagree(rank: int, world: int, fault: str) -> tuple[str, str]:
     channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # type: ignore[arg-type]
-    top_k = 3 if what == "top-k" and rank == 1 else 2
+    top_k = 3 if fault == "top-k" and rank == 1 else 2
     ids, weights = torch.zeros(4, top_k, dtype=torch.int64), torch.zeros(4, top_k)
-    index = None if what == "token index" and rank == 1 else torch.arange(4)
-    if what == "shape" and rank == 1:
+    index = None if fault == "token index" and rank == 1 else torch.arange(4)
+    if fault == "shape" and rank == 1:
         weights = weights[:2]
     with pytest.raises(MoeCommError) as caught:
         apply_capacity(ids, weights, 4, Capacity(1.0, scope="batch"), channel, index)
-    kept, _ = apply_capacity(ids[:, :2], torch.zeros(4, 2), 4, Capacity(9.0, scope="batch"), channel, torch.arange(4))
-    assert not kept.any(), "the channel goes on after an error"
+    kept_ids, _ = apply_capacity(
+        ids[:, :2], torch.zeros(4, 2), 4, Capacity(9.0, scope="batch"), channel, torch.arange(4)
+    )
+    assert not kept_ids.any(), "the channel must work after an error"
     return type(caught.value).__name__, str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "message"),
+    ("fault", "error", "message"),
     [("top-k", "RankMismatch", "[2, 3]"), ("token index", "RankMismatch", "[1, 0]"), ("shape", "InputError", "rank 1")],
 )
-def test_inconsistent_inputs_are_refused_on_every_rank(pool2: RankPool, what: str, error: str, message: str) -> None:
-    errors = pool2.run(disagree, what, timeout=60)
+def test_inconsistent_inputs_are_refused_on_every_rank(pool2: RankPool, fault: str, error: str, message: str) -> None:
+    errors = pool2.run(disagree, fault, timeout=60)
     assert [name for name, _ in errors] == [error, error] and message in errors[0][1]

@@ -1,4 +1,4 @@
-"""Flipped bits in received rows raise on every rank with their location; nothing else changes."""
+"""Checksums of dispatched rows: a flipped bit raises on every rank with its location, and results do not change."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.dispatch.test_contract import BACKENDS, usable
 from tests.dispatch.workers import Job
 from tests.pool import RankPool
 
-PAYLOADS: tuple[WireDtypeName, ...] = ("same", "bf16", "fp8_token", "fp8_block", "fp8_token_pow2", "fp8_block_pow2")
+WIRE_DTYPES: tuple[WireDtypeName, ...] = ("same", "bf16", "fp8_token", "fp8_block", "fp8_token_pow2", "fp8_block_pow2")
 CASE = cases.BY_NAME["plain"]
 NAMES = ("plain", "some slots dropped", "all slots dropped")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("width", [1, 3, 8, 130])
-def test_every_single_flipped_bit_changes_the_sum_of_its_row_alone(dtype: torch.dtype, width: int) -> None:
+def test_any_flipped_bit_changes_only_the_checksum_of_its_row(dtype: torch.dtype, width: int) -> None:
     rows_RD = torch.randn(5, width, generator=torch.Generator().manual_seed(width)).to(dtype)
     before = row_sums(rows_RD)
     for bit in range(8 * dtype.itemsize):
@@ -42,11 +42,11 @@ def test_every_single_flipped_bit_changes_the_sum_of_its_row_alone(dtype: torch.
         assert (row_sums(flipped) != before).tolist() == [False, False, False, True, False], bit
 
 
-def test_sums_do_not_depend_on_strides_or_alignment() -> None:
+def test_checksums_do_not_depend_on_strides_or_alignment() -> None:
     rows_RD = torch.randn(6, 10, generator=torch.Generator().manual_seed(1)).bfloat16()
-    apart = torch.empty(6 * 10 + 1, dtype=torch.bfloat16)[1:].view(6, 10)
-    apart.copy_(rows_RD)
-    for other in (cases.strided(rows_RD), apart, rows_RD.clone().requires_grad_()):
+    unaligned = torch.empty(6 * 10 + 1, dtype=torch.bfloat16)[1:].view(6, 10)
+    unaligned.copy_(rows_RD)
+    for other in (cases.strided(rows_RD), unaligned, rows_RD.clone().requires_grad_()):
         assert torch.equal(row_sums(other), row_sums(rows_RD))
     assert row_sums(rows_RD[:0]).shape == (0,)
     assert row_sums(rows_RD[:, :0]).tolist() == [0] * 6
@@ -58,24 +58,24 @@ def _flip(rows_RD: Tensor, row: int, column: int, bit: int) -> None:
     numbers[bit // 8] ^= torch.tensor(1 << bit % 8, dtype=torch.uint8)
 
 
-def _strike(dispatcher: Dispatcher, row: int) -> list[str]:
-    """Corrupt a row of the next dispatch with rows on this rank. Return a record of it."""
-    done: list[str] = []
+def _corrupt_next_dispatch(dispatcher: Dispatcher, row: int) -> list[str]:
+    """Flip a bit in ``row`` of the next dispatch that has this row. The returned list records the flip."""
+    flips: list[str] = []
     send = dispatcher._send
 
     def corrupted(x_TD: Tensor, ids_TK: Tensor, header: Any) -> Any:
         rows_RD, handle = send(x_TD, ids_TK, header)
-        if not done and rows_RD.shape[0] > row:
+        if not flips and rows_RD.shape[0] > row:
             rows_RD = rows_RD.clone()
             _flip(rows_RD, row, 1, 9)
-            done.append("flipped")
+            flips.append("flipped")
         return rows_RD, handle
 
     dispatcher._send = corrupted  # type: ignore[method-assign]
-    return done
+    return flips
 
 
-def _special(x_TD: Tensor) -> Tensor:
+def _special_values(x_TD: Tensor) -> Tensor:
     """Rows with values that wire dtypes and kernels may treat differently."""
     x_TD = x_TD.clone()
     for row, value in enumerate((0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42)):
@@ -85,36 +85,41 @@ def _special(x_TD: Tensor) -> Tensor:
     return x_TD
 
 
-def _rounds(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str, str, bool]:
-    """Return corrupt blocks without a fault, errors for one flipped bit, and whether the bits are equal."""
+def _run_with_checksums(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str, str, bool]:
+    """Run with and without checksums, then flip one bit.
+
+    Returns:
+        Corrupt blocks counted without a fault, the error after the flip, the dispatcher's class, and whether
+        checksums leave all bits unchanged.
+    """
     job, wire_dtype = arg
     group = dist.group.WORLD if dist.is_initialized() else None
     clean: list[int] = []
-    same = True
+    same_bits = True
     job = replace(job, wire_dtypes=WireDtypes(wire_dtype, wire_dtype, wire_dtype, wire_dtype))  # type: ignore[arg-type]
     for name in NAMES:
         case = replace(cases.BY_NAME[name], tokens=37, hidden=136)
         batch, _ = cases.make(case)
         part = batch.part(case, rank, world)
-        ways = [workers.build(case, group, replace(job, checksums=on), rank, world) for on in (False, True)]
-        ways[1].corruption.count_only = True
+        dispatchers = [workers.build(case, group, replace(job, checksums=on), rank, world) for on in (False, True)]
+        dispatchers[1].corruption.count_only = True
         results = []
-        for way in ways:
-            x_TD = _special(part.x_TD).requires_grad_()
-            rows = way.dispatch(x_TD, part.ids_TK, label=name)
-            y_TD = way.combine(rows.rows_RD * 2, part.weights_TK, rows.handle)
+        for candidate in dispatchers:
+            x_TD = _special_values(part.x_TD).requires_grad_()
+            rows = candidate.dispatch(x_TD, part.ids_TK, label=name)
+            y_TD = candidate.combine(rows.rows_RD * 2, part.weights_TK, rows.handle)
             y_TD.backward(part.grad_TD)
             assert x_TD.grad is not None
             results.append((rows.rows_RD.detach(), y_TD.detach(), x_TD.grad))
-        clean.append(ways[1].corruption.take())
-        same &= all(_same_bits(a, b) for a, b in zip(*results, strict=True))
-    dispatcher = ways[1]
+        clean.append(dispatchers[1].corruption.take())
+        same_bits &= all(_same_bits(a, b) for a, b in zip(*results, strict=True))
+    dispatcher = dispatchers[1]
     dispatcher.corruption.count_only = False
     case = CASE
     batch, _ = cases.make(case)
     part = batch.part(case, rank, world)
     if rank == world - 1:
-        _strike(dispatcher, 2)
+        _corrupt_next_dispatch(dispatcher, 2)
     rows = dispatcher.dispatch(part.x_TD, part.ids_TK, label="moe.1")
     try:
         dispatcher.combine(rows.rows_RD, part.weights_TK, rows.handle)
@@ -124,42 +129,44 @@ def _rounds(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str
     again = dispatcher.dispatch(part.x_TD, part.ids_TK)
     dispatcher.combine(again.rows_RD, part.weights_TK, again.handle)
     dispatcher.close()
-    return clean, raised, type(dispatcher).__name__, same
+    return clean, raised, type(dispatcher).__name__, same_bits
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) and torch.equal(a.isnan(), b.isnan())
 
 
-@pytest.mark.parametrize("wire_dtype", PAYLOADS)
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_flipped_bit_raises_on_every_rank_and_intact_rows_pass(
     pool4: RankPool, backend: str, wire_dtype: str, device: str
 ) -> None:
     usable(backend, device)
-    for rank, (clean, raised, _, same) in enumerate(pool4.run(_rounds, (Job(backend, device), wire_dtype), timeout=60)):
+    for rank, (clean, raised, _, same_bits) in enumerate(
+        pool4.run(_run_with_checksums, (Job(backend, device), wire_dtype), timeout=60)
+    ):
         assert clean == [0] * len(NAMES)
-        assert same
+        assert same_bits
         assert raised.startswith("rows of expert 6" if rank == 3 else "rank 3: rows of expert 6"), raised
         assert "of layer 'moe.1'" in raised and "1 of 8 blocks differ" in raised
 
 
-@pytest.mark.parametrize("wire_dtype", PAYLOADS)
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("backend", ["local", "plain"])
-def test_a_single_rank_detects_it_too(backend: str, wire_dtype: str) -> None:
-    clean, raised, _, same = _rounds(0, 1, (Job(backend), wire_dtype))
-    assert clean == [0] * len(NAMES) and same
+def test_a_flipped_bit_raises_on_a_single_rank(backend: str, wire_dtype: str) -> None:
+    clean, raised, _, same_bits = _run_with_checksums(0, 1, (Job(backend), wire_dtype))
+    assert clean == [0] * len(NAMES) and same_bits
     assert raised.startswith("rows of expert 0 from rank 0")
 
 
-def _at_the_next_dispatch(rank: int, world: int, checked: bool) -> tuple[str, int]:
-    """Without a combine in between, and without handshakes of other operations."""
+def _error_of_next_dispatch(rank: int, world: int, checked: bool) -> tuple[str, int]:
+    """Return the error of a dispatch that follows a corrupted one, and the corrupt blocks counted instead of raised."""
     dispatcher = make_dispatcher(
         4, dist.group.WORLD, backend="all_to_all", options=DispatchOptions(30, checked=checked, checksums=True)
     )
     x_TD, ids_TK = torch.ones(4, 8), torch.tensor([[0], [1], [2], [3]])
     if rank == 0:
-        _strike(dispatcher, 0)
+        _corrupt_next_dispatch(dispatcher, 0)
     rows = dispatcher.dispatch(x_TD, ids_TK)
     if not checked:
         dispatcher.combine(rows.rows_RD, torch.ones(4, 1), rows.handle)
@@ -170,21 +177,26 @@ def _at_the_next_dispatch(rank: int, world: int, checked: bool) -> tuple[str, in
         raised = str(error)
     dispatcher.corruption.count_only = True
     if rank == 0:
-        _strike(dispatcher, 0)
+        _corrupt_next_dispatch(dispatcher, 0)
     dispatcher.dispatch(x_TD, ids_TK)
     dispatcher.dispatch(x_TD, ids_TK)
     return raised, dispatcher.corruption.take()
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_the_next_dispatch_raises_unless_the_caller_counts(pool4: RankPool, checked: bool) -> None:
-    found = pool4.run(_at_the_next_dispatch, checked, timeout=60)
-    assert all("rows of expert 0 from rank 0 differ from those that were sent" in raised for raised, _ in found), found
-    assert [count for _, count in found] == [1, 0, 0, 0]
+def test_the_next_dispatch_raises_unless_corruption_is_only_counted(pool4: RankPool, checked: bool) -> None:
+    results = pool4.run(_error_of_next_dispatch, checked, timeout=60)
+    assert all("rows of expert 0 from rank 0 differ from those that were sent" in raised for raised, _ in results), (
+        results
+    )
+    assert [count for _, count in results] == [1, 0, 0, 0]
 
 
-def _in_flight(rank: int, world: int, chunks: int) -> tuple[bool, int, int]:
-    """Run a layer with chunked rows, without and with corruption."""
+def _run_chunked(rank: int, world: int, chunks: int) -> tuple[bool, int, int]:
+    """Run a layer with chunked rows: without checksums, with them, and with a corrupt chunk on rank 1.
+
+    Return whether the first two have equal bits, and the corrupt blocks of the last two.
+    """
     results, counts = [], []
     relu = Activation("relu", torch.relu, gated=False)
     for checksums, corrupt in ((False, False), (True, False), (True, True)):
@@ -197,45 +209,47 @@ def _in_flight(rank: int, world: int, chunks: int) -> tuple[bool, int, int]:
         call = dispatch_rows(dispatcher, x_TD, ids_TK, torch.ones(12, 2), Overlap(chunks, 1), label="m")
         assert isinstance(call, PipelinedCall)
         if corrupt and rank == 1:
-            _strike_chunk(call)
+            _corrupt_first_chunk(call)
         mlp = ExpertMLP((torch.ones(1, 6, 8), torch.ones(1, 8, 6), None, None), relu)
         results.append(call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp)))
         counts.append(dispatcher.corruption.take())
     return torch.equal(results[0], results[1]), counts[1], counts[2]
 
 
-def _strike_chunk(call: PipelinedCall) -> None:
+def _corrupt_first_chunk(call: PipelinedCall) -> None:
     """Corrupt the first row of the first chunk when it is received."""
-    outward = call._run.send
-    assert isinstance(outward, ChunkedSend)
-    receive_chunk = outward.receive_chunk
+    send = call._run.send
+    assert isinstance(send, ChunkedSend)
+    receive_chunk = send.receive_chunk
 
-    def struck(chunk: int) -> None:
+    def corrupted(chunk: int) -> None:
         receive_chunk(chunk)
         if chunk == 0:
-            _flip(outward.rows_RD, int(outward._plan.chunks[0].receive_R[0]), 3, 30)
+            _flip(send.rows_RD, int(send._plan.chunks[0].receive_R[0]), 3, 30)
 
-    outward.receive_chunk = struck  # type: ignore[method-assign]
-
-
-def test_chunked_rows_are_checked_too(pool4: RankPool) -> None:
-    found = pool4.run(_in_flight, 2, timeout=60)
-    assert [same for same, _, _ in found] == [True] * 4
-    assert [clean for _, clean, _ in found] == [0] * 4
-    assert [bad for _, _, bad in found] == [0, 1, 0, 0]
+    send.receive_chunk = corrupted  # type: ignore[method-assign]
 
 
-def _claims(rank: int, world: int, arg: None) -> list[bool]:
-    """Return whether there are checksums of rows in chunks, and of rows for a fused kernel."""
+def test_a_flipped_bit_in_a_chunk_is_counted_on_its_rank(pool4: RankPool) -> None:
+    results = pool4.run(_run_chunked, 2, timeout=60)
+    assert [same_bits for same_bits, _, _ in results] == [True] * 4
+    assert [clean for _, clean, _ in results] == [0] * 4
+    assert [corrupt for _, _, corrupt in results] == [0, 1, 0, 0]
+
+
+def _has_checksums(rank: int, world: int, arg: None) -> list[bool]:
+    """Return whether chunked rows have checksums, and whether rows for a fused kernel have them."""
     dispatcher = make_dispatcher(4, dist.group.WORLD, backend="all_to_all", options=DispatchOptions(30, checksums=True))
     x_TD, ids_TK = torch.ones(4, 8), torch.tensor([[0], [1], [2], [3]])
     assert isinstance(dispatcher, AllToAllDispatcher)
-    ways = (Overlap(2), Overlap(2, backend="triton"))
-    return [ChunkedDispatch.open(dispatcher, x_TD, ids_TK, way, width=8).checksums is not None for way in ways]
+    overlaps = (Overlap(2), Overlap(2, backend="triton"))
+    return [
+        ChunkedDispatch.open(dispatcher, x_TD, ids_TK, overlap, width=8).checksums is not None for overlap in overlaps
+    ]
 
 
 def test_rows_for_a_fused_kernel_have_no_checksums(pool4: RankPool) -> None:
-    assert pool4.run(_claims, None, timeout=60) == [[True, False]] * 4
+    assert pool4.run(_has_checksums, None, timeout=60) == [[True, False]] * 4
 
 
 def _disagree(rank: int, world: int, backend: str) -> str:

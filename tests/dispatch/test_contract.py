@@ -29,13 +29,13 @@ def usable(backend: str, device: str) -> None:
 
 @pytest.fixture(scope="module")
 def results(pools: dict[int, RankPool], device: str) -> dict[tuple[str, int], list[dict[str, Result | str]]]:
-    """Results, filled on demand: all cases of a backend and number of ranks run together."""
+    """Results by backend and number of ranks, filled on demand: all cases of one pair run together."""
     return {}
 
 
 @lru_cache
 def reference(name: str, device: str) -> Result:
-    """One rank, plain torch."""
+    """Return the result of one rank in plain torch."""
     return workers.run_case(cases.BY_NAME[name], Job("plain", device), None, 0, 1)
 
 
@@ -50,12 +50,10 @@ def ranks_of(
     usable(backend, device)
     if (backend, world) not in results:
         results[backend, world] = pools[world].run(workers.run_cases, Job(backend, device), timeout=120)
-    found = [
-        of_rank.get(name, "did not come to this case: an earlier one failed") for of_rank in results[backend, world]
-    ]
-    for rank, result in enumerate(found):
+    outcomes = [by_case.get(name, "did not run: an earlier case failed") for by_case in results[backend, world]]
+    for rank, result in enumerate(outcomes):
         assert isinstance(result, Result), f"rank {rank}: {result}"
-    return found  # type: ignore[return-value]
+    return outcomes  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,8 +78,8 @@ def test_local_has_the_same_bits_as_plain_torch(name: str, device: str) -> None:
     native = workers.run_case(cases.BY_NAME[name], Job("local", device), None, 0, 1)
     whole = reference(name, device)
     for field in ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad"):
-        ours, theirs = getattr(native, field), getattr(whole, field)
-        assert (ours is None and theirs is None) or torch.equal(ours, theirs), field
+        actual, expected = getattr(native, field), getattr(whole, field)
+        assert (actual is None and expected is None) or torch.equal(actual, expected), field
     assert native.rows_per_expert == whole.rows_per_expert and native.num_dropped == whole.num_dropped
 
 
@@ -108,26 +106,28 @@ def oracle(case: Case) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_agrees_with_a_float64_oracle(name: str, device: str) -> None:
     case = cases.BY_NAME[name]
-    found, expected = reference(name, device), oracle(case)
+    result, expected = reference(name, device), oracle(case)
     eps = torch.finfo(torch.float32 if case.dtype == torch.float32 else case.dtype).eps
     if case.weights_dtype != torch.float32:
         eps = max(eps, torch.finfo(case.weights_dtype).eps)
     for field, value in expected.items():
-        ours = getattr(found, field)
-        if ours is None:
+        actual = getattr(result, field)
+        if actual is None:
             continue
-        ours = ours.double().numpy()
-        assert ours.shape == value.shape, field
+        actual = actual.double().numpy()
+        assert actual.shape == value.shape, field
         if field == "rows_RD":
-            assert np.array_equal(ours, value)
+            assert np.array_equal(actual, value)
         elif value.size:
             scale = max(1.0, float(np.abs(value).max()))
-            assert np.abs(ours - value).max() <= 8 * eps * scale * case.hidden**0.5, field
+            assert np.abs(actual - value).max() <= 8 * eps * scale * case.hidden**0.5, field
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dispatches_in_flight_do_not_mix(backend: str, world: int, pools: dict[int, RankPool], device: str) -> None:
+def test_two_dispatches_in_flight_have_the_bits_of_separate_calls(
+    backend: str, world: int, pools: dict[int, RankPool], device: str
+) -> None:
     usable(backend, device)
     assert pools[world].run(workers.in_flight, Job(backend, device)) == [[True, True]] * world
 
@@ -148,9 +148,9 @@ def test_partial_sums_are_close_without_determinism(pools: dict[int, RankPool], 
         whole = reference(name, device)
         for field in ("y_TD", "x_grad_TD", "weights_grad_TK"):
             if (expected := getattr(whole, field)) is not None:
-                found = torch.cat([getattr(of_rank[name], field) for of_rank in ranks])
+                actual = torch.cat([getattr(of_rank[name], field) for of_rank in ranks])
                 eps = torch.finfo(expected.dtype).eps
-                torch.testing.assert_close(found, expected, rtol=8 * eps, atol=32 * eps, msg=f"{name}: {field}")
+                torch.testing.assert_close(actual, expected, rtol=8 * eps, atol=32 * eps, msg=f"{name}: {field}")
 
 
 # --- faults: the same typed error on every rank, and the group stays usable ---
@@ -158,14 +158,14 @@ def test_partial_sums_are_close_without_determinism(pools: dict[int, RankPool], 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bad_input_on_one_rank_is_the_same_error_on_every_rank(
+def test_bad_input_on_one_rank_raises_the_same_error_on_every_rank(
     backend: str, world: int, pools: dict[int, RankPool], device: str
 ) -> None:
     usable(backend, device)
-    found = pools[world].run(workers.faults, Job(backend, device))
+    ranks = pools[world].run(workers.faults, Job(backend, device))
     for name, (kind, text, _) in INPUT_FAULTS.items():
-        for rank, of_rank in enumerate(found):
-            (raised, message), works_on = of_rank[name]
+        for rank, outcomes in enumerate(ranks):
+            (raised, message), works_on = outcomes[name]
             assert raised == kind and text in message, f"{name}, rank {rank}: {raised}: {message}"
             assert works_on, f"{name}, rank {rank}"
             if kind != "RankMismatch" and rank != world - 1:
@@ -186,7 +186,7 @@ def test_bad_input_on_one_rank_is_the_same_error_on_every_rank(
 )
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_in_another_operation_is_an_error_on_every_rank(  # type: ignore[no-untyped-def]
+def test_a_rank_in_a_different_operation_raises_on_every_rank(  # type: ignore[no-untyped-def]
     backend: str, world: int, job, kind: str, pools: dict[int, RankPool], device: str
 ) -> None:
     usable(backend, device)
@@ -201,24 +201,26 @@ def test_a_rank_in_another_operation_is_an_error_on_every_rank(  # type: ignore[
 def test_an_exception_between_operations_raises_on_every_rank_and_the_group_stays_usable(
     backend: str, world: int, how: str, pools: dict[int, RankPool], device: str
 ) -> None:
-    """The timeout of operations is longer than that of the run, so a rank that waits for it fails here."""
+    """Operations time out later than the run, so a rank that waits for its own timeout fails the test."""
     usable(backend, device)
     job = Job(backend, device, timeout_s=100.0, how=how)
-    found = pools[world].run(workers.raises_in_between, job, timeout=60)
-    for rank, ((raised, message), works_on) in enumerate(found):
+    ranks = pools[world].run(workers.raises_in_between, job, timeout=60)
+    for rank, ((raised, message), works_on) in enumerate(ranks):
         assert works_on
         if rank == world - 1:
             assert raised == "ZeroDivisionError" and message.startswith("no such")
         else:
             assert raised == "PeerRaised", message
-            for part in (f"rank {world - 1}", "ZeroDivisionError", "no such", "moe.3"):
-                assert part in message
+            for expected in (f"rank {world - 1}", "ZeroDivisionError", "no such", "moe.3"):
+                assert expected in message
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strides_do_not_matter(backend: str, world: int, pools: dict[int, RankPool], device: str) -> None:
-    """Strides of any argument, also on ranks without rows: the bits are those of dense tensors."""
+def test_strided_arguments_give_the_bits_of_dense_arguments(
+    backend: str, world: int, pools: dict[int, RankPool], device: str
+) -> None:
+    """Test all arguments, also on ranks without rows."""
     usable(backend, device)
     assert pools[world].run(workers.any_strides, Job(backend, device), timeout=60) == [[]] * world
 
@@ -239,34 +241,34 @@ def test_different_dispatchers_on_ranks_raise_on_every_rank(
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_never_calls_is_a_timeout_that_names_it(
+def test_a_timeout_names_the_rank_that_did_not_call(
     backend: str, world: int, pools: dict[int, RankPool], device: str
 ) -> None:
     usable(backend, device)
-    found = pools[world].run(workers.never_calls, Job(backend, device, timeout_s=2.0), timeout=60)
-    for rank, error_texts in enumerate(found):
+    ranks = pools[world].run(workers.never_calls, Job(backend, device, timeout_s=2.0), timeout=60)
+    for rank, error_texts in enumerate(ranks):
         if rank != 1:
             assert (
                 error_texts[0][0] == "PeerTimeout" and "rank 1" in error_texts[0][1] and "moe.3" in error_texts[0][1]
             ), error_texts
-            assert error_texts[1][0] == "PeerTimeout", "later calls raise again"
+            assert error_texts[1][0] == "PeerTimeout", "later calls must raise again"
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL backward", "SIGSTOP", "SIGSTOP backward"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_lost_rank_is_named_on_every_other(
+def test_a_killed_or_stopped_rank_is_named_on_every_other_rank(
     backend: str, world: int, how: str, pools: dict[int, RankPool], device: str
 ) -> None:
     usable(backend, device)
     job = Job(backend, device, timeout_s=60.0 if "KILL" in how else 1.0 + world / 2, how=how)
-    found = pools[world].run(workers.lose_a_rank, job, timeout=50, expect_dead={1})
+    ranks = pools[world].run(workers.lose_a_rank, job, timeout=50, expect_dead={1})
     kind = "PeerDied" if "KILL" in how else "PeerTimeout"
-    for rank, error_texts in enumerate(found):
+    for rank, error_texts in enumerate(ranks):
         if rank != 1:
             (raised, message), (again, _) = error_texts
             assert raised == kind and "rank 1" in message and "moe.3" in message, error_texts
-            assert again == kind, "later calls raise again"
+            assert again == kind, "later calls must raise again"
 
 
 def test_local_refuses_bad_ids_and_stays_usable(device: str) -> None:

@@ -24,11 +24,11 @@ Legend:
 """
 
 
-def gpu(index: int, peers: list[int], capability: str = "9.0") -> dict[str, Any]:
+def gpu_facts(index: int, peers: list[int], capability: str = "9.0") -> dict[str, Any]:
     return {"index": index, "name": "H", "capability": capability, "memory_bytes": 1, "peers": peers}
 
 
-def examined(
+def examine(
     devices: list[dict[str, Any]], archs: str = "sm_80,sm_90a"
 ) -> tuple[DoctorReport, dict[str, DoctorFinding]]:
     notes = DoctorReport()
@@ -37,7 +37,7 @@ def examined(
     return notes, {finding.name: finding for finding in notes.findings}
 
 
-def test_the_matrix_of_links_is_read() -> None:
+def test_the_link_matrix_of_nvidia_smi_is_parsed() -> None:
     assert doctor.topology(TOPOLOGY) == {
         (0, 1): "NV18",
         (1, 0): "NV18",
@@ -49,26 +49,26 @@ def test_the_matrix_of_links_is_read() -> None:
     assert doctor.topology("No devices were found") == {}
 
 
-def test_gpus_with_access_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_with_access_to_each_other_are_reported_with_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_topology_text", lambda: TOPOLOGY)
-    notes, findings = examined([gpu(0, [1]), gpu(1, [0])])
-    assert notes.data["peer_access"] == {"0-1": {"direct": True, "link": "unknown"}}, "GPU2 is not visible here"
-    notes, findings = examined([gpu(0, [1, 2]), gpu(1, [0, 2]), gpu(2, [0, 1])])
+    notes, findings = examine([gpu_facts(0, [1]), gpu_facts(1, [0])])
+    assert notes.data["peer_access"] == {"0-1": {"direct": True, "link": "unknown"}}, "GPU2 is not visible"
+    notes, findings = examine([gpu_facts(0, [1, 2]), gpu_facts(1, [0, 2]), gpu_facts(2, [0, 1])])
     assert findings["peer access"].status == "ok"
     assert "18 NVLinks" in findings["peer access"].value
     assert notes.data["peer_access"]["0-1"] == {"direct": True, "link": "NV18"}
 
 
-def test_a_pair_without_access_is_named_and_rules_peer_to_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_of_gpus_without_access_is_named_and_excludes_peer_to_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_topology_text", lambda: "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    notes, findings = examined([gpu(0, [1]), gpu(1, [0, 2]), gpu(2, [1])])
+    notes, findings = examine([gpu_facts(0, [1]), gpu_facts(1, [0, 2]), gpu_facts(2, [1])])
     assert findings["peer access"].status == "note"
     assert "1 of 3 pairs without: 0-2" in findings["peer access"].value
     assert "all_to_all" in findings["peer access"].advice
     assert notes.data["backends"]["peer_to_peer"]["works"] is False
     assert "0-2" in findings["peer_to_peer"].advice
-    notes, findings = examined([gpu(0, [1]), gpu(1, [0])])
+    notes, findings = examine([gpu_facts(0, [1]), gpu_facts(1, [0])])
     assert findings["symmetric memory"].status == findings["peer_to_peer"].status == "ok"
 
 
@@ -83,21 +83,21 @@ def test_a_pair_without_access_is_named_and_rules_peer_to_peer_out(monkeypatch: 
         ("7.0", ("sm_80",), (80, 90), "none", True),
     ],
 )
-def test_where_a_gpus_kernels_come_from(
+def test_the_report_names_the_source_of_a_gpus_kernels(
     capability: str, archs: tuple[str, ...], compiler: tuple[int, ...] | None, source: str, advised: bool
 ) -> None:
-    found, advice = doctor._kernel_source(capability, archs, None if compiler is None else {"archs": compiler})
-    assert found.startswith(source)
+    reported, advice = doctor._kernel_source(capability, archs, None if compiler is None else {"archs": compiler})
+    assert reported.startswith(source)
     assert bool(advice) is advised
 
 
 def test_missing_compilers_and_gpus_are_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> None:
+    def raise_missing() -> None:
         raise MissingDependency("no NVRTC was found (nowhere)")
 
-    monkeypatch.setattr(nvrtc, "find", none)
+    monkeypatch.setattr(nvrtc, "find", raise_missing)
     monkeypatch.setattr(doctor, "_version", lambda package: None)
-    notes, findings = examined([], archs="")
+    notes, findings = examine([], archs="")
     assert {name for name, finding in findings.items() if finding.status == "missing"} == findings.keys()
     assert findings.keys() == {"NVRTC", "CuPy", "peer access", "symmetric memory", "peer_to_peer"}
     assert all(finding.advice for finding in findings.values())
@@ -105,28 +105,31 @@ def test_missing_compilers_and_gpus_are_reported_with_advice(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("gpus", [0, 4])
-def test_the_reported_choice_is_that_of_auto(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+def test_the_reported_choice_equals_the_choice_of_auto(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    everyone = [gpu(i, [j for j in range(gpus) if j != i]) for i in range(gpus)]
-    notes, _ = examined(everyone)
+    devices = [gpu_facts(i, [j for j in range(gpus) if j != i]) for i in range(gpus)]
+    notes, _ = examine(devices)
     doctor.report_choices(notes)
     assert list(notes.data["auto"]) == ["cpu", "cuda"][: 1 + bool(gpus)]
-    for device, found in notes.data["auto"].items():
+    for device, choice in notes.data["auto"].items():
         transport = "nccl" if device == "cuda" else "gloo"
-        facts = doctor._facts(notes, device, found["ranks"], transport)
-        assert found["picked"] == choose(facts, doctor.TRAFFIC).picked
+        facts = doctor._facts(notes, device, choice["ranks"], transport)
+        assert choice["picked"] == choose(facts, doctor.TRAFFIC).picked
         line = next(finding for finding in notes.findings if finding.name.endswith(f"on {device}"))
-        assert line.value.startswith(found["picked"])
-        assert found["picked"] not in found["not"]
+        assert line.value.startswith(choice["picked"])
+        assert choice["picked"] not in choice["not"]
 
 
 def test_the_report_says_why_gpus_without_access_do_not_use_peer_to_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    picked = {}
-    for name, devices in {"apart": [gpu(0, []), gpu(1, [])], "joined": [gpu(0, [1]), gpu(1, [0])]}.items():
-        notes, _ = examined(devices)
+    choices = {}
+    for name, devices in {
+        "apart": [gpu_facts(0, []), gpu_facts(1, [])],
+        "joined": [gpu_facts(0, [1]), gpu_facts(1, [0])],
+    }.items():
+        notes, _ = examine(devices)
         doctor.report_choices(notes)
-        picked[name] = notes.data["auto"]["cuda"]
-    assert picked["joined"]["picked"] == "peer_to_peer"
-    assert picked["apart"]["picked"] != "peer_to_peer"
-    assert "cannot reach" in picked["apart"]["not"]["peer_to_peer"]
+        choices[name] = notes.data["auto"]["cuda"]
+    assert choices["joined"]["picked"] == "peer_to_peer"
+    assert choices["apart"]["picked"] != "peer_to_peer"
+    assert "cannot reach" in choices["apart"]["not"]["peer_to_peer"]

@@ -55,23 +55,23 @@ HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
         (replace(HOST, emulate=True, native=False), Traffic(top_k=2), "all_to_all"),
     ],
 )
-def test_auto_takes_the_cheapest_that_works(facts: GroupFacts, traffic: Traffic, picked: str) -> None:
+def test_auto_chooses_the_cheapest_backend_that_works(facts: GroupFacts, traffic: Traffic, picked: str) -> None:
     choice = choose(facts, traffic)
     assert choice.picked == picked
     assert not choice.problem(picked)
     assert f"-> {picked}" in str(choice)
 
 
-def test_the_explanation_names_every_backend_its_cost_and_why_not() -> None:
+def test_the_explanation_lists_every_backend_with_its_cost_or_problem() -> None:
     text = str(choose(replace(HOST, hosts=3, native=False), Traffic(top_k=8, hidden=1000, item_bytes=2)))
     assert all(name in text for name in BACKENDS if name != "auto")
     assert "no: the ranks are on 3 hosts; use 'all_to_all' between hosts" in text
     assert "hosts have different numbers of ranks" in text
-    assert "24.0" in text, "all_to_all: 2 * 8 * 3/4 rows of 2 KB leave for each token"
+    assert "24.0" in text, "all_to_all sends 2 * 8 * 3/4 rows of 2 KB for each token"
 
 
 @pytest.mark.parametrize(
-    ("devices", "access", "said"),
+    ("devices", "access", "expected"),
     [
         ([5, 6], [REACHES, REACHES], ""),
         ([5, 5], [MAY_SHARE + ALONE, MAY_SHARE + ALONE], ""),
@@ -84,42 +84,42 @@ def test_the_explanation_names_every_backend_its_cost_and_why_not() -> None:
         ([5, 0], [REACHES, NO_KERNELS], "rank 1 has no kernels"),
     ],
 )
-def test_gpus_must_reach_each_other(devices: list[int], access: list[int], said: str) -> None:
+def test_peer_to_peer_needs_access_between_all_gpus(devices: list[int], access: list[int], expected: str) -> None:
     """Several ranks on one GPU need no peer access, but torch must allow it."""
     problem = problem_of(devices, access)
-    assert said in problem and bool(problem) == bool(said)
+    assert expected in problem and bool(problem) == bool(expected)
     choice = choose(replace(HOST, world=2, device="cuda", transport="nccl", peers=problem), Traffic(top_k=2))
-    assert choice.picked == ("all_gather" if said else "peer_to_peer")
-    assert said in choice.problem("peer_to_peer")
+    assert choice.picked == ("all_gather" if expected else "peer_to_peer")
+    assert expected in choice.problem("peer_to_peer")
 
 
 def test_gpus_without_access_to_each_other_give_a_warning() -> None:
-    gpus = replace(HOST, device="cuda", transport="nccl", peers="the GPU of rank 1 is shy")
-    with pytest.warns(RuntimeWarning, match="auto takes 'all_to_all' on these GPUs: the GPU of rank 1 is shy"):
+    gpus = replace(HOST, device="cuda", transport="nccl", peers="the GPU of rank 1 has no access")
+    with pytest.warns(RuntimeWarning, match="auto takes 'all_to_all' on these GPUs: the GPU of rank 1 has no access"):
         factory.warn_no_peer_access(choose(gpus, Traffic(top_k=2)))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        for quiet in (replace(gpus, hosts=2), replace(gpus, peers=""), HOST):
-            factory.warn_no_peer_access(choose(quiet))
-    assert not said
+        for facts in (replace(gpus, hosts=2), replace(gpus, peers=""), HOST):
+            factory.warn_no_peer_access(choose(facts))
+    assert not caught_warnings
 
 
-def test_one_rank_gets_local_whatever_is_asked() -> None:
+def test_one_rank_gets_local_for_every_backend_name() -> None:
     for backend in BACKENDS:
         assert make_dispatcher(4, backend=backend).name == "local"
     assert "-> local" in explain_choice()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"backend": "smoke"}, "unknown dispatch backend 'smoke'; known: auto, local"),
         ({"experts_per_rank": [1, 1]}, "1 counts that add up to 4"),
         ({"num_experts": 0}, "num_experts and world must be at least 1"),
     ],
 )
-def test_invalid_settings_are_refused(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make_dispatcher(**{"num_experts": 4, **arguments})
 
 
@@ -129,7 +129,7 @@ def test_a_deadline_must_be_positive(timeout_s: float) -> None:
         DispatchOptions(timeout_s=timeout_s)
 
 
-def chosen(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, ErrorText, ErrorText]:
+def choices_of_rank(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, ErrorText, ErrorText]:
     from moe_comm.comm import group_setup
 
     real = group_setup.native_is_built
@@ -148,7 +148,7 @@ def chosen(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, Er
 
 
 def test_all_ranks_make_the_same_choice_even_if_one_lacks_the_native_core(pool2: RankPool) -> None:
-    for of_rank in pool2.run(chosen, [True, False]):
+    for of_rank in pool2.run(choices_of_rank, [True, False]):
         name, for_many_slots, text, local, on_cuda = of_rank
         assert (name, for_many_slots) == ("all_to_all", "all_gather")
         assert "not built on every rank" in text and "2 rank(s) on 1 host(s)" in text
@@ -156,7 +156,7 @@ def test_all_ranks_make_the_same_choice_even_if_one_lacks_the_native_core(pool2:
         assert on_cuda[0] == "ConfigError" and "use 'all_to_all'" in on_cuda[1]
 
 
-def disagreeing(rank: int, world: int, arg: object) -> list[ErrorText]:
+def mismatch_errors(rank: int, world: int, arg: object) -> list[ErrorText]:
     group = dist.group.WORLD
     wire = WireDtypes(dispatch="bf16") if rank else WireDtypes()
     experts = [3, 1] if rank else [1, 3]
@@ -170,7 +170,7 @@ def disagreeing(rank: int, world: int, arg: object) -> list[ErrorText]:
 
 
 def test_the_settings_that_differ_are_named_with_their_values_by_rank(pool2: RankPool) -> None:
-    for of_rank in pool2.run(disagreeing):
+    for of_rank in pool2.run(mismatch_errors):
         assert {kind for kind, _ in of_rank} == {"RankMismatch"}, of_rank
         traffic, none_given, backend, options, number = (text.partition(". All ranks of")[0] for _, text in of_rank)
         assert traffic == (
@@ -186,6 +186,8 @@ def test_the_settings_that_differ_are_named_with_their_values_by_rank(pool2: Ran
         assert number == "ranks disagree on number of experts when building a dispatcher: rank 0: 4, rank 1: 5"
 
 
-def test_ranks_of_one_host_share_memory(pool2: RankPool) -> None:
+def test_auto_chooses_shared_memory_on_one_host(pool2: RankPool) -> None:
     pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    assert [of_rank[:2] for of_rank in pool2.run(chosen, [True, True])] == [("shared_memory", "shared_memory")] * 2
+    assert [of_rank[:2] for of_rank in pool2.run(choices_of_rank, [True, True])] == [
+        ("shared_memory", "shared_memory")
+    ] * 2

@@ -1,4 +1,4 @@
-"""The handshake's header: every rank raises the same error about differences."""
+"""The header that ranks exchange before each operation: differences raise the same error on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_comm import errors
-from moe_comm.comm import header as head
+from moe_comm.comm import header as header_module
 from moe_comm.comm.header import Header, check
 
 GOOD = Header("dispatch", 7, 64, torch.bfloat16, 2, 8, True, "model.layers.3.mlp")
@@ -19,12 +19,12 @@ GOOD = Header("dispatch", 7, 64, torch.bfloat16, 2, 8, True, "model.layers.3.mlp
 def error_texts(headers: list[Header]) -> list[tuple[type, str]]:
     """Return what each rank raises."""
     words = [header.pack() for header in headers]
-    found = []
+    errors_by_rank = []
     for rank, header in enumerate(headers):
         with pytest.raises(errors.MoeCommError) as raised:
             check(words, rank, header)
-        found.append((raised.type, str(raised.value)))
-    return found
+        errors_by_rank.append((raised.type, str(raised.value)))
+    return errors_by_rank
 
 
 def test_equal_headers_pass() -> None:
@@ -37,11 +37,11 @@ def test_every_header_has_the_same_size() -> None:
     long = replace(GOOD, label="a" * 5000, fault=errors.InputError("b" * 5000))
     for header in (GOOD, replace(GOOD, label=""), long, replace(GOOD, label="schön" * 100)):
         words = header.pack()
-        assert words.shape == (head.WORDS,) and words.dtype == np.int64
+        assert words.shape == (header_module.WORDS,) and words.dtype == np.int64
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"op": "combine"}, ("operation", "rank 1: combine")),
         ({"seq": 8}, ("call number", "rank 1: 8")),
@@ -53,19 +53,19 @@ def test_every_header_has_the_same_size() -> None:
         ({"label": "model.layers.4.mlp"}, ("layer", "rank 1: 'model.layers.4.mlp'")),
     ],
 )
-def test_a_difference_is_named_on_every_rank(change: dict[str, Any], said: tuple[str, str]) -> None:
+def test_a_difference_is_named_on_every_rank(change: dict[str, Any], expected: tuple[str, str]) -> None:
     for kind, message in error_texts([GOOD, replace(GOOD, **change), GOOD]):
         assert kind is errors.RankMismatch
-        assert f"disagree on {said[0]}" in message and said[1] in message
+        assert f"disagree on {expected[0]}" in message and expected[1] in message
 
 
-@pytest.mark.parametrize("kind", head.FAULTS)
-def test_a_fault_on_one_rank_has_its_class_and_text_on_every_rank(kind: type[errors.MoeCommError]) -> None:
-    found = error_texts([GOOD, replace(GOOD, fault=kind("7 is not 8"))])
-    assert found[1] == (kind, "7 is not 8")
-    assert found[0][0] is kind and found[0][1].startswith("rank 1: 7 is not 8")
+@pytest.mark.parametrize("kind", header_module.FAULTS)
+def test_a_fault_on_one_rank_raises_its_class_and_text_on_every_rank(kind: type[errors.MoeCommError]) -> None:
+    raised = error_texts([GOOD, replace(GOOD, fault=kind("7 is not 8"))])
+    assert raised[1] == (kind, "7 is not 8")
+    assert raised[0][0] is kind and raised[0][1].startswith("rank 1: 7 is not 8")
 
 
-def test_a_fault_comes_before_the_differences_it_causes() -> None:
+def test_a_fault_is_raised_instead_of_the_differences_it_causes() -> None:
     bad = replace(GOOD, hidden=0, fault=errors.InputError("x has one dimension"))
     assert [kind for kind, _ in error_texts([GOOD, bad])] == [errors.InputError] * 2

@@ -26,7 +26,7 @@ from tests.pool import RankPool  # noqa: E402
 EXPERTS = 6
 
 
-def made(rank: int, world: int, **kwargs: Any) -> SharedMemoryDispatcher:
+def make_shared(rank: int, world: int, **kwargs: Any) -> SharedMemoryDispatcher:
     return SharedMemoryDispatcher(
         ExpertPlacement.balanced(EXPERTS, world),
         dist.new_group(),
@@ -36,35 +36,35 @@ def made(rank: int, world: int, **kwargs: Any) -> SharedMemoryDispatcher:
     )
 
 
-def random_call(d: Dispatcher, g: torch.Generator, own: torch.Generator) -> None:
-    """One dispatch and combine of a random shape, usually with backward, sometimes two in flight."""
-    hidden, top_k, grad, two = (int(torch.randint(n, (), generator=g)) for n in (300, 4, 4, 3))
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[int(torch.randint(3, (), generator=g))]
+def random_call(dispatcher: Dispatcher, shared_random: torch.Generator, own_random: torch.Generator) -> None:
+    """Run a dispatch and a combine of a random shape, usually with backward, sometimes with a second pair in flight."""
+    hidden, top_k, grad_variant, variant = (int(torch.randint(n, (), generator=shared_random)) for n in (300, 4, 4, 3))
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[int(torch.randint(3, (), generator=shared_random))]
     sent = []
-    for _ in range(1 + (two == 0)):
-        tokens = int(torch.randint(60, (), generator=own))
-        x_TD = torch.randn(tokens, hidden, generator=own).to(dtype).requires_grad_(grad > 0)
-        ids_TK = torch.randint(-1, EXPERTS, (tokens, top_k + 1), generator=own)
-        weights_TK = torch.rand(tokens, top_k + 1, generator=own).requires_grad_(grad > 1)
-        sent.append((d.dispatch(x_TD, ids_TK), weights_TK))
-    for found, weights_TK in sent:
-        rows = found.rows_RD
-        if two == 1:  # memory that peers read in place, as experts use
-            out = d.empty_rows(*rows.shape, rows.dtype, rows.device)
+    for _ in range(1 + (variant == 0)):
+        tokens = int(torch.randint(60, (), generator=own_random))
+        x_TD = torch.randn(tokens, hidden, generator=own_random).to(dtype).requires_grad_(grad_variant > 0)
+        ids_TK = torch.randint(-1, EXPERTS, (tokens, top_k + 1), generator=own_random)
+        weights_TK = torch.rand(tokens, top_k + 1, generator=own_random).requires_grad_(grad_variant > 1)
+        sent.append((dispatcher.dispatch(x_TD, ids_TK), weights_TK))
+    for dispatched, weights_TK in sent:
+        rows = dispatched.rows_RD
+        if variant == 1:  # rows in the heap, which peers read in place, as experts write them
+            out = dispatcher.empty_rows(*rows.shape, rows.dtype, rows.device)
             out.copy_(rows.detach())
             rows = rows + (out - rows).detach()
-        y_TD = d.combine(rows * 2, weights_TK, found.handle)
-        if grad:
+        y_TD = dispatcher.combine(rows * 2, weights_TK, dispatched.handle)
+        if grad_variant:
             y_TD.sum().backward()
 
 
-def exercise(d: Dispatcher, rank: int, heap: Any) -> tuple[int, list[int], list[int]]:
+def exercise(dispatcher: Dispatcher, rank: int, heap: Any) -> tuple[int, list[int], list[int]]:
     """Run the same 100 random calls three times. Return the used memory and the sizes of the heap after each run."""
     used, sizes = [], []
     for _ in range(3):
-        g, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
+        shared_random, own_random = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
         for _ in range(100):
-            random_call(d, g, own)
+            random_call(dispatcher, shared_random, own_random)
         gc.collect()
         used.append(heap.used)
         sizes.append(heap.size)
@@ -72,8 +72,8 @@ def exercise(d: Dispatcher, rank: int, heap: Any) -> tuple[int, list[int], list[
 
 
 def exercise_shared(rank: int, world: int, _: None) -> tuple[int, list[int], list[int]]:
-    d = made(rank, world, initial_bytes=0)
-    return exercise(d, rank, d.shared.heap)
+    dispatcher = make_shared(rank, world, initial_bytes=0)
+    return exercise(dispatcher, rank, dispatcher.shared.heap)
 
 
 def test_memory_is_freed_and_stops_growing(pool2: RankPool) -> None:
@@ -91,18 +91,18 @@ def test_local_memory_is_freed_and_stops_growing() -> None:
     assert sizes[0] == sizes[1] == sizes[2]
 
 
-def in_place(rank: int, world: int, _: None) -> list[int]:
+def heap_peaks(rank: int, world: int, _: None) -> list[int]:
     """Return peaks of the heap: after dispatch, and after a combine of rows from empty_rows and of other rows."""
-    d = made(rank, world)
-    heap = d.shared.heap
+    dispatcher = make_shared(rank, world)
+    heap = dispatcher.shared.heap
     x_TD = torch.randn(64, 256)
-    found = d.dispatch(x_TD, torch.arange(64).remainder(EXPERTS)[:, None])
-    rows = found.rows_RD
-    out = d.empty_rows(*rows.shape, rows.dtype, rows.device)
+    dispatched = dispatcher.dispatch(x_TD, torch.arange(64).remainder(EXPERTS)[:, None])
+    rows = dispatched.rows_RD
+    out = dispatcher.empty_rows(*rows.shape, rows.dtype, rows.device)
     out.copy_(rows)
     peaks = [heap.peak]
     for source in (out, rows.clone()):
-        y_TD = d.combine(source, torch.ones(64, 1), found.handle)
+        y_TD = dispatcher.combine(source, torch.ones(64, 1), dispatched.handle)
         assert torch.equal(y_TD, x_TD)
         peaks.append(heap.peak)
     assert heap.blocks == 2
@@ -110,53 +110,53 @@ def in_place(rank: int, world: int, _: None) -> list[int]:
 
 
 def test_combine_reads_rows_of_the_heap_in_place_and_copies_others(pool2: RankPool) -> None:
-    for own, same, more, size in pool2.run(in_place):
-        assert same == own
-        assert more == own + size
+    for after_dispatch, after_heap_rows, after_other_rows, row_bytes in pool2.run(heap_peaks):
+        assert after_heap_rows == after_dispatch
+        assert after_other_rows == after_dispatch + row_bytes
 
 
 def out_of_memory(rank: int, world: int, _: None) -> tuple[str, str, int]:
     """Rank 1's heap is too small for its rows."""
-    d = made(rank, world, initial_bytes=0, reserve_bytes=(2 << 20) if rank else (1 << 30))
+    dispatcher = make_shared(rank, world, initial_bytes=0, reserve_bytes=(2 << 20) if rank else (1 << 30))
     x_TD = torch.ones(2048, 512)
-    last = torch.full((2048, 1), EXPERTS - 1)
+    last_expert_ids = torch.full((2048, 1), EXPERTS - 1)
     try:
-        d.dispatch(x_TD, last)
+        dispatcher.dispatch(x_TD, last_expert_ids)
     except HeapError as error:
         error_texts = str(error)
-    small = d.dispatch(x_TD[:4], last[:4])
-    right = torch.equal(d.combine(small.rows_RD, torch.ones(4, 1), small.handle), x_TD[:4])
+    small = dispatcher.dispatch(x_TD[:4], last_expert_ids[:4])
+    works_after = torch.equal(dispatcher.combine(small.rows_RD, torch.ones(4, 1), small.handle), x_TD[:4])
     del small
-    return error_texts, str(right), d.shared.heap.blocks
+    return error_texts, str(works_after), dispatcher.shared.heap.blocks
 
 
 def test_a_rank_without_room_is_a_heap_error_on_every_rank_and_the_group_stays_usable(pool2: RankPool) -> None:
-    found = pool2.run(out_of_memory)
-    assert "rank 1 has no room for its rows" in found[0][0]
-    assert "may hold at most 2097152" in found[1][0]
-    assert [f[1:] for f in found] == [("True", 0)] * 2
+    ranks = pool2.run(out_of_memory)
+    assert "rank 1 has no room for its rows" in ranks[0][0]
+    assert "may hold at most 2097152" in ranks[1][0]
+    assert [of_rank[1:] for of_rank in ranks] == [("True", 0)] * 2
 
 
-def grads_differ(rank: int, world: int, _: None) -> list[str]:
-    d = made(rank, world)
+def requires_grad_errors(rank: int, world: int, _: None) -> list[str]:
+    dispatcher = make_shared(rank, world)
     error_texts = []
     x_TD, ids_TK, weights_TK = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
-    for who in range(world):
+    for grad_rank in range(world):
         try:
-            d.dispatch(x_TD.clone().requires_grad_(rank == who), ids_TK, label="moe.1")
+            dispatcher.dispatch(x_TD.clone().requires_grad_(rank == grad_rank), ids_TK, label="moe.1")
         except RankMismatch as error:
             error_texts.append(str(error))
-    found = d.dispatch(x_TD, ids_TK)
+    dispatched = dispatcher.dispatch(x_TD, ids_TK)
     try:
-        d.combine(found.rows_RD, weights_TK.clone().requires_grad_(rank == 0), found.handle)
+        dispatcher.combine(dispatched.rows_RD, weights_TK.clone().requires_grad_(rank == 0), dispatched.handle)
     except RankMismatch as error:
         error_texts.append(str(error))
-    assert torch.equal(d.combine(found.rows_RD, weights_TK, found.handle), 2 * x_TD)
+    assert torch.equal(dispatcher.combine(dispatched.rows_RD, weights_TK, dispatched.handle), 2 * x_TD)
     return error_texts
 
 
-def test_a_difference_in_requires_grad_raises_before_backward_can_hang(pool2: RankPool) -> None:
-    for error_texts in pool2.run(grads_differ):
+def test_a_difference_in_requires_grad_raises_in_forward(pool2: RankPool) -> None:
+    for error_texts in pool2.run(requires_grad_errors):
         assert len(error_texts) == 3
         assert error_texts[0].startswith(
             "ranks disagree on requires_grad in dispatch (call 1) of layer 'moe.1': rank 0: True, rank 1: False."
@@ -170,7 +170,7 @@ def test_a_difference_in_requires_grad_raises_before_backward_can_hang(pool2: Ra
     "fault",
     [None, InputError("bad"), RoutingError("y" * 500), ConfigError("ü" * 200), HeapError("full"), MoeCommError("?")],
 )
-def test_the_core_packs_headers_as_python_does(label: str, fault: MoeCommError | None) -> None:
+def test_native_and_python_headers_have_the_same_bytes(label: str, fault: MoeCommError | None) -> None:
     for i, op in enumerate(OPS):
         dtype = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64)[i]
         header = Header(op, 2**40 + i, 1024, dtype, 8, 64, bool(i % 2), label, fault)
@@ -183,17 +183,17 @@ def test_the_core_packs_headers_as_python_does(label: str, fault: MoeCommError |
         assert len(np.frombuffer(packed, np.int64)) == WORDS and len(header.compared()) == NUM_COMPARED
 
 
-def mixed_up(rank: int, world: int, _: None) -> list[str]:
+def use_two_dispatchers(rank: int, world: int, _: None) -> list[str]:
     """Two equal dispatchers on one group: combine with the other's handle, then use different ones on each rank."""
-    one = made(rank, world)
-    two = SharedMemoryDispatcher(one.placement, one.group, rank, one.options)
+    first = make_shared(rank, world)
+    second = SharedMemoryDispatcher(first.placement, first.group, rank, first.options)
     x_TD, ids_TK = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64)
-    sent = one.dispatch(x_TD, ids_TK)
-    two.dispatch(x_TD, ids_TK)
+    sent = first.dispatch(x_TD, ids_TK)
+    second.dispatch(x_TD, ids_TK)
     error_texts = []
     for call in (
-        lambda: two.combine(sent.rows_RD, torch.ones(3, 2), sent.handle),
-        lambda: (two if rank else one).dispatch(x_TD, ids_TK),
+        lambda: second.combine(sent.rows_RD, torch.ones(3, 2), sent.handle),
+        lambda: (second if rank else first).dispatch(x_TD, ids_TK),
     ):
         try:
             call()
@@ -203,20 +203,20 @@ def mixed_up(rank: int, world: int, _: None) -> list[str]:
     return error_texts
 
 
-def test_dispatchers_of_one_group_are_distinguished(pool2: RankPool) -> None:
-    for foreign, crossed in pool2.run(mixed_up):
+def test_a_handle_or_call_of_another_dispatcher_of_the_group_raises(pool2: RankPool) -> None:
+    for foreign, crossed in pool2.run(use_two_dispatchers):
         assert foreign.startswith("InputError") and "belongs to another dispatcher" in foreign
         assert crossed.startswith("RankMismatch")
 
 
 def test_hidden_and_tokens_may_be_zero() -> None:
-    d = NativeLocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1))
+    dispatcher = NativeLocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1))
     for tokens, hidden in ((0, 8), (5, 0), (0, 0)):
         x_TD = torch.ones(tokens, hidden, requires_grad=True)
         weights_TK = torch.ones(tokens, 2, requires_grad=True)
-        found = d.dispatch(x_TD, torch.ones(tokens, 2, dtype=torch.int64))
-        assert found.rows_RD.shape == (2 * tokens, hidden) and sum(found.handle.rows_per_expert) == 2 * tokens
-        y_TD = d.combine(found.rows_RD, weights_TK, found.handle)
+        dispatched = dispatcher.dispatch(x_TD, torch.ones(tokens, 2, dtype=torch.int64))
+        assert dispatched.rows_RD.shape == (2 * tokens, hidden) and sum(dispatched.handle.rows_per_expert) == 2 * tokens
+        y_TD = dispatcher.combine(dispatched.rows_RD, weights_TK, dispatched.handle)
         y_TD.sum().backward()
         assert y_TD.shape == (tokens, hidden)
         assert x_TD.grad is not None and x_TD.grad.shape == (tokens, hidden)

@@ -1,4 +1,4 @@
-"""Features of ``peer_to_peer`` only, with kernels on CPU tensors; test_contract.py has the contract."""
+"""Features that only ``peer_to_peer`` has, with its kernels run on CPU tensors. test_contract.py tests the contract."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def alone(options: PeerToPeerOptions = PEERS, experts: int = 8, **more: Any) -> PeerToPeerDispatcher:
+def one_rank(options: PeerToPeerOptions = PEERS, experts: int = 8, **more: Any) -> PeerToPeerDispatcher:
     settings = DispatchOptions(peer_to_peer=options, **more)
     return PeerToPeerDispatcher(ExpertPlacement.balanced(experts, 1), None, 0, settings, "cpu")
 
 
-def same(ours: workers.Result, whole: workers.Result) -> bool:
+def same_bits(actual: workers.Result, expected: workers.Result) -> bool:
     fields = ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad")
-    return all(torch.equal(getattr(ours, f), getattr(whole, f)) for f in fields)
+    return all(torch.equal(getattr(actual, f), getattr(expected, f)) for f in fields)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_one_rank_has_the_bits_of_plain_torch(name: str) -> None:
     case = BY_NAME[name]
     batch, experts = cases.make(case)
-    whole = workers.run_case(case, Job("plain"), None, 0, 1)
-    assert same(workers.layer(alone(experts=case.num_experts), case, batch, experts), whole)
+    expected = workers.run_case(case, Job("plain"), None, 0, 1)
+    assert same_bits(workers.layer(one_rank(experts=case.num_experts), case, batch, experts), expected)
 
 
 # --- relay, wire dtypes, numbers of blocks: the same bits ---
@@ -62,13 +62,13 @@ def test_one_rank_has_the_bits_of_plain_torch(name: str) -> None:
 
 def several(rank: int, world: int, job: Job) -> list[tuple[str, bool]]:
     """Run SOME cases with the settings of ``job``. Return whether the results equal those of ``all_to_all``."""
-    found = []
+    results = []
     for name in SOME:
-        ours = workers.run_case(BY_NAME[name], job, dist.group.WORLD, rank, world)
-        other = replace(job, backend="all_to_all")
-        theirs = workers.run_case(BY_NAME[name], other, dist.group.WORLD, rank, world)
-        found.append((name, same(ours, theirs)))
-    return found
+        actual = workers.run_case(BY_NAME[name], job, dist.group.WORLD, rank, world)
+        reference_job = replace(job, backend="all_to_all")
+        expected = workers.run_case(BY_NAME[name], reference_job, dist.group.WORLD, rank, world)
+        results.append((name, same_bits(actual, expected)))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def gradients(rank: int, world: int, job: Job) -> tuple[str, bool, str]:
     return layer.dispatcher.name, report.ok, str(report)
 
 
-def test_a_layer_has_right_gradients_through_it(pool: RankPool) -> None:
+def test_gradients_of_a_layer_over_peer_to_peer_are_correct(pool: RankPool) -> None:
     for name, ok, report in pool.run(gradients, replace(JOB, peers=replace(PEERS, heap_bytes=4 << 20))):
         assert name == "peer_to_peer" and ok, report
 
@@ -103,23 +103,23 @@ def test_a_layer_has_right_gradients_through_it(pool: RankPool) -> None:
 
 
 def no_room(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText, bool]:
-    """Dispatch more rows to the last rank than its heap takes, combine rows without room, and run a valid call."""
+    """Dispatch more rows than the last rank's heap can hold, combine while the heap is full, and run a valid call."""
     dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     x_TD, ids_TK = torch.full((8, 64), float(rank), device=job.device), torch.full((8, 1), 7, device=job.device)
     full = caught(lambda: dispatcher.dispatch(x_TD, ids_TK, label="moe.3"))
-    found = dispatcher.dispatch(x_TD[:1], torch.tensor([[2 * rank]], device=job.device), label="moe.3")
-    hold = []
+    dispatched = dispatcher.dispatch(x_TD[:1], torch.tensor([[2 * rank]], device=job.device), label="moe.3")
+    reserved = []
     if rank == world - 1:
         heap = dispatcher.memory.turns.heap  # type: ignore[attr-defined]
-        hold.append(heap.allocate(heap.room()))
+        reserved.append(heap.allocate(heap.room()))
     weights_TK = torch.ones(1, 1, device=job.device)
-    combine = caught(lambda: dispatcher.combine(found.rows_RD.clone(), weights_TK, found.handle))
-    hold.clear()
-    y_TD = dispatcher.combine(found.rows_RD.clone(), weights_TK, found.handle)
+    combine = caught(lambda: dispatcher.combine(dispatched.rows_RD.clone(), weights_TK, dispatched.handle))
+    reserved.clear()
+    y_TD = dispatcher.combine(dispatched.rows_RD.clone(), weights_TK, dispatched.handle)
     return full, combine, torch.equal(y_TD, x_TD[:1])
 
 
-def test_a_full_heap_is_the_same_error_on_every_rank_and_ranks_stay_usable(pool: RankPool) -> None:
+def test_a_full_heap_raises_on_every_rank_and_ranks_stay_usable(pool: RankPool) -> None:
     job = replace(JOB, peers=replace(PEERS, heap_bytes=4096))
     for full, combine, works_on in pool.run(no_room, job):
         assert full[0] == "HeapError" and "rank 3 has no room in its heap for 32 rows" in full[1], full
@@ -127,7 +127,7 @@ def test_a_full_heap_is_the_same_error_on_every_rank_and_ranks_stay_usable(pool:
         assert combine[0] == "HeapError" and works_on, combine
 
 
-def keeps_nothing(rank: int, world: int, job: Job) -> list[int]:
+def used_heap_bytes(rank: int, world: int, job: Job) -> list[int]:
     dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     heap = dispatcher.memory.turns.heap  # type: ignore[attr-defined]
     used = []
@@ -141,8 +141,8 @@ def keeps_nothing(rank: int, world: int, job: Job) -> list[int]:
     return used
 
 
-def test_forward_and_backward_leave_nothing_in_the_heap(pool: RankPool) -> None:
-    assert pool.run(keeps_nothing, JOB) == [[0, 0, 0]] * 4
+def test_the_heap_is_empty_after_forward_and_backward(pool: RankPool) -> None:
+    assert pool.run(used_heap_bytes, JOB) == [[0, 0, 0]] * 4
 
 
 # --- fixed capacity ---
@@ -162,43 +162,43 @@ def fixed(rank: int, world: int, job: Job) -> tuple[bool, bool, int, int]:
             sent = dispatcher.dispatch_fixed(x, ids_TK)
             rows, handle, ends = sent.rows_CD, sent.handle, sent.ends_E.tolist()
         else:
-            found = dispatcher.dispatch(x, ids_TK)
-            rows, handle = found.rows_RD, found.handle
+            dispatched = dispatcher.dispatch(x, ids_TK)
+            rows, handle = dispatched.rows_RD, dispatched.handle
             ends = torch.tensor(handle.rows_per_expert).cumsum(0).tolist()
         y_TD = dispatcher.combine(rows * 2, w, handle)
         y_TD.backward(torch.ones_like(y_TD))
         assert x.grad is not None and w.grad is not None
         return [y_TD.detach(), x.grad, w.grad, rows.detach()[: ends[-1]].clone(), x.new_tensor(ends)]
 
-    enough = all(map(torch.equal, run(True), run(False)))
-    # Six tokens a rank, all to the last expert: 24 rows for 16 places.
+    same_bits_as_exact = all(map(torch.equal, run(True), run(False)))
+    # Each of the 4 ranks sends 6 tokens to the last expert: 24 rows, but the capacity is 16.
     sent = dispatcher.dispatch_fixed(x_TD, torch.full((6, 1), 7, device=job.device))
     y_TD = dispatcher.combine(sent.rows_CD, torch.ones(6, 1, device=job.device), sent.handle)
-    kept = max(0, min(6, 16 - 6 * rank))
-    dropped_are_zero = torch.equal(y_TD[:kept], x_TD[:kept]) and not bool(y_TD[kept:].any())
-    return enough, dropped_are_zero, dispatcher.overflow, sent.ends_E[-1].item()  # type: ignore[return-value]
+    num_kept = max(0, min(6, 16 - 6 * rank))
+    dropped_are_zero = torch.equal(y_TD[:num_kept], x_TD[:num_kept]) and not bool(y_TD[num_kept:].any())
+    return same_bits_as_exact, dropped_are_zero, dispatcher.overflow, sent.ends_E[-1].item()  # type: ignore[return-value]
 
 
 def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_the_rest(pool: RankPool) -> None:
-    found = pool.run(fixed, replace(JOB, peers=replace(PEERS, capacity_rows=16)))
-    assert [of_rank[:2] for of_rank in found] == [(True, True)] * 4
-    assert [of_rank[2] for of_rank in found] == [0, 0, 2, 6], "slots without room, by the rank that sent them"
-    assert [of_rank[3] for of_rank in found] == [0, 0, 0, 16]
+    ranks = pool.run(fixed, replace(JOB, peers=replace(PEERS, capacity_rows=16)))
+    assert [of_rank[:2] for of_rank in ranks] == [(True, True)] * 4
+    assert [of_rank[2] for of_rank in ranks] == [0, 0, 2, 6], "overflow must be counted on the rank that sent the slots"
+    assert [of_rank[3] for of_rank in ranks] == [0, 0, 0, 16]
 
 
 def test_fixed_dispatch_needs_a_capacity() -> None:
     with pytest.raises(ConfigError, match="capacity_rows"):
-        alone().dispatch_fixed(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
+        one_rank().dispatch_fixed(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
 
 
 # --- low latency ---
 
 
 def few(rank: int, world: int, job: Job) -> tuple[bool, ErrorText, ErrorText]:
-    """Run several rounds of decoding and compare with dispatch and combine. Then make calls that are refused."""
+    """Compare five low-latency rounds with dispatch and combine. Then make two calls that must be refused."""
     dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     assert isinstance(dispatcher, PeerToPeerDispatcher)
-    good = True
+    same_as_dispatch = True
     for step in range(5):
         g = torch.Generator().manual_seed(10 * step + rank)
         tokens = (rank + step) % 4
@@ -212,24 +212,24 @@ def few(rank: int, world: int, job: Job) -> tuple[bool, ErrorText, ErrorText]:
         sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 4)
         rows_LND, counts_LW = sent.receive()
         rows = [rows_LND[e, 4 * w :][: counts_LW[e, w]] for e in range(len(counts_LW)) for w in range(world)]
-        good &= torch.equal(torch.cat(rows), expected.rows_RD)
+        same_as_dispatch &= torch.equal(torch.cat(rows), expected.rows_RD)
         in_place = step % 2 == 1
         results = torch.mul(rows_LND, 2, out=sent.results) if in_place else rows_LND * 2
-        good &= torch.equal(dispatcher.low_latency_combine(results, weights_TK, sent), y_TD)
+        same_as_dispatch &= torch.equal(dispatcher.low_latency_combine(results, weights_TK, sent), y_TD)
     x_TD, ids_TK = torch.ones(5, 40, device=job.device), torch.zeros(5, 1, dtype=torch.int64, device=job.device)
-    many = caught(lambda: dispatcher.low_latency_dispatch(x_TD, ids_TK, 4))
+    too_many_tokens = caught(lambda: dispatcher.low_latency_dispatch(x_TD, ids_TK, 4))
     sent = dispatcher.low_latency_dispatch(x_TD[:1], ids_TK[:1], 4)
-    between = caught(lambda: dispatcher.dispatch(x_TD[:1], ids_TK[:1]))
+    dispatch_in_between = caught(lambda: dispatcher.dispatch(x_TD[:1], ids_TK[:1]))
     dispatcher.low_latency_combine(sent.receive()[0], x_TD[:1, :1], sent)
-    return good, many, between
+    return same_as_dispatch, too_many_tokens, dispatch_in_between
 
 
 @pytest.mark.parametrize("wire_dtype", ["same", "fp8_block"])
 def test_low_latency_has_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool: RankPool) -> None:
-    for good, many, between in pool.run(few, replace(JOB, wire_dtypes=WireDtypes(dispatch=wire_dtype))):
-        assert good
-        assert many[0] == "InputError" and "got 5" in many[1]
-        assert between[0] == "ConfigError" and "low_latency_combine" in between[1]
+    for same_result, too_many, in_between in pool.run(few, replace(JOB, wire_dtypes=WireDtypes(dispatch=wire_dtype))):
+        assert same_result
+        assert too_many[0] == "InputError" and "got 5" in too_many[1]
+        assert in_between[0] == "ConfigError" and "low_latency_combine" in in_between[1]
 
 
 # --- launches ---
@@ -240,8 +240,11 @@ def _write(address: int, *values: int) -> None:
         ctypes.c_int64.from_address(address + 8 * i).value = value
 
 
-def _device(launch: RecordedLaunch) -> None:
-    """Simulate the device: meetings of one rank with three rows for expert 0 and one for expert 1."""
+def _simulate_device(launch: RecordedLaunch) -> None:
+    """Simulate the kernel ``meet``, in which ranks exchange headers and counts, for one rank.
+
+    Three rows are for expert 0 and one for expert 1.
+    """
     if launch.kernel == "meet":
         words = launch.words
         _write(words["report_at"], ctypes.c_int64.from_address(words["report_at"]).value + 1)
@@ -251,18 +254,18 @@ def _device(launch: RecordedLaunch) -> None:
             _write(words["host_counts_at"], 3, 1)
 
 
-def test_launches_of_a_step_with_their_grids_and_words() -> None:
-    launcher = RecordingLauncher(kernel_fields(), _device)
+def test_launches_of_a_training_step_have_the_right_grids_and_arguments() -> None:
+    launcher = RecordingLauncher(kernel_fields(), _simulate_device)
     options = DispatchOptions(peer_to_peer=replace(PEERS, num_blocks=2, relay=True))
     dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
     x_TD = torch.zeros(2, 12, dtype=torch.bfloat16)[:, :6].requires_grad_()
     ids_TK, weights_TK = torch.tensor([[0, 0], [0, 1]]), torch.ones(2, 2, requires_grad=True)
     sent = dispatcher.dispatch(x_TD, ids_TK)
     assert sent.handle.rows_per_expert == (3, 1) and sent.rows_RD.shape == (4, 6)
-    seen = launcher.launches
-    assert [launch.kernel for launch in seen] == ["count", "meet", "meet", "push", "arrive", "fan_out"]
-    assert [launch.grid for launch in seen] == [2, 1, 1, 2, 1, 2]
-    count, counts, offers, push, arrive, fan_out = (launch.words for launch in seen)
+    launches = launcher.launches
+    assert [launch.kernel for launch in launches] == ["count", "meet", "meet", "push", "arrive", "fan_out"]
+    assert [launch.grid for launch in launches] == [2, 1, 1, 2, 1, 2]
+    count, counts, offers, push, arrive, fan_out = (launch.words for launch in launches)
     assert (count["tokens"], count["top_k"], count["chunk"], count["chunks"]) == (2, 2, 2, 2)
     assert count["ids_at"] == ids_TK.data_ptr() and counts["counts_at"] == count["counts_at"] == push["counts_at"]
     assert counts["with_counts"] == 1 and offers["with_counts"] == 0
@@ -274,10 +277,10 @@ def test_launches_of_a_step_with_their_grids_and_words() -> None:
     assert push["all_counts_at"] == arrive["all_counts_at"] == counts["all_counts_at"]
     assert push["timeout_ns"] == 300 * 10**9
 
-    seen.clear()
+    launches.clear()
     y_TD = dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)
     y_TD.sum().backward()
-    assert [launch.kernel for launch in seen] == [
+    assert [launch.kernel for launch in launches] == [
         "meet",
         "sum",
         "done",
@@ -288,41 +291,41 @@ def test_launches_of_a_step_with_their_grids_and_words() -> None:
         "sum",
         "done",
     ]
-    error_texts, total, _, told_back, spread, _, _, unweighted, _ = (launch.words for launch in seen)
-    assert error_texts["offer_0"] == sent.rows_RD.data_ptr() - start, "read in place"
+    offered, total, _, backward_offered, spread, _, _, unweighted, _ = (launch.words for launch in launches)
+    assert offered["offer_0"] == sent.rows_RD.data_ptr() - start, "combine must read the rows in place"
     assert total["y_at"] == y_TD.data_ptr() and total["place_at"] == push["place_at"] == spread["place_at"]
     assert total["weights_at"] and not unweighted["weights_at"]
-    assert told_back["offer_0"] == error_texts["offer_0"] != told_back["offer_1"] and spread["dots_at"]
-    assert [launch.grid for launch in seen] == [1, 2, 1] * 3
+    assert backward_offered["offer_0"] == offered["offer_0"] != backward_offered["offer_1"] and spread["dots_at"]
+    assert [launch.grid for launch in launches] == [1, 2, 1] * 3
 
 
-def test_launches_without_the_host_and_of_low_latency() -> None:
-    launcher = RecordingLauncher(kernel_fields(), _device)
+def test_launches_of_fixed_and_low_latency_dispatch() -> None:
+    launcher = RecordingLauncher(kernel_fields(), _simulate_device)
     options = DispatchOptions(peer_to_peer=replace(PEERS, capacity_rows=9))
     dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
-    x_TD, ids_TK, seen = torch.zeros(2, 6), torch.tensor([[0, 0], [0, 1]]), launcher.launches
+    x_TD, ids_TK, launches = torch.zeros(2, 6), torch.tensor([[0, 0], [0, 1]]), launcher.launches
     sent = dispatcher.dispatch_fixed(x_TD, ids_TK)
-    assert [launch.kernel for launch in seen] == ["count", "meet", "push", "arrive"], "one turn"
-    assert seen[1].words["offer_4"] == 9 and seen[1].words["with_counts"] == 1
-    assert seen[2].words["offers_at"] == seen[1].words["offers_at"] and sent.rows_CD.shape == (9, 6)
+    assert [launch.kernel for launch in launches] == ["count", "meet", "push", "arrive"], "one meet"
+    assert launches[1].words["offer_4"] == 9 and launches[1].words["with_counts"] == 1
+    assert launches[2].words["offers_at"] == launches[1].words["offers_at"] and sent.rows_CD.shape == (9, 6)
     assert sent.ends_E.dtype == torch.int32 and sent.handle.num_rows == 9
 
-    for again in range(2):
-        seen.clear()
-        few_sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 4)
-        rows_LND, _ = few_sent.receive()
-        dispatcher.low_latency_combine(rows_LND, torch.ones(2, 2), few_sent)
+    for step in range(2):
+        launches.clear()
+        low_latency = dispatcher.low_latency_dispatch(x_TD, ids_TK, 4)
+        rows_LND, _ = low_latency.receive()
+        dispatcher.low_latency_combine(rows_LND, torch.ones(2, 2), low_latency)
         kernels = ["ll_send", "ll_arrive", "ll_ready", "sum"]
-        assert [launch.kernel for launch in seen] == (kernels if again else ["meet", "meet", *kernels])
-        send, total = seen[-4], seen[-1]
+        assert [launch.kernel for launch in launches] == (kernels if step else ["meet", "meet", *kernels])
+        send, total = launches[-4], launches[-1]
         assert rows_LND.shape == (2, 4, 6) and send.grid == 2 * send.words["parts"] == 8
         assert send.words["max_tokens"] == 4 and send.words["place_at"] == total.words["place_at"]
         assert send.words["offers_at"] != total.words["offers_at"]
 
 
-def test_an_unchecked_failure_raises_in_the_next_call_and_ends_the_group() -> None:
-    """As on a GPU."""
-    dispatcher = alone()
+def test_a_reported_timeout_raises_in_every_later_call() -> None:
+    """Write a fault to the report that a GPU would write, after the operation has returned."""
+    dispatcher = one_rank()
     dispatcher.memory.turns._report[1:6] = torch.tensor([protocol.TIMED_OUT, 0, protocol.ARRIVED, 7, 6])
     for _ in range(2):
         with pytest.raises(PeerTimeout, match="for rank 0 to send its rows; its flag is 6, expected 7"):
@@ -337,13 +340,13 @@ def test_unsupported_inputs_are_refused() -> None:
     with pytest.raises(ConfigError, match="emulate=True"):
         PeerToPeerDispatcher(placement, None, 0, DispatchOptions(), "cpu")
     with pytest.raises(InputError, match="float64"):
-        alone().dispatch(torch.ones(1, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64))
+        one_rank().dispatch(torch.ones(1, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64))
     for name in ("heap_bytes", "num_blocks", "capacity_rows"):
         with pytest.raises(ConfigError, match=name):
             PeerToPeerOptions(**{name: 0})
 
 
-def built(rank: int, world: int, job: Job) -> tuple[str, str, ErrorText, ErrorText]:
+def build_dispatchers(rank: int, world: int, job: Job) -> tuple[str, str, ErrorText, ErrorText]:
     group, options = dist.group.WORLD, job.options
     different = DispatchOptions(peer_to_peer=replace(PEERS, num_blocks=1 + rank))
     return (
@@ -354,8 +357,8 @@ def built(rank: int, world: int, job: Job) -> tuple[str, str, ErrorText, ErrorTe
     )
 
 
-def test_on_the_cpu_it_needs_emulation_and_auto_never_takes_it(pool: RankPool) -> None:
-    for name, auto, unasked, different in pool.run(built, JOB):
+def test_cpu_tensors_need_emulation_and_auto_does_not_choose_peer_to_peer(pool: RankPool) -> None:
+    for name, auto, without_emulation, different in pool.run(build_dispatchers, JOB):
         assert (name, auto) == ("peer_to_peer", "shared_memory")
-        assert unasked[0] == "ConfigError" and "emulate=True" in unasked[1]
+        assert without_emulation[0] == "ConfigError" and "emulate=True" in without_emulation[1]
         assert different[0] == "RankMismatch" and "options of peer_to_peer" in different[1]

@@ -1,4 +1,4 @@
-"""The state of a rank's process, and backend errors caused by peers."""
+"""The state of a peer's process, and the translation of backend errors that peers cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_this_process_is_alive_and_other_hosts_are_unknown() -> None:
     assert replace(own, host=own.host + 1).status(own.host) == "on another host"
 
 
-def test_a_process_that_reuses_the_pid_is_another_one() -> None:
+def test_a_process_with_a_different_start_time_counts_as_ended() -> None:
     own = Process.own()
     assert replace(own, started=own.started - 1).status(own.host) == "ended"
 
@@ -39,7 +39,7 @@ def test_stopped_ended_and_unreaped_processes_are_distinguished() -> None:
     assert process.status(process.host) == "stopped"
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process.status(process.host) == "ended", "a zombie has ended"
+    assert process.status(process.host) == "ended", "a zombie must count as ended"
     child.communicate()
     assert process.status(process.host) == "ended"
 
@@ -61,7 +61,7 @@ def test_only_backend_errors_about_peers_are_translated(text: str, kind: type | 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         channel = Channel(new_communicator(dist.group.WORLD), 1.0)
-        found = channel.peer_error(text, 1.0, "dispatch (call 1)")
+        error = channel.peer_error(text, 1.0, "dispatch (call 1)")
     finally:
         dist.destroy_process_group()
-    assert found is None if kind is None else type(found) is kind
+    assert error is None if kind is None else type(error) is kind

@@ -1,4 +1,4 @@
-"""Dispatch arithmetic against loops: places, sums in slot order, dot products in lane order."""
+"""The arithmetic of dispatch in plain torch, compared with loops: places, sums in slot order, dot products by lane."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, int]:
 @given(routings())
 def test_slots_are_ordered_by_expert_then_token_then_slot(routing: tuple[Tensor, int]) -> None:
     ids_TK, experts = routing
-    kept, place_TK, counts_E = plain.sort_slots(ids_TK, experts)
+    sorted_slots, place_TK, counts_E = plain.sort_slots(ids_TK, experts)
     flat = ids_TK.reshape(-1).tolist()
     expected = sorted((slot for slot, e in enumerate(flat) if e >= 0), key=lambda slot: (flat[slot], slot))
-    assert kept.tolist() == expected
+    assert sorted_slots.tolist() == expected
     assert counts_E.tolist() == [flat.count(e) for e in range(experts)]
     assert place_TK.reshape(-1).tolist() == [expected.index(s) if e >= 0 else -1 for s, e in enumerate(flat)]
 
@@ -52,32 +52,32 @@ def test_bad_ids_are_counted_and_not_dispatched(routing: tuple[Tensor, int], bad
 
 @SEEDED
 @given(st.integers(1, 5), st.integers(1, 5), st.data())
-def test_blocks_change_their_order_and_back(a: int, b: int, data: st.DataObject) -> None:
+def test_transpose_blocks_is_inverted_by_its_transpose(a: int, b: int, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 4), min_size=a * b, max_size=a * b))
     counts_AB, total = torch.tensor(sizes).view(a, b), sum(sizes)
     by_ab = [(i, j, n) for i in range(a) for j in range(b) for n in range(counts_AB[i, j])]
     by_ba = [(i, j, n) for j in range(b) for i in range(a) for n in range(counts_AB[i, j])]
-    there = plain.transpose_blocks(counts_AB, total)
+    forth = plain.transpose_blocks(counts_AB, total)
     back = plain.transpose_blocks(counts_AB.T, total)
-    assert [by_ab[i] for i in there.tolist()] == by_ba
-    assert torch.equal(there[back], torch.arange(total)) and torch.equal(back[there], torch.arange(total))
+    assert [by_ab[i] for i in forth.tolist()] == by_ba
+    assert torch.equal(forth[back], torch.arange(total)) and torch.equal(back[forth], torch.arange(total))
 
 
-def routed(dtype: torch.dtype, hidden: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """rows [R, D], places [T, K] with dropped slots, weights with NaN there, gradient [T, D]."""
+def random_rows(dtype: torch.dtype, hidden: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return rows [R, D], places [T, K], weights [T, K] and gradient [T, D]. Dropped slots: place -1, weight NaN."""
     g = torch.Generator().manual_seed(seed)
     ids_TK = torch.randint(-1, 5, (11, 4), generator=g)
-    kept, place_TK, _ = plain.sort_slots(ids_TK, 5)
+    sorted_slots, place_TK, _ = plain.sort_slots(ids_TK, 5)
     weights_TK = torch.rand(11, 4, generator=g).to(plain.accumulate_dtype(dtype))
     weights_TK[ids_TK < 0] = float("nan")
-    rows_RD = torch.randn(kept.numel(), hidden, generator=g).to(dtype)
+    rows_RD = torch.randn(sorted_slots.numel(), hidden, generator=g).to(dtype)
     return rows_RD, place_TK, weights_TK, torch.randn(11, hidden, generator=g).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 3, 32, 33, 257])
 def test_sums_products_and_gradients_agree_with_float64(dtype: torch.dtype, hidden: int) -> None:
-    rows_RD, place_TK, weights_TK, grad_TD = routed(dtype, hidden)
+    rows_RD, place_TK, weights_TK, grad_TD = random_rows(dtype, hidden)
     rows, grad, weights = rows_RD.double(), grad_TD.double(), weights_TK.double()
     y, y_plain, w_grad = torch.zeros(11, hidden).double(), torch.zeros(11, hidden).double(), torch.zeros(11, 4).double()
     grad_rows = torch.zeros_like(rows)
@@ -101,8 +101,8 @@ def test_sums_products_and_gradients_agree_with_float64(dtype: torch.dtype, hidd
     )
 
 
-def test_the_sum_is_rounded_after_every_product_and_every_addition_in_slot_order() -> None:
-    rows_RD, place_TK, weights_TK, _ = routed(torch.float32, 65)
+def test_the_weighted_sum_rounds_every_product_and_addition_in_slot_order() -> None:
+    rows_RD, place_TK, weights_TK, _ = random_rows(torch.float32, 65)
     rows, weights = rows_RD.numpy(), weights_TK.numpy()
     expected = np.zeros((11, 65), np.float32)
     for t in range(11):
@@ -126,7 +126,7 @@ def test_dot_products_add_32_lanes_in_order_and_then_fold_them_in_halves(hidden:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_dispatched_sums_to_zero(dtype: torch.dtype) -> None:
+def test_sums_without_rows_are_zero(dtype: torch.dtype) -> None:
     rows_RD, place_TK = torch.empty(0, 5, dtype=dtype), torch.full((3, 2), -1)
     weights_TK = torch.full((3, 2), float("inf"))
     assert torch.equal(plain.weighted_sum(rows_RD, place_TK, weights_TK), torch.zeros(3, 5, dtype=dtype))
@@ -134,7 +134,7 @@ def test_nothing_dispatched_sums_to_zero(dtype: torch.dtype) -> None:
     assert plain.spread(torch.ones(3, 5, dtype=dtype), place_TK, weights_TK, 0).shape == (0, 5)
 
 
-def test_gradients_of_dropped_slots_are_zero_even_where_the_output_gradient_is_not_finite() -> None:
+def test_weight_gradients_of_dropped_slots_are_zero_for_infinite_output_gradients() -> None:
     grad_TD = torch.full((1, 4), float("inf"))
     grad_TK = plain.weight_grad(grad_TD, torch.ones(1, 4), torch.tensor([[-1, 0]]))
     assert grad_TK.tolist() == [[0.0, float("inf")]]

@@ -1,4 +1,4 @@
-"""Index arithmetic of hierarchical dispatch against loops: copies, slots, returned rows, and the formula for bytes."""
+"""Index arithmetic of hierarchical dispatch compared with loops: copies, slots, returned rows and wire bytes."""
 
 from __future__ import annotations
 
@@ -52,46 +52,51 @@ def test_copies_slots_and_returned_rows_are_ordered_by_host(data: st.DataObject)
     def host(e: int) -> int:
         return next(h for h in range(hosts) if e < bounds[h + 1]) if e >= 0 else -1
 
-    to = [[host(e) for e in row] for row in ids]
-    slots = [(h, t, k) for h in range(hosts) for t in range(tokens) for k in range(top_k) if to[t][k] == h]
+    host_TK = [[host(e) for e in row] for row in ids]
+    slots = [(h, t, k) for h in range(hosts) for t in range(tokens) for k in range(top_k) if host_TK[t][k] == h]
     copies = sorted({(h, t) for h, t, _ in slots})
     slots_H = [sum(h == where for where, _, _ in slots) for h in range(hosts)]
-    lead = {(h, t, k) for h, t, k in slots if all(other in (h, -1) for other in to[t][:k])}
-    joined = {(h, t, k) for h, t, k in lead if any(slot in lead for slot in ((h, t, j) for j in range(k)))}
+    # The slots of a token before its first slot for another host are its leading run; one row returns their sum.
+    lead = {(h, t, k) for h, t, k in slots if all(other in (h, -1) for other in host_TK[t][:k])}
+    after_first = {(h, t, k) for h, t, k in lead if any(slot in lead for slot in ((h, t, j) for j in range(k)))}
     returned = {
         "sums": [(h, t, None) for h, t in copies],
         "slots": slots,
-        "runs": [slot for slot in slots if slot not in joined],
+        "runs": [slot for slot in slots if slot not in after_first],
     }
     formats: tuple[ReturnFormat, ...] = ("sums", "slots", "runs")
-    for back in formats:
-        plan = plan_sends(torch.tensor(ids), bounds, slots_H, back)
+    for kind in formats:
+        plan = plan_sends(torch.tensor(ids), bounds, slots_H, kind)
         assert plan.token_C.tolist() == [t for _, t in copies]
         assert list(plan.copies_H) == [sum(h == where for where, _ in copies) for h in range(hosts)]
         assert plan.ids_CK.dtype == torch.int16
         assert plan.ids_CK.tolist() == [
-            [e - bounds[h] if to[t][k] == h else OTHER_HOST if e >= 0 else DROPPED_SLOT for k, e in enumerate(ids[t])]
+            [
+                e - bounds[h] if host_TK[t][k] == h else OTHER_HOST if e >= 0 else DROPPED_SLOT
+                for k, e in enumerate(ids[t])
+            ]
             for h, t in copies
         ]
         assert plan.slot_S.tolist() == [t * top_k + k for _, t, k in slots]
-        rows = returned[back]
+        rows = returned[kind]
         assert list(plan.rows_H) == [sum(row[0] == h for row in rows) for h in range(hosts)]
-        last = [[(h, t, None) for h in range(hosts)] if back == "sums" else [] for t in range(tokens)]
-        expected = [last[t] or [(to[t][k], t, k) for k in range(top_k)] for t in range(tokens)]
+        sums_T = [[(h, t, None) for h in range(hosts)] if kind == "sums" else [] for t in range(tokens)]
+        expected = [sums_T[t] or [(host_TK[t][k], t, k) for k in range(top_k)] for t in range(tokens)]
         assert plan.place_TX.tolist() == [[rows.index(r) if r in rows else -1 for r in of] for of in expected]
-        assert (plan.lead_TK is not None) == (back == "runs")
+        assert (plan.lead_TK is not None) == (kind == "runs")
         if plan.lead_TK is not None:
-            assert {(to[t][k], t, k) for t, k in plan.lead_TK.nonzero().tolist()} == lead
+            assert {(host_TK[t][k], t, k) for t, k in plan.lead_TK.nonzero().tolist()} == lead
 
 
-PICTURE = [
+# Ids of two tokens that a relay rank received: expert numbers on its host, or a marker.
+RELAY_IDS = [
     [3, DROPPED_SLOT, 2, 2, OTHER_HOST, 1, 0],
     [OTHER_HOST, 4, 4, DROPPED_SLOT, DROPPED_SLOT, DROPPED_SLOT, DROPPED_SLOT],
 ]
 
 
 @pytest.mark.parametrize(
-    ("back", "tokens", "ids", "rows"),
+    ("kind", "tokens", "ids", "rows"),
     [
         ("sums", None, [[3, -1, 2, 2, -1, 1, 0], [-1, 4, 4, -1, -1, -1, -1]], (2, 0)),
         ("slots", [0, 0, 0, 0, 0, 1, 1], [[3], [2], [2], [1], [0], [4], [4]], (7, 0)),
@@ -110,15 +115,15 @@ PICTURE = [
     ],
 )
 def test_a_relay_returns_slots_or_a_leading_run_or_one_sum(
-    back: ReturnFormat, tokens: list[int] | None, ids: list[list[int]], rows: tuple[int, ...]
+    kind: ReturnFormat, tokens: list[int] | None, ids: list[list[int]], rows: tuple[int, ...]
 ) -> None:
-    found = relay_units(torch.tensor(PICTURE), (2, 0), (7, 0), back)
-    assert (None if found.token_U is None else found.token_U.tolist()) == tokens
-    assert found.ids_UK.tolist() == ids and found.rows_H == rows
-    assert found.ids_UK.flatten()[found.slot_S].tolist() == [3, 2, 2, 1, 0, 4, 4]
-    assert (found.lead_S is not None) == (back == "runs")
-    if found.lead_S is not None:
-        assert found.lead_S.tolist() == [True, True, True, False, False, False, False]
+    units = relay_units(torch.tensor(RELAY_IDS), (2, 0), (7, 0), kind)
+    assert (None if units.token_U is None else units.token_U.tolist()) == tokens
+    assert units.ids_UK.tolist() == ids and units.rows_H == rows
+    assert units.ids_UK.flatten()[units.slot_S].tolist() == [3, 2, 2, 1, 0, 4, 4]
+    assert (units.lead_S is not None) == (kind == "runs")
+    if units.lead_S is not None:
+        assert units.lead_S.tolist() == [True, True, True, False, False, False, False]
 
 
 def test_partial_sums_need_the_dtype_of_the_total() -> None:
@@ -131,33 +136,36 @@ def test_partial_sums_need_the_dtype_of_the_total() -> None:
     assert return_format(False, torch.float32, same) == return_format(False, torch.bfloat16, same) == "sums"
 
 
-def test_the_ids_of_many_experts_are_wider() -> None:
+def test_ids_are_int32_if_a_host_has_more_than_2_to_15_experts() -> None:
     assert ids_dtype((0, 1 << 15)) == torch.int16 and ids_dtype((0, 4, 5 + (1 << 15))) == torch.int32
 
 
 @SEEDED
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.data())
 def test_rows_are_ordered_by_source_rank(hosts: int, per_host: int, experts: int, data: st.DataObject) -> None:
-    where, host = HostMap(hosts, per_host), data.draw(st.integers(0, hosts - 1))
-    counts = [[data.draw(st.integers(0, 3)) for _ in range(experts + 1)] for _ in range(where.world)]
+    host_map, host = HostMap(hosts, per_host), data.draw(st.integers(0, hosts - 1))
+    counts = [[data.draw(st.integers(0, 3)) for _ in range(experts + 1)] for _ in range(host_map.world)]
     arrived = [
         (e, source, row)
         for e in range(experts)
         for local in range(per_host)
-        for source in range(local, where.world, per_host)
+        for source in range(local, host_map.world, per_host)
         for row in range(counts[source][1 + e])
     ]
-    places = expert_places(np.array(counts, np.int64), range(1, 1 + experts), where, host, torch.device("cpu"))
-    for place_N, near in zip(places, (True, False), strict=True):
-        side = [row for row in arrived if (where.host(row[1]) == host) == near]
-        assert [sorted(arrived)[place] for place in place_N.tolist()] == side
+    places = expert_places(np.array(counts, np.int64), range(1, 1 + experts), host_map, host, torch.device("cpu"))
+    for place_N, own_host in zip(places, (True, False), strict=True):
+        expected = [row for row in arrived if (host_map.host(row[1]) == host) == own_host]
+        assert [sorted(arrived)[place] for place in place_N.tolist()] == expected
 
 
 def test_a_token_is_sent_once_to_a_host_with_several_of_its_experts() -> None:
-    """4 ranks of 10 tokens with 8 slots, 4 for each host: alternating, or those of host 0 first."""
-    turns, first = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7]), torch.arange(8)
+    """4 ranks with 10 tokens each; a token has 4 slots for each host, alternating or those of host 0 first.
+
+    If those of host 0 are first, tokens of host 1 get one row, the sum of the leading run; those of host 0 get 4 rows.
+    """
+    alternating, first = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7]), torch.arange(8)
     row = bytes_per_row(16, WireDtypes().of("dispatch"), torch.float32)
-    for ids_K, deterministic, back in ((turns, True, 4), (first, True, (4 + 1) / 2), (first, False, 1)):
+    for ids_K, deterministic, returned in ((alternating, True, 4), (first, True, (4 + 1) / 2), (first, False, 1)):
         formula = inter_host_bytes(
             [ids_K.repeat(10, 1)] * 4,
             ExpertPlacement.balanced(8, 4),
@@ -166,6 +174,6 @@ def test_a_token_is_sent_once_to_a_host_with_several_of_its_experts() -> None:
             torch.float32,
             deterministic=deterministic,
         )
-        rows = {op: part.rows / (40 * row) for op, part in formula.items()}
-        assert rows == {"dispatch": 1, "combine": back, "combine backward": 1, "dispatch backward": back}
+        rows = {op: op_bytes.rows / (40 * row) for op, op_bytes in formula.items()}
+        assert rows == {"dispatch": 1, "combine": returned, "combine backward": 1, "dispatch backward": returned}
         assert formula["dispatch"].ids == 40 * 8 * 2

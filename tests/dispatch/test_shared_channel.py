@@ -1,4 +1,4 @@
-"""Collectives through shared memory against the group's backend: the same bits, and typed errors."""
+"""Collectives through shared memory have the bits of the group's backend and raise typed errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _draw(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
 
 
-def _added(parts: list[Tensor]) -> Tensor:
+def _sum_in_rank_order(parts: list[Tensor]) -> Tensor:
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -54,18 +54,18 @@ def _compare(rank: int, world: int, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         x = _draw(rank, shape, dtype)
         assert torch.equal(shared.all_gather(x, "a gather"), backend.all_gather(x, "a gather"))
-        turned = x.T if x.dim() == 2 else x
-        assert torch.equal(shared.all_gather(turned, "a gather"), backend.all_gather(turned, "a gather"))
+        transposed = x.T if x.dim() == 2 else x
+        assert torch.equal(shared.all_gather(transposed, "a gather"), backend.all_gather(transposed, "a gather"))
         parts = _draw(rank, (world, *shape), dtype)
         swapped = shared.all_to_all(parts, ones, ones, "a swap")
         assert torch.equal(swapped, backend.all_to_all(parts, ones, ones, "a swap"))
         assert shared.can_sum(x) == (dtype in (torch.float32, torch.bfloat16, torch.float16))
         if shared.can_sum(x):
-            everyone = [_draw(r, shape, dtype) for r in range(world)]
-            assert torch.equal(shared.all_reduce(x, "a sum"), _added(everyone))
-            everyone = [_draw(r, (world, *shape), dtype)[rank] for r in range(world)]
-            assert torch.equal(shared.reduce_scatter(parts, "a part of a sum"), _added(everyone))
-        assert torch.equal(x, _draw(rank, shape, dtype)), "an argument was written to"
+            inputs = [_draw(r, shape, dtype) for r in range(world)]
+            assert torch.equal(shared.all_reduce(x, "a sum"), _sum_in_rank_order(inputs))
+            inputs = [_draw(r, (world, *shape), dtype)[rank] for r in range(world)]
+            assert torch.equal(shared.reduce_scatter(parts, "a part of a sum"), _sum_in_rank_order(inputs))
+        assert torch.equal(x, _draw(rank, shape, dtype)), "a collective changed its argument"
     uneven = [[1 + (s + r) % 2 for r in range(world)] for s in range(world)]
     rows = _draw(rank, (sum(uneven[rank]), 3), dtype)
     received = [row[rank] for row in uneven]
@@ -78,7 +78,7 @@ def _compare(rank: int, world: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_collective_gives_what_the_backend_gives(
+def test_every_collective_has_the_bits_of_the_backend(
     world: int, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
@@ -89,7 +89,7 @@ def _large_sum(rank: int, world: int, counts: list[int]) -> None:
     shared, _ = _channels(rank, world)
     for count in counts:
         total = shared.all_reduce(_draw(rank, (count,), torch.float32), "a large sum")
-        assert torch.equal(total, _added([_draw(r, (count,), torch.float32) for r in range(world)]))
+        assert torch.equal(total, _sum_in_rank_order([_draw(r, (count,), torch.float32) for r in range(world)]))
 
 
 @pytest.mark.parametrize("world", [2, 8])
@@ -99,7 +99,7 @@ def test_an_all_reduce_of_any_length_is_added_in_order_of_rank(world: int, reque
     pool.run(_large_sum, [elements, elements + 1, elements + 31 * world, 3 * elements + 17, 1_000_003])
 
 
-def _another_call(rank: int, world: int, arg: Any) -> None:
+def _make_different_calls(rank: int, world: int, arg: Any) -> None:
     shared, _ = _channels(rank, world)
     x = torch.ones(4, 3)
     shared.all_gather(x, "the same call")
@@ -115,35 +115,35 @@ def _another_call(rank: int, world: int, arg: Any) -> None:
 
 
 def test_ranks_in_different_calls_raise_once_and_stay_usable(pool2: RankPool) -> None:
-    pool2.run(_another_call)
+    pool2.run(_make_different_calls)
 
 
-def _full(rank: int, world: int, arg: Any) -> None:
+def _fall_back_to_backend(rank: int, world: int, arg: Any) -> None:
     group = dist.new_group(backend="gloo")
     assert group is not None
     comm = communicator_of(group)
-    made = heap_of(comm, 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
-    taken = block(made.heap, 1, 13 << 20, torch.float32) if rank == 1 else None  # all but 12 MB of its heap
+    shared_heap = heap_of(comm, 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
+    reserved = block(shared_heap.heap, 1, 13 << 20, torch.float32) if rank == 1 else None  # all but 12 MB of its heap
     shared = SharedChannel(comm, 60.0)
-    shared.attach_heap(made)
-    x = _draw(rank, (world, 2 << 20), torch.bfloat16)  # gloo would round such sums after every addition
-    everyone = [_draw(r, tuple(x.shape), torch.bfloat16) for r in range(world)]
+    shared.attach_heap(shared_heap)
+    x = _draw(rank, (world, 2 << 20), torch.bfloat16)  # bf16, because gloo rounds bf16 sums after every addition
+    inputs = [_draw(r, tuple(x.shape), torch.bfloat16) for r in range(world)]
     with pytest.warns(RuntimeWarning, match=r"uses the group's backend.*shm-size"):
         total = shared.all_reduce(x, "a sum that does not fit")
-    assert torch.equal(total, _added(everyone))
+    assert torch.equal(total, _sum_in_rank_order(inputs))
     with pytest.warns(RuntimeWarning, match=r"uses the group's backend"):
-        assert torch.equal(shared.reduce_scatter(x, "its part"), _added(everyone)[rank])
+        assert torch.equal(shared.reduce_scatter(x, "its part"), _sum_in_rank_order(inputs)[rank])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(shared.all_reduce(x[:, :99], "one that fits"), total[:, :99])
-    del taken
+    del reserved
 
 
 def test_all_ranks_use_the_backend_with_the_same_bits_if_one_has_no_room(pool4: RankPool) -> None:
-    pool4.run(_full)
+    pool4.run(_fall_back_to_backend)
 
 
-def _other_sizes(rank: int, world: int, arg: Any) -> None:
+def _gather_different_sizes(rank: int, world: int, arg: Any) -> None:
     shared, _ = _channels(rank, world)
     sizes = (100, 200) if rank else (200, 100)
     for size in sizes:
@@ -152,5 +152,5 @@ def _other_sizes(rank: int, world: int, arg: Any) -> None:
     shared.all_gather(torch.ones(7), "values")
 
 
-def test_ranks_with_other_sizes_get_an_error_before_anything_is_read(pool2: RankPool) -> None:
-    pool2.run(_other_sizes)
+def test_ranks_with_different_sizes_raise_on_every_rank(pool2: RankPool) -> None:
+    pool2.run(_gather_different_sizes)

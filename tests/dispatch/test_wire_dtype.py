@@ -23,7 +23,7 @@ FP8 = [name for name in NAMES if name.startswith("fp8")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def wild(num_rows: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def wide_range_rows(num_rows: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Rows whose elements differ by ten orders of magnitude, and by two from row to row."""
     g = torch.Generator().manual_seed(seed)
     x_RD = torch.randn(num_rows, hidden, generator=g, dtype=torch.float64)
@@ -51,7 +51,7 @@ E4M3_GRID = torch.tensor(
 # --- one row ---
 
 
-def test_the_grid_of_e4m3_is_the_one_of_torch() -> None:
+def test_the_e4m3_grid_equals_torchs() -> None:
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert torch.equal(codes.double(), E4M3_GRID) and E4M3_GRID[-1] == 448
 
@@ -59,36 +59,36 @@ def test_the_grid_of_e4m3_is_the_one_of_torch() -> None:
 @pytest.mark.parametrize("hidden", [1, 3, 33, 128, 129, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FP8)
-def test_fp8_errs_by_half_a_step_of_e4m3_at_most(name: str, dtype: torch.dtype, hidden: int) -> None:
+def test_fp8_error_is_at_most_half_a_step_of_e4m3(name: str, dtype: torch.dtype, hidden: int) -> None:
     """2^-4 of the value, or 2^-10 of the scale where e4m3 is subnormal; plus the rounding of the result's dtype."""
     wire_dtype = WireDtype.named(name)
-    x_RD = wild(23, hidden, dtype, hidden)
-    found_RD = rounded(x_RD, wire_dtype)
-    assert found_RD.dtype == dtype and found_RD.shape == x_RD.shape
+    x_RD = wide_range_rows(23, hidden, dtype, hidden)
+    rounded_RD = rounded(x_RD, wire_dtype)
+    assert rounded_RD.dtype == dtype and rounded_RD.shape == x_RD.shape
     x, scale = x_RD.double(), scales_of(x_RD, wire_dtype)
     step = torch.maximum(x.abs() * 2.0**-4, scale * 2.0**-10) * (1 + 2.0**-20)
     info = torch.finfo(dtype)
-    own = info.eps / 2 * x.abs() * 1.07 + info.smallest_normal * info.eps
-    error = (found_RD.double() - x).abs()
-    assert bool((error <= step + own).all())
-    assert hidden < 33 or bool((error > step / 2).any()), "the bound is tight"
+    dtype_error = info.eps / 2 * x.abs() * 1.07 + info.smallest_normal * info.eps
+    error = (rounded_RD.double() - x).abs()
+    assert bool((error <= step + dtype_error).all())
+    assert hidden < 33 or bool((error > step / 2).any()), "the bound must be tight"
 
 
 @pytest.mark.parametrize("name", [name for name in FP8 if name.endswith("pow2")])
-def test_fp8_takes_the_nearest_value_of_the_grid(name: str) -> None:
+def test_fp8_rounds_to_the_nearest_e4m3_value(name: str) -> None:
     wire_dtype = WireDtype.named(name)
-    x_RD = wild(11, 300, torch.float32)
+    x_RD = wide_range_rows(11, 300, torch.float32)
     scale_RD = scales_of(x_RD, wire_dtype)
-    found_RD = rounded(x_RD, wire_dtype).double()
+    rounded_RD = rounded(x_RD, wire_dtype).double()
     distance_RDG = ((x_RD.double() / scale_RD).abs().unsqueeze(2) - E4M3_GRID).abs()
     nearest_RD = distance_RDG.amin(2)
-    assert torch.equal(((found_RD - x_RD.double()) / scale_RD).abs(), nearest_RD)
-    assert torch.equal(rounded(found_RD.float(), wire_dtype).double(), found_RD), "rounding is idempotent"
+    assert torch.equal(((rounded_RD - x_RD.double()) / scale_RD).abs(), nearest_RD)
+    assert torch.equal(rounded(rounded_RD.float(), wire_dtype).double(), rounded_RD), "rounding must be idempotent"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bf16_rounds_wide_rows_and_leaves_narrow_ones(dtype: torch.dtype) -> None:
-    x_RD = wild(7, 33, dtype)
+def test_bf16_rounds_wider_dtypes_and_leaves_16_bit_ones(dtype: torch.dtype) -> None:
+    x_RD = wide_range_rows(7, 33, dtype)
     wire_dtype = WireDtype("bf16")
     assert wire_dtype.narrows(dtype) == (dtype.itemsize > 2)
     assert torch.equal(
@@ -98,7 +98,7 @@ def test_bf16_rounds_wide_rows_and_leaves_narrow_ones(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_special_values_survive(name: str, dtype: torch.dtype) -> None:
+def test_zeros_keep_their_sign_and_non_finite_values_stay_non_finite(name: str, dtype: torch.dtype) -> None:
     wire_dtype = WireDtype.named(name)
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     x_RD = torch.zeros(7, 300, dtype=dtype)
@@ -109,20 +109,20 @@ def test_special_values_survive(name: str, dtype: torch.dtype) -> None:
     x_RD[5, 7], x_RD[5, 8] = largest, -largest
     x_RD[6, 9] = torch.finfo(torch.promote_types(dtype, torch.float32)).smallest_normal / 8  # 0 or subnormal in 32 bits
     y_RD = rounded(x_RD, wire_dtype)
-    assert torch.equal(y_RD[:2], x_RD[:2]) and bool(y_RD[1].signbit().all()), "zeros keep their sign"
+    assert torch.equal(y_RD[:2], x_RD[:2]) and bool(y_RD[1].signbit().all()), "zeros must keep their sign"
     for row, column in ((2, 5), (3, 299), (4, 0)):
-        assert not y_RD[row, column].isfinite(), "non-finite values stay non-finite"
+        assert not y_RD[row, column].isfinite(), "non-finite values must stay non-finite"
         if wire_dtype.format == "fp8":
             assert y_RD[row, column].isnan()
-        others = [c for c in range(300) if wire_dtype.scales == "token" or c // 128 == column // 128]
-        spoilt = wire_dtype.format == "fp8"
-        assert bool(y_RD[row, others].isnan().all() if spoilt else (y_RD[row] == 0).sum() == 299)
+        block_columns = [c for c in range(300) if wire_dtype.scales == "token" or c // 128 == column // 128]
+        block_is_nan = wire_dtype.format == "fp8"
+        assert bool(y_RD[row, block_columns].isnan().all() if block_is_nan else (y_RD[row] == 0).sum() == 299)
     if wire_dtype.format == "fp8":
         assert bool(y_RD[5].isfinite().all()) and bool(((y_RD[5] - x_RD[5]).abs() <= largest / 16).all())
     assert bool(y_RD[6].isfinite().all()) and float((y_RD[6] - x_RD[6]).abs().max()) <= 2.0**-136
 
 
-def test_float64_beyond_the_range_of_a_scale_is_nan_and_not_a_number() -> None:
+def test_float64_values_beyond_the_range_of_a_scale_become_nan() -> None:
     x_RD = torch.tensor([[1e300, 1.0]], dtype=torch.float64)
     assert bool(rounded(x_RD, WireDtype("fp8")).isnan().all())
 
@@ -140,19 +140,19 @@ def test_a_row_has_the_bytes_of_the_formula(name: str, hidden: int) -> None:
         else:
             assert width == hidden * dtype.itemsize
         for rows in (0, 1, 5):
-            x_RD = wild(rows, hidden, dtype)
+            x_RD = wide_range_rows(rows, hidden, dtype)
             packed_RB = encode(x_RD, wire_dtype)
             assert packed_RB.shape == (rows, width) and packed_RB.dtype == torch.uint8
             whole_RD = decode(packed_RB, wire_dtype, hidden, dtype)
             assert torch.equal(unpack(pack(x_RD, wire_dtype), wire_dtype, hidden, dtype), whole_RD)
-            if rows:  # each row alone, in another order
+            if rows:  # rows are independent, so their order does not matter
                 assert torch.equal(decode(packed_RB.flip(0), wire_dtype, hidden, dtype), whole_RD.flip(0))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_strides_do_not_matter_and_padding_is_not_garbage(name: str) -> None:
+def test_encoded_bytes_do_not_depend_on_strides_or_uninitialized_memory(name: str) -> None:
     wire_dtype = WireDtype.named(name)
-    x_RD = wild(5, 33, torch.float32)
+    x_RD = wide_range_rows(5, 33, torch.float32)
     with workers.poisoned():
         packed_RB = encode(x_RD, wire_dtype)
         assert torch.equal(encode(cases.strided(x_RD), wire_dtype), packed_RB)
@@ -168,7 +168,7 @@ def test_invalid_rows_are_refused() -> None:
         decode(torch.zeros(2, 128, dtype=torch.uint8), WireDtype("fp8"), 128, torch.float32)
 
 
-def test_names_and_choices_are_strict() -> None:
+def test_unknown_names_and_invalid_combinations_are_refused() -> None:
     assert [WireDtype.named(name).name for name in get_args(WireDtypeName)] == list(get_args(WireDtypeName))
     assert WireDtypes(dispatch="fp8_token").dispatch == WireDtype("fp8", "token")
     assert WireDtypes(combine=WireDtype("bf16")) == WireDtypes(combine="bf16")
@@ -216,32 +216,34 @@ def test_groups_have_at_most_128_rows_of_one_block() -> None:
 @pytest.mark.parametrize("power", [False, True])
 def test_group_scales_keep_the_bound_in_every_channel(power: bool, dtype: torch.dtype) -> None:
     wire_dtype = WireDtype("fp8", "group", power)
-    x_RD = wild(263, 33, dtype)
+    x_RD = wide_range_rows(263, 33, dtype)
     groups = RowGroups.of(np.array([130, 5, 0, 128]), (0, 4), torch.device("cpu"))
     packed_RX, scale_GD = encode_groups(x_RD, groups, wire_dtype)
     assert packed_RX.nbytes == 263 * 48 and scale_GD.nbytes == 4 * 33 * 4
-    found_RD = decode_groups(packed_RX, scale_GD, groups, dtype)
-    assert found_RD.dtype == dtype
+    decoded_RD = decode_groups(packed_RX, scale_GD, groups, dtype)
+    assert decoded_RD.dtype == dtype
     for first, last in ((0, 128), (128, 130), (130, 135), (135, 263)):
-        x, found = x_RD[first:last].double(), found_RD[first:last].double()
+        x, decoded = x_RD[first:last].double(), decoded_RD[first:last].double()
         scale = (x.abs().amax(0).float() / 448).double().clamp(min=2.0**-126)
         scale = 2 ** scale.log2().ceil() if power else scale
         step = torch.maximum(x.abs() * 2.0**-4, scale * 2.0**-10) * (1 + 2.0**-20)
-        own = torch.finfo(dtype).eps / 2 * x.abs() * 1.07 + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        assert bool(((found - x).abs() <= step + own).all())
+        dtype_error = (
+            torch.finfo(dtype).eps / 2 * x.abs() * 1.07 + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        )
+        assert bool(((decoded - x).abs() <= step + dtype_error).all())
 
 
 def test_non_finite_values_do_not_affect_other_tokens_of_a_group() -> None:
-    x_RD = wild(140, 9, torch.float32)
+    x_RD = wide_range_rows(140, 9, torch.float32)
     clean_RD = rounded_in_groups(x_RD, WireDtype("fp8", "group"))
     assert torch.equal(rounded_in_groups(x_RD[:0], WireDtype("fp8", "group")), x_RD[:0])
-    quiet = x_RD[:128, 4].abs().argsort()[0]  # not the one that sets the scale
+    small_row = x_RD[:128, 4].abs().argsort()[0]  # its value does not set the scale
     for value in (math.nan, math.inf, -math.inf):
-        x_RD[quiet, 4] = value
-        found_RD = rounded_in_groups(x_RD, WireDtype("fp8", "group"))
-        assert bool(found_RD[quiet, 4].isnan())
-        found_RD[quiet, 4] = clean_RD[quiet, 4]
-        assert torch.equal(found_RD, clean_RD)
+        x_RD[small_row, 4] = value
+        rounded_RD = rounded_in_groups(x_RD, WireDtype("fp8", "group"))
+        assert bool(rounded_RD[small_row, 4].isnan())
+        rounded_RD[small_row, 4] = clean_RD[small_row, 4]
+        assert torch.equal(rounded_RD, clean_RD)
 
 
 # --- between ranks ---

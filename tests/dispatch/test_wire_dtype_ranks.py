@@ -28,7 +28,7 @@ GRADIENTS = 2 * 2.0**-4
 """Relative to the largest value: a value is rounded twice in forward and twice in backward, and then summed."""
 
 
-USED = (
+CASE_NAMES = (
     "plain",
     "no tokens anywhere",
     "all tokens on the first rank",
@@ -41,7 +41,7 @@ USED = (
     "hidden 1024",
 )
 CASES = (
-    *(cases.BY_NAME[name] for name in USED),
+    *(cases.BY_NAME[name] for name in CASE_NAMES),
     dataclasses.replace(cases.BY_NAME["plain"], name="weights want no gradient", weights_grad=False, hidden=200),
 )
 
@@ -67,7 +67,7 @@ def test_same_bits_as_one_rank_with_wire_dtypes(wire_dtypes: WireDtypes, backend
             assert one is None or torch.equal(torch.cat(parts), one), (case.name, field)
         exact = workers.run_case(case, Job("plain"), None, 0, 1)
         changed += not torch.equal(whole.y_TD, exact.y_TD) and not torch.equal(whole.x_grad_TD, exact.x_grad_TD)
-    assert changed >= len(CASES) - 3, "wire dtypes do round"
+    assert changed >= len(CASES) - 3, "wire dtypes must change the bits of most cases"
 
 
 def partial_sums(rank: int, world: int, wire_dtypes: WireDtypes) -> Tensor:
@@ -77,13 +77,13 @@ def partial_sums(rank: int, world: int, wire_dtypes: WireDtypes) -> Tensor:
     return workers.run_case(case, job, dist.group.WORLD, rank, world).y_TD
 
 
-def test_a_combine_with_a_wire_dtype_returns_rows_even_if_partial_sums_are_allowed(pools: Any) -> None:
+def test_combine_with_a_wire_dtype_returns_rows_instead_of_partial_sums(pools: Any) -> None:
     whole = workers.run_case(cases.BY_NAME["plain"], Job("plain", wire_dtypes=ALL_FP8), None, 0, 1)
     assert torch.equal(torch.cat(pools[2].run(partial_sums, ALL_FP8)), whole.y_TD)
 
 
 def count_bytes(rank: int, world: int, job: Job) -> tuple[dict[str, int], int, int, int]:
-    """Return the bytes of rows sent in each operation, the slots, the received rows, and the number of all tokens."""
+    """Return the bytes of rows sent in each operation, the slots, the received rows, and the most tokens on a rank."""
     case = dataclasses.replace(cases.BY_NAME["plain"], hidden=300, top_k=3)
     batch, experts = cases.make(case)
     part = batch.part(case, rank, world)
@@ -91,8 +91,8 @@ def count_bytes(rank: int, world: int, job: Job) -> tuple[dict[str, int], int, i
     sent = count_on(dispatcher)
     own = experts[dispatcher.local_experts.start : dispatcher.local_experts.stop]
     result = workers.layer(dispatcher, case, part, own)
-    longest = max(case.tokens_per_rank(world))
-    return sent, part.ids_TK.numel(), result.rows_RD.shape[0], longest
+    most_tokens = max(case.tokens_per_rank(world))
+    return sent, part.ids_TK.numel(), result.rows_RD.shape[0], most_tokens
 
 
 def count_on(dispatcher: Any) -> dict[str, int]:
@@ -101,7 +101,7 @@ def count_on(dispatcher: Any) -> dict[str, int]:
 
     def counted(tensor: Tensor, description: str) -> None:
         op = description.split(" (")[0]
-        wide = tensor.dim() == 2 and tensor.shape[1] > 3  # neither ids nor weights
+        wide = tensor.dim() == 2 and tensor.shape[1] > 3  # rows, because ids and weights are narrower
         sent[op] = sent.get(op, 0) + (tensor.nbytes if wide else 0)
 
     class Counting(Channel):
@@ -119,23 +119,25 @@ def count_on(dispatcher: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("backend", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("wire_dtypes", [WireDtypes(), MIXED, ALL_FP8], ids=["same", "mixed", "fp8"])
-def test_the_bytes_on_the_wire_are_those_of_the_formula(wire_dtypes: WireDtypes, backend: str, pools: Any) -> None:
-    for sent, slots, rows, longest in pools[2].run(count_bytes, Job(backend, wire_dtypes=wire_dtypes)):
-        leaving = longest if backend == "all_gather" else slots
-        number = {"dispatch": leaving, "combine": rows, "dispatch backward": rows, "combine backward": leaving}
-        expected = {op: n * bytes_per_row(300, wire_dtypes.of(op), torch.float32) for op, n in number.items()}
+def test_the_bytes_sent_equal_the_formula(wire_dtypes: WireDtypes, backend: str, pools: Any) -> None:
+    for sent, slots, rows, most_tokens in pools[2].run(count_bytes, Job(backend, wire_dtypes=wire_dtypes)):
+        sent_rows = most_tokens if backend == "all_gather" else slots
+        rows_by_op = {"dispatch": sent_rows, "combine": rows, "dispatch backward": rows, "combine backward": sent_rows}
+        expected = {op: n * bytes_per_row(300, wire_dtypes.of(op), torch.float32) for op, n in rows_by_op.items()}
         assert sent == expected
 
 
-GROUPED = WireDtypes(dispatch_backward="fp8_group_pow2", combine_backward="fp8_group_pow2")
+GROUP_SCALES = WireDtypes(dispatch_backward="fp8_group_pow2", combine_backward="fp8_group_pow2")
 
 
-def with_groups(rank: int, world: int, how: tuple[str, int, bool]) -> tuple[bool, dict[str, int], dict[str, int]]:
-    """Whether gradients that e4m3 can hold come back unchanged; bytes sent as gradients, and by the formula.
+def run_with_group_scales(
+    rank: int, world: int, settings: tuple[str, int, bool]
+) -> tuple[bool, dict[str, int], dict[str, int]]:
+    """Return whether gradients that e4m3 can hold are unchanged, the gradient bytes sent, and those of the formula.
 
-    Channels differ by 2^80: a scale that met another channel, group or rank would show in every bit.
+    Channels differ by up to 2^80, so a scale applied to a wrong channel, group or rank changes every bit.
     """
-    backend, num_experts, weights_grad = how
+    backend, num_experts, weights_grad = settings
     case = Case("groups", tokens=700, hidden=20, num_experts=num_experts, split="uneven", weights_grad=weights_grad)
     batch, _ = cases.make(case)
     g = torch.Generator().manual_seed(3)
@@ -147,18 +149,18 @@ def with_groups(rank: int, world: int, how: tuple[str, int, bool]) -> tuple[bool
         weights_TK=2.0 ** torch.randint(-3, 1, (case.tokens, case.top_k), generator=g),
     )
     part = batch.part(case, rank, world)
-    found, sent = [], {}
-    for wire_dtypes in (WireDtypes(), GROUPED):
+    results, sent = [], {}
+    for wire_dtypes in (WireDtypes(), GROUP_SCALES):
         dispatcher = workers.build(
             case, dist.group.WORLD, Job(backend, deterministic=False, wire_dtypes=wire_dtypes), rank, world
         )
         sent = count_on(dispatcher) if hasattr(dispatcher, "channel") else {}
         own = dispatcher.local_experts
-        found.append(workers.layer(dispatcher, case, part, torch.ones(len(own), case.hidden)))
-    plain, grouped = found
-    same = all(torch.equal(getattr(plain, f), getattr(grouped, f)) for f in ("y_TD", "x_grad_TD", "experts_grad"))
+        results.append(workers.layer(dispatcher, case, part, torch.ones(len(own), case.hidden)))
+    plain, grouped = results
+    same_bits = all(torch.equal(getattr(plain, f), getattr(grouped, f)) for f in ("y_TD", "x_grad_TD", "experts_grad"))
     if weights_grad:
-        same = same and torch.equal(plain.weights_grad_TK, grouped.weights_grad_TK)
+        same_bits = same_bits and torch.equal(plain.weights_grad_TK, grouped.weights_grad_TK)
     rows_E = torch.bincount(part.ids_TK.flatten(), minlength=num_experts)
     rows_WL = torch.stack(
         [
@@ -170,17 +172,17 @@ def with_groups(rank: int, world: int, how: tuple[str, int, bool]) -> tuple[bool
         op: int(32 * rows.sum() + 4 * 20 * ((rows + 127) // 128).sum())
         for op, rows in {"combine backward": rows_E, "dispatch backward": rows_WL}.items()
     }
-    return same, {op: sent.get(op, 0) for op in formula}, formula
+    return same_bits, {op: sent.get(op, 0) for op in formula}, formula
 
 
 @pytest.mark.parametrize("weights_grad", [True, False])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", ["all_to_all", "all_gather", "shared_memory"])
-def test_group_scales_match_their_rows(backend: str, world: int, weights_grad: bool, pools: Any) -> None:
+def test_group_scales_are_applied_to_their_own_rows(backend: str, world: int, weights_grad: bool, pools: Any) -> None:
     if backend == "shared_memory":
         pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    for same, sent, formula in pools[world].run(with_groups, (backend, 5, weights_grad)):
-        assert same
+    for same_bits, sent, formula in pools[world].run(run_with_group_scales, (backend, 5, weights_grad)):
+        assert same_bits
         assert backend != "all_to_all" or sent == formula
 
 
@@ -211,11 +213,11 @@ def gradients(rank: int, world: int, wire_dtypes: WireDtypes) -> tuple[bool, str
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_gradients_with_fp8_are_those_of_one_rank_and_near_those_of_float64(world: int, pools: Any) -> None:
-    """Every bit against EP 1; against float64 within ``GRADIENTS`` of the largest."""
-    for ok, report, furthest in pools[world].run(gradients, ALL_FP8):
+def test_gradients_with_fp8_have_the_bits_of_one_rank_and_are_near_float64(world: int, pools: Any) -> None:
+    """Bits equal those of EP 1; errors against float64 are within ``GRADIENTS`` of the largest value."""
+    for ok, report, max_error in pools[world].run(gradients, ALL_FP8):
         assert ok, report
-        assert furthest > 1e-3, "farther away than fp32 would be: something was rounded"
+        assert max_error > 1e-3, "the error must exceed that of fp32, or nothing was rounded"
 
 
 # --- training ---
@@ -230,10 +232,10 @@ NOISE = 0.015
 def test_training_with_fp8_wire_dtypes_reaches_the_same_loss_up_to_noise(tmp_path: Path, pools: Any) -> None:
     settings = [*write_text(tmp_path), *LEARNING]
     plain = train(0, 1, settings)
-    assert plain.losses[-1] < 0.8 * plain.losses[0], "it learns"
+    assert plain.losses[-1] < 0.8 * plain.losses[0], "the loss must fall"
     for backend, wire_dtypes in {"all_to_all": DEEPSEEK, "auto": EVERYWHERE}.items():
-        for found in pools[2].run(train, [*settings, *wire_dtypes, f"parallel.backend={backend}"], timeout=120):
-            assert found.status == plain.status
-            assert found.losses[-1] != pytest.approx(plain.losses[-1], rel=1e-5), "the wire dtypes are used"
-            assert sum(found.losses[-5:]) == pytest.approx(sum(plain.losses[-5:]), rel=NOISE)
-            assert found.validation == pytest.approx(plain.validation, rel=NOISE)
+        for result in pools[2].run(train, [*settings, *wire_dtypes, f"parallel.backend={backend}"], timeout=120):
+            assert result.status == plain.status
+            assert result.losses[-1] != pytest.approx(plain.losses[-1], rel=1e-5), "the wire dtypes must be used"
+            assert sum(result.losses[-5:]) == pytest.approx(sum(plain.losses[-5:]), rel=NOISE)
+            assert result.validation == pytest.approx(plain.validation, rel=NOISE)

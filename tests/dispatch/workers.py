@@ -26,7 +26,7 @@ from tests.dispatch.cases import Batch, Case
 
 @dataclass(frozen=True)
 class Job:
-    """backend: of ``make_dispatcher``, or "plain" for the reference. device: where the tensors are."""
+    """backend: of ``make_dispatcher``, or "plain" for the reference. device: of the tensors. how: how a rank fails."""
 
     backend: str
     device: str = "cpu"
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of one rank. experts_grad: of this rank's experts. rows_RD: from dispatch."""
+    """Results of one rank. experts_grad: gradients of this rank's experts. rows_RD: the dispatched rows."""
 
     y_TD: Tensor
     x_grad_TD: Tensor
@@ -100,7 +100,7 @@ def layer(dispatcher: Dispatcher, case: Case, part: Batch, experts: Tensor) -> R
     weights_TK = part.weights_TK.clone().requires_grad_(case.weights_grad)
     experts = experts.clone().requires_grad_()
     ids_TK = part.ids_TK
-    seen: list[Any] = []
+    dispatched: list[Any] = []
 
     def forward(x_TD: Tensor, weights_TK: Tensor) -> Tensor:
         ids = ids_TK
@@ -109,7 +109,7 @@ def layer(dispatcher: Dispatcher, case: Case, part: Batch, experts: Tensor) -> R
             x_TD = x_TD.as_strided(x_TD.shape, x_TD.stride()) if view.numel() == 0 else _Restride.apply(x_TD)
             ids = cases.strided(ids)
         rows, handle = (d := dispatcher.dispatch(x_TD, ids, label=case.name)).rows_RD, d.handle
-        seen.append((rows.detach().clone(), handle))
+        dispatched.append((rows.detach().clone(), handle))
         out = run_experts(rows, handle.rows_per_expert, experts)
         return dispatcher.combine(out, weights_TK, handle)
 
@@ -118,7 +118,7 @@ def layer(dispatcher: Dispatcher, case: Case, part: Batch, experts: Tensor) -> R
     else:
         y_TD = forward(x_TD, weights_TK)
     y_TD.backward(cases.strided(part.grad_TD) if case.strided else part.grad_TD)
-    rows_RD, handle = seen[-1]
+    rows_RD, handle = dispatched[-1]
     assert x_TD.grad is not None
     grad_TK = weights_TK.grad
     assert experts.grad is not None or not len(experts) or case.checkpoint
@@ -185,7 +185,7 @@ def run_case(case: Case, job: Job, group: Any, rank: int, world: int) -> Result:
 
 
 def run_cases(rank: int, world: int, job: Job) -> dict[str, Result | str]:
-    """Run every case. Return results by name, or the traceback of a failure."""
+    """Run every case. Return each case's result, or the traceback of the first failure."""
     results: dict[str, Result | str] = {}
     group = dist.group.WORLD
     for case in cases.CASES:
@@ -193,7 +193,7 @@ def run_cases(rank: int, world: int, job: Job) -> dict[str, Result | str]:
             results[case.name] = run_case(case, job, group, rank, world)
         except Exception:
             results[case.name] = traceback.format_exc()
-            break  # ranks may be in different operations now
+            break  # after a failure the ranks may be in different operations
     return results
 
 
@@ -247,12 +247,14 @@ def many_shapes(rank: int, world: int, job: Job) -> list[str]:
         batch, _ = cases.make(case)
         ones = torch.ones(8, case.hidden, device=job.device)
         own = dispatcher.local_experts
-        whole = layer(reference, case, to_device(batch, job.device), ones)
-        mine = layer(dispatcher, case, to_device(batch.part(case, rank, world), job.device), ones[own.start : own.stop])
+        expected = layer(reference, case, to_device(batch, job.device), ones)
+        actual = layer(
+            dispatcher, case, to_device(batch.part(case, rank, world), job.device), ones[own.start : own.stop]
+        )
         sizes = case.tokens_per_rank(world)
         rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        same = torch.equal(mine.y_TD, whole.y_TD[rows]) and torch.equal(mine.x_grad_TD, whole.x_grad_TD[rows])
-        if not same or not torch.equal(mine.weights_grad_TK, whole.weights_grad_TK[rows]):
+        same = torch.equal(actual.y_TD, expected.y_TD[rows]) and torch.equal(actual.x_grad_TD, expected.x_grad_TD[rows])
+        if not same or not torch.equal(actual.weights_grad_TK, expected.weights_grad_TK[rows]):
             wrong.append(str(case))
     return wrong
 
@@ -271,7 +273,7 @@ def caught(action: Callable[[], Any]) -> ErrorText:
     return "", ""
 
 
-def _good(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Tensor]:
+def _valid_inputs(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Tensor]:
     """Return x and ids of a valid call."""
     g = torch.Generator().manual_seed(5)
     hidden, top_k, dtype = changes.get("hidden", 8), changes.get("top_k", 2), changes.get("dtype", torch.float32)
@@ -281,15 +283,15 @@ def _good(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Ten
 
 
 def _dispatch_with(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, DispatchHandle]:
-    x_TD, ids_TK = _good(dispatcher, job, **changes)
+    x_TD, ids_TK = _valid_inputs(dispatcher, job, **changes)
     if "bad_id" in changes:
         ids_TK[4, 1] = changes["bad_id"]
     if "flat" in changes:
         x_TD = x_TD[0]
     if "grad" in changes:
         x_TD.requires_grad_()
-    found = dispatcher.dispatch(x_TD, ids_TK, label=changes.get("label", "moe.3"))
-    return found.rows_RD, found.handle
+    dispatched = dispatcher.dispatch(x_TD, ids_TK, label=changes.get("label", "moe.3"))
+    return dispatched.rows_RD, dispatched.handle
 
 
 INPUT_FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -312,14 +314,14 @@ INPUT_FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def faults(rank: int, world: int, job: Job) -> dict[str, tuple[ErrorText, bool]]:
     """Cause each fault on the last rank only. Return what this rank raises, and whether the next call works."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    found = {}
+    outcomes = {}
     expected = _dispatch_with(dispatcher, job)[0]
     for name, (_, _, changes) in INPUT_FAULTS.items():
         error_texts = caught(
             lambda changes=changes: _dispatch_with(dispatcher, job, **(changes if rank == world - 1 else {}))
         )
-        found[name] = error_texts, torch.equal(expected, _dispatch_with(dispatcher, job)[0])
-    return found
+        outcomes[name] = error_texts, torch.equal(expected, _dispatch_with(dispatcher, job)[0])
+    return outcomes
 
 
 def order_of_calls(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
@@ -369,20 +371,20 @@ def bad_combine(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
 
 def handle_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
     """Two dispatchers dispatch the same tokens; the last rank passes the handle of the second one to the first one."""
-    made = [build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world) for _ in range(2)]
-    (rows, handle), (_, other) = [_dispatch_with(dispatcher, job) for dispatcher in made]
+    dispatchers = [build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world) for _ in range(2)]
+    (rows, handle), (_, other) = [_dispatch_with(dispatcher, job) for dispatcher in dispatchers]
     weights = torch.ones(6, 2, device=job.device)
-    error_texts = caught(lambda: made[0].combine(rows, weights, other if rank == world - 1 else handle))
-    return error_texts, all(torch.equal(rows, _dispatch_with(dispatcher, job)[0]) for dispatcher in made)
+    error_texts = caught(lambda: dispatchers[0].combine(rows, weights, other if rank == world - 1 else handle))
+    return error_texts, all(torch.equal(rows, _dispatch_with(dispatcher, job)[0]) for dispatcher in dispatchers)
 
 
 def call_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
     """The last rank uses another dispatcher, with more experts unless that needs shared memory."""
     more = replace(cases.BY_NAME["plain"], num_experts=8 if job.backend == "peer_to_peer" else 19)
-    made = [build(case, dist.group.WORLD, job, rank, world) for case in (cases.BY_NAME["plain"], more)]
-    expected = [_dispatch_with(dispatcher, job)[0] for dispatcher in made]
-    error_texts = caught(lambda: _dispatch_with(made[rank == world - 1], job))
-    again = [_dispatch_with(dispatcher, job)[0] for dispatcher in made]
+    dispatchers = [build(case, dist.group.WORLD, job, rank, world) for case in (cases.BY_NAME["plain"], more)]
+    expected = [_dispatch_with(dispatcher, job)[0] for dispatcher in dispatchers]
+    error_texts = caught(lambda: _dispatch_with(dispatchers[rank == world - 1], job))
+    again = [_dispatch_with(dispatcher, job)[0] for dispatcher in dispatchers]
     return error_texts, all(map(torch.equal, expected, again))
 
 
@@ -400,7 +402,7 @@ def raises_in_between(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]
     """The last rank's experts raise, forward or backward (job.how)."""
     last = rank == world - 1
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    x_TD, ids_TK = _good(dispatcher, job)
+    x_TD, ids_TK = _valid_inputs(dispatcher, job)
     expected = dispatcher.dispatch(x_TD, ids_TK).rows_RD
 
     def act() -> None:
@@ -427,22 +429,22 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def any_strides(rank: int, world: int, job: Job) -> list[str]:
-    """Use any strides of inputs and gradients; only rank 0 has experts. Return cases with other bits."""
+    """Use inputs and gradients of different strides; rank 0 has no experts. Return the cases with different bits."""
     wrong = []
     for dtype, hidden in ((torch.float32, 8), (torch.bfloat16, 5), (torch.float32, 1)):
         case = Case("", tokens=9, hidden=hidden, dtype=dtype, num_experts=3, split="even", placement="uneven")
         dispatcher = build(case, dist.group.WORLD, job, rank, world)
         part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
-        for name, of in STRIDES.items():
-            found = []
-            for change in (of, lambda x, of=of: of(x).contiguous().clone()):
+        for name, restride in STRIDES.items():
+            results = []
+            for change in (restride, lambda x, restride=restride: restride(x).contiguous().clone()):
                 x_TD, w_TK = (change(t).detach().requires_grad_() for t in (part.x_TD, part.weights_TK))
                 sent = dispatcher.dispatch(x_TD, part.ids_TK)
                 rows_RD = change(sent.rows_RD)
                 y_TD = dispatcher.combine(rows_RD, w_TK, sent.handle)
                 y_TD.backward(change(part.grad_TD))
-                found.append((sent.rows_RD, y_TD, w_TK.grad, torch.zeros(()) if x_TD.grad is None else x_TD.grad))
-            if not all(map(torch.equal, *found)):
+                results.append((sent.rows_RD, y_TD, w_TK.grad, torch.zeros(()) if x_TD.grad is None else x_TD.grad))
+            if not all(map(torch.equal, *results)):
                 wrong.append(f"{name} {dtype} {hidden}")
     return wrong
 
@@ -487,8 +489,8 @@ def lose_a_rank(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText]:
     dist.barrier()  # new processes take long to import modules, which would exceed the dispatcher's deadline
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     name, _, where = job.how.partition(" ")
-    x_TD, ids_TK = _good(dispatcher, job)
-    found = dispatcher.dispatch(x_TD.requires_grad_(), ids_TK, label="moe.3")
+    x_TD, ids_TK = _valid_inputs(dispatcher, job)
+    sent = dispatcher.dispatch(x_TD.requires_grad_(), ids_TK, label="moe.3")
     weights_TK = torch.ones(6, 2, device=job.device, requires_grad=True)
     dist.barrier()
 
@@ -497,10 +499,10 @@ def lose_a_rank(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText]:
             os.kill(os.getpid(), signal.Signals[name])
 
     if where == "backward":
-        y_TD = dispatcher.combine(found.rows_RD, weights_TK, found.handle)
+        y_TD = dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)
         die()
         error_texts = caught(lambda: y_TD.sum().backward())
     else:
         die()
-        error_texts = caught(lambda: dispatcher.combine(found.rows_RD, weights_TK, found.handle))
+        error_texts = caught(lambda: dispatcher.combine(sent.rows_RD, weights_TK, sent.handle))
     return error_texts, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))

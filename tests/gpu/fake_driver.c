@@ -1,4 +1,5 @@
-// A CUDA driver for tests: keeps what it was told and answers as the real one would. One device, one context a device.
+// A fake CUDA driver for tests. It records launches and attributes, and returns the status codes of a real driver.
+// Each device has one context, number 1000 + device.
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -38,12 +39,12 @@ API int cuModuleLoadData(void** module, const void* image) {
 }
 API int cuModuleGetFunction(void** function, void* module, const char* name) {
   if (module != loaded || !strcmp(name, absent)) return 500;
-  *function = (void*)(intptr_t)(name[strlen(name) - 1]);  // its last letter
+  *function = (void*)(intptr_t)(name[strlen(name) - 1]);  // a function is identified by the last letter of its name
   return 0;
 }
 API int cuFuncSetAttribute(void* function, int attribute, int value) {
-  int64_t* kept = attributes[num_attributes++];
-  kept[0] = (intptr_t)function, kept[1] = attribute, kept[2] = value;
+  int64_t* entry = attributes[num_attributes++];
+  entry[0] = (intptr_t)function, entry[1] = attribute, entry[2] = value;
   return 0;
 }
 API int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsigned grid_z, unsigned block, unsigned block_y,
@@ -53,10 +54,10 @@ API int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsigned 
     return 700;
   }
   if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra) return 1;
-  struct launch* kept = &launches[num_launches++];
-  kept->function = (intptr_t)function, kept->grid = grid, kept->block = block, kept->shared = shared;
-  kept->stream = (intptr_t)stream, kept->context = current;
-  memcpy(kept->words, arguments[0], 10 * 8);  // as many as every kernel has
+  struct launch* launch = &launches[num_launches++];
+  launch->function = (intptr_t)function, launch->grid = grid, launch->block = block, launch->shared = shared;
+  launch->stream = (intptr_t)stream, launch->context = current;
+  memcpy(launch->words, arguments[0], 10 * 8);  // all kernels of the tests have 10 words
   return 0;
 }
 API int cuGetErrorName(int status, const char** text) {

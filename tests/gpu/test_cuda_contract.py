@@ -1,8 +1,9 @@
-"""The contract on CUDA tensors: rows as on the CPU, bits as plain torch on the same device, values as on the CPU.
+"""The dispatch contract on CUDA tensors: rows equal those of the CPU, bits equal plain torch on the same device,
+and values are close to those of the CPU.
 
 One GPU is enough: the group is NCCL with one rank, on which ``all_to_all`` and ``all_gather`` are built directly
-(``make_dispatcher`` would take ``local`` there). Several ranks with CUDA tensors, which gloo carries through host
-memory, are ``pytest tests/dispatch --device cuda``.
+(``make_dispatcher`` would take ``local`` there). ``pytest tests/dispatch --device cuda`` tests several ranks with
+CUDA tensors, which gloo copies through host memory.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.fixture(autouse=True)
 def repeatable_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    # cuBLAS is repeatable only with a fixed workspace, and torch's deterministic mode insists on it.
+    # cuBLAS is deterministic only with a fixed workspace, and torch's deterministic mode requires it.
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -67,31 +68,31 @@ def on_cuda(dispatcher: Dispatcher, case: Case) -> Result:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_agrees_with_the_cpu_and_has_plain_torchs_bits(backend: str, name: str, group: dist.ProcessGroup) -> None:
     case = cases.BY_NAME[name]
-    ours = on_cuda(build(backend, case.num_experts, group), case)
+    result = on_cuda(build(backend, case.num_experts, group), case)
     plain = on_cuda(LocalDispatcher(ExpertPlacement.balanced(case.num_experts, 1), None, 0, DispatchOptions()), case)
     cpu = workers.run_case(case, Job("plain"), None, 0, 1)
-    assert ours.rows_per_expert == cpu.rows_per_expert
-    assert ours.num_dropped == cpu.num_dropped
-    assert torch.equal(ours.rows_RD, cpu.rows_RD)
+    assert result.rows_per_expert == cpu.rows_per_expert
+    assert result.num_dropped == cpu.num_dropped
+    assert torch.equal(result.rows_RD, cpu.rows_RD)
     for field in FIELDS:
-        found, same, close = getattr(ours, field), getattr(plain, field), getattr(cpu, field)
-        assert (found is None) == (close is None)
-        if found is not None:
-            assert torch.equal(found, same), field
-            assert_close(found, close, case, field)
+        actual, expected_bits, expected_values = getattr(result, field), getattr(plain, field), getattr(cpu, field)
+        assert (actual is None) == (expected_values is None)
+        if actual is not None:
+            assert torch.equal(actual, expected_bits), field
+            assert_close(actual, expected_values, case, field)
 
 
-def assert_close(found: Tensor, expected: Tensor, case: Case, field: str) -> None:
-    """Within a few roundings of the largest value: the experts' GEMMs add in another order on each device."""
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
-    assert not found.isnan().any(), field
-    if not found.numel():
+def assert_close(actual: Tensor, expected: Tensor, case: Case, field: str) -> None:
+    """Allow a few roundings of the largest value, because GEMMs add in a different order on each device."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert not actual.isnan().any(), field
+    if not actual.numel():
         return
     dtypes = {case.dtype, case.weights_dtype, torch.float32}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     scale = max(1.0, float(expected.abs().max()))
-    difference = float((found.double() - expected.double()).abs().max())
+    difference = float((actual.double() - expected.double()).abs().max())
     assert difference <= 8 * eps * scale * case.hidden**0.5, f"{field} differs by {difference}"
 
 
@@ -119,9 +120,9 @@ def test_every_gradient_of_the_layer_agrees_with_float64(dtype: str, group: dist
 
 def test_our_kernels_run_on_every_device() -> None:
     native = pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    found = native.cuda_probe()
-    if found is None:
+    probe_json = native.cuda_probe()
+    if probe_json is None:
         pytest.skip("built without CUDA")
-    probe = json.loads(found)
+    probe = json.loads(probe_json)
     assert len(probe["devices"]) == torch.cuda.device_count()
     assert all(device["kernel_ran"] for device in probe["devices"]), probe

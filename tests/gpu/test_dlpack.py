@@ -3,35 +3,88 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_comm.dispatch import make_dispatcher
+from moe_comm.errors import MoeCommError
+from tests.pool import RankPool
 
 
-def there_and_back(arrays: ModuleType, backend: str) -> None:
+def dispatch_and_combine(arrays: ModuleType, backend: str) -> None:
     """Dispatch and combine tokens of ``arrays``, and return the result as its array."""
     x_TD = arrays.arange(12, dtype=arrays.float32).reshape(3, 4)
     ids_TK = arrays.asarray([[0, 1], [3, 2], [1, 3]])
     weights_TK = arrays.asarray([[0.5, 0.5], [1.0, 1.0], [2.0, 1.0]], dtype=arrays.float32)
-    x, ids, weights = map(torch.from_dlpack, (x_TD, ids_TK, weights_TK))
-    dispatcher = make_dispatcher(4, None, backend=backend, device=x.device)
-    sent = dispatcher.dispatch(x, ids)
+    dispatcher = make_dispatcher(4, None, backend=backend, device=torch.from_dlpack(x_TD).device)
+    sent = dispatcher.dispatch(x_TD, ids_TK)
     rows_RD = arrays.from_dlpack(sent.rows_RD)
     assert [int(row[0]) for row in rows_RD] == [0, 0, 8, 4, 4, 8], "by expert"
-    y = dispatcher.combine(torch.from_dlpack(2 * rows_RD), weights, sent.handle)
+    y = dispatcher.combine(2 * rows_RD, weights_TK, sent.handle)
     expected_TD = 2 * x_TD * arrays.asarray([[1.0], [2.0], [3.0]], dtype=arrays.float32)
     assert bool((arrays.from_dlpack(y) == expected_TD).all())
 
 
 def test_numpy_arrays_are_exchanged() -> None:
-    there_and_back(np, "local")
+    dispatch_and_combine(np, "local")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["local", "peer_to_peer"])
 def test_cupy_arrays_are_exchanged(backend: str) -> None:
-    there_and_back(pytest.importorskip("cupy"), backend)
+    dispatch_and_combine(pytest.importorskip("cupy"), backend)
+
+
+class CupyArray:
+    """An array that shares its memory as CuPy's do: only through DLPack, on the stream of the reader."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        self.readers: list[object] = []
+
+    def __dlpack__(self, *, stream: object = None, **versions: object) -> object:
+        self.readers.append(stream)
+        return self.values.__dlpack__(**versions)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.values.__dlpack_device__()
+
+
+def test_arrays_are_read_in_place() -> None:
+    x_TD, ids_TK = CupyArray(np.ones((2, 3), np.float32)), CupyArray(np.array([[1, 0], [0, 1]]))
+    weights_TK = np.full((2, 2), 0.5, np.float32)
+    dispatcher = make_dispatcher(2)
+    sent = dispatcher.dispatch(x_TD, ids_TK)
+    rows = CupyArray(np.from_dlpack(sent.rows_RD))
+    rows.values[:] = 7
+    assert bool((sent.rows_RD == 7).all()), "the memory is shared"
+    y_TD = dispatcher.combine(rows, weights_TK, sent.handle)
+    assert bool((y_TD == 7).all())
+    assert [len(array.readers) for array in (x_TD, ids_TK, rows)] == [1, 1, 1]
+
+
+def wrong_arrays(rank: int, world: int, case: str) -> str:
+    """Pass an unusable array on rank 1, and return the error of this rank."""
+    dispatcher = make_dispatcher(4, dist.group.WORLD, backend="all_to_all")
+    x_TD, ids_TK = np.ones((2, 3), np.float32), np.array([[1, 0], [0, 1]])
+    wrong: Any = x_TD
+    if rank == 1:
+        wrong = [[1.0, 2.0]] if case == "list" else x_TD.astype(object)
+    try:
+        dispatcher.dispatch(wrong, ids_TK)
+    except MoeCommError as error:
+        message = f"{type(error).__name__}: {error}"
+    assert dispatcher.dispatch(x_TD, ids_TK).rows_RD.shape[1] == 3, "the group stays usable"
+    return message
+
+
+def test_unusable_arrays_are_an_error_on_every_rank() -> None:
+    with RankPool(2) as pool:
+        for case, kind in (("list", "builtins.list"), ("objects", "numpy.ndarray")):
+            for message in pool.run(wrong_arrays, case):
+                assert "expected a tensor, or an array with DLPack; got " + kind in message, message

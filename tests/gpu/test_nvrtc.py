@@ -34,11 +34,11 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def compiler() -> Nvrtc:
-    return nvrtc.find()  # the extra dev installs it, as does torch for CUDA
+    return nvrtc.find()  # installed by the extra "dev", and by torch for CUDA
 
 
 class Counting:
-    """An NVRTC that compiles nothing and counts."""
+    """A fake NVRTC that counts compilations."""
 
     version = (13, 0)
 
@@ -50,7 +50,7 @@ class Counting:
         return f"{arch} {sorted(headers)}".encode()
 
 
-def kept(folder: Path, compiler: object, files: dict[str, str] = FILES, arch: str = "sm_90a") -> bytes:
+def compile_cached(folder: Path, compiler: object, files: dict[str, str] = FILES, arch: str = "sm_90a") -> bytes:
     return nvrtc.kernels(arch, compiler=compiler, sources=files, source="cuda/add.cu", folder=folder)  # type: ignore[arg-type]
 
 
@@ -68,7 +68,7 @@ def test_our_kernels_compile_without_a_gpu(compiler: Nvrtc, arch: str, tmp_path:
         assert f"p2p_{name}\0".encode() in code, name
 
 
-def test_the_native_core_contains_the_device_code_of_the_tree() -> None:
+def test_the_native_core_contains_the_current_device_sources() -> None:
     pytest.importorskip("moe_comm._C", reason="the native core is not built")
     carried = nvrtc.needed(nvrtc.SOURCE, nvrtc.carried_sources())
     assert carried == nvrtc.needed(nvrtc.SOURCE, read_tree(CSRC)), "rebuild the native core"
@@ -105,15 +105,15 @@ def test_a_gpu_that_is_too_old_is_refused() -> None:
 
 def test_kernels_are_compiled_once_and_again_when_anything_changes(tmp_path: Path) -> None:
     counting = Counting()
-    first = kept(tmp_path, counting)
+    first = compile_cached(tmp_path, counting)
     assert first == b"sm_90a ['cuda/add.cu', 'cuda/words.h']"
-    assert kept(tmp_path, counting) == first
-    assert kept(tmp_path, counting, FILES | {"cuda/other.h": "changed"}) == first, "it is not included"
+    assert compile_cached(tmp_path, counting) == first
+    assert compile_cached(tmp_path, counting, FILES | {"cuda/other.h": "changed"}) == first, "other.h is not included"
     assert counting.compiled == 1
-    kept(tmp_path, counting, FILES | {"cuda/words.h": FILES["cuda/words.h"] + "// changed\n"})
-    kept(tmp_path, counting, arch="sm_80")
+    compile_cached(tmp_path, counting, FILES | {"cuda/words.h": FILES["cuda/words.h"] + "// changed\n"})
+    compile_cached(tmp_path, counting, arch="sm_80")
     counting.version = (13, 1)
-    kept(tmp_path, counting)
+    compile_cached(tmp_path, counting)
     assert counting.compiled == 4
     assert len(list(tmp_path.iterdir())) == 4
 
@@ -121,45 +121,45 @@ def test_kernels_are_compiled_once_and_again_when_anything_changes(tmp_path: Pat
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: b"", lambda whole: whole + b"x"])
 def test_a_damaged_file_is_compiled_again(tmp_path: Path, damage: object) -> None:
     counting = Counting()
-    code = kept(tmp_path, counting)
+    code = compile_cached(tmp_path, counting)
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    assert kept(tmp_path, counting) == code
+    assert compile_cached(tmp_path, counting) == code
     assert counting.compiled == 2
-    assert kept(tmp_path, counting) == code
+    assert compile_cached(tmp_path, counting) == code
     assert counting.compiled == 2
 
 
 def test_concurrent_compilations_leave_one_complete_file(tmp_path: Path) -> None:
-    at_once = threading.Barrier(8)
+    barrier = threading.Barrier(8)
 
     class Slow(Counting):
         def compile(self, source: str, headers: dict[str, str], arch: str) -> bytes:
-            at_once.wait(30)
+            barrier.wait(30)
             return b"x" * 100_000
 
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: kept(tmp_path, Slow()), range(8)))
-    assert set(found) == {b"x" * 100_000}
+        codes = list(threads.map(lambda _: compile_cached(tmp_path, Slow()), range(8)))
+    assert set(codes) == {b"x" * 100_000}
     assert [path.suffix for path in tmp_path.iterdir()] == [".bin"]
 
 
 def test_a_folder_that_is_not_writable_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("not a folder")
-    assert kept(tmp_path / "file" / "kernels", Counting()).startswith(b"sm_90a")
+    assert compile_cached(tmp_path / "file" / "kernels", Counting()).startswith(b"sm_90a")
     assert "compiles them again" in caplog.text
 
 
-def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert nvrtc.cache_folder() == tmp_path / "moe_comm" / "kernels"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which XDG says to ignore
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG specification says to ignore relative paths
     assert nvrtc.cache_folder() == Path.home() / ".cache" / "moe_comm" / "kernels"
 
 
 # --- the driver, simulated by a library that records its calls ---
 
-GROUP = (
+GROUP_WORDS = (
     "world",
     "rank",
     "experts",
@@ -171,8 +171,8 @@ GROUP = (
     "abort_at",
     "timeout_ns",
 )
-WORDS = dict.fromkeys(GROUP, 0)
-"""What ``done`` and ``ll_ready`` take."""
+WORDS = dict.fromkeys(GROUP_WORDS, 0)
+"""The arguments of the kernels ``done`` and ``ll_ready``."""
 
 
 class Launched(ctypes.Structure):
@@ -185,7 +185,7 @@ class Launched(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cc = shutil.which("cc") or shutil.which("gcc")
-    assert cc is not None, "building moe_comm takes a compiler, and so does this"
+    assert cc is not None, "this test needs a C compiler, which building moe_comm needs as well"
     path = tmp_path_factory.mktemp("driver") / "libcuda.so"
     source = Path(__file__).with_name("fake_driver.c")
     subprocess.run([cc, "-shared", "-fPIC", "-Wall", "-Werror", "-o", path, source], check=True, timeout=60)
@@ -193,17 +193,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fake(library: Path, tmp_path: Path) -> tuple[driver.Driver, ctypes.CDLL]:
-    path = shutil.copy(library, tmp_path / "libcuda.so")  # another file: another, empty memory
-    found = ctypes.CDLL(path)
-    found.fake_launches.restype = ctypes.POINTER(Launched)
-    found.fake_attributes.restype = ctypes.POINTER(ctypes.c_int64)
-    found.fake_loaded.restype = ctypes.c_char_p
-    return driver.Driver(path), found
+def fake_driver(library: Path, tmp_path: Path) -> tuple[driver.Driver, ctypes.CDLL]:
+    # A library loaded from another file has records of its own, which are empty.
+    path = shutil.copy(library, tmp_path / "libcuda.so")
+    loaded_library = ctypes.CDLL(path)
+    loaded_library.fake_launches.restype = ctypes.POINTER(Launched)
+    loaded_library.fake_attributes.restype = ctypes.POINTER(ctypes.c_int64)
+    loaded_library.fake_loaded.restype = ctypes.c_char_p
+    return driver.Driver(path), loaded_library
 
 
-def launcher(given: driver.Driver, device: int = 0, code: bytes = b"code!") -> driver.NvrtcLauncher:
-    return driver.NvrtcLauncher(torch.device("cuda", device), code=code, driver=given)
+def launcher(driver_api: driver.Driver, device: int = 0, code: bytes = b"code!") -> driver.NvrtcLauncher:
+    return driver.NvrtcLauncher(torch.device("cuda", device), code=code, driver=driver_api)
 
 
 def launches(library: ctypes.CDLL) -> list[Launched]:
@@ -212,34 +213,34 @@ def launches(library: ctypes.CDLL) -> list[Launched]:
     return [first[i] for i in range(count.value)]
 
 
-def test_a_launch_reaches_the_driver_with_its_words_in_order(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
-    given, library = fake
-    ours = launcher(given)
+def test_a_launch_passes_its_arguments_to_the_driver_in_order(fake_driver: tuple[driver.Driver, ctypes.CDLL]) -> None:
+    driver_api, library = fake_driver
+    cuda_launcher = launcher(driver_api)
     assert library.fake_loaded() == b"code!"
-    ours.launch("done", 7, 256, 1024, 99, {**WORDS, "timeout_ns": -3, "world": 1 << 40, "rank": 2})
-    ours.launch("ll_ready", 1, 32, 0, 0, WORDS)
-    ours.launch("ll_ready", 0, 32, 0, 0, WORDS)
-    first, second = launches(library)  # an empty grid is none
+    cuda_launcher.launch("done", 7, 256, 1024, 99, {**WORDS, "timeout_ns": -3, "world": 1 << 40, "rank": 2})
+    cuda_launcher.launch("ll_ready", 1, 32, 0, 0, WORDS)
+    cuda_launcher.launch("ll_ready", 0, 32, 0, 0, WORDS)
+    first, second = launches(library)  # a launch with an empty grid is skipped
     assert (first.function, first.grid, first.block, first.shared, first.stream) == (ord("e"), 7, 256, 1024, 99)
     assert struct.unpack("10q", bytes(first.words[:80])) == (1 << 40, 2, *[0] * 7, -3)
     assert (second.function, second.grid, second.block) == (ord("y"), 1, 32)
 
 
-def test_every_thread_launches_in_the_device_s_context_and_gets_its_own_back(
-    fake: tuple[driver.Driver, ctypes.CDLL],
+def test_launches_use_the_context_of_their_device_and_restore_the_threads_context(
+    fake_driver: tuple[driver.Driver, ctypes.CDLL],
 ) -> None:
-    given, library = fake
-    ours = [launcher(given, 0), launcher(given, 3)]
+    driver_api, library = fake_driver
+    launchers = [launcher(driver_api, 0), launcher(driver_api, 3)]
 
     def launch_all() -> int | None:
         current = ctypes.c_void_p()
-        given.set_context(ctypes.c_void_p(1000))
-        for each in ours:
-            each.launch("done", 1, 1, 0, 0, WORDS)
-        given.get_context(ctypes.byref(current))
+        driver_api.set_context(ctypes.c_void_p(1000))
+        for device_launcher in launchers:
+            device_launcher.launch("done", 1, 1, 0, 0, WORDS)
+        driver_api.get_context(ctypes.byref(current))
         return current.value
 
-    thread = threading.Thread(target=lambda: ours[1].launch("done", 1, 1, 0, 0, WORDS))
+    thread = threading.Thread(target=lambda: launchers[1].launch("done", 1, 1, 0, 0, WORDS))
     thread.start()
     thread.join(30)
     assert launch_all() == 1000
@@ -247,49 +248,51 @@ def test_every_thread_launches_in_the_device_s_context_and_gets_its_own_back(
 
 
 def test_more_shared_memory_than_the_default_is_requested_once(
-    fake: tuple[driver.Driver, ctypes.CDLL],
+    fake_driver: tuple[driver.Driver, ctypes.CDLL],
 ) -> None:
-    given, library = fake
-    ours = launcher(given)
+    driver_api, library = fake_driver
+    cuda_launcher = launcher(driver_api)
     for shared in (48 * 1024, 100_000, 60_000, 100_000, 200_000):
-        ours.launch("done", 1, 32, shared, 0, WORDS)
+        cuda_launcher.launch("done", 1, 32, shared, 0, WORDS)
     count = ctypes.c_int()
-    asked = library.fake_attributes(ctypes.byref(count))
-    assert [asked[3 * i + 2] for i in range(count.value)] == [100_000, 200_000]
+    attributes = library.fake_attributes(ctypes.byref(count))
+    assert [attributes[3 * i + 2] for i in range(count.value)] == [100_000, 200_000]
     assert [launch.shared for launch in launches(library)] == [48 * 1024, 100_000, 60_000, 100_000, 200_000]
 
 
-def test_an_operation_s_launches_reach_the_driver(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
-    given, library = fake
-    turns = Turns(GroupShape(0, (0, 2)), single_block(1 << 16, torch.device("cpu")), launcher(given, device=2))
+def test_the_kernels_of_an_operation_are_launched_through_the_driver(
+    fake_driver: tuple[driver.Driver, ctypes.CDLL],
+) -> None:
+    driver_api, library = fake_driver
+    turns = Turns(GroupShape(0, (0, 2)), single_block(1 << 16, torch.device("cpu")), launcher(driver_api, device=2))
     turns.begin(7.0)
     turns.meet(bytes(8 * HEADER_WORDS), NOTHING)
     turns.plan.receive_few(1, 0)
     meet, arrive = launches(library)
     assert (meet.function, meet.grid, meet.block) == (ord("t"), 1, 1024) and arrive.function == ord("e")
-    for one in (meet, arrive):
-        assert one.context == 1002 and struct.unpack("10q", bytes(one.words[:80]))[-1] == 7 * 10**9
+    for launch in (meet, arrive):
+        assert launch.context == 1002 and struct.unpack("10q", bytes(launch.words[:80]))[-1] == 7 * 10**9
     library.fake_refuse_next()
     with pytest.raises(KernelError, match="cuLaunchKernel with error 700"):
         turns.meet(bytes(8 * HEADER_WORDS), NOTHING)
     assert turns.turn == 1
 
 
-def test_an_error_of_the_driver_is_raised_with_its_text(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
-    given, library = fake
-    ours = launcher(given)
+def test_an_error_of_the_driver_is_raised_with_its_text(fake_driver: tuple[driver.Driver, ctypes.CDLL]) -> None:
+    driver_api, library = fake_driver
+    cuda_launcher = launcher(driver_api)
     library.fake_refuse_next()
     with pytest.raises(KernelError, match=r"cuLaunchKernel with error 700 \(CUDA_ERROR_ILLEGAL_ADDRESS: in words\)"):
-        ours.launch("done", 1, 1, 0, 0, WORDS)
+        cuda_launcher.launch("done", 1, 1, 0, 0, WORDS)
     with pytest.raises(ConfigError, match="missing words"):
-        ours.launch("done", 1, 1, 0, 0, {"world": 0})
-    ours.launch("done", 1, 1, 0, 0, WORDS)
+        cuda_launcher.launch("done", 1, 1, 0, 0, {"world": 0})
+    cuda_launcher.launch("done", 1, 1, 0, 0, WORDS)
     library.fake_lose(b"p2p_spread")
     with pytest.raises(KernelError, match="cuModuleGetFunction"):
-        launcher(given)
+        launcher(driver_api)
     assert len(launches(library)) == 1
 
 
-def test_a_machine_without_a_driver_says_so() -> None:
+def test_a_missing_cuda_driver_raises() -> None:
     with pytest.raises(KernelError, match="there is no CUDA driver"):
         driver.Driver("libcuda-that-is-not-there.so.1")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_comm.dispatch import WireDtypes
-from moe_comm.dispatch.peer_to_peer.access import SHARING
+from moe_comm.gpu.blocks import SHARING
 from tests.dispatch import test_peer_to_peer as on_cpu
 from tests.dispatch.workers import Job
 from tests.pool import RankPool
@@ -21,13 +21,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PEERS = replace(on_cpu.PEERS, emulate=False)
-JOB = Job("peer_to_peer", "cuda", timeout_s=60, peers=PEERS)
+JOB = Job("peer_to_peer", "cuda", timeout_s=10, peers=PEERS)
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, SHARING, "1")  # ranks inherit it, and torch reads it
+        patch.setitem(os.environ, SHARING, "1")  # the ranks inherit the variable, and torch reads it
         with RankPool(4) as pool:
             yield pool
 
@@ -48,20 +48,22 @@ def test_settings_do_not_change_bits(job: Job, pool: RankPool) -> None:
         assert of_rank == [(name, True) for name in on_cpu.SOME]
 
 
-def test_a_full_heap_is_the_same_error_on_every_rank_and_ranks_stay_usable(pool: RankPool) -> None:
+def test_a_full_heap_raises_on_every_rank_and_ranks_stay_usable(pool: RankPool) -> None:
     for full, combine, works_on in pool.run(on_cpu.no_room, replace(JOB, peers=replace(PEERS, heap_bytes=4096))):
         assert full[0] == "HeapError" and "rank 3 has no room in its heap for 32 rows" in full[1], full
         assert combine[0] == "HeapError" and works_on, combine
 
 
 def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_the_rest(pool: RankPool) -> None:
-    found = pool.run(on_cpu.fixed, replace(JOB, peers=replace(PEERS, capacity_rows=16)))
-    assert found == [(True, True, overflow, end) for overflow, end in ((0, 0), (0, 0), (2, 0), (6, 16))]
+    ranks = pool.run(on_cpu.fixed, replace(JOB, peers=replace(PEERS, capacity_rows=16)))
+    assert ranks == [(True, True, overflow, end) for overflow, end in ((0, 0), (0, 0), (2, 0), (6, 16))]
 
 
 @pytest.mark.parametrize("wire_dtype", ["same", "fp8_block"])
 def test_low_latency_has_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool: RankPool) -> None:
-    for good, many, between in pool.run(on_cpu.few, replace(JOB, wire_dtypes=WireDtypes(dispatch=wire_dtype))):
-        assert good
-        assert many[0] == "InputError" and "5 tokens" in many[1]
-        assert between[0] == "ConfigError" and "low_latency_combine" in between[1]
+    for same_result, too_many, in_between in pool.run(
+        on_cpu.few, replace(JOB, wire_dtypes=WireDtypes(dispatch=wire_dtype))
+    ):
+        assert same_result
+        assert too_many[0] == "InputError" and "got 5" in too_many[1]
+        assert in_between[0] == "ConfigError" and "low_latency_combine" in in_between[1]

@@ -12,7 +12,7 @@ from moe_comm.errors import KernelError, MissingDependency
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks" / "results" / "cuda-resources.json"
-AGAIN = "python -m benchmarks.cuda_resources --csrc csrc --json benchmarks/results/cuda-resources.json"
+UPDATE_COMMAND = "python -m benchmarks.cuda_resources --csrc csrc --json benchmarks/results/cuda-resources.json"
 MARGIN = 8
 """Tolerance in registers, because allocations of compilers differ."""
 
@@ -25,27 +25,28 @@ def nvcc() -> None:
         pytest.skip(str(error))
 
 
-def check(target: str) -> None:
+def check_resources(target: str) -> None:
     recorded = json.loads(RECORDED.read_text())
-    before = {row["kernel"]: row for row in recorded["results"] if row["target"] == target}
-    found = {row["kernel"]: row for row in cuda_resources.resources(target, cuda_resources.read_tree(ROOT / "csrc"))}
-    assert found.keys() == before.keys(), f"other kernels than in the table; run {AGAIN}"
-    for kernel, row in found.items():
-        was = before[kernel]
+    recorded_rows = {row["kernel"]: row for row in recorded["results"] if row["target"] == target}
+    measured = {row["kernel"]: row for row in cuda_resources.resources(target, cuda_resources.read_tree(ROOT / "csrc"))}
+    assert measured.keys() == recorded_rows.keys(), f"the kernels differ from the recorded ones; run {UPDATE_COMMAND}"
+    for kernel, row in measured.items():
+        limit = recorded_rows[kernel]
+        advice = f"{kernel}: fix it or run {UPDATE_COMMAND}: {row}, recorded {limit}"
         assert row["spill_bytes"] == 0, f"{kernel} spills: {row}"
-        assert row["registers"] <= was["registers"] + MARGIN, f"{kernel}: fix it, or {AGAIN}: {row}, was {was}"
-        assert row["shared_bytes"] <= was["shared_bytes"], f"{kernel}: fix it, or {AGAIN}: {row}, was {was}"
-        assert row["stack_bytes"] <= was["stack_bytes"], f"{kernel}: fix it, or {AGAIN}: {row}, was {was}"
+        assert row["registers"] <= limit["registers"] + MARGIN, advice
+        assert row["shared_bytes"] <= limit["shared_bytes"], advice
+        assert row["stack_bytes"] <= limit["stack_bytes"], advice
 
 
-def test_no_kernel_spills_or_takes_more_of_a_hopper_than_recorded() -> None:
-    check("sm_90a")
+def test_no_kernel_spills_or_exceeds_the_recorded_resources_on_hopper() -> None:
+    check_resources("sm_90a")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [target for target in cuda_resources.TARGETS if target != "sm_90a"])
-def test_no_kernel_spills_or_takes_more_of_another_generation_than_recorded(target: str) -> None:
-    check(target)
+def test_no_kernel_spills_or_exceeds_the_recorded_resources_on_other_generations(target: str) -> None:
+    check_resources(target)
 
 
 SPILLING = """

@@ -1,6 +1,7 @@
-"""The Triton kernels around dispatch on a GPU, at layers' sizes: the CPU's bits where they are promised, or float64.
+"""The Triton kernels around dispatch on a GPU, at the sizes of real layers.
 
-``tests/kernels/triton`` holds the same kernels against the same references in Triton's interpreter, at odd sizes.
+Results are compared with the bits of the CPU where the contract promises them, otherwise with float64.
+``tests/kernels/triton`` compares the same kernels with the same references in Triton's interpreter, at odd sizes.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def test_swiglu_agrees_with_float64_and_fp8_has_the_cpus_bytes(dtype: torch.dtyp
         swiglu_forward_reference(h_RG.double(), act)
         swiglu_backward_reference(h_RG.double(), grad_RF.double(), grad_h, None)
         leaf = h_RG.to(DEVICE).requires_grad_()
-        found = swiglu(leaf)
-        found.backward(grad_RF.to(DEVICE))
-        torch.testing.assert_close(found.cpu(), act.to(dtype))
+        act_on_gpu = swiglu(leaf)
+        act_on_gpu.backward(grad_RF.to(DEVICE))
+        torch.testing.assert_close(act_on_gpu.cpu(), act.to(dtype))
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad.cpu(), grad_h.to(dtype))
         for kind, power_of_two in (("token", False), ("block", False), ("block", True)):
@@ -84,7 +85,7 @@ def test_swiglu_agrees_with_float64_and_fp8_has_the_cpus_bytes(dtype: torch.dtyp
             back_RG = quantize.dequantize(packed_RB.to(DEVICE), scales, 2 * width, dtype)
             assert torch.equal(back_RG.cpu(), decode(packed_RB, wire_dtype, 2 * width, dtype))
             fused = quantize.swiglu_quantize(leaf.detach(), scales).cpu()
-            assert torch.equal(fused, encode(found.detach().cpu(), wire_dtype))
+            assert torch.equal(fused, encode(act_on_gpu.detach().cpu(), wire_dtype))
             fused = quantize.swiglu_backward_quantize(leaf.detach(), grad_RF.to(DEVICE), scales).cpu()
             assert torch.equal(fused, encode(leaf.grad.cpu(), wire_dtype))
 
@@ -99,28 +100,28 @@ def test_swiglu_agrees_with_float64_and_fp8_has_the_cpus_bytes(dtype: torch.dtyp
     ],
     ids=lambda config: f"{config.score} {config.num_experts}",
 )
-def test_routing_agrees_with_float64_and_repeats_its_bits(config: RouterConfig) -> None:
+def test_routing_agrees_with_float64_and_does_not_depend_on_the_batch(config: RouterConfig) -> None:
     from moe_comm.kernels.triton.router import route
 
     router = Router(4, config)
     if router.correction_bias is not None:
         router.correction_bias.copy_(_drawn(config.num_experts, seed=1) * 0.1)
     logits_TE = _drawn(500, config.num_experts)
-    wide, ours = logits_TE.double().requires_grad_(), logits_TE.to(DEVICE).requires_grad_()
-    scores_TE = router._scores(wide)
-    ids_TK = router._choose(wide.detach(), scores_TE.detach())
-    weights_TK = router._weights(wide, scores_TE, ids_TK)
+    wide_logits, gpu_logits = logits_TE.double().requires_grad_(), logits_TE.to(DEVICE).requires_grad_()
+    scores_TE = router._scores(wide_logits)
+    ids_TK = router._choose(wide_logits.detach(), scores_TE.detach())
+    weights_TK = router._weights(wide_logits, scores_TE, ids_TK)
     bias = None if router.correction_bias is None else router.correction_bias.to(DEVICE)
-    found_ids, found_TK, _ = route(ours, bias, config)
-    same_T = (found_ids.cpu() == ids_TK).all(-1)
-    assert same_T.float().mean() > 0.99  # the others are closer to a tie than fp32 can tell
+    gpu_ids, gpu_weights, _ = route(gpu_logits, bias, config)
+    same_T = (gpu_ids.cpu() == ids_TK).all(-1)
+    assert same_T.float().mean() > 0.99  # the other tokens have scores that fp32 cannot distinguish
     grad_TK = _drawn(500, config.top_k, seed=2) * same_T[:, None]
-    torch.testing.assert_close(found_TK.cpu()[same_T].double(), weights_TK[same_T], rtol=1e-4, atol=1e-6)
-    (found,) = torch.autograd.grad(found_TK, ours, grad_TK.to(DEVICE))
-    (expected,) = torch.autograd.grad(weights_TK, wide, grad_TK.double())
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-3, atol=1e-6)
-    alone = route(ours.detach()[7:9], bias, config)
-    assert torch.equal(alone[0], found_ids[7:9]) and torch.equal(alone[1], found_TK[7:9])
+    torch.testing.assert_close(gpu_weights.cpu()[same_T].double(), weights_TK[same_T], rtol=1e-4, atol=1e-6)
+    (actual,) = torch.autograd.grad(gpu_weights, gpu_logits, grad_TK.to(DEVICE))
+    (expected,) = torch.autograd.grad(weights_TK, wide_logits, grad_TK.double())
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-3, atol=1e-6)
+    part = route(gpu_logits.detach()[7:9], bias, config)
+    assert torch.equal(part[0], gpu_ids[7:9]) and torch.equal(part[1], gpu_weights[7:9])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -131,16 +132,16 @@ def test_grouped_products_and_gradients_agree_with_float64(dtype: torch.dtype) -
         rows_RD = _drawn(sum(counts), inner, dtype=dtype)
         w_END = _drawn(len(counts), columns, inner, dtype=dtype, seed=1) / inner**0.5
         grad_RN = _drawn(sum(counts), columns, dtype=dtype, seed=2)
-        wide, wide_w = rows_RD.double().requires_grad_(), w_END.double().requires_grad_()
-        expected = torch.cat([part @ wide_w[e].T for e, part in enumerate(wide.split(counts))])
+        wide_rows, wide_w = rows_RD.double().requires_grad_(), w_END.double().requires_grad_()
+        expected = torch.cat([part @ wide_w[e].T for e, part in enumerate(wide_rows.split(counts))])
         expected.backward(grad_RN.double())
-        ours, w = rows_RD.to(DEVICE).requires_grad_(), w_END.to(DEVICE).requires_grad_()
-        out_RN = grouped_mm(ours, w, torch.tensor(counts, device=DEVICE))
+        gpu_rows, gpu_w = rows_RD.to(DEVICE).requires_grad_(), w_END.to(DEVICE).requires_grad_()
+        out_RN = grouped_mm(gpu_rows, gpu_w, torch.tensor(counts, device=DEVICE))
         out_RN.backward(grad_RN.to(DEVICE))
         close = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-        for found, right in ((out_RN, expected), (ours.grad, wide.grad), (w.grad, wide_w.grad)):
-            assert found is not None and right is not None
-            error = (found.detach().cpu().double() - right).norm() / right.norm()
+        for actual, exact in ((out_RN, expected), (gpu_rows.grad, wide_rows.grad), (gpu_w.grad, wide_w.grad)):
+            assert actual is not None and exact is not None
+            error = (actual.detach().cpu().double() - exact).norm() / exact.norm()
             assert error < close, (counts, error)
-        assert w.grad is not None
-        assert not any(w.grad[e].any() for e, count in enumerate(counts) if not count)
+        assert gpu_w.grad is not None
+        assert not any(gpu_w.grad[e].any() for e, count in enumerate(counts) if not count)

@@ -1,4 +1,4 @@
-"""The four fused operators in Triton on a GPU: one rank, whole numbers, so every sum of products is exact."""
+"""The four fused operators in Triton on one GPU. Inputs are small whole numbers, so every sum of products is exact."""
 
 from __future__ import annotations
 
@@ -35,35 +35,39 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
 
 
-def whole(*shape: int, seed: int) -> Tensor:
+def whole_numbers(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to("cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["gather_matmul", "matmul_scatter"])
 @pytest.mark.parametrize(("rows", "width", "out"), [(5, 24, 17), (256, 512, 384)])
-def test_linear_operators_give_the_product(
+def test_linear_operators_equal_the_float64_product(
     name: str, rows: int, width: int, out: int, group: dist.ProcessGroup
 ) -> None:
     operator = gathering.gather_matmul if name == "gather_matmul" else scattering.matmul_scatter
-    x, w = whole(rows, width, seed=1).requires_grad_(), whole(out, width, seed=2).requires_grad_()
-    grad = whole(rows, out, seed=3)
+    x, w = whole_numbers(rows, width, seed=1).requires_grad_(), whole_numbers(out, width, seed=2).requires_grad_()
+    grad = whole_numbers(rows, out, seed=3)
     y = operator(x, w, group, FUSED)
-    found = [y.detach(), *torch.autograd.grad(y, (x, w), grad)]
+    results = [y.detach(), *torch.autograd.grad(y, (x, w), grad)]
     wide_x, wide_w, wide_grad = (t.detach().double() for t in (x, w, grad))
     expected = [wide_x @ wide_w.T, wide_grad @ wide_w, wide_grad.T @ wide_x]
-    for value, exact in zip(found, expected, strict=True):
+    for value, exact in zip(results, expected, strict=True):
         assert torch.equal(value, exact.to(value.dtype))
 
 
-def test_expert_operators_give_what_the_unfused_ones_give(group: dist.ProcessGroup) -> None:
+def test_fused_expert_operators_equal_the_unfused_ones(group: dist.ProcessGroup) -> None:
     tokens, width, ffn, experts, top_k = 37, 64, 48, 4, 2
     dispatcher = AllToAllDispatcher(ExpertPlacement.of(experts, 1), group, 0)
     ids_TK = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).topk(top_k).indices.cuda()
-    x, w1, w2 = whole(tokens, width, seed=1), whole(experts, ffn, width, seed=2), whole(experts, width, ffn, seed=3)
+    x, w1, w2 = (
+        whole_numbers(tokens, width, seed=1),
+        whole_numbers(experts, ffn, width, seed=2),
+        whole_numbers(experts, width, ffn, seed=3),
+    )
     weights_TK = torch.full((tokens, top_k), 0.5, device="cuda")
-    h, passage = dispatching.dispatch_matmul(dispatcher, x, ids_TK, w1, FUSED)
+    h, handle = dispatching.dispatch_matmul(dispatcher, x, ids_TK, w1, FUSED)
     assert torch.equal(h, dispatching.reference(dispatcher, x, ids_TK, w1))
     h = h.clamp(-2, 2)
-    y = combining.matmul_combine(h, w2, weights_TK, passage)
-    assert torch.equal(y, combining.reference(h, w2, weights_TK, passage))
+    y = combining.matmul_combine(h, w2, weights_TK, handle)
+    assert torch.equal(y, combining.reference(h, w2, weights_TK, handle))

@@ -1,4 +1,4 @@
-"""The heap in a block: memory is freed with its last tensor, and not reused while a stream may use it."""
+"""The heap in a device memory block: memory is freed with its last tensor, and not reused while a stream may use it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from moe_comm.gpu.blocks import ALIGN, single_block
 from moe_comm.gpu.heap import Heap, heap_bytes
 
 
-def heap(size: int = 16 * ALIGN, first: int = 0) -> Heap:
+def make_heap(size: int = 16 * ALIGN, first: int = 0) -> Heap:
     return Heap(single_block(size, torch.device("cpu")).own, first)
 
 
 def test_memory_is_freed_with_its_last_tensor() -> None:
-    places = heap()
-    rows_RD = places.rows(3, 5, torch.bfloat16)
+    memory = make_heap()
+    rows_RD = memory.rows(3, 5, torch.bfloat16)
     view, detached = rows_RD[1:], rows_RD.detach()
     del rows_RD, view
-    assert places.used == ALIGN
+    assert memory.used == ALIGN
     del detached
-    assert places.used == 0
+    assert memory.used == 0
 
 
 def test_memory_lives_while_autograd_keeps_it() -> None:
-    places = heap()
+    memory = make_heap()
     weight = torch.ones(5, requires_grad=True)
-    y = (places.rows(3, 5, torch.float32).fill_(2) * weight).sum()
-    assert places.used == ALIGN
+    y = (memory.rows(3, 5, torch.float32).fill_(2) * weight).sum()
+    assert memory.used == ALIGN
     y.backward()
     del y
-    assert places.used == 0 and weight.grad is not None and weight.grad.tolist() == [6.0] * 5
+    assert memory.used == 0 and weight.grad is not None and weight.grad.tolist() == [6.0] * 5
 
 
 def test_allocations_do_not_overlap_and_can_use_the_whole_heap() -> None:
     """Allocate random sizes, free them in random order, and compare their contents."""
-    places, draw = heap(64 * ALIGN), random.Random(3)
+    memory, draw = make_heap(64 * ALIGN), random.Random(3)
     live: list[tuple[torch.Tensor, int]] = []
     for step in range(400):
         if live and draw.random() < 0.5:
@@ -48,38 +48,38 @@ def test_allocations_do_not_overlap_and_can_use_the_whole_heap() -> None:
             del tensor
             continue
         try:
-            tensor = places.allocate(draw.randrange(1, 6 * ALIGN))
+            tensor = memory.allocate(draw.randrange(1, 6 * ALIGN))
         except HeapError:
             continue
-        assert tensor.data_ptr() % ALIGN == 0 and places.owns(tensor)
+        assert tensor.data_ptr() % ALIGN == 0 and memory.owns(tensor)
         live.append((tensor.fill_(step % 251), step % 251))
         del tensor
     live.clear()
-    assert places.used == 0 and places.room() == places.size
-    assert places.allocate(places.size).numel() == places.size
+    assert memory.used == 0 and memory.room() == memory.size
+    assert memory.allocate(memory.size).numel() == memory.size
 
 
-def test_the_control_area_is_not_part_of_it() -> None:
-    places = heap(8 * ALIGN, first=300)
-    assert places.size == 6 * ALIGN
-    assert places.offset(places.allocate(8)) == 2 * ALIGN
+def test_the_heap_starts_after_the_control_area() -> None:
+    memory = make_heap(8 * ALIGN, first=300)
+    assert memory.size == 6 * ALIGN
+    assert memory.offset(memory.allocate(8)) == 2 * ALIGN
 
 
 def test_the_error_of_a_full_heap_has_its_size() -> None:
-    places = heap()
-    kept = places.allocate(10 * ALIGN)
+    memory = make_heap()
+    tensor = memory.allocate(10 * ALIGN)
     with pytest.raises(HeapError, match=rf"{7 * ALIGN} bytes in the heap of {16 * ALIGN}: {10 * ALIGN} are in use"):
-        places.allocate(7 * ALIGN)
-    assert places.room() == 6 * ALIGN and kept.numel() == 10 * ALIGN
+        memory.allocate(7 * ALIGN)
+    assert memory.room() == 6 * ALIGN and tensor.numel() == 10 * ALIGN
 
 
-def test_tensors_may_die_on_other_threads() -> None:
-    places = heap()
-    box = [places.allocate(100)]
-    thread = threading.Thread(target=box.clear)
+def test_tensors_may_be_freed_on_other_threads() -> None:
+    memory = make_heap()
+    tensors = [memory.allocate(100)]
+    thread = threading.Thread(target=tensors.clear)
     thread.start()
     thread.join()
-    assert places.used == 0
+    assert memory.used == 0
 
 
 class Stream:
@@ -93,55 +93,55 @@ class Stream:
 
 
 def test_a_stream_that_reuses_memory_of_another_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the other stream has freed it itself."""
+    """The second stream waits for the first one, also if the first one has freed the memory itself."""
     first, second = Stream(), Stream()
-    now, capturing = [first], [False]
-    monkeypatch.setattr("moe_comm.gpu.heap._stream", lambda device: now[0])
+    current, capturing = [first], [False]
+    monkeypatch.setattr("moe_comm.gpu.heap._stream", lambda device: current[0])
     monkeypatch.setattr("moe_comm.gpu.heap.capturing", lambda device: capturing[0])
-    places = heap(4 * ALIGN)
-    kept = places.allocate(4 * ALIGN)
-    del kept
-    assert places.room() == 4 * ALIGN and not first.after, "collected by the stream that used it"
-    now[0], capturing[0] = second, True
-    assert places.room() == 4 * ALIGN and not second.after, "a graph waits for no stream outside of it"
+    memory = make_heap(4 * ALIGN)
+    tensor = memory.allocate(4 * ALIGN)
+    del tensor
+    assert memory.room() == 4 * ALIGN and not first.after, "the stream that used the memory must not wait"
+    current[0], capturing[0] = second, True
+    assert memory.room() == 4 * ALIGN and not second.after, "a captured graph must not wait for a stream outside of it"
     capturing[0] = False
-    kept = places.allocate(ALIGN)
+    tensor = memory.allocate(ALIGN)
     assert second.after == [first]
-    del kept
-    assert places.room() == 4 * ALIGN and second.after == [first], "once"
-    now[0] = first
-    assert places.room() == 4 * ALIGN and first.after == [second], "room makes it this stream's, too"
+    del tensor
+    assert memory.room() == 4 * ALIGN and second.after == [first], "must wait only once"
+    current[0] = first
+    assert memory.room() == 4 * ALIGN and first.after == [second], "room() must make this stream wait as well"
 
 
-def test_memory_recorded_on_another_stream_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_recorded_on_a_stream_is_reused_only_after_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use fake streams and events."""
-    over: list[bool] = []
+    completed: list[bool] = []
 
     class Event:
         def query(self) -> bool:
-            return bool(over)
+            return bool(completed)
 
         def synchronize(self) -> None:
-            over.append(True)
+            completed.append(True)
 
     main, copies = Stream(), Stream()
-    now = [main]
-    monkeypatch.setattr("moe_comm.gpu.heap._stream", lambda device: now[0])
+    current = [main]
+    monkeypatch.setattr("moe_comm.gpu.heap._stream", lambda device: current[0])
     monkeypatch.setattr("moe_comm.gpu.heap._events", lambda streams: tuple(Event() for _ in streams))
-    places = heap(4 * ALIGN)
-    kept = places.allocate(2 * ALIGN)
-    del kept
-    assert places.room() == 4 * ALIGN, "freed and allocated on one stream: reused at once"
-    used = places.allocate(2 * ALIGN)
-    places.record(used, copies)  # type: ignore[arg-type]
-    del used
-    assert places.room() == 2 * ALIGN, "the other stream has not passed"
-    assert places.allocate(3 * ALIGN).numel() == 3 * ALIGN and over, "waited for it when nothing else was left"
-    over.clear()
-    now[0] = copies
-    assert places.room() < 4 * ALIGN, "memory freed on one stream is not reused by another at once"
+    memory = make_heap(4 * ALIGN)
+    tensor = memory.allocate(2 * ALIGN)
+    del tensor
+    assert memory.room() == 4 * ALIGN, "memory freed on one stream is reused by it at once"
+    recorded = memory.allocate(2 * ALIGN)
+    memory.record(recorded, copies)  # type: ignore[arg-type]
+    del recorded
+    assert memory.room() == 2 * ALIGN, "the recorded stream may still use the rest"
+    assert memory.allocate(3 * ALIGN).numel() == 3 * ALIGN and completed, "must wait for the event"
+    completed.clear()
+    current[0] = copies
+    assert memory.room() < 4 * ALIGN, "memory freed on one stream is not reused by another at once"
 
 
-def test_heap_bytes_is_sufficient() -> None:
-    places = Heap(single_block(heap_bytes(10, 33, torch.bfloat16, 3), torch.device("cpu")).own, 0)
-    assert len([places.rows(10, 33, torch.bfloat16) for _ in range(3)]) == 3
+def test_heap_bytes_is_sufficient_for_the_requested_rows() -> None:
+    memory = Heap(single_block(heap_bytes(10, 33, torch.bfloat16, 3), torch.device("cpu")).own, 0)
+    assert len([memory.rows(10, 33, torch.bfloat16) for _ in range(3)]) == 3

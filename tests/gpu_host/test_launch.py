@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_comm.comm import header
 from moe_comm.dispatch.peer_to_peer import access as peer_access
 from moe_comm.dispatch.peer_to_peer.rows import RowFormat
 from moe_comm.dispatch.wire_dtype import WireDtype
-from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.errors import ConfigError, HeapError, MissingDependency
 from moe_comm.gpu import launch, nvrtc, protocol
 from moe_comm.gpu.arguments import Packer, kernel_constants, kernel_fields
+from moe_comm.gpu.blocks import SHARING
 from moe_comm.runtime.memory import DTYPE_CODES
+from tests.pool import RankPool
 from tests.support.launches import RecordingLauncher
 
 core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
@@ -151,9 +157,87 @@ def test_the_access_word_includes_sharing(monkeypatch: pytest.MonkeyPatch, leave
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     monkeypatch.setattr(launch, "cuda_kernels_at_hand", lambda device: True)
-    monkeypatch.delenv(peer_access.SHARING, raising=False)
+    monkeypatch.delenv(SHARING, raising=False)
     if leave is not None:
-        monkeypatch.setenv(peer_access.SHARING, leave)
+        monkeypatch.setenv(SHARING, leave)
     word = peer_access.access_word(torch.device("cuda", 0))
     assert word == peer_access.REACHES + peer_access.MAY_SHARE * (leave == "1")
     assert bool(peer_access.problem_of([7, 7], [word, word])) == (leave != "1")
+
+
+class NVMLError(Exception):
+    pass
+
+
+class Nvml(SimpleNamespace):
+    """NVML of a host with GPUs a, b and c, where ``cut`` cannot access the others."""
+
+    NVMLError, NVML_P2P_STATUS_OK, NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_WRITE = NVMLError, 0, 0, 1
+    uuids, cut = ("GPU-a", "GPU-b", "GPU-c"), ""
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> str:
+        if uuid.decode() not in self.uuids:
+            raise NVMLError
+        return uuid.decode()
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.uuids)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return self.uuids[index]
+
+    def nvmlDeviceGetUUID(self, gpu: str) -> str:
+        return gpu
+
+    def nvmlDeviceGetP2PStatus(self, one: str, other: str, caps: int) -> int:
+        return int(self.cut in (one, other) and caps == self.NVML_P2P_CAPS_INDEX_WRITE)
+
+
+@pytest.mark.parametrize(
+    ("uuid", "nvml", "state"),
+    [
+        ("a", Nvml(), peer_access.REACHES),
+        ("a", Nvml(cut="GPU-c"), peer_access.BLOCKED),
+        ("a", Nvml(uuids=("GPU-a",)), peer_access.ALONE),
+        ("unknown", Nvml(), peer_access.ALONE),
+        ("a", None, peer_access.ALONE),
+    ],
+)
+def test_ranks_that_each_see_one_gpu_ask_nvml_for_their_access(
+    monkeypatch: pytest.MonkeyPatch, uuid: str, nvml: Nvml | None, state: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr(launch, "cuda_kernels_at_hand", lambda device: True)
+    monkeypatch.delenv(SHARING, raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    word = peer_access.access_word(torch.device("cuda", 0))
+    assert word == state
+    assert bool(peer_access.problem_of([7, 8], [word, word])) == (state != peer_access.REACHES)
+
+
+def any_device_index(rank: int, world: int, shared: bool) -> tuple[str, str | None, str | None]:
+    """Return the error of ``any_device_index`` on this rank, and the variable inside and after it."""
+    from moe_comm.gpu import blocks
+
+    blocks.device_word = lambda device: 1 if shared else 1 + rank  # type: ignore[assignment]
+    os.environ.pop(SHARING, None)
+    inside = None
+    try:
+        with blocks.any_device_index(dist.group.WORLD, torch.device("cpu")):  # type: ignore[arg-type]
+            inside = os.environ.get(SHARING)
+    except HeapError as error:
+        return str(error), inside, os.environ.get(SHARING)
+    return "", inside, os.environ.get(SHARING)
+
+
+def test_gpus_are_told_apart_by_uuid_not_by_index() -> None:
+    with RankPool(2) as pool:
+        assert pool.run(any_device_index, False) == [("", "1", None)] * 2
+        for error, inside, after in pool.run(any_device_index, True):
+            assert "ranks share a GPU" in error and (inside, after) == (None, None)

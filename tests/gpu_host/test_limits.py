@@ -40,11 +40,11 @@ def test_low_latency_with_too_many_tokens_leaves_the_dispatcher_usable(monkeypat
     assert torch.equal(dispatcher.low_latency_combine(rows_LND, torch.ones(3, 1), sent), x_TD)
 
 
-@pytest.mark.parametrize(("capability", "taken"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_gpus_without_products_of_bf16_keep_their_experts_from_triton(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: bool
+@pytest.mark.parametrize(("capability", "supported"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_experts_use_triton_only_on_gpus_with_bf16_tensor_cores(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], supported: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     expert_mlp_gpu._has_tensor_cores.cache_clear()
-    assert expert_mlp_gpu._has_tensor_cores(torch.device("cuda", 0)) == taken
+    assert expert_mlp_gpu._has_tensor_cores(torch.device("cuda", 0)) == supported
     expert_mlp_gpu._has_tensor_cores.cache_clear()

@@ -23,17 +23,17 @@ core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 PLACEMENT = ExpertPlacement.balanced(4, 1)
 
 
-def alone() -> PeerToPeerDispatcher:
+def one_rank() -> PeerToPeerDispatcher:
     options = DispatchOptions(peer_to_peer=PeerToPeerOptions(heap_bytes=1 << 20, num_blocks=4, emulate=True))
     return PeerToPeerDispatcher(PLACEMENT, None, 0, options, "cpu")
 
 
-def test_a_dispatch_and_a_combine_make_few_calls() -> None:
+def test_a_dispatch_and_a_combine_make_few_python_calls() -> None:
     """Python calls dominate the host time on a GPU, so their number is limited."""
-    dispatcher = alone()
+    dispatcher = one_rank()
     x_TD, ids_TK, weights_TK = torch.ones(2, 4), torch.tensor([[0, 1], [3, 2]]), torch.ones(2, 2)
 
-    def both() -> None:
+    def dispatch_and_combine() -> None:
         sent = dispatcher.dispatch(x_TD, ids_TK)
         dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)
 
@@ -42,31 +42,32 @@ def test_a_dispatch_and_a_combine_make_few_calls() -> None:
     def count(frame: Any, event: str, argument: Any) -> None:
         calls[0] += event in ("call", "c_call")
 
-    both()
+    dispatch_and_combine()
     sys.setprofile(count)
     try:
-        both()
+        dispatch_and_combine()
     finally:
         sys.setprofile(None)
     assert 20 < calls[0] < 360, calls
 
 
-def test_more_tokens_than_before_and_fewer_have_the_bits_of_local() -> None:
-    ours, plain = alone(), LocalDispatcher(PLACEMENT, None, 0, DispatchOptions())
+def test_growing_and_shrinking_batches_have_the_bits_of_local() -> None:
+    peer_to_peer, plain = one_rank(), LocalDispatcher(PLACEMENT, None, 0, DispatchOptions())
     draw = torch.Generator().manual_seed(5)
     for tokens in (3, 40, 2500, 0, 7, 5100):
         x_TD, weights_TK = torch.randn(tokens, 6, generator=draw), torch.rand(tokens, 2, generator=draw)
         ids_TK = torch.rand(tokens, 4, generator=draw).topk(2).indices
-        found = []
-        for dispatcher in (ours, plain):
+        results = []
+        for dispatcher in (peer_to_peer, plain):
             sent = dispatcher.dispatch(x_TD, ids_TK)
-            found.append((sent.rows_RD, dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)))
-        assert all(map(torch.equal, *found)), tokens
-        del found, sent
+            results.append((sent.rows_RD, dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)))
+        assert all(map(torch.equal, *results)), tokens
+        del results, sent
 
 
-def test_scratch_of_a_turn_is_kept_unless_a_graph_owns_it() -> None:
-    turns = alone().memory.turns
+def test_scratch_is_reused_by_later_turns_unless_a_graph_owns_it() -> None:
+    """A turn is one operation of all ranks; scratch is the device memory that its kernels share."""
+    turns = one_rank().memory.turns
     turns._prepare(3)
     first = turns.scratch
     turns._prepare(1)
@@ -76,14 +77,14 @@ def test_scratch_of_a_turn_is_kept_unless_a_graph_owns_it() -> None:
     assert turns.scratch is not first and turns.scratch.counts_CE.shape == (1, 4)
     turns._capturing = False
     turns._prepare(2)
-    assert turns.scratch is first, "a graph's goes with the graph"
+    assert turns.scratch is first, "scratch of a captured graph belongs to the graph"
     turns._prepare(4)
     assert turns.scratch.bad_C4.shape[0] == 6
-    assert any(kept is first for kept in turns._scratches), "kernels may still use the old scratch"
+    assert any(scratch is first for scratch in turns._scratches), "kernels may still use the old scratch"
 
 
 def test_a_header_of_another_length_is_refused() -> None:
-    turns = alone().memory.turns
+    turns = one_rank().memory.turns
     turns.begin(5.0)
     with pytest.raises(ValueError, match="a header has 49 words"):
         turns.meet(b"\0" * 8, NOTHING)
@@ -92,7 +93,7 @@ def test_a_header_of_another_length_is_refused() -> None:
     assert turns.turn == 1 and not turns.wait()
 
 
-def test_a_launcher_in_python_is_called_and_a_native_one_is_not() -> None:
+def test_native_code_starts_kernels_through_a_python_launcher_or_directly() -> None:
     recorder = RecordingLauncher(kernel_fields())
     words = dict.fromkeys(kernel_fields()["done"], 3)
     packed = b"".join((3).to_bytes(8, sys.byteorder) for _ in words)
@@ -105,13 +106,13 @@ def test_a_launcher_in_python_is_called_and_a_native_one_is_not() -> None:
 
 
 @pytest.mark.skipif(bool(core.cuda_archs()), reason="this build has CUDA kernels")
-def test_a_build_without_cuda_kernels_says_so() -> None:
+def test_a_build_without_cuda_kernels_raises_and_names_nvrtc() -> None:
     with pytest.raises(KernelError, match="compile them with NVRTC"):
         NativeLauncher("cuda", torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
-    ("kernel", "blocks", "threads", "args", "said"),
+    ("kernel", "blocks", "threads", "args", "message"),
     [
         ("sub", 1, 1, b"", "no kernel is called 'sub'"),
         ("done", 1, 1, b"\0" * 8, "takes 80 bytes of arguments; got 8"),
@@ -119,6 +120,6 @@ def test_a_build_without_cuda_kernels_says_so() -> None:
         ("done", 1, 1025, b"\0" * 80, "1 <= threads <= 1024"),
     ],
 )
-def test_wrong_launches_are_refused(kernel: str, blocks: int, threads: int, args: bytes, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_wrong_launches_are_refused(kernel: str, blocks: int, threads: int, args: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         core.P2pStarter.host().start(kernel, blocks, threads, 0, 0, args)

@@ -1,4 +1,7 @@
-"""One rank's turns after faults, with a device that records launches, or with kernels on the host."""
+"""Turns of one rank after faults. A turn is one operation of all ranks, which device and host both count.
+
+The device is a launcher that records launches, or kernels that run on the host.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ OPTIONS = DispatchOptions(
 X_TD, IDS_TK = torch.ones(2, 4), torch.tensor([[0], [1]])
 
 
-def alone(launcher: Launcher, options: DispatchOptions = OPTIONS) -> PeerToPeerDispatcher:
+def one_rank(launcher: Launcher, options: DispatchOptions = OPTIONS) -> PeerToPeerDispatcher:
     return PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
 
 
-class Refusing:
+class RefusingLauncher:
     """A launcher that refuses a kernel once."""
 
     def __init__(self) -> None:
@@ -40,30 +43,30 @@ class Refusing:
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
         if kernel == self.refuse:
             self.refuse = ""
-            raise KernelError(f"no {kernel} today")
+            raise KernelError(f"{kernel} is refused")
         self._host.launch(kernel, grid, block, shared, stream, words)
 
 
-def few(dispatcher: PeerToPeerDispatcher) -> torch.Tensor:
+def low_latency_step(dispatcher: PeerToPeerDispatcher) -> torch.Tensor:
     sent = dispatcher.low_latency_dispatch(X_TD, IDS_TK, 2)
     return dispatcher.low_latency_combine(sent.receive()[0], torch.ones(2, 1), sent)
 
 
-def test_a_launch_that_is_refused_leaves_no_turn_counted() -> None:
-    launcher = Refusing()
-    dispatcher = alone(launcher)
+def test_host_and_device_count_the_same_turns_after_a_refused_launch() -> None:
+    launcher = RefusingLauncher()
+    dispatcher = one_rank(launcher)
     state = dispatcher.memory.turns
     for kernel in ("meet", "count", "ll_ready"):
         launcher.refuse = kernel
         with pytest.raises(KernelError, match=kernel):
-            few(dispatcher) if kernel == "ll_ready" else dispatcher.dispatch(X_TD, IDS_TK)
+            low_latency_step(dispatcher) if kernel == "ll_ready" else dispatcher.dispatch(X_TD, IDS_TK)
         assert state.turn == int(state._state[0]), kernel
-    found = dispatcher.dispatch(X_TD, IDS_TK)
-    assert torch.equal(dispatcher.combine(found.rows_RD, torch.ones(2, 1), found.handle), X_TD)
+    dispatched = dispatcher.dispatch(X_TD, IDS_TK)
+    assert torch.equal(dispatcher.combine(dispatched.rows_RD, torch.ones(2, 1), dispatched.handle), X_TD)
 
 
-class Late:
-    """A device that reports bad ids of a turn after the host has queued the next one."""
+class LateReport:
+    """A device that reports the bad ids of a turn only after the host has launched ``meet`` of the next turn."""
 
     def __init__(self) -> None:
         self.meetings = 0
@@ -81,20 +84,20 @@ class Late:
 
 
 def test_a_fault_reported_a_turn_late_makes_the_group_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks may be in another turn, so the next turn is unknown."""
+    """Other ranks may be in a different turn by then, so the ranks no longer agree on the next turn."""
     monkeypatch.setattr(PeerGroupMemory, "on_host", property(lambda memory: False))
-    device = Late()
-    dispatcher = alone(RecordingLauncher(kernel_fields(), device))
+    device = LateReport()
+    dispatcher = one_rank(RecordingLauncher(kernel_fields(), device))
     dispatcher.dispatch_fixed(X_TD, IDS_TK)
     assert device.meetings == 1 and not dispatcher.memory.turns.failed
     for _ in range(2):
         with pytest.raises(PeerError, match=r"an earlier operation failed: .*99"):
             dispatcher.dispatch(X_TD, IDS_TK)
-    assert device.meetings == 2, "nothing is queued after it"
+    assert device.meetings == 2, "no kernel may be launched after the fault is known"
 
 
 def test_a_fault_reported_in_its_turn_leaves_the_group_usable() -> None:
-    dispatcher = alone(NativeLauncher("host"))
+    dispatcher = one_rank(NativeLauncher("host"))
     state = dispatcher.memory.turns
     for _ in range(3):
         with pytest.raises(RoutingError, match="99"):
@@ -104,7 +107,7 @@ def test_a_fault_reported_in_its_turn_leaves_the_group_usable() -> None:
 
 
 def test_operations_that_wait_are_refused_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatcher = alone(NativeLauncher("host"))
+    dispatcher = one_rank(NativeLauncher("host"))
     state = dispatcher.memory.turns
     before = state.turn
     for module in ("peer_to_peer.primitives", "peer_to_peer.dispatcher"):
@@ -113,31 +116,31 @@ def test_operations_that_wait_are_refused_during_capture(monkeypatch: pytest.Mon
         dispatcher.dispatch(X_TD, IDS_TK)
     with pytest.raises(ConfigError, match="once before"):
         dispatcher.low_latency_dispatch(X_TD, IDS_TK, 2)
-    hold = state.heap.allocate(state.heap.room())
+    reserved = state.heap.allocate(state.heap.room())
     with pytest.raises(Exception, match="no room"):
         dispatcher.dispatch_fixed(X_TD, IDS_TK)
-    del hold
+    del reserved
     assert state.turn == before == int(state._state[0])
     monkeypatch.undo()
     assert dispatcher.low_latency_dispatch(X_TD, IDS_TK, 2).receive()[0].shape == (2, 2, 4)
 
 
-def test_memory_that_kernels_write_outlives_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_are_freed_only_after_the_device_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
-    graph = [True]
+    capturing = [True]
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr(turns, "capturing", lambda device: graph[0])
+    monkeypatch.setattr(turns, "capturing", lambda device: capturing[0])
     buffers, device = [object()], torch.device("cuda", 1)
     references = sys.getrefcount(buffers)
     turns._free(device, buffers)
-    assert not waited and len(buffers) == 1, "a capture forbids to wait"
-    assert sys.getrefcount(buffers) == references + 1, "leaked, not freed"
-    graph[0] = False
+    assert not waited and len(buffers) == 1, "must not wait during a capture"
+    assert sys.getrefcount(buffers) == references + 1, "buffers in use by a capture must be leaked instead of freed"
+    capturing[0] = False
     turns._free(device, buffers)
     assert waited == [device] and not buffers
 
 
-def test_too_many_experts_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_experts_are_refused_during_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_comm.gpu.limits.shared_limit", lambda device: 4096)
     placement = ExpertPlacement.balanced(200, 1)
     options = replace(OPTIONS, timeout_s=1)

@@ -35,18 +35,18 @@ def test_norm_forward_and_backward_match_float64(dtype: torch.dtype, shape: tupl
     y = rms_norm(x, weight, 1e-6)
     y.backward(grad)
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-    want = rms_norm_reference(wide[0], wide[1], 1e-6)
-    want.backward(grad.double())
+    expected = rms_norm_reference(wide[0], wide[1], 1e-6)
+    expected.backward(grad.double())
     assert ran_native(y) and y.dtype == dtype
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(y.double(), want, rtol=tolerance, atol=2 * tolerance)
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=2 * tolerance)
     torch.testing.assert_close(grad_of(x).double(), grad_of(wide[0]), rtol=tolerance, atol=20 * tolerance)
     torch.testing.assert_close(grad_of(weight).double(), grad_of(wide[1]), rtol=4 * tolerance, atol=60 * tolerance)
 
 
-def test_norm_gives_a_row_the_same_bits_in_every_batch_and_with_every_number_of_threads() -> None:
+def test_a_row_of_the_norm_has_the_same_bits_for_every_batch_and_thread_count() -> None:
     x, weight, grad = draw(500, 96), draw(96, seed=1), draw(500, 96, seed=2)
-    found = []
+    results = []
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
@@ -54,21 +54,21 @@ def test_norm_gives_a_row_the_same_bits_in_every_batch_and_with_every_number_of_
             leaf, scale = x.clone().requires_grad_(), weight.clone().requires_grad_()
             y = rms_norm(leaf, scale, 1e-6)
             y.backward(grad)
-            found.append((y, grad_of(leaf), grad_of(scale)))
+            results.append((y, grad_of(leaf), grad_of(scale)))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     part = x[37:90].clone().requires_grad_()
     y = rms_norm(part, weight, 1e-6)
     y.backward(grad[37:90])
-    assert torch.equal(y, found[0][0][37:90]) and torch.equal(grad_of(part), found[0][1][37:90])
+    assert torch.equal(y, results[0][0][37:90]) and torch.equal(grad_of(part), results[0][1][37:90])
 
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
     native = core()
     x, weight, grad = draw(40, 70), draw(70, seed=1), draw(40, 70, seed=2)
     heads, angles = draw(2, 5, 3, 24), draw(1, 5, 12, seed=3)
-    found = []
+    results = []
     best = native.isa()
     try:
         for name in native.isas():
@@ -76,11 +76,11 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
             leaf, scale = x.clone().requires_grad_(), weight.clone().requires_grad_()
             y = rms_norm(leaf, scale, 1e-6)
             y.backward(grad)
-            found.append((y, grad_of(leaf), grad_of(scale), rotate_halves(heads, angles.cos(), angles.sin())))
+            results.append((y, grad_of(leaf), grad_of(scale), rotate_halves(heads, angles.cos(), angles.sin())))
     finally:
         native.set_isa(best)
-    for others in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
 
 
 def test_norm_with_weights_of_another_dtype_returns_the_dtype_of_the_tokens() -> None:
@@ -90,7 +90,7 @@ def test_norm_with_weights_of_another_dtype_returns_the_dtype_of_the_tokens() ->
     assert y.dtype == torch.bfloat16 and grad_of(weight).dtype == torch.float32
 
 
-def test_norm_runs_in_plain_torch_for_double_strided_and_empty_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_falls_back_to_plain_torch_for_unsupported_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = draw(8)
     for x in (draw(3, 8, dtype=torch.float64), draw(8, 3).t(), draw(0, 8)):
         assert not ran_native(rms_norm(x.requires_grad_(), weight, 1e-6))
@@ -108,9 +108,9 @@ def test_rotation_forward_and_backward_have_the_bits_of_plain_torch_at_any_strid
     plain = draw(3, 5, 4, width)
     for x in (plain, draw(3, 4, 5, width).transpose(1, 2), draw(3, 5, 4, width + 6)[..., 3 : 3 + width]):
         x = x.detach().requires_grad_()
-        y, want = rotate_halves(x, cos, sin), rotate_halves_reference(x, cos, sin)
-        assert ran_native(y) and torch.equal(y, want)
+        y, expected = rotate_halves(x, cos, sin), rotate_halves_reference(x, cos, sin)
+        assert ran_native(y) and torch.equal(y, expected)
         grad = draw(3, 4, 5, width, seed=2).transpose(1, 2)
-        (mine,) = torch.autograd.grad(y, x, grad)
-        (theirs,) = torch.autograd.grad(want, x, grad)
-        assert torch.equal(mine, theirs)
+        (native_grad,) = torch.autograd.grad(y, x, grad)
+        (plain_grad,) = torch.autograd.grad(expected, x, grad)
+        assert torch.equal(native_grad, plain_grad)

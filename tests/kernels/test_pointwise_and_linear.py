@@ -24,7 +24,8 @@ def test_a_row_of_a_linear_has_the_same_bits_in_every_batch(inputs: int, outputs
     x, w = draw(1040, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
     full = row_invariant_mm(x, w.t())
     exact, sizes = x.double() @ w.double().t(), x.double().abs() @ w.double().abs().t()
-    assert ((full - exact).abs() <= 8 * torch.finfo(dtype).eps * sizes).all(), "no order of adding rounds more"
+    bound = 8 * torch.finfo(dtype).eps * sizes
+    assert ((full - exact).abs() <= bound).all(), "the error exceeds the rounding bound of a sum"
     for rows in ROWS:
         assert torch.equal(row_invariant_mm(x[:rows], w.t()), full[:rows]), rows
     for start in STARTS:
@@ -49,7 +50,7 @@ def test_a_row_of_a_linears_input_gradient_has_the_same_bits_in_every_batch(inpu
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 32])
-def test_gradients_of_the_linear_are_right(rows: int) -> None:
+def test_the_linear_passes_gradcheck(rows: int) -> None:
     x, w, b = (draw(*s, dtype=torch.float64, seed=i).requires_grad_() for i, s in enumerate([(rows, 6), (3, 6), (3,)]))
     assert torch.autograd.gradcheck(row_invariant_linear, (x, w, b))
     assert torch.autograd.gradcheck(lambda x, w: row_invariant_linear(x, w), (x, w))

@@ -45,10 +45,10 @@ def test_forward_and_backward_match_float64(dtype: torch.dtype, width: int, rows
         (swiglu_forward, swiglu_backward),
         (swiglu_forward_reference, swiglu_backward_reference),
     ):
-        out, again, grad_h = (torch.full_like(t, float("nan")) for t in (grad, grad, h))
+        out, recomputed, grad_h = (torch.full_like(t, float("nan")) for t in (grad, grad, h))
         forward(h, out)
-        backward(h, grad, grad_h, again)
-        assert torch.equal(again, out)
+        backward(h, grad, grad_h, recomputed)
+        assert torch.equal(recomputed, out)
         torch.testing.assert_close(out.double(), act_ref, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(grad_h.double(), grad_ref, rtol=tolerance, atol=4 * tolerance)
 
@@ -93,7 +93,7 @@ def test_wrong_shapes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_every_activations_gradient_is_right(name: str) -> None:
+def test_outputs_and_gradients_of_all_activations_match_autograd(name: str) -> None:
     activation = activation_of(name)
     h = draw(6, 8, dtype=torch.float64)
     grad = draw(6, 4 if activation.gated else 8, dtype=torch.float64, seed=1)
@@ -110,7 +110,7 @@ def test_every_activations_gradient_is_right(name: str) -> None:
     torch.testing.assert_close(grad_h, leaf.grad)
 
 
-def test_any_function_is_an_activation_and_unknown_names_are_refused() -> None:
+def test_custom_activations_are_accepted_and_unknown_names_are_refused() -> None:
     assert activation_of(Activation("mine", torch.tanh, gated=False)).name == "mine"
     with pytest.raises(ConfigError, match="swiglu"):
         activation_of("swigloo")

@@ -14,6 +14,8 @@ Combine:
                        bytes if K > 2 W (fp32 sums of 16-bit rows), but another order of sums, and so other bits
 
 There is no wire dtype for partial sums. A combine with a wire dtype always returns each row.
+
+The suffix P of a tensor is the number of gathered tokens: W ranks times the largest number of tokens of a rank.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class AllGatherDispatcher(AllToAllDispatcher):
     name = "all_gather"
 
     def own_rows(self, handle: DispatchHandle, sent: int) -> None:
-        """None: the collectives record their bytes."""
+        """Return None, because the collectives record their own bytes."""
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch import plain
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.base import Dispatcher, make_handle
 from moe_comm.dispatch.group_scales import RowGroups, decode_groups, encode_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, Words
 from moe_comm.dispatch.sums import scale_, take, weighted_sum
@@ -41,7 +41,7 @@ from moe_comm.topology import ExpertPlacement
 
 @dataclass(frozen=True)
 class Routes:
-    """Order and destinations of rows. This rank sends S rows and receives R.
+    """Order and destinations of rows. This rank sends S rows and receives R. A slot is one (token, k) of ``ids_TK``.
 
     place_TK: index of each slot among the S rows; -1 if dropped. slot_S: its inverse.
     by_expert_R: ``rows = received[by_expert_R]``; None if both orders are equal. by_source_R: its inverse.
@@ -162,12 +162,12 @@ class AllToAllDispatcher(Dispatcher):
         return unpack(packed_SX, wire_dtype, rows_RD.shape[1], rows_RD.dtype)
 
     def _groups(self, routes: Routes, device: torch.device) -> tuple[RowGroups, RowGroups]:
-        """Return the groups of this rank's tokens, by expert, and of its experts' rows, by (source, expert)."""
+        """Return the scale groups of this rank's tokens, by expert, and of its experts' rows, by (source, expert)."""
         own = self.local_experts
-        here = routes.rows_WE[:, own.start : own.stop].reshape(-1)
+        own_rows_WL = routes.rows_WE[:, own.start : own.stop]
         sources = range(0, (self.world + 1) * len(own), len(own)) if len(own) else [0] * (self.world + 1)
         tokens = RowGroups.of(routes.rows_WE[self.rank], self.placement.offsets, device)
-        return tokens, RowGroups.of(here, sources, device)
+        return tokens, RowGroups.of(own_rows_WL.reshape(-1), sources, device)
 
     def _to_experts(self, rows_SX: Tensor, routes: Routes, description: str) -> Tensor:
         """Send rows ordered by expert, and order the received rows by (expert, source)."""
@@ -205,16 +205,16 @@ class AllToAllDispatcher(Dispatcher):
     def _handle(self, x_TD: Tensor, counts: Counts, routes: Routes, header: Header) -> DispatchHandle:
         own = self.local_experts
         rows_per_expert = tuple(counts.rows_WE[:, own.start : own.stop].sum(0).tolist())
-        return DispatchHandle.of(header, x_TD, rows_per_expert, sum(routes.receive), counts.num_dropped, routes)
+        return make_handle(header, x_TD, rows_per_expert, sum(routes.receive), counts.num_dropped, routes)
 
 
 def to_slots(values_S: Tensor, handle: DispatchHandle) -> Tensor:
-    """Return [T, K] numbers from those of the S rows; 0 for dropped slots."""
+    """Return [T, K], the value of the row of each slot; 0 for dropped slots."""
     flat = values_S.new_zeros(handle.num_tokens * handle.top_k)
     flat[handle.state.slot_S] = values_S
     return flat.view(handle.num_tokens, handle.top_k)
 
 
 def _permuted(x_RX: Tensor, order_R: Tensor) -> Tensor:
-    """Return rows, or numbers, in another order."""
+    """Return rows [R, X], or one number per row [R], in the order ``order_R``."""
     return take(x_RX, order_R) if x_RX.dim() == 2 else x_RX[order_R]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_comm.comm.header import Header, check
 from moe_comm.dispatch import plain, sums
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.base import Dispatcher, make_handle
 from moe_comm.dispatch.types import DispatchHandle, routing_error
 from moe_comm.errors import RoutingError
 
@@ -27,7 +27,7 @@ class LocalDispatcher(Dispatcher):
             raise routing_error(ids_TK, self.num_experts)
         top_k = ids_TK.shape[1]
         num_rows = sum(rows_per_expert)
-        handle = DispatchHandle.of(header, x_TD, tuple(rows_per_expert), num_rows, num_dropped, place_TK)
+        handle = make_handle(header, x_TD, tuple(rows_per_expert), num_rows, num_dropped, place_TK)
         return sums.take(x_TD, order[:num_rows] // top_k), handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:

@@ -15,7 +15,7 @@ from moe_comm.topology import ExpertPlacement
 
 
 class NativeLocalDispatcher(LocalDispatcher):
-    """Holds all experts. fp32, bf16 and fp16 rows on the CPU use the native core, others ``LocalDispatcher``."""
+    """Holds all experts. Rows in fp32, bf16 or fp16 on the CPU use the native core; other rows use the base class."""
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.header import Header, failure, fault_word
+from moe_comm.dispatch.base import make_handle
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError, RoutingError, mark_known
 from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
@@ -139,7 +140,7 @@ class OutgoingRows(_PendingTransfer):
 
 
 class NativeRows:
-    """The three primitives of ``Dispatcher`` on a ``_C.Transfer``.
+    """The primitives ``_send``, ``_sum`` and ``_spread`` of a ``Dispatcher``, run by the native core's ``Transfer``.
 
     Args:
         expert_offsets: first expert of each rank, and the number of experts.
@@ -198,7 +199,7 @@ class NativeRows:
             raise self.translated(error, header) from None
         rows = state.rows
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        handle = DispatchHandle.of(header, x_TD, state.rows_per_expert, rows, state.dropped, state)
+        handle = make_handle(header, x_TD, state.rows_per_expert, rows, state.dropped, state)
         return IncomingRows(self, arriving, rows_RD, handle, capsule)
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
@@ -227,7 +228,7 @@ class NativeRows:
         except self.errors as error:
             raise self.translated(error, header) from None
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        return rows_RD, DispatchHandle.of(header, x_TD, sizes, rows, dropped, state)
+        return rows_RD, make_handle(header, x_TD, sizes, rows, dropped, state)
 
     def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
         """Start ``sum``. ``rows_RD`` is a block of ``empty_rows``; the caller fills it and raises flags."""
@@ -242,7 +243,7 @@ class NativeRows:
                 handle.state,
                 rows_RD.data_ptr(),
                 rows_RD.stride(0) * rows_RD.element_size(),
-                False,  # computed
+                False,  # computed: the caller fills rows_RD after this call
             )
         except self.errors as error:
             raise self.translated(error, header) from None
@@ -285,8 +286,8 @@ class NativeRows:
             )
         except self.errors as error:
             raise self.translated(error, header) from None
-        some = handle.num_rows and handle.hidden
-        grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(handle.num_rows, handle.hidden)
+        has_elements = handle.num_rows and handle.hidden
+        grad_RD = from_capsule(capsule) if has_elements else grad_TD.new_empty(handle.num_rows, handle.hidden)
         return IncomingRows(self, arriving, grad_RD, handle, capsule, rows), grad_TK
 
     def spread(
@@ -305,8 +306,8 @@ class NativeRows:
             capsule = self._transfer.spread(*_spread_args(header, handle, grad_TD, rows_RD, weights_TK, grad_TK))
         except BaseException as error:
             raise self._failed(error, header, rows_RD) from None
-        some = handle.num_rows and handle.hidden
-        grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(handle.num_rows, handle.hidden)
+        has_elements = handle.num_rows and handle.hidden
+        grad_RD = from_capsule(capsule) if has_elements else grad_TD.new_empty(handle.num_rows, handle.hidden)
         return grad_RD, grad_TK
 
     def retain(self, buffers: object) -> None:

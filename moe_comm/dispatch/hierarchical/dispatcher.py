@@ -19,9 +19,9 @@ returned. With top-k K, H hosts and balanced routing, a token has H' = (H - 1) (
 and K (H - 1) / H slots there. DeepEP's internode kernels (github.com/deepseek-ai/DeepEP) do this on GPUs, and return
 sums.
 
-Each operation runs twice inside the host: for tokens of this host while rows of other hosts are in flight, then for
-those rows. On the return route, rows for other hosts are computed first and sent in chunks (``rail.py``) during the
-second run.
+Each operation runs twice inside the host: for tokens of this host (*near*) while rows of other hosts are in flight,
+then for tokens of other hosts (*far*). On the return route, rows for other hosts are computed first and sent in chunks
+(``rail.py``) during the second run.
 
 Rows between hosts are in their wire dtype. They are packed once, before they leave the host. Inside a host they are
 decoded rows; rows of the same host are rounded in the same way. Group scales (``fp8_group``) are shared by up to 128
@@ -43,7 +43,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import compare
 from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.base import Dispatcher, make_handle
 from moe_comm.dispatch.group_scales import RowGroups, decode_groups, encode_groups, rounded_in_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, settings_of
 from moe_comm.dispatch.hierarchical.inside_host import InsideHandle, InsideHost
@@ -90,7 +90,7 @@ class RelaySide:
         return replace(header, top_k=self.units.ids_UK.shape[1])
 
     def weights(self, weights_S: Tensor, only_leading: bool) -> Tensor:
-        """Return [U, K] weights of the units from those of received slots; 1 for non-leading slots on request."""
+        """Return [U, K] weights of the units from those of received slots. ``only_leading``: 1 for all other slots."""
         lead_S = self.units.lead_S if only_leading else None
         weights_UK = weights_S.new_zeros(self.units.ids_UK.shape)
         weights_UK.view(-1)[self.units.slot_S] = weights_S if lead_S is None else weights_S.masked_fill(~lead_S, 1.0)
@@ -159,8 +159,8 @@ class HierarchicalDispatcher(Dispatcher):
         self._host = self.hosts.host(rank)
         self._experts = self.hosts.experts(placement)
         self._handshake = Handshake(self.channel, placement, self.calls)
-        inner = self.hosts.inside(placement, self._host)
-        self._inside = InsideHost(inner, self.comm, self.hosts, rank, self.options, shared)
+        host_placement = self.hosts.inside(placement, self._host)
+        self._inside = InsideHost(host_placement, self.comm, self.hosts, rank, self.options, shared)
 
     @property
     def wire_bytes(self) -> dict[str, WireBytes]:
@@ -177,56 +177,60 @@ class HierarchicalDispatcher(Dispatcher):
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
         slots_WH = self._slots(counts)
-        back = return_format(self.options.deterministic, x_TD.dtype, self.options.wire_dtypes)
-        plan = plan_sends(ids_TK, self._experts, slots_WH[self.rank], back)
+        row_kind = return_format(self.options.deterministic, x_TD.dtype, self.options.wire_dtypes)
+        plan = plan_sends(ids_TK, self._experts, slots_WH[self.rank], row_kind)
         copies = torch.tensor(plan.copies_H).to(self.channel.control_device)
         copies_WH = [tuple(row) for row in self.channel.all_gather(copies, describe(header)).cpu().tolist()]
-        copies_H, slots_H, most_out = self._relayed(copies_WH), self._relayed(slots_WH), self._most(copies_WH)
+        copies_H, slots_H, most_out = self._relayed(copies_WH), self._relayed(slots_WH), self._max_far_count(copies_WH)
         pending_ids = self._rail.start(plan.ids_CK, plan.copies_H, copies_H, header, "ids")
-        near_x, far_x = self._start_tokens(x_TD, plan, copies_H, most_out, header)
+        near_tokens, far_tokens = self._start_tokens(x_TD, plan, copies_H, most_out, header)
         own = self.local_experts
         near_N, far_N = expert_places(counts.rows_WE, own, self.hosts, self._host, x_TD.device)
         rows_RD = warm_rows(near_N.shape[0] + far_N.shape[0], x_TD.shape[1], x_TD.dtype, x_TD.device)
 
         def forward(
-            ids_PK: Tensor, copies_H: Ints, slots_H: Ints, x: Callable[..., Tensor], place_N: Tensor
+            ids_PK: Tensor, copies_H: Ints, slots_H: Ints, tokens_at: Callable[..., Tensor], place_N: Tensor
         ) -> RelaySide:
-            units = relay_units(ids_PK.long(), copies_H, slots_H, back)
-            x_UD = x(units.token_U)
+            """Dispatch relayed tokens inside this host, and write this rank's rows into ``rows_RD``."""
+            units = relay_units(ids_PK.long(), copies_H, slots_H, row_kind)
+            x_UD = tokens_at(units.token_U)
             with self._guard():
                 rows_ND, inside = self._inside.send(x_UD, units.ids_UK, replace(header, top_k=units.ids_UK.shape[1]))
             rows_RD.index_copy_(0, place_N, rows_ND)
             return RelaySide(copies_H, slots_H, units, inside, place_N)
 
         own_ids_PK = self._rail.own(plan.ids_CK, plan.copies_H)
-        near = forward(own_ids_PK, self._rail.only_own(copies_H), self._rail.only_own(slots_H), near_x, near_N)
-        far = forward(pending_ids(), self._rail.without_own(copies_H), self._rail.without_own(slots_H), far_x, far_N)
-        state = RelayHandle(plan, near, far, most_out, most_out if back == "sums" else self._most(slots_WH))
+        near_copies_H, near_slots_H = self._rail.only_own(copies_H), self._rail.only_own(slots_H)
+        near = forward(own_ids_PK, near_copies_H, near_slots_H, near_tokens, near_N)
+        far_copies_H, far_slots_H = self._rail.without_own(copies_H), self._rail.without_own(slots_H)
+        far = forward(pending_ids(), far_copies_H, far_slots_H, far_tokens, far_N)
+        most_back = most_out if row_kind == "sums" else self._max_far_count(slots_WH)
+        state = RelayHandle(plan, near, far, most_out, most_back)
         rows_per_expert = tuple(counts.rows_WE[:, own.start : own.stop].sum(0).tolist())
-        handle = DispatchHandle.of(header, x_TD, rows_per_expert, rows_RD.shape[0], counts.num_dropped, state)
+        handle = make_handle(header, x_TD, rows_per_expert, rows_RD.shape[0], counts.num_dropped, state)
         return rows_RD, handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         self._check_headers(header, rows_RD.device)
         relay: RelayHandle = handle.state
         plan = relay.plan
-        by_relay = (
-            relay.far.units.token_U is None or plan.lead_TK is not None
-        )  # the relay applies all or leading weights
+        # The relay applies the weights of all slots, or of the leading slots; else this rank applies them.
+        by_relay = relay.far.units.token_U is None or plan.lead_TK is not None
         near_weights = far_weights = None
         if weights_TK is not None and by_relay:
             near_weights, far_weights = self._start_weights(weights_TK, relay, header, only_leading=True)
             applied_TK = plan.lead_TK
             weights_TK = None if applied_TK is None else weights_TK.masked_fill(applied_TK, 1.0)
 
-        def back(side: RelaySide, weights: Callable[[], Tensor] | None) -> Tensor:
+        def sum_inside(side: RelaySide, weights: Callable[[], Tensor] | None) -> Tensor:
+            """Return the sum of each relayed unit's rows."""
             rows_ND = self._rows_of(side, rows_RD)
             weights_UK = None if weights is None else weights()
             with self._guard():
                 return self._inside.sum(rows_ND, weights_UK, side.inside, side.header(header))
 
-        receive = self._start_returns(back(relay.far, far_weights), relay, header)
-        rows_XD = receive(back(relay.near, near_weights))
+        receive = self._start_returns(sum_inside(relay.far, far_weights), relay, header)
+        rows_XD = receive(sum_inside(relay.near, near_weights))
         return weighted_sum(rows_XD, plan.place_TX, weights_TK)
 
     def _spread(
@@ -246,8 +250,8 @@ class HierarchicalDispatcher(Dispatcher):
             rows = None if rows_RD is None else self._rows_of(side, rows_RD)
             weights_UK, grad_UD = weights(), grad(side.units.token_U)
             with self._guard():
-                inner = side.header(header)
-                grad_ND, dots_UK = self._inside.spread(grad_UD, rows, weights_UK, side.inside, inner)
+                host_header = side.header(header)
+                grad_ND, dots_UK = self._inside.spread(grad_UD, rows, weights_UK, side.inside, host_header)
             return grad_ND, weights_TK if dots_UK is None else dots_UK.flatten()[side.units.slot_S]
 
         near_ND, near_dots_S = forward(near, near_weights, near_grad)
@@ -277,13 +281,13 @@ class HierarchicalDispatcher(Dispatcher):
         """Return the counts that this rank relays for each host."""
         return tuple(counts_WH[rank][self._host] for rank in self.hosts.rail(self.rank))
 
-    def _most(self, counts_WH: PerHost) -> int:
-        """Return the maximum count of any rank for another host."""
+    def _max_far_count(self, counts_WH: PerHost) -> int:
+        """Return the maximum over all ranks of a rank's count for another host."""
         return max(
             (
-                number
+                count
                 for rank, row in enumerate(counts_WH)
-                for host, number in enumerate(row)
+                for host, count in enumerate(row)
                 if host != self.hosts.host(rank)
             ),
             default=0,
@@ -306,7 +310,7 @@ class HierarchicalDispatcher(Dispatcher):
         return (lambda: relay.near.weights(own_S, only_leading), lambda: relay.far.weights(pending(), only_leading))
 
     def _start_tokens(
-        self, rows_TD: Tensor, plan: SendPlan, copies_H: Ints, most: int, header: Header
+        self, rows_TD: Tensor, plan: SendPlan, copies_H: Ints, max_block_rows: int, header: Header
     ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """Start sending tokens' rows in their wire dtype. ``copies_H`` is the number of tokens received from each host.
 
@@ -319,7 +323,7 @@ class HierarchicalDispatcher(Dispatcher):
         far_N = self._rail.far(plan.token_C, plan.copies_H)
         send_H, receive_H = self._rail.without_own(plan.copies_H), self._rail.without_own(copies_H)
         if wire_dtype.scales == "group":
-            far = self._start_groups(take(rows_TD, far_N), send_H, receive_H, most, header)
+            far = self._start_groups(take(rows_TD, far_N), send_H, receive_H, max_block_rows, header)
             near = partial(rounded_in_groups, take(rows_TD, near_N), wire_dtype)
             return _at_index(near), _at_index(lambda: far(rows_TD.new_empty(0, width)))
         packed_TX = pack(rows_TD, wire_dtype)
@@ -328,7 +332,7 @@ class HierarchicalDispatcher(Dispatcher):
             lambda ranges: take(packed_TX, gather_ranges(far_N, ranges)),
             send_H,
             receive_H,
-            most * bytes_per_row(width, wire_dtype, dtype),
+            max_block_rows * bytes_per_row(width, wire_dtype, dtype),
             header,
         )
         empty = rows_TD.new_empty(0, width)
@@ -360,7 +364,7 @@ class HierarchicalDispatcher(Dispatcher):
         return lambda own_UD: pending.take(decode, rounded(own_UD, wire_dtype))
 
     def _start_groups(
-        self, rows_ND: Tensor, send_H: Ints, receive_H: Ints, most: int, header: Header
+        self, rows_ND: Tensor, send_H: Ints, receive_H: Ints, max_block_rows: int, header: Header
     ) -> Callable[[Tensor], Tensor]:
         """Start sending rows and group scales to other hosts. Return a function that inserts this host's block."""
         wire_dtype, dtype = self.options.wire_dtypes.of(header.op), rows_ND.dtype
@@ -370,7 +374,7 @@ class HierarchicalDispatcher(Dispatcher):
             for sizes in (send_H, far_H)
         )
         packed_NX, scale_GD = encode_groups(rows_ND, sent, wire_dtype)
-        most_bytes = most * bytes_per_row(rows_ND.shape[1], wire_dtype, dtype)
+        most_bytes = max_block_rows * bytes_per_row(rows_ND.shape[1], wire_dtype, dtype)
         packed = self._rail.start_rows(partial(gather_ranges, packed_NX), send_H, far_H, most_bytes, header)
         scales = self._rail.start(scale_GD, sent.per_rank, received.per_rank, header, "rows")
 

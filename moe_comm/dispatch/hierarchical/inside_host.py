@@ -29,7 +29,7 @@ from moe_comm.topology import ExpertPlacement
 
 @dataclass(frozen=True)
 class InsideHandle:
-    """``handle`` of the dispatch of ``ids_UK`` by ``dispatcher``."""
+    """Handle of a dispatch inside the host, with the dispatcher and the expert ids of that dispatch."""
 
     dispatcher: Dispatcher
     handle: DispatchHandle
@@ -40,8 +40,8 @@ class InsideHost:
     """Dispatch and combine among the ranks of one host. Construction is collective over them.
 
     Args:
-        placement: of the host's experts, numbered from its first.
-        comm, hosts, rank: of all ranks.
+        placement: placement of the host's experts, whose ids start at 0.
+        comm, hosts, rank: communicator and hosts of all ranks, and this process's rank among them.
         shared: whether the ranks of each host share memory.
     """
 
@@ -55,21 +55,21 @@ class InsideHost:
         shared: bool,
     ) -> None:
         self._members = hosts.members(hosts.host(rank))
-        local = hosts.local(rank)
+        local_rank = hosts.local(rank)
         plain_options = DispatchOptions(options.timeout_s, True, options.checked)
         self._shared: Dispatcher | None = None
         self._plain: AllToAllDispatcher | None = None
         if hosts.per_host == 1:
             self._alone: Dispatcher = local_dispatcher(placement, None, plain_options)
             return
-        own = comm.subgroup(self._members, options.timeout_s)
-        self._plain = AllToAllDispatcher(placement, own, local, plain_options)
+        host_group = comm.subgroup(self._members, options.timeout_s)
+        self._plain = AllToAllDispatcher(placement, host_group, local_rank, plain_options)
         if shared:
             from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # needs the native core
 
             try:
-                self._shared = SharedMemoryDispatcher(placement, own, local, plain_options)
-            except HeapError as error:  # on every rank of the host
+                self._shared = SharedMemoryDispatcher(placement, host_group, local_rank, plain_options)
+            except HeapError as error:  # raised on every rank of the host, so all of them use ``_plain``
                 _warn(error)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -131,7 +131,7 @@ class InsideHost:
 
     @contextmanager
     def _rank_names(self) -> Iterator[None]:
-        """Add to errors about peers the global ranks that they number."""
+        """Add the range of global ranks to errors about peers, whose rank numbers are local to the host."""
         try:
             yield
         except PeerError as error:

@@ -96,9 +96,9 @@ class PendingBlocks:
         bounds = dict(zip(edges, places, strict=True))
         out_NX = self._empty(index_N.shape[0], own_0X)
         for rows, rows_PX in self.completed():
-            here = slice(bounds[rows.start], bounds[rows.stop])
-            if here.start < here.stop:
-                torch.index_select(decode(rows_PX), 0, index_N[here] - rows.start, out=out_NX[here])
+            out_rows = slice(bounds[rows.start], bounds[rows.stop])
+            if out_rows.start < out_rows.stop:
+                torch.index_select(decode(rows_PX), 0, index_N[out_rows] - rows.start, out=out_NX[out_rows])
         return out_NX
 
     def _empty(self, rows: int, like_PX: Tensor) -> Tensor:
@@ -160,7 +160,8 @@ class Rail:
             if host != self._host:
                 send[peer], receive[peer] = send_H[host], receive_H[host]
         pending = self._channel.start_all_to_all(far_N, send, receive, describe(header))
-        # NCCL may deadlock if kernels of two communicators, this one and the host's, run in different orders on ranks.
+        # Wait now on GPUs: NCCL may deadlock if ranks run the kernels of two communicators (this one and the host's) in
+        # different orders.
         return PendingTensor.completed(pending()) if far_N.is_cuda else pending
 
     def own(self, tensor_N: Tensor, rows_H: Sequence[int]) -> Tensor:

@@ -8,10 +8,11 @@ rank on each other host; together they form a rail.
                             rank 0 ◀───────▶ rank 2       rail 0
                             rank 1 ◀───────▶ rank 3       rail 1
 
-Copies are sent in the order (host, token), slots in the order (host, token, slot). A relay therefore receives them by
-(source host, token, slot). The rank of an expert receives rows by (expert, relay l, source host g, token, slot), first
-those of its own host, then those of other hosts. Dispatch returns rows by (expert, source rank, token, slot), where the
-source rank is g * L + l. So the L x H blocks of rows of each expert are transposed.
+A slot is one of the K (token, expert) pairs of a token. A copy is a token's row that is sent to one host. Copies are
+sent in the order (host, token), slots in the order (host, token, slot). A relay therefore receives them by (source
+host, token, slot). The rank of an expert receives rows by (expert, relay l, source host g, token, slot), first those of
+its own host, then those of other hosts. Dispatch returns rows by (expert, source rank, token, slot), where the source
+rank is g * L + l. So the L x H blocks of rows of each expert are transposed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
 
 @dataclass(frozen=True)
 class HostMap:
-    """``count`` hosts of ``per_host`` ranks each, numbered host by host."""
+    """``count`` hosts of ``per_host`` ranks each. Ranks are numbered host by host."""
 
     count: int
     per_host: int
@@ -53,8 +54,8 @@ class HostMap:
         per_host = len(hosts) // max(count, 1)
         regular = [hosts[rank // per_host * per_host] for rank in range(len(hosts))] if count else []
         if not count or count * per_host != len(hosts) or list(hosts) != regular:
-            first = list(dict.fromkeys(hosts))
-            shown = [first.index(host) for host in hosts]
+            distinct = list(dict.fromkeys(hosts))
+            shown = [distinct.index(host) for host in hosts]
             raise ConfigError(
                 "hierarchical dispatch needs hosts with equal numbers of ranks, and the ranks of a host next to each "
                 f"other; by rank the hosts are {shown}. Number the ranks host by host, or use 'all_to_all'"
@@ -145,12 +146,14 @@ def plan_sends(ids_TK: Tensor, host_experts: Sequence[int], slots_H: Sequence[in
         ids_TK: valid expert ids, or -1.
         host_experts: result of ``HostMap.experts``.
         slots_H: number of slots of ``ids_TK`` on each host.
+        back: what relays return for these tokens.
     """
     tokens = ids_TK.shape[0]
     count, device = len(host_experts) - 1, ids_TK.device
     first_H = torch.tensor(host_experts, device=device)
     ids_TK = ids_TK.long()
     host_TK = torch.bucketize(ids_TK, first_H[1:], right=True).masked_fill_(ids_TK < 0, -1)
+    # Whether each token is sent to each host. The last column takes dropped slots and is removed.
     sent_TH = torch.zeros(tokens, count + 1, dtype=torch.bool, device=device)
     sent_HT = sent_TH.scatter_(1, torch.where(host_TK < 0, count, host_TK), True)[:, :count].T.contiguous()
     host_C, token_C = sent_HT.nonzero(as_tuple=True)
@@ -169,8 +172,9 @@ def plan_sends(ids_TK: Tensor, host_experts: Sequence[int], slots_H: Sequence[in
         place_TH = place_HT.masked_fill(~sent_HT, -1).T.contiguous()
         return SendPlan(token_C, ids_CK, copies_H, slot_S, slots_H, copies_H, place_TH)
     first_T = (host_TK >= 0).to(torch.uint8).argmax(1, keepdim=True)
-    stays_TK = (host_TK == host_TK.gather(1, first_T)) | (host_TK < 0)
-    lead_TK = stays_TK.to(torch.uint8).cumprod(1).bool() & (host_TK >= 0)
+    on_first_host_TK = (host_TK == host_TK.gather(1, first_T)) | (host_TK < 0)
+    lead_TK = on_first_host_TK.to(torch.uint8).cumprod(1).bool() & (host_TK >= 0)
+    # Leading slots after the first one: the relay adds their rows to the first one's, so they return no row.
     added_TK = lead_TK & (lead_TK.cumsum(1) > 1)
     added_H = torch.bincount(host_TK[added_TK], minlength=count).tolist()
     rows_H = tuple(slots - added for slots, added in zip(slots_H, added_H, strict=True))
@@ -214,6 +218,7 @@ def relay_units(ids_PK: Tensor, copies_H: Sequence[int], slots_H: Sequence[int],
     if back == "slots":
         all_S = torch.arange(slot_S.numel(), device=device)
         return RelayUnits(slot_S // top_k, ids_S.unsqueeze(1), all_S, None, tuple(slots_H))
+    # Leading slots are those before the first slot on another host. All but the first one are added to its unit.
     lead_PK = here_PK & ((ids_PK == OTHER_HOST).cumsum(1) == 0)
     lead_S = lead_PK.flatten()[slot_S]
     added_S = lead_S & (lead_PK.cumsum(1).flatten()[slot_S] > 1)
@@ -315,15 +320,15 @@ def inter_host_bytes(
     Raises:
         ConfigError: see ``HostMap.of``.
     """
-    where = HostMap.of(hosts)
-    experts = where.experts(placement)
-    owner = [host for host in range(where.count) for _ in range(experts[host], experts[host + 1])]
+    host_map = HostMap.of(hosts)
+    experts = host_map.experts(placement)
+    host_of_expert = [host for host in range(host_map.count) for _ in range(experts[host], experts[host + 1])]
     copies: list[int] = []  # from each rank to each other host
     slots: list[int] = []
     runs: list[int] = []
     for rank, ids_TK in enumerate(ids_WTK):
-        destinations = [[owner[e] for e in row if e >= 0] for row in ids_TK.tolist()]
-        for host in set(range(where.count)) - {where.host(rank)}:
+        destinations = [[host_of_expert[e] for e in row if e >= 0] for row in ids_TK.tolist()]
+        for host in set(range(host_map.count)) - {host_map.host(rank)}:
             copies.append(sum(host in row for row in destinations))
             slots.append(sum(row.count(host) for row in destinations))
             leading = (len(list(takewhile(host.__eq__, row))) for row in destinations)
@@ -336,11 +341,11 @@ def inter_host_bytes(
 
     back = return_format(deterministic, dtype, wire_dtypes)
     returned = {"slots": slots, "runs": runs, "sums": copies}[back]
-    once = weight * sum(slots)
+    weights_bytes = weight * sum(slots)
     return {
         "dispatch": WireBytes(rows("dispatch", copies), 0, id_bytes * sum(copies)),
-        "combine": WireBytes(rows("combine", returned), 0 if back == "slots" else once),
-        "combine backward": WireBytes(rows("combine backward", copies), once * (1 + weights_grad)),
+        "combine": WireBytes(rows("combine", returned), 0 if back == "slots" else weights_bytes),
+        "combine backward": WireBytes(rows("combine backward", copies), weights_bytes * (1 + weights_grad)),
         "dispatch backward": WireBytes(rows("dispatch backward", returned)),
     }
 

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from moe_comm.errors import ConfigError
+from moe_comm.gpu.blocks import SHARING
 
 if TYPE_CHECKING:
     from moe_comm.gpu.launch import Launcher
 
 NO_KERNELS, ALONE, REACHES, BLOCKED = range(4)
-"""States of a rank: no kernels for its GPU; no other GPU visible; access to all visible GPUs; no access to some."""
+"""States of a rank.
+
+NO_KERNELS: there are no kernels for its GPU. ALONE: CUDA shows no other GPU and there is no NVML, so its access is
+unknown. REACHES: it can access all other GPUs that CUDA, or else NVML, shows. BLOCKED: it cannot access some of them.
+"""
 MAY_SHARE = 4
 """Added to the state if torch allows ranks on the same GPU to use symmetric memory."""
-SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-
-
-def device_word(device: torch.device) -> int:
-    """Return a number that identifies a rank's GPU; 0 without one."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return zlib.crc32(str(torch.cuda.get_device_properties(index).uuid).encode()) + 1
 
 
 def access_word(device: torch.device) -> int:
@@ -41,10 +36,42 @@ def access_word(device: torch.device) -> int:
     # torch checks for the value 1.
     may_share = MAY_SHARE * (os.environ.get(SHARING) == "1")
     others = [other for other in range(torch.cuda.device_count()) if other != index]
-    if not others:
-        return ALONE + may_share
-    reaches = all(torch.cuda.can_device_access_peer(index, other) for other in others)
-    return (REACHES if reaches else BLOCKED) + may_share
+    if others:
+        reaches: bool | None = all(torch.cuda.can_device_access_peer(index, other) for other in others)
+    else:
+        reaches = _reaches_by_nvml(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    return (ALONE if reaches is None else REACHES if reaches else BLOCKED) + may_share
+
+
+def _reaches_by_nvml(uuid: str) -> bool | None:
+    """Return whether a GPU can read and write the memory of all others of the host, or None if this is not known.
+
+    Launchers often let each rank see one GPU (CUDA_VISIBLE_DEVICES). CUDA can map the memory of the others
+    nevertheless, but only NVML shows them.
+    """
+    try:
+        import pynvml  # optional: package nvidia-ml-py
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            own = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+            gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            others = [gpu for gpu in gpus if _text(pynvml.nvmlDeviceGetUUID(gpu)) != uuid]
+            caps = pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE
+            ok = pynvml.NVML_P2P_STATUS_OK
+            if not others:
+                return None
+            return all(pynvml.nvmlDeviceGetP2PStatus(own, gpu, cap) == ok for gpu in others for cap in caps)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def problem_of(devices: Sequence[int], access: Sequence[int]) -> str:
@@ -71,7 +98,8 @@ def problem_of(devices: Sequence[int], access: Sequence[int]) -> str:
     if ALONE in access:
         return (
             f"rank {list(access).index(ALONE)} sees only its own GPU, so its access to the others cannot be checked "
-            "(list all GPUs of the host in CUDA_VISIBLE_DEVICES, and select one with torch.cuda.set_device)"
+            "(pip install nvidia-ml-py, or list all GPUs of the host in CUDA_VISIBLE_DEVICES and select one with "
+            "torch.cuda.set_device)"
         )
     return ""
 

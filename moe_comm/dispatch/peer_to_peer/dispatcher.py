@@ -3,10 +3,11 @@
     rank 0   count ─▶ meet ─▶ (allocate) ─▶ push ──── rows ───▶ rank 1's block
     rank 1   count ─▶ meet ─▶ (allocate) ─▶ arrive ◀─ a flag per expert and source rank, set after its rows
 
-In ``meet`` the device exchanges headers and counts. The host reads the sizes that it must allocate. Ranks also exchange
+The words in the diagram are kernels. ``count`` counts the rows of each expert. ``meet`` waits for all ranks and
+exchanges headers and counts; this is a *meeting*. The host reads the sizes that it must allocate. Ranks also exchange
 the size of the largest free block of their heaps, so that all raise the same ``HeapError`` before rows move. Combine
-and the backward passes meet again, read or write rows of peers in place, and end when all ranks are done. Sums and dot
-products are computed in the order of the CPU kernels, so the bits are the same.
+and the backward passes have a meeting of their own, read or write rows of peers in place, and end when all ranks are
+done. Sums and dot products are computed in the order of the CPU kernels, so the bits are the same.
 
 On a GPU the host waits for the counts in dispatch. In other operations it waits until headers are compared, if
 ``DispatchOptions.checked`` is set. It never waits for rows. Without ``checked`` the next call raises errors of these
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.base import dispatch_by
+from moe_comm.dispatch.base import dispatch_by, make_handle
 from moe_comm.dispatch.peer_to_peer.low_latency import (
     LowLatencyBuffers,
     LowLatencyHandle,
@@ -183,30 +184,30 @@ class PeerToPeerDispatcher(PeerToPeerPrimitives):
         record_stream(self.memory.turns.heap, x, stream)
 
     def own_rows(self, handle: DispatchHandle, sent: int) -> int:
-        return sent // self.world  # an estimate for balanced routing: the counts stay on the GPU
+        return sent // self.world  # an estimate for balanced routing, because the host may not know the counts
 
     def _send_fixed(
         self, x_TD: Tensor, ids_TK: Tensor, header: Header, ends: list[Tensor]
     ) -> tuple[Tensor, DispatchHandle]:
-        """Run ``_send`` into a block of fixed size. Append the ends of the experts' rows to ``ends``."""
+        """Run ``_send`` with a receive buffer of fixed size. Append the ends of the experts' rows to ``ends``."""
         if header.fault is not None:
             self._refuse(header)
         turns, form = self.memory.turns, self._form(x_TD, header.op)
-        room = self.peer_options.capacity_rows or 0
+        capacity = self.peer_options.capacity_rows or 0
         x_TD, ids_TK = dense(self._round_rows(x_TD, form, sends=True)), ids_TK.to(torch.int64).contiguous()
         with KernelOperation(self, header, x_TD, ids_TK):
             try:
-                received = form.allocate(turns.heap, room)
+                received = form.allocate(turns.heap, capacity)
             except HeapError as problem:
                 if capturing(self.device):
-                    raise  # a captured meeting never runs, so the host must not wait for it
+                    raise  # during a capture the meeting does not run, so the host must not wait for it
                 turns.count_and_meet(self.packed(header), ids_TK, self._blocks, Offer(NOWHERE))
                 self.memory.check(header, ids_TK)
                 raise problem
-            turns.count_and_meet(self.packed(header), ids_TK, self._blocks, received.offer._replace(room=room))
+            turns.count_and_meet(self.packed(header), ids_TK, self._blocks, received.offer._replace(room=capacity))
             rows_RD, place_TK = move_rows(turns, x_TD, ids_TK, received, self._blocks)
             ends.append(turns.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
             if self.memory.on_host:
                 self.memory.check(header, ids_TK)
             self._stream.use_by_caller(rows_RD, place_TK, ends[-1])
-        return rows_RD, DispatchHandle.of(header, x_TD, (), rows_RD.shape[0], 0, place_TK)
+        return rows_RD, make_handle(header, x_TD, (), rows_RD.shape[0], 0, place_TK)

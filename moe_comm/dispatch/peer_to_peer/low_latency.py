@@ -7,8 +7,9 @@ Each (expert, source rank) has a fixed buffer for ``max_tokens`` rows at the own
 
     ll_send ─▶ [other work] ─▶ ll_arrive ─▶ experts ─▶ ll_ready ─▶ sum
 
-Rows are in flight between ``ll_send`` and ``ll_arrive``, which ``LowLatencyHandle.receive`` launches. There is no
-backward, and ranks do not compare headers: both would cost a round trip.
+These are kernels (csrc/cuda/args.h). ``LowLatencyHandle.receive`` launches ``ll_arrive``, and rows are in flight until
+it has run. An offer is the address of a rank's buffer, which ranks exchange once, when they allocate buffers. There is
+no backward, and ranks do not compare headers: both would cost a round trip.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moe_comm.gpu.protocol import MAX_PARTS, NOWHERE, Offer, address
 from moe_comm.runtime.memory import DTYPE_CODES
 
 MOST_TOKENS = 65535
-"""A count has 16 bits of a word."""
+"""Maximum of ``max_tokens``: a row count is sent in 16 bits of a word."""
 BUSY_BLOCKS = 256
 """Approximate number of thread blocks of ll_send."""
 
@@ -36,7 +37,8 @@ BUSY_BLOCKS = 256
 class LowLatencyBuffers:
     """Persistent buffers of a rank for received rows and for results that peers read.
 
-    received_W5, results_W5: offers of all ranks, on the device. results_RD: memory of ``LowLatencyHandle.results``.
+    received_W5, results_W5: offers of all ranks for the two buffers, on the device.
+    results_RD: memory of ``LowLatencyHandle.results``.
     """
 
     max_tokens: int
@@ -105,7 +107,7 @@ class LowLatencyHandle:
 
         Returns:
             rows_LND: [L, N, D] with N = W * max_tokens, for this rank's L experts. The rows of rank w for expert e are
-                ``rows[e, w * max_tokens:][:counts[e, w]]``; other rows are from earlier calls. Valid until the next
+                ``rows[e, w * max_tokens:][:counts[e, w]]``; other rows are undefined. Valid until the next
                 ``low_latency_dispatch``.
             counts_LW: [L, W] int64, on the device.
 
@@ -119,7 +121,7 @@ class LowLatencyHandle:
         turns.plan.receive_few(parts_of(shape.experts), address(counts_LW))
         if self.memory.on_host:
             self.memory.raise_fault(self.header)
-        rows_RD = self.buffers.received.rows()
+        rows_RD = self.buffers.received.rows(counts_LW[:num_local])
         num_rows = shape.world * self.buffers.max_tokens
         return rows_RD.view(num_local, num_rows, rows_RD.shape[1]), counts_LW[:num_local]
 

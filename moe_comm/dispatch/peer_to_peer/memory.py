@@ -21,6 +21,7 @@ from moe_comm.dispatch.types import peers_routing_error, routing_error
 from moe_comm.errors import ConfigError, HeapError, MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import Blocks, mapped_blocks, single_block, symmetric_blocks
 from moe_comm.gpu.launch import Launcher
+from moe_comm.gpu.order import stream_order
 from moe_comm.gpu.protocol import (
     ABORTED,
     ARRIVED,
@@ -80,13 +81,15 @@ def _stop(thread: threading.Thread, stop: threading.Event) -> None:
 
 
 class PeerGroupMemory:
-    """One rank's memory block and protocol state (``turns``), shared by dispatchers of a group.
+    """One rank's memory block and its state of the protocol, shared by dispatchers of a group.
 
+    turns: state of the protocol, in which a turn is one operation of all ranks.
     failed: error after which the group is unusable. uncombined: a low-latency dispatch that has not been combined.
     """
 
     def __init__(self, channel: Channel | None, turns: Turns) -> None:
         self.channel, self.turns = channel, turns
+        self._order = stream_order(channel.comm.keep if channel is not None else None, turns.device)
         self._timeout_s = 0.0
         self.failed: PeerError | None = None
         self.uncombined = ""
@@ -115,12 +118,13 @@ class PeerGroupMemory:
         if self.uncombined:
             raise ConfigError(
                 f"rank {self.rank} begins {describe(header)} between {self.uncombined} and its low_latency_combine; "
-                "call low_latency_combine first, since both share a turn"
+                "call low_latency_combine first, because the dispatch and its combine are one turn of the protocol"
             )
         if self.turns.failed:
             # An unchecked operation failed. The progress of other ranks is unknown.
             raise self._mark_unusable(self.error_of(self.turns.report, header, None))
         self._timeout_s = timeout_s
+        self._order.enter()
         if self._watch is not None:
             self._watch.on = True
         self.turns.begin(timeout_s)
@@ -131,7 +135,7 @@ class PeerGroupMemory:
             self._watch.on = False
 
     def check(self, header: Header, ids_TK: Tensor | None = None) -> None:
-        """Wait for the last meeting, and raise its fault or that of a kernel after it.
+        """Wait for the last meeting (exchange of headers), and raise its fault or that of a kernel after it.
 
         Raises:
             InputError, RoutingError, RankMismatch, HeapError: on every rank. The group remains usable.
@@ -150,7 +154,7 @@ class PeerGroupMemory:
         if not self.turns.failed:
             return
         report = self.turns.report
-        late = report.turn < self.turns.turn  # of an unchecked operation, as in ``begin``
+        late = report.turn < self.turns.turn  # the fault of an earlier, unchecked operation; see ``begin``
         error = self.error_of(report, header, None if late else ids_TK)
         if late or isinstance(error, PeerError):
             raise self._mark_unusable(error)
@@ -235,7 +239,7 @@ def shared_peer_memory(
 
 
 def _blocks(channel: Channel | None, group: ProcessGroup | None, rank: int, device: torch.device, total: int) -> Blocks:
-    if channel is None or group is None:
+    if channel is None or group is None or channel.comm.world == 1:
         return single_block(total, device)
     if device.type == "cuda":
         problem, blocks = "", None

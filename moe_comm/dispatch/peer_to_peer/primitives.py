@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import compare
 from moe_comm.comm.header import Header, fault_word
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.base import Dispatcher, make_handle
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.handshake import settings_of
 from moe_comm.dispatch.peer_to_peer.access import launcher_for
@@ -39,6 +39,7 @@ ROOM_WORD = HEADER_WORDS - 1
 """Index of the header word with the size in bytes of the largest free block of this rank's heap. Dispatch only. The
 text of a fault ends before this word."""
 BLOCKS_ON_HOST = 4
+"""Default number of thread blocks in emulation."""
 
 
 class PeerToPeerPrimitives(Dispatcher):
@@ -146,7 +147,7 @@ class PeerToPeerPrimitives(Dispatcher):
             self._check_if_blocking(header)
             self._stream.use_by_caller(rows_RD, place_TK)
         sizes = tuple(counts.own_L), rows_RD.shape[0], counts.dropped
-        return rows_RD, DispatchHandle.of(header, x_TD, *sizes, state=place_TK)
+        return rows_RD, make_handle(header, x_TD, *sizes, state=place_TK)
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         heap, rows_RD = self.memory.turns.heap, self._round_rows(rows_RD, self._form(rows_RD, header.op))
@@ -217,7 +218,7 @@ class PeerToPeerPrimitives(Dispatcher):
             raise ConfigError(f"a CUDA graph cannot capture {what} of peer_to_peer, which waits on the host: {instead}")
 
     def _refuse(self, header: Header) -> NoReturn:
-        """Report the fault of this rank in a meeting, so that every rank raises it.
+        """Report the fault (invalid input) of this rank in a meeting, so that every rank raises it.
 
         During a CUDA graph capture no meeting can run, so only this rank raises.
         """
@@ -226,7 +227,7 @@ class PeerToPeerPrimitives(Dispatcher):
         with KernelOperation(self, header):
             self.memory.turns.meet(self.packed(header), NOTHING)
             self.memory.check(header)
-        raise header.fault or AssertionError("nothing to refuse")
+        raise header.fault or AssertionError("_refuse was called without a fault")
 
     def _raise_no_room(self, header: Header, problem: HeapError) -> NoReturn:
         """Report in a meeting that this rank has no room in its heap, so that every rank raises."""

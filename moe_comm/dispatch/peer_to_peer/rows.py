@@ -2,8 +2,9 @@
 
     one buffer   rows, encoded [R, X] │ their fp32 scales [R, S] │ links [R]     each aligned to 256 bytes
 
-There are scales if rows are encoded as e4m3, and links if rows are relayed. Ranks compute the sizes of all buffers from
-the exchanged counts, so all ranks detect a rank without room.
+There are scales if rows are encoded as e4m3. There are links if rows are relayed, that is, sent once to each rank and
+copied there: the link of a row names the row that it is a copy of. Ranks compute the sizes of all buffers from the
+exchanged counts, so all ranks detect a rank without room.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moe_comm.runtime.memory import DTYPE_CODES
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Format of received rows of ``hidden`` elements of ``dtype``. relay: with links."""
+    """Format of received rows of ``hidden`` elements of ``dtype``. relay: whether buffers have links."""
 
     hidden: int
     dtype: torch.dtype
@@ -43,7 +44,7 @@ class RowFormat:
 
     @cached_property
     def words(self) -> tuple[int, int]:
-        """Arguments of ``Turns.move``."""
+        """The argument ``form`` of ``Turns.move``."""
         return self.packing, int(self.wire_dtype.power_of_two)
 
     @cached_property
@@ -87,19 +88,19 @@ class RowFormat:
                 self, block.matrix(0, num_rows, self.hidden, self.dtype), None, None, Offer(block.first)
             )
         rows, scales, _ = self.part_bytes(num_rows)
-        first, second = round_up(rows), round_up(rows) + round_up(scales)
+        scales_offset, links_offset = round_up(rows), round_up(rows) + round_up(scales)
         dtype = self.dtype if self.packing == SAME else torch.uint8
         rows_RX = block.matrix(0, num_rows, self.row_bytes // dtype.itemsize, dtype)
-        scale_RS = block.matrix(first, num_rows, self.scales, torch.float32) if self.packing != SAME else None
-        link_R = block.matrix(second, num_rows, 1, torch.int64).view(-1) if self.relay else None
-        scales_at = block.first + first if scale_RS is not None and scale_RS.numel() else 0
-        links_at = block.first + second if link_R is not None and len(link_R) else 0
+        scale_RS = block.matrix(scales_offset, num_rows, self.scales, torch.float32) if self.packing != SAME else None
+        link_R = block.matrix(links_offset, num_rows, 1, torch.int64).view(-1) if self.relay else None
+        scales_at = block.first + scales_offset if scale_RS is not None and scale_RS.numel() else 0
+        links_at = block.first + links_offset if link_R is not None and len(link_R) else 0
         return ReceiveBuffer(self, rows_RX, scale_RS, link_R, Offer(block.first, 0, scales_at, links_at))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReceiveBuffer:
-    """A buffer for received rows: encoded rows, their scales and links. ``offer`` is its address for peers."""
+    """A buffer for received rows: encoded rows, their scales and links. ``offer`` has their addresses, for peers."""
 
     form: RowFormat
     rows_RX: Tensor
@@ -107,11 +108,12 @@ class ReceiveBuffer:
     link_R: Tensor | None
     offer: Offer
 
-    def rows(self) -> Tensor:
-        """Return [R, D] decoded rows, after they have been received."""
+    def rows(self, counts: Tensor | None = None) -> Tensor:
+        """Return [R, D] decoded rows, after they have been received. counts: see ``apply_scales``."""
         if self.scale_RS is None:
             return self.rows_RX
-        return apply_scales(self.rows_RX[:, : self.form.hidden], self.scale_RS, self.form.wire_dtype, self.form.dtype)
+        form, values_RD = self.form, self.rows_RX[:, : self.form.hidden]
+        return apply_scales(values_RD, self.scale_RS, form.wire_dtype, form.dtype, counts)
 
     def links(self, blocks: int) -> RelayLinks:
         """Return the arguments of ``fan_out`` on ``blocks`` thread blocks."""

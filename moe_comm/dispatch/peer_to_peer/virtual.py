@@ -1,6 +1,6 @@
 """All ranks of ``peer_to_peer`` in one process and on one device, for tests and measurements with a single GPU.
 
-    thread 0, stream 0   rank 0   count ─▶ meet ─▶ push ...        kernels of all ranks meet, as for several processes
+    thread 0, stream 0   rank 0   count ─▶ meet ─▶ push ...        the kernels of all ranks run concurrently
     thread 1, stream 1   rank 1   count ─▶ meet ─▶ push ...
 
 On a GPU only the forward pass works: autograd has one thread per device, in which ranks would wait for each other.
@@ -36,14 +36,14 @@ def virtual_ranks(
     Raises:
         ConfigError, MissingDependency: as ``PeerToPeerDispatcher``.
     """
-    options, where = options or DispatchOptions(), torch.device(device)
-    launcher = launcher_for(where, options.peer_to_peer.emulate)
-    heap = options.peer_to_peer.heap_bytes or HEAP_BYTES[where.type]
-    blocks_W = local_blocks(placement.world, blocks_bytes(GroupShape(0, placement.offsets), heap), where)
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)  # other streams must find the zeros
+    options, target_device = options or DispatchOptions(), torch.device(device)
+    launcher = launcher_for(target_device, options.peer_to_peer.emulate)
+    heap = options.peer_to_peer.heap_bytes or HEAP_BYTES[target_device.type]
+    blocks_W = local_blocks(placement.world, blocks_bytes(GroupShape(0, placement.offsets), heap), target_device)
+    if target_device.type == "cuda":
+        torch.cuda.synchronize(target_device)  # the blocks must be zero before other streams use them
     return [
-        PeerToPeerDispatcher(placement, None, rank, options, where, launcher, blocks)
+        PeerToPeerDispatcher(placement, None, rank, options, target_device, launcher, blocks)
         for rank, blocks in enumerate(blocks_W)
     ]
 

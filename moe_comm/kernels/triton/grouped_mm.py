@@ -101,7 +101,7 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
     """Compute out[r] = rows[r] @ w[expert of r].T. Program p computes the tiles t with t % programs == p."""
     programs = tl.num_programs(0)
     tiles_n = tl.cdiv(columns, BLOCK_N)
-    skip = tl.program_id(0)  # tiles from here to this program's next
+    skip = tl.program_id(0)  # offset of this program's next tile from the first tile of the expert
     start = int64(0)
     for expert in range(experts):
         count = tl.load(counts_ptr + expert)
@@ -138,7 +138,7 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _next(skip, tiles, programs):  # type: ignore[no-untyped-def]
-    """Return the offset of a program's next tile after ``tiles``, if its offset was ``skip`` from their start."""
+    """Return the offset of a program's next tile from the end of ``tiles`` tiles. ``skip``: from their start."""
     beyond = skip - tiles
     return tl.where(beyond >= 0, beyond, (programs + beyond % programs) % programs)
 
@@ -218,7 +218,7 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
         return
     tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts)
     with on_device_of(rows_RD):
-        grouped_mm_kernel[(processors(rows_RD),)](
+        grouped_mm_kernel[(processors(rows_RD.device),)](
             rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), counts_E,
             out_RN, out_RN.stride(0), experts, columns, inner,
             ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks, **_launch(rows_RD, tiling),
@@ -236,8 +236,8 @@ def grouped_weight_grad_into(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor,
     check_rows("grouped_weight_grad", "gradients", grad_RN)
     check_rows("grouped_weight_grad", "rows", rows_RD)
     shape = (out_END.shape[0], grad_RN.shape[1], rows_RD.shape[1])
-    same = grad_RN.dtype == rows_RD.dtype == out_END.dtype
-    if tuple(out_END.shape) != shape or grad_RN.shape[0] != rows_RD.shape[0] or not same:
+    same_dtype = grad_RN.dtype == rows_RD.dtype == out_END.dtype
+    if tuple(out_END.shape) != shape or grad_RN.shape[0] != rows_RD.shape[0] or not same_dtype:
         raise InputError(
             f"grouped_weight_grad of gradients {tuple(grad_RN.shape)} of {grad_RN.dtype} and rows "
             f"{tuple(rows_RD.shape)} of {rows_RD.dtype} needs as many of each, and out {shape} of their dtype; "
@@ -249,7 +249,7 @@ def grouped_weight_grad_into(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor,
     experts, columns, inner = shape
     tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts, weights=True)
     with on_device_of(rows_RD):
-        grouped_weight_grad_kernel[(processors(rows_RD),)](
+        grouped_weight_grad_kernel[(processors(rows_RD.device),)](
             grad_RN, grad_RN.stride(0), rows_RD, rows_RD.stride(0), counts_E,
             out_END, *out_END.stride(), experts, columns, inner,
             ELEMENT=DTYPES[rows_RD.dtype], **tiling.blocks, **_launch(rows_RD, tiling),

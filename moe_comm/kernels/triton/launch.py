@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +15,8 @@ from moe_comm.kernels.triton.interpreter import INTERPRETING
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Dtypes that the kernels support."""
+FREE_SMS = "MOE_COMM_FREE_SMS"
+"""Environment variable: processors that kernels which wait for other ranks leave free; the same on every rank."""
 INTERPRETED_PROGRAMS = 4
 """Programs of a persistent kernel in the interpreter, which runs them one by one."""
 
@@ -80,11 +83,30 @@ def options(tensor: Tensor, **of_gpu: Any) -> dict[str, Any]:
     return of_gpu if tensor.device.type == "cuda" else {}
 
 
-def processors(tensor: Tensor) -> int:
+def processors(device: torch.device) -> int:
     """Return the number of programs that run concurrently, one per processor."""
-    if tensor.device.type == "cuda":
-        return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
     return INTERPRETED_PROGRAMS
+
+
+def waiting_programs(device: torch.device) -> int:
+    """Return the number of programs of a kernel whose programs wait for other ranks: some processors stay free.
+
+    Suppose that such a kernel fills the GPU of rank 0, and a collective on another stream fills the GPU of rank 1. Then
+    each waits for the other, which cannot start. A free processor lets the blocks of the collective run one after the
+    other. ``MOE_COMM_FREE_SMS`` sets the number of free processors; by default a sixteenth, at least 2.
+
+    Raises:
+        ConfigError: ``MOE_COMM_FREE_SMS`` is not an integer, or leaves fewer than 3 processors.
+    """
+    total = processors(device)
+    if device.type != "cuda":
+        return total
+    value = os.environ.get(FREE_SMS) or str(max(2, total // 16))
+    if not value.isdecimal() or total - int(value) < 3:
+        raise ConfigError(f"{FREE_SMS} must be an integer from 0 to {total - 3} on this GPU; got {value!r}")
+    return total - int(value)
 
 
 def capability(tensor: Tensor) -> int:

@@ -1,10 +1,10 @@
-"""Rows to e4m3 with their scales, optionally fused with SwiGLU or its gradient.
+"""Quantize rows to e4m3 with their scales, optionally fused with SwiGLU or its gradient.
 
-    | D values, e4m3 | to 4 bytes | fp32 scales: 1, or one for 128 channels | to 16 bytes |        all gaps are zeros
+    | D values, e4m3 | to 4 bytes | fp32 scales: 1, or one for 128 channels | to 16 bytes |
 
-The bytes are those of ``encode`` in ``dispatch/wire_dtype.py``, the reference, applied to the operator's output: the
-activation is first rounded to the dtype of ``h``, so the fused and separate forms have the same bits. If a block has a
-NaN or an infinity, its values are all NaN, whose sign may differ.
+"to 4 bytes" are zeros up to a multiple of 4 bytes. The bytes are those of ``encode`` in ``dispatch/wire_dtype.py``, the
+reference, applied to the operator's output: the activation is first rounded to the dtype of ``h``, so the fused and
+separate forms have the same bits. If a block has a NaN or an infinity, its values are all NaN, whose sign may differ.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ScaleFormat:
 def _value(  # type: ignore[no-untyped-def]
     x_ptr, grad_ptr, column, width, inside, ELEMENT: tl.constexpr, WHAT: tl.constexpr
 ):
-    """Return fp32 values of one row's ``column``, rounded to ELEMENT. ``width``: of the row to quantize."""
+    """Return fp32 values of one row's ``column``, rounded to ELEMENT. ``width``: size of the quantized row."""
     if WHAT == _SWIGLU:
         gate = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + width + column, mask=inside, other=0.0).to(tl.float32)
@@ -100,7 +100,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     ELEMENT: tl.constexpr, WHAT: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     CONVERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program for a row. With PER_ROW it reads the row twice, first for its largest magnitude."""
+    """Quantize one row per program. With PER_ROW, read the row twice, first for its largest magnitude."""
     row = int64(tl.program_id(0))
     x_ptr += row * x_stride
     grad_ptr += row * grad_stride
@@ -122,9 +122,9 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         if PER_ROW:
             scale = tl.broadcast_to(row_scale, (BLOCKS, BLOCK))
         else:
-            of_block = _scale_for(tl.max(_magnitude(x), axis=1), POWER_OF_TWO)
-            tl.store(scale_ptr + block, of_block, mask=block < num_blocks)
-            scale = tl.broadcast_to(of_block[:, None], (BLOCKS, BLOCK))
+            block_scale = _scale_for(tl.max(_magnitude(x), axis=1), POWER_OF_TWO)
+            tl.store(scale_ptr + block, block_scale, mask=block < num_blocks)
+            scale = tl.broadcast_to(block_scale[:, None], (BLOCKS, BLOCK))
         tl.store(packed_ptr + column, e4m3_bits(tl.div_rn(x, scale), CONVERTS), mask=inside)
     gap = tl.arange(0, 16)
     last = first_scale + 4 * num_blocks
@@ -138,23 +138,29 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def dequantize_kernel(  # type: ignore[no-untyped-def]
-    packed_ptr,  # [rows, row_bytes] uint8
-    scale_ptr,  # the same memory, as fp32
+    values_ptr,  # [rows, width] uint8
+    values_stride,
+    scale_ptr,  # [rows, scales] fp32
+    scale_stride,
+    counts_ptr,  # [rows / capacity] int64: of each ``capacity`` rows, the number that is decoded; unused if not COUNTED
     y_ptr,  # [rows, width] dense
-    width, first_scale, row_bytes, largest,
-    ELEMENT: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    width, capacity, largest,
+    ELEMENT: tl.constexpr, PER_ROW: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCKS blocks of a row."""
+    """Dequantize BLOCKS blocks of a row per program."""
     row = int64(tl.program_id(0))
+    if COUNTED:
+        if row % capacity >= tl.load(counts_ptr + row // capacity):
+            return
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < width
-    scale_ptr += row * (row_bytes // 4) + first_scale // 4
+    scale_ptr += row * scale_stride
     if PER_ROW:
         scale = tl.load(scale_ptr + block * 0)
     else:
         scale = tl.load(scale_ptr + block, mask=block * BLOCK < width, other=0.0)
-    y = e4m3_value(tl.load(packed_ptr + row * row_bytes + column, mask=inside, other=0)) * scale[:, None]
+    y = e4m3_value(tl.load(values_ptr + row * values_stride + column, mask=inside, other=0)) * scale[:, None]
     y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))  # clamp to finite values; NaN stays NaN
     tl.store(y_ptr + row * width + column, rounded(y, ELEMENT), mask=inside)
 
@@ -201,16 +207,49 @@ def dequantize(packed_RB: Tensor, scales: ScaleFormat, hidden: int, dtype: torch
             f"dequantize to {hidden} channels of {', '.join(map(str, DTYPES))} needs packed rows "
             f"[R, {width}] of uint8; got {tuple(packed_RB.shape)} of {packed_RB.dtype}, and {dtype}"
         )
-    y_RD = torch.empty(packed_RB.shape[0], hidden, dtype=dtype, device=packed_RB.device)
+    packed_RB = packed_RB.contiguous()
+    first = _up(hidden, 4) // 4
+    scale_RS = packed_RB.view(torch.float32)[:, first : first + scales.count(hidden)]
+    return dequantize_rows(packed_RB[:, :hidden], scale_RS, scales, dtype)
+
+
+def dequantize_rows(
+    values_RD: Tensor, scale_RS: Tensor, scales: ScaleFormat, dtype: torch.dtype, counts: Tensor | None = None
+) -> Tensor:
+    """Return [R, D] of ``dtype`` from e4m3 values and their scales in separate tensors.
+
+    Args:
+        values_RD: [R, D] uint8; dense rows, any row stride.
+        scale_RS: [R, ``scales.count(D)``] fp32; dense rows, any row stride.
+        scales: Which scales these are.
+        dtype: fp32, bf16 or fp16.
+        counts: int64 on the device, of any shape with C elements, where C divides R. Of each R / C consecutive rows
+            only the first ``counts[i]`` are read and written. None: all rows.
+
+    Raises:
+        InputError: shapes or dtypes are not supported.
+        ConfigError: CPU tensors, and kernels are not interpreted.
+    """
+    check_tensors("dequantize", values_RD, scale_RS, counts)
+    rows, hidden = values_RD.shape
+    fits = values_RD.dtype == torch.uint8 and scale_RS.dtype == torch.float32 and dtype in DTYPES
+    groups = counts.numel() if counts is not None else 1
+    if not fits or scale_RS.shape != (rows, scales.count(hidden)) or (rows and (not groups or rows % groups)):
+        raise InputError(
+            f"dequantize to {', '.join(map(str, DTYPES))} needs values [R, D] of uint8, fp32 scales "
+            f"[R, {scales.count(hidden)}], and a number of counts that divides R; got {tuple(values_RD.shape)} of "
+            f"{values_RD.dtype}, {tuple(scale_RS.shape)} of {scale_RS.dtype}, {groups} counts, and {dtype}"
+        )
+    y_RD = torch.empty(rows, hidden, dtype=dtype, device=values_RD.device)
     if not y_RD.numel():
         return y_RD
-    packed_RB = packed_RB.contiguous()
     blocks = _blocks(hidden)
-    with on_device_of(packed_RB):
-        dequantize_kernel[(y_RD.shape[0], triton.cdiv(hidden, BLOCK * blocks))](
-            packed_RB, packed_RB.view(torch.float32), y_RD, hidden, _up(hidden, 4), width, torch.finfo(dtype).max,
-            ELEMENT=DTYPES[dtype], PER_ROW=scales.per_row, BLOCK=BLOCK, BLOCKS=blocks,
-            **options(packed_RB, num_warps=4),
+    with on_device_of(values_RD):
+        dequantize_kernel[(rows, triton.cdiv(hidden, BLOCK * blocks))](
+            values_RD, values_RD.stride(0), scale_RS, scale_RS.stride(0), counts if counts is not None else scale_RS,
+            y_RD, hidden, rows // groups, torch.finfo(dtype).max,
+            ELEMENT=DTYPES[dtype], PER_ROW=scales.per_row, COUNTED=counts is not None, BLOCK=BLOCK, BLOCKS=blocks,
+            **options(values_RD, num_warps=4),
         )  # fmt: skip
     return y_RD
 

@@ -52,7 +52,7 @@ class RoutingRule(Protocol):
 
 @triton.jit
 def _largest(choice, at, AXIS_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return [TOKENS, 1]: the largest value of each row of ``choice`` (without NaN), and its lowest index."""
+    """Return two [TOKENS, 1]: the largest value of each row of ``choice`` (without NaN), and its lowest index."""
     top = tl.max(choice, axis=1, keep_dims=True)
     return top, tl.min(tl.where(choice == top, at, AXIS_SIZE), axis=1, keep_dims=True)
 
@@ -64,8 +64,8 @@ def _scores(logits, inside, SCORE: tl.constexpr):  # type: ignore[no-untyped-def
         return tl.where(inside, sigmoid(logits), 0.0)
     else:
         top = tl.max(logits, axis=1, keep_dims=True)
-        power = tl.where(inside, tl.exp(logits - top), 0.0)
-        return power / tl.sum(power, axis=1, keep_dims=True)
+        exponentials = tl.where(inside, tl.exp(logits - top), 0.0)
+        return exponentials / tl.sum(exponentials, axis=1, keep_dims=True)
 
 
 @triton.jit
@@ -81,62 +81,63 @@ def route_kernel(  # type: ignore[no-untyped-def]
     TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, TOP_TWO: tl.constexpr, NORMALIZE: tl.constexpr,
     BIASED: tl.constexpr, SCORED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program for TOKENS tokens."""
+    """Route TOKENS tokens per program."""
     token = (int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = token < tokens
     expert = tl.arange(0, BLOCK_E)[None, :]
     inside = live & (expert < experts)
-    low = float("-inf")
-    logits = tl.load(logits_ptr + token * logits_stride + expert, mask=inside, other=low)
-    wrong = tl.where((logits != logits) | (logits == float("inf")), 1, 0)
-    wrong = tl.max(wrong, axis=1, keep_dims=True) > 0
-    forbidden = logits == low
-    wrong = wrong | (tl.min(tl.where(forbidden, 1, 0), axis=1, keep_dims=True) > 0)
-    logits = tl.where(wrong, 0.0, logits)  # no NaN in the following computations
+    neg_inf = float("-inf")
+    logits = tl.load(logits_ptr + token * logits_stride + expert, mask=inside, other=neg_inf)
+    invalid = tl.where((logits != logits) | (logits == float("inf")), 1, 0)
+    invalid = tl.max(invalid, axis=1, keep_dims=True) > 0
+    forbidden = logits == neg_inf
+    invalid = invalid | (tl.min(tl.where(forbidden, 1, 0), axis=1, keep_dims=True) > 0)
+    logits = tl.where(invalid, 0.0, logits)  # no NaN in the following computations
     scores = _scores(logits, inside, SCORE)
     if SCORED:
-        tl.store(scores_ptr + token * experts + expert, tl.where(wrong, float("nan"), scores), mask=inside)
+        tl.store(scores_ptr + token * experts + expert, tl.where(invalid, float("nan"), scores), mask=inside)
     choice = scores
     if SCORE == _TOPK_SOFTMAX:
         choice = logits
     if BIASED:
         choice += tl.load(bias_ptr + expert, mask=expert < experts, other=0.0)
         choice = tl.where(choice == choice, choice, float("inf"))
-    choice = tl.where(forbidden | (expert >= experts), low, choice)
+    choice = tl.where(forbidden | (expert >= experts), neg_inf, choice)
     if TOP_GROUPS < NUM_GROUPS:
         group_of = expert // (experts // NUM_GROUPS)
         groups = tl.arange(0, BLOCK_G)[None, :]
-        rank = tl.full((TOKENS, BLOCK_G), low, tl.float32)
+        group_values = tl.full((TOKENS, BLOCK_G), neg_inf, tl.float32)
         for group in range(NUM_GROUPS):
-            members = tl.where((group_of == group) & (expert < experts), choice, low)
+            members = tl.where((group_of == group) & (expert < experts), choice, neg_inf)
             best, first = _largest(members, expert, BLOCK_E)
             if TOP_TWO:
-                best += tl.max(tl.where(expert == first, low, members), axis=1, keep_dims=True)
+                best += tl.max(tl.where(expert == first, neg_inf, members), axis=1, keep_dims=True)
             # A group of forbidden experts can still be selected, but only once: selected groups become -Inf.
-            rank = tl.where(groups == group, tl.maximum(best, -3.0e38), rank)
+            group_values = tl.where(groups == group, tl.maximum(best, -3.0e38), group_values)
         allowed = tl.zeros((TOKENS, BLOCK_E), tl.int32)
         for _ in range(TOP_GROUPS):
-            _best, taken = _largest(rank, groups, BLOCK_G)
-            rank = tl.where(groups == taken, low, rank)
-            allowed = tl.where(group_of == taken, 1, allowed)
-        choice = tl.where(allowed > 0, choice, low)
+            _best, best_group = _largest(group_values, groups, BLOCK_G)
+            group_values = tl.where(groups == best_group, neg_inf, group_values)
+            allowed = tl.where(group_of == best_group, 1, allowed)
+        choice = tl.where(allowed > 0, choice, neg_inf)
     slots = tl.arange(0, BLOCK_K)[None, :]
-    weights = tl.full((TOKENS, BLOCK_K), low if SCORE == _TOPK_SOFTMAX else 0.0, tl.float32)
+    weights = tl.full((TOKENS, BLOCK_K), neg_inf if SCORE == _TOPK_SOFTMAX else 0.0, tl.float32)
     for k in range(TOP_K):
         top, first = _largest(choice, expert, BLOCK_E)
-        chosen = (top > low) & (wrong == 0)
+        chosen = (top > neg_inf) & (invalid == 0)
         picked = (expert == first) & chosen
         if SCORE == _TOPK_SOFTMAX:
-            weight = tl.max(tl.where(picked, logits, low), axis=1, keep_dims=True)
+            weight = tl.max(tl.where(picked, logits, neg_inf), axis=1, keep_dims=True)
         else:
             weight = tl.sum(tl.where(picked, scores, 0.0), axis=1, keep_dims=True)
         weights = tl.where(slots == k, weight, weights)
-        tl.store(ids_ptr + token * TOP_K + k, tl.where(chosen, first, tl.where(wrong, -2, -1)).to(tl.int64), mask=live)
-        choice = tl.where(expert == first, low, choice)
+        chosen_id = tl.where(chosen, first, tl.where(invalid, -2, -1))
+        tl.store(ids_ptr + token * TOP_K + k, chosen_id.to(tl.int64), mask=live)
+        choice = tl.where(expert == first, neg_inf, choice)
     if SCORE == _TOPK_SOFTMAX:
         top = tl.max(weights, axis=1, keep_dims=True)
-        power = tl.exp(weights - tl.where(top > low, top, 0.0))
-        weights = power / tl.where(top > low, tl.sum(power, axis=1, keep_dims=True), 1.0)
+        exponentials = tl.exp(weights - tl.where(top > neg_inf, top, 0.0))
+        weights = exponentials / tl.where(top > neg_inf, tl.sum(exponentials, axis=1, keep_dims=True), 1.0)
     elif NORMALIZE:
         weights = weights / (tl.sum(weights, axis=1, keep_dims=True) + _EPSILON)
     tl.store(weights_ptr + token * TOP_K + slots, weights * scale, mask=live & (slots < TOP_K))
@@ -154,8 +155,7 @@ def route_backward_kernel(  # type: ignore[no-untyped-def]
     SCORE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, WEIGHTED: tl.constexpr,
     SCORED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program for TOKENS tokens. Gradients of the selected experts are scattered to [TOKENS, BLOCK_E] and
-    summed."""
+    """Process TOKENS tokens per program. Scatter gradients of selected experts to [TOKENS, BLOCK_E] and sum them."""
     token = (int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = token < tokens
     expert = tl.arange(0, BLOCK_E)[None, :]
@@ -168,18 +168,19 @@ def route_backward_kernel(  # type: ignore[no-untyped-def]
     grad_w = tl.zeros((TOKENS, BLOCK_E), tl.float32)
     if WEIGHTED:
         for k in range(TOP_K):
-            here = expert == tl.load(ids_ptr + token * TOP_K + k, mask=live, other=-2)
-            grad_w = tl.where(here, tl.load(grad_weights_ptr + token * TOP_K + k, mask=live, other=0.0) * scale, grad_w)
-            chosen = tl.where(here, 1, chosen)
+            slot = token * TOP_K + k
+            selected = expert == tl.load(ids_ptr + slot, mask=live, other=-2)
+            grad_w = tl.where(selected, tl.load(grad_weights_ptr + slot, mask=live, other=0.0) * scale, grad_w)
+            chosen = tl.where(selected, 1, chosen)
     grad_s = tl.zeros((TOKENS, BLOCK_E), tl.float32)
     grad = tl.zeros((TOKENS, BLOCK_E), tl.float32)
     if SCORE == _TOPK_SOFTMAX:
         among = tl.where(chosen > 0, logits, float("-inf"))
         top = tl.max(among, axis=1, keep_dims=True)
-        power = tl.where(chosen > 0, tl.exp(among - tl.where(top > float("-inf"), top, 0.0)), 0.0)
-        total = tl.sum(power, axis=1, keep_dims=True)
-        share = power / tl.where(total > 0.0, total, 1.0)
-        grad = share * (grad_w - tl.sum(share * grad_w, axis=1, keep_dims=True))
+        exponentials = tl.where(chosen > 0, tl.exp(among - tl.where(top > float("-inf"), top, 0.0)), 0.0)
+        total = tl.sum(exponentials, axis=1, keep_dims=True)
+        probabilities = exponentials / tl.where(total > 0.0, total, 1.0)
+        grad = probabilities * (grad_w - tl.sum(probabilities * grad_w, axis=1, keep_dims=True))
     elif NORMALIZE:
         picked = tl.where(chosen > 0, scores, 0.0)
         total = tl.sum(picked, axis=1, keep_dims=True) + _EPSILON

@@ -28,7 +28,7 @@ STEPS = 8
 def scale_rows_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, grad_stride,
     weights_ptr,  # [slots] fp32
-    place_ptr,  # [slots] int64; any pointer unless PLACED: the slot itself
+    place_ptr,  # [slots] int64 row of each slot; unless PLACED any pointer, and the row is the slot
     rows_ptr,  # any pointer unless DOTTED
     rows_stride,
     out_ptr,  # may be grad_ptr
@@ -38,7 +38,7 @@ def scale_rows_kernel(  # type: ignore[no-untyped-def]
     ELEMENT: tl.constexpr, PLACED: tl.constexpr, DOTTED: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One program for SLOTS slots, whole rows."""
+    """Scale the rows of SLOTS slots per program. A slot is one of the TOP_K (token, expert) pairs of a token."""
     slot = int64(tl.program_id(0)) * SLOTS + tl.arange(0, SLOTS)
     live = slot < slots
     from_ptr = grad_ptr + (slot // TOP_K * grad_stride)[:, None]
@@ -56,7 +56,7 @@ def scale_rows_kernel(  # type: ignore[no-untyped-def]
                 grad = tl.load(from_ptr + column[None, :], mask=mask, other=0.0).to(tl.float32)
                 row = tl.load(partner_ptr + column[None, :], mask=mask, other=0.0).to(tl.float32)
                 lanes += grad * row
-        # Each sum has two terms, so their order does not matter.
+        # Add lanes in halves. Each sum has two terms, so their order does not matter.
         lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 16)), axis=1)
         lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 8)), axis=1)
         lanes = tl.sum(tl.reshape(lanes, (SLOTS, 2, 4)), axis=1)

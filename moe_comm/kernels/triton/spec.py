@@ -21,6 +21,7 @@ class KernelSpec:
     types: Triton types ("*bf16", "i32", "i64") of all arguments that are not constants, by name.
     constants: values of the ``tl.constexpr`` arguments, and of arguments that are 1 (strides).
     aligned: names of arguments that are multiples of 16, pointers and numbers.
+    cooperative: whether the GPU must run all programs at the same time, because they wait for each other.
     targets: compute capabilities, 90 for sm_90. Specs with the same name have different targets.
     """
 

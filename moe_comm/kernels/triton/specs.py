@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation specs of the local operators: wide rows, 8 of 256 experts."""
+"""Ahead-of-time compilation specs of the local operators, for wide rows and routing to 8 of 256 experts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from moe_comm.kernels.triton.spec import POINTERS, TARGETS, KernelSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 _EXACT = {"enable_fp_fusion": False}
+"""Options of kernels whose multiplications and additions must round separately."""
 _ROW_POINTERS = ("x_ptr", "rows_ptr", "y_ptr", "grad_ptr", "out_ptr", "h_ptr", "grad_h_ptr", "act_ptr", "w_ptr")
 """Pointer arguments with the rows' dtype. ``_POINTERS`` has the types of the others."""
 _POINTERS = {
     **dict.fromkeys(("index_ptr", "place_ptr", "counts_ptr", "ids_ptr"), "*i64"),
     **dict.fromkeys(("weights_ptr", "dots_ptr", "scale_ptr", "logits_ptr", "bias_ptr", "scores_ptr"), "*fp32"),
     **dict.fromkeys(("grad_weights_ptr", "grad_scores_ptr"), "*fp32"),
-    "packed_ptr": "*u8",
+    **dict.fromkeys(("packed_ptr", "values_ptr"), "*u8"),
 }
 _NUMBERS = {"scale": "fp32", "largest": "fp32"}
-_UNALIGNED = ("experts", "rows", "tokens", "slots", "scale", "largest")
+_UNALIGNED = ("experts", "rows", "tokens", "slots", "scale", "largest", "scale_stride", "capacity")
 """Numbers that are not multiples of 16. Widths and strides are."""
 
 
@@ -76,8 +77,11 @@ def _quantize_specs() -> tuple[KernelSpec, ...]:
                 }  # fmt: skip
                 title = f"{name}, a scale a row" if per_row else name
                 specs.append(_spec(title, quantize.quantize_kernel, BF16, constants, exact=True, targets=targets))
-    constants = {"ELEMENT": DTYPES[BF16], "PER_ROW": False, "BLOCK": quantize.BLOCK, "BLOCKS": 8}
-    specs.append(_spec("dequantize", quantize.dequantize_kernel, BF16, constants))
+    for name, counted in (("dequantize", False), ("dequantize, counted", True)):
+        constants = {
+            "ELEMENT": DTYPES[BF16], "PER_ROW": False, "COUNTED": counted, "BLOCK": quantize.BLOCK, "BLOCKS": 8
+        }  # fmt: skip
+        specs.append(_spec(name, quantize.dequantize_kernel, BF16, constants))
     return tuple(specs)
 
 
@@ -99,17 +103,17 @@ def _grouped_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
     element = {"ELEMENT": DTYPES[dtype]}
     specs = []
     for targets in ((target,) for target in TARGETS):
-        tiling = grouped_mm.tiling_for(dtype, targets[0], 1000)
-        few = grouped_mm.tiling_for(dtype, targets[0], 1)
+        many_rows = grouped_mm.tiling_for(dtype, targets[0], 1000)
+        few_rows = grouped_mm.tiling_for(dtype, targets[0], 1)
         weights = grouped_mm.tiling_for(dtype, targets[0], 1000, weights=True)
-        for name, one, dense in (
-            ("grouped_mm, forward", tiling, "w_stride_inner"),
-            ("grouped_mm, forward, few rows", few, "w_stride_inner"),
-            ("grouped_mm, gradient of rows", tiling, "w_stride_column"),
+        for name, tiling, unit_stride in (
+            ("grouped_mm, forward", many_rows, "w_stride_inner"),
+            ("grouped_mm, forward, few rows", few_rows, "w_stride_inner"),
+            ("grouped_mm, gradient of rows", many_rows, "w_stride_column"),
         ):
-            constants = {**element, **one.blocks, "WHOLE": True, dense: 1}
+            constants = {**element, **tiling.blocks, "WHOLE": True, unit_stride: 1}
             kernel = grouped_mm.grouped_mm_kernel
-            specs.append(_spec(name, kernel, dtype, constants, one.warps, one.stages, targets=targets))
+            specs.append(_spec(name, kernel, dtype, constants, tiling.warps, tiling.stages, targets=targets))
         constants = {**element, **weights.blocks, "out_stride_inner": 1}
         kernel, name = grouped_mm.grouped_weight_grad_kernel, "grouped_mm, gradient of weights"
         specs.append(_spec(name, kernel, dtype, constants, weights.warps, weights.stages, targets=targets))

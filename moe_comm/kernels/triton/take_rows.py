@@ -27,14 +27,16 @@ def take_rows_kernel(  # type: ignore[no-untyped-def]
     rows, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program for ROWS rows. Rows with a negative index are zeros."""
+    """Copy ROWS rows per program. Rows with a negative index are zeros."""
     row = int64(tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    at = tl.load(index_ptr + row, mask=live, other=-1)
+    index = tl.load(index_ptr + row, mask=live, other=-1)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = (column < width)[None, :]
-        word = tl.load(x_ptr + (at * x_stride)[:, None] + column[None, :], mask=inside & (at >= 0)[:, None], other=0)
+        word = tl.load(
+            x_ptr + (index * x_stride)[:, None] + column[None, :], mask=inside & (index >= 0)[:, None], other=0
+        )
         tl.store(y_ptr + (row * width)[:, None] + column[None, :], word, mask=inside & live[:, None])
 
 

@@ -43,7 +43,7 @@ def weighted_sum_kernel(  # type: ignore[no-untyped-def]
     ELEMENT: tl.constexpr, WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, UNROLL: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program for TOKENS tokens and COLUMNS of their columns."""
+    """Sum the rows of TOKENS tokens, in COLUMNS columns, per program."""
     token = int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     live = token < tokens

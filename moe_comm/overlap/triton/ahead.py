@@ -2,7 +2,7 @@
 
     python -m moe_comm.overlap.triton.ahead --json triton-resources.json [--targets 80 90 100] [--only NAME...]
 
-Needs only Triton: its wheel includes the assemblers (also for sm_100) and the tool that reads cubins.
+This needs only Triton: its wheel includes the assemblers (also for sm_100) and the tool that reads cubins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Device functions of the fused kernels: access to a peer's block, and entering a turn."""
+"""Device functions of the fused kernels: access to a peer's block, and the start of a turn.
+
+A turn is one call of an operator. All ranks number their turns in the same way (``memory.py``).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def data_of(peers_ptr, rank, offset, DTYPE: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def enter(peers_ptr, rank, world, turn, call):  # type: ignore[no-untyped-def]
-    """Notify every rank that this one enters ``turn`` for operation ``call``. Run by the first program of the turn."""
+    """Notify every rank that this rank starts ``turn`` with operation ``call``. Run by the turn's first program."""
     for step in range(world):
         words_ptr = words_of(peers_ptr, (rank + step) % world)
         tl.store(words_ptr + world + turn % _CALL_SLOTS * world + rank, call)
@@ -34,5 +37,5 @@ def enter(peers_ptr, rank, world, turn, call):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def may_write_to(peers_ptr, peer, rank, turn, fault_ptr, timeout_ns):  # type: ignore[no-untyped-def]
-    """Wait until ``peer`` no longer reads the memory that this turn overwrites. Returns whether it happened in time."""
+    """Wait until ``peer`` no longer reads the memory that this turn overwrites. Return False after a timeout."""
     return wait_at_least(words_of(peers_ptr, rank), peer, turn - 1, peer, fault_ptr, timeout_ns)

@@ -6,8 +6,9 @@
     compute programs   ...                                        tile, then tile @ w[expert].T
 
 Tiles are sorted by the latest source of their rows (COMET, arXiv 2502.19811). There is one flag for the rows of one
-expert from one source (UniEP, arXiv 2604.19241). Programs are numbered send, relay, compute. A program waits only for
-programs of its rank with lower numbers, so the interpreter, which runs programs one by one, cannot deadlock.
+expert from one source (UniEP, arXiv 2604.19241). It holds the number of the turn (call of an operator) in which it was
+raised. Programs are numbered send, relay, compute. A program waits only for programs of its rank with lower numbers, so
+the interpreter, which runs programs one by one, cannot deadlock.
 
 With relaying, a token's row is sent once to each rank that has experts for it, with its positions there, and relay
 programs copy it to them (UniEP): fewer bytes between ranks, one more copy, the same bits.
@@ -29,11 +30,11 @@ from moe_comm.overlap.triton.flags import wait_at_least
 
 
 @triton.jit
-def _copy_rows(from_ptr, to_ptr, live, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy rows from pointers ``from_ptr`` [ROWS] to ``to_ptr`` [ROWS] where ``live``."""
+def _copy_rows(from_ptr, to_ptr, row_mask, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy rows from pointers ``from_ptr`` [ROWS] to ``to_ptr`` [ROWS] where ``row_mask``."""
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        mask = live[:, None] & (column < width)[None, :]
+        mask = row_mask[:, None] & (column < width)[None, :]
         row = tl.load(from_ptr[:, None] + column[None, :], mask=mask)
         tl.store(to_ptr[:, None] + column[None, :], row, mask=mask)
 
@@ -57,31 +58,31 @@ def _send(  # type: ignore[no-untyped-def]
     for n in range(program, num_items, PROGRAMS):
         item = items_ptr + n * 7
         peer, first, num = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-        row, flag, counter, reach = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+        row, flag, counter, target = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
         if may_write_to(peers_ptr, peer, rank, turn, fault_ptr, timeout_ns):
             i = tl.arange(0, ROWS).to(tl.int64)
-            live = i < num
-            entry = tl.load(index_ptr + first + i, mask=live, other=0)
+            row_mask = i < num
+            entry = tl.load(index_ptr + first + i, mask=row_mask, other=0)
             if RELAYED:
                 token = entry
                 to_ptr = data_of(peers_ptr, peer, slots_at, ELEMENT)
                 places_ptr = data_of(peers_ptr, peer, slot_places_at, tl.int64)
                 scales_ptr = data_of(peers_ptr, peer, slot_scales_at, tl.float32)
                 for k in range(TOP_K):
-                    place = tl.load(place_ptr + token * TOP_K + k, mask=live, other=-1)
-                    owner = tl.load(owner_ptr + token * TOP_K + k, mask=live, other=-1)
-                    tl.store(places_ptr + (row + i) * TOP_K + k, tl.where(owner == peer, place, -1), mask=live)
+                    place = tl.load(place_ptr + token * TOP_K + k, mask=row_mask, other=-1)
+                    owner = tl.load(owner_ptr + token * TOP_K + k, mask=row_mask, other=-1)
+                    tl.store(places_ptr + (row + i) * TOP_K + k, tl.where(owner == peer, place, -1), mask=row_mask)
                     if SCALED:
-                        scale = tl.load(scale_ptr + token * TOP_K + k, mask=live, other=0.0)
-                        tl.store(scales_ptr + (row + i) * TOP_K + k, scale, mask=live)
+                        scale = tl.load(scale_ptr + token * TOP_K + k, mask=row_mask, other=0.0)
+                        tl.store(scales_ptr + (row + i) * TOP_K + k, scale, mask=row_mask)
             else:
                 token = entry // TOP_K
                 to_ptr = data_of(peers_ptr, peer, rows_at, ELEMENT)
                 if SCALED:
-                    scale = tl.load(scale_ptr + entry, mask=live, other=0.0)
-                    tl.store(data_of(peers_ptr, peer, scale_at, tl.float32) + row + i, scale, mask=live)
-            _copy_rows(x_ptr + token * x_stride, to_ptr + (row + i) * inner, live, inner, ROWS, COLUMNS)
-            count(counters_ptr, counter, reach, peers_ptr, peer, first_flag + flag, turn)
+                    scale = tl.load(scale_ptr + entry, mask=row_mask, other=0.0)
+                    tl.store(data_of(peers_ptr, peer, scale_at, tl.float32) + row + i, scale, mask=row_mask)
+            _copy_rows(x_ptr + token * x_stride, to_ptr + (row + i) * inner, row_mask, inner, ROWS, COLUMNS)
+            count(counters_ptr, counter, target, peers_ptr, peer, first_flag + flag, turn)
 
 
 @triton.jit
@@ -102,18 +103,18 @@ def _relay(  # type: ignore[no-untyped-def]
     for n in range(program, num_items, PROGRAMS):
         item = items_ptr + n * 5
         source, slot, num = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-        flag, reach = tl.load(item + 3), tl.load(item + 4)
+        flag, target = tl.load(item + 3), tl.load(item + 4)
         if wait_at_least(own_flags, first_flag + flag, turn, source, fault_ptr, timeout_ns):
             i = tl.arange(0, ROWS).to(tl.int64)
             from_ptr = slots_ptr + (slot + i) * inner
             for k in range(TOP_K):
                 place = tl.load(places_ptr + (slot + i) * TOP_K + k, mask=i < num, other=-1)
-                live = place >= 0
+                row_mask = place >= 0
                 if SCALED:
-                    scale = tl.load(scales_ptr + (slot + i) * TOP_K + k, mask=live, other=0.0)
-                    tl.store(scale_ptr + place, scale, mask=live)
-                _copy_rows(from_ptr, rows_ptr + place * inner, live, inner, ROWS, COLUMNS)
-            count(counters_ptr, source, reach, peers_ptr, rank, first_flag + source, turn)
+                    scale = tl.load(scales_ptr + (slot + i) * TOP_K + k, mask=row_mask, other=0.0)
+                    tl.store(scale_ptr + place, scale, mask=row_mask)
+                _copy_rows(from_ptr, rows_ptr + place * inner, row_mask, inner, ROWS, COLUMNS)
+            count(counters_ptr, source, target, peers_ptr, rank, first_flag + source, turn)
 
 
 @triton.jit
@@ -131,23 +132,23 @@ def _compute(  # type: ignore[no-untyped-def]
     own_flags = words_of(peers_ptr, rank)
     rows_ptr = data_of(peers_ptr, rank, rows_at, ELEMENT)
     scale_ptr = data_of(peers_ptr, rank, scale_at, tl.float32)
-    across = tl.cdiv(columns, BLOCK_N)
-    for n in range(program, num_tiles * across, PROGRAMS):
-        item = tiles_ptr + n // across * 7
+    column_blocks = tl.cdiv(columns, BLOCK_N)
+    for n in range(program, num_tiles * column_blocks, PROGRAMS):
+        item = tiles_ptr + n // column_blocks * 7
         expert, first, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
         complete = tl.full((), 1, tl.int1)
         for need in range(tl.load(item + 5), tl.load(item + 6)):
             flag, source = tl.load(needs_ptr + need * 3), tl.load(needs_ptr + need * 3 + 2)
             complete = wait_at_least(own_flags, first_flag + flag, turn, source, fault_ptr, timeout_ns) & complete
         row = first + tl.arange(0, BLOCK_M)
-        live = row < end
-        column = n % across * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+        row_mask = row < end
+        column = n % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
         acc = tile_product(
-            rows_ptr, scale_ptr, w_ptr + expert * w_stride_expert, w_stride_column, w_stride_inner, row, live, column,
-            columns, inner, ELEMENT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
+            rows_ptr, scale_ptr, w_ptr + expert * w_stride_expert, w_stride_column, w_stride_inner, row, row_mask,
+            column, columns, inner, ELEMENT, SCALED, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         acc = tl.where(complete, acc, float("nan"))
-        mask = live[:, None] & (column < columns)[None, :]
+        mask = row_mask[:, None] & (column < columns)[None, :]
         tl.store(h_ptr + row[:, None] * columns + column[None, :], rounded(acc, ELEMENT), mask=mask)
 
 

@@ -83,7 +83,7 @@ def kernels_fault(dispatcher: Dispatcher, dtype: torch.dtype, device: torch.devi
 def open_dispatch(
     dispatcher: AllToAllDispatcher, handle: DispatchHandle, ids_TK: Tensor, programs: int | None
 ) -> TritonDispatch:
-    """Prepare a dispatch after the handshake. programs: programs that communicate; None: the default."""
+    """Prepare a dispatch after the handshake. programs: number of programs that communicate; None: the default."""
     return _open(dispatcher, handle, ids_TK, replace(ExpertTiling.of(handle.dtype), communicators=programs))
 
 
@@ -119,7 +119,7 @@ class _DispatchMatmul(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, w_EGD: Tensor, dispatch: TritonDispatch) -> Tensor:
         result = run_dispatch(dispatch, x_TD, None, w_EGD)
         ctx.dispatch = dispatch
-        # The next turns overwrite the rows, which are in symmetric memory.
+        # Later calls overwrite the rows, which are in symmetric memory.
         ctx.save_for_backward(w_EGD, result.rows_RD.clone() if ctx.needs_input_grad[1] else None)
         return result.h_RG
 
@@ -168,9 +168,9 @@ def _weight_gradient(dispatch: TritonDispatch, grad_RG: Tensor, rows_RD: Tensor,
     grad_EGD = torch.zeros_like(like_EGD, memory_format=torch.contiguous_format)
     counts = dispatch.handle.rows_per_expert
     with torch.autocast(grad_RG.device.type, enabled=False):
-        for grad, rows, into in zip(grad_RG.split(counts), rows_RD.split(counts), grad_EGD, strict=True):
+        for grad, rows, out in zip(grad_RG.split(counts), rows_RD.split(counts), grad_EGD, strict=True):
             if grad.shape[0]:
-                product_into(grad.t(), rows, into)
+                product_into(grad.t(), rows, out)
     return grad_EGD
 
 

@@ -12,8 +12,8 @@ that kernel fail at once. A program whose wait failed neither writes to a peer n
 have computed become NaN. The host then raises ``PeerTimeout`` (``memory.py``).
 
 The only assembly is Triton's clock, which the interpreter replaces by Python's. Polls are volatile loads (relaxed,
-system scope). They may end differently in the warps of one program, so an atomic after them decides, whose value is the
-same in all warps.
+system scope). They may end differently in the warps of one program. So an atomic after the polls determines the result:
+it returns the same value to all warps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAULT_WORDS = 5
 the turn waited for, value of the flag."""
 
 CALL_SLOTS = 4
-"""Turns for which a block stores the operation of each rank. No rank can be further ahead of another."""
+"""Number of turns for which a block stores each rank's operation. No rank can be more turns ahead of another."""
 
 POLL_S = 0.0002
 """Seconds that an interpreted program sleeps between two polls, because there may be more ranks than cores."""

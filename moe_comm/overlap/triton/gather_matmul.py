@@ -4,7 +4,8 @@
     moving     rows of rank 1 ──▶ rank 0, ──▶ rank 2                ranks  1  2  0
     computing  tiles of rank 1's rows │ wait, tiles of rank 2's │ wait, tiles of rank 0's
 
-A tile waits for one flag: that of the chunk of rows that contains it.
+A tile waits for one flag: that of the chunk of rows that contains it. A turn is one call of an operator
+(``memory.py``).
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ def gather_matmul_kernel(  # type: ignore[no-untyped-def]
         for task in range(program - moving, world * per_rank, tl.num_programs(0) - moving):
             source = (rank + task // per_rank) % world
             tile_m, tile_n = tile_at(task % per_rank, tiles_m, tiles_n)
-            arrived = source == rank
+            complete = source == rank
             a_ptr = x_ptr
             if source != rank:
                 flag = first_flag + source * chunks + tile_m * BLOCK_M // CHUNK
-                arrived = wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns)
+                complete = wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns)
                 a_ptr = data_of(peers_ptr, rank, data, DTYPE) + int64(source) * rows * inner
             acc = tile_product(
                 a_ptr, b_ptr, tile_m, tile_n, rows, inner, columns, b_stride_k, b_stride_n,
                 ALIGNED, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            acc = tl.where(arrived, acc, float("nan"))
+            acc = tl.where(complete, acc, float("nan"))
             offsets, inside = tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M, BLOCK_N)
             to_ptr = y_ptr + int64(source) * rows * columns
             tl.store(to_ptr + offsets, rounded(acc, DTYPE), mask=inside)
@@ -93,8 +94,8 @@ def await_rows_kernel(  # type: ignore[no-untyped-def]
             row_ptr = data_of(peers_ptr, rank, data, DTYPE) + int64(source) * rows * width
             nan = tl.full((COPY,), float("nan"), tl.float32)
             for first in range(0, width, COPY):
-                place = first + tl.arange(0, COPY)
-                tl.store(row_ptr + place, rounded(nan, DTYPE), mask=place < width)
+                column = first + tl.arange(0, COPY)
+                tl.store(row_ptr + column, rounded(nan, DTYPE), mask=column < width)
 
 
 @dataclass(frozen=True)

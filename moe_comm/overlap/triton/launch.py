@@ -1,4 +1,7 @@
-"""Launches of the kernels for experts: memory, tables and names of flags for error messages."""
+"""Launches of the kernels for experts: memory, tables and names of flags for error messages.
+
+Each launch is one turn, a numbered call of an operator on symmetric memory (``memory.py``).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError
 from moe_comm.gpu.blocks import ALIGN
-from moe_comm.kernels.triton.launch import DTYPES, on_device_of, processors
+from moe_comm.kernels.triton.launch import DTYPES, on_device_of, waiting_programs
 from moe_comm.overlap.tiles import Cut, Ints
 from moe_comm.overlap.triton.dispatch_matmul import dispatch_matmul_kernel
 from moe_comm.overlap.triton.matmul_combine import matmul_combine_kernel
@@ -31,7 +34,10 @@ from moe_comm.overlap.triton.tiling import ExpertTiling
 
 @dataclass(frozen=True, eq=False)
 class TritonDispatch:
-    """One dispatch by the Triton kernels, after the handshake. The combine kernel needs it to return the results."""
+    """One dispatch by the Triton kernels, after the handshake. The combine kernel needs it to return the results.
+
+    relayed_WW: rows from each rank to each rank if rows are relayed (one copy per token and rank), else None.
+    """
 
     dispatcher: AllToAllDispatcher
     handle: DispatchHandle
@@ -91,7 +97,7 @@ def run_dispatch(dispatch: TritonDispatch, x_TD: Tensor, weights_TK: Tensor | No
     turn = memory.turn(starts[-1], num_flags, description, _dispatch_names(dispatch))
     rows_at, scale_at, *slots_at = (turn.data + start for start in starts[:-1])
     h_RG = torch.empty(positions.num_rows, columns, dtype=x_TD.dtype, device=device)
-    moving, computing = tiling.split(processors(x_TD), 2 if relay is not None else 1)
+    moving, computing = tiling.split(waiting_programs(device), 2 if relay is not None else 1)
     relaying = moving if relay is not None else 0
     no_table = x_TD.new_empty(0, dtype=torch.int64)
     with on_device_of(x_TD):
@@ -133,13 +139,13 @@ def run_combine(
     num_bytes = positions.max_rows * columns * rows_RF.element_size()
     turn = memory.turn(num_bytes, sums.num_flags, description, _combine_names(dispatch, slices))
     y_TD = torch.empty(positions.num_tokens, columns, dtype=rows_RF.dtype, device=device)
-    summing, computing = tiling.split(processors(rows_RF), 1)
+    summing, computing = tiling.split(waiting_programs(device), 1)
     with on_device_of(rows_RF):
         matmul_combine_kernel[(computing + summing,)](
             rows_RF, w_EDF, *w_EDF.stride(), tiles.items, len(tiles), tiles.flags,
             torch.zeros(sums.num_flags, dtype=torch.int64, device=device),
             sums.items, len(sums), sums.sources, len(sums.sources), positions.place_TK, positions.owner_TK,
-            weights_TK if weights_TK is not None else positions.place_TK, y_TD,
+            weights_TK if weights_TK is not None else positions.place_TK, y_TD,  # any tensor: not read without weights
             memory.peers_W, memory.rank, memory.world, turn.number, turn.call, turn.first_flag,
             turn.data, memory.fault, memory.timeout_ns, columns, inner,
             ELEMENT=DTYPES[rows_RF.dtype], WEIGHTED=weights_TK is not None, TOP_K=positions.top_k,

@@ -125,17 +125,17 @@ class LinearKernels:
         if not (rows and width and (needs_x or needs_w)):
             return torch.zeros_like(x_SD) if needs_x else None, torch.zeros_like(w_ND) if needs_w else None
         grad_x = grad_w = None
-        slots, tiles = TritonScatter.needs(rows, width, dtype, world, programs)
-        slots = -(-slots // ALIGN) * ALIGN
-        gathered, chunks = TritonGather.needs(rows, width, dtype, world, programs)
+        slot_bytes, tile_flags = TritonScatter.needs(rows, width, dtype, world, programs)
+        slot_bytes = -(-slot_bytes // ALIGN) * ALIGN
+        row_bytes, chunk_flags = TritonGather.needs(rows, width, dtype, world, programs)
         tile_name, row_name = TritonScatter.names(rows, width, programs), TritonGather.names(rows, programs)
 
         def name(index: int) -> str:
-            return tile_name(index) if index < tiles else row_name(index - tiles)
+            return tile_name(index) if index < tile_flags else row_name(index - tile_flags)
 
         description = f"gather_matmul backward of {tuple(x_SD.shape)} by {w_ND.shape[0]}"
-        turn = memory.turn(slots + gathered, tiles + chunks, description, name)
-        gather = TritonGather(memory, turn, programs, slots, tiles)
+        turn = memory.turn(slot_bytes + row_bytes, tile_flags + chunk_flags, description, name)
+        gather = TritonGather(memory, turn, programs, slot_bytes, tile_flags)
         if needs_w:
             gather.push(x_SD)
         if needs_x:

@@ -36,30 +36,30 @@ def _compute(  # type: ignore[no-untyped-def]
     counters_ptr, peers_ptr, rank, world, turn, first_flag, out_at, fault_ptr, timeout_ns, columns, inner,
     ELEMENT: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    free = tl.full((), 1, tl.int1)
-    for step in range(world):  # peers have read this half of the memory two turns ago
-        free = may_write_to(peers_ptr, (rank + step) % world, rank, turn, fault_ptr, timeout_ns) & free
-    if free:
+    writable = tl.full((), 1, tl.int1)
+    for step in range(world):  # wait until each rank has read what turn n - 2 wrote to this memory
+        writable = may_write_to(peers_ptr, (rank + step) % world, rank, turn, fault_ptr, timeout_ns) & writable
+    if writable:
         out_ptr = data_of(peers_ptr, rank, out_at, ELEMENT)
         for n in range(program, num_tiles, PROGRAMS):
             item = tiles_ptr + n * 7
             expert, first, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
             row = first + tl.arange(0, BLOCK_M)
-            live = row < end
+            row_mask = row < end
             last_column = tl.load(item + 4)
-            for at in range(tl.load(item + 3), last_column, BLOCK_N):
-                column = at + tl.arange(0, BLOCK_N).to(tl.int64)
+            for first_column in range(tl.load(item + 3), last_column, BLOCK_N):
+                column = first_column + tl.arange(0, BLOCK_N).to(tl.int64)
                 acc = tile_product(
-                    rows_ptr, rows_ptr, w_ptr + expert * w_stride_expert, w_stride_column, w_stride_inner, row, live,
-                    column, last_column, inner, ELEMENT, False, BLOCK_M, BLOCK_N, BLOCK_K,
+                    rows_ptr, rows_ptr, w_ptr + expert * w_stride_expert, w_stride_column, w_stride_inner, row,
+                    row_mask, column, last_column, inner, ELEMENT, False, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                mask = live[:, None] & (column < last_column)[None, :]
+                mask = row_mask[:, None] & (column < last_column)[None, :]
                 tl.store(out_ptr + row[:, None] * columns + column[None, :], rounded(acc, ELEMENT), mask=mask)
             for signal in range(tl.load(item + 5), tl.load(item + 6)):
                 entry = signals_ptr + signal * 3
-                counter, reach, peer = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+                counter, target, peer = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
                 flag = first_flag + counter - peer + rank
-                count(counters_ptr, counter, reach, peers_ptr, peer, flag, turn)
+                count(counters_ptr, counter, target, peers_ptr, peer, flag, turn)
 
 
 @triton.jit
@@ -89,13 +89,13 @@ def _sum(  # type: ignore[no-untyped-def]
             complete = wait_at_least(own_flags, flag, turn, source, fault_ptr, timeout_ns) & complete
         i = tl.arange(0, TOKENS)
         token = first + i
-        live = i < num
-        for at in range(tl.load(item + 3), last_column, BLOCK_N):
-            column = at + tl.arange(0, BLOCK_N).to(tl.int64)
+        token_mask = i < num
+        for first_column in range(tl.load(item + 3), last_column, BLOCK_N):
+            column = first_column + tl.arange(0, BLOCK_N).to(tl.int64)
             inside = column < last_column
             total = tl.zeros((TOKENS, BLOCK_N), tl.float32)
             for k in range(TOP_K):
-                place = tl.load(place_ptr + token * TOP_K + k, mask=live, other=-1)
+                place = tl.load(place_ptr + token * TOP_K + k, mask=token_mask, other=-1)
                 valid = (place >= 0) & complete
                 owner = tl.load(owner_ptr + token * TOP_K + k, mask=valid, other=0)
                 base = tl.load(peers_ptr + owner, mask=valid, other=0) + out_at
@@ -107,7 +107,7 @@ def _sum(  # type: ignore[no-untyped-def]
                     row = row * weight[:, None]
                 total = total + row
             total = tl.where(complete, total, float("nan"))
-            mask = live[:, None] & inside[None, :]
+            mask = token_mask[:, None] & inside[None, :]
             tl.store(y_ptr + token[:, None] * columns + column[None, :], rounded(total, ELEMENT), mask=mask)
 
 

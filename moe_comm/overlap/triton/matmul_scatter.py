@@ -5,7 +5,8 @@
     moving     own tile, once ranks 0, 1 and 2 have written it: summed in rank order, rounded once
 
 Each rank has a slot for each rank's partial sums, and a flag for each tile in it. Partial sums are sent in the dtype of
-the rows. No atomics are used for sums, so the bits do not depend on timing.
+the rows. No atomics are used for sums, so the bits do not depend on timing. A turn is one call of an operator
+(``memory.py``).
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def matmul_scatter_kernel(  # type: ignore[no-untyped-def]
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for source in range(world):
                 flag = first_flag + source * per_rank + tile
-                arrived = wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns)
+                complete = wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns)
                 part_ptr = slots_ptr + int64(source) * rows * columns
                 part = tl.load(part_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-                total += tl.where(arrived, part, float("nan"))
+                total += tl.where(complete, part, float("nan"))
             tl.store(y_ptr + offsets, rounded(total, DTYPE), mask=inside)
 
 

@@ -11,11 +11,12 @@ ranks number their turns in the same way. Even and odd turns have separate flags
     writing to a peer   in turn n waits until that peer has entered n - 1, and so completed n - 2, the last turn that
                         used the same half
 
-The flags of earlier turns have lower numbers, so nothing is ever reset. A rank waits for a slower one only before it
-would overwrite memory that the slower one still reads.
+A flag holds the number of the last turn that raised it. A wait ends when the flag is at least its turn's number, so
+flags are never reset. A rank waits for a slower one only before it would overwrite memory that the slower one still
+reads.
 
 On CPUs blocks are anonymous files that the ranks of a host map; they have no name in /dev/shm and cannot be leaked. On
-GPUs they are torch's symmetric memory, which has not been tested: no machine with several GPUs was available.
+GPUs they are torch's symmetric memory, which is untested on machines with several GPUs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from moe_comm.comm.header import other_collective
 from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import ConfigError, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import ALIGN, Blocks, mapped_blocks, round_up, single_block, symmetric_blocks
+from moe_comm.gpu.order import stream_order
 from moe_comm.kernels.triton.device import INTERPRETED
 from moe_comm.overlap.triton.flags import CALL_SLOTS, FAULT_WORDS
 from moe_comm.runtime.host import host_key_int64
@@ -41,6 +43,7 @@ from moe_comm.runtime.host import host_key_int64
 MIN_DATA_BYTES = 1 << 14
 """Minimum size of the data of one half."""
 LOCAL_TIMEOUT_S = 300.0
+"""Timeout without a process group, in seconds."""
 NOT_INTERPRETED = (
     "Triton kernels support CPU tensors only in Triton's interpreter; set TRITON_INTERPRET=1 before triton is first "
     "imported, or use another backend of the operator: Overlap(backend='chunked')"
@@ -105,6 +108,7 @@ class SymmetricMemory:
         self.failed: PeerError | None = None
         self.peers_W = torch.zeros(self.world, dtype=torch.int64, device=device)
         self._block: _Block | None = None
+        self._order = stream_order(self.channel.comm.keep if self.channel is not None else None, device)
         self._number = 0
         self._launched: list[tuple[torch.cuda.Event, Tensor, KernelTurn]] = []
 
@@ -134,6 +138,7 @@ class SymmetricMemory:
             RankMismatch: ranks make different calls. On GPUs if collectives are checked; on CPUs ``finish`` raises it.
         """
         self.check()
+        self._order.enter()
         if self.device.type == "cuda" and self.channel is not None:
             # Compare before the blocks may grow, which is collective.
             self.channel.compare(description, torch.empty(0, device=self.device))
@@ -239,7 +244,7 @@ class SymmetricMemory:
         flags = max(_power_of_two(flags), ALIGN // 8, old.flags if old else 0)
         total = round_up((self._header_words() + 2 * flags) * 8 + 2 * data_bytes)
         blocks = self._blocks(total, description)
-        if self.device.type == "cuda" or self.channel is None:
+        if self.device.type == "cuda" or self.world == 1:
             blocks.own[: self.world * 8].view(torch.int64).fill_(self._number)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -250,7 +255,7 @@ class SymmetricMemory:
         self.peers_W = torch.tensor(blocks.addresses, dtype=torch.int64, device=self.device)
 
     def _blocks(self, total: int, description: str) -> Blocks:
-        if self.channel is None:
+        if self.channel is None or self.world == 1:
             return single_block(total, self.device)
         if self.device.type == "cuda":
             assert self.group is not None

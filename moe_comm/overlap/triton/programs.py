@@ -1,6 +1,6 @@
 """Numbers of programs and tile sizes of the fused kernels for linear layers, and device code for their tiles.
 
-Programs are persistent: as many as the device can hold at once, each of which runs every n-th task. A program waits
+Programs are persistent: all n programs run on the device at once, and each runs every n-th task. A program waits
 only for programs of its rank with lower numbers. Triton's interpreter runs programs in order of number, so it cannot
 deadlock; on a GPU all programs are resident.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.triton.device import int64, multiply_add
-from moe_comm.kernels.triton.launch import DTYPES
+from moe_comm.kernels.triton.launch import DTYPES, waiting_programs
 from moe_comm.overlap.options import at_least_one
 from moe_comm.overlap.triton.device import data_of, may_write_to, words_of
 from moe_comm.overlap.triton.flags import notify
@@ -63,7 +63,7 @@ class Programs:
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, moving: int | None = None) -> Programs:
-        """Return the default for ``device``: one program per processor, of which ``moving``, or an eighth, move rows.
+        """Return the default for ``device``: ``waiting_programs``, of which ``moving``, or an eighth, move rows.
 
         Raises:
             InputError: the kernels do not support ``dtype``.
@@ -71,11 +71,11 @@ class Programs:
         """
         if dtype not in DTYPES:
             raise InputError(f"the Triton operators support {', '.join(map(str, DTYPES))}; got {dtype}")
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        moving = moving or max(1, processors // 8)
-        if moving >= max(processors, 2):
-            raise ConfigError(f"{moving} communicating programs leave none of {processors} to compute; use fewer")
-        return cls(moving, max(1, processors - moving), **TILES[dtype])
+        total = waiting_programs(device)
+        moving = moving or max(1, total // 8)
+        if moving >= max(total, 2):
+            raise ConfigError(f"{moving} communicating programs leave none of {total} to compute; use fewer")
+        return cls(moving, max(1, total - moving), **TILES[dtype])
 
     @property
     def chunk_rows(self) -> int:
@@ -150,13 +150,14 @@ def push_rows(  # type: ignore[no-untyped-def]
         chunk = task % chunks
         if may_write_to(peers_ptr, peer, rank, turn, fault_ptr, timeout_ns):
             first = int64(chunk) * CHUNK * width
-            count = tl.minimum(int64(rows) - chunk * CHUNK, CHUNK) * width
+            elements = tl.minimum(int64(rows) - chunk * CHUNK, CHUNK) * width
             from_ptr = x_ptr + first
             to_ptr = data_of(peers_ptr, peer, data, DTYPE) + int64(rank) * rows * width + first
             if ALIGNED:
                 from_ptr = tl.multiple_of(from_ptr, 16)
                 to_ptr = tl.multiple_of(to_ptr, 16)
-            for start in range(0, count, COPY):
-                place = start + tl.arange(0, COPY)
-                tl.store(to_ptr + place, tl.load(from_ptr + place, mask=place < count), mask=place < count)
+            for start in range(0, elements, COPY):
+                element = start + tl.arange(0, COPY)
+                mask = element < elements
+                tl.store(to_ptr + element, tl.load(from_ptr + element, mask=mask), mask=mask)
             notify(words_of(peers_ptr, peer), first_flag + rank * chunks + chunk, turn)

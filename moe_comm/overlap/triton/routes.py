@@ -175,12 +175,12 @@ def direct_sends(positions: RowPositions, block: int) -> SendTable:
     owner_E = np.repeat(np.arange(ring.world), placement.experts_per_rank)
     local_E = np.arange(len(rows_E)) - np.array(placement.offsets)[owner_E]
     order_E = np.concatenate([[*placement.local_range(d)] for d in ring.sends]).astype(np.int64)
-    expert_N, at_N = _cut(order_E, rows_E, block)
+    expert_N, offset_N = _cut(order_E, rows_E, block)
     items = (
         owner_E[expert_N],
-        begin_E[expert_N] + at_N,
-        np.minimum(block, rows_E[expert_N] - at_N),
-        first_E[expert_N] + at_N,
+        begin_E[expert_N] + offset_N,
+        np.minimum(block, rows_E[expert_N] - offset_N),
+        first_E[expert_N] + offset_N,
         local_E[expert_N] * ring.world + ring.rank,
         expert_N,
         _blocks(rows_E[expert_N], block),
@@ -193,13 +193,13 @@ def relay_sends(positions: RowPositions, relayed_WW: Ints, block: int) -> SendTa
     ring, device = positions.ring, positions.owner_TK.device
     num_W = relayed_WW[ring.rank]
     # The first block of this rank among those of its destination.
-    before_W = _blocks(relayed_WW[: ring.rank], block).sum(0)
-    peer_N, at_N = _cut(np.array(ring.sends), num_W, block)
-    block_N = before_W[peer_N] + at_N // block
+    first_block_W = _blocks(relayed_WW[: ring.rank], block).sum(0)
+    peer_N, offset_N = _cut(np.array(ring.sends), num_W, block)
+    block_N = first_block_W[peer_N] + offset_N // block
     items = (
         peer_N,
-        _starts(num_W)[peer_N] + at_N,
-        np.minimum(block, num_W[peer_N] - at_N),
+        _starts(num_W)[peer_N] + offset_N,
+        np.minimum(block, num_W[peer_N] - offset_N),
         block_N * block,
         ring.world + block_N,
         np.arange(len(peer_N)),
@@ -218,12 +218,12 @@ def relay_items(positions: RowPositions, relayed_WW: Ints, block: int) -> RelayT
     ring = positions.ring
     blocks_WW = _blocks(relayed_WW, block)
     num_W = relayed_WW[:, ring.rank]
-    source_N, at_N = _cut(np.array(ring.arrivals), num_W, block)
-    block_N = _starts(blocks_WW[:, ring.rank])[source_N] + at_N // block
+    source_N, offset_N = _cut(np.array(ring.arrivals), num_W, block)
+    block_N = _starts(blocks_WW[:, ring.rank])[source_N] + offset_N // block
     items = (
         source_N,
         block_N * block,
-        np.minimum(block, num_W[source_N] - at_N),
+        np.minimum(block, num_W[source_N] - offset_N),
         ring.world + block_N,
         blocks_WW[source_N, ring.rank],
     )
@@ -261,8 +261,8 @@ def combine_sums(positions: RowPositions, columns: int, slices: int, align: int,
     bounds = np.array([[span.start, span.stop] for span in spans])
     num_N = np.minimum(block, positions.num_tokens - first_N)
     items = (slice_N, first_N, num_N, bounds[slice_N, 0], bounds[slice_N, 1])
-    offsets, own_E = positions.placement.offsets, positions.rows_WE[positions.ring.rank]
-    sources = [d for d in positions.ring.arrivals if own_E[offsets[d] : offsets[d + 1]].any()]
+    offsets, local_rows_E = positions.placement.offsets, positions.rows_WE[positions.ring.rank]
+    sources = [d for d in positions.ring.arrivals if local_rows_E[offsets[d] : offsets[d + 1]].any()]
     device, num_flags = positions.slot_S.device, len(spans) * positions.ring.world
     return SumTable(_table(items, device), torch.tensor(sources, device=device).long(), num_flags)
 
@@ -277,11 +277,11 @@ def _tiles(schedule: TileSchedule, bounds_S2: Ints, offsets: Ints, flags_M3: Int
 
 def _first_rows(rows_WE: Ints, placement: ExpertPlacement) -> Ints:
     """Return [W, E]: position, on the owner, of the first row of each (source, expert)."""
-    per_E = rows_WE.sum(0)
-    start_E = _starts(per_E)
-    owner_starts = start_E[np.minimum(np.array(placement.offsets[:-1]), len(per_E) - 1)]
-    here_E = start_E - np.repeat(owner_starts, placement.experts_per_rank)
-    first_WE: Ints = here_E + np.cumsum(rows_WE, 0) - rows_WE
+    total_E = rows_WE.sum(0)
+    start_E = _starts(total_E)
+    owner_starts = start_E[np.minimum(np.array(placement.offsets[:-1]), len(total_E) - 1)]
+    local_start_E = start_E - np.repeat(owner_starts, placement.experts_per_rank)
+    first_WE: Ints = local_start_E + np.cumsum(rows_WE, 0) - rows_WE
     return first_WE
 
 
@@ -298,10 +298,10 @@ def _blocks(counts: Ints, block: int) -> Ints:
 def _cut(order: Ints, sizes: Ints, block: int) -> tuple[Ints, Ints]:
     """Cut ``sizes[i]`` into blocks, for each i in ``order``. Returns i, and the offset, of each block."""
     blocks = _blocks(sizes[order], block)
-    at_N = (np.arange(blocks.sum()) - np.repeat(_starts(blocks), blocks)) * block
-    return np.repeat(order, blocks), at_N
+    offset_N = (np.arange(blocks.sum()) - np.repeat(_starts(blocks), blocks)) * block
+    return np.repeat(order, blocks), offset_N
 
 
 def _table(columns: tuple[Ints, ...], device: torch.device) -> Tensor:
-    """[N, columns] int64."""
+    """Return the columns as one table, int64 [N, columns]."""
     return torch.from_numpy(np.stack(columns, 1).astype(np.int64)).to(device)

@@ -28,14 +28,14 @@ def _linear_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
     for direction, (strided, dense) in (("forward", strides), ("backward", strides[::-1])):
         types = {**tensors, **sizes, strided: "i32", **_TURN, "timeout_ns": "i64"}
         constants = {dense: 1, "ALIGNED": True, **tiles}
-        for kernel, count, more in (
+        for kernel, count, extra in (
             (gather_matmul_kernel, "moving", copy),
             (matmul_scatter_kernel, "computing", {"DTYPE": DTYPES[dtype]}),
         ):
             specs.append(
                 KernelSpec(
                     f"{kernel.__name__.removesuffix('_kernel')}, {direction}, {name}", kernel, {**types, count: "i32"},
-                    {**constants, **more}, (*_ALIGNED, strided), warps, stages,
+                    {**constants, **extra}, (*_ALIGNED, strided), warps, stages,
                 )
             )  # fmt: skip
     sizes = {"rows": "i32", "width": "i32"}

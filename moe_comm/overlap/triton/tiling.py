@@ -20,9 +20,9 @@ class ExpertTiling:
     sum_tokens: tokens that a program sums at once; a power of two.
     slices: slices of the columns in which results are returned.
     extra_tiles: see ``tiles.Cut``.
-    programs: total number; None: one for each processor of the GPU. All must be resident at once, since each may wait.
+    programs: total number; None: ``waiting_programs`` of the GPU. All must be resident at once, since each may wait.
     communicating: fraction of the programs that send, relay or sum; at least one of each.
-    communicators: number of programs that do, instead of the fraction.
+    communicators: number of programs that send, relay or sum, instead of the fraction.
     relay: send a token's row once to each rank that has experts for it.
     warps, stages: of a compiled program, and of its loop over ``inner``.
     """
@@ -74,8 +74,8 @@ class ExpertTiling:
         total = self.programs or processors
         if self.communicators is not None and self.communicators >= max(total, 2):
             raise ConfigError(f"{self.communicators} communicating programs leave none of {total} to compute")
-        each = max(1, (self.communicators or int(total * self.communicating)) // kinds)
-        return each, max(1, total - kinds * each)
+        per_kind = max(1, (self.communicators or int(total * self.communicating)) // kinds)
+        return per_kind, max(1, total - kinds * per_kind)
 
     @property
     def blocks(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The grouped product and both gradients against float64, expert by expert."""
+"""The grouped GEMM and both gradients, compared with float64 expert by expert."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _reference(rows_RD: Tensor, w_END: Tensor, counts: list[int], grad_RN: Tenso
     return out_RN.detach(), rows.grad, w.grad
 
 
-def _agrees(rank: int, world: int, arg: tuple[str, torch.dtype]) -> None:
+def _compare_with_float64(rank: int, world: int, arg: tuple[str, torch.dtype]) -> None:
     case, dtype = arg
     grouped_mm = kernels("grouped_mm").grouped_mm
     counts, inner, columns = CASES[case]
@@ -44,21 +44,21 @@ def _agrees(rank: int, world: int, arg: tuple[str, torch.dtype]) -> None:
         rows_RD = drawn(sum(counts), inner + 2, dtype=dtype)[:, :inner].requires_grad_()
         grad_RN = drawn(sum(counts), columns, dtype=dtype, seed=2)
         out_RN = grouped_mm(rows_RD, w_END, torch.tensor(counts))
-        found = torch.autograd.grad(out_RN, (rows_RD, w_END), grad_RN)
-        for ours, expected in zip((out_RN, *found), _reference(rows_RD, w_END, counts, grad_RN), strict=True):
-            torch.testing.assert_close(ours.double(), expected, **close)
-        assert found[1].stride() == w_END.stride()
+        grads = torch.autograd.grad(out_RN, (rows_RD, w_END), grad_RN)
+        for actual, expected in zip((out_RN, *grads), _reference(rows_RD, w_END, counts, grad_RN), strict=True):
+            torch.testing.assert_close(actual.double(), expected, **close)
+        assert grads[1].stride() == w_END.stride()
         for e, count in enumerate(counts):
-            assert count or not found[1][e].any()
+            assert count or not grads[1][e].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_products_and_gradients_agree_with_float64(interpreter: RankPool, case: str, dtype: torch.dtype) -> None:
-    interpreter.run(_agrees, (case, dtype), timeout=60)
+    interpreter.run(_compare_with_float64, (case, dtype), timeout=60)
 
 
-def _alone(rank: int, world: int, arg: None) -> None:
+def _compare_each_expert_alone(rank: int, world: int, arg: None) -> None:
     grouped_mm = kernels("grouped_mm").grouped_mm
     counts = [5, 19, 0, 2]
     rows_RD, w_END = drawn(26, 24, dtype=torch.bfloat16), drawn(4, 18, 24, dtype=torch.bfloat16, seed=1)
@@ -71,13 +71,13 @@ def _alone(rank: int, world: int, arg: None) -> None:
 
 
 def test_an_experts_bits_do_not_depend_on_the_other_experts(interpreter: RankPool) -> None:
-    interpreter.run(_alone)
+    interpreter.run(_compare_each_expert_alone)
 
 
-def _beyond(rank: int, world: int, arg: None) -> None:
+def _run_with_unused_rows(rank: int, world: int, arg: None) -> None:
     module = kernels("grouped_mm")
     rows_RD, w_END, counts_E = drawn(9, 8), drawn(2, 6, 8, seed=1), torch.tensor([3, 2])
-    rows_RD[5:] = float("nan")  # contents of the buffer beyond its rows
+    rows_RD[5:] = float("nan")  # a buffer may contain anything beyond its rows
     out_RN = torch.full((9, 6), 7.0)
     module.grouped_mm_into(rows_RD, w_END, counts_E, out_RN)
     assert (out_RN[5:] == 7).all() and out_RN[:5].isfinite().all()
@@ -87,13 +87,13 @@ def _beyond(rank: int, world: int, arg: None) -> None:
 
 
 def test_rows_beyond_the_counts_are_neither_read_nor_written(interpreter: RankPool) -> None:
-    interpreter.run(_beyond)
+    interpreter.run(_run_with_unused_rows)
 
 
-def _refused(rank: int, world: int, arg: None) -> None:
+def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
     module = kernels("grouped_mm")
     rows_RD, w_END, counts_E, out_RN = drawn(4, 8), drawn(2, 6, 8), torch.tensor([3, 1]), drawn(4, 6)
-    for wrong in (
+    for call in (
         lambda: module.grouped_mm(rows_RD, w_END[:, :, 1:], counts_E),
         lambda: module.grouped_mm(rows_RD, w_END.bfloat16(), counts_E),
         lambda: module.grouped_mm(rows_RD, w_END, counts_E[:1]),
@@ -104,21 +104,24 @@ def _refused(rank: int, world: int, arg: None) -> None:
         lambda: module.grouped_weight_grad_into(out_RN[:3], rows_RD, counts_E, w_END),
     ):
         with pytest.raises(InputError, match="got"):
-            wrong()
+            call()
 
 
 def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None:
-    interpreter.run(_refused)
+    interpreter.run(_call_with_wrong_inputs)
 
 
-def _tilings(rank: int, world: int, arg: None) -> list[bool]:
+def _compare_tilings(rank: int, world: int, arg: None) -> list[bool]:
     mm = kernels("grouped_mm")
     tiling = mm.tiling_for
     same = [tiling(torch.bfloat16, 120, 500, weights=w) == tiling(torch.bfloat16, 80, 500, weights=w) for w in (0, 1)]
-    other = [tiling(torch.bfloat16, at, 500) == mm.TILINGS[known] for at, known in ((89, 80), (90, 90), (103, 100))]
-    return same + other
+    nearest = [
+        tiling(torch.bfloat16, sm, 500) == mm.TILINGS[expected_sm]
+        for sm, expected_sm in ((89, 80), (90, 90), (103, 100))
+    ]
+    return same + nearest
 
 
-def test_gpus_with_the_memory_of_sm_80_get_its_tiles(interpreter: RankPool) -> None:
+def test_tilings_follow_the_generation_with_the_same_shared_memory(interpreter: RankPool) -> None:
     """sm_120 has less shared memory than sm_90 and sm_100."""
-    assert interpreter.run(_tilings)[0] == [True] * 5
+    assert interpreter.run(_compare_tilings)[0] == [True] * 5

@@ -1,4 +1,4 @@
-"""Gathers, weighted sums and their gradients: the bits of ``dispatch/plain.py``, for every dtype and odd width."""
+"""Gathers, weighted sums and their gradients have the bits of ``dispatch/plain.py`` for all dtypes and odd widths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pool import RankPool
 
 pytestmark = needs_triton
 WIDTHS = (1, 33, 130)
-FORMS = [(torch.bfloat16, 1), (torch.bfloat16, 130), (torch.float32, 33), (torch.float16, 33)]
+DTYPES_AND_WIDTHS = [(torch.bfloat16, 1), (torch.bfloat16, 130), (torch.float32, 33), (torch.float16, 33)]
 CASES = {"top 3 of 6": (9, 3, 6), "every expert": (5, 4, 4), "top 17": (1, 17, 20), "one expert": (4, 1, 1)}
 
 
@@ -32,7 +32,7 @@ def _take(rank: int, world: int, arg: None) -> None:
     assert take_rows(drawn(3, 4), index_R[:0]).shape == (0, 4)
 
 
-def test_rows_of_every_dtype_and_width_are_taken_by_index(interpreter: RankPool) -> None:
+def test_take_rows_selects_rows_by_index_for_every_dtype_and_width(interpreter: RankPool) -> None:
     interpreter.run(_take, timeout=60)
 
 
@@ -44,7 +44,7 @@ def _sums(rank: int, world: int, arg: tuple[int, int, int]) -> None:
     num_rows = int((ids_TK >= 0).sum())
     weights_TK = drawn(tokens, top_k, seed=1)
     weights_TK[place_TK < 0] = float("nan")  # weights of dropped slots are ignored
-    for dtype, width in FORMS:
+    for dtype, width in DTYPES_AND_WIDTHS:
         rows_RD = drawn(num_rows, width, dtype=dtype, seed=2)
         grad_TD = drawn(tokens, width, dtype=dtype, seed=3)
         for weights in (weights_TK, None):
@@ -66,7 +66,7 @@ def test_sums_scaled_rows_and_dot_products_have_the_bits_of_plain_torch(interpre
     interpreter.run(_sums, CASES[case], timeout=120)
 
 
-def _nothing(rank: int, world: int, arg: None) -> list[Any]:
+def _results_without_rows(rank: int, world: int, arg: None) -> list[Any]:
     sums, scale_rows = kernels("weighted_sum"), kernels("scale_rows")
     place_TK = torch.full((2, 3), -1)
     no_rows = drawn(0, 5)
@@ -80,38 +80,38 @@ def _nothing(rank: int, world: int, arg: None) -> list[Any]:
     ]
 
 
-def _no_rows(rank: int, world: int, arg: None) -> None:
-    """A rank without rows whose caller sums the result: the gradient is one number, expanded."""
+def _run_with_expanded_gradient(rank: int, world: int, arg: None) -> None:
+    """Run a rank without rows whose caller sums the result: the gradient is one number, expanded to no rows."""
     kernels("permute")  # enables the interpreter before the first import
     from moe_comm.dispatch import sums
     from moe_comm.kernels import native
 
     native.TRITON_DEVICES.add("cpu")
     try:
-        none_RD = torch.ones(()).expand(0, 5)
-        assert none_RD.stride() == (0, 0) == none_RD.contiguous().stride()
-        away_TK, weights_TK = torch.full((2, 3), -1), drawn(2, 3)
-        assert not sums.weighted_sum(none_RD, away_TK, weights_TK).any()
-        assert sums.take(none_RD, away_TK[0]).tolist() == [[0.0] * 5] * 3
-        assert sums.scale_(drawn(0, 5), drawn(0), none_RD).shape == (0,)
-        grad_RD, grad_TK = sums.spread(none_RD, away_TK[:0], weights_TK[:0], 4, drawn(4, 5))
+        empty_RD = torch.ones(()).expand(0, 5)
+        assert empty_RD.stride() == (0, 0) == empty_RD.contiguous().stride()
+        dropped_TK, weights_TK = torch.full((2, 3), -1), drawn(2, 3)
+        assert not sums.weighted_sum(empty_RD, dropped_TK, weights_TK).any()
+        assert sums.take(empty_RD, dropped_TK[0]).tolist() == [[0.0] * 5] * 3
+        assert sums.scale_(drawn(0, 5), drawn(0), empty_RD).shape == (0,)
+        grad_RD, grad_TK = sums.spread(empty_RD, dropped_TK[:0], weights_TK[:0], 4, drawn(4, 5))
         assert grad_RD.shape == (4, 5) and grad_TK.shape == (0, 3)
         counts_E, w_END = torch.zeros(2, dtype=torch.int64), drawn(2, 7, 5, dtype=torch.bfloat16)
-        none_RD, out_END = none_RD.to(torch.bfloat16), drawn(2, 5, 7, dtype=torch.bfloat16)
-        kernels("grouped_mm").grouped_mm_into(none_RD, w_END, counts_E, drawn(0, 7, dtype=torch.bfloat16))
-        kernels("grouped_mm").grouped_weight_grad_into(none_RD, drawn(0, 7, dtype=torch.bfloat16), counts_E, out_END)
+        empty_RD, out_END = empty_RD.to(torch.bfloat16), drawn(2, 5, 7, dtype=torch.bfloat16)
+        kernels("grouped_mm").grouped_mm_into(empty_RD, w_END, counts_E, drawn(0, 7, dtype=torch.bfloat16))
+        kernels("grouped_mm").grouped_weight_grad_into(empty_RD, drawn(0, 7, dtype=torch.bfloat16), counts_E, out_END)
         assert not out_END.any()
     finally:
         native.TRITON_DEVICES.discard("cpu")
 
 
-def test_an_expanded_gradient_of_no_rows_is_taken(interpreter: RankPool) -> None:
-    interpreter.run(_no_rows, timeout=60)
+def test_an_expanded_gradient_without_rows_is_accepted(interpreter: RankPool) -> None:
+    interpreter.run(_run_with_expanded_gradient, timeout=60)
 
 
 def test_tokens_without_rows_get_zeros(interpreter: RankPool) -> None:
     zeros = [[0.0] * 5] * 2
-    assert interpreter.run(_nothing)[0] == [zeros, (0, 5), zeros, (0, 5), [[0.0] * 3] * 2]
+    assert interpreter.run(_results_without_rows)[0] == [zeros, (0, 5), zeros, (0, 5), [[0.0] * 3] * 2]
 
 
 def _round_trip(rank: int, world: int, dtype: torch.dtype) -> None:
@@ -132,15 +132,15 @@ def _round_trip(rank: int, world: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_permute_and_unpermute(interpreter: RankPool, dtype: torch.dtype) -> None:
+def test_gradients_of_permute_have_the_bits_of_plain_torch(interpreter: RankPool, dtype: torch.dtype) -> None:
     interpreter.run(_round_trip, dtype)
 
 
-def _refused(rank: int, world: int, arg: None) -> None:
+def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
     take, sums, scale_rows = kernels("take_rows"), kernels("weighted_sum"), kernels("scale_rows")
     permute = kernels("permute")
     rows_RD, place_TK = drawn(6, 5), torch.zeros(2, 3, dtype=torch.int64)
-    for wrong in (
+    for call in (
         lambda: take.take_rows(rows_RD, place_TK),
         lambda: take.take_rows(rows_RD, place_TK[0].int()),
         lambda: take.take_rows(rows_RD.t(), place_TK[0]),
@@ -155,11 +155,11 @@ def _refused(rank: int, world: int, arg: None) -> None:
         lambda: permute.permute(rows_RD, place_TK[0], place_TK),
     ):
         with pytest.raises(InputError, match="got"):
-            wrong()
+            call()
 
 
 def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None:
-    interpreter.run(_refused)
+    interpreter.run(_call_with_wrong_inputs)
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter() -> None:

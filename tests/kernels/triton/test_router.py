@@ -15,7 +15,7 @@ from tests.pool import RankPool
 
 pytestmark = needs_triton
 NAN, INF = float("nan"), float("inf")
-RULES: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "top 2 of 8": {"num_experts": 8, "top_k": 2, "scale": 2.5},
     "every expert": {"num_experts": 12, "top_k": 12},
     "one expert": {"num_experts": 1, "top_k": 1},
@@ -27,87 +27,91 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def _agrees(rank: int, world: int, arg: tuple[str, str]) -> None:
+def _compare_with_router(rank: int, world: int, arg: tuple[str, str]) -> None:
     name, score = arg
     route = kernels("router").route
     for normalize in (True, False):
-        c = RouterConfig(**RULES[name], score=score, normalize=normalize)
-        router = Router(4, c)
+        config = RouterConfig(**CONFIGS[name], score=score, normalize=normalize)
+        router = Router(4, config)
         if router.correction_bias is not None:
-            router.correction_bias.copy_(drawn(c.num_experts, seed=1) * 0.1)
-        logits_TE = drawn(7, c.num_experts + 2)[:, : c.num_experts] * 3
+            router.correction_bias.copy_(drawn(config.num_experts, seed=1) * 0.1)
+        logits_TE = drawn(7, config.num_experts + 2)[:, : config.num_experts] * 3
         logits_TE[1, 0], logits_TE[2, -1], logits_TE[3] = NAN, INF, -INF
-        if c.num_groups == 1:  # otherwise groups with only forbidden experts tie
-            logits_TE[4, c.num_experts // 2 + 1 :] = -INF
-        plain, ours = logits_TE.clone().requires_grad_(), logits_TE.clone().requires_grad_()
-        scores_TE = router._scores(plain)
+        if config.num_groups == 1:  # otherwise groups with only forbidden experts tie
+            logits_TE[4, config.num_experts // 2 + 1 :] = -INF
+        plain_logits, kernel_logits = logits_TE.clone().requires_grad_(), logits_TE.clone().requires_grad_()
+        scores_TE = router._scores(plain_logits)
         ids_TK = router._choose(logits_TE, scores_TE.detach())
-        weights_TK = router._weights(plain, scores_TE, ids_TK)
-        found_ids, found_weights, found_scores = route(ours, router.correction_bias, c, scores=True)
-        good = ids_TK[:, 0] != -2
-        assert torch.equal(found_ids, ids_TK), (found_ids, ids_TK)
-        torch.testing.assert_close(found_weights, weights_TK)
-        torch.testing.assert_close(found_scores[good], scores_TE[good])
+        weights_TK = router._weights(plain_logits, scores_TE, ids_TK)
+        kernel_ids, kernel_weights, kernel_scores = route(kernel_logits, router.correction_bias, config, scores=True)
+        valid = ids_TK[:, 0] != -2
+        assert torch.equal(kernel_ids, ids_TK), (kernel_ids, ids_TK)
+        torch.testing.assert_close(kernel_weights, weights_TK)
+        torch.testing.assert_close(kernel_scores[valid], scores_TE[valid])
         grad_TK, grad_TE = drawn(*weights_TK.shape, seed=2), drawn(*scores_TE.shape, seed=3)
-        for weighted, scored in ((1.0, 0.0), (1.0, 1.0)):
+        for weight_factor, score_factor in ((1.0, 0.0), (1.0, 1.0)):
             with torch.no_grad():
-                total = (grad_TK * weighted)[good], (grad_TE * scored)[good]
+                output_grads = (grad_TK * weight_factor)[valid], (grad_TE * score_factor)[valid]
             (expected,) = torch.autograd.grad(
-                (weights_TK[good] * total[0]).sum() + (scores_TE[good] * total[1]).sum(), plain, retain_graph=True
+                (weights_TK[valid] * output_grads[0]).sum() + (scores_TE[valid] * output_grads[1]).sum(),
+                plain_logits,
+                retain_graph=True,
             )
-            (found,) = torch.autograd.grad(
-                (found_weights[good] * total[0]).sum() + (found_scores[good] * total[1]).sum(), ours, retain_graph=True
+            (actual,) = torch.autograd.grad(
+                (kernel_weights[valid] * output_grads[0]).sum() + (kernel_scores[valid] * output_grads[1]).sum(),
+                kernel_logits,
+                retain_graph=True,
             )
-            torch.testing.assert_close(found[good], expected[good], rtol=1e-4, atol=1e-6)
-            assert not found[~good].any()  # tokens without experts have zero gradients
-        (alone,) = torch.autograd.grad((found_weights * grad_TK).sum(), ours)
-        (expected,) = torch.autograd.grad((weights_TK[good] * grad_TK[good]).sum(), plain)
-        torch.testing.assert_close(alone[good], expected[good], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(actual[valid], expected[valid], rtol=1e-4, atol=1e-6)
+            assert not actual[~valid].any()  # tokens without experts have zero gradients
+        (weights_grad,) = torch.autograd.grad((kernel_weights * grad_TK).sum(), kernel_logits)
+        (expected,) = torch.autograd.grad((weights_TK[valid] * grad_TK[valid]).sum(), plain_logits)
+        torch.testing.assert_close(weights_grad[valid], expected[valid], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_ids_weights_scores_and_gradients_agree_with_the_router(interpreter: RankPool, name: str, score: str) -> None:
     """Also for tokens whose logits are NaN, +Inf or all -Inf, and for tokens with fewer than K allowed experts."""
-    interpreter.run(_agrees, (name, score), timeout=60)
+    interpreter.run(_compare_with_router, (name, score), timeout=60)
 
 
 def _ties(rank: int, world: int, arg: None) -> list[Any]:
     route = kernels("router").route
     equal = torch.zeros(1, 12)
-    lonely = torch.full((1, 12), -INF)
-    lonely[0, 7] = 0.0
+    one_allowed = torch.full((1, 12), -INF)
+    one_allowed[0, 7] = 0.0
     groups = RouterConfig(12, 3, num_groups=4, top_groups=2)
     return [
         route(equal, None, RouterConfig(12, 3))[0].tolist(),
         route(equal, None, groups)[0].tolist(),
         route(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), None, RouterConfig(4, 3))[0].tolist(),
-        route(lonely, None, RouterConfig(12, 3))[0].tolist(),
+        route(one_allowed, None, RouterConfig(12, 3))[0].tolist(),
         route(equal[:0], None, groups, scores=True)[2].shape,
     ]
 
 
 def test_ties_select_the_lowest_id_and_missing_experts_are_dropped(interpreter: RankPool) -> None:
-    found = interpreter.run(_ties)[0]
-    assert found == [[[0, 1, 2]], [[0, 1, 2]], [[1, 2, 3]], [[7, -1, -1]], (0, 12)]
+    results = interpreter.run(_ties)[0]
+    assert results == [[[0, 1, 2]], [[0, 1, 2]], [[1, 2, 3]], [[7, -1, -1]], (0, 12)]
 
 
-def _bits(rank: int, world: int, arg: None) -> None:
+def _compare_batches(rank: int, world: int, arg: None) -> None:
     route = kernels("router").route
-    c = RouterConfig(24, 5, "sigmoid", num_groups=6, top_groups=3)
+    config = RouterConfig(24, 5, "sigmoid", num_groups=6, top_groups=3)
     logits_TE = drawn(40, 24)
-    whole = route(logits_TE, None, c)
+    whole = route(logits_TE, None, config)
     for first, last in ((0, 1), (3, 20), (39, 40)):
-        part = route(logits_TE[first:last], None, c)
+        part = route(logits_TE[first:last], None, config)
         assert torch.equal(part[0], whole[0][first:last]) and torch.equal(part[1], whole[1][first:last])
 
 
 def test_a_tokens_bits_do_not_depend_on_its_batch(interpreter: RankPool) -> None:
-    interpreter.run(_bits)
+    interpreter.run(_compare_batches)
 
 
-def _refused(rank: int, world: int, arg: None) -> None:
-    route, c = kernels("router").route, RouterConfig(8, 2)
+def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
+    route, config = kernels("router").route, RouterConfig(8, 2)
     for logits_TE, bias_E in (
         (drawn(3, 7), None),
         (drawn(3, 8).double(), None),
@@ -116,10 +120,10 @@ def _refused(rank: int, world: int, arg: None) -> None:
         (drawn(3, 8), drawn(8).bfloat16()),
     ):
         with pytest.raises(InputError, match="got"):
-            route(logits_TE, bias_E, c)
+            route(logits_TE, bias_E, config)
     with pytest.raises(InputError, match="at most 1024"):
         route(drawn(1, 1025), None, RouterConfig(1025, 2))
 
 
 def test_wrong_shapes_dtypes_and_too_many_experts_are_input_errors(interpreter: RankPool) -> None:
-    interpreter.run(_refused)
+    interpreter.run(_call_with_wrong_inputs)

@@ -1,4 +1,4 @@
-"""SwiGLU against its reference, and fp8: the bytes of ``wire_dtype.encode``, fused or not."""
+"""SwiGLU agrees with its reference; fp8 rows have the bytes of ``wire_dtype.encode``, fused with SwiGLU or not."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tests.pool import RankPool
 
 pytestmark = needs_triton
 WIDTHS = (1, 37, 150)
-FORMS = [*((torch.bfloat16, width) for width in WIDTHS), (torch.float32, 37), (torch.float16, 128)]
+DTYPES_AND_WIDTHS = [*((torch.bfloat16, width) for width in WIDTHS), (torch.float32, 37), (torch.float16, 128)]
 
 
-def _swiglu(rank: int, world: int, dtype: torch.dtype) -> None:
+def _compare_swiglu(rank: int, world: int, dtype: torch.dtype) -> None:
     swiglu = kernels("swiglu")
     for width in WIDTHS:
         h_RG = drawn(5, 2 * width + 1, dtype=dtype)[:, : 2 * width] * 4
         h_RG[0, 0], h_RG[1, 0] = -200.0, 200.0  # exp overflows
         grad_RF = drawn(5, width, dtype=dtype, seed=1)
-        expected, again = torch.empty(5, width, dtype=torch.float64), torch.empty(5, width, dtype=torch.float64)
+        expected, recomputed = torch.empty(5, width, dtype=torch.float64), torch.empty(5, width, dtype=torch.float64)
         grad_h_expected = torch.empty(5, 2 * width, dtype=torch.float64)
         swiglu_forward_reference(h_RG.double(), expected)
-        swiglu_backward_reference(h_RG.double(), grad_RF.double(), grad_h_expected, again)
+        swiglu_backward_reference(h_RG.double(), grad_RF.double(), grad_h_expected, recomputed)
         act_RF, grad_h_RG = drawn(5, width, dtype=dtype), drawn(5, 2 * width, dtype=dtype)
         swiglu.swiglu_forward(h_RG, act_RF)
         swiglu.swiglu_backward(h_RG, grad_RF, grad_h_RG, None)
         torch.testing.assert_close(act_RF, expected.to(dtype))
         torch.testing.assert_close(grad_h_RG, grad_h_expected.to(dtype))
-        # In place: the gradient over h, the activation over its gradient.
+        # In place: the gradient overwrites h, and the activation overwrites its gradient.
         h_copy, grad_copy = h_RG.contiguous(), grad_RF.clone()
         swiglu.swiglu_backward(h_copy, grad_copy, h_copy, grad_copy)
         assert torch.equal(h_copy, grad_h_RG) and torch.equal(grad_copy, act_RF), width
@@ -43,14 +43,14 @@ def _swiglu(rank: int, world: int, dtype: torch.dtype) -> None:
 def test_swiglu_and_its_gradient_agree_with_the_reference_also_in_place(
     interpreter: RankPool, dtype: torch.dtype
 ) -> None:
-    interpreter.run(_swiglu, dtype)
+    interpreter.run(_compare_swiglu, dtype)
 
 
-def _same_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
+def _compare_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
     kind, power_of_two = arg
     quantize, swiglu = kernels("quantize"), kernels("swiglu")
     wire_dtype, scales = WireDtype("fp8", kind, power_of_two), quantize.ScaleFormat(kind == "token", power_of_two)
-    for dtype, width in FORMS:
+    for dtype, width in DTYPES_AND_WIDTHS:
         h_RG = drawn(3, 2 * width, dtype=dtype) * torch.tensor([[1e-3], [300.0], [0.0]], dtype=dtype)
         grad_RF, act_RF = drawn(3, width, dtype=dtype, seed=1), torch.empty(3, width, dtype=dtype)
         grad_h_RG = torch.empty_like(h_RG)
@@ -62,8 +62,8 @@ def _same_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
             quantize.dequantize(packed_RB, scales, 2 * width, dtype), decode(packed_RB, wire_dtype, 2 * width, dtype)
         )
         assert torch.equal(quantize.swiglu_quantize(h_RG, scales), encode(act_RF, wire_dtype)), (dtype, width)
-        found = quantize.swiglu_backward_quantize(h_RG, grad_RF, scales)
-        assert torch.equal(found, encode(grad_h_RG, wire_dtype)), (dtype, width)
+        fused = quantize.swiglu_backward_quantize(h_RG, grad_RF, scales)
+        assert torch.equal(fused, encode(grad_h_RG, wire_dtype)), (dtype, width)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -71,10 +71,10 @@ def _same_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
 def test_quantised_rows_have_the_bytes_of_the_wire_dtype_fused_with_swiglu_or_not(
     interpreter: RankPool, kind: str, power_of_two: bool
 ) -> None:
-    interpreter.run(_same_bytes, (kind, power_of_two), timeout=120)
+    interpreter.run(_compare_bytes, (kind, power_of_two), timeout=120)
 
 
-def _all_values(rank: int, world: int, arg: None) -> None:
+def _quantize_all_values(rank: int, world: int, arg: None) -> None:
     quantize = kernels("quantize")
     # Each e4m3 number and each midpoint, twice; 448 keeps the scale at 1.
     bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -86,28 +86,28 @@ def _all_values(rank: int, world: int, arg: None) -> None:
 
 
 def test_every_e4m3_number_and_every_tie_is_rounded_as_torch_does(interpreter: RankPool) -> None:
-    interpreter.run(_all_values)
+    interpreter.run(_quantize_all_values)
 
 
-def _not_finite(rank: int, world: int, arg: None) -> None:
+def _quantize_non_finite_values(rank: int, world: int, arg: None) -> None:
     quantize = kernels("quantize")
     rows_RD = drawn(2, 300)
     rows_RD[0, 5], rows_RD[0, 140], rows_RD[1, 299] = float("nan"), float("inf"), float("-inf")
     for kind in ("token", "block"):
         wire_dtype, scales = WireDtype("fp8", kind), quantize.ScaleFormat(kind == "token")
-        found = quantize.dequantize(quantize.quantize(rows_RD, scales), scales, 300, torch.float32)
+        actual = quantize.dequantize(quantize.quantize(rows_RD, scales), scales, 300, torch.float32)
         expected = decode(encode(rows_RD, wire_dtype), wire_dtype, 300, torch.float32)
-        assert torch.equal(found.isnan(), expected.isnan())
-        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
 def test_a_nan_or_an_infinity_makes_its_block_nan_and_no_other(interpreter: RankPool) -> None:
-    interpreter.run(_not_finite)
+    interpreter.run(_quantize_non_finite_values)
 
 
-def _refused(rank: int, world: int, arg: None) -> None:
+def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
     quantize, swiglu = kernels("quantize"), kernels("swiglu")
-    for wrong in (
+    for call in (
         lambda: swiglu.swiglu_forward(drawn(2, 5), drawn(2, 2)),
         lambda: swiglu.swiglu_forward(drawn(2, 6), drawn(2, 4)),
         lambda: swiglu.swiglu_forward(drawn(2, 6), drawn(2, 3).bfloat16()),
@@ -117,8 +117,33 @@ def _refused(rank: int, world: int, arg: None) -> None:
         lambda: quantize.dequantize(torch.zeros(2, 17, dtype=torch.uint8), quantize.ScaleFormat(), 8, torch.float32),
     ):
         with pytest.raises(InputError, match="got"):
-            wrong()
+            call()
 
 
 def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None:
-    interpreter.run(_refused)
+    interpreter.run(_call_with_wrong_inputs)
+
+
+def _separate_scales(rank: int, world: int, arg: None) -> None:
+    quantize = kernels("quantize")
+    for kind in ("token", "block"):
+        wire_dtype, scales = WireDtype("fp8", kind), quantize.ScaleFormat(kind == "token")
+        rows_RD = drawn(12, 300)
+        expected_RD = decode(encode(rows_RD, wire_dtype), wire_dtype, 300, torch.float32)
+        packed_RB = encode(rows_RD, wire_dtype)
+        values_RX = torch.zeros(12, 304, dtype=torch.uint8)
+        values_RX[:, :300] = packed_RB[:, :300]
+        scale_RS = packed_RB.view(torch.float32)[:, 75 : 75 + scales.count(300)].contiguous()
+        decoded_RD = quantize.dequantize_rows(values_RX[:, :300], scale_RS, scales, torch.float32)
+        assert torch.equal(decoded_RD, expected_RD)
+        counts = torch.tensor([[2, 0], [4, 1]])  # of each three rows; 4 is more than there are
+        decoded_RD = quantize.dequantize_rows(values_RX[:, :300], scale_RS, scales, torch.float32, counts)
+        for row in (0, 1, 6, 7, 8, 9):
+            assert torch.equal(decoded_RD[row], expected_RD[row]), row
+        for wrong in (counts[0].repeat(4), torch.zeros(0, dtype=torch.int64)):  # 8 and 0 counts do not divide 12 rows
+            with pytest.raises(InputError, match="a number of counts that divides R"):
+                quantize.dequantize_rows(values_RX[:, :300], scale_RS, scales, torch.float32, wrong)
+
+
+def test_rows_with_separate_scales_are_decoded_and_only_as_many_as_counted(interpreter: RankPool) -> None:
+    interpreter.run(_separate_scales)

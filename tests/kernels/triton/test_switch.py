@@ -1,5 +1,5 @@
-"""Layers and dispatchers that use Triton kernels have the results of plain torch, and never use them for the CPU
-unless it is asked for.
+"""Layers and dispatchers with Triton kernels have the results of plain torch. CPU tensors use the kernels only if
+``native.TRITON_DEVICES`` contains "cpu".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.pool import RankPool
 pytestmark = needs_triton
 
 
-def _both_ways(work: Any) -> tuple[Any, Any, list[str]]:
+def _run_plain_and_triton(work: Any) -> tuple[Any, Any, list[str]]:
     """Return the result of ``work`` in plain torch and with the kernels, and the kernels that ran."""
     plain = work()
     launched: list[str] = []
@@ -56,30 +56,30 @@ def _dispatch(rank: int, world: int, arg: None) -> None:
         assert x_TD.grad is not None and weights_TK.grad is not None
         return [sent.rows_RD.detach(), y_TD.detach(), x_TD.grad, weights_TK.grad]
 
-    plain, found, launched = _both_ways(work)
+    plain, actual, launched = _run_plain_and_triton(work)
     assert {"take_rows_kernel", "weighted_sum_kernel", "scale_rows_kernel"} == set(launched)
-    assert all(map(torch.equal, plain, found))
+    assert all(map(torch.equal, plain, actual))
 
 
 def test_local_dispatch_and_combine_have_the_same_bits(interpreter: RankPool) -> None:
     interpreter.run(_dispatch)
 
 
-def _payload(rank: int, world: int, name: str) -> None:
+def _wire_dtype(rank: int, world: int, name: str) -> None:
     wire_dtype = WireDtype.named(name)
 
     def work() -> list[Tensor]:
         packed_RX = pack(drawn(3, 150, dtype=torch.bfloat16), wire_dtype)
         return [packed_RX, unpack(packed_RX, wire_dtype, 150, torch.bfloat16)]
 
-    plain, found, launched = _both_ways(work)
+    plain, actual, launched = _run_plain_and_triton(work)
     assert launched == ["quantize_kernel", "dequantize_kernel"]
-    assert all(map(torch.equal, plain, found))
+    assert all(map(torch.equal, plain, actual))
 
 
 @pytest.mark.parametrize("name", ["fp8_token", "fp8_block_pow2"])
 def test_wire_dtypes_have_the_same_bytes(interpreter: RankPool, name: str) -> None:
-    interpreter.run(_payload, name)
+    interpreter.run(_wire_dtype, name)
 
 
 def _experts(rank: int, world: int, recompute: bool) -> None:
@@ -92,34 +92,34 @@ def _experts(rank: int, world: int, recompute: bool) -> None:
         rows_RD = drawn(8, 12, dtype=torch.bfloat16).requires_grad_()
         out_RD = experts(rows_RD, counts)
         out_RD.backward(drawn(8, 12, dtype=torch.bfloat16, seed=1))
-        found = [out_RD.detach(), rows_RD.grad, experts.w13.grad, experts.w2.grad]
-        return [t for t in found if t is not None]
+        results = [out_RD.detach(), rows_RD.grad, experts.w13.grad, experts.w2.grad]
+        return [t for t in results if t is not None]
 
-    plain, found, launched = _both_ways(work)
+    plain, results, launched = _run_plain_and_triton(work)
     assert launched.count("grouped_mm_kernel") == (5 if recompute else 4), launched
     assert launched.count("grouped_weight_grad_kernel") == 2
     assert "swiglu_kernel" in launched and "swiglu_backward_kernel" in launched
-    assert len(found) == 4
-    for ours, expected in zip(found, plain, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=5e-2, atol=5e-2)
-    assert not found[2][1].any() and not found[3][1].any()  # the expert without rows
+    assert len(results) == 4
+    for actual, expected in zip(results, plain, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
+    assert not results[2][1].any() and not results[3][1].any()  # the expert without rows
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_experts_run_in_grouped_products(interpreter: RankPool, recompute: bool) -> None:
+def test_experts_launch_grouped_gemms(interpreter: RankPool, recompute: bool) -> None:
     interpreter.run(_experts, recompute)
 
 
-def _stay(rank: int, world: int, arg: None) -> list[str]:
+def _launches_of_unsupported_experts(rank: int, world: int, arg: None) -> list[str]:
     launched: list[str] = []
     for dtype, bias in ((torch.float32, False), (torch.bfloat16, True)):
         experts = Experts(2, 6, 4, "relu2", bias=bias, dtype=dtype)
-        launched += _both_ways(lambda e=experts, d=dtype: e(drawn(4, 6, dtype=d), [1, 3]))[2]
+        launched += _run_plain_and_triton(lambda e=experts, d=dtype: e(drawn(4, 6, dtype=d), [1, 3]))[2]
     return launched
 
 
-def test_experts_in_fp32_or_with_biases_stay_with_blas(interpreter: RankPool) -> None:
-    assert interpreter.run(_stay)[0] == []
+def test_experts_in_fp32_or_with_biases_launch_no_triton_kernel(interpreter: RankPool) -> None:
+    assert interpreter.run(_launches_of_unsupported_experts)[0] == []
 
 
 def _router(rank: int, world: int, drop_invalid: bool) -> None:
@@ -138,13 +138,13 @@ def _router(rank: int, world: int, drop_invalid: bool) -> None:
         assert router.weight.grad is not None
         return routing, router.weight.grad, int(router.invalid), router.load_E
 
-    plain, found, launched = _both_ways(work)
+    plain, actual, launched = _run_plain_and_triton(work)
     assert launched.count("route_kernel") == 1
     assert launched.count("route_backward_kernel") == (0 if drop_invalid else 1)
-    assert torch.equal(found[0].ids_TK, plain[0].ids_TK) and torch.equal(found[3], plain[3])
-    assert found[2] == plain[2] == int(drop_invalid)
-    torch.testing.assert_close(found[0].weights_TK, plain[0].weights_TK)
-    torch.testing.assert_close(found[1], plain[1], rtol=1e-4, atol=1e-5)
+    assert torch.equal(actual[0].ids_TK, plain[0].ids_TK) and torch.equal(actual[3], plain[3])
+    assert actual[2] == plain[2] == int(drop_invalid)
+    torch.testing.assert_close(actual[0].weights_TK, plain[0].weights_TK)
+    torch.testing.assert_close(actual[1], plain[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("drop_invalid", [False, True])

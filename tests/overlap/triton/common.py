@@ -1,7 +1,7 @@
 """Helpers of the tests of Triton kernels: ranks that interpret them, and the arithmetic of a tile.
 
-Triton decides when it is first imported whether it interprets. The process of pytest never imports it that way: ranks
-call ``interpreted`` before they import anything that does.
+Triton reads TRITON_INTERPRET when it is first imported. The pytest process does not import it with this variable; ranks
+call ``interpreted`` before they import any module that imports Triton.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ TILES: dict[str, Any] = {"block_m": 16, "block_n": 16, "block_k": 16, "copy": 12
 
 
 def interpreted(name: str) -> ModuleType:
-    """``moe_comm.overlap.triton.<name>`` with kernels that are interpreted; only in a rank's process."""
+    """Return ``moe_comm.overlap.triton.<name>`` with interpreted kernels; only in a rank's process."""
     os.environ["TRITON_INTERPRET"] = "1"
     return importlib.import_module(f"moe_comm.overlap.triton.{name}")
 
 
 def tile_product(a_MK: Tensor, b_KN: Tensor, tile: int = 16) -> Tensor:
-    """The bits of a kernel's tiles: products of tiles padded with zeros, added block of K after block of K in fp32.
+    """Return the product with the bits of a kernel: zero-padded tiles whose blocks of K are added in order, in fp32.
 
-    With NumPy, as the interpreter does; torch's products of fp32 differ in the order of additions.
+    It uses NumPy, as the interpreter does, because torch's fp32 GEMMs add in a different order.
     """
     (rows, inner), columns = a_MK.shape, b_KN.shape[1]
-    up_m, up_k, up_n = (-n % tile for n in (rows, inner, columns))
-    a = np.pad(a_MK.float().numpy(), ((0, up_m), (0, up_k)))
-    b = np.pad(b_KN.float().numpy(), ((0, up_k), (0, up_n)))
-    y = np.zeros((rows + up_m, columns + up_n), np.float32)
+    pad_m, pad_k, pad_n = (-n % tile for n in (rows, inner, columns))
+    a = np.pad(a_MK.float().numpy(), ((0, pad_m), (0, pad_k)))
+    b = np.pad(b_KN.float().numpy(), ((0, pad_k), (0, pad_n)))
+    y = np.zeros((rows + pad_m, columns + pad_n), np.float32)
     for m in range(0, y.shape[0], tile):
         for n in range(0, y.shape[1], tile):
             acc = np.zeros((tile, tile), np.float32)

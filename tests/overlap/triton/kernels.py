@@ -12,7 +12,10 @@ from moe_comm.overlap.triton.flags import notify, wait_at_least
 
 @triton.jit
 def pass_on(x_ptr, peers_ptr, fault_ptr, count, rank, world, turn, call, first_flag, data, timeout_ns):  # type: ignore[no-untyped-def]
-    """Send ``count`` numbers to the next rank, then receive those of the previous rank; x holds both."""
+    """Send ``count`` numbers of x to the next rank, then overwrite x with those of the previous rank.
+
+    A turn is one call of an operator; flags hold the number of the turn that raised them.
+    """
     enter(peers_ptr, rank, world, turn, call)
     after = (rank + 1) % world
     before = (rank + world - 1) % world
@@ -21,13 +24,13 @@ def pass_on(x_ptr, peers_ptr, fault_ptr, count, rank, world, turn, call, first_f
         tl.store(data_of(peers_ptr, after, data, tl.float32) + place, tl.load(x_ptr + place), mask=place < count)
         notify(words_of(peers_ptr, after), first_flag + 3, turn)
     if wait_at_least(words_of(peers_ptr, rank), first_flag + 3, turn, before, fault_ptr, timeout_ns):
-        got = tl.load(data_of(peers_ptr, rank, data, tl.float32) + place, mask=place < count)
-        tl.store(x_ptr + place, got, mask=place < count)
+        received = tl.load(data_of(peers_ptr, rank, data, tl.float32) + place, mask=place < count)
+        tl.store(x_ptr + place, received, mask=place < count)
 
 
 @triton.jit
 def wait_each(flags_ptr, ok_ptr, count, turn, fault_ptr, timeout_ns):  # type: ignore[no-untyped-def]
-    """Whether each of ``count`` flags came up to ``turn``; flag i is rank 10 + i's."""
+    """Store whether each of ``count`` flags reached ``turn`` before the timeout. Flag i belongs to rank 10 + i."""
     for i in range(count):
         ok = wait_at_least(flags_ptr, i, turn, 10 + i, fault_ptr, timeout_ns)
         tl.store(ok_ptr + i, ok.to(tl.int64))

@@ -1,4 +1,4 @@
-"""``Overlap(backend="triton")`` through the public operators: the kernels run, under the interpreter, and only then."""
+"""``Overlap(backend="triton")`` in the public operators: kernels run under the interpreter and are refused without."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ LINEAR: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 
 
 @pytest.fixture(scope="module")
-def interpreting() -> Iterator[RankPool]:
-    """Ranks of their own, because Triton interprets if it does so when it is first imported (``interpreted``)."""
+def interpreter_pool() -> Iterator[RankPool]:
+    """A separate pool, because its ranks import Triton as an interpreter (see ``interpreted``)."""
     with RankPool(WORLD, bare=True) as pool:
         yield pool
 
 
-def whole(*shape: int, seed: int) -> Tensor:
-    """Small whole numbers: every sum of products is exact, in any order."""
+def whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Return small whole numbers, so that every sum of products is exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).float()
 
 
 def _linear(name: str, rank: int, overlap: Overlap) -> list[Tensor]:
     rows = S if name == "gather_matmul" else S * WORLD
-    x, w = whole(rows, D, seed=rank).requires_grad_(), whole(N, D, seed=10 + rank).requires_grad_()
+    x, w = whole_numbers(rows, D, seed=rank).requires_grad_(), whole_numbers(N, D, seed=10 + rank).requires_grad_()
     operator, reference = LINEAR[name]
     y = operator(x, w, dist.group.WORLD, overlap)
     assert torch.equal(y, reference(x.detach(), w.detach(), dist.group.WORLD))
-    return [y.detach(), *torch.autograd.grad(y, (x, w), whole(*y.shape, seed=20 + rank))]
+    return [y.detach(), *torch.autograd.grad(y, (x, w), whole_numbers(*y.shape, seed=20 + rank))]
 
 
 def _experts(rank: int, overlap: Overlap) -> list[Tensor]:
@@ -68,13 +68,16 @@ def _experts(rank: int, overlap: Overlap) -> list[Tensor]:
     ids = torch.stack(
         [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(T * rank + t)) for t in range(T)]
     )
-    x, weights = whole(T, D, seed=rank).requires_grad_(), whole(T, K, seed=30 + rank).requires_grad_()
-    w1, w2 = whole(2, N, D, seed=40 + rank).requires_grad_(), whole(2, D, N, seed=50 + rank).requires_grad_()
+    x, weights = whole_numbers(T, D, seed=rank).requires_grad_(), whole_numbers(T, K, seed=30 + rank).requires_grad_()
+    w1, w2 = (
+        whole_numbers(2, N, D, seed=40 + rank).requires_grad_(),
+        whole_numbers(2, D, N, seed=50 + rank).requires_grad_(),
+    )
     h, dispatch = dispatching.dispatch_matmul(dispatcher, x, ids[:, :K], w1, overlap)
     assert torch.equal(h, dispatching.reference(dispatcher, x.detach(), ids[:, :K], w1.detach()))
     y = combining.matmul_combine(h, w2, weights, dispatch)
     assert torch.equal(y, combining.reference(h.detach(), w2.detach(), weights.detach(), dispatch))
-    grads = torch.autograd.grad(y, (x, w1, w2, weights), whole(*y.shape, seed=60 + rank))
+    grads = torch.autograd.grad(y, (x, w1, w2, weights), whole_numbers(*y.shape, seed=60 + rank))
     return [h.detach(), y.detach(), *grads]
 
 
@@ -83,38 +86,38 @@ def _run(name: str, rank: int, overlap: Overlap) -> list[Tensor]:
 
 
 class Launches:
-    """How many programs communicated in each launch of a kernel's pass."""
+    """Records how many programs communicate in each launch of a kernel."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.found: list[int] = []
+        self.communicating: list[int] = []
         linear, tiling = interpreted("linear"), interpreted("tiling")
         of, split = linear.LinearKernels.of, tiling.ExpertTiling.split
 
         def kernels_of(*args: Any) -> Any:
             kernels = of(*args)
-            self.found.append(kernels.programs.moving)
+            self.communicating.append(kernels.programs.moving)
             return kernels
 
-        def kinds(*args: Any) -> Any:
+        def recorded_split(*args: Any) -> Any:
             programs = split(*args)
-            self.found.append(programs[0])
+            self.communicating.append(programs[0])
             return programs
 
         patch.setattr(linear.LinearKernels, "of", kernels_of)
-        patch.setattr(tiling.ExpertTiling, "split", kinds)
+        patch.setattr(tiling.ExpertTiling, "split", recorded_split)
 
 
-def _asked(rank: int, world: int, name: str) -> None:
+def _run_with_programs(rank: int, world: int, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         launches = Launches(patch)
-        plain = _run(name, rank, Overlap(1))
-        assert not launches.found
+        expected = _run(name, rank, Overlap(1))
+        assert not launches.communicating
         for programs, communicating in ((None, 1), (2, 2)):
-            found = _run(name, rank, Overlap(backend="triton", programs=programs))
-            assert all(map(torch.equal, found, plain))
+            results = _run(name, rank, Overlap(backend="triton", programs=programs))
+            assert all(map(torch.equal, results, expected))
             passes = 4 if name == "experts" else 2
-            assert launches.found == [communicating] * passes
-            launches.found.clear()
+            assert launches.communicating == [communicating] * passes
+            launches.communicating.clear()
     if name != "experts":
         with pytest.raises(ConfigError, match="leave none of 4 to compute"):
             _run(name, rank, Overlap(backend="triton", programs=4))
@@ -122,93 +125,96 @@ def _asked(rank: int, world: int, name: str) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("name", [*LINEAR, "experts"])
-def test_the_kernels_give_the_references_numbers_forward_and_backward(name: str, interpreting: RankPool) -> None:
-    interpreting.run(_asked, name)
+def test_kernels_equal_the_reference_forward_and_backward(name: str, interpreter_pool: RankPool) -> None:
+    interpreter_pool.run(_run_with_programs, name)
 
 
-def _stored(rank: int, world: int, name: str) -> None:
-    """A choice as tune's store gives it, which differs by direction."""
+def _run_with_stored_choice(rank: int, world: int, name: str) -> None:
+    """Run with a stored choice that differs between forward and backward."""
     interpreted("linear")
-    plain = _run(name, rank, Overlap(1))
+    expected = _run(name, rank, Overlap(1))
     with pytest.MonkeyPatch.context() as patch:
         launches = Launches(patch)
 
-        def chosen(work: Any, *args: Any) -> OverlapChoice:
+        def choose(work: Any, *args: Any) -> OverlapChoice:
             return OverlapChoice(TRITON, programs=3) if work.direction == "forward" else OverlapChoice(chunks=2)
 
-        patch.setattr(chunked, "choose", chosen)
-        assert all(map(torch.equal, _run(name, rank, Overlap("auto")), plain))
-        assert launches.found == [3]
+        patch.setattr(chunked, "choose", choose)
+        assert all(map(torch.equal, _run(name, rank, Overlap("auto")), expected))
+        assert launches.communicating == [3]
 
 
 @needs_triton
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_stored_choice_is_obeyed_in_each_direction_by_itself(name: str, interpreting: RankPool) -> None:
-    interpreting.run(_stored, name)
+def test_linear_operators_use_the_stored_choice_of_each_direction(name: str, interpreter_pool: RankPool) -> None:
+    interpreter_pool.run(_run_with_stored_choice, name)
 
 
-def _stored_experts(rank: int, world: int, arg: None) -> None:
+def _run_experts_with_stored_choice(rank: int, world: int, arg: None) -> None:
     interpreted("experts")
-    plain = _experts(rank, Overlap(1))
+    expected = _experts(rank, Overlap(1))
     with pytest.MonkeyPatch.context() as patch:
         launches = Launches(patch)
-        asked = []
+        requests = []
 
-        def chosen(works: Any, channel: Any, device: Any, backends: tuple[str, ...]) -> OverlapChoice:
-            asked.append(([work.operator for work in works], backends))
+        def choose(works: Any, channel: Any, device: Any, backends: tuple[str, ...]) -> OverlapChoice:
+            requests.append(([work.operator for work in works], backends))
             return OverlapChoice(TRITON, programs=3 if works[0].operator == "dispatch_matmul" else 2)
 
-        patch.setattr(device, "choose", chosen)
+        patch.setattr(device, "choose", choose)
         patch.setattr(device, "on_gpus", lambda device: True)
         patch.setattr("moe_comm.overlap.executors.chunked_rows.choose", lambda *args: OverlapChoice())
-        assert all(map(torch.equal, _experts(rank, Overlap("auto")), plain))
-    assert asked == [
+        assert all(map(torch.equal, _experts(rank, Overlap("auto")), expected))
+    assert requests == [
         (["dispatch_matmul"] * 2, ("chunked", TRITON)),
         (["matmul_combine"] * 2, (TRITON,)),
     ]
-    assert launches.found == [3, 2, 2, 3]  # dispatch, combine, and back
+    assert launches.communicating == [3, 2, 2, 3]  # dispatch, combine, combine backward, dispatch backward
 
 
 @needs_triton
-def test_a_stored_choice_is_obeyed_by_the_operators_for_experts(interpreting: RankPool) -> None:
-    interpreting.run(_stored_experts)
+def test_expert_operators_use_the_stored_choice(interpreter_pool: RankPool) -> None:
+    interpreter_pool.run(_run_experts_with_stored_choice)
 
 
 def _layer(rank: int, dispatcher: AllToAllDispatcher, overlap: Overlap | None, bias: bool = False) -> list[Tensor]:
     ids = torch.stack(
         [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(T * rank + t)) for t in range(T)]
     )
-    x, weights = whole(T, D, seed=rank).requires_grad_(), whole(T, K, seed=30 + rank).requires_grad_()
-    w13, w2 = whole(2, N, D, seed=40 + rank).requires_grad_(), whole(2, D, N, seed=50 + rank).requires_grad_()
+    x, weights = whole_numbers(T, D, seed=rank).requires_grad_(), whole_numbers(T, K, seed=30 + rank).requires_grad_()
+    w13, w2 = (
+        whole_numbers(2, N, D, seed=40 + rank).requires_grad_(),
+        whole_numbers(2, D, N, seed=50 + rank).requires_grad_(),
+    )
     call = dispatch_rows(dispatcher, x, ids[:, :K], weights, overlap, width=N)
     b2 = torch.zeros(2, D) if bias else None
     with call.abort_on_error():
         mlp = ExpertMLP((w13, w2, None, b2), activation_of("relu"))
         rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
     y = call.combine(rows)
-    return [y.detach(), *torch.autograd.grad(y, (x, w13, w2, weights), whole(*y.shape, seed=60 + rank))]
+    return [y.detach(), *torch.autograd.grad(y, (x, w13, w2, weights), whole_numbers(*y.shape, seed=60 + rank))]
 
 
-def _whole_layer(rank: int, world: int, arg: None) -> None:
+def _compare_executors(rank: int, world: int, arg: None) -> None:
     interpreted("experts")
     dispatcher = AllToAllDispatcher(ExpertPlacement.of(EXPERTS, WORLD), dist.group.WORLD, rank)
-    wanted = _layer(rank, dispatcher, None)
+    expected = _layer(rank, dispatcher, None)
     for overlap in (Overlap(executor="device"), FUSED, Overlap("auto", backend="triton")):
-        found = _layer(rank, dispatcher, overlap)
-        assert all(map(torch.equal, found, wanted))
+        results = _layer(rank, dispatcher, overlap)
+        assert all(map(torch.equal, results, expected))
     with pytest.raises(ConfigError, match="experts without biases"):
         _layer(rank, dispatcher, FUSED, bias=True)
 
 
 @needs_triton
-def test_the_device_executor_gives_the_numbers_of_the_serial_one(interpreting: RankPool) -> None:
-    interpreting.run(_whole_layer)
+def test_the_device_executor_equals_the_serial_executor(interpreter_pool: RankPool) -> None:
+    interpreter_pool.run(_compare_executors)
 
 
 # --- without the interpreter ---
 
 
-def _refused(rank: int, world: int, arg: None) -> None:
+def _call_without_interpreter(rank: int, world: int, arg: None) -> None:
     configure_collectives(CollectiveOptions(shared_memory=False))
     try:
         group = dist.group.WORLD
@@ -229,14 +235,14 @@ def _refused(rank: int, world: int, arg: None) -> None:
         configure_collectives(CollectiveOptions())
 
 
-def test_where_the_kernels_cannot_run_every_rank_is_told_what_to_do(pool2: RankPool) -> None:
-    pool2.run(_refused)
+def test_without_the_interpreter_every_rank_raises_an_error_with_advice(pool2: RankPool) -> None:
+    pool2.run(_call_without_interpreter)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"backend": "cuda"}, "unknown backend 'cuda'; known: auto, chunked, triton"), ({"programs": 0}, "programs")],
 )
-def test_a_wrong_backend_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_backends_and_programs_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Overlap(**options)

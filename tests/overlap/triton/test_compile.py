@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not there, and none takes more of one than is written down."""
+"""Every kernel compiles ahead of time, without a GPU, and uses no more resources than recorded."""
 
 from __future__ import annotations
 
@@ -16,65 +16,74 @@ from tests.overlap.triton.common import needs_triton
 pytestmark = needs_triton
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "benchmarks" / "results" / "triton-resources.json"
-AHEAD = (sys.executable, "-m", "moe_comm.overlap.triton.ahead")
-AGAIN = "python -m moe_comm.overlap.triton.ahead --json benchmarks/results/triton-resources.json"
+COMPILE_COMMAND = (sys.executable, "-m", "moe_comm.overlap.triton.ahead")
+UPDATE_COMMAND = "python -m moe_comm.overlap.triton.ahead --json benchmarks/results/triton-resources.json"
 REGISTERS = 65536
 """32-bit registers of a multiprocessor of sm_80, sm_90 and sm_100."""
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
-"""Most that one program can have."""
+"""Maximum shared memory of one program, by target."""
 
 
 def _compile(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What ``ahead`` writes for each target, which it compiles for at once; in processes of their own, as this one's
-    Triton may have been imported to interpret."""
+    """Return what ``ahead`` writes for each target. Targets are compiled in parallel.
+
+    Separate processes are needed because this process may have imported Triton as an interpreter.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-    started = []
+    processes = []
     for target in SHARED_BYTES:
-        command = [*AHEAD, "--json", str(folder / target), "--targets", target.removeprefix("sm_"), *arguments]
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
+        command = [
+            *COMPILE_COMMAND,
+            "--json",
+            str(folder / target),
+            "--targets",
+            target.removeprefix("sm_"),
+            *arguments,
+        ]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
     try:
-        said = [process.communicate(timeout=280)[1] for process in started]
+        stderr_texts = [process.communicate(timeout=280)[1] for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
-    assert not any(process.returncode for process in started), "\n".join(text[-2000:] for text in said)
+    assert not any(process.returncode for process in processes), "\n".join(text[-2000:] for text in stderr_texts)
     return [json.loads((folder / target).read_text()) for target in SHARED_BYTES]
 
 
-def _check(found: dict[str, Any]) -> None:
+def _check_resources(table: dict[str, Any]) -> None:
     recorded = json.loads(RECORDED.read_text())
-    before = {(row["kernel"], row["target"]): row for row in recorded["results"]}
-    for row in found["results"]:
+    recorded_rows = {(row["kernel"], row["target"]): row for row in recorded["results"]}
+    for row in table["results"]:
         assert row["registers"] * row["threads"] <= REGISTERS, row
         assert row["shared_bytes"] <= SHARED_BYTES[row["target"]], row
-        assert (row["kernel"], row["target"]) in before, f"{row['kernel']} is not in the table; run {AGAIN}"
-        if found["triton"] == recorded["triton"]:
-            was = before[row["kernel"], row["target"]]["stack_bytes"]
-            assert row["stack_bytes"] <= was, f"spills more than the recorded {was} bytes; fix it, or {AGAIN}: {row}"
+        assert (row["kernel"], row["target"]) in recorded_rows, f"{row['kernel']} has no record; run {UPDATE_COMMAND}"
+        if table["triton"] == recorded["triton"]:
+            limit = recorded_rows[row["kernel"], row["target"]]["stack_bytes"]
+            assert row["stack_bytes"] <= limit, f"spills more than {limit} bytes; fix it or run {UPDATE_COMMAND}: {row}"
 
 
-def test_every_kernel_compiles_for_three_generations_and_takes_no_more_than_recorded(tmp_path: Path) -> None:
-    """As in a bfloat16 layer's forward pass; for sm_100 with the assembler that Triton brings for it."""
-    found = _compile(tmp_path, "--only", "forward, bfloat16", "rows, bfloat16")
-    for table in found:
+def test_forward_kernels_compile_for_three_generations_within_recorded_resources(tmp_path: Path) -> None:
+    """Compile the kernels of a bfloat16 layer's forward pass; for sm_100 with the assembler that Triton bundles."""
+    tables = _compile(tmp_path, "--only", "forward, bfloat16", "rows, bfloat16")
+    for table in tables:
         assert {row["kernel"].split(",")[0] for row in table["results"]} == {
             *("gather_matmul", "matmul_scatter", "push_rows", "await_rows"),
             *("dispatch_matmul", "matmul_combine"),
             *("weighted_sum", "swiglu", "swiglu_quantize", "grouped_mm"),
         }
-        _check(table)
+        _check_resources(table)
 
 
 @pytest.mark.slow
-def test_every_way_to_launch_a_kernel_compiles_and_takes_no_more_than_recorded(tmp_path: Path) -> None:
+def test_all_kernel_variants_compile_within_recorded_resources(tmp_path: Path) -> None:
     for table in _compile(tmp_path):
-        _check(table)
+        _check_resources(table)
 
 
-def test_nothing_is_compiled_where_triton_interprets() -> None:
+def test_ahead_of_time_compilation_is_refused_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [*AHEAD, "--only", "await_rows"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert "unset it before triton is imported" in done.stderr
+    command = [*COMPILE_COMMAND, "--only", "await_rows"]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode != 0
+    assert "unset it before triton is imported" in process.stderr

@@ -1,4 +1,7 @@
-"""The operators for experts as Triton kernels, under the interpreter: bits where sums are exact, else 2 ulp a term."""
+"""The operators for experts as Triton kernels, interpreted by 4 processes.
+
+Inputs of small whole numbers have exact sums and are compared in bits; random inputs within 2 ulp per term.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ SMALL = ExpertTiling(rows=16, columns=16, inner=16, send_rows=8, send_columns=32
 
 @dataclass(frozen=True)
 class Case:
-    """experts: of each rank. tokens: of each rank. route: how slots choose."""
+    """experts, tokens: numbers on each rank. route: how slots choose their expert (random | one | few)."""
 
     experts: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -62,7 +65,7 @@ class Case:
         ids = torch.rand(self.tokens[rank], total, generator=generator).topk(K).indices
         if self.route == "one":
             return torch.full_like(ids, total - 1)
-        if self.route == "few":  # experts 0 and 1 get all, the others nothing; some slots are dropped
+        if self.route == "few":  # experts 0 and 1 get all rows; some slots are dropped
             ids = ids % 2
         return ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -1)
 
@@ -78,14 +81,14 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[RankPool]:
-    """Ranks in which Triton interprets: it is imported there only once this is set."""
+    """Ranks that interpret Triton kernels: they import Triton after TRITON_INTERPRET is set."""
     with pytest.MonkeyPatch.context() as patch, RankPool(WORLD, bare=True) as pool:
         patch.setenv("TRITON_INTERPRET", "1")
         yield pool
 
 
-def _whole(case: Case, dtype: torch.dtype, whole_numbers: bool = True) -> dict[str, list[Tensor]]:
-    """Everything by rank. Small whole numbers: every sum of products is exact in fp32."""
+def _global_inputs(case: Case, dtype: torch.dtype, whole_numbers: bool = True) -> dict[str, list[Tensor]]:
+    """Return all inputs by rank. Whole numbers are small, so that every sum of products is exact in fp32."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape: int, most: int = 2) -> Tensor:
@@ -104,8 +107,8 @@ def _whole(case: Case, dtype: torch.dtype, whole_numbers: bool = True) -> dict[s
 
 
 @dataclass(frozen=True)
-class Found:
-    """By rank: h, y, then the gradients of x, both weights and the routing weights."""
+class PassResult:
+    """Results of one rank. grads: of x, both weights and the routing weights."""
 
     h: Tensor
     y: Tensor
@@ -116,12 +119,12 @@ def _rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.to(dtype).double()
 
 
-def _expected(case: Case, dtype: torch.dtype) -> list[Found]:
-    """One process, in float64, rounded where the operators round."""
-    all_ = {name: [t.double() for t in values] for name, values in _whole(case, dtype).items()}
-    ids = torch.cat(_whole(case, dtype)["ids"])
-    x, weights, grad = (torch.cat(all_[name]) for name in ("x", "weights", "grad"))
-    w1, w2 = torch.cat(all_["w1"]), torch.cat(all_["w2"])
+def _expected(case: Case, dtype: torch.dtype) -> list[PassResult]:
+    """Compute the results of all ranks in one process, in float64, rounded where the operators round."""
+    inputs = {name: [t.double() for t in values] for name, values in _global_inputs(case, dtype).items()}
+    ids = torch.cat(_global_inputs(case, dtype)["ids"])
+    x, weights, grad = (torch.cat(inputs[name]) for name in ("x", "weights", "grad"))
+    w1, w2 = torch.cat(inputs["w1"]), torch.cat(inputs["w2"])
     y, grad_x = torch.zeros_like(x), torch.zeros_like(x)
     grad_w1, grad_w2, grad_weights = torch.zeros_like(w1), torch.zeros_like(w2), torch.zeros_like(weights)
     rows: list[list[Tensor]] = []
@@ -139,24 +142,24 @@ def _expected(case: Case, dtype: torch.dtype) -> list[Found]:
     per_rank = [0, *np.cumsum(case.experts).tolist()]
     tokens = list(case.tokens)
     split = [y.split(tokens), grad_x.split(tokens), grad_weights.split(tokens)]
-    found = []
+    results = []
     for rank in range(WORLD):
         own = slice(per_rank[rank], per_rank[rank + 1])
         h = torch.cat([torch.zeros(0, F, dtype=torch.double), *(part for e in rows[own] for part in e)])
         grads = (split[1][rank], grad_w1[own], grad_w2[own])
         rounded = tuple(t.to(dtype) for t in (h, split[0][rank], *grads))
-        found.append(Found(rounded[0], rounded[1], (*rounded[2:], split[2][rank].float())))
-    return found
+        results.append(PassResult(rounded[0], rounded[1], (*rounded[2:], split[2][rank].float())))
+    return results
 
 
-def _forward_and_backward(rank: int, world: int, arg: tuple[Case, torch.dtype, ExpertTiling]) -> Found:
+def _forward_and_backward(rank: int, world: int, arg: tuple[Case, torch.dtype, ExpertTiling]) -> PassResult:
     case, dtype, tiling = arg
-    mine = {name: values[rank] for name, values in _whole(case, dtype).items()}
+    inputs = {name: values[rank] for name, values in _global_inputs(case, dtype).items()}
     dispatcher = AllToAllDispatcher(case.placement, dist.group.WORLD, rank)
-    leaves = [mine[name].requires_grad_() for name in ("x", "w1", "w2", "weights")]
-    h, dispatch = dispatch_matmul(dispatcher, leaves[0], mine["ids"], leaves[1], tiling)
+    leaves = [inputs[name].requires_grad_() for name in ("x", "w1", "w2", "weights")]
+    h, dispatch = dispatch_matmul(dispatcher, leaves[0], inputs["ids"], leaves[1], tiling)
     y = matmul_combine(h, leaves[2], leaves[3], dispatch)
-    return Found(h.detach(), y.detach(), torch.autograd.grad(y, leaves, mine["grad"]))
+    return PassResult(h.detach(), y.detach(), torch.autograd.grad(y, leaves, inputs["grad"]))
 
 
 @pytest.mark.parametrize(
@@ -178,34 +181,34 @@ def test_output_and_gradients_are_those_of_one_process(
     case = CASES[name]
     tiling = dataclasses.replace(SMALL, relay=relay)
     results = interpreted.run(_forward_and_backward, (case, dtype, tiling))
-    for ours, exact in zip(results, _expected(case, dtype), strict=True):
-        assert torch.equal(ours.h, exact.h)
-        assert torch.equal(ours.y, exact.y)
-        for grad, whole in zip(ours.grads, exact.grads, strict=True):
-            assert grad.dtype == whole.dtype
-            assert torch.equal(grad, whole)
+    for actual, expected in zip(results, _expected(case, dtype), strict=True):
+        assert torch.equal(actual.h, expected.h)
+        assert torch.equal(actual.y, expected.y)
+        for grad, exact_grad in zip(actual.grads, expected.grads, strict=True):
+            assert grad.dtype == exact_grad.dtype
+            assert torch.equal(grad, exact_grad)
 
 
-def _same_bits(rank: int, world: int, dtype: torch.dtype) -> None:
-    """Random numbers: relaying, programs and slices do not change a bit; combine sums as plain.weighted_sum does."""
+def _compare_tilings(rank: int, world: int, dtype: torch.dtype) -> None:
+    """Run two tilings on random numbers. Compare their bits, and the sums with those of the dispatcher's combine."""
     case = CASES["balanced"]
-    mine = {name: values[rank] for name, values in _whole(case, dtype, whole_numbers=False).items()}
+    inputs = {name: values[rank] for name, values in _global_inputs(case, dtype, whole_numbers=False).items()}
     dispatcher = AllToAllDispatcher(case.placement, dist.group.WORLD, rank)
     first: tuple[Tensor, Tensor] | None = None
     for change in ({}, {"relay": True, "programs": 5, "send_rows": 4, "slices": 1, "sum_tokens": 4}):
         tiling = dataclasses.replace(SMALL, **change)
-        h, dispatch = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
-        y, results = launch.run_combine(dispatch, h, mine["w2"], mine["weights"])
-        summed = dispatcher.combine(results.clone(), mine["weights"], dispatch.handle)
-        assert torch.equal(y, summed)
+        h, dispatch = dispatch_matmul(dispatcher, inputs["x"], inputs["ids"], inputs["w1"], tiling)
+        y, results = launch.run_combine(dispatch, h, inputs["w2"], inputs["weights"])
+        expected_y = dispatcher.combine(results.clone(), inputs["weights"], dispatch.handle)
+        assert torch.equal(y, expected_y)
         if first is None:
             first = (h, y)
-            reference = dispatcher.dispatch(mine["x"], mine["ids"])
+            reference = dispatcher.dispatch(inputs["x"], inputs["ids"])
             exact = torch.cat(
                 [
                     rows.double() @ w.double().T
                     for rows, w in zip(
-                        reference.rows_RD.split(reference.handle.rows_per_expert), mine["w1"], strict=True
+                        reference.rows_RD.split(reference.handle.rows_per_expert), inputs["w1"], strict=True
                     )
                 ]
             )
@@ -217,66 +220,70 @@ def _same_bits(rank: int, world: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_relaying_programs_and_slices_do_not_change_a_bit(dtype: torch.dtype, interpreted: RankPool) -> None:
-    interpreted.run(_same_bits, dtype)
+    interpreted.run(_compare_tilings, dtype)
 
 
-def _bad(rank: int, world: int, arg: Any) -> None:
+def _call_with_bad_input(rank: int, world: int, arg: Any) -> None:
     case = CASES["balanced"]
-    mine = {name: values[rank] for name, values in _whole(case, torch.float32).items()}
+    inputs = {name: values[rank] for name, values in _global_inputs(case, torch.float32).items()}
     dispatcher = AllToAllDispatcher(case.placement, dist.group.WORLD, rank)
-    ids = mine["ids"].clone()
+    ids = inputs["ids"].clone()
     if rank == 2:
         ids[1, 1] = 8
     with pytest.raises(RoutingError, match="expert id 8 of token 1, slot 1"):
-        dispatch_matmul(dispatcher, mine["x"], ids, mine["w1"], SMALL)
+        dispatch_matmul(dispatcher, inputs["x"], ids, inputs["w1"], SMALL)
     with pytest.raises(InputError, match=r"needs weights \[2, .., 32\]"):
-        dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"][: 2 - (rank == 1)], SMALL)
+        dispatch_matmul(dispatcher, inputs["x"], inputs["ids"], inputs["w1"][: 2 - (rank == 1)], SMALL)
     with pytest.raises(InputError, match="float64"):
-        dispatch_matmul(dispatcher, mine["x"].double(), mine["ids"], mine["w1"].double(), SMALL)
+        dispatch_matmul(dispatcher, inputs["x"].double(), inputs["ids"], inputs["w1"].double(), SMALL)
     with pytest.raises(RankMismatch):
-        dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], dataclasses.replace(SMALL, relay=rank == 3))
+        dispatch_matmul(
+            dispatcher, inputs["x"], inputs["ids"], inputs["w1"], dataclasses.replace(SMALL, relay=rank == 3)
+        )
     wire_dtypes = WireDtypes(dispatch="bf16")
-    packing = AllToAllDispatcher(case.placement, dist.group.WORLD, rank, DispatchOptions(wire_dtypes=wire_dtypes))
+    bf16_dispatcher = AllToAllDispatcher(
+        case.placement, dist.group.WORLD, rank, DispatchOptions(wire_dtypes=wire_dtypes)
+    )
     with pytest.raises(ConfigError, match="send rows in their own dtype"):
-        dispatch_matmul(packing, mine["x"], mine["ids"], mine["w1"], SMALL)
-    h, dispatch = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], SMALL)
+        dispatch_matmul(bf16_dispatcher, inputs["x"], inputs["ids"], inputs["w1"], SMALL)
+    h, dispatch = dispatch_matmul(dispatcher, inputs["x"], inputs["ids"], inputs["w1"], SMALL)
     with pytest.raises(InputError, match="matmul_combine needs weights"):
-        matmul_combine(h, mine["w2"], mine["weights"][: len(h) if rank else 1], dispatch)
-    y = matmul_combine(h, mine["w2"], mine["weights"], dispatch)
+        matmul_combine(h, inputs["w2"], inputs["weights"][: len(h) if rank else 1], dispatch)
+    y = matmul_combine(h, inputs["w2"], inputs["weights"], dispatch)
     assert bool(y.isfinite().all())
 
 
 def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(interpreted: RankPool) -> None:
-    interpreted.run(_bad)
+    interpreted.run(_call_with_bad_input)
 
 
-def _absent(rank: int, world: int, arg: tuple[str, bool]) -> str:
+def _hang_on_rank_2(rank: int, world: int, arg: tuple[str, bool]) -> str:
     """Rank 2 takes part in the handshake and then hangs."""
     op, relay = arg
     case = CASES["balanced"]
-    mine = {name: values[rank] for name, values in _whole(case, torch.float32).items()}
+    inputs = {name: values[rank] for name, values in _global_inputs(case, torch.float32).items()}
     group = dist.new_group()
     try:
         dispatcher = AllToAllDispatcher(case.placement, group, rank)
         channel_of(group)
         tiling = dataclasses.replace(SMALL, relay=relay)
-        h, dispatch = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
-        matmul_combine(h, mine["w2"], mine["weights"], dispatch)  # memory has its size
+        h, dispatch = dispatch_matmul(dispatcher, inputs["x"], inputs["ids"], inputs["w1"], tiling)
+        matmul_combine(h, inputs["w2"], inputs["weights"], dispatch)  # allocates memory before the deadline is short
         dispatch.handshake("combine")
-        configure_collectives(CollectiveOptions(timeout_s=2.0))  # from now on: setting up may take long
-        said = ""
+        configure_collectives(CollectiveOptions(timeout_s=2.0))  # only now, because setting up may take long
+        message = ""
         if rank != 2:
             call = {
-                "dispatch": lambda: launch.run_dispatch(dispatch, mine["x"], None, mine["w1"]),
-                "combine": lambda: launch.run_combine(dispatch, h, mine["w2"], mine["weights"]),
+                "dispatch": lambda: launch.run_dispatch(dispatch, inputs["x"], None, inputs["w1"]),
+                "combine": lambda: launch.run_combine(dispatch, h, inputs["w2"], inputs["weights"]),
             }
             with pytest.raises(PeerTimeout) as error:
                 call[op]()
-            said = str(error.value)
+            message = str(error.value)
             with pytest.raises(PeerTimeout):
-                launch.run_dispatch(dispatch, mine["x"], None, mine["w1"])
+                launch.run_dispatch(dispatch, inputs["x"], None, inputs["w1"])
         dist.barrier()
-        return said
+        return message
     finally:
         communicator_of(group).forget(("symmetric memory", torch.device("cpu")))
         configure_collectives(CollectiveOptions())
@@ -291,7 +298,7 @@ def _absent(rank: int, world: int, arg: tuple[str, bool]) -> str:
     ],
 )
 def test_a_rank_that_hangs_is_named_with_its_flag(op: str, relay: bool, flag: str, interpreted: RankPool) -> None:
-    errors = interpreted.run(_absent, (op, relay))
+    errors = interpreted.run(_hang_on_rank_2, (op, relay))
     for rank in (0, 1, 3):
         assert "rank 2" in errors[rank]
         assert re.search(flag, errors[rank])
@@ -312,14 +319,14 @@ def test_positions_are_ordered_by_expert_source_token_and_slot(name: str) -> Non
         RowPositions.of(ids[r], _source_routes(ids[r], rows_WE), case.placement, Ring(r, WORLD)) for r in range(WORLD)
     ]
     for owner in range(WORLD):
-        found = []
-        for source, place in enumerate(positions):
-            for token, slot in (place.owner_TK == owner).nonzero().tolist():
+        rows = []
+        for source, source_positions in enumerate(positions):
+            for token, slot in (source_positions.owner_TK == owner).nonzero().tolist():
                 expert = int(ids[source][token, slot])
-                found.append((int(place.place_TK[token, slot]), (expert, source, token, slot)))
-        found.sort()
-        assert [row for row, _ in found] == list(range(positions[owner].num_rows))
-        assert [key for _, key in found] == sorted(key for _, key in found)
+                rows.append((int(source_positions.place_TK[token, slot]), (expert, source, token, slot)))
+        rows.sort()
+        assert [row for row, _ in rows] == list(range(positions[owner].num_rows))
+        assert [key for _, key in rows] == sorted(key for _, key in rows)
 
 
 @pytest.mark.parametrize("block", [4, 16])
@@ -332,48 +339,50 @@ def test_sent_rows_match_the_flags_that_are_waited_for(name: str, block: int) ->
     positions = [
         RowPositions.of(ids[r], _source_routes(ids[r], rows_WE), case.placement, Ring(r, WORLD)) for r in range(WORLD)
     ]
-    relayed_WW = torch.stack([place.relayed_rows() for place in positions]).numpy()
+    relayed_WW = torch.stack([own_positions.relayed_rows() for own_positions in positions]).numpy()
     raised: dict[tuple[int, int], int] = {}
-    landed: dict[tuple[int, int], int] = {}
+    arrivals: dict[tuple[int, int], int] = {}
     blocks: dict[tuple[int, int], int] = {}
-    for source, place in enumerate(positions):
-        sends = direct_sends(place, block)
+    for source, own_positions in enumerate(positions):
+        sends = direct_sends(own_positions, block)
         for peer, first, num, row, flag, counter, reach in sends.items.tolist():
             blocks[source, counter] = blocks.get((source, counter), 0) + 1
             if blocks[source, counter] == reach:
                 raised[peer, flag] = source
             for i in range(num):
                 slot = int(sends.index[first + i])
-                assert int(place.place_TK.view(-1)[slot]) == row + i
-                assert int(place.owner_TK.view(-1)[slot]) == peer
-                landed[peer, row + i] = landed.get((peer, row + i), 0) + 1
-        for peer, first, num, slot, _, _, reach in relay_sends(place, relayed_WW, block).items.tolist():
+                assert int(own_positions.place_TK.view(-1)[slot]) == row + i
+                assert int(own_positions.owner_TK.view(-1)[slot]) == peer
+                arrivals[peer, row + i] = arrivals.get((peer, row + i), 0) + 1
+        for peer, first, num, slot, _, _, reach in relay_sends(own_positions, relayed_WW, block).items.tolist():
             assert reach == 1
             for i in range(num):
-                landed[peer, -1 - slot - i] = landed.get((peer, -1 - slot - i), 0) + 1
-                token = int(relay_sends(place, relayed_WW, block).index[first + i])
-                assert bool((place.owner_TK[token] == peer).any())
-    assert set(landed.values()) <= {1}
-    for rank, place in enumerate(positions):
-        assert sum(1 for peer, row in landed if peer == rank and row >= 0) == place.num_rows
-        relay = relay_items(place, relayed_WW, block)
-        here = {-1 - row for peer, row in landed if peer == rank and row < 0}
-        assert here == {slot + i for _, slot, num, _, _ in relay.items.tolist() for i in range(num)}
-        assert all(slot < relay.slots for slot in here)
-        tiles = dispatch_tiles(place, Cut(8), F, relayed=False)
-        needed = {(flag, source) for flag, _, source in tiles.flags.tolist()}
-        assert needed == {(flag, source) for (peer, flag), source in raised.items() if peer == rank}
-        assert sorted(row for t in tiles.items.tolist() for row in range(t[1], t[2])) == list(range(place.num_rows))
-        sums = combine_sums(place, D, 2, 16, block)
-        waited = {(s, int(source)) for s in range(2) for source in sums.sources}
+                arrivals[peer, -1 - slot - i] = arrivals.get((peer, -1 - slot - i), 0) + 1
+                token = int(relay_sends(own_positions, relayed_WW, block).index[first + i])
+                assert bool((own_positions.owner_TK[token] == peer).any())
+    assert set(arrivals.values()) <= {1}
+    for rank, own_positions in enumerate(positions):
+        assert sum(1 for peer, row in arrivals if peer == rank and row >= 0) == own_positions.num_rows
+        relay = relay_items(own_positions, relayed_WW, block)
+        relayed_here = {-1 - row for peer, row in arrivals if peer == rank and row < 0}
+        assert relayed_here == {slot + i for _, slot, num, _, _ in relay.items.tolist() for i in range(num)}
+        assert all(slot < relay.slots for slot in relayed_here)
+        tiles = dispatch_tiles(own_positions, Cut(8), F, relayed=False)
+        awaited = {(flag, source) for flag, _, source in tiles.flags.tolist()}
+        assert awaited == {(flag, source) for (peer, flag), source in raised.items() if peer == rank}
+        assert sorted(row for t in tiles.items.tolist() for row in range(t[1], t[2])) == list(
+            range(own_positions.num_rows)
+        )
+        sums = combine_sums(own_positions, D, 2, 16, block)
+        awaited_sums = {(s, int(source)) for s in range(2) for source in sums.sources}
         raised_flags = {
-            (counter // WORLD, other)
-            for other, there in enumerate(positions)
-            for counter, _, peer in combine_tiles(there, Cut(8), D, 2, 16).flags.tolist()
+            (counter // WORLD, raiser)
+            for raiser, other_positions in enumerate(positions)
+            for counter, _, peer in combine_tiles(other_positions, Cut(8), D, 2, 16).flags.tolist()
             if peer == rank
         }
-        assert raised_flags == waited
-        assert sum(num * (end - first) for _, _, num, first, end in sums.items.tolist()) == place.num_tokens * D
+        assert raised_flags == awaited_sums
+        assert sum(num * (end - first) for _, _, num, first, end in sums.items.tolist()) == own_positions.num_tokens * D
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Flags and turns, interpreted by 4 processes: data written before a flag is visible after it, and waits end."""
+"""Flags and turns, interpreted by 4 processes: data written before a flag is visible after it, and waits end.
+
+A turn is one call of an operator. A flag holds the number of the last turn that raised it.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +37,17 @@ def _round_the_ring(rank: int, world: int, turns: int) -> bool:
     memory = interpreted("memory").memory_of(dist.group.WORLD, torch.device("cpu"))
     x = torch.arange(64.0) + 100 * rank
     for turn in range(turns):
-        now = memory.turn(256, 4 + 40 * turn, "a ring", lambda place: f"number {place}")
+        current = memory.turn(256, 4 + 40 * turn, "a ring", lambda place: f"number {place}")
         kernels.pass_on[(1,)](
-            x, memory.peers_W, memory.fault, 64, rank, world, now.number, now.call, now.first_flag, now.data,
-            memory.timeout_ns,
+            x, memory.peers_W, memory.fault, 64, rank, world, current.number, current.call, current.first_flag,
+            current.data, memory.timeout_ns,
         )  # fmt: skip
-        memory.finish(now)
+        memory.finish(current)
     return torch.equal(x, torch.arange(64.0) + 100 * ((rank - turns) % world))
 
 
 def test_data_written_before_a_flag_is_visible_after_it(pool: RankPool) -> None:
-    """Also while the number of flags, and so the memory, grows."""
+    """The number of flags grows from turn to turn, so the memory must grow as well."""
     assert pool.run(_round_the_ring, 11) == [True] * WORLD
 
 
@@ -56,7 +59,7 @@ def _waits(rank: int, world: int, arg: tuple[list[int], int]) -> tuple[list[int]
     return ok.tolist(), fault.tolist()
 
 
-def test_a_flag_of_this_turn_or_a_later_one_ends_a_wait(pool: RankPool) -> None:
+def test_a_flag_of_the_current_or_a_later_turn_ends_a_wait(pool: RankPool) -> None:
     assert pool.run(_waits, ([7, 8, 2**40], 7))[0] == ([1, 1, 1], [0, 0, 0, 0, 0])
 
 
@@ -72,13 +75,13 @@ def _rounding(rank: int, world: int, arg: None) -> list[bool]:
     bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(rank)).to(torch.int32)
     x = bits.view(torch.float32).clone()
     x[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
-    x[4:6] = torch.tensor([1.00390625, 1.01171875])  # halfway: to even
-    right = []
+    x[4:6] = torch.tensor([1.00390625, 1.01171875])  # halfway between two bf16 numbers: round to even
+    equal = []
     for dtype, name in ((torch.bfloat16, tl.bfloat16), (torch.float32, tl.float32)):
         y = torch.zeros(4096, dtype=dtype)
         kernels.round_all[(1,)](x, y, COUNT=4096, DTYPE=name)
-        right.append(torch.equal(y.nan_to_num(nan=1.5), x.to(dtype).nan_to_num(nan=1.5)))
-    return right
+        equal.append(torch.equal(y.nan_to_num(nan=1.5), x.to(dtype).nan_to_num(nan=1.5)))
+    return equal
 
 
 def test_interpreted_kernels_round_as_torch_does(pool: RankPool) -> None:

@@ -1,5 +1,8 @@
-"""gather_matmul and matmul_scatter as Triton kernels, interpreted by 4 processes: the bits of their tiles' arithmetic,
-whatever the programs; gradients; and what a rank that is missing, or does something else, leads to on the others."""
+"""gather_matmul and matmul_scatter as Triton kernels, interpreted by 4 processes.
+
+The bits are those of the tiles' arithmetic for any number of programs. If a rank fails or makes a different call, the
+others raise an error.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ pytestmark = needs_triton
 WORLD = 4
 NAMES = ("gather_matmul", "matmul_scatter")
 SHAPES = [(19, 24, 17), (1, 3, 2), (0, 4, 3)]
-"""(rows of a rank, inner width, outputs): ragged, tiny, nothing"""
+"""(rows of a rank, inner width, outputs): sizes that tiles do not divide, one row, no rows"""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def _inputs(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
-    """x, weight and the gradient of the result."""
+    """Return x, weight and the gradient of the result."""
     rows, inner, outputs = shape
     x_rows, grad_rows = (rows, rows * world) if name == "gather_matmul" else (rows * world, rows)
     sizes = ((x_rows, inner), (outputs, inner), (grad_rows, outputs))
@@ -44,18 +47,18 @@ def _run(rank: int, world: int, arg: tuple[str, list[Any], dict[str, Any]]) -> l
     """Return results and both gradients for each (shape, dtype)."""
     name, cases, programs = arg
     linear, shapes = interpreted("linear"), interpreted("programs")
-    found = []
+    results = []
     for shape, dtype in cases:
         x, weight, grad = _inputs(name, rank, world, shape, dtype)
         x.requires_grad_()
         weight.requires_grad_()
         y = getattr(linear, name)(x, weight, dist.group.WORLD, shapes.Programs(**programs))
         y.backward(grad)
-        found.append([y.detach(), x.grad, weight.grad])
-    return found
+        results.append([y.detach(), x.grad, weight.grad])
+    return results
 
 
-def _added(shares: list[Tensor]) -> Tensor:
+def _sum_in_rank_order(shares: list[Tensor]) -> Tensor:
     total = torch.zeros_like(shares[0], dtype=torch.float32)
     for share in shares:
         total += share.float()
@@ -63,23 +66,23 @@ def _added(shares: list[Tensor]) -> Tensor:
 
 
 def _expected(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """By rank, the bits of the result and of the gradient of x; and the gradient of the weight in float64."""
+    """Return by rank: result and gradient of x with the expected bits, and the gradient of the weight in float64."""
     inputs = [_inputs(name, rank, WORLD, shape, dtype) for rank in range(WORLD)]
-    rows, found = shape[0], []
+    rows, by_rank = shape[0], []
     for rank, (x, weight, grad) in enumerate(inputs):
         own = slice(rank * rows, (rank + 1) * rows)
         if name == "gather_matmul":
-            whole = torch.cat([other[0] for other in inputs])
+            gathered = torch.cat([other[0] for other in inputs])
             y = torch.cat([tile_product(other[0], weight.T) for other in inputs])
-            grad_x = _added([tile_product(g[own], w) for _, w, g in inputs])
-            grad_w = grad.double().T @ whole.double()
+            grad_x = _sum_in_rank_order([tile_product(g[own], w) for _, w, g in inputs])
+            grad_w = grad.double().T @ gathered.double()
         else:
-            whole = torch.cat([other[2] for other in inputs])
-            y = _added([tile_product(other[own], w.T) for other, w, _ in inputs])
+            gathered = torch.cat([other[2] for other in inputs])
+            y = _sum_in_rank_order([tile_product(other[own], w.T) for other, w, _ in inputs])
             grad_x = torch.cat([tile_product(other[2], weight) for other in inputs])
-            grad_w = whole.double().T @ x.double()
-        found.append((y, grad_x, grad_w))
-    return found
+            grad_w = gathered.double().T @ x.double()
+        by_rank.append((y, grad_x, grad_w))
+    return by_rank
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,28 +91,28 @@ def test_results_and_input_gradients_have_the_bits_of_the_tiles_arithmetic(
     pool: RankPool, name: str, dtype: torch.dtype
 ) -> None:
     programs = {"moving": 2, "computing": 2, **TILES}
-    found = pool.run(_run, (name, [(shape, dtype) for shape in SHAPES], programs))
+    results = pool.run(_run, (name, [(shape, dtype) for shape in SHAPES], programs))
     for number, shape in enumerate(SHAPES):
         for rank, (y, grad_x, grad_w) in enumerate(_expected(name, shape, dtype)):
-            ours = found[rank][number]
-            assert torch.equal(ours[0], y), (shape, rank)
-            assert torch.equal(ours[1], grad_x), (shape, rank)
-            # 2 ulp of the reduction length: the weight's gradient is torch's product.
+            actual = results[rank][number]
+            assert torch.equal(actual[0], y), (shape, rank)
+            assert torch.equal(actual[1], grad_x), (shape, rank)
+            # The weight gradient is computed by torch, so its error bound grows with the length of the sum.
             length = max(1, WORLD * shape[0])
             scale = torch.finfo(dtype).eps * (2 * length**0.5 + 2)
-            torch.testing.assert_close(ours[2].double(), grad_w, rtol=scale, atol=scale * 4)
+            torch.testing.assert_close(actual[2].double(), grad_w, rtol=scale, atol=scale * 4)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bits_do_not_depend_on_programs_or_chunks(pool: RankPool, name: str) -> None:
     cases = [((35, 8, 5), torch.float32)]
-    one = pool.run(_run, (name, cases, {"moving": 1, "computing": 1, **TILES}))
-    many = pool.run(_run, (name, cases, {"moving": 5, "computing": 3, "chunk_tiles": 2, **TILES}))
+    few_programs = pool.run(_run, (name, cases, {"moving": 1, "computing": 1, **TILES}))
+    many_programs = pool.run(_run, (name, cases, {"moving": 5, "computing": 3, "chunk_tiles": 2, **TILES}))
     for rank in range(WORLD):
-        assert all(map(torch.equal, one[rank][0], many[rank][0])), rank
+        assert all(map(torch.equal, few_programs[rank][0], many_programs[rank][0])), rank
 
 
-def _three_of_four(rank: int, world: int, arg: None) -> bool:
+def _gather_on_three_ranks(rank: int, world: int, arg: None) -> bool:
     group = dist.new_group([0, 1, 2])
     if rank == 3:
         return True
@@ -119,24 +122,27 @@ def _three_of_four(rank: int, world: int, arg: None) -> bool:
     return torch.equal(y, torch.cat([x.sum(1, keepdim=True).expand(5, 3) for x in rows]))
 
 
-def test_any_number_of_ranks(pool: RankPool) -> None:
-    assert pool.run(_three_of_four) == [True] * WORLD
+def test_gather_matmul_works_on_three_ranks(pool: RankPool) -> None:
+    assert pool.run(_gather_on_three_ranks) == [True] * WORLD
 
 
-def _many_turns(rank: int, world: int, turns: int) -> bool:
-    """Integer values, so the order of additions does not matter. Sizes change, so memory grows and flags move."""
+def _run_many_turns(rank: int, world: int, turns: int) -> bool:
+    """Run many turns, each one call of an operator. Sizes change, so memory grows and flags move.
+
+    Values are whole numbers, so the order of additions does not matter.
+    """
     linear, programs = interpreted("linear"), interpreted("programs").Programs(2, 2, **TILES)
-    right = True
+    correct = True
     for turn in range(turns):
         rows, columns = 3 + 9 * (turn % 3), 2 + turn
         parts = [torch.full((rows, 4), float(10 * turn + r)) for r in range(world)]
         weight = torch.ones(columns, 4)
         y = linear.gather_matmul(parts[rank], weight, dist.group.WORLD, programs)
-        right &= torch.equal(y, torch.cat([part @ weight.T for part in parts]))
+        correct &= torch.equal(y, torch.cat([part @ weight.T for part in parts]))
         z = linear.matmul_scatter(y[:, :2].contiguous(), torch.ones(3, 2), dist.group.WORLD, programs)
-        right &= torch.equal(z, torch.full((rows, 3), 2.0 * 4 * (10 * turn + rank) * world))
-    left_open = [fd for fd in os.listdir("/proc/self/fd") if _links_to(fd, "moe_comm")]
-    return right and not left_open
+        correct &= torch.equal(z, torch.full((rows, 3), 2.0 * 4 * (10 * turn + rank) * world))
+    open_files = [fd for fd in os.listdir("/proc/self/fd") if _links_to(fd, "moe_comm")]
+    return correct and not open_files
 
 
 def _links_to(fd: str, name: str) -> bool:
@@ -147,10 +153,10 @@ def _links_to(fd: str, name: str) -> bool:
 
 
 def test_many_turns_run_without_resets_and_leave_no_open_file(pool: RankPool) -> None:
-    assert pool.run(_many_turns, 4) == [True] * WORLD
+    assert pool.run(_run_many_turns, 4) == [True] * WORLD
 
 
-def _other_call(rank: int, world: int, arg: None) -> str:
+def _make_different_calls(rank: int, world: int, arg: None) -> str:
     linear, programs = interpreted("linear"), interpreted("programs").Programs(1, 1, **TILES)
     outputs = 3 if rank == 1 else 2
     try:
@@ -161,14 +167,14 @@ def _other_call(rank: int, world: int, arg: None) -> str:
 
 
 def test_ranks_that_make_different_calls_raise_on_every_rank(pool: RankPool) -> None:
-    found = pool.run(_other_call)
-    assert all(text.startswith("RankMismatch") for text in found), found
-    assert all("ranks [1] are in another" in found[rank] for rank in (0, 2, 3)), found
+    errors = pool.run(_make_different_calls)
+    assert all(text.startswith("RankMismatch") for text in errors), errors
+    assert all("ranks [1] are in another" in errors[rank] for rank in (0, 2, 3)), errors
 
 
 def _bad_input(rank: int, world: int, arg: None) -> list[str]:
     linear, programs = interpreted("linear"), interpreted("programs")
-    found = []
+    errors = []
     for x, weight in (
         (torch.ones(4, 3), torch.ones(2, 4)),
         (torch.ones(4, 4).double(), torch.ones(2, 4).double()),
@@ -177,48 +183,48 @@ def _bad_input(rank: int, world: int, arg: None) -> list[str]:
         try:
             linear.matmul_scatter(x, weight, dist.group.WORLD, programs.Programs(1, 1))
         except Exception as error:
-            found.append(type(error).__name__)
+            errors.append(type(error).__name__)
     try:
         programs.Programs(1, 1, block_m=24)
     except Exception as error:
-        found.append(type(error).__name__)
-    return found
+        errors.append(type(error).__name__)
+    return errors
 
 
 def test_bad_input_is_refused_before_rows_move(pool: RankPool) -> None:
     assert pool.run(_bad_input) == [["InputError", "InputError", "InputError", "ConfigError"]] * WORLD
 
 
-def _missing(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
+def _lose_rank_2(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
     """Rank 2 takes part once, then exits or hangs."""
-    name, how = arg
+    name, failure = arg
     linear, programs = interpreted("linear"), interpreted("programs").Programs(2, 2, **TILES)
     x, weight, _ = _inputs(name, rank, world, (17, 8, 5), torch.float32)
     options = CollectiveOptions()
     getattr(linear, name)(x, weight, dist.group.WORLD, programs)
-    configure_collectives(replace(options, timeout_s=3.0))  # from now on: setting up may take long on a busy machine
+    configure_collectives(replace(options, timeout_s=3.0))  # only now, because setting up may take long
     if rank == 2:
-        if how == "dies":
+        if failure == "dies":
             os._exit(1)
         return []
-    found = []
+    errors = []
     for _ in range(2):
         try:
             getattr(linear, name)(x, weight, dist.group.WORLD, programs)
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
     communicator_of(dist.group.WORLD).forget(("symmetric memory", torch.device("cpu")))
     configure_collectives(options)
-    return found
+    return errors
 
 
-@pytest.mark.parametrize(("name", "how"), [("gather_matmul", "dies"), ("matmul_scatter", "is late")])
-def test_a_rank_that_fails_is_named_with_its_flag_on_the_others(name: str, how: str) -> None:
+@pytest.mark.parametrize(("name", "failure"), [("gather_matmul", "dies"), ("matmul_scatter", "is late")])
+def test_a_rank_that_fails_is_named_with_its_flag_on_the_others(name: str, failure: str) -> None:
     with RankPool(WORLD, bare=True) as pool:  # a separate pool: the ranks' memory is unusable afterwards
-        found = pool.run(_missing, (name, how), expect_dead={2} if how == "dies" else ())
+        errors = pool.run(_lose_rank_2, (name, failure), expect_dead={2} if failure == "dies" else ())
     for rank in (0, 1, 3):
-        first, again = found[rank]
-        assert first.startswith("PeerTimeout"), found
-        assert "for rank 2" in first and "to raise flag" in first, found
-        assert ("of rank 2 are complete" if name == "gather_matmul" else "of rank 2 is complete") in first, found
-        assert again == first  # and at once
+        first, again = errors[rank]
+        assert first.startswith("PeerTimeout"), errors
+        assert "for rank 2" in first and "to raise flag" in first, errors
+        assert ("of rank 2 are complete" if name == "gather_matmul" else "of rank 2 is complete") in first, errors
+        assert again == first  # the second call raises without a further wait
