@@ -2,11 +2,15 @@
 
     python -m benchmarks.fill_readme benchmarks/results/cpu-amd-epyc-avx2 [BLOCK ...]
 
-Blocks: those of ``BLOCKS`` that are made, all if none is named. The folder holds what they are made of:
-dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json, train-comm.json,
-train-compute.json, overlap.json, overlap-layer.json, overlap-rows.json and hierarchical.json, as ``moe-comm bench``
-writes them, parity.json, as ``moe-comm parity`` does, tune-2-ranks.json and tune-2-hosts.json, as ``moe-comm tune``
-does, and plan.json of ``moe-comm bench plan``.
+BLOCK is a key of ``BLOCKS``; without arguments, all blocks are written. The folder must contain these files:
+
+    moe-comm bench           dispatch-2-ranks.json, dispatch-4-ranks.json, layer-comm.json, layer-compute.json,
+                             layer-bf16.json, train-comm.json, train-compute.json, overlap.json,
+                             overlap-layer.json, overlap-rows.json, hierarchical.json, plan.json
+    benchmarks.small         small.json
+    moe-comm parity          parity.json
+    moe-comm tune            tune-2-ranks.json, tune-2-hosts.json
+    benchmarks.soak          soak.json
 """
 
 from __future__ import annotations
@@ -20,44 +24,44 @@ from benchmarks.fill_block import fill_block
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
-    """One result."""
-    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-    return found
+    """Return the JSON object of one result file."""
+    result: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return result
 
 
-def where(found: dict[str, Any], folder: Path) -> str:
-    """Machine and source, under every table."""
-    machine = found["machine"]
+def where(result: dict[str, Any], folder: Path) -> str:
+    """Return the machine and the folder of a result, which are stated below every table."""
+    machine = result["machine"]
     torch = machine["versions"]["torch"]
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}, torch {torch}; `{folder}`"
 
 
 def summary_block(folder: Path) -> str:
-    """One line for each kind of measurement: ours and the best of those that distribute experts or weights."""
+    """Return one row for each kind of measurement: moe_comm, the system it is compared with, and the factor."""
     lines = ["| measurement, 2 CPU ranks | moe_comm | compared with | result | factor |", "|---|---:|---|---:|---:|"]
 
     def shown(value: float) -> str:
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
-    def row(what: str, ours: float, peer: str, theirs: float, unit: str, factor: float) -> None:
-        lines.append(f"| {what} | {shown(ours)} {unit} | {peer} | {shown(theirs)} {unit} | {factor:.2g}x |")
+    def row(what: str, own_value: float, peer: str, peer_value: float, unit: str, factor: float) -> None:
+        lines.append(f"| {what} | {shown(own_value)} {unit} | {peer} | {shown(peer_value)} {unit} | {factor:.2g}x |")
 
     dispatch = load(folder, "dispatch-2-ranks")
-    ours = dispatch["dispatch_ms"] + dispatch["combine_ms"]
+    own_value = dispatch["dispatch_ms"] + dispatch["combine_ms"]
     limit = dispatch["dispatch_limit_ms"] + dispatch["combine_limit_ms"]
-    row("dispatch and combine", ours, "bare copy of the same bytes", limit, "ms", limit / ours)
+    row("dispatch and combine", own_value, "bare copy of the same bytes", limit, "ms", limit / own_value)
     for name, text in (("torch_gloo", "torch permute + gloo"), ("torch_mpich_tuned", "MPICH, tuned")):
-        theirs = dispatch["peers"][name]["dispatch_ms"] + dispatch["peers"][name]["combine_ms"]
-        row("dispatch and combine", ours, text, theirs, "ms", theirs / ours)
+        peer_value = dispatch["peers"][name]["dispatch_ms"] + dispatch["peers"][name]["combine_ms"]
+        row("dispatch and combine", own_value, text, peer_value, "ms", peer_value / own_value)
     for preset, what in (("comm", "MoE layer, 64 small experts"), ("compute", "MoE layer, 8 wide experts")):
-        found = load(folder, f"layer-{preset}")["contestants"]
-        mine, peer = (found[name]["total_ms"] / 1e3 for name in ("moe_comm", "hf_all_to_all"))
-        row(f"{what}, forward + backward", mine, "Hugging Face expert parallelism", peer, "s", peer / mine)
+        result = load(folder, f"layer-{preset}")["contestants"]
+        own, peer = (result[name]["total_ms"] / 1e3 for name in ("moe_comm", "hf_all_to_all"))
+        row(f"{what}, forward + backward", own, "Hugging Face expert parallelism", peer, "s", peer / own)
     for preset, what in (("comm", "training, 32 small experts"), ("compute", "training, 8 wide experts")):
-        found = load(folder, f"train-{preset}")
-        peer = found["peers"]["hf_ep_fsdp2"]["tokens_per_s"]
+        result = load(folder, f"train-{preset}")
+        peer = result["peers"]["hf_ep_fsdp2"]["tokens_per_s"]
         text = "Hugging Face expert parallelism + FSDP2"
-        row(what, found["tokens_per_s"], text, peer, "tokens/s", found["tokens_per_s"] / peer)
+        row(what, result["tokens_per_s"], text, peer, "tokens/s", result["tokens_per_s"] / peer)
     s = dispatch["settings"]
     lines += [
         "",
@@ -68,16 +72,16 @@ def summary_block(folder: Path) -> str:
 
 
 def dispatch_block(folder: Path) -> str:
-    """Ours, the bare copies and the peers, in milliseconds."""
+    """Return the milliseconds of dispatch and combine of moe_comm, the bare copies and the peers."""
     results = [load(folder, f"dispatch-{ranks}-ranks") for ranks in (2, 4)]
     lines = ["| ms | " + " | ".join(f"dispatch, {r} ranks | combine, {r} ranks" for r in (2, 4)) + " |"]
     lines += ["|---|" + "---:|" * 4]
 
     def row(name: str, cells: list[tuple[float, float]], against: bool = False) -> str:
         shown = []
-        for (dispatch, combine), found in zip(cells, results, strict=True):
+        for (dispatch, combine), result in zip(cells, results, strict=True):
             for phase, value in (("dispatch", dispatch), ("combine", combine)):
-                faster = f" ({value / found[f'{phase}_ms']:.0f}x)" if against else ""
+                faster = f" ({value / result[f'{phase}_ms']:.0f}x)" if against else ""
                 shown.append(f"{value:.3g}{faster}")
         return f"| {name} | " + " | ".join(shown) + " |"
 
@@ -96,7 +100,7 @@ def dispatch_block(folder: Path) -> str:
     ratios = " and ".join(f"{r['limit_ratio']:.2f}" for r in results)
     small = load(folder, "small")
     overheads = {
-        way: [max(one[phase] for one in small[way]["overhead_us"].values()) for phase in ("dispatch", "combine")]
+        way: [max(entry[phase] for entry in small[way]["overhead_us"].values()) for phase in ("dispatch", "combine")]
         for way in ("in_a_row", "after_a_barrier")
     }
     lines += [
@@ -112,111 +116,110 @@ def dispatch_block(folder: Path) -> str:
 
 
 def layer_block(folder: Path) -> str:
-    """Whole layers: ours and Hugging Face's, at one and at two ranks."""
+    """Return times, rates and memory of MoE layers: moe_comm and its peers."""
     lines = [
         "| shape | layer | EP | forward + backward, ms | GFLOP/s per rank | of GEMM rate | peak MiB "
         "| speedup of moe_comm |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for preset in ("comm", "compute"):
-        found = load(folder, f"layer-{preset}")
-        s = found["settings"]
-        shape = f"D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}"
-        for name, one in found["contestants"].items():
-            peak = one.get("peak_memory_mib")
-            speedup = one.get("speedup")
+    for preset in ("comm", "compute", "bf16"):
+        result = load(folder, f"layer-{preset}")
+        s = result["settings"]
+        shape = f"{s['dtype']}, T {s['tokens']}, D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}"
+        for name, entry in result["contestants"].items():
+            peak = entry.get("peak_memory_mib")
+            speedup = entry.get("speedup")
             lines.append(
-                f"| {shape} | {name} | {one['ep']} | {one['total_ms']:,.0f} | {one['gflops']:.1f} | "
-                f"{one['gemm_fraction']:.0%} | {f'{peak:,.0f}' if peak else '-'} | "
+                f"| {shape} | {name} | {entry['ep']} | {entry['total_ms']:,.0f} | {entry['gflops']:.1f} | "
+                f"{entry['gemm_fraction']:.0%} | {f'{peak:,.0f}' if peak else '-'} | "
                 f"{f'{speedup:.2f}x' if speedup else ''} |"
             )
-    lines += ["", f"fp32, 4096 tokens per rank, two ranks with one thread each, concurrently. {where(found, folder)}."]
+    lines += ["", f"T tokens per rank, two ranks with one thread each, concurrently. {where(result, folder)}."]
     return "\n".join(lines)
 
 
 def train_block(folder: Path) -> str:
-    """Whole training steps: ours and the peers."""
+    """Return the training throughput of moe_comm and its peers."""
     lines = [
         "| shape | trainer | tokens/s | MFU | ms per step | speedup of moe_comm |",
         "|---|---|---:|---:|---:|---:|",
     ]
     shares = []
     for preset in ("comm", "compute"):
-        found = load(folder, f"train-{preset}")
-        s = found["settings"]
+        result = load(folder, f"train-{preset}")
+        s = result["settings"]
         shape = f"D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}, batch {s['ranks']} x {s['batch']}"
-        ours = {"tokens_per_s": found["tokens_per_s"], "mfu": found["mfu"], "step_ms": found["step_ms"]}
-        for name, one in {"**moe_comm**": ours, **found["peers"]}.items():
-            speedup = f"{one['speedup']:.2f}x" if "speedup" in one else ""
-            numbers = f"{one['tokens_per_s']:,.0f} | {one['mfu']:.0%} | {one['step_ms']:,.0f}"
+        own_row = {"tokens_per_s": result["tokens_per_s"], "mfu": result["mfu"], "step_ms": result["step_ms"]}
+        for name, entry in {"**moe_comm**": own_row, **result["peers"]}.items():
+            speedup = f"{entry['speedup']:.2f}x" if "speedup" in entry else ""
+            numbers = f"{entry['tokens_per_s']:,.0f} | {entry['mfu']:.0%} | {entry['step_ms']:,.0f}"
             lines.append(f"| {shape} | {name} | {numbers} | {speedup} |")
-        step = found["step"]
+        step = result["step"]
         shares.append(
             f"{preset}: compute {step['compute']:.1%}, communication {step['communication']:.1%}, data "
             f"{step['data']:.2%}, loop {step['loop']:.2%}"
         )
-    s = found["settings"]
+    s = result["settings"]
     lines += [
         "",
         f"fp32, {s['ranks']} ranks with one thread each, {s['layers']} layers, sequences of {s['seq_len']} tokens, "
         "AdamW; medians of rounds in which the trainers alternate. Parts of a step of moe_comm: "
-        f"{'; '.join(shares)}. {where(found, folder)}.",
+        f"{'; '.join(shares)}. {where(result, folder)}.",
     ]
     return "\n".join(lines)
 
 
 def parity_block(folder: Path) -> str:
-    """Every mapping against one process."""
-    found = load(folder, "parity")
+    """Return the largest differences of training on every mapping from training in one process."""
+    result = load(folder, "parity")
     rows: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
-    for one in found["mappings"]:
-        rows.setdefault((one["mapping"], one["ranks"], one["mode"]), {})[one["optimizer"]] = one
+    for entry in result["mappings"]:
+        rows.setdefault((entry["mapping"], entry["ranks"], entry["mode"]), {})[entry["optimizer"]] = entry
     optimizers = list(next(iter(rows.values())))
     lines = ["| mapping | ranks | mode | " + " | ".join(f"{o}: loss | norm | weights" for o in optimizers) + " |"]
     lines.append("|---|---:|---|" + "---:|---:|---:|" * len(optimizers))
-    for (mapping, ranks, mode), by in rows.items():
-        cells = [
-            f"{by[o][key]:.0e}" for o in optimizers for key in ("loss_rel_diff", "grad_norm_rel_diff", "param_rel_diff")
-        ]
+    for (mapping, ranks, mode), by_optimizer in rows.items():
+        keys = ("loss_rel_diff", "grad_norm_rel_diff", "param_rel_diff")
+        cells = [f"{by_optimizer[o][key]:.0e}" for o in optimizers for key in keys]
         lines.append(f"| {mapping.replace('|', '/')} | {ranks} | {mode} | " + " | ".join(cells) + " |")
-    copies = max(one["replica_diff"] for one in found["mappings"])
+    copies = max(entry["replica_diff"] for entry in result["mappings"])
     note = (
         "Replicas of a parameter are equal in bits"
         if copies == 0
         else f"Replicas of a parameter differ by {copies:.0e}"
     )
-    lines += ["", f"{found['steps']} steps, fp32; largest relative differences. {note}. `{folder}/parity.json`."]
+    lines += ["", f"{result['steps']} steps, fp32; largest relative differences. {note}. `{folder}/parity.json`."]
     return "\n".join(lines)
 
 
 def _gain(row: dict[str, Any]) -> str:
-    """Return the cells speedup and hidden."""
+    """Return the cells "speedup" and "hidden" of a row."""
     hidden = f"{row['hidden']:.2f}" if "chunked_comm_ms" in row else "-"
     return f"{row['serial_ms'] / row['overlapped_ms']:.2f}x | {hidden}"
 
 
 def overlap_block(folder: Path) -> str:
-    """What the fused operators hide, and what becomes of whole layers."""
-    found, layers, rows = (load(folder, name) for name in ("overlap", "overlap-layer", "overlap-rows"))
+    """Return times of overlapped operators and layers, and the fraction of the communication that they hide."""
+    result, layers, rows = (load(folder, name) for name in ("overlap", "overlap-layer", "overlap-rows"))
     lines = [
         "| operator | communication / compute, requested (measured) | compute, ms | communication, ms "
         "| serial, ms | overlapped, ms | speedup | hidden |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for one in found["results"]:
-        times = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
-        ratio = f"{one['ratio']:g} ({one['ratio_measured']:.2f})"
-        lines.append(f"| `{one['op']}`, {one['direction']} | {ratio} | {times} | {_gain(one)} |")
-    s, swept, slow = found["settings"], rows["settings"]["rows"], rows["slowest_case"]
+    for entry in result["results"]:
+        times = " | ".join(f"{entry[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
+        ratio = f"{entry['ratio']:g} ({entry['ratio_measured']:.2f})"
+        lines.append(f"| `{entry['op']}`, {entry['direction']} | {ratio} | {times} | {_gain(entry)} |")
+    s, swept, slow = result["settings"], rows["settings"]["rows"], rows["slowest_case"]
     low, high = next(
-        one["vs_serial_range"]
-        for one in rows["results"]
-        if all(one[key] == slow[key] for key in ("op", "direction", "rows"))
+        entry["vs_serial_range"]
+        for entry in rows["results"]
+        if all(entry[key] == slow[key] for key in ("op", "direction", "rows"))
     )
     lines += [
         "",
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, "
-        f"{found['results'][0]['rows']} rows per rank, {s['width']} transferred columns, fp32, {s['chunks']} "
+        f"{result['results'][0]['rows']} rows per rank, {s['width']} transferred columns, fp32, {s['chunks']} "
         "chunks. "
         "Hidden: (compute + communication in chunks - overlapped) / the smaller of the first two; -: not measured. "
         f"Over {len(swept)} numbers of rows from {min(swept)} to {max(swept)} "
@@ -228,45 +231,45 @@ def overlap_block(folder: Path) -> str:
         "| speedup | Hugging Face EP, ms | speedup | hidden |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for one in layers["layer"]:
-        shown = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
-        hf = f"{one['hf_ep_ms']:.0f} | {one['speedup_vs_hf_ep']:.2f}x" if "hf_ep_ms" in one else "- | -"
-        speedup, hidden = _gain(one).split(" | ")
+    for entry in layers["layer"]:
+        shown = " | ".join(f"{entry[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
+        hf = f"{entry['hf_ep_ms']:.0f} | {entry['speedup_vs_hf_ep']:.2f}x" if "hf_ep_ms" in entry else "- | -"
+        speedup, hidden = _gain(entry).split(" | ")
         gains = f"{speedup} | {hf} | {hidden}"
-        lines.append(f"| F {one['ffn']} | {shown} | {gains} |")
+        lines.append(f"| F {entry['ffn']} | {shown} | {gains} |")
     s = layers["settings"]
     experts = f"{s['experts']} experts" if s["experts"] else "8 experts per rank"
     lines += [
         "",
         f"{s['tokens']} tokens per rank, D {s['hidden']}, {experts}, K {s['top_k']}, the same hosts and link. "
-        f"{where(found, folder)}.",
+        f"{where(result, folder)}.",
     ]
     return "\n".join(lines)
 
 
 def hierarchical_block(folder: Path) -> str:
-    """One copy for each host against one for each slot."""
-    found = load(folder, "hierarchical")
+    """Return times and inter-host bytes of hierarchical dispatch and of the other backends."""
+    result = load(folder, "hierarchical")
     lines = [
         "| | forward, ms | backward, ms | together, ms | speedup | MB by the formula | MB on the links |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for one in found["results"]:
-        times = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("forward", "backward", "total"))
-        counted = "" if one["counted_bytes"] is None else f"{one['counted_bytes'] / 1e6:.0f}"
-        name, speedup, links = one["contestant"], one["speedup"], one["link_bytes"] / 1e6
+    for entry in result["results"]:
+        times = " | ".join(f"{entry[f'{name}_ms']:.0f}" for name in ("forward", "backward", "total"))
+        counted = "" if entry["counted_bytes"] is None else f"{entry['counted_bytes'] / 1e6:.0f}"
+        name, speedup, links = entry["contestant"], entry["speedup"], entry["link_bytes"] / 1e6
         lines.append(f"| `{name}` | {times} | {speedup:.2f}x | {counted} | {links:.0f} |")
-    s = found["settings"]
+    s = result["settings"]
     lines += [
         "",
         f"{s['hosts']} hosts x {s['ranks_per_host']} ranks, links of {s['link_gbit']:g} Gbit/s, {s['tokens']} tokens "
-        f"per rank, D {s['hidden']}, {s['experts']} experts, K {s['top_k']}, fp32. {where(found, folder)}.",
+        f"per rank, D {s['hidden']}, {s['experts']} experts, K {s['top_k']}, fp32. {where(result, folder)}.",
     ]
     return "\n".join(lines)
 
 
 def tune_block(folder: Path) -> str:
-    """How far the cost model is from what was measured, and what its choices would cost."""
+    """Return the errors of the overlap cost model, and the times of the choices that it makes."""
     places = {"2 ranks of one host": load(folder, "tune-2-ranks"), "2 hosts": load(folder, "tune-2-hosts")}
     lines = [
         "| operator | "
@@ -274,20 +277,20 @@ def tune_block(folder: Path) -> str:
         + " |",
         "|---|" + "---:|" * 4 * len(places),
     ]
-    names = list(dict.fromkeys(name for found in places.values() for name in found["errors_by_operator"]))
+    names = list(dict.fromkeys(name for result in places.values() for name in result["errors_by_operator"]))
     for name in names:
         cells = []
-        for found in places.values():
-            error = found["errors_by_operator"].get(name)
-            rows = [one for one in found["results"] if f"{one['op']} {one['direction']}" == name]
+        for result in places.values():
+            error = result["errors_by_operator"].get(name)
+            rows = [entry for entry in result["results"] if f"{entry['op']} {entry['direction']}" == name]
             if not error or not rows:
                 cells.append("- | - | - | -")
                 continue
-            sums = [sum(one[key] for one in rows) for key in ("serial_ms", "model_ms", "best_ms")]
+            sums = [sum(entry[key] for entry in rows) for key in ("serial_ms", "model_ms", "best_ms")]
             cells.append(f"{error['median']:.0%} / {error['worst']:.0%} | " + " | ".join(f"{ms:.0f}" for ms in sums))
         lines.append(f"| `{name.split()[0]}`, {name.split()[1]} | {' | '.join(cells)} |")
     hosts = places["2 hosts"]
-    s, of_all = hosts["settings"], [found["prediction_error"] for found in places.values()]
+    s, of_all = hosts["settings"], [result["prediction_error"] for result in places.values()]
     errors = " and ".join(f"{error['median']:.0%} (worst {error['worst']:.0%})" for error in of_all)
     lines += [
         "",
@@ -299,12 +302,12 @@ def tune_block(folder: Path) -> str:
 
 
 def plan_block(folder: Path) -> str:
-    """Predicted steps of mappings on CPU ranks against measured ones."""
-    found = load(folder, "plan")
+    """Return predicted and measured step times of mappings on CPU ranks."""
+    result = load(folder, "plan")
     lines = ["| ranks | mapping | measured, ms | predicted, ms | error |", "|---|---|---:|---:|---:|"]
     picks = []
-    s = found["settings"]
-    for group in found["groups"]:
+    s = result["settings"]
+    for group in result["groups"]:
         ranks = f"{group['ranks']}" + (f" on {group['hosts']} hosts" if group["hosts"] > 1 else "")
         for row in group["mappings"]:
             numbers = f"{row['step_ms']:,.0f} | {row['predicted_ms']:,.0f} | {row['error']:+.1%}"
@@ -312,10 +315,36 @@ def plan_block(folder: Path) -> str:
         picks.append(f"{group['pick']} on {ranks} ({group['regret']:.1%} above the best)")
     lines += [
         "",
-        f"Errors: {found['median_error']:.1%} in the median, {found['worst_error']:.1%} at worst, {found['within']} of "
-        f"{found['mappings']} within 15%. Picked: {'; '.join(picks)}. {s['layers']} layers, D {s['hidden']}, F "
+        f"Errors: {result['median_error']:.1%} in the median, {result['worst_error']:.1%} at worst, {result['within']} "
+        f"of {result['mappings']} within 15%. Picked: {'; '.join(picks)}. {s['layers']} layers, D {s['hidden']}, F "
         f"{s['ffn']}, E {s['experts']}, K {s['top_k']}, {s['batch']} sequences of {s['seq_len']}, fp32; mb: sequences "
-        f"of a micro-batch; hosts are joined at {s['link_gbit']:g} Gbit/s. {where(found, folder)}.",
+        f"of a micro-batch; hosts are joined at {s['link_gbit']:g} Gbit/s. {where(result, folder)}.",
+    ]
+    return "\n".join(lines)
+
+
+def soak_block(folder: Path) -> str:
+    """Return detection and recovery times of injected faults by kind."""
+    result = load(folder, "soak")
+    lines = [
+        "| fault | count | detected, s: median | p99 | worst | recovered, s: median | p99 | worst |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for kind, entry in sorted(result["kinds"].items(), key=lambda item: -item[1]["count"]):
+        cells = [
+            f"{entry[event][key]:.2f}" if entry[event] else ""
+            for event in ("detected", "recovered")
+            for key in ("median", "p99", "worst")
+        ]
+        lines.append(f"| `{kind}` | {entry['count']} | {' | '.join(cells)} |")
+    bits = "had the bits of the run without faults" if result["identical"] else f"differed: {result['difference']}"
+    left_behind = ", ".join(result["left_behind"]) or "nothing"
+    lines += [
+        "",
+        f"{result['faults']:,} faults in one uninterrupted run of {result['seconds'] / 60:.0f} minutes, "
+        f"{result['starts']} starts of {result['ranks']} ranks, {result['steps']:,} steps. The final weights {bits}, "
+        f"and {left_behind} was left behind. The effective training time is {result['effective_time_ratio']:.0%}. "
+        f"{where(result, folder)}.",
     ]
     return "\n".join(lines)
 
@@ -331,13 +360,14 @@ BLOCKS = {
     "tune": ("docs/overlap.md", tune_block),
     "hierarchical": ("docs/layers.md", hierarchical_block),
     "plan": ("docs/plan.md", plan_block),
+    "soak": ("docs/reliability.md", soak_block),
 }
 
 
 def main() -> None:
-    """Replace what stands between the marks."""
-    folder, wanted = Path(sys.argv[1]), sys.argv[2:] or list(BLOCKS)
-    for name in wanted:
+    """Replace the generated blocks in the pages."""
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(BLOCKS)
+    for name in names:
         page, block = BLOCKS[name]
         fill_block(ROOT / page, name, block(folder))
 
