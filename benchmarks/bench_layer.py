@@ -23,12 +23,12 @@ def test_layer(benchmark: Any, preset: str, name: str) -> None:
     if reason := KINDS[name].unavailable_reason(settings):
         pytest.skip(reason)
     x_TD = torch.randn(settings.tokens, settings.hidden, generator=torch.Generator().manual_seed(0))
-    turn = ContestantRun(KINDS[name](settings, 0), x_TD, x_TD)
+    runner = ContestantRun(KINDS[name](settings, 0), x_TD, x_TD)
 
     def step() -> None:
-        turn.forward()
-        turn.backward()
-        turn.free()
+        runner.forward()
+        runner.backward()
+        runner.free()
 
     benchmark.pedantic(step, rounds=3, warmup_rounds=1)
     benchmark.extra_info["gflops"] = settings.flops * 1e-9 / benchmark.stats.stats.median

@@ -12,8 +12,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src"}
-"""Attributes that make a browser load something, by tag; and ``link``, by ``rel``."""
+"""Attribute with the address of a resource that a browser loads, by tag."""
 LOADED_LINKS = {"stylesheet", "icon", "preload", "preconnect", "manifest"}
+"""Values of ``rel`` with which a browser loads the address of a ``link`` tag."""
 
 
 class Page(HTMLParser):
@@ -27,19 +28,19 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what a tag refers to."""
-        given = {name: value or "" for name, value in attrs}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
-        if tag in LOADS and given.get(LOADS[tag]):
-            self.loads.append(given[LOADS[tag]])
-        if tag == "link" and LOADED_LINKS & set(given.get("rel", "").split()):
-            self.loads.append(given.get("href", ""))
+        """Record the links, anchors and loaded resources of a tag."""
+        attributes = {name: value or "" for name, value in attrs}
+        self.anchors |= {attributes[name] for name in ("id", "name") if name in attributes}
+        if tag == "a" and "href" in attributes:
+            self.links.append(attributes["href"])
+        if tag in LOADS and attributes.get(LOADS[tag]):
+            self.loads.append(attributes[LOADS[tag]])
+        if tag == "link" and LOADED_LINKS & set(attributes.get("rel", "").split()):
+            self.loads.append(attributes.get("href", ""))
 
 
 def faults_of(site: Path) -> list[str]:
-    """One line for each fault of the site."""
+    """Return one line for each broken link, missing anchor, and resource that is loaded from the network."""
     pages = {path.resolve(): Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
     faults = [] if pages else [f"{site} has no pages"]
     for path, page in pages.items():
@@ -58,12 +59,12 @@ def faults_of(site: Path) -> list[str]:
             if target.is_dir():
                 target /= "index.html"
             if not target.exists():
-                faults.append(f"{name}: no {link}")
+                faults.append(f"{name}: the target of {link} does not exist")
             elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
-                faults.append(f"{name}: no anchor {link}")
+                faults.append(f"{name}: the anchor of {link} does not exist")
     for path in sorted(site.rglob("*.css")):
-        for found in re.findall(r"(?:url\(|@import )[\"']?((?:https?:)?//[^\"')\s]+)", path.read_text()):
-            faults.append(f"{path.relative_to(site)}: loads {found} from the network")
+        for url in re.findall(r"(?:url\(|@import )[\"']?((?:https?:)?//[^\"')\s]+)", path.read_text()):
+            faults.append(f"{path.relative_to(site)}: loads {url} from the network")
     return faults
 
 

@@ -31,7 +31,7 @@ HIDDEN, FFN, EXPERTS = 256, 512, 8
 
 
 class Model(nn.Module):
-    """MoE layers and linears, each with about half of the parameters."""
+    """MoE layers and linear layers, each with about half of the parameters."""
 
     def __init__(self, params: int, group: Any) -> None:
         super().__init__()

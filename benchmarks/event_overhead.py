@@ -32,9 +32,9 @@ from moe_comm.train.loop.recording import Recording
 def measure(config: str, overrides: list[str], rounds: int, every: int) -> dict[str, Any]:
     """Measure on this rank. Return the result, the same on every rank."""
     settings = load(config, [*overrides, f"observe.every={every}", f"run.steps={2 * rounds + 100}", "run.eval_every=0"])
-    with init_ranks() as ranks, tempfile.TemporaryDirectory() as folder, session(settings) as here:
+    with init_ranks() as ranks, tempfile.TemporaryDirectory() as folder, session(settings) as training:
         del ranks
-        trainer = here.trainer
+        trainer = training.trainer
         recording = Recording(Path(folder), trainer.ranks, settings.observe, 0)
         recorded = []
 

@@ -57,34 +57,34 @@ API_MODULES = {
 
 
 def cell(text: str) -> str:
-    """``text`` in one cell of a table."""
+    """Return ``text`` on one line, with escapes for a cell of a Markdown table."""
     text = " ".join(text.replace("``", "`").split())
     return text.replace("|", "\\|")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def described(doc: str | None, names: list[str]) -> dict[str, str]:
-    """The description of each of ``names`` in a docstring with entries ``name: text`` or ``name, other: text``."""
+    """Return the description of each of ``names`` from a docstring with entries ``name: text`` or ``a, b: text``."""
     any_name = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
     entry = re.compile(rf"(?:^|(?<=[.;:)\n] )|(?<=\n))((?:{any_name})(?:, (?:{any_name}))*)(?: \([^)]*\))?: ")
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(doc or "")):
         text = " ".join(paragraph.split())
         marks = list(entry.finditer(text))
         for mark, following in zip(marks, [*marks[1:], None], strict=False):
-            said = text[mark.end() : following.start() if following else None].strip()
+            description = text[mark.end() : following.start() if following else None].strip()
             for name in mark[1].split(", "):
-                found.setdefault(name, said)
-    return found
+                descriptions.setdefault(name, description)
+    return descriptions
 
 
 def allowed(kind: Any) -> str:
-    """A type in words: the values of a Literal, ``integer``, ``text``, ..."""
+    """Return a type in words: the values of a Literal, ``integer``, ``text``, ..."""
     names = {int: "integer", float: "number", str: "text", bool: "true, false", types.NoneType: "none"}
     origin = get_origin(kind)
     if origin is Literal:
@@ -98,7 +98,7 @@ def allowed(kind: Any) -> str:
 
 
 def toml(value: Any) -> str:
-    """A value as TOML writes it; None as ``none``."""
+    """Return a value in TOML notation; None is ``none``."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -111,38 +111,38 @@ def toml(value: Any) -> str:
 
 
 def bounds(metadata: list[Any]) -> str:
-    """Limits of a number or a length, as in ``≥ 1, < 2147483648``."""
+    """Return the limits of a number or a length, such as ``≥ 1, < 2147483648``."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     shown = [f"{sign} {getattr(one, name)}" for one in metadata for name, sign in signs.items() if hasattr(one, name)]
     return ", ".join(shown)
 
 
 def configuration() -> str:
-    """Every key of a training configuration, by section."""
+    """Return tables of all keys of a training configuration, by section."""
     config: Any = importlib.import_module("moe_comm.train.config").TrainConfig
     parts = []
     for section, field in config.model_fields.items():
         kind = field.annotation
         fields = kind.model_fields
-        said = described(kind.__doc__, list(fields))
+        meanings = described(kind.__doc__, list(fields))
         rows = []
         for name, one in fields.items():
             values = ", ".join(filter(None, (allowed(one.annotation), bounds(one.metadata))))
             default = toml(one.get_default(call_default_factory=True))
-            rows.append((f"`{section}.{name}`", f"`{default}`", cell(values), cell(said.get(name, ""))))
+            rows.append((f"`{section}.{name}`", f"`{default}`", cell(values), cell(meanings.get(name, ""))))
         summary = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
         parts += [f"## {section}", cell(summary), table(("key", "default", "values", "meaning"), rows)]
     return "\n\n".join(parts)
 
 
 def load(path: str) -> Any:
-    """The object with a dotted name."""
+    """Return the object with a dotted name."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:
-    """The default of a dataclass's field as code; empty if there is none."""
+    """Return the default of a dataclass field as code; empty if it has none."""
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
     elif field.default is not dataclasses.MISSING:
@@ -154,14 +154,14 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 
 
 def options() -> str:
-    """The fields of the configuration classes."""
+    """Return tables of the fields of ``OPTION_CLASSES``."""
     parts = []
     for path in OPTION_CLASSES:
         kind = load(path)
         fields = dataclasses.fields(kind)
-        said = described(kind.__doc__, [one.name for one in fields])
+        meanings = described(kind.__doc__, [one.name for one in fields])
         rows = [
-            (f"`{one.name}`", f"`{cell(str(one.type))}`", default_of(one), cell(said.get(one.name, "")))
+            (f"`{one.name}`", f"`{cell(str(one.type))}`", default_of(one), cell(meanings.get(one.name, "")))
             for one in fields
             if one.init
         ]
@@ -173,7 +173,7 @@ def options() -> str:
 
 
 def error_table() -> str:
-    """Every error with its bases and its meaning."""
+    """Return a table of all error classes with their bases and meanings."""
     rows = []
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, errors.MoeCommError) and kind is not errors.MoeCommError:
@@ -183,7 +183,7 @@ def error_table() -> str:
 
 
 def commands_of(command: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every subcommand with its full name."""
+    """Yield all subcommands with their full names."""
     for name, child in command.commands.items():
         if hasattr(child, "commands"):
             yield from commands_of(child, f"{prefix} {name}")
@@ -192,13 +192,13 @@ def commands_of(command: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def parameter_row(parameter: Any) -> tuple[str, str, str, str]:
-    """Name, values, default and meaning of an argument or option."""
+    """Return name, values, default and meaning of an argument or option."""
     is_option = hasattr(parameter, "is_flag")
     names = [*parameter.opts, *parameter.secondary_opts] if is_option else [argument_name(parameter)]
-    said = parameter.help or ""
+    help_text = parameter.help or ""
     default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
-    if written := re.search(r"\s*\[default: ([^\]]*)\]", said):
-        default, said = written[1], said.replace(written[0], "")
+    if written := re.search(r"\s*\[default: ([^\]]*)\]", help_text):
+        default, help_text = written[1], help_text.replace(written[0], "")
     kind = parameter.type_descriptor.annotation
     if kind is bool and isinstance(default, bool):
         default = [*parameter.opts, *parameter.secondary_opts][0 if default else -1] if parameter.secondary_opts else ""
@@ -213,11 +213,12 @@ def parameter_row(parameter: Any) -> tuple[str, str, str, str]:
         text = "required" if parameter.required else ""
     else:
         text = f"`{cell(str(getattr(shown, 'value', shown)))}`"
-    return ", ".join(f"`{one}`" for one in names), cell(", ".join(filter(None, (values, *limits)))), text, cell(said)
+    allowed_values = ", ".join(filter(None, (values, *limits)))
+    return ", ".join(f"`{one}`" for one in names), cell(allowed_values), text, cell(help_text)
 
 
 def option_values(kind: Any) -> str:
-    """The values of an option's type."""
+    """Return the possible values of an option."""
     if get_origin(kind) in (Union, types.UnionType, list, tuple):
         kind = next(one for one in get_args(kind) if one is not types.NoneType)
     if inspect.isclass(kind) and issubclass(kind, Enum):
@@ -226,33 +227,33 @@ def option_values(kind: Any) -> str:
 
 
 def argument_name(parameter: Any) -> str:
-    """An argument as its command's usage has it."""
+    """Return the name of an argument as in the usage line of its command."""
     name = str(parameter.metavar or parameter.name.upper())
     return name if parameter.required or name.startswith("[") else f"[{name}]"
 
 
 def command_section(heading: str, name: str, command: Any) -> str:
-    """The usage and the options of one command."""
+    """Return the section of one command: its help, usage and options."""
     arguments = [one for one in command.params if not hasattr(one, "is_flag")]
     usage = " ".join([name, *map(argument_name, arguments)])
     rows = [parameter_row(one) for one in command.params if "--help" not in one.opts]
-    said = inspect.cleandoc(command.help or "").split("\f")[0].strip()
-    parts = [f"{heading} {name}", " ".join(said.split()), f"    {usage} [OPTIONS]"]
+    help_text = inspect.cleandoc(command.help or "").split("\f")[0].strip()
+    parts = [f"{heading} {name}", " ".join(help_text.split()), f"    {usage} [OPTIONS]"]
     return "\n\n".join([*parts, table(("option", "values", "default", "meaning"), rows)] if rows else parts)
 
 
 def commands() -> str:
-    """Every command of ``moe-comm``."""
-    found = list(commands_of(typer.main.get_command(cli.app), "moe-comm"))
+    """Return the sections of all commands of ``moe-comm``."""
+    named_commands = list(commands_of(typer.main.get_command(cli.app), "moe-comm"))
     rows = []
-    for name, command in found:
+    for name, command in named_commands:
         first = " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
         rows.append((f"[`{name}`](#{name.replace(' ', '-')})", cell(first)))
-    return "\n\n".join([table(("command", "function"), rows), *(command_section("##", *one) for one in found)])
+    return "\n\n".join([table(("command", "function"), rows), *(command_section("##", *one) for one in named_commands)])
 
 
 def studies() -> str:
-    """The studies that are commands with options."""
+    """Return the sections of the benchmarks in ``STUDIES``, which are commands with options."""
     parts = []
     for name in STUDIES:
         command = typer.main.get_command(importlib.import_module(f"benchmarks.{name}.__main__").app)
@@ -261,17 +262,17 @@ def studies() -> str:
 
 
 def api() -> str:
-    """One entry of mkdocstrings for each public name."""
+    """Return one mkdocstrings entry for each public name."""
     parts: list[str] = []
     seen: set[str] = set()
     for module, title in API_MODULES.items():
         loaded = importlib.import_module(module)
         entries = []
         for name in sorted(loaded.__all__, key=str.lower):
-            found = getattr(loaded, name)
-            if not (inspect.isclass(found) or inspect.isfunction(found)):
+            value = getattr(loaded, name)
+            if not (inspect.isclass(value) or inspect.isfunction(value)):
                 continue
-            path = f"{found.__module__}.{found.__qualname__}"
+            path = f"{value.__module__}.{value.__qualname__}"
             if path not in seen:
                 seen.add(path)
                 entries.append(f"::: {path}")
@@ -281,7 +282,7 @@ def api() -> str:
 
 
 def mesh() -> str:
-    """What ``moe-comm mesh small`` prints."""
+    """Return the output of ``moe-comm mesh small``."""
     parallel = importlib.import_module("moe_comm.train.config").load("small").parallel
     picture = load("moe_comm.topology.picture")
     return f"```text\n{picture(parallel.mapping(parallel.ranks)).rstrip()}\n```"
@@ -299,29 +300,29 @@ BLOCKS = {
 
 
 def current(page: str, name: str, text: str) -> str:
-    """``page`` with the block ``name`` written again."""
+    """Return the text ``page`` with the content of the block ``name`` replaced."""
     written, count = re.subn(
         rf"(<!-- generated:{name} -->\n).*?(<!-- /generated -->)",
-        lambda found: f"{found[1]}\n{text}\n\n{found[2]}",
+        lambda match: f"{match[1]}\n{text}\n\n{match[2]}",
         page,
         flags=re.DOTALL,
     )
     if count != 1:
-        raise SystemExit(f"a page has {count} blocks generated:{name}, not one")
+        raise SystemExit(f"a page has {count} blocks generated:{name}; expected 1")
     return written
 
 
 def pages() -> dict[Path, str]:
-    """Every page with generated parts, as it should be."""
-    found: dict[Path, str] = {}
+    """Return the current text of every page with generated parts, by path."""
+    texts: dict[Path, str] = {}
     for name, (page, block) in BLOCKS.items():
         path = ROOT / page
-        found[path] = current(found.get(path, path.read_text()), name, block())
-    return found
+        texts[path] = current(texts.get(path, path.read_text()), name, block())
+    return texts
 
 
 def main() -> None:
-    """Write the pages, or with ``--check`` compare them."""
+    """Write the pages, or compare them if ``--check`` is given."""
     stale = [path for path, text in pages().items() if path.read_text() != text]
     if "--check" in sys.argv[1:]:
         if stale:

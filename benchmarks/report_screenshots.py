@@ -67,11 +67,11 @@ def main(folder: Path) -> None:
     browser = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
     try:
         for name, (theme, run) in RUNS.items():
-            with tempfile.TemporaryDirectory() as place:
-                page = write_report([write_run(Path(place) / f"{run.ranks}-ranks", run)])
+            with tempfile.TemporaryDirectory() as temporary:
+                page = write_report([write_run(Path(temporary) / f"{run.ranks}-ranks", run)])
                 save(browser, page, theme, folder / f"{name}.png")
-        with tempfile.TemporaryDirectory() as place:
-            save(browser, plan_page(Path(place) / "plan.html"), "light", folder / "plan.png")
+        with tempfile.TemporaryDirectory() as temporary:
+            save(browser, plan_page(Path(temporary) / "plan.html"), "light", folder / "plan.png")
     finally:
         browser.quit()
 

@@ -1,4 +1,4 @@
-"""Execute notebooks and keep copies with their outputs; a cell that raises ends with exit code 1.
+"""Execute notebooks and save copies with their outputs. If a cell raises, the exit code is 1.
 
 python -m benchmarks.run_notebooks docs/tutorials build/tutorials
 """
@@ -17,7 +17,7 @@ CELL_TIMEOUT_S = 240
 
 
 def main() -> None:
-    """Execute every notebook of a folder, each in a new folder of its own."""
+    """Execute every notebook of a folder, each in its own working directory below the output folder."""
     folder, out = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for path in sorted(folder.glob("*.ipynb")):

@@ -12,7 +12,7 @@ from moe_comm.integrations.post_import import after_import
 from moe_comm.lazy import attach_stub
 from moe_comm.runtime import cpu_guard
 
-# Before torch's first matmul, and only on machines where bf16 would otherwise kill the process.
+# Must run before torch's first matmul. It has an effect only on CPUs where a bf16 matmul would kill the process.
 cpu_guard.apply()
 
 
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """The version in pyproject.toml: of the source tree, else as the installed package has it."""
+    """Return the version in the source tree's pyproject.toml, or else that of the installed package."""
     import tomllib
     from importlib import metadata
     from pathlib import Path

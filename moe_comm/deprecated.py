@@ -30,7 +30,7 @@ def renamed_parameters(*positional: str, **renamed: str) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        accepted = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(function).parameters.values())
+        num_positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(function).parameters.values())
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -38,10 +38,10 @@ def renamed_parameters(*positional: str, **renamed: str) -> Callable[[F], F]:
                 if old in kwargs:
                     warn_renamed(f"{function.__qualname__}({old}=...)", f"{new}=")
                     kwargs[new] = kwargs.pop(old)
-            if len(args) > accepted and positional:
-                extra = dict(zip(positional, args[accepted:], strict=False))
+            if len(args) > num_positional and positional:
+                extra = dict(zip(positional, args[num_positional:], strict=False))
                 warn_renamed(f"positional {', '.join(extra)} of {function.__qualname__}", "keywords")
-                args = args[:accepted] + args[accepted + len(extra) :]
+                args = args[:num_positional] + args[num_positional + len(extra) :]
                 kwargs = extra | kwargs
             return function(*args, **kwargs)
 
@@ -59,7 +59,7 @@ def renamed_fields(**renamed: str) -> Callable[[C], C]:
 
     def decorate(cls: C) -> C:
         cls.__init__ = renamed_parameters(**renamed)(cls.__init__)  # type: ignore[misc]
-        return _readable(cls, renamed)
+        return _add_aliases(cls, renamed)
 
     return decorate
 
@@ -108,10 +108,10 @@ def converted_parameters(*old: str, convert: Callable[[dict[str, Any]], None]) -
 
 def renamed_attributes(**renamed: str) -> Callable[[C], C]:
     """Class decorator: old attributes can be read. The constructor is untouched."""
-    return lambda cls: _readable(cls, renamed)
+    return lambda cls: _add_aliases(cls, renamed)
 
 
-def _readable(cls: C, renamed: Mapping[str, str]) -> C:
+def _add_aliases(cls: C, renamed: Mapping[str, str]) -> C:
     for old, new in renamed.items():
         setattr(cls, old, _alias(cls.__name__, old, new))
     return cls

@@ -25,7 +25,7 @@ def attach_stub(
         renamed: deprecated names, each with its new name.
     """
     tree = ast.parse(Path(file).with_suffix(".pyi").read_text("utf-8"))
-    homes = {
+    modules = {
         alias.name: node.module
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and node.module is not None
@@ -38,8 +38,8 @@ def attach_stub(
         if name in deprecated:
             warn_renamed(f"{package}.{name}", f"{package}.{deprecated[name]}")
             name = deprecated[name]
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(homes[name]), name)
+        return getattr(importlib.import_module(modules[name]), name)
 
-    return load, lambda: sorted(homes), sorted(homes)
+    return load, lambda: sorted(modules), sorted(modules)

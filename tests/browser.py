@@ -23,8 +23,8 @@ FLAGS = (
 
 @contextlib.contextmanager
 def headless(profile: Path) -> Iterator[Any]:
-    """Chromium with its own ``profile``, keeping its logs of the console and of what it fetches; skips where there is
-    none."""
+    """Yield headless Chromium with its own ``profile``, which logs its console and its requests. Skip the test if
+    Chromium is not installed."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium, of the dev extra")
     chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (chromium and chromedriver):

@@ -15,7 +15,7 @@ from tests.pool import RankPool
 SHARED_MEMORY = Path("/dev/shm")
 BEFORE: pytest.StashKey[set[str]] = pytest.StashKey()
 
-# No deadline, because an example may take 0.2 s on a busy machine, and the same examples in each run.
+# No deadline, because an example may take 0.2 s on a busy machine. Each run uses the same examples.
 settings.register_profile(
     "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
@@ -27,12 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="of the contract suite's tensors")
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="device of the contract suite")
 
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """The device chosen on the command line."""
+    """Return the device chosen on the command line."""
     chosen: str = request.config.getoption("--device")
     if chosen == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    """A pool for each number of ranks. Ranks start when a pool is first used."""
+    """Yield a pool for each number of ranks. Ranks start when a pool is first used."""
     with ExitStack() as stack:
         yield {world: stack.enter_context(RankPool(world)) for world in (2, 3, 4, 8)}
 
@@ -72,14 +72,14 @@ def _segments() -> set[str]:
 
 def _mapped(names: set[str]) -> set[str]:
     """Return the ``names`` that a running process maps: they belong to another test run and are not leaks."""
-    found = set()
+    mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text()
         except OSError:  # the process ended, or belongs to another user
             continue
-        found |= {name for name in names if name in text}
-    return found
+        mapped |= {name for name in names if name in text}
+    return mapped
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -97,9 +97,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail if the tests leave anything in /dev/shm."""
     if _is_worker(session.config):
         return
-    left = _segments() - session.config.stash[BEFORE]
-    left = (left - _mapped(left)) & _segments()
-    if left:
+    leaked = _segments() - session.config.stash[BEFORE]
+    leaked = (leaked - _mapped(leaked)) & _segments()
+    if leaked:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.write_line(f"\nERROR: left in {SHARED_MEMORY}: {sorted(left)}", red=True)
+        reporter.write_line(f"\nERROR: left in {SHARED_MEMORY}: {sorted(leaked)}", red=True)

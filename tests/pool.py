@@ -141,8 +141,8 @@ class RankPool:
         details: dict[int, str] = {}
         waiting = set(range(self.world)) - set(expect_dead)
         deadline = time.monotonic() + timeout
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            ready = wait([self._pipes[rank] for rank in waiting], left)
+        while waiting and (remaining_s := deadline - time.monotonic()) > 0:
+            ready = wait([self._pipes[rank] for rank in waiting], remaining_s)
             for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
                 waiting.discard(rank)
                 try:
@@ -158,7 +158,7 @@ class RankPool:
         if waiting:
             details |= self._stacks(waiting)
             for rank in waiting:
-                errors[rank] = ("Deadline", f"did not come back (timeout {timeout} s, {grace} s after a failure)")
+                errors[rank] = ("Deadline", f"did not return (timeout {timeout} s, {grace} s after a failure)")
         if expect_dead or waiting or any(name == "ProcessDied" for name, _ in errors.values()):
             self._kill()
         if errors:
@@ -188,13 +188,13 @@ class RankPool:
         store = str(self._folder / f"store{self._generation}")
         with _environment(ONE_THREAD), _forked_from(_BARE if self._bare else None):
             for rank in range(self.world):
-                ours, theirs = context.Pipe()
-                args = (rank, self.world, store, str(self._stack_file(rank)), theirs, dict(os.environ), list(sys.path))
+                local, remote = context.Pipe()
+                args = (rank, self.world, store, str(self._stack_file(rank)), remote, dict(os.environ), list(sys.path))
                 process = context.Process(target=_rank_main, args=args, name=f"rank{rank}", daemon=True)
                 process.start()
-                theirs.close()
+                remote.close()
                 self._processes.append(process)
-                self._pipes.append(ours)
+                self._pipes.append(local)
         for rank, pipe in enumerate(self._pipes):
             try:
                 up = pipe.poll(START_TIMEOUT_S)
@@ -222,10 +222,10 @@ class RankPool:
         while time.monotonic() < end and not all(self._stack_file(rank).stat().st_size for rank in ranks):
             time.sleep(0.02)
         time.sleep(0.1)  # the stacks may be incomplete
-        found = {rank: self._stack_file(rank).read_text() or "(no stacks: stopped)" for rank in ranks}
-        for rank, text in sorted(found.items()):
+        stacks = {rank: self._stack_file(rank).read_text() or "(no stacks: stopped)" for rank in ranks}
+        for rank, text in sorted(stacks.items()):
             print(f"--- stacks of rank {rank} (pid {self._processes[rank].pid})\n{text}", file=sys.stderr)
-        return found
+        return stacks
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -248,7 +248,7 @@ def _threads(pid: int) -> int:
 
 @contextmanager
 def _forked_from(server: forkserver.ForkServer | None) -> Iterator[None]:
-    """Processes of multiprocessing's "forkserver" context are forked by ``server``; None: by its own."""
+    """Inside the block, ``server`` forks the processes of the "forkserver" context. None: the default server does."""
     usual = forkserver.connect_to_new_process
     if server is not None:
         forkserver.connect_to_new_process = server.connect_to_new_process
@@ -309,7 +309,7 @@ def _rank_main(
 
 
 def _find(module: str, name: str) -> Work:
-    found = importlib.import_module(module)
+    value = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[return-value]
+        value = getattr(value, part)
+    return value  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from tests.support.api import SNAPSHOT, lines, methods, public_objects
 
 MOST_PARAMETERS = 7
 FACTORY = {"self", "dtype", "device"}
-"""Not counted: every torch module has the last two."""
+"""Parameters that do not count. Every torch module has the last two."""
 
 PROPERTIES = (property, cached_property)
 

@@ -136,7 +136,7 @@ def test_every_kind_of_failure_has_its_exit_code(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_typed_error_of_ranks_is_one_line_and_a_traceback_if_asked_for(
+def test_a_typed_error_of_ranks_is_one_line_and_has_a_traceback_on_request(
     ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["train", "tiny", "--ranks", str(ranks), f"data.cache={tmp_path}", "data.tokenizer=no/such/file"]
@@ -178,7 +178,7 @@ def test_train_starts_the_requested_ranks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "restarts", "resume"),
+    ("overrides", "restarts", "resume"),
     [
         ([], "0", []),
         ([], "2", ["checkpoint.resume=auto"]),
@@ -187,7 +187,7 @@ def test_train_starts_the_requested_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_restarted_ranks_resume_their_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str], restarts: str, resume: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], restarts: str, resume: list[str]
 ) -> None:
     """Ranks that start for the first time do not resume an older run, unless requested."""
     import moe_comm.train
@@ -204,17 +204,17 @@ def test_restarted_ranks_resume_their_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     monkeypatch.setattr(moe_comm.train, "run", run)
-    assert train_command.train_rank("tiny", ["run.steps=5", *given], 60.0) == 0
-    assert calls == [("tiny", ["run.steps=5", *given, *resume])]
+    assert train_command.train_rank("tiny", ["run.steps=5", *overrides], 60.0) == 0
+    assert calls == [("tiny", ["run.steps=5", *overrides, *resume])]
 
 
 def test_version_is_that_of_pyproject(capsys: pytest.CaptureFixture[str]) -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     assert moe_comm.__version__ == project["version"]
     assert cli.run(["--version"]) == 0
-    found = capsys.readouterr().out
-    assert found.startswith(f"moe-comm {project['version']}, torch {torch.__version__}, native core: "), found
-    assert ("native core: yes" in found) == native_is_built()
+    output = capsys.readouterr().out
+    assert output.startswith(f"moe-comm {project['version']}, torch {torch.__version__}, native core: "), output
+    assert ("native core: yes" in output) == native_is_built()
 
 
 def test_mesh_shows_the_coordinates_of_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +227,7 @@ def test_data_prepares_and_describes_a_text(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "text.txt").write_text("some words\n" * 500)
     arguments = [f"data.source={tmp_path / 'text.txt'}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=16"]
     assert cli.run(["data", "tiny", *arguments]) == 0
-    assert "5,50" in capsys.readouterr().out, "bytes of the text, with an end"
+    assert "5,50" in capsys.readouterr().out, "the output lacks the number of tokens"
     assert list((tmp_path / "cache").iterdir())
 
 
@@ -257,12 +257,12 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_python_dash_m_is_the_same_command_and_does_not_import_torch() -> None:
     code = "import sys; from moe_comm import cli; cli.run(['--help']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert process.stdout.splitlines()[-1] == "False"
     command = [sys.executable, "-m", "moe_comm", "bench", "dispatch", "--rank", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == ["moe-comm: error: No such option: --rank (Possible options: --ranks)"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 2
+    assert process.stderr.splitlines() == ["moe-comm: error: No such option: --rank (Possible options: --ranks)"]
 
 
 def test_bench_dispatch_writes_one_json_object(tmp_path: Path) -> None:
@@ -271,12 +271,12 @@ def test_bench_dispatch_writes_one_json_object(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "moe_comm", "bench", "dispatch", *arguments, "--peer", "torch_gloo"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     command += ["--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
+    process = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
+    assert process.returncode == 0, process.stderr
+    result = json.loads(out.read_text())
     keys = {"dispatch_ms", "combine_ms", "dispatch_limit_ms", "combine_limit_ms", "limit_ratio", "peers", "settings"}
-    assert keys <= found.keys()
-    assert found["settings"]["tokens"] == 16
+    assert keys <= result.keys()
+    assert result["settings"]["tokens"] == 16
 
 
 def test_check_grads_compares_ranks_with_one(capfd: pytest.CaptureFixture[str]) -> None:

@@ -34,25 +34,25 @@ def test_native_core_neither_loads_torch_nor_needs_a_gpu_driver() -> None:
         "assert core.isa() in core.isas() and 'torch' not in sys.modules\n"
         "print(open('/proc/self/maps').read())\n"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", code, str(native())], **CHILD)
-    assert done.returncode == 0, done.stderr
-    assert not re.search(r"libtorch|libc10|libcudart|libcuda\.", done.stdout)
+    process = subprocess.run([sys.executable, "-I", "-c", code, str(native())], **CHILD)
+    assert process.returncode == 0, process.stderr
+    assert not re.search(r"libtorch|libc10|libcudart|libcuda\.", process.stdout)
 
 
-def test_cuda_probe_reports_what_is_there_without_failing() -> None:
+def test_cuda_probe_reports_devices_or_an_error() -> None:
     from moe_comm import _C
 
-    found = _C.cuda_probe()
-    if found is None:
+    probe_json = _C.cuda_probe()
+    if probe_json is None:
         pytest.skip("built without CUDA")
-    probe = json.loads(found)
+    probe = json.loads(probe_json)
     assert probe["runtime_version"] >= 12000
     assert "sm_90a" in probe["archs"]
     assert isinstance(probe["devices"], list)
     assert bool(probe["devices"]) or probe["error"]
 
 
-def test_stub_names_what_the_native_core_has() -> None:
+def test_the_stub_has_the_members_of_the_native_core() -> None:
     native()
     import ast
 
@@ -62,13 +62,13 @@ def test_stub_names_what_the_native_core_has() -> None:
         return {name for name in vars(owner) if not name.startswith("_")}
 
     tree = ast.parse((ROOT / "moe_comm" / "_C.pyi").read_text())
-    stated = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    assert stated.keys() == members(_C)
-    for name, node in stated.items():
+    stub_nodes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert stub_nodes.keys() == members(_C)
+    for name, node in stub_nodes.items():
         if isinstance(node, ast.ClassDef) and not issubclass(getattr(_C, name), Exception):
-            named = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-            named |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}  # type: ignore[union-attr]
-            assert {item for item in named if not item.startswith("_")} == members(getattr(_C, name)), name
+            stub_members = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            stub_members |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}  # type: ignore[union-attr]
+            assert {item for item in stub_members if not item.startswith("_")} == members(getattr(_C, name)), name
 
 
 def requirement_names(requirements: list[str]) -> set[str]:
@@ -126,10 +126,10 @@ def test_ci_distinguishes_passed_from_no_test_ran(
     )
     make.chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], env=env, **CHILD)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert bool(message) or not done.stderr
+    process = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], env=env, **CHILD)
+    assert process.returncode == code, process.stderr
+    assert message in process.stderr
+    assert bool(message) or not process.stderr
 
 
 def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: P
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env |= {"MOE_COMM_CUDA": "off"}
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(source)]
-    done = subprocess.run(build, env=env, **CHILD)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(build, env=env, **CHILD)
+    assert process.returncode == 0, process.stderr
     (wheel,) = tmp_path.glob("moe_comm-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert any(re.fullmatch(r"moe_comm/_C\..*\.so", name) for name in names)
@@ -152,15 +152,15 @@ def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: P
     assert {name for name in top if not name.endswith(".dist-info")} == {"moe_comm"}
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
-    done = subprocess.run(install, env=env, **CHILD)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(install, env=env, **CHILD)
+    assert process.returncode == 0, process.stderr
     code = (
         "import moe_comm, moe_comm._C as core; "
         "print(moe_comm.__file__, core.cuda_probe(), core.isa(), 'cuda/kernels.cu' in core.cuda_sources())"
     )
     env |= {"PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, **CHILD)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(site))
-    assert " None " in done.stdout
-    assert done.stdout.endswith(" True\n"), "without CUDA, it must carry the device code for NVRTC"
+    process = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, **CHILD)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(str(site))
+    assert " None " in process.stdout
+    assert process.stdout.endswith(" True\n"), "a wheel without CUDA must contain the device code for NVRTC"

@@ -37,9 +37,9 @@ def hang(rank: int, world: int, arg: Any) -> None:
         dist.barrier()
 
 
-def die(rank: int, world: int, how: int) -> str:
+def die(rank: int, world: int, signal_number: int) -> str:
     if rank == 1:
-        os.kill(os.getpid(), how)
+        os.kill(os.getpid(), signal_number)
     return "alive"
 
 
@@ -71,7 +71,7 @@ def test_an_unexpected_death_is_a_failure(pool: RankPool) -> None:
     assert failure.value.errors == {1: ("ProcessDied", "exit code -9")}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_expected_death_is_not(pool: RankPool, how: int) -> None:
-    assert pool.run(die, how, timeout=60, expect_dead={1}) == ["alive", None]
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_expected_death_is_not_a_failure(pool: RankPool, signal_number: int) -> None:
+    assert pool.run(die, signal_number, timeout=60, expect_dead={1}) == ["alive", None]
     assert len(set(pool.pids)) == 2

@@ -32,16 +32,16 @@ if dist.is_torchelastic_launched():
     dist.init_process_group("gloo")
 rank = dist.get_rank() if dist.is_initialized() else 0
 group = dist.group.WORLD
-found = {"native": core() is not None, "warnings": [str(one.message) for one in recorded]}
+record = {"native": core() is not None, "warnings": [str(one.message) for one in recorded]}
 config = MoEConfig(16, 24, RouterConfig(6, 2, balance_loss=0.1), shared_ffn=8)
 layer = MoELayer.build(config, group, "all_to_all", seed=3)
-found["backend"] = MoELayer.build(config, group, seed=3).dispatcher.name
+record["backend"] = MoELayer.build(config, group, seed=3).dispatcher.name
 x_TD = torch.randn(7 + rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True)
 y_TD = layer(x_TD)
 y_TD.square().sum().backward()
 grads = {name: p.grad.flatten().tolist() for name, p in layer.named_parameters() if p.grad is not None}
-found |= {"y": y_TD.flatten().tolist(), "x": x_TD.grad.flatten().tolist(), "grads": grads}
-found["right"] = check_grads(layer).ok
+record |= {"y": y_TD.flatten().tolist(), "x": x_TD.grad.flatten().tolist(), "grads": grads}
+record["right"] = check_grads(layer).ok
 torch.manual_seed(0)
 from transformers import MixtralConfig, MixtralForCausalLM
 model = swap_moe(MixtralForCausalLM(MixtralConfig(
@@ -50,18 +50,18 @@ model = swap_moe(MixtralForCausalLM(MixtralConfig(
 ids = torch.arange(6).view(1, 6) + rank
 loss = model(ids, labels=ids).loss
 loss.backward()
-found["swapped"] = [loss.item(), *model.lm_head.weight.grad.flatten().tolist()]
+record["swapped"] = [loss.item(), *model.lm_head.weight.grad.flatten().tolist()]
 ids_TK = torch.tensor([[1], [0], [-1]])
-found["rows"] = make_dispatcher(2).dispatch(torch.arange(6.0).view(3, 2), ids_TK).rows_RD.tolist()
-found["refused"] = ""
+record["rows"] = make_dispatcher(2).dispatch(torch.arange(6.0).view(3, 2), ids_TK).rows_RD.tolist()
+record["refused"] = ""
 if group is not None:
     try:
         make_dispatcher(6, group, "shared_memory")
     except (ConfigError, MissingDependency) as error:
-        found["refused"] = str(error)
+        record["refused"] = str(error)
     dist.barrier()
 with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
-    json.dump(found, file)
+    json.dump(record, file)
 if group is not None:
     dist.destroy_process_group()
 """
@@ -79,9 +79,11 @@ def run(path: Path, arguments: list[str]) -> str:
     """Return the output of a successful run with the package in ``path``."""
     environment = os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    process = subprocess.run(
+        command, cwd=path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout + process.stderr
 
 
 def results(path: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
@@ -98,24 +100,24 @@ def test_layers_and_swaps_compute_what_the_native_core_does(plain: Path, ranks: 
     pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
     got = results(plain, tmp_path / "plain", ranks)
     expected = results(SOURCE.parent, tmp_path / "native", ranks)
-    for own, other in zip(got, expected, strict=True):
-        assert (own["native"], other["native"]) == (False, True)
-        assert own["backend"] in (("local",) if ranks == 1 else ("all_to_all", "all_gather"))
-        assert own["right"] and other["right"]
-        assert own["rows"] == other["rows"] == [[2, 3], [0, 1]]
+    for without_core, with_core in zip(got, expected, strict=True):
+        assert (without_core["native"], with_core["native"]) == (False, True)
+        assert without_core["backend"] in (("local",) if ranks == 1 else ("all_to_all", "all_gather"))
+        assert without_core["right"] and with_core["right"]
+        assert without_core["rows"] == with_core["rows"] == [[2, 3], [0, 1]]
         for key in ("y", "x", "swapped"):
-            assert own[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
-        assert own["grads"].keys() == other["grads"].keys()
-        for name, values in own["grads"].items():
-            assert values == pytest.approx(other["grads"][name], rel=1e-5, abs=1e-6), name
-        recorded = [text for text in own["warnings"] if "native core" in text]
-        assert len(recorded) == 1 and "pip install -e ." in recorded[0], own["warnings"]
-        assert not any("native core" in text for text in other["warnings"])
+            assert without_core[key] == pytest.approx(with_core[key], rel=1e-5, abs=1e-6), key
+        assert without_core["grads"].keys() == with_core["grads"].keys()
+        for name, values in without_core["grads"].items():
+            assert values == pytest.approx(with_core["grads"][name], rel=1e-5, abs=1e-6), name
+        recorded = [text for text in without_core["warnings"] if "native core" in text]
+        assert len(recorded) == 1 and "pip install -e ." in recorded[0], without_core["warnings"]
+        assert not any("native core" in text for text in with_core["warnings"])
         if ranks > 1:
-            assert "not built on every rank; run `pip install -e .`, or use 'all_to_all'" in own["refused"]
+            assert "not built on every rank; run `pip install -e .`, or use 'all_to_all'" in without_core["refused"]
 
 
-def test_the_doctor_says_what_to_build_and_finds_nothing_broken(plain: Path) -> None:
+def test_the_doctor_names_what_to_build_and_reports_nothing_broken(plain: Path) -> None:
     output = " ".join(run(plain, ["-m", "moe_comm", "doctor"]).split())
     assert "moe_comm._C: plain torch replaces it, but is slower; to build it: pip install ." in output
 

@@ -5,7 +5,8 @@
 
 Slow ranks sleep or use CPU time in the forward pass of the experts, on one host. Slow links are shaped by tc between
 network namespaces (``moe_comm.bench.hosts``), which probe each other in each step. For hangs, a soak
-(``benchmarks.soak``) stops or kills ranks or holds Python's GIL, and the records of the watchers are evaluated.
+(``benchmarks.soak``, a training run with injected faults) stops or kills ranks or holds Python's GIL. The records of
+the watchers, which detect dead and hanging ranks, are evaluated.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class DiagnosisCase:
 
 @dataclass(frozen=True)
 class JudgedCase:
-    """A case and its diagnosis. ``named`` is the first finding, such as "slow rank 2", or "" for none."""
+    """A case and its diagnosis. ``named`` is the first finding, such as "slow rank 2", or "" for none; ``sure`` is its
+    confidence."""
 
     case: DiagnosisCase
     named: str
@@ -107,7 +109,7 @@ def slow_links(cases: DiagnosisStudy) -> list[DiagnosisCase]:
 
 
 def judge(window: Window, cases: Sequence[DiagnosisCase]) -> list[JudgedCase]:
-    """Diagnose the window of each case, without its first step, in the middle of which the fault begins."""
+    """Diagnose the window of each case without its first step, because the fault begins in the middle of that step."""
     judged = []
     for case in cases:
         findings = diagnose(window.between(case.first + 1, case.first + WINDOW - 1))
@@ -208,8 +210,8 @@ def _line(kind: str, judged: Sequence[JudgedCase]) -> str:
 
 
 def _summary(cases: DiagnosisStudy, judged: dict[str, list[JudgedCase]]) -> dict[str, Any]:
-    every = [one for group in judged.values() for one in group]
-    faulty, healthy = [one for one in every if one.case.kind], [one for one in every if not one.case.kind]
+    judged_cases = [one for group in judged.values() for one in group]
+    faulty, healthy = [one for one in judged_cases if one.case.kind], [one for one in judged_cases if not one.case.kind]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -234,7 +236,7 @@ def _summary(cases: DiagnosisStudy, judged: dict[str, list[JudgedCase]]) -> dict
         },
         "wrong": [
             {"step": one.case.first, "fault": one.case.fault, "named": one.named, "sure": one.sure}
-            for one in every
+            for one in judged_cases
             if not one.right
         ],
     }

@@ -19,9 +19,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def plan_validation(json_out: JsonOut = None) -> None:
     """Predict every row of the published tables and print errors and rankings."""
     report.check_writable(json_out)
-    found = validate.validate(published_step.predict_step)
-    report.write_json(json_report.validation(found), json_out)
-    typer.echo(found.text(), err=json_out == "-")
+    result = validate.validate(published_step.predict_step)
+    report.write_json(json_report.validation(result), json_out)
+    typer.echo(result.text(), err=json_out == "-")
 
 
 if __name__ == "__main__":

@@ -224,21 +224,22 @@ def predict_operator(case: OperatorCase, machine: str) -> float:
 
 
 def _experts(case: OperatorCase, cluster: Cluster, size: int) -> float:
-    """An MoE layer's half: all tokens gathered and multiplied by their experts; or the way back, summed by token."""
+    """Return the seconds of one half of an MoE layer: all-gather and expert GEMM, or expert GEMM and reduce-scatter."""
     span, gpu = cluster.span(range(case.ranks)), cluster.accelerator
     local = case.experts // case.ep
     each = case.m * case.top_k / case.experts * case.imbalance
     product = Gemm(each, case.n, case.k, case.dtype, local, gathered=True)
-    ahead = case.pattern == "gather experts"
-    num_bytes = case.m * (case.k if ahead else case.n) * size
+    is_dispatch = case.pattern == "gather experts"
+    num_bytes = case.m * (case.k if is_dispatch else case.n) * size
     if case.transport in ("none", "serial"):
-        # A kernel for each expert, with a pass over its result; rows are put in order before or summed after.
-        one = gpu.gemm_seconds(each, case.n, case.k, case.dtype) + gpu.launch_s
-        one += gpu.memory_seconds(2 * each * case.n * size)
-        ordered = case.m * case.top_k * (case.k if ahead else case.n) * size
-        rest = cluster.all_gather(num_bytes, span).seconds if ahead else cluster.reduce_scatter(num_bytes, span).seconds
-        return local * one + 2 * gpu.launch_s + gpu.memory_seconds(4 * ordered) + rest
-    if ahead:
+        # One kernel per expert with a pass over its result. Rows are permuted before the GEMMs or summed after them.
+        per_expert_s = gpu.gemm_seconds(each, case.n, case.k, case.dtype) + gpu.launch_s
+        per_expert_s += gpu.memory_seconds(2 * each * case.n * size)
+        ordered = case.m * case.top_k * (case.k if is_dispatch else case.n) * size
+        collective = cluster.all_gather if is_dispatch else cluster.reduce_scatter
+        transfer_s = collective(num_bytes, span).seconds
+        return local * per_expert_s + 2 * gpu.launch_s + gpu.memory_seconds(4 * ordered) + transfer_s
+    if is_dispatch:
         return fused.dispatch_gemm(cluster, span, product, num_bytes, "gather", _transport(case)).seconds
     return fused.gemm_combine(cluster, span, product, num_bytes, "scatter", _transport(case)).seconds
 
@@ -255,32 +256,32 @@ def _checked(table: Table, predict_step: PredictStep | None) -> list[CheckedRow]
             raise ConfigError(f"table {table.name} has training steps; pass predict_step")
         if case not in seconds:
             seconds[case] = predict_step(case)
-        taken = seconds[case]
-        return None if isinstance(taken, OutOfMemory) else taken
+        prediction = seconds[case]
+        return None if isinstance(prediction, OutOfMemory) else prediction
 
     def predicted(row: Row) -> float | None:
         case = row.what
         if isinstance(case, OperatorCase):
-            taken: float | None = predict_operator(case, table.machine)
+            step_s: float | None = predict_operator(case, table.machine)
         else:
-            taken = step(case)
-        if taken is None:
+            step_s = step(case)
+        if step_s is None:
             return None
         if table.unit == "ms":
-            return 1e3 * taken
+            return 1e3 * step_s
         if table.unit == "s":
-            return taken
+            return step_s
         if not isinstance(case, StepCase):
             raise ConfigError(f"table {table.name}: the unit {table.unit} is not valid for operators")
         if table.unit == "mfu %":
-            return 100 * mfu(case, taken)
+            return 100 * mfu(case, step_s)
         if table.unit == "tokens/s":
-            return tokens_per_s(case, taken)
+            return tokens_per_s(case, step_s)
         if table.unit == "tflops":
-            return tokens_per_s(case, taken) * model_named(case.model).model_flops(case.seq_len, causal=False) / 1e12
+            return tokens_per_s(case, step_s) * model_named(case.model).model_flops(case.seq_len, causal=False) / 1e12
         first = table.rows[0].what
         base = step(first) if isinstance(first, StepCase) else None
-        return None if base is None else base / taken
+        return None if base is None else base / step_s
 
     return [
         CheckedRow(

@@ -39,6 +39,7 @@ from moe_comm.train import config as configuration
 from moe_comm.train.checkpoint import CheckpointReader, latest
 
 EVERY, FIRST = 3, 14
+"""Steps between two faults, and the step of the first fault."""
 CHECKPOINT_EVERY, PEER_EVERY = 4, 3
 PERIOD, DISK_IS_NEWER = 12, (4, 5, 8)
 """Numbers of completed steps, modulo PERIOD, at which the newest checkpoint is newer than the in-memory snapshot.

@@ -161,7 +161,7 @@ def bench_overlap(
     if sweep:
         values |= {"rows": module.SWEEP, "ratios": (1.0,)}
     lists = (("operators", operator), ("rows", rows), ("ratios", ratio), ("ffn", ffn))
-    values |= {key: tuple(given) for key, given in lists if given}
+    values |= {key: tuple(selected) for key, selected in lists if selected}
     module.main(module.OverlapBench(**values), json_out, trace, png)
 
 

@@ -28,8 +28,8 @@ def diagnose(
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run folder")
     culprits = diagnosis.culprits(run, selected, window)
-    for one in culprits:
-        typer.echo(str(one))
+    for culprit in culprits:
+        typer.echo(str(culprit))
     if not culprits:
         typer.echo("no rank, link or host stands out")
     if json is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -53,12 +54,12 @@ def inject(
 
 def _report(run: Path) -> str:
     """Return a line for each fault of the run."""
-    survival = load("moe_comm.observe.fault_outcomes", "train")
+    module = load("moe_comm.observe.fault_outcomes", "train")
     lines = [f"{run}:"]
-    for answer in survival.fault_outcomes(run):
-        one = answer.injection
-        noticed = f"detected after {answer.detected_s:.2f} s ({answer.noticed})" if answer.noticed else "not detected"
-        known = answer.recovered_s == answer.recovered_s
-        recovered = f"recovered after {answer.recovered_s:.2f} s" if known else "not recovered"
-        lines.append(f"  step {one.step}, rank {one.rank}: {one.fault}: {noticed}, {recovered}")
+    for outcome in module.fault_outcomes(run):
+        injection = outcome.injection
+        detected_s, recovered_s = outcome.detected_s, outcome.recovered_s
+        detected = f"detected after {detected_s:.2f} s ({outcome.noticed})" if outcome.noticed else "not detected"
+        recovered = "not recovered" if math.isnan(recovered_s) else f"recovered after {recovered_s:.2f} s"
+        lines.append(f"  step {injection.step}, rank {injection.rank}: {injection.fault}: {detected}, {recovered}")
     return "\n".join(lines if len(lines) > 1 else [f"{run}: no fault was injected"])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 TOP, RANKS = 10, 2
+"""Defaults of ``--top`` and ``--ranks``."""
 MOST, LONGEST = 1 << 20, 1 << 30
 """Upper bounds of accelerators and sequences, and of tokens per sequence."""
 
@@ -68,10 +69,10 @@ class DispatcherOption(StrEnum):
 
 
 def _option(
-    help: str, metavar: str | None = None, *, flags: str | None = None, by: str | bool = False, **more: Any
+    help: str, metavar: str | None = None, *, flags: str | None = None, by: str | bool = False, **settings: Any
 ) -> Any:
     """Return an option with default None. ``by`` describes the default in its help."""
-    return typer.Option(*filter(None, [flags]), metavar=metavar, help=help, show_default=by, **more)
+    return typer.Option(*filter(None, [flags]), metavar=metavar, help=help, show_default=by, **settings)
 
 
 @app.command()
@@ -91,17 +92,18 @@ def plan(
     ] = None,
     folded: Annotated[
         bool | None,
-        _option("Fold experts independently of attention, or inside dp.", flags="--folded/--coupled", by="both"),
+        _option("Distribute experts independently of attention, or in dp.", flags="--folded/--coupled", by="both"),
     ] = None,
     overlap: Annotated[
         OverlapOption | None, _option("Overlap of gradients (outer), transfers (inter), tiles (all).", by="none")
     ] = None,
     capacity_factor: Annotated[
         float | None,
-        _option("Slots of an expert over its mean load; further rows are dropped.", by="nothing is dropped"),
+        _option("Slots of an expert divided by its mean load; other rows are dropped.", by="nothing is dropped"),
     ] = None,
     imbalance: Annotated[
-        float | None, _option("Rows of the busiest rank's experts over the mean.", by="1.29; 1 with a capacity factor")
+        float | None,
+        _option("Rows of the busiest rank's experts divided by the mean.", by="1.29; 1 with a capacity factor"),
     ] = None,
     host_size: Annotated[int | None, _option("Accelerators per host.", by="the hardware's", min=1, max=MOST)] = None,
     micro_batch: Annotated[int | None, _option("Sequences per micro-batch.", by="the fastest", min=1)] = None,
@@ -118,7 +120,7 @@ def plan(
     ] = DispatcherOption.auto,
     top: Annotated[int | None, _option("Number of mappings to report of a search.", by="10", min=1)] = None,
     slow: Annotated[
-        list[str] | None, _option("A rank that computes this many times longer; repeatable.", "RANK=FACTOR")
+        list[str] | None, _option("Simulate a rank that is slower by this factor; repeatable.", "RANK=FACTOR")
     ] = None,
     config_out: Annotated[
         Path | None, _option("Write the mapping as a configuration of train.", "FILE", flags="--config")
@@ -136,7 +138,7 @@ def plan(
     needed: dict[str, object] = {"--model": model, "--gpus": gpus, "--hardware": hardware, "--seq-len": seq_len}
     needed["--global-batch"] = global_batch
     if calibrate:
-        others: dict[str, object] = {
+        other_options: dict[str, object] = {
             "--mapping": mapping,
             "--top": top,
             "--slow": slow,
@@ -144,7 +146,7 @@ def plan(
             "--trace": trace,
             "--page": page,
         }
-        _measure_only(needed | others)
+        _measure_only(needed | other_options)
     if not calibrate and ranks is not None:
         raise ConfigError("--ranks applies to --calibrate; --gpus is the number of accelerators to plan for")
     if calibrate:
@@ -239,9 +241,9 @@ class _Outputs:
             load("moe_comm.plan.pages.trace", "observe").write_trace(timeline, self.trace)
             yield self.trace
         if self.page is not None:
-            others = (candidate,) if result is None else result.best
+            candidates = (candidate,) if result is None else result.best
             write = load("moe_comm.plan.pages.plan_page", "observe").write_page
-            write(request, candidate, timeline, others, self.page, simulated)
+            write(request, candidate, timeline, candidates, self.page, simulated)
             yield self.page
 
 
@@ -264,7 +266,7 @@ def _cluster(hardware: str, file: Path | None, gpus: int, host_size: int | None)
     """Return the cluster with a name, from a description, or as measured on this machine."""
     table = load("moe_comm.plan.machine.hardware_table", "train")
     if hardware == table.THIS_MACHINE:
-        measured = file or _measured()
+        measured = file or _measured_path()
         if not measured.is_file():
             raise ConfigError(
                 f"{measured}: this machine has not been measured; run: moe-comm plan --calibrate --ranks N"
@@ -275,20 +277,20 @@ def _cluster(hardware: str, file: Path | None, gpus: int, host_size: int | None)
     return table.cluster_named(hardware, gpus, host_size)
 
 
-def _measured() -> Path:
+def _measured_path() -> Path:
     """Return the description's path: ``moe_comm/hardware.json`` in XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_comm" / "hardware.json"
 
 
 def _measure_only(excluded: dict[str, object]) -> None:
-    """Raise ConfigError if an option of planning is combined with ``--calibrate``."""
+    """Raise ConfigError if ``--calibrate`` is combined with one of the ``excluded`` options."""
     used = [name for name, value in excluded.items() if value is not None]
     if used:
         raise ConfigError(f"--calibrate cannot be combined with {used[0]}")
 
 
 def _calibrate(ranks: int, file: Path | None, json_out: str | None) -> None:
-    path = file or _measured()
+    path = file or _measured_path()
     load("moe_comm.bench.common.report", "bench").check_writable(str(path))
     description = load("moe_comm.plan.machine.hardware_file", "train")
     cluster = load("moe_comm.bench.calibrate.machine", "train").calibrate(

@@ -18,7 +18,7 @@ from moe_comm.plan.step.blocks import LINKS
 WIDTH = 160
 """Width of tables in files and pipes."""
 WIDE = 110
-"""Terminal width from which reasons have their own column."""
+"""Minimum terminal width at which the table of a search has a column with reasons."""
 _LINK_NAMES = {"inside": "in a host", "between": "between hosts", "across": "between pods"}
 
 
@@ -63,15 +63,15 @@ def search_parts(request: PlanRequest, result: SearchResult, width: int = WIDTH)
     below = []
     if width >= WIDE:
         table.add_column("why it is slower")
-    for rank, (one, why) in enumerate(runners_up(result.best), 1):
-        step = one.step
+    for rank, (candidate, why) in enumerate(runners_up(result.best), 1):
+        step = candidate.step
         table.add_row(
             str(rank),
-            short(one.mapping),
+            short(candidate.mapping),
             f"{step.seconds:.4g}",
             f"{step.tokens_per_s:,.0f}",
             f"{step.mfu:.1%}",
-            f"{one.fit.fullest.total / GB:.1f}",
+            f"{candidate.fit.fullest.total / GB:.1f}",
             f"{bubble_share(step):.1%}",
             f"{exposed_share(step):.1%}",
             *([escape(why or "")] if width >= WIDE else []),
@@ -94,13 +94,14 @@ def tried(result: SearchResult) -> str:
 
 def nothing_fits(request: PlanRequest, result: SearchResult) -> str:
     """Return a message for a search without result: the nearest mapping, and changes that would help."""
-    near, cluster = result.nearest[0], request.cluster
-    hints = [f"it fits with {' or '.join(change.what for change in near.changes)}"] if near.changes else []
+    nearest, cluster = result.nearest[0], request.cluster
+    hints = [f"it fits with {' or '.join(change.what for change in nearest.changes)}"] if nearest.changes else []
     if result.gpus is not None:
         hints.append(f"{request.shape.name} fits {result.gpus:,} of them")
     return (
         f"none of {result.tried:,} mappings of {request.shape.name} fits {cluster.gpus:,} {cluster.accelerator.name}; "
-        f"nearest is {short(near.mapping)}: {near.fit}; {'; '.join(hints) or 'no change of one or two settings helps'}"
+        f"nearest is {short(nearest.mapping)}: {nearest.fit}; "
+        f"{'; '.join(hints) or 'no change of one or two settings helps'}"
     )
 
 
@@ -121,7 +122,7 @@ def _billions(count: float) -> str:
 
 
 def short(mapping: Mapping) -> str:
-    """Return a short description of a mapping, without degrees of 1. mb is the micro-batch."""
+    """Return a short description of a mapping, such as "tp2 pp4 mb1 zero1", without degrees of 1. mb: micro-batch."""
     p = mapping.parallel
     sizes = {axis: getattr(p, axis) for axis in ("tp", "cp", "dp", "pp")}
     sizes |= {"vpp": mapping.virtual, "ep": p.ep, "etp": p.etp}
@@ -137,12 +138,12 @@ def short(mapping: Mapping) -> str:
     return " ".join(parts)
 
 
-def _lines(request: PlanRequest, one: PlanCandidate) -> Iterator[RenderableType]:
-    step, p, fullest = one.step, one.mapping.parallel, one.fit.fullest
+def _lines(request: PlanRequest, candidate: PlanCandidate) -> Iterator[RenderableType]:
+    step, p, fullest = candidate.step, candidate.mapping.parallel, candidate.fit.fullest
     lines = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     lines.add_column()
     lines.add_column(overflow="fold")
-    mapping = one.mapping
+    mapping = candidate.mapping
     schedule = f" ({mapping.schedule})" if p.pp > 1 else ""
     lines.add_row(
         "mapping",
@@ -157,15 +158,15 @@ def _lines(request: PlanRequest, one: PlanCandidate) -> Iterator[RenderableType]
         f"{bubble_share(step):.1%}, exposed transfers {exposed_share(step):.1%}",
     )
     terms = ("weights", "gradients", "optimizer", "activations", "buffers")
-    held = ", ".join(f"{term} {getattr(fullest, term) / GB:.1f}" for term in terms)
+    memory_terms = ", ".join(f"{term} {getattr(fullest, term) / GB:.1f}" for term in terms)
     lines.add_row(
         "memory",
-        f"{fullest.total / GB:.1f} of {one.fit.available / GB:.1f} GB on the fullest rank, of pipeline position "
-        f"{fullest.position}: {held}",
+        f"{fullest.total / GB:.1f} of {candidate.fit.available / GB:.1f} GB on the fullest rank, of pipeline position "
+        f"{fullest.position}: {memory_terms}",
     )
-    if not one.fit:
-        lines.add_row("", f"[bold red]does not fit[/]: {one.fit.missing / GB:.1f} GB too much")
-        options = changes(request, one.mapping)
+    if not candidate.fit:
+        lines.add_row("", f"[bold red]does not fit[/]: {candidate.fit.missing / GB:.1f} GB too much")
+        options = changes(request, candidate.mapping)
         for change in options:
             lines.add_row("", escape(f"would fit with {change.what}: {change.fit.fullest.total / GB:.1f} GB"))
         if not options:
@@ -173,25 +174,25 @@ def _lines(request: PlanRequest, one: PlanCandidate) -> Iterator[RenderableType]
     yield lines
 
 
-def _breakdown(one: PlanCandidate) -> Table:
+def _breakdown(candidate: PlanCandidate) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("where the time goes", min_width=24)
     table.add_column("s", justify="right")
     table.add_column("share", justify="right")
-    parts = sorted(one.step.breakdown.items(), key=lambda item: (item[0] not in COMPUTED, -item[1]))
+    parts = sorted(candidate.step.breakdown.items(), key=lambda item: (item[0] not in COMPUTED, -item[1]))
     for cause, seconds in parts:
         if seconds:
             name = "pipeline: waiting" if cause == "pipeline" else cause
-            table.add_row(escape(name), f"{seconds:.4f}", f"{seconds / one.step.seconds:.1%}")
+            table.add_row(escape(name), f"{seconds:.4f}", f"{seconds / candidate.step.seconds:.1%}")
     return table
 
 
-def _bytes(one: PlanCandidate) -> Table:
+def _bytes(candidate: PlanCandidate) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("sent by a rank in a step, GB", min_width=24)
-    used = [link for link in LINKS if any(sent[link] for sent in one.step.sent.values())]
+    used = [link for link in LINKS if any(sent[link] for sent in candidate.step.sent.values())]
     for link in used:
         table.add_column(_LINK_NAMES[link], justify="right")
-    for name, sent in one.step.sent.items():
+    for name, sent in candidate.step.sent.items():
         table.add_row(escape(name), *(f"{sent[link] / GB:.2f}" if sent[link] else "-" for link in used))
     return table

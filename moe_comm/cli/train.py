@@ -90,7 +90,7 @@ def train_rank(config: str, overrides: list[str], timeout_s: float) -> int:
     with init_ranks(None, timeout_s) as ranks:
         resume_override = []
         if ranks.restarts:
-            # Restarted ranks continue the run of their predecessors: the named one, or the newest of its name.
+            # Restarted ranks continue the run of the previous attempt: the one that ``resume`` names, or the newest.
             resume = load("moe_comm.train.config", "train").load(config, overrides).checkpoint.resume
             folder = (
                 "auto"

@@ -27,16 +27,19 @@ if TYPE_CHECKING:
     from moe_comm.comm.communicator import Communicator
 
 SLICE_S = 0.5
+"""Interval at which a waiting rank checks whether its peers are alive."""
 LINGER_S = 10.0
+"""By how much the backend's timeout exceeds the channel's; see ``_timed``."""
 AT_ONCE_S = 50e-6
-"""Operations started longer ago than this ran concurrently with other work. Their span records the start."""
+"""Operations that were started longer ago than this when the wait begins ran concurrently with other work. Their span
+records the start."""
 _TIMED_OUT = re.compile("timed? ?out|timeout", re.IGNORECASE)
 _LOST = re.compile("closed by peer|reset by peer|read error|broken pipe|pair closure|connection|nccl", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A tensor in flight. Calling it waits for the tensor and returns it. ``ready`` tests whether it would wait."""
+    """A tensor in flight. Calling it waits for the tensor and returns it. ``ready()``: whether it is complete."""
 
     wait: Callable[[], Tensor]
     ready: Callable[[], bool]
@@ -108,7 +111,12 @@ class Channel:
         return pending.then(lambda out: out.view(-1).view(tensor.dtype).view(shape).to(tensor.device))
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], description: str) -> Tensor:
-        """Return rows from all ranks in order of rank. ``send`` and ``receive`` are consistent rows per rank."""
+        """Return the rows from all ranks, in order of rank.
+
+        Args:
+            send, receive: number of rows to and from each rank. ``send[r]`` must equal this rank's entry in the
+                ``receive`` of rank r.
+        """
         return self.start_all_to_all(rows, send, receive, description)()
 
     def start_all_to_all(
@@ -121,7 +129,7 @@ class Channel:
         """
         shape = (sum(receive), *rows.shape[1:])
         width = rows[:1].numel() if rows.shape[0] else torch.Size(rows.shape[1:]).numel()
-        if not width:  # on every rank
+        if not width:  # rows have no elements; the width is equal on all ranks, so none calls the backend
             return PendingTensor.completed(rows.new_empty(shape) if out is None else out)
         sent = as_dtype(torch.uint8, rows.to(self.transfer_device(rows.device)).contiguous().view(rows.shape[0], width))
         direct = out if out is not None and out.device == sent.device else None
@@ -211,7 +219,7 @@ class Channel:
         nbytes: int,
         started: float,
     ) -> None:
-        begun = time.monotonic()
+        wait_start = time.monotonic()
         if self.comm.failed is not None:
             raise type(self.comm.failed)(*self.comm.failed.args)
         try:
@@ -223,25 +231,25 @@ class Channel:
                     work.wait()  # orders streams; the backend's watchdog enforces the deadline
             else:
                 with communication_span(Kind.COLLECTIVE, name, group=group, nbytes=nbytes) as span:
-                    if begun - started > AT_ONCE_S:
+                    if wait_start - started > AT_ONCE_S:
                         span.put_device(round(started * 1e9), 0)
-                    self._wait(work, begun, description, number)
+                    self._wait(work, wait_start, description, number)
         except MoeCommError:
             raise
         except RuntimeError as error:
-            peer_error = self.peer_error(str(error), time.monotonic() - begun, description, number)
+            peer_error = self.peer_error(str(error), time.monotonic() - wait_start, description, number)
             if peer_error is None:
                 raise
             self.comm.failed = peer_error
             raise peer_error from error
 
-    def _wait(self, work: Work, begun: float, description: str, number: int) -> None:
+    def _wait(self, work: Work, wait_start: float, description: str, number: int) -> None:
         """Wait in slices. Between slices check whether a peer has ended or given up, and note that this rank waits."""
         noted = False
         while True:
-            left = begun + self.timeout_s - time.monotonic()
+            remaining_s = wait_start + self.timeout_s - time.monotonic()
             try:
-                work.wait(timedelta(seconds=max(0.001, min(SLICE_S, left))))
+                work.wait(timedelta(seconds=max(0.001, min(SLICE_S, remaining_s))))
                 return
             except RuntimeError:
                 if work.is_completed():
@@ -252,7 +260,7 @@ class Channel:
             if self.comm.peers is not None and (text := self.comm.peers.gave_up()):
                 self.comm.failed = PeerError(f"rank {self.rank} in {description}: {text}. This group is unusable.")
                 raise self.comm.failed
-            if left <= 0:
+            if remaining_s <= 0:
                 raise RuntimeError("timed out")
             if not noted and self.comm.peers is not None:
                 self.comm.peers.note(str(number), description)
@@ -284,9 +292,9 @@ class Channel:
             return PeerDied(
                 f"rank {self.rank} in {description}: lost {who}. Restart the ranks; this group is unusable."
             )
-        operation = str(self.comm.num_operations if number is None else number)
-        self.comm.peers.note(operation, description)
-        silent = self.comm.peers.silent(operation)
+        key = str(self.comm.num_operations if number is None else number)
+        self.comm.peers.note(key, description)
+        silent = self.comm.peers.silent(key)
         dead = self.comm.peers.ended()
         who = ", ".join(self.comm.peers.describe(rank) for rank in dead or silent) or "an unknown peer"
         text = f"rank {self.rank} in {description}: waited {waited_s:.1f} s (timeout {self.timeout_s:g} s) for {who}"

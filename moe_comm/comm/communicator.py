@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EXIT_PAUSE_S = 0.05
-"""Wait for threads of gloo before the process exits."""
+"""Seconds that ``_end`` waits for threads of gloo before the process exits."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,12 @@ class Communicator:
         calls: sequence numbers of the group's operations.
         peers: processes of the members; None before setup.
         hosts: one number per member, equal for members on the same host.
-        native: whether all members have the native core.
+        native: whether the native core (``moe_comm._C``) is built on all members.
         failed: error that made the group unusable. Later operations raise it again.
-        num_operations: number of started operations of the backend.
+        num_operations: number of started operations of the group's torch backend.
+        backends: name of the torch backend, by device type.
         core: communicator of the native core; None without shared memory.
-        core_timeout_s: its timeout.
+        core_timeout_s: timeout that is currently set in ``core``.
         users: objects to release when the group is destroyed.
         retained: memory that peers may still read after an error; it is not reused.
         closed: whether the group has been destroyed.
@@ -95,7 +96,7 @@ class Communicator:
         self.num_operations = 0
         self.backends = {device.type: group._get_backend(device).name() for device in group._device_types}
         self._group: ProcessGroup | None = group
-        self._store: Store | None = PrefixStore("moe_comm", store)  # another object than the group's, see ``register``
+        self._store: Store | None = PrefixStore("moe_comm", store)  # not the group's own object; see ``register``
         self.users: weakref.WeakSet[Releases] = weakref.WeakSet()
         self._objects: dict[Hashable, Any] = {}
         self.core: _C.Communicator | None = None
@@ -126,7 +127,10 @@ class Communicator:
         return self._store
 
     def next_operation(self) -> int:
-        """Count an operation of the group's backend and return its number. Waiting ranks write notes under it."""
+        """Count an operation of the group's torch backend and return its number.
+
+        A rank that waits long in the operation writes a note with this number to the store (``Peers.note``).
+        """
         self.num_operations += 1
         return self.num_operations
 
@@ -176,7 +180,7 @@ class Communicator:
         _close(self._objects.pop(key, None))
 
     def subgroup(self, members: Sequence[int], timeout_s: float) -> ProcessGroup:
-        """Return a process group of some ranks of this one, including this rank. Collective over ``members``.
+        """Return a process group of some ranks of this group, including this rank. Collective over ``members``.
 
         torch.distributed does not register it. Other ranks need not call this, and the names of torch's groups do not
         change.
@@ -236,7 +240,7 @@ def _group_like(group: ProcessGroup, store: Store, rank: int, size: int, timeout
 
 
 class _Registry:
-    """Communicators of this process by group, and the options of collectives. used: whether there has been any."""
+    """Communicators of this process by group, and the options of collectives. used: whether one was ever registered."""
 
     def __init__(self) -> None:
         self.communicators: dict[ProcessGroup, Communicator] = {}

@@ -5,8 +5,9 @@ Ranks exchange a vector of fixed size, whatever they disagree on:
     word   0             1..           FACTS
            fault kind    facts         text of the fault
 
-A fact that is not an integer is sent as a checksum. If checksums differ, all ranks exchange the values as text in a
-second all-gather of fixed size, so that the error can name the fields that differ.
+A fault is an error in a rank's settings, which all ranks raise. A fact that is not an integer is sent as a checksum. If
+checksums differ, all ranks exchange the values as text in a second all-gather of fixed size, so that the error can name
+the fields that differ.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 FACTS = 14
+"""Maximum number of facts."""
 TEXT_BYTES = 400
+"""Maximum length of the text of a fault."""
 VALUES_BYTES = 4096
 VALUE_CHARS = 200
 """Maximum length of a value's text, so that all fields fit into ``VALUES_BYTES``."""
@@ -51,7 +54,7 @@ def communicator_of(group: ProcessGroup, timeout_s: float | None = None) -> Comm
 
     Args:
         group: a process group that contains this process.
-        timeout_s: of the exchange in the first call; default: that of the collectives.
+        timeout_s: timeout of the exchange in the first call; default: ``CollectiveOptions.timeout_s``.
 
     Raises:
         ConfigError: this process is not in ``group``, or the group was destroyed.
@@ -64,7 +67,7 @@ def communicator_of(group: ProcessGroup, timeout_s: float | None = None) -> Comm
         comm = communicator.new_communicator(group)
         _set_up(comm, timeout_s)
         comm = communicator.register(comm)
-    elif comm.peers is None and not comm.closed:  # of a subgroup
+    elif comm.peers is None and not comm.closed:  # the communicator of a subgroup is registered before its setup
         _set_up(comm, timeout_s)
     return comm
 
@@ -78,7 +81,7 @@ def _set_up(comm: Communicator, timeout_s: float | None) -> None:
         "pid": own.pid,
         "started": own.started,
         "native core": int(native_is_built()),
-        "name": secrets.randbits(62),
+        "name": secrets.randbits(62),  # the number of rank 0 is the prefix of this group's notes in the store
     }
     channel = Channel(comm, options.timeout_s if timeout_s is None else timeout_s)
     by_rank = compare(channel, "the collectives of a group", same, facts)
@@ -119,7 +122,7 @@ def _channel(comm: Communicator) -> SharedChannel:
     if len(set(comm.hosts)) == 1 and comm.native and channel.rows_device.type == "cpu":
         try:
             channel.attach_heap(heap_of(comm, channel.timeout_s))
-        except HeapError as error:  # on every rank
+        except HeapError as error:  # raised on every rank, so all ranks use the backend
             text = f"{error}; collectives use the group's backend, which is slower"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
     return channel
@@ -151,7 +154,7 @@ def as_group(group: ProcessGroup | DeviceMesh | int | None, axis: str = "") -> P
     Raises:
         ConfigError: a DeviceMesh of several dimensions, none of them named ``axis``.
     """
-    if group is None or isinstance(group, ProcessGroup | int):  # int: not in the group, ``rank_and_size`` raises
+    if group is None or isinstance(group, ProcessGroup | int):  # int: not a member; ``rank_and_size`` raises
         return group  # type: ignore[return-value]
     if group.ndim == 1:
         return group.get_group()
@@ -185,7 +188,7 @@ def compare(
     """Exchange and compare settings. Every rank of the group must call this, whatever its settings are.
 
     Args:
-        channel: of the group.
+        channel: a channel of the group.
         what: the object being built, for messages.
         same: settings of any type that must be equal on all ranks. With ``facts`` at most ``FACTS``. The error names
             the fields of a dataclass that differ.
@@ -232,9 +235,9 @@ def _mismatch(channel: Channel, what: str, own: Mapping[str, object]) -> RankMis
     rows = channel.all_gather(sent.to(channel.control_device), f"comparing {what}").cpu().numpy()
     texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
     by_rank = [dict(line.partition("\t")[::2] for line in text.split("\n")) for text in texts]
-    named = dict.fromkeys(field for values in by_rank for field in values)
-    values_of = {field: [values.get(field, "not given") for values in by_rank] for field in named}
-    listed = "; ".join(
+    field_names = dict.fromkeys(field for values in by_rank for field in values)
+    values_of = {field: [values.get(field, "not given") for values in by_rank] for field in field_names}
+    differences = "; ".join(
         f"{field}: " + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
         for field, values in values_of.items()
         if len(set(values)) > 1
@@ -242,7 +245,7 @@ def _mismatch(channel: Channel, what: str, own: Mapping[str, object]) -> RankMis
     names = ", ".join(own)
     return RankMismatch(
         f"ranks disagree on {names} when building {what}: "
-        f"{listed.removeprefix(f'{names}: ') or 'their values are too long to show'}. "
+        f"{differences.removeprefix(f'{names}: ') or 'their values are too long to show'}. "
         "All ranks of a group must use the same settings."
     )
 

@@ -1,8 +1,8 @@
 """The header that each rank sends before an operation, and its comparison between ranks.
 
-If ranks differ (hidden size, dtype, top-k, order of calls), or one rank has invalid input, every rank raises the same
-typed error before any row moves. A header is an int64 vector of fixed size, so that ranks in different operations
-exchange the same number of bytes.
+If ranks differ (hidden size, dtype, top-k, order of calls), or a header has a fault (an error in its rank's input),
+every rank raises the same typed error before any row moves. A header is an int64 vector of fixed size, so that ranks in
+different operations exchange the same number of bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_comm import errors
 COLLECTIVE = "collective"
 OPS = ("dispatch", "combine", "combine backward", "dispatch backward", COLLECTIVE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_DTYPE_PLACES = {dtype: place for place, dtype in enumerate(DTYPES)}
+_DTYPE_INDICES = {dtype: index for index, dtype in enumerate(DTYPES)}
 FAULTS: tuple[type[errors.MoeCommError], ...] = (
     errors.InputError,
     errors.RoutingError,
@@ -31,6 +31,7 @@ FAULTS: tuple[type[errors.MoeCommError], ...] = (
     errors.CorruptPayload,
     errors.PeerRaised,
 )
+"""Error classes that a header can report; its fault word is 1 + the index."""
 
 COMPARED = (
     "operation",
@@ -42,12 +43,14 @@ COMPARED = (
     "requires_grad",
     "layer, dispatcher or rows",
 )
+"""Names of the first words of a header, which must be equal on all ranks."""
 NUM_COMPARED = len(COMPARED)
 FAULT_SLOT = NUM_COMPARED
 TEXT_START = FAULT_SLOT + 1
 TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
 ORDINAL_MASK = 0xFFF
+"""Bits of a word that hold the ordinal of a dispatcher."""
 COLLECTIVES = ORDINAL_MASK
 """Ordinal of a group's collectives, in place of a dispatcher's ordinal."""
 
@@ -73,14 +76,14 @@ class GroupCalls:
     most_experts: int = 0
     gave_up: str = ""
     closed: bool = False
-    _made: int = 0
+    _num_dispatchers: int = 0
     _last: dict[int, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def add_dispatcher(self) -> int:
-        """Return the number of a new dispatcher; all ranks make them in the same order."""
-        self._made += 1
-        return self._made - 1
+        """Return the number of a new dispatcher (its ordinal). All ranks create dispatchers in the same order."""
+        self._num_dispatchers += 1
+        return self._num_dispatchers - 1
 
     def last(self, ordinal: int) -> int:
         """Return the number of the last operation of the dispatcher ``ordinal``, or of the collectives."""
@@ -112,8 +115,8 @@ class Header:
 
     label: name of the layer. fault: error in this rank's input.
     of_call: sequence number (``seq``) of the dispatch of these rows; 0 for a dispatch.
-    ordinal: of the dispatcher in the group. maker: id of the dispatcher in this process; not compared.
-    calls: of the group; updated when ranks differ.
+    ordinal: number of the dispatcher in the group. maker: id of the dispatcher in this process; not compared.
+    calls: the operations of the group; ``check`` updates them when ranks differ.
     """
 
     op: str
@@ -136,11 +139,12 @@ class Header:
             OPS.index(self.op),
             self.seq,
             self.hidden,
-            _DTYPE_PLACES.get(self.dtype, -1),
+            _DTYPE_INDICES.get(self.dtype, -1),
             self.top_k,
             self.num_experts,
             int(self.requires_grad),
-            # Layer, dispatcher and dispatch in one word: ranks process rows in flight in the same order.
+            # Layer, dispatcher and dispatch (of_call) in one word. of_call differs if ranks combine the rows of several
+            # dispatches in different orders.
             _origin_hash(self.label, self.ordinal) | (self.of_call & 0x7FFFFFFF) << 32,
         )
 
@@ -179,15 +183,16 @@ def _text(words: Words) -> str:
     return words[TEXT_START:].tobytes().rstrip(b"\0").decode(errors="replace")
 
 
-def _show(place: int, words: Words) -> str:
-    value = int(words[place])
-    if place == 0:
+def _format_word(index: int, words: Words) -> str:
+    """Return word ``index`` of a header, which is the word ``COMPARED[index]``, as text."""
+    value = int(words[index])
+    if index == 0:
         return OPS[value] if 0 <= value < len(OPS) else f"unknown operation {value}"
-    if place == 3:
+    if index == 3:
         return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
-    if place == 6:
+    if index == 6:
         return str(bool(value))
-    if place == 7:
+    if index == 7:
         rows = f", rows of call {value >> 32}" if value >> 32 else ""
         return f"{_text(words)!r} (dispatcher {value & ORDINAL_MASK}{rows})"
     return str(value)
@@ -212,26 +217,27 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
                 text += f". This rank was in {own.op} (call {own.seq})" + (f" of layer {own.label!r}" * bool(own.label))
             raise kind(text)
     if own.op == COLLECTIVE and len(set(compared)) > 1:
-        raise other_collective(rank, own.seq, own.label, _others(headers, rank))
+        raise other_collective(rank, own.seq, own.label, _describe_others(headers, rank))
     if len(set(compared)) <= 1:
         return
-    for place in range(NUM_COMPARED):
-        if len({words[place] for words in compared}) > 1:
-            values = ", ".join(f"rank {peer}: {_show(place, words)}" for peer, words in enumerate(headers))
-            where = f" of layer {own.label!r}" if own.label else ""
+    for index in range(NUM_COMPARED):
+        if len({words[index] for words in compared}) > 1:
+            values = ", ".join(f"rank {peer}: {_format_word(index, words)}" for peer, words in enumerate(headers))
+            layer = f" of layer {own.label!r}" if own.label else ""
             raise errors.RankMismatch(
-                f"ranks disagree on {COMPARED[place]} in {own.op} (call {own.seq}){where}: {values}. "
+                f"ranks disagree on {COMPARED[index]} in {own.op} (call {own.seq}){layer}: {values}. "
                 "Every rank of a group must make the same calls in the same order with the same settings."
             )
 
 
-def _others(headers: Sequence[Words], rank: int) -> str:
+def _describe_others(headers: Sequence[Words], rank: int) -> str:
     """Describe the operations of ranks that are not in the collective of ``rank``."""
     others = []
     for peer, words in enumerate(headers):
         if (words[:NUM_COMPARED] != headers[rank][:NUM_COMPARED]).any():
             collective = f"{_text(words)} ({words[2]} bytes)"
-            what = collective if _show(0, words) == COLLECTIVE else f"{_show(0, words)} of layer {_text(words)!r}"
+            op = _format_word(0, words)
+            what = collective if op == COLLECTIVE else f"{op} of layer {_text(words)!r}"
             others.append(f"rank {peer} in call {words[1]}, {what}")
     return ", ".join(others)
 

@@ -46,9 +46,9 @@ class Process:
         # 62 bits of the key, so that the number is not negative.
         return cls(int(host_key(), 16) >> 2, os.getpid(), stat[1] if stat else 0)
 
-    def status(self, here: int) -> str:
-        """Return "ended", "stopped", "alive" or "on another host", as seen from host ``here``."""
-        if self.host != here:
+    def status(self, own_host: int) -> str:
+        """Return "ended", "stopped", "alive" or "on another host", as seen from host ``own_host``."""
+        if self.host != own_host:
             return "on another host"
         if not Path("/proc/self/stat").exists():
             return "alive"
@@ -59,7 +59,7 @@ class Process:
 
 
 class Peers:
-    """The processes of a group, by rank."""
+    """The processes of a group, by rank. name: prefix of the group's notes in ``store``."""
 
     def __init__(self, processes: Sequence[Process], rank: int, store: Store, name: str) -> None:
         self.processes = tuple(processes)
@@ -70,8 +70,8 @@ class Peers:
 
     def ended(self) -> list[int]:
         """Return the ranks on this host whose process has ended."""
-        here = self.processes[self.rank].host
-        return [rank for rank, process in enumerate(self.processes) if process.status(here) == "ended"]
+        own_host = self.processes[self.rank].host
+        return [rank for rank, process in enumerate(self.processes) if process.status(own_host) == "ended"]
 
     def describe(self, rank: int) -> str:
         """Return text like ``rank 1 (pid 123, stopped)``."""

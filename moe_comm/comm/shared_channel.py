@@ -1,7 +1,7 @@
 """Collectives of CPU ranks on one host through shared memory.
 
-A rank copies its tensor once into its heap. Peers copy or sum their part of it directly into the result. There are no
-sockets or kernel buffers. Each call has the same handshake as a dispatch: ranks in different calls raise
+A rank copies its tensor once into its heap (the offer). Peers copy or sum their part of it directly into the result.
+There are no sockets or kernel buffers. Each call has the same handshake as a dispatch: ranks in different calls raise
 ``RankMismatch``. csrc/cpu/communicator.h defines the protocol, csrc/cpu/exchange.h the copies.
 """
 
@@ -105,9 +105,9 @@ class SharedChannel(Channel):
     ) -> PendingTensor:
         """See ``Channel.start_all_to_all``. Through shared memory it completes immediately."""
 
-        def swap(args: tuple[Any, ...], at: int) -> None:
-            part = rows.nbytes // self.world
-            self._exchange.copy(*args, self.rank * part, part, at)
+        def swap(args: tuple[Any, ...], destination: int) -> None:
+            chunk_bytes = rows.nbytes // self.world
+            self._exchange.copy(*args, self.rank * chunk_bytes, chunk_bytes, destination)
 
         if len({*send, *receive}) == 1 and self._uses_shared_memory(rows):
             nbytes = rows.nbytes // self.world * (self.world - 1)
@@ -129,7 +129,8 @@ class SharedChannel(Channel):
         result = self._exchange_shared(parts_WTD, shape, add, description, nbytes)
         if result is not None:
             return result
-        ones = [1] * self.world  # the fallback gives the same bits as shared memory
+        # A rank has no room. Gather and sum in rank order, which gives the same bits as shared memory.
+        ones = [1] * self.world
         return sum_in_rank_order(Channel.start_all_to_all(self, parts_WTD, ones, ones, description)())
 
     def all_reduce(self, tensor: Tensor, description: str) -> Tensor:
@@ -165,8 +166,8 @@ class SharedChannel(Channel):
         Args:
             num_bytes, dtype, description: compared between ranks.
             offer: allocates the block that peers can read, and writes what is available at the start.
-            body: requests the block of each peer. It must not keep memory of peers, and it must be repeatable, because
-                the caller runs it in another form if this method returns None.
+            body: requests the block of each peer. It must not keep memory of peers. It must be repeatable, because the
+                caller computes the result in another way if this method returns None.
 
         Returns:
             The result of ``body``; None on every rank if a rank has no room for its block.
@@ -190,7 +191,7 @@ class SharedChannel(Channel):
             with communication_span(Kind.COLLECTIVE, operation(description), group=group, nbytes=num_bytes):
                 rendezvous = self._core.Rendezvous(self._shared.communicator, self._threads, *args)
             result = body(rendezvous)
-            with communication_span(Kind.COLLECTIVE, "the end of others"):
+            with communication_span(Kind.COLLECTIVE, "wait until all ranks have finished"):
                 rendezvous.finish()
             return result
         except self._core.HandshakeFailed as error:
@@ -226,7 +227,7 @@ class SharedChannel(Channel):
                     run(args, out.data_ptr())
                     return out
                 self._exchange.all_sum(*args, DTYPE_CODES[x.dtype])
-            # Return a copy: keeping the offer would occupy shared memory that dispatch needs.
+            # Return a copy, because the offer occupies shared memory that dispatch needs.
             return out.copy_(offer)
         except self._core.HandshakeFailed as error:
             self._warn_no_room(error, header, "uses the group's backend")
@@ -249,8 +250,8 @@ class SharedChannel(Channel):
             offer.nbytes,
         )
 
-    def _warn_no_room(self, handshake_error: Any, header: Header, instead: str) -> None:
-        """Raise the error of a failed handshake. If a rank has no room, only warn."""
+    def _warn_no_room(self, handshake_error: Any, header: Header, fallback: str) -> None:
+        """Raise the error of a failed handshake. If a rank has no room, only warn that the caller uses ``fallback``."""
         error = failure(handshake_error.headers, self.rank, header)
         text = str(error)
         try:
@@ -259,7 +260,7 @@ class SharedChannel(Channel):
         finally:
             del error, handshake_error  # their tracebacks reference this frame and memory of the heap
         warnings.warn(
-            f"{text}; {header.label} {instead} instead, which is slower. Enlarge /dev/shm "
+            f"{text}; {header.label} {fallback} instead, which is slower. Enlarge /dev/shm "
             "(docker run --shm-size) or set CollectiveOptions(shared_memory=False)",
             RuntimeWarning,
             stacklevel=5,

@@ -35,7 +35,7 @@ class SharedOptions:
         spin_us: microseconds to spin before sleeping; None spins only if each rank has its own core.
         initial_bytes: initial size of each heap.
         reserve_bytes: address range that each heap can grow into.
-        first_progress: initial value of the wrapping counters, for tests.
+        first_progress: initial value of the progress counters, so that tests can let them wrap around.
     """
 
     spin_us: float | None = None
@@ -123,7 +123,7 @@ def _gather_text(text: str, channel: Channel) -> list[str]:
 
 
 def _raise_on_all(problem: Exception | None, channel: Channel, what: str) -> None:
-    """Raise on every rank if a rank has a problem."""
+    """Raise on every rank if a rank has a problem: its own error there, ``HeapError`` on the others."""
     failed = _gather_text("" if problem is None else "failed", channel)
     if problem is not None:
         raise problem

@@ -14,7 +14,7 @@ from moe_comm.observe.records import FaultRecord
 from moe_comm.observe.window import Window, read_window
 
 KINDS = {"stuck": "hang", "died": "death", "unreachable": "unreachable"}
-"""Diagnosis kinds by the kind of a ``FaultRecord``."""
+"""Kind of the diagnosis for each kind of ``FaultRecord`` that names a culprit."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class Culprit:
     last_step: int
 
     def __str__(self) -> str:
-        one, first, last = self.finding, self.first_step, self.last_step
-        label = "rank" if len(one.ranks) == 1 else "ranks"
+        diagnosis, first, last = self.finding, self.first_step, self.last_step
+        label = "rank" if len(diagnosis.ranks) == 1 else "ranks"
+        ranks = ", ".join(map(str, diagnosis.ranks))
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        return f"{steps}: {one.kind}, {label} {', '.join(map(str, one.ranks))} ({one.sure:.0%} confidence): {one.why}"
+        return f"{steps}: {diagnosis.kind}, {label} {ranks} ({diagnosis.sure:.0%} confidence): {diagnosis.why}"
 
 
 def culprits(
@@ -55,14 +56,14 @@ def culprits(
         if results:
             return results
         raise
-    for part in [window.between(*steps)] if steps is not None else _split(window, size):
-        results += [Culprit(one, part.steps[0], part.steps[-1]) for one in diagnose(part, limits)]
-    return _merge(sorted(results, key=lambda one: (one.first_step, one.finding.kind)))
+    for section in [window.between(*steps)] if steps is not None else _split(window, size):
+        results += [Culprit(diagnosis, section.steps[0], section.steps[-1]) for diagnosis in diagnose(section, limits)]
+    return _merge(sorted(results, key=lambda culprit: (culprit.first_step, culprit.finding.kind)))
 
 
 def save(culprits: list[Culprit], path: Path) -> None:
     """Write ``culprits`` as a JSON list."""
-    path.write_text(json.dumps([asdict(one) for one in culprits], indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps([asdict(culprit) for culprit in culprits], indent=2) + "\n", encoding="utf-8")
 
 
 def _split(window: Window, size: int) -> list[Window]:
@@ -70,20 +71,21 @@ def _split(window: Window, size: int) -> list[Window]:
     cuts = list(range(0, len(window.steps), size))
     if len(cuts) > 1 and len(window.steps) - cuts[-1] < DiagnosisLimits().steps:
         cuts.pop()
-    ends = [window.steps[at] for at in cuts] + [window.steps[-1] + 1]
-    return [window.between(first, after - 1) for first, after in pairwise(ends)]
+    ends = [window.steps[index] for index in cuts] + [window.steps[-1] + 1]
+    return [window.between(first, following - 1) for first, following in pairwise(ends)]
 
 
 def _merge(culprits: list[Culprit]) -> list[Culprit]:
+    """Merge equal diagnoses of consecutive windows, but not faults (``KINDS``), which are separate events."""
     merged: list[Culprit] = []
     last: dict[tuple[str, tuple[int, ...]], int] = {}
-    for one in culprits:
-        key = one.finding.kind, one.finding.ranks
+    for culprit in culprits:
+        key = culprit.finding.kind, culprit.finding.ranks
         previous = merged[last[key]] if key in last else None
-        if previous is not None and previous.last_step + 1 == one.first_step and key[0] not in KINDS.values():
-            worst = max(previous.finding, one.finding, key=lambda finding: finding.lost_s)
-            merged[last[key]] = Culprit(worst, previous.first_step, one.last_step)
+        if previous is not None and previous.last_step + 1 == culprit.first_step and key[0] not in KINDS.values():
+            worst = max(previous.finding, culprit.finding, key=lambda finding: finding.lost_s)
+            merged[last[key]] = Culprit(worst, previous.first_step, culprit.last_step)
         else:
             last[key] = len(merged)
-            merged.append(one)
+            merged.append(culprit)
     return merged

@@ -1,6 +1,6 @@
 """Find slow ranks, links and hosts of a run.
 
-    compute of the ranks [S, W]           probes between hosts [H, H]        interpretation of C4 (arXiv 2406.04594)
+    compute of the ranks [S, W]           probes between hosts [H, H]        patterns as in C4 (arXiv 2406.04594)
       . . # .   one column is an outlier    . . .    one cell: the link
       . . # .   in its pipeline stage       # # #    a row: the host sends slowly
       . . # .                               . . .    a column: the host receives slowly
@@ -72,7 +72,8 @@ def diagnose(window: Window, limits: DiagnosisLimits | None = None) -> list[Diag
     if len(window.steps) < limits.steps:
         return []
     diagnoses = [*_slow_ranks(window, limits), *_slow_links(window, limits)]
-    return sorted((one for one in diagnoses if one.sure >= limits.sure), key=lambda one: -one.lost_s)
+    certain = [diagnosis for diagnosis in diagnoses if diagnosis.sure >= limits.sure]
+    return sorted(certain, key=lambda diagnosis: -diagnosis.lost_s)
 
 
 def _slow_ranks(window: Window, limits: DiagnosisLimits) -> list[Diagnosis]:
@@ -80,7 +81,7 @@ def _slow_ranks(window: Window, limits: DiagnosisLimits) -> list[Diagnosis]:
     diagnoses = []
     for part in PARTS:
         for stage in sorted(set(window.stage)):
-            ranks = np.array([column for column, at in enumerate(window.stage) if at == stage])
+            ranks = np.array([column for column, stage_of_rank in enumerate(window.stage) if stage_of_rank == stage])
             if len(ranks) < 2:
                 continue
             own_SW, rows_SW = window.parts[part][:, ranks], window.rows_SW[:, ranks]
@@ -94,17 +95,17 @@ def _slow_ranks(window: Window, limits: DiagnosisLimits) -> list[Diagnosis]:
             if outlier is None:
                 continue
             confidence = _confidence(own_SW, limits, outlier)
-            typical = np.median(np.delete(own_SW, outlier, 1))
-            own = np.median(own_SW[:, outlier])
-            lost = float(own - typical)
-            factor = float(own / max(typical, _TINY))
+            typical_s = np.median(np.delete(own_SW, outlier, 1))
+            own_s = np.median(own_SW[:, outlier])
+            lost_s = float(own_s - typical_s)
+            factor = float(own_s / max(typical_s, _TINY))
             column = int(ranks[outlier])
             rank = window.ranks[column]
             why = (
-                f"rank {rank} on {window.hosts[column]} spends {own * 1e3:.1f} ms per step on {part}, "
-                f"the other ranks of its stage {typical * 1e3:.1f} ms"
+                f"rank {rank} on {window.hosts[column]} spends {own_s * 1e3:.1f} ms per step on {part}, "
+                f"the other ranks of its stage {typical_s * 1e3:.1f} ms"
             )
-            diagnoses.append(Diagnosis("slow rank", (rank,), confidence, factor, lost, why))
+            diagnoses.append(Diagnosis("slow rank", (rank,), confidence, factor, lost_s, why))
     return diagnoses
 
 
@@ -121,27 +122,27 @@ def _without_routing(own_SW: Floats, rows_SW: Floats) -> Floats:
         return own_SW  # the rows vary too little to estimate the time per row
     rows = rows_SW - rows_SW.mean(0)
     slope_W = (rows * (own_SW - own_SW.mean(0))).sum(0) / (rows**2).sum(0)
-    price = float(np.clip(np.median(slope_W), 0, None))
+    seconds_per_row = float(np.clip(np.median(slope_W), 0, None))
     mean = rows_SW.mean(1, keepdims=True)
-    return np.asarray(own_SW - price * (rows_SW - mean), dtype=np.float64)
+    return np.asarray(own_SW - seconds_per_row * (rows_SW - mean), dtype=np.float64)
 
 
 def _find_outlier(own_SW: Floats, limits: DiagnosisLimits) -> int | None:
     """Return the column whose median exceeds all others beyond the limits."""
     median_W = np.median(own_SW, 0)
-    first = int(median_W.argmax())
-    others = np.delete(median_W, first)
-    typical = float(np.median(others))
-    excess = median_W[first] - typical
-    if excess < limits.least_s or median_W[first] < limits.rank * max(typical, _TINY):
+    slowest = int(median_W.argmax())
+    other_medians = np.delete(median_W, slowest)
+    typical = float(np.median(other_medians))
+    excess = median_W[slowest] - typical
+    if excess < limits.least_s or median_W[slowest] < limits.rank * max(typical, _TINY):
         return None
     # Compare with the spread among healthy ranks, and with the uncertainty of a median over steps.
-    spread = float(np.median(np.abs(others - typical)))
+    spread = float(np.median(np.abs(other_medians - typical)))
     noise_W = 1.4826 * np.median(np.abs(own_SW - median_W), 0) / np.sqrt(len(own_SW))
     if excess < limits.outlier * max(1.4826 * spread, float(np.median(noise_W)), _TINY):
         return None
-    second = float(others.max())
-    return first if median_W[first] - second >= 0.5 * excess else None
+    second_slowest = float(other_medians.max())
+    return slowest if median_W[slowest] - second_slowest >= 0.5 * excess else None
 
 
 def _confidence(own_SW: Floats, limits: DiagnosisLimits, outlier: int) -> float:
@@ -155,17 +156,17 @@ def _slow_links(window: Window, limits: DiagnosisLimits) -> list[Diagnosis]:
     ends, links_SWW = window.links.matrices()
     if not len(links_SWW) or len(ends) < 2:
         return []
-    first = _find_slow_link(links_SWW, limits)
-    if first is None:
+    slow_link = _find_slow_link(links_SWW, limits)
+    if slow_link is None:
         return []
     generator = np.random.default_rng(0)
     draws = generator.integers(len(links_SWW), size=(RESAMPLES, len(links_SWW)))
     votes = Counter(_find_slow_link(links_SWW[draw], limits) for draw in draws)
-    kind, source, target = first
+    kind, source, target = slow_link
     seconds = _median_over_steps(links_SWW)
-    rows = seconds[:, target] if source < 0 else seconds[source]
-    slow = float(seconds[source, target] if kind == "slow link" else np.nanmedian(rows))
-    typical = _typical_probe(seconds)
+    probe_s = seconds[:, target] if source < 0 else seconds[source]
+    slow_s = float(seconds[source, target] if kind == "slow link" else np.nanmedian(probe_s))
+    typical_s = _typical_probe(seconds)
     host_of = dict(zip(window.ranks, window.hosts, strict=True))
     name = [f"{host_of[rank]} (rank {rank})" for rank in ends]
     subjects = {
@@ -175,9 +176,9 @@ def _slow_links(window: Window, limits: DiagnosisLimits) -> list[Diagnosis]:
         "slow host": f"a probe from or to {name[source]}",
     }
     ranks = tuple(rank for rank in (source, target) if rank >= 0)
-    why = f"{subjects[kind]} takes {slow * 1e3:.1f} ms, other probes {typical * 1e3:.1f} ms"
-    confidence = votes[first] / RESAMPLES
-    factor, lost = slow / max(typical, _TINY), slow - typical
+    why = f"{subjects[kind]} takes {slow_s * 1e3:.1f} ms, other probes {typical_s * 1e3:.1f} ms"
+    confidence = votes[slow_link] / RESAMPLES
+    factor, lost = slow_s / max(typical_s, _TINY), slow_s - typical_s
     return [Diagnosis(kind, tuple(ends[rank] for rank in ranks), confidence, factor, lost, why)]
 
 
@@ -212,9 +213,9 @@ def _median_over_steps(links_SWW: Floats) -> Floats:
 def _typical_probe(seconds_WW: Floats) -> float:
     """Return the probe time of healthy links.
 
-    This is the lower quartile, because one of three hosts has two thirds of all links; of two hosts, it is the faster
-    direction.
+    This is the lower quartile, not the median: with three hosts, two thirds of all links begin or end at one slow host.
+    With two hosts, it is the faster direction.
     """
-    off = seconds_WW[~np.eye(len(seconds_WW), dtype=bool)]
-    off = off[np.isfinite(off)]
-    return float(np.quantile(off, 0.25) if len(seconds_WW) > 2 else off.min())
+    between_hosts = seconds_WW[~np.eye(len(seconds_WW), dtype=bool)]
+    between_hosts = between_hosts[np.isfinite(between_hosts)]
+    return float(np.quantile(between_hosts, 0.25) if len(seconds_WW) > 2 else between_hosts.min())

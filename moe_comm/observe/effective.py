@@ -6,8 +6,8 @@
 
     ratio = seconds of counted steps / seconds from the first start to the end
 
-Of a repeated step only the last execution counts, and only if it updated the weights. Waiting for checkpoints does not
-count.
+If a step was repeated, only its last execution counts, and only if it updated the weights. Waiting for checkpoints does
+not count.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ def effective_time(run: Path, end_s: float | None = None) -> EffectiveTime | Non
             again_s += total
     restart_s = paused_s = 0.0
     start_s = first.ready_s - first.started_s
-    for before, attempt in pairwise(attempts):
-        since = before.ready_s if math.isnan(attempt.last_s) else max(attempt.last_s, before.ready_s)
+    for previous, attempt in pairwise(attempts):
+        last_step_end = previous.ready_s if math.isnan(attempt.last_s) else max(attempt.last_s, previous.ready_s)
         if attempt.ended:
-            paused_s += max(attempt.started_s - since, 0.0)
-            start_s += attempt.ready_s - max(attempt.started_s, since)
+            paused_s += max(attempt.started_s - last_step_end, 0.0)
+            start_s += attempt.ready_s - max(attempt.started_s, last_step_end)
         else:
-            restart_s += max(attempt.ready_s - since, 0.0)
+            restart_s += max(attempt.ready_s - last_step_end, 0.0)
     return EffectiveTime(
         attempts=len(attempts),
         steps=steps,

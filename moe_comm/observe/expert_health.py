@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 LOW_IS_BAD = frozenset({"least", "diversity"})
-"""Metrics of which low values are bad."""
+"""Metrics for which low values are bad."""
 
 
 def layers_to_write(imbalance: Sequence[float], metrics: int, most: int) -> tuple[int, ...]:
@@ -29,9 +29,9 @@ def layers_to_write(imbalance: Sequence[float], metrics: int, most: int) -> tupl
 def across_layers(values: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
     """Return the median and the 95th percentile (5th where low values are bad) over layers of each metric."""
     return {
-        name: (quantile(one, 0.5), quantile(one, 0.05 if name in LOW_IS_BAD else 0.95))
-        for name, one in values.items()
-        if len(one)
+        name: (quantile(layer_values, 0.5), quantile(layer_values, 0.05 if name in LOW_IS_BAD else 0.95))
+        for name, layer_values in values.items()
+        if len(layer_values)
     }
 
 

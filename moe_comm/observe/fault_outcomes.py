@@ -27,7 +27,7 @@ PROGRESS = "progress.jsonl"
 class FaultOutcome:
     """Detection and recovery of a fault, in seconds after the injection (NaN: never). noticed: the detecting event.
 
-    Each event before the recovery counts as a detection, so faults in quick succession share events.
+    The first event between injection and recovery counts as the detection. Faults in quick succession can share events.
     """
 
     injection: Injection
@@ -39,28 +39,32 @@ class FaultOutcome:
 def fault_outcomes(run: Path) -> list[FaultOutcome]:
     """Return the outcome of each injection of the run in the folder ``run``, sorted by time."""
     events: list[tuple[float, str]] = [
-        (one.time_s, f"{one.kind} rank {','.join(map(str, one.ranks))}: {one.action}")
-        for one in read_lines(run / FAULTS, FaultRecord)
+        (record.time_s, f"{record.kind} rank {','.join(map(str, record.ranks))}: {record.action}")
+        for record in read_lines(run / FAULTS, FaultRecord)
     ]
     checkpoint_events = [event for event in events if event[1].startswith("checkpoint")]
-    events += [(one.started_s, f"start {one.number}, {one.source}") for one in read_lines(run / ATTEMPTS, Attempt)]
+    attempts = read_lines(run / ATTEMPTS, Attempt)
+    events += [(attempt.started_s, f"start {attempt.number}, {attempt.source}") for attempt in attempts]
     events.sort()
     steps = _progress(run / PROGRESS)
     times = [time_s for time_s, _, _ in steps]
     outcomes = []
     for injection in read_injections(run / INJECTED):
         began = injection.time_s
-        first = injection.attempt + (injection.kind in FATAL | DAMAGE)  # the first attempt that can recover
-        after = steps[bisect.bisect_right(times, began) :]
-        end = next((time_s for time_s, step, start in after if step > injection.step and start >= first), math.inf)
+        first_attempt = injection.attempt + (injection.kind in FATAL | DAMAGE)  # the first attempt that can recover
+        later_steps = steps[bisect.bisect_right(times, began) :]
+        recoveries = (
+            time_s for time_s, step, attempt in later_steps if step > injection.step and attempt >= first_attempt
+        )
+        recovered = next(recoveries, math.inf)
         candidates = checkpoint_events if injection.kind in DAMAGE else events
-        event = next((one for one in candidates if began < one[0] <= end), None)
+        event = next((event for event in candidates if began < event[0] <= recovered), None)
         outcomes.append(
             FaultOutcome(
                 injection,
                 event[1] if event else "",
                 event[0] - began if event else math.nan,
-                end - began if end < math.inf else math.nan,
+                recovered - began if recovered < math.inf else math.nan,
             )
         )
     return outcomes
@@ -68,12 +72,12 @@ def fault_outcomes(run: Path) -> list[FaultOutcome]:
 
 def summary(outcomes: Sequence[FaultOutcome]) -> dict[str, dict[str, Any]]:
     """Return count, and median, p99 and worst of the seconds, by kind; None if no fault was detected or recovered."""
-    kinds = sorted({one.injection.kind for one in outcomes})
+    kinds = sorted({outcome.injection.kind for outcome in outcomes})
     return {
         kind: {
-            "count": len(same := [one for one in outcomes if one.injection.kind == kind]),
-            "detected": _quantiles([one.detected_s for one in same]),
-            "recovered": _quantiles([one.recovered_s for one in same]),
+            "count": len(same := [outcome for outcome in outcomes if outcome.injection.kind == kind]),
+            "detected": _quantiles([outcome.detected_s for outcome in same]),
+            "recovered": _quantiles([outcome.recovered_s for outcome in same]),
         }
         for kind in kinds
     }
@@ -88,8 +92,8 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def next_attempt(run: Path) -> int:
-    """Return the number of a new start of the ranks: one more than in all recorded injections and steps."""
-    attempts = [one.attempt for one in read_injections(run / INJECTED)]
+    """Return the number of a new start of the ranks: one more than the largest in recorded injections and steps."""
+    attempts = [injection.attempt for injection in read_injections(run / INJECTED)]
     return 1 + max([*attempts, *(attempt for _, _, attempt in _progress(run / PROGRESS))], default=-1)
 
 

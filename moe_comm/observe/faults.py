@@ -26,6 +26,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.observe.records import to_json
 
 WHEN = ("step", "probability", "mean_s")
+"""Options that say when a fault happens. Each specification has exactly one of them."""
 PLACES = ("start", "forward", "backward", "end")
 """Points of a step: before its batch is read; in an MoE layer between dispatch and experts, in forward or backward;
 after the weight update."""
@@ -60,7 +61,7 @@ FATAL = frozenset(
 DAMAGE = frozenset(("checkpoint_truncate", "checkpoint_flip", "checkpoint_missing"))
 """Kinds that are detected only when restarted ranks resume from the checkpoint."""
 WAIT = DAMAGE | {"flip_bit", "full_disk", "nan_grad"}
-"""Kinds that require a checkpoint, rows, a save or a gradient. If their step has none, they happen in a later step."""
+"""Kinds that require a checkpoint, rows, a save or a gradient. If a step has none, they happen in a later step."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class FaultSpec:
 
     def __str__(self) -> str:
         options = {"rank": "any" if self.rank is None else self.rank}
-        for one in dataclasses.fields(self)[2:]:
-            if (value := getattr(self, one.name)) != one.default:
-                options[one.name] = value
+        for option in dataclasses.fields(self)[2:]:
+            if (value := getattr(self, option.name)) != option.default:
+                options[option.name] = value
         return f"{self.kind}:" + ",".join(f"{key}={value}" for key, value in options.items())
 
 
@@ -135,9 +136,9 @@ def parse(text: str) -> FaultSpec:
         if not equals or not value or key in values:
             raise ConfigError(f"fault {text!r}: {key} needs one value, as in step=5")
         values[key] = _value(text, key, value)
-    times = [key for key in WHEN if key in values]
-    if len(times) != 1:
-        got = " and ".join(times) or "none"
+    schedules = [key for key in WHEN if key in values]
+    if len(schedules) != 1:
+        got = " and ".join(schedules) or "none"
         raise ConfigError(f"fault {text!r}: set exactly one of step, probability and mean_s; got {got}")
     if kind == "hold_gil":
         values.setdefault("seconds", 3600.0)  # until the rank is killed
@@ -159,10 +160,10 @@ def _value(text: str, key: str, value: str) -> Any:
     except ValueError:
         kind = "a whole number" if key in _LEAST else "a number"
         raise ConfigError(f"fault {text!r}: {key} must be {kind}{' or any' * (key == 'rank')}; got {value!r}") from None
-    low = _LEAST.get(key, 0)
-    good = number >= low if key in _LEAST else 0 < number < math.inf
-    if not good or (key == "probability" and number > 1) or number > 1e9:
-        bounds = f"at least {low}" if key in _LEAST else "in (0, 1]" if key == "probability" else "positive"
+    least = _LEAST.get(key, 0)
+    in_range = number >= least if key in _LEAST else 0 < number < math.inf
+    if not in_range or (key == "probability" and number > 1) or number > 1e9:
+        bounds = f"at least {least}" if key in _LEAST else "in (0, 1]" if key == "probability" else "positive"
         raise ConfigError(f"fault {text!r}: {key} must be {bounds}; got {value}")
     return number
 
@@ -221,7 +222,7 @@ class FaultPlan:
             if fault.mean_s is not None:
                 result += self._by_time(index, fault, step, now_s)
                 continue
-            # A waiting fault is also due if restarted ranks do not repeat its planned step.
+            # A fault in ``WAIT`` stays due after its planned step, also if restarted ranks do not repeat that step.
             planned = step if fault.kind not in WAIT or fault.step is None else min(step, fault.step)
             if (key := f"{index}@{planned}") not in self.fired and self._happens(index, fault, planned):
                 result.append(DueFault(fault, planned, key))
@@ -233,7 +234,10 @@ class FaultPlan:
         return happens and self.rank == (chance.randrange(self.world) if fault.rank is None else fault.rank)
 
     def _by_time(self, index: int, fault: FaultSpec, step: int, now_s: float) -> list[DueFault]:
-        """Schedule a ``mean_s`` fault independently on each rank, with a rate of 1 / world per rank for any rank."""
+        """Schedule a ``mean_s`` fault independently on each rank.
+
+        A fault on any rank happens on each with 1 / world of the rate, so that the mean over all ranks is ``mean_s``.
+        """
         if fault.mean_s is None or fault.rank not in (None, self.rank):
             return []
         mean_s = fault.mean_s * (self.world if fault.rank is None else 1)
@@ -270,14 +274,14 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 def read_injections(path: Path) -> list[Injection]:
     """Return the valid lines of ``path``, sorted by time."""
-    names = {one.name for one in dataclasses.fields(Injection)}
+    names = {field.name for field in dataclasses.fields(Injection)}
     injections = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             values = json.loads(line)
-            one = Injection(**{key: value for key, value in values.items() if key in names})
-            if all(isinstance(getattr(one, key), kind) for key, kind in _TYPES.items()):
-                injections.append(one)
+            injection = Injection(**{key: value for key, value in values.items() if key in names})
+            if all(isinstance(getattr(injection, key), kind) for key, kind in _TYPES.items()):
+                injections.append(injection)
         except (ValueError, TypeError, AttributeError, RecursionError):
             continue
-    return sorted(injections, key=lambda one: one.time_s)
+    return sorted(injections, key=lambda injection: injection.time_s)

@@ -67,12 +67,12 @@ class TraceBuilder:
 
     def process(self, pid: int, name: str, label: str = "") -> int:
         """Add a group of tracks and return its id. ``pid`` must be above 0, the id of the idle process."""
-        described = self._descriptor()
-        described.process.pid = pid
-        described.process.process_name = name
+        descriptor = self._descriptor()
+        descriptor.process.pid = pid
+        descriptor.process.process_name = name
         if label:
-            described.process.process_labels.append(label)
-        return int(described.uuid)
+            descriptor.process.process_labels.append(label)
+        return int(descriptor.uuid)
 
     def track(self, process: int, name: str, order: int) -> int:
         """Add a track and return its index for ``Slice.track``. A track without slices is not written."""
@@ -89,13 +89,13 @@ class TraceBuilder:
 
         # (time, order, ...): ends before beginnings, an outer slice before its inner ones.
         events: list[tuple[int, int, int, int, int, Slice]] = []
-        for one in sorted(self._slices, key=lambda one: (one.begin_ns, -one.end_ns)):
-            end_ns = max(one.end_ns, one.begin_ns + 1)  # otherwise the end would sort before the beginning
-            uuid = self._lane(self._tracks[one.track], one.begin_ns, end_ns)
-            length = end_ns - one.begin_ns
-            events.append((one.begin_ns, 1, -length, len(events), uuid, one))
-            events.append((end_ns, 0, length, -len(events), uuid, one))
-        for at_ns, begins, _, _, uuid, one in sorted(events, key=lambda event: event[:4]):
+        for slice_ in sorted(self._slices, key=lambda slice_: (slice_.begin_ns, -slice_.end_ns)):
+            end_ns = max(slice_.end_ns, slice_.begin_ns + 1)  # otherwise the end would sort before the beginning
+            uuid = self._lane(self._tracks[slice_.track], slice_.begin_ns, end_ns)
+            length = end_ns - slice_.begin_ns
+            events.append((slice_.begin_ns, 1, -length, len(events), uuid, slice_))
+            events.append((end_ns, 0, length, -len(events), uuid, slice_))
+        for at_ns, begins, _, _, uuid, slice_ in sorted(events, key=lambda event: event[:4]):
             packet = self._builder.add_packet()
             packet.timestamp = at_ns
             packet.trusted_packet_sequence_id = _SEQUENCE
@@ -103,32 +103,35 @@ class TraceBuilder:
             event.track_uuid = uuid
             event.type = TrackEvent.TYPE_SLICE_BEGIN if begins else TrackEvent.TYPE_SLICE_END
             if begins:
-                event.name = one.name
-                event.categories.append(one.category)
-                event.flow_ids.extend(one.arrows_out)
-                event.terminating_flow_ids.extend(one.arrows_in)
-                for key, value in one.args.items():
+                event.name = slice_.name
+                event.categories.append(slice_.category)
+                event.flow_ids.extend(slice_.arrows_out)
+                event.terminating_flow_ids.extend(slice_.arrows_in)
+                for key, value in slice_.args.items():
                     _annotate(event.debug_annotations.add(), key, value)
         return bytes(self._builder.serialize())
 
     def _descriptor(self) -> Any:
         self._uuid += 1
-        described = self._builder.add_packet().track_descriptor
-        described.uuid = self._uuid
-        return described
+        descriptor = self._builder.add_packet().track_descriptor
+        descriptor.uuid = self._uuid
+        return descriptor
 
     def _lane(self, track: _Track, begin_ns: int, end_ns: int) -> int:
-        """Return the first lane where the slice nests in the open slices. Slices are passed in order of beginning."""
+        """Return the uuid of the first lane (Perfetto track) in whose open slices the slice nests.
+
+        Slices must be passed in the order in which they begin.
+        """
         for uuid, open_ends in track.lanes:
             while open_ends and open_ends[-1] <= begin_ns:
                 open_ends.pop()
             if not open_ends or end_ns <= open_ends[-1]:
                 open_ends.append(end_ns)
                 return uuid
-        described = self._descriptor()
-        described.parent_uuid, described.name, described.sibling_order_rank = track.parent, track.name, track.order
-        track.lanes.append((int(described.uuid), [end_ns]))
-        return int(described.uuid)
+        descriptor = self._descriptor()
+        descriptor.parent_uuid, descriptor.name, descriptor.sibling_order_rank = track.parent, track.name, track.order
+        track.lanes.append((int(descriptor.uuid), [end_ns]))
+        return int(descriptor.uuid)
 
 
 def _annotate(annotation: Any, key: str, value: Value) -> None:

@@ -50,7 +50,7 @@ class Probe:
             timeout=self._timeout,
         )
         self._message = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
-        self._room = torch.empty_like(self._message)
+        self._received = torch.empty_like(self._message)
 
     @property
     def takes_part(self) -> bool:
@@ -67,17 +67,17 @@ class Probe:
         """
         if not self.takes_part:
             return {}
-        place = self._ends.index(self._rank)
-        number = len(self._ends)
+        index = self._ends.index(self._rank)
+        hosts = len(self._ends)
         seconds = {}
-        for distance in range(1, number):
-            target, source = (place + distance) % number, (place - distance) % number
+        for distance in range(1, hosts):
+            target, source = (index + distance) % hosts, (index - distance) % hosts
             # A recorded call of the group, so that the watcher knows which rank this one waits for.
             with communication_span(Kind.COLLECTIVE, "probe between hosts", group=group_of(self._group)):
                 # All hosts begin together: the delay of a host in the training step must not count for the link.
                 dist.barrier(self._group)
                 began = time.perf_counter()
-                pending = dist.irecv(self._room, group=self._group, group_src=source, tag=distance)
+                pending = dist.irecv(self._received, group=self._group, group_src=source, tag=distance)
                 sent = dist.isend(self._message, group=self._group, group_dst=target, tag=distance)
                 _wait(pending)
                 seconds[self._ends[source]] = time.perf_counter() - began

@@ -27,7 +27,7 @@ from moe_comm.runtime.events import EVENTS, EventRecorder
 
 DUMPS = "dumps"
 DUMPED = 200
-"""Maximum number of spans in a dump."""
+"""Default maximum number of spans in a dump."""
 _KINDS = {int(kind): kind.name.lower() for kind in Kind}
 
 
@@ -124,16 +124,16 @@ class RankLog:
 
     def _line(self, step: int, parts: StepParts, totals: Totals) -> str:
         """Return a ``RankStep`` as a JSON line. It is formatted without ``json``, because each step writes one."""
-        waits = ",".join([f'"{_KINDS[kind]}":{_decimal(ns)}' for kind, ns in totals.ns.items()])
-        sent = ",".join([f'"{_KINDS[kind]}":{nbytes}' for kind, nbytes in totals.nbytes.items()])
-        peers = ",".join([f'"{rank}":{nbytes}' for rank, nbytes in self._peers(totals)])
-        links = to_json({str(rank): seconds for rank, seconds in parts.links.items()}) if parts.links else "{}"
+        waits_json = ",".join([f'"{_KINDS[kind]}":{_decimal(ns)}' for kind, ns in totals.ns.items()])
+        sent_json = ",".join([f'"{_KINDS[kind]}":{nbytes}' for kind, nbytes in totals.nbytes.items()])
+        peers_json = ",".join([f'"{rank}":{nbytes}' for rank, nbytes in self._peers(totals)])
+        links_json = to_json({str(rank): seconds for rank, seconds in parts.links.items()}) if parts.links else "{}"
         return (
             f'{{"step":{step},{self._rank_json},"begin_s":{_seconds(parts.begin_s)},"total":{_seconds(parts.total)},'
             f'"compute":{_seconds(parts.compute)},"communication":{_seconds(parts.communication)},'
             f'"data":{_seconds(parts.data)},"checkpoint":{_seconds(parts.checkpoint)},'
-            f'"memory_bytes":{parts.memory_bytes},"waits":{{{waits}}},"sent":{{{sent}}},"peers":{{{peers}}},'
-            f'"rows":{totals.rows},"links":{links}}}\n'
+            f'"memory_bytes":{parts.memory_bytes},"waits":{{{waits_json}}},"sent":{{{sent_json}}},'
+            f'"peers":{{{peers_json}}},"rows":{totals.rows},"links":{links_json}}}\n'
         )
 
     def _peers(self, totals: Totals) -> list[tuple[int, int]]:
@@ -157,26 +157,25 @@ def span_lines(
     The lines are formatted directly from the records, which is faster than ``read_spans``: training is blocked while
     this function runs. ``last`` and ``since`` are as in ``read_spans``.
     """
-    named = cache(lambda at: json.dumps(read_name(region, at)))
-    layered = cache(lambda at: f',"layer":{named(at)}' if read_name(region, at) else "")
-    grouped = cache(lambda at: f',"group":{_listed(ranks)}' if (ranks := ranks_of(read_name(region, at))) else "")
+    name_json = cache(lambda at: json.dumps(read_name(region, at)))
+    layer_json = cache(lambda at: f',"layer":{name_json(at)}' if read_name(region, at) else "")
+    group_json = cache(lambda at: f',"group":{_listed(ranks)}' if (ranks := ranks_of(read_name(region, at))) else "")
     start, shift = f'{{"rank":{rank},"kind":"', wall_minus_monotonic_ns
     end_of_line = f',"skew_ns":{skew_ns}}}\n' if skew_ns else "}\n"
     lines = []
     for record in read_records(region, last, since):
-        _, begin, end, on, off, call, nbytes, rows_at, at, micro, kind, thread, name, layer, group, peer, experts = (
-            record
-        )
+        _, begin, end, gpu_begin, gpu_end, call, nbytes, rows_at, at, micro = record[:10]
+        kind, thread, name, layer, group, peer, experts = record[10:]
         if at != step or not end:
             continue
-        begin, end = (on, off) if off else (begin, end)
+        begin, end = (gpu_begin, gpu_end) if gpu_end else (begin, end)
         line = (
-            f'{start}{_KINDS[kind]}","name":{named(name)},"begin_ns":{begin + shift},"end_ns":{end + shift},'
+            f'{start}{_KINDS[kind]}","name":{name_json(name)},"begin_ns":{begin + shift},"end_ns":{end + shift},'
             f'"step":{step}'
         )
         if micro:
             line += f',"micro":{micro}'
-        line += layered(layer) + grouped(group)
+        line += layer_json(layer) + group_json(group)
         if call:
             line += f',"call":{call}'
         if peer != -1:
@@ -187,8 +186,8 @@ def span_lines(
             line += f',"rows":{_listed(rows)}'
         if thread:
             line += f',"thread":{thread}'
-        if on and not off:
-            line += f',"begun_ns":{on + shift}'
+        if gpu_begin and not gpu_end:
+            line += f',"begun_ns":{gpu_begin + shift}'
         lines.append(line + end_of_line)
     return lines
 
@@ -205,9 +204,9 @@ def dump(folder: Path, reason: str, recorder: EventRecorder = EVENTS, *, last: i
             return None
         wall_ns, now = wall_minus_monotonic(), time.monotonic_ns()
         path = folder / DUMPS / f"step-{state.step:08d}" / f"rank-{state.rank:05d}.jsonl"
-        why = SpanLine(state.rank, Kind.MARK.name.lower(), reason, now + wall_ns, now + wall_ns, state.step)
+        reason_line = SpanLine(state.rank, Kind.MARK.name.lower(), reason, now + wall_ns, now + wall_ns, state.step)
         open_first = sorted(read_spans(recorder.region, last), key=lambda span: not span.open)
-        lines = [why, *(SpanLine.of(span, wall_ns) for span in open_first)]
+        lines = [reason_line, *(SpanLine.of(span, wall_ns) for span in open_first)]
         writer = LineWriter(path)
         writer.write_text("".join(_text(replace(line, skew_ns=recorder.skew_ns)) for line in lines))
         writer.close()

@@ -32,7 +32,7 @@ ATTEMPTS, FAULTS, INJECTED, METRICS = "attempts.jsonl", "faults.jsonl", "injecte
 LOADS = "loads.jsonl"
 MAX_LINE = 16 << 20
 MAX_RANKS = 1 << 20
-"""Upper limit of ranks in records, because readers allocate memory for each rank."""
+"""Upper limit of rank numbers in records. Readers allocate memory for each rank."""
 
 
 @dataclass(frozen=True)
@@ -203,14 +203,14 @@ def open_to_append(path: Path) -> BinaryIO:
     """Open ``path`` unbuffered for appending lines; create its folder, and remove a truncated last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file: BinaryIO = path.open("ab", buffering=0)
-    with path.open("rb") as before:
-        size = before.seek(0, os.SEEK_END)
+    with path.open("rb") as existing:
+        size = existing.seek(0, os.SEEK_END)
         begin = max(size - MAX_LINE, 0)
-        before.seek(max(size - 1, 0))
-        if before.read(1) in (b"", b"\n"):
+        existing.seek(max(size - 1, 0))
+        if existing.read(1) in (b"", b"\n"):
             return file
-        before.seek(begin)
-        tail = before.read().rpartition(b"\n")
+        existing.seek(begin)
+        tail = existing.read().rpartition(b"\n")
     try:
         json.loads(tail[2])
     except (ValueError, RecursionError):
@@ -314,20 +314,20 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return value
 
 
-def _in_range(text: str, key: str, value: Any) -> Any:
+def _in_range(annotation: str, key: str, value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="replace").decode()  # lone surrogates cannot be encoded
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{key} is beyond 64 bits")
     if key in ("rank", "world") and not 0 <= value < MAX_RANKS:
         raise ValueError(f"{key} must be at least 0 and below {MAX_RANKS}; got {value}")
-    return float(value) if text == "float" else value
+    return float(value) if annotation == "float" else value
 
 
 _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
@@ -335,17 +335,17 @@ _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "s
 
 def _read(kind: Any, key: str, value: Any) -> Any:
     """Return ``value`` if it has the annotated type ``kind`` (a string), else raise ``ValueError``."""
-    text = str(kind)
-    if text == "float" and value is None:
+    annotation = str(kind)
+    if annotation == "float" and value is None:
         return math.nan
-    if text in _SIMPLE:
-        if isinstance(value, bool) or not isinstance(value, _SIMPLE[text]):
-            raise ValueError(f"{key} must be {text}; got {value!r:.80}")
-        return _in_range(text, key, value)
-    outer, _, inner = text.rstrip("]").partition("[")
+    if annotation in _SIMPLE:
+        if isinstance(value, bool) or not isinstance(value, _SIMPLE[annotation]):
+            raise ValueError(f"{key} must be {annotation}; got {value!r:.80}")
+        return _in_range(annotation, key, value)
+    outer, _, inner = annotation.rstrip("]").partition("[")
     if outer == "list" and isinstance(value, list):
-        return [_read(inner, key, one) for one in value]
+        return [_read(inner, key, entry) for entry in value]
     if outer == "dict" and isinstance(value, dict):
-        item = text.partition(", ")[2][:-1]
-        return {_in_range("str", key, name): _read(item, key, one) for name, one in value.items()}
-    raise ValueError(f"{key} must be {text}; got {value!r:.80}")
+        item = annotation.partition(", ")[2][:-1]
+        return {_in_range("str", key, name): _read(item, key, entry) for name, entry in value.items()}
+    raise ValueError(f"{key} must be {annotation}; got {value!r:.80}")

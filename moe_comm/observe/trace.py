@@ -43,7 +43,7 @@ _TRACK_OF = {
     "mark": "data and checkpoint",
 }
 _RETURN_OF = {"dispatch": "combine", "combine backward": "dispatch backward"}
-"""The operation that returns the rows of another one."""
+"""The operation that sends back the rows of another one."""
 SAME_NS = 10_000
 """Maximum difference of the times of one span in two dumps, which read the clocks separately."""
 _SEND, _RECEIVE = "send ", "receive "
@@ -51,7 +51,7 @@ _SEND, _RECEIVE = "send ", "receive "
 
 @dataclass(frozen=True)
 class Release:
-    """The rest of the span at index ``place`` after another rank arrived; an arrow points to it."""
+    """A slice drawn within the span at index ``place``: its part after another rank arrived. An arrow points to it."""
 
     place: int
     begin_ns: int
@@ -128,8 +128,8 @@ def _draw_transfers(spans: list[SpanLine], result: Arrows) -> None:
             sent[span.step, span.micro, span.layer, span.name.removeprefix(_SEND), span.rank, span.peer].append(place)
     for place, span in enumerate(spans):
         if span.kind == "transfer" and span.name.startswith(_RECEIVE):
-            what = span.name.removeprefix(_RECEIVE)
-            if sources := sent.get((span.step, span.micro, span.layer, what, span.peer, span.rank)):
+            message = span.name.removeprefix(_RECEIVE)
+            if sources := sent.get((span.step, span.micro, span.layer, message, span.peer, span.rank)):
                 result.release(sources.pop(0), place, spans, f"rank {span.peer} sent")
 
 
@@ -156,10 +156,10 @@ def build(lines: Iterable[SpanLine], hosts: Mapping[int, str]) -> bytes:
                 tuple(drawn.into[place]),
             )
         )
-    for part in drawn.releases:
-        span = spans[part.place]
+    for release in drawn.releases:
+        span = spans[release.place]
         track = tracks[span.rank, _track(span)]
-        builder.add(Slice(track, part.name, span.kind, part.begin_ns, _end(span), arrows_in=(part.arrow,)))
+        builder.add(Slice(track, release.name, span.kind, release.begin_ns, _end(span), arrows_in=(release.arrow,)))
     return builder.data()
 
 
@@ -211,15 +211,16 @@ def _read_dumps(run: Path) -> Iterator[SpanLine]:
     """Yield the spans of all dumps without duplicates; a span that was open ends at the time of its dump."""
     spans: dict[tuple[object, ...], SpanLine] = {}
     for path in sorted((run / DUMPS).glob("step-*/rank-*.jsonl")):
-        now = 0
+        dumped_ns = 0
         for line in read_lines(path, SpanLine):
             if line.kind == "mark":
-                now = line.begin_ns
-            what = (line.rank, line.kind, line.name, line.layer, line.step, line.micro, line.call, line.thread)
+                dumped_ns = line.begin_ns
+            identity = (line.rank, line.kind, line.name, line.layer, line.step, line.micro, line.call, line.thread)
             at = line.begin_ns // SAME_NS
-            key = next((key for near in (at, at - 1, at + 1) if (key := (*what, near)) in spans), (*what, at))
+            keys = [(*identity, rounded) for rounded in (at, at - 1, at + 1)]
+            key = next((key for key in keys if key in spans), keys[0])
             if not line.end_ns:
-                line = replace(line, name=f"{line.name} (not ended)", end_ns=max(now, line.begin_ns))
+                line = replace(line, name=f"{line.name} (not ended)", end_ns=max(dumped_ns, line.begin_ns))
             spans[key] = line
     yield from spans.values()
 

@@ -18,8 +18,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 PARTS = ("compute", "data", "checkpoint")
 """Activities of a rank that do not wait for other ranks."""
-
-
 MOST_CELLS = 1 << 22
 """Maximum size of sparse matrices, because record files are untrusted."""
 
@@ -102,7 +100,7 @@ class Window:
 
 
 def make_window(lines: Iterable[RankStep], stage: Sequence[int] = ()) -> Window:
-    """Build a window from step lines in any order. Of a repeated step the later line counts.
+    """Build a window from step lines in any order. If a rank has several lines of a step, the last one is used.
 
     Args:
         lines: the step lines.
@@ -112,14 +110,14 @@ def make_window(lines: Iterable[RankStep], stage: Sequence[int] = ()) -> Window:
         InputError: there are no lines.
         CorruptFile: almost all steps of almost all ranks are missing.
     """
-    by_place = {(line.step, line.rank): line for line in lines}
-    if not by_place:
+    line_of = {(line.step, line.rank): line for line in lines}
+    if not line_of:
         raise InputError("the run has no step records; train with observe.events=true for more than one step")
-    steps = sorted({step for step, _ in by_place})
-    ranks = sorted({rank for _, rank in by_place})
-    if len(steps) * len(ranks) > max(MOST_CELLS, 16 * len(by_place)):
+    steps = sorted({step for step, _ in line_of})
+    ranks = sorted({rank for _, rank in line_of})
+    if len(steps) * len(ranks) > max(MOST_CELLS, 16 * len(line_of)):
         raise CorruptFile(
-            f"{len(by_place)} lines for {len(steps)} steps of {len(ranks)} ranks are not the records of a run"
+            f"{len(line_of)} lines for {len(steps)} steps of {len(ranks)} ranks are not the records of a run"
         )
     row_of = {step: index for index, step in enumerate(steps)}
     column_of = {rank: index for index, rank in enumerate(ranks)}
@@ -128,7 +126,7 @@ def make_window(lines: Iterable[RankStep], stage: Sequence[int] = ()) -> Window:
     waits, rows = np.full(shape, np.nan), np.full(shape, np.nan)
     hosts = ["?"] * len(ranks)
     probes = []
-    for (step, rank), line in by_place.items():
+    for (step, rank), line in line_of.items():
         place = row_of[step], column_of[rank]
         for name, part in parts.items():
             part[place] = getattr(line, name)

@@ -1,15 +1,17 @@
 """Which rows of a dispatch are sent in which chunk. Computed from row counts only; no tensor data is moved.
 
-A chunk is a share of each destination's experts: C chunks of L local experts cut the list of experts at L/C, 2 L/C,
-..., and within an expert at that share of each source's rows. So most experts are received in one chunk and need one
-GEMM, and a single expert is still cut into C chunks. Rank 1 of 3 with experts 0 and 1, in 4 chunks:
+A chunk contains 1/C of the experts of each destination. For L local experts, the C chunks cut the list of experts at
+L/C, 2 L/C, ...; a cut within an expert divides the rows of each source in that ratio. So most experts are received in
+one chunk and need one GEMM, and a single expert is still cut into C chunks. Rank 1 of 3 with experts 0 and 1, in 4
+chunks:
 
     rows_RD     expert 0                        expert 1
     from rank   0     0     1     2     2       0     1     1     2     2        own rows (1) are not sent
     chunk       0     1           0     1       3                 2     3
 
-All ranks have the counts since the handshake. What a chunk sends to one destination is a contiguous range of the slots
-sorted by expert. What it receives from one source is scattered over the rows of the experts.
+All ranks have the counts from the handshake, the exchange before rows move. A slot is a (token, k) pair. What a chunk
+sends to one destination is a contiguous range of the slots sorted by expert. What it receives from one source is
+scattered over the rows of the experts.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class RowChunk:
 class ChunkPlan:
     """All chunks of one rank, and the rows that stay on it.
 
-    experts: the rows of each local expert that has any. own: this rank's own rows for its experts.
+    experts: the rows of each local expert that has rows. own: this rank's own rows for its experts.
     own_slots: the own rows' slots, in the slots sorted by expert. own_R: their positions among the experts' rows.
     """
 
@@ -89,6 +91,7 @@ class ChunkPlan:
         offsets = placement.offsets
         rows_WL = rows_WE[:, offsets[rank] : offsets[rank + 1]]
         remote_W = np.arange(placement.world) != rank
+        # ends_CLW: first row here of each (chunk, expert, source). cuts_CW: first slot to send of each (chunk, rank).
         start_LW = _starts(rows_WL.T)
         ends_CLW = start_LW + _cuts_by_source(rows_WL, chunks)
         cuts_CW = np.stack([_cuts(rows_WE[rank, lo:hi], chunks) for lo, hi in pairwise(offsets)], 1)
@@ -169,20 +172,20 @@ class PendingOwnRows:
 def _cuts(rows_L: Ints, chunks: int) -> Ints:
     """Return the first row of each chunk, and the end of the last, among rows sorted by expert; [C + 1]."""
     experts = len(rows_L)
-    complete, share = np.divmod(experts * np.arange(chunks + 1), chunks)
+    whole_experts, remainder = np.divmod(experts * np.arange(chunks + 1), chunks)
     before = np.concatenate(([0], np.cumsum(rows_L)))
     padded = np.append(rows_L, 0)
-    cuts: Ints = before[complete] + padded[complete] * share // chunks
+    cuts: Ints = before[whole_experts] + padded[whole_experts] * remainder // chunks
     return cuts
 
 
 def _cuts_by_source(rows_WL: Ints, chunks: int) -> Ints:
     """Return [C + 1, L, W]: the first row of each chunk, and the end of the last, within each (expert, source)."""
     experts = np.arange(rows_WL.shape[1])
-    at_C = len(experts) * np.arange(chunks + 1)
+    cut_C = len(experts) * np.arange(chunks + 1)
     # Position of each cut within each expert, in units of 1 / C expert.
-    reach_CL = np.clip(at_C[:, None] - chunks * experts, 0, chunks)
-    cuts: Ints = rows_WL.T * reach_CL[:, :, None] // chunks
+    position_CL = np.clip(cut_C[:, None] - chunks * experts, 0, chunks)
+    cuts: Ints = rows_WL.T * position_CL[:, :, None] // chunks
     return cuts
 
 

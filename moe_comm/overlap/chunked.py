@@ -89,11 +89,12 @@ class OperatorPlan:
 
     def start_gather(self, x_SD: Tensor) -> Iterator[GatheredRows]:
         """Start to gather the ranks' rows. Yields this rank's rows at once and the others as they are received."""
-        started = [(a, b, self.channel.start_all_gather(x_SD[a:b], self.description)) for a, b in self.bounds]
-        own, *peers = self.ring.arrivals
+        channel, description = self.channel, self.description
+        started = [(first, end, channel.start_all_gather(x_SD[first:end], description)) for first, end in self.bounds]
+        rank, *peers = self.ring.arrivals
 
         def gathered() -> Iterator[GatheredRows]:
-            yield GatheredRows(slice(own, own + 1), 0, x_SD.shape[0], x_SD[None])
+            yield GatheredRows(slice(rank, rank + 1), 0, x_SD.shape[0], x_SD[None])
             for first, end, pending in started:
                 chunk_WsD = pending()
                 for peer in peers:
@@ -123,7 +124,7 @@ class OperatorPlan:
         return finish
 
 
-# Cached, here and below: GEMMs of few rows take no longer than these functions.
+# This function and the next ones are cached: for few rows they would take as long as the GEMMs.
 @lru_cache(maxsize=1024)
 def _bounds_and_description(work: OperatorWork, choice: OverlapChoice, rows: int | None) -> tuple[Bounds, str]:
     bounds = chunk_bounds(work.rows // work.world if rows is None else rows, choice.chunks)
@@ -189,8 +190,8 @@ def gathered_mm(
 
 def start_sum(channel: Channel, parts_WSN: Tensor, description: str) -> Callable[[], Tensor]:
     """Start the reduce-scatter of [W, S, N]. The returned call waits for this rank's sum, [S, N]."""
-    ones = [1] * channel.world
-    pending = channel.start_all_to_all(parts_WSN, ones, ones, description)
+    split_sizes = [1] * channel.world
+    pending = channel.start_all_to_all(parts_WSN, split_sizes, split_sizes, description)
     return lambda: sum_in_rank_order(pending())
 
 
@@ -215,7 +216,7 @@ class WeightGradient:
         self._local_WSA, self._width = local_WSA, width
         self._local_is_grad, self._deterministic = local_is_grad, deterministic
         rows = local_WSA.shape[1]
-        # 16-bit sums would be rounded once more for each rank.
+        # In 16 bits, adding the products rank by rank would round the sum once for each rank.
         self._per_rank = deterministic and local_WSA.element_size() >= 4 and rows >= PER_RANK_ROWS
         self._missing_rows = dict.fromkeys(order, rows)
         self._products: dict[int, Tensor] = {}
@@ -251,10 +252,10 @@ class WeightGradient:
     def _add_rank(self, rank: int, received_SB: Tensor) -> None:
         """Multiply all rows of ``rank``, and add the products that are next in order."""
         self._products[rank] = exact_mm(*self._factors(self._local_WSA[rank], received_SB))
-        while (first := next(iter(self._missing_rows), None)) in self._products:
-            assert first is not None
-            del self._missing_rows[first]
-            product_ND = self._products.pop(first)
+        while (next_rank := next(iter(self._missing_rows), None)) in self._products:
+            assert next_rank is not None
+            del self._missing_rows[next_rank]
+            product_ND = self._products.pop(next_rank)
             self._sum_ND = product_ND if self._sum_ND is None else self._sum_ND.add_(product_ND)
 
     def result(self) -> Tensor:

@@ -6,8 +6,8 @@ forward    rows are sent in chunks    GEMMs of the own rows, then of each chunk 
 backward   grad @ w[e] of the chunk   while the gradients of a chunk are in flight, the next are computed; then own
            that is sent first         rows, and one GEMM grad.T @ rows for each expert
 
-The pipelined executor (``executors/pipelined.py``) with one GEMM for each expert. CPU ranks that share memory write and
-read rows in place instead (``executors/shared_rows.py``).
+This is the pipelined executor (``executors/pipelined.py``) with one GEMM for each expert. CPU ranks that share memory
+write and read rows in place instead (``executors/shared_rows.py``).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -21,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import channel_of, group_size
-from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
+from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import OperatorPlan, WeightGradient, check_linear, gathered_mm, start_sum, weight_gradient
 from moe_comm.overlap.linear import (
@@ -60,7 +61,7 @@ def gather_matmul(
     """
     check_linear(x_SD, weight_ND, "gather_matmul")
     overlap = overlap or DEFAULT
-    if needs_autograd(x_SD, weight_ND):
+    if torch.is_grad_enabled() and (x_SD.requires_grad or weight_ND.requires_grad):
         return _GatherMatmul.apply(x_SD, weight_ND, group, overlap)  # type: ignore[no-any-return]
     return _forward(x_SD, weight_ND, group, overlap)
 
@@ -121,13 +122,13 @@ class _GatherMatmul(Function):
         order, description = plan.ring.arrivals, plan.description
         if plan.is_serial:
             gathered = plan.channel.start_all_gather(x_SD, description) if needs_w else None
-            summed = grad_w = None
+            pending_sum = grad_w = None
             if needs_x:
                 parts_WSD = row_invariant_mm(grad_TN, w_ND).view(world, *x_SD.shape)
-                summed = start_sum(plan.channel, parts_WSD, description)
+                pending_sum = start_sum(plan.channel, parts_WSD, description)
             if gathered is not None:
                 grad_w = weight_gradient(order, grad_WSN, gathered(), True, deterministic)
-            return None if summed is None else summed(), grad_w, None, None
+            return None if pending_sum is None else pending_sum(), grad_w, None, None
 
         def compute(transport: LinearTransport) -> tuple[Tensor | None, Tensor | None]:
             gathered = transport.start_gather(x_SD) if needs_w else None

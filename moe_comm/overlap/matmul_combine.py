@@ -2,14 +2,17 @@
 
 y = sum over k of weights[t, k] * (rows @ w[e].T)        on the rank of token t
 
-forward    rows that are sent first    while the results of a chunk are in flight, the next are computed; own rows last
-backward   gradients sent in chunks    own rows, then each chunk as it completes: its GEMMs with w[e], and its dot
-                                       products with the results (for the weights); grad.T @ rows fills the waits
+forward    Rows of other ranks come first, in chunks: while the results of a chunk are sent, the next chunk is computed.
+           Own rows are last.
+backward   Gradients are sent in chunks. Own rows come first, then each chunk as it completes: its GEMMs with w[e], and
+           its dot products with the results (for the gradient of weights). grad.T @ rows fills the waits.
 
-COMET cuts the results along columns, so that sums of a token can start after one slice of all its experts. Here the
-rows themselves are returned, which keeps the bits for every number of ranks. They can be sent as soon as they are
-computed, expert by expert, with whole GEMMs. The pipelined executor (``executors/pipelined.py``) with one GEMM for each
-expert; CPU ranks that share memory read results in place (``executors/shared_rows.py``).
+COMET cuts the results along columns, so that sums of a token can start after one slice of all its experts. Here each
+result row is returned and summed by the token's rank, so the bits are the same for every number of ranks. Rows can be
+sent as soon as they are computed, expert by expert, with whole GEMMs.
+
+This is the pipelined executor (``executors/pipelined.py``) with one GEMM for each expert. CPU ranks that share memory
+read results in place (``executors/shared_rows.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def matmul_combine(
         dispatch.refuse("combine", fault)
     if isinstance(dispatch, ChunkedDispatch) and dispatch.fused is not None:
         return fused_combine(dispatch, rows_RF, w_EDF, weights_TK)
-    if all(each.chunks == 1 for each in dispatch.per_direction("matmul_combine", rows_RF.shape[1])):
+    if all(direction.chunks == 1 for direction in dispatch.per_direction("matmul_combine", rows_RF.shape[1])):
         results_RD = grouped(experts, rows_RF, handle.rows_per_expert)
         return dispatch.dispatcher.combine(results_RD, weights_TK, handle)
     return pipelined_combine(dispatch, rows_RF, experts, weights_TK)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -22,7 +23,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import channel_of, group_size
 from moe_comm.errors import InputError
-from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
+from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import OperatorPlan, WeightGradient, check_linear, gathered_mm, start_sum, weight_gradient
 from moe_comm.overlap.linear import (
@@ -63,7 +64,7 @@ def matmul_scatter(
     if x_TK.shape[0] % (world := group_size(group)):
         raise InputError(f"matmul_scatter: {x_TK.shape[0]} rows do not divide evenly over {world} ranks")
     overlap = overlap or DEFAULT
-    if needs_autograd(x_TK, weight_NK):
+    if torch.is_grad_enabled() and (x_TK.requires_grad or weight_NK.requires_grad):
         return _MatmulScatter.apply(x_TK, weight_NK, group, overlap)  # type: ignore[no-any-return]
     return _forward(x_TK, weight_NK, group, overlap)
 
@@ -132,9 +133,9 @@ class _MatmulScatter(Function):
             if needs_x:
                 grad_x = gathered_mm(plan, gathered, rows, w_NK, weight.add if weight else None).flatten(0, 1)
             else:
-                for arrival in gathered:
+                for chunk in gathered:
                     if weight is not None:
-                        weight.add(arrival)
+                        weight.add(chunk)
             return grad_x, weight.result() if weight is not None else None
 
         return *run_on_transport(plan, SharedTransfers(rows, grad_SN, gathered_SD=grad_SN), compute), None, None

@@ -92,12 +92,12 @@ class Ring:
 
     @cached_property
     def scatters(self) -> tuple[int, ...]:
-        """Destinations of results: other hosts (the slow links), then rank + 1 and on in the own host's ring.
+        """Destinations of results: other hosts (the slow links), then this host in ring order from rank + 1.
 
         Own results come last: they need no transfer and are computed while the others are in flight.
         """
-        own, *near = self.arrivals[: self.host_size]
-        return (*self.arrivals[self.host_size :], *near, own)
+        this_rank, *same_host = self.arrivals[: self.host_size]
+        return (*self.arrivals[self.host_size :], *same_host, this_rank)
 
     @cached_property
     def distance_W(self) -> NDArray[np.int64]:

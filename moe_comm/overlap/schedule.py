@@ -80,9 +80,10 @@ class TileSchedule:
 
     def __getitem__(self, index: int) -> ScheduledTile:
         fields = (self.expert_N, self.first_row_N, self.end_row_N, self.slice_N, self.stage_N)
-        at = range(len(self))[index]
-        expert, first, end, column_slice, stage = (int(field[at]) for field in fields)
-        return ScheduledTile(expert, first, end, column_slice, stage, self.ranks[at], self.needs[at], self.signals[at])
+        position = range(len(self))[index]
+        expert, first, end, column_slice, stage = (int(field[position]) for field in fields)
+        ranks, needs, signals = (lists[position] for lists in (self.ranks, self.needs, self.signals))
+        return ScheduledTile(expert, first, end, column_slice, stage, ranks, needs, signals)
 
     def __iter__(self) -> Iterator[ScheduledTile]:
         return (self[index] for index in range(len(self)))
@@ -233,16 +234,16 @@ def scatter_order(rows_W: ArrayLike, ring: Ring, cut: Cut, chunks: int = 1) -> T
 def _outgoing(rows_EWC: Ints, ring: Ring, cut: Cut, slices: int) -> TileSchedule:
     """Schedule tiles as producers. A tile with rows for several ranks is sorted by the first of them."""
     chunks = rows_EWC.shape[2]
-    turn_F = (ring.turn_W[:, None] * chunks + np.arange(chunks)).reshape(-1)
-    tiles = RowTiles.of(rows_EWC, turn_F, cut)
-    turn_N = tiles.flags.extreme(np.minimum, turn_F).astype(np.int64)
-    order_N = np.argsort(turn_N, kind="stable")
+    step_F = (ring.turn_W[:, None] * chunks + np.arange(chunks)).reshape(-1)
+    tiles = RowTiles.of(rows_EWC, step_F, cut)
+    step_N = tiles.flags.extreme(np.minimum, step_F).astype(np.int64)
+    order_N = np.argsort(step_N, kind="stable")
     slice_N = np.repeat(np.arange(slices), len(order_N))
-    all_N = np.tile(order_N, slices)
-    signals = tiles.flags.take(all_N)
-    signals = Ragged(signals.offsets, signals.values + slice_N[signals.owners()] * turn_F.size)
-    stage_N = turn_N[all_N] + slice_N * turn_F.size
-    return _schedule(tiles, all_N, slice_N, stage_N, slices * turn_F.size, signals=signals)
+    tile_N = np.tile(order_N, slices)
+    signals = tiles.flags.take(tile_N)
+    signals = Ragged(signals.offsets, signals.values + slice_N[signals.owners()] * step_F.size)
+    stage_N = step_N[tile_N] + slice_N * step_F.size
+    return _schedule(tiles, tile_N, slice_N, stage_N, slices * step_F.size, signals=signals)
 
 
 def _schedule(

@@ -1,6 +1,7 @@
 """GEMMs of ranks on one host that read each other's rows in place. No rows are sent, so there are no chunks.
 
-One pass of an operator is one operation of the group (csrc/cpu/rendezvous.h). Each rank offers a block of its heap:
+One pass of an operator is one ``Rendezvous`` (csrc/cpu/rendezvous.h), a collective that overlaps with computation. Each
+rank offers a block of its heap, the memory that it shares with its peers:
 
     block       [one flag for each rank | own rows, to be gathered | results for rank 0 | for rank 1 | ...]
 
@@ -62,7 +63,7 @@ class _BlockLayout:
     dtype: torch.dtype
 
     @cached_property
-    def rows_at(self) -> int:
+    def rows_offset(self) -> int:
         return self.world * int(native().Rendezvous.flag_bytes())
 
     @cached_property
@@ -71,14 +72,14 @@ class _BlockLayout:
         rows, results = (_round_up(self.rows * width * self.dtype.itemsize) for width in self.widths)
         return rows, results
 
-    def results_at(self, rank: int) -> int:
+    def results_offset(self, rank: int) -> int:
         """Return the offset of the results for ``rank``; for rank W, the size of the block."""
         rows, results = self._sizes
-        return self.rows_at + rows + rank * results
+        return self.rows_offset + rows + rank * results
 
-    def view(self, block_X: Tensor, at: int, width: int) -> Tensor:
+    def view(self, block_X: Tensor, offset: int, width: int) -> Tensor:
         """Return rows [S, width] of this rank's own block."""
-        first = at // self.dtype.itemsize
+        first = offset // self.dtype.itemsize
         return block_X[first : first + self.rows * width].view(self.rows, width)
 
 
@@ -93,10 +94,11 @@ class SharedTransport:
 
         A peer's rows are views of its memory. They are valid until the next item is requested.
         """
-        own, *peers = self._plan.ring.arrivals
+        rank, *peers = self._plan.ring.arrivals
         layout = self._layout
-        offered_SD = layout.view(self._block, layout.rows_at, layout.widths[0])  # dense and aligned, as the peers' rows
-        yield GatheredRows(slice(own, own + 1), 0, x_SD.shape[0], offered_SD[None])
+        # The offered copy is dense and aligned like the peers' rows, so the GEMM gives the same bits.
+        offered_SD = layout.view(self._block, layout.rows_offset, layout.widths[0])
+        yield GatheredRows(slice(rank, rank + 1), 0, x_SD.shape[0], offered_SD[None])
         while peers:
             with communication_span(Kind.COLLECTIVE, "rows of others"):
                 peer = self._rendezvous.next(peers)
@@ -110,15 +112,15 @@ class SharedTransport:
         plan, layout = self._plan, self._layout
         columns = b_KN.shape[1]
         for peer in plan.ring.scatters:
-            part_SN = layout.view(self._block, layout.results_at(peer), columns)
+            part_SN = layout.view(self._block, layout.results_offset(peer), columns)
             row_invariant_mm(x_WSK[peer], b_KN, out=part_SN)
             self._rendezvous.raise_flag(peer)
 
         def finish() -> Tensor:
             y_SN = x_WSK.new_empty(layout.rows, columns)
-            at = layout.results_at(plan.ring.rank)
+            offset = layout.results_offset(plan.ring.rank)
             with communication_span(Kind.COLLECTIVE, "products of others"):
-                self._rendezvous.add(at, y_SN.numel(), DTYPE_CODES[layout.dtype], y_SN.data_ptr())
+                self._rendezvous.add(offset, y_SN.numel(), DTYPE_CODES[layout.dtype], y_SN.data_ptr())
             return y_SN
 
         return finish
@@ -128,7 +130,8 @@ class SharedTransport:
         rows, width = layout.rows, layout.widths[0]
         if not rows * width:
             return torch.empty(rows, width, dtype=layout.dtype)
-        return torch.from_dlpack(self._rendezvous.rows(peer, layout.rows_at, rows, width, DTYPE_CODES[layout.dtype]))
+        dtype_code = DTYPE_CODES[layout.dtype]
+        return torch.from_dlpack(self._rendezvous.rows(peer, layout.rows_offset, rows, width, dtype_code))
 
 
 def reads_in_place(plan: OperatorPlan, like: Tensor) -> bool:
@@ -150,13 +153,13 @@ def run_in_place(plan: OperatorPlan, transfers: SharedTransfers, body: Callable[
     x_SD, like = transfers.gathered_SD, transfers.like
     widths = (0 if x_SD is None else x_SD.shape[1], transfers.sum_columns or 0)
     layout = _BlockLayout(plan.ring.world, transfers.rows, widths, like.dtype)
-    num_bytes = layout.results_at(layout.world)
+    num_bytes = layout.results_offset(layout.world)
     offered: list[Tensor] = []
 
     def offer(heap: Heap) -> Tensor:
         block_X = block(heap, 1, num_bytes // like.dtype.itemsize, like.dtype).view(-1)
         if x_SD is not None:
-            layout.view(block_X, layout.rows_at, widths[0]).copy_(x_SD)
+            layout.view(block_X, layout.rows_offset, widths[0]).copy_(x_SD)
         offered.append(block_X)
         return block_X
 

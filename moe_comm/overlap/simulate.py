@@ -74,11 +74,11 @@ def simulate(
         ConfigError: ``workers`` is below one.
     """
     at_least_one("workers", workers)
-    num = len(schedule)
+    num_tiles = len(schedule)
     durations = np.asarray(tile_times_N, np.float64)
-    times_N = np.full(num, durations) if durations.ndim == 0 else durations
+    times_N = np.full(num_tiles, durations) if durations.ndim == 0 else durations
     flags_F = np.zeros(schedule.num_flags) if arrivals_F is None else np.asarray(arrivals_F, np.float64)
-    for name, times, length in (("tile_times_N", times_N, num), ("arrivals_F", flags_F, schedule.num_flags)):
+    for name, times, length in (("tile_times_N", times_N, num_tiles), ("arrivals_F", flags_F, schedule.num_flags)):
         if times.shape != (length,):
             raise InputError(f"{name} must have {length} times; got shape {times.shape}")
         if not (np.isfinite(times) & (times >= 0)).all():
@@ -94,15 +94,15 @@ def _in_order(ready_N: Times, times_N: Times, workers: int) -> tuple[Times, Ints
     for worker in range(min(workers, len(ready_N))):
         ready, times = ready_N[worker::workers], times_N[worker::workers]
         # start = total duration of the earlier tiles + the longest delay of a tile so far
-        before = np.cumsum(times) - times
-        start = before + np.maximum.accumulate(ready - before).clip(min=0)
+        earlier_work = np.cumsum(times) - times
+        start = earlier_work + np.maximum.accumulate(ready - earlier_work).clip(min=0)
         start_N[worker::workers] = np.maximum(start, ready)  # the sum may have been rounded down
     return start_N, np.arange(len(ready_N)) % workers
 
 
 def _first_ready(ready_N: Times, times_N: Times, workers: int) -> tuple[Times, Ints]:
     start_N, worker_N = np.zeros_like(ready_N), np.zeros(len(ready_N), np.int64)
-    pending = [(float(ready_N[at]), int(at)) for at in np.argsort(ready_N, kind="stable")[::-1]]
+    pending = [(float(ready_N[tile]), int(tile)) for tile in np.argsort(ready_N, kind="stable")[::-1]]
     free = [(0.0, worker) for worker in range(workers)]
     ready: list[int] = []  # heap of tiles whose flags are raised, by position in the schedule
     while pending or ready:
@@ -112,7 +112,7 @@ def _first_ready(ready_N: Times, times_N: Times, workers: int) -> tuple[Times, I
         if not ready:  # try again at that time, after workers that are free earlier
             heapq.heappush(free, (pending[-1][0], worker))
             continue
-        at = heapq.heappop(ready)
-        start_N[at], worker_N[at] = now, worker
-        heapq.heappush(free, (now + float(times_N[at]), worker))
+        tile = heapq.heappop(ready)
+        start_N[tile], worker_N[tile] = now, worker
+        heapq.heappush(free, (now + float(times_N[tile]), worker))
     return start_N, worker_N

@@ -25,8 +25,8 @@ class Cut:
         tile_rows: Maximum number of rows of a tile.
         extra_tiles: Fraction of additional tiles that an expert may get to avoid tiles with rows of several ranks: 0
             cuts between ranks only if that needs no additional tile, 0.25 allows a quarter more, ``math.inf`` always
-            cuts. Cuts are tried from fine to coarse: between all ranks; where ring order jumps, between the rows that
-            are received last and first; none.
+            cuts. Three cuts are tried, from fine to coarse: between all ranks; only where the ring order wraps around,
+            between the rows that are received last and first; no cut between ranks.
     """
 
     tile_rows: int
@@ -68,12 +68,12 @@ class Ragged:
         """Return the index of the list of each value."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
-    def extreme(self, ufunc: np.ufunc, of_F: NDArray[np.generic]) -> NDArray[np.generic]:
-        """Reduce ``of_F[values]`` of each list with ``np.maximum`` or ``np.minimum``; 0 for an empty list."""
-        result = np.zeros(len(self), of_F.dtype)
-        filled = np.flatnonzero(np.diff(self.offsets))
-        if len(filled):  # empty lists have no values, so the others are contiguous
-            result[filled] = ufunc.reduceat(of_F[self.values], self.offsets[filled])
+    def extreme(self, ufunc: np.ufunc, keys_F: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Reduce ``keys_F[values]`` of each list with ``np.maximum`` or ``np.minimum``; 0 for an empty list."""
+        result = np.zeros(len(self), keys_F.dtype)
+        nonempty = np.flatnonzero(np.diff(self.offsets))
+        if len(nonempty):  # empty lists have no values, so the others are contiguous
+            result[nonempty] = ufunc.reduceat(keys_F[self.values], self.offsets[nonempty])
         return result
 
 
@@ -89,7 +89,10 @@ class RowTiles:
 
     @classmethod
     def of(cls, rows_EWC: Ints, stage_F: Ints, cut: Cut) -> RowTiles:
-        """Cut rows in the order (expert, rank, chunk). ``stage_F``: step of each (rank, chunk), all different."""
+        """Cut rows in the order (expert, rank, chunk). ``stage_F``: step of each (rank, chunk), all different.
+
+        In array names, P is the number of row ranges between two forced cuts.
+        """
         rows_EF = rows_EWC.reshape(-1, stage_F.size)
         begins_EF = _begins(rows_EF, stage_F, cut)
         range_starts = np.flatnonzero(begins_EF)
@@ -149,11 +152,11 @@ def column_slices(columns: int, slices: int, align: int = 1) -> tuple[range, ...
 
 def _touched(first_N: Ints, end_N: Ints, rows_EX: Ints) -> Ragged:
     """Return which columns of ``rows_EX`` have rows in each tile. Rows are ordered by (expert, column)."""
-    filled = np.flatnonzero(rows_EX)
-    ends = np.cumsum(rows_EX.reshape(-1))[filled]
+    nonempty = np.flatnonzero(rows_EX)
+    ends = np.cumsum(rows_EX.reshape(-1))[nonempty]
     low_N = np.searchsorted(ends, first_N, side="right")
     high_N = np.searchsorted(ends, end_N, side="left") + 1
-    return Ragged.of_counts(high_N - low_N, filled[_spans(low_N, high_N - low_N)] % rows_EX.shape[1])
+    return Ragged.of_counts(high_N - low_N, nonempty[_spans(low_N, high_N - low_N)] % rows_EX.shape[1])
 
 
 def _starts(counts: Ints) -> Ints:

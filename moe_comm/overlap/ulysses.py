@@ -108,8 +108,8 @@ def _all_to_all(parts_W: Tensor, group: ProcessGroup | None) -> Tensor:
     if group_size(group) == 1:
         return parts_W
     assert group is not None
-    ones = [1] * group_size(group)
-    return channel_of(group).all_to_all(parts_W, ones, ones, "a swap")
+    split_sizes = [1] * group_size(group)
+    return channel_of(group).all_to_all(parts_W, split_sizes, split_sizes, "a swap")
 
 
 class _MatmulSwap(torch.autograd.Function):
@@ -152,13 +152,13 @@ class _SwapMatmul(torch.autograd.Function):
         if group is None or group_size(group) == 1:
             ctx.save_for_backward(x_TK, w_NK)
             return row_invariant_mm(x_TK, w_NK.t())
-        rows_S = x_TK.shape[0] // group_size(group)
-        plan = _plan(True, "forward", rows_S, w_NK, x_TK, group, overlap)
-        full_SK = x_TK.new_empty(rows_S, w_NK.shape[1])
-        y_SN = x_TK.new_empty(rows_S, w_NK.shape[0])
-        for rows in _exchange_rows(plan, x_TK.unflatten(0, (plan.ring.world, rows_S)), full_SK):
+        num_rows = x_TK.shape[0] // group_size(group)
+        plan = _plan(True, "forward", num_rows, w_NK, x_TK, group, overlap)
+        full_SK = x_TK.new_empty(num_rows, w_NK.shape[1])
+        y_SN = x_TK.new_empty(num_rows, w_NK.shape[0])
+        for rows in _exchange_rows(plan, x_TK.unflatten(0, (plan.ring.world, num_rows)), full_SK):
             row_invariant_mm(full_SK[rows], w_NK.t(), out=y_SN[rows])
-        # As large as x; backward needs full_SK only, so x can be freed.
+        # Save full_SK instead of x: it is as large, and backward needs nothing else of x.
         ctx.save_for_backward(full_SK, w_NK)
         return y_SN
 
@@ -190,26 +190,27 @@ def _plan(
 
 def _send_columns(plan: OperatorPlan, x_SD: Tensor, b_DN: Tensor) -> Callable[[], Tensor]:
     """Start to send each rank its columns of x @ b. The returned call waits for [W, S, N / W], this rank's columns."""
-    world, own = plan.ring.world, plan.ring.rank
+    world, rank = plan.ring.world, plan.ring.rank
     columns_W = b_DN.unflatten(1, (world, b_DN.shape[1] // world)).unbind(1)
-    width, ones = columns_W[own].shape[1], [1] * world
-    # With several chunks, the own columns are not sent. They are computed during the last transfer.
+    width, split_sizes = columns_W[rank].shape[1], [1] * world
+    # With several chunks, this rank's own columns are not sent. They are computed during the last transfer.
     peers = plan.ring.scatters[:-1] if len(plan.bounds) > 1 else plan.ring.scatters
     started = []
     for first, end in plan.bounds:
         parts_Wsn = x_SD.new_empty(world, end - first, width)
         for peer in peers:
             row_invariant_mm(x_SD[first:end], columns_W[peer], out=parts_Wsn[peer])
-        started.append((first, end, plan.channel.start_all_to_all(parts_Wsn, ones, ones, plan.description)))
+        pending = plan.channel.start_all_to_all(parts_Wsn, split_sizes, split_sizes, plan.description)
+        started.append((first, end, pending))
     if len(started) == 1:
         return started[0][2]
     y_WSn = x_SD.new_empty(world, x_SD.shape[0], width)
-    row_invariant_mm(x_SD, columns_W[own], out=y_WSn[own])
+    row_invariant_mm(x_SD, columns_W[rank], out=y_WSn[rank])
 
     def finish() -> Tensor:
         for first, end, pending in started:
             parts_Wsn = pending()
-            for others in (slice(0, own), slice(own + 1, world)):
+            for others in (slice(0, rank), slice(rank + 1, world)):
                 y_WSn[others, first:end] = parts_Wsn[others]
         return y_WSn
 
@@ -219,11 +220,12 @@ def _send_columns(plan: OperatorPlan, x_SD: Tensor, b_DN: Tensor) -> Callable[[]
 def _exchange_rows(plan: OperatorPlan, x_WSk: Tensor, out_SK: Tensor) -> Iterator[slice]:
     """Start to send each rank its rows of this rank's columns. Yields the row ranges that are complete in ``out_SK``,
     which has the columns of all ranks."""
-    ones = [1] * plan.ring.world
-    started = [
-        (slice(first, end), plan.channel.start_all_to_all(x_WSk[:, first:end], ones, ones, plan.description))
-        for first, end in plan.bounds
-    ]
+    split_sizes = [1] * plan.ring.world
+
+    def start(first: int, end: int) -> Callable[[], Tensor]:
+        return plan.channel.start_all_to_all(x_WSk[:, first:end], split_sizes, split_sizes, plan.description)
+
+    started = [(slice(first, end), start(first, end)) for first, end in plan.bounds]
     out_SWk = out_SK.unflatten(1, (plan.ring.world, x_WSk.shape[2]))
 
     def received() -> Iterator[slice]:
@@ -241,12 +243,12 @@ class _WeightGradient:
     """
 
     def __init__(self, plan: OperatorPlan, grad_Tn: Tensor, x_SD: Tensor, grad_SN: Tensor) -> None:
-        world, own, width = plan.ring.world, plan.ring.rank, grad_Tn.shape[1]
+        world, rank, width = plan.ring.world, plan.ring.rank, grad_Tn.shape[1]
         self._x_SD, self._grad_SN = x_SD, grad_SN
-        self._peers = [slice(0, own * width), slice((own + 1) * width, world * width)]
+        self._peers = [slice(0, rank * width), slice((rank + 1) * width, world * width)]
         self.sum_ND = grad_Tn.new_zeros(world * width, x_SD.shape[1])
-        own_Sn = grad_Tn.unflatten(0, (world, x_SD.shape[0]))[own]
-        self._add(slice(own * width, (own + 1) * width), own_Sn, x_SD)
+        own_Sn = grad_Tn.unflatten(0, (world, x_SD.shape[0]))[rank]
+        self._add(slice(rank * width, (rank + 1) * width), own_Sn, x_SD)
 
     def add(self, rows: slice) -> None:
         """Add rows whose columns have all been received."""

@@ -1,1 +1,1 @@
-"""Choosing a mapping on paper: cost model, simulator and search; and what stragglers cost in runs that were traced."""
+"""Plan a parallel mapping before a run (cost model, simulation, search), and compute what stragglers cost in a run."""

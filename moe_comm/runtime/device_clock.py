@@ -3,10 +3,10 @@
     host    ──begin span──[queue work]──end span──────────────── poll ────────────── poll ──▶ span.put_device
     stream  ...earlier work... | event a | work of the span | event b | ...           a, b completed: times are known
 
-CUDA only reports the distance of two events, in single-precision milliseconds. So distances are taken to a reference
+CUDA only reports the time between two events, in single-precision milliseconds. So times are measured from a reference
 event that is renewed regularly. Two bounds place the reference on the host's clock: no event completes before it was
-queued, or after it was seen completed. An idle stream completes an event at once, which places it to within
-microseconds. Each event corrects the drift of the clocks.
+queued, or after ``poll`` has seen that it is completed. An idle stream completes an event at once, so the bounds are
+microseconds apart. Each event corrects the drift between both clocks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from moe_comm.runtime.events import Open
 
 MOST_PENDING = 8192
+"""Maximum number of spans whose GPU times are unknown. Further spans get no GPU times."""
 RENEW_MS = 1000.0
 """Maximum age of the reference. Single precision then has a resolution of a tenth of a microsecond."""
 
@@ -65,22 +66,22 @@ class QueuedTimes:
             self._begun[id(span)] = self._queue()
 
     def ended(self, span: Open) -> None:
-        first = self._begun.pop(id(span), None)
-        if first is not None and not self._capturing():
-            self._pending.append((span, first, self._queue()))
+        begin_event = self._begun.pop(id(span), None)
+        if begin_event is not None and not self._capturing():
+            self._pending.append((span, begin_event, self._queue()))
 
     def poll(self) -> None:
         with self._lock:
             while self._pending and self._pending[0][2].event.query():
                 seen_ns = time.monotonic_ns()
-                span, first, last = self._pending.popleft()
-                if not first.event.query():  # it is on another stream, which is behind
-                    self._pending.append((span, first, last))
+                span, begin_event, end_event = self._pending.popleft()
+                if not begin_event.event.query():  # it is on another stream, which is behind
+                    self._pending.append((span, begin_event, end_event))
                     return
-                begin_ns = self._placed(first, seen_ns)
-                end_ns = begin_ns + 1e6 * first.event.elapsed_time(last.event)
+                begin_ns = self._placed(begin_event, seen_ns)
+                end_ns = begin_ns + 1e6 * begin_event.event.elapsed_time(end_event.event)
                 span.put_device(round(begin_ns), round(max(begin_ns, end_ns)))
-                self._free += (event for event in (first.event, last.event) if event is not self._reference)
+                self._free += (event for event in (begin_event.event, end_event.event) if event is not self._reference)
 
     def _queue(self) -> _Queued:
         try:
@@ -91,19 +92,19 @@ class QueuedTimes:
         event.record()
         return queued
 
-    def _placed(self, one: _Queued, seen_ns: int) -> float:
+    def _placed(self, queued: _Queued, seen_ns: int) -> float:
         """Return the time of a completed event on the host's clock. It was seen completed at ``seen_ns``."""
         if self._reference is None:
-            self._reference, self._reference_ns = one.event, float(one.queued_ns)
+            self._reference, self._reference_ns = queued.event, float(queued.queued_ns)
             return self._reference_ns
-        away_ms = self._reference.elapsed_time(one.event)
-        at_ns = self._reference_ns + 1e6 * away_ms
-        wrong_ns = max(one.queued_ns - at_ns, 0.0) + min(seen_ns - at_ns, 0.0)
-        self._reference_ns += wrong_ns
-        at_ns += wrong_ns
-        if away_ms > RENEW_MS:
+        distance_ms = self._reference.elapsed_time(queued.event)
+        at_ns = self._reference_ns + 1e6 * distance_ms
+        correction_ns = max(queued.queued_ns - at_ns, 0.0) + min(seen_ns - at_ns, 0.0)
+        self._reference_ns += correction_ns
+        at_ns += correction_ns
+        if distance_ms > RENEW_MS:
             self._free.append(self._reference)
-            self._reference, self._reference_ns = one.event, at_ns
+            self._reference, self._reference_ns = queued.event, at_ns
         return at_ns
 
 

@@ -94,8 +94,8 @@ def examine(more: Iterable[Callable[[DoctorReport], None]] = ()) -> DoctorReport
     if report.data["torch"] is not None:
         _gpus(report)
         _backends(report, native)
-        for look in more:
-            look(report)
+        for examination in more:
+            examination(report)
     topics = list(dict.fromkeys(finding.topic for finding in report.findings))
     report.findings.sort(key=lambda finding: topics.index(finding.topic))
     return report
@@ -335,16 +335,17 @@ def show(report: DoctorReport) -> None:
     for _ in range(4):
         table.add_column(overflow="fold")
     previous = ""
-    for f in report.findings:
-        topic = f.topic if f.topic != previous else ""
-        previous = f.topic
-        table.add_row(f"[bold]{topic}[/]", escape(f.name), f"[{colours[f.status]}]{f.status}[/]", escape(f.value))
+    for finding in report.findings:
+        topic = finding.topic if finding.topic != previous else ""
+        previous = finding.topic
+        status = f"[{colours[finding.status]}]{finding.status}[/]"
+        table.add_row(f"[bold]{topic}[/]", escape(finding.name), status, escape(finding.value))
     console.print(table)
-    advice = [f for f in report.findings if f.advice]
+    advice = [finding for finding in report.findings if finding.advice]
     if advice:
         console.print("\n[bold]What to do[/]")
-    for f in advice:
-        console.print(f"  {escape(f.name)}: {escape(f.advice)}", highlight=False)
+    for finding in advice:
+        console.print(f"  {escape(finding.name)}: {escape(finding.advice)}", highlight=False)
     console.print("\nmoe_comm can work here." if report.healthy else "\n[bold red]moe_comm cannot work here yet.[/]")
 
 

@@ -97,7 +97,7 @@ class Span:
 
 @dataclass
 class Totals:
-    """Sums over communication spans, independent of the size of the ring. Nested spans count once."""
+    """Sums over communication spans, including those that the ring has overwritten. Nested spans count once."""
 
     ns: dict[Kind, int] = field(default_factory=dict)  # by kind
     nbytes: dict[Kind, int] = field(default_factory=dict)  # by kind; bytes of nested spans if a span has none

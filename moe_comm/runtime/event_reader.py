@@ -75,6 +75,7 @@ def read_open(region: memoryview) -> list[Span]:
     ring_at = HEADER_BYTES + NAMES_BYTES + 4 * ROWS_WORDS
     words = region[ring_at : ring_at + header.records * RECORD_BYTES].cast("q")
     stride = RECORD_BYTES // words.itemsize
+    # The first word of a record is its index, the third one (``END_AT``) its end.
     indices, ends = words[::stride].tolist(), words[2::stride].tolist()
     oldest = max(header.head - header.records, 0)
     # A set, because all unused records have index 0.
@@ -118,9 +119,8 @@ def _records(region: memoryview, records: int, first: int, head: int) -> list[Re
 
 
 def _span(region: memoryview, header: RegionHeader, record: Record) -> Span:
-    index, begin, end, on, off, call, nbytes, rows, step, micro, kind, thread, name, layer, group, peer, experts = (
-        record
-    )
+    index, begin, end, gpu_begin, gpu_end, call, nbytes, rows, step, micro = record[:10]
+    kind, thread, name, layer, group, peer, experts = record[10:]
     return Span(
         rank=header.rank,
         index=index,
@@ -129,7 +129,7 @@ def _span(region: memoryview, header: RegionHeader, record: Record) -> Span:
         layer=read_name(region, layer),
         begin_ns=begin,
         end_ns=end,
-        device_ns=(on, off),
+        device_ns=(gpu_begin, gpu_end),
         step=step,
         micro=micro,
         group=ranks_of(read_name(region, group)),

@@ -1,4 +1,6 @@
-"""The recorder of spans: what a rank executes and has just executed, in a ring of fixed size. It is always on.
+"""The recorder of spans (named time intervals of operations): what a rank executes and has just executed.
+
+Spans are recorded at all times, into a ring of fixed size that overwrites the oldest ones.
 
     region of one rank (an anonymous mapping, or a part of the status table that the ranks of a host share)
     ┌────────┬───────────────┬──────────────────────┬───────────────────────────┐
@@ -173,7 +175,7 @@ class EventRecorder(SpanRecorder):
         return self.name(group_text(ranks))
 
     def name(self, text: str) -> int:
-        """Return the number of ``text`` and store it in the region; 0 for "" and when the table is full."""
+        """Return the number of ``text``, and store the text in the region; 0 for "" and if the region is full."""
         number = self._names.get(text)
         return number if number is not None else self._add_name(text)
 
@@ -213,7 +215,10 @@ class EventRecorder(SpanRecorder):
             return at
 
     def _is_aside(self) -> bool:
-        """Whether this is a background thread: one started by Python, for which the main thread does not wait."""
+        """Whether this is a background thread: one that Python started, so that the main thread does not wait for it.
+
+        Threads of torch, such as autograd's, appear in Python as dummy threads. The main thread waits for them.
+        """
         return not isinstance(threading.current_thread(), threading._DummyThread)
 
 

@@ -1,4 +1,4 @@
-"""The numbers of process groups in spans."""
+"""The numbers that identify process groups in spans (``EventRecorder.group``)."""
 
 from __future__ import annotations
 

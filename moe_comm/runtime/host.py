@@ -1,4 +1,4 @@
-"""A key of this host for sharing memory."""
+"""A key that identifies this host. Ranks with equal keys can share memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native core, and allocation of large buffers in memory whose pages stay mapped."""
+"""Access to the native core (``moe_comm._C``), and allocation of large buffers in memory whose pages stay mapped."""
 
 from __future__ import annotations
 

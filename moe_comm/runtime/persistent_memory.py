@@ -142,7 +142,7 @@ class Slots:
         self.raw(slot)[:HEADER_BYTES] = header.to_bytes()
 
     def raw(self, slot: int) -> memoryview:
-        """SlotHeader and content, writable."""
+        """Return the header and the content of ``slot``, writable."""
         return memoryview(self._map)[slot * self.stride : (slot + 1) * self.stride]
 
     def buffer(self) -> memoryview:
@@ -162,7 +162,7 @@ def checksum(data: memoryview, crc: int = 0) -> int:
 
 
 class PersistentMemory:
-    """A connection of this process to the memory server of its host.
+    """A connection of this process to the memory server of its host (``moe_comm.runtime.memory_server``).
 
     Attributes:
         token: id of the memory server; equal for all processes that are connected to it.
@@ -175,7 +175,7 @@ class PersistentMemory:
         Args:
             launcher: the memory server ends with this process.
             host: name of the host, if several hosts are emulated on one.
-            start: start the memory server if there is none. Otherwise another rank should; this one does after 2 s.
+            start: start the memory server if there is none. False: first wait 2 s for another rank to start it.
             idle_s: time after which the memory server ends if no rank is connected.
 
         Raises:

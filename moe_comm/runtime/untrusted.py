@@ -61,7 +61,7 @@ def parse_object(text: str | bytes, deepest: int = DEEPEST) -> dict[str, Any]:
             a surrogate pair in a key, or is nested more than ``deepest`` levels deep.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_reject_constant, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if not isinstance(value, dict):
@@ -106,8 +106,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+def _reject_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -122,9 +122,9 @@ def _check_depth(value: object, deepest: int) -> None:
     for _ in range(deepest):
         level = [
             inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, dict | list)
         ]
         if not level:

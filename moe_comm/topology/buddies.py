@@ -1,9 +1,13 @@
 """Buddy ranks for state replicas: each rank's buddy is on another host and shares as few parallel groups as possible.
 
-hosts      A A A A  B B B B          Failures are correlated within a host, and often within a parallel group, whose
-ranks      0 1 2 3  4 5 6 7          ranks share switches or are replaced together (ByteRobust, arXiv 2509.16293,
-tp 2       0 1 0 1  0 1 0 1          section 6.3). A replica must survive the failure of its owner (Gemini, SOSP 2023,
-dp 4       0 0 1 1  2 2 3 3          places replicas on other machines).
+A replica must survive the failure of its owner (Gemini, SOSP 2023, places replicas on other machines). Failures are
+correlated within a host, and often within a parallel group, whose ranks share switches or are replaced together
+(ByteRobust, arXiv 2509.16293, section 6.3).
+
+    hosts      A A A A  B B B B
+    ranks      0 1 2 3  4 5 6 7
+    tp 2       0 1 0 1  0 1 0 1
+    dp 4       0 0 1 1  2 2 3 3
 
 Rank 0 shares groups with 1 (tp) and with 2, 4, 6 (dp), so its buddy is 5 or 7.
 """

@@ -27,7 +27,7 @@ LISTED = 8
 """Largest number of ranks of a group that are listed one by one."""
 WIDTH = 100
 
-MEANS = {
+MEANINGS = {
     "tp": "split a layer's heads and columns, and the sequence between layers",
     "cp": "split a sequence",
     "dp": "process different sequences",
@@ -41,6 +41,7 @@ PARAMETERS = (
     ("replicated", "norms, router, shared expert", Sharding((1,))),
     ("experts", "split by ep and etp", Sharding((1, 1), (Split(0, "ep"), Split(1, "etp")), expert=True)),
 )
+"""Kinds of parameters: title, examples and sharding of each."""
 
 
 def picture(config: ParallelConfig) -> str:
@@ -58,8 +59,8 @@ def picture(config: ParallelConfig) -> str:
 
 
 def _title(config: ParallelConfig) -> str:
-    def product(side: Sequence[str]) -> str:
-        return " x ".join(f"{axis} {config.sizes[axis]}" for axis in side)
+    def product(grid: Sequence[str]) -> str:
+        return " x ".join(f"{axis} {config.sizes[axis]}" for axis in grid)
 
     ranks = f"{config.world} rank" + "s" * (config.world > 1)
     return f"{ranks}\nattention   {product(ATTENTION_AXES)}\nexperts     {product(EXPERT_AXES)}"
@@ -90,7 +91,7 @@ def _groups(config: ParallelConfig) -> str:
         return "no groups: one rank holds everything"
     lines = ["groups: ranks that differ on one axis"]
     lines += [_listed(f"{axis:<5}{config.sizes[axis]:>6}  ", config.groups(axis)) for axis in axes]
-    lines += ["", *(f"{axis:<5}{MEANS[axis]}" for axis in axes)]
+    lines += ["", *(f"{axis:<5}{MEANINGS[axis]}" for axis in axes)]
     return "\n".join(lines)
 
 
@@ -114,12 +115,12 @@ def _gradients(config: ParallelConfig) -> str:
 def _listed(head: str, groups: Sequence[tuple[int, ...]]) -> str:
     """Append as many ``groups`` to ``head`` as fit on the line: 0 1 | 2 3 | ... 6 more"""
     text = head + _ranks(groups[0])
-    for at, group in enumerate(groups[1:], 1):
-        more = f" | ... {len(groups) - at} more"
-        piece = f" | {_ranks(group)}"
-        if len(text) + len(piece) + (len(more) if at + 1 < len(groups) else 0) > WIDTH:
+    for index, group in enumerate(groups[1:], 1):
+        more = f" | ... {len(groups) - index} more"
+        item = f" | {_ranks(group)}"
+        if len(text) + len(item) + (len(more) if index + 1 < len(groups) else 0) > WIDTH:
             return text + more
-        text += piece
+        text += item
     return text
 
 

@@ -121,8 +121,8 @@ class ParallelMesh:
             raise ConfigError(f"the mesh has no group over {axes}; expected one of {GROUPS}")
         return DeviceMesh.from_group(self._groups[ranks], self.device, mesh_dim_names=("_".join(axes),))
 
-    def _mesh(self, side: tuple[str, ...]) -> DeviceMesh:
-        outermost_first = tuple(reversed(side))
+    def _mesh(self, grid: tuple[str, ...]) -> DeviceMesh:
+        outermost_first = tuple(reversed(grid))
         mesh = torch.arange(self.config.world).view([self.sizes[axis] for axis in outermost_first])
         groups = [self._groups[self.ranks(axis)] for axis in outermost_first]
         return DeviceMesh.from_group(groups, self.device, mesh=mesh, mesh_dim_names=outermost_first)

@@ -12,8 +12,8 @@ Each rank has coordinates on two grids over the same world. Fastest axis first:
     ep        0 1 2 3 4 5 6 7                  ep        0 0 1 1 0 0 1 1
                                                pp        0 0 0 0 1 1 1 1
 
-pp is outermost on both grids, so a pipeline stage is the same set of ranks on both. (The paper lists pp second; then
-the pipeline groups of the two grids are equal only if tp * cp == ep * etp.)
+pp is outermost on both grids, so a pipeline stage is the same set of ranks on both. (In the paper pp is the second axis
+from the outside. Then the pipeline groups of the two grids are equal only if tp * cp == ep * etp.)
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ParallelConfig:
 
     @property
     def edp(self) -> int:
-        """Copies of each expert."""
+        """Number of replicas of each expert."""
         return self.stage // (self.ep * self.etp)
 
     @cached_property
@@ -121,7 +121,7 @@ class ParallelConfig:
         return {axis: getattr(self, axis) for axis in dict.fromkeys((*ATTENTION_AXES, *EXPERT_AXES))}
 
     def size(self, *axes: str) -> int:
-        """Ranks in a group over ``axes``."""
+        """Return the number of ranks in a group over ``axes``."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, rank: int) -> Mapping[str, int]:
@@ -133,9 +133,9 @@ class ParallelConfig:
         if not 0 <= rank < self.world:
             raise ConfigError(f"rank {rank} is outside 0..{self.world - 1}")
         place = {}
-        for side in (ATTENTION_AXES, EXPERT_AXES):
+        for grid in (ATTENTION_AXES, EXPERT_AXES):
             rest = rank
-            for axis in side:
+            for axis in grid:
                 rest, place[axis] = divmod(rest, self.sizes[axis])
         return place
 
@@ -147,29 +147,29 @@ class ParallelConfig:
         Args:
             axes: axes of one grid.
         """
-        side = _side(axes)
-        offsets = self._combinations(side, [axis for axis in side if axis in axes])
-        firsts = self._combinations(side, [axis for axis in side if axis not in axes])
+        grid = _grid_of(axes)
+        offsets = self._combinations(grid, [axis for axis in grid if axis in axes])
+        firsts = self._combinations(grid, [axis for axis in grid if axis not in axes])
         return [tuple(first + offset for offset in offsets) for first in firsts]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the group of ``groups(*axes)`` that contains ``rank``, without computing the others."""
-        side = _side(axes)
-        place, strides = self.place(rank), self._strides(side)
+        grid = _grid_of(axes)
+        place, strides = self.place(rank), self._strides(grid)
         first = rank - sum(place[axis] * strides[axis] for axis in set(axes))
-        return tuple(first + offset for offset in self._combinations(side, [axis for axis in side if axis in axes]))
+        return tuple(first + offset for offset in self._combinations(grid, [axis for axis in grid if axis in axes]))
 
-    def _strides(self, side: tuple[str, ...]) -> Mapping[str, int]:
+    def _strides(self, grid: tuple[str, ...]) -> Mapping[str, int]:
         """Return the distance in ranks between neighbours on each axis."""
         strides, stride = {}, 1
-        for axis in side:
+        for axis in grid:
             strides[axis] = stride
             stride *= self.sizes[axis]
         return strides
 
-    def _combinations(self, side: tuple[str, ...], axes: list[str]) -> list[int]:
-        """Return the ranks with coordinate 0 on all axes of ``side`` except ``axes``, ascending."""
-        strides = self._strides(side)
+    def _combinations(self, grid: tuple[str, ...], axes: list[str]) -> list[int]:
+        """Return the ranks with coordinate 0 on all axes of ``grid`` except ``axes``, ascending."""
+        strides = self._strides(grid)
         ranks = [0]
         for axis in axes:
             steps = range(0, self.sizes[axis] * strides[axis], strides[axis])
@@ -181,8 +181,8 @@ class ParallelConfig:
         return ", ".join(shown) or "one rank"
 
 
-def _side(axes: tuple[str, ...]) -> tuple[str, ...]:
-    for side in (ATTENTION_AXES, EXPERT_AXES):
-        if set(axes) <= set(side):
-            return side
+def _grid_of(axes: tuple[str, ...]) -> tuple[str, ...]:
+    for grid in (ATTENTION_AXES, EXPERT_AXES):
+        if set(axes) <= set(grid):
+            return grid
     raise ConfigError(f"the axes of a group must all be in {ATTENTION_AXES} or all in {EXPERT_AXES}; got {axes}")

@@ -88,30 +88,30 @@ class Sharding:
     expert: bool = False
 
     def __post_init__(self) -> None:
-        side = EXPERT_AXES if self.expert else ATTENTION_AXES
+        grid = EXPERT_AXES if self.expert else ATTENTION_AXES
         for values in ([split.dim for split in self.splits], [split.axis for split in self.splits]):
             if len(set(values)) < len(values):
                 raise ConfigError(
                     f"each axis can split one dimension, and each dimension can be split by one axis; got {self.splits}"
                 )
         for split in self.splits:
-            if split.axis not in side[:-1]:
-                raise ConfigError(f"this parameter can be split over the axes {side[:-1]}; got {split.axis}")
+            if split.axis not in grid[:-1]:
+                raise ConfigError(f"this parameter can be split over the axes {grid[:-1]}; got {split.axis}")
             if not 0 <= split.dim < len(self.shape):
                 raise ConfigError(f"dimension {split.dim} does not exist in a tensor of shape {self.shape}")
 
     @property
     def sum_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the parameter is replicated and its gradient is summed; fastest first."""
-        cut = {split.axis for split in self.splits}
-        return tuple(axis for axis in (EXPERT_AXES if self.expert else ATTENTION_AXES)[:-1] if axis not in cut)
+        split_axes = {split.axis for split in self.splits}
+        return tuple(axis for axis in (EXPERT_AXES if self.expert else ATTENTION_AXES)[:-1] if axis not in split_axes)
 
     def counts_once(self, place: Mapping[str, int]) -> bool:
-        """Return whether the rank at ``place`` is the first of the ranks that hold the same part."""
+        """Return whether the rank with coordinates ``place`` is the first of the ranks that hold the same part."""
         return all(place[axis] == 0 for axis in self.sum_axes)
 
     def local_shape(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the part that the rank at ``place`` holds (``ParallelConfig.place``, ``.sizes``)."""
+        """Return the shape of the part of a rank, given ``ParallelConfig.place(rank)`` and ``ParallelConfig.sizes``."""
         return tuple(sum(length for _, length in runs) for runs in self._runs(place, sizes))
 
     def boxes(self, place: Mapping[str, int], sizes: Mapping[str, int], share: ShardSlice | None = None) -> list[Box]:
@@ -125,15 +125,18 @@ class Sharding:
         runs = self._runs(place, sizes)
         if share is not None and runs:
             runs[share.dim] = _clip_runs(runs[share.dim], share.rows)
-        placed = []
+        slices_by_dim = []
         for dim_runs in runs:
             starts = [0, *accumulate(length for _, length in dim_runs)]
-            placed.append(
-                [(slice(at, at + n), slice(begin, begin + n)) for at, (begin, n) in zip(starts, dim_runs, strict=False)]
+            slices_by_dim.append(
+                [
+                    (slice(start, start + length), slice(begin, begin + length))
+                    for start, (begin, length) in zip(starts, dim_runs, strict=False)
+                ]
             )
         return [
-            Box(tuple(local for local, _ in pick), tuple(full for _, full in pick))
-            for pick in itertools.product(*placed)
+            Box(tuple(local for local, _ in slices), tuple(full for _, full in slices))
+            for slices in itertools.product(*slices_by_dim)
         ]
 
     def take(self, full: Tensor, place: Mapping[str, int], sizes: Mapping[str, int]) -> Tensor:
@@ -172,12 +175,12 @@ class Sharding:
 
 def _clip_runs(runs: list[tuple[int, int]], rows: range) -> list[tuple[int, int]]:
     """Return the ranges of ``runs`` that the local ``rows`` cover."""
-    clipped, at = [], 0
+    clipped, offset = [], 0
     for begin, length in runs:
-        low, high = max(rows.start, at), min(rows.stop, at + length)
+        low, high = max(rows.start, offset), min(rows.stop, offset + length)
         if low < high:
-            clipped.append((begin + low - at, high - low))
-        at += length
+            clipped.append((begin + low - offset, high - low))
+        offset += length
     return clipped
 
 
@@ -198,8 +201,8 @@ def shard_slice(shape: Sequence[int], index: int, parts: int, even: bool = False
     """
     dim = 0
     if all(shape) and not row_range(shape[0], parts - 1, parts):
-        fit = [d for d, length in enumerate(shape) if d == 0 or not even or length % parts == 0]
-        dim = min(fit, key=lambda d: len(row_range(shape[d], 0, parts)) / shape[d])
+        candidates = [d for d, length in enumerate(shape) if d == 0 or not even or length % parts == 0]
+        dim = min(candidates, key=lambda d: len(row_range(shape[d], 0, parts)) / shape[d])
     return ShardSlice(dim, row_range(shape[dim], index, parts))
 
 

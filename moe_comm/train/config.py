@@ -1,7 +1,7 @@
 """Load, check and write the configuration of a training run: TOML or JSON, with dotted overrides.
 
     config = load("examples/pydoc.toml", ["run.steps=200", "optimizer.lr=1e-3"])
-    config = load("small")                                    # a preset, see ready_configs
+    config = load("small")                                    # a preset; ready_configs lists them
 
 An unknown key, a wrong type, a NaN, a number out of range or an unreadable file raises ``ConfigError``. The message
 names each invalid key and, for an unknown key, the nearest known one.
@@ -58,7 +58,7 @@ class TrainConfig(Section):
     faults: FaultsSection = FaultsSection()
 
     @model_validator(mode="after")
-    def _can_interleave(self) -> Self:
+    def _check_interleave(self) -> Self:
         parallel, micro_batches = self.parallel, self.data.micro_batches
         if not parallel.interleave:
             return self
@@ -66,8 +66,8 @@ class TrainConfig(Section):
             f"data.micro_batches ({micro_batches}) must be even": micro_batches % 2,
             f"parallel.pp ({parallel.pp}) must be 1, because a pipeline has its own schedule": parallel.pp > 1,
             "parallel.overlap_chunks must not be 0": not parallel.overlap_chunks,
-            'parallel.sharding must not be "fsdp", which gathers a layer for one pass': parallel.sharding == "fsdp",
-            'model.recompute must not be "full", which runs a layer as a whole': self.model.recompute == "full",
+            'parallel.sharding must not be "fsdp", which gathers weights for one pass': parallel.sharding == "fsdp",
+            'model.recompute must not be "full", which recomputes whole layers': self.model.recompute == "full",
         }
         messages = [message for message, conflict in conflicts.items() if conflict]
         if messages:
@@ -99,7 +99,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
         return TrainConfig.model_validate(tree)
     except ValidationError as error:
         errors = error.errors()
-        messages = [_explain(one["loc"], one["type"], one["msg"], one.get("input")) for one in errors[:MAX_ERRORS]]
+        messages = [_explain(e["loc"], e["type"], e["msg"], e.get("input")) for e in errors[:MAX_ERRORS]]
         more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
         raise ConfigError(f"{source}: " + "; ".join(messages) + more) from None
 
@@ -159,18 +159,18 @@ def _check_values(tree: Tree, where: str) -> None:
     for _ in range(DEEPEST):
         for key, value in level:
             if isinstance(value, int) and abs(value) >= 1 << 63:
-                raise ConfigError(f"{where}: {abridged(key)}: a number that does not fit 64 bits")
+                raise ConfigError(f"{where}: {abridged(key)}: the number does not fit into 64 bits")
             if any(0xD800 <= ord(c) <= 0xDFFF for c in f"{key}{value if isinstance(value, str) else ''}"):
-                raise ConfigError(f"{where}: {abridged(key)}: text that is not UTF-8: {shown(value)}")
+                raise ConfigError(f"{where}: {abridged(key)}: the text is not valid UTF-8: {shown(value)}")
         level = [
-            (f"{key}.{inner}", one)
+            (f"{key}.{name}", child)
             for key, value in level
             if isinstance(value, dict | list)
-            for inner, one in (value.items() if isinstance(value, dict) else enumerate(value))
+            for name, child in (value.items() if isinstance(value, dict) else enumerate(value))
         ]
         if not level:
             return
-    raise ConfigError(f"{where}: {abridged(level[0][0])}: nested more than {DEEPEST} deep")
+    raise ConfigError(f"{where}: {abridged(level[0][0])}: nested more than {DEEPEST} levels deep")
 
 
 def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
@@ -183,20 +183,20 @@ def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object)
     return f"{key}: {message}{got}" if key else message
 
 
-def _known(model: type[BaseModel], prefix: str = "") -> list[str]:
+def _dotted_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Return all dotted keys below ``model``."""
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(prefix + name)
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            keys += _known(section, f"{prefix}{name}.")
+            keys += _dotted_keys(section, f"{prefix}{name}.")
     return keys
 
 
 def _suggest(loc: tuple[int | str, ...]) -> str:
     key = ".".join(str(part) for part in loc)
-    keys = [k for k in _known(TrainConfig) if k.count(".") == key.count(".")]
+    keys = [k for k in _dotted_keys(TrainConfig) if k.count(".") == key.count(".")]
     # The most likely mistake is the same name in another section, then a misspelling.
     same_name = [k for k in keys if k.rsplit(".", 1)[-1] == str(loc[-1])]
     near = same_name or difflib.get_close_matches(key, keys, n=1, cutoff=0.7)

@@ -192,18 +192,19 @@ def _activations(
         etp=mapping.etp,
     )
     stages = plan.stages_of(pp)
-    parts = []
+    contents = []
     for stage in stages:
         layers = plan.layers_of(stage)
         dense = sum(layer in architecture.dense_layers for layer in layers)
-        parts.append(StageContents(dense, len(layers) - dense, plan.is_first(stage), plan.is_last(stage)))
+        contents.append(StageContents(dense, len(layers) - dense, plan.is_first(stage), plan.is_last(stage)))
     split = model.recompute != "full" and can_split(parallel.schedule, plan.pp)
-    halfway = split_gradient_bytes(estimate, bool(parallel.overlap_chunks)) if split else (0.0, 0.0)
-    saved = sum(peak_saved(estimate, parts, in_flight_peaks(parallel.schedule, plan.pp, plan.virtual, n)[pp], halfway))
-    again = max(estimate.recomputed(one.dense, one.moe) for one in parts)
-    together = 2 if parallel.interleave else 1
-    losses = (n if parallel.schedule == "gpipe" and plan.pp > 1 else together) if plan.is_last(stages[-1]) else 0
-    return round(tokens * (together * saved + again)) + losses * estimate.loss(tokens)
+    split_bytes = split_gradient_bytes(estimate, bool(parallel.overlap_chunks)) if split else (0.0, 0.0)
+    in_flight = in_flight_peaks(parallel.schedule, plan.pp, plan.virtual, n)[pp]
+    saved = sum(peak_saved(estimate, contents, in_flight, split_bytes))
+    recomputed = max(estimate.recomputed(content.dense, content.moe) for content in contents)
+    interleaved = 2 if parallel.interleave else 1
+    losses = (n if parallel.schedule == "gpipe" and plan.pp > 1 else interleaved) if plan.is_last(stages[-1]) else 0
+    return round(tokens * (interleaved * saved + recomputed)) + losses * estimate.loss(tokens)
 
 
 def _ranks(
@@ -243,17 +244,17 @@ class _ParameterStorage:
         gathered: dict[str, int] = {}
         partial = self.strategy == "fsdp" and not (self.accumulates or self.pipeline)
         for name, sharding in shardings.items():
-            part = self._part(name, sharding, place, sizes).fixed(self.strategy, partial)
-            total += part
+            memory = self._shard_of(name, sharding, place, sizes).fixed(self.strategy, partial)
+            total += memory
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
-            gathered[unit] = gathered.get(unit, 0) + part.weights
+            gathered[unit] = gathered.get(unit, 0) + memory.weights
         if self.strategy == "fsdp" and not self.pipeline:
             root = gathered.pop("", 0)
             total = replace(total, weights=root + sum(sorted(gathered.values())[-2:]))
         return total
 
-    def _part(self, name: str, sharding: Sharding, place: Coordinates, sizes: Coordinates) -> ParameterShard:
-        cut = tuple(sorted((split.axis, place[split.axis], sizes[split.axis]) for split in sharding.splits))
+    def _shard_of(self, name: str, sharding: Sharding, place: Coordinates, sizes: Coordinates) -> ParameterShard:
+        splits = tuple(sorted((split.axis, place[split.axis], sizes[split.axis]) for split in sharding.splits))
         owners = sharding.sum_axes
         if self.strategy == "fsdp":
             owners = EXPERT_AXES if sharding.expert else DENSE_AXES
@@ -263,7 +264,7 @@ class _ParameterStorage:
         o = self.optimizer
         muon = is_matrix(OwnedParameter(name, _EMPTY, sharding)) and not _matches(name, o.muon_excludes)
         return ParameterShard(
-            _local_shape(sharding, cut),
+            _local_shape(sharding, splits),
             MASTER if _matches(name, FULL_PRECISION) else self.itemsize,
             state_bytes(o.kind, o.momentum > 0, muon),
             summing=math.prod(sizes[axis] for axis in sharding.sum_axes),
@@ -277,8 +278,8 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def _local_shape(sharding: Sharding, cut: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
-    return sharding.local_shape({axis: at for axis, at, _ in cut}, {axis: size for axis, _, size in cut})
+def _local_shape(sharding: Sharding, splits: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
+    return sharding.local_shape({axis: index for axis, index, _ in splits}, {axis: size for axis, _, size in splits})
 
 
 def _title(result: DryRun, config: TrainConfig) -> str:
@@ -293,10 +294,10 @@ def _title(result: DryRun, config: TrainConfig) -> str:
 
 def _parameters(shape: ModelShape, seq_len: int) -> str:
     lines = [f"{'parameters':<16}{'total':>12}{'for a token':>14}"]
-    every, active = shape.parameters(), shape.active_parameters()
+    total, active = shape.parameters(), shape.active_parameters()
     for family in dict.fromkeys(FAMILY.values()):
-        if family in every:
-            lines.append(f"  {family:<14}{_short(every[family]):>12}{_short(active[family]):>14}")
+        if family in total:
+            lines.append(f"  {family:<14}{_short(total[family]):>12}{_short(active[family]):>14}")
     forward, training = sum(shape.flops_per_token(seq_len).values()), shape.model_flops(seq_len)
     lines.append(f"  {'all':<14}{_short(shape.params):>12}{_short(shape.active):>14}")
     lines.append(
@@ -318,8 +319,8 @@ def _memory(result: DryRun, config: TrainConfig) -> str:
     widths = (3, 6, 12, 9, 11, 15, 14, 9)
     unit, size = ("GiB", GIB) if fullest.total >= GIB else ("MiB", MIB)
 
-    def shown(amount: int) -> str:
-        return f"{amount / size:.2f}"
+    def scaled(num_bytes: int) -> str:
+        return f"{num_bytes / size:.2f}"
 
     lines = [
         f"memory in {unit} on the fullest rank of each pipeline position: {model.dtype}, {config.optimizer.kind}, "
@@ -330,13 +331,13 @@ def _memory(result: DryRun, config: TrainConfig) -> str:
         rank = position.fullest
         fixed = rank.fixed
         sizes = (fixed.weights, fixed.gradients, fixed.optimizer, rank.activations, rank.total)
-        cells = [str(pp), str(rank.rank), _short(fixed.params), *map(shown, sizes)]
+        cells = [str(pp), str(rank.rank), _short(fixed.params), *map(scaled, sizes)]
         line = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         lines.append(line + ("  <- peak" if rank == fullest and len(result.positions) > 1 else ""))
     lines += [
         "* estimated activations saved by autograd, with even routing. Libraries, caches and communication buffers are",
         f"  not included. 'all' counts the larger of the activations and the buffers of the gradient reduction "
-        f"({shown(fullest.fixed.at_update)} on rank {fullest.rank}).",
+        f"({scaled(fullest.fixed.at_update)} on rank {fullest.rank}).",
     ]
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """Hooks of the training step, used for the watcher, fault injection and records.
 
-    before_step ─▶ batch ─▶ forward, backward ─▶ after_backward ─▶ all ranks agree ─▶ gradients, update ─▶ after_step
+    before_step ─▶ batch ─▶ forward, backward ─▶ after_backward ─▶ all-reduce, decide ─▶ gradients, update ─▶ after_step
 
 All ranks call the same hooks in the same order.
 """

@@ -15,6 +15,7 @@ from moe_comm.observe.expert_health import across_layers, layers_to_write
 from moe_comm.observe.records import LineWriter, LoadLine, cut_after
 
 SERIES = 200
+"""Default maximum number of per-layer values that a sink writes for a step."""
 LAYER_METRICS = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance")
 
 
@@ -43,7 +44,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Expert load of a step, one value for each MoE layer in order.
+    """Expert load of a step, one value for each MoE layer in order. A slot is one of a token's top-k assignments.
 
     Attributes:
         imbalance: maximum load over mean load.
@@ -185,7 +186,7 @@ class JsonlSink(_LineSink):
         values = asdict(replace(report, load=NO_LOAD)) | {"loop_s": report.times.loop}
         metrics = report.load.metrics()
         layers = layers_to_write(report.load.imbalance, len(metrics), self._series)
-        values["load"] = {"layers": layers} | {name: [one[i] for i in layers] for name, one in metrics.items()}
+        values["load"] = {"layers": layers} | {name: [series[i] for i in layers] for name, series in metrics.items()}
         values["load_across"] = across_layers(metrics)
         values["tokens_per_s"] = report.tokens_per_s
         self._lines.write(values)

@@ -26,7 +26,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 FAMILIES = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
 """Families of models without latent attention, by the normalization of queries and keys."""
 _LR = 3e-4
-_UNKNOWN = "A plan does not determine text, tokenizer, learning rate and rope_theta. These are defaults; set your own."
+_NOTE = "A plan does not determine text, tokenizer, learning rate and rope_theta. These are defaults; set your own."
 
 
 def model_named(text: str) -> ModelShape:
@@ -104,7 +104,7 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
         f"{request.shape.name} on {mapping.parallel.world} {request.cluster.accelerator.name}, {mapping}.",
         f"Planned: {step.seconds:.4g} s a step, {step.tokens_per_s:,.0f} tokens/s, MFU {step.mfu:.1%}; {fit}.",
         *(f"Deviation from the plan: {text}." for text in differences(request, candidate)),
-        _UNKNOWN,
+        _NOTE,
     ]
     lines = [f"# {' '.join(text.split())}" for text in comments]  # the model's name may contain line breaks
     for name, section in sections.items():
@@ -147,7 +147,7 @@ def _parallel(request: PlanRequest, mapping: Mapping) -> Table[str, object]:
     settings["sharding"] = mapping.sharding
     if mapping.dispatcher != "all_to_all":
         settings["backend"] = mapping.dispatcher
-        # The plan assumes sums; by default the library sends each row back.
+        # The plan assumes that combine sends partial sums; by default the library sends each expert output row.
         if sends_sums(mapping.dispatcher, request.shape, p.ep, request.load.size):
             settings["deterministic"] = False
     if mapping.fuses:
@@ -214,7 +214,7 @@ def _check_model(request: PlanRequest, section: object) -> None:
         if field.name not in ignored and getattr(built, field.name) != getattr(shape, field.name)
     ]
     if differing:
-        raise ConfigError(f"moe-comm train cannot build {shape.name}: it has no model with {', '.join(differing)}")
+        raise ConfigError(f"moe-comm train cannot build {shape.name}: it does not support {', '.join(differing)}")
     if shape.vocab < ByteTokenizer.vocab_size:
         raise ConfigError(
             f"moe-comm train cannot train {shape.name}: its vocabulary has {shape.vocab} ids, but the smallest "

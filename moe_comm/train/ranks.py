@@ -79,7 +79,7 @@ class Ranks:
         """
         if self.world_group is None:
             return [work() if work is not None else ""]
-        outcome: list[str | BaseException] = [] if work is not None else [""]
+        outcome: list[str | BaseException] = [] if work is not None else [""]  # empty until ``work`` ends
 
         def run() -> None:
             try:
@@ -104,10 +104,10 @@ class Ranks:
         results = [text.partition("\n") for text in texts]
         for rank, (error_name, _, message) in enumerate(results):
             if error_name:
-                kind: Any = getattr(errors, error_name, None)
-                if kind is None:  # an error of Python or torch
+                error_class: Any = getattr(errors, error_name, None)
+                if error_class is None:  # an error of Python or torch
                     raise MoeCommError(f"rank {rank}: {error_name}: {message}")
-                raise kind(f"rank {rank}: {message}")
+                raise error_class(f"rank {rank}: {message}")
         return [text for _, _, text in results]
 
     def first_with_folder(self, folder: Path) -> int:
@@ -120,16 +120,16 @@ class Ranks:
         """
         if self.world_group is None:
             return self.rank
-        run = self.broadcast_text(uuid.uuid4().hex)
+        token = self.broadcast_text(uuid.uuid4().hex)
         first = -1
         while True:
             assigned = torch.zeros(self.world)
             assigned[self.rank] = first >= 0
-            missing = (self.sum(assigned) == 0).nonzero()
-            if not len(missing):
+            unassigned = (self.sum(assigned) == 0).nonzero()
+            if not len(unassigned):
                 return first
-            candidate = int(missing[0])
-            marker = folder / f".seen-{run}-{candidate}"
+            candidate = int(unassigned[0])
+            marker = folder / f".seen-{token}-{candidate}"
             with contextlib.suppress(OSError):  # a read-only folder may have been filled before
                 if self.rank == candidate:
                     first = candidate
@@ -156,7 +156,7 @@ class Ranks:
             raise RankMismatch(f"ranks disagree on {what} ({shown}); {advice}")
 
     def barrier(self) -> None:
-        """Wait for all ranks; raises as ``sum``."""
+        """Wait for all ranks. Raises the errors of ``all_sum``. Collective."""
         self.sum(torch.zeros(1))
 
 
@@ -170,7 +170,7 @@ def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
         return values
     try:
         nbytes = 2 * (group.size() - 1) * values.nbytes // group.size()
-        with communication_span(Kind.COLLECTIVE, "sum of what ranks know", group=group_of(group), nbytes=nbytes):
+        with communication_span(Kind.COLLECTIVE, "sum of host values", group=group_of(group), nbytes=nbytes):
             dist.all_reduce(values, group=group)
     except RuntimeError as error:
         kind = PeerTimeout if "timed out" in str(error).lower() else PeerDied

@@ -395,12 +395,12 @@ class FaultsSection(Section):
 
 
 class ObserveSection(Section):
-    """Spans and per-rank records in the run folder; see ``moe_comm.observe``.
+    """Spans (recorded time intervals) and per-rank records in the run folder; see ``moe_comm.observe``.
 
     Attributes:
         events: record spans.
-        records: capacity of the span ring of each rank.
-        every: steps between those whose spans are written to the run folder. 0: write spans only after faults.
+        records: capacity of each rank's ring buffer, in spans.
+        every: the spans of every ``every``-th step are written to the run folder. 0: write spans only after faults.
         series: maximum number of per-layer metrics written in one step.
     """
 

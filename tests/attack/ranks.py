@@ -29,12 +29,12 @@ Outcome = tuple[str, str]
 
 
 class Boom(Exception):
-    """Raised by the experts of one rank."""
+    """The exception that a rank with the deviation "raise" raises."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one rank."""
+    """Input tensors of one rank in one step, and the gradient of its output."""
 
     x_TD: Tensor
     ids_TK: Tensor
@@ -44,7 +44,7 @@ class Inputs:
 
 @dataclass
 class Handle:
-    """One dispatch. fails: whether the experts' backward raises here, now."""
+    """One dispatch and the tensors of its combine. fails[0]: whether the experts' backward raises on this rank."""
 
     step: Step
     dispatcher: Dispatcher
@@ -69,7 +69,7 @@ class _MayFail(torch.autograd.Function):
 
 
 def restrided(x: Tensor, strides: str) -> Tensor:
-    """The same values in other strides; "expanded" is for ``expanded``."""
+    """Return a copy of ``x`` with other strides. ``with_strides`` handles "expanded"."""
     if strides == "transposed":
         return x.T.contiguous().T
     if strides == "every other column":
@@ -79,20 +79,20 @@ def restrided(x: Tensor, strides: str) -> Tensor:
     return x.clone()
 
 
-def given(x: Tensor, strides: str) -> Tensor:
-    """``x`` as passed to the library: with "expanded", its first column is expanded to all columns."""
+def with_strides(x: Tensor, strides: str) -> Tensor:
+    """Return ``x`` with other strides. With "expanded", its first column is expanded to all columns."""
     return x[:, :1].expand(x.shape) if strides == "expanded" else restrided(x, strides)
 
 
 def inputs(sequence: Sequence, step: Step, rank: int) -> Inputs:
-    """Of ``rank``: every rank can make those of all."""
+    """Return the inputs of ``rank``. They depend on the seed only, so every rank can compute those of all ranks."""
     g = torch.Generator().manual_seed(1000 * step.seed + rank)
     tokens, dtype = step.tokens[rank], DTYPES[sequence.dtype]
     shape, slots = (tokens, sequence.hidden), (tokens, sequence.top_k)
     experts = sequence.experts[step.dispatcher]
-    x_TD, grad_TD = (given(torch.randn(shape, generator=g).to(dtype), step.strides) for _ in range(2))
+    x_TD, grad_TD = (with_strides(torch.randn(shape, generator=g).to(dtype), step.strides) for _ in range(2))
     ids_TK = torch.randint(-1, experts, slots, generator=g)
-    return Inputs(x_TD, ids_TK, given(torch.rand(slots, generator=g), step.strides), grad_TD)
+    return Inputs(x_TD, ids_TK, with_strides(torch.rand(slots, generator=g), step.strides), grad_TD)
 
 
 def scale_of(expert: Tensor | int) -> Tensor:
@@ -100,15 +100,15 @@ def scale_of(expert: Tensor | int) -> Tensor:
 
 
 def experts_of(handle: Handle) -> Tensor:
-    """Rows times the scale of their expert."""
-    own, layout = handle.dispatcher.local_experts, handle.sent.handle
-    counts = torch.tensor(layout.rows_per_expert, dtype=torch.int64)
-    scale_R = scale_of(torch.arange(own.start, own.stop)).repeat_interleave(counts)
-    return handle.sent.rows_RD * scale_R.to(layout.dtype).unsqueeze(1)
+    """Return the expert outputs: rows times the scale of their expert."""
+    local_experts, dispatch_handle = handle.dispatcher.local_experts, handle.sent.handle
+    counts = torch.tensor(dispatch_handle.rows_per_expert, dtype=torch.int64)
+    scale_R = scale_of(torch.arange(local_experts.start, local_experts.stop)).repeat_interleave(counts)
+    return handle.sent.rows_RD * scale_R.to(dispatch_handle.dtype).unsqueeze(1)
 
 
 def run(rank: int, world: int, sequence: Sequence) -> list[Outcome]:
-    """One outcome a step; none after the one that ended the group's use."""
+    """Return one outcome per step. A ``PeerError`` makes the group unusable and ends the list."""
     return Run(rank, sequence).outcomes()
 
 
@@ -132,59 +132,59 @@ class Run:
         return make_dispatcher(experts, group, backend=backend, options=options)
 
     def outcomes(self) -> list[Outcome]:
-        found: list[Outcome] = []
+        results: list[Outcome] = []
         for step in self.sequence.steps:
             odd = self.sequence.deviation(step)
-            own = odd.how if odd is not None and odd.rank == self.rank else ""
-            if own == "kill":
+            deviation = odd.how if odd is not None and odd.rank == self.rank else ""
+            if deviation == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
-                found.append(getattr(self, "_" + step.kind)(step, own))
+                results.append(getattr(self, "_" + step.kind)(step, deviation))
             except PeerError as error:
-                found.append((type(error).__name__, str(error)))
+                results.append((type(error).__name__, str(error)))
                 break
             except Exception as error:
-                found.append((type(error).__name__, str(error)))
-        return found
+                results.append((type(error).__name__, str(error)))
+        return results
 
-    def _dispatch(self, step: Step, own: str) -> Outcome:
-        dispatcher = self.dispatchers[step.dispatcher ^ (own == "other dispatcher")]
+    def _dispatch(self, step: Step, deviation: str) -> Outcome:
+        dispatcher = self.dispatchers[step.dispatcher ^ (deviation == "other dispatcher")]
         part = inputs(self.sequence, step, self.rank)
         ids_TK = part.ids_TK.clone()
-        if own == "bad id":
+        if deviation == "bad id":
             ids_TK[0, 0] = 99
-        self._act(own, dispatcher)
-        # A separate leaf would lose the strides.
+        self._maybe_raise(deviation, dispatcher)
+        # detach() keeps the strides; a copy could lose them.
         x_TD = part.x_TD.detach().requires_grad_()
         sent = dispatcher.dispatch(x_TD, ids_TK, label=LABEL)
         self.handles.append(Handle(step, dispatcher, sent, Inputs(x_TD, ids_TK, part.weights_TK, part.grad_TD)))
         return verdict(rows=torch.equal(sent.rows_RD, self._rows(step, dispatcher)))
 
-    def _combine(self, step: Step, own: str) -> Outcome:
+    def _combine(self, step: Step, deviation: str) -> Outcome:
         if not self.handles:
             return "none", ""
         handle = other = self.handles[step.pick % len(self.handles)]
-        if own == "other handle":
+        if deviation == "other handle":
             other = self.handles[(step.pick + 1) % len(self.handles)]
-        self._act(own, handle.dispatcher)
+        self._maybe_raise(deviation, handle.dispatcher)
         rows_RD = experts_of(handle)
         # Gradients of expanded tensors are sums, whose order the library does not define.
         strides = "transposed" if step.strides == "expanded" else step.strides
         rows_RD = _MayFail.apply(rows_RD, handle.fails, strides)
-        if own == "bad rows":
+        if deviation == "bad rows":
             rows_RD = torch.cat((rows_RD, rows_RD[:, :1]), 1)
         weights_TK = handle.inputs.weights_TK.detach().requires_grad_()
         y_TD = handle.dispatcher.combine(rows_RD, weights_TK, other.sent.handle)
         handle.y_TD, handle.weights_TK = y_TD, weights_TK
         return verdict(y=torch.equal(y_TD, self._sum(handle)))
 
-    def _backward(self, step: Step, own: str) -> Outcome:
+    def _backward(self, step: Step, deviation: str) -> Outcome:
         done = [handle for handle in self.handles if handle.y_TD is not None]
         if not done:
             return "none", ""
         handle = done[step.pick % len(done)]
         assert handle.y_TD is not None and handle.weights_TK is not None
-        handle.fails[0] = own == "raise"
+        handle.fails[0] = deviation == "raise"
         leaves = [handle.inputs.x_TD, handle.weights_TK]
         try:
             with handle.dispatcher.abort_on_error(LABEL):
@@ -192,20 +192,20 @@ class Run:
         finally:
             handle.fails[0] = False
         x_grad_TD, weights_grad_TK = self._gradients(handle)
-        # The library adds up products in lanes: another order.
+        # The library sums the products in SIMD lanes, which is a different order.
         close = torch.allclose(grads[1].double(), weights_grad_TK, rtol=1e-4, atol=1e-4)
         return verdict(x_grad=torch.equal(grads[0], x_grad_TD), weights_grad=close)
 
-    def _act(self, own: str, dispatcher: Dispatcher) -> None:
-        """Raise between operations."""
+    def _maybe_raise(self, deviation: str, dispatcher: Dispatcher) -> None:
+        """Raise before the operation if that is the deviation of this rank."""
         with dispatcher.abort_on_error(LABEL):
-            if own == "raise":
+            if deviation == "raise":
                 raise Boom("forward")
 
     # --- the reference ---
 
     def _rows(self, step: Step, dispatcher: Dispatcher) -> Tensor:
-        """Of this rank's experts: by expert, source rank, token and slot."""
+        """Return the expected rows of this rank's experts, ordered by expert, source rank, token and slot."""
         parts = [inputs(self.sequence, step, rank) for rank in range(self.sequence.world)]
         rows = [part.x_TD[(part.ids_TK == e).nonzero()[:, 0]] for e in dispatcher.local_experts for part in parts]
         return torch.cat([*rows, parts[0].x_TD[:0]])
@@ -223,22 +223,22 @@ class Run:
     def _gradients(self, handle: Handle) -> tuple[Tensor, Tensor]:
         part, wide = handle.inputs, self._wide(handle)
         dtype, x_TD = part.x_TD.dtype, part.x_TD.detach()
-        total, of_weights = torch.zeros(x_TD.shape, dtype=wide), []
+        total, weight_grads = torch.zeros(x_TD.shape, dtype=wide), []
         for k in range(part.ids_TK.shape[1]):
             ids_T1, weights_T1 = part.ids_TK[:, k : k + 1], part.weights_TK[:, k : k + 1].to(wide)
             scale_T1 = scale_of(ids_T1).to(dtype)
             grad_TD = (part.grad_TD.to(wide) * weights_T1).to(dtype) * scale_T1
             total = torch.where(ids_T1 < 0, total, total + grad_TD.to(wide))
             dot_T1 = ((x_TD * scale_T1).double() * part.grad_TD.double()).sum(1, keepdim=True)
-            of_weights.append(dot_T1.masked_fill(ids_T1 < 0, 0.0))
-        return total.to(dtype), torch.cat(of_weights, 1)
+            weight_grads.append(dot_T1.masked_fill(ids_T1 < 0, 0.0))
+        return total.to(dtype), torch.cat(weight_grads, 1)
 
     def _wide(self, handle: Handle) -> torch.dtype:
         return torch.promote_types(handle.inputs.x_TD.dtype, torch.float32)
 
 
-def verdict(**right: bool) -> Outcome:
-    wrong = [name for name, good in right.items() if not good]
+def verdict(**checks: bool) -> Outcome:
+    wrong = [name for name, correct in checks.items() if not correct]
     return ("wrong", ", ".join(wrong)) if wrong else ("", "")
 
 

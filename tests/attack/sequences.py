@@ -1,6 +1,6 @@
-"""Sequences of operations that all ranks run, in which now and then one rank does something else.
+"""Sequences of operations that all ranks run. In some steps one rank deviates, for example with bad input or a kill.
 
-A sequence is data: its repr, which hypothesis prints when it fails, is the program that reproduces it.
+A sequence is plain data. Hypothesis prints the repr of a failing sequence, which is the code that reproduces it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Odd:
-    """The deviation of one rank.
+    """A deviation: what one rank does differently in a step.
 
-    how: "bad id", "other dispatcher" (dispatch); "bad rows", "other handle" (combine); "raise", "kill" (all three). One
-        that the step cannot have is no deviation.
+    how: "bad id" or "other dispatcher" (dispatch only); "bad rows" or "other handle" (combine only); "raise" or "kill"
+        (every kind of step). A deviation that does not fit the step is ignored.
     """
 
     rank: int
@@ -32,11 +32,11 @@ class Odd:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of every rank.
+    """One operation, which every rank runs.
 
-    kind: dispatch | combine | backward. The last two take the dispatch ``pick``, modulo those there are; without one
-        they do nothing, and so does a backward of what has not been combined.
-    tokens: of each rank. strides: of all that is given.
+    kind: dispatch | combine | backward. Combine uses the earlier dispatch ``pick`` modulo the number of dispatches;
+        backward picks among the combined ones in the same way. Without such a dispatch they do nothing.
+    tokens: number of tokens of each rank. strides: strides of all input tensors, one of ``STRIDES``.
     """
 
     kind: str
@@ -63,24 +63,24 @@ class Sequence:
 
     @property
     def killed(self) -> set[int]:
-        """The rank that is killed in the end, if there is one: nothing comes after it."""
+        """Return the rank that the sequence kills, or an empty set. Steps after the kill are not checked."""
         for step in self.steps:
             if (how := self.deviation(step)) is not None and how.how == "kill":
                 return {how.rank}
         return set()
 
     def deviation(self, step: Step) -> Odd | None:
-        """The deviation of ``step`` if it can have it here, with a rank that there is."""
+        """Return the deviation of ``step`` with a valid rank, or None if it is not possible in this sequence."""
         if step.odd is None:
             return None
         how, alone = step.odd.how, self.world == 1
         possible = {
             "bad id": step.kind == "dispatch" and step.tokens[step.odd.rank % self.world] > 0,
             "other dispatcher": step.kind == "dispatch" and not alone,
-            # What only combine's handshake tells.
+            # Only the handshake of combine detects the next two.
             "bad rows": step.kind == "combine" and self.handshakes,
             "other handle": step.kind == "combine" and self.handshakes and not alone,
-            # Unchecked, ranks that wait inside their host learn of it at the deadline only.
+            # Without checks, ranks that wait inside their host notice the exception only at the deadline.
             "raise": self.handshakes or self.backend != "hierarchical",
             "kill": not alone,
         }[how]
@@ -88,28 +88,28 @@ class Sequence:
 
     @property
     def handshakes(self) -> bool:
-        """Whether every operation compares headers."""
+        """Return whether the ranks compare call headers in every operation."""
         return self.checked or self.backend not in GLOO
 
 
 def useful(steps: list[Step]) -> tuple[Step, ...]:
     """Return ``steps`` in a valid order: a combine without a dispatch becomes one, a backward without one a combine."""
-    found: list[Step] = []
-    before = set[str]()
+    valid: list[Step] = []
+    earlier_kinds = set[str]()
     for step in steps:
         kind = step.kind
-        if kind == "backward" and "combine" not in before:
+        if kind == "backward" and "combine" not in earlier_kinds:
             kind = "combine"
-        if kind == "combine" and "dispatch" not in before:
+        if kind == "combine" and "dispatch" not in earlier_kinds:
             kind = "dispatch"
         if step.odd is None:
-            before.add(kind)
-        found.append(replace(step, kind=kind))
-    return tuple(found)
+            earlier_kinds.add(kind)
+        valid.append(replace(step, kind=kind))
+    return tuple(valid)
 
 
 def sequences(backend: str) -> SearchStrategy[Sequence]:
-    """Sequences for one backend; few of them kill a rank, since the ranks then start again."""
+    """Draw sequences for one backend. Few of them kill a rank, because new ranks must then be started."""
     odd = st.builds(
         Odd,
         st.integers(0, MOST_RANKS - 1),
@@ -122,17 +122,18 @@ def sequences(backend: str) -> SearchStrategy[Sequence]:
         kind=st.sampled_from(["dispatch", "combine", "backward"]),
         dispatcher=st.integers(0, 1),
         pick=st.integers(0, 3),
-        # Often the same, or handles that are mixed up would differ in the number of their rows.
+        # Equal counts are frequent: mixed-up handles with different numbers of rows would be easy to detect.
         tokens=st.just((3,) * MOST_RANKS) | st.tuples(*[st.sampled_from([3, 0, 1, 7])] * MOST_RANKS),
         strides=st.sampled_from(STRIDES),
         seed=st.integers(0, 2),
         odd=st.none() | odd,
     )
-    some = st.integers(1, 5)
-    # Dispatchers of other experts use other memory there, in which no rank can see the calls.
-    experts = some.map(lambda number: (number, number))
+    num_experts = st.integers(1, 5)
+    # In peer_to_peer, dispatchers with different numbers of experts use different memory. Ranks that call different
+    # dispatchers would not see each other's calls.
+    experts = num_experts.map(lambda number: (number, number))
     if backend != "peer_to_peer":
-        experts |= st.tuples(some, some)
+        experts |= st.tuples(num_experts, num_experts)
     dtypes = [name for name in DTYPES if name != "float64" or backend in GLOO or backend == "local"]
     return st.builds(
         Sequence,

@@ -28,8 +28,8 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Return what a rank sees of its host."""
+class HostView:
+    """Host name, address, interfaces, files in /dev/shm and launcher variables, as a rank sees them."""
 
     name: str
     address: str
@@ -38,43 +38,43 @@ class Seen:
     ranks: tuple[str, ...]
 
 
-def look_around(note: str) -> Seen:
+def describe_host(note: str) -> HostView:
     Path("/dev/shm", f"{note}-{os.environ['RANK']}").touch()
     name = socket.gethostname()
     interfaces = tuple(interface for _, interface in socket.if_nameindex())
     ranks = tuple(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
-    return Seen(name, socket.gethostbyname(name), interfaces, tuple(sorted(os.listdir("/dev/shm"))), ranks)
+    return HostView(name, socket.gethostbyname(name), interfaces, tuple(sorted(os.listdir("/dev/shm"))), ranks)
 
 
 def listening() -> set[str]:
     """Return the addresses of this host with listening sockets."""
-    found = set()
+    addresses = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":
                 raw = bytes.fromhex(fields[1].split(":")[0])
-                found.add(socket.inet_ntoa(raw[::-1]) if len(raw) == 4 else raw.hex())
-    return found
+                addresses.add(socket.inet_ntoa(raw[::-1]) if len(raw) == 4 else raw.hex())
+    return addresses
 
 
 @dataclass(frozen=True)
-class Met:
-    """Result of one rank.
+class DispatchResult:
+    """Result of ``dispatch`` on one rank.
 
-    key: host key. picked: backend that ``auto`` selects. error: type of the error for shared memory.
-    listening: listening addresses before any rank ended. results: results of the contract's cases.
+    key: host key. auto_backend: backend that ``auto`` selects. error: type of the error for shared memory.
+    listening: listening addresses while all ranks run. results: results of ``CASES``.
     """
 
     rank: int
     key: str
-    picked: str
+    auto_backend: str
     error: str
     listening: set[str]
     results: dict[str, Result]
 
 
-def dispatch() -> Met:
+def dispatch() -> DispatchResult:
     """Run in the existing process group."""
     import torch.distributed as dist
 
@@ -84,16 +84,16 @@ def dispatch() -> Met:
     from tests.dispatch import cases, workers
     from tests.dispatch.workers import Job
 
-    with init_ranks() as here:
+    with init_ranks() as ranks:
         group = dist.group.WORLD
         error, _ = workers.caught(lambda: make_dispatcher(8, group, backend="shared_memory"))
-        picked = make_dispatcher(8, group).name
+        auto_backend = make_dispatcher(8, group).name
         results = {
-            case: workers.run_case(cases.BY_NAME[case], Job("auto"), group, here.rank, here.world) for case in CASES
+            case: workers.run_case(cases.BY_NAME[case], Job("auto"), group, ranks.rank, ranks.world) for case in CASES
         }
         listens = listening()
         dist.barrier()
-    return Met(here.rank, host_key(), picked, error, listens, results)
+    return DispatchResult(ranks.rank, host_key(), auto_backend, error, listens, results)
 
 
 def train(settings: list[str]) -> list[float]:
@@ -104,7 +104,7 @@ def train(settings: list[str]) -> list[float]:
     return [line[key] for line in lines for key in ("loss", "grad_norm") if key in line]
 
 
-def train_here(rank: int, world: int, settings: list[str]) -> list[float]:
+def train_on_rank(rank: int, world: int, settings: list[str]) -> list[float]:
     return train(settings)
 
 

@@ -1,4 +1,4 @@
-"""Pinning and the arithmetic of times. No test depends on how long anything takes."""
+"""Pinning of ranks to cores, and statistics of measured times. No test depends on real durations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_comm.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cores", "want"),
+    ("ranks", "cores", "expected"),
     [
         (1, [0, 1], [[0, 1]]),
         (2, [0, 1], [[0], [1]]),
@@ -22,8 +22,8 @@ from moe_comm.errors import ConfigError
         (3, [0, 1, 2, 3], [[0], [1], [2, 3]]),
     ],
 )
-def test_ranks_have_separate_cores_if_there_are_enough(ranks: int, cores: list[int], want: list[list[int]]) -> None:
-    assert [cores_of_rank(rank, ranks, cores) for rank in range(ranks)] == want
+def test_ranks_have_separate_cores_if_there_are_enough(ranks: int, cores: list[int], expected: list[list[int]]) -> None:
+    assert [cores_of_rank(rank, ranks, cores) for rank in range(ranks)] == expected
 
 
 def test_pinning_ends_with_its_block() -> None:

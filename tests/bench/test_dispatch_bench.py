@@ -32,80 +32,80 @@ PHASES = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The result of the command with two ranks, read from its file."""
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the benchmark on two ranks and return the result from its output file."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
     returned = dispatch.main(TINY, str(path))
-    read: dict[str, Any] = json.loads(path.read_text())
-    assert read == returned
-    return read
+    from_file: dict[str, Any] = json.loads(path.read_text())
+    assert from_file == returned
+    return from_file
 
 
-def test_result_has_every_promised_key(found: dict[str, Any]) -> None:
+def test_the_result_has_all_documented_keys(result: dict[str, Any]) -> None:
     for key in (*(f"{phase}_ms" for phase in PHASES), "dispatch_limit_ms", "combine_limit_ms", "limit_ratio"):
-        assert found[key] > 0, key
-    assert found["settings"]["tokens"] == TINY.tokens
-    assert found["settings"]["iterations"] == TINY.iterations
-    assert {"cpu", "cores", "isa", "versions"} <= found["machine"].keys()
-    assert set(found["overhead_us"]) == {"dispatch", "combine"}
+        assert result[key] > 0, key
+    assert result["settings"]["tokens"] == TINY.tokens
+    assert result["settings"]["iterations"] == TINY.iterations
+    assert {"cpu", "cores", "isa", "versions"} <= result["machine"].keys()
+    assert set(result["overhead_us"]) == {"dispatch", "combine"}
 
 
-def test_ratios_follow_from_the_times(found: dict[str, Any]) -> None:
-    ours = found["dispatch_ms"] + found["combine_ms"]
-    limit = found["dispatch_limit_ms"] + found["combine_limit_ms"]
-    assert found["limit_ratio"] == pytest.approx(ours / limit)
-    for peer in found["peers"].values():
-        assert peer["speedup"] == pytest.approx((peer["dispatch_ms"] + peer["combine_ms"]) / ours)
-        assert peer["speedup_dispatch"] == pytest.approx(peer["dispatch_ms"] / found["dispatch_ms"])
+def test_ratios_follow_from_the_times(result: dict[str, Any]) -> None:
+    own_ms = result["dispatch_ms"] + result["combine_ms"]
+    limit = result["dispatch_limit_ms"] + result["combine_limit_ms"]
+    assert result["limit_ratio"] == pytest.approx(own_ms / limit)
+    for peer in result["peers"].values():
+        assert peer["speedup"] == pytest.approx((peer["dispatch_ms"] + peer["combine_ms"]) / own_ms)
+        assert peer["speedup_dispatch"] == pytest.approx(peer["dispatch_ms"] / result["dispatch_ms"])
 
 
-def test_every_peer_is_measured_or_skipped_with_a_reason(found: dict[str, Any]) -> None:
-    assert set(found["peers"]) | set(found["skipped"]) == set(DISPATCH_PEERS)
-    assert {"torch_gloo", "torch_gloo_tuned"} <= found["peers"].keys()
+def test_every_peer_is_measured_or_skipped_with_a_reason(result: dict[str, Any]) -> None:
+    assert set(result["peers"]) | set(result["skipped"]) == set(DISPATCH_PEERS)
+    assert {"torch_gloo", "torch_gloo_tuned"} <= result["peers"].keys()
     if mpi_ranks.unavailable_reason() is None:
-        assert {"torch_mpich", "torch_mpich_tuned"} <= found["peers"].keys(), found["skipped"]
-        assert "mpiexec" in found["peers"]["torch_mpich"]["measured"]
+        assert {"torch_mpich", "torch_mpich_tuned"} <= result["peers"].keys(), result["skipped"]
+        assert "mpiexec" in result["peers"]["torch_mpich"]["measured"]
 
 
-def test_moe_comm_matches_plain_torch_in_bits_and_peers_within_tolerance(found: dict[str, Any]) -> None:
-    assert found["max_error"]["moe_comm"]["combine"] == 0.0
-    assert all(error < 1e-5 for errors in found["max_error"].values() for error in errors.values())
+def test_moe_comm_matches_plain_torch_in_bits_and_peers_within_tolerance(result: dict[str, Any]) -> None:
+    assert result["max_error"]["moe_comm"]["combine"] == 0.0
+    assert all(error < 1e-5 for errors in result["max_error"].values() for error in errors.values())
 
 
-def test_a_result_contains_its_settings(found: dict[str, Any]) -> None:
-    assert DispatchBench.from_dict(found["settings"]) == TINY
+def test_a_result_contains_its_settings(result: dict[str, Any]) -> None:
+    assert DispatchBench.from_dict(result["settings"]) == TINY
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_one_rank_runs_in_every_dtype(dtype: str) -> None:
     settings = replace(TINY, ranks=1, dtype=dtype, peers=("torch_gloo", "torch_gloo_tuned"))
-    (found,) = dispatch.measure_all([settings])
-    assert set(found["peers"]) == set(settings.peers)
-    assert found["dispatch_limit_ms"] > 0
+    (result,) = dispatch.measure_all([settings])
+    assert set(result["peers"]) == set(settings.peers)
+    assert result["dispatch_limit_ms"] > 0
 
 
 def test_forward_only_and_zero_tokens_are_measured() -> None:
     settings = replace(TINY, ranks=1, peers=("torch_gloo_tuned",))
-    alone, empty = dispatch.measure_all([replace(settings, backward=False), replace(settings, tokens=0)])
-    assert alone["dispatch_backward_ms"] is None
+    forward_only, empty = dispatch.measure_all([replace(settings, backward=False), replace(settings, tokens=0)])
+    assert forward_only["dispatch_backward_ms"] is None
     assert empty["dispatch_ms"] > 0
 
 
 def test_wrong_rows_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(TINY, ranks=1)
     inputs = make_inputs(settings, 0)
-    ours = dispatch.MoeCommDispatch(make_dispatcher(settings.experts), settings, inputs)
+    contestant = dispatch.MoeCommDispatch(make_dispatcher(settings.experts), settings, inputs)
     monkeypatch.setattr(dispatch, "expected_rows", lambda s, rank: expected_rows(s, rank).flip(0))
     with pytest.raises(WrongAnswer, match="dispatch differs"):
-        ours.check()
+        contestant.check()
 
 
-def test_nan_and_wrong_shapes_never_pass() -> None:
-    want = torch.ones(2, 3)
-    assert relative_error(torch.full((2, 3), float("nan")), want) == float("inf")
-    assert relative_error(torch.ones(3, 2), want) == float("inf")
+def test_nan_and_wrong_shapes_are_rejected() -> None:
+    expected = torch.ones(2, 3)
+    assert relative_error(torch.full((2, 3), float("nan")), expected) == float("inf")
+    assert relative_error(torch.ones(3, 2), expected) == float("inf")
     with pytest.raises(WrongAnswer):
-        check_result("x", "y", torch.full((2, 3), float("nan")), want, bits=False)
+        check_result("x", "y", torch.full((2, 3), float("nan")), expected, bits=False)
 
 
 def test_inputs_are_seeded_distinct_and_differ_between_ranks() -> None:
@@ -121,7 +121,7 @@ def test_inputs_are_seeded_distinct_and_differ_between_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         ({"top_k": 8}, "top_k"),
         ({"ranks": 8}, "ranks"),
@@ -132,8 +132,8 @@ def test_inputs_are_seeded_distinct_and_differ_between_ranks() -> None:
         ({"device": "cuda"}, "ranks=2"),
     ],
 )
-def test_invalid_settings_are_named(change: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_the_error_names_the_invalid_setting(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         replace(TINY, **change)
 
 

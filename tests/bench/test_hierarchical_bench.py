@@ -14,20 +14,20 @@ from moe_comm.errors import ConfigError
 TINY = hierarchical.HierarchicalBench(tokens=64, hidden=256, experts=8, top_k=4, warmup=0, rounds=1)
 
 
-@pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be made")
+@pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be created")
 def test_every_backend_is_checked_and_timed_and_its_bytes_are_counted(tmp_path: Path) -> None:
     returned = hierarchical.main(TINY, str(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text())["results"] == returned["results"]
-    found = {row["contestant"]: row for row in returned["results"]}
-    assert list(found) == list(hierarchical.CONTESTANTS)
-    for row in found.values():
-        assert row["speedup"] == found["all_to_all"]["total_ms"] / row["total_ms"]
-    counted = [found[name]["counted_bytes"] for name in ("hierarchical_sums", "hierarchical", "all_to_all")]
+    rows = {row["contestant"]: row for row in returned["results"]}
+    assert list(rows) == list(hierarchical.CONTESTANTS)
+    for row in rows.values():
+        assert row["speedup"] == rows["all_to_all"]["total_ms"] / row["total_ms"]
+    counted = [rows[name]["counted_bytes"] for name in ("hierarchical_sums", "hierarchical", "all_to_all")]
     assert counted == sorted(counted)
     for name in ("all_to_all", "hierarchical", "hierarchical_sums"):
         # Packet headers and handshakes add a few percent.
-        assert 1 <= found[name]["link_bytes"] / found[name]["counted_bytes"] < 1.3
-    assert [name for name, row in found.items() if row["auto"]] == ["hierarchical"]
+        assert 1 <= rows[name]["link_bytes"] / rows[name]["counted_bytes"] < 1.3
+    assert [name for name, row in rows.items() if row["auto"]] == ["hierarchical"]
 
 
 def test_missing_privileges_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,26 +32,26 @@ SHAPED = 1.15
 
 
 @pytest.fixture(scope="module")
-def able() -> None:
+def require_hosts() -> None:
     """Skip unless namespaces can be created."""
     if problem := unavailable_reason():
         pytest.skip(problem)
 
 
 @pytest.fixture(scope="module")
-def pair(able: None) -> Iterator[Hosts]:
-    """Two connected hosts, for tests that do not change them."""
+def pair(require_hosts: None) -> Iterator[Hosts]:
+    """Two hosts with a link between them. Tests must not change them."""
     with Hosts(2, GBIT) as hosts:
         yield hosts
 
 
 def ended(watched: list[int], within_s: float) -> list[bool]:
     """Return whether the processes of these pidfds have ended, and close the pidfds."""
-    found = []
+    has_ended = []
     for pidfd in watched:
-        found.append(bool(select.select([pidfd], [], [], within_s)[0]))
+        has_ended.append(bool(select.select([pidfd], [], [], within_s)[0]))
         os.close(pidfd)
-    return found
+    return has_ended
 
 
 def network_of(pid: int) -> int:
@@ -66,10 +66,10 @@ def test_a_link_does_not_exceed_its_rate_in_either_direction(pair: Hosts) -> Non
     assert len(rates) == 2 and all(0 < rate <= SHAPED * GBIT for rate in rates), rates
 
 
-def test_a_switch_limits_every_host_to_its_rate(able: None) -> None:
+def test_a_switch_limits_every_host_to_its_rate(require_hosts: None) -> None:
     with Hosts(3, GBIT) as hosts:
-        around = measure_links(hosts, 2 << 20)
-        assert all(0 < rate <= SHAPED * GBIT for rate in around), around
+        ring_rates = measure_links(hosts, 2 << 20)
+        assert all(0 < rate <= SHAPED * GBIT for rate in ring_rates), ring_rates
         first, *others = measure_links(hosts, 3 << 20, [(1, 0), (2, 0)])
         assert 0 < first <= SHAPED * GBIT and others == [0, 0]
 
@@ -83,13 +83,13 @@ def test_the_bucket_holds_a_packet_and_the_traffic_of_the_timer_latency() -> Non
 
 
 def test_hosts_share_neither_name_nor_network_nor_shared_memory(pair: Hosts) -> None:
-    seen = run_on_hosts(host_work.look_around, ("note",), pair, 1, 30, group=False)
-    assert [(one.name, one.address) for one in seen] == [(host.name, host.address) for host in pair.hosts]
-    assert len({socket.gethostname(), *(one.name for one in seen)}) == 3
-    assert all(sorted(one.interfaces) == ["link0", "lo"] for one in seen)
-    assert [one.memory for one in seen] == [("note-0",), ("note-1",)]
+    views = run_on_hosts(host_work.describe_host, ("note",), pair, 1, 30, group=False)
+    assert [(one.name, one.address) for one in views] == [(host.name, host.address) for host in pair.hosts]
+    assert len({socket.gethostname(), *(one.name for one in views)}) == 3
+    assert all(sorted(one.interfaces) == ["link0", "lo"] for one in views)
+    assert [one.memory for one in views] == [("note-0",), ("note-1",)]
     assert not Path("/dev/shm/note-0").exists()
-    assert [one.ranks for one in seen] == [("0", "2", "0", "1", "0"), ("1", "2", "0", "1", "1")]
+    assert [one.ranks for one in views] == [("0", "2", "0", "1", "0"), ("1", "2", "0", "1", "1")]
 
 
 def test_the_network_of_the_machine_does_not_change(pair: Hosts) -> None:
@@ -103,7 +103,7 @@ def test_the_network_of_the_machine_does_not_change(pair: Hosts) -> None:
 # --- cleanup ---
 
 
-def test_hosts_are_removed_after_an_exception(able: None) -> None:
+def test_hosts_are_removed_after_an_exception(require_hosts: None) -> None:
     watched: list[int] = []
     networks: list[int] = []
 
@@ -144,7 +144,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_hosts_and_ranks_are_removed_when_their_creator_is_killed(
-    able: None, tmp_path: Path, number: signal.Signals
+    require_hosts: None, tmp_path: Path, number: signal.Signals
 ) -> None:
     (tmp_path / "maker.py").write_text(MAKER)
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
@@ -167,31 +167,35 @@ def test_hosts_and_ranks_are_removed_when_their_creator_is_killed(
 
 
 @pytest.fixture(scope="module")
-def met(pair: Hosts) -> list[host_work.Met]:
+def results(pair: Hosts) -> list[host_work.DispatchResult]:
     """Results of two hosts with two ranks each."""
-    found: list[host_work.Met] = run_on_hosts(host_work.dispatch, (), pair, 2, 240)
-    return found
+    by_rank: list[host_work.DispatchResult] = run_on_hosts(host_work.dispatch, (), pair, 2, 240)
+    return by_rank
 
 
-def test_ranks_communicate_over_the_link_and_do_not_listen_elsewhere(pair: Hosts, met: list[host_work.Met]) -> None:
-    assert [one.rank for one in met] == [0, 1, 2, 3]
-    assert [one.listening for one in met] == [{host.address} for host in pair.hosts for _ in range(2)]
+def test_ranks_communicate_over_the_link_and_do_not_listen_elsewhere(
+    pair: Hosts, results: list[host_work.DispatchResult]
+) -> None:
+    assert [one.rank for one in results] == [0, 1, 2, 3]
+    assert [one.listening for one in results] == [{host.address} for host in pair.hosts for _ in range(2)]
 
 
-def test_shared_memory_between_hosts_is_not_chosen_and_is_rejected(met: list[host_work.Met]) -> None:
-    keys = [one.key for one in met]
+def test_shared_memory_between_hosts_is_not_chosen_and_is_rejected(results: list[host_work.DispatchResult]) -> None:
+    keys = [one.key for one in results]
     assert keys[0] == keys[1] != keys[2] == keys[3]
-    (picked,) = {one.picked for one in met}
-    assert picked not in ("local", "shared_memory")
-    assert {one.error for one in met} == {"ConfigError"}
+    (auto_backend,) = {one.auto_backend for one in results}
+    assert auto_backend not in ("local", "shared_memory")
+    assert {one.error for one in results} == {"ConfigError"}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_hosts_of_two_ranks_dispatch_with_the_bits_of_one_rank(met: list[host_work.Met], case: str) -> None:
-    whole = workers.run_case(cases.BY_NAME[case], Job("plain"), None, 0, 1)
-    for part in ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad"):
-        found = torch.cat([getattr(one.results[case], part) for one in met])
-        assert torch.equal(found, getattr(whole, part)), part
+def test_two_hosts_of_two_ranks_dispatch_with_the_bits_of_one_rank(
+    results: list[host_work.DispatchResult], case: str
+) -> None:
+    one_rank = workers.run_case(cases.BY_NAME[case], Job("plain"), None, 0, 1)
+    for field in ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad"):
+        actual = torch.cat([getattr(one.results[case], field) for one in results])
+        assert torch.equal(actual, getattr(one_rank, field)), field
 
 
 def test_two_hosts_train_with_the_losses_of_one(pair: Hosts, tmp_path: Path) -> None:
@@ -199,10 +203,10 @@ def test_two_hosts_train_with_the_losses_of_one(pair: Hosts, tmp_path: Path) -> 
     pytest.importorskip("pydantic")
     settings = [*write_text(tmp_path), "run.steps=3", "run.eval_batches=1"]
     with RankPool(2) as pool:
-        expected = pool.run(host_work.train_here, [*settings, f"run.folder={tmp_path / 'one'}"], timeout=140)
-    found = run_on_hosts(host_work.train, ([*settings, f"run.folder={tmp_path / 'two'}"],), pair, 1, 140)
+        expected = pool.run(host_work.train_on_rank, [*settings, f"run.folder={tmp_path / 'one'}"], timeout=140)
+    actual = run_on_hosts(host_work.train, ([*settings, f"run.folder={tmp_path / 'two'}"],), pair, 1, 140)
     assert len(expected[0]) == 6 and expected[0] == expected[1]
-    assert found == expected
+    assert actual == expected
 
 
 # --- errors ---
@@ -222,9 +226,9 @@ def test_the_earliest_cause_is_raised_and_names_rank_and_host(pair: Hosts) -> No
     ],
 )
 def test_other_failures_name_rank_and_host(pair: Hosts, how: str, message: str, details: str) -> None:
-    with pytest.raises(RankFailed, match=message) as caught:
+    with pytest.raises(RankFailed, match=message) as raised:
         run_on_hosts(host_work.fail_on_the_last, (how,), pair, 1, 8 if how == "hang" else 60, group=False)
-    assert details in caught.value.details
+    assert details in raised.value.details
 
 
 def test_without_root_or_tools_the_error_says_how_to_fix_it(monkeypatch: pytest.MonkeyPatch) -> None:

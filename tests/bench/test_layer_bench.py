@@ -79,15 +79,15 @@ def test_layers_that_disagree_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_rank_makes_the_same_weights_for_an_expert() -> None:
-    whole, part = torch.empty(8, 64, 64), torch.empty(2, 64, 64)
+    all_experts, two_experts = torch.empty(8, 64, 64), torch.empty(2, 64, 64)
     down = torch.empty(8, 64, 32)
-    LayerWeights(TINY).fill(range(8), whole, down)
-    LayerWeights(TINY).fill(range(4, 6), part, down[:2].clone())
-    assert torch.equal(whole[4:6], part)
-    assert not torch.equal(whole[4], whole[5])
+    LayerWeights(TINY).fill(range(8), all_experts, down)
+    LayerWeights(TINY).fill(range(4, 6), two_experts, down[:2].clone())
+    assert torch.equal(all_experts[4:6], two_experts)
+    assert not torch.equal(all_experts[4], all_experts[5])
 
 
-def test_presets_are_the_two_shapes_of_the_targets() -> None:
+def test_presets_have_the_documented_shapes() -> None:
     comm, compute = (LayerBench(**LAYER_PRESETS[name]) for name in ("comm", "compute"))
     assert (comm.hidden, comm.ffn, comm.experts, comm.top_k, comm.tokens) == (1024, 512, 64, 8, 4096)
     assert (compute.hidden, compute.ffn, compute.experts, compute.top_k, compute.tokens) == (1024, 4096, 8, 2, 4096)
@@ -113,7 +113,7 @@ def test_the_allowed_error_follows_from_the_dtype_and_from_near_ties_of_the_rout
     assert report["max_error"]["hf_grouped_mm"] <= allowed
 
 
-def test_the_layer_bench_result_in_bf16_is_that_of_float64() -> None:
+def test_the_bf16_output_matches_float64() -> None:
     """Compare the bf16 output of moe_comm with plain torch in float64 on the same bf16 inputs and weights."""
     settings = replace(TINY, ranks=1, tokens=64, dtype="bfloat16")
     x_TD = make_x(settings, 0)
@@ -121,13 +121,13 @@ def test_the_layer_bench_result_in_bf16_is_that_of_float64() -> None:
     router_ED = weights.router().double()
     weights_TK, ids_TK = torch.softmax(x_TD.double() @ router_ED.T, -1).topk(settings.top_k, -1)
     weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    want_TD = torch.zeros(x_TD.shape, dtype=torch.float64)
+    expected_TD = torch.zeros(x_TD.shape, dtype=torch.float64)
     for expert in range(settings.experts):
         token, slot = (ids_TK == expert).nonzero(as_tuple=True)
         h = x_TD[token].double() @ weights.gate_up(expert).double().T
         out = (torch.nn.functional.silu(h[:, : settings.ffn]) * h[:, settings.ffn :]) @ weights.down(expert).double().T
-        want_TD.index_add_(0, token, out * weights_TK[token, slot, None])
+        expected_TD.index_add_(0, token, out * weights_TK[token, slot, None])
     contestant = layer.KINDS["moe_comm_ep1"](settings, 0)
-    got_TD = contestant.forward(x_TD).detach().double()
+    actual_TD = contestant.forward(x_TD).detach().double()
     contestant.close()
-    assert float((got_TD - want_TD).norm() / want_TD.norm()) < 2**-7
+    assert float((actual_TD - expected_TD).norm() / expected_TD.norm()) < 2**-7

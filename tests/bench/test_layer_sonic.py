@@ -60,7 +60,8 @@ class StandIn(nn.Module):
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_sonicmoe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a fake ``sonicmoe`` package."""
     sonic: Any = ModuleType("sonicmoe")
     sonic.MoE, sonic.KernelBackendMoE = StandIn, Kernels
     enums: Any = ModuleType("sonicmoe.enums")
@@ -69,7 +70,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sonicmoe.enums", enums)
 
 
-def test_output_and_gradients_match_the_reference(package: None) -> None:
+def test_output_and_gradients_match_the_reference(fake_sonicmoe: None) -> None:
     x_TD = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     results = {}
     for kind in (HuggingFaceLayer, SonicMoELayer):

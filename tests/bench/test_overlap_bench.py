@@ -35,23 +35,23 @@ TINY = OverlapBench(
 )
 
 
-@pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be made")
+@pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be created")
 def test_operators_and_layer_are_checked_and_timed_between_hosts(tmp_path: Path) -> None:
     for package in ("perfetto", "matplotlib", "transformers"):
         pytest.importorskip(package)
     trace, png = tmp_path / "out.perfetto-trace", tmp_path / "out.png"
     bench = replace(TINY, rows=(32,))
     returned = overlap.main(bench, str(tmp_path / "out.json"), str(trace), str(png))
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["results"] == returned["results"]
-    both = [(op, direction) for op in OPERATORS for direction in DIRECTIONS]
-    assert [(row["op"], row["direction"]) for row in found["results"]] == both
-    for row in found["results"]:
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["results"] == returned["results"]
+    cases = [(op, direction) for op in OPERATORS for direction in DIRECTIONS]
+    assert [(row["op"], row["direction"]) for row in result["results"]] == cases
+    for row in result["results"]:
         assert row["hidden"] == pytest.approx(hidden_of(row)["hidden"]) and row["ratio"] == 1
         assert all(row[f"{part}_ms"] > 0 and row["cpu_ms"][part] > 0 for part in PARTS)
-    assert found["slowest_vs_serial"] == max(row["vs_serial_paired"] for row in found["results"])
-    assert all(row["vs_serial"] == row["overlapped_ms"] / row["serial_ms"] for row in found["results"])
-    (layer,) = found["layer"]
+    assert result["slowest_vs_serial"] == max(row["vs_serial_paired"] for row in result["results"])
+    assert all(row["vs_serial"] == row["overlapped_ms"] / row["serial_ms"] for row in result["results"])
+    (layer,) = result["layer"]
     assert layer["skipped"] is None and layer["ffn"] == 32
     assert layer["speedup_vs_serial"] == layer["serial_ms"] / layer["overlapped_ms"]
     assert layer["speedup_vs_hf_ep"] == layer["hf_ep_ms"] / layer["overlapped_ms"]
@@ -71,31 +71,31 @@ def test_missing_privileges_are_reported(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- ranks over loopback ---
 
 
-def all_contests(rank: int, world: int, bench: OverlapBench) -> list[tuple[str, list[str]]]:
+def check_all_operators(rank: int, world: int, bench: OverlapBench) -> list[tuple[str, list[str]]]:
     """Check each operator and direction. Return the parts that returned a result."""
-    found = []
+    result = []
     for operator in OPERATORS:
         for direction in DIRECTIONS:
             contest = overlap.CONTESTS[operator](direction, bench, 20, 48)
             contest.check()
-            found.append((contest.name, [name for name, work in contest.parts().items() if work() is not None]))
-    return found
+            result.append((contest.name, [name for name, work in contest.parts().items() if work() is not None]))
+    return result
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_every_operator_equals_its_serial_form(pool2: RankPool, deterministic: bool) -> None:
-    found = pool2.run(all_contests, replace(TINY, deterministic=deterministic, experts=6, top_k=3), timeout=60)
+    result = pool2.run(check_all_operators, replace(TINY, deterministic=deterministic, experts=6, top_k=3), timeout=60)
     names = [f"{operator} {direction}" for operator in OPERATORS for direction in DIRECTIONS]
-    assert found[0] == found[1] == [(name, list(PARTS)) for name in names]
+    assert result[0] == result[1] == [(name, list(PARTS)) for name in names]
 
 
-def crooked(rank: int, world: int, operator: str) -> str:
-    """Return the error for an operator whose result differs in the last bit."""
+def error_with_one_wrong_bit(rank: int, world: int, operator: str) -> str:
+    """Return the error message of ``check`` for an operator whose result differs in the last bit of one element."""
     contest = overlap.CONTESTS[operator]("forward", TINY, 20, 48)
-    straight = contest.overlapped
+    original = contest.overlapped
 
     def wrong() -> Tensor:
-        y = straight()
+        y = original()
         assert isinstance(y, Tensor)
         y[-1, -1] = torch.nextafter(y[-1, -1], torch.tensor(9e9))
         return y
@@ -110,35 +110,38 @@ def crooked(rank: int, world: int, operator: str) -> str:
 
 @pytest.mark.parametrize("operator", ["gather_matmul", "matmul_combine"])
 def test_an_operator_with_different_bits_is_not_timed(pool2: RankPool, operator: str) -> None:
-    assert all(operator in message and "differs" in message for message in pool2.run(crooked, operator, timeout=60))
+    assert all(
+        operator in message and "differs" in message
+        for message in pool2.run(error_with_one_wrong_bit, operator, timeout=60)
+    )
 
 
-def whole_run(rank: int, world: int, bench: OverlapBench) -> Any:
+def run_benchmark(rank: int, world: int, bench: OverlapBench) -> Any:
     return overlap.run((bench, 1e8, True), 1)
 
 
 def test_the_same_results_and_timelines_on_every_rank(pool2: RankPool) -> None:
     bench = replace(TINY, operators=("dispatch_matmul",), peers=False)
-    (found, steps), (other, same_steps) = pool2.run(whole_run, bench, timeout=120)
-    assert found == other and steps == same_steps
+    (result, steps), (other, same_steps) = pool2.run(run_benchmark, bench, timeout=120)
+    assert result == other and steps == same_steps
     titles = {(step.title, step.variant) for step in steps}
-    both = ("serial", "overlapped")
-    assert titles == {(title, v) for title in (*_names("dispatch_matmul"), "MoE layer of width 32") for v in both}
-    assert [row["rows"] for row in found["results"]] == [1, 32, 1, 32]
-    assert found["layer"][0]["skipped"] == "peers=False" and found["layer"][0]["speedup_vs_hf_ep"] is None
-    found |= overlap.slowest(found["results"]) | {"settings": vars(bench), "link_gbit_measured": [1.0]}
-    found["machine"] = {"cpu": "any", "cores": 2, "isa": "none"}
-    assert [table.row_count for table in report.overlap_tables(found)] == [4, 3]
+    cases = ("serial", "overlapped")
+    assert titles == {(title, v) for title in (*_names("dispatch_matmul"), "MoE layer of width 32") for v in cases}
+    assert [row["rows"] for row in result["results"]] == [1, 32, 1, 32]
+    assert result["layer"][0]["skipped"] == "peers=False" and result["layer"][0]["speedup_vs_hf_ep"] is None
+    result |= overlap.slowest(result["results"]) | {"settings": vars(bench), "link_gbit_measured": [1.0]}
+    result["machine"] = {"cpu": "any", "cores": 2, "isa": "none"}
+    assert [table.row_count for table in report.overlap_tables(result)] == [4, 3]
 
 
 def _names(operator: str) -> list[str]:
     return [f"{operator} {direction}" for direction in DIRECTIONS]
 
 
-def layer_gradients(rank: int, world: int, arg: None) -> tuple[bool, bool]:
+def compare_layers(rank: int, world: int, arg: None) -> tuple[bool, bool]:
     """Return whether the layers overlap, and whether a layer with a different weight is detected."""
     contest = OverlapLayerContest(replace(TINY, peers=False), 32)
-    modules: list[Any] = [turn.contestant.module for turn in contest.turns.values()]
+    modules: list[Any] = [runner.contestant.module for runner in contest.runners.values()]
     contest.check()
     with torch.no_grad():
         modules[1].experts.w2[0, 0, 0] += 1
@@ -152,7 +155,7 @@ def layer_gradients(rank: int, world: int, arg: None) -> tuple[bool, bool]:
 
 
 def test_the_layers_differ_only_in_overlap_and_are_compared_in_bits(pool2: RankPool) -> None:
-    assert pool2.run(layer_gradients, None, timeout=60) == [(True, True)] * 2
+    assert pool2.run(compare_layers, None, timeout=60) == [(True, True)] * 2
 
 
 # --- arithmetic ---
@@ -178,16 +181,16 @@ def test_expert_gemms_equal_a_loop() -> None:
     b_EDG = torch.randn(3, 16, 32, generator=generator)
     expected = torch.cat([r @ b for r, b in zip(rows.split(sizes), b_EDG, strict=True)])
     torch.testing.assert_close(overlap_experts.products(rows, sizes, b_EDG), expected)
-    found = overlap_experts.weight_products(grad, rows, sizes, b_EDG.transpose(1, 2).contiguous())
+    result = overlap_experts.weight_products(grad, rows, sizes, b_EDG.transpose(1, 2).contiguous())
     expected = torch.stack([g.t() @ r for g, r in zip(grad.split(sizes), rows.split(sizes), strict=True)])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 def test_hidden_is_the_saved_fraction_of_the_smaller_time() -> None:
     times = {"serial_ms": 30.0, "overlapped_ms": 21.0, "compute_ms": 20.0, "comm_ms": 10.0, "chunked_comm_ms": 8.0}
     assert hidden_of(times) == {"hidden": 0.875, "vs_serial": 0.7, "ratio_measured": 0.5}
     assert hidden_of(times | {"overlapped_ms": 20.0})["hidden"] == 1.0
-    assert hidden_of(times | {"overlapped_ms": 19.9})["hidden"] == 1.0, "noise"
+    assert hidden_of(times | {"overlapped_ms": 19.9})["hidden"] == 1.0, "values above 1 are noise"
     case = {"op": "a", "direction": "forward", "ratio": 1}
     rows = [case | {"rows": n, "vs_serial_paired": ratio} for n, ratio in ((1, 0.9), (2, 1.1))]
     worst = overlap.slowest(rows)
@@ -196,11 +199,11 @@ def test_hidden_is_the_saved_fraction_of_the_smaller_time() -> None:
 
 
 def test_the_width_of_a_layers_experts_follows_from_the_rates() -> None:
-    # 2 ranks: a row is sent by half of them, 4 bytes a column; 64 GFLOP/s over 0.1 GB/s make 640 columns.
-    here = MeasuredRates(flops_per_s=64e9, bytes_per_s=0.1e9)
-    assert here.balanced(2) == 640
-    assert widths(replace(TINY, ffn=()), here) == (256,)
-    assert widths(replace(TINY, ffn=(96, 7)), here) == (96, 7)
+    # For 2 ranks, the width at which a GEMM takes as long as a transfer is flops_per_s / bytes_per_s.
+    rates = MeasuredRates(flops_per_s=64e9, bytes_per_s=0.1e9)
+    assert rates.balanced(2) == 640
+    assert widths(replace(TINY, ffn=()), rates) == (256,)
+    assert widths(replace(TINY, ffn=(96, 7)), rates) == (96, 7)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ def test_the_quick_mappings_match_one_process(tmp_path: Path) -> None:
     """With SGD only: AdamW hides a wrong gradient scale. The command runs all mappings with both."""
     out = tmp_path / "parity.json"
     assert parity.main(str(out), steps=6, names=QUICK, optimizers=("sgd",), settings=SMALL)
-    found = json.loads(out.read_text())
-    assert found["target"] == found["limits"]["sgd"]["loss"] == 1e-5 and found["ok"]
-    rows = {row["mapping"]: row for row in found["mappings"]}
+    result = json.loads(out.read_text())
+    assert result["target"] == result["limits"]["sgd"]["loss"] == 1e-5 and result["ok"]
+    rows = {row["mapping"]: row for row in result["mappings"]}
     assert set(rows) == set(QUICK)
     for name, row in rows.items():
         assert max(row["loss_rel_diff"], row["grad_norm_rel_diff"], row["param_rel_diff"]) <= 1e-5, name
@@ -45,18 +45,18 @@ def test_all_mappings_match_one_process(tmp_path: Path) -> None:
 def test_a_difference_is_detected_and_per_rank_capacity_has_no_parity() -> None:
     cases = [
         ParityCase("other weights", 1, ("run.seed=1",)),
-        ParityCase("alike", 1),
+        ParityCase("same", 1),
         ParityCase("by rank", 1, (), "capacity (rank)"),
     ]
     cases += [ParityCase("other model", 1, (), model=("model.tie=true",))]
     rows = {row.mapping: row for row in parity.compare(cases, ("sgd",), 2, SMALL)}
     assert {name: row.ok for name, row in rows.items()} == {
         "other weights": False,
-        "alike": True,
+        "same": True,
         "by rank": None,
         "other model": True,  # compared with one process with the same model
     }
-    assert rows["alike"].loss_rel_diff == rows["alike"].param_rel_diff == 0
+    assert rows["same"].loss_rel_diff == rows["same"].param_rel_diff == 0
     assert rows["other weights"].param_rel_diff > 0.1
     assert rows["by rank"].dropped > 0
 
@@ -78,27 +78,27 @@ def test_replicas_are_compared_with_the_first_and_nan_is_reported() -> None:
         return {"w": ((4,), [(box, torch.tensor(values)) for box in sharding.boxes({"tp": tp}, {"tp": 2})])}
 
     ranks = [parts([1.0, 2.0], 0), parts([3.0, -8.0], 1), parts([1.0, 2.0], 0), parts([3.0, -8.0], 1)]
-    whole, apart = assemble(ranks)
-    assert whole["w"].tolist() == [1, 2, 3, -8] and apart == {"w": 0.0}
-    whole, apart = assemble([*ranks, parts([3.0, -7.0], 1)])
-    assert whole["w"].tolist() == [1, 2, 3, -8] and apart == {"w": 1 / 8}
+    full, differences = assemble(ranks)
+    assert full["w"].tolist() == [1, 2, 3, -8] and differences == {"w": 0.0}
+    full, differences = assemble([*ranks, parts([3.0, -7.0], 1)])
+    assert full["w"].tolist() == [1, 2, 3, -8] and differences == {"w": 1 / 8}
     assert math.isnan(assemble([*ranks, parts([math.nan, 2.0], 0)])[1]["w"])
     assert assemble(ranks[:1])[0]["w"].isnan().tolist() == [False, False, True, True]
 
 
-def drifting(rank: int, world: int, arg: tuple[list[str], str]) -> tuple[list[Parts], list[Parts]]:
+def parts_before_and_after(rank: int, world: int, arg: tuple[list[str], str]) -> tuple[list[Parts], list[Parts]]:
     """Return parts and copies after a step, before and after a weight of the last rank changes."""
     settings, name = arg
-    with session(settings) as here:
-        here.trainer.train_step(0)
-        found = [here.parts()], [here.copies()]
+    with session(settings) as training:
+        training.trainer.train_step(0)
+        result = [training.parts()], [training.copies()]
         if rank == world - 1:
-            parameter = here.stages[-1].get_parameter(name)
+            parameter = training.stages[-1].get_parameter(name)
             with torch.no_grad():
                 parameter[0] += 0.5
-        found[0].append(here.parts())
-        found[1].append(here.copies())
-        return found
+        result[0].append(training.parts())
+        result[1].append(training.copies())
+        return result
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def drifting(rank: int, world: int, arg: tuple[list[str], str]) -> tuple[list[Pa
 def test_a_replica_that_differs_is_detected(
     pool2: RankPool, tmp_path: Path, mapping: tuple[str, ...], name: str, origin: str
 ) -> None:
-    found = pool2.run(drifting, ([*write_text(tmp_path), *mapping], name), timeout=90)
+    result = pool2.run(parts_before_and_after, ([*write_text(tmp_path), *mapping], name), timeout=90)
     for kind in range(2):
-        before, after = (assemble([rank[kind][when] for rank in found])[1] for when in range(2))
+        before, after = (assemble([rank[kind][when] for rank in result])[1] for when in range(2))
         assert before.keys() == after.keys() and not any(before.values())
-        # Under ZeRO-1 no other rank has the rows of the optimizer; only the parameters of modules are replicated.
+        # Under ZeRO-1 each rank owns different optimizer rows, so only the parameters of modules are replicated.
         drifted = {name for name, difference in after.items() if difference}
         assert drifted == ({origin} if kind == 1 or "parallel.sharding=zero1" not in mapping else set())
 

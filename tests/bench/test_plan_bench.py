@@ -51,10 +51,15 @@ def test_interleaved_mappings_train_the_same_model(tmp_path: Path) -> None:
 
 def test_imbalance_affects_a_prediction_only_with_expert_parallelism() -> None:
     even, uneven = [[256] * 8] * 4, [[1024, 1024, 0, 0, 0, 0, 0, 0]] * 4
-    whole, spread = PlanCase(2, "dp=2,ep=1"), PlanCase(2, "dp=2,ep=2")
+    replicated, expert_parallel = PlanCase(2, "dp=2,ep=1"), PlanCase(2, "dp=2,ep=2")
     bench = PlanBench()
-    assert predict(bench, whole, cluster(2), uneven).seconds == predict(bench, whole, cluster(2), even).seconds
-    assert predict(bench, spread, cluster(2), uneven).seconds > 1.2 * predict(bench, spread, cluster(2), even).seconds
+    assert (
+        predict(bench, replicated, cluster(2), uneven).seconds == predict(bench, replicated, cluster(2), even).seconds
+    )
+    assert (
+        predict(bench, expert_parallel, cluster(2), uneven).seconds
+        > 1.2 * predict(bench, expert_parallel, cluster(2), even).seconds
+    )
 
 
 def test_every_mapping_is_valid_for_the_model_and_batch() -> None:
@@ -74,23 +79,23 @@ def test_errors_and_regret_follow_from_the_times(
     def steps(bench: PlanBench, cases: Any, folder: Path) -> list[MeasuredStep]:
         return [MeasuredStep(measured[str(case)], 0.1, (1.0,), ((1, 1, 1, 1),), 0.0, 0.1) for case in cases]
 
-    def on_paper(bench: PlanBench, case: PlanCase, where: Cluster, slots: Any) -> Any:
+    def predict_fixed_times(bench: PlanBench, case: PlanCase, where: Cluster, slots: Any) -> Any:
         return replace(predict(bench, case, where, slots), seconds=predicted[str(case)])
 
     monkeypatch.setattr(plan_bench, "measure", steps)
     monkeypatch.setattr(plan_bench, "calibrated", lambda bench, ranks, hosts, host: cluster(ranks))
-    monkeypatch.setattr(plan_bench, "predict", on_paper)
+    monkeypatch.setattr(plan_bench, "predict", predict_fixed_times)
     main(TINY, str(tmp_path / "plan.json"))
-    found = json.loads((tmp_path / "plan.json").read_text())
-    (group,) = found["groups"]
+    result = json.loads((tmp_path / "plan.json").read_text())
+    (group,) = result["groups"]
     assert [row["mapping"] for row in group["mappings"]] == ["pp2 mb1", "dp2 ep2 mb2"]
     assert [row["error"] for row in group["mappings"]] == pytest.approx([0.25, -0.4])
     assert (group["best"], group["pick"]) == ("pp2 mb1", "dp2 ep2 mb2")
-    assert group["regret"] == pytest.approx(0.25) == found["worst_regret"]
-    assert found["median_error"] == pytest.approx(0.325) and found["worst_error"] == pytest.approx(0.4)
-    assert (found["within"], found["mappings"]) == (0, 2)
-    shown = capsys.readouterr().out
-    assert "selects dp2 ep2 mb2: its step is 25.0% longer than the fastest" in shown and "+25.0%" in shown
+    assert group["regret"] == pytest.approx(0.25) == result["worst_regret"]
+    assert result["median_error"] == pytest.approx(0.325) and result["worst_error"] == pytest.approx(0.4)
+    assert (result["within"], result["mappings"]) == (0, 2)
+    output = capsys.readouterr().out
+    assert "selects dp2 ep2 mb2: its step is 25.0% longer than the fastest" in output and "+25.0%" in output
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from moe_comm.bench.overlap.timeline import (
 from moe_comm.bench.overlap.timeline_files import TRACKS, perfetto, picture
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
-from moe_comm.kernels import expert_mlp as user, row_invariant as kernel
+from moe_comm.kernels import expert_mlp, row_invariant
 from tests.pool import RankPool
 
 
@@ -39,7 +39,7 @@ def late_transfer(rank: int, world: int, arg: None) -> TimelineStep:
         if rank == 1:
             dist.recv(done, 0)
         pending = channel.start_all_gather(a, "rows of a step")
-        user.expert_mm(a, a, out)
+        expert_mlp.expert_mm(a, a, out)
         if rank == 0:
             dist.send(done, 1)
         pending()
@@ -52,16 +52,16 @@ def step(pool2: RankPool) -> TimelineStep:
     """A step recorded on two ranks."""
     first, second = pool2.run(late_transfer, None, timeout=60)
     assert first == second
-    found: TimelineStep = first
-    return found
+    step: TimelineStep = first
+    return step
 
 
 def of_kind(spans: tuple[TimelineSpan, ...], kind: str) -> TimelineSpan:
-    (found,) = [span for span in spans if span.kind == kind]
-    return found
+    (only,) = [span for span in spans if span.kind == kind]
+    return only
 
 
-def test_products_waits_and_transfers_are_spans_of_each_rank(step: TimelineStep) -> None:
+def test_gemms_waits_and_transfers_are_spans_of_each_rank(step: TimelineStep) -> None:
     for spans in step.ranks:
         assert sorted(span.kind for span in spans) == [PRODUCT, TRANSFER, WAIT]
         product, transfer, wait = (of_kind(spans, kind) for kind in (PRODUCT, TRANSFER, WAIT))
@@ -78,22 +78,22 @@ def test_a_transfer_span_lasts_until_completion_and_overlaps_a_gemm(step: Timeli
 
 
 def test_recording_restores_the_library() -> None:
-    before = (kernel.expert_mm, user.expert_mm, Channel._start)
+    before = (row_invariant.expert_mm, expert_mlp.expert_mm, Channel._start)
     a, out = torch.ones(4, 16), torch.empty(4, 16)
     with recording() as recorder:
-        assert user.expert_mm is not before[1] and Channel._start is not before[2]
-        user.expert_mm(a, torch.eye(16), out)
+        assert expert_mlp.expert_mm is not before[1] and Channel._start is not before[2]
+        expert_mlp.expert_mm(a, torch.eye(16), out)
         with pytest.raises(RuntimeError):
-            user.expert_mm(a, a, out)
-    assert (kernel.expert_mm, user.expert_mm, Channel._start) == before
+            expert_mlp.expert_mm(a, a, out)
+    assert (row_invariant.expert_mm, expert_mlp.expert_mm, Channel._start) == before
     # expert_mm calls product_into, which must not be recorded again.
     assert [span.kind for span in recorder.spans] == [PRODUCT, PRODUCT] and torch.equal(out, a)
     with pytest.raises(KeyError), recording():
         raise KeyError
-    assert (kernel.expert_mm, user.expert_mm, Channel._start) == before
+    assert (row_invariant.expert_mm, expert_mlp.expert_mm, Channel._start) == before
 
 
-MADE = (
+STEPS = (
     TimelineStep(
         "a",
         "serial",
@@ -122,7 +122,7 @@ MADE = (
 
 
 def test_spans_that_overlap_are_in_different_lanes() -> None:
-    assert [(lane, span.name) for lane, span in lanes(MADE[1].ranks[0])] == [(0, "t0"), (1, "t1"), (0, "t2")]
+    assert [(lane, span.name) for lane, span in lanes(STEPS[1].ranks[0])] == [(0, "t0"), (1, "t1"), (0, "t2")]
 
 
 def slices(data: bytes) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
@@ -134,7 +134,7 @@ def slices(data: bytes) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
     trace.ParseFromString(data)
     described = {p.track_descriptor.uuid: p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")}
     opened: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    found = defaultdict(list)
+    slices_by_track = defaultdict(list)
     for packet in trace.packet:
         if not packet.HasField("track_event"):
             continue
@@ -144,41 +144,43 @@ def slices(data: bytes) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
         if event.type == TrackEvent.TYPE_SLICE_BEGIN:
             opened[event.track_uuid].append((event.name, packet.timestamp))
         else:
-            name, begun = opened[event.track_uuid].pop()
-            assert begun <= packet.timestamp
-            found[key].append((name, begun, packet.timestamp))
+            name, begin = opened[event.track_uuid].pop()
+            assert begin <= packet.timestamp
+            slices_by_track[key].append((name, begin, packet.timestamp))
     assert not any(opened.values())
-    return found
+    return slices_by_track
 
 
 def test_a_trace_read_back_has_every_span_on_its_ranks_tracks() -> None:
     pytest.importorskip("perfetto")
-    found = slices(perfetto(MADE))
-    assert {process for process, _ in found} == {"rank 0", "rank 1"} and {track for _, track in found} == set(TRACKS)
+    by_track = slices(perfetto(STEPS))
+    assert {process for process, _ in by_track} == {"rank 0", "rank 1"} and {track for _, track in by_track} == set(
+        TRACKS
+    )
     second = 2000 + 5_000_000
-    assert sorted(found["rank 0", "network"]) == [
+    assert sorted(by_track["rank 0", "network"]) == [
         ("t", 0, 900),
         ("t0", second, second + 900),
         ("t1", second, second + 1000),
         ("t2", second + 950, second + 1100),
     ]
-    assert sorted(found["rank 1", "processor"]) == [
+    assert sorted(by_track["rank 1", "processor"]) == [
         ("lands", second, second + 50),
         ("p", second + 50, second + 1100),
         ("w", second, second + 40),
     ]
-    assert [name for name, _, _ in found["rank 0", "step"]] == ["a, serial", "a, overlapped"]
+    assert [name for name, _, _ in by_track["rank 0", "step"]] == ["a, serial", "a, overlapped"]
 
 
-def test_a_recorded_trace_shows_a_transfer_over_a_product(step: TimelineStep) -> None:
+def test_the_trace_of_a_recorded_step_has_a_transfer_during_a_gemm(step: TimelineStep) -> None:
     pytest.importorskip("perfetto")
-    found = slices(perfetto([step]))
-    ((_, begun, arrived),) = found["rank 0", "network"]
-    ((_, start, end),) = [one for one in found["rank 0", "processor"] if one[0] == "16 x 16 x 16"]
-    assert begun <= start <= end <= arrived
+    by_track = slices(perfetto([step]))
+    ((_, begin, completed),) = by_track["rank 0", "network"]
+    ((_, start, end),) = [one for one in by_track["rank 0", "processor"] if one[0] == "16 x 16 x 16"]
+    assert begin <= start <= end <= completed
 
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture([*MADE, TimelineStep("b", "overlapped", ((), ()))], tmp_path / "out.png")
+    picture([*STEPS, TimelineStep("b", "overlapped", ((), ()))], tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -36,34 +36,36 @@ TINY = TrainBench(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The result of the command with two ranks, read from its file."""
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the benchmark on two ranks and return the result from its output file."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
     returned = train.main(TINY, str(path))
-    read: dict[str, Any] = json.loads(path.read_text())
-    assert read == returned
-    return read
+    from_file: dict[str, Any] = json.loads(path.read_text())
+    assert from_file == returned
+    return from_file
 
 
-def test_all_contestants_have_the_same_losses(found: dict[str, Any]) -> None:
-    assert set(found["peers"]) == set(TINY.peers) and found["skipped"] == {}
-    assert all(row["loss_rel_diff"] < 1e-5 for row in found["peers"].values())
-    assert len(found["losses"]) == 3 and found["losses"][-1] < found["losses"][0]
+def test_all_contestants_have_the_same_losses(result: dict[str, Any]) -> None:
+    assert set(result["peers"]) == set(TINY.peers) and result["skipped"] == {}
+    assert all(row["loss_rel_diff"] < 1e-5 for row in result["peers"].values())
+    assert len(result["losses"]) == 3 and result["losses"][-1] < result["losses"][0]
 
 
-def test_rates_and_speedups_follow_from_the_times(found: dict[str, Any]) -> None:
-    for row in (found, *found["peers"].values()):
+def test_rates_and_speedups_follow_from_the_times(result: dict[str, Any]) -> None:
+    for row in (result, *result["peers"].values()):
         assert row["tokens_per_s"] == pytest.approx(TINY.tokens / row["step_ms"] * 1e3)
-        assert row["mfu"] == pytest.approx(row["tokens_per_s"] * found["flops_per_token"] / found["gemm_gflops"] * 1e-9)
-    for row in found["peers"].values():
-        assert row["speedup"] == pytest.approx(row["step_ms"] / found["step_ms"])
-    rivals = {name: row["speedup"] for name, row in found["peers"].items() if name in RIVALS}
-    assert found["speedup"] == min(rivals.values()) == rivals[found["best_peer"]]
-    assert found["speedup_over_all"] == min(row["speedup"] for row in found["peers"].values())
+        assert row["mfu"] == pytest.approx(
+            row["tokens_per_s"] * result["flops_per_token"] / result["gemm_gflops"] * 1e-9
+        )
+    for row in result["peers"].values():
+        assert row["speedup"] == pytest.approx(row["step_ms"] / result["step_ms"])
+    rivals = {name: row["speedup"] for name, row in result["peers"].items() if name in RIVALS}
+    assert result["speedup"] == min(rivals.values()) == rivals[result["best_peer"]]
+    assert result["speedup_over_all"] == min(row["speedup"] for row in result["peers"].values())
 
 
-def test_the_parts_of_a_step_add_up(found: dict[str, Any]) -> None:
-    step = found["step"]
+def test_the_parts_of_a_step_add_up(result: dict[str, Any]) -> None:
+    step = result["step"]
     parts = ("compute", "communication", "data", "checkpoint", "loop")
     # Each part is a separate median, so the sum is approximate.
     assert sum(step[part] for part in parts) == pytest.approx(1, abs=0.2)
@@ -72,15 +74,15 @@ def test_the_parts_of_a_step_add_up(found: dict[str, Any]) -> None:
 
 
 def test_contestants_with_different_losses_are_rejected() -> None:
-    def turn(name: str, *losses: float) -> Any:
+    def contestant(name: str, *losses: float) -> Any:
         return SimpleNamespace(kind=SimpleNamespace(name=name), losses=list(losses))
 
-    train._check([turn("moe_comm", 5.0), turn("other", 5.004)])
-    train._check([turn("moe_comm", 5.0, 4.0), turn("other", 5.0, 4.03)])
+    train._check([contestant("moe_comm", 5.0), contestant("other", 5.004)])
+    train._check([contestant("moe_comm", 5.0, 4.0), contestant("other", 5.0, 4.03)])
     with pytest.raises(WrongAnswer, match=r"other: the loss of step 1 is 5\.006, but that of moe_comm is 5"):
-        train._check([turn("moe_comm", 5.0), turn("other", 5.006)])
+        train._check([contestant("moe_comm", 5.0), contestant("other", 5.006)])
     with pytest.raises(WrongAnswer, match="step 2"):
-        train._check([turn("moe_comm", 5.0, 4.0), turn("other", 5.0, float("nan"))])
+        train._check([contestant("moe_comm", 5.0, 4.0), contestant("other", 5.0, float("nan"))])
 
 
 def test_one_rank_compares_single_process_loops_only() -> None:

@@ -19,9 +19,9 @@ from tests.observe.test_diagnose import lines
 def test_every_window_with_a_fault_is_followed_by_a_healthy_window() -> None:
     for plan in (slow_ranks(DiagnosisStudy(slow=5)), slow_links(DiagnosisStudy(links=5))):
         assert [case.first for case in plan] == [WARM + 1 + WINDOW * index for index in range(10)]
-        for on_purpose, healthy in zip(plan[::2], plan[1::2], strict=True):
-            fault = parse(on_purpose.fault)
-            assert (fault.rank, fault.step, fault.steps) == (*on_purpose.ranks, on_purpose.first, WINDOW)
+        for faulty, healthy in zip(plan[::2], plan[1::2], strict=True):
+            fault = parse(faulty.fault)
+            assert (fault.rank, fault.step, fault.steps) == (*faulty.ranks, faulty.first, WINDOW)
             assert not healthy.fault and not healthy.ranks
     assert (
         slow_ranks(DiagnosisStudy(slow=5))
@@ -57,16 +57,16 @@ def test_a_hang_is_evaluated_by_the_first_record_before_the_next_hang(tmp_path: 
     ]
 
 
-def test_slow_ranks_are_found_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The full study with few cases. The delay is as long as many steps, so it is found also on a busy machine, where
-    a step may take ten times longer."""
+def test_slow_ranks_are_detected_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full study with few cases. The delay is as long as many steps, so that it is detected on a busy machine too,
+    where a step may take ten times longer."""
     monkeypatch.setattr(diagnosis, "SLOW_S", (0.5,))
-    said: list[str] = []
-    found = diagnosis.run(DiagnosisStudy(slow=2, links=0, hangs=0, ranks=2), said.append)
-    assert found["cases"] == found["healthy"] == 2 and found["right"] == 2
-    assert said == [f"slow rank: 2 of 2 correct; no finding in {found['quiet']} of 2 healthy windows"]
+    messages: list[str] = []
+    result = diagnosis.run(DiagnosisStudy(slow=2, links=0, hangs=0, ranks=2), messages.append)
+    assert result["cases"] == result["healthy"] == 2 and result["right"] == 2
+    assert messages == [f"slow rank: 2 of 2 correct; no finding in {result['quiet']} of 2 healthy windows"]
 
 
-def test_impossible_numbers_are_refused() -> None:
+def test_too_few_hosts_are_rejected() -> None:
     with pytest.raises(ConfigError, match="at least 2 ranks and 3 hosts"):
         DiagnosisStudy(hosts=2)

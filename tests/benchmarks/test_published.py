@@ -15,7 +15,7 @@ from moe_comm.plan.machine.hardware_table import MACHINES
 from moe_comm.plan.model.files import model_named
 from moe_comm.plan.model.mapping import Mapping
 
-GOOD: dict[str, Any] = {
+VALID: dict[str, Any] = {
     "format": "moe_comm published",
     "version": 1,
     "name": "t",
@@ -100,8 +100,8 @@ def test_at_most_one_row_of_a_system_is_fitted() -> None:
         assert len(fitted) == len(set(fitted))
 
 
-def test_a_table_is_read_as_written() -> None:
-    table = from_json(copy.deepcopy(GOOD))
+def test_rows_are_parsed() -> None:
+    table = from_json(copy.deepcopy(VALID))
     one, two = table.rows
     assert one.what == OperatorCase("product", "none", 1, 2, 3, 8)
     assert one.value == 1.5
@@ -111,10 +111,10 @@ def test_a_table_is_read_as_written() -> None:
 
 
 def test_optional_fields_of_a_step_are_read() -> None:
-    data: Any = copy.deepcopy(GOOD)
+    data: Any = copy.deepcopy(VALID)
     data["rows"][1]["step"] |= {"micro_batch": 3, "recompute": "full"}
-    given, default = from_json(data).rows[1].what, from_json(GOOD).rows[1].what
-    assert isinstance(given, StepCase) and (given.micro_batch, given.recompute) == (3, "full")
+    stated, default = from_json(data).rows[1].what, from_json(VALID).rows[1].what
+    assert isinstance(stated, StepCase) and (stated.micro_batch, stated.recompute) == (3, "full")
     assert isinstance(default, StepCase) and (default.micro_batch, default.recompute) == (None, None)
 
 
@@ -138,7 +138,7 @@ def test_optional_fields_of_a_step_are_read() -> None:
         (("rows", 0, "operator", "top_k"), 2, "top_k at most experts"),
         (("rows", 0, "operator", "typo"), 1, "rows.0.operator.typo: Unexpected keyword argument"),
         (("rows", 1, "step", "dispatcher"), "nccl", "rows.1.step.dispatcher"),
-        (("rows", 0, "step"), GOOD["rows"][1]["step"], "either operator or step"),
+        (("rows", 0, "step"), VALID["rows"][1]["step"], "either operator or step"),
         (("rows", 1, "step", "free"), "ep", "rows.1.step.free: Input should be a valid"),
         (("rows", 1, "step", "machine"), "h100", "must not have the key 'machine'"),
         (("rows", 1, "step", "micro_batch"), 0, "rows.1.step.micro_batch"),
@@ -149,18 +149,18 @@ def test_optional_fields_of_a_step_are_read() -> None:
     ],
 )
 def test_errors_name_the_field(path: tuple[str | int, ...], value: object, message: str) -> None:
-    data: Any = copy.deepcopy(GOOD)
-    place = data
+    data: Any = copy.deepcopy(VALID)
+    target = data
     for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+        target = target[key]
+    target[path[-1]] = value
     with pytest.raises(ConfigError, match=message):
         from_json(data)
 
 
 @pytest.mark.parametrize("key", ["name", "rows", "machine"])
 def test_missing_keys_are_named(key: str) -> None:
-    data = {name: value for name, value in GOOD.items() if name != key}
+    data = {name: value for name, value in VALID.items() if name != key}
     with pytest.raises(ConfigError, match=f"{key}: Field required"):
         from_json(data)
 
@@ -177,5 +177,5 @@ def test_invalid_files_are_config_errors(tmp_path: Path, text: str) -> None:
 
 def test_a_file_gives_the_same_table_as_its_data(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    path.write_text(json.dumps(GOOD))
-    assert load(path) == from_json(GOOD)
+    path.write_text(json.dumps(VALID))
+    assert load(path) == from_json(VALID)

@@ -26,7 +26,9 @@ def test_a_plan_has_every_kind_and_damages_checkpoints_that_are_read(tmp_path: P
         if fault.kind in DAMAGE:
             assert (following.kind, following.step, following.rank) == ("kill", fault.step, fault.rank)
             assert fault.step is not None
-            assert (fault.step - 1) // 4 * 4 > (fault.step - 1) // 3 * 3, "newer than what is in memory"
+            assert (fault.step - 1) // 4 * 4 > (fault.step - 1) // 3 * 3, (
+                "the checkpoint must be newer than the snapshot"
+            )
         else:
             assert following.step is not None and fault.step is not None and following.step > fault.step
     assert [parse(text) for text in soak.plan(Soak(tmp_path, faults=60))] == faults
@@ -37,20 +39,20 @@ def test_a_plan_has_every_kind_and_damages_checkpoints_that_are_read(tmp_path: P
 
 def test_thirty_faults_of_all_kinds_do_not_change_the_result(tmp_path: Path) -> None:
     settings = Soak(tmp_path, ranks=2, faults=30, seed=1)
-    said: list[str] = []
-    found = soak.run(settings, said.append)
-    assert not soak.problems(found), found["difference"] or found["left_behind"]
-    assert found["identical"] and found["faults"] == 30
-    assert len(found["kinds"]) >= 12
-    for kind, one in found["kinds"].items():
-        assert one["recovered"] is not None, f"{kind} was never past"
+    messages: list[str] = []
+    result = soak.run(settings, messages.append)
+    assert not soak.problems(result), result["difference"] or result["left_behind"]
+    assert result["identical"] and result["faults"] == 30
+    assert len(result["kinds"]) >= 12
+    for kind, one in result["kinds"].items():
+        assert one["recovered"] is not None, f"no recovery from {kind} was recorded"
         harmless = kind in ("slow_cpu", "slow_sleep", "full_shm")
-        assert harmless or one["detected"] is not None, f"{kind} was never noticed"
-    assert 0 < found["effective_time_ratio"] < 1
-    assert json.loads(json.dumps(found)) == found
-    assert "30 faults" in soak.table(found) and said
+        assert harmless or one["detected"] is not None, f"{kind} was not detected"
+    assert 0 < result["effective_time_ratio"] < 1
+    assert json.loads(json.dumps(result)) == result
+    assert "30 faults" in soak.table(result) and messages
     # A complete soak is not repeated, and a soak with different settings is rejected.
-    assert soak.run(settings, said.append)["kinds"] == found["kinds"]
+    assert soak.run(settings, messages.append)["kinds"] == result["kinds"]
     with pytest.raises(ConfigError, match="contains a soak with different settings"):
         soak.run(Soak(tmp_path, ranks=2, faults=31, seed=1))
 
@@ -58,21 +60,21 @@ def test_thirty_faults_of_all_kinds_do_not_change_the_result(tmp_path: Path) -> 
 def test_the_command_writes_the_result_and_fails_with_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = {"identical": True, "left_behind": [], "difference": "", "planned": 2, "faults": 2, "repeated": []}
-    good |= {"kinds": {}, "starts": 1, "ranks": 2, "steps": 3, "effective_time_ratio": 0.5}
-    asked: list[Soak] = []
+    passed = {"identical": True, "left_behind": [], "difference": "", "planned": 2, "faults": 2, "repeated": []}
+    passed |= {"kinds": {}, "starts": 1, "ranks": 2, "steps": 3, "effective_time_ratio": 0.5}
+    received: list[Soak] = []
 
-    def found(settings: Soak, say: object, **changed: object) -> dict[str, object]:
-        asked.append(settings)
-        return good | changed
+    def fake_run(settings: Soak, say: object, **changed: object) -> dict[str, object]:
+        received.append(settings)
+        return passed | changed
 
-    monkeypatch.setattr(soak, "run", found)  # the test above has a real run
+    monkeypatch.setattr(soak, "run", fake_run)  # the test above has a real run
     arguments = ["--ranks", "2", "--faults", "2", "--kind", "kill", "--json", str(tmp_path / "out.json")]
     assert cli.run(arguments, command.app, command.NAME) == 0
-    assert (asked[0].ranks, asked[0].faults, asked[0].kinds) == (2, 2, ("kill",))
-    assert json.loads((tmp_path / "out.json").read_text()) == good
+    assert (received[0].ranks, received[0].faults, received[0].kinds) == (2, 2, ("kill",))
+    assert json.loads((tmp_path / "out.json").read_text()) == passed
     assert "2 faults, 1 starts of 2 ranks" in capsys.readouterr().out
-    monkeypatch.setattr(soak, "run", lambda settings, say: found(settings, say, left_behind=["/dev/shm/a"]))
+    monkeypatch.setattr(soak, "run", lambda settings, say: fake_run(settings, say, left_behind=["/dev/shm/a"]))
     assert cli.run(arguments, command.app, command.NAME) == 1
     assert capsys.readouterr().err == "python -m benchmarks.soak: error: left behind: /dev/shm/a\n"
     assert cli.run(["--kind", "nothing"], command.app, command.NAME) == 2
@@ -80,34 +82,34 @@ def test_the_command_writes_the_result_and_fails_with_one_line(
 
 
 def test_a_repeated_fault_does_not_replace_a_missing_one() -> None:
-    good = {"identical": True, "left_behind": [], "difference": "", "planned": 2, "faults": 2, "repeated": []}
-    assert not soak.problems(good)
-    reasons = soak.problems(good | {"faults": 1, "repeated": ["0@14"]})
+    passed = {"identical": True, "left_behind": [], "difference": "", "planned": 2, "faults": 2, "repeated": []}
+    assert not soak.problems(passed)
+    reasons = soak.problems(passed | {"faults": 1, "repeated": ["0@14"]})
     assert reasons == ["faults that were injected more than once: 0@14", "only 1 of 2 faults were injected"]
 
 
 def test_leaks_of_a_run_are_distinguished_from_other_programs(tmp_path: Path) -> None:
-    before = leak_check.start()
+    check = leak_check.start()
     code = "import sys; sys.stdin.read()"
     mark = "MOE_COMM_SOAK=test-of-left-over"
     name, _, value = mark.partition("=")
     environments = [os.environ | {name: value}, dict(os.environ)]
-    ours, others = (
+    marked, unmarked = (
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=environment)
         for environment in environments
     )
-    made = [Path(f"/dev/shm/moe_comm-test.{process.pid}.{tmp_path.name}") for process in (ours, others)]
+    files = [Path(f"/dev/shm/moe_comm-test.{process.pid}.{tmp_path.name}") for process in (marked, unmarked)]
     try:
-        for path in made:
+        for path in files:
             path.touch()
-        before.watch(mark)
-        left = [line for line in before.left(mark, 0.0) if "moe_comm-test" in line or "process" in line]
-        assert [line for line in left if str(ours.pid) in line and "process" in line]
-        assert str(made[0]) in left
-        assert not [line for line in left if str(others.pid) in line]
+        check.watch(mark)
+        left = [line for line in check.left(mark, 0.0) if "moe_comm-test" in line or "process" in line]
+        assert [line for line in left if str(marked.pid) in line and "process" in line]
+        assert str(files[0]) in left
+        assert not [line for line in left if str(unmarked.pid) in line]
     finally:
-        for process in (ours, others):
+        for process in (marked, unmarked):
             process.communicate()
-        for path in made:
+        for path in files:
             path.unlink()
-    assert not [line for line in before.left(mark, 5.0) if "moe_comm-test" in line or "process" in line]
+    assert not [line for line in check.left(mark, 5.0) if "moe_comm-test" in line or "process" in line]

@@ -17,23 +17,23 @@ TINY = DispatchBench(ranks=2, tokens=33, hidden=48, experts=7, top_k=3, warmup=1
 
 def test_sweep_reports_growth_per_line(tmp_path: Path) -> None:
     base = replace(TINY, ranks=1, peers=("torch_gloo",))
-    found = sweep.run(sweep.Sweep(base, "hidden", (16, 32)))
-    assert found["values"] == [16, 32]
-    assert set(found["milliseconds"]) == set(found["linearity"])
-    assert "torch_gloo dispatch" in found["milliseconds"]
-    svg = plot.write(found, tmp_path / "plot")[0].read_text()
-    assert svg.startswith("<svg") and svg.count("<polyline") > len(found["milliseconds"])
+    result = sweep.run(sweep.Sweep(base, "hidden", (16, 32)))
+    assert result["values"] == [16, 32]
+    assert set(result["milliseconds"]) == set(result["linearity"])
+    assert "torch_gloo dispatch" in result["milliseconds"]
+    svg = plot.write(result, tmp_path / "plot")[0].read_text()
+    assert svg.startswith("<svg") and svg.count("<polyline") > len(result["milliseconds"])
 
 
 def test_small_batches_are_measured_in_a_row_and_after_a_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep, "SMALL", (1, 3))
-    found = sweep.small(replace(TINY, ranks=1), str(tmp_path / "small.json"))
-    assert json.loads((tmp_path / "small.json").read_text()).keys() == found.keys()
-    for way, in_a_row in (("in_a_row", sweep.IN_A_ROW), ("after_a_barrier", 1)):
-        assert set(found[way]["overhead_us"]) == {1, 3}
-        assert found[way]["settings"]["in_a_row"] == in_a_row
+    result = sweep.small(replace(TINY, ranks=1), str(tmp_path / "small.json"))
+    assert json.loads((tmp_path / "small.json").read_text()).keys() == result.keys()
+    for mode, in_a_row in (("in_a_row", sweep.IN_A_ROW), ("after_a_barrier", 1)):
+        assert set(result[mode]["overhead_us"]) == {1, 3}
+        assert result[mode]["settings"]["in_a_row"] == in_a_row
 
 
 def test_linearity_of_a_straight_line_is_one() -> None:

@@ -28,11 +28,11 @@ STEP = StepCase("mixtral-8x7b", 8, 4096, 8, "ep=8", "h100")
 
 
 def step(seconds: float) -> StepCase:
-    """Return a case for which ``read`` predicts ``seconds``."""
+    """Return a case for which ``stored_prediction`` predicts ``seconds``."""
     return replace(STEP, capacity=seconds)
 
 
-def read(case: StepCase) -> float | OutOfMemory:
+def stored_prediction(case: StepCase) -> float | OutOfMemory:
     assert case.capacity is not None
     return case.capacity if case.capacity < 100 else OutOfMemory(1e9)
 
@@ -50,10 +50,10 @@ def row(
 
 
 def checked(*rows: Row, unit: str = "s") -> ValidationReport:
-    return validate(read, [Table("t", "source", "h100", unit, ("note",), rows)])
+    return validate(stored_prediction, [Table("t", "source", "h100", unit, ("note",), rows)])
 
 
-def shipped(name: str) -> ValidationReport:
+def validate_table(name: str) -> ValidationReport:
     return validate(None, [table for table in tables() if table.name == name])
 
 
@@ -73,7 +73,7 @@ def test_fitted_and_excluded_rows_are_shown_but_do_not_count() -> None:
     assert f"fitted: fused.GROUPED = {CONSTANTS['fused.GROUPED']:g}, on t: a, three" in text
 
 
-def test_out_of_memory_is_right_only_where_published() -> None:
+def test_out_of_memory_is_correct_only_if_published() -> None:
     right = checked(row("a", "one", None, 1000.0), row("a", "two", 10.0, 10.0))
     assert right.errors() == [0.0]
     assert "OOM" in right.text()
@@ -89,8 +89,8 @@ def test_systems_are_ranked_within_a_case_and_mappings_within_a_workload() -> No
         row("a", "two", 3.0, 1.0, "w"),
         row("b", "two", None, 1000.0, "w"),
     )
-    found = {(ranking.kind, ranking.within): ranking.right for ranking in report.rankings}
-    assert found == {
+    result = {(ranking.kind, ranking.within): ranking.right for ranking in report.rankings}
+    assert result == {
         ("systems", "one"): True,
         ("systems", "two"): True,
         ("mappings", "a, w"): False,
@@ -99,7 +99,7 @@ def test_systems_are_ranked_within_a_case_and_mappings_within_a_workload() -> No
     assert "wrong ranking of mappings: t, a, w: published one > two; predicted two > one" in report.text()
 
 
-def test_where_higher_is_better_the_highest_is_first() -> None:
+def test_rankings_start_with_the_highest_value_if_higher_is_better() -> None:
     rows = [row("a", "one", 1.0, 4.0), row("b", "one", 2.0, 2.0), row("c", "one", 4.0, 1.0)]
     report = checked(*rows, unit="times the first")
     assert [item.predicted for item in report.rows] == [1.0, 2.0, 4.0]
@@ -114,7 +114,7 @@ def test_mfu_is_model_flops_over_the_peak() -> None:
     assert report.rows[0].predicted == pytest.approx(100 * mfu(STEP, 2.0))
 
 
-def test_rates_are_of_each_accelerator_and_flops_count_attention_in_full() -> None:
+def test_rates_are_per_accelerator_and_tflops_count_full_attention() -> None:
     """In 2 s, each of 8 GPUs processes a sequence of 4096, with Megatron's FLOPs formula before March 2025."""
     tokens = checked(row("a", "one", 1.0, 2.0), unit="tokens/s")
     assert tokens.rows[0].predicted == pytest.approx(4096 / 2)
@@ -122,31 +122,31 @@ def test_rates_are_of_each_accelerator_and_flops_count_attention_in_full() -> No
     layers, hidden, vocab, seq = 96, 12288, 51200, 2048
     gpt = replace(table.rows[0], what=replace(step(2.0), model="gpt3-175b", seq_len=seq))
     per_token = 72 * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * layers * hidden))
-    report = validate(read, [replace(table, rows=(gpt,))])
+    report = validate(stored_prediction, [replace(table, rows=(gpt,))])
     assert report.rows[0].predicted == pytest.approx(per_token * seq / 2 / 1e12, rel=1e-3)
 
 
-def test_steps_are_left_out_without_a_function_and_predicted_once_with_it() -> None:
+def test_step_tables_need_predict_step_and_each_case_is_predicted_once() -> None:
     without = {item.table for item in validate().rows}
     assert without == {"flux-dense", "flux-moe-h800", "flux-moe-l20", "parallelkittens"}
-    asked: list[StepCase] = []
+    cases: list[StepCase] = []
 
     def count(case: StepCase) -> float:
-        asked.append(case)
+        cases.append(case)
         return 10.0
 
     steps = [table for table in tables() if table.name == "megascale-ablation"]
     report = validate(count, steps)
-    assert len(asked) == len(set(asked)) == 4
+    assert len(cases) == len(set(cases)) == 4
     assert [item.predicted for item in report.rows] == [1.0] * 4
 
 
-def test_constants_that_are_not_known_are_errors() -> None:
+def test_unknown_constants_are_rejected() -> None:
     with pytest.raises(ConfigError, match="unknown constant 'luck'"):
         checked(row("a", "one", 1.0, 1.0, fits="luck"))
 
 
-def test_operators_have_no_mfu() -> None:
+def test_mfu_of_an_operator_is_rejected() -> None:
     table = next(table for table in tables() if table.name == "flux-dense")
     with pytest.raises(ConfigError, match="not valid for operators"):
         validate(None, [replace(table, unit="mfu %")])
@@ -166,14 +166,14 @@ def test_every_fitted_operator_reproduces_its_row() -> None:
 
 @pytest.mark.parametrize(("table", "median", "worst"), [("flux-dense", 0.08, 0.2), ("parallelkittens", 0.08, 0.22)])
 def test_predicted_operators_are_close_to_published_ones(table: str, median: float, worst: float) -> None:
-    report = shipped(table)
+    report = validate_table(table)
     assert report.median() <= median
     assert report.worst() <= worst
     assert all(ranking.right for ranking in report.rankings)
 
 
-def test_products_fused_with_a_scatter_come_within_a_tenth() -> None:
-    rows = [item for item in shipped("parallelkittens").rows if item.system == "GEMM+RS"]
+def test_gemms_fused_with_a_scatter_are_within_ten_percent() -> None:
+    rows = [item for item in validate_table("parallelkittens").rows if item.system == "GEMM+RS"]
     assert len(rows) == 5
     assert max(abs(item.error) for item in rows) < 0.1
 
@@ -201,15 +201,15 @@ def test_busier_experts_take_longer() -> None:
 def test_the_command_prints_rows_and_a_summary(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    some = tuple(table for table in published.tables() if table.name in ("parallelkittens", "flux-dense"))
-    monkeypatch.setattr(validate_module, "tables", lambda: some)
+    chosen = tuple(table for table in published.tables() if table.name in ("parallelkittens", "flux-dense"))
+    monkeypatch.setattr(validate_module, "tables", lambda: chosen)
     out = tmp_path / "validate.json"
     assert cli.run(["--json", str(out)], command.app, command.NAME) == 0
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("published", "predicted", "error", "median error", "parallelkittens"))
-    found = json.loads(out.read_text())
-    assert len(found["rows"]) == sum(len(table.rows) for table in some) and found["tables"].keys() == {
-        table.name for table in some
+    output = capsys.readouterr().out
+    assert all(word in output for word in ("published", "predicted", "error", "median error", "parallelkittens"))
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == sum(len(table.rows) for table in chosen) and result["tables"].keys() == {
+        table.name for table in chosen
     }
-    counted = sorted(abs(row["error"]) for row in found["rows"] if row["counts"])
-    assert found["worst_error"] == counted[-1] and found["rows_that_count"] == len(counted)
+    counted = sorted(abs(row["error"]) for row in result["rows"] if row["counts"])
+    assert result["worst_error"] == counted[-1] and result["rows_that_count"] == len(counted)

@@ -1,4 +1,4 @@
-"""One communicator per process group: any order of creation, two threads, and its end with the group."""
+"""One communicator per process group: any order of creation, two threads, and closing with the group."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def pool4() -> Iterator[RankPool]:
         yield pool
 
 
-def routed(dispatcher: Dispatcher, scale: float) -> Tensor:
-    """Dispatch this rank's tokens to experts that multiply by ``scale``, and combine."""
+def dispatch_error(dispatcher: Dispatcher, scale: float) -> Tensor:
+    """Dispatch to experts that multiply by ``scale`` and combine. Return the difference to ``scale * x``."""
     g = torch.Generator().manual_seed(dispatcher.rank)
     x_TD = torch.randn(5, HIDDEN, generator=g)
     ids_TK = torch.randint(EXPERTS, (5, 2), generator=g)
@@ -41,35 +41,35 @@ def routed(dispatcher: Dispatcher, scale: float) -> Tensor:
     return dispatcher.combine(sent.rows_RD * scale, torch.full((5, 2), 0.5), sent.handle) - x_TD * scale
 
 
-def use(made: Any, group: Any, rank: int) -> None:
+def call_once(target: Any, group: Any, rank: int) -> None:
     """Call the object once, over the ranks of ``group``."""
-    if isinstance(made, MoELayer):
+    if isinstance(target, MoELayer):
         x = torch.randn(3, HIDDEN, requires_grad=True)
-        made(x).sum().backward()
+        target(x).sum().backward()
         assert x.grad is not None and x.grad.isfinite().all()
-    elif isinstance(made, Dispatcher):
-        assert routed(made, 2.0).abs().max() < 1e-5
+    elif isinstance(target, Dispatcher):
+        assert dispatch_error(target, 2.0).abs().max() < 1e-5
     else:
         assert sum_over(torch.ones(4), group).tolist() == [float(group.size())] * 4
 
 
-def make(what: str, group: Any) -> Any:
-    if what == "layer":
+def build(kind: str, group: Any) -> Any:
+    if kind == "layer":
         config = MoEConfig(hidden=HIDDEN, ffn=32, router=RouterConfig(num_experts=EXPERTS, top_k=2))
         return MoELayer.build(config, group, seed=0, options=OPTIONS)
-    return "collectives" if what == "collectives" else make_dispatcher(EXPERTS, group, backend=what, options=OPTIONS)
+    return "collectives" if kind == "collectives" else make_dispatcher(EXPERTS, group, backend=kind, options=OPTIONS)
 
 
-def end(group: Any) -> None:
-    dist.barrier(group)  # a rank that is still connecting would report an ended peer as dead
+def destroy_group(group: Any) -> None:
+    dist.barrier(group)  # a rank that is still connecting reports a peer that has exited as dead
     dist.destroy_process_group(group)
 
 
-def program(rank: int, world: int, seed: int) -> int:
+def run_random_order(rank: int, world: int, seed: int) -> int:
     """Create, use and destroy groups and objects over them in a random order, equal for ranks of a group."""
     order = random.Random(seed)
     groups: dict[int, Any] = {}
-    made: list[tuple[int, Any]] = []
+    objects: list[tuple[int, Any]] = []
     used = 0
     for step in range(16):
         kind = order.choice(["group", "make", "make", "use", "use", "use", "destroy"])
@@ -79,40 +79,40 @@ def program(rank: int, world: int, seed: int) -> int:
         elif kind == "destroy" and len(groups) > 1:
             number = order.choice(list(groups))
             ranks, group = groups.pop(number)
-            made = [(at, thing) for at, thing in made if at != number]
+            objects = [(owner, target) for owner, target in objects if owner != number]
             if rank in ranks:
-                end(group)
+                destroy_group(group)
         elif kind == "make":
-            number, what = order.choice(list(groups)), order.choice(["layer", "collectives", *BACKENDS])
+            number, object_kind = order.choice(list(groups)), order.choice(["layer", "collectives", *BACKENDS])
             ranks, group = groups[number]
-            made.append((number, make(what, group) if rank in ranks else None))
-        elif made:
-            number, thing = order.choice(made)
+            objects.append((number, build(object_kind, group) if rank in ranks else None))
+        elif objects:
+            number, target = order.choice(objects)
             ranks, group = groups[number]
             if rank in ranks:
-                use(thing, group, rank)
+                call_once(target, group, rank)
                 used += 1
     for ranks, group in groups.values():
         if rank in ranks:
-            end(group)
+            destroy_group(group)
     return used
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_groups_layers_dispatchers_and_collectives_in_random_orders(seed: int, pool4: RankPool) -> None:
-    pool4.run(program, seed)
+def test_groups_and_their_objects_work_in_any_order_of_creation_and_use(seed: int, pool4: RankPool) -> None:
+    pool4.run(run_random_order, seed)
 
 
-def ends_with_its_group(rank: int, world: int, _: object) -> None:
+def destroy_group_with_dispatchers(rank: int, world: int, _: object) -> None:
     group = dist.new_group()
     comm = communicator_of(group)
     dispatchers = [make_dispatcher(EXPERTS, group, backend=backend, options=OPTIONS) for backend in BACKENDS]
     assert all(dispatcher.comm is comm for dispatcher in dispatchers) and channel_of(group).comm is comm
     for dispatcher in dispatchers:
-        routed(dispatcher, 1.0)
+        dispatch_error(dispatcher, 1.0)
     maps = Path("/proc/self/maps")
-    mine = [line.split()[-2] for line in maps.read_text().splitlines() if "moe_comm." in line]
-    assert bool(mine) == native_is_built() and not comm.closed
+    mapped = [line.split()[-2] for line in maps.read_text().splitlines() if "moe_comm." in line]
+    assert bool(mapped) == native_is_built() and not comm.closed
     dist.destroy_process_group(group)
     assert comm.closed
     for dispatcher in dispatchers:
@@ -120,16 +120,16 @@ def ends_with_its_group(rank: int, world: int, _: object) -> None:
             dispatcher.dispatch(torch.ones(1, HIDDEN), torch.zeros(1, 1, dtype=torch.int64))
     with pytest.raises(ConfigError, match="was destroyed"):
         communicator_of(group)
-    left = [line.split()[-2] for line in maps.read_text().splitlines() if "moe_comm." in line]
-    assert len(left) < len(mine) or not mine
+    still_mapped = [line.split()[-2] for line in maps.read_text().splitlines() if "moe_comm." in line]
+    assert len(still_mapped) < len(mapped) or not mapped
 
 
 def test_destroying_a_group_closes_its_communicator_and_frees_its_memory() -> None:
     with RankPool(2) as pool:
-        pool.run(ends_with_its_group)
+        pool.run(destroy_group_with_dispatchers)
 
 
-def meets_once(rank: int, world: int, _: object) -> int:
+def exchanges_per_dispatcher(rank: int, world: int, _: object) -> int:
     """Return the exchanges per additional dispatcher, including the one that compares settings."""
     group = dist.new_group()
     make_dispatcher(EXPERTS, group, backend="all_to_all", options=OPTIONS)
@@ -141,20 +141,20 @@ def meets_once(rank: int, world: int, _: object) -> int:
 
 
 def test_a_group_is_set_up_once_and_settings_are_compared_in_one_exchange(pool4: RankPool) -> None:
-    assert pool4.run(meets_once) == [1] * 4
+    assert pool4.run(exchanges_per_dispatcher) == [1] * 4
 
 
 def in_two_threads(rank: int, world: int, _: object) -> None:
     """Each thread uses its own group, with a dispatcher of each kind."""
     groups = [dist.new_group() for _ in range(2)]
-    found: list[float] = []
+    differences: list[float] = []
     errors: list[BaseException] = []
 
     def work(group: Any, scale: float) -> None:
         try:
             dispatchers = [make_dispatcher(EXPERTS, group, backend=backend, options=OPTIONS) for backend in BACKENDS]
             for _ in range(10):
-                found.extend(float(routed(dispatcher, scale).abs().max()) for dispatcher in dispatchers)
+                differences.extend(float(dispatch_error(dispatcher, scale).abs().max()) for dispatcher in dispatchers)
                 assert sum_over(torch.ones(4), group).tolist() == [float(world)] * 4
         except BaseException as error:
             errors.append(error)
@@ -165,7 +165,7 @@ def in_two_threads(rank: int, world: int, _: object) -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
-    assert len(found) == 2 * 10 * len(BACKENDS) and max(found) < 1e-5
+    assert len(differences) == 2 * 10 * len(BACKENDS) and max(differences) < 1e-5
 
 
 def test_two_threads_use_two_groups_at_once() -> None:

@@ -1,10 +1,10 @@
-"""Fuzz the parsers, or replay what was found.
+"""Fuzz the parsers, or replay the corpus: the cases that earlier fuzzing found.
 
     python -m tests.fuzz list                     names of the targets
-    python -m tests.fuzz replay                   seeds and kept cases, under limits of time and memory
-    python -m tests.fuzz NAME [SECONDS]           atheris, coverage-guided; a case that fails is kept in corpus/NAME
+    python -m tests.fuzz replay                   seeds and corpus, with limits on time and memory
+    python -m tests.fuzz NAME [SECONDS]           coverage-guided with atheris; a failing case is written to corpus/NAME
 
-``replay`` needs no atheris. It is a process of its own, so that a crash is a failure and not the end of the tests.
+``replay`` needs no atheris. The tests run it in a subprocess, so that a crash fails one test and does not end pytest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 
 SECONDS_EACH = 20
 MORE_BYTES = 1 << 30
-"""Memory that one input may take."""
+"""Memory in bytes that one input may use."""
 
 
 def replay() -> None:
-    """Every seed must be read and every kept case end, in time and in memory."""
+    """Check that every seed is read, and that every corpus case ends within the limits on time and memory."""
     import torch
 
     from tests.fuzz.rooms import READ
@@ -32,7 +32,7 @@ def replay() -> None:
 
     torch.set_num_threads(1)
     usable = [target for target in TARGETS.values() if not target.needs or importlib.util.find_spec(target.needs)]
-    count = 0
+    num_cases = 0
     for target in usable:
         for seed in target.seeds():
             assert target.run(seed) == READ, f"{target.name}: a seed is refused"
@@ -41,37 +41,37 @@ def replay() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for target in usable:
-        for path in target.found:
+        for path in target.corpus_files:
             print(f"{target.name}/{path.name}", end=" ", flush=True)
             signal.alarm(SECONDS_EACH)
             print(target.run(path.read_bytes()), flush=True)
             signal.alarm(0)
-            count += 1
-    print(f"{count} cases")
+            num_cases += 1
+    print(f"{num_cases} cases")
 
 
 def fuzz(name: str, seconds: int) -> None:
-    """Run atheris; ends the process."""
+    """Run atheris. It ends the process."""
     import atheris
 
     with atheris.instrument_imports(include=["moe_comm.train", "moe_comm.runtime", "moe_comm.observe"]):
         from tests.fuzz.targets import CORPUS, TARGETS
     target = TARGETS[name]
-    working = Path("build/fuzz") / name
-    kept = CORPUS / name
-    working.mkdir(parents=True, exist_ok=True)
-    kept.mkdir(parents=True, exist_ok=True)
+    new_inputs = Path("build/fuzz") / name
+    corpus = CORPUS / name
+    new_inputs.mkdir(parents=True, exist_ok=True)
+    corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(target.seeds()):
-        (working / f"seed-{number}").write_bytes(seed)
+        (new_inputs / f"seed-{number}").write_bytes(seed)
 
-    def change(data: bytes, longest: int, seed: int) -> bytes:
-        drawn = random.Random(seed)
-        fresh = target.mutate(data, drawn) if drawn.random() < 0.7 else atheris.Mutate(data, longest)
-        return bytes(fresh[:longest])
+    def mutate(data: bytes, longest: int, seed: int) -> bytes:
+        rng = random.Random(seed)
+        mutated = target.mutate(data, rng) if rng.random() < 0.7 else atheris.Mutate(data, longest)
+        return bytes(mutated[:longest])
 
     options = [f"-max_total_time={seconds}", f"-timeout={SECONDS_EACH}", "-rss_limit_mb=4096", "-print_final_stats=1"]
-    arguments = [sys.argv[0], *options, f"-artifact_prefix={kept}/", str(working), str(kept)]
-    atheris.Setup(arguments, lambda data: target.run(data) and None, custom_mutator=change)
+    arguments = [sys.argv[0], *options, f"-artifact_prefix={corpus}/", str(new_inputs), str(corpus)]
+    atheris.Setup(arguments, lambda data: target.run(data) and None, custom_mutator=mutate)
     atheris.Fuzz()
 
 

@@ -1,6 +1,6 @@
-"""Changes to text that keep most of its form, so that a parser is reached behind its first check.
+"""Mutations that keep most of the structure of a file, so that they get past the first check of a parser.
 
-Everything is drawn from the ``Random`` that is given: the same one makes the same change.
+All random choices come from the ``Random`` argument: the same seed makes the same mutation.
 """
 
 from __future__ import annotations
@@ -47,86 +47,86 @@ ODD_TEXT = (b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"0x" + b"F" * 4000, b"
 
 
 def mutate_json(content: bytes, random: Random) -> bytes:
-    """Replace, delete, double or move a few nodes of a JSON object; of anything else, bytes."""
+    """Replace, delete, duplicate or move a few nodes of a JSON tree. Mutate the bytes of other content."""
     try:
         tree = json.loads(content)
     except (ValueError, RecursionError):
         return mutate_bytes(content, random)
     if random.random() < 0.15:
-        return _spoil_text(content, random)
+        return _insert_invalid_text(content, random)
     for _ in range(random.choice((1, 1, 1, 2, 4))):
-        places = list(_places(tree))
-        if not places:
+        nodes = list(_nodes(tree))
+        if not nodes:
             return mutate_bytes(content, random)
-        holder, key = random.choice(places)
-        how = random.randrange(5)
-        if how == 0:
-            del holder[key]
-        elif how == 1 and isinstance(holder, list):
-            holder.insert(key, holder[key])
-        elif how == 2:
-            other, from_ = random.choice(places)
-            # A copy: what is put into itself could not be written.
-            holder[key] = json.loads(json.dumps(other[from_]))
-        elif how == 3 and isinstance(holder[key], int):
-            holder[key] += random.choice((-1, 1, 8, 1 << 40))
+        container, key = random.choice(nodes)
+        action = random.randrange(5)
+        if action == 0:
+            del container[key]
+        elif action == 1 and isinstance(container, list):
+            container.insert(key, container[key])
+        elif action == 2:
+            source, source_key = random.choice(nodes)
+            # Copy the node: a tree that contains itself cannot be serialized.
+            container[key] = json.loads(json.dumps(source[source_key]))
+        elif action == 3 and isinstance(container[key], int):
+            container[key] += random.choice((-1, 1, 8, 1 << 40))
         else:
-            holder[key] = copy.deepcopy(random.choice(ODD_VALUES))
+            container[key] = copy.deepcopy(random.choice(ODD_VALUES))
     return json.dumps(tree).encode()
 
 
 def mutate_json_lines(content: bytes, random: Random) -> bytes:
-    """``mutate_json`` one line of many, now and then bytes of any."""
+    """Apply ``mutate_json`` to one line, or sometimes ``mutate_bytes`` to all lines."""
     lines = content.splitlines(keepends=True)
     if not lines or random.random() < 0.15:
         return mutate_bytes(content, random)
-    at = random.randrange(len(lines))
-    lines[at] = mutate_json(lines[at].rstrip(b"\n"), random) + b"\n" * lines[at].endswith(b"\n")
+    index = random.randrange(len(lines))
+    lines[index] = mutate_json(lines[index].rstrip(b"\n"), random) + b"\n" * lines[index].endswith(b"\n")
     return b"".join(lines)
 
 
 def mutate_bytes(content: bytes, random: Random) -> bytes:
-    """Flip, cut, double and insert a few bytes."""
+    """Flip, delete, duplicate and insert a few bytes."""
     changed = bytearray(content)
     for _ in range(random.choice((1, 1, 2, 5))):
-        at = random.randrange(len(changed) + 1)
-        end = min(len(changed), at + random.choice((1, 1, 4, 40)))
-        how = random.randrange(5)
-        if how == 0 and at < len(changed):
-            changed[at] ^= 1 << random.randrange(8)
-        elif how == 1:
-            del changed[at:end]
-        elif how == 2:
-            changed[at:at] = changed[at:end]
-        elif how == 3:
-            changed[at:at] = random.choice(ODD_TEXT)
+        start = random.randrange(len(changed) + 1)
+        end = min(len(changed), start + random.choice((1, 1, 4, 40)))
+        action = random.randrange(5)
+        if action == 0 and start < len(changed):
+            changed[start] ^= 1 << random.randrange(8)
+        elif action == 1:
+            del changed[start:end]
+        elif action == 2:
+            changed[start:start] = changed[start:end]
+        elif action == 3:
+            changed[start:start] = random.choice(ODD_TEXT)
         else:
-            changed[at:at] = random.randbytes(random.choice((1, 2, 8)))
+            changed[start:start] = random.randbytes(random.choice((1, 2, 8)))
     return bytes(changed)
 
 
-def _spoil_text(content: bytes, random: Random) -> bytes:
-    """Put in what no tree can hold: a key twice, no number, a number of thousands of digits."""
-    how = random.randrange(3)
-    at = content.find(b"{") + 1
-    if how == 0 and at:
-        end = content.find(b",", at)
-        return content[:at] + content[at : end + 1] + content[at:]
+def _insert_invalid_text(content: bytes, random: Random) -> bytes:
+    """Insert text that no JSON tree can hold: a duplicate key, NaN, a number with thousands of digits."""
+    action = random.randrange(3)
+    start = content.find(b"{") + 1
+    if action == 0 and start:
+        end = content.find(b",", start)
+        return content[:start] + content[start : end + 1] + content[start:]
     digits = [i for i, byte in enumerate(content) if chr(byte).isdigit()]
-    if how == 1 and digits:
-        place = random.choice(digits)
-        return content[:place] + random.choice(ODD_TEXT) + content[place + 1 :]
+    if action == 1 and digits:
+        position = random.choice(digits)
+        return content[:position] + random.choice(ODD_TEXT) + content[position + 1 :]
     return mutate_bytes(content, random)
 
 
-def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (holder, key) of a tree."""
-    found: list[tuple[Any, Any]] = []
-    left = [tree]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict | list):
-            keys = list(one) if isinstance(one, dict) else list(range(len(one)))
-            found += [(one, key) for key in keys]
-            left += [one[key] for key in keys]
-    return found
+def _nodes(tree: Any) -> list[tuple[Any, Any]]:
+    """Return the (container, key) of every node of a tree."""
+    nodes: list[tuple[Any, Any]] = []
+    stack = [tree]
+    while stack:
+        container = stack.pop()
+        if isinstance(container, dict | list):
+            keys = list(container) if isinstance(container, dict) else list(range(len(container)))
+            nodes += [(container, key) for key in keys]
+            stack += [container[key] for key in keys]
+    return nodes

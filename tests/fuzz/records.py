@@ -1,5 +1,5 @@
-"""Fuzzed beside ``targets``: what a run has written down, as its readers take it; and the regions of memory that ranks
-record into, which a rank may have been killed in the middle of writing."""
+"""Targets for the record files of a training run and their readers, and for event regions: shared memory into which a
+rank records spans. A rank may be killed in the middle of a write."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MANY = 100_000
 
 @functools.cache
 def _original() -> Path:
-    """A small run with everything in it."""
+    """Return the folder of a small synthetic run with every kind of record."""
     path = folder() / "run"
     write_run(path, SyntheticRun(ranks=4, steps=8, span_steps=(2, 4)))
     return path
 
 
 def _run_with(name: str, content: bytes, read: Callable[[Path], object]) -> str:
-    """``read`` on a copy of the run in which one file is replaced."""
+    """Call ``read`` on a copy of the run in which the file ``name`` has ``content``."""
     run = folder() / "changed"
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(_original(), run)
@@ -67,24 +67,24 @@ def attempts(content: bytes) -> str:
 
 
 def report(content: bytes) -> str:
-    """The metrics once more, as the page shows them."""
+    """Read the metrics as the HTML report does."""
     return _run_with(records.METRICS, content, lambda run: write_report([run], folder() / "report.html"))
 
 
 def events(content: bytes) -> str:
-    """A region that is as long as it should be, whatever is in it."""
+    """Read a region of the correct length with any content."""
     region = bytearray(content[: region_bytes(_RECORDS)])
     region += bytes(region_bytes(_RECORDS) - len(region))
     view = memoryview(region)
     read_header(view)
-    for one in (*read_spans(view), *read_open(view)):
-        assert isinstance(one.kind, Kind) and len(one.rows) <= MANY and len(one.group) <= MANY
+    for span in (*read_spans(view), *read_open(view)):
+        assert isinstance(span.kind, Kind) and len(span.rows) <= MANY and len(span.group) <= MANY
     read_calls(view)
     return READ
 
 
 def seeds_of(kind: str) -> Callable[[], list[bytes]]:
-    """The file of the original run that a target changes."""
+    """Return a function that reads the file of the original run that a target changes."""
     return lambda: [(_first(kind) if kind in (records.RANKS, records.SPANS) else _original() / kind).read_bytes()]
 
 
@@ -93,8 +93,8 @@ def event_seeds() -> list[bytes]:
     group = recorder.group(range(4))
     for step in range(6):
         recorder.begin_step(step)
-        with recorder.span(Kind.DISPATCH, "dispatch", layer="layers.0", group=group, nbytes=64) as one:
-            one.put_rows([3, 0, 5], 64)
+        with recorder.span(Kind.DISPATCH, "dispatch", layer="layers.0", group=group, nbytes=64) as span:
+            span.put_rows([3, 0, 5], 64)
             with recorder.span(Kind.MARK, "here"):
                 pass
     recorder.span(Kind.COLLECTIVE, "sum", group=group).__enter__()

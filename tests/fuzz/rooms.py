@@ -1,4 +1,4 @@
-"""What all targets share: how they answer, and where they write files."""
+"""Shared by all fuzz targets: their results, and a temporary folder for their files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ READ, REFUSED = "read", "refused"
 
 @functools.cache
 def folder() -> Path:
-    """Room for the files of this process, which goes with it."""
+    """Return the temporary folder of this process, which is removed at exit."""
     path = Path(tempfile.mkdtemp(prefix="moe_comm-fuzz-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
 
 
 def refused(error: Exception) -> str:
-    """Its text can be printed, and is no copy of the file."""
+    """Check that the message of ``error`` can be encoded and does not contain the whole file. Return REFUSED."""
     assert len(str(error).encode()) < 20_000
     return REFUSED

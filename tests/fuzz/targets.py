@@ -1,11 +1,11 @@
-"""What is fuzzed: one function a format, which takes the bytes of a file that anybody may have made.
+"""The fuzz targets: one function per file format, which takes the content of an untrusted file.
 
-A target returns REFUSED where our code raised the typed error that its documentation promises, READ where it gave a
-result that holds together, and lets everything else through: that is a fault. Checksums are made right, as whoever
-makes a file on purpose would; what they catch is tested elsewhere.
+A target returns READ if the library reads the content and the result is consistent, and REFUSED if the library raises
+the typed error that it documents. Any other exception is a bug. Targets correct the checksums, as the author of a
+malicious file would; other tests check that wrong checksums are detected.
 
-To add a format: a function ``bytes -> str`` and its seeds (files that are read), in ``TARGETS``. The corpus of found
-cases is the folder ``corpus/<name>``: a file of any name there is replayed by every run of the tests.
+To add a format, add a function ``bytes -> str`` and its seeds (valid files) to ``TARGETS``. The folder
+``corpus/<name>`` holds the cases that fuzzing found. The tests replay every file in it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 @dataclass(frozen=True)
 class Target:
-    """run: see above. seeds: files that are read. mutate: how to change one. needs: a package, or ""."""
+    """run: see above. seeds: valid files. mutate: how to change one. needs: the optional package it needs, or ""."""
 
     name: str
     run: Callable[[bytes], str]
@@ -49,40 +49,40 @@ class Target:
     needs: str = ""
 
     @property
-    def found(self) -> list[Path]:
-        """The kept cases."""
+    def corpus_files(self) -> list[Path]:
+        """Return the files of the corpus."""
         return sorted(path for path in (CORPUS / self.name).glob("*") if path.is_file())
 
 
 # --- configurations ---
 
 
-def _loaded(path: Path | None, overrides: tuple[str, ...] = ()) -> str:
+def _load_config(path: Path | None, overrides: tuple[str, ...] = ()) -> str:
     try:
-        found = config.load(path, overrides)
+        loaded = config.load(path, overrides)
     except ConfigError as error:
         return refused(error)
-    again = folder() / "again.toml"
-    again.write_text(config.dump(found), encoding="utf-8")
-    assert config.load(again) == found, "what is dumped loads back unchanged"
+    dumped = folder() / "again.toml"
+    dumped.write_text(config.dump(loaded), encoding="utf-8")
+    assert config.load(dumped) == loaded, "a dumped configuration does not load back unchanged"
     return READ
 
 
 def config_toml(content: bytes) -> str:
     path = folder() / "config.toml"
     path.write_bytes(content)
-    return _loaded(path)
+    return _load_config(path)
 
 
 def config_json(content: bytes) -> str:
     path = folder() / "config.json"
     path.write_bytes(content)
-    return _loaded(path)
+    return _load_config(path)
 
 
 def overrides(content: bytes) -> str:
-    """One override a line."""
-    return _loaded(None, tuple(content.decode("utf-8", "surrogateescape").split("\n")))
+    """Load one override per line."""
+    return _load_config(None, tuple(content.decode("utf-8", "surrogateescape").split("\n")))
 
 
 def _config_seeds() -> list[bytes]:
@@ -109,7 +109,7 @@ ENTRIES = {
 
 @functools.cache
 def checkpoint() -> Path:
-    """A checkpoint whose files the targets replace one at a time."""
+    """Return a checkpoint whose files the targets replace one at a time."""
     entries = {
         name: Entry.whole(torch.arange(6.0)[: int(np.prod(shape))].view(shape)) for name, shape in ENTRIES.items()
     }
@@ -128,7 +128,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _sign(files: dict[str, bytes], manifest: bytes | None = None) -> Path:
-    """Write ``files`` beside those that were there, and all checksums above them."""
+    """Write the original checkpoint with ``files`` replaced, and with correct checksums in manifest and marker."""
     path = checkpoint()
     contents = {name: files.get(name, _original(name)) for name in ("metadata.json", "rank-00000.safetensors")}
     for name, content in contents.items():
@@ -144,16 +144,16 @@ def _sign(files: dict[str, bytes], manifest: bytes | None = None) -> Path:
 
 
 def _read_checkpoint(path: Path) -> str:
-    """Open it, read every tensor, and load those of ``ENTRIES``."""
+    """Open the checkpoint, read every tensor, and load those of ``ENTRIES``."""
     size = sum(file.stat().st_size for file in path.iterdir())
     try:
         reader = CheckpointReader(path)
-        held = 0
+        num_bytes = 0
         for name in reader.names:
             tensor = reader.read(name)
             assert tuple(tensor.shape) == reader.shape(name) and tensor.dtype == reader.dtype(name)
-            held += tensor.nbytes
-            assert held <= size, "more numbers than bytes on the disk"
+            num_bytes += tensor.nbytes
+            assert num_bytes <= size, "the tensors are larger than the files"
         reader.verify()
     except CheckpointError as error:
         return refused(error)
@@ -161,13 +161,13 @@ def _read_checkpoint(path: Path) -> str:
     try:
         load(path, {name: Entry.whole(tensor) for name, tensor in targets.items()}, allow_unused=True)
     except CheckpointError:
-        assert all((tensor == 99).all() for tensor in targets.values()), "an error, and a tensor was changed"
+        assert all((tensor == 99).all() for tensor in targets.values()), "load raised an error but changed a tensor"
         return REFUSED
     return READ
 
 
 def _restore(state: dict[str, Any]) -> str:
-    python, torchs = random.getstate(), torch.get_rng_state()
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
     try:
         restore_rng(state)
         random.random()
@@ -176,8 +176,8 @@ def _restore(state: dict[str, Any]) -> str:
     except CheckpointError:
         return REFUSED
     finally:
-        random.setstate(python)
-        torch.set_rng_state(torchs)
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
     return READ
 
 
@@ -196,7 +196,7 @@ def metadata(content: bytes) -> str:
 
 
 def tensors(content: bytes) -> str:
-    """The file of the numbers: where they start in it is said elsewhere, so any content of its length is right."""
+    """Replace the tensor data. Another file holds the offsets, so any content of the correct length is valid."""
     return _read_checkpoint(_sign({"rank-00000.safetensors": content}))
 
 
@@ -234,7 +234,7 @@ def _rng_seeds() -> list[bytes]:
 
 @functools.cache
 def token_folder() -> Path:
-    """Three documents."""
+    """Return the folder of a token file with three documents."""
     path = folder() / "tokens"
     (path / "tokenizer").mkdir(parents=True)
     writer = TokenWriter(path, 300)
@@ -270,8 +270,8 @@ def _restore_tokens(changed: dict[str, bytes]) -> None:
 
 
 def tokens_meta(content: bytes) -> str:
-    """meta.json, its own checksum made right where it is an object."""
-    _token_original("meta.json")
+    """Replace meta.json. If the content is a JSON object, its checksum is corrected."""
+    _token_original("meta.json")  # reads it into the cache before it is replaced
     _restore_tokens({})
     try:
         meta = parse_object(content)
@@ -297,7 +297,7 @@ def _part_seeds(name: str) -> Callable[[], list[bytes]]:
     return lambda: [_token_original(name)]
 
 
-def _pieces(name: str, kind: Any, content: bytes) -> tuple[str, str]:
+def _read_source(name: str, kind: Any, content: bytes) -> tuple[str, str]:
     path = folder() / name
     path.write_bytes(content)
     try:
@@ -309,29 +309,29 @@ def _pieces(name: str, kind: Any, content: bytes) -> tuple[str, str]:
 
 
 def jsonl(content: bytes) -> str:
-    answer, text = _pieces("a.jsonl", "jsonl", content)
+    answer, text = _read_source("a.jsonl", "jsonl", content)
     assert len(text) <= len(content)
     return answer
 
 
 def plain_text(content: bytes) -> str:
-    answer, text = _pieces("a.txt", "text", content)
+    answer, text = _read_source("a.txt", "text", content)
     assert answer == REFUSED or text.encode() == content
     return answer
 
 
 def parquet(content: bytes) -> str:
-    return _pieces("a.parquet", "parquet", content)[0]
+    return _read_source("a.parquet", "parquet", content)[0]
 
 
 def tokenizer(content: bytes) -> str:
     path = folder() / "tokenizer.json"
     path.write_bytes(content)
     try:
-        found = load_tokenizer(path)
+        loaded = load_tokenizer(path)
     except ConfigError as error:
         return refused(error)
-    assert all(0 <= i < found.vocab_size for i in found.encode(["a word"])[0])
+    assert all(0 <= i < loaded.vocab_size for i in loaded.encode(["a word"])[0])
     return READ
 
 
@@ -339,13 +339,13 @@ def _parquet_seeds() -> list[bytes]:
     import pyarrow
     from pyarrow import parquet as library
 
-    found = []
+    seeds = []
     for compression in ("none", "snappy"):
         out = io.BytesIO()
         table = pyarrow.table({"text": ["one", "", None, "two words"], "n": [1, 2, 3, 4]})
         library.write_table(table, out, compression=compression)
-        found.append(out.getvalue())
-    return found
+        seeds.append(out.getvalue())
+    return seeds
 
 
 def _tokenizer_seeds() -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Parsers of files that anybody may have made: a typed error or a right result, never a crash, a hang or all memory."""
+"""Parsers of untrusted files return a correct result or raise a typed error. They never crash, hang or fill memory."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ USABLE = [target for target in TARGETS.values() if not target.needs or importlib
 QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-def test_every_kept_case_ends_in_time_and_in_memory() -> None:
-    """In a process of its own with a limit on both, so that a crash is a failure and not the end of the tests."""
-    done = subprocess.run(
+def test_every_corpus_case_ends_within_the_time_and_memory_limits() -> None:
+    """Replay the corpus in a subprocess, so that a crash fails this test and does not end pytest."""
+    process = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", "replay"], capture_output=True, text=True, cwd=ROOT, timeout=240
     )
-    assert done.returncode == 0, f"{done.stdout[-300:]}\n{done.stderr[-3000:]}"
-    assert f"{sum(len(target.found) for target in USABLE)} cases" in done.stdout
+    assert process.returncode == 0, f"{process.stdout[-300:]}\n{process.stderr[-3000:]}"
+    assert f"{sum(len(target.corpus_files) for target in USABLE)} cases" in process.stdout
 
 
-def test_every_case_belongs_to_a_target() -> None:
+def test_every_corpus_folder_belongs_to_a_target() -> None:
     assert {path.name for path in CORPUS.iterdir()} <= TARGETS.keys()
     for name in ("config_toml", "overrides", "checkpoint_metadata", "tokens_meta", "jsonl", "parquet"):
-        assert TARGETS[name].found, name
+        assert TARGETS[name].corpus_files, name
 
 
 @pytest.mark.parametrize("target", USABLE, ids=lambda target: target.name)
-def test_seeds_are_read(target: Target) -> None:
+def test_all_seeds_are_read(target: Target) -> None:
     for seed in target.seeds():
         assert target.run(seed) == READ
 
@@ -59,10 +59,10 @@ def test_a_file_with_a_few_changes_is_refused_or_read(target: Target) -> None:
 
     @QUICK
     @given(st.integers(0, 2**32), st.sampled_from(seeds), st.integers(1, 3))
-    def check(number: int, content: bytes, times: int) -> None:
-        drawn = random.Random(number)
-        for _ in range(times):
-            content = target.mutate(content, drawn)
+    def check(seed: int, content: bytes, num_changes: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(num_changes):
+            content = target.mutate(content, rng)
         assert target.run(content) in (READ, REFUSED)
 
     check()
@@ -82,10 +82,10 @@ NUMBERS = [key for key, value in DEFAULTS.items() if isinstance(value, int | flo
     st.dictionaries(st.sampled_from(TEXTS), st.text(min_size=1, max_size=20), max_size=3),
     st.dictionaries(st.sampled_from(NUMBERS), st.integers() | st.floats(), max_size=4),
 )
-def test_whatever_settings_load_they_are_written_and_load_back_the_same(
+def test_settings_that_load_are_dumped_and_load_back_unchanged(
     texts: dict[str, str], numbers: dict[str, float]
 ) -> None:
-    """Given as JSON, which can spell every text and number."""
+    """The settings are JSON, which can represent every text and number."""
     tree: dict[str, dict[str, object]] = {}
     for key, value in (texts | numbers).items():
         section, _, name = key.partition(".")
@@ -94,17 +94,17 @@ def test_whatever_settings_load_they_are_written_and_load_back_the_same(
 
 
 @pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: repr(value)[:30])
-def test_every_setting_refuses_or_keeps_odd_values(value: object) -> None:
+def test_odd_values_of_every_setting_are_refused_or_load_back_unchanged(value: object) -> None:
     for key in DEFAULTS:
         section, _, name = key.partition(".")
         content = json.dumps({section: {name: value}}).encode()
         assert TARGETS["config_json"].run(content) in (READ, REFUSED), key
 
 
-def test_changes_are_repeatable_and_change_something() -> None:
+def test_mutations_are_reproducible_and_differ_between_seeds() -> None:
     content = b'{"a": [1, 2, {"b": "c"}], "d": 4}'
     for mutate in (mutate_json, mutate_json_lines, mutate_bytes):
-        made = [mutate(content, random.Random(n)) for n in range(50)]
-        assert made == [mutate(content, random.Random(n)) for n in range(50)]
-        assert len(set(made)) > 20
+        mutations = [mutate(content, random.Random(n)) for n in range(50)]
+        assert mutations == [mutate(content, random.Random(n)) for n in range(50)]
+        assert len(set(mutations)) > 20
     assert folder().is_dir()

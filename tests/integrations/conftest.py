@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture(scope="package")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Saved models to train, with numbers of experts that are divisible by 2 and 4 ranks and that are not."""
+    """Return saved models: one whose number of experts is divisible by 2 and 4 ranks, and one where it is not."""
     shape: dict[str, int] = {"num_hidden_layers": 1, "hidden_size": 16}
     return [
         save_model("qwen3_moe", tmp_path_factory.mktemp("even"), **shape),

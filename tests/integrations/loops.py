@@ -94,25 +94,25 @@ class OwnGPT(nn.Module):
 
 
 def whole_model(case: TrainingCase) -> Any:
-    """The model on one process."""
+    """Build the model on one process."""
     return OwnGPT(None) if case.folder == OWN else load(case.folder)
 
 
 def spread_model(case: TrainingCase) -> Any:
-    """The model with its experts over ``case.ep`` ranks."""
+    """Build the model with its experts over ``case.ep`` ranks."""
     return OwnGPT(ep_group(case.ep)) if case.folder == OWN else swap_moe(load(case.folder), ep_group(case.ep))
 
 
 def examples() -> list[dict[str, Tensor]]:
-    """Sequences with different numbers of targets, so that the numbers differ between ranks too."""
+    """Return sequences with different numbers of targets, so that these numbers differ between ranks, too."""
     generator = torch.Generator().manual_seed(3)
-    found = []
+    sequences = []
     for i in range(GLOBAL_BATCH * STEPS):
         ids = torch.randint(3, VOCAB, (LENGTH,), generator=generator)
         labels = ids.clone()
         labels[: i % (LENGTH - 2)] = -100
-        found.append({"input_ids": ids, "labels": labels})
-    return found
+        sequences.append({"input_ids": ids, "labels": labels})
+    return sequences
 
 
 def stacked(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ def make_optimizer(model: Any, name: str) -> torch.optim.Optimizer:
 
 
 def one_process(case: TrainingCase) -> tuple[dict[str, Tensor], list[float]]:
-    """Parameters and loss of each step of one process on the global batch, with torch only."""
+    """Return parameters and loss of each step of one process on the global batch, with torch only."""
     model = whole_model(case).train()
     optimizer = make_optimizer(model, case.optimizer)
     data, losses = examples(), []
@@ -198,7 +198,7 @@ def make_accelerator(case: TrainingCase, **settings: Any) -> Any:
 
 
 def with_accelerate(case: TrainingCase, world: int, prepare: Any = prepare_accelerator) -> tuple[Any, Any, list[float]]:
-    """The loop of accelerate's documentation. Returns accelerator, model and the losses of all ranks."""
+    """Run the loop of accelerate's documentation. Return accelerator, model and the losses of all ranks."""
     accelerator = prepare(make_accelerator(case))
     model = spread_model(case).train()
     data = DataLoader(examples(), batch_size=GLOBAL_BATCH // world // case.accumulate, collate_fn=stacked)  # type: ignore[arg-type]
@@ -266,19 +266,19 @@ def make_trainer(case: TrainingCase, world: int, model: Any, kind: Any = None, *
 
 
 def matrix(folders: list[str], world: int) -> list[TrainingCase]:
-    """Both wrappers and models, over all ranks and over subgroups, with every setting at least once."""
-    found = []
+    """Return cases with both wrappers, all models, groups of all and of some ranks, and every setting at least once."""
+    cases = []
     for folder in (*folders, OWN):
         for wrapper in ("ddp", "fsdp2"):
             case = TrainingCase(folder, wrapper, ep=world)
-            found += [case, replace(case, ep=2)] if world > 2 else [case, replace(case, optimizer="sgd")]
+            cases += [case, replace(case, ep=2)] if world > 2 else [case, replace(case, optimizer="sgd")]
     if world == 2:
-        found += [replace(case, clip=0.0, accumulate=1, ep=2) for case in found[::4]]
-    return found
+        cases += [replace(case, clip=0.0, accumulate=1, ep=2) for case in cases[::4]]
+    return cases
 
 
 def product(folders: list[str], world: int) -> list[TrainingCase]:
-    """All combinations of the settings of ``TrainingCase``."""
+    """Return all combinations of the settings of ``TrainingCase``."""
     choices = itertools.product(
         (*folders, OWN), ("ddp", "fsdp2"), sorted({2, world}), ("sgd", "adamw"), (0.0, 0.05), (1, 2)
     )
@@ -296,8 +296,8 @@ def assert_equals_one_process(case: TrainingCase, params: dict[str, Tensor], los
 def check_against_one_process(train: Work, pool: RankPool, cases: list[TrainingCase]) -> None:
     """Run ``train`` on the ranks of ``pool``. Rank 0 returns parameters and losses of each case."""
     for start in range(0, len(cases), 8):
-        some = cases[start : start + 8]
-        for case, (params, losses) in zip(some, pool.run(train, some, timeout=90)[0], strict=True):
+        batch = cases[start : start + 8]
+        for case, (params, losses) in zip(batch, pool.run(train, batch, timeout=90)[0], strict=True):
             assert_equals_one_process(case, params, losses)
 
 

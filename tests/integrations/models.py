@@ -76,7 +76,7 @@ SEQUENCE = 7
 
 
 def new_model(family: str, **changes: Any) -> Any:
-    """A model as transformers initializes it."""
+    """Return a model as transformers initializes it."""
     return AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **{**_SHARED, **SMALL.get(family, {}), **changes})
     )
@@ -116,7 +116,7 @@ def load(folder: str, **settings: Any) -> Any:
 
 
 def batch(ranks: int = 4, seed: int = 1) -> list[Tensor]:
-    """Token ids of each rank: unequal numbers of sequences."""
+    """Return the token ids of each rank, with unequal numbers of sequences."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (size, SEQUENCE), generator=generator) for size in BATCH_PER_RANK[:ranks]]
 

@@ -48,21 +48,17 @@ def train(rank: int, world: int, cases: list[TrainingCase]) -> list[tuple[dict[s
 check = partial(check_against_one_process, train)
 
 
-def test_every_parameter_after_five_steps_on_2_ranks_is_that_of_one_process(
-    folders: list[str], pool2: RankPool
-) -> None:
+def test_parameters_after_five_steps_on_2_ranks_equal_those_of_one_process(folders: list[str], pool2: RankPool) -> None:
     check(pool2, matrix(folders, 2))
 
 
-def test_every_parameter_after_five_steps_on_4_ranks_is_that_of_one_process(
-    folders: list[str], pool4: RankPool
-) -> None:
+def test_parameters_after_five_steps_on_4_ranks_equal_those_of_one_process(folders: list[str], pool4: RankPool) -> None:
     check(pool4, matrix(folders, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_product_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
+def test_every_combination_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
     check(pool2, product(folders, 2))
     check(pool4, product(folders, 4))
 
@@ -73,12 +69,12 @@ def test_bf16_stays_close_to_one_process_in_bf16(folders: list[str], pool2: Rank
         assert losses == pytest.approx(one_process(case)[1], rel=0.02), str(case)
 
 
-@pytest.mark.parametrize("way", ["2 to 4", "4 to 2", "4 to 1"])
+@pytest.mark.parametrize("rank_counts", ["2 to 4", "4 to 2", "4 to 1"])
 def test_a_run_resumed_on_a_different_number_of_ranks_matches_an_uninterrupted_one(
-    way: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
+    rank_counts: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
-    """Also with a different wrapper. One process loads with plain accelerate."""
-    before, after = int(way[0]), int(way[-1])
+    """The resumed run also has a different wrapper. One process loads with plain accelerate."""
+    before, after = int(rank_counts[0]), int(rank_counts[-1])
     pools: dict[int, RankPool] = {2: pool2, 4: pool4}
     first = [
         TrainingCase(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"), stop=3)
@@ -163,7 +159,7 @@ def use_without_integration(rank: int, world: int, folder: str) -> list[str]:
     return messages
 
 
-def test_what_plain_accelerate_would_get_wrong_raises_on_every_rank(folders: list[str], pool2: RankPool) -> None:
+def test_unsupported_calls_of_plain_accelerate_raise_on_every_rank(folders: list[str], pool2: RankPool) -> None:
     for folder in folders:
         for messages in pool2.run(use_without_integration, folder, timeout=60):
             for message in messages:
@@ -201,7 +197,7 @@ def wrap_and_train(rank: int, world: int, case: TrainingCase) -> str:
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_a_model_that_contains_the_swapped_one_trains(wrapper: str, folders: list[str], pool2: RankPool) -> None:
+def test_a_module_that_contains_a_swapped_model_trains(wrapper: str, folders: list[str], pool2: RankPool) -> None:
     assert pool2.run(wrap_and_train, TrainingCase(folders[1], wrapper, accumulate=1)) == ["no error"] * 2
 
 
@@ -271,7 +267,7 @@ def resume_and_count(rank: int, world: int, case: TrainingCase) -> int:
         return int(accelerator.step)
 
 
-def test_new_ranks_resume_at_the_same_micro_batch(
+def test_four_ranks_resume_at_the_micro_batch_that_two_ranks_saved(
     folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
     case = TrainingCase(folders[0], out=str(tmp_path / "run"), stop=1)
@@ -296,7 +292,9 @@ def test_a_save_that_fails_on_one_rank_raises_on_every_rank(
     assert second.startswith("CheckpointError")
 
 
-def test_other_models_are_handled_as_before(saved: Callable[[str], str], tmp_path: Path) -> None:
+def test_models_that_are_not_swapped_are_trained_and_saved_by_plain_accelerate(
+    saved: Callable[[str], str], tmp_path: Path
+) -> None:
     with launched(0, 1):
         accelerator = prepare_accelerator(make_accelerator(TrainingCase(saved("mixtral"), accumulate=1)))
         assert prepare_accelerator(accelerator) is accelerator

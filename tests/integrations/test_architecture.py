@@ -45,18 +45,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def theirs(family: str, **changes: Any) -> Any:
+def hf_config_of(family: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**_SHARED, **SMALL[family], **changes})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_survives_the_round_trip(name: str, tmp_path: Path) -> None:
     family, changes = CONFIGS[name]
-    ours = from_hugging_face(theirs(family, **changes))
-    made = to_hugging_face(ours, family)
-    assert from_hugging_face(made) == ours
-    made.save_pretrained(tmp_path)
-    assert from_hugging_face(read_config(tmp_path)) == ours
+    config = from_hugging_face(hf_config_of(family, **changes))
+    hf_config = to_hugging_face(config, family)
+    assert from_hugging_face(hf_config) == config
+    hf_config.save_pretrained(tmp_path)
+    assert from_hugging_face(read_config(tmp_path)) == config
 
 
 PUBLISHED = {
@@ -81,28 +81,28 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_ready_configurations_describe_the_published_models(name: str) -> None:
+def test_bundled_training_configurations_describe_the_published_models(name: str) -> None:
     config = load(name)
     assert config.model.vocab is not None
     preset = transformer_config(config.model, config.model.vocab, config.data.seq_len)
     published = from_hugging_face(PUBLISHED[name])
-    back = from_hugging_face(to_hugging_face(preset, config.model.family))
+    converted = from_hugging_face(to_hugging_face(preset, config.model.family))
     # The published length is longer than that of the training configuration.
-    assert replace(back, max_length=published.max_length) == published
+    assert replace(converted, max_length=published.max_length) == published
 
 
 def test_the_norms_inside_deepseeks_attention_have_their_own_epsilon() -> None:
-    ours = from_hugging_face(theirs("deepseek_v3", rms_norm_eps=1e-3))
-    assert (ours.norm_eps, ours.attention.norm_eps) == (1e-3, 1e-6)
+    config = from_hugging_face(hf_config_of("deepseek_v3", rms_norm_eps=1e-3))
+    assert (config.norm_eps, config.attention.norm_eps) == (1e-3, 1e-6)
     with pytest.raises(UnsupportedModel, match=r"attention\.norm_eps is 0\.001 but would become 1e-06"):
-        to_hugging_face(replace(ours, attention=replace(ours.attention, norm_eps=1e-3)), "deepseek_v3")
+        to_hugging_face(replace(config, attention=replace(config.attention, norm_eps=1e-3)), "deepseek_v3")
 
 
 def test_missing_yarn_settings_have_the_defaults_of_transformers() -> None:
     def yarn(**changes: Any) -> Yarn:
-        found = from_hugging_face(theirs("qwen3_moe", rope_parameters={**YARN, **changes})).attention.rope.yarn
-        assert found is not None
-        return found
+        result = from_hugging_face(hf_config_of("qwen3_moe", rope_parameters={**YARN, **changes})).attention.rope.yarn
+        assert result is not None
+        return result
 
     assert yarn() == Yarn(40.0, 32, 32.0, 1.0, 0.707, 1.0)
     assert yarn(mscale=None, mscale_all_dim=None) == Yarn(40.0, 32)
@@ -114,16 +114,16 @@ def test_missing_yarn_settings_have_the_defaults_of_transformers() -> None:
     ("config", "words"),
     [
         (GptOssConfig(), ["gpt_oss"]),
-        (theirs("mixtral", hidden_act="gelu"), ["hidden_act", "gelu"]),
-        (theirs("mixtral", router_jitter_noise=0.1), ["router_jitter_noise", "0.1"]),
-        (theirs("qwen3_moe", attention_dropout=0.2), ["attention_dropout", "0.2"]),
-        (theirs("olmoe", quantization_config={"quant_method": "fp8"}), ["quantization_config", "dequantize"]),
-        (theirs("olmoe", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}), ["linear"]),
+        (hf_config_of("mixtral", hidden_act="gelu"), ["hidden_act", "gelu"]),
+        (hf_config_of("mixtral", router_jitter_noise=0.1), ["router_jitter_noise", "0.1"]),
+        (hf_config_of("qwen3_moe", attention_dropout=0.2), ["attention_dropout", "0.2"]),
+        (hf_config_of("olmoe", quantization_config={"quant_method": "fp8"}), ["quantization_config", "dequantize"]),
+        (hf_config_of("olmoe", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}), ["linear"]),
         (
-            theirs("qwen3_moe", rope_parameters={**YARN, "attention_factor": 1.5}),
+            hf_config_of("qwen3_moe", rope_parameters={**YARN, "attention_factor": 1.5}),
             ["attention_factor", "1.5"],
         ),
-        (theirs("qwen3_moe", rope_parameters={**YARN, "truncate": False}), ["truncate", "False"]),
+        (hf_config_of("qwen3_moe", rope_parameters={**YARN, "truncate": False}), ["truncate", "False"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -134,8 +134,8 @@ def test_settings_that_are_not_supported_are_named(config: Any, words: list[str]
 
 
 def cases() -> list[Any]:
-    qwen3 = from_hugging_face(theirs("qwen3_moe"))
-    deepseek = from_hugging_face(theirs("deepseek_v3"))
+    qwen3 = from_hugging_face(hf_config_of("qwen3_moe"))
+    deepseek = from_hugging_face(hf_config_of("deepseek_v3"))
 
     def attention(config: TransformerConfig, **changes: Any) -> TransformerConfig:
         return replace(config, attention=replace(config.attention, **changes))
@@ -180,12 +180,12 @@ def test_unsupported_fields_of_a_family_are_named(family: str, config: Transform
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_training_only_settings_are_ignored(family: str) -> None:
-    ours = from_hugging_face(theirs(family))
-    training = replace(ours.moe.router, balance_loss=0.02, z_loss=0.1, balance_form="batch")
-    trained = replace(ours, moe=replace(ours.moe, router=training, capacity=Capacity(1.25), recompute=True))
-    made = to_hugging_face(trained, family, bos_token_id=5)
-    assert from_hugging_face(made) == ours
-    assert made.bos_token_id == 5 and made.router_aux_loss_coef == 0.02
+    config = from_hugging_face(hf_config_of(family))
+    training = replace(config.moe.router, balance_loss=0.02, z_loss=0.1, balance_form="batch")
+    trained = replace(config, moe=replace(config.moe, router=training, capacity=Capacity(1.25), recompute=True))
+    hf_config = to_hugging_face(trained, family, bos_token_id=5)
+    assert from_hugging_face(hf_config) == config
+    assert hf_config.bos_token_id == 5 and hf_config.router_aux_loss_coef == 0.02
 
 
 def test_a_folder_without_a_valid_configuration_is_rejected(tmp_path: Path) -> None:

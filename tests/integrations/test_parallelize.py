@@ -23,35 +23,37 @@ def test_the_swap_functions_are_short_aliases() -> None:
 
 
 def on_a_mesh(rank: int, world: int, folder: str) -> tuple[Tensor, Tensor, Tensor, str]:
-    """Return logits with experts, heads and linears over dimensions of a [dp 2, tp 2] mesh."""
-    one = init_device_mesh("cpu", (world,))
+    """Return logits with the modules over a flat mesh and over an [ep 2, tp 2] mesh, and an error message."""
+    flat_mesh = init_device_mesh("cpu", (world,))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
     ids = batch(1)[0]
-    experts = moe_comm.parallelize_moe(load(folder), one)
+    experts = moe_comm.parallelize_moe(load(folder), flat_mesh)
     named = moe_comm.parallelize_moe(load(folder), mesh)
     split: Any = moe_comm.parallelize_linears(moe_comm.parallelize_attention(load(folder), mesh), mesh)
     try:
         moe_comm.parallelize_moe(load(folder), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
     except ConfigError as error:
-        text = str(error)
+        message = str(error)
     with torch.no_grad():
-        return experts(ids).logits, named(ids).logits, split(ids).logits, text
+        return experts(ids).logits, named(ids).logits, split(ids).logits, message
 
 
-def test_a_mesh_of_one_dimension_or_a_named_dimension_of_several(saved: Callable[[str], str], pool4: RankPool) -> None:
+def test_a_flat_mesh_or_a_named_mesh_dimension_gives_the_same_logits(
+    saved: Callable[[str], str], pool4: RankPool
+) -> None:
     folder = saved("mixtral")
     with torch.no_grad():
-        want = load(folder)(batch(1)[0]).logits
-    for experts, named, split, text in pool4.run(on_a_mesh, folder, timeout=120):
+        expected = load(folder)(batch(1)[0]).logits
+    for experts, named, split, message in pool4.run(on_a_mesh, folder, timeout=120):
         for got in (experts, named, split):
-            assert_close(got, want, "logits", 2e-5)
-        assert "one dimension or with a dimension 'ep'" in text
+            assert_close(got, expected, "logits", 2e-5)
+        assert "one dimension or with a dimension 'ep'" in message
 
 
 @pytest.mark.parametrize("name", ["parallelize_moe", "parallelize_attention", "parallelize_linears"])
-def test_without_a_group_the_model_is_unchanged_in_value(name: str, saved: Callable[[str], str]) -> None:
+def test_without_a_group_the_logits_are_unchanged(name: str, saved: Callable[[str], str]) -> None:
     ids = batch(1)[0]
     with torch.no_grad():
-        want = load(saved("mixtral"))(ids).logits
+        expected = load(saved("mixtral"))(ids).logits
         got = getattr(moe_comm, name)(load(saved("mixtral")))(ids).logits
-    assert_close(got, want, name, 2e-5)
+    assert_close(got, expected, name, 2e-5)

@@ -107,7 +107,7 @@ def test_experts_implementation_refuses_experts_it_cannot_compute(saved: Callabl
 
 
 def run_distributed(rank: int, world: int, arg: tuple[str, dict[str, Any], str]) -> tuple[Any, ...]:
-    """Logits, full gradients and local experts under ``DistributedConfig``. TP ranks use one batch."""
+    """Return logits, full gradients and share of local experts under ``DistributedConfig``. TP ranks use one batch."""
     folder, sizes, experts_implementation = arg
     register()
     results = []

@@ -34,11 +34,11 @@ def test_gathered_state_dict_loads_into_the_unswapped_model_bit_for_bit(
     expected = load(saved(family)).state_dict()
     target = load(saved(family))
     for ep in (2, 4):
-        for rank, (everywhere, first) in enumerate(pool4.run(gather, (saved(family), ep))):
-            assert_same(everywhere, expected)
-            assert_same(first, expected if rank % ep == 0 else {})
+        for rank, (gathered, gathered_on_rank0) in enumerate(pool4.run(gather, (saved(family), ep))):
+            assert_same(gathered, expected)
+            assert_same(gathered_on_rank0, expected if rank % ep == 0 else {})
         randomise(target, seed=5)
-        target.load_state_dict(everywhere)
+        target.load_state_dict(gathered)
         assert_same(target.state_dict(), expected)
 
 
@@ -46,9 +46,9 @@ def test_gathered_state_dict_loads_into_the_unswapped_model_bit_for_bit(
 def test_uneven_and_missing_experts_are_gathered(num_experts: int, tmp_path: Path, pool4: RankPool) -> None:
     folder = save_model("mixtral", tmp_path, num_local_experts=num_experts)
     expected = load(folder).state_dict()
-    for rank, (everywhere, first) in enumerate(pool4.run(gather, (folder, 4))):
-        assert_same(everywhere, expected)
-        assert_same(first, expected if rank == 0 else {})
+    for rank, (gathered, gathered_on_rank0) in enumerate(pool4.run(gather, (folder, 4))):
+        assert_same(gathered, expected)
+        assert_same(gathered_on_rank0, expected if rank == 0 else {})
 
 
 def change_and_save(rank: int, world: int, arg: tuple[str, str, torch.dtype]) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def save_pretrained_directly(rank: int, world: int, arg: tuple[str, str]) -> str
     return "no error"
 
 
-def test_save_pretrained_of_a_spread_model_is_refused_and_names_what_to_call(
+def test_save_pretrained_of_a_model_over_several_ranks_raises_and_names_save_swapped(
     saved: Callable[[str], str], tmp_path: Path, pool4: RankPool
 ) -> None:
     for message in pool4.run(save_pretrained_directly, (saved("mixtral"), str(tmp_path / "out"))):
@@ -127,7 +127,9 @@ def test_save_pretrained_of_a_spread_model_is_refused_and_names_what_to_call(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_swapped_on_one_rank_saves_as_any_other(saved: Callable[[str], str], tmp_path: Path) -> None:
+def test_save_pretrained_of_a_model_swapped_on_one_rank_saves_all_weights(
+    saved: Callable[[str], str], tmp_path: Path
+) -> None:
     model = swap_moe(load(saved("olmoe")))
     model.save_pretrained(tmp_path)
     ids = batch()[0]

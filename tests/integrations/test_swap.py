@@ -131,7 +131,7 @@ def test_a_bf16_model_stays_bf16_and_as_close_to_fp32_as_the_unswapped_one(
 
 
 def token_error(logits: Tensor, exact: Tensor) -> float:
-    """Median over tokens of the relative error."""
+    """Return the median over tokens of the relative error."""
     logits, exact = logits.detach().float(), exact.detach()
     return float(((logits - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
 
@@ -139,22 +139,22 @@ def token_error(logits: Tensor, exact: Tensor) -> float:
 def test_autocast_computes_experts_in_its_dtype(saved: Callable[[str], str]) -> None:
     ids = torch.cat(batch())
     plain, swapped = load(saved("qwen2_moe")), swap_moe(load(saved("qwen2_moe")))
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     for experts in swapped_experts(swapped).values():
-        experts.dispatcher.combine = _spy(experts.dispatcher.combine, seen)  # type: ignore[method-assign]
+        experts.dispatcher.combine = _spy(experts.dispatcher.combine, dtypes)  # type: ignore[method-assign]
         break
     with torch.autocast("cpu", torch.bfloat16):
         got, expected = swapped(ids).logits, plain(ids).logits
-    assert seen and set(seen) == {torch.bfloat16}
+    assert dtypes and set(dtypes) == {torch.bfloat16}
     exact = plain(ids).logits
     assert token_error(got, exact) < 1.2 * token_error(expected, exact) < 0.02
     token_loss(got, ids, ids.numel()).backward()
     assert {p.grad.dtype for p in swapped.parameters() if p.grad is not None} == {torch.float32}
 
 
-def _spy(call: Callable[..., Any], seen: list[torch.dtype]) -> Callable[..., Any]:
+def _spy(call: Callable[..., Any], dtypes: list[torch.dtype]) -> Callable[..., Any]:
     def spied(rows_RD: Tensor, *args: Any) -> Any:
-        seen.append(rows_RD.dtype)
+        dtypes.append(rows_RD.dtype)
         return call(rows_RD, *args)
 
     return spied
@@ -207,13 +207,13 @@ def raise_in_experts(rank: int, world: int, folder: str) -> tuple[str, str, bool
     good = experts.layout
     if rank == 1:
         experts.layout = replace(good, activation=Activation("fails", fail, good.activation.gated))
-    found = "nothing", ""
+    outcome = "nothing", ""
     try:
         model(ids)
     except Exception as error:
-        found = type(error).__name__, str(error)
+        outcome = type(error).__name__, str(error)
     experts.layout = good
-    return *found, bool(torch.isfinite(model(ids).logits).all())
+    return *outcome, bool(torch.isfinite(model(ids).logits).all())
 
 
 def test_experts_that_raise_on_one_rank_raise_on_every_rank(saved: Callable[[str], str], pool4: RankPool) -> None:
@@ -314,7 +314,7 @@ def test_other_families_and_activations_that_transformers_describes_are_swapped_
         assert_close(grads[name], grad, name)
 
 
-def test_a_gate_function_of_the_modules_own_is_used_without_keeping_its_weights(saved: Callable[[str], str]) -> None:
+def test_a_custom_gate_function_is_used_and_the_replaced_weights_are_freed(saved: Callable[[str], str]) -> None:
     class OwnGate(type(load(saved("olmoe")).model.layers[0].mlp.experts)):  # type: ignore[misc]
         def _apply_gate(self, gate_up: Tensor) -> Tensor:
             gate, up = gate_up.chunk(2, dim=-1)
@@ -362,8 +362,8 @@ def ddp_keeps_experts(rank: int, world: int, folder: str) -> dict[str, bool]:
 
 
 def test_distributed_data_parallel_does_not_overwrite_experts(saved: Callable[[str], str], pool4: RankPool) -> None:
-    for kept in pool4.run(ddp_keeps_experts, saved("mixtral")):
-        assert kept and all(kept.values())
+    for unchanged in pool4.run(ddp_keeps_experts, saved("mixtral")):
+        assert unchanged and all(unchanged.values())
 
 
 # --- unsupported models ---
@@ -440,5 +440,5 @@ try:
 except MissingDependency as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert "need transformers" in done.stdout and "pip install 'moe_comm[hf]'" in done.stdout, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert "need transformers" in process.stdout and "pip install 'moe_comm[hf]'" in process.stdout, process.stderr

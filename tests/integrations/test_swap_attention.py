@@ -83,12 +83,12 @@ def reference(folder: str, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def run(rank: int, world: int, arg: tuple[str, list[tuple[int, int, str]], bool]) -> list[Any]:
-    """Return full logits and full gradients by mapping."""
+    """Return the full logits and full gradients for each mapping (tp, cp, kind of context parallelism)."""
     folder, mappings, packed = arg
-    return [spread(folder, tp, cp, context, packed) for tp, cp, context in mappings]
+    return [run_mapping(folder, tp, cp, context, packed) for tp, cp, context in mappings]
 
 
-def spread(folder: str, tp: int, cp: int, context: Any, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def run_mapping(folder: str, tp: int, cp: int, context: Any, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
     # The pool has four ranks; a mapping of two ranks runs twice concurrently.
     mesh = ParallelMesh(ParallelConfig(tp=tp, cp=cp, dp=4 // (tp * cp)))
     tp_group, cp_group = mesh.group("tp"), mesh.group("cp")
@@ -155,20 +155,20 @@ def test_positions_that_restart_begin_a_new_document(
     compare(pool4.run(run, (folder, mappings, True))[0], expected, family)
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_padding_is_not_attended_to(left: bool, folders: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("pad_left", [True, False])
+def test_padding_is_not_attended_to(pad_left: bool, folders: Callable[[str], str]) -> None:
     inputs = data()
     mask = torch.ones_like(inputs["input_ids"])
-    mask[0, : 4 if left else None] = 0 if left else 1
-    mask[1, -5 if not left else LENGTH :] = 0
+    mask[0, : 4 if pad_left else None] = 0 if pad_left else 1
+    mask[1, -5 if not pad_left else LENGTH :] = 0
     expected = load(folders("qwen3_moe"))(**inputs, attention_mask=mask, use_cache=False).logits
     got = swap_attention(load(folders("qwen3_moe")))(**inputs, attention_mask=mask).logits
-    seen = mask.bool()
-    assert_close(got[seen], expected[seen], "logits of tokens that are not padding")
+    not_padding = mask.bool()
+    assert_close(got[not_padding], expected[not_padding], "logits of tokens that are not padding")
 
 
 def swap_both(rank: int, world: int, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Ring attention over four ranks and experts over the same ranks, with different tokens on each rank."""
+    """Swap ring attention and experts over the same four ranks, with different tokens on each rank."""
     mesh = ParallelMesh(ParallelConfig(cp=4))
     group = mesh.group("cp")
     model = swap_moe(swap_attention(load(folder), cp_group=group, context="ring"), group)
@@ -203,7 +203,7 @@ def gather(rank: int, world: int, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
-def test_full_weights_load_and_are_gathered_under_the_model_s_names(
+def test_full_weights_load_and_are_gathered_under_the_original_names(
     family: str, folders: Callable[[str], str], pool4: RankPool
 ) -> None:
     expected = load(folders(family)).state_dict()
@@ -212,17 +212,17 @@ def test_full_weights_load_and_are_gathered_under_the_model_s_names(
         assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-def test_generation_without_a_cache_is_the_unswapped_model_s_and_with_one_is_refused(
+def test_generation_without_a_cache_equals_the_unswapped_model_and_with_a_cache_raises(
     folders: Callable[[str], str],
 ) -> None:
     folder, prompt = folders("mixtral_window"), data()["input_ids"][:, :6]
     mask = torch.ones_like(prompt)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-    expected = load(folder).generate(prompt, **how)
+    settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    expected = load(folder).generate(prompt, **settings)
     model = swap_attention(load(folder))
-    assert torch.equal(model.generate(prompt, use_cache=False, **how), expected)
+    assert torch.equal(model.generate(prompt, use_cache=False, **settings), expected)
     with pytest.raises(InputError, match="use_cache=False"):
-        model.generate(prompt, **how)
+        model.generate(prompt, **settings)
 
 
 def test_unsupported_models_are_rejected_and_unchanged(folders: Callable[[str], str], tmp_path: Path) -> None:

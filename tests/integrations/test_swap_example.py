@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_swap_example_says_that_logits_match_on_every_rank(ranks: int) -> None:
+def test_swap_example_prints_that_logits_match_on_every_rank(ranks: int) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *launcher, "examples/swap_hugging_face.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -23,7 +23,7 @@ def test_swap_example_says_that_logits_match_on_every_rank(ranks: int) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     for rank in range(ranks):
-        assert f"rank {rank} of {ranks}: holds {100 // ranks}% of the experts' weights" in done.stdout
-        assert f"rank {rank} of {ranks}: logits match" in done.stdout
+        assert f"rank {rank} of {ranks}: holds {100 // ranks}% of the experts' weights" in process.stdout
+        assert f"rank {rank} of {ranks}: logits match" in process.stdout

@@ -67,7 +67,7 @@ def reference(folder: str, dtype: torch.dtype | None = None) -> tuple[Tensor, di
     return logits.detach(), gradients(model)
 
 
-def run_cut(rank: int, world: int, arg: tuple[str, Case]) -> tuple[Tensor, dict[str, Tensor]]:
+def run_sharded(rank: int, world: int, arg: tuple[str, Case]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits, and gradients of the full weights."""
     folder, case = arg
     model = swap_linears(load(folder, dtype=case.settings.get("dtype")), ep_group(case.tp))
@@ -114,13 +114,13 @@ def test_logits_and_all_gradients_equal_those_of_the_whole_model(
     case: Case, saved: Callable[[str], str], tmp_path: Path, pool4: RankPool
 ) -> None:
     folder = folder_of(case, saved, tmp_path)
-    compare(pool4.run(run_cut, (folder, case), timeout=120), reference(folder))
+    compare(pool4.run(run_sharded, (folder, case), timeout=120), reference(folder))
 
 
 def test_a_bf16_model_stays_bf16_and_close_to_the_unswapped_one(tmp_path: Path, pool4: RankPool) -> None:
     case = Case("llama", 4, DENSE, {"dtype": torch.bfloat16})
     folder = save_model("llama", tmp_path, **DENSE)
-    results = pool4.run(run_cut, (folder, case), timeout=120)
+    results = pool4.run(run_sharded, (folder, case), timeout=120)
     assert {value.dtype for logits, grads in results for value in (logits, *grads.values())} == {torch.bfloat16}
     exact, _ = reference(folder)
     whole, _ = reference(folder, torch.bfloat16)
@@ -128,11 +128,11 @@ def test_a_bf16_model_stays_bf16_and_close_to_the_unswapped_one(tmp_path: Path, 
         assert (logits - exact).norm() < 1.5 * (whole - exact).norm()
 
 
-def inspect_cut(rank: int, world: int, folder: str) -> None:
+def inspect_sharded(rank: int, world: int, folder: str) -> None:
     whole = load(folder)
     model = swap_linears(load(folder), dist.group.WORLD)
-    kept = sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
-    assert kept * world == sum(p.numel() for name, p in whole.named_parameters() if ".mlp." in name)
+    num_local = sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
+    assert num_local * world == sum(p.numel() for name, p in whole.named_parameters() if ".mlp." in name)
     assert model.get_input_embeddings().weight is model.lm_head.weight
     assert len(model.lm_head.weight) == (25 if rank < 3 else 23)
     assert set(model.state_dict()) == set(whole.state_dict())
@@ -151,7 +151,7 @@ def inspect_cut(rank: int, world: int, folder: str) -> None:
 
 def test_ranks_hold_their_shards_generate_the_same_and_gather_the_same_bits(tmp_path: Path, pool4: RankPool) -> None:
     folder = save_model("llama", tmp_path, **DENSE, tie_word_embeddings=True, vocab_size=UNEVEN)
-    pool4.run(inspect_cut, folder, timeout=120)
+    pool4.run(inspect_sharded, folder, timeout=120)
 
 
 def run_with_experts(rank: int, world: int, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -240,30 +240,34 @@ class Normalising(LlamaMLP):
 def refusals(rank: int, world: int, folder: str) -> None:
     group = dist.group.WORLD
 
-    def refused(model: Any, kind: type[Exception], match: str) -> None:
+    def assert_refused(model: Any, kind: type[Exception], match: str) -> None:
         before = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(kind, match=match):
             swap_linears(model, group)
         assert {name: type(module) for name, module in model.named_modules()} == before
         assert not swapped_linears(model)
 
-    odd = load(folder)
-    odd.model.layers[1].mlp.__class__ = Normalising
-    refused(odd, UnsupportedModel, r"layers\.1\.mlp \(Normalising\) cannot be sharded over 4 ranks: the outputs differ")
-    other = load(folder)
+    unshardable = load(folder)
+    unshardable.model.layers[1].mlp.__class__ = Normalising
+    assert_refused(
+        unshardable,
+        UnsupportedModel,
+        r"layers\.1\.mlp \(Normalising\) cannot be sharded over 4 ranks: the outputs differ",
+    )
+    diverged = load(folder)
     with torch.no_grad():
-        other.model.layers[0].mlp.down_proj.weight += 0.5 * (rank == 2)
-    refused(other, UnsupportedModel, "ranks have different weights")
-    refused(
+        diverged.model.layers[0].mlp.down_proj.weight += 0.5 * (rank == 2)
+    assert_refused(diverged, UnsupportedModel, "ranks have different weights")
+    assert_refused(
         nn.Sequential(nn.Linear(4, 4)), UnsupportedModel, "no feed-forward block of plain linears; supported are gate"
     )
     hooked = load(folder)
     hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    refused(hooked, UnsupportedModel, r"layers\.0\.mlp has forward hooks")
-    alone = load(folder)
+    assert_refused(hooked, UnsupportedModel, r"layers\.0\.mlp has forward hooks")
+    replaced_on_one_rank = load(folder)
     if rank == 3:
-        alone.model.layers[0].mlp.forward = lambda x: x
-    refused(alone, UnsupportedModel if rank == 3 else ConfigError, "was replaced")
+        replaced_on_one_rank.model.layers[0].mlp.forward = lambda x: x
+    assert_refused(replaced_on_one_rank, UnsupportedModel if rank == 3 else ConfigError, "was replaced")
     assert swapped_linears(swap_linears(load(folder), group))
 
 

@@ -1,4 +1,4 @@
-"""``MoETrainer`` trains, clips, saves and resumes swapped models like one process; ``Trainer`` does or raises."""
+"""``MoETrainer`` trains, clips, saves and resumes swapped models like one process; ``Trainer`` does so or raises."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.integrations.test_state import assert_same
 from tests.pool import RankPool
 
 SAVED = 2
-"""Step of the checkpoint from which runs resume."""
+"""Step of the checkpoint from which training resumes."""
 
 
 def logged(trainer: Any) -> list[float]:
@@ -61,21 +61,17 @@ def train(rank: int, world: int, cases: list[TrainingCase]) -> list[tuple[dict[s
 check = partial(check_against_one_process, train)
 
 
-def test_every_parameter_after_five_steps_on_2_ranks_is_that_of_one_process(
-    folders: list[str], pool2: RankPool
-) -> None:
+def test_parameters_after_five_steps_on_2_ranks_equal_those_of_one_process(folders: list[str], pool2: RankPool) -> None:
     check(pool2, matrix(folders, 2))
 
 
-def test_every_parameter_after_five_steps_on_4_ranks_is_that_of_one_process(
-    folders: list[str], pool4: RankPool
-) -> None:
+def test_parameters_after_five_steps_on_4_ranks_equal_those_of_one_process(folders: list[str], pool4: RankPool) -> None:
     check(pool4, matrix(folders, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_product_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
+def test_every_combination_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
     check(pool2, product(folders, 2))
     check(pool4, product(folders, 4))
 
@@ -91,12 +87,12 @@ def train_and_save(rank: int, world: int, cases: list[TrainingCase]) -> None:
         run(rank, world, case, save_strategy="steps", save_steps=SAVED)
 
 
-@pytest.mark.parametrize("way", ["2 to 4", "4 to 2", "4 to 1"])
+@pytest.mark.parametrize("rank_counts", ["2 to 4", "4 to 2", "4 to 1"])
 def test_a_run_resumed_on_a_different_number_of_ranks_matches_an_uninterrupted_one(
-    way: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
+    rank_counts: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
-    """Also with a different wrapper. Each checkpoint is a full model for ``from_pretrained``."""
-    before, after = int(way[0]), int(way[-1])
+    """The resumed run also has a different wrapper. Each checkpoint is a full model for ``from_pretrained``."""
+    before, after = int(rank_counts[0]), int(rank_counts[-1])
     pools: dict[int, RankPool] = {2: pool2, 4: pool4}
     first = [
         TrainingCase(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"))
@@ -176,7 +172,7 @@ def use_plain_trainer(rank: int, world: int, folder: str) -> dict[str, str]:
     return messages
 
 
-def test_what_plain_trainer_would_get_wrong_raises_on_every_rank(folders: list[str], pool2: RankPool) -> None:
+def test_unsupported_calls_of_plain_trainer_raise_on_every_rank(folders: list[str], pool2: RankPool) -> None:
     for folder in folders:
         for messages in pool2.run(use_plain_trainer, folder, timeout=60):
             for what, message in messages.items():

@@ -104,20 +104,20 @@ def test_imported_weights_give_the_logits_and_all_gradients_of_transformers(
 ) -> None:
     folder = folder_of(variant)
     ids = some_ids()
-    theirs, ours = load(str(folder)), imported(folder)
+    hf_model, model = load(str(folder)), imported(folder)
 
-    logits = theirs(ids, use_cache=False).logits
-    hidden = ours(ids)
-    assert_close(ours.logits(hidden).detach(), logits.detach(), "logits")
+    logits = hf_model(ids, use_cache=False).logits
+    hidden = model(ids)
+    assert_close(model.logits(hidden).detach(), logits.detach(), "logits")
 
     targets = ids.roll(-1, 1)
     F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-    ours.loss(hidden, targets).backward()
-    expected = dict(theirs.named_parameters())
+    model.loss(hidden, targets).backward()
+    expected = dict(hf_model.named_parameters())
     compared = set()
-    for name, parameter in ours.named_parameters():
+    for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        for piece in hub_slices(ours.config, variant.family, name, expected):
+        for piece in hub_slices(model.config, variant.family, name, expected):
             assert_close(parameter.grad[piece.place], expected[piece.name].grad, name, rtol=2e-5)
             compared.add(piece.name)
     assert compared == expected.keys()
@@ -125,7 +125,7 @@ def test_imported_weights_give_the_logits_and_all_gradients_of_transformers(
 
 @variants
 @pytest.mark.parametrize("max_bytes", [4 << 30, 20_000], ids=["one file", "several files"])
-def test_exported_weights_load_in_transformers_without_a_tensor_missing_or_left_over(
+def test_exported_weights_load_in_transformers_without_missing_or_unexpected_tensors(
     variant: Variant, folder_of: Callable[[Variant], Path], tmp_path: Path, max_bytes: int
 ) -> None:
     config = from_hugging_face(read_config(folder_of(variant)))
@@ -135,15 +135,15 @@ def test_exported_weights_load_in_transformers_without_a_tensor_missing_or_left_
     assert (out / INDEX).exists() == (max_bytes < 1 << 30)
     assert not list(out.glob("part-*"))
 
-    theirs, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    hf_model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(report.values()), report
     ids = some_ids()
     with torch.no_grad():
-        assert_close(model.logits(model(ids)), theirs(ids).logits, "logits")
+        assert_close(model.logits(model(ids)), hf_model(ids).logits, "logits")
 
-    again = imported(out)
-    for (name, value), (_, back) in zip(named_tensors(model), named_tensors(again), strict=True):
-        assert torch.equal(value, back), name
+    reimported = imported(out)
+    for (name, value), (_, reimported_value) in zip(named_tensors(model), named_tensors(reimported), strict=True):
+        assert torch.equal(value, reimported_value), name
 
 
 @torch.no_grad()
@@ -172,19 +172,19 @@ def test_a_rank_reads_only_its_shards(name: str, mapping: ParallelConfig, folder
     whole = imported(folder)
     shardings = shardings_of(whole)
     hub = HubFolder(folder)
-    for own, value in whole.named_parameters():
-        sharding, made_of = shardings[own], hub_slices(whole.config, family, own)
+    for param_name, value in whole.named_parameters():
+        sharding, slices = shardings[param_name], hub_slices(whole.config, family, param_name)
         for rank in range(mapping.world):
-            place, sizes = mapping.place(rank), mapping.sizes
-            expected = sharding.take(value.detach(), place, sizes)
+            coordinates, sizes = mapping.place(rank), mapping.sizes
+            expected = sharding.take(value.detach(), coordinates, sizes)
             local = torch.full_like(expected, torch.nan)
-            read_shard(hub, made_of, local, sharding, place, sizes)
-            assert torch.equal(local, expected), (own, rank)
+            read_shard(hub, slices, local, sharding, coordinates, sizes)
+            assert torch.equal(local, expected), (param_name, rank)
             for owners in (3, 7):
                 share = shard_slice(expected.shape, 1, owners)
-                some = torch.full(share.shape(expected.shape), torch.nan)
-                read_shard(hub, made_of, some, sharding, place, sizes, share)
-                assert torch.equal(some, share.of(expected)), (own, rank, share)
+                part = torch.full(share.shape(expected.shape), torch.nan)
+                read_shard(hub, slices, part, sharding, coordinates, sizes, share)
+                assert torch.equal(part, share.of(expected)), (param_name, rank, share)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "mixtral, windowed and tied", "qwen3", "olmoe", "deepseek"])
@@ -192,17 +192,17 @@ def test_folders_with_fused_experts_are_read_too(
     name: str, folder_of: Callable[[Variant], Path], tmp_path: Path
 ) -> None:
     folder = folder_of(VARIANTS[name])
-    theirs = load(str(folder))
-    state = {key: value.contiguous() for key, value in theirs.state_dict().items()}
-    if theirs.config.tie_word_embeddings:
+    hf_model = load(str(folder))
+    state = {key: value.contiguous() for key, value in hf_model.state_dict().items()}
+    if hf_model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     assert any(key.endswith("experts.gate_up_proj") for key in state)
     save_file(state, tmp_path / SINGLE)
-    theirs.config.save_pretrained(tmp_path)
-    for (own, value), (_, expected) in zip(
+    hf_model.config.save_pretrained(tmp_path)
+    for (param_name, value), (_, expected) in zip(
         named_tensors(imported(tmp_path)), named_tensors(imported(folder)), strict=True
     ):
-        assert torch.equal(value, expected), own
+        assert torch.equal(value, expected), param_name
 
 
 def test_half_precision_weights_are_widened_exactly(folder_of: Callable[[Variant], Path], tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
 
 def damaged(folder: Path, out: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
-    """A copy of ``folder`` in two files, after ``change`` has worked on its tensors."""
+    """Copy ``folder`` to ``out`` with its tensors changed by ``change`` and split into two files."""
     state = load_file(folder / SINGLE)
     change(state)
     parts = {"a.safetensors": [n for n in state if "layers.1" in n], "b.safetensors": list(state)}
@@ -258,7 +258,7 @@ def test_a_wrong_tensor_is_named_with_its_file(
     assert all(word in str(caught.value) for word in [str(tmp_path), *words]), caught.value
 
 
-def test_damaged_files_are_named(folder_of: Callable[[Variant], Path], tmp_path: Path) -> None:
+def test_errors_name_the_damaged_or_missing_file(folder_of: Callable[[Variant], Path], tmp_path: Path) -> None:
     folder = damaged(folder_of(VARIANTS["qwen3"]), tmp_path, lambda state: None)
     imported(folder)
     whole = (folder / "a.safetensors").read_bytes()
@@ -291,9 +291,9 @@ def test_missing_or_unknown_tensors_are_rejected_on_export(
     tensors = dict(named_tensors(random_model(config)))
 
     def write(name: str, **changes: Any) -> None:
-        given = {**tensors, **changes}
-        kept = ((key, value) for key, value in given.items() if value is not None)
-        write_folder(tmp_path / name, config, "deepseek_v3", to_hugging_face(config, "deepseek_v3"), kept)
+        changed = {**tensors, **changes}
+        present = ((key, value) for key, value in changed.items() if value is not None)
+        write_folder(tmp_path / name, config, "deepseek_v3", to_hugging_face(config, "deepseek_v3"), present)
         assert (tmp_path / name / SINGLE).exists()
 
     bias = "layers.2.moe.router.correction_bias"

@@ -28,7 +28,7 @@ def loop_over_experts(
     b13_EG: Tensor | None = None,
     b2_ED: Tensor | None = None,
 ) -> Tensor:
-    """Return the differentiable output [T, D]."""
+    """Return the differentiable output [T, D]. G is 2F for a gated ``act``, else F. Slots with id -1 are skipped."""
     y_TD = torch.zeros_like(x_TD)
     for t in range(x_TD.shape[0]):
         total = torch.zeros_like(x_TD[t])

@@ -68,7 +68,7 @@ VARIANTS = {
 
 
 def weights(config: AttentionConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights of the full layer, none of them zero or one."""
+    """Return random weights of the full layer. Norm weights are near 1, but not equal to it."""
     generator = torch.Generator().manual_seed(3)
     return {
         name: (torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.4 + ("norm" in name)).to(dtype)
@@ -87,7 +87,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
 
 
 def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
-    """Plain float64 attention with an explicit mask, which shares only RoPE with the layer."""
+    """Run plain float64 attention with an explicit mask. It shares only RoPE with the layer."""
     config = case.config
     w = {name: value.double().requires_grad_() for name, value in weights(config, case.dtype).items()}
     x, grad, ids, positions = inputs(case)
@@ -121,8 +121,8 @@ def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
             q, k = norm("q_norm", q), norm("k_norm", k)
         q, k = layer.rope.rotate(q, table), layer.rope.rotate(k, table)
         k, v = (t.repeat_interleave(config.heads // config.kv_heads, 2) for t in (k, v))
-    ahead = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
-    allowed = (ahead >= 0) & (ahead < (config.window or LENGTH))
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    allowed = (distance >= 0) & (distance < (config.window or LENGTH))
     if ids is not None:
         allowed = allowed & (ids[:, :, None] == ids[:, None, :])[:, None]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * layer.spec.scale
@@ -134,11 +134,11 @@ def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def shardings(layer: Attention) -> dict[str, Sharding]:
-    found = {name: Sharding(tuple(p.shape)) for name, p in layer.named_parameters()}
+    by_name = {name: Sharding(tuple(p.shape)) for name, p in layer.named_parameters()}
     for prefix, module in layer.named_modules():
         if hasattr(module, "shardings"):
-            found.update({f"{prefix}.{name}": sharding for name, sharding in module.shardings().items()})
-    return found
+            by_name.update({f"{prefix}.{name}": sharding for name, sharding in module.shardings().items()})
+    return by_name
 
 
 def run(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, Tensor]]]:
@@ -158,18 +158,18 @@ def run_one(case: Case, mesh: ParallelMesh) -> tuple[Tensor, dict[str, Tensor]]:
         overlap=case.overlap,
         dtype=case.dtype,
     )
-    held = shardings(layer)
-    whole = weights(case.config, case.dtype)
+    layer_shardings = shardings(layer)
+    full_weights = weights(case.config, case.dtype)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.copy_(held[name].take(whole[name], mesh.place, mesh.sizes))
+            parameter.copy_(layer_shardings[name].take(full_weights[name], mesh.place, mesh.sizes))
 
     def own(t: Tensor) -> Tensor:
         t = shard_sequence(t, case.cp, cp, case.context)  # type: ignore[arg-type]
         return t.chunk(case.tp, 1)[tp] if case.sequence_parallel else t
 
-    x_whole, grad, ids, positions = inputs(case)
-    x = own(x_whole).to(case.dtype).requires_grad_()
+    full_x, grad, ids, positions = inputs(case)
+    x = own(full_x).to(case.dtype).requires_grad_()
     local_ids, local_positions = (
         None if t is None else shard_sequence(t, case.cp, cp, case.context)  # type: ignore[arg-type]
         for t in (ids, positions)
@@ -181,12 +181,12 @@ def run_one(case: Case, mesh: ParallelMesh) -> tuple[Tensor, dict[str, Tensor]]:
         y = layer(x, local_positions, documents)
     y.backward(own(grad).to(case.dtype))
     parts: list[Any] = [None] * (case.tp * case.cp)
-    mine = (y.detach(), {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
+    own_result = (y.detach(), {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
     if case.tp * case.cp == 1:
-        parts = [mine]
+        parts = [own_result]
     else:
-        dist.all_gather_object(parts, mine)
-    return full_sequence([p[0] for p in parts], case), gather_grads([p[1] for p in parts], case, held, mesh)
+        dist.all_gather_object(parts, own_result)
+    return full_sequence([p[0] for p in parts], case), gather_grads([p[1] for p in parts], case, layer_shardings, mesh)
 
 
 def full_sequence(parts: list[Tensor], case: Case) -> Tensor:
@@ -199,33 +199,33 @@ def full_sequence(parts: list[Tensor], case: Case) -> Tensor:
 
 
 def gather_grads(
-    parts: list[dict[str, Tensor]], case: Case, held: dict[str, Sharding], mesh: ParallelMesh
+    parts: list[dict[str, Tensor]], case: Case, layer_shardings: dict[str, Sharding], mesh: ParallelMesh
 ) -> dict[str, Tensor]:
     """Sum gradients over the ranks, except over tp with replicated tokens, where they are complete."""
-    found = {"x": full_sequence([part["x"] for part in parts], case)}
-    for name, sharding in held.items():
+    grads = {"x": full_sequence([part["x"] for part in parts], case)}
+    for name, sharding in layer_shardings.items():
         total = torch.zeros(sharding.shape, dtype=parts[0][name].dtype)
         replicated = not case.sequence_parallel and not sharding.splits
         for rank, part in enumerate(parts):
             place = mesh.config.place(rank)
             if replicated and place["tp"]:
-                same = parts[rank - place["tp"]][name]
-                torch.testing.assert_close(part[name], same, rtol=0, atol=0)
+                first_tp_rank = parts[rank - place["tp"]][name]
+                torch.testing.assert_close(part[name], first_tp_rank, rtol=0, atol=0)
                 continue
             for box in sharding.boxes(place, mesh.sizes):
                 total[box.full] += part[name][box.local]
-        found[name] = total
-    return found
+        grads[name] = total
+    return grads
 
 
 def check(results: list[Any], cases: list[Case], rtol: float = 1e-9) -> None:
     for index, case in enumerate(cases):
         y, grads = reference(case)
-        got_y, got_grads = results[index]
-        assert got_grads.keys() == grads.keys()
+        actual_y, actual_grads = results[index]
+        assert actual_grads.keys() == grads.keys()
         for name, expected in {"y": y, **grads}.items():
-            got = got_y if name == "y" else got_grads[name]
-            error = float((got - expected).abs().max() / expected.abs().max())
+            actual = actual_y if name == "y" else actual_grads[name]
+            error = float((actual - expected).abs().max() / expected.abs().max())
             assert error < rtol, f"{case}: {name} is off by {error:.1e}"
 
 
@@ -236,19 +236,19 @@ def test_one_rank_equals_the_plain_reference(variant: str) -> None:
     check([run_one(case, mesh) for case in cases], cases)
 
 
-def spread(variant: str, **how: Any) -> list[Case]:
+def plain_and_packed(variant: str, **options: Any) -> list[Case]:
     config = VARIANTS[variant]
-    return [Case(config, **how), Case(config, documents=PACKED, restart=variant == "latent", **how)]
+    return [Case(config, **options), Case(config, documents=PACKED, restart=variant == "latent", **options)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_ranks_equal_the_plain_reference(variant: str, pool2: RankPool) -> None:
     cases = [
-        *spread(variant, tp=2),
+        *plain_and_packed(variant, tp=2),
         Case(VARIANTS[variant], tp=2, sequence_parallel=False),
-        *spread(variant, cp=2),
-        *spread(variant, cp=2, context="ring"),
-        *spread(variant, cp=2, context="token_ring"),
+        *plain_and_packed(variant, cp=2),
+        *plain_and_packed(variant, cp=2, context="ring"),
+        *plain_and_packed(variant, cp=2, context="token_ring"),
     ]
     check(pool2.run(run, cases)[0], cases)
 
@@ -256,9 +256,9 @@ def test_two_ranks_equal_the_plain_reference(variant: str, pool2: RankPool) -> N
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_ranks_equal_the_plain_reference(variant: str, pool4: RankPool) -> None:
     cases = [
-        *spread(variant, tp=2, cp=2),
-        *spread(variant, tp=2, cp=2, context="ring"),
-        *spread(variant, cp=4, context="ring"),
+        *plain_and_packed(variant, tp=2, cp=2),
+        *plain_and_packed(variant, tp=2, cp=2, context="ring"),
+        *plain_and_packed(variant, cp=4, context="ring"),
         Case(VARIANTS[variant], cp=4),
         Case(VARIANTS[variant], tp=2, cp=2, context="ring", sequence_parallel=False),
         Case(VARIANTS[variant], tp=2, cp=2, context="token_ring"),
@@ -272,8 +272,8 @@ OVERLAP = Overlap(chunks=3, chunk_bytes=1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_ranks_that_overlap_equal_the_plain_reference(variant: str, pool2: RankPool) -> None:
     cases = [
-        *spread(variant, tp=2, overlap=OVERLAP),
-        *spread(variant, cp=2, overlap=OVERLAP),
+        *plain_and_packed(variant, tp=2, overlap=OVERLAP),
+        *plain_and_packed(variant, cp=2, overlap=OVERLAP),
         Case(VARIANTS[variant], cp=2, overlap=OVERLAP, documents=PACKED, restart=True),
         Case(VARIANTS[variant], cp=2, overlap=Overlap(2, 1, deterministic=False)),
     ]
@@ -283,7 +283,7 @@ def test_two_ranks_that_overlap_equal_the_plain_reference(variant: str, pool2: R
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_ranks_that_overlap_equal_the_plain_reference(variant: str, pool4: RankPool) -> None:
     cases = [
-        *spread(variant, tp=2, cp=2, overlap=OVERLAP),
+        *plain_and_packed(variant, tp=2, cp=2, overlap=OVERLAP),
         Case(VARIANTS[variant], tp=2, cp=2, overlap=OVERLAP, sequence_parallel=False, documents=PACKED, restart=True),
         Case(VARIANTS[variant], cp=4, overlap=OVERLAP),
         Case(VARIANTS[variant], cp=4, overlap=OVERLAP, documents=PACKED, recompute=True),
@@ -291,65 +291,65 @@ def test_four_ranks_that_overlap_equal_the_plain_reference(variant: str, pool4: 
     check(pool4.run(run, cases)[0], cases)
 
 
-def on_every_transport(rank: int, world: int, case: Case) -> None:
+def compare_transports(rank: int, world: int, case: Case) -> None:
     """Compare bits for several numbers of chunks, both transports, and with and without recomputation."""
-    found = []
+    results = []
     mesh = ParallelMesh(ParallelConfig(tp=case.tp, cp=case.cp))
     try:
         for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True)):
             configure_collectives(options)
             for chunks in (1, 2):
-                found.append(run_one(replace(case, overlap=Overlap(chunks, 1)), mesh))
+                results.append(run_one(replace(case, overlap=Overlap(chunks, 1)), mesh))
             with selective_recompute():
-                found.append(run_one(replace(case, overlap=Overlap(2, 1)), mesh))
+                results.append(run_one(replace(case, overlap=Overlap(2, 1)), mesh))
     finally:
         configure_collectives(CollectiveOptions())
-    for y, grads in found[1:]:
-        assert torch.equal(y, found[0][0])
-        assert all(torch.equal(grads[name], value) for name, value in found[0][1].items())
+    for y, grads in results[1:]:
+        assert torch.equal(y, results[0][0])
+        assert all(torch.equal(grads[name], value) for name, value in results[0][1].items())
 
 
 @pytest.mark.parametrize("variant", ["head_norm", "latent"])
 def test_the_number_of_chunks_the_transport_and_recomputation_change_no_bit(variant: str, pool2: RankPool) -> None:
-    for how in ({"cp": 2}, {"tp": 2}):
-        case = Case(VARIANTS[variant], documents=PACKED, restart=True, dtype=torch.float32, **how)  # type: ignore[arg-type]
-        pool2.run(on_every_transport, case)
+    for sizes in ({"cp": 2}, {"tp": 2}):
+        case = Case(VARIANTS[variant], documents=PACKED, restart=True, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
+        pool2.run(compare_transports, case)
 
 
 def count_operators(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
     """Count how often each operator runs in a forward pass, by case."""
-    found = []
+    counts_by_case = []
     for case in cases:
-        seen = dict.fromkeys(("gather_matmul", "matmul_scatter", "matmul_swap", "swap_matmul"), 0)
+        counts = dict.fromkeys(("gather_matmul", "matmul_scatter", "matmul_swap", "swap_matmul"), 0)
 
-        def counting(name: str, operator: Any, seen: dict[str, int] = seen) -> Any:
+        def counting(name: str, operator: Any, counts: dict[str, int] = counts) -> Any:
             def count(*args: Any) -> Tensor:
-                seen[name] += 1
+                counts[name] += 1
                 result: Tensor = operator(*args)
                 return result
 
             return count
 
         with pytest.MonkeyPatch.context() as patch:
-            for name in seen:
+            for name in counts:
                 module: Any = linear if hasattr(linear, name) else context
                 patch.setattr(module, name, counting(name, getattr(module, name)))
             run_one(case, ParallelMesh(ParallelConfig(tp=case.tp, cp=case.cp)))
-        found.append(seen)
-    return found
+        counts_by_case.append(counts)
+    return counts_by_case
 
 
-def test_projections_overlap_with_the_transfers(pool2: RankPool) -> None:
+def test_projections_use_the_overlapped_operators(pool2: RankPool) -> None:
     cases, expected = [], []
-    for variant, entering in (("grouped", 1), ("latent", 2), ("full_norm_clipped", 1)):
-        swapped_in = 0 if variant == "full_norm_clipped" else entering
+    for variant, gathers in (("grouped", 1), ("latent", 2), ("full_norm_clipped", 1)):
+        swaps_in = 0 if variant == "full_norm_clipped" else gathers
         cases += [
             Case(VARIANTS[variant], tp=2, overlap=OVERLAP),
             Case(VARIANTS[variant], cp=2, overlap=OVERLAP),
             Case(VARIANTS[variant], cp=2, overlap=OVERLAP, context="ring"),
         ]
-        expected += [(entering, 1, 0, 0), (0, 0, swapped_in, 1), (0, 0, 0, 0)]
-    assert [tuple(seen.values()) for seen in pool2.run(count_operators, cases)[0]] == expected
+        expected += [(gathers, 1, 0, 0), (0, 0, swaps_in, 1), (0, 0, 0, 0)]
+    assert [tuple(counts.values()) for counts in pool2.run(count_operators, cases)[0]] == expected
 
 
 def mismatched_ulysses(rank: int, world: int, arg: Any) -> None:
@@ -369,8 +369,8 @@ def test_bad_input_to_overlapped_ulysses_is_an_error_on_every_rank(pool2: RankPo
 
 
 def test_recomputation_repeats_the_all_to_alls_and_gives_the_same_gradients(pool4: RankPool) -> None:
-    how: dict[str, Any] = {"tp": 2, "cp": 2, "documents": PACKED, "recompute": True}
-    cases = [Case(VARIANTS["full_norm_clipped"], context=context, **how) for context in CONTEXTS]
+    options: dict[str, Any] = {"tp": 2, "cp": 2, "documents": PACKED, "recompute": True}
+    cases = [Case(VARIANTS["full_norm_clipped"], context=context, **options) for context in CONTEXTS]
     check(pool4.run(run, cases)[0], cases)
 
 

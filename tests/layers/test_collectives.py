@@ -47,16 +47,16 @@ def rounded_sum(parts: list[Tensor]) -> Tensor:
 
 def run(rank: int, world: int, arg: tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]]) -> tuple[Tensor, Tensor]:
     """Return output and gradient, after checking equal bits through shared memory and the backend."""
-    found = []
+    results = []
     try:
         for shared_memory in (True, False):
             configure_collectives(CollectiveOptions(shared_memory=shared_memory))
-            found.append(forward_and_backward(rank, *arg))
+            results.append(forward_and_backward(rank, *arg))
     finally:
         configure_collectives(CollectiveOptions())
-    for through_memory, over_backend in zip(*found, strict=True):
+    for through_memory, over_backend in zip(*results, strict=True):
         assert torch.equal(through_memory, over_backend)
-    return found[0]
+    return results[0]
 
 
 def forward_and_backward(
@@ -118,7 +118,7 @@ def test_scatter_sum_returns_the_local_part_and_gathers_the_gradient(
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [7, 20_001])  # one message, and two with a length that does not divide
+@pytest.mark.parametrize("size", [7, 20_001])  # one message; two messages with a length that the ranks do not divide
 def test_copy_to_and_sum_over_are_transposes_with_the_same_bits_on_all_ranks(
     size: int, dtype: torch.dtype, world: int, request: pytest.FixtureRequest
 ) -> None:
@@ -140,9 +140,9 @@ def test_swap_dims_splits_one_dimension_and_joins_another_and_its_gradient_is_th
     split, join = dims
     shape = (4, 8, 12)
     results = pool4.run(run, ("swap", shape, torch.float32, dims))
-    cut = [draw(*shape, seed=r).chunk(4, split) for r in range(4)]
+    chunks = [draw(*shape, seed=r).chunk(4, split) for r in range(4)]
     for rank, (y, _) in enumerate(results):
-        assert torch.equal(y, torch.cat([cut[r][rank] for r in range(4)], join))
+        assert torch.equal(y, torch.cat([chunks[r][rank] for r in range(4)], join))
     grads = [draw(*results[0][0].shape, seed=100 + r).chunk(4, join) for r in range(4)]
     for rank, (_, grad) in enumerate(results):
         assert torch.equal(grad, torch.cat([grads[r][rank] for r in range(4)], split))
@@ -166,10 +166,11 @@ def strided_and_empty(rank: int, world: int, arg: Any) -> None:
     ids = torch.arange(3) + rank
     assert gather_values(ids, group).tolist() == [[r, r + 1, r + 2] for r in range(world)]
     assert sum_values(torch.ones(2), group).tolist() == [world, world]
-    assert sum_values(torch.full((2,), 2**40 + 1), group).tolist() == [world * (2**40 + 1)] * 2  # no float holds it
+    # fp32 cannot represent the next sum.
+    assert sum_values(torch.full((2,), 2**40 + 1), group).tolist() == [world * (2**40 + 1)] * 2
 
 
-def test_strided_empty_and_integer_tensors(pool2: RankPool) -> None:
+def test_strided_empty_and_integer_tensors_are_supported(pool2: RankPool) -> None:
     pool2.run(strided_and_empty)
 
 
@@ -187,9 +188,9 @@ def recomputed(rank: int, world: int, arg: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_nothing(reentrant: bool, pool2: RankPool) -> None:
-    for plain, again in zip(pool2.run(recomputed), pool2.run(recomputed, reentrant), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+def test_activation_checkpointing_changes_no_bit(reentrant: bool, pool2: RankPool) -> None:
+    for plain, checkpointed in zip(pool2.run(recomputed), pool2.run(recomputed, reentrant), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
 
 
 def split_backward(rank: int, world: int, arg: Any) -> None:
@@ -210,7 +211,7 @@ def test_gradients_of_inputs_and_weights_can_be_computed_separately(pool2: RankP
     pool2.run(split_backward)
 
 
-def test_no_group_is_the_tensor_itself() -> None:
+def test_without_a_group_collectives_return_their_argument() -> None:
     x = torch.ones(3, 3)
     for y in (
         gather_dim(x, None, 0),

@@ -82,7 +82,7 @@ def test_documents_are_runs_of_equal_ids(small_blocks: None) -> None:
     assert documents.runs_BS[0].tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 2]
     assert documents.positions_BS.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 0], [0, 1, 0, 1, 2, 0, 0, 1, 2, 3]]
     row0, row1 = slice(0, 1), slice(1, 2)
-    # A long document alone without a mask; short documents together, up to 6 tokens.
+    # A long document is a group without a mask. Short documents share a group of up to 6 tokens.
     assert documents.groups == [(row0, 0, 7, False), (row0, 7, 10, True), (row1, 0, 6, True), (row1, 6, 10, False)]
 
 
@@ -105,9 +105,9 @@ def test_invalid_documents_and_positions_raise() -> None:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, documents: Documents | None) -> Tensor:
-    """Attention with an S x S mask."""
-    ahead = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
-    mask = (ahead >= 0) & (ahead < (window or q.shape[1]))
+    """Run attention with an S x S mask."""
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    mask = (distance >= 0) & (distance < (window or q.shape[1]))
     if documents is not None:
         mask = mask & (documents.ids_BS[:, :, None] == documents.ids_BS[:, None])[:, None]
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
@@ -123,10 +123,12 @@ def draw(length: int, heads: tuple[int, int], v_width: int, packed: bool) -> tup
     return [t.requires_grad_() for t in (q, k, v)], grad, Documents(ids) if packed else None
 
 
-def assert_same(got: Tensor, expected: Tensor, qkv: list[Tensor], grad: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-    for mine, theirs in zip(torch.autograd.grad(got, qkv, grad), torch.autograd.grad(expected, qkv, grad), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+def assert_same(actual: Tensor, expected: Tensor, qkv: list[Tensor], grad: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    for actual_grad, expected_grad in zip(
+        torch.autograd.grad(actual, qkv, grad), torch.autograd.grad(expected, qkv, grad), strict=True
+    ):
+        torch.testing.assert_close(actual_grad, expected_grad, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("kernel", ["cpu flash", "plain"])
@@ -144,33 +146,33 @@ def test_blocks_merge_to_attention_with_a_mask(
     monkeypatch.setattr(attention_blocks, "_kernel", lambda *_: kernel)
     for heads in ((4, 2), (3, 3)):
         qkv, grad, documents = draw(24, heads, v_width, packed)
-        got = local_attention(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
-        assert_same(got, dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents), qkv, grad)
+        actual = local_attention(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
+        assert_same(actual, dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents), qkv, grad)
 
 
 def test_plain_causal_attention_uses_the_flash_kernel_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     original = F.scaled_dot_product_attention
 
     def spy(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append(kwargs)
+        calls.append(kwargs)
         out = original(*args, **kwargs)
-        seen[-1]["by"] = type(out.grad_fn).__name__
+        calls[-1]["by"] = type(out.grad_fn).__name__
         return out
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     for heads, v_width in (((4, 2), 8), ((3, 3), 4)):
         qkv, _, _ = draw(16, heads, v_width, False)
         local_attention(qkv[0], qkv[1], qkv[2], 0.3, None, None)
-        assert "FlashAttention" in seen[-1]["by"]
-        assert seen[-1]["is_causal"] and seen[-1].get("attn_mask") is None
+        assert "FlashAttention" in calls[-1]["by"]
+        assert calls[-1]["is_causal"] and calls[-1].get("attn_mask") is None
 
 
-def area(found: list[attention_blocks.ScoreBlock]) -> int:
+def area(blocks: list[attention_blocks.ScoreBlock]) -> int:
     def size(s: slice) -> int:
         return int(s.stop - s.start)
 
-    return sum(size(p.rows) * size(p.queries) * size(p.keys) for p in found)
+    return sum(size(p.rows) * size(p.queries) * size(p.keys) for p in blocks)
 
 
 def test_windows_and_documents_compute_only_attended_blocks() -> None:
@@ -205,7 +207,7 @@ def ring_spec(window: int | None = None, documents: Documents | None = None) -> 
 
 
 def both_rings(rank: int, world: int, dtype: torch.dtype) -> None:
-    """Run both rings over both transports, twice: equal bits, and equal results up to rounding."""
+    """Run both rings over both transports. Bits must not depend on the transport; the rings agree up to rounding."""
     sequence.GROUP_TOKENS, attention_blocks.BLOCK_MIN = 6, 4
     group: Any = dist.group
     for window, packed, heads, v_width in ((None, False, (4, 4), 8), (3, True, (4, 2), 4), (None, True, (3, 3), 12)):
@@ -213,8 +215,8 @@ def both_rings(rank: int, world: int, dtype: torch.dtype) -> None:
         if documents is not None:
             ids = shard_sequence(documents.ids_BS, world, rank, "ring")
             documents = Documents.of(ids, group.WORLD, "ring")
-        found: dict[Any, list[list[Tensor]]] = {ring_attention: [], token_ring_attention: []}
-        for attend, results in found.items():
+        results_by_ring: dict[Any, list[list[Tensor]]] = {ring_attention: [], token_ring_attention: []}
+        for attend, results in results_by_ring.items():
             for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True)):
                 configure_collectives(options)
                 own = [shard_sequence(t.detach(), world, rank, "ring").to(dtype).transpose(1, 2) for t in qkv]
@@ -227,9 +229,11 @@ def both_rings(rank: int, world: int, dtype: torch.dtype) -> None:
             assert all(t.dtype == dtype for t in results[0])
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         scale = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
-        for ring, token in zip(found[ring_attention][0], found[token_ring_attention][0], strict=True):
+        for ring, token_ring in zip(
+            results_by_ring[ring_attention][0], results_by_ring[token_ring_attention][0], strict=True
+        ):
             largest = float(ring.abs().max())
-            torch.testing.assert_close(token, ring, rtol=0, atol=scale * largest)
+            torch.testing.assert_close(token_ring, ring, rtol=0, atol=scale * largest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -244,33 +248,33 @@ def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list
     """Record sends, receives and computations in order, with the distance to the destination, forward and backward."""
     events: list[str] = []
     steps: list[int] = []
-    rotate, attend, gradients = (
+    rotate, add_scores, add_gradients = (
         Channel.rotate,
         attention_blocks.AttentionState.add,
         attention_blocks.AttentionGradients.add,
     )
-    short = {"values": "keys", "queries": "queries", "outputs": "back", "gradients of": "back"}
+    kinds = {"values": "keys", "queries": "queries", "outputs": "back", "gradients of": "back"}
 
-    def rotated(channel: Any, tensor: Tensor, description: str, step: int = 1) -> PendingTensor:
-        what = next(short[key] for key in ("gradients of", "values", "outputs", "queries") if key in description)
-        events.append(f"send {what}")
+    def record_rotate(channel: Any, tensor: Tensor, description: str, step: int = 1) -> PendingTensor:
+        tensor_kind = next(kinds[key] for key in ("gradients of", "values", "outputs", "queries") if key in description)
+        events.append(f"send {tensor_kind}")
         steps.append(step)
         pending = rotate(channel, tensor, description, step)
 
-        def arrive(tensor: Tensor) -> Tensor:
-            events.append(f"take {what}")
+        def record_arrival(tensor: Tensor) -> Tensor:
+            events.append(f"take {tensor_kind}")
             return tensor
 
-        return pending.then(arrive)
+        return pending.then(record_arrival)
 
-    def computed(self: Any, *args: Any) -> None:
+    def record_add(self: Any, *args: Any) -> None:
         events.append("attend")
-        (attend if isinstance(self, attention_blocks.AttentionState) else gradients)(self, *args)
+        (add_scores if isinstance(self, attention_blocks.AttentionState) else add_gradients)(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "rotate", rotated)
-        patch.setattr(attention_blocks.AttentionState, "add", computed)
-        patch.setattr(attention_blocks.AttentionGradients, "add", computed)
+        patch.setattr(Channel, "rotate", record_rotate)
+        patch.setattr(attention_blocks.AttentionState, "add", record_add)
+        patch.setattr(attention_blocks.AttentionGradients, "add", record_add)
         q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
         run: Any = ring_attention if name == "ring" else token_ring_attention
         out = run(q, k, v, ring_spec())
@@ -292,7 +296,7 @@ def test_transfers_of_keys_and_gradients_overlap_with_computation(
             *("send keys", "attend", "take back", "send back", "take keys"),
             *("send keys", "attend", "take back", "send back", "take keys"),
             *("attend", "take back", "send back"),
-            *("attend", "take back"),  # the second part of the own blocks hides the return
+            *("attend", "take back"),  # the second half of the own blocks overlaps with the return of gradients
         ]
 
 
@@ -351,10 +355,10 @@ def ring_of_small_blocks(rank: int, world: int, arg: Any) -> None:
                     expected = dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
                     out = context_attention(own[0], own[1], own[2], spec, documents)
                     out.backward(shard_sequence(grad, world, rank, context))
-                    wanted = [expected, *torch.autograd.grad(expected, qkv, grad)]
-                    for got, whole in zip([out, *(t.grad for t in own)], wanted, strict=True):
+                    all_expected = [expected, *torch.autograd.grad(expected, qkv, grad)]
+                    for actual, whole in zip([out, *(t.grad for t in own)], all_expected, strict=True):
                         part = shard_sequence(whole, world, rank, context)
-                        torch.testing.assert_close(got, part, rtol=0, atol=1e-11)
+                        torch.testing.assert_close(actual, part, rtol=0, atol=1e-11)
 
 
 def test_four_ranks_with_many_blocks_equal_attention_with_a_mask(pool4: RankPool) -> None:
@@ -399,7 +403,7 @@ def lose_a_rank(rank: int, world: int, context: Any) -> str:
 
 
 @pytest.mark.parametrize("context", ["ring", "token_ring"])
-def test_a_rank_that_dies_in_the_ring_raises_on_all_others(context: str, pool4: RankPool) -> None:
+def test_a_rank_that_exits_in_the_ring_raises_on_all_others(context: str, pool4: RankPool) -> None:
     messages = pool4.run(lose_a_rank, context, expect_dead={2})
-    what = f"{context.replace('_', ' ')} attention backward"
-    assert all(what in message for rank, message in enumerate(messages) if rank != 2)
+    operation = f"{context.replace('_', ' ')} attention backward"
+    assert all(operation in message for rank, message in enumerate(messages) if rank != 2)

@@ -57,7 +57,7 @@ def reference(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def parts(case: Case, rank: int, group: Any) -> tuple[VocabParallelEmbedding, VocabParallelHead, Tensor]:
-    """Build embedding and head of this rank from one weight, and its hidden states."""
+    """Build this rank's embedding and head, which share one weight, and its hidden states."""
     x_BSD, weight_VD, _, _ = data(case)
     embed = VocabParallelEmbedding.from_weight(weight_VD, group, sequence_dim=case.sequence_dim)
     head = VocabParallelHead.from_weight(weight_VD, group, sequence_dim=case.sequence_dim)
@@ -84,13 +84,13 @@ def work(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
 def check(results: list[tuple[Tensor, Tensor, Tensor]], case: Case, rtol: float) -> None:
     loss, grad_BSD, grad_VD = reference(case)
 
-    def close(got: Tensor, expected: Tensor) -> None:
-        torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
+    def close(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
 
     if case.sequence_dim is None:
-        for got_loss, got_BSD, _ in results:
-            close(got_loss, loss)
-            close(got_BSD, grad_BSD)
+        for actual_loss, actual_BSD, _ in results:
+            close(actual_loss, loss)
+            close(actual_BSD, grad_BSD)
     else:
         close(torch.stack([result[0] for result in results]).double().sum(), loss)
         close(torch.cat([result[1] for result in results], case.sequence_dim), grad_BSD)
@@ -116,7 +116,7 @@ def test_losses_and_gradients_add_up_to_those_of_torch(
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(SINGLE, 2e-6), (HALF, 2e-2)], ids=str)
-def test_lower_precision_is_as_close_as_it_can_be(dtype: torch.dtype, rtol: float, pool4: RankPool) -> None:
+def test_fp32_and_bf16_are_within_rounding_of_float64(dtype: torch.dtype, rtol: float, pool4: RankPool) -> None:
     case = Case(dtype=dtype, tied=True)
     check(pool4.run(work, case), case, rtol)
 
@@ -150,29 +150,29 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-        self.elements = max([self.elements, *(t.numel() for t in made)])
+        tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+        self.elements = max([self.elements, *(t.numel() for t in tensors)])
         return out
 
 
-def largest(rank: int, world: int, tokens: int) -> int:
+def largest_tensor(rank: int, world: int, tokens: int) -> int:
     group = dist.group.WORLD if world > 1 else None
     vocab, hidden = 512, 4
     weight_VD = draw(vocab // world, hidden, seed=rank).requires_grad_()
     x_BSD = draw(1, tokens // world, hidden, seed=rank).requires_grad_()
-    with LargestTensor() as seen:
+    with LargestTensor() as recorder:
         loss = vocab_parallel_cross_entropy(x_BSD, weight_VD, torch.arange(tokens)[None] % vocab, group, chunk=8)
         loss.backward()
-    return seen.elements
+    return recorder.elements
 
 
 def test_no_tensor_is_larger_than_the_logits_of_one_chunk(pool2: RankPool) -> None:
-    assert largest(0, 1, 128) == 8 * 512
-    assert largest(0, 1, 256) == 8 * 512
-    assert pool2.run(largest, 128) == [8 * 256] * 2
+    assert largest_tensor(0, 1, 128) == 8 * 512
+    assert largest_tensor(0, 1, 256) == 8 * 512
+    assert pool2.run(largest_tensor, 128) == [8 * 256] * 2
 
 
-def test_gradients_can_be_computed_separately() -> None:
+def test_gradients_of_states_and_table_can_be_computed_separately() -> None:
     x_BSD, weight_VD, _, targets_BS = data(Case())
     _, expected_BSD, expected_VD = reference(Case(factor=1.0))
     x_BSD.requires_grad_(), weight_VD.requires_grad_()
@@ -236,7 +236,7 @@ def test_full_logits_and_their_gradients_are_those_of_the_full_table(
         torch.testing.assert_close(torch.cat([grad for _, grad in results], sequence_dim), x_BSD.grad)
 
 
-def embedded(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
+def embed_and_backward(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
     embed, _, _ = parts(case, rank, dist.group.WORLD)
     out_BSD = embed(data(case)[2])
     (out_BSD * (1 + rank)).sum().backward()
@@ -252,7 +252,7 @@ def test_an_embedding_has_the_same_bits_and_its_gradient_covers_the_tokens_of_al
     weight_VD.requires_grad_()
     expected = F.embedding(ids_BS, weight_VD)
     (expected * (1 + torch.arange(SEQUENCE) // 2)[None, :, None].to(dtype)).sum().backward()
-    results = pool4.run(embedded, case)
+    results = pool4.run(embed_and_backward, case)
     assert torch.equal(torch.cat([out for out, _ in results], 1), expected)
     torch.testing.assert_close(torch.cat([grad for _, grad in results]), weight_VD.grad)
 

@@ -50,7 +50,7 @@ UNEVEN = replace(
 
 @pytest.mark.parametrize("backend", ["shared_memory", "all_to_all", "all_gather"])
 @pytest.mark.parametrize("config", [RICH, UNEVEN], ids=["balanced", "uneven"])
-def test_all_gradients_of_experts_in_slices(pool4: RankPool, config: MoEConfig, backend: str) -> None:
+def test_all_gradients_of_experts_in_slices_are_correct(pool4: RankPool, config: MoEConfig, backend: str) -> None:
     dtype = torch.float32 if backend == "shared_memory" else torch.float64
     for ok, text in pool4.run(check_layer, (config, 2, backend, dtype), timeout=120):
         assert ok, text
@@ -71,25 +71,25 @@ def state_of(rank: int, world: int, arg: tuple[MoEConfig, int]) -> dict[str, Any
     assert all(torch.equal(p, local[name]) for name, p in moved.named_parameters())
     for name, sharding in layer.shardings().items():
         assert torch.equal(sharding.take(state[name], layer.place, layer.sizes), local[name]), name
-    found = {"state": state, "range": layer.local_experts, "shapes": {n: tuple(p.shape) for n, p in local.items()}}
+    result = {"state": state, "range": layer.local_experts, "shapes": {n: tuple(p.shape) for n, p in local.items()}}
     layer.dispatcher.close()
     moved.dispatcher.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("config", "etp"), [(RICH, 1), (RICH, 2), (UNEVEN, 2), (RICH, 4)])
-def test_slices_are_those_of_the_same_global_weights(pool4: RankPool, config: MoEConfig, etp: int) -> None:
+def test_every_etp_size_holds_slices_of_the_same_global_weights(pool4: RankPool, config: MoEConfig, etp: int) -> None:
     alone = MoELayer.build(replace(config, experts_per_rank=None), seed=4).state_dict()
     ranks = pool4.run(state_of, (config, etp), timeout=60)
-    for rank, found in enumerate(ranks):
-        assert all(torch.equal(found["state"][name], value) for name, value in alone.items())
-        held = len(found["range"])
-        assert found["shapes"]["experts.w13"] == (held, 24 // etp, HIDDEN)
-        assert found["shapes"]["experts.w2"] == (held, HIDDEN, 12 // etp)
-        assert found["range"] == ranks[rank - rank % etp]["range"], (
-            "the ranks of one expert hold slices of the same experts"
+    for rank, result in enumerate(ranks):
+        assert all(torch.equal(result["state"][name], value) for name, value in alone.items())
+        num_local = len(result["range"])
+        assert result["shapes"]["experts.w13"] == (num_local, 24 // etp, HIDDEN)
+        assert result["shapes"]["experts.w2"] == (num_local, HIDDEN, 12 // etp)
+        assert result["range"] == ranks[rank - rank % etp]["range"], (
+            "the ranks of an etp group must hold slices of the same experts"
         )
-    assert [e for found in ranks[::etp] for e in found["range"]] == list(range(config.num_experts))
+    assert [e for result in ranks[::etp] for e in result["range"]] == list(range(config.num_experts))
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu"])
@@ -108,10 +108,10 @@ def test_outputs_of_the_slices_add_up_to_the_experts(activation: str, transposed
         part.reset_parameters(7)
         for name, p in part.named_parameters():
             sharding = whole.sharding_of_one(name)
-            taken = [sharding.take(w, {"etp": index}, {"etp": 3}) for w in whole.get_parameter(name).detach()]
+            slices = [sharding.take(w, {"etp": index}, {"etp": 3}) for w in whole.get_parameter(name).detach()]
             if name.startswith("w"):
-                assert torch.equal(p, torch.stack(taken)), name
-            p.data.copy_(torch.stack(taken))
+                assert torch.equal(p, torch.stack(slices)), name
+            p.data.copy_(torch.stack(slices))
         out = part(rows, (4, 0, 5))
         total += out.detach()
     torch.testing.assert_close(total, whole(rows, (4, 0, 5)).detach())
@@ -137,7 +137,7 @@ def test_invalid_ids_raise_on_all_ranks(pool2: RankPool, bad: int, message: str)
 
 
 def wrong_width(rank: int, world: int, form: Any) -> str:
-    """The other rank is in the exchanges of the auxiliary losses and of the capacity at that time."""
+    """Rank 1 passes a wrong width while rank 0 is in the exchanges of the auxiliary losses and of the capacity."""
     router = replace(BALANCED.router, balance_form=form)
     config = replace(BALANCED, router=router, capacity=Capacity(0.5, "probability", "batch"))
     layer = MoELayer.build(
@@ -170,9 +170,9 @@ def wrong_sizes(rank: int, world: int, _: None) -> list[str]:
 
 
 def test_invalid_sizes_raise_with_both_numbers(pool4: RankPool) -> None:
-    wanted = ("ffn = 13 must be a multiple of etp = 2", "etp = 3 must divide the 4", "etp = 0", "etp = 8", "2 counts")
+    expected = ("ffn = 13 must be a multiple of etp = 2", "etp = 3 must divide the 4", "etp = 0", "etp = 8", "2 counts")
     for messages in pool4.run(wrong_sizes, timeout=60):
-        assert all(want in message for want, message in zip(wanted, messages, strict=True)), messages
+        assert all(text in message for text, message in zip(expected, messages, strict=True)), messages
 
 
 def test_slices_that_do_not_match_the_dispatcher_raise() -> None:

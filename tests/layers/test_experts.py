@@ -29,7 +29,7 @@ def run(experts: Experts, rows: Tensor, sizes: tuple[int, ...], grad: Tensor) ->
 
 
 def reference(experts: Experts, rows: Tensor, sizes: tuple[int, ...], grad: Tensor) -> dict[str, Tensor]:
-    """The same in float64 with autograd, one expert at a time."""
+    """Return the results of ``run`` in float64 with autograd, computed one expert at a time."""
     leaf = rows.double().requires_grad_()
     p = {n: v.detach().double().requires_grad_() for n, v in experts.named_parameters()}
     parts = []
@@ -51,11 +51,11 @@ def test_output_and_all_gradients_match_float64(sizes: tuple[int, ...], options:
     for name, p in experts.named_parameters():
         p.data.copy_(draw(*p.shape, seed=len(name)) * 0.3)
     rows, grad = draw(sum(sizes), 24), draw(sum(sizes), 24, seed=1)
-    got, want = run(experts, rows, sizes, grad), reference(experts, rows, sizes, grad)
-    assert got.keys() == want.keys()
-    for name in want:
+    actual, expected = run(experts, rows, sizes, grad), reference(experts, rows, sizes, grad)
+    assert actual.keys() == expected.keys()
+    for name in expected:
         torch.testing.assert_close(
-            got[name].double(), want[name], rtol=1e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+            actual[name].double(), expected[name], rtol=1e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -72,9 +72,9 @@ def test_every_activation_passes_gradcheck(name: str) -> None:
 
 def test_experts_without_rows_have_zero_gradients() -> None:
     experts = Experts(3, 8, 4, bias=True)
-    got = run(experts, draw(5, 8), (0, 5, 0), torch.ones(5, 8))
+    results = run(experts, draw(5, 8), (0, 5, 0), torch.ones(5, 8))
     for name in ("w13", "w2", "b13", "b2"):
-        assert not got[name][0].any() and not got[name][2].any() and got[name][1].any()
+        assert not results[name][0].any() and not results[name][2].any() and results[name][1].any()
 
 
 def test_a_rank_without_experts_runs() -> None:
@@ -86,12 +86,12 @@ def test_a_rank_without_experts_runs() -> None:
 
 
 def test_recompute_changes_no_bit() -> None:
-    plain, again = Experts(3, 32, 16), Experts(3, 32, 16)
-    again.recompute = True
-    again.load_state_dict(plain.state_dict())
+    plain, recomputing = Experts(3, 32, 16), Experts(3, 32, 16)
+    recomputing.recompute = True
+    recomputing.load_state_dict(plain.state_dict())
     rows, grad = draw(50, 32), draw(50, 32, seed=1)
-    one, two = (run(e, rows, (20, 0, 30), grad) for e in (plain, again))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    expected, actual = (run(e, rows, (20, 0, 30), grad) for e in (plain, recomputing))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def test_weights_and_gradients_keep_the_layout_of_their_storage() -> None:
@@ -104,17 +104,17 @@ def test_weights_and_gradients_keep_the_layout_of_their_storage() -> None:
 def test_the_bits_of_an_expert_depend_on_its_rows_only() -> None:
     """Move an expert within the stack and to unaligned addresses, as a change of the EP size does."""
     for hidden, ffn in ((32, 16), (33, 7), (20, 10)):
-        many = Experts(4, hidden, ffn)
-        alone = Experts(1, hidden, ffn)
-        alone.w13.data.copy_(many.w13[2:3].data)
-        alone.w2.data.copy_(many.w2[2:3].data)
+        four_experts = Experts(4, hidden, ffn)
+        one_expert = Experts(1, hidden, ffn)
+        one_expert.w13.data.copy_(four_experts.w13[2:3].data)
+        one_expert.w2.data.copy_(four_experts.w2[2:3].data)
         for size in (1, 2, 3, 5, 16, 33):
             rows, grad = draw(4 + size + 6, hidden), draw(4 + size + 6, hidden, seed=1)
-            big = run(many, rows, (3, 1, size, 6), grad)
-            small = run(alone, rows[4 : 4 + size], (size,), grad[4 : 4 + size])
-            assert torch.equal(big["out"][4 : 4 + size], small["out"]), (hidden, size)
-            assert torch.equal(big["rows"][4 : 4 + size], small["rows"]), (hidden, size)
-            assert torch.equal(big["w13"][2], small["w13"][0]) and torch.equal(big["w2"][2], small["w2"][0])
+            in_stack = run(four_experts, rows, (3, 1, size, 6), grad)
+            alone = run(one_expert, rows[4 : 4 + size], (size,), grad[4 : 4 + size])
+            assert torch.equal(in_stack["out"][4 : 4 + size], alone["out"]), (hidden, size)
+            assert torch.equal(in_stack["rows"][4 : 4 + size], alone["rows"]), (hidden, size)
+            assert torch.equal(in_stack["w13"][2], alone["w13"][0]) and torch.equal(in_stack["w2"][2], alone["w2"][0])
 
 
 def test_only_required_gradients_are_computed() -> None:
@@ -128,22 +128,22 @@ def test_only_required_gradients_are_computed() -> None:
     assert rows.grad is not None
 
 
-def test_output_and_input_gradient_use_the_given_memory() -> None:
-    taken: list[Tensor] = []
+def test_output_and_input_gradient_use_memory_from_alloc() -> None:
+    allocated: list[Tensor] = []
 
     def alloc(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        taken.append(torch.empty(rows, width, dtype=dtype, device=device))
-        return taken[-1]
+        allocated.append(torch.empty(rows, width, dtype=dtype, device=device))
+        return allocated[-1]
 
     experts = Experts(2, 8, 4)
     rows = draw(5, 8)
     grads: list[int] = []
     leaf = rows.requires_grad_()
-    through = leaf * 1.0
-    through.register_hook(lambda g: grads.append(g.data_ptr()))
-    out = experts(through, (2, 3), partial(run_mlp, alloc=alloc))
+    scaled = leaf * 1.0
+    scaled.register_hook(lambda g: grads.append(g.data_ptr()))
+    out = experts(scaled, (2, 3), partial(run_mlp, alloc=alloc))
     out.sum().backward()
-    assert [t.data_ptr() for t in taken] == [out.data_ptr(), grads[0]]
+    assert [t.data_ptr() for t in allocated] == [out.data_ptr(), grads[0]]
 
 
 def test_autocast_runs_in_its_dtype_and_gradients_stay_in_fp32() -> None:
@@ -154,8 +154,8 @@ def test_autocast_runs_in_its_dtype_and_gradients_stay_in_fp32() -> None:
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16 and rows.grad is not None
     assert {p.grad.dtype for p in experts.parameters() if p.grad is not None} == {torch.float32}
-    want = reference(experts, rows.detach(), (4, 5), torch.ones(9, 16))
-    torch.testing.assert_close(out.double(), want["out"], rtol=0.05, atol=1e-5)
+    expected = reference(experts, rows.detach(), (4, 5), torch.ones(9, 16))
+    torch.testing.assert_close(out.double(), expected["out"], rtol=0.05, atol=1e-5)
 
 
 def test_a_second_derivative_raises() -> None:
@@ -167,8 +167,8 @@ def test_a_second_derivative_raises() -> None:
 
 
 def test_any_function_may_be_the_activation() -> None:
-    mine = Activation("mine", lambda h: silu_glu(h) * 2)
-    twice, once = Experts(1, 8, 4, mine), Experts(1, 8, 4)
+    doubled = Activation("mine", lambda h: silu_glu(h) * 2)
+    twice, once = Experts(1, 8, 4, doubled), Experts(1, 8, 4)
     once.load_state_dict(twice.state_dict())
     torch.testing.assert_close(twice(draw(5, 8), (5,)), 2 * once(draw(5, 8), (5,)))
 

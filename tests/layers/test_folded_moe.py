@@ -46,10 +46,13 @@ class TrainStep:
 
 
 def own_tokens(mapping: ParallelConfig, place: Any) -> tuple[Tensor, int]:
-    """Global positions [b, s] of a rank's tokens: dp splits sequences, cp zig-zag, then tp contiguously."""
+    """Return the positions [b, s] of a rank's tokens in the global batch, and b.
+
+    dp splits the sequences, cp each sequence in zig-zag order, and tp the result contiguously.
+    """
     places = torch.arange(SEQUENCES * LENGTH).view(SEQUENCES, LENGTH).chunk(mapping.dp)[place["dp"]]
-    pieces = places.chunk(2 * mapping.cp, 1)
-    places = torch.cat([pieces[place["cp"]], pieces[2 * mapping.cp - 1 - place["cp"]]], 1)
+    chunks = places.chunk(2 * mapping.cp, 1)
+    places = torch.cat([chunks[place["cp"]], chunks[2 * mapping.cp - 1 - place["cp"]]], 1)
     places = places.chunk(mapping.tp, 1)[place["tp"]]
     return places, places.shape[0]
 
@@ -79,8 +82,8 @@ def run_single(
 ) -> tuple[dict[str, Any], dict[str, Tensor], MoELayer]:
     layer = MoELayer.build(step.config, seed=3, dtype=dtype)
     places = torch.arange(SEQUENCES * LENGTH).view(SEQUENCES, LENGTH)
-    found = train_step(layer, step, places, dtype)
-    return found, {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}, layer
+    results = train_step(layer, step, places, dtype)
+    return results, {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}, layer
 
 
 def run_folded(rank: int, world: int, step: TrainStep) -> dict[str, Any]:
@@ -94,7 +97,7 @@ def run_folded(rank: int, world: int, step: TrainStep) -> dict[str, Any]:
         dtype=torch.float64,
     )
     places, _ = own_tokens(step.mapping, mesh.place)
-    found = train_step(layer, step, places, torch.float64)
+    results = train_step(layer, step, places, torch.float64)
     shardings, grads = layer.shardings(), {}
     for name, p in layer.named_parameters():
         sharding = shardings.get(name, Sharding(tuple(p.shape)))
@@ -111,7 +114,7 @@ def run_folded(rank: int, world: int, step: TrainStep) -> dict[str, Any]:
     update_biases(layer, loads, 0.1)
     bias = layer.router.correction_bias
     layer.dispatcher.close()
-    return {**found, "places": places, "grads": grads, "loads": loads, "bias": bias}
+    return {**results, "places": places, "grads": grads, "loads": loads, "bias": bias}
 
 
 def compare(pool: RankPool, step: TrainStep) -> list[dict[str, Any]]:
@@ -120,21 +123,23 @@ def compare(pool: RankPool, step: TrainStep) -> list[dict[str, Any]]:
     ranks: list[dict[str, Any]] = pool.run(run_folded, step, timeout=120)
     for m in range(step.micro_batches):
         for key in ("y", "x"):
-            for found in ranks:
-                want = alone[key][m].flatten(0, 1)[found["places"]]
-                torch.testing.assert_close(found[key][m], want, rtol=1e-9, atol=1e-11)
+            for rank_results in ranks:
+                expected = alone[key][m].flatten(0, 1)[rank_results["places"]]
+                torch.testing.assert_close(rank_results[key][m], expected, rtol=1e-9, atol=1e-11)
         for name, value in alone["aux"][m].items():
-            torch.testing.assert_close(sum(found["aux"][m][name] for found in ranks), value, rtol=1e-10, atol=0)
-    for name, want in grads.items():
-        for found in ranks:
-            difference = (found["grads"][name] - want).abs().max()
-            assert difference <= 1e-10 * want.abs().max(), (name, difference)
-    want_loads = take_loads(layer)
-    update_biases(layer, want_loads, 0.1)
-    for found in ranks:
-        assert torch.equal(found["loads"][""].load_E, want_loads[""].load_E)
+            torch.testing.assert_close(
+                sum(rank_results["aux"][m][name] for rank_results in ranks), value, rtol=1e-10, atol=0
+            )
+    for name, expected in grads.items():
+        for rank_results in ranks:
+            difference = (rank_results["grads"][name] - expected).abs().max()
+            assert difference <= 1e-10 * expected.abs().max(), (name, difference)
+    expected_loads = take_loads(layer)
+    update_biases(layer, expected_loads, 0.1)
+    for rank_results in ranks:
+        assert torch.equal(rank_results["loads"][""].load_E, expected_loads[""].load_E)
         if layer.router.correction_bias is not None:
-            assert torch.equal(found["bias"], layer.router.correction_bias)
+            assert torch.equal(rank_results["bias"], layer.router.correction_bias)
     return ranks
 
 
@@ -150,10 +155,10 @@ def test_recomputation_changes_no_counter_and_no_gradient(pool4: RankPool) -> No
         RICH, router=replace(RICH.router, balance_form="sequence"), capacity=Capacity(0.6, "probability", "batch")
     )
     plain = compare(pool4, TrainStep(config, MAPPINGS[1]))
-    again = compare(pool4, TrainStep(config, MAPPINGS[1], recompute=True))
-    for one, two in zip(plain, again, strict=True):
-        assert int(one["loads"][""].dropped) == int(two["loads"][""].dropped) > 0
-        assert all(torch.equal(one["grads"][name], two["grads"][name]) for name in one["grads"])
+    recomputed = compare(pool4, TrainStep(config, MAPPINGS[1], recompute=True))
+    for expected, actual in zip(plain, recomputed, strict=True):
+        assert int(expected["loads"][""].dropped) == int(actual["loads"][""].dropped) > 0
+        assert all(torch.equal(expected["grads"][name], actual["grads"][name]) for name in expected["grads"])
 
 
 @pytest.mark.parametrize("policy", ["position", "probability"])
@@ -164,8 +169,8 @@ def test_capacity_over_the_global_batch_drops_the_same_slots_for_all_mappings(
     step = TrainStep(replace(RICH, capacity=Capacity(0.5, policy, "batch")), mapping)
     alone, _, layer = run_single(step)
     ranks = compare(pool4, step)
-    assert sum(int(found["dropped"][0]) for found in ranks) == int(alone["dropped"][0]) > 0
-    assert all(int(found["loads"][""].dropped) == int(layer.dropped_total) for found in ranks)
+    assert sum(int(rank_results["dropped"][0]) for rank_results in ranks) == int(alone["dropped"][0]) > 0
+    assert all(int(rank_results["loads"][""].dropped) == int(layer.dropped_total) for rank_results in ranks)
     assert ranks[0]["loads"][""].drop_rate == int(alone["dropped"][0]) / (SEQUENCES * LENGTH * 2)
 
 
@@ -173,24 +178,25 @@ def test_capacity_per_rank_depends_on_the_mapping(pool4: RankPool) -> None:
     step = TrainStep(replace(BALANCED, capacity=Capacity(0.5)), MAPPINGS[0])
     alone, _, _ = run_single(step)
     ranks = pool4.run(run_folded, step, timeout=120)
-    got = torch.zeros_like(alone["y"][0]).flatten(0, 1)
-    for found in ranks:
-        got[found["places"]] = found["y"][0]
-    assert not torch.allclose(got, alone["y"][0].flatten(0, 1)), "the test does not cover scope batch"
+    folded = torch.zeros_like(alone["y"][0]).flatten(0, 1)
+    for rank_results in ranks:
+        folded[rank_results["places"]] = rank_results["y"][0]
+    # Otherwise the tests of scope "batch" would pass with a capacity per rank as well.
+    assert not torch.allclose(folded, alone["y"][0].flatten(0, 1))
 
 
 @pytest.mark.parametrize("capacity", [None, Capacity(0.6), Capacity(0.6, scope="batch")])
 @pytest.mark.parametrize("mapping", [MAPPINGS[1], MAPPINGS[2]], ids=str)
-def test_tokens_are_conserved(pool4: RankPool, mapping: ParallelConfig, capacity: Capacity | None) -> None:
+def test_slot_counters_add_up(pool4: RankPool, mapping: ParallelConfig, capacity: Capacity | None) -> None:
     ranks = pool4.run(run_folded, TrainStep(replace(BALANCED, capacity=capacity), mapping), timeout=120)
-    flows = [found["flow"][0] for found in ranks]
+    flows = [rank_results["flow"][0] for rank_results in ranks]
     slots = SEQUENCES * LENGTH * BALANCED.router.top_k
     dropped = sum(0 if flow.dropped is None else int(flow.dropped) for flow in flows)
     assert sum(flow.slots for flow in flows) == slots
     assert sum(flow.sent for flow in flows) == slots - dropped
     assert sum(flow.received for flow in flows) == mapping.etp * (slots - dropped)
     assert (dropped > 0) == (capacity is not None)
-    assert sum(int(found["loads"][""].load_E.sum()) for found in ranks) == len(ranks) * slots
+    assert sum(int(rank_results["loads"][""].load_E.sum()) for rank_results in ranks) == len(ranks) * slots
 
 
 # --- counters and groups ---
@@ -214,7 +220,7 @@ def test_take_loads_returns_all_layers_and_evaluation_counts_nothing() -> None:
 
 
 def stage_without_layers(rank: int, world: int, _: None) -> int:
-    """Rank 0's stage has an MoE layer, and rank 1's has none: it must not wait for others."""
+    """Rank 0's stage has an MoE layer. Rank 1's stage has none, so ``take_loads`` must not communicate there."""
     mesh = ParallelMesh(ParallelConfig(pp=2))
     stage = nn.Sequential(MoELayer.build(BALANCED, seed=0)) if rank == 0 else nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
     stage(draw(5, HIDDEN))
@@ -245,5 +251,5 @@ def build_without_seed(rank: int, world: int, _: None) -> Tensor:
 
 
 def test_replicas_of_experts_have_equal_weights_without_a_seed(pool2: RankPool) -> None:
-    one, two = pool2.run(build_without_seed, timeout=60)
-    assert torch.equal(one, two)
+    first, second = pool2.run(build_without_seed, timeout=60)
+    assert torch.equal(first, second)

@@ -33,7 +33,7 @@ MAPPINGS = [
 def assemble(mapping: ParallelConfig, config: object = EVEN, seed: int = 3) -> dict[str, Tensor]:
     """Assemble the parameters from the parts of all ranks, without a process group."""
     model = Transformer(config, ModelPlan(device="meta"))  # type: ignore[arg-type]
-    found = {}
+    parameters = {}
     for name, sharding in shardings_of(model).items():
         full = torch.full(sharding.shape, torch.nan)
         for rank in range(mapping.world):
@@ -41,12 +41,12 @@ def assemble(mapping: ParallelConfig, config: object = EVEN, seed: int = 3) -> d
             local = torch.full(sharding.local_shape(place, mapping.sizes), torch.nan)
             fill(local, name, sharding, NormalInit(seed, 0.2), place, mapping.sizes)
             for box in sharding.boxes(place, mapping.sizes):
-                known = full[box.full]
-                assert known.isnan().all() or torch.equal(known, local[box.local]), f"copies of {name} differ"
+                filled = full[box.full]
+                assert filled.isnan().all() or torch.equal(filled, local[box.local]), f"copies of {name} differ"
                 full[box.full] = local[box.local]
         assert not full.isnan().any(), name
-        found[name] = full
-    return found
+        parameters[name] = full
+    return parameters
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS[1:], ids=str)
@@ -55,8 +55,8 @@ def test_all_mappings_have_the_same_initial_model(
     mapping: ParallelConfig, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", block)
-    alone, spread = assemble(MAPPINGS[0]), assemble(mapping)
-    assert all(torch.equal(alone[name], spread[name]) for name in alone)
+    alone, sharded = assemble(MAPPINGS[0]), assemble(mapping)
+    assert all(torch.equal(alone[name], sharded[name]) for name in alone)
 
 
 def test_initialize_fills_each_parameter() -> None:
@@ -89,7 +89,7 @@ def test_weights_are_normal_norms_one_biases_zero_and_buffers_zero() -> None:
     assert all(not buffer.any() for buffer in model.buffers())
 
 
-def test_seeds_names_experts_and_blocks_give_different_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_differ_between_seeds_names_experts_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 8 * 32)
     weights = assemble(MAPPINGS[0])
     assert not torch.equal(weights["layers.0.attention.q.weight"], weights["layers.2.attention.q.weight"])
@@ -111,7 +111,7 @@ def test_a_tied_head_on_another_stage_has_the_values_of_the_embedding() -> None:
     assert not torch.equal(untied.embed.weight, untied.head.weight)
 
 
-def test_16_bit_weights_are_the_rounded_ones() -> None:
+def test_bf16_weights_are_the_rounded_fp32_weights() -> None:
     wide, narrow = Transformer(TINY), Transformer(TINY, ModelPlan(dtype=torch.bfloat16))
     for model in (wide, narrow):
         initialize(model, seed=3)
@@ -127,18 +127,18 @@ def test_torchs_generator_is_unchanged() -> None:
 
 def test_only_required_blocks_are_generated_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 64)
-    drawn: list[int] = []
-    real = Tensor.normal_
+    block_sizes: list[int] = []
+    original = Tensor.normal_
 
     def counted(self: Tensor, *args: object, **kwargs: object) -> Tensor:
-        drawn.append(self.numel())
-        return real(self, *args, **kwargs)  # type: ignore[arg-type]
+        block_sizes.append(self.numel())
+        return original(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Tensor, "normal_", counted)
     sharding = Sharding((64, 16), (Split(0, "tp"),))
     mapping = ParallelConfig(tp=4)
     fill(torch.empty(16, 16), "x.weight", sharding, NormalInit(0), mapping.place(1), mapping.sizes)
-    assert drawn == [64] * 4
+    assert block_sizes == [64] * 4
 
 
 def test_a_wrong_shape_or_unknown_kind_raises() -> None:
@@ -153,7 +153,7 @@ def test_a_wrong_shape_or_unknown_kind_raises() -> None:
 
 def test_a_model_of_plain_modules_can_be_filled_by_name() -> None:
     linear = nn.Linear(4, 8)
-    one = ParallelConfig()
+    mapping = ParallelConfig()
     for name, parameter in linear.named_parameters():
-        fill(parameter, name, Sharding(tuple(parameter.shape)), NormalInit(1), one.place(0), one.sizes)
+        fill(parameter, name, Sharding(tuple(parameter.shape)), NormalInit(1), mapping.place(0), mapping.sizes)
     assert not linear.bias.any() and linear.weight.abs().max() < 0.2

@@ -33,22 +33,22 @@ ALL_EXPERTS = replace(TINY, dense_layers=())
 DP2 = ParallelConfig(dp=2, ep=2)
 
 
-def _steps(name: str, number: int, seen: list[str]) -> Steps[str]:
+def _steps(name: str, number: int, events: list[str]) -> Steps[str]:
     for step in range(number):
-        seen.append(f"{name}{step}")
+        events.append(f"{name}{step}")
         yield
     return name.upper()
 
 
 def test_computations_run_in_turns_to_completion() -> None:
-    seen: list[str] = []
-    assert take_turns([_steps("a", 3, seen), _steps("b", 1, seen), _steps("c", 2, seen)]) == ("A", "B", "C")
-    assert seen == ["a0", "b0", "c0", "a1", "c1", "a2"]
-    assert finish(_steps("d", 2, seen)) == "D" and seen[-2:] == ["d0", "d1"]
+    events: list[str] = []
+    assert take_turns([_steps("a", 3, events), _steps("b", 1, events), _steps("c", 2, events)]) == ("A", "B", "C")
+    assert events == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert finish(_steps("d", 2, events)) == "D" and events[-2:] == ["d0", "d1"]
     assert take_turns([]) == ()
 
 
-def test_if_one_raises_the_others_are_closed() -> None:
+def test_if_one_computation_raises_the_others_are_closed() -> None:
     closed = []
 
     def open_until_closed() -> Steps[None]:
@@ -68,24 +68,24 @@ def test_if_one_raises_the_others_are_closed() -> None:
 
 
 def _micro_batches(number: int, plan: ModelPlan) -> list[MicroBatch]:
-    """Micro-batches with different contents, this rank's part of each; every second one is packed."""
+    """Return this rank's part of different micro-batches; every second one contains packed documents."""
     generator = torch.Generator().manual_seed(11)
-    found = []
-    for place in range(number):
+    batches = []
+    for index in range(number):
         ids, targets = torch.randint(TINY.vocab, (2, 4, LENGTH), generator=generator)
-        documents = (torch.rand(ids.shape, generator=generator) < 0.2).long().cumsum(1) if place % 2 else None
+        documents = (torch.rand(ids.shape, generator=generator) < 0.2).long().cumsum(1) if index % 2 else None
         ids_BS, targets_BS = own(ids, plan), own(targets, plan)
         assert ids_BS is not None and targets_BS is not None
-        found.append(MicroBatch(ids_BS, targets_BS, None, own(documents, plan)))
-    return found
+        batches.append(MicroBatch(ids_BS, targets_BS, None, own(documents, plan)))
+    return batches
 
 
-Seen = dict[str, Tensor]
+StepResults = dict[str, Tensor]
 
 
 def _train(
     config: TransformerConfig, mapping: ParallelConfig, number: int, interleave: bool, **plan_options: Any
-) -> tuple[Seen, TransferLog]:
+) -> tuple[StepResults, TransferLog]:
     """Return losses, gradients and router counts of one step, and the transfers in flight during attention."""
     plan = ModelPlan.of(ParallelMesh(mapping), **{"backend": "all_to_all", "dtype": torch.float32, **plan_options})
     model = Transformer(config, plan)
@@ -100,27 +100,27 @@ def _train(
         for block in model.layers.values():
             log.watch("attention", block.attention)  # type: ignore[arg-type]
         losses = Accumulation(model, interleave=interleave).step(_micro_batches(number, plan), 0.01)
-    found = {"losses": losses}
+    results = {"losses": losses}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        found[name] = parameter.grad
-    for place, layer in enumerate(model.moe_layers()):
-        found[f"load {place}"], found[f"dropped {place}"] = layer.router.load_E, layer.dropped_total
-        found |= {f"{name} {place}": value for name, value in layer.router.losses.items()}
+        results[name] = parameter.grad
+    for index, layer in enumerate(model.moe_layers()):
+        results[f"load {index}"], results[f"dropped {index}"] = layer.router.load_E, layer.dropped_total
+        results |= {f"{name} {index}": value for name, value in layer.router.losses.items()}
     model.close()
     assert log.in_flight == 0
-    return found, TransferLog(log.events)
+    return results, TransferLog(log.events)
 
 
-def _differing(rank: int, world: int, arg: Any) -> list[str]:
+def _differing_results(rank: int, world: int, arg: Any) -> list[str]:
     config, mapping, options = arg
-    # Linear layers that overlap use other GEMM kernels.
+    # Linear layers that overlap use different GEMM kernels, so with tp both runs must overlap.
     ignored = ("recompute",) if mapping.tp > 1 else ("recompute", "overlap")
-    plain = {name: value for name, value in options.items() if name not in ignored}
-    wanted, _ = _train(config, mapping, 2, False, **plain)
-    found, _ = _train(config, mapping, 2, True, **options)
-    assert found.keys() == wanted.keys()
-    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    sequential_options = {name: value for name, value in options.items() if name not in ignored}
+    expected, _ = _train(config, mapping, 2, False, **sequential_options)
+    actual, _ = _train(config, mapping, 2, True, **options)
+    assert actual.keys() == expected.keys()
+    return [name for name in expected if not torch.equal(actual[name], expected[name])]
 
 
 @pytest.mark.parametrize(
@@ -137,28 +137,30 @@ def _differing(rank: int, world: int, arg: Any) -> list[str]:
     ],
     ids=["gqa", "drops", "tp", "shortcut", "parallel", "not overlapped", "shared memory", "bf16"],
 )
-def test_a_pair_has_the_bits_of_sequential_micro_batches(
+def test_interleaved_pairs_have_the_bits_of_sequential_micro_batches(
     pool2: RankPool, config: TransformerConfig, mapping: ParallelConfig, options: dict[str, Any]
 ) -> None:
     """Compare losses, all gradients, counted and dropped slots, and auxiliary losses."""
-    assert pool2.run(_differing, (config, mapping, options)) == [[], []]
+    assert pool2.run(_differing_results, (config, mapping, options)) == [[], []]
 
 
-def test_a_pair_has_the_bits_of_sequential_micro_batches_on_four_ranks(pool4: RankPool) -> None:
-    assert pool4.run(_differing, (BY_WEIGHT, ParallelConfig(tp=2, dp=2, ep=4), {"overlap": OVERLAP})) == [[]] * 4
+def test_interleaved_pairs_have_the_bits_of_sequential_micro_batches_on_four_ranks(pool4: RankPool) -> None:
+    assert (
+        pool4.run(_differing_results, (BY_WEIGHT, ParallelConfig(tp=2, dp=2, ep=4), {"overlap": OVERLAP})) == [[]] * 4
+    )
 
 
-def _two_pairs(rank: int, world: int, config: TransformerConfig) -> tuple[Seen, Seen]:
-    both = [_train(config, DP2, 4, interleave, overlap=OVERLAP)[0] for interleave in (False, True)]
-    return both[0], both[1]
+def _two_pairs(rank: int, world: int, config: TransformerConfig) -> tuple[StepResults, StepResults]:
+    results = [_train(config, DP2, 4, interleave, overlap=OVERLAP)[0] for interleave in (False, True)]
+    return results[0], results[1]
 
 
 @pytest.mark.parametrize("config", [TINY, replace(TINY, tie=True)], ids=["untied", "tied"])
-def test_several_pairs_add_gradients_in_another_order(pool2: RankPool, config: TransformerConfig) -> None:
-    for wanted, found in pool2.run(_two_pairs, config):
-        assert torch.equal(found["losses"], wanted["losses"])
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
+def test_several_pairs_equal_sequential_ones_up_to_rounding(pool2: RankPool, config: TransformerConfig) -> None:
+    for expected, actual in pool2.run(_two_pairs, config):
+        assert torch.equal(actual["losses"], expected["losses"])
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
 
 
 def _in_flight(rank: int, world: int, interleave: bool) -> tuple[list[int], list[int]]:
@@ -167,7 +169,7 @@ def _in_flight(rank: int, world: int, interleave: bool) -> tuple[list[int], list
 
 
 def test_attention_overlaps_with_transfers_of_the_other_micro_batch(pool2: RankPool) -> None:
-    """All but the first attention, before the first dispatch, and the last backward, after the last transfer."""
+    """Only the first attention runs before all transfers, and only the last backward runs after them."""
     for forward, backward in pool2.run(_in_flight, True):
         assert len(forward) == len(backward) == 2 * ALL_EXPERTS.layers
         assert forward[0] == 0 and min(forward[1:]) > 0
@@ -176,26 +178,26 @@ def test_attention_overlaps_with_transfers_of_the_other_micro_batch(pool2: RankP
         assert max(forward) == max(backward) == 0
 
 
-def _order(rank: int, world: int, arg: None) -> list[str]:
+def _attention_order(rank: int, world: int, arg: None) -> list[str]:
     _, log = _train(ALL_EXPERTS, DP2, 2, True, overlap=OVERLAP)
     return [name for name, _ in log.events]
 
 
 def test_every_rank_runs_in_the_same_order(pool2: RankPool) -> None:
-    first, second = pool2.run(_order, None)
+    first, second = pool2.run(_attention_order, None)
     assert first == second and len(first) == 4 * ALL_EXPERTS.layers
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_recomputation_stores_less_of_each(recompute: Recompute) -> None:
+def test_interleaving_stores_as_many_activation_bytes_as_sequential_micro_batches(recompute: Recompute) -> None:
     plan = ModelPlan(recompute=recompute)
     model = Transformer(TINY, plan)
     initialize(model, seed=3)
     inputs = [StageInput(batch.ids_BS) for batch in _micro_batches(2, plan)]
-    besides = [*model.parameters(), *model.buffers(), *(each.x for each in inputs)]
-    together = activation_bytes(lambda: model.forward_in_turns(inputs), besides)
-    apart = activation_bytes(lambda: [model(each.x) for each in inputs], besides)
-    assert together == apart
+    excluded = [*model.parameters(), *model.buffers(), *(stage_input.x for stage_input in inputs)]
+    interleaved = activation_bytes(lambda: model.forward_in_turns(inputs), excluded)
+    sequential = activation_bytes(lambda: [model(stage_input.x) for stage_input in inputs], excluded)
+    assert interleaved == sequential
 
 
 def test_without_gradients_outputs_are_the_same() -> None:
@@ -203,9 +205,9 @@ def test_without_gradients_outputs_are_the_same() -> None:
     initialize(model, seed=3)
     inputs = [StageInput(b.ids_BS, documents=b.documents) for b in _micro_batches(3, ModelPlan())]
     with torch.no_grad():
-        found = model.forward_in_turns(inputs)
-        for y, each in zip(found, inputs, strict=True):
-            assert torch.equal(y, model(each.x, documents=each.documents))
+        outputs = model.forward_in_turns(inputs)
+        for y, stage_input in zip(outputs, inputs, strict=True):
+            assert torch.equal(y, model(stage_input.x, documents=stage_input.documents))
 
 
 def test_layers_that_cannot_be_interleaved_raise() -> None:
@@ -230,7 +232,7 @@ def test_an_odd_number_of_micro_batches_raises() -> None:
         runner.step(_micro_batches(3, ModelPlan()))
 
 
-def test_a_pipeline_raises() -> None:
+def test_interleaving_with_a_pipeline_raises() -> None:
     with pytest.raises(ConfigError, match="interleave is not supported with a pipeline"):
         make_runner(
             [],

@@ -67,7 +67,7 @@ class Dense(nn.Module):
         return (self.act(gate) * up) @ self.w2.t()
 
 
-def whole(kind: str) -> nn.Module:
+def full_model(kind: str) -> nn.Module:
     """Return the unsharded model."""
     if kind in ("linears", "segments"):
         gated = kind == "segments"
@@ -81,9 +81,9 @@ def whole(kind: str) -> nn.Module:
     return model
 
 
-def cut(case: Case, rank: int, world: int, group: Any) -> tuple[nn.Module, dict[str, Sharding]]:
+def sharded_model(case: Case, rank: int, world: int, group: Any) -> tuple[nn.Module, dict[str, Sharding]]:
     """Return this rank's part, and its shardings."""
-    full: Any = whole(case.kind)
+    full: Any = full_model(case.kind)
     dim = case.sequence_dim
     if case.kind in ("linears", "segments"):
         columns = ColumnParallelLinear.from_linear(
@@ -121,7 +121,7 @@ def loss_of(y_BSD: Tensor, part: slice) -> Tensor:
 def work(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return output and gradients of this rank's tokens, and parameter gradients summed by their shardings."""
     group = dist.group.WORLD
-    model, shardings = cut(case, rank, world, group)
+    model, shardings = sharded_model(case, rank, world, group)
     step = SEQUENCE // world
     part = slice(None) if case.sequence_dim is None else slice(rank * step, (rank + 1) * step)
     x_BSD = tokens()[:, part].clone().requires_grad_()
@@ -144,19 +144,19 @@ FORMS = {"replicated": (None, None), "sequence parallel": (1, None), "overlapped
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_all_gradients_equal_the_full_block(kind: str, form: str, pool2: RankPool, pool4: RankPool) -> None:
     sequence_dim, overlap = FORMS[form]
-    model, x_BSD = whole(kind), tokens().requires_grad_()
+    model, x_BSD = full_model(kind), tokens().requires_grad_()
     y_BSD = model(x_BSD)
     loss_of(y_BSD, slice(None)).backward()
     case = Case(kind, sequence_dim, overlap, recompute=kind == "dense")
     for pool in (pool2, pool4):
         results = pool.run(work, case)
-        for got_y, got_x, _ in results if sequence_dim is None else []:
-            torch.testing.assert_close(got_y, y_BSD.detach())
-            torch.testing.assert_close(got_x, x_BSD.grad)
+        for actual_y, actual_x, _ in results if sequence_dim is None else []:
+            torch.testing.assert_close(actual_y, y_BSD.detach())
+            torch.testing.assert_close(actual_x, x_BSD.grad)
         if sequence_dim is not None:
             torch.testing.assert_close(torch.cat([y for y, _, _ in results], 1), y_BSD.detach())
             torch.testing.assert_close(torch.cat([grad for _, grad, _ in results], 1), x_BSD.grad)
-        _, shardings = cut(case, 0, 1, None)
+        _, shardings = sharded_model(case, 0, 1, None)
         for rank, (_, _, grads) in enumerate(results):
             for name, parameter in model.named_parameters():
                 part = shardings[name].take(parameter.grad, {"tp": rank}, {"tp": pool.world})
@@ -169,14 +169,14 @@ def shared_entry(rank: int, world: int, arg: Any) -> None:
     linears = [nn.Linear(HIDDEN, WIDTH, bias=False).double() for _ in range(2)]
     for i, linear in enumerate(linears):
         linear.weight.data.copy_(draw(WIDTH, HIDDEN, seed=3 + i))
-    here = slice(rank * SEQUENCE // world, (rank + 1) * SEQUENCE // world)
-    mine_BSD = tokens()[:, here].clone().requires_grad_()
+    own_tokens = slice(rank * SEQUENCE // world, (rank + 1) * SEQUENCE // world)
+    local_BSD = tokens()[:, own_tokens].clone().requires_grad_()
     parts = [ColumnParallelLinear.from_linear(linear, group, sequence_dim=1, gathers_input=False) for linear in linears]
-    entered_BSD = gather_input(mine_BSD, group, 1)
-    (parts[0](entered_BSD) * parts[1](entered_BSD)).sum().backward()
+    gathered_BSD = gather_input(local_BSD, group, 1)
+    (parts[0](gathered_BSD) * parts[1](gathered_BSD)).sum().backward()
     x_BSD = tokens().requires_grad_()
     (linears[0](x_BSD) * linears[1](x_BSD)).sum().backward()
-    torch.testing.assert_close(mine_BSD.grad, x_BSD.grad[:, here])
+    torch.testing.assert_close(local_BSD.grad, x_BSD.grad[:, own_tokens])
 
 
 def odd_batches(rank: int, world: int, arg: Any) -> None:
@@ -278,11 +278,11 @@ def test_rmsnorm_and_its_gradients_equal_hugging_faces(dtype: torch.dtype) -> No
     norm.weight.data.copy_(draw(HIDDEN, seed=3))
     x, grad = draw(5, HIDDEN, dtype=dtype).requires_grad_(), draw(5, HIDDEN, seed=4, dtype=dtype)
     norm(x).backward(grad)
-    again, weight = x.detach().clone().requires_grad_(), norm.weight.detach().clone().requires_grad_()
-    expected = reference_norm(again, weight, 1e-5)
+    reference_x, weight = x.detach().clone().requires_grad_(), norm.weight.detach().clone().requires_grad_()
+    expected = reference_norm(reference_x, weight, 1e-5)
     expected.backward(grad)
     torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(x.grad, again.grad, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(x.grad, reference_x.grad, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(norm.weight.grad, weight.grad, rtol=2e-6, atol=2e-6)
 
 

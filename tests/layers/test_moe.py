@@ -52,14 +52,14 @@ def gradients(layer: MoELayer, y: Tensor, x: Tensor) -> dict[str, Tensor]:
 def test_output_and_all_gradients_equal_those_of_the_loop(dtype: torch.dtype) -> None:
     layer = MoELayer.build(SMALL, seed=3, dtype=dtype)
     x = draw(21, 16, dtype=dtype).requires_grad_()
-    y, want = layer(x), plain_layer(layer, x)
-    torch.testing.assert_close(y, want)
-    got, expected = gradients(layer, y, x), gradients(layer, want, x)
+    y, expected_y = layer(x), plain_layer(layer, x)
+    torch.testing.assert_close(y, expected_y)
+    actual, expected = gradients(layer, y, x), gradients(layer, expected_y, x)
     for name in expected:
-        torch.testing.assert_close(got[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(actual[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_gradcheck_of_the_layer() -> None:
+def test_the_layer_passes_gradcheck() -> None:
     layer = MoELayer.build(SMALL, seed=3, dtype=torch.float64)
     routing = layer.router(draw(5, 16, dtype=torch.float64))
     x = draw(5, 16, dtype=torch.float64).requires_grad_()
@@ -111,7 +111,7 @@ def test_activation_checkpointing_changes_no_bit(reentrant: bool) -> None:
     assert int(layer.router.take_load().sum()) == 2 * 21 * 2
 
 
-def test_compiled_layer_gives_the_same_bits() -> None:
+def test_a_compiled_layer_agrees_with_the_eager_layer() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -124,13 +124,13 @@ def test_compiled_layer_gives_the_same_bits() -> None:
     compiled = torch.compile(block, backend="aot_eager")
     for tokens in (7, 12):
         x = draw(tokens, 16)
-        one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y, z = block(one), compiled(two)
+        eager_x, compiled_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, z = block(eager_x), compiled(compiled_x)
         y.sum().backward()
         z.sum().backward()
-        assert one.grad is not None and two.grad is not None
+        assert eager_x.grad is not None and compiled_x.grad is not None
         torch.testing.assert_close(z, y)
-        torch.testing.assert_close(two.grad, one.grad)
+        torch.testing.assert_close(compiled_x.grad, eager_x.grad)
 
 
 def test_autocast_computes_in_bf16_and_routes_in_fp32() -> None:
@@ -160,18 +160,18 @@ def test_zero_computation_experts_add_weight_times_x_or_nothing() -> None:
     x = draw(25, 16).requires_grad_()
     routing = layer.router(x)
     real = routing.ids_TK.where(routing.ids_TK < 4, torch.tensor(-1))
-    want = loop_over_experts(x, real, routing.weights_TK, layer.experts.w13, layer.experts.w2)
+    expected = loop_over_experts(x, real, routing.weights_TK, layer.experts.w13, layer.experts.w2)
     identity = (routing.ids_TK == 4) | (routing.ids_TK == 5)
-    want = want + (routing.weights_TK * identity).sum(1, keepdim=True) * x
+    expected = expected + (routing.weights_TK * identity).sum(1, keepdim=True) * x
     assert identity.any() and (routing.ids_TK == 6).any()
-    got = layer(x)
-    torch.testing.assert_close(got, want)
-    one, two = gradients(layer, got, x), gradients(layer, want, x)
-    for name in two:
-        torch.testing.assert_close(one[name], two[name])
+    actual = layer(x)
+    torch.testing.assert_close(actual, expected)
+    actual_grads, expected_grads = gradients(layer, actual, x), gradients(layer, expected, x)
+    for name in expected_grads:
+        torch.testing.assert_close(actual_grads[name], expected_grads[name])
 
 
-def test_capacity_drops_and_counts() -> None:
+def test_capacity_drops_slots_and_counts_them() -> None:
     layer = MoELayer.build(SMALL, seed=0)
     layer.capacity = Capacity(0.5)
     x = draw(30, 16)
@@ -181,18 +181,23 @@ def test_capacity_drops_and_counts() -> None:
     assert torch.equal(layer(x), MoELayer.build(SMALL, seed=0)(x)) and int(layer.num_dropped) == 0
 
 
-def test_auxiliary_losses_reach_the_router_and_leave_the_output() -> None:
+def test_auxiliary_losses_change_the_routers_gradient_but_not_the_output() -> None:
     with_loss = MoEConfig(16, 12, RouterConfig(6, 2, balance_loss=1.0, z_loss=0.5))
-    one, two = MoELayer.build(with_loss, seed=0), MoELayer.build(MoEConfig(16, 12, RouterConfig(6, 2)), seed=0)
+    layer_with_loss, plain = (
+        MoELayer.build(with_loss, seed=0),
+        MoELayer.build(MoEConfig(16, 12, RouterConfig(6, 2)), seed=0),
+    )
     x = draw(20, 16)
-    assert torch.equal(one(x), two(x))
-    one.aux_scale = 2.0
-    one(x).sum().backward()
-    two(x).sum().backward()
-    aux = one.router(x).aux_loss
-    (extra,) = torch.autograd.grad(aux, one.router.weight)
-    assert one.router.weight.grad is not None and two.router.weight.grad is not None
-    torch.testing.assert_close(one.router.weight.grad - two.router.weight.grad, 2 * extra, rtol=1e-4, atol=1e-6)
+    assert torch.equal(layer_with_loss(x), plain(x))
+    layer_with_loss.aux_scale = 2.0
+    layer_with_loss(x).sum().backward()
+    plain(x).sum().backward()
+    aux = layer_with_loss.router(x).aux_loss
+    (loss_grad,) = torch.autograd.grad(aux, layer_with_loss.router.weight)
+    assert layer_with_loss.router.weight.grad is not None and plain.router.weight.grad is not None
+    torch.testing.assert_close(
+        layer_with_loss.router.weight.grad - plain.router.weight.grad, 2 * loss_grad, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_bad_input_raises_typed_errors() -> None:
@@ -233,10 +238,10 @@ def test_state_dict_has_readable_keys_and_round_trips() -> None:
 
 def test_build_takes_the_seed_from_torchs_generator() -> None:
     torch.manual_seed(5)
-    one = MoELayer.build(SMALL)
+    first = MoELayer.build(SMALL)
     torch.manual_seed(5)
-    two = MoELayer.build(SMALL)
-    assert torch.equal(one.experts.w13, two.experts.w13) and torch.equal(one.router.weight, two.router.weight)
+    second = MoELayer.build(SMALL)
+    assert torch.equal(first.experts.w13, second.experts.w13) and torch.equal(first.router.weight, second.router.weight)
 
 
 def test_a_layer_can_be_built_on_the_meta_device() -> None:

@@ -82,8 +82,8 @@ def run_layer(rank: int, world: int, arg: tuple[MoEConfig, list[int]]) -> dict[s
     grads = {f"grad {n}": p.grad.clone() for n, p in layer.experts.named_parameters() if p.grad is not None}
     state = gather_state_dict(layer)
     load_state_dict(layer, {k: v + 1 for k, v in state.items()})
-    moved = gather_state_dict(layer)
-    assert all(torch.equal(moved[k], v + 1) for k, v in state.items())
+    reloaded = gather_state_dict(layer)
+    assert all(torch.equal(reloaded[k], v + 1) for k, v in state.items())
     layer.dispatcher.close()
     assert x.grad is not None
     return {"y": y.detach(), "x": x.grad, **grads, **state}
@@ -103,26 +103,26 @@ def raise_on_nan(rank: int, world: int, arg: Any) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("experts", [8, 5])
-def test_two_ranks_give_the_bits_of_one(pool2: RankPool, backend: str, experts: int) -> None:
+def test_two_ranks_give_the_same_bits_as_one(pool2: RankPool, backend: str, experts: int) -> None:
     config = CheckGradsConfig(num_experts=experts, backend=backend, hidden=40, ffn=24, shared_ffn=16)
     for ok, text in pool2.run(check_config, config, timeout=120):
         assert ok, text
         assert "all right" in text and "WRONG" not in text
 
 
-def test_four_ranks_give_the_bits_of_one(pool4: RankPool) -> None:
+def test_four_ranks_give_the_same_bits_as_one(pool4: RankPool) -> None:
     config = CheckGradsConfig(num_experts=6, tokens=11, hidden=33, ffn=7, top_k=3)
     for ok, text in pool4.run(check_config, config, timeout=120):
         assert ok, text
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_features_of_a_layer_together(pool2: RankPool, backend: str) -> None:
+def test_gradients_of_a_layer_with_all_features_are_correct(pool2: RankPool, backend: str) -> None:
     for ok, text in pool2.run(check_layer, (RICH, backend), timeout=120):
         assert ok, text
 
 
-def test_more_ranks_than_experts(pool4: RankPool) -> None:
+def test_gradients_are_correct_on_more_ranks_than_experts(pool4: RankPool) -> None:
     router = RouterConfig(3, 2, zero_experts=ZeroExperts(1, 1))
     config = replace(RICH, router=router, experts_per_rank=(2, 0, 1, 0), activation="geglu")
     for ok, text in pool4.run(check_layer, (config, "auto"), timeout=120):
@@ -130,7 +130,7 @@ def test_more_ranks_than_experts(pool4: RankPool) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_other_dtypes(pool2: RankPool, dtype: str) -> None:
+def test_gradients_are_correct_in_other_dtypes(pool2: RankPool, dtype: str) -> None:
     config = CheckGradsConfig(dtype=dtype, backend="all_to_all", tokens=13)
     for ok, text in pool2.run(check_config, config, timeout=120):
         assert ok, text
@@ -142,14 +142,14 @@ def test_a_wrong_gradient_is_detected_on_all_ranks(pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[7, 12], [0, 9], [1, 2]])
-def test_one_batch_over_two_ranks_has_the_bits_of_one_rank(pool2: RankPool, sizes: list[int]) -> None:
+def test_one_batch_over_two_ranks_gives_the_same_bits_as_on_one_rank(pool2: RankPool, sizes: list[int]) -> None:
     alone = run_layer(0, 1, (RICH, [sum(sizes)]))
     ranks = pool2.run(run_layer, (RICH, sizes), timeout=120)
-    for name, want in alone.items():
+    for name, expected in alone.items():
         if name in ("y", "x") or name.startswith("grad "):
-            assert torch.equal(torch.cat([r[name] for r in ranks]), want), name
+            assert torch.equal(torch.cat([r[name] for r in ranks]), expected), name
         else:
-            assert all(torch.equal(r[name], want) for r in ranks), name
+            assert all(torch.equal(r[name], expected) for r in ranks), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -160,11 +160,11 @@ def test_nan_on_one_rank_raises_on_all(pool2: RankPool, backend: str) -> None:
 def raise_in_experts(rank: int, world: int, arg: tuple[str, str, bool]) -> list[tuple[str, str]]:
     """Rank 1's activation raises in forward or backward; return what this rank raises then, and in the next call."""
     backend, where, overlaps = arg
-    now: list[str] = []
+    phase: list[str] = []
 
     def act(h: Tensor) -> Tensor:
-        # In forward the layer calls the activation without gradients.
-        if rank == 1 and now == ["backward" if torch.is_grad_enabled() else "forward"]:
+        # The layer calls the activation under no_grad in forward, and again with gradients enabled in backward.
+        if rank == 1 and phase == ["backward" if torch.is_grad_enabled() else "forward"]:
             raise ZeroDivisionError("no such expert")
         return h.relu()
 
@@ -178,7 +178,7 @@ def raise_in_experts(rank: int, world: int, arg: tuple[str, str, bool]) -> list[
     x = draw(16, 8).requires_grad_()
     layer(x).sum().backward()
     messages = []
-    for now[:] in ([where], []):
+    for phase[:] in ([where], []):
         try:
             layer(x).sum().backward()
             messages.append(("", ""))
@@ -190,12 +190,14 @@ def raise_in_experts(rank: int, world: int, arg: tuple[str, str, bool]) -> list[
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("backend", "overlaps"), [*((name, False) for name in BACKENDS), ("all_to_all", True)])
 def test_experts_that_raise_on_one_rank_raise_on_all(pool2: RankPool, backend: str, overlaps: bool, where: str) -> None:
-    (peers, after), (own, own_after) = pool2.run(raise_in_experts, (backend, where, overlaps), timeout=60)
-    assert own == ("ZeroDivisionError", "no such expert")
-    assert peers[0] == ("PeerError" if overlaps else "PeerRaised")
-    for part in ("rank 1", "ZeroDivisionError", "no such expert", "moe.1"):
-        assert part in peers[1]
-    assert after[0] == own_after[0] == ("PeerError" if overlaps else "")
+    (other_rank, other_rank_after), (faulty_rank, faulty_rank_after) = pool2.run(
+        raise_in_experts, (backend, where, overlaps), timeout=60
+    )
+    assert faulty_rank == ("ZeroDivisionError", "no such expert")
+    assert other_rank[0] == ("PeerError" if overlaps else "PeerRaised")
+    for expected in ("rank 1", "ZeroDivisionError", "no such expert", "moe.1"):
+        assert expected in other_rank[1]
+    assert other_rank_after[0] == faulty_rank_after[0] == ("PeerError" if overlaps else "")
 
 
 def wrong_width(rank: int, world: int, _: None) -> tuple[str, bool]:
@@ -206,11 +208,11 @@ def wrong_width(rank: int, world: int, _: None) -> tuple[str, bool]:
 
 
 def test_a_wrong_width_on_one_rank_raises_on_all_and_the_layer_stays_usable(pool2: RankPool) -> None:
-    for text, works_on in pool2.run(wrong_width, timeout=60):
-        assert "this layer's hidden size is 8" in text and works_on
+    for text, still_usable in pool2.run(wrong_width, timeout=60):
+        assert "this layer's hidden size is 8" in text and still_usable
 
 
-def test_one_rank_is_checked_against_float64() -> None:
+def test_check_grads_compares_one_rank_with_float64() -> None:
     report = run_check_grads(CheckGradsConfig(shared_ffn=16, score="sigmoid"))
     assert report.ok, report
     assert {c.against for c in report.comparisons} == {"float64"}
@@ -226,7 +228,7 @@ def test_a_check_does_not_change_the_layer() -> None:
 
 
 def test_invalid_settings_of_a_check_raise() -> None:
-    with pytest.raises(ConfigError, match="no tokens anywhere"):
+    with pytest.raises(ConfigError, match="no tokens anywhere"):  # the message lists the names of the valid cases
         run_check_grads(CheckGradsConfig(cases=("nonsense",)))
     with pytest.raises(ConfigError, match="int8"):
         CheckGradsConfig(dtype="int8")

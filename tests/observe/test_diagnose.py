@@ -27,22 +27,24 @@ def lines(
 ) -> list[RankStep]:
     """Return step lines with 100 ms of compute time, multiplied by ``slow`` on some ranks; two ranks per host."""
     generator = np.random.default_rng(seed)
-    found = []
+    step_lines = []
     for step in range(1, STEPS + 1):
         for rank in range(world):
             factor = (slow or {}).get(rank, 1.0)
-            took = {"compute": 0.1, "data": 0.005, "checkpoint": 0.0}
-            took[part] *= factor
-            mine = 0 if rows is None else int(rows[step - 1, rank])
-            took["compute"] += mine * per_row
-            took = {name: value * float(np.exp(noise * generator.standard_normal())) for name, value in took.items()}
+            seconds = {"compute": 0.1, "data": 0.005, "checkpoint": 0.0}
+            seconds[part] *= factor
+            own_rows = 0 if rows is None else int(rows[step - 1, rank])
+            seconds["compute"] += own_rows * per_row
+            seconds = {
+                name: value * float(np.exp(noise * generator.standard_normal())) for name, value in seconds.items()
+            }
             probes = {}
             if links is not None and rank % 2 == 0:
                 for peer in range(0, world, 2):
                     if peer != rank:
                         jitter = float(np.exp(0.1 * generator.standard_normal()))
                         probes[str(peer)] = float(links[peer // 2, rank // 2]) * jitter
-            found.append(
+            step_lines.append(
                 RankStep(
                     step=step,
                     rank=rank,
@@ -51,27 +53,27 @@ def lines(
                     total=0.2,
                     communication=0.05,
                     memory_bytes=0,
-                    rows=mine,
+                    rows=own_rows,
                     links=probes,
-                    **took,
+                    **seconds,
                 )
             )
-    return found
+    return step_lines
 
 
-def only(window: Window) -> Diagnosis:
-    found = diagnose(window)
-    assert len(found) == 1, found
-    return found[0]
+def only_diagnosis(window: Window) -> Diagnosis:
+    diagnoses = diagnose(window)
+    assert len(diagnoses) == 1, diagnoses
+    return diagnoses[0]
 
 
 @pytest.mark.parametrize("world", [2, 4, 16])
 @pytest.mark.parametrize("part", ["compute", "data"])
 def test_a_slow_rank_is_reported_with_its_slow_activity(world: int, part: str) -> None:
-    found = only(make_window(lines(world, slow={1: 2.5}, part=part)))
-    assert (found.kind, found.ranks) == ("slow rank", (1,))
-    assert found.factor == pytest.approx(2.5, rel=0.1) and found.sure > 0.95
-    assert part in found.why and "host0" in found.why
+    diagnosis = only_diagnosis(make_window(lines(world, slow={1: 2.5}, part=part)))
+    assert (diagnosis.kind, diagnosis.ranks) == ("slow rank", (1,))
+    assert diagnosis.factor == pytest.approx(2.5, rel=0.1) and diagnosis.sure > 0.95
+    assert part in diagnosis.why and "host0" in diagnosis.why
 
 
 def test_healthy_runs_have_no_diagnosis() -> None:
@@ -89,16 +91,16 @@ def test_a_rank_whose_experts_are_popular_is_not_slow() -> None:
 
 def test_a_slow_rank_is_reported_although_its_rows_vary_between_steps() -> None:
     rows = np.random.default_rng(0).integers(500, 1500, (STEPS, 4))
-    found = only(make_window(lines(4, slow={2: 2.0}, rows=rows, per_row=2e-5)))
-    assert (found.kind, found.ranks) == ("slow rank", (2,))
+    diagnosis = only_diagnosis(make_window(lines(4, slow={2: 2.0}, rows=rows, per_row=2e-5)))
+    assert (diagnosis.kind, diagnosis.ranks) == ("slow rank", (2,))
 
 
 def test_ranks_are_compared_within_their_stage() -> None:
     """The last stage has the output layer, and no rank is slow."""
-    every = make_window(lines(4, slow={2: 1.6, 3: 1.6}), stage=(0, 0, 1, 1))
-    assert diagnose(every) == []
+    equal = make_window(lines(4, slow={2: 1.6, 3: 1.6}), stage=(0, 0, 1, 1))
+    assert diagnose(equal) == []
     slow = make_window(lines(4, slow={2: 1.6, 3: 3.2}), stage=(0, 0, 1, 1))
-    assert only(slow).ranks == (3,)
+    assert only_diagnosis(slow).ranks == (3,)
 
 
 def healthy(hosts: int) -> np.ndarray:
@@ -106,20 +108,20 @@ def healthy(hosts: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 8])
-def test_one_slow_cell_is_a_link(hosts: int) -> None:
+def test_one_slow_element_of_the_matrix_is_a_slow_link(hosts: int) -> None:
     links = healthy(hosts)
     links[1, 0] = 0.02
-    found = only(make_window(lines(2 * hosts, links=links)))
-    assert (found.kind, found.ranks) == ("slow link", (2, 0))
+    diagnosis = only_diagnosis(make_window(lines(2 * hosts, links=links)))
+    assert (diagnosis.kind, diagnosis.ranks) == ("slow link", (2, 0))
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 8])
-def test_a_slow_row_is_a_sender_a_slow_column_a_receiver_and_both_a_host(hosts: int) -> None:
+def test_slow_rows_columns_and_both_are_a_slow_sender_receiver_and_host(hosts: int) -> None:
     for kind, rows, columns in (("slow sender", [1], []), ("slow receiver", [], [1]), ("slow host", [1], [1])):
         links = healthy(hosts)
         links[rows], links[:, columns] = 0.03, 0.03
-        found = only(make_window(lines(2 * hosts, links=links)))
-        assert (found.kind, found.ranks) == (kind, (2,))
+        diagnosis = only_diagnosis(make_window(lines(2 * hosts, links=links)))
+        assert (diagnosis.kind, diagnosis.ranks) == (kind, (2,))
 
 
 def test_too_few_steps_give_no_diagnosis() -> None:
@@ -133,12 +135,12 @@ def test_a_missing_step_of_one_rank_does_not_affect_the_others() -> None:
     popular = lines(4, rows=rows, per_row=5e-5)
     assert (popular[-1].step, popular[-1].rank) == (STEPS, 3)
     assert diagnose(make_window(popular[:-1])) == []
-    assert only(make_window(lines(4, slow={1: 2.5})[:-1])).ranks == (1,)
+    assert only_diagnosis(make_window(lines(4, slow={1: 2.5})[:-1])).ranks == (1,)
 
 
 def test_memory_is_bounded_for_sparse_rank_numbers() -> None:
-    far = [replace(line, rank=line.rank * 300_000) for line in lines(4, slow={1: 2.5})]
-    assert only(make_window(far)).ranks == (300_000,)
+    sparse = [replace(line, rank=line.rank * 300_000) for line in lines(4, slow={1: 2.5})]
+    assert only_diagnosis(make_window(sparse)).ranks == (300_000,)
     many = [replace(line, rank=line.rank * 500) for line in lines(4, links=healthy(2))]
     window = make_window([replace(line, links={"1000": 0.01} if line.rank == 0 else {}) for line in many])
     assert window.ranks == (0, 500, 1000, 1500) and window.links.matrices()[1].shape == (STEPS, 2, 2)
@@ -154,11 +156,11 @@ def test_a_probe_of_an_invalid_rank_is_skipped() -> None:
     assert window.links.matrices()[0] == [0, 2]
 
 
-def test_of_a_repeated_step_the_later_line_counts() -> None:
-    once, again = lines(2, slow={0: 9.0}), lines(2)
-    assert diagnose(make_window([*once, *again])) == []
+def test_the_later_line_of_a_repeated_step_is_used() -> None:
+    first_lines, later_lines = lines(2, slow={0: 9.0}), lines(2)
+    assert diagnose(make_window([*first_lines, *later_lines])) == []
 
 
-def test_without_lines_there_is_no_window() -> None:
+def test_a_window_without_lines_is_rejected() -> None:
     with pytest.raises(InputError, match="no step"):
         make_window([])

@@ -39,9 +39,9 @@ def test_a_stop_by_the_user_is_a_pause_and_not_a_fault(tmp_path: Path) -> None:
         [_attempt(0, 100.0, 110.0), _attempt(1, 3730.0, 3734.0, first_step=3, last_s=130.0, ended="interrupted")],
         [_step(1, 10.0), _step(2, 10.0), _step(3, 6.0)],
     )
-    found = effective_time(tmp_path, 3740.0)
-    assert found is not None
-    assert (found.wall_s, found.start_s, found.restart_s, found.productive_s) == (40.0, 14.0, 0.0, 26.0)
+    effective = effective_time(tmp_path, 3740.0)
+    assert effective is not None
+    assert (effective.wall_s, effective.start_s, effective.restart_s, effective.productive_s) == (40.0, 14.0, 0.0, 26.0)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_the_activities_add_up_to_the_wall_time(tmp_path: Path) -> None:
             _step(4, 6.0),
         ],
     )
-    found = effective_time(tmp_path, 200.0)
-    assert found == EffectiveTime(
+    effective = effective_time(tmp_path, 200.0)
+    assert effective == EffectiveTime(
         attempts=2,
         steps=3,
         lost_steps=2,
@@ -91,30 +91,30 @@ def test_the_activities_add_up_to_the_wall_time(tmp_path: Path) -> None:
         again_s=12.0,
         checkpoint_s=1.0,
     )
-    assert found is not None and found.ratio == 0.15 and found.other_s == 52.0
-    assert "15.0% of 100.0 s in 2 attempt(s)" in str(found) and "2 repeated steps 12.0 s" in str(found)
-    assert found.as_dict()["ratio"] == 0.15
+    assert effective is not None and effective.ratio == 0.15 and effective.other_s == 52.0
+    assert "15.0% of 100.0 s in 2 attempt(s)" in str(effective) and "2 repeated steps 12.0 s" in str(effective)
+    assert effective.as_dict()["ratio"] == 0.15
 
 
 def test_invalid_and_truncated_lines_are_skipped(tmp_path: Path) -> None:
     lines = [_step(1, 2.0), "[]", '{"step": "x"}', _step(2, float("nan")), _step(3, 1.0)[:-9]]
     _write(tmp_path, [_attempt(0, 0.0, 1.0)], lines)
-    found = effective_time(tmp_path, 4.0)
-    assert found is not None and (found.steps, found.productive_s) == (1, 2.0)
+    effective = effective_time(tmp_path, 4.0)
+    assert effective is not None and (effective.steps, effective.productive_s) == (1, 2.0)
 
 
 def test_the_end_is_when_the_last_step_was_written(tmp_path: Path) -> None:
     _write(tmp_path, [_attempt(0, 1000.0, 1001.0)], [_step(1, 2.0)])
     os.utime(tmp_path / METRICS, (1008.0, 1008.0))
-    found = effective_time(tmp_path)
-    assert found is not None and found.wall_s == 8.0
+    effective = effective_time(tmp_path)
+    assert effective is not None and effective.wall_s == 8.0
 
 
 def test_a_run_without_a_step_has_no_effective_time(tmp_path: Path) -> None:
     assert effective_time(tmp_path) is None
     _write(tmp_path, [_attempt(0, 5.0, 5.0)], [])
-    found = effective_time(tmp_path, 5.0)
-    assert found is not None and found.ratio == 0.0
+    effective = effective_time(tmp_path, 5.0)
+    assert effective is not None and effective.ratio == 0.0
 
 
 def test_an_attempt_records_what_the_previous_one_lost(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_attempt_records_what_the_previous_one_lost(tmp_path: Path) -> None:
 
 
 def _folder(parent: Path, name: str, number: int) -> Path:
-    """A run folder that is newer than those with lower numbers."""
+    """Create a run folder that is newer than those with lower numbers."""
     folder = parent / f"{name}-20260101-{number:06d}"
     folder.mkdir()
     settings = folder / "config.resolved.toml"
@@ -140,7 +140,7 @@ def _folder(parent: Path, name: str, number: int) -> Path:
 
 
 def test_a_run_that_restarts_in_a_new_folder_keeps_its_first_start(tmp_path: Path) -> None:
-    """Twice: the second one dies before its first step."""
+    """The run restarts twice. The second attempt dies before its first step."""
     mesh = ParallelMesh(ParallelConfig())
     first, second = (_folder(tmp_path, "run", number) for number in (1, 2))
     _folder(tmp_path, "run-b", 4)
@@ -157,11 +157,11 @@ def test_a_run_that_restarts_in_a_new_folder_keeps_its_first_start(tmp_path: Pat
     starts = list(read_lines(third / ATTEMPTS, Attempt))
     assert [one.number for one in starts] == [0, 1] and starts[0].started_s == 100.0
     (third / METRICS).write_text(f"{_step(1, 4.0)}\n")
-    found = effective_time(third, starts[1].ready_s + 4.0)
-    assert found is not None and (found.attempts, found.steps, found.productive_s) == (2, 1, 4.0)
-    assert found.wall_s == starts[1].ready_s + 4.0 - 100.0
-    assert abs(found.start_s + found.restart_s + found.productive_s - found.wall_s) < 1e-3
-    assert carry_over(third, "run") is None, "it has its own by now"
+    effective = effective_time(third, starts[1].ready_s + 4.0)
+    assert effective is not None and (effective.attempts, effective.steps, effective.productive_s) == (2, 1, 4.0)
+    assert effective.wall_s == starts[1].ready_s + 4.0 - 100.0
+    assert abs(effective.start_s + effective.restart_s + effective.productive_s - effective.wall_s) < 1e-3
+    assert carry_over(third, "run") is None, "the folder already has its own attempts"
     assert carry_over(_folder(tmp_path, "other", 5), "other") is None
 
 
@@ -176,9 +176,9 @@ def test_neither_a_finished_run_nor_a_corrupted_list_of_starts_is_carried_over(t
     assert not (second / ATTEMPTS).exists()
 
 
-def test_the_start_time_of_a_process() -> None:
+def test_process_start_s_is_the_start_time_of_the_process() -> None:
     before = time.time()
     code = "import time, moe_comm.train.resilience.attempts as a; print(a.process_start_s(), time.time())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    started, now = map(float, out.split())
-    assert before - 0.05 <= started <= now, "to a tick of the system's clock"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    started, now = map(float, output.split())
+    assert before - 0.05 <= started <= now, "must be exact to a tick of the system clock"

@@ -26,7 +26,7 @@ def report(step: int, load: ExpertLoad) -> StepReport:
 
 
 def many(layers: int) -> ExpertLoad:
-    """Layer i has an imbalance of 1 + i/4; expert 1 of the last layer is dead."""
+    """Return the load of several layers. Layer i has an imbalance of 1 + i/4; layer 4 has a dead expert."""
     return ExpertLoad.of({f"l{i}": layer(4 + i, 4 - i) for i in range(layers)}, [2.0] * layers)
 
 
@@ -76,8 +76,8 @@ def test_lines_are_json_for_skipped_steps_too(tmp_path: Path) -> None:
 
 def test_metrics_across_layers_are_the_median_and_the_95th_percentile() -> None:
     values = [float(i) for i in range(1, 22)]
-    found = across_layers({"imbalance": values, "diversity": values, "dropped": []})
-    assert found == {"imbalance": (11, 20), "diversity": (11, 2)}
+    result = across_layers({"imbalance": values, "diversity": values, "dropped": []})
+    assert result == {"imbalance": (11, 20), "diversity": (11, 2)}
     assert quantile([1.0, 2.0], 0.25) == 1.25 and quantile([5.0], 0.95) == 5
 
 
@@ -100,11 +100,11 @@ def test_lines_and_event_files_respect_the_maximum_number_of_series(tmp_path: Pa
     assert written["load"]["layers"] == [3, 4] and written["load"]["imbalance"] == [1.75, 2.0]
     assert written["load"]["dead"] == [0, 1] and "slots" not in written["load"] and "names" not in written["load"]
     assert written["load_across"]["imbalance"] == pytest.approx([1.5, 1.95])
-    found = EventAccumulator(str(tmp_path / "events")).Reload()
-    tags = found.Tags()["scalars"]
+    result = EventAccumulator(str(tmp_path / "events")).Reload()
+    tags = result.Tags()["scalars"]
     assert sum("_layer_" in tag for tag in tags) == 16 and "router/imbalance_layer_4" in tags
-    assert found.Scalars("router/imbalance_p95")[0].value == pytest.approx(1.95)
-    assert found.Scalars("router/least_p50")[0].value == pytest.approx(0.5)
+    assert result.Scalars("router/imbalance_p95")[0].value == pytest.approx(1.95)
+    assert result.Scalars("router/least_p50")[0].value == pytest.approx(0.5)
 
 
 def test_loads_are_written_every_few_steps_and_again_after_a_restart(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_loads_are_written_every_few_steps_and_again_after_a_restart(tmp_path: P
     ]
     with path.open("a") as file:
         file.write('{"step": 12, "lay')
-    again = LoadsSink(path, every=4, done=5)
-    again.write(report(8, many(1)))
-    again.close()
-    found = list(read_lines(path, LoadLine))
-    assert [line.step for line in found] == [1, 1, 4, 4, 8] and found[-1] == LoadLine(8, "l0", [4, 4])
+    resumed = LoadsSink(path, every=4, done=5)
+    resumed.write(report(8, many(1)))
+    resumed.close()
+    result = list(read_lines(path, LoadLine))
+    assert [line.step for line in result] == [1, 1, 4, 4, 8] and result[-1] == LoadLine(8, "l0", [4, 4])

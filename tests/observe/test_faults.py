@@ -34,7 +34,7 @@ def test_a_fault_specification_round_trips() -> None:
     assert parse("stop:mean_s=60") == FaultSpec("stop", mean_s=60.0)
     slow = FaultSpec("slow_sleep", step=2, seconds=0.5, steps=3, at="end")
     assert parse(" slow_sleep:seconds=0.5, steps = 3,step=2, at=end") == slow
-    assert parse("hold_gil:step=1").seconds > 60, "until somebody kills the rank"
+    assert parse("hold_gil:step=1").seconds > 60, "by default, until the rank is killed"
     assert set(KINDS) > FATAL | DAMAGE
     for kind in KINDS:
         fault = parse(f"{kind}:rank=2,step=7")
@@ -89,32 +89,34 @@ def due_on(texts: list[str], world: int, steps: int, seed: int = 3) -> list[tupl
 
 def test_due_faults_depend_only_on_the_seed_and_the_step() -> None:
     texts = ["kill:rank=1,step=5", "nan_loss:probability=0.2", "raise_thread:step=9", "exit:step=5"]
-    found = due_on(texts, 4, 200)
-    assert found == due_on(texts, 4, 200) != due_on(texts, 4, 200, seed=4)
-    assert (5, 1, "kill") in found
-    for kind in ("raise_thread", "exit"):  # any rank is one rank
-        assert len([one for one in found if one[2] == kind]) == 1
-    chances = [one for one in found if one[2] == "nan_loss"]
+    due_faults = due_on(texts, 4, 200)
+    assert due_faults == due_on(texts, 4, 200) != due_on(texts, 4, 200, seed=4)
+    assert (5, 1, "kill") in due_faults
+    for kind in ("raise_thread", "exit"):  # a fault without a rank is due on one random rank
+        assert len([one for one in due_faults if one[2] == kind]) == 1
+    chances = [one for one in due_faults if one[2] == "nan_loss"]
     assert 20 <= len(chances) <= 60 and len({step for step, _, _ in chances}) == len(chances)
     assert len({rank for _, rank, _ in chances}) == 4
     # The faults of step 100 do not depend on earlier calls.
     plan = FaultPlan.of(texts, 3, 0, 4)
-    assert [(100, 0, due.fault.kind) for due in plan.due(100, 0.0)] == [one for one in found if one[:2] == (100, 0)]
+    assert [(100, 0, due.fault.kind) for due in plan.due(100, 0.0)] == [
+        one for one in due_faults if one[:2] == (100, 0)
+    ]
 
 
 def test_an_injected_fault_is_not_injected_again() -> None:
     plan = FaultPlan.of(["kill:rank=0,step=5"], 0, 0, 1)
     (due,) = plan.due(5, 0.0)
-    again = FaultPlan.of(["kill:rank=0,step=5"], 0, 0, 1, attempt=1)
-    again.fired = {due.key}
-    assert not again.due(5, 0.0)
+    restarted = FaultPlan.of(["kill:rank=0,step=5"], 0, 0, 1, attempt=1)
+    restarted.fired = {due.key}
+    assert not restarted.due(5, 0.0)
     with pytest.raises(ConfigError, match="no rank 2; there are 2 ranks"):
         FaultPlan.of(["kill:rank=2,step=5"], 0, 0, 2)
 
 
 @pytest.mark.parametrize("kind", sorted(WAIT))
 def test_a_waiting_fault_is_due_until_it_is_injected(kind: str) -> None:
-    """Also on restarted ranks that do not repeat its planned step."""
+    """This includes restarted ranks that do not repeat the planned step."""
     plans = [FaultPlan.of([f"{kind}:step=5"], 1, rank, 4) for rank in range(4)]
     (plan,) = (plan for plan in plans if plan.due(5, 0.0))
     (due,) = plan.due(5, 0.0)
@@ -127,7 +129,7 @@ def test_a_waiting_fault_is_due_until_it_is_injected(kind: str) -> None:
 def test_mean_time_between_faults_uses_the_clock() -> None:
     plans = [FaultPlan.of(["stop:mean_s=10"], 1, rank, 4) for rank in range(4)]
     count = sum(len(plan.due(step, 0.5 * step)) for plan in plans for step in range(1, 20_001))
-    assert 900 <= count <= 1100, "10,000 s of all ranks together"
+    assert 900 <= count <= 1100, "mean_s is the mean over all ranks together: 10,000 s of run time"
     one = FaultPlan.of(["stop:rank=1,mean_s=10"], 1, 0, 4)
     assert not any(one.due(step, 100.0 * step) for step in range(1, 100))
 
@@ -146,8 +148,8 @@ def test_injections_are_read_back_without_truncated_lines(tmp_path: Path) -> Non
 def test_faults_are_detected_by_events_before_the_recovery(tmp_path: Path) -> None:
     kill = Injection(100.0, "0@5", "kill", 1, 5, 0, "kill:rank=1,step=5")
     slow = dataclasses.replace(kill, time_s=200.0, key="1@9", kind="slow_cpu", step=9, attempt=1)
-    harm = dataclasses.replace(kill, time_s=300.0, key="2@12", kind="checkpoint_flip", step=12, attempt=1)
-    for injection in (kill, slow, harm):
+    damage = dataclasses.replace(kill, time_s=300.0, key="2@12", kind="checkpoint_flip", step=12, attempt=1)
+    for injection in (kill, slow, damage):
         write_injection(tmp_path / INJECTED, injection)
     append(tmp_path / FAULTS, FaultRecord(100.25, 5, "died", [1], "stop"))
     append(tmp_path / FAULTS, FaultRecord(304.0, 8, "checkpoint", [], "restart", "its sha256 differs"))
@@ -164,11 +166,11 @@ def test_faults_are_detected_by_events_before_the_recovery(tmp_path: Path) -> No
     ]
     for step, time_s, attempt in steps:
         append(tmp_path / PROGRESS, {"step": step, "time_s": time_s, "attempt": attempt})
-    found = fault_outcomes(tmp_path)
-    assert [(one.detected_s, one.recovered_s) for one in found[::2]] == [(0.25, 4.0), (4.0, 7.0)]
-    assert found[0].noticed == "died rank 1: stop"
-    assert math.isnan(found[1].detected_s) and found[1].recovered_s == 1.0 and not found[1].noticed
-    result = summary(found)
+    outcomes = fault_outcomes(tmp_path)
+    assert [(one.detected_s, one.recovered_s) for one in outcomes[::2]] == [(0.25, 4.0), (4.0, 7.0)]
+    assert outcomes[0].noticed == "died rank 1: stop"
+    assert math.isnan(outcomes[1].detected_s) and outcomes[1].recovered_s == 1.0 and not outcomes[1].noticed
+    result = summary(outcomes)
     assert result["kill"] == {
         "count": 1,
         "detected": {"median": 0.25, "p99": 0.25, "worst": 0.25},

@@ -30,15 +30,15 @@ from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EventRecorder
 
 FAULT = FaultRecord(2.0, 7, "stuck", [1], "restart", noticed_s=1.0)
-WHOLE = to_json(FAULT)
+COMPLETE_LINE = to_json(FAULT)
 PARTS = StepParts(100.0, 1.0, 0.5, 0.3, 0.1, 0.05, 4096)
 
 
 @pytest.fixture
 def recorder() -> EventRecorder:
-    found = EventRecorder(256)
-    found.attach(memoryview(bytearray(region_bytes(256))), 3, 256)
-    return found
+    event_recorder = EventRecorder(256)
+    event_recorder.attach(memoryview(bytearray(region_bytes(256))), 3, 256)
+    return event_recorder
 
 
 def steps(log: RankLog, recorder: EventRecorder, first: int, last: int) -> None:
@@ -61,9 +61,9 @@ def test_each_step_is_a_line_with_its_waits_and_bytes(tmp_path: Path, recorder: 
     log = RankLog(tmp_path, 3, recorder=recorder)
     steps(log, recorder, 1, 3)
     log.close()
-    found = list(read_folder(tmp_path / RANKS, RankStep))
-    assert [line.step for line in found] == [1, 2, 3]
-    for line in found:
+    records = list(read_folder(tmp_path / RANKS, RankStep))
+    assert [line.step for line in records] == [1, 2, 3]
+    for line in records:
         assert (line.rank, line.total, line.compute, line.memory_bytes) == (3, 1.0, 0.5, 4096)
         assert line.sent == {"dispatch": 10 * line.step, "transfer": 5}
         assert line.peers == {"1": 10 * line.step, "7": 5}, "bytes to a group of two go to the other rank"
@@ -77,16 +77,16 @@ def test_spans_of_selected_steps_include_the_time_until_the_next_step(tmp_path: 
     log = RankLog(tmp_path, 3, every=2, skew_ns=77, recorder=recorder)
     steps(log, recorder, 1, 4)
     log.close()
-    found = list(read_folder(tmp_path / SPANS, SpanLine))
-    assert [(line.step, line.name) for line in found] == [
+    records = list(read_folder(tmp_path / SPANS, SpanLine))
+    assert [(line.step, line.name) for line in records] == [
         (step, name) for step in (2, 4) for name in ("dispatch", "send activations", "save")
     ]
-    assert found[0] == SpanLine(
+    assert records[0] == SpanLine(
         3,
         "dispatch",
         "dispatch",
-        found[0].begin_ns,
-        found[0].end_ns,
+        records[0].begin_ns,
+        records[0].end_ns,
         2,
         layer="layers.0",
         group=[1, 3],
@@ -95,7 +95,7 @@ def test_spans_of_selected_steps_include_the_time_until_the_next_step(tmp_path: 
         rows=[2, 1],
         skew_ns=77,
     )
-    assert all(before - 10**8 <= line.begin_ns <= line.end_ns <= time.time_ns() + 10**8 for line in found)
+    assert all(before - 10**8 <= line.begin_ns <= line.end_ns <= time.time_ns() + 10**8 for line in records)
 
 
 def test_a_wait_has_the_begin_of_the_awaited_operation(tmp_path: Path, recorder: EventRecorder) -> None:
@@ -106,10 +106,10 @@ def test_a_wait_has_the_begin_of_the_awaited_operation(tmp_path: Path, recorder:
         span.put_device(span.begin_ns - 5000, 0)
     log.end(1, PARTS)
     log.close()
-    (found,) = (line for line in read_folder(tmp_path / SPANS, SpanLine) if line.name == "sum")
-    assert found.begun_ns == found.begin_ns - 5000 and found.skew_ns == 77
-    same = SpanLine.of(read_spans(recorder.region)[0], found.begin_ns - read_spans(recorder.region)[0].begin_ns, 77)
-    assert same == found
+    (wait,) = (line for line in read_folder(tmp_path / SPANS, SpanLine) if line.name == "sum")
+    assert wait.begun_ns == wait.begin_ns - 5000 and wait.skew_ns == 77
+    same = SpanLine.of(read_spans(recorder.region)[0], wait.begin_ns - read_spans(recorder.region)[0].begin_ns, 77)
+    assert same == wait
 
 
 def test_on_a_gpu_spans_are_written_when_their_times_are_available(tmp_path: Path, recorder: EventRecorder) -> None:
@@ -139,25 +139,25 @@ def test_on_a_gpu_spans_are_written_when_their_times_are_available(tmp_path: Pat
 def test_span_lines_are_equal_to_the_json_of_span_objects(recorder: EventRecorder, skew_ns: int) -> None:
     names = ['a "quoted" \\ name', "two\nlines\r\t\x00\x7f", "Ünïcode 層 🚀 \u2028", "", "</script>", "{}%s"]
     recorder.begin_step(4)
-    for place in range(300):  # the ring has gone round
-        name = names[place % len(names)]
-        group = recorder.group(((0, 3), (3,), range(0, 8, 2))[place % 3]) if place % 4 else 0
-        recorder.micro = place % 2
-        with recorder.span(Kind.DISPATCH, name, layer=names[place % 5], group=group, peer=place % 3 - 1) as span:
-            if place % 7:
-                span.put_rows(range(place % 5), 8 * (place % 3))
-        if place % 11 == 0:
+    for index in range(300):  # more spans than the ring buffer holds
+        name = names[index % len(names)]
+        group = recorder.group(((0, 3), (3,), range(0, 8, 2))[index % 3]) if index % 4 else 0
+        recorder.micro = index % 2
+        with recorder.span(Kind.DISPATCH, name, layer=names[index % 5], group=group, peer=index % 3 - 1) as span:
+            if index % 7:
+                span.put_rows(range(index % 5), 8 * (index % 3))
+        if index % 11 == 0:
             span.put_device(span.begin_ns + 5, span.begin_ns + 9)
-        if place == 290:
+        if index == 290:
             recorder.begin_step(5)
     recorder.span(Kind.MARK, "open").__enter__()
     for step in (4, 5):
-        whole = [span for span in read_spans(recorder.region) if span.step == step and span.end_ns]
+        spans = [span for span in read_spans(recorder.region) if span.step == step and span.end_ns]
         defaults = vars(SpanLine(0, "", "", 0, 0, 0))
-        every = [vars(SpanLine.of(span, 10**18, skew_ns)) for span in whole]
-        kept = [{k: v for k, v in one.items() if k in list(defaults)[:6] or v != defaults[k]} for one in every]
-        found = span_lines(recorder.region, 3, 256, 0, step, 10**18, skew_ns)
-        assert found == [json.dumps(one, separators=(",", ":")) + "\n" for one in kept] and len(found) > 8
+        all_fields = [vars(SpanLine.of(span, 10**18, skew_ns)) for span in spans]
+        written = [{k: v for k, v in one.items() if k in list(defaults)[:6] or v != defaults[k]} for one in all_fields]
+        records = span_lines(recorder.region, 3, 256, 0, step, 10**18, skew_ns)
+        assert records == [json.dumps(one, separators=(",", ":")) + "\n" for one in written] and len(records) > 8
 
 
 def test_a_step_line_is_read_back_to_the_nanosecond(
@@ -173,15 +173,15 @@ def test_a_step_line_is_read_back_to_the_nanosecond(
     log.end(1, parts)
     log.end(2, StepParts(1.0, 1.0, 0.5, 0.3, 0.1, 0.05, 4096))
     log.close()
-    found, plain = read_folder(tmp_path / RANKS, RankStep)
-    assert (found.step, found.rank, found.host, found.rows, found.memory_bytes) == (1, 3, host, 11, 7)
-    assert (found.begin_s, found.links) == (parts.begin_s, {"2": 0.25, "0": 1e-5})
-    assert math.isnan(found.compute) and math.isnan(found.checkpoint), "NaN is written as null"
-    for value, wanted in ((found.total, 1 / 3), (found.communication, 1e-7), (found.data, 12345.678901234)):
-        assert value == pytest.approx(wanted, rel=0, abs=6e-10)
-    assert found.waits == {"dispatch": 0.005207971, "collective": 0.0} and found.sent == {"dispatch": 1 << 40}
-    assert list(found.peers.items()) == [("1", 2), ("5", 3)]
-    written = [json.loads(line) for line in (tmp_path / RANKS / "rank-00003.jsonl").read_text().splitlines()]
+    line, plain = read_folder(tmp_path / RANKS, RankStep)
+    assert (line.step, line.rank, line.host, line.rows, line.memory_bytes) == (1, 3, host, 11, 7)
+    assert (line.begin_s, line.links) == (parts.begin_s, {"2": 0.25, "0": 1e-5})
+    assert math.isnan(line.compute) and math.isnan(line.checkpoint), "NaN is written as null"
+    for value, expected in ((line.total, 1 / 3), (line.communication, 1e-7), (line.data, 12345.678901234)):
+        assert value == pytest.approx(expected, rel=0, abs=6e-10)
+    assert line.waits == {"dispatch": 0.005207971, "collective": 0.0} and line.sent == {"dispatch": 1 << 40}
+    assert list(line.peers.items()) == [("1", 2), ("5", 3)]
+    written = [json.loads(row) for row in (tmp_path / RANKS / "rank-00003.jsonl").read_text().splitlines()]
     assert list(written[0]) == list(vars(plain)) and written[1]["links"] == {}
 
 
@@ -189,9 +189,9 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path: Path, recorder: EventRecor
     first = RankLog(tmp_path, 3, every=1, recorder=recorder)
     steps(first, recorder, 1, 6)
     first.close()
-    again = RankLog(tmp_path, 3, done=4, every=1, recorder=recorder)
-    steps(again, recorder, 5, 7)
-    again.close()
+    resumed = RankLog(tmp_path, 3, done=4, every=1, recorder=recorder)
+    steps(resumed, recorder, 5, 7)
+    resumed.close()
     assert [line.step for line in read_folder(tmp_path / RANKS, RankStep)] == [1, 2, 3, 4, 5, 6, 7]
     spans = [line.step for line in read_folder(tmp_path / SPANS, SpanLine)]
     assert spans == [step for step in range(1, 8) for _ in range(3)]
@@ -213,19 +213,19 @@ def test_invalid_lines_are_removed_too(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] == [1, 2]
 
 
-@pytest.mark.parametrize(("tail", "kept"), [('{"time_s":2.0,"st', 1), ('{"time_s":2', 1), (WHOLE, 2)])
-def test_lines_appended_after_a_truncated_line_are_readable(tmp_path: Path, tail: str, kept: int) -> None:
+@pytest.mark.parametrize(("tail", "readable"), [('{"time_s":2.0,"st', 1), ('{"time_s":2', 1), (COMPLETE_LINE, 2)])
+def test_lines_appended_after_a_truncated_line_are_readable(tmp_path: Path, tail: str, readable: int) -> None:
     path = tmp_path / "faults.jsonl"
     append(path, FAULT)
     with path.open("a") as file:
         file.write(tail)
     append(path, FAULT)
-    assert list(read_lines(path, FaultRecord)) == [FAULT] * (kept + 1)
+    assert list(read_lines(path, FaultRecord)) == [FAULT] * (readable + 1)
 
 
 @pytest.mark.parametrize("value", ["1" + "0" * 400, "9" * 30])
 def test_a_number_out_of_range_is_corruption(tmp_path: Path, value: str) -> None:
-    for line in (WHOLE.replace("2.0", value), WHOLE.replace(":7", f":{value}")):
+    for line in (COMPLETE_LINE.replace("2.0", value), COMPLETE_LINE.replace(":7", f":{value}")):
         (tmp_path / "faults.jsonl").write_text(line + "\n")
         with pytest.raises(CorruptFile, match="beyond 64 bits"):
             list(read_lines(tmp_path / "faults.jsonl", FaultRecord))
@@ -278,12 +278,12 @@ def test_a_dump_has_the_reason_and_open_spans_first(tmp_path: Path, recorder: Ev
         recorder.span(Kind.COMBINE, "combine", layer="layers.2", group=recorder.group((3, 4))).__enter__()
         path = dump(tmp_path, "rank 4 does not answer", recorder, last=6)
     assert path == tmp_path / "dumps" / "step-00000057" / "rank-00003.jsonl"
-    why, *lines = read_lines(path, SpanLine)
-    assert (why.kind, why.name, why.step) == ("mark", "rank 4 does not answer", 57)
+    mark, *lines = read_lines(path, SpanLine)
+    assert (mark.kind, mark.name, mark.step) == ("mark", "rank 4 does not answer", 57)
     assert [line.name for line in lines] == ["combine", "done 5", "done 6", "done 7", "done 8", "done 9"]
     assert (lines[0].end_ns, lines[0].layer, lines[0].group) == (0, "layers.2", [3, 4])
     shift = wall_minus_monotonic()
-    assert abs(why.begin_ns - shift - time.monotonic_ns()) < 60 * 10**9
+    assert abs(mark.begin_ns - shift - time.monotonic_ns()) < 60 * 10**9
     dump(tmp_path, "again", recorder, last=2)
     assert [json.loads(line)["name"] for line in path.read_text().splitlines()][7] == "again"
 

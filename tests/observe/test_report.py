@@ -39,16 +39,28 @@ pytest.importorskip("plotly", reason="needs the observe extra")
 
 
 def rank_line(step: int, rank: int, compute: float, **more: Any) -> RankStep:
-    given: dict[str, Any] = {"host": f"h{rank // 2}", "begin_s": 100.0 + 2 * step, "total": 2.0, "communication": 0.5}
+    defaults: dict[str, Any] = {
+        "host": f"h{rank // 2}",
+        "begin_s": 100.0 + 2 * step,
+        "total": 2.0,
+        "communication": 0.5,
+    }
     return RankStep(
-        step=step, rank=rank, compute=compute, data=0.1, checkpoint=0.0, memory_bytes=1 << 30, **given | more
+        step=step, rank=rank, compute=compute, data=0.1, checkpoint=0.0, memory_bytes=1 << 30, **defaults | more
     )
 
 
 def metrics_line(step: int, **more: Any) -> dict[str, Any]:
     times = {"total": 2.0, "compute": 1.0, "communication": 0.5, "data": 0.25, "checkpoint": 0.125}
-    given = {"step": step, "loss": 10.0 - step, "grad_norm": 1.0, "times": times, "loop_s": 0.125, "tokens_per_s": 50.0}
-    return given | more
+    defaults = {
+        "step": step,
+        "loss": 10.0 - step,
+        "grad_norm": 1.0,
+        "times": times,
+        "loop_s": 0.125,
+        "tokens_per_s": 50.0,
+    }
+    return defaults | more
 
 
 def write_metrics(folder: Path, lines: list[dict[str, Any]]) -> None:
@@ -62,56 +74,56 @@ def test_curves_have_each_step_once_and_null_for_missing_values(tmp_path: Path) 
         {"step": 2, "validation/loss": 3.0},
     ]
     write_metrics(tmp_path, [*lines, metrics_line(3, mfu=0.5)])
-    drawn = panels(read_run(tmp_path))["curves"]
-    assert drawn["step"] == [1, 2, 3]
-    assert drawn["values"]["loss"] == [9.0, 8.0, 7.0]
-    assert drawn["values"]["grad_norm"] == [1.0, None, 1.0]
-    assert drawn["values"]["mfu"] == [None, None, 0.5]
-    assert [drawn["values"][part][0] for part in ("compute", "communication", "data", "checkpoint", "loop")] == [
+    data = panels(read_run(tmp_path))["curves"]
+    assert data["step"] == [1, 2, 3]
+    assert data["values"]["loss"] == [9.0, 8.0, 7.0]
+    assert data["values"]["grad_norm"] == [1.0, None, 1.0]
+    assert data["values"]["mfu"] == [None, None, 0.5]
+    assert [data["values"][part][0] for part in ("compute", "communication", "data", "checkpoint", "loop")] == [
         1.0,
         0.5,
         0.25,
         0.125,
         0.125,
     ]
-    assert drawn["skipped"] == [[2, "NaN on rank 1"]]
+    assert data["skipped"] == [[2, "NaN on rank 1"]]
 
 
-def test_many_steps_become_few_points_that_keep_the_spikes(tmp_path: Path) -> None:
+def test_many_steps_are_reduced_to_few_points_with_minima_and_maxima(tmp_path: Path) -> None:
     write_metrics(tmp_path, [metrics_line(step, loss=50.0 if step == 3333 else 2.0) for step in range(1, 5001)])
-    drawn = panels(read_run(tmp_path))["curves"]
-    assert len(drawn["step"]) == POINTS
-    assert max(drawn["high"]["loss"]) == 50.0 and max(drawn["low"]["loss"]) == 2.0
-    assert 2.0 < max(drawn["values"]["loss"]) < 50.0
+    data = panels(read_run(tmp_path))["curves"]
+    assert len(data["step"]) == POINTS
+    assert max(data["high"]["loss"]) == 50.0 and max(data["low"]["loss"]) == 2.0
+    assert 2.0 < max(data["values"]["loss"]) < 50.0
 
 
 def test_health_is_across_layers_even_if_only_the_worst_were_written(tmp_path: Path) -> None:
     across = {"imbalance": [1.5, 3.0], "diversity": [0.9, 0.2]}
     load = {"layers": [4], "imbalance": [3.5], "diversity": [0.1]}
     write_metrics(tmp_path, [metrics_line(1, load=load, load_across=across)])
-    drawn = panels(read_run(tmp_path))["health"]
-    assert drawn["across"]["imbalance"] == [[1.5], [3.0]]
-    assert drawn["values"]["imbalance"] == [[None]] * 4 + [[3.5]]
-    assert len(drawn["layers"]) == 5
+    data = panels(read_run(tmp_path))["health"]
+    assert data["across"]["imbalance"] == [[1.5], [3.0]]
+    assert data["values"]["imbalance"] == [[None]] * 4 + [[3.5]]
+    assert len(data["layers"]) == 5
 
 
 def test_loads_are_relative_to_the_mean_of_their_layer(tmp_path: Path) -> None:
     for step, load in ((1, [4, 0, 0, 0]), (20, [1, 1, 1, 1]), (40, [0, 0, 0, 0])):
         append(tmp_path / LOADS, LoadLine(step, "a", load))
         append(tmp_path / LOADS, LoadLine(step, "b", [3, 1, 2, 2]))
-    drawn = panels(read_run(tmp_path))["loads"]
-    assert drawn["step"] == [1, 20, 40] and drawn["layers"] == ["a", "b"]
-    assert [one[0] for one in drawn["ratio"]] == [[400, 0, 0, 0], [100, 100, 100, 100], [100, 100, 100, 100]]
-    assert drawn["ratio"][0][1] == [150, 50, 100, 100]
+    data = panels(read_run(tmp_path))["loads"]
+    assert data["step"] == [1, 20, 40] and data["layers"] == ["a", "b"]
+    assert [one[0] for one in data["ratio"]] == [[400, 0, 0, 0], [100, 100, 100, 100], [100, 100, 100, 100]]
+    assert data["ratio"][0][1] == [150, 50, 100, 100]
 
 
-def test_loads_of_many_experts_and_steps_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_of_many_experts_and_steps_are_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_comm.observe.report.read.MOST_LOADS", 16_000)
     for step in range(1, 31):
         append(tmp_path / LOADS, LoadLine(step, "a", [step] * 2000))
-    drawn = panels(read_run(tmp_path))["loads"]
-    assert drawn["step"][0] == 1 and drawn["step"][-1] == 30 and len(drawn["step"]) == 8
-    assert drawn["per"] == 4 and len(drawn["ratio"][0][0]) == 500
+    data = panels(read_run(tmp_path))["loads"]
+    assert data["step"][0] == 1 and data["step"][-1] == 30 and len(data["step"]) == 8
+    assert data["per"] == 4 and len(data["ratio"][0][0]) == 500
 
 
 def test_a_straggler_has_a_slowdown_in_its_pipeline_stage(tmp_path: Path) -> None:
@@ -121,25 +133,23 @@ def test_a_straggler_has_a_slowdown_in_its_pipeline_stage(tmp_path: Path) -> Non
             compute = (1.0 if rank < 4 else 2.0) * (1.5 if rank == 6 else 1.0)
             append(tmp_path / f"ranks/rank-{rank:05d}.jsonl", rank_line(step, rank, compute))
     append(tmp_path / ATTEMPTS, Attempt(0, 8, 90.0, 102.0, 1, "fresh", {"tp": 2, "cp": 1, "dp": 2, "pp": 2, "ep": 2}))
-    drawn = panels(read_run(tmp_path))["ranks"]
-    assert drawn["slowdown"] == [1, 1, 1, 1, 1, 1, 1.5, 1]
-    assert drawn["pp"] == [0, 0, 0, 0, 1, 1, 1, 1] and drawn["dp"] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert drawn["hosts"] == ["h0", "h1", "h2", "h3"] and drawn["host"] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert drawn["values"]["compute"][6] == [3.0, 3.0]
+    data = panels(read_run(tmp_path))["ranks"]
+    assert data["slowdown"] == [1, 1, 1, 1, 1, 1, 1.5, 1]
+    assert data["pp"] == [0, 0, 0, 0, 1, 1, 1, 1] and data["dp"] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert data["hosts"] == ["h0", "h1", "h2", "h3"] and data["host"] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert data["values"]["compute"][6] == [3.0, 3.0]
 
 
-def test_many_ranks_and_steps_become_few_bins_that_keep_the_stalls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_ranks_and_steps_are_binned_and_stalls_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_comm.observe.report.figures.CELLS", 10)
     for rank in (0, 1):
         for step in range(1, 101):
             line = replace(rank_line(step, rank, 1.0 + rank), checkpoint=3.0 if step == 77 and rank == 1 else 0.0)
             append(tmp_path / f"ranks/rank-{rank:05d}.jsonl", line)
-    drawn = panels(read_run(tmp_path))["ranks"]
-    assert drawn["bins"] == [1, 21, 41, 61, 81] and drawn["width"] == 20
-    assert drawn["values"]["compute"] == [[1.0] * 5, [2.0] * 5]
-    assert drawn["values"]["checkpoint"] == [[0.0] * 5, [0.0, 0.0, 0.0, 3.0, 0.0]]
+    data = panels(read_run(tmp_path))["ranks"]
+    assert data["bins"] == [1, 21, 41, 61, 81] and data["width"] == 20
+    assert data["values"]["compute"] == [[1.0] * 5, [2.0] * 5]
+    assert data["values"]["checkpoint"] == [[0.0] * 5, [0.0, 0.0, 0.0, 3.0, 0.0]]
 
 
 def test_slowdown_of_ranks_without_data_is_nan() -> None:
@@ -156,10 +166,10 @@ def test_bytes_are_means_per_step_between_ranks_and_between_hosts(tmp_path: Path
         append(tmp_path / "ranks/rank-00001.jsonl", rank_line(step, 1, 1.0, peers={"2": 7}))
         append(tmp_path / "ranks/rank-00002.jsonl", rank_line(step, 2, 1.0, links={"0": 0.25 * step}))
     lines = read_run(tmp_path).ranks
-    drawn = links_of(lines)
-    assert drawn["rank"] == {"labels": ["0", "1", "2"], "values": [[None, 10, 150], [None, None, 7], [None] * 3]}
-    assert drawn["host"] == {"labels": ["h0", "h1"], "values": [[10, 157], [None, None]]}
-    assert drawn["probe"]["values"] == [[None, 0.375], [None, None]]
+    data = links_of(lines)
+    assert data["rank"] == {"labels": ["0", "1", "2"], "values": [[None, 10, 150], [None, None, 7], [None] * 3]}
+    assert data["host"] == {"labels": ["h0", "h1"], "values": [[10, 157], [None, None]]}
+    assert data["probe"]["values"] == [[None, 0.375], [None, None]]
     assert lines.sent["dispatch"].tolist() == [50, 0, 0]
 
 
@@ -170,11 +180,11 @@ def test_effective_time_counts_each_step_once(tmp_path: Path) -> None:
     append(tmp_path / ATTEMPTS, Attempt(1, 1, 110.0, 112.0, 3, "checkpoint", last_s=106.0))
     for step, begin in ((1, 102.0), (2, 104.0), (3, 112.0), (4, 114.0), (5, 118.0)):
         append(tmp_path / "ranks/rank-00000.jsonl", rank_line(step, 0, 1.0, begin_s=begin))
-    drawn = panels(read_run(tmp_path))["timeline"]
-    assert drawn["wall_s"] == 20.0 and drawn["effective"] == pytest.approx(9.375 / 20)
-    assert drawn["text"].startswith("effective training time: 46.9% of 20.0 s in 2 attempt(s)")
-    assert [(one["begin"], one["ready"], one["end"]) for one in drawn["attempts"]] == [(0, 2, 6), (10, 12, 20)]
-    assert drawn["faults"][0] | {"what": ""} == {
+    data = panels(read_run(tmp_path))["timeline"]
+    assert data["wall_s"] == 20.0 and data["effective"] == pytest.approx(9.375 / 20)
+    assert data["text"].startswith("effective training time: 46.9% of 20.0 s in 2 attempt(s)")
+    assert [(one["begin"], one["ready"], one["end"]) for one in data["attempts"]] == [(0, 2, 6), (10, 12, 20)]
+    assert data["faults"][0] | {"what": ""} == {
         "at": 7,
         "step": 3,
         "kind": "died",
@@ -200,8 +210,8 @@ def test_missing_or_corrupted_files_are_noted_and_the_rest_is_shown(tmp_path: Pa
     assert "metrics.jsonl: skipped 2 invalid line(s)" in notes
     assert "ranks/: skipped 2 invalid line(s)" in notes
     assert "loads.jsonl cannot be read" in notes and "attempts.jsonl is missing" in notes
-    drawn = panels(run)
-    assert drawn["curves"]["step"] == [1, 2] and drawn["ranks"]["rank"] == [0]
+    data = panels(run)
+    assert data["curves"]["step"] == [1, 2] and data["ranks"]["rank"] == [0]
     page = write_report([tmp_path]).read_text()
     assert "attempts.jsonl is missing" in page
 
@@ -241,7 +251,7 @@ def test_text_from_files_never_becomes_markup(tmp_path: Path) -> None:
     page = write_report([run]).read_text()
     found = [markup for markup in ("<b onclick", "<img src=x", "<script>window.hacked") if markup in page]
     assert not found
-    assert page.count("</script>") == 5, "data, plotly, draw, charts and page alone"
+    assert page.count("</script>") == 5, "only the five scripts of the report"
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None and "<" not in data[1] and "\u2028" not in data[1]
     assert json.loads(data[1])["runs"][0]["ranks"]["hosts"] == [HOSTILE]
@@ -256,13 +266,13 @@ def test_embedded_json_has_only_finite_numbers() -> None:
 
 
 def test_a_thousand_ranks_fit_into_ten_megabytes(tmp_path: Path) -> None:
-    made = SyntheticRun(
+    synthetic = SyntheticRun(
         ranks=1000, steps=30, rank_every=4, layers=16, experts=128, pp=4, stragglers=(Straggler(137, 1.4),)
     )
-    write_run(tmp_path / "run", made)
-    drawn = panels(read_run(tmp_path / "run"))
-    assert len(drawn["ranks"]["rank"]) == 1000 and int(np.argmax(drawn["ranks"]["slowdown"])) == 137
-    assert drawn["ranks"]["slowdown"][137] == pytest.approx(1.4, rel=0.02)
+    write_run(tmp_path / "run", synthetic)
+    data = panels(read_run(tmp_path / "run"))
+    assert len(data["ranks"]["rank"]) == 1000 and int(np.argmax(data["ranks"]["slowdown"])) == 137
+    assert data["ranks"]["slowdown"][137] == pytest.approx(1.4, rel=0.02)
     page = write_report([tmp_path / "run"])
     assert page.stat().st_size < 10e6
 
@@ -270,10 +280,10 @@ def test_a_thousand_ranks_fit_into_ten_megabytes(tmp_path: Path) -> None:
 def test_synthetic_runs_are_readable(tmp_path: Path) -> None:
     fault = SyntheticFault(6, "died", (1,), lost=2, injected=True)
     slow = SlowLink(0, 2, factor=5.0)
-    made = SyntheticRun(
+    synthetic = SyntheticRun(
         ranks=4, steps=10, ranks_per_host=2, ep=2, faults=(fault,), slow_links=(slow,), span_steps=(3,), load_every=5
     )
-    folder = write_run(tmp_path / "run", made)
+    folder = write_run(tmp_path / "run", synthetic)
     steps = list(read_folder(folder / "ranks", RankStep))
     assert [line.step for line in steps if line.rank == 0] == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 9, 10]
     for line in steps:
@@ -283,10 +293,10 @@ def test_synthetic_runs_are_readable(tmp_path: Path) -> None:
     from moe_comm.observe.records import SpanLine
 
     spans = list(read_folder(folder / "spans", SpanLine))
-    meets = [one for one in spans if one.kind == "dispatch" and one.layer == "layers.0.moe" and one.group == [0, 1]]
-    assert {one.rank for one in meets} == {0, 1} and len({(one.call, one.end_ns) for one in meets}) == 1
+    calls = [one for one in spans if one.kind == "dispatch" and one.layer == "layers.0.moe" and one.group == [0, 1]]
+    assert {one.rank for one in calls} == {0, 1} and len({(one.call, one.end_ns) for one in calls}) == 1
     with pytest.raises(ConfigError, match="not empty"):
-        write_run(folder, made)
+        write_run(folder, synthetic)
 
 
 def test_command_writes_one_page_or_compares_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

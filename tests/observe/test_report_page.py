@@ -1,5 +1,4 @@
-"""The report's page in a browser: every panel draws, filters and colours work, keys reach everything, nothing is
-fetched."""
+"""The report page in a browser: panels, filters, colours and keyboard control work without network access."""
 
 from __future__ import annotations
 
@@ -37,27 +36,27 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     hostile = "<img src=x onerror=window.hacked=1></script><script>window.hacked=1</script>"
     append(folder / "a" / FAULTS, FaultRecord(1_700_000_050.0, 12, hostile, [3], "none", hostile))
     write_run(folder / "b", SyntheticRun(ranks=2, steps=30, step_s=1.2, seed=1))
-    made = {"a": [folder / "a"], "b": [folder / "b"], "both": [folder / "a", folder / "b"]}
-    return {name: write_report(runs, folder / f"{name}.html") for name, runs in made.items()}
+    reports = {"a": [folder / "a"], "b": [folder / "b"], "both": [folder / "a", folder / "b"]}
+    return {name: write_report(runs, folder / f"{name}.html") for name, runs in reports.items()}
 
 
 @pytest.fixture
 def page(browser: Any, pages: dict[str, Path]) -> Any:
     """Open a report; at the end, check that there were no console messages and no network requests."""
 
-    shown: list[str] = []
+    opened: list[str] = []
 
     def show(name: str) -> Any:
-        shown.append(pages[name].as_uri())
-        browser.get(shown[-1])
+        opened.append(pages[name].as_uri())
+        browser.get(opened[-1])
         return browser
 
     yield show
     assert browser.get_log("browser") == []
     events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
     sent = [one["params"] for one in events if one["method"] == "Network.requestWillBeSent"]
-    # The browser's own first tab may ask for something too; that is none of the report's.
-    urls = [one["request"]["url"] for one in sent if one["documentURL"] in shown]
+    # Only requests of the report count; the first tab of the browser may send others.
+    urls = [one["request"]["url"] for one in sent if one["documentURL"] in opened]
     assert urls and [url for url in urls if not url.startswith(("file:", "data:", "blob:"))] == []
     assert browser.execute_script("return window.hacked") is None
 
@@ -96,7 +95,7 @@ def marks(browser: Any, name: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["a", "both"])
-def test_every_panel_draws_and_nothing_is_fetched(page: Any, name: str) -> None:
+def test_every_panel_is_drawn_without_network_access(page: Any, name: str) -> None:
     browser = page(name)
     assert run_in(browser, "return document.documentElement.dataset.ready") == "yes"
     for panel in PANELS:
@@ -105,7 +104,7 @@ def test_every_panel_draws_and_nothing_is_fetched(page: Any, name: str) -> None:
         assert box["width"] > 300 and box["height"] >= 300
         label = run_in(browser, f"return document.getElementById('chart-{panel.name}').getAttribute('aria-label')")
         assert label.startswith(panel.title) and "series" in label
-    assert run_in(browser, "return document.documentElement.scrollWidth") <= WIDTH, "nothing sticks out"
+    assert run_in(browser, "return document.documentElement.scrollWidth") <= WIDTH, "the page is wider than the window"
 
 
 def test_steps_ranks_hosts_and_layers_can_be_filtered(page: Any) -> None:
@@ -119,7 +118,7 @@ def test_steps_ranks_hosts_and_layers_can_be_filtered(page: Any) -> None:
     assert [one["name"] for one in traces(browser, "memory")] == ["rank 0", "rank 2", "rank 3"]
     set_to(browser, "host", "1")
     assert [one["name"] for one in traces(browser, "memory")] == ["rank 2", "rank 3"]
-    assert run_in(browser, "return document.getElementById('said').textContent") == "2 of 4 rank(s) shown"
+    assert run_in(browser, "return document.getElementById('filter-status').textContent") == "2 of 4 rank(s) shown"
     set_to(browser, "ranks", "two")
     assert run_in(browser, "return document.getElementById('ranks').getAttribute('aria-invalid')") == "true"
     before = traces(browser, "health")
@@ -167,19 +166,19 @@ def test_two_runs_are_overlaid_with_a_table_of_differences(page: Any) -> None:
 
 
 def test_colours_follow_the_system_and_the_switch(page: Any, browser: Any) -> None:
-    ground = "return getComputedStyle(document.body).backgroundColor"
+    background = "return getComputedStyle(document.body).backgroundColor"
     lines = "return document.getElementById('chart-loss').data[0].line.color"
     try:
         browser.execute_cdp_cmd(
             "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
         )
         page("b")
-        dark = run_in(browser, ground), run_in(browser, lines)
+        dark = run_in(browser, background), run_in(browser, lines)
         set_to(browser, "theme", "light")
-        light = run_in(browser, ground), run_in(browser, lines)
+        light = run_in(browser, background), run_in(browser, lines)
         assert dark[0] == "rgb(15, 19, 24)" and light[0] == "rgb(255, 255, 255)" and dark[1] != light[1]
         set_to(browser, "theme", "system")
-        assert run_in(browser, ground) == dark[0]
+        assert run_in(browser, background) == dark[0]
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
@@ -208,8 +207,8 @@ def test_all_controls_and_tables_are_reachable_by_keyboard(page: Any) -> None:
         *(name for name in reached if name in controls[9:]),
     ]
     assert set(controls) <= set(reached) and {f"table-{panel.name}" for panel in PANELS} <= set(reached)
-    unseen = [name for name, seen in zip(reached, outlined, strict=True) if not seen]
-    assert not unseen, "focus can be seen everywhere"
+    without_outline = [name for name, is_visible in zip(reached, outlined, strict=True) if not is_visible]
+    assert not without_outline, "no visible outline in focus"
     slide = browser.find_element("id", "slide")
     slide.send_keys(Keys.HOME)
     assert run_in(browser, "return document.getElementById('slide').getAttribute('aria-valuetext')") == "step 1"

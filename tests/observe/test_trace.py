@@ -60,7 +60,7 @@ LINES = [*step(0, 0), *step(1, 300), *step(2, 100), *TRANSFERS]
 
 
 @dataclass
-class Read:
+class TraceSlice:
     """A slice of a trace, with the ids of outgoing (flows) and incoming (ends) arrows."""
 
     process: str
@@ -74,15 +74,15 @@ class Read:
     ends: list[int] = field(default_factory=list)
 
 
-def decode(data: bytes) -> list[Read]:
+def decode(data: bytes) -> list[TraceSlice]:
     """Return all slices; fail if they do not nest, or do not end exactly once."""
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
     trace: Any = Trace()
     trace.ParseFromString(data)
     described = {p.track_descriptor.uuid: p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")}
-    stacks: dict[int, list[Read]] = defaultdict(list)
-    found, last = [], 0
+    stacks: dict[int, list[TraceSlice]] = defaultdict(list)
+    slices, last = [], 0
     for packet in trace.packet:
         if not packet.HasField("track_event"):
             continue
@@ -100,20 +100,20 @@ def decode(data: bytes) -> list[Read]:
             for a in event.debug_annotations
         }
         process = described[track.parent_uuid].process.process_name
-        one = Read(process, track.name, event.name, packet.timestamp, -1, len(stack), args)
+        one = TraceSlice(process, track.name, event.name, packet.timestamp, -1, len(stack), args)
         one.flows += event.flow_ids
         one.ends += event.terminating_flow_ids
         stack.append(one)
-        found.append(one)
+        slices.append(one)
     assert not any(stacks.values())
-    return found
+    return slices
 
 
-def arrows_of(found: list[Read]) -> set[tuple[str, str, str, str]]:
-    sources = {flow: one for one in found for flow in one.flows}
-    targets = {flow: one for one in found for flow in one.ends}
-    assert sources.keys() == targets.keys(), "an arrow that leaves arrives"
-    assert all(sources[flow].begin < targets[flow].begin for flow in sources), "or it would be drawn the other way"
+def arrows_of(slices: list[TraceSlice]) -> set[tuple[str, str, str, str]]:
+    sources = {flow: one for one in slices for flow in one.flows}
+    targets = {flow: one for one in slices for flow in one.ends}
+    assert sources.keys() == targets.keys(), "every arrow must have a source and a target"
+    assert all(sources[flow].begin < targets[flow].begin for flow in sources), "arrows must point forward in time"
     return {(sources[f].process, sources[f].name, targets[f].process, targets[f].name) for f in sources}
 
 
@@ -123,23 +123,23 @@ EXPECTED_ARROWS = {
     *((name, "combine backward", name, "dispatch backward") for name in NAMES.values()),
     # Rank 1 enters last.
     *((NAMES[1], name, NAMES[r], "rank 1 arrived") for r in (0, 2) for name in ("dispatch", "combine")),
-    # All at once: the one that is last in order.
+    # All ranks enter at once: the highest rank counts as the last.
     *((NAMES[2], f"{name} backward", NAMES[r], "rank 2 arrived") for r in (0, 1) for name in ("combine", "dispatch")),
     (NAMES[0], "send activations", NAMES[1], "rank 0 sent"),
 }
 
 
 def test_each_span_is_on_the_track_of_its_rank_on_one_clock() -> None:
-    found = [one for one in decode(build(LINES, HOSTS)) if one.args]
-    assert len(found) == len(LINES)
-    assert {one.process for one in found} == {"rank 0 (a)", "rank 1 (a)", "rank 2 (b)"}
-    tracks = {one.name: one.track for one in found if one.process == "rank 1 (a)"}
+    slices = [one for one in decode(build(LINES, HOSTS)) if one.args]
+    assert len(slices) == len(LINES)
+    assert {one.process for one in slices} == {"rank 0 (a)", "rank 1 (a)", "rank 2 (b)"}
+    tracks = {one.name: one.track for one in slices if one.process == "rank 1 (a)"}
     assert tracks == {
         "step": "compute",
         "forward and backward": "compute",
         "attention": "compute",
         "experts": "compute",
-        "dispatch": "collectives",  # the later one of two names
+        "dispatch": "collectives",  # the second of two spans with this name
         "combine": "dispatch and combine",
         "combine backward": "dispatch and combine",
         "rows of others": "dispatch and combine",
@@ -148,8 +148,8 @@ def test_each_span_is_on_the_track_of_its_rank_on_one_clock() -> None:
         "batch": "data and checkpoint",
         "write": TRACKS[-1],
     }
-    assert {(one.begin, one.end) for one in found if one.name == "attention"} == {(1500, 1900)}
-    depths = {one.name: one.depth for one in found if one.process == "rank 0 (a)"}
+    assert {(one.begin, one.end) for one in slices if one.name == "attention"} == {(1500, 1900)}
+    depths = {one.name: one.depth for one in slices if one.process == "rank 0 (a)"}
     assert (depths["step"], depths["forward and backward"], depths["attention"]) == (0, 1, 2)
 
 
@@ -172,9 +172,9 @@ def test_arrows_of_dispatch_and_combine_the_last_rank_and_transfers() -> None:
 
 
 def test_a_waiting_rank_has_a_slice_after_the_last_rank_arrived() -> None:
-    found = [one for one in decode(build([*step(0, 0), *step(1, 300)], {})) if one.process == "rank 0"]
-    (combine,) = [one for one in found if one.name == "combine"]
-    (released,) = [one for one in found if one.name == "rank 1 arrived" and one.begin == 4301]
+    slices = [one for one in decode(build([*step(0, 0), *step(1, 300)], {})) if one.process == "rank 0"]
+    (combine,) = [one for one in slices if one.name == "combine"]
+    (released,) = [one for one in slices if one.name == "rank 1 arrived" and one.begin == 4301]
     assert (released.track, released.depth) == (combine.track, combine.depth + 1) and released.end == combine.end
 
 
@@ -183,15 +183,15 @@ def test_a_call_that_ended_before_the_last_rank_entered_has_no_arrow() -> None:
     assert arrows_of(decode(build(lines, {}))) == set()
 
 
-def test_with_interleaved_micro_batches_arrows_connect_dispatch_and_combine_of_one() -> None:
+def test_arrows_connect_dispatch_and_combine_of_the_same_micro_batch() -> None:
     lines = [
         span(0, "dispatch", "dispatch", 10, 20, group=[0, 1], call=1),
         span(0, "dispatch", "dispatch", 30, 40, group=[0, 1], call=2),
         span(0, "combine", "combine", 50, 60, group=[0, 1], call=1),
         span(0, "combine", "combine", 70, 80, group=[0, 1], call=2),
     ]
-    found = arrows(lines)
-    assert {place: tuple(found.out[place]) for place in (0, 1)} == {0: tuple(found.into[2]), 1: tuple(found.into[3])}
+    ids = arrows(lines)
+    assert {index: tuple(ids.out[index]) for index in (0, 1)} == {0: tuple(ids.into[2]), 1: tuple(ids.into[3])}
 
 
 def test_spans_that_overlap_without_nesting_are_on_tracks_of_one_name() -> None:
@@ -201,9 +201,9 @@ def test_spans_that_overlap_without_nesting_are_on_tracks_of_one_name() -> None:
         span(0, "collective", "inside b", 160, 240),
         span(0, "collective", "c", 250, 250),
     ]
-    found = {one.name: one for one in decode(build(lines, {}))}
-    assert {one.track for one in found.values()} == {"collectives"}
-    assert [(o.begin, o.end, o.depth) for o in found.values()] == [
+    slices = {one.name: one for one in decode(build(lines, {}))}
+    assert {one.track for one in slices.values()} == {"collectives"}
+    assert [(o.begin, o.end, o.depth) for o in slices.values()] == [
         (100, 200, 0),
         (150, 250, 0),
         (160, 240, 1),
@@ -262,9 +262,9 @@ def test_the_command_writes_a_trace_of_the_selected_steps(
 ) -> None:
     out = tmp_path / "deep" / "out.perfetto-trace"
     assert command(["trace", str(run), str(out), "--steps", "40"]) == 0
-    found = decode(out.read_bytes())
-    assert {one.args["step"] for one in found if one.args} == {40}
-    assert sum(1 for one in found if one.args) == len(LINES)
+    slices = decode(out.read_bytes())
+    assert {one.args["step"] for one in slices if one.args} == {40}
+    assert sum(1 for one in slices if one.args) == len(LINES)
     assert f"wrote {len(LINES)} spans to {out}" in capsys.readouterr().out
     assert command(["trace", str(run), str(out)]) == 0
     assert sum(1 for one in decode(out.read_bytes()) if one.args) == 2 * len(LINES)

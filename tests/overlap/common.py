@@ -12,26 +12,26 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.overlap.options import Overlap
 
-BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
-"""Over shared memory, and over the backend."""
+TRANSPORTS = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
+"""Collectives over shared memory, and over the group's backend."""
 OVERLAPS = (*(Overlap(chunks, 1) for chunks in (1, 2, 3, 16)), Overlap(2, 1, deterministic=False))
 
-Found = tuple[Tensor, Tensor, Tensor]
+OutputAndGrads = tuple[Tensor, Tensor, Tensor]
 """Output, gradient of x, gradient of the weight."""
 
 
 def with_every_setting(
-    operator: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Callable[[], Found]
-) -> list[Found]:
+    operator: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Callable[[], OutputAndGrads]
+) -> list[OutputAndGrads]:
     """Return output and gradients for every transport, chunks and determinism. Checks equality of bits.
 
     Args:
         inputs: fresh x, weight and gradient of the output, the same every time.
     """
-    results: list[Found] = []
+    results: list[OutputAndGrads] = []
     group = dist.group.WORLD
     try:
-        for options in BOTH:
+        for options in TRANSPORTS:
             configure_collectives(options)
             for overlap in OVERLAPS:
                 x, w, grad = inputs()
@@ -49,11 +49,11 @@ def with_every_setting(
     return results
 
 
-def assert_near(ranks: Iterable[list[Found]], wholes: Iterable[Found], dtype: torch.dtype) -> None:
+def assert_near(ranks: Iterable[list[OutputAndGrads]], wholes: Iterable[OutputAndGrads], dtype: torch.dtype) -> None:
     """Compare every rank's results with those of one process in float64."""
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
-    for results, whole in zip(ranks, wholes, strict=True):
-        for found in results:
-            for ours, exact in zip(found, whole, strict=True):
+    for results, expected in zip(ranks, wholes, strict=True):
+        for result in results:
+            for actual, exact in zip(result, expected, strict=True):
                 scale = float(exact.abs().max()) if exact.numel() else 0.0
-                torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance * max(scale, 1.0))
+                torch.testing.assert_close(actual.double(), exact, rtol=0, atol=tolerance * max(scale, 1.0))

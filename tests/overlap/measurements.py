@@ -15,16 +15,16 @@ WORK = OperatorWork("gather_matmul", "forward", 1024, 512, 512, torch.float32, 2
 def measured(
     work: OperatorWork = WORK, chunks: int = 8, place: TuningEnvironment = PLACE, ms: float = 1.0
 ) -> Measurement:
-    tried = (Trial(OverlapChoice(), 2.0, 1.5), Trial(OverlapChoice(chunks=chunks), ms, 0.9 * ms))
-    return Measurement(work, place, tried, int(chunks > 1))
+    trials = (Trial(OverlapChoice(), 2.0, 1.5), Trial(OverlapChoice(chunks=chunks), ms, 0.9 * ms))
+    return Measurement(work, place, trials, int(chunks > 1))
 
 
 def fused(work: OperatorWork = WORK, programs: int = 8, ms: float = 0.5) -> Measurement:
     """Return a measurement in which a Triton kernel is the fastest, and 4 chunks the fastest without it."""
-    tried = (
+    trials = (
         Trial(OverlapChoice(), 2.0, 1.5),
         Trial(OverlapChoice(chunks=4), 1.0, 0.9),
         Trial(OverlapChoice(TRITON, programs=programs), ms, 0.0),
         Trial(OverlapChoice(TRITON, programs=2 * programs), 2 * ms, 0.0),
     )
-    return Measurement(work, PLACE, tried, 2)
+    return Measurement(work, PLACE, trials, 2)

@@ -25,7 +25,7 @@ def test_every_row_is_sent_once_to_its_position(case: tuple[NDArray[np.int64], E
     rows_WE, placement, chunks = case
     world, offsets = placement.world, placement.offsets
     plans = [ChunkPlan.of(rows_WE, placement, rank, chunks) for rank in range(world)]
-    for here in range(world):
+    for receiver in range(world):
         # A row is identified by its source and its index in that rank's slots, sorted by expert.
         received: dict[int, tuple[int, int]] = {}
         for chunk in range(chunks):
@@ -33,21 +33,21 @@ def test_every_row_is_sent_once_to_its_position(case: tuple[NDArray[np.int64], E
             for source in range(world):
                 sent = plans[source].chunks[chunk]
                 ends = np.concatenate(([0], np.cumsum(sent.send_counts)))
-                slots_sent = sent.send_S.tolist()[ends[here] : ends[here + 1]]
-                assert len(slots_sent) == plans[here].chunks[chunk].receive_counts[source]
+                slots_sent = sent.send_S.tolist()[ends[receiver] : ends[receiver + 1]]
+                assert len(slots_sent) == plans[receiver].chunks[chunk].receive_counts[source]
                 rows += [(source, slot) for slot in slots_sent]
-            for place, row in zip(plans[here].chunks[chunk].receive_R.tolist(), rows, strict=True):
-                assert received.setdefault(place, row) == row
-        slots = range(plans[here].own_slots.start, plans[here].own_slots.stop)
-        for place, slot in zip(plans[here].own_R.tolist(), slots, strict=True):
-            assert received.setdefault(place, (here, slot)) == (here, slot)
+            for position, row in zip(plans[receiver].chunks[chunk].receive_R.tolist(), rows, strict=True):
+                assert received.setdefault(position, row) == row
+        slots = range(plans[receiver].own_slots.start, plans[receiver].own_slots.stop)
+        for position, slot in zip(plans[receiver].own_R.tolist(), slots, strict=True):
+            assert received.setdefault(position, (receiver, slot)) == (receiver, slot)
         expected = [
             (source, int(rows_WE[source, :expert].sum()) + row)
-            for expert in range(offsets[here], offsets[here + 1])
+            for expert in range(offsets[receiver], offsets[receiver + 1])
             for source in range(world)
             for row in range(rows_WE[source, expert])
         ]
-        assert [received[place] for place in range(len(expected))] == expected
+        assert [received[position] for position in range(len(expected))] == expected
         assert len(received) == len(expected)
 
 
@@ -59,12 +59,12 @@ def test_every_row_is_computed_once_and_after_it_is_received(
     rows_WE, placement, chunks = case
     for rank in range(placement.world):
         chunk_plan = ChunkPlan.of(rows_WE, placement, rank, chunks)
-        here = set(chunk_plan.own_R.tolist())
+        received = set(chunk_plan.own_R.tolist())
         computed: list[int] = []
 
-        def compute(row_range: RowRange, here: set[int] = here, computed: list[int] = computed) -> None:
+        def compute(row_range: RowRange, received: set[int] = received, computed: list[int] = computed) -> None:
             rows = range(row_range.first, row_range.end)
-            assert here.issuperset(rows)
+            assert received.issuperset(rows)
             computed.extend(rows)
 
         pending = PendingOwnRows(chunk_plan.segments)
@@ -72,7 +72,7 @@ def test_every_row_is_computed_once_and_after_it_is_received(
             for _ in range(random.randrange(3)):  # type: ignore[attr-defined]
                 if (row_range := pending.pop()) is not None:
                     compute(row_range)
-            here.update(chunk_plan.chunks[chunk].receive_R.tolist())
+            received.update(chunk_plan.chunks[chunk].receive_R.tolist())
             for row_range in pending.join([chunk]):
                 compute(row_range)
         while (row_range := pending.pop()) is not None:
@@ -80,13 +80,13 @@ def test_every_row_is_computed_once_and_after_it_is_received(
         assert sorted(computed) == list(range(rows_WE[:, placement.local_range(rank)].sum()))
 
 
-def test_most_experts_are_in_one_chunk_and_merge_with_own_rows() -> None:
+def test_received_rows_of_a_chunk_merge_with_pending_own_rows() -> None:
     """Rank 1 of 3 with experts 4 to 7, four chunks: chunk c is expert c, merged with pending own rows."""
     placement = ExpertPlacement.of(12, 3)
     chunk_plan = ChunkPlan.of(np.full((3, 12), 5), placement, 1, 4)
     assert [len(chunk.ranges) for chunk in chunk_plan.chunks] == [2, 2, 2, 2]
     pending = PendingOwnRows(chunk_plan.segments)
-    assert pending.pop() == RowRange(3, 50, 55)  # of the last expert
+    assert pending.pop() == RowRange(3, 50, 55)  # own rows of the last expert
     assert pending.join([0]) == (RowRange(0, 0, 15),)
     assert pending.join([3]) == (RowRange(3, 45, 50), RowRange(3, 55, 60))
     assert max_sent_rows(np.full((3, 12), 5), placement) == 40

@@ -46,9 +46,9 @@ def rates(draw: st.DrawFn) -> GroupRates:
 
 def balanced(operator: str, direction: str, rows: int) -> OperatorWork:
     """Return work whose communication and compute take equally long, at the best rate."""
-    found = work(operator, direction, rows)
-    width = RATES.gemm[-1][1] * 4 / (2 * LINK) * (found.world - 1) / found.world
-    return replace(found, other=round(width))
+    base = work(operator, direction, rows)
+    columns = RATES.gemm[-1][1] * 4 / (2 * LINK) * (base.world - 1) / base.world
+    return replace(base, other=round(columns))
 
 
 @given(works(), rates())
@@ -65,7 +65,7 @@ def test_there_is_one_chunk_if_transfers_use_the_cores(work: OperatorWork, rates
 
 @given(works(), rates(), st.sampled_from(CHUNKS))
 def test_slower_links_and_gemms_never_take_less_time(work: OperatorWork, rates: GroupRates, chunks: int) -> None:
-    load, now = work.load(), predict(work.load(), rates, chunks)
+    load, seconds = work.load(), predict(work.load(), rates, chunks)
     slower = [
         replace(rates, bytes_per_s=rates.bytes_per_s / 2),
         replace(rates, latency_s=rates.latency_s * 2),
@@ -74,34 +74,34 @@ def test_slower_links_and_gemms_never_take_less_time(work: OperatorWork, rates: 
         replace(rates, hides=rates.hides / 2),
         replace(rates, gemm=tuple((rows, rate / 2) for rows, rate in rates.gemm)),
     ]
-    assert all(predict(load, other, chunks) >= now * (1 - 1e-9) for other in slower)
+    assert all(predict(load, other, chunks) >= seconds * (1 - 1e-9) for other in slower)
 
 
 @given(works(), rates(), st.sampled_from(CHUNKS))
 def test_predictions_are_not_below_transfers_or_gemm(work: OperatorWork, rates: GroupRates, chunks: int) -> None:
-    load, found = work.load(), predict(work.load(), rates, chunks)
+    load, predicted = work.load(), predict(work.load(), rates, chunks)
     network = sum(rates.transfer_s(num_bytes) for num_bytes in (load.gathered, load.scattered))
-    assert found >= network * (1 - 1e-9)
+    assert predicted >= network * (1 - 1e-9)
     ideal = replace(rates, gemm=((1, max(rate for _, rate in rates.gemm)),), call_s=0.0)
-    assert found >= ideal.gemm_s(load.gemm) * (1 - 1e-9)
+    assert predicted >= ideal.gemm_s(load.gemm) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("operator", "direction"), WORKS)
 def test_many_rows_on_a_slow_link_are_chunked_and_few_are_not(operator: str, direction: str) -> None:
-    # These compute the weight gradient during the transfer, so one chunk hides as much.
-    already = operator in ("gather_matmul", "swap_matmul") and direction == "backward"
-    assert (cheapest(balanced(operator, direction, 4096), RATES) > 1) is not already
+    # Their backward computes the weight gradient during the transfer, so one chunk hides as much as several.
+    hidden_in_one_chunk = operator in ("gather_matmul", "swap_matmul") and direction == "backward"
+    assert (cheapest(balanced(operator, direction, 4096), RATES) > 1) is not hidden_in_one_chunk
     assert cheapest(balanced(operator, direction, 16), RATES) == 1
 
 
 @pytest.mark.parametrize(("operator", "direction"), WORKS)
 def test_chunks_hide_most_of_the_shorter_of_compute_and_transfer(operator: str, direction: str) -> None:
     load = balanced(operator, direction, 65536).load()
-    apart = sum(RATES.transfer_s(n) for n in (load.gathered, load.scattered))
-    apart += RATES.gemm_s(load.gemm) * (2 if load.weight else 1)
+    sequential = sum(RATES.transfer_s(n) for n in (load.gathered, load.scattered))
+    sequential += RATES.gemm_s(load.gemm) * (2 if load.weight else 1)
     best = min(predict(load, RATES, chunks) for chunks in CHUNKS)
-    smaller = min(RATES.transfer_s(load.gathered or load.scattered), RATES.gemm_s(load.gemm))
-    assert apart - best > 0.75 * smaller
+    shorter = min(RATES.transfer_s(load.gathered or load.scattered), RATES.gemm_s(load.gemm))
+    assert sequential - best > 0.75 * shorter
 
 
 def test_only_linear_layers_with_many_rows_read_shared_memory_in_place() -> None:
@@ -115,21 +115,21 @@ def test_only_linear_layers_with_many_rows_read_shared_memory_in_place() -> None
 def test_one_chunk_takes_the_sum_of_transfer_and_gemm() -> None:
     for operator, direction in (("gather_matmul", "forward"), ("matmul_scatter", "forward")):
         load = work(operator, direction, 512).load()
-        moved = RATES.transfer_s(load.gathered + load.scattered)
-        assert predict(load, RATES, 1) == pytest.approx(moved + RATES.gemm_s(load.gemm))
+        transfer_s = RATES.transfer_s(load.gathered + load.scattered)
+        assert predict(load, RATES, 1) == pytest.approx(transfer_s + RATES.gemm_s(load.gemm))
 
 
 def test_rates_are_interpolated_between_measured_ones() -> None:
-    product = work("gather_matmul", "forward", 1).load().gemm
-    found = [2 * rows * 512 * 512 / RATES.gemm_s(replace(product, rows=rows)) for rows in (16, 40, 64, 4096)]
-    assert found == pytest.approx([5e9, found[1], 20e9, 100e9])
-    assert 5e9 < found[1] < 20e9
+    gemm = work("gather_matmul", "forward", 1).load().gemm
+    rates_at_rows = [2 * rows * 512 * 512 / RATES.gemm_s(replace(gemm, rows=rows)) for rows in (16, 40, 64, 4096)]
+    assert rates_at_rows == pytest.approx([5e9, rates_at_rows[1], 20e9, 100e9])
+    assert 5e9 < rates_at_rows[1] < 20e9
 
 
 def test_grouped_gemms_run_at_the_rate_of_fewer_rows() -> None:
-    whole = work("dispatch_matmul", "forward", 1024)
-    alone = RATES.gemm_s(whole.load().gemm)
-    assert RATES.gemm_s(replace(whole, groups=64).load().gemm) > 2 * alone
+    ungrouped = work("dispatch_matmul", "forward", 1024)
+    ungrouped_s = RATES.gemm_s(ungrouped.load().gemm)
+    assert RATES.gemm_s(replace(ungrouped, groups=64).load().gemm) > 2 * ungrouped_s
 
 
 def test_unknown_work_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The executors of a whole layer: which one runs, and that all have the same bits."""
+"""The executors of a whole layer: which one is chosen, and that the results of all have the same bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.overlap.test_experts import ROUTINGS, D, F, _gradients, _leaves, _rou
 from tests.pool import RankPool
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
-NAMES = ("w13", "w2", "b13", "b2")
+WEIGHT_NAMES = ("w13", "w2", "b13", "b2")
 
 
 def _shared(rank: int, world: int, experts: int, **options: Any) -> SharedMemoryDispatcher:
@@ -58,26 +58,26 @@ def _run(
     assert isinstance(call, SerialCall if overlap is None else PipelinedCall)
     if complete:
         call.complete()
-    mlp = ExpertMLP(tuple(w[name] for name in NAMES), activation_of("swiglu"), recompute)
+    mlp = ExpertMLP(tuple(w[name] for name in WEIGHT_NAMES), activation_of("swiglu"), recompute)
     return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
-def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, WireDtypes, tuple[str, ...]]) -> None:
+def _compare_with_serial(rank: int, world: int, arg: tuple[int, torch.dtype, WireDtypes, tuple[str, ...]]) -> None:
     experts, dtype, wire_dtypes, kinds = arg
     dispatcher = _shared(rank, world, experts, wire_dtypes=wire_dtypes)
     for kind in kinds:
         ids = _routing(kind, rank, experts, min(3, experts))
         leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype)
         grad = draw(ids.shape[0], D, seed=99 + rank, dtype=dtype)
-        wanted = _gradients(leaves, partial(_run, dispatcher, ids, None), grad)
+        expected = _gradients(leaves, partial(_run, dispatcher, ids, None), grad)
         for chunks in (1, 2, 8):
             overlap = Overlap(chunks, 1, executor="pipelined")
             for recompute, complete in ((False, False), (True, False), (False, True)):
                 run = partial(_run, dispatcher, ids, overlap, recompute=recompute, complete=complete)
-                _same(_gradients(leaves, run, grad), wanted, f"{kind}, {chunks} groups, {recompute=}, {complete=}")
+                _same(_gradients(leaves, run, grad), expected, f"{kind}, {chunks} groups, {recompute=}, {complete=}")
         with torch.no_grad():
-            assert torch.equal(run(**leaves), wanted["y"])
-        del wanted
+            assert torch.equal(run(**leaves), expected["y"])
+        del expected
     assert dispatcher.shared.heap.blocks == 0
 
 
@@ -88,7 +88,7 @@ SAME = WireDtypes()
 def test_a_layer_pipelined_over_shared_memory_has_the_bits_of_the_serial_one(
     world: int, request: pytest.FixtureRequest
 ) -> None:
-    request.getfixturevalue(f"pool{world}").run(_bits, (7, torch.float32, SAME, ROUTINGS))
+    request.getfixturevalue(f"pool{world}").run(_compare_with_serial, (7, torch.float32, SAME, ROUTINGS))
 
 
 @pytest.mark.parametrize(
@@ -98,58 +98,58 @@ def test_a_layer_pipelined_over_shared_memory_has_the_bits_of_the_serial_one(
         (1, torch.float32, SAME, ("random",)),
         (4, torch.float32, WireDtypes("fp8_block", "bf16", "bf16", "fp8_token"), ("random",)),
     ],
-    ids=["bf16", "a rank without experts", "payloads"],
+    ids=["bf16", "a rank without experts", "wire dtypes"],
 )
 def test_the_bits_are_equal_in_other_dtypes_placements_and_wire_dtypes(arg: Any, pool2: RankPool) -> None:
-    pool2.run(_bits, arg)
+    pool2.run(_compare_with_serial, arg)
 
 
-def _each_gradient(rank: int, world: int, _: Any) -> None:
+def _compare_partial_gradients(rank: int, world: int, _: Any) -> None:
     dispatcher = _shared(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
     grad = draw(ids.shape[0], D, seed=3)
     run = partial(_run, dispatcher, ids, Overlap(3, 1, executor="pipelined"))
-    wanted = _gradients(leaves, run, grad)
+    expected = _gradients(leaves, run, grad)
     for name in leaves:
         inputs = {other: value.clone().requires_grad_(other == name) for other, value in leaves.items()}
         run(**inputs).backward(grad)
-        _same({name: inputs[name].grad}, wanted, "alone")
+        _same({name: inputs[name].grad}, expected, "alone")
     inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
     y = run(**inputs)
     for _ in range(2):
         again = torch.autograd.grad(y, list(inputs.values()), grad, retain_graph=True)
-        _same(dict(zip(inputs, again, strict=True)), wanted, "again")
+        _same(dict(zip(inputs, again, strict=True)), expected, "again")
     inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
-    parameters = [inputs[name] for name in NAMES]
+    parameters = [inputs[name] for name in WEIGHT_NAMES]
     (x_grad,), groups = stage_backward_input([run(**inputs)], [grad], [inputs["x"]], iter(parameters))
-    _same({"x": x_grad}, wanted, "in halves")
+    _same({"x": x_grad}, expected, "in halves")
     assert all(p.grad is None for p in parameters)
     stage_backward_weight(iter(parameters), groups)
-    _same({name: inputs[name].grad for name in NAMES}, wanted, "later")
+    _same({name: inputs[name].grad for name in WEIGHT_NAMES}, expected, "later")
 
 
-def test_each_gradient_can_be_computed_alone_twice_and_later(pool2: RankPool) -> None:
-    pool2.run(_each_gradient)
+def test_gradients_can_be_computed_separately_repeatedly_and_in_two_steps(pool2: RankPool) -> None:
+    pool2.run(_compare_partial_gradients)
 
 
-def _unlike(rank: int, world: int, _: Any) -> None:
+def _run_one_rank_serially(rank: int, world: int, _: Any) -> None:
     """Rank 1 runs serially, the others do not."""
     dispatcher = _shared(rank, world, 5)
     ids = _routing("random", rank, 5, 2)
     leaves = _leaves(rank, len(dispatcher.local_experts), ids, torch.float32)
     grad = draw(ids.shape[0], D, seed=3)
     pipelined = Overlap(4, 1, executor="pipelined")
-    wanted = _gradients(leaves, partial(_run, dispatcher, ids, pipelined), grad)
-    own = None if rank == 1 else pipelined
-    _same(_gradients(leaves, partial(_run, dispatcher, ids, own), grad), wanted, "with a serial rank")
+    expected = _gradients(leaves, partial(_run, dispatcher, ids, pipelined), grad)
+    overlap_of_rank = None if rank == 1 else pipelined
+    _same(_gradients(leaves, partial(_run, dispatcher, ids, overlap_of_rank), grad), expected, "with a serial rank")
 
 
 def test_serial_and_pipelined_ranks_run_together_over_shared_memory(pool4: RankPool) -> None:
-    pool4.run(_unlike)
+    pool4.run(_run_one_rank_serially)
 
 
-def _names(rank: int, world: int, _: Any) -> None:
+def _check_choices(rank: int, world: int, _: Any) -> None:
     group = dist.group.WORLD
     assert group is not None
     placement = ExpertPlacement.of(4, world)
@@ -157,16 +157,16 @@ def _names(rank: int, world: int, _: Any) -> None:
     x, weights = torch.ones(ids.shape[0], D), torch.ones(ids.shape)
 
     def call(dispatcher: Dispatcher, **options: Any) -> ExpertCall:
-        found = dispatch_rows(dispatcher, x, ids, weights, Overlap(**options), width=F)
-        found.complete()
-        return found
+        expert_call = dispatch_rows(dispatcher, x, ids, weights, Overlap(**options), width=F)
+        expert_call.complete()
+        return expert_call
 
     shared, network = _shared(rank, world, 4), AllToAllDispatcher(placement, group, rank)
     gathered = AllGatherDispatcher(placement, group, rank)
     for dispatcher in (shared, network):
         assert isinstance(call(dispatcher, executor="serial"), SerialCall)
         assert isinstance(call(dispatcher, executor="pipelined"), PipelinedCall)
-        assert isinstance(call(dispatcher), SerialCall), "too few rows for two chunks"
+        assert isinstance(call(dispatcher), SerialCall), "there are too few rows for two chunks"
         assert isinstance(call(dispatcher, chunk_bytes=1), PipelinedCall)
     assert isinstance(call(gathered, chunk_bytes=1), SerialCall)
     assert isinstance(call(shared, chunks="auto"), SerialCall)
@@ -177,14 +177,14 @@ def _names(rank: int, world: int, _: Any) -> None:
         explain_overlap(each, tokens=8, top_k=2, hidden=D, ffn=F).splitlines() for each in (shared, network, gathered)
     ]
     assert [lines[0].split(":")[0] for lines in reasons] == ["serial", "rates", "serial"]
-    assert reasons[1][-1].startswith("choice: serial"), "few rows are never sent in chunks"
+    assert reasons[1][-1].startswith("choice: serial"), "auto must not send few rows in chunks"
     layer = MoELayer.build(MoEConfig(D, F, RouterConfig(4, 2)), group, backend="all_to_all", seed=1, overlap="auto")
     assert layer.overlap == Overlap("auto")
     assert layer(x).shape == x.shape
 
 
-def test_auto_falls_back_to_serial_and_an_unsupported_named_executor_is_an_error(pool2: RankPool) -> None:
-    pool2.run(_names)
+def test_auto_falls_back_to_serial_and_unsupported_executors_are_refused(pool2: RankPool) -> None:
+    pool2.run(_check_choices)
 
 
 def test_unknown_executors_and_overlaps_are_refused() -> None:
@@ -194,7 +194,7 @@ def test_unknown_executors_and_overlaps_are_refused() -> None:
         MoELayer.build(MoEConfig(D, F, RouterConfig(4, 2)), overlap="always")  # type: ignore[arg-type]
 
 
-def _raises_between(rank: int, world: int, where: str) -> None:
+def _raise_on_rank_1(rank: int, world: int, where: str) -> None:
     """Rank 1 raises between dispatch and experts, or in an expert."""
     group = dist.new_group(backend="gloo")
     dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=20))
@@ -215,4 +215,4 @@ def _raises_between(rank: int, world: int, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["between", "experts"])
 def test_an_exception_between_dispatch_and_experts_reaches_all_ranks(where: str, pool2: RankPool) -> None:
-    pool2.run(_raises_between, where)
+    pool2.run(_raise_on_rank_1, where)

@@ -78,12 +78,12 @@ def _gradients(leaves: dict[str, Tensor], forward: Any, grad: Tensor) -> dict[st
     return {"y": y.detach()} | {name: value.grad for name, value in inputs.items() if value.grad is not None}
 
 
-def _same(found: dict[str, Any], wanted: dict[str, Tensor], where: str) -> None:
-    for name, value in found.items():
-        assert torch.equal(value, wanted[name]), f"{name} differs {where}"
+def _same(actual: dict[str, Any], expected: dict[str, Tensor], where: str) -> None:
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name]), f"{name} differs {where}"
 
 
-def _layer(rank: int, world: int, arg: tuple[str, torch.dtype, int, WireDtypes | None, int, int]) -> None:
+def _compare_with_serial(rank: int, world: int, arg: tuple[str, torch.dtype, int, WireDtypes | None, int, int]) -> None:
     kind, dtype, experts, wire_dtypes, hidden, ffn = arg
     dispatcher = _dispatcher(rank, world, experts, wire_dtypes)
     ids = _routing(kind, rank, experts, min(3, experts))
@@ -100,13 +100,13 @@ def _layer(rank: int, world: int, arg: tuple[str, torch.dtype, int, WireDtypes |
         )
         return dispatcher.combine(rows, weights, dispatched.handle)
 
-    wanted = _gradients(leaves, serial, grad)
+    expected = _gradients(leaves, serial, grad)
     for chunks in CHUNKS:
         for recompute in (False, True):
             overlapped = partial(_overlapped, dispatcher, ids, chunks, recompute)
-            _same(_gradients(leaves, overlapped, grad), wanted, f"with {chunks} chunks, recompute {recompute}")
+            _same(_gradients(leaves, overlapped, grad), expected, f"with {chunks} chunks, recompute {recompute}")
     with torch.no_grad():
-        assert torch.equal(overlapped(**leaves), wanted["y"])
+        assert torch.equal(overlapped(**leaves), expected["y"])
 
 
 def _overlapped(
@@ -123,7 +123,7 @@ def test_the_pipelined_layer_has_the_bits_of_the_serial_one(
     world: int, kind: str, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(_layer, (kind, torch.float32, 7, None, D, F))
+    pool.run(_compare_with_serial, (kind, torch.float32, 7, None, D, F))
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_the_pipelined_layer_has_the_bits_of_the_serial_one(
         ("random", torch.float32, 6, WireDtypes("fp8_block", "bf16", "bf16", "fp8_token"), D, F),
         ("random", torch.float32, 5, None, 20, 24),
     ],
-    ids=["bf16", "an expert a rank", "a rank without experts", "payloads", "rows that begin within cache lines"],
+    ids=["bf16", "one expert per rank", "a rank without experts", "wire dtypes", "rows not aligned to cache lines"],
 )
 def test_the_bits_are_equal_in_other_dtypes_placements_and_wire_dtypes(arg: Any, pool2: RankPool) -> None:
-    pool2.run(_layer, arg)
+    pool2.run(_compare_with_serial, arg)
 
 
-def _operators(rank: int, world: int, kind: str) -> None:
+def _compare_operators(rank: int, world: int, kind: str) -> None:
     dispatcher = _dispatcher(rank, world, 5)
     ids = _routing(kind, rank, 5, 2)
     leaves = _leaves(rank, len(dispatcher.local_experts), ids, torch.float32, gated=False)
@@ -163,59 +163,59 @@ def _operators(rank: int, world: int, kind: str) -> None:
         rows = torch.cat([part @ a.T @ b.T for part, a, b in zip(parts, w13, w2, strict=True)])
         return dispatcher.combine(rows, weights, dispatched.handle)
 
-    wanted = _gradients(leaves, serial, grad)
-    for chunks, found in zip(CHUNKS, results, strict=True):
-        _same(found, results[0], f"with {chunks} chunks")
-    for name, value in wanted.items():
+    expected = _gradients(leaves, serial, grad)
+    for chunks, result in zip(CHUNKS, results, strict=True):
+        _same(result, results[0], f"with {chunks} chunks")
+    for name, value in expected.items():
         torch.testing.assert_close(results[0][name], value, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
-def test_both_operators_have_the_bits_of_their_references(kind: str, pool2: RankPool, pool4: RankPool) -> None:
-    pool2.run(_operators, kind)
-    pool4.run(_operators, kind)
+def test_expert_operators_have_the_bits_of_their_references(kind: str, pool2: RankPool, pool4: RankPool) -> None:
+    pool2.run(_compare_operators, kind)
+    pool4.run(_compare_operators, kind)
 
 
-def _frozen(rank: int, world: int, _: Any) -> None:
+def _compare_partial_gradients(rank: int, world: int, _: Any) -> None:
     """Only some inputs need gradients, the same on every rank; each gradient is also computed alone."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
     grad = draw(ids.shape[0], D, seed=3)
     overlapped = partial(_overlapped, dispatcher, ids, 2, False)
-    wanted = _gradients(leaves, overlapped, grad)
+    expected = _gradients(leaves, overlapped, grad)
     for name in leaves:
         inputs = {other: value.clone().requires_grad_(other == name) for other, value in leaves.items()}
         overlapped(**inputs).backward(grad)
-        found = inputs[name].grad
-        assert found is not None
-        assert torch.equal(found, wanted[name]), name
+        grad_of_input = inputs[name].grad
+        assert grad_of_input is not None
+        assert torch.equal(grad_of_input, expected[name]), name
     inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
     y = overlapped(**inputs)
     for _ in range(2):
         again = torch.autograd.grad(y, list(inputs.values()), grad, retain_graph=True)
-        assert all(torch.equal(a, wanted[name]) for a, name in zip(again, inputs, strict=True))
+        assert all(torch.equal(a, expected[name]) for a, name in zip(again, inputs, strict=True))
 
 
 def test_each_gradient_can_be_computed_alone_and_twice(pool2: RankPool) -> None:
-    pool2.run(_frozen, None)
+    pool2.run(_compare_partial_gradients, None)
 
 
-def _bad(rank: int, world: int, what: str) -> str:
+def _call_with_bad_input(rank: int, world: int, fault: str) -> str:
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", 0, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32, gated=False)
     x, w13 = leaves["x"], leaves["w13"]
     try:
-        if rank == 0 and what == "width":
+        if rank == 0 and fault == "width":
             w13 = w13[:, :, :-1]
-        if rank == 0 and what == "id":
+        if rank == 0 and fault == "id":
             ids[0, 0] = 9
-        if rank == 0 and what == "dtype":
+        if rank == 0 and fault == "dtype":
             x, w13 = x.bfloat16(), w13.bfloat16()
         h, dispatch = first.dispatch_matmul(dispatcher, x, ids, w13)
-        w2 = leaves["w2"][:, :-1] if rank == 0 and what == "last width" else leaves["w2"]
-        weights = leaves["weights"][:-1] if rank == 0 and what == "weights" else leaves["weights"]
+        w2 = leaves["w2"][:, :-1] if rank == 0 and fault == "last width" else leaves["w2"]
+        weights = leaves["weights"][:-1] if rank == 0 and fault == "weights" else leaves["weights"]
         last.matmul_combine(h, w2, weights, dispatch)
     except (InputError, RoutingError, RankMismatch) as error:
         return type(error).__name__
@@ -236,7 +236,7 @@ def test_ranks_that_need_different_gradients_get_an_error(pool2: RankPool) -> No
     pool2.run(_disagree, None)
 
 
-def _changed(rank: int, world: int, _: Any) -> None:
+def _change_weights_after_forward(rank: int, world: int, _: Any) -> None:
     """A change of the routing weights in place after forward does not affect backward."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
@@ -253,11 +253,11 @@ def _changed(rank: int, world: int, _: Any) -> None:
     assert torch.equal(grads[0], grads[1])
 
 
-def test_routing_weights_are_those_of_forward(pool2: RankPool) -> None:
-    pool2.run(_changed, None)
+def test_backward_uses_the_routing_weights_of_forward(pool2: RankPool) -> None:
+    pool2.run(_change_weights_after_forward, None)
 
 
-def _other_dispatcher(rank: int, world: int, _: Any) -> None:
+def _use_all_gather_dispatcher(rank: int, world: int, _: Any) -> None:
     group = dist.group.WORLD
     assert group is not None
     dispatcher = AllGatherDispatcher(ExpertPlacement.of(4, world), group, rank)
@@ -266,11 +266,11 @@ def _other_dispatcher(rank: int, world: int, _: Any) -> None:
 
 
 def test_a_dispatcher_that_cannot_overlap_is_refused(pool2: RankPool) -> None:
-    pool2.run(_other_dispatcher, None)
+    pool2.run(_use_all_gather_dispatcher, None)
 
 
 @pytest.mark.parametrize(
-    ("what", "kinds"),
+    ("fault", "errors"),
     [
         ("width", {"InputError"}),
         ("id", {"RoutingError"}),
@@ -279,33 +279,33 @@ def test_a_dispatcher_that_cannot_overlap_is_refused(pool2: RankPool) -> None:
         ("weights", {"InputError"}),
     ],
 )
-def test_bad_input_on_one_rank_is_an_error_on_all(what: str, kinds: set[str], pool2: RankPool) -> None:
-    assert set(pool2.run(_bad, what)) == kinds
+def test_bad_input_on_one_rank_raises_on_all(fault: str, errors: set[str], pool2: RankPool) -> None:
+    assert set(pool2.run(_call_with_bad_input, fault)) == errors
 
 
-def _split(rank: int, world: int, _: Any) -> None:
+def _split_backward(rank: int, world: int, _: Any) -> None:
     """Compute the gradient of the rows first and those of the weights later, as zero-bubble schedules do."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
     grad = draw(ids.shape[0], D, seed=3)
-    wanted = _gradients(leaves, partial(_overlapped, dispatcher, ids, 3, False), grad)
+    expected = _gradients(leaves, partial(_overlapped, dispatcher, ids, 3, False), grad)
     inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
     y = _overlapped(dispatcher, ids, 3, False, **inputs)
     weights = [inputs[name] for name in ("w13", "w2", "b13", "b2")]
     (x_grad,), groups = stage_backward_input([y], [grad], [inputs["x"]], iter(weights))
     assert x_grad is not None
-    assert torch.equal(x_grad, wanted["x"])
+    assert torch.equal(x_grad, expected["x"])
     assert all(w.grad is None for w in weights)
     stage_backward_weight(iter(weights), groups)
-    _same({name: inputs[name].grad for name in ("w13", "w2", "b13", "b2")}, wanted, "later")
+    _same({name: inputs[name].grad for name in ("w13", "w2", "b13", "b2")}, expected, "later")
 
 
 def test_weight_gradients_can_be_computed_later(pool2: RankPool) -> None:
-    pool2.run(_split, None)
+    pool2.run(_split_backward, None)
 
 
-def _dies(rank: int, world: int, when: str) -> None:
+def _exit_on_rank_1(rank: int, world: int, when: str) -> None:
     dispatcher = _dispatcher(rank, world, 6)
     ids = _routing("random", rank, 6, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
@@ -325,18 +325,18 @@ def _exit(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["before the others have its rows", "before the others have its results"])
-def test_a_rank_that_dies_is_an_error_on_the_others(when: str) -> None:
+def test_an_exited_rank_raises_on_the_others(when: str) -> None:
     with RankPool(3) as pool:
-        pool.run(_dies, when, expect_dead={1})
+        pool.run(_exit_on_rank_1, when, expect_dead={1})
 
 
-def _module(rank: int, world: int, name: str) -> None:
+def _compare_layer(rank: int, world: int, name: str) -> None:
     config = MODULES[name]
     results = []
     for overlap in (None, Overlap(3, 1), Overlap("auto")):
         layer = MoELayer.build(
             config,
-            MoEGroups(dist.group.WORLD, 2 if name == "parts" else 1),
+            MoEGroups(dist.group.WORLD, 2 if name == "expert slices" else 1),
             backend="all_to_all",
             seed=5,
             overlap=overlap,
@@ -347,19 +347,19 @@ def _module(rank: int, world: int, name: str) -> None:
         grads = {key: p.grad for key, p in layer.named_parameters() if p.grad is not None}
         results.append({"y": y.detach(), "x": x.grad, **grads})
     plain, *overlapped = results
-    for found in overlapped:
-        _same(found, plain, f"with {name}")
+    for result in overlapped:
+        _same(result, plain, f"with {name}")
 
 
 MODULES = {
     "a shared expert": MoEConfig(D, F, RouterConfig(6, 2), shared_ffn=24, shared_gate=True),
     "zero experts": MoEConfig(D, F, RouterConfig(6, 3, zero_experts=ZeroExperts(identity=1, zero=1))),
     "capacity": MoEConfig(D, F, RouterConfig(6, 2), capacity=Capacity(1.0), expert_bias=True),
-    "parts": MoEConfig(D, F, RouterConfig(6, 2)),
+    "expert slices": MoEConfig(D, F, RouterConfig(6, 2)),
     "recompute": MoEConfig(D, F, RouterConfig(6, 2), recompute=True),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_layer_gives_the_same_bits_with_overlap_and_without(name: str, pool4: RankPool) -> None:
-    pool4.run(_module, name)
+def test_overlap_changes_no_bit_of_a_layer(name: str, pool4: RankPool) -> None:
+    pool4.run(_compare_layer, name)

@@ -19,7 +19,7 @@ from moe_comm.overlap.gather_matmul import gather_matmul, reference as gather_re
 from moe_comm.overlap.matmul_scatter import matmul_scatter, reference as scatter_reference
 from moe_comm.overlap.options import Overlap
 from tests.layers.reference import draw
-from tests.overlap.common import BOTH, Found, assert_near, with_every_setting
+from tests.overlap.common import TRANSPORTS, OutputAndGrads, assert_near, with_every_setting
 from tests.pool import RankPool
 
 OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
@@ -41,7 +41,7 @@ def _grad(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype: 
     return draw(rows * (world if name == "gather_matmul" else 1), outputs, seed=100 + rank, dtype=dtype)
 
 
-def _whole(name: str, world: int, shape: tuple[int, int, int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _expected(name: str, world: int, shape: tuple[int, int, int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return output and both gradients of each rank in float64, computed by one process."""
     inputs = [_inputs(name, r, world, shape, torch.float64) for r in range(world)]
     grads = [_grad(name, r, world, shape, torch.float64) for r in range(world)]
@@ -62,7 +62,7 @@ def _run(
     """Return output and gradients for every transport, chunks and determinism. Checks equality of bits."""
     name, shape, dtype = arg
 
-    def inputs() -> Found:
+    def inputs() -> OutputAndGrads:
         return *_inputs(name, rank, world, shape, dtype), _grad(name, rank, world, shape, dtype)
 
     return with_every_setting(*OPERATORS[name], inputs)
@@ -76,8 +76,8 @@ def test_output_and_gradients_have_the_bits_of_serial_execution(
     world: int, name: str, shape: tuple[int, int, int], dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    wholes = _whole(name, world, shape)
-    assert_near(pool.run(_run, (name, shape, dtype)), wholes, dtype)
+    expected = _expected(name, world, shape)
+    assert_near(pool.run(_run, (name, shape, dtype)), expected, dtype)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -91,40 +91,40 @@ def test_one_rank_needs_no_group(name: str) -> None:
     torch.testing.assert_close(x.grad, torch.ones(9, 6) @ w.detach())
 
 
-def _partly(rank: int, world: int, name: str) -> None:
+def _run_with_one_gradient(rank: int, world: int, name: str) -> None:
     operator, _ = OPERATORS[name]
     shape = (20, 8, 4)
-    whole = _inputs(name, rank, world, shape, torch.float32)
-    for wanted in (0, 1):
-        x, w = (t.clone().requires_grad_(i == wanted) for i, t in enumerate(whole))
+    inputs = _inputs(name, rank, world, shape, torch.float32)
+    for required in (0, 1):
+        x, w = (t.clone().requires_grad_(i == required) for i, t in enumerate(inputs))
         operator(x, w, dist.group.WORLD).backward(_grad(name, rank, world, shape, torch.float32))
-        assert (x.grad is None) == (wanted == 1)
-        assert (w.grad is None) == (wanted == 0)
+        assert (x.grad is None) == (required == 1)
+        assert (w.grad is None) == (required == 0)
 
 
 def _autocast(rank: int, world: int, name: str) -> None:
     operator, reference = OPERATORS[name]
     x, w = (t.requires_grad_() for t in _inputs(name, rank, world, (40, 16, 16), torch.float32))
     grad = _grad(name, rank, world, (40, 16, 16), torch.float32)
-    plain = torch.autograd.grad(operator(x, w, dist.group.WORLD, Overlap(2, 1)), (x, w), grad)
+    expected = torch.autograd.grad(operator(x, w, dist.group.WORLD, Overlap(2, 1)), (x, w), grad)
     with torch.autocast("cpu", torch.bfloat16):
         y = operator(x, w, dist.group.WORLD, Overlap(2, 1))
-        inside = torch.autograd.grad(y, (x, w), grad)
+        with_autocast = torch.autograd.grad(y, (x, w), grad)
     assert torch.equal(y, reference(x.detach(), w.detach(), dist.group.WORLD))
-    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, with_autocast, strict=True))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_autocast_changes_no_rows(name: str, pool2: RankPool) -> None:
+def test_autocast_does_not_change_outputs_and_gradients(name: str, pool2: RankPool) -> None:
     pool2.run(_autocast, name)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_gradient_that_is_not_needed_is_not_computed(name: str, pool2: RankPool) -> None:
-    pool2.run(_partly, name)
+    pool2.run(_run_with_one_gradient, name)
 
 
-def _bad(rank: int, world: int, arg: Any) -> None:
+def _call_with_bad_input(rank: int, world: int, arg: Any) -> None:
     x, w = torch.ones(4, 3), torch.ones(5, 3)
     for operator, _ in OPERATORS.values():
         with pytest.raises(InputError, match=r"takes x \[rows, D\] and weight \[N, D\]; got \(4, 3\) and \(5, 2\)"):
@@ -142,7 +142,7 @@ def _bad(rank: int, world: int, arg: Any) -> None:
 
 
 def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(pool2: RankPool) -> None:
-    pool2.run(_bad)
+    pool2.run(_call_with_bad_input)
 
 
 def test_small_rows_are_sent_in_fewer_chunks() -> None:
@@ -156,7 +156,7 @@ def test_chunks_are_a_whole_number_of_at_least_one(chunks: Any) -> None:
         Overlap(chunks)
 
 
-def _dies(rank: int, world: int, options: CollectiveOptions) -> None:
+def _exit_on_rank_1(rank: int, world: int, options: CollectiveOptions) -> None:
     configure_collectives(options)
     x, w = torch.ones(64, 16), torch.ones(16, 16)
     gather_matmul(x, w, dist.group.WORLD)
@@ -166,7 +166,7 @@ def _dies(rank: int, world: int, options: CollectiveOptions) -> None:
         gather_matmul(x, w, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("options", BOTH, ids=["memory", "backend"])
-def test_a_rank_that_dies_is_named(options: CollectiveOptions) -> None:
+@pytest.mark.parametrize("options", TRANSPORTS, ids=["memory", "backend"])
+def test_an_exited_rank_is_named_in_the_error(options: CollectiveOptions) -> None:
     with RankPool(2) as pool:
-        pool.run(_dies, options, expect_dead={1})
+        pool.run(_exit_on_rank_1, options, expect_dead={1})

@@ -50,7 +50,7 @@ from tests.pool import RankPool
 
 D, F, ROWS, TOKENS = 16, 32, 64, 8
 CHUNKED = Overlap(2, 1, backend="chunked", executor="pipelined")
-LARGE = 64
+MIN_ELEMENTS = 64
 """Minimum number of elements of a transfer of rows. Handshakes and weights are smaller."""
 
 Run = Callable[[int], Tensor]
@@ -76,14 +76,14 @@ class Gate:
 
 
 @contextlib.contextmanager
-def _transfers(before: Callable[[int], None], taken: Callable[[int], None]) -> Iterator[None]:
-    """Call ``before`` before this rank starts its n-th transfer of rows, and ``taken`` after it has the result."""
+def _transfers(before: Callable[[int], None], received: Callable[[int], None]) -> Iterator[None]:
+    """Call ``before`` before this rank starts its n-th transfer of rows, and ``received`` after it has the result."""
     count = 0
 
-    def noting(real: Callable[..., PendingTensor]) -> Callable[..., PendingTensor]:
+    def recording(real: Callable[..., PendingTensor]) -> Callable[..., PendingTensor]:
         def start(self: Channel, rows: Tensor, *args: Any) -> PendingTensor:
             nonlocal count
-            if rows.numel() < LARGE or not rows.is_floating_point():
+            if rows.numel() < MIN_ELEMENTS or not rows.is_floating_point():
                 return real(self, rows, *args)
             number, count = count, count + 1
             before(number)
@@ -91,7 +91,7 @@ def _transfers(before: Callable[[int], None], taken: Callable[[int], None]) -> I
 
             def wait() -> Tensor:
                 tensor = pending()
-                taken(number)
+                received(number)
                 return tensor
 
             return replace(pending, wait=wait)
@@ -99,35 +99,35 @@ def _transfers(before: Callable[[int], None], taken: Callable[[int], None]) -> I
         return start
 
     with (
-        mock.patch.object(Channel, "start_all_to_all", noting(Channel.start_all_to_all)),
-        mock.patch.object(Channel, "start_all_gather", noting(Channel.start_all_gather)),
+        mock.patch.object(Channel, "start_all_to_all", recording(Channel.start_all_to_all)),
+        mock.patch.object(Channel, "start_all_gather", recording(Channel.start_all_gather)),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _products(before: Callable[[int], None], after: Callable[[int], None]) -> Iterator[None]:
+def _gemms(before: Callable[[int], None], after: Callable[[int], None]) -> Iterator[None]:
     """Call ``before`` and ``after`` around this rank's n-th GEMM."""
     count = 0
 
-    def noting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def product(*args: Any, **kwargs: Any) -> Any:
+    def recording(real: Callable[..., Any]) -> Callable[..., Any]:
+        def gemm(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             number, count = count, count + 1
             before(number)
-            found = real(*args, **kwargs)
+            result = real(*args, **kwargs)
             after(number)
-            return found
+            return result
 
-        return product
+        return gemm
 
     with contextlib.ExitStack() as stack:
         for module, name in ((expert_mlp, "expert_mm"), (chunked, "row_invariant_mm"), (ulysses, "row_invariant_mm")):
-            stack.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
+            stack.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
         yield
 
 
-def _nothing(_: int) -> None:
+def _do_nothing(_: int) -> None:
     pass
 
 
@@ -146,17 +146,19 @@ def _dispatcher(rank: int, world: int) -> AllToAllDispatcher:
 
 
 def _other_ranks_experts(rank: int) -> Tensor:
-    """[T, 1] of two ranks with two experts each: none of a rank's tokens stays on it, so that no product is of own
-    rows, and a chunk is one expert."""
+    """Return ids [T, 1] for two ranks with two experts each: all tokens go to the other rank.
+
+    So no GEMM computes own rows, and a chunk is one expert.
+    """
     return (torch.arange(TOKENS) % 2 + 2 * (1 - rank)).unsqueeze(1)
 
 
-def _first(rank: int) -> Tensor:
+def _run_dispatch_matmul(rank: int) -> Tensor:
     x, w = draw(TOKENS, D, seed=rank).requires_grad_(), draw(2, F, D, seed=9)
     return dispatch_matmul(_dispatcher(rank, 2), x, _other_ranks_experts(rank), w, CHUNKED)[0]
 
 
-def _last(rank: int) -> Callable[[], Tensor]:
+def _prepare_matmul_combine(rank: int) -> Callable[[], Tensor]:
     h, dispatch = dispatch_matmul(
         _dispatcher(rank, 2), draw(TOKENS, D, seed=rank), _other_ranks_experts(rank), draw(2, F, D, seed=9), CHUNKED
     )
@@ -175,36 +177,36 @@ RUNS: dict[str, Run] = {
     "matmul_scatter": _linear(matmul_scatter, 2 * ROWS, D, (F, D)),
     "swap_matmul": _linear(swap_matmul, 2 * ROWS, D, (F, 2 * D)),
     "matmul_swap": _linear(matmul_swap, ROWS, D, (F, D)),
-    "dispatch_matmul": _first,
-    "matmul_combine": lambda rank: _last(rank)(),
+    "dispatch_matmul": _run_dispatch_matmul,
+    "matmul_combine": lambda rank: _prepare_matmul_combine(rank)(),
     "layer": _layer,
 }
 
 
-def _passes(rank: int, name: str, direction: str) -> Callable[[], object]:
-    """Return the pass of an operator to observe. The passes before it have run."""
+def _prepare_pass(rank: int, name: str, direction: str) -> Callable[[], object]:
+    """Return the pass of an operator to observe, after running the passes before it."""
     if direction == "forward":
-        return _last(rank) if name == "matmul_combine" else lambda: RUNS[name](rank)
+        return _prepare_matmul_combine(rank) if name == "matmul_combine" else lambda: RUNS[name](rank)
     y = RUNS[name](rank)
     return lambda: y.backward(torch.ones_like(y))
 
 
-def _arrivals(rank: int, world: int, arg: tuple[str, str, int, Path]) -> None:
-    name, direction, products, path = arg
+def _check_arrivals(rank: int, world: int, arg: tuple[str, str, int, Path]) -> None:
+    name, direction, gemms, path = arg
     configure_collectives(CollectiveOptions(shared_memory=False))
     try:
         gate = Gate(dist.FileStore(str(path), world), f"{name} {direction}")
-        run = _passes(rank, name, direction)
+        run = _prepare_pass(rank, name, direction)
 
         def before(number: int) -> None:
             if rank == 1 and number == 1:
                 gate.wait()
 
         def after(number: int) -> None:
-            if rank == 0 and number + 1 == products:
+            if rank == 0 and number + 1 == gemms:
                 gate.open()
 
-        with _transfers(before, _nothing), _products(_nothing, after):
+        with _transfers(before, _do_nothing), _gemms(_do_nothing, after):
             run()
         assert gate.used
     finally:
@@ -212,9 +214,9 @@ def _arrivals(rank: int, world: int, arg: tuple[str, str, int, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "direction", "products"),
+    ("name", "direction", "gemms"),
     [
-        ("gather_matmul", "forward", 2),  # own rows, and the first chunk
+        ("gather_matmul", "forward", 2),  # the GEMMs of own rows and of the first chunk
         ("matmul_scatter", "backward", 2),
         ("swap_matmul", "forward", 1),
         ("matmul_swap", "backward", 1),
@@ -225,27 +227,27 @@ def _arrivals(rank: int, world: int, arg: tuple[str, str, int, Path]) -> None:
     ],
 )
 def test_received_rows_are_computed_before_the_rest_is_received(
-    name: str, direction: str, products: int, pool2: RankPool, tmp_path: Path
+    name: str, direction: str, gemms: int, pool2: RankPool, tmp_path: Path
 ) -> None:
-    pool2.run(_arrivals, (name, direction, products, tmp_path / "store"), timeout=45)
+    pool2.run(_check_arrivals, (name, direction, gemms, tmp_path / "store"), timeout=45)
 
 
-def _departures(rank: int, world: int, arg: tuple[str, str, int, int, Path]) -> None:
-    name, direction, product, transfer, path = arg
+def _check_departures(rank: int, world: int, arg: tuple[str, str, int, int, Path]) -> None:
+    name, direction, gemm, transfer, path = arg
     configure_collectives(CollectiveOptions(shared_memory=False))
     try:
         gate = Gate(dist.FileStore(str(path), world), f"{name} {direction}")
-        run = _passes(rank, name, direction)
+        run = _prepare_pass(rank, name, direction)
 
         def before(number: int) -> None:
-            if rank == 0 and number == product:
+            if rank == 0 and number == gemm:
                 gate.wait()
 
-        def taken(number: int) -> None:
+        def received(number: int) -> None:
             if rank == 1 and number == transfer:
                 gate.open()
 
-        with _transfers(_nothing, taken), _products(before, _nothing):
+        with _transfers(_do_nothing, received), _gemms(before, _do_nothing):
             run()
         assert gate.used
     finally:
@@ -253,9 +255,9 @@ def _departures(rank: int, world: int, arg: tuple[str, str, int, int, Path]) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "direction", "product", "transfer"),
+    ("name", "direction", "gemm", "transfer"),
     [
-        ("matmul_scatter", "forward", 2, 0),  # two products a chunk, one for each rank
+        ("matmul_scatter", "forward", 2, 0),  # a chunk has two GEMMs, one for each rank
         ("gather_matmul", "backward", 2, 0),
         ("matmul_swap", "forward", 1, 0),
         ("swap_matmul", "backward", 1, 0),
@@ -266,43 +268,46 @@ def _departures(rank: int, world: int, arg: tuple[str, str, int, int, Path]) -> 
     ],
 )
 def test_results_are_sent_before_the_rest_is_computed(
-    name: str, direction: str, product: int, transfer: int, pool2: RankPool, tmp_path: Path
+    name: str, direction: str, gemm: int, transfer: int, pool2: RankPool, tmp_path: Path
 ) -> None:
-    pool2.run(_departures, (name, direction, product, transfer, tmp_path / "store"), timeout=45)
+    pool2.run(_check_departures, (name, direction, gemm, transfer, tmp_path / "store"), timeout=45)
 
 
-def _everything_first(rank: int, world: int, path: Path) -> None:
-    """An executor that receives all rows before it computes waits for rank 1, which waits for it."""
+def _receive_all_first(rank: int, world: int, path: Path) -> None:
+    """Replace the executor by one that receives all rows before it computes.
+
+    Rank 0 then waits for rank 1, which waits for the first GEMM of rank 0, so rank 1 must time out.
+    """
 
     def receive_all_first(
         segments: RowSegments, send: RowSend, back: RowReturn, compute: Callable[[RowRange], None], *_: Any
     ) -> None:
-        left = sum(map(len, segments.groups))
-        while left:
-            left -= len(send.poll(wait=True))
+        remaining = sum(map(len, segments.groups))
+        while remaining:
+            remaining -= len(send.poll(wait=True))
         run_ranges(segments, None, back, compute)
 
     gate = Gate(dist.FileStore(str(path), world), "never", 2.0)
-    late: list[bool] = []
+    timed_out: list[bool] = []
 
     def before(number: int) -> None:
         if rank == 1 and number == 1:
             try:
                 gate.wait()
-            except RuntimeError:  # the deadline
-                late.append(True)
+            except RuntimeError:  # the store's deadline has passed
+                timed_out.append(True)
 
     with (
         mock.patch.object(pipelined, "run_ranges", receive_all_first),
-        _transfers(before, _nothing),
-        _products(_nothing, lambda number: gate.open() if rank == 0 else None),
+        _transfers(before, _do_nothing),
+        _gemms(_do_nothing, lambda number: gate.open() if rank == 0 else None),
     ):
         _layer(rank)
-    assert late == [True] * rank
+    assert timed_out == [True] * rank
 
 
 def test_receiving_all_rows_before_computing_is_detected(pool2: RankPool, tmp_path: Path) -> None:
-    pool2.run(_everything_first, tmp_path / "store", timeout=45)
+    pool2.run(_receive_all_first, tmp_path / "store", timeout=45)
 
 
 # --- through shared memory ---
@@ -321,36 +326,36 @@ def _shared_layer(rank: int, world: int) -> Tensor:
     return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
-def _late_peer(rank: int, world: int, direction: str) -> None:
+def _delay_last_peer(rank: int, world: int, direction: str) -> None:
     """The last peer's rows are reported complete only after the rows of all other ranks are computed."""
     y = _shared_layer(rank, world) if direction == "backward" else None
-    late, computed = (rank - 1) % world, 0
-    others = 2 * (world - 1) * TOKENS  # rows of all sources but one, in two products each
-    ready, following, leave = IncomingRows.ready, IncomingRows.next, IncomingRows.__exit__
+    late_peer, computed = (rank - 1) % world, 0
+    others = 2 * (world - 1) * TOKENS  # rows of all sources but one, in two GEMMs each
+    ready, next_peer, exit_receive = IncomingRows.ready, IncomingRows.next, IncomingRows.__exit__
 
     def is_ready(arriving: IncomingRows, peer: int) -> bool:
-        return (peer != late or computed >= others) and ready(arriving, peer)
+        return (peer != late_peer or computed >= others) and ready(arriving, peer)
 
     def next_of(arriving: IncomingRows, peers: Sequence[int]) -> int:
-        rest = [peer for peer in peers if peer != late]
-        assert rest or computed >= others, "waits for the last peer while there are rows to compute"
-        return following(arriving, rest or peers)
+        rest = [peer for peer in peers if peer != late_peer]
+        assert rest or computed >= others, "must not wait for the last peer while there are rows to compute"
+        return next_peer(arriving, rest or peers)
 
-    def left(arriving: IncomingRows, *error: Any) -> None:
-        assert computed >= others or any(error), "waits for all peers while there are rows to compute"
-        leave(arriving, *error)
+    def checked_exit(arriving: IncomingRows, *error: Any) -> None:
+        assert computed >= others or any(error), "must not wait for all peers while there are rows to compute"
+        exit_receive(arriving, *error)
 
-    def product(a: Tensor, *rest: Any) -> None:
+    def counted_mm(a: Tensor, *rest: Any) -> None:
         nonlocal computed
-        real(a, *rest)
+        expert_mm(a, *rest)
         computed += a.shape[0]
 
-    real = expert_mlp.expert_mm
+    expert_mm = expert_mlp.expert_mm
     with (
-        mock.patch.object(expert_mlp, "expert_mm", product),
+        mock.patch.object(expert_mlp, "expert_mm", counted_mm),
         mock.patch.object(IncomingRows, "ready", is_ready),
         mock.patch.object(IncomingRows, "next", next_of),
-        mock.patch.object(IncomingRows, "__exit__", left),
+        mock.patch.object(IncomingRows, "__exit__", checked_exit),
     ):
         if y is None:
             _shared_layer(rank, world)
@@ -360,30 +365,34 @@ def _late_peer(rank: int, world: int, direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_rows_of_all_other_peers_are_computed_before_a_late_peers_are_complete(direction: str, pool4: RankPool) -> None:
-    pool4.run(_late_peer, direction, timeout=45)
+def test_rows_of_other_peers_are_computed_while_one_peer_is_late(direction: str, pool4: RankPool) -> None:
+    pool4.run(_delay_last_peer, direction, timeout=45)
 
 
-def _flags(rank: int, world: int, arg: tuple[str, Path]) -> None:
-    """Rank 0 computes its last rows only after rank 1, whose rows it has computed, has its sum."""
+def _delay_last_gemm(rank: int, world: int, arg: tuple[str, Path]) -> None:
+    """Rank 0 has computed rank 1's rows. It delays its last GEMM until rank 1 has its weighted sum."""
     direction, path = arg
     gate = Gate(dist.FileStore(str(path), world), direction)
     y = _shared_layer(rank, world) if direction == "backward" else None
-    summed = OutgoingRows.sum
+    sum_rows = OutgoingRows.sum
 
-    def watched(leaving: OutgoingRows, weights: Tensor | None) -> Tensor:
-        found = summed(leaving, weights)
+    def sum_and_open(leaving: OutgoingRows, weights: Tensor | None) -> Tensor:
+        result = sum_rows(leaving, weights)
         if rank == 1:
             gate.open()
-        return found
+        return result
 
     def before(number: int) -> None:
-        # Own rows with rank 1's, or before them; then rank 2's; then rank 3's, in the order of the groups.
-        if rank == 0 and number == last:
+        # Rank 0 computes own rows with or before those of rank 1, then those of rank 2, then those of rank 3.
+        if rank == 0 and number == last_gemm:
             gate.wait()
 
-    last = 4 if world == 4 else 2
-    with mock.patch.object(OutgoingRows, "sum", watched), _in_order(rank, world), _products(before, _nothing):
+    last_gemm = 4 if world == 4 else 2
+    with (
+        mock.patch.object(OutgoingRows, "sum", sum_and_open),
+        _rows_complete_when_polled(rank, world),
+        _gemms(before, _do_nothing),
+    ):
         if y is None:
             _shared_layer(rank, world)
         else:
@@ -392,7 +401,7 @@ def _flags(rank: int, world: int, arg: tuple[str, Path]) -> None:
 
 
 @contextlib.contextmanager
-def _in_order(rank: int, world: int) -> Iterator[None]:
+def _rows_complete_when_polled(rank: int, world: int) -> Iterator[None]:
     """Make all rows complete when they are polled, so that the order of GEMMs is fixed."""
     ready = IncomingRows.ready
 
@@ -406,29 +415,29 @@ def _in_order(rank: int, world: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_peer_has_its_sum_before_the_results_for_others_are_computed(
+def test_a_peer_gets_its_sum_before_rows_of_other_peers_are_computed(
     direction: str, pool4: RankPool, tmp_path: Path
 ) -> None:
-    pool4.run(_flags, (direction, tmp_path / "store"), timeout=45)
+    pool4.run(_delay_last_gemm, (direction, tmp_path / "store"), timeout=45)
 
 
 # --- the executor alone ---
 
 
-class _Scripted(RowSend):
+class _ScriptedSend(RowSend):
     """Segment 1 completes after the own rows and segments 0 and 2 have been computed."""
 
     def __init__(self, events: list[str]) -> None:
         self._events, self._left = events, [0, 2, 1]
 
     def poll(self, wait: bool) -> Sequence[int]:
-        assert not wait or len(self._left) == 1, "waits while there is something to compute"
+        assert not wait or len(self._left) == 1, "must not wait while there are rows to compute"
         if len(self._left) == 1 and not {"0:4", "4:8", "12:16"} <= set(self._events):
             return ()
         return (self._left.pop(0),) if self._left else ()
 
 
-class _Noted(RowReturn):
+class _RecordingReturn(RowReturn):
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
@@ -447,8 +456,8 @@ def test_segments_are_computed_and_returned_in_order_of_completion() -> None:
     def compute(row_range: RowRange) -> None:
         events.append(f"{row_range.first}:{row_range.end}")
 
-    run_ranges(segments, _Scripted(events), _Noted(events), compute)
+    run_ranges(segments, _ScriptedSend(events), _RecordingReturn(events), compute)
     assert events == ["4:8", "segment 0", "12:16", "segment 2", "0:4", "8:12", "segment 1"]
     events.clear()
-    run_ranges(segments, None, _Noted(events), compute)
+    run_ranges(segments, None, _RecordingReturn(events), compute)
     assert events == ["4:8", "segment 0", "8:12", "segment 1", "12:16", "segment 2", "0:4"]

@@ -34,14 +34,16 @@ def test_sends_match_the_arrivals_of_the_peer_in_each_step(hosts: int, size: int
 
 @SEEDED
 @given(HOSTS, SIZE)
-def test_the_own_host_is_first_in_arrivals_and_last_in_scatters(hosts: int, size: int) -> None:
+def test_ranks_of_the_own_host_are_first_in_arrivals_and_last_in_scatters(hosts: int, size: int) -> None:
     for rank in range(hosts * size):
         ring = Ring(rank, hosts * size, size)
-        near = set(range(rank // size * size, (rank // size + 1) * size))
+        own_host = set(range(rank // size * size, (rank // size + 1) * size))
         assert ring.arrivals[0] == ring.sends[0] == ring.scatters[-1] == rank
-        assert set(ring.arrivals[:size]) == set(ring.sends[:size]) == set(ring.scatters[-size:]) == near
+        assert set(ring.arrivals[:size]) == set(ring.sends[:size]) == set(ring.scatters[-size:]) == own_host
         for order in (ring.arrivals, ring.scatters):  # the ranks of a host are consecutive
-            assert all(len({peer // size for peer in order[at : at + size]}) == 1 for at in range(0, len(order), size))
+            assert all(
+                len({peer // size for peer in order[first : first + size]}) == 1 for first in range(0, len(order), size)
+            )
         assert [ring.arrivals[step] for step in ring.distance_W] == list(range(hosts * size))
         assert [ring.scatters[turn] for turn in ring.turn_W] == list(range(hosts * size))
 

@@ -28,7 +28,7 @@ SEEDED = settings(deadline=None, derandomize=True, max_examples=60)
 
 @dataclass(frozen=True)
 class Case:
-    """``rows_EWC``: rows from each (source, chunk). ``labels``: (expert, rank, chunk) of each row, the slow way."""
+    """Input of a schedule. ``rows_EWC``: rows for each (expert, source rank, chunk)."""
 
     rows_EWC: np.ndarray
     ring: Ring
@@ -44,6 +44,7 @@ class Case:
         return self.rows_EWC.shape[2]
 
     def labels(self) -> list[tuple[int, int, int]]:
+        """Return (expert, source rank, chunk) of each row."""
         return [place for place, count in np.ndenumerate(self.rows_EWC) for _ in range(count)]
 
 
@@ -54,17 +55,17 @@ def cases(draw: st.DrawFn, chunks: int = 1, most_ranks: int = 12) -> Case:
         hosts = 1
     experts, seed = draw(st.integers(0, 4)), draw(st.integers(0, 2**32 - 1))
     cut = Cut(draw(st.integers(1, 7)), draw(st.sampled_from([0.0, 0.25, 0.5, math.inf])))
-    most = draw(st.integers(0, 12))
+    max_rows = draw(st.integers(0, 12))
     generator = np.random.default_rng(seed)
-    rows = generator.integers(0, most + 1, (experts, hosts * size, chunks))
+    rows = generator.integers(0, max_rows + 1, (experts, hosts * size, chunks))
     rows *= generator.random(rows.shape) < draw(st.sampled_from([1.0, 0.6, 0.2]))  # empty experts, absent sources
     return Case(rows, Ring(draw(st.integers(0, hosts * size - 1)), hosts * size, size), cut, seed)
 
 
 def assert_every_row_once(schedule: TileSchedule, case: Case, slices: int = 1) -> None:
     labels = case.labels()
-    seen = sorted((tile.column_slice, row) for tile in schedule for row in tile.rows)
-    assert seen == [(part, row) for part in range(slices) for row in range(len(labels))]
+    computed = sorted((tile.column_slice, row) for tile in schedule for row in tile.rows)
+    assert computed == [(part, row) for part in range(slices) for row in range(len(labels))]
     for tile in schedule:
         assert 1 <= len(tile.rows) <= case.cut.tile_rows
         assert {labels[row][0] for row in tile.rows} == {tile.expert}
@@ -74,9 +75,9 @@ def assert_every_row_once(schedule: TileSchedule, case: Case, slices: int = 1) -
 def assert_one_tile_at_a_time(timeline: TileTimeline, workers: int) -> None:
     assert ((timeline.worker_N >= 0) & (timeline.worker_N < workers)).all()
     for worker in range(workers):
-        mine = timeline.worker_N == worker
-        order = np.lexsort((timeline.finish_N[mine], timeline.start_N[mine]))
-        assert (timeline.start_N[mine][order][1:] >= timeline.finish_N[mine][order][:-1]).all()
+        of_worker = timeline.worker_N == worker
+        order = np.lexsort((timeline.finish_N[of_worker], timeline.start_N[of_worker]))
+        assert (timeline.start_N[of_worker][order][1:] >= timeline.finish_N[of_worker][order][:-1]).all()
 
 
 @SEEDED
@@ -93,15 +94,15 @@ def test_dispatch_computes_every_row_once_sorted_by_latest_rank_then_expert_then
 
 @SEEDED
 @given(cases(chunks=3))
-def test_chunks_and_experts_have_flags_of_their_own(case: Case) -> None:
+def test_each_chunk_and_optionally_each_expert_has_its_own_flag(case: Case) -> None:
     labels, world = case.labels(), case.ring.world
     for per_expert in (False, True):
         schedule = dispatch_order(case.rows_EWC, case.ring, case.cut, flags_per_expert=per_expert)
         assert_every_row_once(schedule, case)
         assert schedule.num_flags == world * case.chunks * (len(case.rows_EWC) if per_expert else 1)
         for tile in schedule:
-            wanted = {labels[row] for row in tile.rows}
-            numbers = {(e * per_expert * world + source) * case.chunks + chunk for e, source, chunk in wanted}
+            labels_of_tile = {labels[row] for row in tile.rows}
+            numbers = {(e * per_expert * world + source) * case.chunks + chunk for e, source, chunk in labels_of_tile}
             assert tile.needs == tuple(sorted(numbers))
 
 
@@ -124,27 +125,27 @@ def test_no_tile_is_read_before_its_rows_are_received_for_any_order_of_arrival(
 
 def plain_row_major_finish(case: Case, arrivals: tuple[float, ...]) -> float:
     """Return the finish time if rows are cut every ``tile_rows`` of an expert and computed in row order."""
-    labels, now = case.labels(), 0.0
+    labels, finish = case.labels(), 0.0
     for expert in range(len(case.rows_EW)):
         rows = [row for row, label in enumerate(labels) if label[0] == expert]
-        for at in range(0, len(rows), case.cut.tile_rows):
-            tile = rows[at : at + case.cut.tile_rows]
-            now = max(now, *(arrivals[labels[row][1]] for row in tile)) + len(tile)
-    return now
+        for first in range(0, len(rows), case.cut.tile_rows):
+            tile = rows[first : first + case.cut.tile_rows]
+            finish = max(finish, *(arrivals[labels[row][1]] for row in tile)) + len(tile)
+    return finish
 
 
 @settings(SEEDED, max_examples=40)
 @given(cases(most_ranks=4), st.integers(1, 30))
 def test_the_worst_wait_is_no_longer_than_in_row_order(case: Case, gap: int) -> None:
-    ours, same_tiles = (order(case.rows_EW, case.ring, case.cut) for order in (dispatch_order, row_order))
-    worst_ours = worst_same = worst_plain = 0.0
+    dispatch, row_major = (order(case.rows_EW, case.ring, case.cut) for order in (dispatch_order, row_order))
+    worst_dispatch = worst_row_major = worst_plain = 0.0
     for times in itertools.permutations(gap * step for step in range(1, case.ring.world)):
         arrivals = (*times[: case.ring.rank], 0, *times[case.ring.rank :])  # own rows need no transfer
-        worst_ours = max(worst_ours, simulate(ours, arrivals, ours.rows_N).idle)
-        worst_same = max(worst_same, simulate(same_tiles, arrivals, same_tiles.rows_N).idle)
+        worst_dispatch = max(worst_dispatch, simulate(dispatch, arrivals, dispatch.rows_N).idle)
+        worst_row_major = max(worst_row_major, simulate(row_major, arrivals, row_major.rows_N).idle)
         worst_plain = max(worst_plain, plain_row_major_finish(case, arrivals) - case.rows_EW.sum())
-    assert worst_ours <= worst_same
-    assert worst_ours <= worst_plain
+    assert worst_dispatch <= worst_row_major
+    assert worst_dispatch <= worst_plain
 
 
 @SEEDED
@@ -155,8 +156,8 @@ def test_no_order_ends_earlier_if_rows_arrive_in_ring_order(case: Case, gap: int
     arrivals = np.cumsum(gap * generator.integers(0, 3, case.ring.world))[case.ring.distance_W].astype(float)
     times = generator.integers(1, 5, len(schedule)).astype(float)
     ready = np.array([max(arrivals[rank] for rank in tile.ranks) for tile in schedule])
-    # Work that cannot start before some time ends no earlier than that time plus its duration.
-    least = max((at + times[ready >= at].sum() for at in ready), default=0.0)
+    # Lower bound: tiles that become ready at a time or later cannot finish before that time plus their durations.
+    least = max((start + times[ready >= start].sum() for start in ready), default=0.0)
     assert simulate(schedule, arrivals, times).finish == least
     assert simulate(schedule, arrivals, times, in_order=False).finish == least
 
@@ -167,10 +168,10 @@ def test_waits_are_strictly_shorter_with_skewed_routing(world: int) -> None:
         generator = np.random.default_rng(rank)
         rows_EW = generator.poisson(40 / np.arange(1, 7)[:, None], (6, world)) + 1
         case = Case(rows_EW[:, :, None], Ring(rank, world), Cut(16), rank)
-        ours, by_rows = (order(rows_EW, case.ring, case.cut) for order in (dispatch_order, row_order))
+        dispatch, row_major = (order(rows_EW, case.ring, case.cut) for order in (dispatch_order, row_order))
         total = int(rows_EW.sum())
         arrivals = total / world * case.ring.distance_W
-        waits = [simulate(order, arrivals, order.rows_N).idle for order in (ours, by_rows)]
+        waits = [simulate(order, arrivals, order.rows_N).idle for order in (dispatch, row_major)]
         assert waits[0] < waits[1]
         assert waits[0] < plain_row_major_finish(case, tuple(arrivals)) - total
         if world > 2:  # with more than one peer, most of the wait is avoided
@@ -188,20 +189,20 @@ def test_rows_of_the_own_host_are_computed_before_rows_of_other_hosts(case: Case
 
 @SEEDED
 @given(cases())
-def test_cutting_between_ranks_costs_no_more_tiles_than_allowed(case: Case) -> None:
+def test_extra_tiles_are_limited(case: Case) -> None:
     schedule = dispatch_order(case.rows_EW, case.ring, case.cut)
     plain_E = [-(-int(rows) // case.cut.tile_rows) for rows in case.rows_EW.sum(1)]
-    found_E = [sum(tile.expert == expert for tile in schedule) for expert in range(len(plain_E))]
+    tiles_E = [sum(tile.expert == expert for tile in schedule) for expert in range(len(plain_E))]
     if math.isinf(case.cut.extra_tiles):
         assert all(len(tile.ranks) == 1 for tile in schedule)
     else:
-        assert all(n <= plain * (1 + case.cut.extra_tiles) for n, plain in zip(found_E, plain_E, strict=True))
+        assert all(n <= plain * (1 + case.cut.extra_tiles) for n, plain in zip(tiles_E, plain_E, strict=True))
 
 
-def test_dispatch_order_matches_its_example() -> None:
+def test_dispatch_order_matches_the_documented_example() -> None:
     schedule = dispatch_order([[2, 3, 3, 2], [0, 4, 1, 0]], Ring(1, 4), Cut(4))
-    found = [(tile.stage, tile.expert, tile.first_row, tile.end_row, tile.ranks) for tile in schedule]
-    assert found == [
+    tiles = [(tile.stage, tile.expert, tile.first_row, tile.end_row, tile.ranks) for tile in schedule]
+    assert tiles == [
         (0, 1, 10, 14, (1,)),
         (1, 0, 2, 6, (1, 2)),
         (1, 1, 14, 15, (2,)),
@@ -210,7 +211,7 @@ def test_dispatch_order_matches_its_example() -> None:
     ]
 
 
-def test_gather_order_matches_its_example() -> None:
+def test_gather_order_matches_the_documented_example() -> None:
     schedule = gather_order([4, 4, 4, 4], Ring(2, 4), Cut(2), chunks=2)
     assert [tile.needs for tile in schedule] == [(4,), (5,), (6,), (7,), (0,), (1,), (2,), (3,)]
     assert [tile.first_row for tile in schedule] == [8, 10, 12, 14, 0, 2, 4, 6]
@@ -253,13 +254,13 @@ def test_a_counter_is_full_when_the_last_row_of_its_rank_and_slice_is_written(
     schedule = combine_order(case.rows_EW, case.ring, case.cut, slices)
     times = np.random.default_rng(case.seed).integers(1, 9, len(schedule)).astype(float)
     timeline = simulate(schedule, None, times, workers=workers)
-    wanted, counts = np.zeros(schedule.num_flags), np.zeros(schedule.num_flags, int)
+    expected, counts = np.zeros(schedule.num_flags), np.zeros(schedule.num_flags, int)
     labels = case.labels()
     for tile, end in zip(schedule, timeline.finish_N, strict=True):
         numbers = {tile.column_slice * case.ring.world + labels[row][1] for row in tile.rows}
         for number in numbers:
-            wanted[number], counts[number] = max(wanted[number], end), counts[number] + 1
-    assert timeline.raised_F().tolist() == wanted.tolist()
+            expected[number], counts[number] = max(expected[number], end), counts[number] + 1
+    assert timeline.raised_F().tolist() == expected.tolist()
     assert schedule.expected_F().tolist() == counts.tolist()
     if workers == 1:
         assert timeline.idle == 0
@@ -313,7 +314,7 @@ def test_scatter_begins_at_the_next_rank_and_ends_with_own_rows() -> None:
     [np.zeros((0, 3), int), np.zeros((4, 3), int), np.zeros((1, 3), np.uint8)],
     ids=["no experts", "empty experts", "one empty expert"],
 )
-def test_without_rows_there_are_no_tiles_and_nothing_to_wait_for(rows_EW: np.ndarray) -> None:
+def test_a_schedule_without_rows_has_no_tiles_and_no_waits(rows_EW: np.ndarray) -> None:
     ring, cut = Ring(1, 3), Cut(4)
     for schedule in (
         dispatch_order(rows_EW, ring, cut),
@@ -330,7 +331,7 @@ def test_without_rows_there_are_no_tiles_and_nothing_to_wait_for(rows_EW: np.nda
         assert timeline.raised_F().tolist() == [0] * schedule.num_flags
 
 
-def test_one_rank_computes_its_experts_in_the_order_of_rows_at_once() -> None:
+def test_one_rank_computes_its_tiles_in_row_order_in_stage_0() -> None:
     schedule = dispatch_order([[5], [0], [3]], Ring(0, 1), Cut(4))
     assert [(tile.expert, tile.first_row, tile.end_row, tile.stage) for tile in schedule] == [
         (0, 0, 4, 0),
@@ -339,7 +340,7 @@ def test_one_rank_computes_its_experts_in_the_order_of_rows_at_once() -> None:
     ]
 
 
-def test_many_experts_and_ranks_are_cut_on_whole_arrays() -> None:
+def test_schedules_of_many_experts_and_ranks_cover_all_rows() -> None:
     rows_EW = np.random.default_rng(0).integers(0, 600, (512, 64))
     ring, cut = Ring(37, 64, 8), Cut(128)
     for schedule, slices in ((dispatch_order(rows_EW, ring, cut), 1), (combine_order(rows_EW, ring, cut, 2), 2)):
@@ -350,7 +351,7 @@ def test_many_experts_and_ranks_are_cut_on_whole_arrays() -> None:
 
 @SEEDED
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 9))
-def test_chunks_are_even_in_blocks_and_make_up_the_shard(rows: list[int], chunks: int, align: int) -> None:
+def test_chunk_rows_differ_by_at_most_one_block_and_cover_the_shard(rows: list[int], chunks: int, align: int) -> None:
     rows_WC = chunk_rows(rows, chunks, align)
     assert rows_WC.shape == (len(rows), chunks) and rows_WC.sum(1).tolist() == rows
     blocks = -(-rows_WC // align)
@@ -361,15 +362,15 @@ def test_chunks_are_even_in_blocks_and_make_up_the_shard(rows: list[int], chunks
 
 @SEEDED
 @given(st.integers(1, 99), st.integers(1, 9), st.integers(1, 9))
-def test_column_slices_are_even_in_blocks_and_make_up_the_columns(columns: int, slices: int, align: int) -> None:
+def test_column_slices_differ_by_at_most_one_block_and_cover_all_columns(columns: int, slices: int, align: int) -> None:
     if slices > -(-columns // align):
         with pytest.raises(ConfigError, match="slices at most"):
             column_slices(columns, slices, align)
         return
-    found = column_slices(columns, slices, align)
-    assert [column for part in found for column in part] == list(range(columns))
-    blocks = [-(-len(part) // align) for part in found]
-    assert len(found) == slices and min(blocks) >= 1 and max(blocks) - min(blocks) <= 1
+    ranges = column_slices(columns, slices, align)
+    assert [column for part in ranges for column in part] == list(range(columns))
+    blocks = [-(-len(part) // align) for part in ranges]
+    assert len(ranges) == slices and min(blocks) >= 1 and max(blocks) - min(blocks) <= 1
 
 
 @pytest.mark.parametrize(
@@ -377,7 +378,7 @@ def test_column_slices_are_even_in_blocks_and_make_up_the_columns(columns: int, 
     [[[1, 2, 3]], [1, 2], [[1.0, 2.0]], [[1, -1]], [[True, False]], np.zeros((1, 2, 0), int), 3, []],
     ids=["three ranks", "one dimension", "floats", "negative", "booleans", "no chunks", "a number", "nothing"],
 )
-def test_counts_that_are_none_are_refused(rows: object) -> None:
+def test_invalid_row_counts_are_refused(rows: object) -> None:
     with pytest.raises(InputError, match="rows must"):
         dispatch_order(rows, Ring(0, 2), Cut(4))
     with pytest.raises(InputError, match="rows must"):
@@ -388,9 +389,9 @@ def test_counts_that_are_none_are_refused(rows: object) -> None:
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    for bad in ((0, 0.0), (1.5, 0.0), (True, 0.0), (4, -0.1), (4, math.nan)):
+    for arguments in ((0, 0.0), (1.5, 0.0), (True, 0.0), (4, -0.1), (4, math.nan)):
         with pytest.raises(ConfigError, match=r"tile_rows|extra_tiles"):
-            Cut(*bad)
+            Cut(*arguments)
     with pytest.raises(ConfigError, match="slices"):
         combine_order([[1]], Ring(0, 1), Cut(1), slices=0)
     with pytest.raises(ConfigError, match="chunks"):

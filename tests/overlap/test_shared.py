@@ -39,7 +39,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "gather_matmul": (gather_matmul, gather_reference),
     "matmul_scatter": (matmul_scatter, scatter_reference),
 }
-CUT = Overlap(2, 1)
+TWO_CHUNKS = Overlap(2, 1)
 """Two chunks, without a minimum chunk size."""
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -57,7 +57,7 @@ def _inputs(name: str, rank: int, world: int, rows: int = 40, dtype: torch.dtype
     return x, w, draw(out_rows, 9, seed=100 + rank, dtype=dtype)
 
 
-def _pass(name: str, inputs: Grads, group: ProcessGroup, overlap: Overlap = CUT) -> Grads:
+def _pass(name: str, inputs: Grads, group: ProcessGroup, overlap: Overlap = TWO_CHUNKS) -> Grads:
     """Run forward and backward. Return the output and the gradients of x and weight."""
     x, w, grad = inputs
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -69,12 +69,12 @@ def _pass(name: str, inputs: Grads, group: ProcessGroup, overlap: Overlap = CUT)
 @contextmanager
 def _passes_in_place(passes: int) -> Iterator[None]:
     """Check that this many forward or backward passes run in place within the context."""
-    real, count = SharedChannel.rendezvous, 0
+    original, count = SharedChannel.rendezvous, 0
 
     def rendezvous(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
-        return real(*args, **kwargs)
+        return original(*args, **kwargs)
 
     with mock.patch.object(SharedChannel, "rendezvous", rendezvous):
         yield
@@ -82,21 +82,21 @@ def _passes_in_place(passes: int) -> Iterator[None]:
 
 
 @contextmanager
-def _products(before: Callable[[int], None]) -> Iterator[None]:
+def _call_before_gemm(before: Callable[[int], None]) -> Iterator[None]:
     """Within the context, call ``before(n)`` before the n-th GEMM whose results are summed over the ranks."""
-    real, calls = row_invariant_mm, 0
+    original, calls = row_invariant_mm, 0
 
-    def product(*args: Any, **kwargs: Any) -> Tensor:
+    def gemm(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal calls
         calls += 1
         before(calls)
-        return real(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    with mock.patch.object(shared, "row_invariant_mm", product):
+    with mock.patch.object(shared, "row_invariant_mm", gemm):
         yield
 
 
-def _same(rank: int, world: int, dtype: torch.dtype) -> None:
+def _compare_transports(rank: int, world: int, dtype: torch.dtype) -> None:
     """Compare in-place, chunked and reference results. float64 is not read in place."""
     group = _new_group()
     in_place = dtype != torch.float64
@@ -119,45 +119,45 @@ def _same(rank: int, world: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_in_place_and_over_the_backend_give_the_same_bits(dtype: torch.dtype, pool4: RankPool) -> None:
-    pool4.run(_same, dtype)
+    pool4.run(_compare_transports, dtype)
 
 
-def _strided(rank: int, world: int, arg: Any) -> None:
+def _run_strided(rank: int, world: int, arg: Any) -> None:
     x = draw(24, 64, seed=rank).t()[:, 3:19]  # neither dense nor aligned
     w = draw(16, 16, seed=9)
-    assert torch.equal(gather_matmul(x, w, dist.group.WORLD, CUT), gather_reference(x, w, dist.group.WORLD))
+    assert torch.equal(gather_matmul(x, w, dist.group.WORLD, TWO_CHUNKS), gather_reference(x, w, dist.group.WORLD))
 
 
-def test_rows_may_be_strided(pool2: RankPool) -> None:
-    pool2.run(_strided)
+def test_strided_rows_are_supported(pool2: RankPool) -> None:
+    pool2.run(_run_strided)
 
 
-def _late(rank: int, world: int, path: Path) -> list[int]:
+def _delay_rank_1(rank: int, world: int, path: Path) -> list[int]:
     """Delay rank 1 until rank 0 has received all other rows. Return the source ranks in the order of receipt."""
     store = dist.FileStore(str(path), world)
     group = _new_group()
     channel_of(group)
     if rank == 1:
-        store.wait(["others"])
+        store.wait(["others received"])
     order: list[int] = []
-    real = shared.SharedTransport.start_gather
+    original = shared.SharedTransport.start_gather
 
-    def watched(transport: shared.SharedTransport, x_SD: Tensor) -> Any:
-        for arrival in real(transport, x_SD):
+    def recorded(transport: shared.SharedTransport, x_SD: Tensor) -> Any:
+        for arrival in original(transport, x_SD):
             order.append(arrival.ranks.start)
             yield arrival
             if rank == 0 and len(order) == world - 1:
-                store.set("others", "had")
+                store.set("others received", "")
 
     x, w, _ = _inputs("gather_matmul", rank, world)
-    with mock.patch.object(shared.SharedTransport, "start_gather", watched):
-        y = gather_matmul(x, w, group, CUT)
+    with mock.patch.object(shared.SharedTransport, "start_gather", recorded):
+        y = gather_matmul(x, w, group, TWO_CHUNKS)
     assert torch.equal(y, gather_reference(x, w, group))
     return order
 
 
 def test_rows_are_computed_in_order_of_completion(pool4: RankPool, tmp_path: Path) -> None:
-    orders = pool4.run(_late, tmp_path / "store")
+    orders = pool4.run(_delay_rank_1, tmp_path / "store")
     assert [order[0] for order in orders] == [0, 1, 2, 3]
     assert orders[0][-1] == 1
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
@@ -170,11 +170,11 @@ def _mismatch(rank: int, world: int, arg: Any) -> None:
     for name, (operator, _) in OPERATORS.items():
         x, w, _ = _inputs(name, rank, world)
         mismatches: list[tuple[Tensor, Tensor, Overlap]] = [
-            (x[:, 1:], w[:, 1:], CUT) if name == "gather_matmul" else (x, w[1:], CUT),
-            (x[: x.shape[0] // 2], w, CUT),
-            (x[:0], w, CUT),
-            (x.bfloat16(), w.bfloat16(), CUT),
-            (x.double(), w.double(), CUT),
+            (x[:, 1:], w[:, 1:], TWO_CHUNKS) if name == "gather_matmul" else (x, w[1:], TWO_CHUNKS),
+            (x[: x.shape[0] // 2], w, TWO_CHUNKS),
+            (x[:0], w, TWO_CHUNKS),
+            (x.bfloat16(), w.bfloat16(), TWO_CHUNKS),
+            (x.double(), w.double(), TWO_CHUNKS),
             (x, w, Overlap(3, 1)),
             (x, w, Overlap(1)),
         ]
@@ -183,25 +183,25 @@ def _mismatch(rank: int, world: int, arg: Any) -> None:
                 RankMismatch, match=rf"rank {rank} is in call.*rank {0 if rank == odd_rank else odd_rank} in call"
             ):
                 operator(
-                    *(other if rank == odd_rank else (x, w, CUT))[:2], group, other[2] if rank == odd_rank else CUT
+                    *(other if rank == odd_rank else (x, w, TWO_CHUNKS))[:2],
+                    group,
+                    other[2] if rank == odd_rank else TWO_CHUNKS,
                 )
     for name in OPERATORS:  # the next calls work
         _pass(name, _inputs(name, rank, world), group)
     with pytest.raises(RankMismatch):
         OPERATORS["gather_matmul" if rank == odd_rank else "matmul_scatter"][0](
-            torch.ones(16 * world, 16), torch.ones(16, 16), group, CUT
+            torch.ones(16 * world, 16), torch.ones(16, 16), group, TWO_CHUNKS
         )
     other_call = partial(channel_of(group).all_gather, torch.ones(3), "something else")
-    scatter_call = partial(matmul_scatter, torch.ones(16 * world, 16), torch.ones(16, 16), group, CUT)
+    scatter_call = partial(matmul_scatter, torch.ones(16 * world, 16), torch.ones(16, 16), group, TWO_CHUNKS)
     with pytest.raises(RankMismatch):
         (other_call if rank == odd_rank else scatter_call)()
     _pass("matmul_scatter", _inputs("matmul_scatter", rank, world), group)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_disagree_all_get_the_error_and_the_next_call_works(
-    world: int, request: pytest.FixtureRequest
-) -> None:
+def test_a_mismatch_raises_on_all_ranks_and_the_next_call_works(world: int, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(f"pool{world}").run(_mismatch)
 
 
@@ -210,17 +210,17 @@ def _other_gradients(rank: int, world: int, arg: Any) -> None:
     group = dist.group.WORLD
     x, w, grad = _inputs("gather_matmul", rank, world)
     x, w = x.requires_grad_(), w.requires_grad_(rank == 0)
-    y = gather_matmul(x, w, group, CUT)
+    y = gather_matmul(x, w, group, TWO_CHUNKS)
     with pytest.raises(RankMismatch):
         y.backward(grad)
-    gather_matmul(x.detach(), w.detach(), group, CUT)
+    gather_matmul(x.detach(), w.detach(), group, TWO_CHUNKS)
 
 
-def test_ranks_that_differ_in_needing_the_weight_gradient_raise(pool2: RankPool) -> None:
+def test_ranks_that_disagree_on_the_weight_gradient_raise(pool2: RankPool) -> None:
     pool2.run(_other_gradients)
 
 
-def _full(rank: int, world: int, arg: Any) -> None:
+def _fill_heap(rank: int, world: int, arg: Any) -> None:
     """Fill the heap of the last rank and check that all ranks fall back to chunks."""
     group = _new_group()
     shared_heap = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
@@ -242,54 +242,57 @@ def _full(rank: int, world: int, arg: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_if_one_rank_has_no_memory_all_use_chunks_with_the_same_bits(
+def test_all_ranks_use_chunks_with_the_same_bits_if_one_heap_is_full(
     world: int, request: pytest.FixtureRequest
 ) -> None:
-    request.getfixturevalue(f"pool{world}").run(_full)
+    request.getfixturevalue(f"pool{world}").run(_fill_heap)
 
 
-def _dies_first(rank: int, world: int, name: str) -> None:
+def _exit_before_offer(rank: int, world: int, name: str) -> None:
     """Rank 1 exits before it offers its rows. The other ranks compute their own rows and wait for it."""
     group = _new_group()
     x, w, _ = _inputs(name, rank, world)
-    OPERATORS[name][0](x, w, group, CUT)
+    OPERATORS[name][0](x, w, group, TWO_CHUNKS)
     if rank == 1:
         os._exit(3)
     with pytest.raises(PeerDied, match=rf"rank {rank} in {name}.*rank 1(.|\n)*rank 1: dead; its last call was {name}"):
-        OPERATORS[name][0](x, w, group, CUT)
+        OPERATORS[name][0](x, w, group, TWO_CHUNKS)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_rank_that_exits_before_it_offers_rows_is_named_on_all(name: str) -> None:
     with RankPool(4) as pool:
-        pool.run(_dies_first, name, expect_dead={1})
+        pool.run(_exit_before_offer, name, expect_dead={1})
 
 
-def _dies(rank: int, world: int, name: str) -> None:
+def _exit_in_gemm(rank: int, world: int, name: str) -> None:
     """Rank 1 offers its rows and exits in its second GEMM. The other ranks wait for its flags."""
     group = dist.group.WORLD
     inputs = _inputs(name, rank, world)
 
-    def end(gemm: int) -> None:
+    def exit_in_second(gemm: int) -> None:
         if rank == 1 and gemm == 2:
             os._exit(3)
 
     x, w, grad = inputs
-    operation: Callable[[], object] = partial(matmul_scatter, x, w, group, CUT)
+    operation: Callable[[], object] = partial(matmul_scatter, x, w, group, TWO_CHUNKS)
     if name == "gather_matmul":
-        operation = partial(gather_matmul(x.requires_grad_(), w.requires_grad_(), group, CUT).backward, grad)
-    with _products(end), pytest.raises(PeerDied, match=rf"{name}.*rank 1(.|\n)*rank 1: dead; was in {name}"):
+        operation = partial(gather_matmul(x.requires_grad_(), w.requires_grad_(), group, TWO_CHUNKS).backward, grad)
+    with (
+        _call_before_gemm(exit_in_second),
+        pytest.raises(PeerDied, match=rf"{name}.*rank 1(.|\n)*rank 1: dead; was in {name}"),
+    ):
         operation()
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_dies_while_others_wait_for_its_flag_is_named_on_all(world: int, name: str) -> None:
+def test_a_rank_that_exits_while_others_wait_for_its_flag_is_named_on_all(world: int, name: str) -> None:
     with RankPool(world) as pool:
-        pool.run(_dies, name, expect_dead={1})
+        pool.run(_exit_in_gemm, name, expect_dead={1})
 
 
-def _stuck(rank: int, world: int, path: Path) -> None:
+def _hang_in_gemm(rank: int, world: int, path: Path) -> None:
     """Rank 1 hangs in its first GEMM until the other ranks have raised."""
     store = dist.FileStore(str(path), world)
     group = _new_group()
@@ -297,19 +300,19 @@ def _stuck(rank: int, world: int, path: Path) -> None:
     _pass("matmul_scatter", inputs, group)
     configure_collectives(CollectiveOptions(timeout_s=2.0 if rank != 1 else 60))
 
-    def stay(gemm: int) -> None:
+    def hang_in_first(gemm: int) -> None:
         if rank == 1 and gemm == 1:
-            store.wait([f"rank {other} is out" for other in range(world) if other != 1])
+            store.wait([f"rank {other} has raised" for other in range(world) if other != 1])
 
     try:
         with (
-            _products(stay),
+            _call_before_gemm(hang_in_first),
             pytest.raises(PeerTimeout, match=r"rank 1.*did not arrive in time(.|\n)*What every rank was doing"),
         ):
-            matmul_scatter(*inputs[:2], group, CUT)
-        store.set(f"rank {rank} is out", "")
+            matmul_scatter(*inputs[:2], group, TWO_CHUNKS)
+        store.set(f"rank {rank} has raised", "")
         with pytest.raises(PeerTimeout):
-            matmul_scatter(*inputs[:2], group, CUT)
+            matmul_scatter(*inputs[:2], group, TWO_CHUNKS)
     finally:
         configure_collectives(CollectiveOptions())
 
@@ -318,25 +321,28 @@ def _stuck(rank: int, world: int, path: Path) -> None:
 def test_a_rank_that_hangs_is_named_on_all_at_the_deadline(
     world: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    request.getfixturevalue(f"pool{world}").run(_stuck, tmp_path / "store")
+    request.getfixturevalue(f"pool{world}").run(_hang_in_gemm, tmp_path / "store")
 
 
-def _fails(rank: int, world: int, arg: Any) -> None:
+def _raise_in_gemm(rank: int, world: int, arg: Any) -> None:
     """Rank 1 raises an exception in its second GEMM."""
     group = _new_group()
     inputs = _inputs("matmul_scatter", rank, world)
 
-    def divide(product: int) -> None:
-        if rank == 1 and product == 2:
+    def raise_in_second(gemm: int) -> None:
+        if rank == 1 and gemm == 2:
             raise ZeroDivisionError("in a product")
 
     expected: type[Exception] = ZeroDivisionError if rank == 1 else PeerError
-    with _products(divide), pytest.raises(expected, match="in a product" if rank == 1 else "rank 1 left the operation"):
-        matmul_scatter(*inputs[:2], group, CUT)
+    with (
+        _call_before_gemm(raise_in_second),
+        pytest.raises(expected, match="in a product" if rank == 1 else "rank 1 left the operation"),
+    ):
+        matmul_scatter(*inputs[:2], group, TWO_CHUNKS)
     with pytest.raises(PeerError):
-        matmul_scatter(*inputs[:2], group, CUT)
+        matmul_scatter(*inputs[:2], group, TWO_CHUNKS)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_error_in_one_ranks_gemm_ends_the_wait_of_the_others(world: int, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue(f"pool{world}").run(_fails)
+    request.getfixturevalue(f"pool{world}").run(_raise_in_gemm)

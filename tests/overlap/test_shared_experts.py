@@ -47,7 +47,7 @@ from tests.layers.reference import draw
 from tests.pool import RankPool
 
 D, F = 16, 32
-CUT = Overlap(8, 1)
+EIGHT_CHUNKS = Overlap(8, 1)
 ROUTINGS = ("random", "one expert", "no tokens on rank 0", "dropped", "every expert", "nothing")
 
 
@@ -84,19 +84,21 @@ def _leaves(rank: int, local: int, ids: Tensor, dtype: torch.dtype = torch.float
     }
 
 
-def _both(dispatcher: Any, ids: Tensor, overlap: Overlap, x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+def _dispatch_and_combine(
+    dispatcher: Any, ids: Tensor, overlap: Overlap, x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor
+) -> Tensor:
     h, dispatch = dispatch_matmul(dispatcher, x, ids, w1, overlap)
     return matmul_combine(torch.relu(h), w2, weights, dispatch)
 
 
-def _gradients(leaves: dict[str, Tensor], forward: Callable[..., Tensor], wanted: Any = None) -> dict[str, Tensor]:
-    inputs = {n: value.clone().requires_grad_(wanted is None or n in wanted) for n, value in leaves.items()}
+def _gradients(leaves: dict[str, Tensor], forward: Callable[..., Tensor], required: Any = None) -> dict[str, Tensor]:
+    inputs = {n: value.clone().requires_grad_(required is None or n in required) for n, value in leaves.items()}
     y = forward(**inputs)
     y.backward(draw(*y.shape, seed=99, dtype=y.dtype))
     return {"y": y.detach()} | {name: value.grad for name, value in inputs.items() if value.grad is not None}
 
 
-def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, WireDtypes, tuple[str, ...]]) -> None:
+def _compare_transports(rank: int, world: int, arg: tuple[int, torch.dtype, WireDtypes, tuple[str, ...]]) -> None:
     experts, dtype, wire_dtypes, kinds = arg
     dispatcher = _dispatcher(rank, world, experts, wire_dtypes=wire_dtypes)
     group = dist.group.WORLD
@@ -105,21 +107,25 @@ def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, WireDtypes, tuple[
     for kind in kinds:
         ids = _routing(kind, rank, experts)
         leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype)
-        wanted = _gradients(leaves, partial(_both, dispatcher, ids, Overlap(1)))
-        assert set(wanted) == {"y", *leaves}
-        cases: list[tuple[Dispatcher, Overlap]] = [(dispatcher, CUT), (dispatcher, Overlap(2, 1)), (over_gloo, CUT)]
-        for each, overlap in cases:
-            found = _gradients(leaves, partial(_both, each, ids, overlap))
-            for name, value in wanted.items():
-                assert torch.equal(found[name], value), f"{name} with {each.name}, {overlap.chunks}, {kind}"
+        expected = _gradients(leaves, partial(_dispatch_and_combine, dispatcher, ids, Overlap(1)))
+        assert set(expected) == {"y", *leaves}
+        cases: list[tuple[Dispatcher, Overlap]] = [
+            (dispatcher, EIGHT_CHUNKS),
+            (dispatcher, Overlap(2, 1)),
+            (over_gloo, EIGHT_CHUNKS),
+        ]
+        for used_dispatcher, overlap in cases:
+            actual = _gradients(leaves, partial(_dispatch_and_combine, used_dispatcher, ids, overlap))
+            for name, value in expected.items():
+                assert torch.equal(actual[name], value), f"{name} with {used_dispatcher.name}, {overlap.chunks}, {kind}"
         with torch.no_grad():
-            h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
+            h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], EIGHT_CHUNKS)
             assert isinstance(dispatch, SharedDispatch)
             assert torch.equal(h, dispatch_reference(dispatcher, leaves["x"], ids, leaves["w1"]))
             y = matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
             assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], dispatch))
             del h, y, dispatch
-        del wanted, found
+        del expected, actual
     assert dispatcher.shared.heap.blocks == 0
 
 
@@ -127,14 +133,14 @@ SAME = WireDtypes()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_bits_are_those_of_serial_execution_and_of_another_transport(
+def test_shared_memory_has_the_bits_of_serial_execution_and_of_all_to_all(
     world: int, request: pytest.FixtureRequest
 ) -> None:
     if world == 1:
         with RankPool(1) as pool:
-            pool.run(_bits, (5, torch.float32, SAME, ROUTINGS))
+            pool.run(_compare_transports, (5, torch.float32, SAME, ROUTINGS))
         return
-    request.getfixturevalue(f"pool{world}").run(_bits, (7, torch.float32, SAME, ROUTINGS))
+    request.getfixturevalue(f"pool{world}").run(_compare_transports, (7, torch.float32, SAME, ROUTINGS))
 
 
 @pytest.mark.parametrize(
@@ -144,18 +150,18 @@ def test_the_bits_are_those_of_serial_execution_and_of_another_transport(
         (1, torch.float32, SAME, ("random",)),
         (4, torch.float32, WireDtypes("fp8_block", "bf16", "bf16", "fp8_token"), ("random",)),
     ],
-    ids=["bf16", "a rank without experts", "rounded as a payload would"],
+    ids=["bf16", "a rank without experts", "wire dtypes"],
 )
 def test_the_bits_are_equal_in_other_dtypes_placements_and_wire_dtypes(arg: Any, pool2: RankPool) -> None:
-    pool2.run(_bits, arg)
+    pool2.run(_compare_transports, arg)
 
 
 def test_the_bits_are_equal_on_8_ranks() -> None:
     with RankPool(8) as pool:
-        pool.run(_bits, (11, torch.float32, SAME, ("random",)), timeout=120)
+        pool.run(_compare_transports, (11, torch.float32, SAME, ("random",)), timeout=120)
 
 
-def _near(rank: int, world: int, _: Any) -> None:
+def _compare_with_float64(rank: int, world: int, _: Any) -> None:
     """Compare one rank's tokens with float64. All ranks know the weights of all experts."""
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4)
@@ -167,129 +173,132 @@ def _near(rank: int, world: int, _: Any) -> None:
         h = torch.relu(torch.einsum("td,tkfd->tkf", x, w1.to(x.dtype)[ids]))
         return torch.einsum("tkf,tkdf,tk->td", h, w2.to(x.dtype)[ids], weights)
 
-    wanted = _gradients({name: leaves[name].double() for name in ("x", "weights")}, plain)
-    found = _gradients(leaves, partial(_both, dispatcher, ids, CUT))
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-4)
+    expected = _gradients({name: leaves[name].double() for name in ("x", "weights")}, plain)
+    actual = _gradients(leaves, partial(_dispatch_and_combine, dispatcher, ids, EIGHT_CHUNKS))
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name].double(), value, rtol=1e-5, atol=1e-4)
 
 
-def test_the_results_agree_with_float64(pool2: RankPool) -> None:
-    pool2.run(_near)
+def test_results_agree_with_float64(pool2: RankPool) -> None:
+    pool2.run(_compare_with_float64)
 
 
-def _each_alone(rank: int, world: int, _: Any) -> None:
+def _compare_partial_gradients(rank: int, world: int, _: Any) -> None:
     dispatcher = _dispatcher(rank, world, 4)
     ids = _routing("random", rank, 4)
     leaves = _leaves(rank, 2, ids)
-    every = _gradients(leaves, partial(_both, dispatcher, ids, CUT))
+    all_grads = _gradients(leaves, partial(_dispatch_and_combine, dispatcher, ids, EIGHT_CHUNKS))
     for name in leaves:
-        found = _gradients(leaves, partial(_both, dispatcher, ids, CUT), {name})
-        assert set(found) == {"y", name}
-        assert torch.equal(found[name], every[name]), name
+        partial_grads = _gradients(leaves, partial(_dispatch_and_combine, dispatcher, ids, EIGHT_CHUNKS), {name})
+        assert set(partial_grads) == {"y", name}
+        assert torch.equal(partial_grads[name], all_grads[name]), name
     inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
-    y = _both(dispatcher, ids, CUT, **inputs)
+    y = _dispatch_and_combine(dispatcher, ids, EIGHT_CHUNKS, **inputs)
     for _ in range(2):
         again = torch.autograd.grad(y, list(inputs.values()), draw(*y.shape, seed=99), retain_graph=True)
-        assert all(torch.equal(a, every[name]) for a, name in zip(again, inputs, strict=True))
+        assert all(torch.equal(a, all_grads[name]) for a, name in zip(again, inputs, strict=True))
 
 
 def test_each_gradient_can_be_computed_alone_and_twice(pool2: RankPool) -> None:
-    pool2.run(_each_alone)
+    pool2.run(_compare_partial_gradients)
 
 
-def _unlike(rank: int, world: int, _: Any) -> None:
-    """One rank computes serially, the others do not."""
+def _run_one_rank_serially(rank: int, world: int, _: Any) -> None:
+    """Rank 1 runs serially; the others run pipelined."""
     dispatcher = _dispatcher(rank, world, 5)
     ids = _routing("random", rank, 5)
     leaves = _leaves(rank, len(dispatcher.local_experts), ids)
-    own = Overlap(1) if rank == 1 else CUT
-    for wanted in (None, ("x",), ("w1", "w2"), ("weights",)):
-        mixed = _gradients(leaves, partial(_both, dispatcher, ids, own), wanted)
-        expected = _gradients(leaves, partial(_both, dispatcher, ids, CUT), wanted)
+    overlap_of_rank = Overlap(1) if rank == 1 else EIGHT_CHUNKS
+    for required in (None, ("x",), ("w1", "w2"), ("weights",)):
+        mixed = _gradients(leaves, partial(_dispatch_and_combine, dispatcher, ids, overlap_of_rank), required)
+        expected = _gradients(leaves, partial(_dispatch_and_combine, dispatcher, ids, EIGHT_CHUNKS), required)
         assert all(torch.equal(mixed[name], value) for name, value in expected.items())
     with torch.no_grad():
         assert torch.equal(
-            _both(dispatcher, ids, own, **{n: v.requires_grad_() for n, v in leaves.items()}), expected["y"]
+            _dispatch_and_combine(
+                dispatcher, ids, overlap_of_rank, **{n: v.requires_grad_() for n, v in leaves.items()}
+            ),
+            expected["y"],
         )
 
 
 def test_serial_and_pipelined_ranks_work_together(pool4: RankPool) -> None:
-    pool4.run(_unlike)
+    pool4.run(_run_one_rank_serially)
 
 
-def _flags(rank: int, world: int, path: Path) -> None:
-    """Rank 1 computes its own rows only after rank 0 has its sum: peers do not wait for them."""
+def _delay_own_rows(rank: int, world: int, path: Path) -> None:
+    """Rank 1 computes its own rows only after rank 0 has its sum, so peers must not wait for them."""
     store = dist.FileStore(str(path), world)
     dispatcher = _dispatcher(rank, world, 8)
     ids = _routing("random", rank, 8)
     leaves = _leaves(rank, 2, ids)
-    h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
+    h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], EIGHT_CHUNKS)
     assert isinstance(dispatch, SharedDispatch)
-    own = {row_range.rows.start for row_range in dispatch.segments.own}
-    real = expert_mlp.expert_mm
+    own_rows = {row_range.rows.start for row_range in dispatch.segments.own}
+    expert_mm = expert_mlp.expert_mm
 
-    def product(a: Tensor, b: Tensor, out: Tensor) -> None:
-        if rank == 1 and out.storage_offset() // D in own:
+    def gemm(a: Tensor, b: Tensor, out: Tensor) -> None:
+        if rank == 1 and out.storage_offset() // D in own_rows:
             store.wait(["summed"])
-        real(a, b, out)
+        expert_mm(a, b, out)
 
     summed = OutgoingRows.sum
 
-    def watched(leaving: OutgoingRows, weights: Tensor | None) -> Tensor:
+    def sum_and_notify(leaving: OutgoingRows, weights: Tensor | None) -> Tensor:
         y = summed(leaving, weights)
         if rank == 0:
             store.set("summed", "")
         return y
 
     with (
-        mock.patch.object(expert_mlp, "expert_mm", product),
-        mock.patch.object(OutgoingRows, "sum", watched),
+        mock.patch.object(expert_mlp, "expert_mm", gemm),
+        mock.patch.object(OutgoingRows, "sum", sum_and_notify),
     ):
         y = matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
     assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], dispatch))
 
 
-def test_a_rank_has_its_sum_before_its_peers_have_computed_their_own_rows(pool4: RankPool, tmp_path: Path) -> None:
-    pool4.run(_flags, tmp_path / "store")
+def test_a_rank_does_not_wait_for_the_own_rows_of_its_peers(pool4: RankPool, tmp_path: Path) -> None:
+    pool4.run(_delay_own_rows, tmp_path / "store")
 
 
-def _bad(rank: int, world: int, what: str) -> str:
+def _call_with_bad_input(rank: int, world: int, fault: str) -> str:
     dispatcher = _dispatcher(rank, world, 8)
     ids = _routing("random", 0, 8)
     leaves = _leaves(rank, 2, ids)
     x, w1, w2, weights = leaves["x"], leaves["w1"], leaves["w2"], leaves["weights"]
-    odd = rank == 1
-    found = "nothing"
+    faulty = rank == 1
+    error_name = "nothing"
     try:
-        if odd and what == "width":
+        if faulty and fault == "width":
             w1 = w1[:, :, :-1]
-        if odd and what == "id":
+        if faulty and fault == "id":
             ids[0, 0] = 8
-        if odd and what == "dtype":
+        if faulty and fault == "dtype":
             x, w1 = x.bfloat16(), w1.bfloat16()
-        if odd and what == "float64":
+        if faulty and fault == "float64":
             x, w1 = x.double(), w1.double()
-        if odd and what == "other hidden":
+        if faulty and fault == "other hidden":
             x, w1 = x[:, :-1], w1[:, :, :-1]
-        h, dispatch = dispatch_matmul(dispatcher, x, ids, w1, CUT)
-        if odd and what == "last width":
+        h, dispatch = dispatch_matmul(dispatcher, x, ids, w1, EIGHT_CHUNKS)
+        if faulty and fault == "last width":
             w2 = w2[:, :-1]
-        if odd and what == "weights":
+        if faulty and fault == "weights":
             weights = weights[:-1]
-        if odd and what == "gradient":
+        if faulty and fault == "gradient":
             weights = weights.clone().requires_grad_()
-        if odd and what == "operation":
-            dispatch_matmul(dispatcher, x, ids, w1, CUT)
+        if faulty and fault == "operation":
+            dispatch_matmul(dispatcher, x, ids, w1, EIGHT_CHUNKS)
         matmul_combine(h, w2, weights, dispatch)
     except (InputError, RoutingError, RankMismatch) as error:
-        found = type(error).__name__
-    good = _leaves(rank, 2, _routing("random", 0, 8))  # after which all goes on
-    _both(dispatcher, _routing("random", 0, 8), CUT, **good)
-    return found
+        error_name = type(error).__name__
+    valid = _leaves(rank, 2, _routing("random", 0, 8))  # the next call works
+    _dispatch_and_combine(dispatcher, _routing("random", 0, 8), EIGHT_CHUNKS, **valid)
+    return error_name
 
 
 @pytest.mark.parametrize(
-    ("what", "kind"),
+    ("fault", "error"),
     [
         ("width", "InputError"),
         ("id", "RoutingError"),
@@ -302,103 +311,104 @@ def _bad(rank: int, world: int, what: str) -> str:
         ("operation", "RankMismatch"),
     ],
 )
-def test_an_error_on_one_rank_is_raised_on_all_and_the_next_call_works(what: str, kind: str, pool4: RankPool) -> None:
-    assert set(pool4.run(_bad, what)) == {kind}
+def test_an_error_on_one_rank_is_raised_on_all_and_the_next_call_works(fault: str, error: str, pool4: RankPool) -> None:
+    assert set(pool4.run(_call_with_bad_input, fault)) == {error}
 
 
-def _groups_of_rows(rank: int, world: int, _: Any) -> None:
+def _use_group_scales(rank: int, world: int, _: Any) -> None:
     wire_dtypes = WireDtypes(combine_backward="fp8_group")
     dispatcher = _dispatcher(rank, world, 4, wire_dtypes=wire_dtypes, deterministic=False)
     ids = _routing("random", rank, 4)
     leaves = _leaves(rank, 2, ids)
     with pytest.raises(ConfigError, match="scales for each row"):
-        dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
+        dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], EIGHT_CHUNKS)
 
 
-def test_scales_of_groups_of_rows_are_refused(pool2: RankPool) -> None:
-    pool2.run(_groups_of_rows)
+def test_group_scales_are_refused(pool2: RankPool) -> None:
+    pool2.run(_use_group_scales)
 
 
-def _full(rank: int, world: int, _: Any) -> None:
-    """A rank whose heap has no memory for its results."""
+def _fill_heap(rank: int, world: int, _: Any) -> None:
+    """Fill the heap of rank 1, so that there is no memory for its results."""
     group = dist.new_group(backend="gloo")
     assert group is not None
-    made = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=4 << 20))
+    shared_heap = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=4 << 20))
     dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=60))
     ids = _routing("random", rank, 4)
     leaves = _leaves(rank, 2, ids)
-    h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
-    filling = []
+    h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], EIGHT_CHUNKS)
+    blocks = []
     while rank == 1:
         try:
-            filling.append(block(made.heap, 1, 256, torch.float32))
+            blocks.append(block(shared_heap.heap, 1, 256, torch.float32))
         except HeapError:
             break
     with pytest.raises(HeapError):
         matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
-    filling.clear()
+    blocks.clear()
     y = matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
     assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], dispatch))
     del h
-    gc.collect()  # the error's frames
-    assert made.heap.blocks == 0
+    gc.collect()  # the frames of the error hold tensors
+    assert shared_heap.heap.blocks == 0
 
 
-def test_a_full_heap_on_one_rank_is_an_error_on_all_and_the_next_call_works(pool2: RankPool) -> None:
-    pool2.run(_full)
+def test_a_full_heap_on_one_rank_raises_on_all_and_the_next_call_works(pool2: RankPool) -> None:
+    pool2.run(_fill_heap)
 
 
 PHASES = ("dispatch", "combine", "combine backward", "dispatch backward")
 
 
-def _in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
+def _fail_in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
     """Rank 1 raises or exits in a GEMM of the pass ``phase``. The others raise, in this pass or in the next."""
-    phase, what = arg
+    phase, failure = arg
     dispatcher = _dispatcher(rank, world, 2 * world, group=dist.new_group(backend="gloo"))
     ids = _routing("random", rank, 2 * world)
     leaves = {name: value.requires_grad_() for name, value in _leaves(rank, 2, ids).items()}
     calls: list[str] = []
     header = dispatcher.header
-    real = expert_mlp.expert_mm
-    now = "dispatch"
+    expert_mm = expert_mlp.expert_mm
+    current = "dispatch"
 
-    def noted(op: str, *args: Any) -> Any:
-        nonlocal now
-        now = op
+    def record_phase(op: str, *args: Any) -> Any:
+        nonlocal current
+        current = op
         return header(op, *args)
 
-    def product(*args: Any) -> None:
-        calls.append(now)
-        if rank == 1 and now == phase and calls.count(now) == 2:
-            if what == "dies":
+    def gemm(*args: Any) -> None:
+        calls.append(current)
+        if rank == 1 and current == phase and calls.count(current) == 2:
+            if failure == "dies":
                 os._exit(3)
             raise ZeroDivisionError("in a product")
-        real(*args)
+        expert_mm(*args)
 
-    expected = ZeroDivisionError if rank == 1 else PeerDied if what == "dies" else PeerError
+    expected = ZeroDivisionError if rank == 1 else PeerDied if failure == "dies" else PeerError
     with (  # noqa: PT012
-        mock.patch.object(dispatcher, "header", noted),
-        mock.patch.object(expert_mlp, "expert_mm", product),
+        mock.patch.object(dispatcher, "header", record_phase),
+        mock.patch.object(expert_mlp, "expert_mm", gemm),
         pytest.raises(expected, match="in a product" if rank == 1 else "rank 1"),
     ):
-        _both(dispatcher, ids, CUT, **leaves).sum().backward()
-        dispatcher.dispatch(leaves["x"].detach(), ids)  # where rows were pushed before the error, it is the next
+        _dispatch_and_combine(dispatcher, ids, EIGHT_CHUNKS, **leaves).sum().backward()
+        # If the pass had pushed its rows before the error, the next call raises.
+        dispatcher.dispatch(leaves["x"].detach(), ids)
     with pytest.raises(PeerError):
         dispatcher.dispatch(leaves["x"].detach(), ids)
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_error_in_one_ranks_gemm_reaches_the_others(phase: str, pool4: RankPool) -> None:
-    pool4.run(_in_phase, (phase, "raises"))
+    pool4.run(_fail_in_phase, (phase, "raises"))
 
 
 @pytest.mark.parametrize("phase", ["combine", "combine backward"])
 def test_a_rank_that_exits_in_a_gemm_is_named_on_the_others(phase: str) -> None:
     before = set(os.listdir("/dev/shm"))
     with RankPool(3) as pool:
-        pool.run(_in_phase, (phase, "dies"), expect_dead={1})
-    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("moe_comm.")}
-    assert not any(_ended(name) for name in left)
+        pool.run(_fail_in_phase, (phase, "dies"), expect_dead={1})
+    new_segments = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("moe_comm.")}
+    assert not any(_ended(name) for name in new_segments)
 
 
 def _ended(segment: str) -> bool:
@@ -406,12 +416,12 @@ def _ended(segment: str) -> bool:
     return not Path(f"/proc/{segment.split('.')[1]}").exists()
 
 
-def _stuck(rank: int, world: int, path: Path) -> None:
+def _hang_before_combine(rank: int, world: int, path: Path) -> None:
     store = dist.FileStore(str(path), world)
     dispatcher = _dispatcher(rank, world, 2 * world, timeout_s=3, group=dist.new_group(backend="gloo"))
     ids = _routing("random", rank, 2 * world)
     leaves = _leaves(rank, 2, ids)
-    h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
+    h, dispatch = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], EIGHT_CHUNKS)
     dist.barrier()
     if rank == 1:
         store.wait(["0", "2", "3"])
@@ -422,4 +432,4 @@ def _stuck(rank: int, world: int, path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_named_at_the_deadline(pool4: RankPool, tmp_path: Path) -> None:
-    pool4.run(_stuck, tmp_path / "store")
+    pool4.run(_hang_before_combine, tmp_path / "store")

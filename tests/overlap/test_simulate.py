@@ -15,7 +15,7 @@ from moe_comm.overlap.tiles import Cut
 
 
 def four_tiles() -> TileSchedule:
-    """Return two own tiles, then two of rank 1."""
+    """Return the tile order of rank 0: two tiles of its own rows, then two of rank 1's rows."""
     return dispatch_order([[2, 2]], Ring(0, 2), Cut(1))
 
 
@@ -26,25 +26,25 @@ def test_times_match_the_documented_example() -> None:
 
 
 def test_in_order_a_worker_waits_even_if_a_later_tile_could_start() -> None:
-    waiting = simulate(four_tiles(), [5, 0], 2.0)
-    assert waiting.start_N.tolist() == [5, 7, 9, 11]
-    assert (waiting.finish, waiting.idle) == (13, 5)
-    asking = simulate(four_tiles(), [5, 0], 2.0, in_order=False)
-    assert asking.start_N.tolist() == [5, 7, 0, 2]
-    assert (asking.finish, asking.idle) == (9, 1)
+    ordered = simulate(four_tiles(), [5, 0], 2.0)
+    assert ordered.start_N.tolist() == [5, 7, 9, 11]
+    assert (ordered.finish, ordered.idle) == (13, 5)
+    unordered = simulate(four_tiles(), [5, 0], 2.0, in_order=False)
+    assert unordered.start_N.tolist() == [5, 7, 0, 2]
+    assert (unordered.finish, unordered.idle) == (9, 1)
 
 
 def test_workers_alternate_in_order_and_take_ready_tiles_otherwise() -> None:
-    turns = simulate(four_tiles(), [0, 5], [1.0, 4.0, 1.0, 1.0], workers=2)
-    assert turns.worker_N.tolist() == [0, 1, 0, 1]
-    assert turns.start_N.tolist() == [0, 0, 5, 5]
-    assert turns.idle == 4 + 1
-    free = simulate(four_tiles(), [0, 5], [1.0, 9.0, 1.0, 1.0], workers=2, in_order=False)
-    assert free.start_N.tolist() == [0, 0, 5, 6]
-    assert free.worker_N.tolist() == [0, 1, 0, 0]
+    ordered = simulate(four_tiles(), [0, 5], [1.0, 4.0, 1.0, 1.0], workers=2)
+    assert ordered.worker_N.tolist() == [0, 1, 0, 1]
+    assert ordered.start_N.tolist() == [0, 0, 5, 5]
+    assert ordered.idle == 4 + 1
+    unordered = simulate(four_tiles(), [0, 5], [1.0, 9.0, 1.0, 1.0], workers=2, in_order=False)
+    assert unordered.start_N.tolist() == [0, 0, 5, 6]
+    assert unordered.worker_N.tolist() == [0, 1, 0, 0]
 
 
-def test_more_workers_than_tiles_leave_the_others_idle_without_counting_it() -> None:
+def test_workers_without_tiles_do_not_count_as_idle() -> None:
     for in_order in (True, False):
         timeline = simulate(four_tiles(), None, 3.0, workers=9, in_order=in_order)
         assert (timeline.finish, timeline.idle) == (3, 0)

@@ -23,14 +23,14 @@ from tests.layers.reference import draw
 from tests.pool import RankPool
 
 OPERATORS: dict[str, Callable[..., Tensor]] = {"gather_matmul": gather_matmul, "matmul_scatter": matmul_scatter}
-WIDTH, OTHER = 32, 48
+WIDTH, OUTPUTS = 32, 48
 TRANSFERS = {("gather_matmul", False): 1, ("gather_matmul", True): 2, ("matmul_scatter", False): 1}
-"""Transfers by operator and whether it is the backward pass. gather_matmul's backward gathers x again."""
+"""Number of transfers by (operator, whether it is the backward pass). gather_matmul's backward gathers x again."""
 
 
 def _inputs(name: str, rank: int, world: int, rows: int) -> tuple[Tensor, Tensor]:
     x = draw(rows * (world if name == "matmul_scatter" else 1), WIDTH, seed=rank)
-    return x.requires_grad_(), draw(OTHER, WIDTH, seed=50 + rank).requires_grad_()
+    return x.requires_grad_(), draw(OUTPUTS, WIDTH, seed=50 + rank).requires_grad_()
 
 
 class Recorder:
@@ -58,12 +58,12 @@ class Recorder:
         return counted
 
     def take(self) -> tuple[list[int], int]:
-        found = self.rows, self.transfers
+        counts = self.rows, self.transfers
         self.rows, self.transfers = [], 0
-        return found
+        return counts
 
 
-def _counts(rank: int, world: int, arg: tuple[str, bool]) -> None:
+def _count_gemms_and_transfers(rank: int, world: int, arg: tuple[str, bool]) -> None:
     name, deterministic = arg
     configure_collectives(CollectiveOptions(shared_memory=False))
     try:
@@ -83,10 +83,10 @@ def _counts(rank: int, world: int, arg: tuple[str, bool]) -> None:
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_one_chunk_is_one_gemm_and_one_transfer(name: str, deterministic: bool, pool2: RankPool) -> None:
-    pool2.run(_counts, (name, deterministic))
+    pool2.run(_count_gemms_and_transfers, (name, deterministic))
 
 
-def test_few_bytes_are_one_chunk_for_every_setting() -> None:
+def test_few_bytes_are_sent_in_one_chunk() -> None:
     assert Overlap(8).chunks_of(64 * 512 * 4) == 1
     assert Overlap(8).chunks_of(2048 * 512 * 4) == 8
 
@@ -98,16 +98,16 @@ def _gradients(name: str, rank: int, world: int, rows: int, overlap: Overlap) ->
     return (y.detach(), *grads)
 
 
-def _bits(rank: int, world: int, arg: tuple[str, str]) -> None:
+def _compare_chunks(rank: int, world: int, arg: tuple[str, str]) -> None:
     name, folder = arg
     configure_tuning(Path(folder))
     try:
         for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False)):
             configure_collectives(options)
             for rows in (0, 1, 37, 300):
-                several = [_gradients(name, rank, world, rows, Overlap(chunks, 1)) for chunks in (1, 3, "auto")]
-                for found in several[1:]:
-                    assert all(torch.equal(a, b) for a, b in zip(found, several[0], strict=True))
+                results = [_gradients(name, rank, world, rows, Overlap(chunks, 1)) for chunks in (1, 3, "auto")]
+                for result in results[1:]:
+                    assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
     finally:
         configure_collectives(CollectiveOptions())
         configure_tuning()
@@ -115,14 +115,14 @@ def _bits(rank: int, world: int, arg: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_one_many_and_auto_have_the_same_bits(
+def test_results_have_the_same_bits_for_one_three_and_auto_chunks(
     world: int, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(_bits, (name, str(tmp_path)))
+    pool.run(_compare_chunks, (name, str(tmp_path)))
 
 
-def _keeps(rank: int, world: int, arg: Any) -> None:
+def _add_one_chunk(rank: int, world: int, arg: Any) -> None:
     local, received = draw(world, 6, 4), draw(world, 6, 3)
     for deterministic in (True, False):
         order = chunked.cached_ring(rank, world).arrivals
@@ -134,7 +134,7 @@ def _keeps(rank: int, world: int, arg: Any) -> None:
 
 
 def test_rows_received_in_one_chunk_are_not_copied_for_the_weight_gradient() -> None:
-    _keeps(0, 2, None)
+    _add_one_chunk(0, 2, None)
 
 
 @pytest.mark.parametrize("chunks", ["automatic", None, 0])

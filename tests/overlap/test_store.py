@@ -38,7 +38,7 @@ def test_saved_measurements_are_loaded(tmp_path: Path) -> None:
     assert raw["prediction_error"] == prediction_error(store.measured)
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_store(tmp_path, TuningStore((measured(),)))
     before = path.read_bytes()
 
@@ -52,35 +52,35 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == [path]
 
 
-def _damage(raw: dict[str, Any], how: str) -> str:
-    if how == "another version":
+def _damage(raw: dict[str, Any], damage: str) -> str:
+    if damage == "another version":
         raw["version"] = 99
-    elif how == "another machine":
-        raw["machine"] = "a toaster"
-    elif how == "a field missing":
+    elif damage == "another machine":
+        raw["machine"] = "another machine"
+    elif damage == "a field missing":
         del raw["measured"][0]["work"]["rows"]
-    elif how == "a time that is text":
+    elif damage == "a time that is text":
         raw["measured"][0]["tried"][0]["ms"] = "soon"
-    elif how == "no time at all":
+    elif damage == "no time at all":
         raw["measured"][0]["tried"][0]["ms"] = float("nan")
-    elif how == "no such backend":
+    elif damage == "no such backend":
         raw["measured"][0]["tried"][0]["choice"]["backend"] = "magic"
-    elif how == "no programs":
+    elif damage == "no programs":
         raw["measured"][0]["tried"][0]["choice"]["programs"] = -1
-    elif how == "no such operator":
+    elif damage == "no such operator":
         raw["measured"][0]["work"]["operator"] = "matmul"
-    elif how == "no such dtype":
+    elif damage == "no such dtype":
         raw["measured"][0]["work"]["dtype"] = "nn"
-    elif how == "no such choice":
+    elif damage == "no such choice":
         raw["measured"][0]["best"] = 7
-    elif how == "a list":
+    elif damage == "a list":
         return "[]"
     text = json.dumps(raw)
-    return text[: len(text) // 2] if how == "cut off" else "" if how == "empty" else text
+    return text[: len(text) // 2] if damage == "cut off" else "" if damage == "empty" else text
 
 
 @pytest.mark.parametrize(
-    ("how", "warning"),
+    ("damage", "warning"),
     [
         ("another version", "has version 99; expected 2"),
         ("another machine", "belongs to another machine"),
@@ -97,9 +97,9 @@ def _damage(raw: dict[str, Any], how: str) -> str:
         ("empty", "cannot be read"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(how: str, warning: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(damage: str, warning: str, tmp_path: Path) -> None:
     path = save_store(tmp_path, TuningStore((measured(),)))
-    path.write_text(_damage(json.loads(path.read_text()), how))
+    path.write_text(_damage(json.loads(path.read_text()), damage))
     with pytest.warns(RuntimeWarning, match=warning) as warned:
         assert load_store(tmp_path) == TuningStore()
     assert "Run moe-comm tune" in str(warned[0].message)
@@ -142,8 +142,8 @@ def test_the_nearest_shape_is_used_and_far_ones_are_not() -> None:
 
 
 def _chunks(store: TuningStore, rows: int) -> int | None:
-    found = store.find(replace(WORK, rows=rows), PLACE)
-    return None if found is None else found.chunks
+    choice = store.find(replace(WORK, rows=rows), PLACE)
+    return None if choice is None else choice.chunks
 
 
 def test_few_rows_fall_back_to_serial_up_to_the_measured_threshold() -> None:
@@ -156,20 +156,20 @@ def test_few_rows_fall_back_to_serial_up_to_the_measured_threshold() -> None:
 
 
 def test_measurements_are_used_in_their_environment_only() -> None:
-    far = replace(PLACE, hosts=2)
-    store = TuningStore((measured(), measured(chunks=16, place=far)))
+    two_hosts = replace(PLACE, hosts=2)
+    store = TuningStore((measured(), measured(chunks=16, place=two_hosts)))
 
-    def found(place: TuningEnvironment) -> int | None:
+    def chunks_in(place: TuningEnvironment) -> int | None:
         choice = store.find(WORK, place)
         return None if choice is None else choice.chunks
 
-    assert (found(PLACE), found(far)) == (8, 16)
+    assert (chunks_in(PLACE), chunks_in(two_hosts)) == (8, 16)
     # The link rate matters between hosts only.
-    assert found(replace(PLACE, bytes_per_s=1e7)) == 8
-    assert found(replace(far, bytes_per_s=1.9e9)) == 16
-    assert found(replace(far, bytes_per_s=1e8)) is None
+    assert chunks_in(replace(PLACE, bytes_per_s=1e7)) == 8
+    assert chunks_in(replace(two_hosts, bytes_per_s=1.9e9)) == 16
+    assert chunks_in(replace(two_hosts, bytes_per_s=1e8)) is None
     for other in (replace(PLACE, threads=8), replace(PLACE, shared=True), replace(PLACE, device="a GPU")):
-        assert found(other) is None
+        assert chunks_in(other) is None
 
 
 def test_new_measurements_replace_old_ones() -> None:
@@ -178,8 +178,8 @@ def test_new_measurements_replace_old_ones() -> None:
 
 
 def test_the_model_error_covers_all_trials() -> None:
-    found = prediction_error([measured(), measured()])
-    assert found == pytest.approx({"median": (0.25 + 0.1) / 2, "worst": 0.25})
+    error = prediction_error([measured(), measured()])
+    assert error == pytest.approx({"median": (0.25 + 0.1) / 2, "worst": 0.25})
     assert prediction_error([]) == {}
     # The model does not cover Triton kernels.
     assert prediction_error([fused()]) == pytest.approx({"median": (0.25 + 0.1) / 2, "worst": 0.25})

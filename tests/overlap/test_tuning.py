@@ -53,22 +53,22 @@ EXPERTS = tuple(
 
 def _times(work: OperatorWork, *times: float) -> Measurement:
     """Return a measurement with the times of 1, 2 and 4 chunks."""
-    tried = tuple(Trial(OverlapChoice(chunks=chunks), ms, ms) for chunks, ms in zip((1, 2, 4), times, strict=True))
-    return Measurement(work, PLACE, tried, min(range(3), key=lambda i: times[i]))
+    trials = tuple(Trial(OverlapChoice(chunks=chunks), ms, ms) for chunks, ms in zip((1, 2, 4), times, strict=True))
+    return Measurement(work, PLACE, trials, min(range(3), key=lambda i: times[i]))
 
 
-def _joint(*found: Measurement) -> OverlapChoice:
-    return tuning._select(EXPERTS, TuningStore(found), PLACE, SLOW_LINK, (CHUNKED,))
+def _joint_choice(*measurements: Measurement) -> OverlapChoice:
+    return tuning._select(EXPERTS, TuningStore(measurements), PLACE, SLOW_LINK, (CHUNKED,))
 
 
 def test_one_choice_for_several_operators_has_the_smallest_sum() -> None:
     a, b, c, d = EXPERTS
     # Three of four are fastest in 4 chunks, but the last one loses more than they gain.
     rows = ((a, 10, 9, 8), (b, 10, 9, 8), (c, 10, 9, 8), (d, 10, 6, 20))
-    assert _joint(*(_times(*row) for row in rows)) == OverlapChoice(chunks=2)
-    assert _joint(*(_times(*row) for row in rows[:3]), _times(d, 10, 7, 8)) == OverlapChoice(chunks=4)
+    assert _joint_choice(*(_times(*row) for row in rows)) == OverlapChoice(chunks=2)
+    assert _joint_choice(*(_times(*row) for row in rows[:3]), _times(d, 10, 7, 8)) == OverlapChoice(chunks=4)
     # The sum must save 5%, like a choice of the model.
-    assert _joint(*(_times(work, 10, 9.8, 9.6) for work in EXPERTS)) == OverlapChoice()
+    assert _joint_choice(*(_times(work, 10, 9.8, 9.6) for work in EXPERTS)) == OverlapChoice()
 
 
 def test_operators_without_measurements_are_predicted() -> None:
@@ -77,7 +77,7 @@ def test_operators_without_measurements_are_predicted() -> None:
     few = tuple(replace(work, rows=8) for work in EXPERTS)
     assert tuning._select(few, TuningStore(), PLACE, SLOW_LINK, (CHUNKED,)) == OverlapChoice()
     # One of them was measured, and dominates because it is very slow in chunks.
-    assert _joint(_times(EXPERTS[2], 10, 1e6, 1e6)) == OverlapChoice()
+    assert _joint_choice(_times(EXPERTS[2], 10, 1e6, 1e6)) == OverlapChoice()
 
 
 @pytest.mark.parametrize("operator", FUSED)
@@ -85,19 +85,23 @@ def test_kernels_and_programs_are_candidates_on_gpus_only(operator: str, monkeyp
     class Processors:
         multi_processor_count = 40
 
-    cuda, far = torch.device("cuda"), replace(PLACE, hosts=2)
+    cuda, two_hosts = torch.device("cuda"), replace(PLACE, hosts=2)
     assert [c.backend for c in tune.candidates(operator, 4096, SLOW_LINK, PLACE, CPU)] == [CHUNKED] * 5
     shared = tune.candidates(operator, 4096, replace(SLOW_LINK, shared=True), PLACE, CPU)
     assert (OverlapChoice(SHARED, 2) in shared) == (operator in ("gather_matmul", "matmul_scatter"))
     monkeypatch.setattr(tune, "on_gpus", lambda device: device.type == "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Processors)
-    found = tune.candidates(operator, 32, SLOW_LINK, PLACE, cuda)
-    assert found == [OverlapChoice(), OverlapChoice(chunks=2), *(OverlapChoice(TRITON, programs=n) for n in (4, 8, 16))]
-    assert tune.candidates("matmul_swap", 32, SLOW_LINK, PLACE, cuda) == found[:2]
-    assert tune.candidates(operator, 32, SLOW_LINK, far, cuda) == found[:2]
+    candidates = tune.candidates(operator, 32, SLOW_LINK, PLACE, cuda)
+    assert candidates == [
+        OverlapChoice(),
+        OverlapChoice(chunks=2),
+        *(OverlapChoice(TRITON, programs=n) for n in (4, 8, 16)),
+    ]
+    assert tune.candidates("matmul_swap", 32, SLOW_LINK, PLACE, cuda) == candidates[:2]
+    assert tune.candidates(operator, 32, SLOW_LINK, two_hosts, cuda) == candidates[:2]
 
 
-def test_a_candidate_runs_with_its_own_settings() -> None:
+def test_a_candidate_is_measured_with_its_own_settings() -> None:
     assert tune.overlap_of(OverlapChoice(chunks=4)) == Overlap(4, 1, backend="chunked")
     assert tune.overlap_of(OverlapChoice(SHARED, 2)) == Overlap(2, 1)
     assert tune.overlap_of(OverlapChoice(TRITON, programs=8)) == Overlap(1, 1, backend="triton", programs=8)
@@ -106,29 +110,32 @@ def test_a_candidate_runs_with_its_own_settings() -> None:
 # --- ranks ---
 
 
-def _here(work: OperatorWork) -> tuple[Any, TuningEnvironment]:
+def _channel_and_environment(work: OperatorWork) -> tuple[Any, TuningEnvironment]:
     """Return the channel of all ranks, and their environment."""
     channel = channel_of(dist.group.WORLD)
     rates = tuning.rates_of(channel, work.dtype, CPU)
     return channel, tuning.place_of(channel, rates, CPU)
 
 
-def _differ(rank: int, world: int, arg: tuple[str, dict[int, int]]) -> tuple[OverlapChoice, int, OverlapChoice]:
+def _choose_with_file(
+    rank: int, world: int, arg: tuple[str, dict[int, int]]
+) -> tuple[OverlapChoice, int, OverlapChoice]:
     folder, stored = Path(arg[0]) / f"rank{rank}", arg[1]
     configure_collectives(CollectiveOptions(shared_memory=False))
     configure_tuning(folder)
     try:
         work = replace(WORK, world=world)
-        channel, place = _here(work)
+        channel, place = _channel_and_environment(work)
         if rank in stored:
             save_store(folder, TuningStore((measured(work, stored[rank], place),)))
         first = choose(work, channel, CPU)
         with pytest.MonkeyPatch.context() as patch:
-            asked: list[str] = []
-            patch.setattr(channel, "start_all_gather", lambda *args: asked.append("exchange"))
-            again = choose(replace(work, rows=work.rows + 1), channel, CPU)  # in the same bucket
+            exchanges: list[str] = []
+            patch.setattr(channel, "start_all_gather", lambda *args: exchanges.append("exchange"))
+            # A shape of the same bucket needs no exchange.
+            again = choose(replace(work, rows=work.rows + 1), channel, CPU)
         assert again == first
-        return first, len(asked), choose(replace(work, rows=1), channel, CPU)
+        return first, len(exchanges), choose(replace(work, rows=1), channel, CPU)
     finally:
         configure_collectives(CollectiveOptions())
         configure_tuning()
@@ -140,21 +147,21 @@ def test_ranks_make_the_same_choice_with_different_files(
     world: int, stored: dict[int, int], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    found = pool.run(_differ, (str(tmp_path), stored))
-    assert len(set(found)) == 1
-    choice, exchanges, of_one_row = found[0]
+    results = pool.run(_choose_with_file, (str(tmp_path), stored))
+    assert len(set(results)) == 1
+    choice, exchanges, of_one_row = results[0]
     assert exchanges == 0
     assert choice.chunks == stored.get(0, choice.chunks)
     assert of_one_row == OverlapChoice()
 
 
-def _mismatch(rank: int, world: int, folder: str) -> None:
+def _choose_for_different_work(rank: int, world: int, folder: str) -> None:
     configure_tuning(Path(folder))
     configure_collectives(CollectiveOptions(shared_memory=False))
     try:
         channel = channel_of(dist.group.WORLD)
-        unlike = replace(WORK, other=3 + rank), replace(WORK, dtype=(torch.float32, torch.bfloat16)[rank])
-        for work in unlike:  # before the rates of a dtype are measured
+        different_works = replace(WORK, other=3 + rank), replace(WORK, dtype=(torch.float32, torch.bfloat16)[rank])
+        for work in different_works:  # raises before the rates of a dtype are measured
             with pytest.raises(RankMismatch, match="chooses chunks for gather_matmul forward of 1024"):
                 choose(work, channel, CPU)
         assert choose(WORK, channel, CPU).chunks >= 1
@@ -164,27 +171,27 @@ def _mismatch(rank: int, world: int, folder: str) -> None:
 
 
 def test_ranks_that_choose_for_different_work_raise(tmp_path: Path, pool2: RankPool) -> None:
-    pool2.run(_mismatch, str(tmp_path))
+    pool2.run(_choose_for_different_work, str(tmp_path))
 
 
-def _measures(rank: int, world: int, folder: str) -> list[GroupRates]:
+def _measure_rates(rank: int, world: int, folder: str) -> list[GroupRates]:
     configure_tuning(Path(folder))
-    found = []
+    rates = []
     try:
         for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False)):
             configure_collectives(options)
             communicator_of(dist.group.WORLD).forget("tuning")
             before = torch.get_rng_state()
-            found.append(tuning.rates_of(channel_of(dist.group.WORLD), torch.float32, CPU))
+            rates.append(tuning.rates_of(channel_of(dist.group.WORLD), torch.float32, CPU))
             assert torch.equal(torch.get_rng_state(), before)
     finally:
         configure_collectives(CollectiveOptions())
         configure_tuning()
-    return found
+    return rates
 
 
 def test_rates_are_the_same_on_every_rank_and_plausible(tmp_path: Path, pool2: RankPool) -> None:
-    first, second = pool2.run(_measures, str(tmp_path))
+    first, second = pool2.run(_measure_rates, str(tmp_path))
     assert first == second
     for rates in first:
         assert 0 < rates.latency_s < 1 and 1e5 < rates.bytes_per_s < 1e13 and 0 <= rates.hides <= 1
@@ -193,7 +200,7 @@ def test_rates_are_the_same_on_every_rank_and_plausible(tmp_path: Path, pool2: R
     assert [rates.shared for rates in first] == [True, False]
 
 
-def _triton(rank: int, world: int, folder: str) -> None:
+def _choose_on_fake_gpu(rank: int, world: int, folder: str) -> None:
     """Check the choice from GPU measurements, without a GPU."""
     configure_tuning(Path(folder))
     cuda = torch.device("cuda")
@@ -210,24 +217,24 @@ def _triton(rank: int, world: int, folder: str) -> None:
             assert choose((WORK, WORK), channel, CPU) == OverlapChoice(chunks=4)
             unknown = replace(WORK, sent=7)
             assert choose(unknown, channel, cuda).backend == CHUNKED
-            assert choose(unknown, channel, cuda, (TRITON,)) == OverlapChoice(TRITON)  # the kernel's default
+            assert choose(unknown, channel, cuda, (TRITON,)) == OverlapChoice(TRITON)  # the default number of programs
     finally:
         configure_tuning()
 
 
 def test_a_kernel_is_chosen_if_measured_to_be_fastest_and_never_on_a_cpu(tmp_path: Path, pool2: RankPool) -> None:
     save_store(tmp_path, TuningStore((fused(),)))
-    pool2.run(_triton, str(tmp_path))
+    pool2.run(_choose_on_fake_gpu, str(tmp_path))
 
 
-def _unreadable(rank: int, world: int, arg: None) -> None:
+def _choose_with_unreadable_store(rank: int, world: int, arg: None) -> None:
     channel = channel_of(dist.group.WORLD)
     fault = RecursionError("maximum recursion depth exceeded")
 
     def read(folder: Path) -> tuple[TuningStore, str]:
         if rank == 0:
             raise fault
-        raise AssertionError("the others' measurements are not heard")
+        raise AssertionError("only rank 0 may read its measurements")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "read_store", read)
@@ -240,17 +247,17 @@ def _unreadable(rank: int, world: int, arg: None) -> None:
                 warnings.simplefilter("error")
                 assert choose(WORK, channel, CPU) == choice
                 configure_tuning()
-                with pytest.raises(RuntimeWarning, match="cannot be used"):  # on every rank, without a wait
+                with pytest.raises(RuntimeWarning, match="cannot be used"):  # raises on every rank, so no rank waits
                     choose(WORK, channel, CPU)
         finally:
             configure_tuning()
 
 
-def test_measurements_that_rank_0_cannot_use_are_a_warning_on_every_rank(pool2: RankPool) -> None:
-    pool2.run(_unreadable)
+def test_unreadable_measurements_of_rank_0_are_a_warning_on_every_rank(pool2: RankPool) -> None:
+    pool2.run(_choose_with_unreadable_store)
 
 
-CUTS = {
+STORED_CHUNKS = {
     ("dispatch_matmul", "forward"): 1,
     ("dispatch_matmul", "backward"): 4,
     ("matmul_combine", "forward"): 3,
@@ -258,7 +265,7 @@ CUTS = {
 }
 
 
-def _each_way(rank: int, world: int, arg: tuple[str, bool]) -> None:
+def _run_with_stored_chunks(rank: int, world: int, arg: tuple[str, bool]) -> None:
     """Check that each operator runs with its stored chunks. swapped: store them for the other direction."""
     folder, swapped = Path(arg[0]), arg[1]
     configure_collectives(CollectiveOptions(shared_memory=False, checked=True))
@@ -278,15 +285,15 @@ def _each_way(rank: int, world: int, arg: tuple[str, bool]) -> None:
         act, grad = draw(width, inner).detach(), draw(tokens, hidden).detach()
         rates = tuning.rates_of(dispatcher.channel, torch.float32, CPU)
         place = tuning.place_of(dispatcher.channel, rates, CPU)
-        found = []
-        for (operator, direction), chunks in CUTS.items():
+        measurements = []
+        for (operator, direction), chunks in STORED_CHUNKS.items():
             if swapped:
-                chunks = CUTS[operator, next(d for d in DIRECTIONS if d != direction)]
+                chunks = STORED_CHUNKS[operator, next(d for d in DIRECTIONS if d != direction)]
             other = width if operator == "dispatch_matmul" else inner
             work = OperatorWork(operator, direction, 2 * tokens, hidden, other, torch.float32, world, 2)
-            found.append(measured(work, chunks, place))
+            measurements.append(measured(work, chunks, place))
         if rank == 0:
-            save_store(folder, TuningStore(tuple(found)))
+            save_store(folder, TuningStore(tuple(measurements)))
 
         def run(overlap: Overlap) -> list[torch.Tensor]:
             h, dispatch = dispatch_matmul(dispatcher, x, ids, w1, overlap)
@@ -296,72 +303,72 @@ def _each_way(rank: int, world: int, arg: tuple[str, bool]) -> None:
         plain = run(Overlap(1))
         used: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipelined, "run_ranges", _noting(pipelined.run_ranges, used))
+            patch.setattr(pipelined, "run_ranges", _recording(pipelined.run_ranges, used))
             auto = run(Overlap("auto"))
         assert all(map(torch.equal, auto, plain))
-        # Dispatch, combine, and back.
+        # The order is dispatch, combine, combine backward, dispatch backward.
         assert used == ([4, 1, 3, 1] if swapped else [1, 3, 1, 4])
     finally:
         configure_collectives(CollectiveOptions())
         configure_tuning()
 
 
-def _noting(work: Callable[..., None], used: list[int]) -> Callable[..., None]:
-    """``run_ranges`` that records the number of segments."""
+def _recording(run_ranges: Callable[..., None], used: list[int]) -> Callable[..., None]:
+    """Return ``run_ranges`` that also records the number of segments in ``used``."""
 
-    def noted(parts: RowSegments, *args: Any) -> None:
-        used.append(len(parts.ranges))
-        work(parts, *args)
+    def recorded(segments: RowSegments, *args: Any) -> None:
+        used.append(len(segments.ranges))
+        run_ranges(segments, *args)
 
-    return noted
+    return recorded
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_operators_for_experts_use_the_stored_choice_for_each_direction(
     swapped: bool, tmp_path: Path, pool2: RankPool
 ) -> None:
-    pool2.run(_each_way, (str(tmp_path), swapped))
+    pool2.run(_run_with_stored_chunks, (str(tmp_path), swapped))
 
 
-def _used(rank: int, world: int, folder: str) -> bool:
+def _uses_stored_choice(rank: int, world: int, folder: str) -> bool:
     """Return whether the operators use the stored choice; the model is not used."""
     stored = load_store(Path(folder)).measured
-    one = next(m for m in stored if m.work.operator == "gather_matmul" and m.work.direction == "forward")
+    measurement = next(m for m in stored if m.work.operator == "gather_matmul" and m.work.direction == "forward")
     threads = torch.get_num_threads()
-    torch.set_num_threads(one.place.threads)
+    torch.set_num_threads(measurement.place.threads)
     configure_tuning(Path(folder))
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tuning, "cheapest", None)
-            x = torch.ones(one.work.rows // world, one.work.sent)
-            w = torch.ones(one.work.other, one.work.sent)
+            x = torch.ones(measurement.work.rows // world, measurement.work.sent)
+            w = torch.ones(measurement.work.other, measurement.work.sent)
             y = gather_matmul(x, w, dist.group.WORLD, Overlap("auto"))
             assert torch.equal(y, reference(x, w, dist.group.WORLD))
-            return choose(one.work, channel_of(dist.group.WORLD), CPU) == one.chosen.choice
+            return choose(measurement.work, channel_of(dist.group.WORLD), CPU) == measurement.chosen.choice
     finally:
         torch.set_num_threads(threads)
         configure_tuning()
 
 
-def test_the_command_stores_what_another_process_uses(
+def test_measurements_stored_by_the_command_are_used_by_another_process(
     tmp_path: Path, pool2: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--rows", "1", "--rows", "64", "--sent", "16", "--other", "16", "--warmup", "0", "--rounds", "1"]
     out = tmp_path / "out.json"
     assert cli.run(["tune", "--ranks", "2", *sizes, "--cache", str(tmp_path), "--json", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert [(row["op"], row["direction"], row["rows"]) for row in found["results"][:4]] == [
+    written = json.loads(out.read_text())
+    assert [(row["op"], row["direction"], row["rows"]) for row in written["results"][:4]] == [
         ("gather_matmul", direction, 2 * rows) for rows in (1, 64) for direction in ("forward", "backward")
     ]
-    assert {row["op"] for row in found["results"]} >= {"matmul_scatter", "dispatch_matmul", "matmul_combine"}
-    for row in found["results"]:
+    assert {row["op"] for row in written["results"]} >= {"matmul_scatter", "dispatch_matmul", "matmul_combine"}
+    for row in written["results"]:
         assert row["error"] == pytest.approx(abs(row["predicted_ms"] / row["best_ms"] - 1))
         assert row["best_ms"] <= row["serial_ms"]
-    assert 0 <= found["prediction_error"]["median"] <= found["prediction_error"]["worst"]
+    assert 0 <= written["prediction_error"]["median"] <= written["prediction_error"]["worst"]
     stored = json.loads(store_path(tmp_path).read_text())
-    assert stored["prediction_error"] == found["prediction_error"]
+    assert stored["prediction_error"] == written["prediction_error"]
     assert "error of the cost model over all candidates" in capsys.readouterr().out
-    assert pool2.run(_used, str(tmp_path)) == [True, True]
+    assert pool2.run(_uses_stored_choice, str(tmp_path)) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -372,6 +379,6 @@ def test_the_command_stores_what_another_process_uses(
         (["--dtype", "int8"], "float32"),
     ],
 )
-def test_a_wrong_request_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["tune", *arguments]) == 2
     assert message in capsys.readouterr().err

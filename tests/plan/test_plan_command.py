@@ -12,7 +12,7 @@ import pytest
 from moe_comm import cli
 from moe_comm.plan.model.load import DROPLESS
 
-ASKED = {
+OPTIONS = {
     "--model": "mixtral-8x22b",
     "--gpus": "128",
     "--hardware": "h100",
@@ -23,9 +23,12 @@ MAPPING = {"--mapping": "tp=2,cp=1,pp=8,vpp=1,ep=8,etp=1"}
 KEYS = {"mapping", "step_s", "tokens_per_s", "mfu", "memory_gb", "bytes", "breakdown", "fits", "would_fit"}
 
 
-def words(*flags: str, **changed: str | None) -> list[str]:
-    """Return the command with the options of ``ASKED`` and changed ones. _ stands for -, None removes an option."""
-    options: dict[str, str | None] = {**ASKED, **{"--" + name.replace("_", "-"): one for name, one in changed.items()}}
+def command_line(*flags: str, **changed: str | None) -> list[str]:
+    """Return the command with the options of ``OPTIONS`` and changed ones. _ stands for -, None removes an option."""
+    options: dict[str, str | None] = {
+        **OPTIONS,
+        **{"--" + name.replace("_", "-"): one for name, one in changed.items()},
+    }
     return ["plan", *(word for name, one in options.items() if one is not None for word in (name, one)), *flags]
 
 
@@ -37,9 +40,9 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0].removeprefix("moe-comm: error: ")
 
 
-def answered(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str | None) -> dict[str, Any]:
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str | None) -> dict[str, Any]:
     """Return the JSON object on standard output, which must contain nothing else."""
-    assert cli.run(words("--json", "-", *arguments, **changed)) == 0
+    assert cli.run(command_line("--json", "-", *arguments, **changed)) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
 
@@ -95,7 +98,7 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str
 def test_an_invalid_request_is_one_line_and_exit_code_2(
     changed: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(words(**changed)) == 2
+    assert cli.run(command_line(**changed)) == 2
     assert message in error_line(capsys)
 
 
@@ -112,7 +115,7 @@ def test_a_malformed_model_is_reported_with_its_file(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(text)
-    assert cli.run(words(model=str(tmp_path))) == 2
+    assert cli.run(command_line(model=str(tmp_path))) == 2
     line = error_line(capsys)
     assert message in line and "config.json" in line
 
@@ -132,24 +135,24 @@ def test_modes_exclude_each_other(arguments: list[str], message: str, capsys: py
 
 
 def test_slow_ranks_are_replayed_with_the_mapping(capsys: pytest.CaptureFixture[str]) -> None:
-    result = answered(capsys, "--slow", "3=1.5", "--slow", "70=1.2", mapping=MAPPING["--mapping"])
+    result = run_json(capsys, "--slow", "3=1.5", "--slow", "70=1.2", mapping=MAPPING["--mapping"])
     assert result["slow"]["slowdown"] == pytest.approx(result["slow"]["step_s"] / result["step_s"])
     assert 1.05 < result["slow"]["slowdown"] < 1.5
-    assert cli.run(words("--slow", "3=1", mapping=MAPPING["--mapping"])) == 0
+    assert cli.run(command_line("--slow", "3=1", mapping=MAPPING["--mapping"])) == 0
     assert "with 3=1: " in capsys.readouterr().out
 
 
-def test_what_is_not_measured_is_assumed_alike_by_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    result = answered(capsys, mapping=MAPPING["--mapping"])
+def test_the_imbalance_has_a_default_and_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, mapping=MAPPING["--mapping"])
     assert result["load"]["imbalance"] == DROPLESS
-    result = answered(capsys, mapping=MAPPING["--mapping"], capacity_factor="1")
+    result = run_json(capsys, mapping=MAPPING["--mapping"], capacity_factor="1")
     assert result["load"]["imbalance"] == 1.0
-    result = answered(capsys, mapping=MAPPING["--mapping"], imbalance="1.1")
+    result = run_json(capsys, mapping=MAPPING["--mapping"], imbalance="1.1")
     assert result["load"]["imbalance"] == 1.1
 
 
-def test_a_mapping_is_answered_with_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    result = answered(capsys, mapping=MAPPING["--mapping"])
+def test_the_prediction_of_a_mapping_has_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, mapping=MAPPING["--mapping"])
     assert result.keys() >= KEYS and "candidates" not in result
     mapping = result["mapping"]
     assert [mapping[key] for key in ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp")] == [2, 1, 8, 8, 1, 8, 1, 2]
@@ -165,24 +168,24 @@ def test_a_mapping_is_answered_with_all_keys(capsys: pytest.CaptureFixture[str])
     assert 0 < result["bubble_share"] < 1 and 0 < result["exposed_share"] < 1
 
 
-def test_what_a_mapping_leaves_open_is_the_fastest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    free = answered(capsys, mapping=MAPPING["--mapping"])
+def test_unspecified_settings_of_a_mapping_are_the_fastest_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    free = run_json(capsys, mapping=MAPPING["--mapping"])
     same = {key: free["mapping"][key] for key in ("micro_batch", "recompute")}
     for changed in ({"micro_batch": "2"}, {"recompute": "full"}, {"micro_batch": "4", "recompute": "selective"}):
-        other = answered(capsys, mapping=MAPPING["--mapping"], **changed)
+        other = run_json(capsys, mapping=MAPPING["--mapping"], **changed)
         assert str(other["mapping"][next(iter(changed))]) == next(iter(changed.values()))
         assert other["step_s"] >= free["step_s"] or not other["fits"], same
 
 
 def test_the_dispatcher_is_the_fastest_unless_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    replays = {
+    options = {
         "model": "deepseek-v3",
         "hardware": "h800",
         "gpus": "512",
         "mapping": "pp=8,ep=64",
         "global_batch": "512",
     }
-    result = {name: answered(capsys, **replays, dispatcher=name) for name in ("auto", "all_to_all", "hierarchical")}
+    result = {name: run_json(capsys, **options, dispatcher=name) for name in ("auto", "all_to_all", "hierarchical")}
     assert {name: one["mapping"]["dispatcher"] for name, one in result.items()} == {
         "auto": "hierarchical",
         "all_to_all": "all_to_all",
@@ -190,76 +193,78 @@ def test_the_dispatcher_is_the_fastest_unless_it_is_named(capsys: pytest.Capture
     }
     assert result["auto"] == result["hierarchical"]
     assert result["auto"]["step_s"] < result["all_to_all"]["step_s"]
-    far = {name: one["bytes"]["between"]["dispatch"] for name, one in result.items()}
-    assert far["auto"] < far["all_to_all"] / 2
-    assert cli.run(words(**replays)) == 0
+    inter_host_bytes = {name: one["bytes"]["between"]["dispatch"] for name, one in result.items()}
+    assert inter_host_bytes["auto"] < inter_host_bytes["all_to_all"] / 2
+    assert cli.run(command_line(**options)) == 0
     assert "dispatcher hierarchical" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_degrees_that_are_told_are_read_again(capsys: pytest.CaptureFixture[str]) -> None:
-    first = answered(capsys, mapping="tp=2,pp=8,ep=4,etp=2")
-    assert answered(capsys, mapping=first["mapping"]["option"])["step_s"] == first["step_s"]
+def test_the_printed_mapping_option_gives_the_same_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_json(capsys, mapping="tp=2,pp=8,ep=4,etp=2")
+    assert run_json(capsys, mapping=first["mapping"]["option"])["step_s"] == first["step_s"]
 
 
-def test_a_schedule_is_planned_as_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    usual = answered(capsys, mapping="tp=2,pp=8,ep=8")
-    assert usual["mapping"]["schedule"] == "1f1b"
-    result = answered(capsys, mapping="tp=2,pp=8,ep=8", schedule="zbv")
+def test_the_schedule_option_selects_the_pipeline_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    default = run_json(capsys, mapping="tp=2,pp=8,ep=8")
+    assert default["mapping"]["schedule"] == "1f1b"
+    result = run_json(capsys, mapping="tp=2,pp=8,ep=8", schedule="zbv")
     assert (result["mapping"]["schedule"], result["mapping"]["vpp"]) == ("zbv", 2)
-    assert result["bubble_share"] < usual["bubble_share"] / 2
-    assert cli.run(words(mapping="tp=2,pp=8,ep=8", schedule="zbv")) == 0
+    assert result["bubble_share"] < default["bubble_share"] / 2
+    assert cli.run(command_line(mapping="tp=2,pp=8,ep=8", schedule="zbv")) == 0
     assert "vpp 2 (zbv)" in " ".join(capsys.readouterr().out.split())
-    assert cli.run(words(mapping="tp=2,ep=8", schedule="zbv")) == 2
+    assert cli.run(command_line(mapping="tp=2,ep=8", schedule="zbv")) == 2
     assert "schedule = zbv needs a pipeline, but pp is 1" in capsys.readouterr().err
-    assert answered(capsys, mapping="tp=2,ep=8")["mapping"]["schedule"] is None
+    assert run_json(capsys, mapping="tp=2,ep=8")["mapping"]["schedule"] is None
 
 
-def test_coupled_experts_lie_inside_data_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
-    result = answered(capsys, "--coupled", mapping="tp=2,pp=8,ep=4")
+def test_coupled_experts_are_inside_data_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "--coupled", mapping="tp=2,pp=8,ep=4")
     assert (result["mapping"]["etp"], result["mapping"]["edp"]) == (2, 2)
-    assert cli.run(words("--coupled", mapping="tp=2,pp=8,ep=4,etp=1")) == 2
+    assert cli.run(command_line("--coupled", mapping="tp=2,pp=8,ep=4,etp=1")) == 2
     assert "without folding, etp must equal tp" in error_line(capsys)
 
 
-def test_a_mapping_that_does_not_fit_is_predicted_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mapping_that_does_not_fit_is_predicted_with_changes_that_would_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     changed = {"mapping": "tp=1,pp=8,ep=8", "micro_batch": "2", "recompute": "none"}
-    result = answered(capsys, **changed)
+    result = run_json(capsys, **changed)
     assert result["fits"] is False and result["step_s"] > 0
     missing = result["memory_gb"] - result["memory"]["available_gb"]
     assert result["memory"]["missing_gb"] == pytest.approx(missing) and missing > 0
     assert result["would_fit"]
     for change in result["would_fit"]:
         assert change["change"] and change["memory_gb"] <= result["memory"]["available_gb"]
-    assert cli.run(words(**changed)) == 0
-    shown = capsys.readouterr().out
-    assert "does not fit" in shown and f"would fit with {result['would_fit'][0]['change']}" in shown
+    assert cli.run(command_line(**changed)) == 0
+    output = capsys.readouterr().out
+    assert "does not fit" in output and f"would fit with {result['would_fit'][0]['change']}" in output
 
 
 def test_a_mapping_is_printed_with_time_memory_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(words(mapping=MAPPING["--mapping"])) == 0
-    shown = capsys.readouterr().out
+    assert cli.run(command_line(mapping=MAPPING["--mapping"])) == 0
+    output = capsys.readouterr().out
     for message in ("mixtral-8x22b (140.6 B parameters", "128 h100", "experts etp 1, ep 8, edp 2", "MFU", "products"):
-        assert message in shown
-    assert "dispatch" in shown and "between hosts" in shown
+        assert message in output
+    assert "dispatch" in output and "between hosts" in output
 
 
-def test_json_goes_to_a_file_and_the_text_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_written_to_a_file_and_text_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "made" / "out.json"
-    assert cli.run(words(mapping=MAPPING["--mapping"], json=str(out))) == 0
+    assert cli.run(command_line(mapping=MAPPING["--mapping"], json=str(out))) == 0
     assert "MFU" in capsys.readouterr().out
     assert json.loads(out.read_text()).keys() >= KEYS
 
 
-def test_hosts_of_another_size_change_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
-    usual, small = (answered(capsys, mapping="tp=2,pp=8,ep=8", host_size=size) for size in (None, "4"))
+def test_the_host_size_changes_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    default, small = (run_json(capsys, mapping="tp=2,pp=8,ep=8", host_size=size) for size in (None, "4"))
     assert small["hardware"]["host_size"] == 4 and small["bytes"]["between"]["dispatch"] > 0
-    assert "dispatch" not in usual["bytes"]["between"] and small["step_s"] > usual["step_s"]
+    assert "dispatch" not in default["bytes"]["between"] and small["step_s"] > default["step_s"]
 
 
-def test_uneven_routing_takes_longer_and_a_capacity_caps_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_imbalance_lengthens_a_step_up_to_the_capacity_factor(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = {"mapping": "tp=2,pp=8,ep=8,vpp=1", "micro_batch": "1"}
     even, uneven, capped = (
-        answered(capsys, **fixed, **more)["step_s"]
+        run_json(capsys, **fixed, **more)["step_s"]
         for more in ({"capacity_factor": "1"}, {"imbalance": "1.5"}, {"imbalance": "1.5", "capacity_factor": "1"})
     )
     assert capped == pytest.approx(even) and uneven > even
@@ -269,17 +274,17 @@ SMALL = {"model": "olmoe-1b-7b", "gpus": "8", "global_batch": "64"}
 
 
 @pytest.fixture(scope="module")
-def searched() -> Any:
-    """The JSON and the text of one small search."""
+def search_output() -> Any:
+    """Return the JSON object and the text of a small search."""
     from typer.testing import CliRunner
 
-    done = CliRunner().invoke(cli.app, words("--json", "-", **SMALL))
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout), done.stderr
+    completed = CliRunner().invoke(cli.app, command_line("--json", "-", **SMALL))
+    assert completed.exit_code == 0, completed.output
+    return json.loads(completed.stdout), completed.stderr
 
 
-def test_a_search_tells_its_ten_best_and_what_they_lose(searched: tuple[dict[str, Any], str]) -> None:
-    result, shown = searched
+def test_a_search_reports_ten_candidates_and_why_they_are_slower(search_output: tuple[dict[str, Any], str]) -> None:
+    result, output = search_output
     best = result["candidates"]
     assert len(best) == 10 and best[0]["mapping"] == result["mapping"] and result.keys() >= KEYS
     assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best)
@@ -299,10 +304,10 @@ def test_a_search_tells_its_ten_best_and_what_they_lose(searched: tuple[dict[str
         "why it is slower",
         "mappings tried in",
     ):
-        assert name in shown
+        assert name in output
 
 
-def test_on_a_narrow_terminal_reasons_stand_below_the_table() -> None:
+def test_on_a_narrow_terminal_reasons_are_printed_below_the_table() -> None:
     from rich.console import Console
 
     from moe_comm.cli.plan_text import search_parts
@@ -323,17 +328,17 @@ def test_on_a_narrow_terminal_reasons_stand_below_the_table() -> None:
     assert [line[:5].strip() for line in lines if line.startswith((" 2  +", " 3  +"))] == ["2  +", "3  +"], lines
 
 
-def test_a_search_finds_what_its_winner_is_predicted_to_take(
-    searched: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]
+def test_the_best_mapping_of_a_search_has_the_same_prediction_on_its_own(
+    search_output: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    best = searched[0]["mapping"]
+    best = search_output[0]["mapping"]
     keys = ("micro_batch", "recompute", "sharding", "overlap", "schedule", "dispatcher")
     fixed = {key: str(best[key]) for key in keys if best[key] is not None}
-    again = answered(capsys, mapping=best["option"], **fixed, **SMALL)
-    assert again["step_s"] == pytest.approx(searched[0]["step_s"], rel=1e-12) and again["mapping"] == best
+    again = run_json(capsys, mapping=best["option"], **fixed, **SMALL)
+    assert again["step_s"] == pytest.approx(search_output[0]["step_s"], rel=1e-12) and again["mapping"] == best
 
 
-def test_a_search_keeps_to_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_respects_fixed_settings(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = {
         "micro_batch": "2",
         "recompute": "full",
@@ -341,36 +346,36 @@ def test_a_search_keeps_to_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> 
         "overlap": "inter",
         "dispatcher": "all_gather",
     }
-    result = answered(capsys, "--coupled", top="3", **fixed, **SMALL)
+    result = run_json(capsys, "--coupled", top="3", **fixed, **SMALL)
     assert len(result["candidates"]) == 3
     for one in result["candidates"]:
         assert {key: str(one["mapping"][key]) for key in fixed} == fixed
         assert one["mapping"]["etp"] == one["mapping"]["tp"]
 
 
-def test_a_search_that_nothing_fits_ends_with_1_and_says_what_would(
+def test_a_search_without_a_fitting_mapping_exits_with_1_and_a_suggestion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    replays = {"gpus": "8", "global_batch": "8", "json": str(out)}
-    assert cli.run(words(**replays)) == 1
+    options = {"gpus": "8", "global_batch": "8", "json": str(out)}
+    assert cli.run(command_line(**options)) == 1
     line = error_line(capsys)
     assert "mappings of mixtral-8x22b fits 8 h100" in line and "GiB too much" in line
     result = json.loads(out.read_text())
     assert result.keys() >= KEYS and result["fits"] is False and result["candidates"] == []
-    enough = result["search"]["gpus_that_fit"]  # None where there was no time to find out
-    assert enough is None or (enough > 8 and f"fits {enough:,} of them" in line)
+    gpus_that_fit = result["search"]["gpus_that_fit"]  # None if the time limit was reached first
+    assert gpus_that_fit is None or (gpus_that_fit > 8 and f"fits {gpus_that_fit:,} of them" in line)
 
 
-def test_a_search_that_nothing_can_run_for_is_a_wrong_question(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(words(model="olmoe-1b-7b", gpus="17", global_batch="3")) == 2
+def test_a_search_without_a_valid_mapping_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(command_line(model="olmoe-1b-7b", gpus="17", global_batch="3")) == 2
     assert "no mapping of olmoe-1b-7b can run on 17 accelerators" in error_line(capsys)
 
 
-def test_the_winner_is_a_configuration_that_train_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mapping_is_written_as_a_training_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = pytest.importorskip("moe_comm.train.config")
     out = tmp_path / "out.toml"
-    result = answered(capsys, config=str(out), mapping="tp=2,pp=2,ep=2", **SMALL)
+    result = run_json(capsys, config=str(out), mapping="tp=2,pp=2,ep=2", **SMALL)
     loaded = config.load(str(out))
     assert loaded.parallel.ranks == 8
     p = loaded.parallel.mapping(8)
@@ -379,33 +384,33 @@ def test_the_winner_is_a_configuration_that_train_reads(tmp_path: Path, capsys: 
 
 def test_a_trace_and_a_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, page = tmp_path / "step.perfetto-trace", tmp_path / "step.html"
-    replays = {"mapping": "tp=2,pp=2,ep=2", "trace": str(trace), "page": str(page)}
-    assert cli.run(words(**replays, **SMALL)) == 0
-    shown = capsys.readouterr().out
-    assert f"wrote {trace}" in shown and f"wrote {page}" in shown
+    options = {"mapping": "tp=2,pp=2,ep=2", "trace": str(trace), "page": str(page)}
+    assert cli.run(command_line(**options, **SMALL)) == 0
+    output = capsys.readouterr().out
+    assert f"wrote {trace}" in output and f"wrote {page}" in output
     assert trace.stat().st_size > 1000
     text = page.read_text()
     assert "olmoe-1b-7b" in text and "http://" not in text.partition("</head>")[0]
 
 
-def test_calibrate_keeps_a_description_that_this_machine_is_planned_with(
+def test_calibrate_saves_the_description_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from moe_comm.bench.calibrate import machine as calibrate
     from moe_comm.plan.machine.hardware_table import cluster_named
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    replays = SMALL | {"hardware": "this-machine", "mapping": "ep=8"}
-    assert cli.run(words(**replays)) == 2
+    options = SMALL | {"hardware": "this-machine", "mapping": "ep=8"}
+    assert cli.run(command_line(**options)) == 2
     assert "has not been measured; run: moe-comm plan --calibrate" in error_line(capsys)
     monkeypatch.setattr(calibrate, "calibrate", lambda ranks, say: cluster_named("h20", ranks))
     assert cli.run(["plan", "--calibrate", "--ranks", "4"]) == 0
     assert "GFLOP/s" in capsys.readouterr().out and (tmp_path / "moe_comm" / "hardware.json").is_file()
-    measured, named = answered(capsys, **replays), answered(capsys, **replays | {"hardware": "h20"})
+    measured, named = run_json(capsys, **options), run_json(capsys, **options | {"hardware": "h20"})
     assert measured == named
 
     elsewhere = tmp_path / "mine.json"
     assert cli.run(["plan", "--calibrate", "--hardware-file", str(elsewhere), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(elsewhere.read_text())
     assert json.loads(elsewhere.read_text())["cluster"]["gpus"] == 2
-    assert answered(capsys, hardware_file=str(elsewhere), **replays) == measured
+    assert run_json(capsys, hardware_file=str(elsewhere), **options) == measured

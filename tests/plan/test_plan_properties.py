@@ -1,4 +1,4 @@
-"""What holds for any plan: better hardware is no slower, parts add up, and the printed mapping is the answer's."""
+"""Properties of every plan: better hardware is not slower, parts add up, and the printed mapping reproduces it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def request(case: tuple[Any, ...]) -> PlanRequest:
 
 
 def flops_a_token(shape: ModelShape, seq: int) -> float:
-    """6 for each parameter that a token is multiplied with, and 6 for each width of a score and value it attends to."""
+    """Return the training FLOPs per token: 6 per parameter in a GEMM, and 6 per attended position and head width."""
     h, heads, latent = shape.hidden, shape.heads, shape.latent
     if latent is None:
         widths = 2 * shape.head_dim
@@ -55,39 +55,41 @@ def flops_a_token(shape: ModelShape, seq: int) -> float:
     real = shape.top_k * shape.experts / every if every else 0
     moe = h * every + 3 * h * (real * shape.ffn + shape.shared_ffn) + h * shape.shared_gate
     blocks = shape.dense_layers * 3 * h * shape.dense_ffn + (shape.layers - shape.dense_layers) * moe
-    seen = [sum(min(at + 1, window) for at in range(seq)) / seq for window in (shape.window or seq, seq)]
+    attended_by_window = [sum(min(at + 1, window) for at in range(seq)) / seq for window in (shape.window or seq, seq)]
     full = shape.full_layers if shape.window else shape.layers
-    attended = seen[0] * (shape.layers - full) + seen[1] * full
+    attended = attended_by_window[0] * (shape.layers - full) + attended_by_window[1] * full
     return 6 * (shape.layers * attention + blocks + h * shape.vocab) + 6 * attended * heads * widths
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
-def test_an_answer_adds_up_and_is_what_its_own_option_gives(case: tuple[Any, ...]) -> None:
-    replays, overlap = request(case), case[-1]
-    result = search(replays, SearchSpace.of(overlap=overlap), keep=3)
+def test_a_prediction_is_consistent_and_reproduced_by_its_mapping_option(case: tuple[Any, ...]) -> None:
+    plan_request, overlap = request(case), case[-1]
+    result = search(plan_request, SearchSpace.of(overlap=overlap), keep=3)
     for one in result.best:
-        output = plan_json(replays, one, result)
+        output = plan_json(plan_request, one, result)
         json.dumps(output, allow_nan=False)
         assert sum(output["breakdown"].values()) == pytest.approx(output["step_s"], rel=1e-12)
-        tokens = replays.load.seq_len * replays.global_batch
+        tokens = plan_request.load.seq_len * plan_request.global_batch
         assert output["tokens_per_s"] * output["step_s"] == pytest.approx(tokens)
-        peak = replays.cluster.accelerator.flops[replays.load.dtype] * replays.cluster.gpus
-        expected = flops_a_token(replays.shape, replays.load.seq_len) * tokens / peak / output["step_s"]
+        peak = plan_request.cluster.accelerator.flops[plan_request.load.dtype] * plan_request.cluster.gpus
+        expected = flops_a_token(plan_request.shape, plan_request.load.seq_len) * tokens / peak / output["step_s"]
         assert output["mfu"] == pytest.approx(expected)
         mapping = output["mapping"]
-        open_ones = {name: mapping[name] for name in ("micro_batch", "recompute", "sharding", "overlap", "schedule")}
-        again = PartialMapping(mapping["option"], **open_ones).candidate(replays)
-        assert (again.step.seconds, again.fit) == (one.step.seconds, one.fit)
+        explicit_settings = {
+            name: mapping[name] for name in ("micro_batch", "recompute", "sharding", "overlap", "schedule")
+        }
+        repeated = PartialMapping(mapping["option"], **explicit_settings).candidate(plan_request)
+        assert (repeated.step.seconds, repeated.fit) == (one.step.seconds, one.fit)
     assert result.best
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
 def test_better_hardware_is_never_slower(case: tuple[Any, ...]) -> None:
-    replays, space = request(case), SearchSpace.of(overlap=case[-1])
-    cluster = replays.cluster
+    plan_request, space = request(case), SearchSpace.of(overlap=case[-1])
+    cluster = plan_request.cluster
     gpu, inside, between = cluster.accelerator, cluster.inside, cluster.between
     faster = {name: 1.7 * rate for name, rate in gpu.flops.items()}
-    before = search(replays, space, keep=1).best[0].step.seconds
+    before = search(plan_request, space, keep=1).best[0].step.seconds
     for better in (
         replace(cluster, accelerator=replace(gpu, memory_bytes=2 * gpu.memory_bytes)),
         replace(cluster, accelerator=replace(gpu, memory_bytes_per_s=1.5 * gpu.memory_bytes_per_s)),
@@ -96,13 +98,13 @@ def test_better_hardware_is_never_slower(case: tuple[Any, ...]) -> None:
         replace(cluster, between=replace(between, bytes_per_s=1.3 * between.bytes_per_s)),
         replace(cluster, inside=replace(inside, latency_s=0), between=replace(between, latency_s=0)),
     ):
-        assert search(replace(replays, cluster=better), space, keep=1).best[0].step.seconds <= before * (1 + 1e-12)
+        assert search(replace(plan_request, cluster=better), space, keep=1).best[0].step.seconds <= before * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
-def test_folding_loses_nothing(case: tuple[Any, ...]) -> None:
-    replays, overlap = request(case), case[-1]
-    folded = search(replays, SearchSpace.of(overlap=overlap, folded=True), keep=1).best[0].step.seconds
-    coupled = search(replays, SearchSpace.of(overlap=overlap, folded=False), keep=1).best[0].step.seconds
-    both = search(replays, SearchSpace.of(overlap=overlap), keep=1).best[0].step.seconds
+def test_folded_mappings_are_never_slower_than_coupled_ones(case: tuple[Any, ...]) -> None:
+    plan_request, overlap = request(case), case[-1]
+    folded = search(plan_request, SearchSpace.of(overlap=overlap, folded=True), keep=1).best[0].step.seconds
+    coupled = search(plan_request, SearchSpace.of(overlap=overlap, folded=False), keep=1).best[0].step.seconds
+    both = search(plan_request, SearchSpace.of(overlap=overlap), keep=1).best[0].step.seconds
     assert folded == both <= coupled

@@ -1,4 +1,4 @@
-"""Times of work on a device that runs behind the host, taken without a wait: against a device made of numbers."""
+"""Device times of spans are measured without waiting for the device. The tests simulate a device and its clock."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 10**12
         self.free_at = 0
-        self.waits = 0
-        self.made = 0
+        self.num_events = 0
         monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
 
     def work(self, ns: int) -> None:
         self.free_at = max(self.free_at, self.now_ns) + ns
 
     def make(self) -> Event:
-        self.made += 1
+        self.num_events += 1
         return Event(self)
 
 
@@ -44,11 +43,11 @@ class Event:
         return 0 <= self.at <= self.device.now_ns
 
     def elapsed_time(self, end: Self) -> float:
-        assert self.query() and end.query(), "asked for the time of an event that is not done"
+        assert self.query() and end.query(), "elapsed_time of an event that has not completed"
         return (end.at - self.at) * 1e-6
 
     def synchronize(self) -> None:
-        raise AssertionError("the host waited")
+        raise AssertionError("the host waited for the device")
 
 
 @pytest.fixture
@@ -57,17 +56,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def recorder(device: Device, **options: object) -> EventRecorder:
-    found = EventRecorder(256)
-    found.attach(memoryview(bytearray(region_bytes(256))), 0, 256)
-    found.device = QueuedTimes(device.make, **options)  # type: ignore[arg-type]
-    return found
+    events = EventRecorder(256)
+    events.attach(memoryview(bytearray(region_bytes(256))), 0, 256)
+    events.device = QueuedTimes(device.make, **options)  # type: ignore[arg-type]
+    return events
 
 
-def times(found: EventRecorder) -> dict[str, tuple[int, int]]:
-    return {span.name: span.device_ns for span in read_spans(found.region)}
+def times(events: EventRecorder) -> dict[str, tuple[int, int]]:
+    return {span.name: span.device_ns for span in read_spans(events.region)}
 
 
-def test_a_span_gets_the_times_of_the_work_that_it_queued(device: Device) -> None:
+def test_a_span_gets_the_device_times_of_the_work_that_it_queued(device: Device) -> None:
     events = recorder(device)
     began = device.now_ns
     with events.span(Kind.COMPUTE, "first"):
@@ -77,7 +76,7 @@ def test_a_span_gets_the_times_of_the_work_that_it_queued(device: Device) -> Non
         device.work(500_000)
         device.now_ns += 10_000
     events.begin_step(2)
-    assert times(events) == {"first": (0, 0), "second": (0, 0)}, "the device has not got there"
+    assert times(events) == {"first": (0, 0), "second": (0, 0)}, "the device has not completed the work"
     on_host = read_spans(events.region)
     device.now_ns += 3_200_000
     events.begin_step(3)
@@ -85,29 +84,31 @@ def test_a_span_gets_the_times_of_the_work_that_it_queued(device: Device) -> Non
     device.now_ns += 10**6
     events.begin_step(4)
     assert times(events)["second"] == (began + 3_000_000, began + 3_500_000)
-    assert [replace(span, device_ns=(0, 0)) for span in read_spans(events.region)] == on_host, "its own times stay"
+    assert [replace(span, device_ns=(0, 0)) for span in read_spans(events.region)] == on_host, (
+        "the host times do not change"
+    )
 
 
-def test_spans_that_queue_nothing_take_no_events(device: Device) -> None:
+def test_spans_without_device_work_use_no_events(device: Device) -> None:
     events = recorder(device)
     for kind in (Kind.DATA, Kind.CHECKPOINT, Kind.PAUSE, Kind.MARK):
         with events.span(kind, "on the host"):
             pass
-    assert device.made == 0
+    assert device.num_events == 0
 
 
-def test_events_are_used_again(device: Device) -> None:
+def test_events_are_reused(device: Device) -> None:
     events = recorder(device)
     for step in range(200):
         events.begin_step(step)
         with events.span(Kind.COMPUTE, "work"):
             device.work(1000)
             device.now_ns += 5000
-    assert device.made <= 6
+    assert device.num_events <= 6
 
 
-def test_a_clock_that_drifts_is_set_right_by_what_cannot_be(device: Device) -> None:
-    """The device's clock is 1% slow: events seem to be earlier than they were queued, and are moved."""
+def test_drift_of_the_device_clock_is_corrected(device: Device) -> None:
+    """The device clock is 1% slow, so events seem to complete before they are queued. Their times are corrected."""
 
     class Slow(Event):
         def elapsed_time(self, end: Self) -> float:
@@ -126,22 +127,22 @@ def test_a_clock_that_drifts_is_set_right_by_what_cannot_be(device: Device) -> N
         assert times(events)[f"work {step}"][0] == pytest.approx(began, abs=100_000)
 
 
-def test_a_reference_is_renewed_before_single_precision_gets_coarse(device: Device) -> None:
-    asked: list[float] = []
+def test_the_reference_event_is_renewed_before_elapsed_times_lose_precision(device: Device) -> None:
+    elapsed_ms: list[float] = []
 
-    class Asked(Event):
+    class RecordingEvent(Event):
         def elapsed_time(self, end: Self) -> float:
-            asked.append(super().elapsed_time(end))
-            return asked[-1]
+            elapsed_ms.append(super().elapsed_time(end))
+            return elapsed_ms[-1]
 
     events = recorder(device)
-    events.device = QueuedTimes(lambda: Asked(device))
+    events.device = QueuedTimes(lambda: RecordingEvent(device))
     for step in range(100):
         with events.span(Kind.COMPUTE, "work"):
             device.work(1000)
         device.now_ns += 300_000_000
         events.begin_step(step)
-    assert max(asked) < device_clock.RENEW_MS + 301
+    assert max(elapsed_ms) < device_clock.RENEW_MS + 301
 
 
 def test_nothing_is_recorded_while_a_graph_is_captured(device: Device) -> None:
@@ -151,14 +152,14 @@ def test_nothing_is_recorded_while_a_graph_is_captured(device: Device) -> None:
         pass
     with events.span(Kind.COMPUTE, "half"):
         capturing[0] = False
-    assert device.made == 0
+    assert device.num_events == 0
     with events.span(Kind.COMPUTE, "not"):
         pass
     events.begin_step(1)
     assert [bool(end) for _, end in times(events).values()] == [False, False, True]
 
 
-def test_a_device_that_never_answers_costs_a_fixed_number_of_events(
+def test_a_device_that_never_completes_uses_a_bounded_number_of_events(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_clock, "MOST_PENDING", 10)
@@ -167,4 +168,4 @@ def test_a_device_that_never_answers_costs_a_fixed_number_of_events(
     for _ in range(100):
         with events.span(Kind.COMPUTE, "work"):
             pass
-    assert device.made <= 22
+    assert device.num_events <= 22

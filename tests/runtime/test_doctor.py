@@ -19,16 +19,16 @@ def report() -> doctor.DoctorReport:
 
 
 def test_json_holds_every_topic(report: doctor.DoctorReport) -> None:
-    found = json.loads(report.to_json())
-    assert found["healthy"] is True
+    data = json.loads(report.to_json())
+    assert data["healthy"] is True
     topics = {"python", "torch", "extras", "cpu", "pidfd", "bf16", "shm", "compiler", "nvcc", "native", "gpus", "nccl"}
-    assert topics | {"backends", "findings"} <= found.keys()
-    assert set(found["backends"]) >= {"local", "shared_memory", "all_to_all", "all_gather"}
-    assert found["native"]["isa"] in found["native"]["isas"]
-    assert found["shm"]["bytes"] >= found["shm"]["free_bytes"] >= 0
+    assert topics | {"backends", "findings"} <= data.keys()
+    assert set(data["backends"]) >= {"local", "shared_memory", "all_to_all", "all_gather"}
+    assert data["native"]["isa"] in data["native"]["isas"]
+    assert data["shm"]["bytes"] >= data["shm"]["free_bytes"] >= 0
 
 
-def test_what_is_missing_or_broken_comes_with_advice(report: doctor.DoctorReport) -> None:
+def test_missing_or_broken_findings_have_advice(report: doctor.DoctorReport) -> None:
     assert all(finding.advice for finding in report.findings if finding.status in ("missing", "broken"))
     assert {finding.status for finding in report.findings} <= {"ok", "note", "missing", "broken"}
 
@@ -40,7 +40,7 @@ def test_table_shows_every_finding(report: doctor.DoctorReport, capsys: pytest.C
     assert shown.rstrip().endswith("moe_comm can work here.")
 
 
-def test_something_broken_makes_the_report_unhealthy(
+def test_a_broken_finding_makes_the_report_unhealthy(
     report: doctor.DoctorReport, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = doctor.DoctorFinding("software", "torch", "broken", "[not] installed", "pip install torch")
@@ -85,10 +85,10 @@ def test_more_threads_than_cores_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("OMP_NUM_THREADS", value)
         notes = doctor.DoctorReport()
         doctor._cpu(notes)
-        found = {finding.name: finding for finding in notes.findings}["threads per rank"]
-        assert found.status == status
-        assert value in found.value
-        assert bool(found.advice) is (status == "note")
+        threads = {finding.name: finding for finding in notes.findings}["threads per rank"]
+        assert threads.status == status
+        assert value in threads.value
+        assert bool(threads.advice) is (status == "note")
 
 
 def test_full_or_absent_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

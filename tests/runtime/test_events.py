@@ -1,4 +1,4 @@
-"""Spans in a ring: what a reader finds of them, in this process or after another one was killed."""
+"""Spans are recorded in a ring and read back, in the same process or after the recording process was killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_comm.runtime.event_reader import read_header, read_spans
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, EventRecorder, communication_span
 
 
-def fresh(records: int = 64, rank: int = 3) -> EventRecorder:
+def new_recorder(records: int = 64, rank: int = 3) -> EventRecorder:
     recorder = EventRecorder(records)
     recorder.attach(memoryview(bytearray(region_bytes(records))), rank, records)
     return recorder
@@ -33,36 +33,36 @@ def record(recorder: EventRecorder, kind: Kind, names: Sequence[str], **what: in
             pass
 
 
-def test_a_span_is_read_back_with_all_that_was_said_of_it() -> None:
-    recorder = fresh()
+def test_a_span_is_read_back_with_all_its_fields() -> None:
+    recorder = new_recorder()
     recorder.begin_step(7)
     recorder.micro = 2
     group = recorder.group((1, 3))
     with recorder.span(Kind.DISPATCH, "dispatch", layer="layers.0", group=group, peer=1, nbytes=5) as span:
         span.put_rows([4, 0, 9], 11)
-        (seen,) = read_spans(recorder.region)
-        assert seen.open and seen.begin_ns > 0
-    (found,) = read_spans(recorder.region)
-    assert (found.rank, found.kind, found.name, found.layer) == (3, Kind.DISPATCH, "dispatch", "layers.0")
-    assert (found.step, found.micro, found.group, found.call, found.peer) == (7, 2, (1, 3), 1, 1)
-    assert (found.nbytes, found.rows, found.thread, found.device_ns) == (11, (4, 0, 9), 0, (0, 0))
-    assert found.end_ns >= found.begin_ns and not found.open
+        (open_span,) = read_spans(recorder.region)
+        assert open_span.open and open_span.begin_ns > 0
+    (result,) = read_spans(recorder.region)
+    assert (result.rank, result.kind, result.name, result.layer) == (3, Kind.DISPATCH, "dispatch", "layers.0")
+    assert (result.step, result.micro, result.group, result.call, result.peer) == (7, 2, (1, 3), 1, 1)
+    assert (result.nbytes, result.rows, result.thread, result.device_ns) == (11, (4, 0, 9), 0, (0, 0))
+    assert result.end_ns >= result.begin_ns and not result.open
     state = read_header(recorder.region)
     assert state is not None and (state.rank, state.pid, state.step, state.head) == (3, os.getpid(), 7, 1)
 
 
-def test_the_ring_keeps_the_newest_spans_when_it_has_gone_round() -> None:
-    recorder = fresh(64)
+def test_a_full_ring_keeps_the_newest_spans() -> None:
+    recorder = new_recorder(64)
     old = recorder.span(Kind.STEP, "old").__enter__()
     record(recorder, Kind.COMPUTE, [f"span {n % 10}" for n in range(200)])
     old.__exit__()
     old.put_rows([1], 1)
     old.put(name="older")
     old.put_device(1, 2)
-    found = read_spans(recorder.region)
-    assert [span.index for span in found] == list(range(137, 201))
-    assert [span.name for span in found] == [f"span {(n - 1) % 10}" for n in range(137, 201)]
-    assert all(span.end_ns and not span.rows and span.device_ns == (0, 0) for span in found)
+    spans = read_spans(recorder.region)
+    assert [span.index for span in spans] == list(range(137, 201))
+    assert [span.name for span in spans] == [f"span {(n - 1) % 10}" for n in range(137, 201)]
+    assert all(span.end_ns and not span.rows and span.device_ns == (0, 0) for span in spans)
     assert [span.index for span in read_spans(recorder.region, last=3)] == [198, 199, 200]
     assert [span.index for span in read_spans(recorder.region, since=199)] == [199, 200]
 
@@ -82,7 +82,7 @@ with EVENTS.span(Kind.STEP, "step"), EVENTS.span(Kind.COMBINE, "combine", layer=
 """
 
 
-def test_what_a_process_was_in_the_middle_of_is_read_after_it_was_killed() -> None:
+def test_open_spans_of_a_killed_process_can_be_read() -> None:
     memory = os.memfd_create("test_events")
     try:
         os.ftruncate(memory, region_bytes(64))
@@ -96,26 +96,26 @@ def test_what_a_process_was_in_the_middle_of_is_read_after_it_was_killed() -> No
         os.close(memory)
     state = read_header(region)
     assert state is not None and (state.rank, state.pid, state.step) == (5, child.pid, 9)
-    done, step, combine = read_spans(region)
-    assert not done.open and step.open and combine.open
+    completed, step, combine = read_spans(region)
+    assert not completed.open and step.open and combine.open
     assert (combine.layer, combine.group, combine.call) == ("layers.2", (0, 5, 10, 15), 2)
 
 
-def test_calls_are_numbered_for_each_group_and_kind_by_itself() -> None:
-    recorder = fresh()
-    one, other = recorder.group((0, 1)), recorder.group((0, 1, 2))
-    for group, kind in ((one, Kind.DISPATCH), (one, Kind.COLLECTIVE), (one, Kind.COLLECTIVE), (other, Kind.DISPATCH)):
+def test_calls_are_numbered_separately_for_each_group_and_kind() -> None:
+    recorder = new_recorder()
+    pair, trio = recorder.group((0, 1)), recorder.group((0, 1, 2))
+    for group, kind in ((pair, Kind.DISPATCH), (pair, Kind.COLLECTIVE), (pair, Kind.COLLECTIVE), (trio, Kind.DISPATCH)):
         record(recorder, kind, ["x"], group=group)
     record(recorder, Kind.DISPATCH, ["alone"])
-    record(recorder, Kind.DISPATCH, ["x"], group=one)
+    record(recorder, Kind.DISPATCH, ["x"], group=pair)
     assert [span.call for span in read_spans(recorder.region)] == [1, 1, 2, 1, 0, 2]
     recorder.reset_call_counts()
-    record(recorder, Kind.DISPATCH, ["x"], group=one)
+    record(recorder, Kind.DISPATCH, ["x"], group=pair)
     assert read_spans(recorder.region)[-1].call == 1
 
 
-def test_threads_record_side_by_side_and_their_spans_are_no_calls_of_a_group() -> None:
-    recorder = fresh(4096)
+def test_threads_record_concurrently_and_their_spans_have_no_call_number() -> None:
+    recorder = new_recorder(4096)
     group = recorder.group((0, 1))
 
     def work(name: str) -> None:
@@ -127,15 +127,15 @@ def test_threads_record_side_by_side_and_their_spans_are_no_calls_of_a_group() -
     record(recorder, Kind.COLLECTIVE, ["main"] * 300, group=group, nbytes=1)
     for thread in threads:
         thread.join()
-    found = read_spans(recorder.region)
-    assert [span.index for span in found] == list(range(1500)) and all(span.end_ns for span in found)
-    assert [span.call for span in found if span.thread == 0] == list(range(1, 301))
-    assert {(span.call, span.name[:6]) for span in found if span.thread} == {(0, "thread")}
+    spans = read_spans(recorder.region)
+    assert [span.index for span in spans] == list(range(1500)) and all(span.end_ns for span in spans)
+    assert [span.call for span in spans if span.thread == 0] == list(range(1, 301))
+    assert {(span.call, span.name[:6]) for span in spans if span.thread} == {(0, "thread")}
     assert recorder.take().nbytes == {Kind.COLLECTIVE: 300}
 
 
-def test_names_that_find_no_room_are_left_out_and_spans_go_on() -> None:
-    recorder = fresh()
+def test_names_that_do_not_fit_are_omitted_and_spans_are_still_recorded() -> None:
+    recorder = new_recorder()
     assert recorder.name("kept") != NO_NAME
     numbers = [recorder.name("x" * 1000 + str(n)) for n in range(NAMES_BYTES // 1000 + 2)]
     assert NO_NAME in numbers and numbers[0] != NO_NAME
@@ -147,27 +147,27 @@ def test_names_that_find_no_room_are_left_out_and_spans_go_on() -> None:
 def test_a_name_that_two_threads_add_has_one_number() -> None:
     recorder = EventRecorder(8)
     number = recorder.name("a")
-    assert recorder._add_name("a") == number, "another thread was faster"
+    assert recorder._add_name("a") == number, "another thread has added the name"
     with recorder._lock:
-        assert recorder.name("b") != number, "as a span does that begins"
+        assert recorder.name("b") != number, "a span can begin while the lock is held"
 
 
-def test_rows_of_experts_are_never_those_of_another_span() -> None:
-    recorder = fresh(64)
+def test_expert_rows_of_a_span_are_its_own_or_empty() -> None:
+    recorder = new_recorder(64)
     experts = ROWS_WORDS // 5
     for n in range(12):
         with recorder.span(Kind.DISPATCH, "dispatch") as span:
             span.put_rows([n] * experts, 0)
-    found = read_spans(recorder.region)
-    assert all(span.rows in ((), (n,) * experts) for n, span in enumerate(found))
-    assert all(span.rows for span in found[-4:]) and not any(span.rows for span in found[:4])
+    spans = read_spans(recorder.region)
+    assert all(span.rows in ((), (n,) * experts) for n, span in enumerate(spans))
+    assert all(span.rows for span in spans[-4:]) and not any(span.rows for span in spans[:4])
     with recorder.span(Kind.DISPATCH, "dispatch") as span:
         span.put_rows(range(ROWS_WORDS + 5), 0)
     assert read_spans(recorder.region)[-1].rows == tuple(range(ROWS_WORDS))
 
 
-def test_a_new_region_begins_empty_and_forgets_what_is_under_way() -> None:
-    recorder = fresh()
+def test_a_new_region_is_empty_and_ignores_spans_that_began_in_the_old_one() -> None:
+    recorder = new_recorder()
     recorder.begin_step(4)
     before = recorder.region
     group = recorder.group((0, 1))
@@ -180,36 +180,36 @@ def test_a_new_region_begins_empty_and_forgets_what_is_under_way() -> None:
     state = read_header(recorder.region)
     assert state is not None and (state.rank, state.step, state.head) == (1, 4, 0)
     record(recorder, Kind.DISPATCH, ["new"], group=recorder.group((0, 1)))
-    (found,) = read_spans(recorder.region)
-    assert (found.name, found.group, found.call) == ("new", (0, 1), 1)
+    (result,) = read_spans(recorder.region)
+    assert (result.name, result.group, result.call) == ("new", (0, 1), 1)
     with pytest.raises(ValueError, match="a region of 32 records needs"):
         recorder.attach(memoryview(bytearray(100)), 0, 32)
 
 
-def test_what_a_span_turns_out_to_be_replaces_what_it_was_called() -> None:
-    recorder = fresh()
+def test_put_replaces_the_name_and_other_fields_of_a_span() -> None:
+    recorder = new_recorder()
     with recorder.span(Kind.TRANSFER, "between passes") as span:
         recorder.micro = 3
         span.put(name="receive activations", layer="stages 0-1", peer=2, nbytes=8)
         span.put_device(10, 20)
-    (found,) = read_spans(recorder.region)
-    assert (found.name, found.layer, found.peer, found.nbytes, found.micro) == (
+    (result,) = read_spans(recorder.region)
+    assert (result.name, result.layer, result.peer, result.nbytes, result.micro) == (
         "receive activations",
         "stages 0-1",
         2,
         8,
         3,
     )
-    assert found.device_ns == (10, 20) and found.end_ns
+    assert result.device_ns == (10, 20) and result.end_ns
 
 
-def test_sums_count_what_is_nested_once() -> None:
-    recorder = fresh()
+def test_totals_count_nested_spans_once() -> None:
+    recorder = new_recorder()
     pair = recorder.group((0, 3))
     with recorder.span(Kind.DISPATCH, "dispatch", group=pair, nbytes=100) as span:
         record(recorder, Kind.COLLECTIVE, ["inside"], group=pair, nbytes=30)
         span.put_rows([2, 5], 100)
-    with recorder.span(Kind.COMBINE, "combine"):  # knows no bytes itself
+    with recorder.span(Kind.COMBINE, "combine"):  # has no bytes of its own
         record(recorder, Kind.COLLECTIVE, ["a", "b"], group=pair, nbytes=7)
     with recorder.span(Kind.TRANSFER, "between passes"):
         record(recorder, Kind.TRANSFER, ["send"], peer=1, nbytes=50)
@@ -224,7 +224,7 @@ def test_sums_count_what_is_nested_once() -> None:
 
 
 def test_a_recorder_that_is_off_writes_nothing() -> None:
-    recorder = fresh()
+    recorder = new_recorder()
     recorder.enabled = False
     with recorder.span(Kind.DISPATCH, "dispatch") as span:
         span.put_rows([1], 1)
@@ -233,7 +233,7 @@ def test_a_recorder_that_is_off_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("fields", "error"),
     [
         ({"kind": 99}, ValueError),
         ({"kind": "dispatch"}, TypeError),
@@ -245,11 +245,11 @@ def test_a_recorder_that_is_off_writes_nothing() -> None:
         ({"bytes": 1}, TypeError),
     ],
 )
-def test_what_no_span_can_be_is_refused(said: dict[str, Any], error: type[Exception]) -> None:
-    recorder = fresh()
-    given = {"kind": Kind.DISPATCH, "name": "dispatch", **said}
+def test_invalid_span_fields_are_refused(fields: dict[str, Any], error: type[Exception]) -> None:
+    recorder = new_recorder()
+    arguments = {"kind": Kind.DISPATCH, "name": "dispatch", **fields}
     with pytest.raises(error):
-        recorder.span(given.pop("kind"), given.pop("name"), **given)
+        recorder.span(arguments.pop("kind"), arguments.pop("name"), **arguments)
     with recorder.span(Kind.DISPATCH, "dispatch") as span:
         with pytest.raises(TypeError):
             span.put_rows(3, 1)  # type: ignore[arg-type]
@@ -257,11 +257,11 @@ def test_what_no_span_can_be_is_refused(said: dict[str, Any], error: type[Except
             span.put(name=3)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             span.put(kind=3)  # type: ignore[call-arg]
-    (found,) = read_spans(recorder.region)
-    assert (found.name, found.rows, found.open) == ("dispatch", (), False)
+    (result,) = read_spans(recorder.region)
+    assert (result.name, result.rows, result.open) == ("dispatch", (), False)
 
 
-def test_spans_and_recorders_leave_nothing_behind() -> None:
+def test_spans_and_recorders_do_not_leak() -> None:
     region = memoryview(bytearray(region_bytes(8)))
     recorder = EventRecorder(8)
     recorder.attach(region, 0, 8)
@@ -272,29 +272,29 @@ def test_spans_and_recorders_leave_nothing_behind() -> None:
             span.put(name=name, layer="x")
             span.put_rows([1, 2], 3)
     del span
-    assert sys.getrefcount(name) == before + 1, "the table of names holds it"
-    kept = weakref.ref(recorder)
-    recorder.device = [recorder]  # a cycle
+    assert sys.getrefcount(name) == before + 1, "the table of names holds one reference"
+    recorder_ref = weakref.ref(recorder)
+    recorder.device = [recorder]  # a reference cycle
     del recorder
     gc.collect()
-    assert kept() is None
+    assert recorder_ref() is None
     region.release()
 
 
 def test_an_exception_ends_a_span() -> None:
-    recorder = fresh()
+    recorder = new_recorder()
     with pytest.raises(KeyError), recorder.span(Kind.COMPUTE, "fails"):
         raise KeyError
     assert not read_spans(recorder.region)[0].open
 
 
-def test_what_moves_data_is_recorded_and_counted() -> None:
+def test_communication_spans_are_recorded_and_counted() -> None:
     COMMUNICATION.take()
     with communication_span(Kind.COLLECTIVE, "a test's sum") as span:
         pass
-    (found,) = [one for one in read_spans(EVENTS.region) if one.index == span.index]
-    assert found.name == "a test's sum"
-    assert COMMUNICATION.take() * 1e9 >= found.end_ns - found.begin_ns
+    (result,) = [one for one in read_spans(EVENTS.region) if one.index == span.index]
+    assert result.name == "a test's sum"
+    assert COMMUNICATION.take() * 1e9 >= result.end_ns - result.begin_ns
 
 
 @given(st.lists(st.integers(0, 10**8), unique=True, max_size=40))
@@ -309,19 +309,19 @@ def test_ranks_at_equal_distances_take_few_bytes(first: int, step: int, number: 
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[0-9]{1,12}-[0-9]{1,12}:[0-9]{1,12}", fullmatch=True))
-def test_any_text_gives_some_ranks(text: str) -> None:
+def test_any_text_gives_a_bounded_number_of_ranks(text: str) -> None:
     assert len(ranks_of(text)) <= 1 << 20
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, region_bytes(8) - 1), st.binary(min_size=1, max_size=16)), max_size=30))
 def test_a_damaged_region_is_read_without_an_error(damage: list[tuple[int, bytes]]) -> None:
-    recorder = fresh(8)
+    recorder = new_recorder(8)
     with recorder.span(Kind.DISPATCH, "dispatch", layer="a layer", group=recorder.group((0, 1))) as span:
         span.put_rows([1, 2, 3], 4)
     region = recorder.region
-    for at, data in damage:
-        region[at : at + len(data)] = data[: len(region) - at]
+    for offset, data in damage:
+        region[offset : offset + len(data)] = data[: len(region) - offset]
     assert len(read_spans(region)) <= 8
 
 

@@ -67,9 +67,9 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
 
 def test_a_rank_of_several_without_a_process_group_warns_once_that_it_computes_alone() -> None:
     pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
-    done = run(["-c", UNDISTRIBUTED], RANK="0")
-    lines = [line.split(" ") for line in done.stdout.splitlines()]
-    assert len(lines) == 14, done.stderr
+    process = run(["-c", UNDISTRIBUTED], RANK="0")
+    lines = [line.split(" ") for line in process.stdout.splitlines()]
+    assert len(lines) == 14, process.stderr
     for world, *_, warnings, good in lines:
         assert (warnings, good) == {"1": ("0", "False"), "2": ("1", "True")}[world], lines
 
@@ -77,8 +77,8 @@ def test_a_rank_of_several_without_a_process_group_warns_once_that_it_computes_a
 def test_ranks_of_the_launcher_have_a_process_group() -> None:
     small = ["--tokens", "4", "--hidden", "8", "--ffn", "8", "--experts", "4", "--top-k", "2"]
     strict = "error:this is one of:RuntimeWarning"
-    done = run(["-m", "moe_comm", "check-grads", "--ranks", "2", *small], PYTHONWARNINGS=strict)
-    assert done.returncode == 0, done.stderr
+    process = run(["-m", "moe_comm", "check-grads", "--ranks", "2", *small], PYTHONWARNINGS=strict)
+    assert process.returncode == 0, process.stderr
 
 
 def outside(rank: int, world: int, arg: object) -> list[str]:

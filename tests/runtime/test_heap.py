@@ -1,4 +1,4 @@
-"""The heap: blocks come back when their tensors die, a full /dev/shm is an error, and nothing stays behind."""
+"""The shared heap: freed tensors return their blocks, a full /dev/shm is an error, and no segment is left."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MIB = 1 << 20
 
 @pytest.fixture
 def prefix() -> Iterator[str]:
-    """A prefix of segment names that is unique to this test."""
+    """Yield a prefix of segment names that is unique to this test."""
     name = f"moe_comm_test_{secrets.token_hex(6)}"
     yield name
-    for left in SHM.glob(f"{name}*"):
-        left.unlink()
+    for path in SHM.glob(f"{name}*"):
+        path.unlink()
 
 
 def dead_pid() -> int:
@@ -65,7 +65,7 @@ def test_a_block_lives_as_long_as_any_view_or_storage_of_it() -> None:
     assert heap.blocks == 0
 
 
-def test_a_capsule_that_nobody_takes_returns_its_block() -> None:
+def test_an_unused_capsule_returns_its_block() -> None:
     heap = _C.Heap("")
     capsule = heap.tensor(2, 3, 0)
     assert heap.blocks == 1
@@ -94,7 +94,7 @@ def test_blocks_may_die_on_any_thread_and_outlive_the_heap_object() -> None:
     assert torch.equal(last, torch.full((8, 8), 3.0))
 
 
-def test_autograd_gives_blocks_back() -> None:
+def test_autograd_releases_blocks() -> None:
     heap = _C.Heap("")
     x = block(heap, 8, 8, torch.float32).fill_(2).requires_grad_()
     y = (x * x).sum()
@@ -118,11 +118,11 @@ def test_sizes_that_overflow_64_bits_are_a_heap_error() -> None:
     with pytest.raises(HeapError):
         heap.tensor(1 << 62, 1 << 62, 0)
     with pytest.raises(HeapError):
-        heap.tensor((1 << 62) + 1, 1, 0)  # times four is 4
+        heap.tensor((1 << 62) + 1, 1, 0)  # its size in bytes overflows to 4
     assert heap.blocks == 0
 
 
-def test_a_heap_grows_until_its_reserve_and_says_so(prefix: str) -> None:
+def test_a_heap_grows_up_to_its_reserved_size_and_then_raises(prefix: str) -> None:
     heap = _C.Heap(f"/{prefix}", 64, 0, 8 * MIB)
     assert heap.size == 2 * MIB
     first = block(heap, 1, MIB, torch.float32)  # 4 MiB
@@ -134,19 +134,19 @@ def test_a_heap_grows_until_its_reserve_and_says_so(prefix: str) -> None:
     assert heap.size <= 8 * MIB
 
 
-def test_a_segment_is_private_to_its_user_exclusive_and_goes_with_its_heap(prefix: str) -> None:
+def test_a_segment_is_private_to_its_user_and_is_removed_with_its_heap(prefix: str) -> None:
     path = SHM / prefix
     heap = _C.Heap(f"/{prefix}", 64, 0, 8 * MIB)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.stat().st_size == heap.size
     with pytest.raises(HeapError, match="File exists"):
         _C.Heap(f"/{prefix}", 64, 0, 8 * MIB)
-    assert path.exists(), "a failed second creation must not take the first one's name away"
+    assert path.exists(), "a failed second creation must not remove the segment of the first heap"
     del heap
     assert not path.exists()
 
 
-def test_an_unlinked_segment_goes_on_working(prefix: str) -> None:
+def test_an_unlinked_segment_still_works(prefix: str) -> None:
     heap = _C.Heap(f"/{prefix}", 64, 0, 32 * MIB)
     heap.unlink()
     heap.unlink()
@@ -171,7 +171,7 @@ else:
 assert 2 <= len(kept) <= 8, len(kept)
 size = heap.size
 kept.clear()
-x = block(heap, 1, 1 << 18, torch.float32).fill_(2)      # what there is goes on working
+x = block(heap, 1, 1 << 18, torch.float32).fill_(2)      # memory that was already allocated still works
 assert x.sum() == 2 << 18 and heap.size == size
 try:
     _C.Heap("/moe_comm_second", 64, 8 << 20, 1 << 30)
@@ -189,13 +189,13 @@ def test_a_full_dev_shm_is_an_error_and_not_a_sigbus() -> None:
         pytest.skip("needs the right to make a mount namespace")
     mount = "mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "
     command = ["unshare", "-m", "sh", "-c", mount + '"$0" "$@"', sys.executable, "-c", FULL]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
-    if "mount:" in done.stderr:
-        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
-    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    process = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
+    if "mount:" in process.stderr:
+        pytest.skip(f"cannot mount a tmpfs: {process.stderr.strip()}")
+    assert process.returncode == 0, f"{process.returncode}: {process.stderr}"
 
 
-def test_sweep_removes_segments_of_the_dead_and_no_others(prefix: str) -> None:
+def test_sweep_removes_only_segments_of_dead_processes(prefix: str) -> None:
     dead, own = dead_pid(), os.getpid()
     names = {
         f"{prefix}.{dead}.a": False,
@@ -208,11 +208,11 @@ def test_sweep_removes_segments_of_the_dead_and_no_others(prefix: str) -> None:
     }
     for name in names:
         (SHM / name).touch(0o600)
-    with open(SHM / f"{prefix}.{dead}.locked") as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
+    with open(SHM / f"{prefix}.{dead}.locked") as locked_file:
+        fcntl.flock(locked_file, fcntl.LOCK_SH)
         assert _C.sweep_stale(prefix) == 2
     assert {name: (SHM / name).exists() for name in names} == names
-    assert _C.sweep_stale(prefix) == 1  # the lock's holder has gone
+    assert _C.sweep_stale(prefix) == 1  # the lock was released
 
 
 def test_a_living_heap_is_not_swept_even_if_its_pid_seems_dead(prefix: str) -> None:
@@ -222,13 +222,13 @@ def test_a_living_heap_is_not_swept_even_if_its_pid_seems_dead(prefix: str) -> N
     assert not list(SHM.glob(f"{prefix}*"))
 
 
-def test_a_killed_process_leaves_a_name_that_the_sweep_removes(prefix: str) -> None:
+def test_the_sweep_removes_the_segment_of_a_killed_process(prefix: str) -> None:
     code = (
         "import os, signal; from moe_comm import _C;"
         f"h = _C.Heap(f'/{prefix}.{{os.getpid()}}.x', 64, 0, 8 << 20); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
-    assert done.returncode == -9
+    process = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
+    assert process.returncode == -9
     assert len(list(SHM.glob(f"{prefix}*"))) == 1
     assert _C.sweep_stale(prefix) == 1
     assert not list(SHM.glob(f"{prefix}*"))
@@ -243,7 +243,7 @@ def test_a_segment_of_another_user_is_refused(prefix: str) -> None:
         ranks[0].attach([heap.name for heap in heaps])
 
 
-def test_a_forked_child_neither_frees_nor_removes_what_its_parent_holds(prefix: str) -> None:
+def test_a_forked_child_does_not_free_blocks_or_segments_of_its_parent(prefix: str) -> None:
     heap = _C.Heap(f"/{prefix}", _C.Communicator.control_bytes(), 0, 8 * MIB)
     rank = _C.Communicator(heap, 0, 1, 1.0, 0.0)
     private = _C.Heap("")

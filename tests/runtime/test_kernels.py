@@ -1,4 +1,4 @@
-"""The inner loops: every instruction set gives the same bits, rounding is torch's, SwiGLU is as exact as it says."""
+"""Native kernels: every instruction set gives the same bits, rounding equals torch's, and SwiGLU is accurate."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def best_isa() -> Iterator[None]:
 
 
 def bits(x: Tensor) -> Tensor:
-    """As integers, so that NaN equals NaN and -0 differs from 0."""
+    """View the elements as integers, so that NaN equals NaN and -0 differs from 0."""
     return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal bits; a NaN equals any NaN."""
+    """Return whether all bits are equal. Any NaN equals any other NaN."""
     nan = a.isnan() & b.isnan()
     return torch.equal(bits(a).masked_fill(nan, 0), bits(b).masked_fill(nan, 0))
 
@@ -56,24 +56,24 @@ def swiglu_backward(h_RF: Tensor, grad_RF: Tensor, threads: int = 1) -> tuple[Te
 
 def layer(dispatcher: LocalDispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, g_TD: Tensor) -> list[Tensor]:
     x_TD, weights_TK = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
-    found = dispatcher.dispatch(x_TD, ids_TK)
-    y_TD = dispatcher.combine(found.rows_RD, weights_TK, found.handle)
+    dispatched = dispatcher.dispatch(x_TD, ids_TK)
+    y_TD = dispatcher.combine(dispatched.rows_RD, weights_TK, dispatched.handle)
     y_TD.backward(g_TD)
     assert x_TD.grad is not None and weights_TK.grad is not None
-    return [found.rows_RD.detach().clone(), y_TD.detach().clone(), x_TD.grad, weights_TK.grad]
+    return [dispatched.rows_RD.detach().clone(), y_TD.detach().clone(), x_TD.grad, weights_TK.grad]
 
 
 def narrowed(values_T: Tensor, dtype: torch.dtype, width: int = 33) -> Tensor:
-    """Floats rounded to ``dtype`` by combine: weight times a row of ones, by whole vectors and by a row's tail."""
+    """Round floats to ``dtype`` by a combine of rows of ones: in full vectors and in the tail of each row."""
     dispatcher = NativeLocalDispatcher(ExpertPlacement.balanced(1, 1))
     ids_TK = torch.zeros(len(values_T), 1, dtype=torch.int64)
-    found = dispatcher.dispatch(torch.ones(len(values_T), width, dtype=dtype), ids_TK)
-    y_TD = dispatcher.combine(found.rows_RD, values_T[:, None], found.handle)
-    assert same(y_TD, y_TD[:, -1:].expand_as(y_TD).contiguous()), "a row's tail is rounded like its vectors"
+    dispatched = dispatcher.dispatch(torch.ones(len(values_T), width, dtype=dtype), ids_TK)
+    y_TD = dispatcher.combine(dispatched.rows_RD, values_T[:, None], dispatched.handle)
+    assert same(y_TD, y_TD[:, -1:].expand_as(y_TD).contiguous()), "the tail of a row is not rounded like its vectors"
     return y_TD[:, 0].contiguous()
 
 
-def test_the_best_instruction_set_is_in_use_and_the_baseline_is_always_there() -> None:
+def test_the_best_instruction_set_is_in_use_and_the_baseline_is_available() -> None:
     assert _C.isa() == ISAS[0] and "baseline" in ISAS
     assert not _C.set_isa("z80") and _C.isa() == ISAS[0]
 
@@ -102,13 +102,13 @@ def test_dispatch_and_combine_have_the_reference_bits(isa: str, dtype: torch.dty
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_half_survives_widening_and_narrowing(isa: str, dtype: torch.dtype) -> None:
     assert _C.set_isa(isa)
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    all_halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     dispatcher = NativeLocalDispatcher(ExpertPlacement.balanced(1, 1))
-    found = dispatcher.dispatch(every.view(-1, 64), torch.zeros(1 << 10, 1, dtype=torch.int64))
-    assert torch.equal(bits(found.rows_RD), bits(every.view(-1, 64)))  # dispatch copies bits, NaN payloads too
+    dispatched = dispatcher.dispatch(all_halves.view(-1, 64), torch.zeros(1 << 10, 1, dtype=torch.int64))
+    assert torch.equal(bits(dispatched.rows_RD), bits(all_halves.view(-1, 64)))  # also the bits of NaN
     for weight in (1.0, 0.5, 3.0, 2.0**-9):
-        y_TD = dispatcher.combine(found.rows_RD, torch.full((1 << 10, 1), weight), found.handle)
-        expected = (0.0 + every.float() * weight).to(dtype)
+        y_TD = dispatcher.combine(dispatched.rows_RD, torch.full((1 << 10, 1), weight), dispatched.handle)
+        expected = (0.0 + all_halves.float() * weight).to(dtype)
         assert same(y_TD.view(-1), expected), weight
 
 
@@ -119,11 +119,11 @@ def test_floats_round_to_nearest_even_as_in_torch(isa: str, dtype: torch.dtype) 
     halves = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     halves = halves[halves.isfinite()]
     middle = ((halves[:-1].double() + halves[1:].double()) / 2).float()  # ties, exact in float
-    beside = [torch.nextafter(middle, torch.tensor(toward)) for toward in (float("inf"), -float("inf"))]
-    anything = np.random.default_rng(3).integers(0, 1 << 32, 1 << 17, dtype=np.uint64).astype(np.uint32)
+    neighbours = [torch.nextafter(middle, torch.tensor(toward)) for toward in (float("inf"), -float("inf"))]
+    random_bits = np.random.default_rng(3).integers(0, 1 << 32, 1 << 17, dtype=np.uint64).astype(np.uint32)
     special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65504, 65519.996, 65520, 65536, 3.4e38, 1e-45]
     values = torch.cat(
-        [halves, middle, *beside, torch.from_numpy(anything.view(np.float32).copy()), torch.tensor(special)]
+        [halves, middle, *neighbours, torch.from_numpy(random_bits.view(np.float32).copy()), torch.tensor(special)]
     )
     values = torch.cat([values, -values])
     assert same(narrowed(values, dtype), (0.0 + values).to(dtype))
@@ -133,7 +133,7 @@ def test_floats_round_to_nearest_even_as_in_torch(isa: str, dtype: torch.dtype) 
 
 
 def exact(h_RF: Tensor, grad_RF: Tensor | None = None) -> list[Tensor]:
-    """In float64: act, and if there is a gradient that of h."""
+    """Return the float64 activation, and with ``grad_RF`` also the gradient of ``h_RF``."""
     h = h_RF.double().requires_grad_()
     gate, up = h.chunk(2, dim=1)
     act = torch.nn.functional.silu(gate) * up
@@ -144,10 +144,10 @@ def exact(h_RF: Tensor, grad_RF: Tensor | None = None) -> list[Tensor]:
     return [act.detach(), h.grad]
 
 
-def ulps(found: Tensor, expected: Tensor) -> float:
-    """Largest error in units of the last place of float32 at the expected value."""
+def ulps(got: Tensor, expected: Tensor) -> float:
+    """Return the largest error in float32 units in the last place of the expected value."""
     unit = torch.from_numpy(np.spacing(expected.float().abs().numpy())).double()
-    return float(((found.double() - expected).abs() / unit).max())
+    return float(((got.double() - expected).abs() / unit).max())
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -161,36 +161,36 @@ def test_swiglu_in_float32_is_within_ulps_of_float64(isa: str) -> None:
         assert ulps(swiglu(h_RF), act) <= 4
         grad_RF = torch.randn(300, 333, generator=g)
         act, grad_h = exact(h_RF, grad_RF)
-        ours_h, ours_act = swiglu_backward(h_RF, grad_RF)
-        assert ulps(ours_act, act) <= 4
-        assert ulps(ours_h[:, 333:], grad_h[:, 333:]) <= 4
-        # silu' crosses zero near -1.28, where no relative error can be promised; and 1 - sigmoid cancels, times gate
+        got_h, got_act = swiglu_backward(h_RF, grad_RF)
+        assert ulps(got_act, act) <= 4
+        assert ulps(got_h[:, 333:], grad_h[:, 333:]) <= 4
+        # The derivative of silu is zero near -1.28, where a relative error has no bound, and 1 - sigmoid cancels.
         scale_RF = (grad_RF * h_RF[:, 333:]).double().abs()
-        error = (ours_h[:, :333].double() - grad_h[:, :333]).abs()
+        error = (got_h[:, :333].double() - grad_h[:, :333]).abs()
         assert float((error / scale_RF).max()) <= 12 * 2**-23
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_swiglu_in_half_precision_rounds_once(isa: str, dtype: torch.dtype) -> None:
-    """All sums in fp32, one rounding at the end: never worse than half a unit and a bit, better than torch's own."""
+    """All sums are in fp32 and rounded once: the error is about half a unit at most, and less than torch's own."""
     assert _C.set_isa(isa)
     g = torch.Generator().manual_seed(4)
     h_RF = (torch.randn(200, 2 * 65, generator=g) * 3).to(dtype)
     grad_RF = torch.randn(200, 65, generator=g).to(dtype)
     act, grad_h = exact(h_RF, grad_RF)
-    ours_h, ours_act = swiglu_backward(h_RF, grad_RF)
+    got_h, got_act = swiglu_backward(h_RF, grad_RF)
     forward = swiglu(h_RF)
-    assert torch.equal(forward, ours_act), "backward gives the forward's bits again"
+    assert torch.equal(forward, got_act), "backward does not recompute the bits of the forward"
     eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    for ours, expected in ((forward, act), (ours_h, grad_h)):
-        error = (ours.double() - expected).abs()
+    for got, expected in ((forward, act), (got_h, grad_h)):
+        error = (got.double() - expected).abs()
         slack = 2**-20 * (1 + h_RF.double().abs().max() * grad_RF.double().abs().max())
         assert bool((error <= 0.5 * eps * expected.abs() + tiny + slack).all())
     gate, up = h_RF.chunk(2, dim=1)
-    theirs = torch.nn.functional.silu(gate) * up
-    assert (forward.double() - act).abs().mean() <= (theirs.double() - act).abs().mean()
-    torch.testing.assert_close(forward, theirs, rtol=3 * eps, atol=1e-3)
+    torch_act = torch.nn.functional.silu(gate) * up
+    assert (forward.double() - act).abs().mean() <= (torch_act.double() - act).abs().mean()
+    torch.testing.assert_close(forward, torch_act, rtol=3 * eps, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -210,8 +210,8 @@ def test_swiglu_has_the_same_bits_on_every_isa_with_any_strides_and_threads(dtyp
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu_at_the_edges(isa: str, dtype: torch.dtype) -> None:
-    """NaN stays NaN, wide gates saturate to 0 and to the identity, and nothing else becomes NaN or infinite."""
+def test_swiglu_of_nan_infinite_and_very_large_gates(isa: str, dtype: torch.dtype) -> None:
+    """NaN stays NaN, large gates saturate to 0 or to the identity, and no other result is NaN or infinite."""
     assert _C.set_isa(isa)
     edge = 3e38 if dtype != torch.float16 else 6e4
     inf = float("inf")
@@ -230,7 +230,7 @@ def test_swiglu_at_the_edges(isa: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(grad_h[2:4, 0], torch.full((2,), 0.5, dtype=dtype))
 
 
-def test_the_limits_of_the_benchmarks_compute_what_they_say() -> None:
+def test_bare_copy_kernels_of_the_benchmarks_are_correct() -> None:
     g = torch.Generator().manual_seed(9)
     for isa in ISAS:
         assert _C.set_isa(isa)

@@ -1,4 +1,4 @@
-"""Memory that outlives ranks: found again by others, complete or not at all, and gone with who started the ranks."""
+"""Memory that outlives ranks: other ranks find it and read complete slots only; it is freed when the launcher exits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEADER = SlotHeader(run="r", epoch="e", step=7, owner=1, layout="l", content=5, 
 
 @pytest.fixture
 def owner() -> Iterator[tuple[LauncherProcess, subprocess.Popen[bytes]]]:
-    """A process that stands for the launcher."""
+    """Yield a process that acts as the launcher."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         yield LauncherProcess(process.pid, start_ticks(process.pid)), process
@@ -56,13 +56,13 @@ def connected(owner: LauncherProcess, **options: object) -> Iterator[PersistentM
 
 
 def pid_of(host_memory: PersistentMemory) -> int:
-    """Of the memory_server."""
+    """Return the pid of the memory server."""
     raw = host_memory._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", raw)[0])
 
 
 def ends(pid: int) -> bool:
-    """Whether a process has ended, within the deadline."""
+    """Return whether a process ends within the deadline."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -89,9 +89,9 @@ def test_memory_outlives_the_connection_that_wrote_it(
         fill(first.allocate("a", 100), 1, b"content", 3)
     with connected(owner[0]) as second:
         assert second.token == token and second.names() == {"a": Slots.size_for(100)}
-        found = second.find("a")
-        assert found is not None and found.header(0) is None
-        header, data = read(found, 1)
+        memory = second.find("a")
+        assert memory is not None and memory.header(0) is None
+        header, data = read(memory, 1)
         assert (header.step, bytes(data)) == (3, b"content")
         assert second.find("b") is None
         second.end()
@@ -126,9 +126,9 @@ def test_the_server_ends_with_the_run(
     with connected(owner[0]) as host_memory:
         host_memory.allocate("a", 1 << 20)
         pid = pid_of(host_memory)
-        held = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-        assert [path for path in held if path.startswith("/memfd:")], "memory without a name"
-        assert not [path for path in held if path.startswith("/dev/shm/")]
+        open_files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+        assert [path for path in open_files if path.startswith("/memfd:")], "memory without a name"
+        assert not [path for path in open_files if path.startswith("/dev/shm/")]
         assert os.getsid(pid) != os.getsid(0), "it has its own session"
         assert b"RANK" not in Path(f"/proc/{pid}/environ").read_bytes()
         host_memory.end()
@@ -179,7 +179,7 @@ def test_a_server_for_a_reused_pid_does_not_start(
 
 
 def without(name: str, owner: LauncherProcess) -> subprocess.Popen[bytes]:
-    """A memory server in a Python that lacks a function of ``os``."""
+    """Start a memory server in a Python that lacks the function ``name`` of ``os``."""
     text = f"import os, runpy; del os.{name}; runpy.run_path({memory_server.__file__!r}, run_name='__main__')"
     arguments = [owner.name(""), str(owner.pid), str(owner.ticks), "", "60"]
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", text, *arguments])
@@ -242,18 +242,18 @@ def slots() -> Slots:
     return Slots(handle)
 
 
-def test_a_slot_that_is_being_written_leaves_the_other(slots: Slots) -> None:
+def test_an_incomplete_slot_does_not_affect_the_other_slot(slots: Slots) -> None:
     fill(slots, 0, b"old", 1)
     fill(slots, 1, b"new", 2)
     slots.clear(0)
-    slots.content(0)[:3] = b"hal"  # and here its process is killed
+    slots.content(0)[:3] = b"hal"  # the writing process is killed here
     assert slots.header(0) is None
     assert bytes(read(slots, 1)[1]) == b"new"
     with pytest.raises(CheckpointError, match="not complete"):
         read(slots, 0)
 
 
-def test_a_flipped_bit_is_found(slots: Slots) -> None:
+def test_a_flipped_bit_is_detected(slots: Slots) -> None:
     fill(slots, 0, b"content", 1)
     slots.content(0)[3] ^= 1
     with pytest.raises(CheckpointError, match="state after step 1 does not match"):
@@ -263,13 +263,13 @@ def test_a_flipped_bit_is_found(slots: Slots) -> None:
     assert slots.header(1) is None
 
 
-def test_a_header_that_says_more_than_the_slot_holds_is_none(slots: Slots) -> None:
+def test_a_header_with_more_bytes_than_the_slot_is_rejected(slots: Slots) -> None:
     slots.commit(0, replace(HEADER, content=slots.stride))
     assert slots.header(0) is None and SLOTS == 2
 
 
 @given(st.binary(max_size=200))
-def test_headers_are_read_as_written_or_not_at_all(noise: bytes) -> None:
+def test_headers_are_read_as_written_or_rejected(noise: bytes) -> None:
     raw = HEADER.to_bytes()
     assert SlotHeader.read(raw) == HEADER and len(raw) == HEADER_BYTES
     changed = noise + raw[len(noise) :]
@@ -277,7 +277,7 @@ def test_headers_are_read_as_written_or_not_at_all(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize("change", [{"step": -1}, {"step": True}, {"run": 3}, {"crc": 1.5}, {"more": 1}])
-def test_a_header_of_other_fields_is_none(change: dict[str, object]) -> None:
-    strange = object.__new__(SlotHeader)
-    strange.__dict__.update(vars(HEADER) | change)
-    assert SlotHeader.read(strange.to_bytes()) is None
+def test_a_header_with_invalid_fields_is_rejected(change: dict[str, object]) -> None:
+    invalid = object.__new__(SlotHeader)
+    invalid.__dict__.update(vars(HEADER) | change)
+    assert SlotHeader.read(invalid.to_bytes()) is None

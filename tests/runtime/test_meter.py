@@ -1,4 +1,4 @@
-"""The meter counts what happens inside of it, once, and not what happens while it is paused."""
+"""A meter counts the time inside its ``with`` blocks once, except for the time in which it is paused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_nested_work_counts_once_and_taking_starts_anew(clock: Clock) -> None:
+def test_nested_blocks_count_once_and_take_resets_the_total(clock: Clock) -> None:
     meter = Meter()
     clock.now += 1
     with meter:
@@ -41,7 +41,7 @@ def test_nested_work_counts_once_and_taking_starts_anew(clock: Clock) -> None:
     assert meter.take() == 0
 
 
-def test_a_pause_does_not_count_but_for_what_enters_in_it(clock: Clock) -> None:
+def test_paused_time_does_not_count_except_for_blocks_entered_in_the_pause(clock: Clock) -> None:
     meter = Meter()
     with meter, meter:
         clock.now += 1
@@ -58,7 +58,7 @@ def test_a_pause_does_not_count_but_for_what_enters_in_it(clock: Clock) -> None:
     assert meter.take() == 1 + 4 + 16 + 64
 
 
-def test_a_pause_outside_changes_nothing_and_one_that_fails_ends(clock: Clock) -> None:
+def test_a_pause_outside_a_block_has_no_effect_and_an_exception_ends_a_pause(clock: Clock) -> None:
     meter = Meter()
     with meter.paused():
         clock.now += 1
@@ -72,7 +72,7 @@ def test_a_pause_outside_changes_nothing_and_one_that_fails_ends(clock: Clock) -
     assert meter.take() == 2 + 8
 
 
-def test_each_thread_enters_for_itself(clock: Clock) -> None:
+def test_a_pause_does_not_affect_other_threads(clock: Clock) -> None:
     meter = Meter()
 
     def work() -> None:

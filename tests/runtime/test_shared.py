@@ -1,4 +1,4 @@
-"""Ranks that share memory: names go away, the dead and the stuck are noticed, counters wrap, forks do no harm."""
+"""Ranks that share memory: names are removed, dead and stuck ranks are reported, counters wrap, forks are safe."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.pool import RankFailure, RankPool  # noqa: E402
 SHM = Path("/dev/shm")
 EXPERTS, HIDDEN, TOP_K = 8, 48, 2
 DEAD_S = 1.0
-"""Within which the end of a rank is noticed."""
+"""Time within which the end of a rank must be reported."""
 BUSY_S = 8.0
-"""What a machine that is busy with other things may take beyond that; deadlines of the groups are far longer."""
+"""Extra time for a machine that is busy with other tests. The deadlines of the groups are far longer."""
 
 
 def names_of(pids: list[int]) -> list[str]:
@@ -54,39 +54,39 @@ def dispatcher(
 
 
 def inputs(rank: int, world: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """x, ids and weights of every rank; token counts differ and may be zero."""
+    """Return x, ids and weights of every rank. Token counts differ and may be zero."""
     g = torch.Generator().manual_seed(step)
-    found = []
+    inputs_by_rank = []
     for r in range(world):
         tokens = (7 * step + 5 * r) % 23
         x_TD = torch.randn(tokens, HIDDEN, generator=g)
         ids_TK = torch.randint(-1, EXPERTS, (tokens, TOP_K), generator=g)
-        found.append((x_TD, ids_TK, torch.rand(tokens, TOP_K, generator=g)))
-    return found
+        inputs_by_rank.append((x_TD, ids_TK, torch.rand(tokens, TOP_K, generator=g)))
+    return inputs_by_rank
 
 
 def step_is_right(d: SharedMemoryDispatcher, rank: int, world: int, step: int, label: str = "moe.3") -> bool:
-    """Forward and backward of dispatch, times two, combine; the bits of one rank with plain torch?"""
-    everyone = inputs(rank, world, step)
-    whole = [torch.cat(parts) for parts in zip(*everyone, strict=True)]
-    mine = slice(sum(len(e[0]) for e in everyone[:rank]), sum(len(e[0]) for e in everyone[: rank + 1]))
+    """Run dispatch, times two, combine and backward. Return whether the bits equal those of one rank in plain torch."""
+    inputs_by_rank = inputs(rank, world, step)
+    whole = [torch.cat(parts) for parts in zip(*inputs_by_rank, strict=True)]
+    own_rows = slice(sum(len(e[0]) for e in inputs_by_rank[:rank]), sum(len(e[0]) for e in inputs_by_rank[: rank + 1]))
     results = []
     for run, (x, ids, w), rows in (
-        (d, everyone[rank], slice(None)),
-        (LocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1)), whole, mine),
+        (d, inputs_by_rank[rank], slice(None)),
+        (LocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1)), whole, own_rows),
     ):
         x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-        found = run.dispatch(x, ids, label=label)
-        y = run.combine(found.rows_RD * 2, w, found.handle)
+        dispatched = run.dispatch(x, ids, label=label)
+        y = run.combine(dispatched.rows_RD * 2, w, dispatched.handle)
         y.backward(torch.ones_like(y))
         assert x.grad is not None and w.grad is not None
         results.append([t[rows] for t in (y.detach(), x.grad, w.grad)])
     return all(map(torch.equal, *results))
 
 
-def caught(act: Callable[[], Any]) -> Exception:
+def caught(call: Callable[[], Any]) -> Exception:
     try:
-        act()
+        call()
     except Exception as error:
         return error
     raise AssertionError("no error")
@@ -99,28 +99,28 @@ def look_for_names(rank: int, world: int, pids: list[int]) -> tuple[str, list[st
     d = dispatcher(rank, world)
     dist.barrier()
     names = names_of(pids)
-    right = step_is_right(d, rank, world, 1)
-    return d.shared.heap.name, names + names_of(pids), right
+    correct = step_is_right(d, rank, world, 1)
+    return d.shared.heap.name, names + names_of(pids), correct
 
 
-def test_names_are_random_and_gone_as_soon_as_all_ranks_have_attached(pool2: RankPool) -> None:
-    found = pool2.run(look_for_names, pool2.pids)
-    for (name, left, right), pid in zip(found, pool2.pids, strict=True):
+def test_names_are_random_and_removed_when_all_ranks_have_attached(pool2: RankPool) -> None:
+    results = pool2.run(look_for_names, pool2.pids)
+    for (name, names_left, correct), pid in zip(results, pool2.pids, strict=True):
         assert re.fullmatch(rf"/{SEGMENT_PREFIX}\.{pid}\.[0-9a-f]{{16}}", name)
-        assert left == [] and right
-    assert found[0][0][-16:] != found[1][0][-16:]
+        assert names_left == [] and correct
+    assert results[0][0][-16:] != results[1][0][-16:]
 
 
 def die_in_setup(rank: int, world: int, call: int) -> str:
-    """Rank 1 is killed in the call-th collective of making the group."""
+    """Rank 1 is killed in collective number ``call`` of the group setup."""
     calls, gather = iter(range(10)), shared._gather_text
 
-    def deadly(text: str, group: Any) -> list[str]:
+    def gather_or_die(text: str, group: Any) -> list[str]:
         if next(calls) == call and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(text, group)
 
-    shared._gather_text = deadly
+    shared._gather_text = gather_or_die
     try:
         return repr(caught(lambda: dispatcher(rank, world)))
     finally:
@@ -132,12 +132,12 @@ def test_a_rank_killed_while_the_group_is_made_leaves_nothing_after_the_next_swe
     with RankPool(3) as pool:
         pids = pool.pids
         pool.run(die_in_setup, call, expect_dead={1})
-    _C.sweep_stale(SEGMENT_PREFIX)  # as every new group does first
+    _C.sweep_stale(SEGMENT_PREFIX)  # every new group starts with this sweep
     assert names_of(pids) == []
 
 
 def fail_to_create(rank: int, world: int, what: str) -> tuple[str, str, bool]:
-    """Rank 1 cannot make its heap, or cannot attach; then the group is made properly."""
+    """Rank 1 fails to create its heap. Afterwards the setup of the same group succeeds."""
     group = dist.new_group()
     options: dict[str, Any] = {}
     if rank == 1:
@@ -146,16 +146,16 @@ def fail_to_create(rank: int, world: int, what: str) -> tuple[str, str, bool]:
         )
     error = caught(lambda: dispatcher(rank, world, group, **options))
     dist.barrier()
-    left = names_of([os.getpid()])
-    return type(error).__name__, f"{error} {left}", step_is_right(dispatcher(rank, world, group), rank, world, 2)
+    names_left = names_of([os.getpid()])
+    return type(error).__name__, f"{error} {names_left}", step_is_right(dispatcher(rank, world, group), rank, world, 2)
 
 
 @pytest.mark.parametrize("what", ["reserve", "initial"])
 def test_a_rank_without_memory_is_a_heap_error_on_every_rank_and_leaves_no_name(pool3: RankPool, what: str) -> None:
-    for rank, (kind, text, right) in enumerate(pool3.run(fail_to_create, what)):
+    for rank, (kind, text, correct) in enumerate(pool3.run(fail_to_create, what)):
         assert kind == HeapError.__name__ and text.endswith("[]"), text
         assert rank == 1 or "rank 1 could not" in text
-        assert right
+        assert correct
 
 
 # --- peers that die or stop ---
@@ -169,10 +169,10 @@ def lose_rank_1(rank: int, world: int, arg: tuple[str, int]) -> tuple[str, str, 
     x_TD = torch.randn(300, HIDDEN)
     ids_TK = torch.randint(0, EXPERTS, (300, TOP_K))
     weights_TK = torch.ones(300, TOP_K, requires_grad=True)
-    go = threading.Event()
+    kill_now = threading.Event()
 
     def killer() -> None:
-        go.wait()
+        kill_now.wait()
         Path(folder, "died").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -182,11 +182,11 @@ def lose_rank_1(rank: int, world: int, arg: tuple[str, int]) -> tuple[str, str, 
     try:
         for call in range(100_000):
             if rank == 1 and call == after:
-                go.set()
+                kill_now.set()
             started = time.monotonic()
-            found = d.dispatch(x_TD.requires_grad_(), ids_TK, label="moe.3")
+            dispatched = d.dispatch(x_TD.requires_grad_(), ids_TK, label="moe.3")
             started = time.monotonic()
-            y_TD = d.combine(found.rows_RD, weights_TK, found.handle)
+            y_TD = d.combine(dispatched.rows_RD, weights_TK, dispatched.handle)
             started = time.monotonic()
             y_TD.sum().backward()
     except PeerError as error:
@@ -203,10 +203,10 @@ def test_a_killed_rank_is_reported_on_every_other_within_a_second_and_leaves_not
 ) -> None:
     pids = pool3.pids
     with tempfile.TemporaryDirectory() as folder:
-        found = pool3.run(lose_rank_1, (folder, after), expect_dead={1})
+        results = pool3.run(lose_rank_1, (folder, after), expect_dead={1})
     for rank in (0, 2):
-        kind, text, again, seconds = found[rank]
-        assert kind == PeerDied.__name__ and again == f"{kind} {text}", "every later call says the same at once"
+        kind, text, again, seconds = results[rank]
+        assert kind == PeerDied.__name__ and again == f"{kind} {text}", "every later call raises the same error at once"
         assert re.match(rf"rank {rank} in [a-z ]+ \(call \d+\) of layer 'moe.3' at step 17 waited for rank \d", text)
         assert "rank 1" in text.split("\n")[0] and " dead" in text.split("\n")[0]
         for peer in range(3):
@@ -229,10 +229,10 @@ def stop_rank_1(rank: int, world: int, _: None) -> tuple[str, str, str]:
     return type(error).__name__, str(error), str(again)
 
 
-def test_a_stopped_rank_is_a_timeout_that_says_what_every_rank_was_doing(pool3: RankPool) -> None:
-    found = pool3.run(stop_rank_1, None, expect_dead={1})
+def test_a_stopped_rank_is_a_timeout_that_names_the_state_of_every_rank(pool3: RankPool) -> None:
+    results = pool3.run(stop_rank_1, None, expect_dead={1})
     for rank in (0, 2):
-        kind, text, again = found[rank]
+        kind, text, again = results[rank]
         assert kind == PeerTimeout.__name__ and again == text
         assert text.startswith(f"rank {rank} in dispatch (call 5) of layer 'moe.5' waited for rank 1")
         assert re.search(
@@ -243,7 +243,7 @@ def test_a_stopped_rank_is_a_timeout_that_says_what_every_rank_was_doing(pool3: 
 
 
 def raise_in_the_middle(rank: int, world: int, _: None) -> tuple[str, str]:
-    """Rank 1's address range is too small to map what rank 0 grows to."""
+    """Rank 1's address range is too small to map the grown heap of rank 0."""
     d = dispatcher(rank, world, dist.new_group(), reserve_bytes=(8 << 20) if rank == 1 else (1 << 30))
     x_TD = torch.ones(6000, HIDDEN * 8)
     error = caught(lambda: d.dispatch(x_TD, torch.zeros(6000, 1, dtype=torch.int64)))
@@ -251,24 +251,24 @@ def raise_in_the_middle(rank: int, world: int, _: None) -> tuple[str, str]:
 
 
 def test_an_error_in_the_middle_of_an_operation_reaches_every_rank(pool3: RankPool) -> None:
-    found = pool3.run(raise_in_the_middle)
-    assert found[1][0] == HeapError.__name__ and "rank 0" in found[1][1]
+    results = pool3.run(raise_in_the_middle)
+    assert results[1][0] == HeapError.__name__ and "rank 0" in results[1][1]
     for rank in (0, 2):
-        assert found[rank][0] == PeerError.__name__ and "rank 1 left the operation after an error" in found[rank][1]
+        assert results[rank][0] == PeerError.__name__ and "rank 1 left the operation after an error" in results[rank][1]
 
 
 def interrupt_rank_0(rank: int, world: int, _: None) -> str:
-    """A signal's Python handler raises while rank 0 waits for rank 1, which does not come."""
+    """A signal's Python handler raises while rank 0 waits for rank 1, which does not call dispatch."""
     d = dispatcher(rank, world, dist.new_group(), timeout_s=60.0)
 
-    seen: set[tuple[int, int]] = set()
+    earlier_places: set[tuple[int, int]] = set()
 
     def interrupt(kind: int, frame: FrameType | None) -> None:
         assert frame is not None
         place = (id(frame), frame.f_lasti)
-        if place in seen:
-            raise KeyboardInterrupt  # it was there before, and so is in the wait
-        seen.add(place)
+        if place in earlier_places:
+            raise KeyboardInterrupt  # the frame has not advanced since an earlier signal, so it is waiting
+        earlier_places.add(place)
 
     x_TD, ids_TK = torch.ones(3, HIDDEN), torch.zeros(3, TOP_K, dtype=torch.int64)
     if rank == 0:
@@ -281,10 +281,10 @@ def interrupt_rank_0(rank: int, world: int, _: None) -> str:
     return str(caught(lambda: d.dispatch(x_TD, ids_TK)))
 
 
-def test_ctrl_c_ends_a_wait_and_the_peers_learn_of_it(pool2: RankPool) -> None:
-    mine, theirs = pool2.run(interrupt_rank_0)
-    assert mine.startswith("rank 0 left an operation in the middle")
-    assert "rank 0 left the operation after an error" in theirs
+def test_ctrl_c_ends_a_wait_and_the_peers_get_an_error(pool2: RankPool) -> None:
+    own_error, peer_error = pool2.run(interrupt_rank_0)
+    assert own_error.startswith("rank 0 left an operation in the middle")
+    assert "rank 0 left the operation after an error" in peer_error
 
 
 # --- counters, threads, forks ---
@@ -306,37 +306,37 @@ def test_more_ranks_than_cores_is_normal() -> None:
 
 
 def two_groups_at_once(rank: int, world: int, _: None) -> list[bool]:
-    """A thread for each of two groups: nothing is shared, so both must be right."""
-    made = [dispatcher(rank, world, dist.new_group()) for _ in range(2)]
-    right: list[bool] = []
+    """Use two groups in two threads. The groups share nothing, so all results must be correct."""
+    dispatchers = [dispatcher(rank, world, dist.new_group()) for _ in range(2)]
+    correct: list[bool] = []
 
     def run(d: SharedMemoryDispatcher, first: int) -> None:
-        right.extend(step_is_right(d, rank, world, first + i) for i in range(20))
+        correct.extend(step_is_right(d, rank, world, first + i) for i in range(20))
 
-    threads = [threading.Thread(target=run, args=(d, 100 * i)) for i, d in enumerate(made)]
+    threads = [threading.Thread(target=run, args=(d, 100 * i)) for i, d in enumerate(dispatchers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return right
+    return correct
 
 
 def one_group_at_once(rank: int, world: int, _: None) -> tuple[int, int]:
-    """Two threads race on one group, so the order of calls may differ between ranks: a correct result, or an error."""
+    """Two threads race on one group. The order of calls may differ between ranks, which must raise or be correct."""
     group = dist.new_group()
-    made = [dispatcher(rank, world, group) for _ in range(2)]
-    counts = [0, 0]  # wrong, done
+    dispatchers = [dispatcher(rank, world, group) for _ in range(2)]
+    counts = [0, 0]  # wrong results, calls
 
     def run(thread: int) -> None:
         for i in range(40):
             x_TD, ids_TK, _ = inputs(rank, world, 50 * thread + i)[rank]
-            everyone = inputs(rank, world, 50 * thread + i)
+            all_inputs = inputs(rank, world, 50 * thread + i)
             expected = torch.cat(
-                [x[(ids == e).nonzero()[:, 0]] for e in made[thread].local_experts for x, ids, _ in everyone]
+                [x[(ids == e).nonzero()[:, 0]] for e in dispatchers[thread].local_experts for x, ids, _ in all_inputs]
             )
             try:
-                found = made[thread].dispatch(x_TD, ids_TK, label=f"thread {thread}, {i}")
-                counts[0] += not torch.equal(found.rows_RD, expected)
+                dispatched = dispatchers[thread].dispatch(x_TD, ids_TK, label=f"thread {thread}, {i}")
+                counts[0] += not torch.equal(dispatched.rows_RD, expected)
             except RankMismatch:
                 pass
             counts[1] += 1
@@ -357,32 +357,32 @@ def test_threads_of_one_rank_do_not_disturb_each_other(pool2: RankPool) -> None:
 def fork_a_child(rank: int, world: int, _: None) -> tuple[int, bool]:
     d = dispatcher(rank, world)
     x_TD, ids_TK, weights_TK = inputs(rank, world, 3)[rank]
-    found = d.dispatch(x_TD, ids_TK)
+    dispatched = d.dispatch(x_TD, ids_TK)
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            error = caught(lambda: d.combine(found.rows_RD, weights_TK, found.handle))
+            error = caught(lambda: d.combine(dispatched.rows_RD, weights_TK, dispatched.handle))
             code = 0 if "a forked child must make its own" in str(error) else 2
-            del found, d
+            del dispatched, d
         finally:
             os._exit(code)
     status = os.waitpid(child, 0)[1]
-    y_TD = d.combine(found.rows_RD, weights_TK, found.handle)
-    kept = (ids_TK >= 0).float() * weights_TK
-    right = torch.allclose(y_TD, x_TD * kept.sum(1, keepdim=True), atol=1e-5)
-    return status, right and step_is_right(d, rank, world, 5)
+    y_TD = d.combine(dispatched.rows_RD, weights_TK, dispatched.handle)
+    kept_weights = (ids_TK >= 0).float() * weights_TK
+    correct = torch.allclose(y_TD, x_TD * kept_weights.sum(1, keepdim=True), atol=1e-5)
+    return status, correct and step_is_right(d, rank, world, 5)
 
 
-def test_a_forked_child_is_refused_and_does_its_parent_no_harm(pool2: RankPool) -> None:
+def test_a_forked_child_gets_an_error_and_its_parent_still_works(pool2: RankPool) -> None:
     assert pool2.run(fork_a_child) == [(0, True)] * 2
 
 
-def test_a_group_is_made_once_and_shared(pool2: RankPool) -> None:
-    assert pool2.run(made_once) == [True, True]
+def test_dispatchers_of_one_group_share_its_heap(pool2: RankPool) -> None:
+    assert pool2.run(heap_is_shared) == [True, True]
 
 
-def made_once(rank: int, world: int, _: None) -> bool:
+def heap_is_shared(rank: int, world: int, _: None) -> bool:
     group = dist.new_group()
     first = dispatcher(rank, world, group)
     return (
@@ -390,7 +390,7 @@ def made_once(rank: int, world: int, _: None) -> bool:
     )
 
 
-def test_a_rank_that_raises_in_between_is_not_waited_for_beyond_the_deadline() -> None:
+def test_a_rank_that_raises_between_operations_is_a_timeout_for_its_peer() -> None:
     with RankPool(2) as pool, pytest.raises(RankFailure) as failed:
         pool.run(raise_before_combine, timeout=30)
     assert failed.value.errors[1][0] == "ValueError"
@@ -399,7 +399,7 @@ def test_a_rank_that_raises_in_between_is_not_waited_for_beyond_the_deadline() -
 
 def raise_before_combine(rank: int, world: int, _: None) -> None:
     d = dispatcher(rank, world, timeout_s=2.0)
-    found = d.dispatch(torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64))
+    dispatched = d.dispatch(torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64))
     if rank == 1:
         raise ValueError("the experts failed")
-    d.combine(found.rows_RD, torch.ones(2, 1), found.handle)
+    d.combine(dispatched.rows_RD, torch.ones(2, 1), dispatched.handle)

@@ -1,6 +1,6 @@
-"""What the processes of a launch show to others: the sockets on which they listen, and the modes of their files.
+"""Report what the processes of a launch expose to other users: listening sockets, and the modes of their files.
 
-Run as a script it starts two ranks (``local``), or is one that torchrun started, and prints what rank 0 saw as JSON.
+As a script, it starts two ranks (``local``) or is a rank of torchrun. Rank 0 prints the reports of all ranks as JSON.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ LISTENING = "0A"
 
 
 def tree(root: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all its descendants."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:  # ended meanwhile
             continue
-    found = [root]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found
+    pids = [root]
+    for pid in pids:
+        pids += [child for child, parent in parents.items() if parent == pid]
+    return pids
 
 
 def listening(pids: list[int]) -> set[str]:
-    """Hexadecimal addresses on which these processes listen by TCP, or have bound UDP."""
-    held = set()
+    """Return the hexadecimal addresses of the TCP listeners and UDP sockets of these processes."""
+    open_files = set()
     for pid in pids:
         for handle in Path(f"/proc/{pid}/fd").glob("*"):
             try:
-                held.add(os.readlink(handle))
+                open_files.add(os.readlink(handle))
             except OSError:
                 continue
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if f"socket:[{fields[9]}]" in held and (fields[3] == LISTENING or table.startswith("udp")):
-                found.add(fields[1].partition(":")[0])
-    return found
+            if f"socket:[{fields[9]}]" in open_files and (fields[3] == LISTENING or table.startswith("udp")):
+                addresses.add(fields[1].partition(":")[0])
+    return addresses
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """Permissions of a folder and its files."""
+    """Return the permissions of a folder and its files."""
     return {str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
 
 
 def work(root: int, folder: str) -> dict[str, Any]:
-    """Open all that opens sockets: groups, dispatchers of both kinds, a checkpoint; then look."""
+    """Create everything that opens sockets: groups, dispatchers and a checkpointer. Return the report of each rank."""
     with init_ranks("cpu") as ranks:
         group = dist.new_group()
         for backend in ("all_to_all", "shared_memory"):
@@ -71,26 +71,26 @@ def work(root: int, folder: str) -> dict[str, Any]:
             checkpointer.save(1, {"a": Entry.whole(torch.ones(2))})
             checkpointer.wait()
             dist.barrier()
-            place = os.environ.get(STORE_VARIABLE)
-            seen = {
+            store = os.environ.get(STORE_VARIABLE)
+            report = {
                 "ranks": sorted(listening([os.getpid()])),
                 "tree": sorted(listening(tree(root))) if root else [],
                 "processes": len(tree(root)) if root else 0,
-                "modes": modes(Path(place).parent) if place else {},
+                "modes": modes(Path(store).parent) if store else {},
             }
             dist.barrier()
-        every: list[dict[str, Any]] = [{}] * ranks.world
-        dist.all_gather_object(every, seen)
-        return {"seen": every}
+        reports: list[dict[str, Any]] = [{}] * ranks.world
+        dist.all_gather_object(reports, report)
+        return {"seen": reports}
 
 
 def main() -> None:
     if sys.argv[1] == "local":
         print(json.dumps(launch(work, (os.getpid(), sys.argv[2]), ranks=2)[0]))
         return
-    found = work(0, sys.argv[2])
+    reports = work(0, sys.argv[2])
     if os.environ["RANK"] == "0":
-        print(json.dumps(found))
+        print(json.dumps(reports))
 
 
 if __name__ == "__main__":

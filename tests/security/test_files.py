@@ -1,4 +1,4 @@
-"""Files that anybody may have made are data: nothing in them runs, leads elsewhere or waits for ever."""
+"""Untrusted files are data: they cannot run code, make the library read other files, or block a read for ever."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.addaudithook(_audit)
 
 @pytest.fixture
 def events() -> Iterator[list[str]]:
-    """What ran meanwhile that a file could have asked for."""
+    """Yield the audit events, during the test, of operations by which a file could run code."""
     global _events
     _events = []
     yield _events
@@ -53,7 +53,7 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_the_bomb_works_and_is_seen(tmp_path: Path, events: list[str]) -> None:
+def test_the_pickle_bomb_works_and_its_audit_event_is_recorded(tmp_path: Path, events: list[str]) -> None:
     pickle.loads(pickle.dumps(Bomb(tmp_path / "boom")))
     assert (tmp_path / "boom").is_dir() and "pickle.find_class" in events
 
@@ -63,7 +63,7 @@ def test_the_bomb_works_and_is_seen(tmp_path: Path, events: list[str]) -> None:
 def test_a_pickle_in_any_file_of_a_checkpoint_is_never_run(
     name: str, signed: bool, tmp_path: Path, events: list[str]
 ) -> None:
-    """``signed``: with all checksums made right, so that nothing but the format itself is in its way."""
+    """``signed``: all checksums are corrected, so that only the format itself protects against the pickle."""
     bombs = [pickle.dumps(Bomb(tmp_path / "boom"))]
     torch.save({"a": Bomb(tmp_path / "boom")}, tmp_path / "torch")
     bombs.append((tmp_path / "torch").read_bytes())
@@ -76,28 +76,28 @@ def test_a_pickle_in_any_file_of_a_checkpoint_is_never_run(
             for tensor in reader.names:
                 reader.read(tensor)
             load(path, {"model/a": Entry.whole(torch.zeros(2, 3))}, allow_unused=True)
-            taken = True
+            loaded = True
         except CheckpointError:
-            taken = False
-        # Torch's own file is never read, and any bytes of the right length are valid numbers.
-        assert taken == (name == ".metadata") or (signed and name == "rank-00000.safetensors")
+            loaded = False
+        # Torch's own file is never read. Any bytes of the correct length are valid tensor data.
+        assert loaded == (name == ".metadata") or (signed and name == "rank-00000.safetensors")
         (path / name).unlink()
     assert not (tmp_path / "boom").exists()
     assert "pickle.find_class" not in events
 
 
-def test_no_format_runs_what_a_file_says(events: list[str]) -> None:
+def test_no_fuzz_target_runs_code_of_a_file(events: list[str]) -> None:
     for target in TARGETS.values():
         if not target.needs or importlib.util.find_spec(target.needs):
-            for content in (*target.seeds(), *(path.read_bytes() for path in target.found[:5])):
+            for content in (*target.seeds(), *(path.read_bytes() for path in target.corpus_files[:5])):
                 target.run(content)
     assert not events
 
 
-@pytest.mark.parametrize("path", TARGETS["checkpoint_metadata"].found, ids=lambda path: path.name)
-def test_a_checkpoint_that_contradicts_itself_is_refused_before_a_tensor_is_read(path: Path) -> None:
+@pytest.mark.parametrize("path", TARGETS["checkpoint_metadata"].corpus_files, ids=lambda path: path.name)
+def test_an_inconsistent_checkpoint_is_refused_before_a_tensor_is_read(path: Path) -> None:
     signed = targets._sign({"metadata.json": path.read_bytes()})
-    if path.name.startswith("empty-tensor-of-endless"):  # consistent: it holds nothing, and ends
+    if path.name.startswith("empty-tensor-of-endless"):  # consistent: the tensor has no elements
         assert CheckpointReader(signed).read("model/a").numel() == 0
         return
     with pytest.raises(CheckpointError, match=r"metadata.json of .* damaged"):
@@ -128,7 +128,7 @@ STRANGE = [as_pipe, as_folder, as_terabyte, as_device]
 
 @pytest.mark.parametrize("make", STRANGE)
 @pytest.mark.parametrize("name", ["COMPLETE", "manifest.json", "metadata.json", "rank-00000.safetensors"])
-def test_a_checkpoint_file_that_is_no_file_or_endless_is_refused_at_once(
+def test_a_checkpoint_file_that_is_not_regular_or_too_large_is_refused(
     name: str, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     with Checkpointer(tmp_path) as checkpointer:
@@ -143,7 +143,7 @@ def test_a_checkpoint_file_that_is_no_file_or_endless_is_refused_at_once(
 
 @pytest.mark.parametrize("make", STRANGE)
 @pytest.mark.parametrize("name", ["meta.json", "tokens.bin", "offsets.bin", "counts.bin", "tokenizer/tokenizer.json"])
-def test_a_token_file_that_is_no_file_or_endless_is_refused_at_once(
+def test_a_token_file_that_is_not_regular_or_too_large_is_refused(
     name: str, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     targets.tokens_meta(targets._token_original("meta.json"))
@@ -157,7 +157,7 @@ def test_a_token_file_that_is_no_file_or_endless_is_refused_at_once(
 
 
 @pytest.mark.parametrize("make", STRANGE)
-def test_a_configuration_that_is_no_file_or_endless_is_refused_at_once(
+def test_a_configuration_file_that_is_not_regular_or_too_large_is_refused(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     path = tmp_path / "a.toml"
@@ -181,14 +181,14 @@ def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path: 
     assert CheckpointReader(latest(tmp_path) or "").state == {"a": deep[0][0][0]}
 
 
-def test_a_checkpoint_of_something_else_cannot_be_exported_and_says_so(tmp_path: Path) -> None:
+def test_export_refuses_a_checkpoint_that_moe_comm_train_did_not_write(tmp_path: Path) -> None:
     export = pytest.importorskip("moe_comm.train.loop.export", reason="needs the hf extra")
     with pytest.raises(CheckpointError, match="is not a checkpoint of moe-comm train: KeyError"):
         export.export_checkpoint(targets._sign({}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_strict_json_takes_what_json_writes_and_nothing_twice() -> None:
+def test_strict_json_refuses_duplicate_keys_nan_and_deep_nesting() -> None:
     value = {"a": [1, -2.5e300, None, True, "é\n"], "": {"b": {}}, "n": 10**400}
     assert parse_object(json.dumps(value)) == value
     for bad in ('{"a": 1, "a": 1}', '{"a": NaN}', '{"a": 1e999}', "[]", "1", "", "{", '{"\\ud800": 1}', "\ufeff{}"):
@@ -200,7 +200,7 @@ def test_strict_json_takes_what_json_writes_and_nothing_twice() -> None:
     assert parse_object(f'{{"a": {inside[1:-1]}}}')
 
 
-def test_files_are_read_to_a_limit(tmp_path: Path) -> None:
+def test_read_bounded_refuses_files_above_the_limit(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     assert read_bounded(tmp_path / "a", 5) == b"12345"
     for limit, name in ((4, "a"), (9, "."), (9, "none")):
@@ -209,7 +209,7 @@ def test_files_are_read_to_a_limit(tmp_path: Path) -> None:
     os.close(open_regular(tmp_path / "a"))
 
 
-def test_anything_can_be_shown() -> None:
+def test_shown_gives_a_short_text_for_any_value() -> None:
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]

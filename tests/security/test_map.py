@@ -1,4 +1,4 @@
-"""The list of inputs that broke others, in docs/design.md, names tests that exist, for every group."""
+"""docs/design.md lists inputs that broke other libraries. Each group has a row, and all tests named there exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = re.findall(r"^\| (\d+) \| ([^|]+) \| (.+) \|$", PAGE, re.MULTILINE)
 
 @cache
 def names_in(file: str) -> frozenset[str]:
-    """Names of the tests in a file of Python or C++."""
+    """Return the names of the tests in a Python or C++ file."""
     text = (ROOT / file).read_text()
     if file.endswith(".cpp"):
         return frozenset(re.findall(r"^TEST\((\w+)\)", text, re.MULTILINE))
@@ -35,8 +35,8 @@ def test_every_named_test_exists(number: str, what: str, cell: str) -> None:
     names = re.findall(r"`([^`]*)::(\w+)`", cell)
     assert names and len(names) == cell.count("`") // 2, what
     file = ""
-    for given, name in names:
-        file = given or file
+    for new_file, name in names:
+        file = new_file or file
         assert name in names_in(file), f"{file} has no {name}"
 
 

@@ -44,14 +44,14 @@ ALLOWED: dict[str, dict[str, str]] = {
         "importlib.import_module": "the module of the function that the parent gave in such a job",
     },
     "moe_comm/train/checkpoint/exchange.py": {
-        "dist.all_gather_object": "what ranks of one job tell each other; torch's own checkpoint planner does the same"
+        "dist.all_gather_object": "objects of ranks of one job; torch's own checkpoint planner does the same"
     },
 }
 """Allowed calls by file, with the reason. Benchmarks may also gather objects from each other: see below."""
 
 
 def dotted(node: ast.expr) -> str:
-    """``a.b.c`` of an expression, or "" where it is none."""
+    """Return ``a.b.c`` for a dotted name, or "" for another expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -65,14 +65,14 @@ def is_true(call: ast.Call, name: str) -> bool:
 
 
 def dangerous(source: str) -> Counter[str]:
-    """Calls and imports by which data could become code, by name."""
-    found: Counter[str] = Counter()
+    """Count, by name, the calls and imports that could run data as code."""
+    calls: Counter[str] = Counter()
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            # Imported by its name it would not be seen at its call.
-            found.update(name for name in names & (UNPICKLING | (CODE - {"importlib.import_module"})))
+            # A call of a name that is imported this way has no dotted name to recognize.
+            calls.update(name for name in names & (UNPICKLING | (CODE - {"importlib.import_module"})))
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
@@ -82,8 +82,8 @@ def dangerous(source: str) -> Counter[str]:
         if name in ("numpy.load", "np.load") and not is_true(node, "allow_pickle"):
             continue
         if name in UNPICKLING | CODE or OBJECTS.search(last) or is_true(node, "shell"):
-            found[name] += 1
-    return found
+            calls[name] += 1
+    return calls
 
 
 def found_in_package() -> dict[str, set[str]]:
@@ -94,18 +94,18 @@ def found_in_package() -> dict[str, set[str]]:
     return by_file
 
 
-def test_data_becomes_code_only_where_it_is_listed_with_a_reason() -> None:
-    found = {}
+def test_calls_that_could_run_data_as_code_are_listed_with_a_reason() -> None:
+    names_by_file = {}
     for file, names in found_in_package().items():
         if file.startswith("moe_comm/bench/"):
-            # Benchmarks gather their own times from their own ranks, and read no file of others that way.
+            # Benchmarks gather times from their own ranks only, and read no untrusted file that way.
             names = {name for name in names if name != "dist.all_gather_object"}
         if names:
-            found[file] = names
-    assert found == {file: set(names) for file, names in ALLOWED.items()}
+            names_by_file[file] = names
+    assert names_by_file == {file: set(names) for file, names in ALLOWED.items()}
 
 
-def test_what_is_listed_is_on_the_page() -> None:
+def test_all_allowed_files_are_in_the_documentation() -> None:
     for file in ALLOWED:
         assert f"`{file.removeprefix('moe_comm/')}`" in PAGE, file
 
@@ -125,9 +125,9 @@ def test_what_is_listed_is_on_the_page() -> None:
         "subprocess.run(line, shell=True)",
     ],
 )
-def test_the_look_finds_what_it_is_for(source: str) -> None:
+def test_dangerous_calls_are_found(source: str) -> None:
     assert dangerous(source)
 
 
-def test_the_look_leaves_what_is_safe() -> None:
+def test_safe_calls_are_not_reported() -> None:
     assert not dangerous("torch.load(f, weights_only=True)\nnp.load(f)\nre.compile(x)\njson.loads(x)\nsafe_open(f)")

@@ -31,19 +31,19 @@ SNAPSHOT = Path(__file__).parent.parent / "api_snapshot.txt"
 
 
 def public_objects() -> Iterator[tuple[str, Any]]:
-    """Each public name with its object, once: under the first package that exports it."""
-    met: set[int] = set()
+    """Yield each public name with its object once, under the first package that exports it."""
+    yielded: set[int] = set()
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in sorted(module.__all__):
             value = getattr(module, name)
-            if id(value) not in met or not callable(value):
-                met.add(id(value))
+            if id(value) not in yielded or not callable(value):
+                yielded.add(id(value))
                 yield f"{package}.{name}", value
 
 
 def methods(cls: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that classes of this library define for ``cls``."""
+    """Yield public methods and properties that classes of this library define for ``cls``."""
     names = {name for base in cls.__mro__ if base.__module__.startswith("moe_comm") for name in vars(base)}
     for name in sorted(names):
         if not name.startswith("_"):
@@ -51,7 +51,7 @@ def methods(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def lines() -> list[str]:
-    """The API, sorted."""
+    """Return the sorted lines of the API."""
     return sorted(_lines())
 
 

@@ -135,7 +135,7 @@ def write_run(folder: Path, run: SyntheticRun) -> Path:
     """Write ``run`` into ``folder``, a new or empty one, and return it.
 
     Raises:
-        ConfigError: the ranks cannot be laid out so, or the folder holds something.
+        ConfigError: the degrees do not match the number of ranks, or the folder is not empty.
     """
     mapping = run.mapping()
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,11 +149,11 @@ def write_run(folder: Path, run: SyntheticRun) -> Path:
         append(folder / FAULTS, fault)
     for planned in run.faults:
         if planned.injected:
-            noticed = next(one for one in timeline.faults if one.step == planned.step and one.kind == planned.kind)
-            at_s = noticed.time_s - planned.noticed_s
+            record = next(one for one in timeline.faults if one.step == planned.step and one.kind == planned.kind)
+            at_s = record.time_s - planned.noticed_s
             for rank in planned.ranks:
                 key = f"{planned.kind}-{planned.step}-{rank}"
-                append(folder / INJECTED, Injection(at_s, key, planned.kind, rank, planned.step, noticed.attempt, key))
+                append(folder / INJECTED, Injection(at_s, key, planned.kind, rank, planned.step, record.attempt, key))
     loads = _write_loads(folder, run, random)
     _write_metrics(folder, run, timeline, loads, random)
     _write_ranks(folder, run, mapping, timeline, random)
@@ -162,18 +162,18 @@ def write_run(folder: Path, run: SyntheticRun) -> Path:
 
 
 def _simulate(run: SyntheticRun, mapping: ParallelConfig, random: np.random.Generator) -> _Timeline:
-    """Yield all steps in the order of execution, including lost and repeated steps."""
-    line, now, step, number = _Timeline(), BEGAN_S, 1, 0
-    waiting = sorted(run.faults, key=lambda fault: fault.step)
+    """Return all steps in the order of execution, including lost and repeated steps."""
+    timeline, now, step, number = _Timeline(), BEGAN_S, 1, 0
+    pending_faults = sorted(run.faults, key=lambda fault: fault.step)
     hosts = [run.host(rank) for rank in range(run.ranks)]
     degrees = {name: int(size) for name, size in mapping.sizes.items()}
 
     def attempt(source: str, lost: int = 0) -> None:
         nonlocal now, number
-        gone = line.done[len(line.done) - lost :]
-        last_s = line.done[-1].begin_s + line.done[-1].total_s if line.done else math.nan
-        lost_s = sum(one.total_s for one in gone)
-        line.attempts.append(
+        lost_steps = timeline.done[len(timeline.done) - lost :]
+        last_s = timeline.done[-1].begin_s + timeline.done[-1].total_s if timeline.done else math.nan
+        lost_s = sum(one.total_s for one in lost_steps)
+        timeline.attempts.append(
             Attempt(number, run.ranks, now, now + START_S, step, source, degrees, hosts, last_s, lost, lost_s)
         )
         now += START_S
@@ -181,10 +181,10 @@ def _simulate(run: SyntheticRun, mapping: ParallelConfig, random: np.random.Gene
 
     attempt("fresh")
     while step <= run.steps:
-        while waiting and waiting[0].step == step:
-            fault = waiting.pop(0)
+        while pending_faults and pending_faults[0].step == step:
+            fault = pending_faults.pop(0)
             now += fault.noticed_s
-            line.faults.append(
+            timeline.faults.append(
                 FaultRecord(
                     now, step, fault.kind, list(fault.ranks), fault.action, "made up", fault.noticed_s, number - 1
                 )
@@ -195,10 +195,10 @@ def _simulate(run: SyntheticRun, mapping: ParallelConfig, random: np.random.Gene
                 step -= lost
                 attempt("checkpoint", lost)
         done = _step(run, step, now, random)
-        line.done.append(done)
+        timeline.done.append(done)
         now += done.total_s
         step += 1
-    return line
+    return timeline
 
 
 def _step(run: SyntheticRun, step: int, begin_s: float, random: np.random.Generator) -> Step:
@@ -220,22 +220,22 @@ def _step(run: SyntheticRun, step: int, begin_s: float, random: np.random.Genera
 
 def _write_loads(folder: Path, run: SyntheticRun, random: np.random.Generator) -> dict[int, NDArray[np.int64]]:
     """Return drifting loads by step, [layers, experts], with one unused expert in the last layer."""
-    taste_LE = random.standard_normal((run.layers, run.experts))
-    found = {}
+    logits_LE = random.standard_normal((run.layers, run.experts))
+    loads = {}
     slots = run.tokens * run.top_k
     with (folder / LOADS).open("w", encoding="utf-8") as file:
         for step in range(1, run.steps + 1):
-            taste_LE = 0.98 * taste_LE + 0.1 * random.standard_normal(taste_LE.shape)
+            logits_LE = 0.98 * logits_LE + 0.1 * random.standard_normal(logits_LE.shape)
             if step != 1 and step % run.load_every:
                 continue
-            share_LE = np.exp(taste_LE)
+            share_LE = np.exp(logits_LE)
             if run.experts > 1:
                 share_LE[-1, -1] = 0
             load_LE = np.floor(slots * share_LE / share_LE.sum(1, keepdims=True)).astype(np.int64)
-            found[step] = load_LE
+            loads[step] = load_LE
             for layer, load_E in enumerate(load_LE):
                 file.write(to_json(LoadLine(step, f"layers.{layer}.moe", load_E.tolist())) + "\n")
-    return found
+    return loads
 
 
 def _write_metrics(
@@ -325,17 +325,17 @@ def _write_ranks(
 def _peers(run: SyntheticRun, mapping: ParallelConfig, rank: int) -> str:
     """Return the bytes of a step: rows to the ranks of the expert group, gradients to all ranks."""
     group = mapping.group_of(rank, "ep")
-    each = run.tokens * run.top_k * 2048 // max(run.ranks, 1) // len(group)
-    rows = each * (len(group) - 1) * run.layers
-    to = {str(peer): each * run.layers * 2 for peer in group if peer != rank and len(group) <= MOST_PEERS}
+    bytes_per_peer = run.tokens * run.top_k * 2048 // max(run.ranks, 1) // len(group)
+    rows = bytes_per_peer * (len(group) - 1) * run.layers
+    peers = {str(peer): bytes_per_peer * run.layers * 2 for peer in group if peer != rank and len(group) <= MOST_PEERS}
     sent = {"dispatch": rows, "combine": rows, "collective": 2 << 20}
-    return f'"sent":{json.dumps(sent)},"peers":{json.dumps(to)}'
+    return f'"sent":{json.dumps(sent)},"peers":{json.dumps(peers)}'
 
 
 def _probes(run: SyntheticRun, rank: int, step: int) -> dict[str, float]:
     """Return the seconds from the first rank of every other host."""
-    found = {}
-    here = run.host(rank)
+    seconds = {}
+    host = run.host(rank)
     for source in range(0, run.ranks, run.ranks_per_host):
         if source == rank:
             continue
@@ -344,17 +344,17 @@ def _probes(run: SyntheticRun, rank: int, step: int) -> dict[str, float]:
             if (
                 link.first <= step <= link.last
                 and (link.source < 0 or run.host(link.source) == run.host(source))
-                and (link.destination < 0 or run.host(link.destination) == here)
+                and (link.destination < 0 or run.host(link.destination) == host)
             ):
                 factor = max(factor, link.factor)
-        found[str(source)] = PROBE_S * factor
-    return found
+        seconds[str(source)] = PROBE_S * factor
+    return seconds
 
 
 def _write_spans(folder: Path, run: SyntheticRun, mapping: ParallelConfig, timeline: _Timeline) -> None:
-    wanted = set(run.span_steps)
+    span_steps = set(run.span_steps)
     calls: dict[tuple[int, ...], int] = {}
     for done in timeline.done:
-        if done.step in wanted:
+        if done.step in span_steps:
             for line in spans_of(mapping, run.layers, done, calls):
                 append(folder / SPANS / f"rank-{line.rank:05d}.jsonl", line)

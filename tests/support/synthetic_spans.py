@@ -16,7 +16,7 @@ MOVING_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Step:
-    """One step, done once; begin_s since 1970. parts: seconds by rank, [R], as in ``RankStep``."""
+    """One execution of a step. begin_s: since 1970. parts: seconds of each rank, [R], as in ``RankStep``."""
 
     step: int
     begin_s: float
@@ -25,39 +25,39 @@ class Step:
 
 
 def spans_of(mapping: ParallelConfig, layers: int, done: Step, calls: dict[tuple[int, ...], int]) -> Iterator[SpanLine]:
-    """Batch, then in each layer of a rank's stage compute, dispatch, compute, combine; then gradients over all.
+    """Yield the spans of a step: batch; compute, dispatch, compute, combine for each layer of a stage; gradients.
 
-    Dispatch and combine end, for a whole group, when its last rank has come and the rows have moved.
+    Dispatch and combine end on all ranks of a group when its last rank has started them and the rows have moved.
 
     Args:
-        calls: of each group so far; counted on.
+        calls: number of calls of each group so far; updated.
     """
     world = mapping.world
-    begin = np.full(world, done.begin_s)
-    here = begin + done.parts["data"]
+    begin_R = np.full(world, done.begin_s)
+    now_R = begin_R + done.parts["data"]
     for rank in range(world):
-        yield _span(rank, "data", "batch", begin[rank], here[rank], done.step)
+        yield _span(rank, "data", "batch", begin_R[rank], now_R[rank], done.step)
     per_stage = max(layers // mapping.pp, 1)
     part_R = done.parts["compute"] / (2 * per_stage + 1)
     for number in range(per_stage):
         for kind in ("dispatch", "combine"):
-            before, here = here, here + part_R
+            previous_R, now_R = now_R, now_R + part_R
             for rank in range(world):
-                yield _span(rank, "compute", "forward and backward", before[rank], here[rank], done.step)
+                yield _span(rank, "compute", "forward and backward", previous_R[rank], now_R[rank], done.step)
             for group in mapping.groups("ep"):
                 members = list(group)
                 calls[group] = call = calls.get(group, 0) + 1
-                end_s = float(here[members].max()) + MOVING_SHARE * done.total_s / per_stage
+                end_s = float(now_R[members].max()) + MOVING_SHARE * done.total_s / per_stage
                 layer = f"layers.{mapping.place(members[0])['pp'] * per_stage + number}.moe"
                 for rank in members:
-                    yield _span(rank, kind, kind, here[rank], end_s, done.step, layer, members, (call + 1) // 2)
-                here[members] = end_s
-    before, here = here, here + part_R
-    everyone = list(range(world))
-    end_s = max(float(here.max()), done.begin_s + done.total_s - float(done.parts["checkpoint"].max()))
-    for rank in everyone:
-        yield _span(rank, "compute", "forward and backward", before[rank], here[rank], done.step)
-        yield _span(rank, "collective", "gradients", here[rank], end_s, done.step, "", everyone, done.step)
+                    yield _span(rank, kind, kind, now_R[rank], end_s, done.step, layer, members, (call + 1) // 2)
+                now_R[members] = end_s
+    previous_R, now_R = now_R, now_R + part_R
+    all_ranks = list(range(world))
+    end_s = max(float(now_R.max()), done.begin_s + done.total_s - float(done.parts["checkpoint"].max()))
+    for rank in all_ranks:
+        yield _span(rank, "compute", "forward and backward", previous_R[rank], now_R[rank], done.step)
+        yield _span(rank, "collective", "gradients", now_R[rank], end_s, done.step, "", all_ranks, done.step)
         yield _span(rank, "step", "step", done.begin_s, done.begin_s + done.total_s, done.step)
 
 

@@ -33,11 +33,11 @@ def test_each_replica_is_on_another_host_and_replicas_are_even(config: ParallelC
     assert assignment is not None and len(assignment) == config.world
     assert all(hosts[rank] != hosts[buddy] for rank, buddy in enumerate(assignment))
     largest = max(Counter(hosts).values())
-    most = max(1, -(-largest // (config.world - largest)))
-    assert max(Counter(assignment).values()) <= most
+    max_replicas = max(1, -(-largest // (config.world - largest)))
+    assert max(Counter(assignment).values()) <= max_replicas
     if 2 * largest <= config.world:
-        assert sorted(assignment) == list(range(config.world)), "a permutation"
-    assert assignment == buddies(config, [f"host {host}" for host in hosts]), "names do not matter"
+        assert sorted(assignment) == list(range(config.world)), "buddies must be a permutation"
+    assert assignment == buddies(config, [f"host {host}" for host in hosts]), "host names must not matter"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in factors(number // first, parts - 1))
 
 
-def legal(world: int) -> Iterator[ParallelConfig]:
+def valid_mappings(world: int) -> Iterator[ParallelConfig]:
     """Yield all valid mappings of ``world`` ranks."""
     for tp, cp, dp, pp in factors(world, 4):
         for etp, ep, _ in factors(tp * cp * dp, 3):
@@ -35,7 +35,7 @@ def test_groups_that_coincide_do_so_for_every_rank(world: int) -> None:
 
     A rank creates only one process group for equal groups, and all ranks must create groups in the same order.
     """
-    for config in legal(world):
+    for config in valid_mappings(world):
         patterns = set()
         for rank in range(world):
             first_index = {config.group_of(rank, *axes): index for index, axes in reversed(list(enumerate(GROUPS)))}
@@ -44,11 +44,11 @@ def test_groups_that_coincide_do_so_for_every_rank(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", range(1, 65))
-def test_every_legal_mapping(world: int) -> None:
+def test_both_grids_of_every_valid_mapping_have_correct_groups(world: int) -> None:
     """Attention grid and expert grid fold onto the same pipeline stages, and the groups of each grid are correct."""
     all_ranks = list(range(world))
     checked: set[tuple[object, ...]] = set()
-    for config in legal(world):
+    for config in valid_mappings(world):
         assert config.world == world
         stage = config.tp * config.cp * config.dp
         assert stage == config.etp * config.ep * config.edp == config.stage
@@ -58,7 +58,7 @@ def test_every_legal_mapping(world: int) -> None:
         for grid in (ATTENTION_AXES, EXPERT_AXES):
             sizes = tuple(config.sizes[axis] for axis in grid)
             if (grid, sizes) in checked:
-                continue  # groups do not depend on the other grid: test_groups_of_one_side_do_not_depend_on_the_other
+                continue  # groups do not depend on the other grid: test_groups_of_one_grid_do_not_depend_on_the_other
             checked.add((grid, sizes))
             # Each rank has unique coordinates. Consecutive ranks are adjacent on the fastest axis.
             place_of_rank = [config.place(rank) for rank in all_ranks]
@@ -74,9 +74,9 @@ def test_every_legal_mapping(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [8, 24, 64])
-def test_groups_of_one_side_do_not_depend_on_the_other(world: int) -> None:
+def test_groups_of_one_grid_do_not_depend_on_the_other(world: int) -> None:
     groups_by_sizes: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
-    for config in legal(world):
+    for config in valid_mappings(world):
         for axes in GROUPS:
             grid = next(grid for grid in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(grid))
             groups = config.groups(*axes)
@@ -85,7 +85,7 @@ def test_groups_of_one_side_do_not_depend_on_the_other(world: int) -> None:
 
 @pytest.mark.parametrize("world", [8, 24, 64])
 def test_ranks_of_a_group_differ_on_its_axes_only(world: int) -> None:
-    for config in legal(world):
+    for config in valid_mappings(world):
         places = [config.place(rank) for rank in range(world)]
         for axes in GROUPS:
             grid = next(grid for grid in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(grid))
@@ -95,15 +95,15 @@ def test_ranks_of_a_group_differ_on_its_axes_only(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 12, 16])
-def test_one_ranks_group_is_the_one_of_all_groups_that_holds_it(world: int) -> None:
-    for config in legal(world):
+def test_group_of_returns_the_group_that_contains_the_rank(world: int) -> None:
+    for config in valid_mappings(world):
         for axes in GROUPS:
             group_of_rank = {rank: group for group in config.groups(*axes) for rank in group}
             assert all(config.group_of(rank, *axes) == group_of_rank[rank] for rank in range(world)), (config, axes)
             assert config.group_of(world - 1, *reversed(axes)) == group_of_rank[world - 1]
 
 
-def test_the_worked_pictures_of_the_documentation() -> None:
+def test_mappings_match_the_documented_examples() -> None:
     config = ParallelConfig(tp=2, dp=2, pp=2, ep=2, etp=2)
     assert [config.place(rank)["ep"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert config.groups("tp") == config.groups("etp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -113,7 +113,7 @@ def test_the_worked_pictures_of_the_documentation() -> None:
     assert str(ParallelConfig()) == "one rank" and str(ParallelConfig(tp=2, dp=3, ep=6)) == "tp 2, dp 3, ep 6"
 
 
-def test_a_hundred_thousand_ranks() -> None:
+def test_groups_of_131072_ranks() -> None:
     config = ParallelConfig.of(131_072, tp=8, cp=2, pp=16, ep=64)
     assert config.group_of(70_000, "ep")[0] == 70_000 - config.place(70_000)["ep"]
     groups = config.groups("tp", "cp", "dp")
@@ -127,7 +127,7 @@ def test_omitted_degrees_are_derived_from_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "numbers"),
+    ("arguments", "numbers"),
     [
         ({"world": 8, "tp": 3}, "= 3 must divide the 8 ranks"),
         ({"world": 8, "tp": 2, "dp": 2}, "= 4, but there are 8 ranks"),
@@ -139,9 +139,9 @@ def test_omitted_degrees_are_derived_from_the_others() -> None:
         ({"world": 8, "etp": 0}, "etp = 0 must divide"),
     ],
 )
-def test_mappings_that_do_not_fit_name_both_numbers(given: dict[str, int], numbers: str) -> None:
+def test_mappings_that_do_not_fit_name_both_numbers(arguments: dict[str, int], numbers: str) -> None:
     with pytest.raises(ConfigError, match=numbers):
-        ParallelConfig.of(**given)
+        ParallelConfig.of(**arguments)
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "dp", "pp", "ep", "etp"])

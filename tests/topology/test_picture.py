@@ -1,4 +1,4 @@
-"""The output of ``moe-comm mesh``."""
+"""``picture``, the text that ``moe-comm mesh`` prints."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ def test_a_large_world_is_shortened_and_the_number_of_omitted_ranks_is_shown(wor
     assert config.pp == 1 or "... 3 more stages of the same form" in text
 
 
-def test_one_rank_alone() -> None:
+def test_the_picture_of_one_rank_has_no_groups() -> None:
     text = picture(ParallelConfig())
     assert "no groups: one rank holds everything" in text and text.count("no other rank holds the same part") == 3

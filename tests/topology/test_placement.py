@@ -50,6 +50,6 @@ def test_sizes_that_do_not_fit_are_refused_with_what_was_expected(sizes: list[in
 
 
 @pytest.mark.parametrize("expert", [-1, 4])
-def test_an_id_outside_has_no_owner(expert: int) -> None:
+def test_an_expert_id_out_of_range_has_no_owner(expert: int) -> None:
     with pytest.raises(ConfigError, match=f"expert id {expert}"):
         ExpertPlacement.balanced(4, 2).owner(expert)

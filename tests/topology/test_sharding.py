@@ -55,7 +55,7 @@ def test_the_ranks_that_count_once_tile_the_tensor(case: tuple[ParallelConfig, S
 def test_boxes_reassemble_the_parts_of_all_ranks(case: tuple[ParallelConfig, Sharding]) -> None:
     config, sharding = case
     full = torch.arange(torch.Size(sharding.shape).numel()).view(sharding.shape)
-    back = torch.full_like(full, -1)
+    reassembled = torch.full_like(full, -1)
     for rank in range(config.world):
         place = config.place(rank)
         part = sharding.take(full, place, config.sizes)
@@ -64,8 +64,8 @@ def test_boxes_reassemble_the_parts_of_all_ranks(case: tuple[ParallelConfig, Sha
         assert sum(part[box.local].numel() for box in boxes) == part.numel()
         for box in boxes:
             assert torch.equal(part[box.local], full[box.full])
-            back[box.full] = part[box.local]
-    assert torch.equal(back, full)
+            reassembled[box.full] = part[box.local]
+    assert torch.equal(reassembled, full)
 
 
 @SEEDED
@@ -109,14 +109,14 @@ def test_each_owner_gets_a_slice_if_a_dimension_is_long_enough(shape: list[int],
         assert not any(gets_all) or min(counts) > 0
 
 
-def test_few_long_experts_are_split_by_rows() -> None:
+def test_shard_slices_of_few_experts_split_another_dimension() -> None:
     assert [shard_slice((1, 8, 6), index, 4) for index in (0, 3)] == [
         ShardSlice(1, range(2)),
         ShardSlice(1, range(6, 8)),
     ]
-    assert shard_slice((2, 6, 8), 1, 4) == ShardSlice(2, range(2, 4)), "8 divides, 6 does not"
-    assert shard_slice((1, 6, 5), 1, 4) == ShardSlice(1, range(2, 4)), "a third of 6 is less than two fifths"
-    assert shard_slice((1, 6, 5), 1, 4, even=True) == ShardSlice(0, range(1, 1)), "nothing divides"
+    assert shard_slice((2, 6, 8), 1, 4) == ShardSlice(2, range(2, 4)), "4 divides 8 but not 6"
+    assert shard_slice((1, 6, 5), 1, 4) == ShardSlice(1, range(2, 4)), "2 of 6 is a smaller share than 2 of 5"
+    assert shard_slice((1, 6, 5), 1, 4, even=True) == ShardSlice(0, range(1, 1)), "4 divides no dimension"
     assert shard_slice((50257, 768), 7, 8) == ShardSlice(0, range(43981, 50257)), "dimension 0 is long enough"
 
 
@@ -124,8 +124,8 @@ def test_few_long_experts_are_split_by_rows() -> None:
 @SEEDED
 def test_row_ranges_are_those_of_torch_chunk(rows: int, parts: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(parts)] if rows else []
-    got = [list(row_range(rows, index, parts)) for index in range(parts)]
-    assert [g for g in got if g] == chunks and sum(map(len, got)) == rows
+    ranges = [list(row_range(rows, index, parts)) for index in range(parts)]
+    assert [r for r in ranges if r] == chunks and sum(map(len, ranges)) == rows
 
 
 def test_a_fused_gate_and_up_projection_is_split_per_segment() -> None:
@@ -137,7 +137,7 @@ def test_a_fused_gate_and_up_projection_is_split_per_segment() -> None:
     assert sharding.sum_axes == ("edp",)
 
 
-def test_sum_axes_and_counts_once() -> None:
+def test_sum_axes_are_those_of_replicas_and_counts_once_selects_one_replica() -> None:
     config = ParallelConfig(tp=2, cp=2, dp=2, ep=2, etp=2)
     cut, full = Sharding((4,), (Split(0, "tp"),)), Sharding((4,))
     assert cut.sum_axes == ("cp", "dp") and full.sum_axes == ("tp", "cp", "dp")
@@ -165,9 +165,9 @@ def test_invalid_splits_raise_with_both_numbers() -> None:
         Sharding((6,), (Split(0, "ep", sizes=(3, 2)),), expert=True).boxes(place, sizes)
     with pytest.raises(ConfigError, match=r"can be split over the axes \(.tp., .cp., .dp.\); got ep"):
         Sharding((6,), (Split(0, "ep"),))
-    for twice in ((Split(0, "tp"), Split(0, "cp")), (Split(0, "tp"), Split(1, "tp"))):
+    for splits in ((Split(0, "tp"), Split(0, "cp")), (Split(0, "tp"), Split(1, "tp"))):
         with pytest.raises(ConfigError, match="each axis can split one dimension, and each dimension"):
-            Sharding((8, 8), twice)
+            Sharding((8, 8), splits)
     with pytest.raises(ConfigError, match="dimension 2 does not exist"):
         Sharding((6, 6), (Split(2, "tp"),))
     with pytest.raises(ConfigError, match=r"shape \(6,\); got \(5,\)"):

@@ -34,7 +34,7 @@ TINY = (
     "parallel.timeout_s=30",
 )
 SGD = ("optimizer.kind=sgd", "optimizer.lr=0.3", "model.aux_loss=0.1", "model.z_loss=0.01", "optimizer.clip=0.5")
-"""SGD and not Adam, which would hide a wrong scale of a gradient; clipping, so that the norm matters too."""
+"""SGD, because Adam would hide a wrong scale of a gradient; with clipping, so that a wrong norm changes the weights."""
 TEXT = "".join(f"line {n}: the quick brown fox jumps over the lazy dog, {n * n} times\n" for n in range(400))
 
 
@@ -51,9 +51,9 @@ def config_of(settings: Sequence[str]) -> TrainConfig:
 
 @contextlib.contextmanager
 def session(settings: Sequence[str], **options: Any) -> Iterator[Session]:
-    """A trainer without a run folder, on all ranks of the default process group or on one rank. Collective."""
-    with parity_train.session(config_of(settings), **options) as here:
-        yield here
+    """Yield a trainer without a run folder, on all ranks of the default process group or on one rank. Collective."""
+    with parity_train.session(config_of(settings), **options) as active:
+        yield active
 
 
 @dataclass(frozen=True)
@@ -70,44 +70,44 @@ class Trained:
 
 def train(rank: int, world: int, settings: Sequence[str]) -> Trained:
     """Train to the end, on a ``RankPool`` or as a reference with ``train(0, 1, ...)``."""
-    with session(settings) as here:
-        status = here.trainer.fit()
-        reports = here.trainer.reports
+    with session(settings) as active:
+        status = active.trainer.fit()
+        reports = active.trainer.reports
         return Trained(
             [report.loss for report in reports],
             [report.grad_norm for report in reports],
             [report.load for report in reports],
-            here.parts(),
-            here.trainer.evaluate(),
+            active.parts(),
+            active.trainer.evaluate(),
             status,
         )
 
 
 def whole(parts_by_rank: Sequence[Parts]) -> dict[str, Tensor]:
     """Assemble full tensors from the shards of all ranks. Missing elements are NaN; replicas must be equal."""
-    found, apart = assemble(parts_by_rank)
-    assert not any(apart.values()), {name: difference for name, difference in apart.items() if difference}
-    return found
+    tensors, differences = assemble(parts_by_rank)
+    assert not any(differences.values()), {name: difference for name, difference in differences.items() if difference}
+    return tensors
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     """Compare the largest difference of each tensor relative to its largest element."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        difference = float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
+        difference = float((actual[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"
 
 
-def assert_same_training(found: Sequence[Trained], expected: Trained, tolerance: float = 1e-5) -> None:
+def assert_same_training(actual: Sequence[Trained], expected: Trained, tolerance: float = 1e-5) -> None:
     """Compare losses, norms and validation loss of each rank, and the full weights."""
-    for trained in found:
+    for trained in actual:
         assert_floats(trained.losses, expected.losses, tolerance)
         assert_floats(trained.norms, expected.norms, 3 * tolerance)
         assert_floats([trained.validation], [expected.validation], tolerance)
-    assert_close(whole([t.parts for t in found]), whole([expected.parts]), 3 * tolerance)
+    assert_close(whole([t.parts for t in actual]), whole([expected.parts]), 3 * tolerance)
 
 
-def assert_floats(found: Sequence[float], expected: Sequence[float], tolerance: float = 1e-5) -> None:
-    assert len(found) == len(expected)
-    for step, (a, b) in enumerate(zip(found, expected, strict=True), 1):
+def assert_floats(actual: Sequence[float], expected: Sequence[float], tolerance: float = 1e-5) -> None:
+    assert len(actual) == len(expected)
+    for step, (a, b) in enumerate(zip(actual, expected, strict=True), 1):
         assert abs(a - b) <= tolerance * abs(b), f"step {step}: {a} and {b}"

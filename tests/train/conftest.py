@@ -15,7 +15,7 @@ from tests.train.common import write_text
 
 @pytest.fixture(scope="package")
 def pool2() -> Iterator[RankPool]:
-    """Two ranks shared by all training tests, because importing transformers dominates their start."""
+    """Yield two ranks, shared by all training tests, because importing transformers dominates their start."""
     with RankPool(2) as pool:
         yield pool
 
@@ -28,19 +28,19 @@ def pool4() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="package")
 def shared_settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Settings of tiny runs on one text, whose tokens are prepared once."""
+    """Return settings of tiny runs on one text, whose tokens are prepared once."""
     return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
 def settings(shared_settings: list[str], tmp_path: Path) -> list[str]:
-    """The same settings with a separate folder of runs for the test."""
+    """Return the same settings with a separate folder of runs for the test."""
     return [*shared_settings, f"run.folder={tmp_path / 'runs'}"]
 
 
 @pytest.fixture
 def owner() -> Iterator[LauncherProcess]:
-    """A process that acts as the launcher; its snapshots are released when it exits."""
+    """Yield a process that acts as the launcher; its snapshots are released when it exits."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         yield LauncherProcess(process.pid, start_ticks(process.pid))

@@ -19,11 +19,11 @@ from moe_comm.train.pipeline import ActivationShape, MicroBatch, StagePlan, make
 VOCAB, HIDDEN, FFN, EXPERTS, LENGTH = 19, 8, 12, 4, 6
 MOE = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, 2, balance_loss=0.5, z_loss=0.1), shared_ffn=8, shared_gate=True)
 SCALE = 0.125
-"""What the loss is multiplied by before backward."""
+"""Factor of the loss before backward."""
 AUX_SCALE = 0.25
 TIED = ("embed", "head")
 EVALUATED = 3
-"""Micro-batches of an evaluation, at most."""
+"""Maximum number of micro-batches of an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class Part(nn.Module):
         if self.embed is not None:
             x = F.embedding(x, self.embed)
         elif self.layers:
-            x = torch.cat((x, x.detach()), -1)[..., :HIDDEN]  # the gradient of x is not dense
+            x = torch.cat((x, x.detach()), -1)[..., :HIDDEN]  # so that the gradient of x is not dense
         for layer in self.layers.values():
             x = layer(x, positions, documents)
-        return x.view(x.shape) if self.layers else x  # nor can a view be detached in place
+        return x.view(x.shape) if self.layers else x  # a view, which cannot be detached in place
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = F.rms_norm(hidden, (HIDDEN,), self.norm) @ self.head.t()
@@ -109,14 +109,14 @@ class Part(nn.Module):
 def batches_of(case: Case, index: int = 0, parts: int = 1) -> list[MicroBatch]:
     """Return the micro-batches of data-parallel rank ``index``. Documents are not of a tensor type."""
     generator = torch.Generator().manual_seed(7)
-    made = []
+    batches = []
     for _ in range(case.micro_batches):
         ids, targets, positions = (
             torch.randint(VOCAB, (case.batch, LENGTH), generator=generator).chunk(parts)[index] for _ in range(3)
         )
         weight = torch.rand(case.batch, LENGTH, generator=generator, dtype=torch.float64).chunk(parts)[index]
-        made.append(MicroBatch(ids, targets, positions, SimpleNamespace(weight_BS=0.5 + weight)))
-    return made
+        batches.append(MicroBatch(ids, targets, positions, SimpleNamespace(weight_BS=0.5 + weight)))
+    return batches
 
 
 def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:

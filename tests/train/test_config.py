@@ -1,3 +1,5 @@
+"""Training configurations: presets, files, overrides, and errors that name the key."""
+
 from __future__ import annotations
 
 import json
@@ -62,7 +64,7 @@ def test_overrides_have_priority_over_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("run.stepz=5", "unknown key 'run.stepz' (did you mean 'run.steps'?)"),
         ("model.lr=1.0", "unknown key 'model.lr' (did you mean 'optimizer.lr'?)"),
@@ -100,10 +102,10 @@ def test_overrides_have_priority_over_the_file(tmp_path: Path) -> None:
         ("run.steps.x=3", "run.steps: input should be a valid integer"),
     ],
 )
-def test_a_bad_override_names_the_key_and_what_to_do(override: str, said: str) -> None:
+def test_a_bad_override_names_the_key_and_what_to_do(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, [override])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -32,7 +32,7 @@ from moe_comm.train.dry_run import DryRun, describe, examine, fake_ranks
 from moe_comm.train.loop.build import architecture_of, build
 from tests.pool import RankPool
 
-PARAMETERS = {  # of the published models, all and (in billions) for a token; DeepSeek-V3 without multi-token prediction
+PARAMETERS = {  # published: total, and active per token in billions; DeepSeek-V3 without multi-token prediction
     "mixtral-8x7b": (46_702_792_704, 12.9),
     "mixtral-8x22b": (140_630_071_296, 39.2),
     "qwen3-30b-a3b": (30_532_122_624, 3.35),
@@ -54,7 +54,7 @@ FOLDED = (
 )
 
 
-def found(*settings: str, base: str | None = None) -> DryRun:
+def dry_run(*settings: str, base: str | None = None) -> DryRun:
     return examine(load(base, settings))
 
 
@@ -77,7 +77,7 @@ def test_every_preset_builds_and_is_described(name: str) -> None:
         [fullest] = [line for line in text.splitlines() if "<- peak" in line]
         totals = [position.fullest.total for position in run.positions]
         assert fullest.split()[0] == str(totals.index(max(totals)))
-    # The four large ones fit the accelerators that they are meant for.
+    # All presets fit accelerators with 80 GiB.
     assert max(position.fullest.total for position in run.positions) < 80 * 2**30
 
 
@@ -97,34 +97,34 @@ PIPELINE = (*FOLDED, "parallel.ranks=8", "parallel.pp=2", "parallel.ep=2", "para
     ids=["two ranks", "uneven", "latent", "pipeline", "tied and a V"],
 )
 def test_the_parameters_of_the_ranks_add_up_to_the_model_times_its_replicas(settings: tuple[str, ...]) -> None:
-    run = found(*settings)
+    run = dry_run(*settings)
     for position in run.positions:
         copies = 0
         for sharding in position.shardings.values():
-            cut = math.prod(run.mapping.sizes[split.axis] for split in sharding.splits)
-            copies += math.prod(sharding.shape) * run.mapping.stage // cut
+            num_shards = math.prod(run.mapping.sizes[split.axis] for split in sharding.splits)
+            copies += math.prod(sharding.shape) * run.mapping.stage // num_shards
         assert sum(rank.fixed.params for rank in position.ranks) == copies
         # In fp32 and replicated: weights, gradients, and two Adam states.
         weights = [rank.fixed.weights for rank in position.ranks]
         assert sum(weights) == 4 * copies
         assert [rank.fixed.gradients for rank in position.ranks] == weights
         assert [rank.fixed.optimizer for rank in position.ranks] == [2 * weight for weight in weights]
-    whole = sum(math.prod(s.shape) for position in run.positions for s in position.shardings.values())
+    total = sum(math.prod(s.shape) for position in run.positions for s in position.shardings.values())
     tied = run.architecture.vocab * run.architecture.hidden if run.architecture.tie else 0
-    assert whole == run.shape.params + tied
+    assert total == run.shape.params + tied
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_sharded_state_is_stored_once(strategy: str) -> None:
     even = ("parallel.ranks=4", "parallel.dp=4", "parallel.ep=2", "model.vocab=256", "data.tokenizer=none.json")
-    run = found(*even, f"parallel.sharding={strategy}", "model.dtype=bfloat16", "data.batch=16")
+    run = dry_run(*even, f"parallel.sharding={strategy}", "model.dtype=bfloat16", "data.batch=16")
     [position] = run.positions
     assert sum(rank.fixed.optimizer for rank in position.ranks) == 12 * run.shape.params  # masters and Adam's two
-    alone = found(*even, f"parallel.sharding={strategy}", "parallel.ranks=1", "parallel.dp=1", "parallel.ep=1")
+    alone = dry_run(*even, f"parallel.sharding={strategy}", "parallel.ranks=1", "parallel.dp=1", "parallel.ep=1")
     assert alone.positions[0].ranks[0].fixed.optimizer == 8 * run.shape.params  # fp32 weights are their own masters
 
 
-def held(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
+def measured_bytes(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
     """Return the bytes of a real run on this rank before its first step."""
     config = load(None, settings)
     train_state = build(config, architecture_of(config, 257), ParallelMesh(config.parallel.mapping(world)))
@@ -136,7 +136,7 @@ def held(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
     state = [t for tensors in train_state.optimizer.state_tensors().values() for t in tensors.values()]
     result = {
         "weights": sum(weights.values()),
-        "optimizer": sum(size for at, size in masters.items() if at not in weights) + sum(t.nbytes for t in state),
+        "optimizer": sum(size for key, size in masters.items() if key not in weights) + sum(t.nbytes for t in state),
         "gradients": sum(p.grad.nbytes for p in params if p.grad is not None),
     }
     for stage in train_state.stages:
@@ -164,16 +164,16 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
     ids=" ".join,
 )
 def test_the_memory_is_that_of_real_ranks(settings: tuple[str, ...], pool4: RankPool) -> None:
-    every = (*FOLDED, *settings)
-    real = pool4.run(held, every, timeout=120)
-    run = found(*every)
+    all_settings = (*FOLDED, *settings)
+    measured_by_rank = pool4.run(measured_bytes, all_settings, timeout=120)
+    run = dry_run(*all_settings)
     ranks = {rank.rank: rank.fixed for position in run.positions for rank in position.ranks}
     fsdp, fp32 = "parallel.sharding=fsdp" in settings, "model.dtype=bfloat16" not in settings
-    for rank, measured in enumerate(real):
+    for rank, measured in enumerate(measured_by_rank):
         assert ranks[rank].optimizer == measured["optimizer"], rank
         if not fsdp:
             assert ranks[rank].weights == measured["weights"], rank
-        if not fsdp and not fp32:  # fp32 gradients are not there before backward; a router's is one
+        if not fsdp and not fp32:  # fp32 gradients, as those of routers, do not exist before backward
             routers = 3 * 6 * 16 * 4
             assert ranks[rank].gradients == measured["gradients"] + routers, rank
 
@@ -220,8 +220,8 @@ def test_micro_batches_in_flight_are_those_of_torchs_schedules(name: str) -> Non
                 except ConfigError:
                     continue
                 for rank, actions in _order(name, pp, virtual, count).items():
-                    most = _most_held(actions)
-                    assert sum(in_flight_peaks(name, pp, virtual, count)[rank][0][0]) == most, (
+                    peak = _peak_in_flight(actions)
+                    assert sum(in_flight_peaks(name, pp, virtual, count)[rank][0][0]) == peak, (
                         pp,
                         virtual,
                         count,
@@ -247,14 +247,14 @@ def _order(name: str, pp: int, virtual: int, micro_batches: int) -> dict[int, li
     return whole
 
 
-def _most_held(actions: list[Any]) -> int:
-    now = most = 0
+def _peak_in_flight(actions: list[Any]) -> int:
+    in_flight = peak = 0
     flat = [part for action in actions if action is not None for part in (action.sub_actions or (action,))]
     for action in flat:
         kind = action.computation_type.name
-        now += (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
-        most = max(most, now)
-    return most
+        in_flight += (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+        peak = max(peak, in_flight)
+    return peak
 
 
 @pytest.mark.parametrize(
@@ -274,14 +274,14 @@ def _most_held(actions: list[Any]) -> int:
 )
 def test_an_invalid_model_is_a_config_error(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        found(*FOLDED, *settings)
+        dry_run(*FOLDED, *settings)
     assert not dist.is_initialized()
 
 
 def test_an_initialized_process_group_is_an_error() -> None:
     with fake_ranks(2, 1):
         with pytest.raises(ConfigError, match="without a process group"):
-            found()
+            dry_run()
         assert dist.get_rank() == 1
 
 

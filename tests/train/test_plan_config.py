@@ -26,19 +26,19 @@ from moe_comm.train.plan_config import differences, model_named, train_config
 TINY = ModelShape("tiny plan", 4, 64, 4, 2, 16, 512, 8, 2, 96, qk_norm="head")
 
 
-def written(asked: PlanRequest, mapping: Mapping, folder: Path) -> TrainConfig:
+def write_and_load(request: PlanRequest, mapping: Mapping, folder: Path) -> TrainConfig:
     path = folder / "planned.toml"
-    path.write_text(train_config(asked, asked.candidate(mapping)))
+    path.write_text(train_config(request, request.candidate(mapping)))
     return load(path)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
 def test_the_best_of_a_search_trains(schedule: str, tmp_path: Path) -> None:
-    asked = PlanRequest(TINY, cluster_named("h100", 4, 2), Workload(32, "fp32"), 8)
-    few = {"sharding": "zero1", "recompute": "selective", "micro_batch": 1, "virtual": 2, "dispatcher": "all_gather"}
-    space = SearchSpace.of(**few, schedule=schedule)
-    best = next(one for one in search(asked, space).best if one.mapping.parallel.pp == 2)
-    config = written(asked, best.mapping, tmp_path)
+    request = PlanRequest(TINY, cluster_named("h100", 4, 2), Workload(32, "fp32"), 8)
+    axes = {"sharding": "zero1", "recompute": "selective", "micro_batch": 1, "virtual": 2, "dispatcher": "all_gather"}
+    space = SearchSpace.of(**axes, schedule=schedule)
+    best = next(candidate for candidate in search(request, space).best if candidate.mapping.parallel.pp == 2)
+    config = write_and_load(request, best.mapping, tmp_path)
     assert config.parallel.mapping(4) == best.mapping.parallel and config.parallel.backend == "all_gather"
     assert (config.parallel.schedule, config.parallel.virtual) == (schedule, 2)
     text = tmp_path / "text.txt"
@@ -46,9 +46,9 @@ def test_the_best_of_a_search_trains(schedule: str, tmp_path: Path) -> None:
     settings = ["run.steps=2", f"run.folder={tmp_path}", f"data.source={text}", f"data.cache={tmp_path / 'cache'}"]
     assert command(["train", str(tmp_path / "planned.toml"), "--ranks", "4", "run.eval_batches=1", *settings]) == 0
     (result,) = tmp_path.glob("*/result.json")
-    ended = json.loads(result.read_text())
-    assert (ended["status"], ended["steps"]) == ("finished", 2)
-    assert ended["mapping"] == str(best.mapping.parallel)
+    record = json.loads(result.read_text())
+    assert (record["status"], record["steps"]) == ("finished", 2)
+    assert record["mapping"] == str(best.mapping.parallel)
 
 
 @pytest.mark.parametrize(
@@ -62,22 +62,22 @@ def test_the_best_of_a_search_trains(schedule: str, tmp_path: Path) -> None:
 )
 def test_models_by_name_build_with_the_planned_mapping(name: str, gpus: int, text: str, tmp_path: Path) -> None:
     mapping = Mapping.parse(text, gpus, recompute="full")
-    asked = PlanRequest(model_named(name), cluster_named("h100", gpus), Workload(4096, capacity=1.0), 2 * gpus)
-    config = written(asked, mapping, tmp_path)
+    request = PlanRequest(model_named(name), cluster_named("h100", gpus), Workload(4096, capacity=1.0), 2 * gpus)
+    config = write_and_load(request, mapping, tmp_path)
     p, data = config.parallel, config.data
     assert p.mapping(p.ranks) == mapping.parallel and p.ranks == gpus
     assert (p.schedule, p.virtual or 1) == (mapping.schedule, mapping.virtual)
     assert (p.sharding, config.model.recompute, config.model.dtype) == ("zero1", "full", "bfloat16")
     assert (data.batch, data.micro_batches, data.seq_len) == (2 * gpus, mapping.micro_batches(2 * gpus), 4096)
     assert config.model.capacity == 1.0
-    if mapping.parallel.pp <= 3:  # positions are built one after another
-        assert examine(config).shape.params == asked.shape.params
+    if mapping.parallel.pp <= 3:  # examine builds one pipeline position after another
+        assert examine(config).shape.params == request.shape.params
 
 
 def test_an_unsupported_model_is_an_error_that_names_the_differences() -> None:
     def text(shape: ModelShape, dtype: str = "bf16") -> str:
-        asked = PlanRequest(shape, cluster_named("h100", 8), Workload(64, dtype), 8)
-        return train_config(asked, asked.candidate(Mapping.parse("ep=8", 8)))
+        request = PlanRequest(shape, cluster_named("h100", 8), Workload(64, dtype), 8)
+        return train_config(request, request.candidate(Mapping.parse("ep=8", 8)))
 
     with pytest.raises(ConfigError, match=r"qkv_bias = True.*shared_gate = True"):
         text(model_named("qwen2-57b-a14b"))
@@ -88,21 +88,21 @@ def test_an_unsupported_model_is_an_error_that_names_the_differences() -> None:
 
 
 def test_overlap_is_written_as_far_as_the_trainer_supports_it(tmp_path: Path) -> None:
-    asked = PlanRequest(TINY, cluster_named("h100", 4), Workload(64), 8)
+    request = PlanRequest(TINY, cluster_named("h100", 4), Workload(64), 8)
     interleaved = Mapping.parse("ep=4", 4, overlap="all")
-    config = written(asked, interleaved, tmp_path)
+    config = write_and_load(request, interleaved, tmp_path)
     assert config.parallel.interleave and config.parallel.overlap_chunks == "auto"
-    (behind,) = differences(asked, asked.candidate(interleaved))
-    assert "after the last backward pass" in behind
+    (gradient_difference,) = differences(request, request.candidate(interleaved))
+    assert "after the last backward pass" in gradient_difference
     piped = Mapping.parse("pp=2,ep=2", 4, overlap="all")
-    config = written(asked, piped, tmp_path)
+    config = write_and_load(request, piped, tmp_path)
     assert not config.parallel.interleave and config.parallel.overlap_chunks == "auto"
     outer = Mapping.parse("ep=4", 4, overlap="outer")
-    assert written(asked, outer, tmp_path).parallel.overlap_chunks == 0
-    assert differences(asked, asked.candidate(outer)) == (behind,)
-    assert not differences(asked, asked.candidate(Mapping.parse("ep=4", 4)))
-    written(asked, piped, tmp_path)
-    deviation = differences(asked, asked.candidate(piped))[-1]
+    assert write_and_load(request, outer, tmp_path).parallel.overlap_chunks == 0
+    assert differences(request, request.candidate(outer)) == (gradient_difference,)
+    assert not differences(request, request.candidate(Mapping.parse("ep=4", 4)))
+    write_and_load(request, piped, tmp_path)
+    deviation = differences(request, request.candidate(piped))[-1]
     assert (
         "requires interleaved micro-batches" in deviation
         and f"# Deviation from the plan: {deviation}." in (tmp_path / "planned.toml").read_text()
@@ -122,30 +122,30 @@ def test_the_dispatcher_is_written_and_whether_it_sends_sums(
     dispatcher: Dispatcher, top_k: int, backend: str, deterministic: bool, tmp_path: Path
 ) -> None:
     host = 2 if dispatcher == "hierarchical" else 4
-    asked = PlanRequest(replace(TINY, top_k=top_k), cluster_named("h100", 4, host), Workload(64), 8)
+    request = PlanRequest(replace(TINY, top_k=top_k), cluster_named("h100", 4, host), Workload(64), 8)
     mapping = Mapping.parse(f"ep={4 // host * 2}", 4, dispatcher=dispatcher)
-    config = written(asked, mapping, tmp_path)
+    config = write_and_load(request, mapping, tmp_path)
     assert (config.parallel.backend, config.parallel.deterministic) == (backend, deterministic)
     options = _dispatch_options(config)
     assert options.deterministic == deterministic
     overlapped = replace(mapping, overlap="all")
-    deviations = differences(asked, asked.candidate(overlapped))
+    deviations = differences(request, request.candidate(overlapped))
     assert len(deviations) == 1 + {"all_to_all": 0, "all_gather": 1, "hierarchical": 2}[dispatcher]
 
 
 def test_groups_of_experts_are_written(tmp_path: Path) -> None:
-    asked = PlanRequest(replace(TINY, groups=4, top_groups=2), cluster_named("h100", 4), Workload(64), 8)
-    config = written(asked, Mapping.parse("ep=4", 4), tmp_path)
+    request = PlanRequest(replace(TINY, groups=4, top_groups=2), cluster_named("h100", 4), Workload(64), 8)
+    config = write_and_load(request, Mapping.parse("ep=4", 4), tmp_path)
     assert (config.model.expert_groups, config.model.top_groups) == (4, 2)
 
 
 def test_deviations_of_memory_are_reported() -> None:
     shape = replace(TINY, shared_ffn=64)
-    asked = PlanRequest(shape, cluster_named("h100", 4), Workload(64), 8, MemoryPolicy(reshard=True, cut_shared=True))
-    assert len(differences(asked, asked.candidate(Mapping.parse("tp=2,ep=2", 4, sharding="fsdp")))) == 2
+    request = PlanRequest(shape, cluster_named("h100", 4), Workload(64), 8, MemoryPolicy(reshard=True, cut_shared=True))
+    assert len(differences(request, request.candidate(Mapping.parse("tp=2,ep=2", 4, sharding="fsdp")))) == 2
 
 
 def test_a_model_name_with_line_breaks_stays_a_comment() -> None:
-    named = replace(model_named("tiny"), name="two\n[run]\nname = 1")
-    request = PlanRequest(named, cluster_named("h100", 1), Workload(64, "fp32"), 2)
+    model = replace(model_named("tiny"), name="two\n[run]\nname = 1")
+    request = PlanRequest(model, cluster_named("h100", 1), Workload(64, "fp32"), 2)
     assert "# two [run] name = 1 on 1 h100" in train_config(request, request.candidate(Mapping.parse("", 1)))

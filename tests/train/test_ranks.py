@@ -26,7 +26,7 @@ def _open(rank: int, world: int, hosts: list[list[str]]) -> dict[str, Any]:
     prepared: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         prepare = job.prepare_all
-        patch.setattr(job, "prepare_all", lambda given: (prepared.append(rank), prepare(given))[1])
+        patch.setattr(job, "prepare_all", lambda data_settings: (prepared.append(rank), prepare(data_settings))[1])
         try:
             corpus = job.open_corpus(config_of(settings), Ranks.make())
         except MoeCommError as error:
@@ -45,19 +45,19 @@ def _host(folder: Path, text: str = TEXT) -> list[str]:
 
 def test_one_rank_of_each_host_prepares_if_hosts_share_no_cache(pool4: RankPool, tmp_path: Path) -> None:
     hosts = [_host(tmp_path / "a"), _host(tmp_path / "b")]
-    found = pool4.run(_open, hosts)
-    assert [rank["prepared"] for rank in found] == [True, False, True, False]
-    assert [rank["path"].parent for rank in found] == [tmp_path / host / "cache" for host in "aabb"]
-    assert all(torch.equal(rank["ids_BS"], found[0]["ids_BS"]) for rank in found)
+    results = pool4.run(_open, hosts)
+    assert [rank["prepared"] for rank in results] == [True, False, True, False]
+    assert [rank["path"].parent for rank in results] == [tmp_path / host / "cache" for host in "aabb"]
+    assert all(torch.equal(rank["ids_BS"], results[0]["ids_BS"]) for rank in results)
     assert all(
-        [path.name for path in (tmp_path / host / "cache").iterdir()] == [found[0]["path"].name] for host in "ab"
+        [path.name for path in (tmp_path / host / "cache").iterdir()] == [results[0]["path"].name] for host in "ab"
     )
 
 
 def test_the_first_rank_prepares_for_all_that_share_its_cache(pool4: RankPool, tmp_path: Path) -> None:
-    found = pool4.run(_open, [_host(tmp_path / "a")])
-    assert [rank["prepared"] for rank in found] == [True, False, False, False]
-    assert len({rank["path"] for rank in found}) == 1
+    results = pool4.run(_open, [_host(tmp_path / "a")])
+    assert [rank["prepared"] for rank in results] == [True, False, False, False]
+    assert len({rank["path"] for rank in results}) == 1
 
 
 def test_hosts_with_different_text_raise_on_every_rank(pool4: RankPool, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_hosts_with_different_text_raise_on_every_rank(pool4: RankPool, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "said"),
+    ("fault", "kind", "expected"),
     [
         ("text", "ConfigError", "text.txt"),
         ("cache", "ConfigError", "data.cache: cannot write to"),
@@ -77,7 +77,7 @@ def test_hosts_with_different_text_raise_on_every_rank(pool4: RankPool, tmp_path
     ],
 )
 def test_an_error_of_one_host_is_raised_on_every_rank(
-    pool4: RankPool, tmp_path: Path, fault: str, kind: str, said: str
+    pool4: RankPool, tmp_path: Path, fault: str, kind: str, expected: str
 ) -> None:
     hosts = [_host(tmp_path / "a"), _host(tmp_path / "b")]
     if fault == "text":
@@ -89,40 +89,44 @@ def test_an_error_of_one_host_is_raised_on_every_rank(
         (meta,) = (tmp_path / "b" / "cache").glob(f"*/{META}")
         meta.write_text("{")
     for rank in pool4.run(_open, hosts):
-        assert (rank["error"], said in rank["message"], str(tmp_path / "b") in rank["message"]) == (kind, True, True)
+        assert (rank["error"], expected in rank["message"], str(tmp_path / "b") in rank["message"]) == (
+            kind,
+            True,
+            True,
+        )
 
 
 def _work(rank: int, world: int, what: str) -> tuple[list[str], int]:
-    """Rank 1's work ends after three polls; return the result and the number of polls."""
-    ranks, asked = Ranks.make(), []
-    enough = threading.Event()
+    """The work of rank 1 ends after three polls. Return the results of all ranks and the number of polls."""
+    ranks, polls = Ranks.make(), []
+    polled_enough = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
-        ask = ranks_module.all_sum
+        all_sum = ranks_module.all_sum
 
-        def asking(values: torch.Tensor, group: Any) -> torch.Tensor:
-            asked.append(1)
-            if len(asked) >= 3:
-                enough.set()
-            return ask(values, group)
+        def counting_all_sum(values: torch.Tensor, group: Any) -> torch.Tensor:
+            polls.append(1)
+            if len(polls) >= 3:
+                polled_enough.set()
+            return all_sum(values, group)
 
-        def long() -> str:
-            assert enough.wait(30)
+        def long_work() -> str:
+            assert polled_enough.wait(30)
             if what == "fails":
                 raise ZeroDivisionError("a bug")
             return "done\nat last"
 
-        patch.setattr(ranks_module, "all_sum", asking)
+        patch.setattr(ranks_module, "all_sum", counting_all_sum)
         patch.setattr(ranks_module, "POLL_S", 0.01)
         try:
-            return ranks.run_on_some(long if rank == 1 else None), len(asked)
+            return ranks.run_on_some(long_work if rank == 1 else None), len(polls)
         except (ZeroDivisionError, MoeCommError) as error:
-            return [f"{type(error).__name__}: {error}"], len(asked)
+            return [f"{type(error).__name__}: {error}"], len(polls)
 
 
 def test_ranks_poll_for_long_work(pool2: RankPool) -> None:
-    for answers, asked in pool2.run(_work, "works"):
-        assert answers == ["", "done\nat last"]
-        assert asked >= 3, "none may sit in one collective, which has a deadline"
+    for results, num_polls in pool2.run(_work, "works"):
+        assert results == ["", "done\nat last"]
+        assert num_polls >= 3, "ranks must poll, because one collective has a deadline"
 
 
 def test_work_that_fails_on_one_rank_fails_on_all(pool2: RankPool) -> None:
@@ -131,7 +135,7 @@ def test_work_that_fails_on_one_rank_fails_on_all(pool2: RankPool) -> None:
     assert other == ["MoeCommError: rank 1: ZeroDivisionError: a bug"]
 
 
-def test_a_single_rank(tmp_path: Path) -> None:
+def test_a_single_rank_runs_all_work_itself(tmp_path: Path) -> None:
     alone = Ranks()
     assert alone.run_on_some(lambda: "done") == alone.gather_texts("done") == ["done"]
     assert alone.first_with_folder(tmp_path / "nowhere") == 0

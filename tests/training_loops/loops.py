@@ -45,11 +45,11 @@ class Case:
     """One loop on one model.
 
     Attributes:
-        loop: "own sum", "own mean", "ddp" or "fsdp".
+        loop: "own sum" or "own mean" (a user-written loop that calls ``sync_gradients``), "ddp" or "fsdp".
         ep: ranks of an expert-parallel group.
-        accumulate: micro-batches a step.
+        accumulate: micro-batches per step.
         ddp: arguments of ``DistributedDataParallel``.
-        no_sync: DDP reduces with a step's last micro-batch only.
+        no_sync: DDP reduces only with the last micro-batch of a step.
         hook: a communication hook for DDP, by its name in torch's ``default_hooks``.
         zero: ``set_to_none`` of ``zero_grad``.
     """
@@ -67,31 +67,31 @@ class Case:
     tolerance: float = TOLERANCE
 
     def __str__(self) -> str:
-        given = [self.kind, self.loop, f"ep {self.ep}", self.optimizer, self.clip, f"accumulate {self.accumulate}"]
-        more = [*self.ddp, "no_sync" * self.no_sync, self.hook, "zeros kept" * (not self.zero)]
-        return ", ".join([*given, *filter(None, more)])
+        settings = [self.kind, self.loop, f"ep {self.ep}", self.optimizer, self.clip, f"accumulate {self.accumulate}"]
+        extra = [*self.ddp, "no_sync" * self.no_sync, self.hook, "zeros kept" * (not self.zero)]
+        return ", ".join([*settings, *filter(None, extra)])
 
     @property
     def reference(self) -> tuple[str, str, str]:
-        """What one process does in this case."""
+        """Return the settings of the reference run of this case on one process."""
         return self.kind, self.optimizer, self.clip
 
 
 def batch(step: int) -> Tensor:
-    """Token ids of one step, of all ranks."""
+    """Return the token ids of one step, of all ranks."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randint(VOCAB, (SEQUENCES, LENGTH), generator=generator)
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Sum over tokens."""
+    """Return the loss summed over tokens."""
     out = model(ids)
     logits = getattr(out, "logits", out)[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum")
 
 
 def loss_at(model: nn.Module, step: int, rank: int = 0, world: int = 1, mean: bool = False) -> Tensor:
-    """Loss of this rank's part of a batch.
+    """Return the loss of this rank's part of a batch.
 
     Args:
         mean: a mean over this rank's tokens; else the sum over them, divided by the tokens of all ranks.
@@ -102,7 +102,7 @@ def loss_at(model: nn.Module, step: int, rank: int = 0, world: int = 1, mean: bo
 
 @cache
 def alone(kind: str, optimizer: str, clip: str, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
-    """Parameters after training on one process, and the norms of its gradients."""
+    """Return the parameters after training on one process, and the norms of its gradients."""
     model = KINDS[kind].on(None)
     stepper, clipping, norms = OPTIMIZERS[optimizer](model.parameters()), CLIPS[clip], []
     for step in range(steps):
@@ -134,7 +134,7 @@ def blocks_of(model: Any) -> Any:
 
 
 def train(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Parameters after training on ranks, all experts, and the norms of the gradients. Collective."""
+    """Return the full parameters after training on all ranks, and the norms of the gradients. Collective."""
     model = wrap(KINDS[case.kind].on(ep_group(case.ep)), case)
     for module in model.modules():
         if isinstance(module, moe_comm.MoELayer) and case.loop == "own mean":
@@ -157,7 +157,7 @@ def train(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor], list[fl
 
 
 def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """Largest, over all parameters."""
+    """Return the largest difference of an element of any parameter."""
     assert got.keys() == want.keys(), got.keys() ^ want.keys()
     return max(float((got[name] - value).abs().max()) for name, value in want.items())
 
@@ -166,7 +166,7 @@ References = dict[tuple[str, str, str], tuple[dict[str, Tensor], list[float]]]
 
 
 def run_cases(rank: int, world: int, arg: tuple[list[Case], References]) -> list[str]:
-    """Train each case and compare it with one process; returns what is wrong."""
+    """Train each case and compare it with one process. Return a line for each difference."""
     cases, references = arg
     wrong = []
     for case in cases:
@@ -179,22 +179,22 @@ def run_cases(rank: int, world: int, arg: tuple[list[Case], References]) -> list
             wrong.append(f"{case}: parameters differ by {error:.1e}")
         if max((abs(a - b) / b for a, b in zip(norms, want_norms, strict=True)), default=0.0) > case.tolerance:
             wrong.append(f"{case}: norms {norms} instead of {want_norms}")
-        everywhere: list[Any] = [None] * world
-        dist.all_gather_object(everywhere, norms)
-        if any(other != norms for other in everywhere):
-            wrong.append(f"{case}: norms differ between ranks: {everywhere}")
+        norms_by_rank: list[Any] = [None] * world
+        dist.all_gather_object(norms_by_rank, norms)
+        if any(other != norms for other in norms_by_rank):
+            wrong.append(f"{case}: norms differ between ranks: {norms_by_rank}")
     return wrong
 
 
 def check(pool: RankPool, cases: list[Case], timeout: float = 200) -> None:
-    """Train each case on the ranks of ``pool``; all that is wrong is one failure."""
+    """Train each case on the ranks of ``pool``. Fail once, with all differences."""
     references: References = {case.reference: alone(*case.reference) for case in cases}
     wrong = {line for lines in pool.run(run_cases, (cases, references), timeout=timeout) for line in lines}
     assert not wrong, "\n".join(sorted(wrong))
 
 
 def error_of(call: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception], ...] = Exception) -> str:
-    """The type and the text of the error that ``call`` raises; empty if none."""
+    """Return the type and the message of the error that ``call`` raises; empty if none."""
     try:
         call()
     except kinds as error:

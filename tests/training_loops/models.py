@@ -1,4 +1,4 @@
-"""Tiny language models with experts, each built for any expert-parallel group; None holds all experts here."""
+"""Tiny language models with experts, for any expert-parallel group. Group None: this process holds all experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model of a user's own, with ``MoELayer``."""
+    """A user-written language model with ``MoELayer``."""
 
     def __init__(self, build: Callable[[int], MoELayer], recompute: bool | None = None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Kind:
     etp: int = 1
 
     def on(self, group: Any) -> Any:
-        """The model with the same weights for each group. Collective over the group."""
+        """Build the model on ``group``, with the same weights for each group. Collective over the group."""
         torch.manual_seed(0)
         etp = {"etp": self.etp} if self.etp > 1 and group is not None else {}
         return self.build(group, **self.options, **etp)
@@ -86,7 +86,7 @@ def gpt(group: Any, *, experts: int = 5, recompute: bool | None = None, etp: int
 
 
 def gpt_shared_frozen(group: Any) -> GPT:
-    """With a shared expert; routers are not trained."""
+    """Build a model with a shared expert. Its routers are not trained."""
     model = gpt(group, shared_ffn=8, shared_gate=True)
     for block in model.blocks:
         block.moe.router.requires_grad_(False)
@@ -94,7 +94,7 @@ def gpt_shared_frozen(group: Any) -> GPT:
 
 
 def gpt_idle_expert(group: Any) -> GPT:
-    """Expert 4 receives no rows."""
+    """Build a model in which expert 4 receives no rows."""
     config = MoEConfig(hidden=HIDDEN, ffn=24, router=RouterConfig(5, 2, correction_bias=True))
     model = GPT(lambda layer: MoELayer.build(config, group, seed=layer))
     for block in model.blocks:
@@ -103,7 +103,7 @@ def gpt_idle_expert(group: Any) -> GPT:
 
 
 def gpt_balanced(group: Any) -> GPT:
-    """With a balance loss over the tokens of all ranks."""
+    """Build a model with a balance loss over the tokens of all ranks."""
     router = RouterConfig(5, 2, balance_loss=0.1)
     config = MoEConfig(hidden=HIDDEN, ffn=24, router=router)
     tokens = None if group is None else dist.group.WORLD
@@ -158,7 +158,7 @@ _GROUPS: dict[tuple[int, int], Any] = {}
 
 
 def ep_group(size: int) -> Any:
-    """The group of ``size`` neighbouring ranks that this rank is in; None for one rank. Collective."""
+    """Return the group of ``size`` consecutive ranks that contains this rank; None for one rank. Collective."""
     key = (id(dist.group.WORLD), size)
     if size > 1 and key not in _GROUPS:
         world = dist.get_world_size()

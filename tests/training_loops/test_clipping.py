@@ -1,4 +1,4 @@
-"""Norms of gradients are those of one process, the same on all ranks; infinite gradients of one rank skip all steps."""
+"""Gradient norms equal those of one process on all ranks; an infinite gradient skips the step on every rank."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_infinite_norm_raises_on_every_rank_and_scales_nothing(pool2: RankPoo
 
 
 def scaled_steps(rank: int, world: int, kind: str) -> list[str]:
-    """Steps with ``GradScaler``: in the second one a gradient of an expert is infinite on the first rank alone."""
+    """Run steps with ``GradScaler``. In the second step a gradient of an expert is infinite on rank 0 only."""
     wrong = []
     for loop, fused in [("own sum", None), ("ddp", None), ("ddp", True)]:
         case = Case(kind, loop, world)
@@ -77,9 +77,9 @@ def scaled_steps(rank: int, world: int, kind: str) -> list[str]:
             before = {name: value.clone() for name, value in moe_comm.state_dict(model).items()}
             scaler.step(optimizer)
             scaler.update()
-            moved = difference(moe_comm.state_dict(model), before) > 0
-            if moved != (step != 1):
-                wrong.append(f"{case}, fused {fused}: step {step} on rank {rank}: parameters moved: {moved}")
+            changed = difference(moe_comm.state_dict(model), before) > 0
+            if changed != (step != 1):
+                wrong.append(f"{case}, fused {fused}: step {step} on rank {rank}: parameters moved: {changed}")
         if scaler.get_scale() != 2.0:
             wrong.append(f"{case}, fused {fused}: scale {scaler.get_scale()} on rank {rank}")
     return wrong

@@ -30,31 +30,31 @@ CLIPS = ("no clip", "torch clip", "our clip")
 
 
 def every_case(kind: str, ep: int) -> list[Case]:
-    """All combinations; torch's clipping refuses FSDP2, see test_clipping.py."""
-    found = product(LOOPS, OPTIMIZERS, CLIPS, (1, 2))
+    """Return all combinations, except for torch's clipping with FSDP2, which raises; see test_clipping.py."""
+    combinations = product(LOOPS, OPTIMIZERS, CLIPS, (1, 2))
     return [
         Case(kind, loop, ep, optimizer, clip, accumulate)
-        for loop, optimizer, clip, accumulate in found
+        for loop, optimizer, clip, accumulate in combinations
         if (loop, clip) != ("fsdp", "torch clip")
     ]
 
 
 def some_cases(kind: str, ep: int) -> list[Case]:
-    """Each loop once, with settings in turns."""
+    """Return each loop once, with settings that vary between loops, models and groups."""
     settings = cycle(product(OPTIMIZERS, CLIPS, (1, 2)))
     for _ in range(5 * MODELS.index(kind) + ep):
         next(settings)
-    found = []
+    cases = []
     for loop in LOOPS:
         optimizer, clip, accumulate = next(settings)
         if (loop, clip) == ("fsdp", "torch clip"):
             clip = "our clip"
-        found.append(Case(kind, loop, ep, optimizer, clip, accumulate))
-    return found
+        cases.append(Case(kind, loop, ep, optimizer, clip, accumulate))
+    return cases
 
 
 def sizes(world: int) -> list[int]:
-    """Sizes of expert-parallel groups."""
+    """Return the sizes of expert-parallel groups."""
     return [ep for ep in (world, world // 2) if ep > 1]
 
 
@@ -109,7 +109,7 @@ def test_options_of_ddp_and_activation_checkpointing_with_two_groups_of_two(pool
 
 
 def count_loads(rank: int, world: int, _: None) -> dict[str, Tensor]:
-    """Loads of two forward passes under DDP, which writes rank 0's buffers over those of the other ranks."""
+    """Return the loads of two forward passes under DDP, which writes rank 0's buffers over those of the other ranks."""
     model = KINDS["gpt, idle expert"].on(ep_group(world))
     ddp = DistributedDataParallel(moe_comm.prepare_ddp(model))
     for step in range(2):

@@ -1,4 +1,4 @@
-"""The example of docs/training.md trains on two ranks and goes on on one."""
+"""The example of docs/training.md trains on two ranks and resumes on one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def losses(launcher: list[str], folder: Path) -> dict[int, float]:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *launcher, "examples/own_loop.py", str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -21,12 +21,12 @@ def losses(launcher: list[str], folder: Path) -> dict[int, float]:
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
-    assert "saved step" in done.stdout
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
+    assert process.returncode == 0, process.stderr
+    assert "saved step" in process.stdout
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", process.stdout)}
 
 
-def test_the_loss_falls_on_two_ranks_and_goes_on_falling_on_one(tmp_path: Path) -> None:
+def test_the_loss_decreases_on_two_ranks_and_after_resuming_on_one(tmp_path: Path) -> None:
     first, resumed = losses(TORCHRUN, tmp_path), losses([], tmp_path)
     assert first[19] < first[0] - 1
     assert abs(resumed[20] - first[19]) < 0.5

@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers: refused where they would lose experts, whole and exact where asked for."""
+"""State dicts of models and optimizers: saving raises if experts would be lost, and full state dicts are exact."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.training_loops.loops import OPTIMIZERS, Case, error_of, loss_at, wrap
 from tests.training_loops.models import KINDS, ep_group
 
 
-def started(case: Case, rank: int, world: int, steps: int = 0) -> tuple[Any, Any, list[float]]:
-    """Model and optimizer after some steps, and the losses of the whole batch. Collective."""
+def build_and_train(case: Case, rank: int, world: int, steps: int = 0) -> tuple[Any, Any, list[float]]:
+    """Return model and optimizer after ``steps`` steps, and the losses of the global batch. Collective."""
     model = wrap(KINDS[case.kind].on(ep_group(case.ep)), case)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    return model, optimizer, go_on(model, optimizer, case, range(steps), rank, world)
+    return model, optimizer, train_steps(model, optimizer, case, range(steps), rank, world)
 
 
-def go_on(model: Any, optimizer: Any, case: Case, steps: range, rank: int = 0, world: int = 1) -> list[float]:
+def train_steps(model: Any, optimizer: Any, case: Case, steps: range, rank: int = 0, world: int = 1) -> list[float]:
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -38,35 +38,35 @@ def go_on(model: Any, optimizer: Any, case: Case, steps: range, rank: int = 0, w
         if case.loop == "own sum":
             moe_comm.sync_gradients(model)
         optimizer.step()
-        everywhere: list[Any] = [float(loss.detach())]
+        losses_by_rank: list[Any] = [float(loss.detach())]
         if world > 1:
-            everywhere = [None] * world
-            dist.all_gather_object(everywhere, float(loss.detach()))
-        losses.append(sum(everywhere) / (1 if case.loop == "own sum" else world))
+            losses_by_rank = [None] * world
+            dist.all_gather_object(losses_by_rank, float(loss.detach()))
+        losses.append(sum(losses_by_rank) / (1 if case.loop == "own sum" else world))
     return losses
 
 
-def same(got: Any, want: Any, where: str = "") -> list[str]:
-    """Where two nested state dicts differ in a bit."""
+def differences(got: Any, want: Any, path: str = "") -> list[str]:
+    """Return a line for each value in which two nested state dicts differ in a bit."""
     if isinstance(want, Mapping):
         if got.keys() != want.keys():
-            return [f"{where}: keys {got.keys() ^ want.keys()}"]
-        return [line for key in want for line in same(got[key], want[key], f"{where}/{key}")]
+            return [f"{path}: keys {got.keys() ^ want.keys()}"]
+        return [line for key in want for line in differences(got[key], want[key], f"{path}/{key}")]
     if isinstance(want, Tensor):
-        return [] if torch.equal(got, want) else [f"{where}: {tuple(got.shape)} differs from {tuple(want.shape)}"]
-    return [] if got == want else [f"{where}: {got} instead of {want}"]
+        return [] if torch.equal(got, want) else [f"{path}: {tuple(got.shape)} differs from {tuple(want.shape)}"]
+    return [] if got == want else [f"{path}: {got} instead of {want}"]
 
 
 def whole(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Copies of the full state dicts. Collective."""
+    """Return copies of the full state dicts. Collective."""
     state = {"model": moe_comm.state_dict(model), "optimizer": moe_comm.optimizer_state_dict(model, optimizer)["state"]}
     return copy.deepcopy(state)
 
 
 def save_directly(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
-    """What each way of saving says, by model, optimizer and way."""
+    """Save the state dicts of this rank in every way. Return the error of each."""
     kind, folder = arg
-    model, optimizer, _ = started(Case(kind, "own sum", world, "adamw"), rank, world, steps=1)
+    model, optimizer, _ = build_and_train(Case(kind, "own sum", world, "adamw"), rank, world, steps=1)
     file = f"{folder}/{rank}.safetensors"
     messages = []
     for state in (model.state_dict(), optimizer.state_dict()):
@@ -83,7 +83,7 @@ def save_directly(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
 
 
 def decayed(state: Any) -> Any:
-    """An average that is computed out of place."""
+    """Return an average of ``state``, computed out of place."""
     if isinstance(state, Mapping):
         return {key: decayed(value) for key, value in state.items()}
     return 0.9 * state + 0.1 * state.clone() if isinstance(state, Tensor) else state
@@ -92,8 +92,8 @@ def decayed(state: Any) -> Any:
 @pytest.mark.parametrize("kind", ["gpt, 5 experts", "qwen3"])
 def test_saving_one_ranks_experts_raises_on_every_rank(kind: str, tmp_path: Path, pool2: RankPool) -> None:
     for messages in pool2.run(save_directly, (kind, str(tmp_path)), timeout=60):
-        for way, message in enumerate(messages):
-            assert message.startswith("ConfigError") and "moe_comm.state_dict(model)" in message, (way, message)
+        for number, message in enumerate(messages):
+            assert message.startswith("ConfigError") and "moe_comm.state_dict(model)" in message, (number, message)
     assert not list(tmp_path.iterdir())
 
 
@@ -103,22 +103,22 @@ def test_saving_raises_on_ranks_without_experts_too(tmp_path: Path, pool4: RankP
 
 
 def round_trips(rank: int, world: int, cases: list[Case]) -> list[str]:
-    """Each form of the state loaded into a model with other weights."""
+    """Load each form of the state into a model with other weights. Return the differences."""
     wrong = []
     for case in cases:
-        model, optimizer, _ = started(case, rank, world, steps=2)
+        model, optimizer, _ = build_and_train(case, rank, world, steps=2)
         want = whole(model, optimizer)
         for form in ("full", "sharded", "local"):
-            other, fresh, _ = started(case, rank, world, steps=1)
+            other, fresh, _ = build_and_train(case, rank, world, steps=1)
             model_state: Any = moe_comm.state_dict(model, form=form)  # type: ignore[arg-type]
             optimizer_state = moe_comm.optimizer_state_dict(model, optimizer, form=form)  # type: ignore[arg-type]
             moe_comm.load_state_dict(other, copy.deepcopy(model_state))
             moe_comm.load_optimizer_state_dict(other, fresh, copy.deepcopy(optimizer_state))
-            wrong += same(whole(other, fresh), want, f"{case}, {form}")
+            wrong += differences(whole(other, fresh), want, f"{case}, {form}")
             if form == "local" and case.loop != "fsdp":
                 torch.save([model_state, optimizer_state], io.BytesIO())
         first = moe_comm.state_dict(model, rank0_only=True, cpu=True)
-        wrong += same(first, want["model"] if rank % case.ep == 0 else {}, f"{case}, rank 0 only")
+        wrong += differences(first, want["model"] if rank % case.ep == 0 else {}, f"{case}, rank 0 only")
     return wrong
 
 
@@ -132,38 +132,38 @@ def test_every_form_of_the_state_loads_bit_for_bit(kind: str, pool4: RankPool) -
     assert not wrong, "\n".join(wrong)
 
 
-def save_and_go_on(rank: int, world: int, arg: tuple[Case, str]) -> list[float]:
-    """Losses of steps 2 to 4 after a save at step 2."""
+def save_and_continue(rank: int, world: int, arg: tuple[Case, str]) -> list[float]:
+    """Save after two steps. Return the losses of steps 2 to 4."""
     case, file = arg
-    model, optimizer, _ = started(case, rank, world, steps=2)
+    model, optimizer, _ = build_and_train(case, rank, world, steps=2)
     state = {
         "model": moe_comm.state_dict(model, rank0_only=True),
         "optimizer": moe_comm.optimizer_state_dict(model, optimizer, rank0_only=True),
     }
     if rank == 0:
         torch.save(state, file)
-    return go_on(model, optimizer, case, range(2, 5), rank, world)
+    return train_steps(model, optimizer, case, range(2, 5), rank, world)
 
 
 def resume(rank: int, world: int, arg: tuple[Case, str]) -> list[float]:
     case, file = arg
     state = torch.load(file)
-    model, optimizer, _ = started(case, rank, world)
+    model, optimizer, _ = build_and_train(case, rank, world)
     moe_comm.load_state_dict(model, state["model"])
     moe_comm.load_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return go_on(model, optimizer, case, range(2, 5), rank, world)
+    return train_steps(model, optimizer, case, range(2, 5), rank, world)
 
 
 @pytest.mark.parametrize("loop", ["own sum", "ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["gpt, 5 experts", "mixtral, 5 experts"])
-def test_a_run_goes_on_from_rank_0s_file_on_any_number_of_ranks(
+def test_a_run_resumes_from_the_file_of_rank_0_on_any_number_of_ranks(
     kind: str, loop: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
     pools = {2: pool2, 4: pool4}
     for ranks, others in ((2, (2, 4)), (4, (2,))):
         file = str(tmp_path / f"{ranks}.pt")
         case = Case(kind, loop, 2, "adamw")
-        expected = pools[ranks].run(save_and_go_on, (case, file), timeout=120)[0]
+        expected = pools[ranks].run(save_and_continue, (case, file), timeout=120)[0]
         for other in others:
             losses = pools[other].run(resume, (case, file), timeout=120)[0]
             if other == ranks:
@@ -173,12 +173,12 @@ def test_a_run_goes_on_from_rank_0s_file_on_any_number_of_ranks(
 
 
 def save_distributed(rank: int, world: int, arg: tuple[Case, str, str]) -> Any:
-    """Save in one of torch's ways; returns the full state."""
+    """Save with torch's distributed checkpoint. Return the full state."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     case, folder, how = arg
-    model, optimizer, _ = started(case, rank, world, steps=2)
+    model, optimizer, _ = build_and_train(case, rank, world, steps=2)
     want = whole(model, optimizer)
     if how == "get_state_dict":
         model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -194,31 +194,31 @@ def load_distributed(rank: int, world: int, arg: tuple[Case, str, str, Any]) -> 
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     case, folder, how, want = arg
-    model, optimizer, _ = started(case, rank, world, steps=1 if how == "get_state_dict" else 0)
+    model, optimizer, _ = build_and_train(case, rank, world, steps=1 if how == "get_state_dict" else 0)
     if how == "get_state_dict":
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        return same(whole(model, optimizer), want, str(case))
+        return differences(whole(model, optimizer), want, str(case))
     state = {"model": moe_comm.state_dict(model, form="sharded")}
     dcp.load(state, checkpoint_id=folder)
     moe_comm.load_state_dict(model, state["model"])
-    return same(moe_comm.state_dict(model), want["model"], str(case))
+    return differences(moe_comm.state_dict(model), want["model"], str(case))
 
 
-@pytest.mark.parametrize("how", ["state_dict", "get_state_dict"])
+@pytest.mark.parametrize("method", ["state_dict", "get_state_dict"])
 @pytest.mark.parametrize(
     ("kind", "loop"), [("gpt, 5 experts", "ddp"), ("gpt, 3 experts", "own sum"), ("qwen3", "fsdp")]
 )
-def test_distributed_checkpoint_saves_all_experts_and_other_numbers_of_ranks_load_them(
-    kind: str, loop: str, how: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
+def test_distributed_checkpoints_load_on_another_number_of_ranks(
+    kind: str, loop: str, method: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
 ) -> None:
     for source, target in ((pool2, pool4), (pool4, pool2)):
         folder = str(tmp_path / str(source.world))
-        want = source.run(save_distributed, (Case(kind, loop, source.world, "adamw"), folder, how), timeout=120)[0]
+        want = source.run(save_distributed, (Case(kind, loop, source.world, "adamw"), folder, method), timeout=120)[0]
         for ep in {2, target.world}:
-            arg = (Case(kind, loop, ep, "adamw"), folder, how, want)
+            arg = (Case(kind, loop, ep, "adamw"), folder, method, want)
             wrong = [line for lines in target.run(load_distributed, arg, timeout=120) for line in lines]
             assert not wrong, "\n".join(wrong)
 
@@ -237,50 +237,50 @@ def test_saving_by_async_save_raises_on_every_rank(tmp_path: Path, pool2: RankPo
 
 
 def copies(rank: int, world: int, _: None) -> list[str]:
-    """Copies of models and of state dicts, and averages of them."""
+    """Copy and average models and state dicts. Return the differences."""
     case = Case("gpt, 5 experts", "ddp", world, "adamw")
-    ddp, optimizer, _losses = started(case, rank, world, steps=2)
+    ddp, optimizer, _losses = build_and_train(case, rank, world, steps=2)
     model = ddp.module
     want = copy.deepcopy(moe_comm.state_dict(model))
-    wrong = same(moe_comm.state_dict(copy.deepcopy(model)), want, "deepcopy of the model")
+    wrong = differences(moe_comm.state_dict(copy.deepcopy(model)), want, "deepcopy of the model")
     state = copy.deepcopy(model.state_dict())
-    go_on(ddp, optimizer, case, range(2, 3), rank, world)
+    train_steps(ddp, optimizer, case, range(2, 3), rank, world)
     later = copy.deepcopy(moe_comm.state_dict(model))
     for name, value in model.state_dict().items():
         if value.is_floating_point():
             state[name].lerp_(value, 0.25)
     average = {k: v.lerp(later[k], 0.25) if v.is_floating_point() else v for k, v in want.items()}
     model.load_state_dict(state)
-    wrong += same(moe_comm.state_dict(model), average, "average of state dicts")
+    wrong += differences(moe_comm.state_dict(model), average, "average of state dicts")
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     averaged.update_parameters(model)
-    wrong += same(moe_comm.state_dict(averaged.module), average, "AveragedModel")
+    wrong += differences(moe_comm.state_dict(averaged.module), average, "AveragedModel")
     message = error_of(lambda: torch.save(averaged.state_dict(), io.BytesIO()))
     if not message.startswith("ConfigError"):
         wrong.append(f"AveragedModel: saved with {message!r}")
-    # A copy trains by itself.
+    # Training a copy must not change the model.
     twin = copy.deepcopy(model)
-    go_on(twin, OPTIMIZERS["sgd"](twin.parameters()), Case("", "own sum", world), range(1), rank, world)
-    return wrong + same(moe_comm.state_dict(model), average, "the model after its copy was trained")
+    train_steps(twin, OPTIMIZERS["sgd"](twin.parameters()), Case("", "own sum", world), range(1), rank, world)
+    return wrong + differences(moe_comm.state_dict(model), average, "the model after its copy was trained")
 
 
-def test_copies_and_averages_hold_what_all_ranks_hold(pool2: RankPool) -> None:
+def test_copies_and_averages_have_the_experts_of_all_ranks(pool2: RankPool) -> None:
     wrong = [line for lines in pool2.run(copies, timeout=60) for line in lines]
     assert not wrong, "\n".join(wrong)
 
 
 def bad_loads(rank: int, world: int, _: None) -> dict[str, str]:
-    model, optimizer, _losses = started(Case("gpt, 5 experts", "own sum", world, "adamw"), rank, world, steps=1)
+    model, optimizer, _losses = build_and_train(Case("gpt, 5 experts", "own sum", world, "adamw"), rank, world, steps=1)
     key = "blocks.0.moe.experts.w13"
     full = moe_comm.state_dict(model)
     other = KINDS["gpt, 3 experts"].on(ep_group(world))
-    swapped: list[Any] = [None] * world
-    dist.all_gather_object(swapped, moe_comm.state_dict(model, form="local")[key])
-    theirs = model.state_dict()
-    theirs[key] = type(theirs[key]).of(swapped[1 - rank], of_rank(theirs[key].shards, 1 - rank), "w13")
+    peer_experts: list[Any] = [None] * world
+    dist.all_gather_object(peer_experts, moe_comm.state_dict(model, form="local")[key])
+    peer_state = model.state_dict()
+    peer_state[key] = type(peer_state[key]).of(peer_experts[1 - rank], of_rank(peer_state[key].shards, 1 - rank), "w13")
     whole_optimizer = moe_comm.optimizer_state_dict(model, optimizer)
-    cut = copy.deepcopy(whole_optimizer)
-    for values in cut["state"].values():
+    truncated = copy.deepcopy(whole_optimizer)
+    for values in truncated["state"].values():
         values["exp_avg"] = values["exp_avg"][:1]
     adafactor = torch.optim.Adafactor(model.parameters())
     loss_at(model, 0, rank, world).backward()
@@ -292,16 +292,16 @@ def bad_loads(rank: int, world: int, _: None) -> dict[str, str]:
         "wrong embedding": error_of(
             lambda: moe_comm.load_state_dict(model, {**full, "embed.weight": full["embed.weight"][1:]})
         ),
-        "another rank's": error_of(lambda: moe_comm.load_state_dict(model, theirs)),
-        "another rank's, by torch": error_of(lambda: model.load_state_dict(theirs)),
-        "optimizer": error_of(lambda: moe_comm.load_optimizer_state_dict(model, optimizer, cut)),
+        "another rank's": error_of(lambda: moe_comm.load_state_dict(model, peer_state)),
+        "another rank's, by torch": error_of(lambda: model.load_state_dict(peer_state)),
+        "optimizer": error_of(lambda: moe_comm.load_optimizer_state_dict(model, optimizer, truncated)),
         "factored": error_of(lambda: moe_comm.optimizer_state_dict(model, adafactor)),
         "factored, saved": error_of(lambda: torch.save(adafactor.state_dict(), io.BytesIO())),
     }
 
 
 def of_rank(shards: Any, rank: int) -> Any:
-    """``shards`` as another rank has them."""
+    """Return ``shards`` with the coordinates of another rank."""
     return type(shards)(shards.group, shards.shardings, shards.place_of(rank), shards.sizes)
 
 
@@ -324,7 +324,7 @@ def test_state_of_other_shapes_and_other_ranks_raises(pool2: RankPool) -> None:
 
 
 class WithExtraState(torch.nn.Linear):
-    """Its state dict has a value that is no tensor."""
+    """A layer whose state dict has a value that is not a tensor."""
 
     extra: object = None
 
@@ -335,7 +335,7 @@ class WithExtraState(torch.nn.Linear):
         self.extra = state
 
 
-def test_values_that_are_no_tensors_are_loaded_as_they_are() -> None:
+def test_values_that_are_not_tensors_are_loaded_unchanged() -> None:
     model = WithExtraState(2, 2)
     moe_comm.load_state_dict(model, moe_comm.state_dict(model))
     assert model.extra == {"scale": 2.0}

@@ -1,4 +1,4 @@
-"""Loops that would train something else raise before the first step, on every rank; unusual right ones do not."""
+"""Loops with wrong gradients raise before the first step, on every rank; unusual but correct loops do not."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def reduce_replicated(model: nn.Module, divide: int = 1) -> None:
 
 def scale_by_own_norm(params: Any, p: float = 2.0) -> None:
     params = list(params)
-    flat = torch.cat([param.grad.flatten() for param in params])  # plain: a norm of ``param.grad`` covers all ranks
+    flat = torch.cat([param.grad.flatten() for param in params])  # a norm of ``param.grad`` would cover all ranks
     for param in params:
         param.grad *= 1e-4 / float(flat.norm(p))
 
 
-def nothing(model: nn.Module) -> None:
+def no_reduction(model: nn.Module) -> None:
     pass
 
 
-def everything(model: nn.Module) -> None:
+def reduce_everything(model: nn.Module) -> None:
     reduce_all(model)
 
 
@@ -64,8 +64,8 @@ def own_norm_of_experts(model: nn.Module) -> None:
 
 
 WRONG: dict[str, tuple[Step, str]] = {
-    "no reduction": (nothing, "differ between ranks"),
-    "every parameter reduced": (everything, "as if experts were replicated"),
+    "no reduction": (no_reduction, "differ between ranks"),
+    "every parameter reduced": (reduce_everything, "as if experts were replicated"),
     "mean for replicated parameters, sum for experts": (mean_and_sum, "but 1 times that of experts"),
     "clipped by the norm of one rank's gradients": (own_norm, "differ between ranks"),
     "experts clipped by the norm of one rank's gradients": (own_norm_of_experts, "scaled differently"),
@@ -73,8 +73,8 @@ WRONG: dict[str, tuple[Step, str]] = {
 
 
 def run_wrong(rank: int, world: int, name: str) -> list[tuple[str, float]]:
-    """Of a swapped model and an own one: the error of the first step, and by how much it changed the parameters."""
-    found = []
+    """Return, for a swapped and a user-written model, the error of the first step and its change of the parameters."""
+    results = []
     for build in (qwen3, lambda group: gpt(group, experts=4)):
         torch.manual_seed(1)
         model = build(ep_group(world))
@@ -83,16 +83,16 @@ def run_wrong(rank: int, world: int, name: str) -> list[tuple[str, float]]:
         WRONG[name][0](model)
         before = {key: value.clone() for key, value in moe_comm.state_dict(model).items()}
         message = error_of(optimizer.step)
-        found.append((message, difference(moe_comm.state_dict(model), before)))
-    return found
+        results.append((message, difference(moe_comm.state_dict(model), before)))
+    return results
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_reduction_raises_before_the_first_step(name: str, pool2: RankPool) -> None:
-    for found in pool2.run(run_wrong, name, timeout=60):
-        for message, moved in found:
+    for results in pool2.run(run_wrong, name, timeout=60):
+        for message, change in results:
             assert message.startswith("GradientMismatch") and WRONG[name][1] in message, message
-            assert moved == 0
+            assert change == 0
 
 
 def by_value(model: nn.Module, optimizer: Any) -> None:
@@ -107,7 +107,7 @@ def decayed(model: nn.Module, optimizer: Any) -> None:
 
 
 def clipped_apart(model: nn.Module, optimizer: Any) -> None:
-    """Experts and the rest by norms of their own."""
+    """Clip the experts and the other parameters by separate norms."""
     moe_comm.sync_gradients(model)
     experts = expert_parameters(model)
     torch.nn.utils.clip_grad_norm_(list(experts.values()), 0.01)
@@ -125,11 +125,11 @@ def reduced_by_hand(model: nn.Module, optimizer: Any) -> None:
     reduce_replicated(model)
 
 
-def as_it_is(model: nn.Module, optimizer: Any) -> None:
+def only_sync(model: nn.Module, optimizer: Any) -> None:
     moe_comm.sync_gradients(model)
 
 
-RIGHT: dict[str, Callable[[nn.Module, Any], None]] = {
+CORRECT: dict[str, Callable[[nn.Module, Any], None]] = {
     "clipping by value": by_value,
     "weight decay in the gradient": decayed,
     "experts clipped apart": clipped_apart,
@@ -138,17 +138,17 @@ RIGHT: dict[str, Callable[[nn.Module, Any], None]] = {
 }
 
 
-def run_right(rank: int, world: int, _: None) -> list[str]:
-    """Errors of loops that are unusual and right, over 5 steps: checks come before steps 1, 2 and 4."""
+def run_correct(rank: int, world: int, _: None) -> list[str]:
+    """Return the errors of unusual but correct loops in 5 steps. Gradients are checked before steps 1, 2 and 4."""
     errors = []
 
-    def note(name: str, call: Callable[[], None]) -> None:
+    def record_error(name: str, call: Callable[[], None]) -> None:
         if message := error_of(call):
             errors.append(f"{name}: {message}")
 
     def train(
         build: Callable[[Any], nn.Module],
-        change: Callable[[nn.Module, Any], None] = as_it_is,
+        change: Callable[[nn.Module, Any], None] = only_sync,
         optimizers: Callable[[nn.Module], list[Any]] = lambda model: [torch.optim.SGD(model.parameters(), 0.1)],
         schedule: bool = False,
     ) -> None:
@@ -159,7 +159,7 @@ def run_right(rank: int, world: int, _: None) -> list[str]:
         for step in range(5):
             loss_at(model, step, rank, world).backward()
             change(model, steppers)
-            for stepper in steppers:  # cleared at once: the next optimizer's check finds these gradients gone
+            for stepper in steppers:  # cleared at once, so the check of the next optimizer does not see these gradients
                 stepper.step()
                 stepper.zero_grad()
             for rate in rates:
@@ -167,34 +167,34 @@ def run_right(rank: int, world: int, _: None) -> list[str]:
 
     def dense_first(model: nn.Module) -> list[Any]:
         experts = expert_parameters(model)
-        rest = [param for name, param in model.named_parameters() if name not in experts]
-        return [torch.optim.AdamW(rest, 1e-3), torch.optim.SGD(experts.values(), 0.1)]
+        others = [param for name, param in model.named_parameters() if name not in experts]
+        return [torch.optim.AdamW(others, 1e-3), torch.optim.SGD(experts.values(), 0.1)]
 
-    for name, change in RIGHT.items():
-        note(name, lambda change=change: train(gpt, change))  # type: ignore[misc]
-    note("schedule", lambda: train(mixtral, schedule=True))
-    note("two optimizers", lambda: train(gpt, optimizers=dense_first))
-    note("two optimizers, experts first", lambda: train(gpt, optimizers=lambda model: dense_first(model)[::-1]))
-    note("frozen router", lambda: train(gpt_shared_frozen))
-    note("accumulation over steps", lambda: accumulate_over_steps(rank, world))
-    note("local SGD", lambda: local_sgd(rank, world))
-    note("unfrozen experts", lambda: unfreeze(rank, world))
+    for name, change in CORRECT.items():
+        record_error(name, lambda change=change: train(gpt, change))  # type: ignore[misc]
+    record_error("schedule", lambda: train(mixtral, schedule=True))
+    record_error("two optimizers", lambda: train(gpt, optimizers=dense_first))
+    record_error("two optimizers, experts first", lambda: train(gpt, optimizers=lambda model: dense_first(model)[::-1]))
+    record_error("frozen router", lambda: train(gpt_shared_frozen))
+    record_error("accumulation over steps", lambda: accumulate_over_steps(rank, world))
+    record_error("local SGD", lambda: local_sgd(rank, world))
+    record_error("unfrozen experts", lambda: unfreeze(rank, world))
     return errors
 
 
 def accumulate_over_steps(rank: int, world: int) -> None:
-    """Steps after every micro-batch, gradients cleared after every other step."""
+    """Step after every micro-batch, and clear the gradients after every other step."""
     model = gpt(ep_group(world))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(5):
         if step % 2 == 0:
             optimizer.zero_grad()
         loss_at(model, step, rank, world).backward()
-        kept = {name: p.grad.clone() for name, p in model.named_parameters()}
+        local_grads = {name: p.grad.clone() for name, p in model.named_parameters()}
         moe_comm.sync_gradients(model)
         optimizer.step()
         for name, p in model.named_parameters():
-            p.grad.copy_(kept[name])
+            p.grad.copy_(local_grads[name])
 
 
 def local_sgd(rank: int, world: int) -> None:
@@ -208,7 +208,7 @@ def local_sgd(rank: int, world: int) -> None:
 
 
 def unfreeze(rank: int, world: int) -> None:
-    """Experts are trained from the third step on; DDP takes means of theirs, too."""
+    """Train the experts from the third step on. Their gradients are means under DDP, too."""
     model = gpt(ep_group(world))
     experts = expert_parameters(model).values()
     wrapped = DistributedDataParallel(moe_comm.prepare_ddp(model))
@@ -221,8 +221,8 @@ def unfreeze(rank: int, world: int) -> None:
         optimizer.step()
 
 
-def test_unusual_right_loops_do_not_raise(pool2: RankPool) -> None:
-    for errors in pool2.run(run_right, timeout=120):
+def test_unusual_but_correct_loops_do_not_raise(pool2: RankPool) -> None:
+    for errors in pool2.run(run_correct, timeout=120):
         assert not errors, "\n".join(errors)
 
 
@@ -231,7 +231,7 @@ def some_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares 
 
 
 def even(group: Any) -> nn.Module:
-    """Uneven ones end in a collective of torch before the first forward pass."""
+    """Return a model with even experts. With uneven ones, a collective of torch fails before the forward pass."""
     return gpt(group, experts=4)
 
 
@@ -335,7 +335,7 @@ def run_wrapped(rank: int, world: int, number: int) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(WRAPPED)), ids=[call.__name__ for call in WRAPPED])
-def test_a_wrapper_that_would_mix_experts_raises_and_names_the_line(number: int, pool2: RankPool) -> None:
+def test_a_wrapper_that_would_mix_experts_raises_and_names_the_fix(number: int, pool2: RankPool) -> None:
     expected = list(WRAPPED.values())[number]
     for message in pool2.run(run_wrapped, number, timeout=60):
         if expected:

@@ -1,1 +1,1 @@
-"""``moe-comm plan --calibrate``: measures this machine, as a cluster that the planner can plan for."""
+"""``moe-comm plan --calibrate``: measure this machine and describe it as a cluster for the planner."""

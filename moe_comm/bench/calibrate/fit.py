@@ -34,6 +34,7 @@ from moe_comm.topology import ParallelConfig
 
 NAME = "this-machine"
 ROWS, FILLS = (1, 2, 4, 8, 16, 32), (0, 2, 4, 8, 16, 32, 64)
+"""Candidates for the size of a GEMM tile, and for the additional K that models the overhead of a tile."""
 LEAST_S = 1e-9
 
 
@@ -164,11 +165,11 @@ def _best(by_rank: Sequence[RankMeasurements], name: str) -> float:
 
 def _tile(by_rank: Sequence[RankMeasurements], rate: float) -> tuple[int, int]:
     """Return tile size and additional K per tile with which the GEMM times are predicted best."""
-    every = [one for rank in by_rank for one in rank.products["fp32"]]
+    gemms = [one for rank in by_rank for one in rank.products["fp32"]]
 
     def error(rows: int, fill: int) -> float:
         total = 0.0
-        for m, k, n, seconds in every:
+        for m, k, n, seconds in gemms:
             predicted = 2 * math.ceil(m / rows) * math.ceil(n / rows) * rows**2 * (k + fill) / rate
             total += abs(math.log(predicted / seconds))
         return total
@@ -180,10 +181,10 @@ def _tile(by_rank: Sequence[RankMeasurements], rate: float) -> tuple[int, int]:
 def _attention(by_rank: Sequence[RankMeasurements], rate: float) -> tuple[float, float]:
     forward, backward = [], []
     for one in by_rank:
-        for length, there, back in one.attention:
+        for length, forward_s, backward_s in one.attention:
             flops = 4 * HEADS * HEAD_DIM * length * (length + 1) / 2
-            forward.append(flops / there / rate)
-            backward.append(2.5 * flops / back / rate)
+            forward.append(flops / forward_s / rate)
+            backward.append(2.5 * flops / backward_s / rate)
     return min(median(forward), 1.0), min(median(backward), 1.0)
 
 
@@ -210,12 +211,12 @@ def _with_passes(accelerator: Accelerator, by_rank: Sequence[RankMeasurements]) 
         return [pass_seconds(candidate, one) for one in passes]
 
     # A prediction is linear in both numbers, so three predictions determine all others.
-    none, by_launch, by_byte = seconds(LEAST_S, 0.0), seconds(1.0, 0.0), seconds(LEAST_S, 1.0)
+    base, with_launch, with_accumulate = seconds(LEAST_S, 0.0), seconds(1.0, 0.0), seconds(LEAST_S, 1.0)
 
     def errors(launch: float, accumulate: float) -> list[float]:
         return [
-            math.log((at + launch * (more - at) + accumulate * (per_byte - at)) / one.seconds)
-            for at, more, per_byte, one in zip(none, by_launch, by_byte, passes, strict=True)
+            math.log((base_s + launch * (launch_s - base_s) + accumulate * (accumulate_s - base_s)) / one.seconds)
+            for base_s, launch_s, accumulate_s, one in zip(base, with_launch, with_accumulate, passes, strict=True)
         ]
 
     launch, accumulate = nearest(errors, (accelerator.launch_s, 3.0))

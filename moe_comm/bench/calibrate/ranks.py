@@ -129,20 +129,20 @@ def measure(what: Sequence[str]) -> RankMeasurements:
     """Measure on this rank. Collective over the default process group, which is created if there is none.
 
     Args:
-        what: any of "products", "passes" and "moves".
+        what: any of "products" (GEMMs, attention, memory), "passes" and "moves" (transfers).
     """
     torch.set_num_threads(1)
-    with init_ranks("cpu", TIMEOUT_S) as here:
-        torch.manual_seed(here.rank)
+    with init_ranks("cpu", TIMEOUT_S) as ranks:
+        torch.manual_seed(ranks.rank)
         measurements = RankMeasurements(
             cores=available_cores(),
             products={name: _products(name) for name in ("fp32", "bf16")} if "products" in what else {},
             attention=tuple(_attention(length) for length in SEQUENCES) if "products" in what else (),
             experts=_experts() if "products" in what else 0.0,
             update=_update() if "products" in what else 0.0,
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // here.world,
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks.world,
             passes=tuple(_passes()) if "passes" in what else (),
-            moves=tuple(_moves(here.rank, here.world)) if "moves" in what and here.world > 1 else (),
+            moves=tuple(_moves(ranks.rank, ranks.world)) if "moves" in what and ranks.world > 1 else (),
         )
         _barrier()
     return measurements
@@ -207,9 +207,9 @@ def _attention(length: int) -> tuple[int, float, float]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     grad = grad.detach()
-    one = _cpu_seconds(forward)
-    both = _cpu_seconds(lambda: torch.autograd.grad(forward(), (q, k, v), grad))
-    return length, one, max(both - one, 1e-9)
+    forward_s = _cpu_seconds(forward)
+    total_s = _cpu_seconds(lambda: torch.autograd.grad(forward(), (q, k, v), grad))
+    return length, forward_s, max(total_s - forward_s, 1e-9)
 
 
 def _experts() -> float:

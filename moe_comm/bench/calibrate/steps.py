@@ -4,9 +4,10 @@ GEMMs, passes and transfers are measured separately, each in a loop with warm ca
 is newly allocated, and ranks that share cores wait for each other in every collective. The trainer therefore trains
 small models for a few steps:
 
-    mapping                  collectives               calibrates
-    dp                       one per step              ``Accelerator.sustained``: fraction of the rates
-    dp, ep and tp, dp, ep    four or ten per layer     ``Cluster.start_s``: start time of a collective
+    mapping          collectives      calibrates
+    dp               1 per step       ``Accelerator.sustained``: fraction of the rates measured separately
+    dp + ep          4 per layer      ``Cluster.start_s``: start time of a collective
+    tp + dp + ep     10 per layer     the same
 
 Both numbers are fitted to all measured steps.
 """
@@ -63,12 +64,15 @@ class CalibrationStep:
 
 
 def imbalance(slots_LE: Sequence[Sequence[int]], ep: int) -> float:
-    """Return the rows of the busiest of ``ep`` ranks over the mean, averaged over layers, for contiguous experts."""
+    """Return the rows of the busiest of ``ep`` ranks over the mean, averaged over layers.
+
+    ``slots_LE`` is the number of slots (token and expert choice) of each expert. Each rank has contiguous experts.
+    """
     results = []
     for slots in slots_LE:
         cuts = [rank * len(slots) // ep for rank in range(ep + 1)]
-        every = [sum(slots[first:stop]) for first, stop in itertools.pairwise(cuts)]
-        results.append(max(every) * ep / max(sum(every), 1))
+        rows_per_rank = [sum(slots[first:stop]) for first, stop in itertools.pairwise(cuts)]
+        results.append(max(rows_per_rank) * ep / max(sum(rows_per_rank), 1))
     return max(1.0, fmean(results)) if results else 1.0
 
 
@@ -108,8 +112,8 @@ def within_steps(cluster: Cluster, steps: Sequence[CalibrationStep]) -> Cluster:
 def measure_steps() -> list[CalibrationStep]:
     """Measure on this rank. Collective over the default process group, which is created if there is none."""
     torch.set_num_threads(1)
-    with init_ranks("cpu", TIMEOUT_S) as here, contextlib.ExitStack() as stack:
-        return _measure_interleaved([(*one, _trainer(*one, stack)) for one in runs(here.world)])
+    with init_ranks("cpu", TIMEOUT_S) as ranks, contextlib.ExitStack() as stack:
+        return _measure_interleaved([(*one, _trainer(*one, stack)) for one in runs(ranks.world)])
 
 
 def _measure_interleaved(trained: Sequence[tuple[int, str, Any]]) -> list[CalibrationStep]:
@@ -175,8 +179,8 @@ class _Feed:
 
     def train(self, step: int) -> Any:
         shape = (MICRO_BATCHES, 2, SEQUENCES, LENGTH)
-        every = torch.randint(0, self._vocab, shape, generator=self._generator)
-        micro = [MicroBatch(ids_BS, targets_BS) for ids_BS, targets_BS in every]
+        batches = torch.randint(0, self._vocab, shape, generator=self._generator)
+        micro = [MicroBatch(ids_BS, targets_BS) for ids_BS, targets_BS in batches]
         return StepBatch(micro, SEQUENCES * LENGTH * MICRO_BATCHES * self._dp)
 
     def validation(self, count: int) -> Any:

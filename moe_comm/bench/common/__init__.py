@@ -1,1 +1,1 @@
-"""What the benchmarks share: input, timing, turns, ranks, settings and tables."""
+"""Shared parts of the benchmarks: inputs, timing, interleaved rounds, ranks, settings and tables."""

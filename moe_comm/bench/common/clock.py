@@ -39,7 +39,10 @@ def sync_group(value: int) -> int:
 
 
 class Clock:
-    """Records the times of this rank, in seconds, by (contestant, phase)."""
+    """Records the times of this rank, in seconds, by (contestant, phase).
+
+    A contestant is one of the implementations that a benchmark compares.
+    """
 
     def __init__(self, sync: Sync, device: str = "cpu") -> None:
         self._sync = sync
@@ -80,7 +83,7 @@ Stats = dict[str, float]
 
 
 def summarize(ranks: list[dict[tuple[str, str], list[float]]]) -> dict[tuple[str, str], Stats]:
-    """Return median, minimum and 90th percentile in milliseconds, by (contestant, phase), over the slowest ranks."""
+    """Return median, minimum and 90th percentile of the slowest rank's times, in ms, by (contestant, phase)."""
     stats_by_key = {}
     for key in ranks[0]:
         slowest = torch.tensor([times[key] for times in ranks], dtype=torch.float64).amax(0) * 1e3

@@ -1,4 +1,4 @@
-"""Seeded inputs and the expected results of a contestant.
+"""Seeded inputs and expected results of the contestants, which are the implementations that a benchmark compares.
 
 Each rank can generate the inputs of all ranks, so it checks its results against plain torch without communication.
 Each expert multiplies its rows by a power of two, which is exact. A row at the wrong expert changes the result.
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 @dataclass(frozen=True)
 class RankInputs:
-    """Inputs of one rank. ``scale_E`` is the factor of each expert; ``grad_TD`` is the gradient of the output."""
+    """Inputs of one rank. ``scale_E`` has the factor of each expert; ``grad_TD`` is the gradient of the output."""
 
     x_TD: Tensor
     ids_TK: Tensor

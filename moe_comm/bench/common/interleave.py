@@ -1,4 +1,4 @@
-"""Time contestants in interleaved rounds, so that noise affects all contestants equally.
+"""Time contestants (the compared implementations) in interleaved rounds, so that noise affects all of them equally.
 
 ``measure_pairs`` compares two contestants with nearly equal times in the order A B, B A, A B, ... Noise that lasts
 longer than a call affects both calls of a pair, and the effect of the order cancels. The median of the ratios of the

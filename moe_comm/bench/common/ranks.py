@@ -97,9 +97,9 @@ def on_ranks(work: Callable[[T, int], R], argument: T, ranks: int, device: str) 
 
 
 def _rank(work: Callable[[T, int], R], argument: T, ranks: int, device: str) -> R | None:
-    with init_ranks(device, TIMEOUT_S) as here:
-        if here.world != ranks:
-            raise ConfigError(f"torchrun started {here.world} ranks, but --ranks is {ranks}; pass --ranks {here.world}")
-        with pinned(here.rank, here.world) as threads:
+    with init_ranks(device, TIMEOUT_S) as env:
+        if env.world != ranks:
+            raise ConfigError(f"torchrun started {env.world} ranks, but --ranks is {ranks}; pass --ranks {env.world}")
+        with pinned(env.rank, env.world) as threads:
             result = work(argument, threads)
-    return result if here.rank == 0 else None
+    return result if env.rank == 0 else None

@@ -113,15 +113,15 @@ def layer_tables(result: dict[str, Any]) -> list[Table]:
     gemm = f"torch.mm on all ranks at once: {result['gemm_gflops']:.0f} GFLOP/s per rank"
     caption = "\n".join(filter(None, (gemm, _skipped(result))))
     table = _table(_heading(result), *columns, caption=caption)
-    for name, one in result["contestants"].items():
-        speedup = one.get("speedup")
+    for name, row in result["contestants"].items():
+        speedup = row.get("speedup")
         table.add_row(
             name,
-            str(one["ep"]),
-            *(_number(one[f"{phase}_ms"]) for phase in ("forward", "backward", "total")),
-            _number(one["gflops"]),
-            f"{one['gemm_fraction']:.0%}",
-            _number(one.get("peak_memory_mib")),
+            str(row["ep"]),
+            *(_number(row[f"{phase}_ms"]) for phase in ("forward", "backward", "total")),
+            _number(row["gflops"]),
+            f"{row['gemm_fraction']:.0%}",
+            _number(row.get("peak_memory_mib")),
             "" if speedup is None else _faster_or_slower(speedup),
         )
     return [table]
@@ -139,11 +139,11 @@ def train_tables(result: dict[str, Any]) -> list[Table]:
     gemm = f"torch.mm on all ranks at once: {result['gemm_gflops']:.0f} GFLOP/s in total"
     caption = "\n".join(filter(None, (breakdown, gemm, _skipped(result))))
     table = _table(heading, "", "tokens/s", "step ms", "MFU", "than moe_comm", "loss differs by", caption=caption)
-    for name, one in {"moe_comm": result | {"speedup": None}, **result["peers"]}.items():
-        compared = "" if one["speedup"] is None else _faster_or_slower(one["speedup"])
-        differs = f"{one['loss_rel_diff']:.0e}" if "loss_rel_diff" in one else ""
+    for name, row in {"moe_comm": result | {"speedup": None}, **result["peers"]}.items():
+        compared = "" if row["speedup"] is None else _faster_or_slower(row["speedup"])
+        differs = f"{row['loss_rel_diff']:.0e}" if "loss_rel_diff" in row else ""
         table.add_row(
-            name, _number(one["tokens_per_s"]), _number(one["step_ms"]), f"{one['mfu']:.0%}", compared, differs
+            name, _number(row["tokens_per_s"]), _number(row["step_ms"]), f"{row['mfu']:.0%}", compared, differs
         )
     return [table]
 
@@ -240,9 +240,11 @@ def tune_tables(result: dict[str, Any]) -> list[Table]:
     one_host = s["hosts"] == 1
     where = f"{s['ranks_per_host']} ranks" if one_host else f"{s['hosts']} hosts x {s['ranks_per_host']} rank(s)"
     link = "" if one_host else f", links of {s['link_gbit']:g} Gbit/s"
-    few = "".join(f"\none chunk is best up to {rows} rows: {name}" for name, rows in result["fallback_rows"].items())
-    each = "".join(f"\n    {name}: {_error(one)}" for name, one in result["errors_by_operator"].items() if one)
-    caption = f"error of the cost model over all candidates: {_error(error)}{each}{few}\nstored in {result['stored']}"
+    fallback_rows = result["fallback_rows"].items()
+    fallbacks = "".join(f"\none chunk is best up to {rows} rows: {name}" for name, rows in fallback_rows)
+    by_operator = "".join(f"\n    {name}: {_error(row)}" for name, row in result["errors_by_operator"].items() if row)
+    errors = f"error of the cost model over all candidates: {_error(error)}{by_operator}"
+    caption = f"{errors}{fallbacks}\nstored in {result['stored']}"
     heading = f"{where}{link}, {s['sent']} x {s['other']}, {s['dtype']}; {_machine(result)}"
     columns = ("rows", "1 chunk ms", "best ms", "choice", "predicted ms", "error", "model's choice ms")
     table = _table(heading, "", *columns, caption=caption)

@@ -25,10 +25,10 @@ def check_at_least(settings: Any, low: int, *names: str) -> None:
             raise ConfigError(f"{name} must be at least {low}; got {value}")
 
 
-def check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    """Raise ``ConfigError`` if ``value`` is not in ``known``."""
-    if value not in known:
-        raise ConfigError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if ``value`` is not in ``choices``."""
+    if value not in choices:
+        raise ConfigError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The lower bound of the times: bare copies of the same bytes by all ranks at once, in C++ with non-temporal stores.
+"""The lower bound of the times, named "limit" in results: bare copies of the same bytes by all ranks at once.
+
+The copies are written in C++ with non-temporal stores.
 
 Dispatch copies row t of x to K addresses in the memory of the owner ranks. Combine reads K rows from the memory of the
 owners and writes their weighted sum. The addresses are computed in advance and all pages are touched. There is no
@@ -71,7 +73,10 @@ class SharedSegments:
 
 
 def slot_destinations(settings: DispatchBench, rank: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Return owner rank [T*K] and row index at the owner [T*K] of each slot, and the number of rows of each rank."""
+    """Return owner rank [T*K] and row index at the owner [T*K] of each slot, and the number of rows of each rank.
+
+    A slot is one of the K expert choices of a token. Rows at an owner are ordered by (expert, source rank, slot).
+    """
     placement = ExpertPlacement.balanced(settings.experts, settings.ranks)
     ids = [make_ids(settings, source).reshape(-1) for source in range(settings.ranks)]
     counts_WE = torch.stack([torch.bincount(flat, minlength=settings.experts) for flat in ids])

@@ -82,7 +82,7 @@ class MoeCommDispatch:
         return torch.mul(rows_RD, scale_R[:, None], out=out_RD)
 
     def _free(self) -> None:
-        for name in ("routed", "results_RD", "grad_RD", "y_TD", "grads"):
+        for name in ("dispatched", "out_RD", "grad_RD", "y_TD", "grads"):
             self.__dict__.pop(name, None)
 
     def steps(self) -> list[TimedPhase]:
@@ -131,13 +131,13 @@ def run(settings: DispatchBench, threads: int = 1) -> dict[str, Any]:
         errors = {contestant.name: contestant.check() for contestant in contestants}
         clock = Clock(sync_group if settings.ranks > 1 else sync_single_rank, settings.device)
         measure(contestants, clock, settings)
-        everyone: list[Any] = [None] * settings.ranks
-        dist.all_gather_object(everyone, (dict(clock.times), errors))
+        by_rank: list[Any] = [None] * settings.ranks
+        dist.all_gather_object(by_rank, (dict(clock.times), errors))
     finally:
         dispatcher.close()
-    result = dispatch_result(settings, summarize([times for times, _ in everyone]), dispatcher.name)
+    result = dispatch_result(settings, summarize([times for times, _ in by_rank]), dispatcher.name)
     result["max_error"] = {
-        name: {what: max(errors[name][what] for _, errors in everyone) for what in whats}
+        name: {what: max(errors[name][what] for _, errors in by_rank) for what in whats}
         for name, whats in errors.items()
     }
     result["skipped"] = skipped

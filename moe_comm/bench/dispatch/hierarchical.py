@@ -5,7 +5,7 @@ Hosts are network namespaces with links of a given rate. These contestants are i
     all_to_all          send the row of each slot to the rank of its expert, and back
     all_gather          send every token to every rank, and the row of each slot back
     hierarchical        send one copy of a token to each host, and the row of each slot back; bits as on one rank
-    hierarchical_sums   send one copy to each host, and one sum of a host's rows back (``deterministic=False``)
+    hierarchical_sums   send one copy to each host, and contestant sum of a host's rows back (``deterministic=False``)
 
 Forward is dispatch and combine without experts between them. Results are compared with plain torch first. Bytes are
 counted in two ways: rows, weights and ids that are sent to other hosts, and the bytes that the interfaces of all hosts
@@ -152,16 +152,28 @@ def run(bench: HierarchicalBench, threads: int) -> list[dict[str, Any]]:
     contestants = [_Contestant(name, bench, inputs) for name in CONTESTANTS]
     for contestant in contestants:
         contestant.check(bench.shape)
-    phases = {one.name: (("forward", one.forward), ("backward", one.backward)) for one in contestants}
+    phases = {
+        contestant.name: (("forward", contestant.forward), ("backward", contestant.backward))
+        for contestant in contestants
+    }
     stats = measure_interleaved(phases, bench.warmup, bench.rounds)
     counted = _counted(bench)
     results = []
-    for one in contestants:
-        times = {f"{phase}_ms": stats[one.name, phase]["median_ms"] for phase in ("forward", "backward", "total")}
-        times["total_min_ms"] = stats[one.name, "total"]["min_ms"]
+    for contestant in contestants:
+        times = {
+            f"{phase}_ms": stats[contestant.name, phase]["median_ms"] for phase in ("forward", "backward", "total")
+        }
+        times["total_min_ms"] = stats[contestant.name, "total"]["min_ms"]
         speedup = stats[BASELINE, "total"]["median_ms"] / times["total_ms"]
-        row: dict[str, Any] = {"contestant": one.name, "auto": one.deterministic and one.dispatcher.name == auto}
-        row |= times | {"speedup": speedup, "counted_bytes": counted.get(one.name), "link_bytes": _link_bytes(one)}
+        row: dict[str, Any] = {
+            "contestant": contestant.name,
+            "auto": contestant.deterministic and contestant.dispatcher.name == auto,
+        }
+        row |= times | {
+            "speedup": speedup,
+            "counted_bytes": counted.get(contestant.name),
+            "link_bytes": _link_bytes(contestant),
+        }
         results.append(row)
     return results
 
@@ -185,13 +197,13 @@ def _counted(bench: HierarchicalBench) -> dict[str, int]:
     return counted
 
 
-def _link_bytes(one: _Contestant) -> int:
+def _link_bytes(contestant: _Contestant) -> int:
     """Return the bytes that the interfaces of all hosts send during one forward and backward."""
     dist.barrier()
     before = _interface_bytes()
     dist.barrier()
-    one.forward()
-    one.backward()
+    contestant.forward()
+    contestant.backward()
     dist.barrier()
     by_rank: list[Any] = [None] * dist.get_world_size()
     # Ranks of one host share its network namespace and interface, so each is counted once.

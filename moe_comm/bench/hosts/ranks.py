@@ -44,6 +44,7 @@ GRACE_S = 5.0
 """Time for the other ranks to report their errors after one rank failed."""
 MEASURE_PORT = 29499
 _OTHER_LAUNCHERS = (STORE_VARIABLE, AGENT_STORE_VARIABLE, RESTARTS_VARIABLE)
+"""Environment variables of ``moe_comm.runtime.launch`` and torchrun that these ranks must not inherit."""
 _BOOT = "import sys; sys.path[:] = {path!r}; from moe_comm.bench.hosts.ranks import _rank_main; _rank_main({files!r})"
 
 
@@ -69,7 +70,7 @@ class _Job:
 
 @dataclass
 class _Rank:
-    """A rank in the launcher. ``answer`` and ``stacks`` are file descriptors of memory files."""
+    """A rank, as the launcher sees it. ``answer`` (result or error) and ``stacks`` are descriptors of memory files."""
 
     process: subprocess.Popen[bytes]
     pidfd: int
@@ -139,8 +140,8 @@ def run_on_hosts(
         stack.callback(_end, ranks)
         for rank in range(world):
             ranks.append(_start(hosts, rank, ranks_per_host, job, variables, stack))
-        late = _wait(ranks, timeout_s)
-        return _results(hosts, ranks, ranks_per_host, late, timeout_s)
+        timed_out = _wait(ranks, timeout_s)
+        return _results(hosts, ranks, ranks_per_host, timed_out, timeout_s)
 
 
 def _variables(world: int, address: str, port: int) -> dict[str, str]:
@@ -164,12 +165,12 @@ def _start(
         stack.callback(os.close, files[-1])
     _write(files[0], pickle.dumps({**vars(job), "rank": rank}))
     host, local = divmod(rank, per_host)
-    of_rank = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host, "GROUP_RANK": host}
+    rank_variables = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host, "GROUP_RANK": host}
     path = [os.path.abspath(entry) for entry in sys.path]  # the working directory of a rank differs
     process = subprocess.Popen(
         hosts.command(host, [sys.executable, "-c", _BOOT.format(path=path, files=tuple(files))]),
         stdin=subprocess.DEVNULL,
-        env={**variables, **{name: str(value) for name, value in of_rank.items()}},
+        env={**variables, **{name: str(value) for name, value in rank_variables.items()}},
         pass_fds=files,
         start_new_session=True,
     )
@@ -195,7 +196,7 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float) -> dict[int, str]:
             poll.unregister(pidfd)
             if ranks[running.pop(pidfd)].process.wait() and not failed:
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
-    # Rank 0 waits for all other ranks after its answer, so a rank with an answer is not late.
+    # Rank 0 waits for all other ranks after its answer, so a rank with an answer has not timed out.
     return _stacks({index: ranks[index] for index in running.values() if not _read(ranks[index].answer)})
 
 
@@ -220,14 +221,16 @@ def _end(ranks: Sequence[_Rank]) -> None:
         rank.process.wait()
 
 
-def _results(hosts: Hosts, ranks: Sequence[_Rank], per_host: int, late: dict[int, str], timeout_s: float) -> list[Any]:
+def _results(
+    hosts: Hosts, ranks: Sequence[_Rank], per_host: int, timed_out: dict[int, str], timeout_s: float
+) -> list[Any]:
     """Return the results of the ranks, or raise the earliest error that was not caused by another rank."""
-    raw_answers = {index: _read(rank.answer) for index, rank in enumerate(ranks) if index not in late}
+    raw_answers = {index: _read(rank.answer) for index, rank in enumerate(ranks) if index not in timed_out}
     answers = {index: pickle.loads(raw) for index, raw in raw_answers.items() if raw}
     faults = {index: answer[1] for index, answer in answers.items() if not answer[0]}
     by_time = sorted(faults, key=lambda index: faults[index].time_ns)
     causes = [index for index in by_time if not issubclass(error_class(faults[index].kind), FROM_PEERS)]
-    silent = [index for index in range(len(ranks)) if index not in answers and index not in late]
+    silent = [index for index in range(len(ranks)) if index not in answers and index not in timed_out]
 
     def title(index: int) -> str:
         return f"rank {index} on host {index // per_host} ({hosts.hosts[index // per_host].address})"
@@ -238,9 +241,12 @@ def _results(hosts: Hosts, ranks: Sequence[_Rank], per_host: int, late: dict[int
         code = ranks[index].process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         raise RankFailed(f"{title(index)} {how}, without a result")
-    if late:
-        names = ", ".join(title(index) for index in sorted(late))
-        stacks = "\n".join(f"--- {title(i)}\n{late[i] or '(no stacks: stopped or not started)'}" for i in sorted(late))
+    if timed_out:
+        names = ", ".join(title(index) for index in sorted(timed_out))
+        stacks = "\n".join(
+            f"--- {title(index)}\n{text or '(no stacks: stopped or not started)'}"
+            for index, text in sorted(timed_out.items())
+        )
         raise RankFailed(f"{names} did not finish within {timeout_s:g} s and was killed", stacks)
     return [answers[index][1] for index in range(len(ranks))]
 
@@ -356,11 +362,11 @@ def measure_links(
 
 
 def _measure(flows: Sequence[tuple[int, int]], num_bytes: int) -> float:
-    here = int(os.environ["RANK"])
-    pending = sum(to == here for _, to in flows)
-    senders = [threading.Thread(target=_send, args=(to, num_bytes)) for source, to in flows if source == here]
+    this_host = int(os.environ["RANK"])
+    pending = sum(to == this_host for _, to in flows)
+    senders = [threading.Thread(target=_send, args=(to, num_bytes)) for source, to in flows if source == this_host]
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server((host_address(here), MEASURE_PORT), backlog=len(flows)))
+        server = stack.enter_context(socket.create_server((host_address(this_host), MEASURE_PORT), backlog=len(flows)))
         for sender in senders:
             sender.start()
             stack.callback(sender.join)

@@ -27,6 +27,7 @@ SWEEP = tuple(2**power for power in range(14))
 """Rows from 1 to 8192."""
 EXPERTS_PER_RANK = 8
 CALIBRATIONS, CALIBRATION_ROUNDS, CLOSE = 2, 3, 0.05
+"""Corrections of a width by measurement, rounds of each, and the relative change below which a width is kept."""
 CPU_CALLS = 5
 PAIRS_SHARE = 2.0
 """Time for the pairs of serial and overlapped, as a multiple of the time for all five parts."""
@@ -152,7 +153,7 @@ def gradients(y: Tensor, grad: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor
 
 
 class OperatorContest(ABC):
-    """One operator in one direction.
+    """One operator in one direction, with ``rows`` rows per rank and ``other`` columns that are not transferred.
 
     Attributes:
         serial: communication and GEMMs in sequence.

@@ -130,9 +130,9 @@ class MatmulCombineContest(_ExpertContest):
     def prepare(self) -> None:
         super().prepare()
         dispatcher, overlap, width = self.dispatcher, self.bench.overlap, self.bench.width
-        # The dispatch handle, with the number of chunks that suits GEMMs of this width.
-        none_EGD = torch.zeros(self.experts, self.other, width)
-        _, dispatch = dispatch_matmul(dispatcher, torch.zeros(self.rows, width), self.ids_TK, none_EGD, overlap)
+        # Dispatch with the operator: its handle has the number of chunks that is chosen for GEMMs of this width.
+        zero_weight_EGD = torch.zeros(self.experts, self.other, width)
+        _, dispatch = dispatch_matmul(dispatcher, torch.zeros(self.rows, width), self.ids_TK, zero_weight_EGD, overlap)
         handle, sizes = dispatch.handle, dispatch.handle.rows_per_expert
         self.wire = self.transfer(handle, dispatch=self.direction == "backward")
         rows = self.draw(handle.num_rows, self.other).requires_grad_()

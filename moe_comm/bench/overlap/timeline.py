@@ -3,7 +3,7 @@
 ``recording()`` replaces the functions that do these operations by timed ones in every module that has them, and
 restores them on exit. The library therefore has no overhead when nothing is recorded.
 
-    processor   [ products ][ rows ][ products ][ wait ][ products ]       the main thread of the rank
+    processor   [ product ][ rows ][ product ][ wait ][ product ]          the main thread of the rank
     network        [ transfer ─ ─ ─ ─ ─ ─ ─ ]                              from start to completion
                    [ transfer ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ]                transfers queue; several may be in flight
 """
@@ -33,6 +33,7 @@ from moe_comm.overlap.executors import chunked_rows
 
 PRODUCT, ROWS, WAIT, TRANSFER = "product", "rows", "wait", "transfer"
 KINDS = (PRODUCT, ROWS, WAIT, TRANSFER)
+"""Kinds of spans: a GEMM or activation, a copy or sum of rows, a wait for a transfer, and a transfer."""
 REPEATS = 5
 CALLBACK_TIMEOUT_S = 1.0
 """Time to wait for the callback of the last transfer, which may run after the wait for the transfer returns."""
@@ -62,7 +63,7 @@ class TimelineStep:
 
 
 class SpanRecorder:
-    """Records spans. Of nested spans of one kind, only the outermost is recorded."""
+    """Records spans. If spans of one kind are nested, only the outermost is recorded."""
 
     def __init__(self) -> None:
         self.spans: list[TimelineSpan] = []
@@ -149,10 +150,10 @@ def record(title: str, variant: str, work: Callable[[], Any]) -> TimelineStep:
             work()
             _wait_for_transfers(recorder)
             records.append(tuple(sorted(recorder.spans, key=lambda span: (span.start_ns, -span.end_ns))))
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, records)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, records)
     steps = sorted(
-        (TimelineStep(title, variant, ranks) for ranks in zip(*every, strict=True)), key=lambda step: step.end_ns
+        (TimelineStep(title, variant, ranks) for ranks in zip(*by_rank, strict=True)), key=lambda step: step.end_ns
     )
     return steps[len(steps) // 2]
 

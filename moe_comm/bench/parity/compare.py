@@ -159,11 +159,11 @@ def main(
 
 def chosen(names: Sequence[str]) -> list[ParityCase]:
     """Return the cases with these names, or all cases if ``names`` is empty. Raises ``ConfigError`` if unknown."""
-    known = {case.name: case for case in CASES}
+    by_name = {case.name: case for case in CASES}
     for name in names:
-        if name not in known:
-            raise ConfigError(f"unknown mapping {name!r}; known: {'; '.join(known)}")
-    return [known[name] for name in names] if names else list(CASES)
+        if name not in by_name:
+            raise ConfigError(f"unknown mapping {name!r}; known: {'; '.join(by_name)}")
+    return [by_name[name] for name in names] if names else list(CASES)
 
 
 def compare(

@@ -118,16 +118,16 @@ class TrainingResult:
 
 def train(config: TrainConfig) -> TrainingResult:
     """Train to the end. Collective."""
-    with session(config) as here:
-        here.trainer.fit()
-        reports = here.trainer.reports
+    with session(config) as training:
+        training.trainer.fit()
+        reports = training.trainer.reports
         dropped = [rate for report in reports for rate in report.load.dropped]
         return TrainingResult(
             [report.loss for report in reports],
             [report.grad_norm for report in reports],
             sum(dropped) / max(len(dropped), 1),
-            here.parts(),
-            here.copies(),
+            training.parts(),
+            training.copies(),
         )
 
 

@@ -102,10 +102,11 @@ def calibrated(bench: PlanBench, ranks: int, hosts: int, host: Cluster | None = 
 def _group(
     bench: PlanBench, cases: Sequence[PlanCase], cluster: Cluster, measured: Sequence[MeasuredStep]
 ) -> dict[str, Any]:
-    """Return the result of mappings on the same ranks, fastest first, with the regret."""
+    """Return the result of the mappings on the same ranks, fastest first, with the planner's pick and its regret."""
     slots = measured[0].loads
     rows = [
-        _row(bench, case, one, predict(bench, case, cluster, slots)) for case, one in zip(cases, measured, strict=True)
+        _row(bench, case, measured_step, predict(bench, case, cluster, slots))
+        for case, measured_step in zip(cases, measured, strict=True)
     ]
     rows.sort(key=lambda row: row["step_ms"])
     pick = min(rows, key=lambda row: row["predicted_ms"])
@@ -120,18 +121,18 @@ def _group(
     }
 
 
-def _row(bench: PlanBench, case: PlanCase, one: MeasuredStep, step: StepPrediction) -> dict[str, Any]:
+def _row(bench: PlanBench, case: PlanCase, measured_step: MeasuredStep, step: StepPrediction) -> dict[str, Any]:
     return {
         "mapping": str(case),
         "case": asdict(case),
-        "imbalance": imbalance(one.loads, case.parsed().parallel.ep),
-        "step_ms": one.seconds * 1e3,
-        "step_min_ms": one.fastest * 1e3,
-        "processor_ms": one.processor * 1e3,
-        "communication_ms": one.communication * 1e3,
+        "imbalance": imbalance(measured_step.loads, case.parsed().parallel.ep),
+        "step_ms": measured_step.seconds * 1e3,
+        "step_min_ms": measured_step.fastest * 1e3,
+        "processor_ms": measured_step.processor * 1e3,
+        "communication_ms": measured_step.communication * 1e3,
         "predicted_ms": step.seconds * 1e3,
-        "error": step.seconds / one.seconds - 1,
-        "tokens_per_s": bench.tokens / one.seconds,
+        "error": step.seconds / measured_step.seconds - 1,
+        "tokens_per_s": bench.tokens / measured_step.seconds,
         "breakdown_ms": {name: seconds * 1e3 for name, seconds in step.breakdown.items()},
     }
 

@@ -78,7 +78,7 @@ def measure(bench: PlanBench, cases: Sequence[PlanCase], folder: Path) -> list[M
         return run_on_hosts(_rank, arguments, hosts, ranks // count, TIMEOUT_S)[0]  # type: ignore[no-any-return]
 
 
-class _Turn:
+class _MappingRun:
     """The trainer of one mapping."""
 
     def __init__(
@@ -110,36 +110,36 @@ def _rank(bench: PlanBench, cases: tuple[PlanCase, ...], folder: str) -> list[Me
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with init_ranks("cpu", TIMEOUT_S), contextlib.ExitStack() as stack:
         ranks = Ranks.make()
-        turns = [_Turn(bench, case, folder, ranks, stack) for case in cases]
+        mapping_runs = [_MappingRun(bench, case, folder, ranks, stack) for case in cases]
         clock = Clock(sync_group)
         gc.disable()
         stack.callback(gc.enable)
         for step in range(bench.warmup + bench.steps):
             if step == bench.warmup:
                 clock.clear()
-            for index in rotated(range(len(turns)), step):
+            for index in rotated(range(len(mapping_runs)), step):
                 gc.collect()
-                clock.measure(str(index), ("step", partial(turns[index].step, step)))
+                clock.measure(str(index), ("step", partial(mapping_runs[index].step, step)))
         medians = [
             (
-                median(report.times.communication for report in turn.reports[bench.warmup :]),
-                median(turn.processor[bench.warmup :]),
+                median(report.times.communication for report in mapping_run.reports[bench.warmup :]),
+                median(mapping_run.processor[bench.warmup :]),
             )
-            for turn in turns
+            for mapping_run in mapping_runs
         ]
-        everyone: list[Any] = [None] * ranks.world
-        dist.all_gather_object(everyone, (dict(clock.times), medians))
-        stats = summarize([times for times, _ in everyone])
+        by_rank: list[Any] = [None] * ranks.world
+        dist.all_gather_object(by_rank, (dict(clock.times), medians))
+        stats = summarize([times for times, _ in by_rank])
         measured = []
-        for index, turn in enumerate(turns):
+        for index, mapping_run in enumerate(mapping_runs):
             one = stats[str(index), "step"]
-            communication, processor = (fmean(by_turn[index][part] for _, by_turn in everyone) for part in (0, 1))
+            communication, processor = (fmean(by_mapping[index][part] for _, by_mapping in by_rank) for part in (0, 1))
             measured.append(
                 MeasuredStep(
                     seconds=one["median_ms"] / 1e3,
                     fastest=one["min_ms"] / 1e3,
-                    losses=tuple(report.loss for report in turn.reports),
-                    loads=turn.reports[-1].load.slots,
+                    losses=tuple(report.loss for report in mapping_run.reports),
+                    loads=mapping_run.reports[-1].load.slots,
                     communication=communication,
                     processor=processor,
                 )

@@ -55,8 +55,8 @@ def select_contestants(bench: TrainBench) -> tuple[list[str], dict[str, str]]:
     )
 
 
-class _Turn:
-    """One contestant. ``contestant`` is None on ranks that do not run it."""
+class _ContestantRun:
+    """One training loop of the comparison. ``contestant`` is None on ranks that do not run it."""
 
     def __init__(self, kind: type[TrainContestant], inputs: ContestantInputs, cores: set[int]) -> None:
         self.kind, self.inputs, self.cores = kind, inputs, cores
@@ -100,10 +100,10 @@ def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         inputs = _make_inputs(bench, ranks, stack)
         cores = cores_of_group()
-        turns = []
+        contestant_runs = []
         for name in names:
-            turns.append(_Turn(KINDS[name], inputs, cores))
-            stack.callback(turns[-1].close)
+            contestant_runs.append(_ContestantRun(KINDS[name], inputs, cores))
+            stack.callback(contestant_runs[-1].close)
             ranks.barrier()
         clock = Clock(sync_group if bench.ranks > 1 else sync_single_rank)
         # Tests use small shapes; a large GEMM would only make them slower.
@@ -117,26 +117,26 @@ def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
             if step == bench.warmup:
                 clock.clear()
                 rates.clear()
-            for turn in rotated(turns, step):
+            for contestant_run in rotated(contestant_runs, step):
                 gc.collect()
-                turn.step(clock, step)
+                contestant_run.step(clock, step)
             ranks.barrier()
             rates.append(gemm_flops(size=size))
-            _check(turns)
-        own_loop = turns[0].contestant
+            _check(contestant_runs)
+        own_loop = contestant_runs[0].contestant
         assert isinstance(own_loop, MoeCommTraining)
         breakdown = _breakdown([step_report.times for step_report in own_loop.reports[bench.warmup :]])
-        everyone: list[Any] = [None] * bench.ranks
-        dist.all_gather_object(everyone, (dict(clock.times), median(rates), breakdown))
-    stats = summarize([times for times, _, _ in everyone])
-    peak = sum(rate for _, rate, _ in everyone)
+        by_rank: list[Any] = [None] * bench.ranks
+        dist.all_gather_object(by_rank, (dict(clock.times), median(rates), breakdown))
+    stats = summarize([times for times, _, _ in by_rank])
+    peak = sum(rate for _, rate, _ in by_rank)
     rows = {name: _row(bench, stats[name, "step"], flops, peak) for name in names}
-    for turn in turns[1:]:
-        row = rows[turn.kind.name]
+    for contestant_run in contestant_runs[1:]:
+        row = rows[contestant_run.kind.name]
         row["speedup"] = row["step_ms"] / rows[MoeCommTraining.name]["step_ms"]
-        row["loss_rel_diff"] = _difference(turn, turns[0])
-        if turn.kind.note:
-            row["note"] = turn.kind.note
+        row["loss_rel_diff"] = _difference(contestant_run, contestant_runs[0])
+        if contestant_run.kind.note:
+            row["note"] = contestant_run.kind.note
     own_row = rows.pop(MoeCommTraining.name)
     speedups = {name: row["speedup"] for name, row in rows.items()}
     best = min((name for name in rows if name in RIVALS), key=speedups.__getitem__, default=None)
@@ -147,8 +147,8 @@ def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
         "best_peer": best,
         "speedup_over_all": min(speedups.values(), default=None),
         "peers": rows,
-        "step": _mean([split for _, _, split in everyone]),
-        "losses": turns[0].losses,
+        "step": _mean([split for _, _, split in by_rank]),
+        "losses": contestant_runs[0].losses,
         "flops_per_token": flops,
         "gemm_gflops": peak * 1e-9,
         "skipped": skipped,
@@ -176,22 +176,23 @@ def _make_inputs(bench: TrainBench, ranks: Ranks, stack: contextlib.ExitStack) -
     return inputs
 
 
-def _check(turns: list[_Turn]) -> None:
+def _check(contestant_runs: list[_ContestantRun]) -> None:
     """Compare the losses of the last step with those of this library."""
-    first = len(turns[0].losses) == 1
+    first = len(contestant_runs[0].losses) == 1
     allowed = FIRST_STEP if first else LATER_STEPS
-    for turn in turns[1:]:
-        loss, expected = turn.losses[-1], turns[0].losses[-1]
+    for contestant_run in contestant_runs[1:]:
+        loss, expected = contestant_run.losses[-1], contestant_runs[0].losses[-1]
         if not abs(loss - expected) <= allowed * abs(expected):
             raise WrongAnswer(
-                f"{turn.kind.name}: the loss of step {len(turn.losses)} is {loss:.6g}, but that of moe_comm is "
-                f"{expected:.6g} (allowed relative difference: {allowed:g}). Please report this with the settings."
+                f"{contestant_run.kind.name}: the loss of step {len(contestant_run.losses)} is {loss:.6g}, but that of "
+                f"moe_comm is {expected:.6g} (allowed relative difference: {allowed:g}). "
+                "Please report this with the settings."
             )
 
 
-def _difference(turn: _Turn, reference: _Turn) -> float:
+def _difference(contestant_run: _ContestantRun, reference: _ContestantRun) -> float:
     """Return the largest relative difference of the losses."""
-    return max(abs(a - b) / abs(b) for a, b in zip(turn.losses, reference.losses, strict=True))
+    return max(abs(a - b) / abs(b) for a, b in zip(contestant_run.losses, reference.losses, strict=True))
 
 
 def _row(bench: TrainBench, stats: dict[str, float], flops: float, peak: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Interface of the contestants of ``bench train``, and their inputs."""
+"""Interface of the contestants of ``bench train`` (the compared training loops), and their inputs."""
 
 from __future__ import annotations
 

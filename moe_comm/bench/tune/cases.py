@@ -25,7 +25,7 @@ from moe_comm.overlap.tuning.cost import OperatorWork
 from moe_comm.topology import ExpertPlacement
 
 EXPERTS, TOP_K = 8, 2
-"""Experts per rank and per token."""
+"""Experts per rank, and experts that each token selects."""
 
 
 @dataclass
@@ -68,22 +68,22 @@ class TuneCase(ABC):
 
     operator: ClassVar[str]
 
-    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
-        self.ground, self.rows, self.sent, self.other = ground, rows, sent, other
+    def __init__(self, context: TuneContext, rows: int, sent: int, other: int) -> None:
+        self.context, self.rows, self.sent, self.other = context, rows, sent, other
 
     leaves: tuple[Tensor, ...]
     copies, groups = 1, 1
 
     @property
     def channel(self) -> Channel:
-        return self.ground.channel
+        return self.context.channel
 
     def work(self, direction: str) -> OperatorWork:
         """Return the work as the operator describes it to the tuner for ``Overlap("auto")``."""
-        rows, world = self.rows * self.copies, self.ground.world
+        rows, world = self.rows * self.copies, self.context.world
         rows *= world if self.groups == 1 else 1
         return OperatorWork(
-            self.operator, direction, rows, self.sent, self.other, self.ground.dtype, world, self.groups
+            self.operator, direction, rows, self.sent, self.other, self.context.dtype, world, self.groups
         )
 
     @abstractmethod
@@ -94,25 +94,25 @@ class TuneCase(ABC):
 class GatherMatmulCase(TuneCase):
     operator = "gather_matmul"
 
-    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
-        super().__init__(ground, rows, sent, other)
-        self.leaves = ground.draw(rows, sent), ground.draw(other, sent)
+    def __init__(self, context: TuneContext, rows: int, sent: int, other: int) -> None:
+        super().__init__(context, rows, sent, other)
+        self.leaves = context.draw(rows, sent), context.draw(other, sent)
 
     def prepare(self, overlap: Overlap) -> Callable[[], Tensor]:
         x, w = self.leaves
-        return lambda: gather_matmul(x, w, self.ground.group, overlap)
+        return lambda: gather_matmul(x, w, self.context.group, overlap)
 
 
 class MatmulScatterCase(TuneCase):
     operator = "matmul_scatter"
 
-    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
-        super().__init__(ground, rows, sent, other)
-        self.leaves = ground.draw(rows * ground.world, other), ground.draw(sent, other)
+    def __init__(self, context: TuneContext, rows: int, sent: int, other: int) -> None:
+        super().__init__(context, rows, sent, other)
+        self.leaves = context.draw(rows * context.world, other), context.draw(sent, other)
 
     def prepare(self, overlap: Overlap) -> Callable[[], Tensor]:
         x, w = self.leaves
-        return lambda: matmul_scatter(x, w, self.ground.group, overlap)
+        return lambda: matmul_scatter(x, w, self.context.group, overlap)
 
 
 class _ExpertCase(TuneCase):
@@ -120,26 +120,26 @@ class _ExpertCase(TuneCase):
 
     copies, groups = TOP_K, EXPERTS
 
-    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
-        super().__init__(ground, rows, sent, other)
-        first = torch.arange(rows) * TOP_K + ground.rank * EXPERTS
-        self.ids_TK = ((first[:, None] + torch.arange(TOP_K)) % (EXPERTS * ground.world)).to(ground.device)
+    def __init__(self, context: TuneContext, rows: int, sent: int, other: int) -> None:
+        super().__init__(context, rows, sent, other)
+        first = torch.arange(rows) * TOP_K + context.rank * EXPERTS
+        self.ids_TK = ((first[:, None] + torch.arange(TOP_K)) % (EXPERTS * context.world)).to(context.device)
 
     @property
     def channel(self) -> Channel:
-        return self.ground.dispatcher.channel
+        return self.context.dispatcher.channel
 
 
 class DispatchMatmulCase(_ExpertCase):
     operator = "dispatch_matmul"
 
-    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
-        super().__init__(ground, rows, sent, other)
-        self.leaves = ground.draw(rows, sent), ground.draw(EXPERTS, other, sent)
+    def __init__(self, context: TuneContext, rows: int, sent: int, other: int) -> None:
+        super().__init__(context, rows, sent, other)
+        self.leaves = context.draw(rows, sent), context.draw(EXPERTS, other, sent)
 
     def prepare(self, overlap: Overlap) -> Callable[[], Tensor]:
         x, w = self.leaves
-        return lambda: dispatch_matmul(self.ground.dispatcher, x, self.ids_TK, w, overlap)[0]
+        return lambda: dispatch_matmul(self.context.dispatcher, x, self.ids_TK, w, overlap)[0]
 
 
 class MatmulCombineCase(_ExpertCase):
@@ -147,17 +147,17 @@ class MatmulCombineCase(_ExpertCase):
 
     operator = "matmul_combine"
 
-    def __init__(self, ground: TuneContext, rows: int, sent: int, other: int) -> None:
-        super().__init__(ground, rows, sent, other)
-        self._sent_TD = torch.zeros(rows, sent, dtype=ground.dtype, device=ground.device)
-        self._weights_TK = ground.draw(rows, TOP_K)
-        received = ground.dispatcher.dispatch(self._sent_TD, self.ids_TK).handle.num_rows
-        self.leaves = ground.draw(received, other), ground.draw(EXPERTS, sent, other), self._weights_TK
+    def __init__(self, context: TuneContext, rows: int, sent: int, other: int) -> None:
+        super().__init__(context, rows, sent, other)
+        self._sent_TD = torch.zeros(rows, sent, dtype=context.dtype, device=context.device)
+        self._weights_TK = context.draw(rows, TOP_K)
+        received = context.dispatcher.dispatch(self._sent_TD, self.ids_TK).handle.num_rows
+        self.leaves = context.draw(received, other), context.draw(EXPERTS, sent, other), self._weights_TK
 
     def prepare(self, overlap: Overlap) -> Callable[[], Tensor]:
         rows, w, weights = self.leaves
-        none_EGD = self._sent_TD.new_zeros(EXPERTS, 1, self.sent)
-        _, dispatch = dispatch_matmul(self.ground.dispatcher, self._sent_TD, self.ids_TK, none_EGD, overlap)
+        zero_weight_EGD = self._sent_TD.new_zeros(EXPERTS, 1, self.sent)
+        _, dispatch = dispatch_matmul(self.context.dispatcher, self._sent_TD, self.ids_TK, zero_weight_EGD, overlap)
         return lambda: matmul_combine(rows, w, weights, dispatch)
 
 

@@ -99,14 +99,14 @@ def run(tune: Tune, threads: int) -> list[Measurement]:
     group = dist.group.WORLD
     assert group is not None
     device = torch.device(tune.device, torch.cuda.current_device()) if tune.device == "cuda" else torch.device("cpu")
-    ground = TuneContext(group, DTYPES[tune.dtype], tune.seed, device)
-    known: dict[Channel, GroupRates] = {}
+    context = TuneContext(group, DTYPES[tune.dtype], tune.seed, device)
+    rates_by_channel: dict[Channel, GroupRates] = {}
     result = []
     for operator, rows in itertools.product(tune.operators, tune.rows):
-        case = CASES[operator](ground, rows, tune.sent, tune.other)
-        if case.channel not in known:
-            known[case.channel] = measure_rates(case.channel, ground.dtype, device, max(tune.rounds, 3))
-        rates = known[case.channel]
+        case = CASES[operator](context, rows, tune.sent, tune.other)
+        if case.channel not in rates_by_channel:
+            rates_by_channel[case.channel] = measure_rates(case.channel, context.dtype, device, max(tune.rounds, 3))
+        rates = rates_by_channel[case.channel]
         place = place_of(case.channel, rates, device)
         result += [_measure(case, direction, tune, rates, place) for direction in DIRECTIONS]
     return result
@@ -120,8 +120,8 @@ def candidates(
         return [OverlapChoice(), OverlapChoice(SHARED, 2)] if rows > TILE else [OverlapChoice()]
     result = [OverlapChoice(CHUNKED, chunks) for chunks in CHUNKS if chunks == 1 or chunks <= -(-rows // TILE)]
     if on_gpus(device) and place.hosts == 1 and operator in FUSED:
-        most = torch.cuda.get_device_properties(device).multi_processor_count // 2
-        result += [OverlapChoice(TRITON, programs=programs) for programs in PROGRAMS if programs <= most]
+        max_programs = torch.cuda.get_device_properties(device).multi_processor_count // 2
+        result += [OverlapChoice(TRITON, programs=programs) for programs in PROGRAMS if programs <= max_programs]
     return result
 
 
@@ -134,7 +134,7 @@ def overlap_of(choice: OverlapChoice) -> Overlap:
 
 def _measure(case: TuneCase, direction: str, tune: Tune, rates: GroupRates, place: TuningEnvironment) -> Measurement:
     work = case.work(direction)
-    device = case.ground.device
+    device = case.context.device
     choices = candidates(case.operator, case.rows, rates, place, device)
     calls = {str(choice): _synchronized(_call(case, direction, overlap_of(choice)), device) for choice in choices}
     times = slowest_ms(calls, tune.warmup, tune.rounds)

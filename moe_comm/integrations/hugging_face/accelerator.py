@@ -100,7 +100,7 @@ class _HandlesExperts:
         base = super().prepare  # type: ignore[misc]
         if not models:
             return base(*args, device_placement=device_placement)
-        _refuse(self)
+        _check_settings(self)
         if not self.is_fsdp2:
             for model in models:
                 _prepare_ddp(model)
@@ -157,16 +157,16 @@ class _HandlesExperts:
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)  # type: ignore[misc]
 
     def load_state(self: Any, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
-        with _without_models(self) as spread:
+        with _without_models(self) as has_experts:
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)  # type: ignore[misc]
-        if spread:
+        if has_experts:
             # accelerate saves the number of accumulated batches in the random state of each rank. New ranks have no
             # such state and would reduce gradients at different batches, so all ranks use the number of rank 0.
             steps = gather_values(torch.tensor([self.step], device=self.device), dist.group.WORLD, "resuming")
             self.step = int(steps[0])
 
 
-def _refuse(accelerator: Any) -> None:
+def _check_settings(accelerator: Any) -> None:
     """Raise ``UnsupportedModel`` or ``ConfigError`` if a setting of the accelerator is wrong for experts."""
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
@@ -251,9 +251,9 @@ def _write(accelerator: Any, models: Any, weights: Any, folder: str) -> None:
     for model, path in zip(modules, _paths(folder, stem, suffix, len(modules)), strict=True):
         state = _without_duplicates(state_dict(model, rank0_only=True, cpu=True))
         write_on(True, partial(save_file, state, path, safe_serialization=safe), accelerator.device, str(path))
-    joint = nn.ModuleList(modules)
+    all_models = nn.ModuleList(modules)
     for optimizer, path in zip(optimizers, _paths(folder, OPTIMIZER_NAME, ".bin", len(optimizers)), strict=True):
-        state = optimizer_state_dict(joint, optimizer, rank0_only=True, cpu=True)
+        state = optimizer_state_dict(all_models, optimizer, rank0_only=True, cpu=True)
         write_on(True, partial(save_file, state, path), accelerator.device, str(path))
 
 
@@ -271,14 +271,14 @@ def _read(accelerator: Any, models: Any, folder: str) -> None:
     if accelerator._hidden is None:
         return
     modules, optimizers = accelerator._hidden
-    safe, pickled = (
+    safe_paths, pickle_paths = (
         _paths(folder, *name, len(modules)) for name in ((SAFE_MODEL_NAME, ".safetensors"), (MODEL_NAME, ".bin"))
     )
-    for model, first, second in zip(modules, safe, pickled, strict=True):
-        load_full(model, load_file(first) if first.exists() else load(second, map_location="cpu"))
-    joint = nn.ModuleList(modules)
+    for model, safe_path, pickle_path in zip(modules, safe_paths, pickle_paths, strict=True):
+        load_full(model, load_file(safe_path) if safe_path.exists() else load(pickle_path, map_location="cpu"))
+    all_models = nn.ModuleList(modules)
     for optimizer, path in zip(optimizers, _paths(folder, OPTIMIZER_NAME, ".bin", len(optimizers)), strict=True):
-        load_optimizer_state_dict(joint, optimizer, load(path, map_location="cpu"))
+        load_optimizer_state_dict(all_models, optimizer, load(path, map_location="cpu"))
 
 
 def load_full(model: nn.Module, state: dict[str, Any]) -> None:

@@ -289,9 +289,9 @@ def read_config(attention: Any) -> AttentionConfig:
 
 def _decoders(model: nn.Module) -> dict[str, Any]:
     """Return the decoders of ``model`` by name. Raises the errors of ``swap_attention``."""
-    already = swapped_attention(model)
-    if already:
-        raise ConfigError(f"the attention of {type(model).__name__} is already swapped ({next(iter(already))})")
+    swapped = swapped_attention(model)
+    if swapped:
+        raise ConfigError(f"the attention of {type(model).__name__} is already swapped ({next(iter(swapped))})")
     decoders: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()

@@ -185,9 +185,9 @@ def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertsLayout]]
 
 def supported_experts() -> str:
     """Return a sentence for error messages that names the supported experts modules."""
-    known = ", ".join(f"{family.title} ({family.experts_class})" for family in FAMILIES)
+    supported = ", ".join(f"{family.title} ({family.experts_class})" for family in FAMILIES)
     return (
-        f"Supported are the experts modules of {known}, and others that transformers' ExpertsInterface can run "
+        f"Supported are the experts modules of {supported}, and others that transformers' ExpertsInterface can run "
         "and whose only parameters are gate_up_proj and down_proj, with or without biases."
     )
 

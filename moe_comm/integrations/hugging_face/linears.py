@@ -111,15 +111,16 @@ def parallelize_linears(
     group = as_group(group, "tp")
     fault: MoeCommError | None = None
     blocks: dict[str, tuple[Columns, str]] = {}
-    ends: dict[str, nn.Module] = {}
+    vocab_modules: dict[str, nn.Module] = {}
     try:
         blocks = _find_blocks(model)
-        ends = _find_ends(model) if vocabulary else {}
-        _refuse(model, blocks, ends, group)
+        vocab_modules = _find_vocab_modules(model) if vocabulary else {}
+        _check_supported(model, blocks, vocab_modules, group)
     except MoeCommError as error:
         fault = error
     if group is not None and group_size(group) > 1:
-        shapes = {name: [tuple(p.shape) for p in model.get_submodule(name).parameters()] for name in (*blocks, *ends)}
+        names = (*blocks, *vocab_modules)
+        shapes = {name: [tuple(p.shape) for p in model.get_submodule(name).parameters()] for name in names}
         compare(channel_of(group), "swap_linears", {"shapes of the linears": shapes}, fault=fault)
     if fault is not None:
         raise fault
@@ -129,7 +130,7 @@ def parallelize_linears(
         block = model.get_submodule(name)
         _replace_linears(block, _sharded_linears(block, structure, group))
         block.register_forward_pre_hook(_GatherInput(group), with_kwargs=True, prepend=True)
-    _shard_ends(model, ends, group)
+    _shard_vocab_modules(model, vocab_modules, group)
     if group_size(group) > 1 and hasattr(model, "save_pretrained"):
         swapped_model: Any = model
         swapped_model.save_pretrained = partial(_refuse_save, type(model).__name__)
@@ -175,13 +176,16 @@ def _find_blocks(model: nn.Module) -> dict[str, tuple[Columns, str]]:
     for name, module in model.named_modules():
         linears = {key: child for key, child in module.named_children() if isinstance(child, nn.Linear)}
         for columns, row in BLOCKS:
-            if set(linears) == {*columns, row} and _fits(module, linears, columns, row):
+            if set(linears) == {*columns, row} and _shapes_match(module, linears, columns, row):
                 blocks[name] = (columns, row)
     return blocks
 
 
-def _fits(module: nn.Module, linears: Mapping[str, nn.Linear], columns: Columns, row: str) -> bool:
-    """Return whether the shapes match and ``module`` has no other weights, which would receive sharded activations."""
+def _shapes_match(module: nn.Module, linears: Mapping[str, nn.Linear], columns: Columns, row: str) -> bool:
+    """Return whether the shapes match and ``module`` has no other weights.
+
+    Other weights would receive sharded activations, which they do not support.
+    """
     width, hidden = linears[row].in_features, linears[row].out_features
     others = len(list(module.parameters())) - sum(len(list(linear.parameters())) for linear in linears.values())
     return not others and all(
@@ -190,7 +194,7 @@ def _fits(module: nn.Module, linears: Mapping[str, nn.Linear], columns: Columns,
     )
 
 
-def _find_ends(model: nn.Module) -> dict[str, nn.Module]:
+def _find_vocab_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the plain input embedding and output projection by name, or none if only one of a tied pair is plain."""
     pretrained: Any = model
     if not (hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings")):
@@ -201,11 +205,12 @@ def _find_ends(model: nn.Module) -> dict[str, nn.Module]:
     if embed is not None and head is not None and embed.weight is head.weight and not (plain_embed and plain_head):
         return {}
     names = {module: name for name, module in model.named_modules()}
-    return {names[end]: end for end, plain in ((embed, plain_embed), (head, plain_head)) if plain and end in names}
+    candidates = ((embed, plain_embed), (head, plain_head))
+    return {names[module]: module for module, plain in candidates if plain and module in names}
 
 
-def _refuse(
-    model: nn.Module, blocks: Mapping[str, tuple[Columns, str]], ends: Mapping[str, nn.Module], group: Any
+def _check_supported(
+    model: nn.Module, blocks: Mapping[str, tuple[Columns, str]], vocab_modules: Mapping[str, nn.Module], group: Any
 ) -> None:
     kind, world = type(model).__name__, group_size(group)
     if swapped_linears(model):
@@ -213,24 +218,24 @@ def _refuse(
             f"the linears of {kind} are already swapped; swap a freshly loaded model, or call gather_linears to get "
             "its full weights"
         )
-    if not blocks and not ends:
-        known = "; ".join(f"{', '.join(columns)} and {row}" for columns, row in BLOCKS)
-        raise UnsupportedModel(f"{kind} has no feed-forward block of plain linears; supported are {known}")
+    if not blocks and not vocab_modules:
+        supported = "; ".join(f"{', '.join(columns)} and {row}" for columns, row in BLOCKS)
+        raise UnsupportedModel(f"{kind} has no feed-forward block of plain linears; supported are {supported}")
     for name, (columns, row) in blocks.items():
         block = model.get_submodule(name)
-        for inner in (block, *(block.get_submodule(key) for key in (*columns, row))):
-            if "forward" in vars(inner):
+        for module in (block, *(block.get_submodule(key) for key in (*columns, row))):
+            if "forward" in vars(module):
                 raise UnsupportedModel(f"a forward in {name} was replaced, by device_map offloading or a kernel")
-            if inner is not block and type(inner) is not nn.Linear:
-                raise UnsupportedModel(f"{name} has a {type(inner).__name__}; expected a plain nn.Linear")
-            if (inner is not block and inner._forward_hooks) or inner._forward_pre_hooks:
+            if module is not block and type(module) is not nn.Linear:
+                raise UnsupportedModel(f"{name} has a {type(module).__name__}; expected a plain nn.Linear")
+            if (module is not block and module._forward_hooks) or module._forward_pre_hooks:
                 raise UnsupportedModel(f"{name} has forward hooks; register them after swap_linears")
-        if any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules()):
+        if any(isinstance(child, nn.Dropout) and child.p > 0 for child in block.modules()):
             raise UnsupportedModel(f"{name} has dropout, which would differ between the ranks of the group")
         width = block.get_submodule(row).in_features
         if width % world:  # type: ignore[operator]
             raise ConfigError(f"{name}: the width {width} is not divisible by the {world} ranks of the group")
-    for name in (*blocks, *ends):
+    for name in (*blocks, *vocab_modules):
         for weight in model.get_submodule(name).parameters():
             if isinstance(weight, DTensor):
                 raise UnsupportedModel(f"{name} is already distributed (its parameters are DTensors)")
@@ -281,14 +286,16 @@ def _check_block(block: nn.Module, structure: tuple[Columns, str], group: Proces
         problem = f"its forward failed ({error})"
     finally:
         _replace_linears(block, linears)
-    verdicts = (
+    equal_on_ranks = (
         gather_values(torch.tensor([equal], device=weight.device), group, f"a check of {name}").flatten().tolist()
     )
-    if not all(verdicts):
+    if not all(equal_on_ranks):
+        if equal:
+            problem = f"it failed on ranks {[rank for rank, is_equal in enumerate(equal_on_ranks) if not is_equal]}"
         raise UnsupportedModel(
             f"{name} ({type(block).__name__}) cannot be sharded over {group_size(group)} ranks: "
-            f"{problem if not equal else 'it failed on ranks ' + str([r for r, v in enumerate(verdicts) if not v])}. "
-            "Either its forward is not elementwise between its linears, or the ranks have different weights."
+            f"{problem}. Either its forward is not elementwise between its linears, or the ranks have different "
+            "weights."
         )
 
 
@@ -297,21 +304,21 @@ def _replace_linears(block: nn.Module, linears: Mapping[str, nn.Module]) -> None
         setattr(block, key, linear)
 
 
-def _shard_ends(model: nn.Module, ends: Mapping[str, nn.Module], group: ProcessGroup | None) -> None:
+def _shard_vocab_modules(model: nn.Module, vocab_modules: Mapping[str, nn.Module], group: ProcessGroup | None) -> None:
     by_weight: dict[nn.Parameter, ParallelModule] = {}
-    for name, end in ends.items():
-        weight = end.get_parameter("weight")
-        if isinstance(end, nn.Embedding):
-            new: Any = VocabParallelEmbedding.from_weight(weight, group, sequence_dim=None)
-            new.padding_idx = end.padding_idx
+    for name, module in vocab_modules.items():
+        weight = module.get_parameter("weight")
+        if isinstance(module, nn.Embedding):
+            replacement: Any = VocabParallelEmbedding.from_weight(weight, group, sequence_dim=None)
+            replacement.padding_idx = module.padding_idx
         else:
-            new = _Head.from_weight(weight, group, sequence_dim=None)
+            replacement = _Head.from_weight(weight, group, sequence_dim=None)
         if weight in by_weight:  # tied
-            new.weight = by_weight[weight].weight
-        by_weight[weight] = new
-        new.train(end.training)
+            replacement.weight = by_weight[weight].weight
+        by_weight[weight] = replacement
+        replacement.train(module.training)
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
+        setattr(model.get_submodule(parent), child, replacement)
 
 
 def _refuse_save(kind: str, *args: Any, **kwargs: Any) -> NoReturn:

@@ -113,7 +113,7 @@ def _ep_implementation() -> type:
             local: Any = self.num_local_experts
             self.num_experts: int = local * ep_mesh.size()
             self.layout: ExpertsLayout | None = None
-            self.layout_known = True
+            self.layout_supported = True
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             num_tokens = hidden_states.shape[0]
@@ -136,11 +136,11 @@ def _ep_implementation() -> type:
 
         def _input(self, x_TD: Tensor) -> Tensor:
             # The parameters are local and loaded only in forward, not yet when transformers applies its plan.
-            if self.layout is None and self.layout_known:
+            if self.layout is None and self.layout_supported:
                 try:
                     self.layout = read_layout(self.experts)
                 except UnsupportedModel:
-                    self.layout_known = False
+                    self.layout_supported = False
             return x_TD if self.layout is None else expert_input(x_TD, self.experts.gate_up_proj)
 
         def _run(self, call: ExpertCall) -> Tensor:
@@ -149,8 +149,9 @@ def _ep_implementation() -> type:
             rows_RD, rows_per_expert = call.rows, call.handle.rows_per_expert
             if not rows_RD.shape[0]:
                 # Some forwards do not accept zero rows. Pass one row of zeros, whose gradients are zeros.
-                one = rows_RD.sum(dim=0, keepdim=True)
-                return self.experts_forward(one, one.new_zeros(1, 1, dtype=torch.int64), one.new_zeros(1, 1))[:0]  # type: ignore[no-any-return]
+                zero_row = rows_RD.sum(dim=0, keepdim=True)
+                ids, weights = zero_row.new_zeros(1, 1, dtype=torch.int64), zero_row.new_zeros(1, 1)
+                return self.experts_forward(zero_row, ids, weights)[:0]  # type: ignore[no-any-return]
             counts = torch.tensor(rows_per_expert, device=rows_RD.device)
             ids_R1 = torch.arange(len(rows_per_expert), device=rows_RD.device).repeat_interleave(counts).unsqueeze(1)
             ones_R1 = rows_RD.new_ones(ids_R1.shape)

@@ -107,7 +107,10 @@ def prepare(cp_group: ProcessGroup | None, context: Context) -> Hook:
 def _documents(
     tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cp_group: ProcessGroup | None, context: Context
 ) -> Documents | None:
-    """Return the documents, or None if each row is one document without padding. Collective unless both are None."""
+    """Return the documents, or None if each row is one document without padding.
+
+    Collective unless ``mask`` and ``positions`` are both None.
+    """
     shape = tokens.shape[:2]
     if mask is not None:
         if mask.shape != shape:

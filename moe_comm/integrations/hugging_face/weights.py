@@ -80,32 +80,32 @@ def hub_slices(config: TransformerConfig, family: str, name: str, stored: Contai
     match = _LAYER.fullmatch(name)
     if match is None:
         raise InputError(f"{family} has no tensor for {name!r}")
-    prefix, rest = f"model.layers.{match[1]}", match[2]
-    part, _, leaf = rest.partition(".")
-    if part in _NORMS and leaf == "weight":
-        return [HubSlice(f"{prefix}.{_NORMS[part]}.weight")]
-    if part == "attention":
+    prefix, local_name = f"model.layers.{match[1]}", match[2]
+    component, _, leaf = local_name.partition(".")
+    if component in _NORMS and leaf == "weight":
+        return [HubSlice(f"{prefix}.{_NORMS[component]}.weight")]
+    if component == "attention":
         module, _, kind = leaf.rpartition(".")
         if module in _ATTENTION:
             return [HubSlice(f"{prefix}.self_attn.{_ATTENTION[module]}.{kind}")]
-    if part == "moe" and leaf in _FUSED and (fused := f"{prefix}.mlp.experts.{_FUSED[leaf]}") in stored:
+    if component == "moe" and leaf in _FUSED and (fused := f"{prefix}.mlp.experts.{_FUSED[leaf]}") in stored:
         return [HubSlice(fused)]
     in_memory = f"{prefix}.mlp.gate.weight" in stored
     block = f"{prefix}.block_sparse_moe" if family == "mixtral" and not in_memory else f"{prefix}.mlp"
-    if rest == "moe.router.weight":
+    if local_name == "moe.router.weight":
         return [HubSlice(f"{block}.gate.weight")]
-    if rest == "moe.router.correction_bias":
+    if local_name == "moe.router.correction_bias":
         return [HubSlice(f"{block}.gate.e_score_correction_bias")]
     gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    if part == "dense" and leaf in ("w13", "w2"):
+    if component == "dense" and leaf in ("w13", "w2"):
         return _mlp(f"{prefix}.mlp", leaf, config.dense_ffn, gate, up, down)
-    if part == "moe" and leaf in ("shared.w13", "shared.w2"):
+    if component == "moe" and leaf in ("shared.w13", "shared.w2"):
         return _mlp(f"{block}.shared_experts", leaf[7:], config.moe.shared_ffn, gate, up, down)
-    if part == "moe" and leaf in ("experts.w13", "experts.w2"):
+    if component == "moe" and leaf in ("experts.w13", "experts.w2"):
         return [
-            HubSlice(piece.name, (expert, *piece.place))
+            HubSlice(mlp_slice.name, (expert, *mlp_slice.place))
             for expert in range(config.moe.num_experts)
-            for piece in _mlp(f"{block}.experts.{expert}", leaf[8:], config.moe.ffn, gate, up, down)
+            for mlp_slice in _mlp(f"{block}.experts.{expert}", leaf[8:], config.moe.ffn, gate, up, down)
         ]
     raise InputError(f"{family} has no tensor for {name!r}")
 
@@ -152,7 +152,9 @@ class HubFolder:
             CorruptFile: the file is damaged.
         """
         if name not in self._file_of:
-            raise InputError(f"{self.folder} has no tensor {name!r}; check that it contains this model with its head")
+            raise InputError(
+                f"{self.folder} has no tensor {name!r}; check that it contains this model with its output projection"
+            )
         path = self.folder / self._file_of[name]
         try:
             stored = self._handle(path.name).get_slice(name)
@@ -217,25 +219,26 @@ def read_shard(
         InputError, UnsupportedModel, CorruptFile: see ``HubFolder.read``.
     """
     for box in sharding.boxes(place, sizes, share):
-        for piece in made_of:
+        for hub_slice in made_of:
             # Bounds [start, end) of the hub tensor in the parameter, and their intersection [low, high) with the box.
-            bounds = [_bounds(index, size) for index, size in zip(piece.place, sharding.shape, strict=False)]
+            bounds = [_bounds(index, size) for index, size in zip(hub_slice.place, sharding.shape, strict=False)]
             bounds += [(0, size) for size in sharding.shape[len(bounds) :]]
-            low = [max(at, in_full.start) for (at, _), in_full in zip(bounds, box.full, strict=True)]
+            low = [max(start, in_full.start) for (start, _), in_full in zip(bounds, box.full, strict=True)]
             high = [min(end, in_full.stop) for (_, end), in_full in zip(bounds, box.full, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            into = tuple(
+            target = tuple(
                 slice(a - in_full.start + in_local.start, b - in_full.start + in_local.start)
                 for a, b, in_full, in_local in zip(low, high, box.full, box.local, strict=True)
             )
             # The hub tensor does not have the dimensions that an integer indexes.
-            dims = [d for d in range(len(low)) if not (d < len(piece.place) and isinstance(piece.place[d], int))]
+            integer_dims = {d for d, index in enumerate(hub_slice.place) if isinstance(index, int)}
+            dims = [d for d in range(len(low)) if d not in integer_dims]
             shape = tuple(bounds[d][1] - bounds[d][0] for d in dims)
             values = hub.read(
-                piece.name, tuple(slice(low[d] - bounds[d][0], high[d] - bounds[d][0]) for d in dims), shape
+                hub_slice.name, tuple(slice(low[d] - bounds[d][0], high[d] - bounds[d][0]) for d in dims), shape
             )
-            local[into] = values.view(local[into].shape).to(local.dtype)
+            local[target] = values.view(local[target].shape).to(local.dtype)
 
 
 def _bounds(index: slice | int, size: int) -> tuple[int, int]:
@@ -290,15 +293,15 @@ def write_folder(
     for name, full in tensors:
         if config.tie and name == HEAD:
             continue
-        made_of = hub_slices(config, family, name)
+        slices = hub_slices(config, family, name)
         expected = missing.pop(name, None)
         if expected is None:
             raise InputError(f"{name} was passed twice, or is not a tensor of the model")
         if expected != tuple(full.shape):
             raise InputError(f"{name} has shape {tuple(full.shape)}; the model requires {expected}")
-        for piece in made_of:
-            values = full[piece.place] if piece.place else full
-            buffered[piece.name] = values.detach().to("cpu", copy=True).contiguous()
+        for hub_slice in slices:
+            values = full[hub_slice.place] if hub_slice.place else full
+            buffered[hub_slice.name] = values.detach().to("cpu", copy=True).contiguous()
             buffered_bytes += values.nbytes
             total += values.nbytes
             if buffered_bytes >= max_bytes:

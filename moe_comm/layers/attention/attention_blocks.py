@@ -31,7 +31,7 @@ BLOCK_MIN, BLOCK_MAX = 128, 1024
 
 @dataclass(frozen=True)
 class SequenceChunk:
-    """Contiguous tokens: start ``at`` in the full sequence, start ``place`` in the local tensor, and ``size``."""
+    """Contiguous tokens. ``at``: first token in the full sequence; ``place``: first one in the local tensor."""
 
     at: int
     place: int
@@ -42,8 +42,9 @@ class SequenceChunk:
 class ScoreBlock:
     """One rectangle of the score matrix, in positions of the local tensors.
 
-    causal: only scores on or below the diagonal count; the block is square. mask_BQK: [rows or 1, Q, K] bool, True
-    where a query attends to a key; None: everywhere. first: no earlier block has these queries.
+    rows: sequences of the batch. causal: only scores on or below the diagonal count; the block is square. mask_BQK:
+    [rows or 1, Q, K] bool, True where a query attends to a key; None: everywhere. first: no earlier block has these
+    queries.
     """
 
     rows: slice
@@ -69,40 +70,43 @@ def plan_blocks(
     The result is empty if no query attends to a key. ``first`` means that these are the first keys for the queries.
     They must then be the keys of the same chunks, so that each query has a block.
     """
+    # Tokens that attend to each other: (rows, first token, end, whether it contains several documents).
     groups = [(slice(0, batch), 0, 2**62, False)] if documents is None else documents.groups
     masks: dict[tuple[int, int, int], Tensor] = {}
     blocks = []
-    for rows, begin, end, mixed in groups:
+    for rows, group_start, group_end, mixed in groups:
         for query in queries:
-            stop = min(query.at + query.size, end)
-            start = max(query.at, begin)
-            size = stop - start if window is None else min(max(window, BLOCK_MIN), BLOCK_MAX)
-            for at in range(start, stop, max(size, 1)):
-                until = min(at + size, stop)
+            chunk_end = min(query.at + query.size, group_end)
+            chunk_start = max(query.at, group_start)
+            size = chunk_end - chunk_start if window is None else min(max(window, BLOCK_MIN), BLOCK_MAX)
+            for query_start in range(chunk_start, chunk_end, max(size, 1)):
+                query_end = min(query_start + size, chunk_end)
                 is_first = first
                 for key in keys:
-                    low = max(key.at, begin, at - window + 1 if window is not None else 0)
-                    high = min(key.at + key.size, until)
-                    if low >= high:
+                    key_start = max(key.at, group_start, query_start - window + 1 if window is not None else 0)
+                    key_end = min(key.at + key.size, query_end)
+                    if key_start >= key_end:
                         continue
                     causal, mask_BQK = False, None
-                    in_window = window is None or until - low <= window
-                    if mixed or not in_window or high - 1 > at:
-                        causal = not mixed and in_window and (low, high) == (at, until)
+                    in_window = window is None or query_end - key_start <= window
+                    # A block without several documents, a window edge or the diagonal needs no mask.
+                    if mixed or not in_window or key_end - 1 > query_start:
+                        causal = not mixed and in_window and (key_start, key_end) == (query_start, query_end)
                         if not causal:
-                            shape = (at - low, until - at, high - low)
+                            shape = (query_start - key_start, query_end - query_start, key_end - key_start)
                             if shape not in masks:
                                 masks[shape] = _allowed(*shape, window, device)
                             mask_BQK = masks[shape]
                             if mixed:
                                 assert documents is not None
-                                runs = documents.runs_BS[rows]
-                                mask_BQK = mask_BQK & (runs[:, at:until, None] == runs[:, None, low:high])
+                                document_BS = documents.runs_BS[rows]
+                                query_BQ1 = document_BS[:, query_start:query_end, None]
+                                mask_BQK = mask_BQK & (query_BQ1 == document_BS[:, None, key_start:key_end])
                     blocks.append(
                         ScoreBlock(
                             rows,
-                            slice(at - query.at + query.place, until - query.at + query.place),
-                            slice(low - key.at + key.place, high - key.at + key.place),
+                            slice(query_start - query.at + query.place, query_end - query.at + query.place),
+                            slice(key_start - key.at + key.place, key_end - key.at + key.place),
                             causal,
                             mask_BQK,
                             is_first,
@@ -113,11 +117,11 @@ def plan_blocks(
 
 
 def _allowed(offset: int, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[1, Q, K] mask for queries that start ``offset`` tokens after the keys."""
-    ahead = offset + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
-    allowed = ahead >= 0
+    """Return the [1, Q, K] mask for queries that start ``offset`` tokens after the keys."""
+    distance = offset + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
+    allowed = distance >= 0
     if window is not None:
-        allowed &= ahead < window
+        allowed &= distance < window
     return allowed.unsqueeze(0)
 
 
@@ -147,17 +151,17 @@ class AttentionState:
         for block in blocks:
             q, k, v = _block_inputs(block, q_BhSd, k_BkSd, v_BkSd)
             out, lse = _attend(q, k, v, block, scale)
-            mine = AttentionState(self.out[block.rows, :, block.queries], self.lse[block.rows, :, block.queries])
+            state = AttentionState(self.out[block.rows, :, block.queries], self.lse[block.rows, :, block.queries])
             if block.first:
-                mine.out.copy_(out)
-                mine.lse.copy_(lse)
+                state.out.copy_(out)
+                state.lse.copy_(lse)
             else:
-                mine.merge(out, lse)
+                state.merge(out, lse)
 
     def merge(self, out: Tensor, lse: Tensor) -> None:
         """Merge the output and lse of the same queries for other keys."""
         merged = torch.logaddexp(self.lse, lse.to(self.lse.dtype))
-        # Without keys on either side this is -inf - -inf; the output stays 0.
+        # If neither side has keys, both lse are -inf and their difference is NaN; the output must stay 0.
         old, new = (self.lse - merged).exp_().nan_to_num_(0.0), (lse - merged).exp_().nan_to_num_(0.0)
         self.out.mul_(old.unsqueeze(-1)).addcmul_(out.to(self.out.dtype), new.unsqueeze(-1))
         self.lse.copy_(merged)
@@ -182,9 +186,10 @@ class AttentionGradients:
         """Add the contributions of ``blocks``. ``grad`` and ``out_lse`` belong to the output merged over all blocks."""
         for block in blocks:
             q, k, v = _block_inputs(block, *qkv)
-            mine = (block.rows, slice(None), block.queries)
-            dq, dk, dv = _attend_backward(grad[mine], out_lse[0][mine], out_lse[1][mine], q, k, v, block, scale)
-            self.q[mine] += dq
+            queries = (block.rows, slice(None), block.queries)
+            out, lse = (t[queries] for t in out_lse)
+            dq, dk, dv = _attend_backward(grad[queries], out, lse, q, k, v, block, scale)
+            self.q[queries] += dq
             self.k[block.rows, :, block.keys] += dk
             self.v[block.rows, :, block.keys] += dv
 
@@ -252,7 +257,7 @@ def _attend_backward(
 
 
 def _scores(q: Tensor, k: Tensor, block: ScoreBlock, scale: float) -> Tensor:
-    """[B, k heads, q heads per k head, Q, K] in wide precision, -inf where masked."""
+    """Return the scores [B, k heads, q heads per k head, Q, K] in wide precision, -inf where masked."""
     wide = accumulate_dtype(q.dtype)
     scores: Tensor = (q.to(wide).unflatten(1, (k.shape[1], -1)) @ k.to(wide).unsqueeze(2).mT) * scale
     if block.mask_BQK is not None:
@@ -263,14 +268,14 @@ def _scores(q: Tensor, k: Tensor, block: ScoreBlock, scale: float) -> Tensor:
 
 
 def _bias(mask_BQK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows or 1, 1, Q, K]: the mask as a bias of 0 and -inf, as the kernel requires it."""
+    """Return the mask as a bias of 0 and -inf, [rows or 1, 1, Q, K], as the kernel requires it."""
     return (
         torch.zeros(mask_BQK.shape, dtype=dtype, device=mask_BQK.device).masked_fill_(~mask_BQK, -math.inf).unsqueeze(1)
     )
 
 
 def _kernel(q: Tensor, block: ScoreBlock) -> str:
-    """Return the kernel for a block. CUDA's flash kernel needs 16-bit floats and no mask; "plain" has no limits."""
+    """Return the kernel for a block. CUDA's flash kernel needs 16-bit floats and no mask; "plain" supports all."""
     if q.device.type == "cpu":
         return "cpu flash"
     half = q.dtype in (torch.float16, torch.bfloat16)

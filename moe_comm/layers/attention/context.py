@@ -94,7 +94,7 @@ def context_attention(
 def local_attention(
     q_BShd: Tensor, k_BSkd: Tensor, v_BSkd: Tensor, scale: float, window: int | None, documents: Documents | None
 ) -> Tensor:
-    """[B, S, h, dv] causal attention of a full sequence on this rank, without an S x S mask."""
+    """Return the causal attention [B, S, h, dv] of a full sequence on this rank, without an S x S mask."""
     q, k, v = (t.transpose(1, 2) for t in (q_BShd, k_BSkd, v_BSkd))
     if documents is not None or (window is not None and window < q.shape[2]):
         return ring_attention(q, k, v, RingSpec(None, scale, window, documents)).transpose(1, 2)
@@ -104,8 +104,8 @@ def local_attention(
         k, v = (t.repeat_interleave(q.shape[1] // heads, 1) for t in (k, v))
     if q.device.type == "cpu" and width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))  # the CPU's flash kernel needs equal widths
-    shared = k.shape[1] != q.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
+    grouped = k.shape[1] != q.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return out[..., :width].transpose(1, 2)
 
 
@@ -136,7 +136,7 @@ def head_repeats(kv_heads: int, cp: int) -> int:
 
 
 def project_to_heads(x_BSD: Tensor, weight_ND: Tensor, group: ProcessGroup | None, overlap: Overlap) -> Tensor:
-    """[B, S, N / cp]: this rank's outputs of ``F.linear`` for all tokens, from [B, S / cp, D]. See ``matmul_swap``.
+    """Map [B, S / cp, D] to this rank's outputs of ``F.linear`` for all tokens, [B, S, N / cp]. See ``matmul_swap``.
 
     Args:
         weight_ND: outputs are ordered by the rank that receives them.
@@ -146,21 +146,22 @@ def project_to_heads(x_BSD: Tensor, weight_ND: Tensor, group: ProcessGroup | Non
 
 
 def project_from_heads(x_BSK: Tensor, weight_NK: Tensor, group: ProcessGroup | None, overlap: Overlap) -> Tensor:
-    """[B, S / cp, N]: ``F.linear`` of all inputs for this rank's tokens, from [B, S, K / cp]. See ``swap_matmul``."""
+    """Map [B, S, K / cp] to ``F.linear`` of all inputs for this rank's tokens, [B, S / cp, N]. See ``swap_matmul``."""
     check_cut(x_BSK, 1, group)
     y_TN = swap_matmul(_rows(x_BSK), cast_parameter(weight_NK, x_BSK), group, overlap)
     return y_TN.view(-1, x_BSK.shape[0], y_TN.shape[1]).transpose(0, 1)
 
 
 def _rows(x_BSD: Tensor) -> Tensor:
-    """[S * B, D] ordered by token, in the compute dtype: each rank holds contiguous rows."""
+    """Return x as [S * B, D] in the compute dtype, ordered by token, so that each rank holds contiguous rows."""
     return x_BSD.to(compute_dtype(x_BSD)).transpose(0, 1).reshape(-1, x_BSD.shape[-1])
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[:3] != v.shape[:3] or k.shape[-1] != q.shape[-1]:
         raise InputError(
-            "queries, keys and values must be [B, S, heads, width] of one batch and sequence; "
+            "queries, keys and values must be [B, S, heads, width] with equal B and S, equal numbers of key and value "
+            "heads, and equal widths of queries and keys; "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
 

@@ -218,8 +218,8 @@ class Attention(LatentProjections):
             x_BSD: [B, S / (cp * tp), D], or [B, S / cp, D] without ``sequence_parallel``.
             positions_BS: [B or 1, S / cp] integer positions of the cp rank's tokens for RoPE, or their ``rope.table``.
                 None: positions in the full sequence. Causality depends on the order in the sequence, not on positions.
-            documents: packed documents, or the ids [B, S / cp] of the cp rank's tokens. ``Documents.of`` gathers ids
-                once for all layers; ids are gathered in each call. None: each sequence is one document.
+            documents: packed documents, or the ids [B, S / cp] of the cp rank's tokens. Ids are gathered over the
+                cp ranks in each call, ``Documents.of`` gathers them once. None: each sequence is one document.
 
         Returns:
             A tensor of the shape of ``x_BSD``.
@@ -250,8 +250,9 @@ class Attention(LatentProjections):
         assert overlap is not None
         check_documents(documents, x_BSD.shape[0], table.cos.shape[1] * group_size(self.cp_group))
         if mla is None and isinstance(self.q_norm, FullNorm):
-            own = self._heads(self._projected(x_BSD), self._rotation(table))
-            q, k, v = to_heads(*own, self.cp_group)
+            # The norm sums over all heads of a token, so it must run before the all-to-all.
+            local_qkv = self._heads(self._projected(x_BSD), self._rotation(table))
+            q, k, v = to_heads(*local_qkv, self.cp_group)
         else:
             rotate = self._rotation(self._full_table(table, in_order))
             if mla is not None:
@@ -309,7 +310,7 @@ class Attention(LatentProjections):
         q, k, v = projected
         if isinstance(self.q_norm, FullNorm) and isinstance(self.k_norm, FullNorm):
             squares = torch.stack([t.to(accumulate_dtype(t.dtype)).square().sum(-1) for t in (q, k)], -1)
-            # Each rank uses the sum for its own heads, so the gradients of the sum are added as well.
+            # Each rank normalizes its own heads by this sum, so backward adds the gradients of all ranks.
             total = copy_to(sum_over(squares, self.tp_group), self.tp_group)
             q, k = self.q_norm(q, total[..., :1]), self.k_norm(k, total[..., 1:])
         if config.clip_qkv is not None:
@@ -317,12 +318,12 @@ class Attention(LatentProjections):
         q, k, v = (t.unflatten(-1, (-1, config.head_dim)) for t in (q, k, v))
         if isinstance(self.q_norm, HeadNorm) and isinstance(self.k_norm, HeadNorm):
             q, k = recomputed_block(self.q_norm, q), recomputed_block(self.k_norm, k)
-        # Without a norm, storing the input of the rotation costs as much as storing its output.
+        # Without a norm, recomputing saves no memory: the rotation's input is as large as its output.
         q, k = (recomputed(rotate, t) if isinstance(self.q_norm, HeadNorm) else rotate(t) for t in (q, k))
         return q, k, v
 
     def _projected(self, x_BSD: Tensor) -> Sequence[Tensor]:
-        # Use the weights directly: each layer would gather, or sum the gradient, again.
+        # Use the weights directly: the forward of each layer would gather x again, or sum its gradient again.
         layers = (self.q, self.k, self.v)
         if self.overlap is None or self.sequence_dim is None or group_size(self.tp_group) == 1:
             x_BSD = gather_input(x_BSD, self.tp_group, self.sequence_dim)
@@ -330,26 +331,29 @@ class Attention(LatentProjections):
         weight = torch.cat(tuple(layer.weight for layer in layers))
         biases = tuple(layer.bias for layer in layers if layer.bias is not None)
         bias = torch.cat(biases) if biases else None
-        joined = column_linear(x_BSD, weight, self.tp_group, self.sequence_dim, self.overlap, bias)
-        return torch.split(joined, [layer.weight.shape[0] for layer in layers], -1)
+        qkv = column_linear(x_BSD, weight, self.tp_group, self.sequence_dim, self.overlap, bias)
+        return torch.split(qkv, [layer.weight.shape[0] for layer in layers], -1)
 
     def _projected_to_heads(self, x_BSD: Tensor, overlap: Overlap) -> Sequence[Tensor]:
-        """Return this cp rank's q, k and v of the full sequence. Shared heads are computed for each rank."""
+        """Return this cp rank's q, k and v of the full sequence.
+
+        A key and value head that several cp ranks need is projected once for each of them.
+        """
         cp, rank = group_size(self.cp_group), group_rank(self.cp_group)
         repeats = head_repeats(self.k.weight.shape[0] // self.config.head_dim, cp)
 
-        def by_rank(of_heads: Tensor, times: int) -> Tensor:
-            if times > 1:
-                of_heads = of_heads.unflatten(0, (-1, self.config.head_dim)).repeat_interleave(times, 0).flatten(0, 1)
-            return of_heads.view(cp, -1, *of_heads.shape[1:])
+        def rows_by_rank(param: Tensor, copies: int) -> Tensor:
+            if copies > 1:
+                param = param.unflatten(0, (-1, self.config.head_dim)).repeat_interleave(copies, 0).flatten(0, 1)
+            return param.view(cp, -1, *param.shape[1:])
 
         layers = ((self.q, 1), (self.k, repeats), (self.v, repeats))
-        weights = [by_rank(layer.weight, times) for layer, times in layers]
-        joined = project_to_heads(x_BSD, torch.cat(weights, 1).flatten(0, 1), self.cp_group, overlap)
-        biases = [by_rank(layer.bias, times)[rank] for layer, times in layers if layer.bias is not None]
+        weights = [rows_by_rank(layer.weight, copies) for layer, copies in layers]
+        qkv = project_to_heads(x_BSD, torch.cat(weights, 1).flatten(0, 1), self.cp_group, overlap)
+        biases = [rows_by_rank(layer.bias, copies)[rank] for layer, copies in layers if layer.bias is not None]
         if biases:
-            joined = joined + torch.cat(biases).to(joined.dtype)
-        return torch.split(joined, [weight.shape[1] for weight in weights], -1)
+            qkv = qkv + torch.cat(biases).to(qkv.dtype)
+        return torch.split(qkv, [weight.shape[1] for weight in weights], -1)
 
     def _table(self, x_BSD: Tensor, length: int, positions_BS: Tensor | RopeTable | None) -> RopeTable:
         if isinstance(positions_BS, RopeTable):

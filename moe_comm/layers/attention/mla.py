@@ -81,7 +81,7 @@ class LatentProjections(ParallelModule):
 
         ``gather`` may be a function that gathers all latents at once before the up-projections.
         """
-        # Under autocast the projections' outputs are narrower than x, and one wide tensor would widen ``packed``.
+        # Under autocast the projections return a narrower dtype than x. One fp32 tensor would make ``packed`` fp32.
         x_q = x_BSD.to(compute_dtype(x_BSD)) if mla.q_rank is None else self.q_a_norm(self.q_a(x_BSD))
         latent, shared_key = self.kv_a(x_BSD).split([mla.kv_rank, mla.rope_dim], -1)
         latent = self.kv_a_norm(latent)
@@ -92,7 +92,7 @@ class LatentProjections(ParallelModule):
             widths = [x_q.shape[-1], mla.kv_rank, mla.rope_dim]
             linear, (x_q, latent, shared_key) = nn.functional.linear, gather(packed).split(widths, -1)
         up = self.q if mla.q_rank is None else self.q_b
-        # Use the weights directly: the layer itself would gather, or sum the gradient, again.
+        # Use the weights directly: the forward of the layer would gather its input again, or sum its gradient again.
         q = linear(x_q, up.weight).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
         kv = linear(latent, self.kv_b.weight).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
         q_plain, q_rotated = q.split([mla.nope_dim, mla.rope_dim], -1)

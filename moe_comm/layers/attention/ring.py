@@ -49,16 +49,16 @@ class RingSpec:
     def blocks(self, q_BhSd: Tensor, key_rank: int, query_rank: int | None = None) -> list[ScoreBlock]:
         """Return the score blocks of the queries of ``query_rank`` (None: this rank) and the keys of ``key_rank``.
 
-        Blocks for this rank's own keys are the first ones of their queries.
+        Blocks with this rank's own keys are marked ``first``: no earlier block has their queries.
         """
         cp, rank = group_size(self.group), group_rank(self.group)
         query_rank = rank if query_rank is None else query_rank
         batch, length = q_BhSd.shape[0], q_BhSd.shape[2] * cp
 
-        def make() -> list[ScoreBlock]:
+        def plan() -> list[ScoreBlock]:
             chunks = [
-                [SequenceChunk(*chunk) for chunk in chunks_of(length, cp, who, "ring")]
-                for who in (query_rank, key_rank)
+                [SequenceChunk(*chunk) for chunk in chunks_of(length, cp, holder, "ring")]
+                for holder in (query_rank, key_rank)
             ]
             return plan_blocks(
                 *chunks,
@@ -70,18 +70,18 @@ class RingSpec:
             )
 
         if self.documents is None:
-            return make()
+            return plan()
         key = (batch, length, cp, query_rank, key_rank, key_rank == rank, self.window, q_BhSd.device)
         if key not in self.documents.plans:
-            self.documents.plans[key] = make()
+            self.documents.plans[key] = plan()
         blocks: list[ScoreBlock] = self.documents.plans[key]
         return blocks
 
-    def begin(self, what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raise ``RankMismatch`` on every rank if the calls of the ranks differ and calls are compared."""
+    def begin(self, operation: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise ``RankMismatch`` on every rank if the ranks call with different arguments and checks are enabled."""
         if self.group is not None and group_size(self.group) > 1:
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-            description = f"{what} of {shapes} {str(q.dtype).removeprefix('torch.')}, window {self.window}"
+            description = f"{operation} of {shapes} {str(q.dtype).removeprefix('torch.')}, window {self.window}"
             channel_of(self.group).compare_before_transfer(description, q)
 
 
@@ -100,8 +100,8 @@ class _Ring(torch.autograd.Function):
         spec.begin("ring attention", q, k, v)
         state = AttentionState.empty(q, v.shape[-1])
         with without_autocast(q):
-            for key_rank, (k_here, v_here) in ring_steps([k, v], spec, "ring attention, keys and values"):
-                state.add(q, k_here, v_here, spec.blocks(q, key_rank), spec.scale)
+            for key_rank, (k_step, v_step) in ring_steps([k, v], spec, "ring attention, keys and values"):
+                state.add(q, k_step, v_step, spec.blocks(q, key_rank), spec.scale)
         out = state.out.to(q.dtype)
         ctx.spec = spec
         ctx.save_for_backward(q, k, v, out, state.lse)
@@ -116,29 +116,29 @@ class _Ring(torch.autograd.Function):
         wide = lse.dtype
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
 
-        def add(keys: tuple[Tensor, Tensor], blocks: Sequence[ScoreBlock]) -> Tensor:
+        def gradients_for(keys: tuple[Tensor, Tensor], blocks: Sequence[ScoreBlock]) -> Tensor:
             sums = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)
             AttentionGradients(dq, *_views(sums, k, v)).add(grad, (out, lse), (q, *keys), blocks, spec.scale)
             return sums
 
         first, second = split_own_blocks(spec.blocks(q, group_rank(spec.group)), spec)
-        returning: Callable[[], Tensor] | None = None
-        for step, (key_rank, (k_here, v_here)) in enumerate(
+        receive_sums: Callable[[], Tensor] | None = None
+        for step, (key_rank, (k_step, v_step)) in enumerate(
             ring_steps([k, v], spec, "ring attention backward, keys and values")
         ):
-            sums = add((k_here, v_here), spec.blocks(q, key_rank) if step else first)
-            if returning is not None:
-                sums += returning()
+            sums = gradients_for((k_step, v_step), spec.blocks(q, key_rank) if step else first)
+            if receive_sums is not None:
+                sums += receive_sums()
             # Send to the rank that receives these keys next; after the last step, to their owner.
-            returning = _send(sums, spec, "ring attention backward, the gradients of keys and values")
-        assert returning is not None
-        rest = add((k, v), second) if second else None
-        sums = returning()
-        dk, dv = _views(sums if rest is None else sums + rest, k, v)
+            receive_sums = _send(sums, spec, "ring attention backward, the gradients of keys and values")
+        assert receive_sums is not None
+        second_sums = gradients_for((k, v), second) if second else None
+        sums = receive_sums()
+        dk, dv = _views(sums if second_sums is None else sums + second_sums, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-def ring_steps(mine: Sequence[Tensor], spec: RingSpec, what: str) -> Iterator[tuple[int, list[Tensor]]]:
+def ring_steps(local_tensors: Sequence[Tensor], spec: RingSpec, operation: str) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield (owner, tensors) for each step: this rank's tensors, then those of the previous ranks in the ring.
 
     The tensors of a step are sent to the next rank before they are yielded, so the transfer overlaps with the caller's
@@ -146,12 +146,12 @@ def ring_steps(mine: Sequence[Tensor], spec: RingSpec, what: str) -> Iterator[tu
     """
     cp, rank = group_size(spec.group), group_rank(spec.group)
     if cp == 1:
-        yield 0, list(mine)
+        yield 0, list(local_tensors)
         return
-    packed = pack(mine)
+    packed = pack(local_tensors)
     for step in range(cp):
-        receive = _send(packed, spec, what) if step + 1 < cp else None
-        yield (rank - step) % cp, unpack(packed, mine)
+        receive = _send(packed, spec, operation) if step + 1 < cp else None
+        yield (rank - step) % cp, unpack(packed, local_tensors)
         if receive is not None:
             packed = receive()
 
@@ -166,7 +166,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """View ``packed`` as tensors with the shapes and dtypes of ``like``."""
-    return [packed[at].view(t.dtype).view(t.shape) for at, t in zip(_byte_ranges(like), like, strict=True)]
+    return [packed[span].view(t.dtype).view(t.shape) for span, t in zip(_byte_ranges(like), like, strict=True)]
 
 
 def _byte_ranges(tensors: Sequence[Tensor]) -> list[slice]:
@@ -186,10 +186,10 @@ def split_own_blocks(blocks: list[ScoreBlock], spec: RingSpec) -> tuple[list[Sco
     return blocks[:cut], [replace(block, first=False) for block in blocks[cut:]]
 
 
-def _send(packed: Tensor, spec: RingSpec, what: str) -> Callable[[], Tensor]:
+def _send(packed: Tensor, spec: RingSpec, operation: str) -> Callable[[], Tensor]:
     if spec.group is None:
         return lambda: packed
-    return channel_of(spec.group).rotate(packed, f"{what}, {packed.nbytes} bytes")
+    return channel_of(spec.group).rotate(packed, f"{operation}, {packed.nbytes} bytes")
 
 
 def _views(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

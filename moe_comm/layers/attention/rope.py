@@ -56,7 +56,7 @@ class Rope:
         return yarn_mscale(yarn.factor)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """[d / 2] radians per token, fp32."""
+        """Return the angle of each pair per token in radians, fp32 [dim / 2] on ``device``."""
         if device not in self._tables:
             with torch.no_grad():
                 # Computed on the host, so that all devices rotate by the same bits.
@@ -83,12 +83,12 @@ class Rope:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature for a context ``factor`` times longer (its equation 22)."""
+    """Return YaRN's temperature for a context ``factor`` times longer (its equation 22)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def softmax_scale(width: int, yarn: Yarn | None) -> float:
-    """Scale of the scores of heads of ``width``; DeepSeek multiplies by YaRN's ``mscale_all_dim`` squared."""
+    """Return the scale of the scores of heads of ``width``. DeepSeek multiplies by YaRN's temperature squared."""
     scale: float = width**-0.5
     if yarn is not None and yarn.mscale_all_dim:
         scale *= yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2
@@ -96,19 +96,19 @@ def softmax_scale(width: int, yarn: Yarn | None) -> float:
 
 
 def frequencies(config: RopeConfig, dim: int) -> Tensor:
-    """[dim / 2] radians per token of each pair, fp32, on the host."""
+    """Return the angle of each pair per token in radians, fp32 [dim / 2], on the host."""
     powers = config.theta ** (torch.arange(0, dim, 2, dtype=torch.float, device="cpu") / dim)
     yarn = config.yarn
     if yarn is None:
         return 1.0 / powers
 
-    def pair_turning(times: float) -> float:
-        """Return the pair, as a fraction of ``dim``, that rotates ``times`` times within the original length."""
-        turns = math.log(yarn.original_length / (times * 2 * math.pi))
-        return dim * turns / (2 * math.log(config.theta))
+    def pair_rotating(rotations: float) -> float:
+        """Return the pair, as a fraction of ``dim``, that rotates ``rotations`` times in the original length."""
+        log_ratio = math.log(yarn.original_length / (rotations * 2 * math.pi))
+        return dim * log_ratio / (2 * math.log(config.theta))
 
-    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_turning(yarn.beta_slow)), dim - 1)
+    low = max(math.floor(pair_rotating(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_rotating(yarn.beta_slow)), dim - 1)
     width = high - low if high != low else 0.001  # as in transformers, to avoid a division by zero
     ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float, device="cpu") - low) / width, 0, 1)
     keep = 1 - ramp

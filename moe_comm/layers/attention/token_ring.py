@@ -52,15 +52,15 @@ class _TokenRing(torch.autograd.Function):
             spec, "token ring attention, outputs", lambda received: state.merge(received[1], received[0])
         )
         with without_autocast(q):
-            for query_rank, (q_here,) in ring_steps([q], spec, "token ring attention, queries"):
+            for query_rank, (q_step,) in ring_steps([q], spec, "token ring attention, queries"):
                 if query_rank == rank:
                     state.add(q, k, v, first, spec.scale)
                     continue
                 part = AttentionState.no_keys(q, v.shape[-1])
-                part.add(q_here, k, v, spec.blocks(q, rank, query_rank), spec.scale)
+                part.add(q_step, k, v, spec.blocks(q, rank, query_rank), spec.scale)
                 results.send([part.lse, part.out.to(q.dtype)])
             state.add(q, k, v, second, spec.scale)
-            results.take()
+            results.wait()
         out = state.out.to(q.dtype)
         ctx.spec = spec
         ctx.save_for_backward(q, k, v, out, state.lse)
@@ -78,42 +78,42 @@ class _TokenRing(torch.autograd.Function):
         results = _ResultReturn(
             spec, "token ring attention backward, gradients of queries", lambda received: dq.add_(received[0])
         )
-        mine = [lse, q, grad.to(q.dtype), out]
-        for query_rank, (lse_here, q_here, grad_here, out_here) in ring_steps(
-            mine, spec, "token ring attention backward, queries"
+        local_tensors = [lse, q, grad.to(q.dtype), out]
+        for query_rank, (lse_step, q_step, grad_step, out_step) in ring_steps(
+            local_tensors, spec, "token ring attention backward, queries"
         ):
             if query_rank == rank:
                 AttentionGradients(dq, dk, dv).add(grad, (out, lse), (q, k, v), first, spec.scale)
                 continue
             part = torch.zeros_like(dq)
             blocks = spec.blocks(q, rank, query_rank)
-            AttentionGradients(part, dk, dv).add(grad_here, (out_here, lse_here), (q_here, k, v), blocks, spec.scale)
+            AttentionGradients(part, dk, dv).add(grad_step, (out_step, lse_step), (q_step, k, v), blocks, spec.scale)
             results.send([part])
         AttentionGradients(dq, dk, dv).add(grad, (out, lse), (q, k, v), second, spec.scale)
-        results.take()
+        results.wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 class _ResultReturn:
-    """Returns results to the owners of the queries, one per step; passes received results to ``use`` in order."""
+    """Returns results to the owners of the queries, one per step; passes received results to ``consume`` in order."""
 
-    def __init__(self, spec: RingSpec, what: str, use: Callable[[list[Tensor]], object]) -> None:
-        self._spec, self._what, self._use = spec, what, use
+    def __init__(self, spec: RingSpec, operation: str, consume: Callable[[list[Tensor]], object]) -> None:
+        self._spec, self._operation, self._consume = spec, operation, consume
         self._step = 0
         self._pending: Callable[[], list[Tensor]] | None = None
 
     def send(self, tensors: list[Tensor]) -> None:
         """Start to send this step's results to the owner of the queries."""
-        self.take()
+        self.wait()
         assert self._spec.group is not None
         self._step += 1
         packed = pack(tensors)
-        description = f"{self._what}, {packed.nbytes} bytes"
+        description = f"{self._operation}, {packed.nbytes} bytes"
         receive = channel_of(self._spec.group).rotate(packed, description, -self._step)
         self._pending = lambda: unpack(receive(), tensors)
 
-    def take(self) -> None:
-        """Wait for the pending results for this rank's queries, and use them."""
+    def wait(self) -> None:
+        """Wait for the pending results for this rank's queries, and consume them."""
         if self._pending is not None:
-            self._use(self._pending())
+            self._consume(self._pending())
             self._pending = None

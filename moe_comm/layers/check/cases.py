@@ -33,7 +33,11 @@ class CheckBatch:
 
 @dataclass(frozen=True)
 class CaseShape:
-    """Shape of a case. tokens: of an ordinary rank. experts: all in the router. real: those with parameters."""
+    """Shape of a case.
+
+    tokens: tokens per rank, unless the case changes them. experts: all experts of the router. real: those of them that
+    have parameters (not zero-computation experts).
+    """
 
     tokens: int
     hidden: int
@@ -53,7 +57,7 @@ def tokens_of(case: str, tokens: int, rank: int, world: int) -> int:
     return tokens
 
 
-def _ids(case: str, tokens: int, shape: CaseShape, generator: torch.Generator) -> Tensor:
+def _expert_ids(case: str, tokens: int, shape: CaseShape, generator: torch.Generator) -> Tensor:
     usable = max(shape.top_k, shape.experts // 4) if case == "empty experts" else shape.experts
     ids_TK = torch.rand(tokens, usable, generator=generator).topk(shape.top_k, dim=1).indices
     if case == "all to one expert":
@@ -74,7 +78,7 @@ def make_batch(case: str, shape: CaseShape, seed: int, rank: int, world: int) ->
     grad_TD = torch.randn(tokens, shape.hidden, generator=generator)
     ids_TK = weights_TK = None
     if case != "routed":
-        ids_TK = _ids(case, tokens, shape, generator).to(shape.device)
+        ids_TK = _expert_ids(case, tokens, shape, generator).to(shape.device)
         wide = torch.promote_types(shape.dtype, torch.float32)
         weights_TK = torch.rand(tokens, shape.top_k, generator=generator).to(shape.device, wide)
     return CheckBatch(x_TD.to(shape.device, shape.dtype), grad_TD.to(shape.device, shape.dtype), ids_TK, weights_TK)

@@ -130,7 +130,7 @@ def check_grads(
         tokens, layer.router.hidden, router.num_choices, layer.num_experts, router.top_k, weight.dtype, weight.device
     )
     allowed = TOLERANCE[weight.dtype] if tolerance is None else tolerance
-    # Slices of an expert are added in another order than the complete expert.
+    # With etp > 1 the partial sums of an expert's slices are added, so the summation order differs from one rank's.
     exact = dispatcher.options.deterministic and weight.device.type == "cpu" and layer.sizes["etp"] == 1
     single_rank, float64_copy = single_rank_copy(layer), single_rank_copy(layer, torch.float64)
     comparisons: list[Comparison] = []
@@ -204,13 +204,13 @@ def _check_case(
     allowed: float,
 ) -> list[Comparison]:
     rank, world = layer.dispatcher.rank, layer.dispatcher.world
-    full = concat_batches(batches)
-    mine = _run(layer, batches[rank], MoELayer.__call__)
-    mine = {name: _sum_replicated(name, value, layer) for name, value in mine.items()}
+    full_batch = concat_batches(batches)
+    local_results = _run(layer, batches[rank], MoELayer.__call__)
+    local_results = {name: _sum_replicated(name, value, layer) for name, value in local_results.items()}
     first = sum(b.x_TD.shape[0] for b in batches[:rank])
     tokens = slice(first, first + batches[rank].x_TD.shape[0])
 
-    def own(name: str, value: Tensor) -> Tensor:
+    def local_part(name: str, value: Tensor) -> Tensor:
         if name in ("output", "input", "routing weights"):
             return value[tokens]
         sharding = layer.shardings().get(name)
@@ -218,24 +218,25 @@ def _check_case(
 
     comparisons = []
     if world > 1:
-        reference = _run(single_rank, full, MoELayer.__call__)
-        for name, value in mine.items():
+        reference = _run(single_rank, full_batch, MoELayer.__call__)
+        for name, value in local_results.items():
             required = None if exact and not name.startswith(REPLICATED) else allowed
-            comparisons.append(compare(case, name, "EP 1", value, own(name, reference[name]), required))
+            comparisons.append(compare(case, name, "EP 1", value, local_part(name, reference[name]), required))
     # In float64 the router may select other experts if two scores are nearly equal, so reuse the selection.
-    ids_TK = single_rank.router(full.x_TD).ids_TK if full.ids_TK is None else None
+    ids_TK = single_rank.router(full_batch.x_TD).ids_TK if full_batch.ids_TK is None else None
 
-    def plain(copy: MoELayer, x_TD: Tensor, routing: Routing | None) -> Tensor:
+    def float64_forward(copy: MoELayer, x_TD: Tensor, routing: Routing | None) -> Tensor:
         if routing is None:
             routing = copy.router(x_TD, ids_TK=ids_TK)
         y_TD = plain_forward(copy, x_TD, routing)
         return y_TD if routing.aux_loss is None else attach_loss(y_TD, routing.aux_loss)
 
-    weights_TK = None if full.weights_TK is None else full.weights_TK.double()
-    wide = replace(full, x_TD=full.x_TD.double(), grad_TD=full.grad_TD.double(), weights_TK=weights_TK)
-    reference = _run(float64_copy, wide, plain)
-    for name, value in mine.items():
-        comparisons.append(compare(case, name, "float64", value, own(name, reference[name]), allowed))
+    weights_TK = None if full_batch.weights_TK is None else full_batch.weights_TK.double()
+    x_TD, grad_TD = full_batch.x_TD.double(), full_batch.grad_TD.double()
+    float64_batch = replace(full_batch, x_TD=x_TD, grad_TD=grad_TD, weights_TK=weights_TK)
+    reference = _run(float64_copy, float64_batch, float64_forward)
+    for name, value in local_results.items():
+        comparisons.append(compare(case, name, "float64", value, local_part(name, reference[name]), allowed))
     return comparisons
 
 

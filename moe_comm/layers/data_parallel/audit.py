@@ -12,8 +12,10 @@ of sampled elements with fixed signs.
     f of e different on ranks with different experts       else: reduced as if experts were replicated
     (f of q) / (s of q of all ranks), and the same of e    equal: both sums, or both means; scaling cancels out
 
-All probes must have the same ratio. So loops that change gradients element by element (clipping by value, weight decay
-in the gradient) are not compared. Steps 1, 2, 4, 8, ... are checked; each check is one exchange of 392 bytes.
+The ratio is compared only if all probes of a parameter have the same one. So loops that change gradients element by
+element (clipping by value, weight decay in the gradient) pass this check.
+
+Steps 1, 2, 4, 8, ... are checked; each check is one exchange of 392 bytes.
 """
 
 from __future__ import annotations
@@ -46,18 +48,18 @@ class _ProbeRecorder:
         self._param, self.active = weakref.ref(param), True
         self._sums_2N = torch.zeros(2, NUM_PROBES, dtype=torch.float64)
 
-    def deliver(self, grad: Tensor) -> None:
+    def record(self, grad: Tensor) -> None:
         """Record a gradient that backward is about to accumulate."""
         if not self.active:
             return
-        held = self._held()
-        if held is None or not _probe(held)[1].any():
+        grad_now = self._current_grad()
+        if grad_now is None or not _probe(grad_now)[1].any():
             self._sums_2N.zero_()
         elif not self._sums_2N[1].any():
             self._sums_2N[0] = math.nan  # the gradient was not cleared after the last step: it cannot be compared
         self._sums_2N += _probe(grad)
 
-    def _held(self) -> Tensor | None:
+    def _current_grad(self) -> Tensor | None:
         param = self._param()
         return None if param is None else param.grad
 
@@ -66,8 +68,8 @@ class _ProbeRecorder:
 
         Rows: the sums of the gradients of backward, their magnitudes, and the sums of the gradient for the optimizer.
         """
-        held = self._held()
-        final_2N = torch.zeros_like(self._sums_2N) if held is None else _probe(held)
+        grad_now = self._current_grad()
+        final_2N = torch.zeros_like(self._sums_2N) if grad_now is None else _probe(grad_now)
         probes_3N = torch.cat((self._sums_2N, final_2N[:1]))
         self._sums_2N.zero_()
         return probes_3N
@@ -89,17 +91,17 @@ class Audit:
         self.label, self.ep_group = label, ep_group
         self.group = ep_group if dist.get_world_size(ep_group) == dist.get_world_size() else None
         self._steps, self._stopped = 0, False
-        self._of_expert, self._of_replicated = _ProbeRecorder(expert), _ProbeRecorder(replicated)
-        replicated.register_hook(self._of_replicated.deliver)
+        self._expert_recorder, self._replicated_recorder = _ProbeRecorder(expert), _ProbeRecorder(replicated)
+        replicated.register_hook(self._replicated_recorder.record)
 
     def expert_delivered(self, grad: Tensor) -> None:
         """Record a gradient of ``expert`` from backward, before it is scaled."""
-        self._of_expert.deliver(grad)
+        self._expert_recorder.record(grad)
 
     def stop(self) -> None:
         """Disable all further checks."""
         self._stopped = True
-        self._of_expert.active = self._of_replicated.active = False
+        self._expert_recorder.active = self._replicated_recorder.active = False
 
     def before_step(self) -> None:
         """Check the gradients that an optimizer is about to use. Collective over the group.
@@ -111,18 +113,19 @@ class Audit:
             return
         self._steps += 1
         due = _power_of_two(self._steps)
-        self._of_expert.active = self._of_replicated.active = _power_of_two(self._steps + 1)
+        # Record probes only in steps that will be checked.
+        self._expert_recorder.active = self._replicated_recorder.active = _power_of_two(self._steps + 1)
         if not due:
             return
-        place = torch.tensor([dist.get_rank(self.ep_group)], dtype=torch.float64)
-        local = torch.cat((place, self._of_replicated.take().flatten(), self._of_expert.take().flatten()))
+        ep_rank = torch.tensor([dist.get_rank(self.ep_group)], dtype=torch.float64)
+        local = torch.cat((ep_rank, self._replicated_recorder.take().flatten(), self._expert_recorder.take().flatten()))
         group = self.group or self.ep_group
         rows = gather_values(local, group, f"comparing the gradients of layer {self.label!r}")
         replicated_W3N, experts_W3N = rows[:, 1:].view(-1, 2, 3, NUM_PROBES).unbind(1)
-        by_place = [experts_W3N[rows[:, 0] == place] for place in rows[:, 0].unique()]
+        by_ep_rank = [experts_W3N[rows[:, 0] == ep_rank] for ep_rank in rows[:, 0].unique()]
         problem = _replicated_differ(replicated_W3N)
         if problem is None and self.group is not None:
-            problem = _experts_reduced_as_replicated(experts_W3N) or _conventions_differ(replicated_W3N, by_place)
+            problem = _experts_reduced_as_replicated(experts_W3N) or _conventions_differ(replicated_W3N, by_ep_rank)
         if problem is not None:
             raise GradientMismatch(f"layer {self.label!r}: {problem}")
 
@@ -132,7 +135,7 @@ def _power_of_two(step: int) -> bool:
 
 
 def _probe(grad: Tensor) -> Tensor:
-    """Return [2, N]: signed sums of sampled elements, and the sums of their magnitudes."""
+    """Return the probes of ``grad`` [2, N]: signed sums of sampled elements, and the sums of their magnitudes."""
     flat = grad.detach().reshape(-1)
     stride = max(1, flat.numel() // (NUM_PROBES * SAMPLES))
     sampled = flat[::stride][: NUM_PROBES * SAMPLES].double().cpu()
@@ -166,8 +169,8 @@ def _experts_reduced_as_replicated(experts_W3N: Tensor) -> str | None:
     )
 
 
-def _conventions_differ(replicated_W3N: Tensor, by_place: Sequence[Tensor]) -> str | None:
-    expected, ratios = _ratio(replicated_W3N), [r for same in by_place if (r := _ratio(same)) is not None]
+def _conventions_differ(replicated_W3N: Tensor, by_ep_rank: Sequence[Tensor]) -> str | None:
+    expected, ratios = _ratio(replicated_W3N), [r for probes_W3N in by_ep_rank if (r := _ratio(probes_W3N)) is not None]
     if expected is None or not ratios:
         return None
     if not all(_close(ratios[0], ratio) for ratio in ratios):
@@ -176,8 +179,8 @@ def _conventions_differ(replicated_W3N: Tensor, by_place: Sequence[Tensor]) -> s
             f"{max(ratios):.4g}. Clip with torch.nn.utils.clip_grad_norm_ or moe_comm.clip_grad_norm_, not by the norm "
             "of one rank's gradients"
         )
-    ranks, copies = len(replicated_W3N), len(replicated_W3N) // len(by_place)
-    # Only factors of a sum or a mean over ranks, as loops may clip experts by a separate norm.
+    ranks, copies = len(replicated_W3N), len(replicated_W3N) // len(by_ep_rank)
+    # Report only factors by which a sum differs from a mean: a loop may clip experts by a separate norm.
     factors = {ranks, copies, ranks // copies} - {1}
     if not any(_close(ratios[0] * f, expected) or _close(ratios[0], expected * f) for f in factors):
         return None

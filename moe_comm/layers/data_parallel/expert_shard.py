@@ -117,7 +117,7 @@ class ExpertShard(Tensor):
     - As a value of a state dict, it cannot be saved with ``torch.save``, safetensors or pickle, which would write one
     rank's experts as if they were all experts.
 
-    ``local()`` returns the plain tensor. Element-wise results of values of a state dict are such values as well.
+    ``local()`` returns the plain tensor. Element-wise results of state-dict values are state-dict values, too.
     Results of other operations are plain tensors.
     """
 
@@ -137,8 +137,8 @@ class ExpertShard(Tensor):
         if isinstance(local, ExpertShard):
             return local
         dtensor = local if is_dtensor(local) else None
-        held = local if dtensor is None else dtensor.to_local()
-        shard: ExpertShard = held.as_subclass(ExpertShard)
+        values = local if dtensor is None else dtensor.to_local()
+        shard: ExpertShard = values.as_subclass(ExpertShard)
         shard.shards, shard.name_in_module, shard.dtensor = shards, name, dtensor
         shard.in_state_dict = in_state_dict
         return shard
@@ -148,11 +148,16 @@ class ExpertShard(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
-    def _like(self, local: Tensor) -> ExpertShard:
+    def _wrap_like(self, local: Tensor) -> ExpertShard:
         if self.dtensor is not None:
-            held = self.dtensor
-            local = type(held).from_local(
-                local, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+            dtensor = self.dtensor
+            local = type(dtensor).from_local(
+                local,
+                dtensor.device_mesh,
+                dtensor.placements,
+                run_check=False,
+                shape=dtensor.shape,
+                stride=dtensor.stride(),
             )
         return ExpertShard.of(local, self.shards, self.name_in_module, in_state_dict=self.in_state_dict)
 
@@ -171,23 +176,23 @@ class ExpertShard(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _REFUSED and getattr(args[0], "in_state_dict", False):
-            _refuse(args[0])
+        if func in _SAVING_FUNCTIONS and getattr(args[0], "in_state_dict", False):
+            _raise_unsavable(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             rule = _RULES.get(func)
             return _wrap_result(func(*args, **kwargs), args) if rule is None else rule(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.in_state_dict:
-            _refuse(self)
+            _raise_unsavable(self)
         return self.local().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShard:
-        copied = self._like(self.local().detach().clone())
+        copied = self._wrap_like(self.local().detach().clone())
         memo[id(self)] = copied
         return copied
 
-    # torch.distributed.checkpoint calls these four.
+    # torch.distributed.checkpoint calls the next four methods.
 
     def size(self, dim: int | None = None) -> Any:
         """Return the local size; for a value of a state dict, the size over all experts, as DCP compares it."""
@@ -222,37 +227,38 @@ class ExpertShard(Tensor):
         return self.local()[box.local]
 
     def _boxes(self) -> list[Box]:
+        """Return the index ranges of this rank's elements, in the local tensor and in the full one."""
         shards = self.shards
-        held = self.local() if self.dtensor is None else self.dtensor
+        local = self.local() if self.dtensor is None else self.dtensor
         expected = shards.local_shape(self.name_in_module)
-        if tuple(held.shape) != expected:
+        if tuple(local.shape) != expected:
             raise UnsupportedModel(
-                f"state of shape {tuple(held.shape)} for {self.name_in_module} {expected} cannot be assembled from the "
-                "parts of the ranks: the shapes must be equal"
+                f"state of shape {tuple(local.shape)} for {self.name_in_module} {expected} cannot be assembled from "
+                "the parts of the ranks: the shapes must be equal"
             )
         if not self.local().numel():
             return []
-        share = None
+        fsdp_slice = None
         if self.dtensor is not None:
             mesh, rows = self.dtensor.device_mesh, self.dtensor.shape[0]
-            share = ShardSlice(0, row_range(rows, mesh.get_local_rank(), mesh.size()))
-        return shards.shardings[self.name_in_module].boxes(shards.place, shards.sizes, share)
+            fsdp_slice = ShardSlice(0, row_range(rows, mesh.get_local_rank(), mesh.size()))
+        return shards.shardings[self.name_in_module].boxes(shards.place, shards.sizes, fsdp_slice)
 
 
 def total_norms(norms: Sequence[Tensor], groups: Sequence[ProcessGroup], p: float) -> list[Tensor]:
     """Combine this rank's p-norms over all ranks of each group. One exchange per group. Collective."""
-    result = list(norms)
+    totals = list(norms)
     for group in dict.fromkeys(groups):
-        chosen = [i for i, other in enumerate(groups) if other is group]
-        local = torch.stack([norms[i].detach().double().reshape(()) for i in chosen])
+        indices = [i for i, other in enumerate(groups) if other is group]
+        local = torch.stack([norms[i].detach().double().reshape(()) for i in indices])
         all_WN = gather_values(local, group, "the norm of expert gradients")
-        for i, total in zip(chosen, combine_norms(all_WN, p), strict=True):
-            result[i] = total.to(norms[i].dtype)
-    return result
+        for i, total in zip(indices, combine_norms(all_WN, p), strict=True):
+            totals[i] = total.to(norms[i].dtype)
+    return totals
 
 
 def combine_norms(norms_WN: Tensor, p: float) -> Tensor:
-    """[N] p-norms of vectors, from the [W, N] p-norms of their W parts."""
+    """Return the [N] p-norms of vectors from the [W, N] p-norms of their W parts."""
     if p == math.inf:
         return norms_WN.amax(0)
     if p == -math.inf:
@@ -262,12 +268,12 @@ def combine_norms(norms_WN: Tensor, p: float) -> Tensor:
     return norms_WN.pow(p).sum(0).pow(1 / p)
 
 
-def _order(order: Any) -> float:
+def _norm_order(order: Any) -> float:
     return 2.0 if order in (None, "fro") else float(order)
 
 
 def _norm(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    shard, p = args[0], _order(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p")))
+    shard, p = args[0], _norm_order(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p")))
     if len(args) > 2 or kwargs.get("dim") is not None or not isinstance(shard, ExpertShard):
         return func(*args, **kwargs)
     local = func(*args, **kwargs) if shard.numel() else torch.zeros((), dtype=shard.dtype, device=shard.device)
@@ -277,10 +283,10 @@ def _norm(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, 
 def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     tensors: Sequence[Tensor] = args[0]
     norms = list(func(*args, **kwargs))
-    chosen = [i for i, tensor in enumerate(tensors) if isinstance(tensor, ExpertShard)]
-    groups = [tensors[i].shards.group for i in chosen]  # type: ignore[attr-defined]
-    p = _order(args[1] if len(args) > 1 else kwargs.get("ord"))
-    for i, total in zip(chosen, total_norms([norms[i] for i in chosen], groups, p), strict=True):
+    indices = [i for i, tensor in enumerate(tensors) if isinstance(tensor, ExpertShard)]
+    groups = [tensors[i].shards.group for i in indices]  # type: ignore[attr-defined]
+    p = _norm_order(args[1] if len(args) > 1 else kwargs.get("ord"))
+    for i, total in zip(indices, total_norms([norms[i] for i in indices], groups, p), strict=True):
         norms[i] = total
     return norms
 
@@ -297,7 +303,7 @@ def _wrap_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     """Wrap copies and casts of a shard as shards."""
     result, shard = func(*args, **kwargs), args[0]
     if isinstance(shard, ExpertShard) and isinstance(result, Tensor) and result is not shard:
-        return shard._like(result)
+        return shard._wrap_like(result)
     return result
 
 
@@ -307,10 +313,11 @@ def _wrap_result(result: Any, args: tuple[Any, ...]) -> Any:
         return result
     for arg in args:
         if isinstance(arg, ExpertShard) and arg.in_state_dict and arg.shape == result.shape:
-            return arg if result is arg else arg._like(result)
+            return arg if result is arg else arg._wrap_like(result)
     return result
 
 
+# Functions that treat an ExpertShard specially. Results of all others pass through ``_wrap_result``.
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm), _norm),
     torch._foreach_norm: _foreach_norm,
@@ -334,10 +341,11 @@ _RULES: dict[Any, Callable[..., Any]] = {
         _wrap_copy,
     ),
 }
-_REFUSED = {Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage, Tensor.numpy}
+# Functions through which torch.save, safetensors and numpy read the memory of a state-dict value.
+_SAVING_FUNCTIONS = {Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage, Tensor.numpy}
 
 
-def _refuse(shard: ExpertShard) -> NoReturn:
+def _raise_unsavable(shard: ExpertShard) -> NoReturn:
     shards, rank = shard.shards, dist.get_rank(shard.shards.group)
     sharding = shards.shardings[shard.name_in_module]
     raise ConfigError(
@@ -354,13 +362,13 @@ def plain(value: Any) -> Any:
     return value.local() if isinstance(value, ExpertShard) else value
 
 
-def distribute_like(value: Any, held: Any) -> Any:
-    """Distribute ``value``, which all ranks hold in full, over ranks as ``held`` is. Not collective."""
-    if not is_dtensor(held) or not isinstance(value, Tensor) or is_dtensor(value):
+def distribute_like(value: Any, like: Any) -> Any:
+    """Distribute ``value``, which all ranks hold in full, over ranks as ``like`` is. Not collective."""
+    if not is_dtensor(like) or not isinstance(value, Tensor) or is_dtensor(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    if value.shape != held.shape:
-        raise InputError(f"a tensor has shape {tuple(value.shape)}; expected {tuple(held.shape)}")
-    value = value.to(held.to_local().device)
-    return distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)
+    if value.shape != like.shape:
+        raise InputError(f"a tensor has shape {tuple(value.shape)}; expected {tuple(like.shape)}")
+    value = value.to(like.to_local().device)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

@@ -67,6 +67,7 @@ class ExpertGradients:
         self._ddp: weakref.ref[Any] | None = None
         self._scale = 1.0
         self._audited = ""
+        # By name: a weak reference to the parameter, and whether its gradient hooks are registered.
         self._hooked: dict[str, tuple[Callable[[], Any], bool]] = {}
         self._watched_replicated: Callable[[], Any] = _no_reference
 
@@ -106,7 +107,8 @@ class ExpertGradients:
         replicated = self._replicated()
         if replicated is not None:
             self._watch(experts, replicated)
-        # Also without gradients, as reentrant checkpointing runs its second forward pass outside of DDP's.
+        # Detect DDP even if gradients are disabled, as in the first forward pass of reentrant checkpointing. Its second
+        # forward pass runs outside of DDP's.
         ddp = _active_ddp()
         if ddp is not None and self.ddp is not ddp:
             self._follow_ddp(ddp, experts)
@@ -122,7 +124,7 @@ class ExpertGradients:
 
         The first call for a group is collective over it.
         """
-        comm = communicator_of(self.shards.group)  # layers share these groups, as each group has threads
+        comm = communicator_of(self.shards.group)  # keeps one group for all layers: each process group starts threads
         return comm.keep(("edp", group), lambda: _edp_group(self.shards.group, group))
 
     def _hook(self, name: str, param: Any, hooked: bool) -> None:
@@ -169,10 +171,9 @@ class ExpertGradients:
 
     def _follow_ddp(self, ddp: Any, experts: nn.Module) -> None:
         """Adopt the convention of a DDP wrapper; raise ConfigError if it is unknown or if DDP reduces experts."""
-        own = {id(getattr(experts, name)) for name in self.shards.shardings}
-        reduced = [
-            name for name, p in ddp.module.named_parameters() if id(p) in own and name not in ddp.parameters_to_ignore
-        ]
+        expert_ids = {id(getattr(experts, name)) for name in self.shards.shardings}
+        ignored = ddp.parameters_to_ignore
+        reduced = [n for n, p in ddp.module.named_parameters() if id(p) in expert_ids and n not in ignored]
         if reduced:
             raise ConfigError(
                 f"DistributedDataParallel treats the experts of layer {self.label!r} as replicated ({reduced[0]}): it "
@@ -198,7 +199,7 @@ class ExpertGradients:
 
 
 def _no_reference() -> None:
-    """Stands for a weak reference without a referent."""
+    """Stand in for a weak reference whose object no longer exists."""
 
 
 def _active_ddp() -> Any:
@@ -213,8 +214,8 @@ def _edp_group(ep: ProcessGroup, group: ProcessGroup) -> ProcessGroup | None:
     size = dist.get_world_size(group)
     if size == len(ranks) and dist.get_process_group_ranks(group) == ranks:
         return None
-    own = torch.tensor([len(ranks), ranks[0], dist.get_rank(ep)])
-    rows = gather_values(own, group, "finding the ranks that hold the same experts").tolist()
+    local_row = torch.tensor([len(ranks), ranks[0], dist.get_rank(ep)])
+    rows = gather_values(local_row, group, "finding the ranks that hold the same experts").tolist()
     positions = {(first, place) for _, first, place in rows}
     if len({count for count, _, _ in rows}) > 1 or len(positions) != size or size % len(ranks):
         raise ConfigError(
@@ -223,10 +224,10 @@ def _edp_group(ep: ProcessGroup, group: ProcessGroup) -> ProcessGroup | None:
         )
     ranks = dist.get_process_group_ranks(group)
     own_place = dist.get_rank(ep)
-    same = [rank for rank, (_, _, place) in zip(ranks, rows, strict=True) if place == own_place]
-    if len(same) == 1:
+    edp_ranks = [rank for rank, (_, _, place) in zip(ranks, rows, strict=True) if place == own_place]
+    if len(edp_ranks) == 1:
         return None
-    edp: ProcessGroup = dist.new_group(same, use_local_synchronization=True)
+    edp: ProcessGroup = dist.new_group(edp_ranks, use_local_synchronization=True)
     return edp
 
 

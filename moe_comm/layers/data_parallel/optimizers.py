@@ -51,7 +51,7 @@ def wrap_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def refuse_saving(optimizer: Optimizer) -> None:
-    """Wrap the result of ``optimizer.state_dict()`` if the optimizer has expert parameters."""
+    """Make values of ``optimizer.state_dict()`` raise when they are saved, if the optimizer has expert parameters."""
     if not hasattr(optimizer, _HOOKED) and any(mark_of(param) is not None for param in params_of(optimizer)):
         optimizer.register_state_dict_post_hook(wrap_optimizer_state)
         setattr(optimizer, _HOOKED, True)

@@ -27,11 +27,13 @@ Form = Literal["full", "sharded", "local"]
 
 
 def state_dict(model: nn.Module, *, form: Form = "full", rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
-    """Return the state dict of a built or swapped model, with or without DDP or FSDP2. "full" is collective.
+    """Return the state dict of a model with MoE layers, with or without DDP or FSDP2. "full" is collective.
+
+    The model contains ``MoELayer``, or is a Hugging Face model whose MoE layers were replaced (swapped).
 
     Args:
-        form: see the table in this module. "full": each value is that of one process, bit for bit, under the names of
-            the unwrapped model.
+        form: see the table in this module. "full": the keys and values, bit for bit, of the unwrapped model in a single
+            process.
         rank0_only: with "full", only rank 0 of each expert-parallel group receives the values; other ranks return {}.
         cpu: collect full tensors in host memory.
 
@@ -42,9 +44,9 @@ def state_dict(model: nn.Module, *, form: Form = "full", rank0_only: bool = Fals
         UnsupportedModel: ``form`` is "full", and parameters other than experts are split over ranks.
     """
     _check_form(form)
-    if form == "full" and (cut := next(tensor_parallel(model), None)):
+    if form == "full" and (split := next(tensor_parallel(model), None)):
         raise UnsupportedModel(
-            f"{cut[0]} is split over tensor-parallel ranks. For a swapped model, complete the state dict with "
+            f"{split[0]} is split over tensor-parallel ranks. For a swapped model, complete the state dict with "
             "gather_linears and gather_attention of moe_comm.integrations.hugging_face. For a model of moe-comm train, "
             "use moe-comm export"
         )
@@ -54,7 +56,7 @@ def state_dict(model: nn.Module, *, form: Form = "full", rank0_only: bool = Fals
 def state_dict_with_experts(
     model: nn.Module, form: Form, rank0_only: bool = False, cpu: bool = False
 ) -> dict[str, Any]:
-    """``state_dict`` for models with other split parameters, which are returned unchanged."""
+    """Return the ``state_dict`` of a model. Tensor-parallel parameters may be split and are returned unchanged."""
     result = {}
     for key, value in _unwrapped(model).state_dict().items():
         converted = _convert(value, form, rank0_only, cpu)
@@ -76,10 +78,10 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str
     Returns:
         Copies of all tensors; expert weights are [E, ...] over all experts.
     """
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    model_storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     gathered = state_dict_with_experts(model, "full", rank0_only, cpu=True)
     return {
-        key: value.detach().clone() if value.untyped_storage().data_ptr() in own else value.detach().cpu()
+        key: value.detach().clone() if value.untyped_storage().data_ptr() in model_storages else value.detach().cpu()
         for key, value in gathered.items()
     }
 
@@ -98,15 +100,15 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool 
         RuntimeError: keys are missing or unexpected, with ``strict``.
     """
     model = _unwrapped(model)
-    own = {state_key(key): (key, value) for key, value in model.state_dict().items()}
+    model_state = {state_key(key): (key, value) for key, value in model.state_dict().items()}
     converted = {}
     for key, value in state.items():
-        name, held = own.get(key, (key, value))
-        if isinstance(value, Tensor) and isinstance(held, Tensor) and not isinstance(value, ExpertShard):
-            shapes = _accepted_shapes(held)
+        name, current = model_state.get(key, (key, value))
+        if isinstance(value, Tensor) and isinstance(current, Tensor) and not isinstance(value, ExpertShard):
+            shapes = _accepted_shapes(current)
             if tuple(value.shape) not in shapes:
                 raise InputError(f"{key} has shape {tuple(value.shape)}; this model expects {shapes[0]}")
-        converted[name] = distribute_like(value, held)
+        converted[name] = distribute_like(value, current)
     return model.load_state_dict(converted, strict=strict)
 
 
@@ -168,11 +170,11 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Map
     refuse_saving(inner)
 
 
-def _accepted_shapes(held: Tensor) -> list[tuple[int, ...]]:
-    """Return the shapes that load into ``held``, a value of the model's state dict; the full shape first."""
-    if isinstance(held, ExpertShard):
-        return [tuple(held.full_shape), held.shards.local_shape(held.name_in_module)]
-    return [tuple(held.shape)]
+def _accepted_shapes(current: Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes that load into ``current``, a value of the model's state dict; the full shape first."""
+    if isinstance(current, ExpertShard):
+        return [tuple(current.full_shape), current.shards.local_shape(current.name_in_module)]
+    return [tuple(current.shape)]
 
 
 def _check_form(form: str) -> None:
@@ -219,16 +221,19 @@ def _convert(value: Any, form: Form, rank0_only: bool, cpu: bool) -> Any:
 
 
 def _convert_expert_state(key: str, value: Any, param: Tensor, shards: ExpertShards, name: str, form: Form) -> Any:
-    """Convert a value of the optimizer state of an expert parameter, which must have the parameter's shape."""
+    """Convert a value of the optimizer state of an expert parameter.
+
+    It must have the parameter's shape, unless ``form`` is "local" or it is a scalar.
+    """
     if not isinstance(value, Tensor) or not value.dim():
         return value
     shard = ExpertShard.of(value, shards, name, in_state_dict=True)
-    held = shard if shard.dtensor is None else shard.dtensor
-    if held.shape == param.shape:
+    local = shard if shard.dtensor is None else shard.dtensor
+    if local.shape == param.shape:
         return shard
     if form != "local":
         raise UnsupportedModel(
-            f"the optimizer's {key} of {name} has shape {tuple(held.shape)}, but the parameter {tuple(param.shape)}; "
+            f"the optimizer's {key} of {name} has shape {tuple(local.shape)}, but the parameter {tuple(param.shape)}; "
             'such state cannot be assembled from the parts of the ranks. Save one file per rank with form="local"'
         )
     return plain(shard)

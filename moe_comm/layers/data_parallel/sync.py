@@ -38,7 +38,7 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
         ConfigError: DDP or FSDP reduces the gradients of this model.
         PeerDied, PeerTimeout: a rank failed, or did not call in time.
     """
-    group = _group(group)
+    group = _group_or_default(group)
     if group is None or dist.get_world_size(group) == 1:
         return
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
@@ -54,11 +54,11 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
         edp = gradients.edp_group(group)
         if gradients.audit is not None:
             gradients.audit.group = group
-        own = [param for param in module.parameters(recurse=False) if id(param) in experts]
+        expert_params = [param for param in module.parameters(recurse=False) if id(param) in experts]
         if edp is not None:
-            _sum(own, edp)
+            _sum_gradients(expert_params, edp)
         if reduction == "mean":
-            for param in own:
+            for param in expert_params:
                 if param.grad is not None:
                     param.grad.div_(world)
     sum_replicated_gradients(model, group, divide=world if reduction == "mean" else 1)
@@ -74,11 +74,11 @@ def sum_replicated_gradients(model: nn.Module, group: ProcessGroup | None = None
         group: None: the default group.
         divide: divisor of the sums.
     """
-    group = _group(group)
+    group = _group_or_default(group)
     if group is None or dist.get_world_size(group) == 1:
         return
     experts = {id(param) for param in expert_parameters(model).values()}
-    _sum([p for p in model.parameters() if p.requires_grad and id(p) not in experts], group, divide)
+    _sum_gradients([p for p in model.parameters() if p.requires_grad and id(p) not in experts], group, divide)
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def prepare_fsdp(
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    group = _group(group)
+    group = _group_or_default(group)
     if group is None:
         return model
     single: ProcessGroup | None = None
@@ -192,7 +192,7 @@ def prepare_fsdp(
         fully_shard(module, mesh=mesh, **options)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(dist.get_world_size(group) if grad_reduction == "mean" else 1.0)
-        # gloo has no pre-multiplied sum. With one rank and this option, torch divides twice.
+        # gloo has no pre-multiplied sum, so force a plain sum. With one rank this option makes torch divide twice.
         module.set_force_sum_reduction_for_comms(dist.get_world_size(edp) > 1)
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -202,19 +202,19 @@ def prepare_fsdp(
     return model
 
 
-def _group(group: ProcessGroup | None) -> ProcessGroup | None:
+def _group_or_default(group: ProcessGroup | None) -> ProcessGroup | None:
     if group is not None or not dist.is_initialized():
         return group
     return dist.group.WORLD
 
 
-def _sum(params: list[nn.Parameter], group: ProcessGroup, divide: int = 1) -> None:
-    """Sum gradients over ``group`` in buckets. Parameters without a gradient on any rank are skipped."""
+def _sum_gradients(params: list[nn.Parameter], group: ProcessGroup, divide: int = 1) -> None:
+    """Sum gradients over ``group`` in buckets. A parameter is skipped if no rank has a gradient for it."""
     if not params:
         return
-    have = torch.tensor([param.grad is not None for param in params], device=params[0].device)
-    anywhere = gather_values(have, group, "finding parameters with gradients").any(0).tolist()
-    params = [param for param, has_grad in zip(params, anywhere, strict=True) if has_grad]
+    has_local_grad = torch.tensor([param.grad is not None for param in params], device=params[0].device)
+    has_any_grad = gather_values(has_local_grad, group, "finding parameters with gradients").any(0).tolist()
+    params = [param for param, has_grad in zip(params, has_any_grad, strict=True) if has_grad]
     for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def _move_zero_experts(fields: dict[str, Any]) -> None:
+    """Convert the old keyword ``zero_experts`` of ``MoEConfig`` to the one of ``RouterConfig``."""
     zero_experts = fields.pop("zero_experts")
     warn_renamed("MoEConfig(zero_experts=...)", "RouterConfig(zero_experts=...), whose num_experts counts real experts")
     router = fields["router"]
@@ -82,7 +83,7 @@ MoEConfig.__init__ = converted_parameters("zero_experts", convert=_move_zero_exp
 
 @dataclass(frozen=True)
 class MoEGroups:
-    """Process groups of an MoE layer in a folded mapping.
+    """Process groups of an MoE layer in a folded mapping: attention and experts group the same ranks differently.
 
     Args:
         experts: the ep * etp ranks that share one set of experts, etp fastest; None holds every expert on this rank.
@@ -107,6 +108,6 @@ class MoEGroups:
 def join_groups(arguments: dict[str, Any]) -> None:
     """Convert the old keywords ``etp``, ``tokens_group`` and ``sequence_group`` of ``MoELayer.build``."""
     old = {"etp": "etp", "tokens_group": "tokens", "sequence_group": "sequence"}
-    given = {new: arguments.pop(name) for name, new in old.items() if name in arguments}
+    values = {new: arguments.pop(name) for name, new in old.items() if name in arguments}
     warn_renamed("MoELayer.build(etp=, tokens_group=, sequence_group=)", "group=MoEGroups(...)")
-    arguments["group"] = replace(MoEGroups.of(arguments.get("group")), **given)
+    arguments["group"] = replace(MoEGroups.of(arguments.get("group")), **values)

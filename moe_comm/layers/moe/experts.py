@@ -119,9 +119,9 @@ class Experts(nn.Module):
             generator.manual_seed((seed * 1_000_003 + first_expert + e) % 2**63)
             for name, weight in (("w13", self.w13), ("w2", self.w2)):
                 full = self.sharding_of_one(name)
-                drawn = torch.empty(full.shape, dtype=torch.float32, device="cpu")
-                drawn.normal_(std=std, generator=generator)
-                weight[e].copy_(full.take(drawn, {"etp": self.part.index}, {"etp": self.part.count}))
+                values = torch.empty(full.shape, dtype=torch.float32, device="cpu")
+                values.normal_(std=std, generator=generator)
+                weight[e].copy_(full.take(values, {"etp": self.part.index}, {"etp": self.part.count}))
         for bias in (self.b13, self.b2):
             if bias is not None:
                 bias.zero_()
@@ -132,10 +132,10 @@ class Experts(nn.Module):
         width_h = 2 * self.ffn if gated else self.ffn
         # Gate and up are split separately; if they are interleaved, one split keeps the pairs together.
         segments = 2 if gated and not self.activation.interleaved else 1
-        t = self.transposed
+        transposed = self.transposed
         shape, dim, segments = {
-            "w13": ((self.hidden, width_h) if t else (width_h, self.hidden), 1 if t else 0, segments),
-            "w2": ((self.ffn, self.hidden) if t else (self.hidden, self.ffn), 0 if t else 1, 1),
+            "w13": ((self.hidden, width_h) if transposed else (width_h, self.hidden), 1 if transposed else 0, segments),
+            "w2": ((self.ffn, self.hidden) if transposed else (self.hidden, self.ffn), 0 if transposed else 1, 1),
             "b13": ((width_h,), 0, segments),
             "b2": ((self.hidden,), 0, 1),
         }[name]
@@ -147,9 +147,9 @@ class Experts(nn.Module):
         over_ep = Split(0, "ep", sizes=None if len(set(counts)) == 1 else counts)
         shardings = {}
         for name, _ in self.named_parameters():
-            one = self.sharding_of_one(name)
-            inner = (Split(split.dim + 1, split.axis, split.segments) for split in one.splits)
-            shardings[name] = Sharding((placement.num_experts, *one.shape), (over_ep, *inner), expert=True)
+            expert_sharding = self.sharding_of_one(name)
+            inner = (Split(split.dim + 1, split.axis, split.segments) for split in expert_sharding.splits)
+            shardings[name] = Sharding((placement.num_experts, *expert_sharding.shape), (over_ep, *inner), expert=True)
         return shardings
 
     def extra_repr(self) -> str:
@@ -187,6 +187,7 @@ class Experts(nn.Module):
         if self.transposed:
             w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
         if b2 is not None and self.part.count > 1:
+            # Pad this rank's columns with zeros: combine adds the outputs of the slices.
             before, width = self.part.index * b2.shape[1], b2.shape[1]
             b2 = F.pad(b2, (before, self.hidden - before - width))
         return ExpertMLP((w13, w2, b13, b2), self.activation, self.recompute)

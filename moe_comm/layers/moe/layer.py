@@ -246,7 +246,7 @@ class MoELayer(ParallelModule):
             overlap is not None,
         )
 
-        def make(where: torch.device | str | None) -> Dispatcher:
+        def make_on(target: torch.device | str | None) -> Dispatcher:
             return make_dispatcher(
                 config.num_experts * etp,
                 group,
@@ -254,16 +254,16 @@ class MoELayer(ParallelModule):
                 experts_per_rank=experts_per_rank,
                 options=options,
                 traffic=traffic,
-                device=where,
+                device=target,
             )
 
         if device is not None and torch.device(device).type == "meta":
-            from moe_comm.dispatch.deferred import DeferredDispatcher  # only on "meta"
+            from moe_comm.dispatch.deferred import DeferredDispatcher  # only "meta" needs it
 
-            parts = ExpertPlacement.of(config.num_experts * etp, ranks, experts_per_rank)
-            dispatcher: Dispatcher = DeferredDispatcher(parts, group, group_rank(group), options, make)
+            slice_placement = ExpertPlacement.of(config.num_experts * etp, ranks, experts_per_rank)
+            dispatcher: Dispatcher = DeferredDispatcher(slice_placement, group, group_rank(group), options, make_on)
         else:
-            dispatcher = make(device)
+            dispatcher = make_on(device)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         hidden, activation = config.hidden, config.activation
         router = Router(hidden, config.router, tokens_group, sequence_group=groups.sequence, **factory)
@@ -348,11 +348,14 @@ class MoELayer(ParallelModule):
     def _steps(
         self, x: Tensor, routing: Routing | None, token_index: Tensor | None, in_parts: bool = False
     ) -> Steps[Tensor]:
-        """Run one call. Yields where other work can hide transfers: after dispatch, and after the experts."""
+        """Run one call. Yields where other work can hide transfers: after dispatch, and after the experts.
+
+        in_parts: the caller uses the group between the steps, so the dispatch must not occupy it.
+        """
         x_TD, routing = self._route(x, routing, token_index)
         ids_TK, weights_TK, identity_T1 = self._select_slots(routing, token_index)
-        wide_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
-        call = self._dispatch(wide_TD, ids_TK, weights_TK)
+        cast_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
+        call = self._dispatch(cast_TD, ids_TK, weights_TK)
         self._record_stats(call.handle)
         if in_parts:
             call.complete()
@@ -405,7 +408,7 @@ class MoELayer(ParallelModule):
         overlap = self.overlap
         if overlap is None:
             return serial_call(self.dispatcher, x_TD, ids_TK, weights_TK, self.label)
-        from moe_comm.overlap.executors.choice import dispatch_rows  # imports all executors
+        from moe_comm.overlap.executors.choice import dispatch_rows  # slow: imports all executors
 
         return dispatch_rows(
             self.dispatcher, x_TD, ids_TK, weights_TK, overlap, width=self.experts.ffn, label=self.label

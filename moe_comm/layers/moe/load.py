@@ -25,7 +25,7 @@ from moe_comm.layers.parallel.names import state_key
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """Slots that the router of one layer assigned since the last ``take_loads``.
+    """Slots, (token, k) pairs, that the router of one layer assigned since the last ``take_loads``.
 
     Attributes:
         load_E: [E] int64 slots per expert before any drop, including zero-computation experts.
@@ -94,17 +94,17 @@ def load_statistics(load_LE: Tensor, dropped_L: Tensor) -> LoadStatistics:
     """
     experts = load_LE.shape[1]
     total_L, dropped_L = load_LE.sum(1).double(), dropped_L.double()
-    none_L = total_L == 0
-    some_L = total_L.clamp(min=1)
-    entropy_L = torch.special.entr(load_LE.double() / some_L[:, None]).sum(1)
+    empty_L = total_L == 0
+    divisor_L = total_L.clamp(min=1)
+    entropy_L = torch.special.entr(load_LE.double() / divisor_L[:, None]).sum(1)
     least_L, most_L = load_LE.aminmax(dim=1)
     rows = torch.stack(
         [
-            (most_L * experts / some_L).masked_fill(none_L, 1.0),
-            (least_L * experts / some_L).masked_fill(none_L, 1.0),
+            (most_L * experts / divisor_L).masked_fill(empty_L, 1.0),
+            (least_L * experts / divisor_L).masked_fill(empty_L, 1.0),
             total_L / experts,
-            (entropy_L.exp() / experts).masked_fill(none_L, 1.0),
-            (dropped_L / some_L).masked_fill(none_L, 0.0),
+            (entropy_L.exp() / experts).masked_fill(empty_L, 1.0),
+            (dropped_L / divisor_L).masked_fill(empty_L, 0.0),
         ]
     )
     imbalance, least, mean, diversity, drop_rate = rows.tolist()
@@ -135,8 +135,8 @@ def take_loads(module: nn.Module, group: ProcessGroup | None = None) -> dict[str
     layers = list(moe_layers(module))
     if not layers:
         return {}
-    counted = torch.cat([torch.cat([m.router.load_E, m.dropped_total.view(1)]) for _, m in layers])
-    totals = gather_values(counted, group, "counting the load of experts").sum(0)
+    local_counts = torch.cat([torch.cat([m.router.load_E, m.dropped_total.view(1)]) for _, m in layers])
+    totals = gather_values(local_counts, group, "counting the load of experts").sum(0)
     loads = {}
     for (name, layer), part in zip(layers, totals.split([m.router.load_E.numel() + 1 for _, m in layers]), strict=True):
         layer.router.load_E.zero_()

@@ -48,7 +48,7 @@ def global_counts(
 
 
 def load_balance_loss(probs_TE: Tensor, counts_E: Tensor, num_tokens: Tensor) -> Tensor:
-    """E * sum over e of f_e * P_e: f_e is the number of slots per token of expert e, P_e its mean probability.
+    """Return E * sum over e of f_e * P_e, for f_e slots per token of expert e and its mean probability P_e.
 
     Switch Transformer, arXiv 2101.03961, eq. 4-6. For top-k the fractions add up to K, as in Hugging Face's
     ``load_balancing_loss_func``, so ``router_aux_loss_coef`` has the same meaning.
@@ -70,7 +70,7 @@ def sequence_balance_loss(
     total_sequences: Tensor,
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """DeepSeek-V3's sequence-wise balance loss (arXiv 2412.19437, eq. 17-20), averaged over sequences.
+    """Return DeepSeek-V3's sequence-wise balance loss (arXiv 2412.19437, eq. 17-20), averaged over sequences.
 
     For each sequence of S tokens: sum over e of f_e * P_e with f_e = E / (K * S) * slots of expert e.
 
@@ -87,8 +87,8 @@ def sequence_balance_loss(
     """
     experts = probs_TE.shape[1]
     if sequence_group is not None and dist.get_world_size(sequence_group) > 1:
-        here = torch.tensor([num_sequences, ids_TK.shape[1]], device=ids_TK.device)
-        counts = gather_values(here, sequence_group, "the router's number of sequences")[:, 0].tolist()
+        local_counts = torch.tensor([num_sequences, ids_TK.shape[1]], device=ids_TK.device)
+        counts = gather_values(local_counts, sequence_group, "the router's number of sequences")[:, 0].tolist()
         if len(set(counts)) > 1:
             raise InputError(
                 f"the ranks of sequence_group must have the same number of sequences; got {counts} by rank"
@@ -99,7 +99,7 @@ def sequence_balance_loss(
     shifted_BS = ids_TK.detach().clamp(min=-1).long().reshape(num_sequences, tokens * ids_TK.shape[1]) + 1
     counts_BE = torch.zeros(num_sequences, experts + 1, dtype=torch.int64, device=ids_TK.device)
     counts_BE.scatter_add_(1, shifted_BS, torch.ones_like(shifted_BS))
-    counts_BE[:, 0] = tokens  # column 0 counted the dropped slots
+    counts_BE[:, 0] = tokens  # column 0 counted dropped slots; it now holds the length
     counts_BE = gather_values(counts_BE, sequence_group, "the router's count per sequence").sum(0)
     length_B1 = counts_BE[:, :1].clamp(min=1)
     scale_B1 = experts / (ids_TK.shape[1] * length_B1.double())
@@ -109,5 +109,5 @@ def sequence_balance_loss(
 
 
 def z_loss(logits_TE: Tensor, num_tokens: Tensor) -> Tensor:
-    """Mean squared log-sum-exp of the logits (ST-MoE, arXiv 2202.08906, eq. 5), which keeps logits small."""
+    """Return the mean squared log-sum-exp of the logits (ST-MoE, arXiv 2202.08906, eq. 5), which keeps them small."""
     return torch.logsumexp(logits_TE, -1).square().sum() / num_tokens.clamp(min=1)

@@ -209,9 +209,9 @@ class Router(nn.Module):
         self.load_E.zero_()
         self.invalid.zero_()
         nn.init.normal_(self.weight, std=std, generator=generator)
-        for zero in (self.bias, self.correction_bias):
-            if zero is not None:
-                nn.init.zeros_(zero)
+        for param in (self.bias, self.correction_bias):
+            if param is not None:
+                nn.init.zeros_(param)
 
     def extra_repr(self) -> str:
         return f"hidden={self.hidden}, {self.config}"
@@ -274,21 +274,21 @@ class Router(nn.Module):
         choice_TE = choice_TE.masked_fill(forbidden_TE, float("-inf"))
         if c.top_groups < c.num_groups:
             grouped_TGS = choice_TE.unflatten(1, (c.num_groups, -1))
-            best = min(2 if c.group_score == "top2_sum" else 1, grouped_TGS.shape[2])
-            groups_TG = grouped_TGS.topk(best, dim=-1).values.sum(-1).topk(c.top_groups, dim=-1).indices
+            per_group = min(2 if c.group_score == "top2_sum" else 1, grouped_TGS.shape[2])
+            groups_TG = grouped_TGS.topk(per_group, dim=-1).values.sum(-1).topk(c.top_groups, dim=-1).indices
             allowed_TG = torch.zeros(grouped_TGS.shape[:2], dtype=torch.bool, device=logits_TE.device)
             allowed_TG.scatter_(1, groups_TG, True)
             choice_TE = grouped_TGS.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
         top = choice_TE.topk(c.top_k, dim=-1)
         ids_TK = top.indices.masked_fill(top.values == float("-inf"), DROPPED)
-        bad_T = (logits_TE.isnan() | (logits_TE == float("inf"))).any(-1) | forbidden_TE.all(-1)
-        return self._mark_invalid(ids_TK, bad_T)
+        invalid_T = (logits_TE.isnan() | (logits_TE == float("inf"))).any(-1) | forbidden_TE.all(-1)
+        return self._mark_invalid(ids_TK, invalid_T)
 
-    def _mark_invalid(self, ids_TK: Tensor, bad_T: Tensor) -> Tensor:
+    def _mark_invalid(self, ids_TK: Tensor, invalid_T: Tensor) -> Tensor:
         if self.drop_invalid:
-            self.invalid += bad_T.sum()
-            return ids_TK.masked_fill(bad_T.unsqueeze(-1), DROPPED)
-        return ids_TK.masked_fill(bad_T.unsqueeze(-1), INVALID_LOGITS)
+            self.invalid += invalid_T.sum()
+            return ids_TK.masked_fill(invalid_T.unsqueeze(-1), DROPPED)
+        return ids_TK.masked_fill(invalid_T.unsqueeze(-1), INVALID_LOGITS)
 
     def _route_with_triton(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Compute ids, weights and scores in one Triton kernel; None if the kernel does not support the input.

@@ -8,7 +8,7 @@
     sum_over                 all-reduce (sum)                  identity: all ranks do the same work afterwards
     swap_dims                all-to-all                        inverse all-to-all
 
-All of them are linear, so nothing is saved for backward, and activation checkpointing and split backward passes can
+All calls are linear, so nothing is saved for backward, and activation checkpointing and split backward passes can
 repeat them. Without a group, or with one rank, each returns ``x`` itself.
 
 All ranks of the group make the same calls in the same order with the same shape and dtype. A failed or missing rank
@@ -68,7 +68,7 @@ def gather_dim(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 
 
 def gather_dim_replicated(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """``gather_dim`` if all ranks do the *same* work afterwards: the gradient is the local slice, without a sum."""
+    """Run ``gather_dim`` for the *same* work on all ranks afterwards: the gradient is a local slice, without a sum."""
     return _collective(x, group, dim, _gather, _local_slice)
 
 
@@ -113,7 +113,7 @@ def swap_dims(x: Tensor, group: ProcessGroup | None, split_dim: int, join_dim: i
 
 
 def gather_values(x: Tensor, group: ProcessGroup | None, description: str = "an exchange of values") -> Tensor:
-    """[W, *shape]: the tensors of all ranks, of any dtype. Not differentiable."""
+    """Return the tensors of all ranks, of any dtype, as [W, *shape]. Not differentiable."""
     if group_size(group) == 1:
         return x.detach().unsqueeze(0)
     assert group is not None
@@ -194,12 +194,12 @@ def _local_slice(group: ProcessGroup, dim: int, x: Tensor) -> Tensor:
 
 
 def _join_parts(parts_W: Tensor, dim: int) -> Tensor:
-    """[W, .., n, ..] to [.., W * n, ..]; a view if all dimensions before ``dim`` have length 1."""
+    """Map [W, .., n, ..] to [.., W * n, ..]; a view if all dimensions before ``dim`` have length 1."""
     return parts_W.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _split_parts(x: Tensor, dim: int, world: int) -> Tensor:
-    """[.., W * n, ..] to contiguous [W, .., n, ..]."""
+    """Map [.., W * n, ..] to contiguous [W, .., n, ..]."""
     shape = (*x.shape[:dim], world, x.shape[dim] // world, *x.shape[dim + 1 :])
     return x.reshape(shape).movedim(dim, 0).contiguous()
 
@@ -218,8 +218,8 @@ def _reduce_scatter(group: ProcessGroup, dim: int, x: Tensor) -> Tensor:
         return parts_W[0]
     if channel.can_sum(x):
         return channel.reduce_scatter(parts_W, description)
-    ones = [1] * channel.world
-    return sum_in_rank_order(channel.all_to_all(parts_W, ones, ones, description))
+    split_sizes = [1] * channel.world
+    return sum_in_rank_order(channel.all_to_all(parts_W, split_sizes, split_sizes, description))
 
 
 def _all_reduce(group: ProcessGroup, dim: int, x: Tensor) -> Tensor:
@@ -230,9 +230,10 @@ def _all_reduce(group: ProcessGroup, dim: int, x: Tensor) -> Tensor:
         return channel.all_reduce(x, description)
     if channel.world == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
         return sum_in_rank_order(channel.all_gather(x, description))
+    # Each rank sums one slice in rank order; an all-gather then returns the slices to all ranks.
     flat = F.pad(x.reshape(-1), (0, -x.numel() % channel.world)).view(channel.world, -1)
-    ones = [1] * channel.world
-    local_sum = sum_in_rank_order(channel.all_to_all(flat, ones, ones, description))
+    split_sizes = [1] * channel.world
+    local_sum = sum_in_rank_order(channel.all_to_all(flat, split_sizes, split_sizes, description))
     return channel.all_gather(local_sum, description).view(-1)[: x.numel()].view(x.shape)
 
 
@@ -240,6 +241,6 @@ def _swap(group: ProcessGroup, split: int, join: int, x: Tensor) -> Tensor:
     channel, description = _start_call(group, split, f"all-to-all ({split} to {join})", x)
     parts_W = _split_parts(x, split, channel.world)
     if x.numel():
-        ones = [1] * channel.world
-        parts_W = channel.all_to_all(parts_W, ones, ones, description)
+        split_sizes = [1] * channel.world
+        parts_W = channel.all_to_all(parts_W, split_sizes, split_sizes, description)
     return _join_parts(parts_W, join)

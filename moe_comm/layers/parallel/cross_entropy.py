@@ -107,9 +107,9 @@ class _CrossEntropy(torch.autograd.Function):
         # Cast inside of the autograd function, so that the weight's gradient is not rounded to 16 bits.
         x_BSD, weight_VD = x_BSD.to(compute_dtype(x_BSD)), cast_parameter(weight_VD, x_BSD)
         with without_autocast(x_BSD):
-            whole_BSD = x_BSD if call.sequence_dim is None else gather_dim(x_BSD, call.group, call.sequence_dim)
-            loss_T, grad_TD, grad_VD = _chunks(whole_BSD.flatten(0, -2), weight_VD, targets_BS.reshape(-1), call)
-            grad_BSD = None if grad_TD is None else grad_TD.view(whole_BSD.shape)
+            full_BSD = x_BSD if call.sequence_dim is None else gather_dim(x_BSD, call.group, call.sequence_dim)
+            loss_T, grad_TD, grad_VD = _chunks(full_BSD.flatten(0, -2), weight_VD, targets_BS.reshape(-1), call)
+            grad_BSD = None if grad_TD is None else grad_TD.view(full_BSD.shape)
             loss_BS = loss_T.view(targets_BS.shape)
             if call.sequence_dim is None:
                 grad_BSD = None if grad_BSD is None else sum_values(grad_BSD, call.group)
@@ -124,11 +124,11 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_BSD, grad_VD = ctx.saved_tensors
-        of_x, of_weight = ctx.dtypes
+        x_dtype, weight_dtype = ctx.dtypes
         needs_x, needs_weight, *_ = needed_gradients(ctx)
         return (
-            (grad_BSD * grad).to(of_x) if needs_x else None,
-            (grad_VD * grad).to(of_weight) if needs_weight else None,
+            (grad_BSD * grad).to(x_dtype) if needs_x else None,
+            (grad_VD * grad).to(weight_dtype) if needs_weight else None,
             None,
             None,
         )
@@ -137,34 +137,35 @@ class _CrossEntropy(torch.autograd.Function):
 def _chunks(
     x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, call: _Call
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss of each token, this rank's part of the hidden states' gradient, and the gradient of its rows."""
+    """Return each token's loss, this rank's part of the hidden states' gradient, and its weight rows' gradient."""
     wide = accumulate_dtype(x_TD.dtype)
-    own, first = weight_VD.shape[0], sum(call.rows_W[: group_rank(call.group)])
+    num_rows, first_row = weight_VD.shape[0], sum(call.rows_W[: group_rank(call.group)])
     loss_T = torch.zeros(x_TD.shape[0], dtype=wide, device=x_TD.device)
     grad_TD = torch.empty_like(x_TD) if call.needs_x else None
     grad_VD = torch.zeros_like(weight_VD, dtype=wide) if call.needs_weight else None
     for start in range(0, x_TD.shape[0], call.chunk):
-        part = slice(start, start + call.chunk)
-        x_CD, targets_C = x_TD[part], targets_T[part]
+        tokens = slice(start, start + call.chunk)
+        x_CD, targets_C = x_TD[tokens], targets_T[tokens]
         valid_C = targets_C != call.ignore_index
-        local_C = valid_C & (targets_C >= first) & (targets_C < first + own)
-        place_C1 = (targets_C - first).where(local_C, 0).long().unsqueeze(1)
+        local_C = valid_C & (targets_C >= first_row) & (targets_C < first_row + num_rows)
+        row_C1 = (targets_C - first_row).where(local_C, 0).long().unsqueeze(1)
         exp_CV = (x_CD @ weight_VD.t()).to(wide)
-        # All following steps work in place, in the memory of the logits.
-        target_C = exp_CV.gather(1, place_C1).squeeze(1).where(local_C, 0.0) if own else exp_CV.new_zeros(len(x_CD))
-        max_C = exp_CV.amax(1) if own else exp_CV.new_full((len(x_CD),), -torch.inf)
+        # The steps below work in place: exp_CV holds the logits first, then their exponentials, then the gradient.
+        target_C = exp_CV.gather(1, row_C1).squeeze(1).where(local_C, 0.0) if num_rows else exp_CV.new_zeros(len(x_CD))
+        max_C = exp_CV.amax(1) if num_rows else exp_CV.new_full((len(x_CD),), -torch.inf)
         sum_C = exp_CV.sub_(max_C.unsqueeze(1)).exp_().sum(1)
-        lse_C, target_C = _reduce_over_rows(max_C + sum_C.log() if own else max_C, target_C, call.group)
-        loss_T[part] = (lse_C - target_C).where(valid_C, 0.0)
+        lse_C, target_C = _reduce_over_rows(max_C + sum_C.log() if num_rows else max_C, target_C, call.group)
+        loss_T[tokens] = (lse_C - target_C).where(valid_C, 0.0)
         if grad_TD is None and grad_VD is None:
             continue
+        # The softmax over the rows of all ranks; 0 for ignored tokens.
         exp_CV.mul_(((max_C - lse_C).exp() * valid_C).unsqueeze(1))
-        if own:
-            exp_CV.scatter_add_(1, place_C1, local_C.to(wide).neg_().unsqueeze(1))
+        if num_rows:
+            exp_CV.scatter_add_(1, row_C1, local_C.to(wide).neg_().unsqueeze(1))
         grad_CV = exp_CV.to(x_TD.dtype)
         del exp_CV
         if grad_TD is not None:
-            torch.mm(grad_CV, weight_VD, out=grad_TD[part])
+            torch.mm(grad_CV, weight_VD, out=grad_TD[tokens])
         if grad_VD is not None:
             if grad_VD.dtype == x_TD.dtype:
                 grad_VD.addmm_(grad_CV.t(), x_CD)
@@ -178,8 +179,8 @@ def _reduce_over_rows(lse_C: Tensor, target_C: Tensor, group: ProcessGroup | Non
     """Return [C] log-sum-exp over the rows of all ranks, and [C] the target's logit, which one rank holds."""
     if group_size(group) == 1:
         return lse_C, target_C
-    every_W2C = gather_values(torch.stack((lse_C, target_C)), group, "the vocabulary's log-sum-exp")
-    return every_W2C[:, 0].logsumexp(0), every_W2C[:, 1].sum(0)
+    gathered_W2C = gather_values(torch.stack((lse_C, target_C)), group, "the vocabulary's log-sum-exp")
+    return gathered_W2C[:, 0].logsumexp(0), gathered_W2C[:, 1].sum(0)
 
 
 def _input_error(
@@ -217,27 +218,32 @@ def _compare_inputs(
     weight_VD: Tensor,
     targets_BS: Tensor,
     group: ProcessGroup | None,
-    same: tuple[int, ...],
+    options: tuple[int, ...],
     fault: InputError | None,
 ) -> tuple[int, ...]:
-    """Return the number of rows of each rank, after comparing the inputs. An error of one rank is raised on all."""
+    """Return the number of rows of each rank, after comparing the inputs. An error of one rank is raised on all.
+
+    options: further values that must be equal on all ranks.
+    """
     if group_size(group) == 1:
         if fault is not None:
             raise fault
         return (weight_VD.shape[0],)
     # Two sums detect different targets: of the ids, and of the ids times their positions.
     flat_T = targets_BS.reshape(-1).long()
-    place_T = torch.arange(flat_T.numel(), device=flat_T.device)
-    targets = torch.stack((flat_T.sum(), (flat_T * place_T).sum()))
-    compared = [flat_T.numel(), x_BSD.shape[-1] if x_BSD.dim() else 0, *same]
-    words = torch.tensor([int(fault is not None), weight_VD.shape[0], *compared], device=flat_T.device)
-    words = torch.cat((words, targets))
-    rows = gather_values(words, group, "the start of a cross-entropy").tolist()
+    position_T = torch.arange(flat_T.numel(), device=flat_T.device)
+    targets = torch.stack((flat_T.sum(), (flat_T * position_T).sum()))
+    compared = [flat_T.numel(), x_BSD.shape[-1] if x_BSD.dim() else 0, *options]
+    message = torch.tensor([int(fault is not None), weight_VD.shape[0], *compared], device=flat_T.device)
+    message = torch.cat((message, targets))
+    rows = gather_values(message, group, "the start of a cross-entropy").tolist()
     if fault is not None:
         raise fault
-    bad = [rank for rank, row in enumerate(rows) if row[0]]
-    if bad:
-        raise InputError(f"ranks {bad} of the group passed invalid input to the cross-entropy; see their messages")
+    failed_ranks = [rank for rank, row in enumerate(rows) if row[0]]
+    if failed_ranks:
+        raise InputError(
+            f"ranks {failed_ranks} of the group passed invalid input to the cross-entropy; see their messages"
+        )
     if any(row[2:] != rows[0][2:] for row in rows):
         raise RankMismatch(
             "ranks differ in a cross-entropy: by rank, (tokens, hidden size, chunk, ignore_index, whether x needs a "
@@ -249,10 +255,10 @@ def _compare_inputs(
 
 def _check_targets(targets_BS: Tensor, vocab: int, ignore_index: int) -> None:
     # Targets are equal on all ranks, so all ranks raise.
-    bad = ((targets_BS < 0) | (targets_BS >= vocab)) & (targets_BS != ignore_index)
-    if bool(bad.any()):
-        value = int(targets_BS[bad][0])
+    invalid = ((targets_BS < 0) | (targets_BS >= vocab)) & (targets_BS != ignore_index)
+    if bool(invalid.any()):
+        value = int(targets_BS[invalid][0])
         raise InputError(
             f"target {value} is outside 0..{vocab - 1} and is not ignore_index {ignore_index}; "
-            f"{int(bad.sum())} such targets"
+            f"{int(invalid.sum())} such targets"
         )

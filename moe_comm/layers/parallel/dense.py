@@ -30,7 +30,7 @@ class DenseMLP(ParallelModule):
         group: tensor-parallel group; None: one rank holds the full block.
         activation: a name in ``ACTIVATIONS`` or an ``Activation``; w13 has 2F rows if it is gated, else F.
         sequence_dim: dimension in which input and output tokens are split over the ranks. None: all ranks have all
-            tokens, and gradients of replicated parameters outside are complete on each rank (``linear.py``).
+            tokens, and gradients of replicated parameters elsewhere are complete on each rank (``linear.py``).
         overlap: how the gather and the reduce-scatter overlap with the GEMMs; None: no overlap.
 
     Attributes:
@@ -58,10 +58,10 @@ class DenseMLP(ParallelModule):
         self.hidden, self.ffn, self.group, self.sequence_dim = hidden, ffn, group, sequence_dim
         self.overlap = overlap
         self.activation = activation_of(activation)
-        own = size_per_rank(ffn, group, "the width (ffn) of a dense block")
-        width_h = 2 * own if self.activation.gated else own
+        local_ffn = size_per_rank(ffn, group, "the width (ffn) of a dense block")
+        width_h = 2 * local_ffn if self.activation.gated else local_ffn
         self.w13 = nn.Parameter(torch.empty(width_h, hidden, dtype=dtype, device=device))
-        self.w2 = nn.Parameter(torch.empty(hidden, own, dtype=dtype, device=device))
+        self.w2 = nn.Parameter(torch.empty(hidden, local_ffn, dtype=dtype, device=device))
         self.reset_parameters()
 
     @classmethod

@@ -56,9 +56,9 @@ class _VocabRows(ParallelModule):
         """Build with a copy of this rank's rows of a full [V, D] weight (of ``nn.Embedding`` or an untied head)."""
         vocab, hidden = weight.shape
         module = cls(vocab, hidden, group, sequence_dim=sequence_dim, dtype=weight.dtype, device="meta")
-        own = weight.detach()[module.rows.start : module.rows.stop].clone()
+        local_rows = weight.detach()[module.rows.start : module.rows.stop].clone()
         frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
-        module.weight = nn.Parameter(own, requires_grad=not frozen)
+        module.weight = nn.Parameter(local_rows, requires_grad=not frozen)
         return module
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -70,8 +70,8 @@ class _VocabRows(ParallelModule):
         return {"weight": vocab_sharding(self.vocab, self.hidden, group_size(self.group))}
 
     def extra_repr(self) -> str:
-        held = f"rows {self.rows.start}..{self.rows.stop - 1}" if len(self.rows) else "no rows"
-        return f"{held} of {self.vocab}, hidden={self.hidden}, sequence_dim={self.sequence_dim}"
+        rows = f"rows {self.rows.start}..{self.rows.stop - 1}" if len(self.rows) else "no rows"
+        return f"{rows} of {self.vocab}, hidden={self.hidden}, sequence_dim={self.sequence_dim}"
 
 
 class VocabParallelEmbedding(_VocabRows):
@@ -104,16 +104,16 @@ class VocabParallelEmbedding(_VocabRows):
         remote_BS = (ids_BS < self.rows.start) | (ids_BS >= self.rows.stop)
         if len(self.rows):
             # Ids of other ranks look up row 0; the result and its gradient are masked.
-            place_BS = (ids_BS - self.rows.start).masked_fill(remote_BS, 0)
+            row_BS = (ids_BS - self.rows.start).masked_fill(remote_BS, 0)
             padding = self.padding_idx
             padding = padding - self.rows.start if padding is not None and padding in self.rows else None
-            own_BSD = F.embedding(place_BS, self.weight, padding)
-            own_BSD = own_BSD.masked_fill(remote_BS.unsqueeze(-1), 0.0)
+            local_BSD = F.embedding(row_BS, self.weight, padding)
+            local_BSD = local_BSD.masked_fill(remote_BS.unsqueeze(-1), 0.0)
         else:
             # A product with the empty weight makes backward reach the collective on this rank.
             with without_autocast(self.weight):
-                own_BSD = self.weight.new_zeros(*ids_BS.shape, 0) @ self.weight
-        return reduce_output(own_BSD, self.group, self.sequence_dim)
+                local_BSD = self.weight.new_zeros(*ids_BS.shape, 0) @ self.weight
+        return reduce_output(local_BSD, self.group, self.sequence_dim)
 
 
 class VocabParallelHead(_VocabRows):

@@ -120,9 +120,9 @@ class ColumnParallelLinear(ParallelModule):
         self.in_features, self.out_features = in_features, out_features
         self.group, self.sequence_dim, self.segments = group, sequence_dim, segments
         self.overlap, self.gathers_input = overlap, True
-        own = size_per_rank(out_features, group, "out_features of a column-parallel linear", segments)
-        self.weight = nn.Parameter(torch.empty(own, in_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(own, dtype=dtype, device=device)) if bias else None
+        local_out = size_per_rank(out_features, group, "out_features of a column-parallel linear", segments)
+        self.weight = nn.Parameter(torch.empty(local_out, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(local_out, dtype=dtype, device=device)) if bias else None
         self.reset_parameters()
 
     @classmethod
@@ -201,8 +201,8 @@ class RowParallelLinear(ParallelModule):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.group, self.sequence_dim, self.overlap = group, sequence_dim, overlap
-        own = size_per_rank(in_features, group, "in_features of a row-parallel linear")
-        self.weight = nn.Parameter(torch.empty(out_features, own, dtype=dtype, device=device))
+        local_in = size_per_rank(in_features, group, "in_features of a row-parallel linear")
+        self.weight = nn.Parameter(torch.empty(out_features, local_in, dtype=dtype, device=device))
         # Zeros are equal on all ranks, as a replicated parameter must be.
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.reset_parameters()
@@ -262,7 +262,7 @@ def column_linear(
     overlap: Overlap | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``F.linear`` of ``gather_input``, fused if they overlap."""
+    """Return ``F.linear`` of ``gather_input``; one fused operator if they overlap."""
     if overlap is None or sequence_dim is None or group_size(group) == 1:
         return F.linear(gather_input(x, group, sequence_dim), weight, bias)
     length = x.shape[sequence_dim] * group_size(group)
@@ -273,7 +273,7 @@ def column_linear(
 def row_linear(
     x: Tensor, weight: Tensor, group: ProcessGroup | None, sequence_dim: int | None, overlap: Overlap | None = None
 ) -> Tensor:
-    """``reduce_output`` of ``F.linear``, fused if they overlap."""
+    """Return ``reduce_output`` of ``F.linear``; one fused operator if they overlap."""
     if overlap is None or sequence_dim is None or group_size(group) == 1:
         return reduce_output(F.linear(x, weight), group, sequence_dim)
     check_cut(x, sequence_dim % x.dim(), group)
@@ -296,9 +296,9 @@ def _by_rows(
     def rows_of(x: Tensor) -> Tensor:
         return x.to(dtype).movedim(dim, 0).reshape(-1, x.shape[-1])
 
-    between = x.movedim(dim, 0).shape[1:-1]
+    other_dims = x.movedim(dim, 0).shape[1:-1]
     y = operator(recomputed(rows_of, x), cast_parameter(weight, x), group, overlap)
-    return y.view(length, *between, weight.shape[0]).movedim(0, dim)
+    return y.view(length, *other_dims, weight.shape[0]).movedim(0, dim)
 
 
 def _from_linear(
@@ -314,8 +314,8 @@ def _from_linear(
     return layer
 
 
-def _describe(layer: ColumnParallelLinear | RowParallelLinear, cut: str) -> str:
+def _describe(layer: ColumnParallelLinear | RowParallelLinear, local_size: str) -> str:
     return (
         f"in_features={layer.in_features}, out_features={layer.out_features}, bias={layer.bias is not None}, "
-        f"{cut}, sequence_dim={layer.sequence_dim}"
+        f"{local_size}, sequence_dim={layer.sequence_dim}"
     )

@@ -1,5 +1,6 @@
 """Activation recomputation: tensors that backward computes again instead of storing them in the forward pass.
 
+    mode        recomputed in backward
     none        nothing
     selective   cheap operators: RMSNorm and its internals, the tensor-parallel gather after it, the rotation of
                 normalized heads, SwiGLU, and the router's fp32 copy of its input. Outputs of GEMMs, attention and
@@ -48,12 +49,12 @@ class _RecomputedValue:
         self._value: Tensor | None = None
 
     def add_use(self) -> None:
-        """Count that autograd saves the value once more."""
+        """Count one more tensor that autograd saves as a reference to this value."""
         self._uses += 1
         self._uses_left += 1
 
     def get(self) -> Tensor:
-        """Return the value; it is freed after as many calls as it was saved."""
+        """Return the value. It is freed when each saved reference has read it once."""
         value = self._value
         if value is None:
             enabled, dtype = self._autocast
@@ -137,7 +138,7 @@ def recomputed(fn: Fn, *inputs: Tensor) -> Tensor:
 
 
 def recomputed_block(fn: Fn, *inputs: Tensor) -> Tensor:
-    """``recomputed`` for a function or module of several operators, whose intermediate tensors are dropped as well."""
+    """Run ``recomputed`` for a function or module of several operators, and drop their intermediate tensors as well."""
     if getattr(_active, "scope", None) is None:
         return fn(*inputs)
     y: Tensor = checkpoint(fn, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -180,7 +181,7 @@ def run_layer(recompute: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def run_layer_in_steps(recompute: str, steps: Generator[None, None, Tensor]) -> Generator[None, None, Tensor]:
-    """``run_layer`` for a layer whose forward pass yields to other work.
+    """Run ``run_layer`` for a layer whose forward pass yields to other work.
 
     The scope of selective recomputation is left at each ``yield``, so that layers of several micro-batches can
     alternate.
@@ -235,9 +236,10 @@ def activation_bytes(forward: Callable[[], Any], exclude: Iterable[Tensor] = ())
         forward: runs with autograd and returns the tensor that holds the graph (loss or hidden states).
         exclude: tensors that are not counted: parameters, buffers, inputs.
     """
-    before = {tensor.untyped_storage().data_ptr() for tensor in exclude}
-    with _StorageRecorder() as seen:
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+    with _StorageRecorder() as recorder:
         result = forward()
-    alive = {at: size for at, (ref, size) in seen.storages.items() if at not in before and not ref.expired()}
+    storages = recorder.storages.items()
+    num_bytes: int = sum(size for address, (ref, size) in storages if address not in excluded and not ref.expired())
     del result
-    return sum(alive.values())
+    return num_bytes

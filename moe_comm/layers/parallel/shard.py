@@ -20,6 +20,6 @@ def shardings_of(module: nn.Module) -> dict[str, Sharding]:
         describe = getattr(child, "shardings", None)
         if callable(describe):
             prefix = (name,) if name else ()
-            split.update({state_key(*prefix, own): sharding for own, sharding in describe().items()})
+            split.update({state_key(*prefix, local_name): sharding for local_name, sharding in describe().items()})
     names = ((state_key(name), param) for name, param in module.named_parameters())
     return {name: split.get(name, Sharding(tuple(param.shape))) for name, param in names}

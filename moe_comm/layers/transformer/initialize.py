@@ -6,8 +6,8 @@ rank generates the blocks that overlap with its part, so it needs memory for one
     full [E, rows, columns]        expert 0: block 0 block 1 ..       seed of expert 5, block 1:
                                    expert 1: block 0 block 1 ..       hash of "seed/layers.3.moe.experts.w13/5/1"
 
-torch's random numbers for a DTensor are equal on all shards on the CPU. Generating each rank's part from one stream
-would make the weights depend on the mapping.
+torch is not used for this because on the CPU it generates the same random numbers for all shards of a DTensor. One
+random stream per rank would make the weights depend on the mapping.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ def fill(
     for expert in range(experts):
         expert_boxes = [box for box in boxes if box.full[0].start <= expert < box.full[0].stop]
         if expert_boxes:
-            at = expert_boxes[0].local[0].start + expert - expert_boxes[0].full[0].start
+            index = expert_boxes[0].local[0].start + expert - expert_boxes[0].full[0].start
             inner = [Box(box.local[1:], box.full[1:]) for box in expert_boxes]
-            _fill_matrix(local[at], inner, (shape[0], math.prod(shape[1:])), f"{init.seed}/{name}/{expert}", init.std)
+            matrix_shape = (shape[0], math.prod(shape[1:]))
+            _fill_matrix(local[index], inner, matrix_shape, f"{init.seed}/{name}/{expert}", init.std)
 
 
 def _fill_matrix(local: Tensor, boxes: list[Box], shape: tuple[int, ...], seed: str, std: float) -> None:
@@ -114,16 +115,16 @@ def _fill_matrix(local: Tensor, boxes: list[Box], shape: tuple[int, ...], seed: 
     block_rows = max(1, BLOCK_ELEMENTS // max(columns, 1))
     for block, first in enumerate(range(0, rows, block_rows)):
         last = min(first + block_rows, rows)
-        touched = [box for box in boxes if box.full[0].start < last and box.full[0].stop > first]
-        if not touched:
+        overlapping = [box for box in boxes if box.full[0].start < last and box.full[0].stop > first]
+        if not overlapping:
             continue
-        drawn = torch.empty(last - first, columns, dtype=torch.float32, device="cpu")
-        drawn.normal_(std=std, generator=torch.Generator("cpu").manual_seed(_seed(f"{seed}/{block}")))
-        for box in touched:
-            full, into = box.full[0], box.local[0]
-            low, high = max(full.start, first), min(full.stop, last)
-            start = into.start + low - full.start
-            local[start : start + high - low, box.local[1]] = drawn[low - first : high - first, box.full[1]]
+        values = torch.empty(last - first, columns, dtype=torch.float32, device="cpu")
+        values.normal_(std=std, generator=torch.Generator("cpu").manual_seed(_seed(f"{seed}/{block}")))
+        for box in overlapping:
+            full_rows, local_rows = box.full[0], box.local[0]
+            low, high = max(full_rows.start, first), min(full_rows.stop, last)
+            start = local_rows.start + low - full_rows.start
+            local[start : start + high - low, box.local[1]] = values[low - first : high - first, box.full[1]]
 
 
 def _seed(text: str) -> int:

@@ -61,21 +61,21 @@ class Transformer(ParallelModule):
         super().__init__()
         self.config, self.plan = config, plan or ModelPlan()
         plan = self.plan
-        held = tuple(range(config.layers)) if plan.layers is None else plan.layers
-        if any(not 0 <= layer < config.layers for layer in held):
-            raise ConfigError(f"the layers of the plan must be in 0..{config.layers - 1}; got {held}")
+        layer_ids = tuple(range(config.layers)) if plan.layers is None else plan.layers
+        if any(not 0 <= layer < config.layers for layer in layer_ids):
+            raise ConfigError(f"the layers of the plan must be in 0..{config.layers - 1}; got {layer_ids}")
         size = config.vocab, config.hidden
-        ends: list[nn.Module] = []
+        end_modules: list[nn.Module] = []
         if plan.has_embedding:
             self.embed = VocabParallelEmbedding(*size, plan.tp_group, dtype=plan.dtype, device="meta")
-            ends.append(self.embed)
-        self.layers = nn.ModuleDict({str(layer): _block_of(config, layer, plan) for layer in held})
+            end_modules.append(self.embed)
+        self.layers = nn.ModuleDict({str(layer): _block_of(config, layer, plan) for layer in layer_ids})
         if plan.has_head:
             self.norm = RMSNorm(config.hidden, config.norm_eps, dtype=plan.dtype, device="meta")
             self.head = VocabParallelHead(*size, plan.tp_group, dtype=plan.dtype, device="meta")
-            ends += [self.norm, self.head]
+            end_modules += [self.norm, self.head]
         if not plan.is_meta:
-            for module in ends:
+            for module in end_modules:
                 materialize(module, plan.device)
         if config.tie and plan.has_embedding and plan.has_head:
             self.head.weight = self.embed.weight
@@ -85,8 +85,8 @@ class Transformer(ParallelModule):
     @property
     def tied_names(self) -> tuple[str, ...]:
         """Names of the two copies of a tied embedding on different stages; () otherwise."""
-        full = self.plan.has_embedding and self.plan.has_head
-        return (EMBEDDING, HEAD) if self.config.tie and not full else ()
+        on_one_stage = self.plan.has_embedding and self.plan.has_head
+        return (EMBEDDING, HEAD) if self.config.tie and not on_one_stage else ()
 
     @property
     def tied_parameter(self) -> nn.Parameter | None:
@@ -128,10 +128,10 @@ class Transformer(ParallelModule):
             InputError: shapes do not match, or ids are outside of the vocabulary.
             PeerDied, PeerTimeout: a rank of the stage failed, or did not call in time.
         """
-        x, tokens = self._enter(StageInput(x, positions, documents))
+        x, tokens = self._prepare_input(StageInput(x, positions, documents))
         for block in self.layers.values():
             x = block(x, tokens)
-        return self._leave(x)
+        return self._finish_output(x)
 
     def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
         """Run ``forward`` for several micro-batches, interleaved layer by layer. Collective over the stage.
@@ -164,15 +164,15 @@ class Transformer(ParallelModule):
                 "layers that are wrapped (FSDP, checkpointing) cannot be interleaved: replicate the weights, and use "
                 'ModelPlan(recompute="selective")'
             )
-        return take_turns([self._steps(each, blocks) for each in inputs])
+        return take_turns([self._steps(micro_batch, blocks) for micro_batch in inputs])
 
     def _steps(self, inputs: StageInput, blocks: Sequence[TransformerBlock]) -> Steps[Tensor]:
-        x, tokens = self._enter(inputs)
+        x, tokens = self._prepare_input(inputs)
         for block in blocks:
             x = yield from block.steps(x, tokens)
-        return self._leave(x)
+        return self._finish_output(x)
 
-    def _enter(self, inputs: StageInput) -> tuple[Tensor, TokenContext]:
+    def _prepare_input(self, inputs: StageInput) -> tuple[Tensor, TokenContext]:
         """Return the input of the first layer and the context of its tokens."""
         plan, x = self.plan, inputs.x
         if plan.has_embedding:
@@ -186,9 +186,9 @@ class Transformer(ParallelModule):
                 raise InputError(f"this stage expects activations [B, S, {self.config.hidden}]; got {tuple(x.shape)}")
             length = x.shape[1] * plan.sizes["tp"]
             self._check_length(length)
-        return x, self._tokens(x, length, inputs.positions, inputs.documents)
+        return x, self._token_context(x, length, inputs.positions, inputs.documents)
 
-    def _leave(self, x_BSD: Tensor) -> Tensor:
+    def _finish_output(self, x_BSD: Tensor) -> Tensor:
         if not self.plan.has_head:
             return x_BSD
         normed_BSD: Tensor = self.norm(x_BSD)
@@ -223,13 +223,13 @@ class Transformer(ParallelModule):
         for layer in self.moe_layers():
             layer.dispatcher.close()
 
-    def _tokens(
+    def _token_context(
         self, x_BSD: Tensor, length: int, positions: Tensor | None, documents: Documents | Tensor | None
     ) -> TokenContext:
         plan = self.plan
         if positions is None:
-            places = local_positions(length * plan.sizes["cp"], plan.sizes["cp"], plan.place["cp"], plan.context)
-            positions = places.unsqueeze(0).to(x_BSD.device)
+            positions_S = local_positions(length * plan.sizes["cp"], plan.sizes["cp"], plan.place["cp"], plan.context)
+            positions = positions_S.unsqueeze(0).to(x_BSD.device)
         elif positions.dim() != 2:
             raise InputError(f"positions must be [B or 1, S]; got {tuple(positions.shape)}")
         rope: RopeTable = self.rope.table(positions, accumulate_dtype(x_BSD.dtype))

@@ -115,7 +115,7 @@ class ModelPlan:
         return torch.device(self.device).type == "meta"
 
     def token_index(self, batch: int, length: int, device: torch.device | None = None) -> Tensor:
-        """[batch, length] int64 positions of this rank's tokens in the global micro-batch, ordered by sequence.
+        """Return [batch, length] int64 positions of this rank's tokens in the global micro-batch, ordered by sequence.
 
             B 2, S 8 over dp 2, cp 2 (ring: 0 1 6 7 | 2 3 4 5), tp 2      dp 1, cp 0, tp 1 holds  6 7 of sequence 1
                                                                           index                  14 15
@@ -126,7 +126,7 @@ class ModelPlan:
         """
         tp, cp = self.sizes["tp"], self.sizes["cp"]
         full = length * tp * cp
-        places = local_positions(full, cp, self.place["cp"], self.context)
-        own = places[self.place["tp"] * length : (self.place["tp"] + 1) * length]
+        positions = local_positions(full, cp, self.place["cp"], self.context)
+        local = positions[self.place["tp"] * length : (self.place["tp"] + 1) * length]
         rows = self.place["dp"] * batch + torch.arange(batch)
-        return (rows.unsqueeze(1) * full + own).to(device)
+        return (rows.unsqueeze(1) * full + local).to(device)

@@ -101,18 +101,18 @@ class ShortcutBlock(TransformerBlock):
         call = self.moe.begin(y_BSD, token_index=tokens.index_BS)
         yield
         experts_BSD: Tensor | None = None
-        for place in BRANCH_POINTS:
-            if place == "dense":
+        for point in BRANCH_POINTS:
+            if point == "dense":
                 x_BSD = x_BSD + self.dense(y_BSD)
-            elif place == "second_attention":
+            elif point == "second_attention":
                 y_BSD = recomputed_block(self.second_attention_norm, x_BSD)
                 x_BSD = x_BSD + self.second_attention(y_BSD, tokens.rope, tokens.documents)
-            elif place == "second_dense":
+            elif point == "second_dense":
                 x_BSD = x_BSD + self.second_dense(recomputed_block(self.second_ffn_norm, x_BSD))
-            if place == schedule.compute:
+            if point == schedule.compute:
                 call.compute()
                 yield
-            if place == schedule.result:
+            if point == schedule.result:
                 experts_BSD = call.result()
         assert experts_BSD is not None
         return x_BSD + experts_BSD

@@ -1,9 +1,9 @@
-"""State dicts of expert-parallel modules in their global form, as if one rank held every expert.
+"""A copy of an expert-parallel layer in which each rank holds every expert.
 
-    rank 0: experts.w13 [4, 2F, D]  ┐  gather_state_dict      ┌ experts.w13 [7, 2F, D] on every rank
-    rank 1: experts.w13 [3, 2F, D]  ┘  ◀─ load_state_dict └
+    rank 0: experts.w13 [4, 2F, D]  ┐
+    rank 1: experts.w13 [3, 2F, D]  ┴──single_rank_copy──▶  experts.w13 [7, 2F, D] on every rank
 
-``module.state_dict()`` itself stays local: each rank's own experts, under the same keys. See ``layers.data_parallel``.
+State dicts of expert-parallel modules are in ``layers.data_parallel.state``.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def single_rank_copy(layer: MoELayer, dtype: torch.dtype | None = None) -> MoELa
             f"expected a layer of Router and Experts; got {type(router).__name__} and {type(experts).__name__}"
         )
     state = gather_state_dict(layer)
-    like = experts.w13
-    full = Experts(
+    w13 = experts.w13
+    all_experts = Experts(
         layer.num_experts,
         experts.hidden,
         experts.ffn,
         experts.activation,
         bias=experts.b13 is not None,
         transposed=experts.transposed,
-        dtype=like.dtype,
-        device=like.device,
+        dtype=w13.dtype,
+        device=w13.device,
     )
-    full.recompute = experts.recompute
+    all_experts.recompute = experts.recompute
     single_router = Router(router.hidden, router.config, None, dtype=router.weight.dtype, device=router.weight.device)
     copied = MoELayer(
         single_router,
-        full,
+        all_experts,
         make_dispatcher(layer.num_experts, options=layer.dispatcher.options),
         copy.deepcopy(layer.shared),
         capacity=layer.capacity,

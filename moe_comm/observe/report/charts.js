@@ -118,9 +118,9 @@ function health({ runs, state }) {
   const metric = HEALTH[state.view.health] ? state.view.health : "imbalance", unit = HEALTH[metric][1], scale = unit === "%" ? 100 : 1;
   const traces = [];
   runs.forEach((run, number) => {
-    const found = run.health;
-    if (!found.step.length) return;
-    const keep = found.step.map(within(state)), x = pick(found.step, keep), own = runs.length > 1 ? `${plain(run.name)}: ` : "";
+    const series = run.health;
+    if (!series.step.length) return;
+    const keep = series.step.map(within(state)), x = pick(series.step, keep), own = runs.length > 1 ? `${plain(run.name)}: ` : "";
     const line = (values, name, color, dash) => {
       const y = pick(values, keep).map((one) => (one === null ? null : one * scale));
       if (finite(y).length) traces.push({ x, y, name: own + name, mode: x.length > 1 ? "lines" : "markers", line: { color, dash, width: 1.6 },
@@ -128,11 +128,11 @@ function health({ runs, state }) {
     };
     const color = (i) => state.colors[(2 * number + i) % state.colors.length];
     if (state.layer === "all") {
-      if (!found.across[metric]) return;
-      line(found.across[metric][0], "median layer (p50)", color(0), number ? "dash" : "solid");
-      line(found.across[metric][1], "95% of layers no worse (p95)", color(1), number ? "dash" : "solid");
-    } else if (found.values[metric] && found.values[metric][state.layer]) {
-      line(found.values[metric][state.layer], plain(found.layers[state.layer]), color(0), number ? "dash" : "solid");
+      if (!series.across[metric]) return;
+      line(series.across[metric][0], "median layer (p50)", color(0), number ? "dash" : "solid");
+      line(series.across[metric][1], "95% of layers no worse (p95)", color(1), number ? "dash" : "solid");
+    } else if (series.values[metric] && series.values[metric][state.layer]) {
+      line(series.values[metric][state.layer], plain(series.layers[state.layer]), color(0), number ? "dash" : "solid");
     }
   });
   return { traces, layout: { xaxis: steps, yaxis: { title: { text: HEALTH[metric].filter(Boolean).join(", ") }, rangemode: "tozero" }, showlegend: true } };
@@ -181,9 +181,9 @@ function slowest(state) {
 }
 
 function links({ state }) {
-  const { ranks, links: found } = state.run, view = state.view.links;
-  if (["rank", "host", "probe"].includes(view) && found[view] && found[view].labels.length) {
-    const { labels, values } = found[view], scale = view === "probe" ? 1000 : 1 / 2 ** 20, named = labels.map(plain);
+  const { ranks, links: matrices } = state.run, view = state.view.links;
+  if (["rank", "host", "probe"].includes(view) && matrices[view] && matrices[view].labels.length) {
+    const { labels, values } = matrices[view], scale = view === "probe" ? 1000 : 1 / 2 ** 20, named = labels.map(plain);
     return { traces: [{ type: "heatmap", x: named, y: named, z: values.map((row) => row.map((one) => (one === null ? null : one * scale))), colorscale: FLOW_SCALE[state.theme],
       hoverongaps: false, colorbar: bar(view === "probe" ? "ms" : "MiB/step"),
       hovertemplate: view === "probe" ? "%{y} → %{x}: %{z:.3g} ms<extra></extra>" : "%{y} → %{x}: %{z:.4g} MiB/step<extra></extra>" }],
@@ -241,15 +241,15 @@ function timeline({ runs, state }) {
   const unit = { 1: "seconds", 60: "minutes", 3600: "hours" }[scale];
   const bars = { starting: [state.colors[1], []], running: [state.colors[0], []] };
   runs.forEach((run) => run.timeline.attempts.forEach((one) => {
-    const row = `${runs.length > 1 ? plain(run.name) + ": " : ""}start ${one.number}`, said = `from ${plain(one.source)}, ${one.world} ranks, step ${one.first_step}`;
-    if (one.begin !== null && one.ready !== null) bars.starting[1].push([row, one.begin, one.ready, `getting ready ${said}`]);
-    if (one.ready !== null && one.end !== null) bars.running[1].push([row, one.ready, one.end, said]);
+    const row = `${runs.length > 1 ? plain(run.name) + ": " : ""}start ${one.number}`, origin = `from ${plain(one.source)}, ${one.world} ranks, step ${one.first_step}`;
+    if (one.begin !== null && one.ready !== null) bars.starting[1].push([row, one.begin, one.ready, `getting ready ${origin}`]);
+    if (one.ready !== null && one.end !== null) bars.running[1].push([row, one.ready, one.end, origin]);
   }));
   Object.entries(bars).forEach(([name, [color, rows]]) => rows.length && traces.push({ type: "bar", orientation: "h", name, y: rows.map((row) => row[0]), base: rows.map((row) => row[1] / scale),
     x: rows.map((row) => (row[2] - row[1]) / scale), text: rows.map((row) => row[3]), textposition: "none", marker: { color }, hovertemplate: `%{y}, ${name}: %{text}<extra></extra>` }));
   const events = runs.flatMap((run) => [["faults", run.timeline.faults], ["on purpose", run.timeline.injected]].flatMap(([row, list]) =>
     list.map((one) => ({ ...one, row: (runs.length > 1 ? `${plain(run.name)}: ` : "") + row, made: row !== "faults" }))))
-    .filter((one) => one.at !== null && (one.ranks.length === 0 || one.ranks.some((rank) => state.asked(rank))) && within(state)(one.step));
+    .filter((one) => one.at !== null && (one.ranks.length === 0 || one.ranks.some((rank) => state.inRankFilter(rank))) && within(state)(one.step));
   const shapes = ["x", "diamond", "triangle-up", "star", "square", "cross", "triangle-down", "circle"];
   [...new Set(events.map((one) => one.kind))].forEach((kind, i) => [false, true].forEach((made) => {
     const rows = events.filter((one) => one.kind === kind && one.made === made);

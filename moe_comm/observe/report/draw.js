@@ -95,8 +95,8 @@ function fillOpened() {
 function shownNumber(value, unit) {
   if (value === null || value === undefined) return "–";
   const scaled = unit === "%" ? value * 100 : value;
-  const said = Number.isInteger(scaled) ? scaled.toLocaleString("en") : Number(scaled.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
-  return `${said}${unit === "%" ? "%" : unit ? " " + unit : ""}`;
+  const digits = Number.isInteger(scaled) ? scaled.toLocaleString("en") : Number(scaled.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
+  return `${digits}${unit === "%" ? "%" : unit ? " " + unit : ""}`;
 }
 
 function tiles(summary) {
@@ -110,7 +110,7 @@ function tiles(summary) {
   }
 }
 
-/* A page without filters: its tiles, and of ``charts`` those that it has panels for. */
+/* Start a page without filters: fill its tiles, and draw those of ``charts`` that it has panels for. */
 function openPage(charts) {
   const draw = (only) => {
     readLooks();

@@ -4,7 +4,7 @@
     ranks x steps     ─▶ [ranks, bins] means, at most CELLS numbers
     experts           ─▶ at most WIDE columns, each the mean load of neighboring experts
 
-All results are JSON values. Numbers have five digits; missing values are null.
+All results are JSON values. Numbers have five digits; missing values are null (in ``loads_of``: -1).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from moe_comm.observe.report.read import HEALTH, PARTS, Curves, Loads, Run
 Floats = NDArray[np.float64]
 
 POINTS, CELLS, WIDE, MATRIX, MARKS, TEXT = 800, 40_000, 512, 128, 300, 300
+"""Largest number of points of a curve, cells of a map, columns, rows of a matrix, events, and characters of a text."""
 LAYER_NUMBERS = 60_000
+"""Largest number of values of the per-layer metrics, over all metrics, layers and points."""
 SHOWN = ("compute", "checkpoint", "memory_bytes")
 BANDS = ("loss", "grad_norm", "checkpoint")
 MEANS = ("tokens_per_s", "mfu", "total", "memory_bytes", "lr", *(part for part in PARTS if part != "checkpoint"))
@@ -34,8 +36,8 @@ MEANS = ("tokens_per_s", "mfu", "total", "memory_bytes", "lr", *(part for part i
 def short(values: Floats) -> list[Any]:
     """Return nested lists of numbers with five digits; null for NaN and infinity."""
     if values.ndim > 1:
-        return [short(one) for one in values]
-    return [float(f"{one:.5g}") if math.isfinite(one) else None for one in values.tolist()]
+        return [short(value) for value in values]
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
 def panels(run: Run) -> dict[str, Any]:
@@ -107,13 +109,16 @@ def health_of(curves: Curves, loads: Loads) -> dict[str, Any]:
     return {
         "step": short(curves.layer_steps_N[starts]),
         "layers": [text(name) for name in names],
-        "values": {name: short(reduce_to(one, starts, "mean").T) for name, one in curves.layers.items()},
-        "across": {name: short(reduce_to(one, starts, "mean").T) for name, one in curves.across.items()},
+        "values": {name: short(reduce_to(values, starts, "mean").T) for name, values in curves.layers.items()},
+        "across": {name: short(reduce_to(values, starts, "mean").T) for name, values in curves.across.items()},
     }
 
 
 def loads_of(loads: Loads) -> dict[str, Any]:
-    """Return load relative to the layer's mean load in percent, [steps][layers][columns] with ``per`` experts each."""
+    """Return load relative to the layer's mean load in percent, [steps][layers][columns] with ``per`` experts each.
+
+    -1: no load was recorded.
+    """
     steps, layers, experts = loads.slots_TLE.shape
     if not steps * layers * experts:
         return {"step": [], "layers": [], "experts": 0, "per": 1, "ratio": []}
@@ -169,8 +174,8 @@ def ranks_of(run: Run) -> dict[str, Any]:
         "width": width,
         "values": {name: short(values[name]) for name in SHOWN},
         "slowdown": short(slowdown(values["compute"], pp)),
-        "sent": {kind: short(one) for kind, one in lines.sent.items()},
-        "waits": {kind: short(one) for kind, one in lines.waits.items()},
+        "sent": {kind: short(of_rank) for kind, of_rank in lines.sent.items()},
+        "waits": {kind: short(of_rank) for kind, of_rank in lines.waits.items()},
     }
 
 
@@ -180,7 +185,7 @@ def places(run: Run) -> tuple[list[int], list[int]]:
     if mapping is None or (lines.ranks and lines.ranks[-1] >= mapping.world):
         return [0] * len(lines.ranks), list(range(len(lines.ranks)))
     coordinates = [mapping.place(rank) for rank in lines.ranks]
-    return [int(one["pp"]) for one in coordinates], [int(one["dp"]) for one in coordinates]
+    return [int(coordinate["pp"]) for coordinate in coordinates], [int(coordinate["dp"]) for coordinate in coordinates]
 
 
 def slowdown(compute_RB: Floats, stage: Sequence[int]) -> Floats:
@@ -190,8 +195,8 @@ def slowdown(compute_RB: Floats, stage: Sequence[int]) -> Floats:
     mean_R = np.where(finite.any(1) & (mean_R > 0), mean_R, np.nan)
     stages = np.array(stage)
     result = np.full(len(mean_R), np.nan)
-    for one in np.unique(stages):
-        members = stages == one
+    for stage_id in np.unique(stages):
+        members = stages == stage_id
         if np.isfinite(mean_R[members]).any():
             result[members] = mean_R[members] / np.nanmedian(mean_R[members])
     return result
@@ -203,17 +208,18 @@ def links_of(lines: RankLines) -> dict[str, Any]:
     per = max(-(-count // MATRIX), 1)
     hosts = list(dict.fromkeys(lines.hosts))
     place_of = {host: i for i, host in enumerate(hosts)}
-    host = [place_of[one] for one in lines.hosts]
+    host_of_rank = [place_of[host] for host in lines.hosts]
     per_host = max(-(-len(hosts) // MATRIX), 1)
-    labels = [str(one) for one in lines.ranks]
+    labels = [str(rank) for rank in lines.ranks]
+    host_rows, host_labels = [host // per_host for host in host_of_rank], _axis_labels(hosts, per_host)
     return {
-        "rank": _matrix(lines.peers, [i // per for i in range(count)], _named(labels, per), "sum"),
-        "host": _matrix(lines.peers, [one // per_host for one in host], _named(hosts, per_host), "sum"),
-        "probe": _matrix(lines.probes, [one // per_host for one in host], _named(hosts, per_host), "worst"),
+        "rank": _matrix(lines.peers, [i // per for i in range(count)], _axis_labels(labels, per), "sum"),
+        "host": _matrix(lines.peers, host_rows, host_labels, "sum"),
+        "probe": _matrix(lines.probes, host_rows, host_labels, "worst"),
     }
 
 
-def _named(labels: Sequence[str], per: int) -> list[str]:
+def _axis_labels(labels: Sequence[str], per: int) -> list[str]:
     if per == 1:
         return [text(label) for label in labels]
     ends = [(i, min(i + per, len(labels)) - 1) for i in range(0, len(labels), per)]
@@ -237,28 +243,29 @@ def timeline_of(run: Run) -> dict[str, Any]:
     """Return starts of the ranks, faults and the effective training time; times are seconds since the first start."""
     lines = run.ranks
     ends_N = lines.begin_N + lines.values.get("total", np.zeros(0))
-    begun = [one.started_s for one in run.attempts]
-    finite = [*lines.begin_N[:1].tolist(), *([float(np.nanmax(ends_N))] if _any(ends_N) else [])]
-    moments = [*begun, *finite, *(one.ready_s for one in run.attempts), *(one.time_s for one in run.faults)]
-    moments = [one for one in moments if math.isfinite(one)]
+    begun = [attempt.started_s for attempt in run.attempts]
+    # First begin and last end of the steps.
+    bounds = [*lines.begin_N[:1].tolist(), *([float(np.nanmax(ends_N))] if _has_finite(ends_N) else [])]
+    moments = [*begun, *bounds, *(attempt.ready_s for attempt in run.attempts), *(fault.time_s for fault in run.faults)]
+    moments = [moment for moment in moments if math.isfinite(moment)]
     begin, end = min(moments, default=0.0), max(moments, default=0.0)
-    spent = _effective(run, end if finite else None)
+    spent = _effective(run, end if bounds else None)
     if spent is not None:
         end = max(end, begin + spent.wall_s)
     attempts = []
-    for i, one in enumerate(run.attempts[:MARKS]):
+    for i, attempt in enumerate(run.attempts[:MARKS]):
         after = run.attempts[i + 1] if i + 1 < len(run.attempts) else None
-        # An attempt without a step has no end of the last step.
-        stop = end if after is None else after.last_s if after.last_s >= one.ready_s else after.started_s
+        # ``after.last_s`` is the end of the last step before ``after``. It is not of this attempt if that made no step.
+        stop = end if after is None else after.last_s if after.last_s >= attempt.ready_s else after.started_s
         attempts.append(
             {
-                "number": one.number,
-                "begin": _since(one.started_s, begin),
-                "ready": _since(one.ready_s, begin),
-                "end": _since(max(stop, one.ready_s), begin),
-                "source": text(one.source),
-                "world": one.world,
-                "first_step": one.first_step,
+                "number": attempt.number,
+                "begin": _seconds_since(attempt.started_s, begin),
+                "ready": _seconds_since(attempt.ready_s, begin),
+                "end": _seconds_since(max(stop, attempt.ready_s), begin),
+                "source": text(attempt.source),
+                "world": attempt.world,
+                "first_step": attempt.first_step,
             }
         )
     return {
@@ -268,26 +275,26 @@ def timeline_of(run: Run) -> dict[str, Any]:
         "attempts": attempts,
         "faults": [
             {
-                "at": _since(one.time_s, begin),
-                "step": one.step,
-                "kind": text(one.kind),
-                "ranks": one.ranks[:64],
-                "action": text(one.action),
-                "what": text(one.what),
-                "noticed_s": one.noticed_s if math.isfinite(one.noticed_s) else None,
+                "at": _seconds_since(fault.time_s, begin),
+                "step": fault.step,
+                "kind": text(fault.kind),
+                "ranks": fault.ranks[:64],
+                "action": text(fault.action),
+                "what": text(fault.what),
+                "noticed_s": fault.noticed_s if math.isfinite(fault.noticed_s) else None,
             }
-            for one in run.faults[:MARKS]
+            for fault in run.faults[:MARKS]
         ],
         "fault_count": len(run.faults),
         "injected": [
             {
-                "at": _since(one.time_s, begin),
-                "step": one.step,
-                "kind": text(one.kind),
-                "ranks": [one.rank],
-                "what": text(one.what or one.fault),
+                "at": _seconds_since(injection.time_s, begin),
+                "step": injection.step,
+                "kind": text(injection.kind),
+                "ranks": [injection.rank],
+                "what": text(injection.what or injection.fault),
             }
-            for one in run.injected[:MARKS]
+            for injection in run.injected[:MARKS]
         ],
         "injected_count": len(run.injected),
     }
@@ -303,16 +310,16 @@ def _effective(run: Run, end_s: float | None) -> EffectiveTime | None:
         return None
 
 
-def _since(moment: float, begin: float) -> float | None:
+def _seconds_since(moment: float, begin: float) -> float | None:
     return round(moment - begin, 3) if math.isfinite(moment) else None
 
 
-def _any(values: Floats) -> bool:
+def _has_finite(values: Floats) -> bool:
     return bool(np.isfinite(values).any())
 
 
-def _typical(values: Floats | None, how: str) -> float | None:
-    if values is None or not _any(values):
+def _reduce_finite(values: Floats | None, how: str) -> float | None:
+    if values is None or not _has_finite(values):
         return None
     finite = values[np.isfinite(values)]
     return float(np.median(finite) if how == "median" else finite.max() if how == "max" else finite.mean())
@@ -324,25 +331,25 @@ def summary_of(run: Run, timeline: Mapping[str, Any], ranks: Mapping[str, Any]) 
     loss = values.get("loss", np.zeros(0))
     memory = run.ranks.values.get("memory_bytes")
     memory = memory if memory is not None and len(memory) else values.get("memory_bytes")
-    most = _typical(memory, "max")
-    slow = [one for one in ranks.get("slowdown", []) if one is not None]
+    peak_bytes = _reduce_finite(memory, "max")
+    slowdowns = [value for value in ranks.get("slowdown", []) if value is not None]
     imbalance = curves.layers.get("imbalance")
     dead = curves.layers.get("dead_share")
-    last_health = None if imbalance is None or not imbalance.size else _typical(imbalance[-1], "max")
-    dead_share = None if dead is None or not dead.size else _typical(dead[-1], "max")
+    worst_imbalance = None if imbalance is None or not imbalance.size else _reduce_finite(imbalance[-1], "max")
+    dead_share = None if dead is None or not dead.size else _reduce_finite(dead[-1], "max")
     rows: list[tuple[str, float | None, str, int]] = [
         ("Last step", float(curves.steps_S[-1]) if len(curves.steps_S) else None, "", 0),
         ("Ranks", float(run.attempts[-1].world if run.attempts else len(run.ranks.ranks)) or None, "", 0),
-        ("Loss, last 10 steps", _typical(loss[-10:], "mean"), "nats/token", -1),
-        ("Gradient norm, median", _typical(values.get("grad_norm"), "median"), "", 0),
-        ("Throughput, median", _typical(values.get("tokens_per_s"), "median"), "tokens/s", 1),
-        ("MFU, median", _typical(values.get("mfu"), "median"), "%", 1),
-        ("Step, median", _typical(values.get("total"), "median"), "s", -1),
-        *((f"{name.capitalize()}, mean", _typical(values.get(name), "mean"), "s/step", -1) for name in PARTS),
-        ("Memory, maximum of a rank", most / 2**30 if most is not None else None, "GiB", -1),
-        ("Busiest expert, worst layer, last step", last_health, "x mean", -1),
+        ("Loss, last 10 steps", _reduce_finite(loss[-10:], "mean"), "nats/token", -1),
+        ("Gradient norm, median", _reduce_finite(values.get("grad_norm"), "median"), "", 0),
+        ("Throughput, median", _reduce_finite(values.get("tokens_per_s"), "median"), "tokens/s", 1),
+        ("MFU, median", _reduce_finite(values.get("mfu"), "median"), "%", 1),
+        ("Step, median", _reduce_finite(values.get("total"), "median"), "s", -1),
+        *((f"{name.capitalize()}, mean", _reduce_finite(values.get(name), "mean"), "s/step", -1) for name in PARTS),
+        ("Memory, maximum of a rank", peak_bytes / 2**30 if peak_bytes is not None else None, "GiB", -1),
+        ("Busiest expert, worst layer, last step", worst_imbalance, "x mean", -1),
         ("Dead experts, worst layer, last step", dead_share, "%", -1),
-        ("Slowest rank's compute", max(slow) if len(slow) > 1 else None, "x median", -1),
+        ("Slowest rank's compute", max(slowdowns) if len(slowdowns) > 1 else None, "x median", -1),
         ("Effective training time", timeline["effective"], "%", 1),
         ("Starts of the ranks", float(len(run.attempts)) or None, "", -1),
         ("Faults", float(len(run.faults)), "", -1),

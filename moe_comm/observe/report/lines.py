@@ -1,4 +1,4 @@
-"""Read evenly sampled lines of large or corrupted files in bounded memory."""
+"""Read lines of large or corrupted files in bounded memory: all of them, or an even sample."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def spread_lines(path: Path, most: int) -> Iterator[bytes]:
             return
         reached = 0
         for number in range(most):
-            at = int(max(size - 1.5 * length, 0) * number / max(most - 1, 1))
-            if at < reached:
+            offset = int(max(size - 1.5 * length, 0) * number / max(most - 1, 1))
+            if offset < reached:
                 continue
-            file.seek(at)
-            if at > reached:
+            file.seek(offset)
+            if offset > reached:
                 file.readline(MAX_LINE)
             raw = file.readline(MAX_LINE)
             reached = file.tell()

@@ -10,17 +10,17 @@ function ranksOf(text) {
 }
 
 function readFilters() {
-  const run = DATA.runs[Number(at("run").value) || 0], asked = ranksOf(at("ranks").value), host = at("host").value;
-  at("ranks").setAttribute("aria-invalid", String(asked === null));
+  const run = DATA.runs[Number(at("run").value) || 0], inRanks = ranksOf(at("ranks").value), host = at("host").value;
+  at("ranks").setAttribute("aria-invalid", String(inRanks === null));
   const bound = (id, otherwise) => (at(id).value === "" || !Number.isFinite(at(id).valueAsNumber) ? otherwise : at(id).valueAsNumber);
   state.run = run;
   state.from = bound("from", -Infinity);
   state.to = bound("to", Infinity);
-  state.asked = asked || (() => true);
-  state.shown = (rank, of) => state.asked(rank) && (host === "all" || Number(host) === of);
+  state.inRankFilter = inRanks || (() => true);
+  state.shown = (rank, of) => state.inRankFilter(rank) && (host === "all" || Number(host) === of);
   state.layer = at("layer").value === "all" ? "all" : Number(at("layer").value);
   readLooks();
-  if (asked === null) return "ranks: write numbers and ranges, such as 0-7, 12";
+  if (inRanks === null) return "ranks: write numbers and ranges, such as 0-7, 12";
   if (state.from > state.to) return "no steps: the first is after the last";
   const count = run.ranks.rank.filter((rank, i) => state.shown(rank, run.ranks.host[i])).length;
   return run.ranks.rank.length ? `${count} of ${run.ranks.rank.length} rank(s) shown` : "";
@@ -43,7 +43,7 @@ function fillForRun() {
 const shown = (run) => run.loads.step.length;
 
 function draw(only) {
-  at("said").textContent = readFilters();
+  at("filter-status").textContent = readFilters();
   const inside = shownLoads(state);
   at("slide").max = String(Math.max(inside.length - 1, 0));
   at("slide").disabled = state.layer !== "all" || inside.length < 2;

@@ -84,14 +84,15 @@ def read_ranks(path: Path, notes: list[str]) -> RankLines:
 def _table(index: dict[int, int], hosts: list[str], rows: list[Floats], sums: _Sums) -> RankLines:
     """Build the table with ranks in rank order."""
     order = sorted(index)
-    new = {index[rank]: place for place, rank in enumerate(order)}
+    new_index = {index[rank]: place for place, rank in enumerate(order)}
     table = np.concatenate([np.zeros((0, 3 + len(RANK_VALUES))), *rows])
-    renumber = np.array([new[old] for old in range(len(order))], dtype=np.int64)
+    renumber = np.array([new_index[old] for old in range(len(order))], dtype=np.int64)
     steps = np.array([max(sums.lines.get(index[rank], 0), 1) for rank in order], dtype=np.float64)
 
     def by_kind(sums_of: Mapping[str, Mapping[int, float]]) -> dict[str, Floats]:
         return {
-            kind: np.array([of.get(index[rank], 0.0) for rank in order]) / steps for kind, of in sorted(sums_of.items())
+            kind: np.array([sum_of_rank.get(index[rank], 0.0) for rank in order]) / steps
+            for kind, sum_of_rank in sorted(sums_of.items())
         }
 
     return RankLines(
@@ -104,12 +105,12 @@ def _table(index: dict[int, int], hosts: list[str], rows: list[Floats], sums: _S
         sent=by_kind(sums.sent),
         waits=by_kind(sums.waits),
         peers={
-            (new[place], new[index[peer]]): nbytes / max(sums.lines[place], 1)
+            (new_index[place], new_index[index[peer]]): nbytes / max(sums.lines[place], 1)
             for (place, peer), nbytes in sums.peers.items()
             if peer in index
         },
         probes={
-            (new[index[peer]], new[place]): seconds / max(sums.probed[place, peer], 1)
+            (new_index[index[peer]], new_index[place]): seconds / max(sums.probed[place, peer], 1)
             for (place, peer), seconds in sums.probes.items()
             if peer in index
         },

@@ -100,11 +100,11 @@ def read_run(path: Path) -> Run:
     curves = _curves(path, notes)
     loads = _loads(path, notes)
     lines = read_ranks(path, notes)
-    attempts = tuple(_few(path / records.ATTEMPTS, Attempt, notes))
-    faults = tuple(_few(path / records.FAULTS, FaultRecord, notes, optional=True))
+    attempts = tuple(_event_records(path / records.ATTEMPTS, Attempt, notes))
+    faults = tuple(_event_records(path / records.FAULTS, FaultRecord, notes, optional=True))
     injected = tuple(_injections(path / records.INJECTED, notes))
-    result = _small(path / "result.json", json.loads, notes)
-    config = _small(path / "config.resolved.toml", lambda text: tomllib.loads(text.decode()), notes)
+    result = _small_file(path / "result.json", json.loads, notes)
+    config = _small_file(path / "config.resolved.toml", lambda text: tomllib.loads(text.decode()), notes)
     status = result.get("status")
     return Run(
         path=path,
@@ -121,7 +121,7 @@ def read_run(path: Path) -> Run:
     )
 
 
-def _values(path: Path, most: int, notes: list[str], optional: bool = False) -> Iterator[dict[str, Any]]:
+def _json_objects(path: Path, most: int, notes: list[str], optional: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the objects in a file of JSON lines; note the number of invalid lines."""
     if not path.exists():
         if not optional:
@@ -141,9 +141,9 @@ def _values(path: Path, most: int, notes: list[str], optional: bool = False) -> 
         notes.append(f"{path.name}: skipped {bad} invalid line(s)")
 
 
-def _few(path: Path, kind: type[Record], notes: list[str], optional: bool = False) -> Iterator[Record]:
+def _event_records(path: Path, kind: type[Record], notes: list[str], optional: bool = False) -> Iterator[Record]:
     bad = 0
-    for value in _values(path, MOST_EVENTS, notes, optional):
+    for value in _json_objects(path, MOST_EVENTS, notes, optional):
         try:
             yield records.parse(value, kind)
         except ValueError:
@@ -154,14 +154,14 @@ def _few(path: Path, kind: type[Record], notes: list[str], optional: bool = Fals
 
 def _injections(path: Path, notes: list[str]) -> Iterator[Injection]:
     """Yield the injected faults; invalid fields are replaced by -1 or truncated."""
-    for value in _values(path, MOST_EVENTS, notes, optional=True):
+    for value in _json_objects(path, MOST_EVENTS, notes, optional=True):
         integers = (value.get(name) for name in ("rank", "step", "attempt"))
-        rank, step, attempt = (one if isinstance(one, int) and abs(one) < 2**53 else -1 for one in integers)
+        rank, step, attempt = (item if isinstance(item, int) and abs(item) < 2**53 else -1 for item in integers)
         texts = {name: str(value.get(name, ""))[:1000] for name in ("key", "kind", "fault", "what")}
         yield Injection(time_s=number(value.get("time_s")), rank=rank, step=step, attempt=attempt, **texts)
 
 
-def _small(path: Path, read: Callable[[bytes], Any], notes: list[str]) -> dict[str, Any]:
+def _small_file(path: Path, read: Callable[[bytes], Any], notes: list[str]) -> dict[str, Any]:
     try:
         value = read(read_bounded(path, SMALL_FILE))
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def _curves(path: Path, notes: list[str]) -> Curves:
     skipped: dict[int, str] = {}
     layers: dict[float, dict[str, Any]] = {}
     stride, count = 1, 0
-    for value in _values(path / records.METRICS, MOST_METRICS, notes):
+    for value in _json_objects(path / records.METRICS, MOST_METRICS, notes):
         step = number(value.get("step"))
         if not 0 <= step < 2**53 or "loss" not in value:
             continue
@@ -213,9 +213,9 @@ def _layers(loads: Mapping[float, Mapping[str, Any]]) -> tuple[Floats, dict[str,
     for step in steps:
         listed = loads[step].get("layers")
         if not isinstance(listed, list):
-            listed = list(range(max([len(one) for one in loads[step].values() if isinstance(one, list)], default=0)))
+            listed = list(range(max([len(item) for item in loads[step].values() if isinstance(item, list)], default=0)))
         places[step] = [place if isinstance(place, int) and 0 <= place < MOST_LAYERS else -1 for place in listed]
-    count = 1 + max([max(one, default=-1) for one in places.values()], default=-1)
+    count = 1 + max([max(layers_of_step, default=-1) for layers_of_step in places.values()], default=-1)
     layers = {name: np.full((len(steps), count), np.nan) for name in HEALTH}
     across = {name: np.full((len(steps), 2), np.nan) for name in HEALTH}
     for row, step in enumerate(steps):
@@ -224,13 +224,13 @@ def _layers(loads: Mapping[float, Mapping[str, Any]]) -> tuple[Floats, dict[str,
             for place, value in zip(places[step], values if isinstance(values, list) else [], strict=False):
                 if place >= 0:
                     layers[name][row, place] = number(value)
-            both = loads[step].get("across")
-            pair = both.get(name) if isinstance(both, dict) else None
+            across_values = loads[step].get("across")
+            pair = across_values.get(name) if isinstance(across_values, dict) else None
             if isinstance(pair, list) and len(pair) == 2:
-                across[name][row] = [number(one) for one in pair]
+                across[name][row] = [number(item) for item in pair]
             elif np.isfinite(layers[name][row]).any():
-                low = 5 if name in ("least", "diversity") else 95
-                across[name][row] = np.nanpercentile(layers[name][row], [50, low])
+                percentile = 5 if name in ("least", "diversity") else 95
+                across[name][row] = np.nanpercentile(layers[name][row], [50, percentile])
     return np.array(steps, dtype=np.float64), layers, across
 
 
@@ -246,7 +246,7 @@ def _loads(path: Path, notes: list[str]) -> Loads:
         return none
     try:
         # The first pass only parses the step, which is cheap; the second pass reads the lines of the chosen steps.
-        steps = sorted({int(at[1]) for raw in all_lines(file) if (at := _STEP.match(raw))})
+        steps = sorted({int(match[1]) for raw in all_lines(file) if (match := _STEP.match(raw))})
         loads: dict[tuple[int, str], list[int]] = {}
         names: dict[str, None] = {}
         bad = 0
@@ -254,8 +254,8 @@ def _loads(path: Path, notes: list[str]) -> Loads:
         max_steps = max(MOST_LOADS // max(per_step, 1), 1)
         chosen = {steps[i] for i in np.linspace(0, len(steps) - 1, min(max_steps, len(steps))).astype(int)}
         for raw in all_lines(file):
-            at = _STEP.match(raw)
-            if at and int(at[1]) not in chosen:
+            match = _STEP.match(raw)
+            if match and int(match[1]) not in chosen:
                 continue
             try:
                 line = records.parse(object_of(raw) or {}, LoadLine)
@@ -278,7 +278,7 @@ def _loads(path: Path, notes: list[str]) -> Loads:
     slots = np.full((len(steps_read), len(names), experts), np.nan)
     row, column = {step: i for i, step in enumerate(steps_read)}, {name: i for i, name in enumerate(names)}
     for (step, name), load in loads.items():
-        slots[row[step], column[name], : len(load)] = [number(one) for one in load]
+        slots[row[step], column[name], : len(load)] = [number(slot_count) for slot_count in load]
     return Loads(tuple(steps_read), tuple(names), slots)
 
 
@@ -286,10 +286,10 @@ def _slots_per_step(file: Path) -> int:
     """Return the number of values in the first complete step of a file of loads."""
     first, count = None, 0
     for raw in all_lines(file):
-        at = _STEP.match(raw)
-        if first is None and at:
-            first = at[1]
-        if at and at[1] != first:
+        match = _STEP.match(raw)
+        if first is None and match:
+            first = match[1]
+        if match and match[1] != first:
             break
         count += raw.rpartition(b"[")[2].count(b",") + 1
     return count

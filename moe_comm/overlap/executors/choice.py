@@ -57,36 +57,36 @@ def dispatch_rows(
     """
     if overlap is None or overlap.executor == "serial":
         return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
-    device = overlap.executor == "device" or (overlap.executor == "auto" and overlap.backend == TRITON)
-    named = overlap.executor == "pipelined"
-    if device or named:
-        fault = device_fault(dispatcher, x_TD) if device else pipelined_fault(dispatcher)
+    use_kernels = overlap.executor == "device" or (overlap.executor == "auto" and overlap.backend == TRITON)
+    pipelined_requested = overlap.executor == "pipelined"
+    if use_kernels or pipelined_requested:
+        fault = device_fault(dispatcher, x_TD) if use_kernels else pipelined_fault(dispatcher)
         if fault is not None:
             dispatcher.refuse(fault, x_TD, label=label)
-    if isinstance(dispatcher, AllToAllDispatcher) and (device or sends_chunks(dispatcher)):
+    if isinstance(dispatcher, AllToAllDispatcher) and (use_kernels or sends_chunks(dispatcher)):
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         weights_grad = torch.is_grad_enabled() and weights_TK.requires_grad
         dispatch = ChunkedDispatch.open(
             dispatcher,
             x_TD,
             ids_TK,
-            replace(overlap, backend="triton" if device else "chunked"),
+            replace(overlap, backend="triton" if use_kernels else "chunked"),
             width=FIRST_GEMMS * width,
             width_back=width,
             weights_grad=weights_grad,
             label=label,
         )
-        if device:
+        if use_kernels:
             return DeviceCall(dispatch, x_TD, ids_TK, weights_TK)
-        if dispatch.small and not named:
+        if dispatch.small and not pipelined_requested:
             return SerialCall(dispatcher, dispatch.dispatch_at_once(x_TD), weights_TK)
         return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK)
     if isinstance(dispatcher, SharedMemoryDispatcher) and can_pipeline(dispatcher):
-        if overlap.chunks == "auto" and not named:
+        if overlap.chunks == "auto" and not pipelined_requested:
             return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label)
-        if shared.chunks == 1 and not named:
+        if shared.chunks == 1 and not pipelined_requested:
             return SerialCall(dispatcher, shared.dispatch_at_once(send, x_TD), weights_TK)
         return PipelinedCall(shared, lambda _: send, x_TD, weights_TK)
     return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
@@ -135,9 +135,10 @@ def explain_overlap(
             "serial: the cores that compute also copy the rows between ranks that share memory, so no transfer can be "
             "hidden; Overlap() computes each peer's rows once they are complete, which helps if ranks differ in speed"
         )
-    device, world, groups = torch.device(device), dispatcher.world, -(-dispatcher.num_experts // dispatcher.world)
+    device, world = torch.device(device), dispatcher.world
+    experts_per_rank = -(-dispatcher.num_experts // world)
     works = tuple(
-        OperatorWork(operator, direction, tokens * top_k, hidden, width, dtype, world, groups)
+        OperatorWork(operator, direction, tokens * top_k, hidden, width, dtype, world, experts_per_rank)
         for operator, width in (("dispatch_matmul", FIRST_GEMMS * ffn), ("matmul_combine", ffn))
         for direction in DIRECTIONS
     )

@@ -5,8 +5,8 @@
     experts          [ own rows ][ chunk 0 ][ chunk 1 ][ chunk 2 ]
 
 Every rank starts the same transfers in the same order: all chunks to the experts, then each chunk of results once it is
-computed. Own rows are computed while the first chunk is in flight. The rows, the wire dtype and the sums are those of
-the dispatcher, so the bits do not depend on the chunks.
+computed. Own rows are computed while the first chunk is in flight. The rows, their wire dtype (the dtype in which they
+are sent) and the sums are those of the dispatcher, so the bits do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ GEMM for each expert. (Measured: at 0.25 MB two chunks are slower than one, at 1
 class ChunkedDispatch(RowDispatch):
     """One dispatch over ``all_to_all``. A segment is a chunk.
 
-    header: handshake of the dispatch. small: there is one chunk, smaller than ``overlap.chunk_bytes``; serial execution
-        is faster. overlap: the settings. fused: the same dispatch for Triton kernels, if these have moved the rows.
-    checksums: of the sent rows; None for Triton kernels, which do not check them.
+    header: this rank's message in the handshake, which compares the ranks' calls before rows move. small: there is one
+        chunk, smaller than ``overlap.chunk_bytes``; serial execution is faster. overlap: the settings. fused: the same
+        dispatch for Triton kernels, if these have moved the rows. checksums: of the sent rows; None for Triton kernels,
+        which do not check them.
     """
 
     dispatcher: AllToAllDispatcher
@@ -118,10 +119,10 @@ class ChunkedDispatch(RowDispatch):
         return dispatch
 
     def works(self, operator: str, width: int) -> tuple[OperatorWork, ...]:
-        """Return ``operator`` with a GEMM of ``width`` columns, forward and backward; the same on every rank."""
+        """Return the forward and backward work of ``operator`` with a GEMM of ``width`` columns; equal on all ranks."""
         handle, world = self.handle, self.dispatcher.world
-        rows, groups = int(self.routes.rows_WE.sum()) // world, -(-self.dispatcher.num_experts // world)
-        return _works(operator, rows, handle.hidden, width, handle.dtype, world, groups)
+        rows, experts = int(self.routes.rows_WE.sum()) // world, -(-self.dispatcher.num_experts // world)
+        return _works(operator, rows, handle.hidden, width, handle.dtype, world, experts)
 
     def per_direction(self, operator: str, width: int) -> tuple[ChunkedDispatch, ChunkedDispatch]:
         """Return this dispatch with the chunks for ``operator``, forward and backward. With chunks "auto", each
@@ -347,6 +348,7 @@ class ChunkedReturn(RowReturn):
         chunk_plan, routes = self._dispatch.chunk_plan, self._dispatch.routes
         rows_RD = self.rows_RD
         if self._received_SD is not None:
+            # Sum the results where they were received, without a copy into slot order.
             torch.index_select(rows_RD, 0, chunk_plan.own_R, out=self._received_SD[: chunk_plan.own_R.shape[0]])
             for pending in self._pending:
                 pending()
@@ -363,10 +365,10 @@ class ChunkedReturn(RowReturn):
 
 @lru_cache(maxsize=1024)
 def _works(
-    operator: str, rows: int, hidden: int, width: int, dtype: torch.dtype, world: int, groups: int
+    operator: str, rows: int, hidden: int, width: int, dtype: torch.dtype, world: int, experts: int
 ) -> tuple[OperatorWork, ...]:
     return tuple(
-        OperatorWork(operator, direction, rows, hidden, width, dtype, world, groups) for direction in DIRECTIONS
+        OperatorWork(operator, direction, rows, hidden, width, dtype, world, experts) for direction in DIRECTIONS
     )
 
 

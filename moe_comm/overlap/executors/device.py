@@ -34,8 +34,8 @@ from moe_comm.overlap.tuning.store import OverlapChoice
 
 
 def fused_fault(dispatcher: Dispatcher, x_TD: Tensor, overlap: Overlap) -> MoeCommError | None:
-    """Return the error if kernels are requested and cannot run over ``all_to_all``. Other dispatchers have own
-    checks."""
+    """Return the error if kernels are requested and cannot run over ``all_to_all``. Other dispatchers are
+    checked elsewhere."""
     if overlap.backend != TRITON or not isinstance(dispatcher, AllToAllDispatcher):
         return None
     return _fault(dispatcher, x_TD.dtype, x_TD.device)

@@ -1,10 +1,12 @@
 """The pipelined executor: experts compute row ranges as they complete, and results return as they are computed.
 
-    dispatch        rows start to move               what the caller computes between these calls (a shared expert,
-    experts         own rows, then each segment:     attention of another micro-batch) runs while rows are in flight;
-                    all GEMMs; its results           in backward too, because autograd runs it between the same two
-                    are sent at once                 operators in reverse order
-    combine         the sums
+    dispatch        starts to send the rows
+    experts         runs all GEMMs of own rows, then of each segment (``transport.py``) once it is complete; sends its
+                    results at once
+    combine         waits for the results and returns the weighted sums
+
+Work of the caller between these steps (a shared expert, attention of another micro-batch) runs while rows are in
+flight. The same holds in backward, because autograd runs this work between the same two operators in reverse order.
 
 Each step is an autograd function. The backward pass of ``combine`` sends the gradients, that of ``experts`` computes
 them as they complete, and that of ``dispatch`` sums the returned gradients. An empty tensor, the autograd token,
@@ -15,8 +17,8 @@ connects the functions in the graph:
        weights ──dispatch──▶ [] ──experts(h)──▶ [] ──combine──▶ y        matmul_combine
 
 Forward and backward each overlap both transfers: combine's segments follow dispatch's as soon as they are computed, so
-results return while later rows are still received (COMET, arXiv 2502.19811, has one kernel for each transfer; Lancet
-and Tutel have this form). In backward, the weight gradients of an expert are whole GEMMs once all its rows are
+results return while later rows are still received (so do Lancet and Tutel; COMET, arXiv 2502.19811, has one kernel for
+each transfer). In backward, the weight gradients of an expert are whole GEMMs once all its rows are
 computed, and overlap the waits. The bits are those of the serial executor.
 """
 
@@ -35,8 +37,15 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
-from moe_comm.kernels.expert_mlp import BackwardInputs, ExpertBackward, ExpertMLP, LocalExperts, by_expert
-from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
+from moe_comm.kernels.expert_mlp import (
+    BackwardInputs,
+    ExpertBackward,
+    ExpertMLP,
+    LocalExperts,
+    by_expert,
+    needs_autograd,
+)
+from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
@@ -63,11 +72,11 @@ def run_ranges(
         other_work: Does one unit of other work while there are no rows to compute; returns False if none is left.
     """
 
-    def compute_all(done: Sequence[int], ranges: Sequence[RowRange]) -> None:
+    def compute_all(completed: Sequence[int], ranges: Sequence[RowRange]) -> None:
         for row_range in ranges:
             compute(row_range)
         if back is not None:
-            for segment in done:
+            for segment in completed:
                 back.mark_computed(segment)
 
     if send is None:
@@ -76,20 +85,20 @@ def run_ranges(
         for row_range in segments.own:
             compute(row_range)
         return
-    pending_own, left = PendingOwnRows(segments), sum(map(len, segments.groups))
-    while left:
-        done = send.poll(wait=False)
-        if not done:
-            if (own := pending_own.pop()) is not None:
-                compute(own)
+    pending_own, num_pending = PendingOwnRows(segments), sum(map(len, segments.groups))
+    while num_pending:
+        completed = send.poll(wait=False)
+        if not completed:
+            if (own_range := pending_own.pop()) is not None:
+                compute(own_range)
                 continue
             if other_work():
                 continue
-            done = send.poll(wait=True)
-        left -= len(done)
-        compute_all(done, pending_own.join(done))
-    while (own := pending_own.pop()) is not None:
-        compute(own)
+            completed = send.poll(wait=True)
+        num_pending -= len(completed)
+        compute_all(completed, pending_own.join(completed))
+    while (own_range := pending_own.pop()) is not None:
+        compute(own_range)
     send.close()
 
 
@@ -103,6 +112,9 @@ class _Run:
     needs_x, needs_weights: whether the tokens and the routing weights need a gradient.
     requires_grad: whether any input does; compared between ranks in combine.
     guard: context of the experts' backward pass.
+    wide_TK, weights_dtype: routing weights in the dtype of the sums, and their own dtype.
+    send, back: pending transfers of rows and results in forward; gradients, returning: those of backward.
+    weights_grad: waits for the gradient of the routing weights.
     """
 
     forward: RowDispatch
@@ -171,7 +183,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, input_RD: Tensor | None, run: _Run, settings: LocalExperts, keep: bool, *tensors: Any
+        ctx: Any, token: Tensor, input_RD: Tensor | None, run: _Run, settings: LocalExperts, keep_h: bool, *tensors: Any
     ) -> Tensor:
         dispatch, send, back = run.forward, run.send, None
         run.send = None
@@ -184,7 +196,7 @@ class _Experts(torch.autograd.Function):
             rows_RD = input_RD if send is None else send.rows_RD
             assert rows_RD is not None
             out_RD = _rows(rows_RD, experts.columns) if back is None else back.rows_RD
-            mlp_pass = experts.forward(rows_RD, out_RD, handle.rows_per_expert, keep, warm_rows)
+            mlp_pass = experts.forward(rows_RD, out_RD, handle.rows_per_expert, keep_h, warm_rows)
             run_ranges(
                 dispatch.segments, send, back, lambda row_range: mlp_pass.row_range(row_range.expert, row_range.rows)
             )
@@ -205,6 +217,8 @@ class _Experts(torch.autograd.Function):
         run: _Run = ctx.run
         needs_token, needs_rows, _, _, _, *needs_weights = needed_gradients(ctx)
         grad_rows_RD = None
+        # A pipeline schedule may request input and weight gradients in two backward passes. Gradients are sent only in
+        # the first one, so the second one uses its state.
         if ctx.pending_backward is None or run.gradients is not None or not run.returns:
             with run.guard():
                 ctx.pending_backward = _Backward(ctx, grad_RD, needs_token, needs_rows, needs_weights)
@@ -244,13 +258,13 @@ class _Backward:
                 back = dispatch.start_return("dispatch backward", (False, False), send)
             elif needs_rows:
                 self.grad_rows_RD = _rows(rows_RD, rows_RD.shape[1])
-            into = self.grad_rows_RD if back is None else back.rows_RD
+            grad_out_RD = self.grad_rows_RD if back is None else back.rows_RD
             grad_RD = grad_RD.contiguous() if send is None else send.rows_RD
             experts = ctx.settings.with_tensors(tensors)
             self._pass: ExpertBackward = experts.backward(
-                BackwardInputs(rows_RD, saved_RG, grad_RD, self._sizes, into, needs, warm_rows, per_expert=False)
+                BackwardInputs(rows_RD, saved_RG, grad_RD, self._sizes, grad_out_RD, needs, warm_rows, per_expert=False)
             )
-            self._left = list(self._sizes)
+            self._pending_rows = list(self._sizes)
             self._ready_experts = deque(expert for expert, size in enumerate(self._sizes) if not size)
             self._allocate(needs_weights)
             if send is None and back is None:  # no transfers
@@ -272,27 +286,27 @@ class _Backward:
     def weight_gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the needed gradients of weights; None for the others."""
         if any(needed):
-            missing = [now and grad is None for now, grad in zip(needed, self._grads, strict=True)]
+            missing = [is_needed and grad is None for is_needed, grad in zip(needed, self._grads, strict=True)]
             if any(missing):
                 self._ready_experts = deque(range(len(self._sizes)))
                 self._allocate(missing)
             while self._next_expert():
                 pass
-        return [grad if now else None for now, grad in zip(needed, self._grads, strict=True)]
+        return [grad if is_needed else None for is_needed, grad in zip(needed, self._grads, strict=True)]
 
     def _allocate(self, needed: Sequence[bool]) -> None:
-        for index, (t, now) in enumerate(zip(self._tensors, needed, strict=True)):
-            if t is not None and now:
+        for index, (t, is_needed) in enumerate(zip(self._tensors, needed, strict=True)):
+            if t is not None and is_needed:
                 self._grads[index] = warm_like(t)
-        outputs = [grad if now else None for grad, now in zip(self._grads, needed, strict=True)]
-        self._into = list(zip(*by_expert(outputs, len(self._sizes)), strict=True))
+        outputs = [grad if is_needed else None for grad, is_needed in zip(self._grads, needed, strict=True)]
+        self._weight_outputs = list(zip(*by_expert(outputs, len(self._sizes)), strict=True))
 
     def _compute(self, row_range: RowRange, send: RowSend | None) -> None:
         if send is not None:
             send.prepare(row_range)
         self._pass.row_range(row_range.expert, row_range.rows)
-        self._left[row_range.expert] -= row_range.end - row_range.first
-        if not self._left[row_range.expert]:
+        self._pending_rows[row_range.expert] -= row_range.end - row_range.first
+        if not self._pending_rows[row_range.expert]:
             self._ready_experts.append(row_range.expert)
 
     def _next_expert(self) -> bool:
@@ -300,7 +314,7 @@ class _Backward:
         if not self._ready_experts:
             return False
         expert = self._ready_experts.popleft()
-        self._pass.weights_of(expert, self._into[expert])
+        self._pass.weights_of(expert, self._weight_outputs[expert])
         return True
 
 
@@ -345,17 +359,17 @@ class PipelinedCall(ExpertCall):
 
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         dispatch, run = self._dispatch, self._run
-        local, w13 = len(dispatch.dispatcher.local_experts), mlp.tensors[0]
+        experts, w13 = len(dispatch.dispatcher.local_experts), mlp.tensors[0]
         assert w13 is not None
-        if w13.shape[0] != local or w13.shape[2] != dispatch.handle.hidden or w13.device != dispatch.handle.device:
+        if w13.shape[0] != experts or w13.shape[2] != dispatch.handle.hidden or w13.device != dispatch.handle.device:
             raise InputError(
-                f"an expert layer needs weights [{local}, .., {dispatch.handle.hidden}] of this rank's experts on "
+                f"an expert layer needs weights [{experts}, .., {dispatch.handle.hidden}] of this rank's experts on "
                 f"{dispatch.handle.device}; got {tuple(w13.shape)} on {w13.device}"
             )
         mlp.check_weights(rows)
         run.requires_grad = needs_autograd(rows, *mlp.tensors)
-        keep = run.requires_grad and not mlp.recomputes
-        return _Experts.apply(rows, None, run, mlp.with_tensors(), keep, *mlp.tensors)  # type: ignore[no-any-return]
+        keep_h = run.requires_grad and not mlp.recomputes
+        return _Experts.apply(rows, None, run, mlp.with_tensors(), keep_h, *mlp.tensors)  # type: ignore[no-any-return]
 
     def combine(self, rows: Tensor) -> Tensor:
         return _Combine.apply(rows, self._run)  # type: ignore[no-any-return]

@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.kernels.autocast import compute_dtype
-from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts
+from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts, needs_autograd
 from moe_comm.kernels.native import TRITON_DEVICES
-from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
+from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
@@ -84,7 +84,7 @@ class _Grouped(torch.autograd.Function):
             grad_RD = grad_RD if grad_RD.stride(-1) == 1 else grad_RD.contiguous()
             rows, width = rows_RD.shape
             grad_rows = call.alloc(rows, width, rows_RD.dtype, rows_RD.device) if needs_rows else None
-            grads = [warm_like(t) if t is not None and now else None for t, now in zip(tensors, needs, strict=True)]
+            grads = [warm_like(t) if t is not None and need else None for t, need in zip(tensors, needs, strict=True)]
             if call.counts_E is None:
                 inputs = BackwardInputs(
                     rows_RD, saved_RG, grad_RD, call.sizes, grad_rows, tuple(needs), warm_rows, per_expert=True
@@ -120,7 +120,7 @@ def grouped(
     """
     tensors = experts.tensors
     # Grad mode is off inside the autograd function, so check here whether there will be a backward pass.
-    backward = needs_autograd(rows_RD, *tensors)
+    has_backward = needs_autograd(rows_RD, *tensors)
     counts_E = None
     if isinstance(experts, ExpertMLP) and rows_RD.device.type in TRITON_DEVICES:
         from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU
@@ -131,7 +131,7 @@ def grouped(
         experts.with_tensors(),
         tuple(rows_per_expert),
         alloc,
-        backward and not experts.recomputes,
+        has_backward and not experts.recomputes,
         label,
         guard,
         counts_E,
@@ -188,7 +188,7 @@ class SerialCall(ExpertCall):
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         dispatcher, label = self._dispatcher, self._handle.label
         mlp.check(rows, rows_per_expert)
-        # Not a method of this object, which would keep the rows alive.
+        # A bound method of this object would keep its rows alive as long as the autograd graph.
         guard = partial(dispatcher.abort_on_error, label)
         return grouped(mlp, rows, rows_per_expert, dispatcher.empty_rows, label, guard)
 

@@ -1,14 +1,13 @@
 """Transport of the pipelined executor between CPU ranks that share memory: the rows of each peer are one segment.
 
 Each rank writes its own rows at once into the blocks of their owners, and reads results in place. The pipelined
-executor
-hides the wait for peers: a rank computes complete rows while its peers still write or compute.
+executor hides the wait for peers: a rank computes complete rows while its peers still write or compute.
 
     send        every rank writes its rows, and raises a flag              (dispatch, and combine's backward)
                 own rows ▸ rank 2's, once complete ▸ rank 1's ...          in the order in which they complete
 
     return      results for rank 1 ▸ its flag ▸ for rank 2 ▸ its flag ... ▸ own   (combine, dispatch's backward)
-                a rank sums its tokens' results in place, once all peers have raised its flag
+                a rank sums its tokens' results in place, once all peers have raised their flags for it
 
 The protocol is in csrc/cpu/underway.h. A group runs one operation at a time, so in a whole layer the return starts when
 the rows of all peers are complete. Results that have been computed by then are flagged at once, the others as they are
@@ -166,8 +165,8 @@ class SharedSend(RowSend):
         check: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._label, self._check = label, check
-        self._left = [peer for group in segments.groups for peer in group]
-        self._size = max(map(len, segments.groups), default=1)
+        self._pending_peers = [peer for group in segments.groups for peer in group]
+        self._group_size = max(map(len, segments.groups), default=1)
         self._incoming = incoming
         self.complete = False
         self.on_complete: Callable[[], None] | None = None
@@ -176,26 +175,27 @@ class SharedSend(RowSend):
             self.rows_RD = incoming.rows_RD
 
     def poll(self, wait: bool) -> Sequence[int]:
-        left, incoming = self._left, self._incoming
-        ready = left if self.complete else [peer for peer in left if _open(incoming).ready(peer)]
-        if len(ready) < min(self._size, len(left)):
+        pending, incoming = self._pending_peers, self._incoming
+        ready = pending if self.complete else [peer for peer in pending if _started(incoming).ready(peer)]
+        # Return full groups only: fewer, larger GEMMs.
+        if len(ready) < min(self._group_size, len(pending)):
             if wait:
-                with _waiting(Kind.DISPATCH, self._label):
-                    _open(incoming).next([peer for peer in left if peer not in ready])
+                with _wait_span(Kind.DISPATCH, self._label):
+                    _started(incoming).next([peer for peer in pending if peer not in ready])
             return ()
         if self.group_by_group:
-            ready = ready[: self._size]
-        self._left = [peer for peer in left if peer not in ready]
-        if not self._left and self.on_complete is not None:
-            self.close()
+            ready = ready[: self._group_size]
+        self._pending_peers = [peer for peer in pending if peer not in ready]
+        if not self._pending_peers and self.on_complete is not None:
+            self.close()  # now, because the return of the results starts in on_complete
         return ready
 
     def close(self) -> None:
         """Wait until the rows of all peers are complete."""
         if self.complete:
             return
-        incoming = _open(self._incoming)
-        with _waiting(Kind.DISPATCH, self._label):
+        incoming = _started(self._incoming)
+        with _wait_span(Kind.DISPATCH, self._label):
             incoming.__exit__(None, None, None)
         self.complete = True
         if self._check is not None:
@@ -235,14 +235,14 @@ class SharedGradients(SharedSend, SentGradients):
 
 
 class SharedReturn(RowReturn):
-    """Returns the results of the experts: peers read them in place, from a block of this rank's heap."""
+    """Returns the results of the experts: peers read them in place, from a block of this rank's shared memory."""
 
     def __init__(self, dispatch: SharedDispatch, op: str, requires_grad: bool, after: SharedSend | None) -> None:
         dispatcher, handle = dispatch.dispatcher, dispatch.handle
         self._dispatch, self._op, self._requires_grad = dispatch, op, requires_grad
         self._wire_dtype = dispatcher.options.wire_dtypes.of(op)
         self._outgoing: OutgoingRows | None = None
-        self._computed_early: list[int] = []
+        self._computed_early: list[int] = []  # segments computed before this operation could start
         self._y_TD: Tensor | None = None
         self._fault: MoeCommError | None = None
         self.rows_RD = self._offered_RD = torch.empty(0, handle.hidden, dtype=handle.dtype)
@@ -253,7 +253,7 @@ class SharedReturn(RowReturn):
         except HeapError as error:  # raised on all ranks in the handshake of this operation
             self._fault = error.with_traceback(None)
         if self._fault is not None and after is not None:
-            after.close()
+            after.close()  # the handshake that reports the error needs the group
         if after is not None:
             after.group_by_group = True
         if after is None or after.complete:
@@ -274,11 +274,11 @@ class SharedReturn(RowReturn):
         self._round_to_wire(self._dispatch.dispatcher.rank)
         while not outgoing.ready() and other_work():
             pass
-        with _waiting(Kind.COMBINE, self._dispatch.handle.label):
+        with _wait_span(Kind.COMBINE, self._dispatch.handle.label):
             self._y_TD = outgoing.sum(weights_TK)
         while other_work():  # peers may still be reading this rank's rows
             pass
-        with _waiting(Kind.COMBINE, self._dispatch.handle.label):
+        with _wait_span(Kind.COMBINE, self._dispatch.handle.label):
             outgoing.__exit__(None, None, None)
 
     def result(self, weights_TK: Tensor | None) -> Tensor:
@@ -308,12 +308,12 @@ class SharedReturn(RowReturn):
         return self._dispatch.dispatcher.empty_rows(handle.num_rows, handle.hidden, handle.dtype, handle.device)
 
 
-def _open(incoming: IncomingRows | None) -> IncomingRows:
+def _started(incoming: IncomingRows | None) -> IncomingRows:
     assert incoming is not None
     return incoming
 
 
-def _waiting(kind: Kind, label: str) -> communication_span:
+def _wait_span(kind: Kind, label: str) -> communication_span:
     return communication_span(kind, "rows of others" if kind is Kind.DISPATCH else "results of others", layer=label)
 
 

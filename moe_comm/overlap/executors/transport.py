@@ -102,8 +102,9 @@ class RowReturn(ABC):
 
 @dataclass(frozen=True, eq=False)
 class RowDispatch(ABC):
-    """One dispatch after the handshake, and how its rows move. ``matmul_combine`` needs it to return the results.
+    """One dispatch after the handshake (the exchange of row counts and checks), and how its rows move.
 
+    ``matmul_combine`` needs it to return the results.
     handle: the dispatch handle of ``Dispatcher.dispatch``, with the same row order.
     chunks: number of groups of segments that are computed together.
     """

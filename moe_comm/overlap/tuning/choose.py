@@ -37,11 +37,11 @@ Works = OperatorWork | tuple[OperatorWork, ...]
 
 
 @dataclass
-class _Known:
+class _GroupState:
     """State of one group: rates by (dtype, device type), and choices."""
 
     rates: dict[tuple[torch.dtype, str], GroupRates] = field(default_factory=dict)
-    chosen: dict[tuple[Works, str, tuple[str, ...]], OverlapChoice] = field(default_factory=dict)
+    choices: dict[tuple[Works, str, tuple[str, ...]], OverlapChoice] = field(default_factory=dict)
 
 
 @dataclass
@@ -81,21 +81,21 @@ def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[
     Raises:
         RankMismatch: ranks choose for different work.
     """
-    known = channel.comm.keep("tuning", _Known)
-    bucket = work.bucket() if isinstance(work, OperatorWork) else tuple(one.bucket() for one in work)
+    state = channel.comm.keep("tuning", _GroupState)
+    bucket = work.bucket() if isinstance(work, OperatorWork) else tuple(part.bucket() for part in work)
     key = bucket, device.type, backends
-    choice = known.chosen.get(key)
+    choice = state.choices.get(key)
     if choice is None:
-        choice = known.chosen[key] = _agreed(bucket, channel, known, device, backends)
+        choice = state.choices[key] = _agree_on_choice(bucket, channel, state, device, backends)
     return choice
 
 
 def rates_of(channel: Channel, dtype: torch.dtype, device: torch.device) -> GroupRates:
     """Return the group's rates. They are measured in the first call, which is collective."""
-    known = channel.comm.keep("tuning", _Known)
-    if (dtype, device.type) not in known.rates:
-        known.rates[dtype, device.type] = measure_rates(channel, dtype, device)
-    return known.rates[dtype, device.type]
+    state = channel.comm.keep("tuning", _GroupState)
+    if (dtype, device.type) not in state.rates:
+        state.rates[dtype, device.type] = measure_rates(channel, dtype, device)
+    return state.rates[dtype, device.type]
 
 
 def place_of(channel: Channel, rates: GroupRates, device: torch.device) -> TuningEnvironment:
@@ -117,8 +117,8 @@ def on_gpus(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def _agreed(
-    work: Works, channel: Channel, known: _Known, device: torch.device, backends: tuple[str, ...]
+def _agree_on_choice(
+    work: Works, channel: Channel, state: _GroupState, device: torch.device, backends: tuple[str, ...]
 ) -> OverlapChoice:
     """Return rank 0's choice, on every rank.
 
@@ -127,9 +127,9 @@ def _agreed(
     """
     works = (work,) if isinstance(work, OperatorWork) else work
     description = f"choosing chunks for {', '.join(map(str, works))}"
-    own = torch.tensor([digest(work, backends)])
-    digests = channel.all_gather(own.to(channel.control_device), description).cpu()
-    if others := [rank for rank, value in enumerate(digests[:, 0].tolist()) if value != own[0]]:
+    local_digest = torch.tensor([digest(work, backends)])
+    digests = channel.all_gather(local_digest.to(channel.control_device), description).cpu()
+    if others := [rank for rank, value in enumerate(digests[:, 0].tolist()) if value != local_digest[0]]:
         raise RankMismatch(
             f"rank {channel.rank} chooses chunks for {works[0]}, but ranks {others} choose for other work or backends; "
             "call the same operators with the same shapes and overlap settings on every rank"
@@ -139,36 +139,36 @@ def _agreed(
         backends = tuple(name for name in backends if name != TRITON)
     choice, problem = OverlapChoice(), ""
     if channel.rank == 0:
-        place = place_of(channel, rates, device)
+        environment = place_of(channel, rates, device)
         try:
             if _source.store is None:
                 _source.store, problem = read_store(_source.folder or cache_folder())
-            choice = _select(works, _source.store, place, rates, backends)
+            choice = _select(works, _source.store, environment, rates, backends)
         except Exception as error:
             problem = f"cannot be used ({type(error).__name__}: {error}); ignored"
             _source.store = TuningStore()
-            choice = _select(works, _source.store, place, rates, backends)
+            choice = _select(works, _source.store, environment, rates, backends)
     raw = json.dumps(asdict(choice)).encode().ljust(CHOICE_BYTES)
     raw += problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES)
     message = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(channel.control_device)
-    first = bytes(channel.all_gather(message, description)[0].tolist())
-    if problem := first[CHOICE_BYTES:].decode(errors="replace").strip():
+    rank0_message = bytes(channel.all_gather(message, description)[0].tolist())
+    if problem := rank0_message[CHOICE_BYTES:].decode(errors="replace").strip():
         warnings.warn(f"rank 0's measurements: {problem}", RuntimeWarning, stacklevel=2)
-    return OverlapChoice(**json.loads(first[:CHOICE_BYTES]))
+    return OverlapChoice(**json.loads(rank0_message[:CHOICE_BYTES]))
 
 
 def _select(
     works: tuple[OperatorWork, ...],
     store: TuningStore,
-    place: TuningEnvironment,
+    environment: TuningEnvironment,
     rates: GroupRates,
     backends: tuple[str, ...],
 ) -> OverlapChoice:
     if backends == (TRITON,):
-        return _fastest(works, store, place, rates, backends) or OverlapChoice(TRITON)
+        return _fastest(works, store, environment, rates, backends) or OverlapChoice(TRITON)
     if len(works) > 1:
-        return _fastest(works, store, place, rates, backends) or OverlapChoice()
-    if (stored := store.find(works[0], place, backends)) is not None:
+        return _fastest(works, store, environment, rates, backends) or OverlapChoice()
+    if (stored := store.find(works[0], environment, backends)) is not None:
         return stored
     predicted = as_run(cheapest(works[0], rates), works[0], rates)
     return predicted if predicted.backend in backends else OverlapChoice()
@@ -177,12 +177,12 @@ def _select(
 def _fastest(
     works: tuple[OperatorWork, ...],
     store: TuningStore,
-    place: TuningEnvironment,
+    environment: TuningEnvironment,
     rates: GroupRates,
     backends: tuple[str, ...],
 ) -> OverlapChoice | None:
     """Return the choice with the smallest sum of times over ``works``; None if no choice has times for all of them."""
-    tables = [_times(work, store, place, rates, backends) for work in works]
+    tables = [_times(work, store, environment, rates, backends) for work in works]
     common = set.intersection(*map(set, tables))
     sums = {choice: sum(table[choice] for table in tables) for choice in tables[0] if choice in common}
     best = min(sums, key=lambda choice: sums[choice], default=None)
@@ -193,16 +193,16 @@ def _fastest(
 
 
 def _times(
-    work: OperatorWork, store: TuningStore, place: TuningEnvironment, rates: GroupRates, backends: Collection[str]
+    work: OperatorWork, store: TuningStore, environment: TuningEnvironment, rates: GroupRates, backends: Collection[str]
 ) -> dict[OverlapChoice, float]:
     """Return seconds by choice: measured for the nearest shape, else predicted."""
-    near = store.nearest(work, place)
+    near = store.nearest(work, environment)
     if near is not None:
-        return {tried.choice: tried.ms * 1e-3 for tried in near.tried if tried.choice.backend in backends}
+        return {trial.choice: trial.ms * 1e-3 for trial in near.tried if trial.choice.backend in backends}
     if CHUNKED not in backends:
         return {}
     load = work.load()
-    if store.falls_back(work, place) or not (load.gathered or load.scattered):
+    if store.falls_back(work, environment) or not (load.gathered or load.scattered):
         return {OverlapChoice(): predict(load, rates, 1)}
     times = {as_run(chunks, work, rates): predict(load, rates, chunks) for chunks in CHUNKS}
     return {choice: seconds for choice, seconds in times.items() if choice.backend in backends}

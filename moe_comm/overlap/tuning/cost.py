@@ -37,7 +37,9 @@ CHUNKS = (1, 2, 4, 8, 16)
 MARGIN = 0.05
 """Minimum predicted saving of several chunks, as a fraction of the time with one chunk: about the model's error."""
 GATHERS = ("gather_matmul", "swap_matmul", "dispatch_matmul")
+"""Operators whose forward pass transfers rows, then multiplies them. Backward is the reverse."""
 SCATTERS = ("matmul_scatter", "matmul_swap", "matmul_combine")
+"""Operators whose forward pass multiplies rows, then transfers the results. Backward is the reverse."""
 EXPERTS = ("dispatch_matmul", "matmul_combine")
 """Operators with one grouped GEMM per chunk, over the rows of all ranks. Others have one GEMM per rank and chunk."""
 SWAPS = ("swap_matmul", "matmul_swap")
@@ -73,8 +75,8 @@ class OperatorWork:
 
     def __post_init__(self) -> None:
         if self.operator not in GATHERS + SCATTERS or self.direction not in DIRECTIONS:
-            known = f"{', '.join(GATHERS + SCATTERS)}; {', '.join(DIRECTIONS)}"
-            raise ConfigError(f"unknown work {self.operator!r} {self.direction!r}; known: {known}")
+            names = f"{', '.join(GATHERS + SCATTERS)}; {', '.join(DIRECTIONS)}"
+            raise ConfigError(f"unknown work {self.operator!r} {self.direction!r}; known: {names}")
         if min(self.rows, self.sent, self.other) < 0 or min(self.world, self.groups) < 1:
             raise ConfigError(f"sizes must not be negative, world and groups at least 1; got {self}")
 
@@ -219,13 +221,13 @@ def _gather(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
     weight = gemm if load.weight else 0.0
     if chunks == 1:
         return receive + gemm + weight
-    own = load.gemm.rows / load.world
+    own_rows = load.gemm.rows / load.world
     gemms = max(load.gemms_per_chunk - 1, 1)  # this rank's rows are not part of a chunk
-    chunk_s = gemms * rates.gemm_s(load.gemm.with_rows((load.gemm.rows - own) / gemms / chunks))
-    now = chunks * (rates.chunk_s + receive * (1 - rates.hides)) + rates.gemm_s(load.gemm.with_rows(own))
+    chunk_s = gemms * rates.gemm_s(load.gemm.with_rows((load.gemm.rows - own_rows) / gemms / chunks))
+    cores_free = chunks * (rates.chunk_s + receive * (1 - rates.hides)) + rates.gemm_s(load.gemm.with_rows(own_rows))
     for chunk in range(1, chunks + 1):
-        now = max(now, chunk * receive) + chunk_s
-    return now + weight
+        cores_free = max(cores_free, chunk * receive) + chunk_s
+    return cores_free + weight
 
 
 def _gather_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
@@ -237,10 +239,11 @@ def _gather_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> float
     weight = rates.gemm_s(load.gemm) if load.weight else 0.0
     chunk_s = rates.gemm_s(load.gemm.with_rows(load.gemm.rows / chunks))
     start = chunks * rates.chunk_s if chunks > 1 else 0.0
-    now = start + (chunks * receive * (1 - rates.hides) if chunks > 1 or load.weight else 0.0) + weight / load.world
+    transfer_cores = chunks * receive * (1 - rates.hides) if chunks > 1 or load.weight else 0.0
+    cores_free = start + transfer_cores + weight / load.world
     for chunk in range(1, chunks + 1):
-        now = max(now, chunk * receive) + chunk_s
-    return now + weight * (load.world - 1) / load.world
+        cores_free = max(cores_free, chunk * receive) + chunk_s
+    return cores_free + weight * (load.world - 1) / load.world
 
 
 def _scatter(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
@@ -250,10 +253,10 @@ def _scatter(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
     chunk_s = gemms * rates.gemm_s(load.gemm.with_rows(load.gemm.rows / gemms / chunks))
     if chunks == 1 and load.handshakes:  # serial execution of experts: no transfer is in flight during a GEMM
         return gemm + send + (gemm if load.weight else 0.0)
-    now, network = _send_chunks(rates, chunks, chunk_s, send, chunks * receive)
+    cores_free, network = _send_chunks(rates, chunks, chunk_s, send, chunks * receive)
     if load.weight:
-        now = max(now, chunks * receive) + gemm
-    return max(now, network)
+        cores_free = max(cores_free, chunks * receive) + gemm
+    return max(cores_free, network)
 
 
 def _scatter_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
@@ -266,9 +269,9 @@ def _scatter_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> floa
     columns = replace(gemm, columns=math.ceil(gemm.columns / world))
     gemms = world - 1 if chunks > 1 else world  # with one chunk, it includes this rank's columns
     chunk_s = gemms * rates.gemm_s(columns.with_rows(gemm.rows / chunks))
-    now, network = _send_chunks(rates, chunks, chunk_s, send, 0.0)
-    now += rates.gemm_s(columns) if chunks > 1 else 0.0
-    return max(now + (rates.gemm_s(gemm) if load.weight else 0.0), network)
+    cores_free, network = _send_chunks(rates, chunks, chunk_s, send, 0.0)
+    cores_free += rates.gemm_s(columns) if chunks > 1 else 0.0
+    return max(cores_free + (rates.gemm_s(gemm) if load.weight else 0.0), network)
 
 
 def _send_chunks(rates: GroupRates, chunks: int, chunk_s: float, send: float, network: float) -> tuple[float, float]:
@@ -279,13 +282,13 @@ def _send_chunks(rates: GroupRates, chunks: int, chunk_s: float, send: float, ne
         send: seconds of the transfer of one chunk.
         network: time until which earlier transfers occupy the network.
     """
-    blocks_cores, start = 1 - rates.hides, rates.chunk_s if chunks > 1 else 0.0
-    now = network * blocks_cores
+    cores_fraction, start = 1 - rates.hides, rates.chunk_s if chunks > 1 else 0.0
+    cores_free = network * cores_fraction
     for _ in range(chunks):
-        now += chunk_s + start
-        network = max(network, now) + send
-        now += send * blocks_cores
-    return now, network
+        cores_free += chunk_s + start
+        network = max(network, cores_free) + send
+        cores_free += send * cores_fraction
+    return cores_free, network
 
 
 def cheapest(work: OperatorWork, rates: GroupRates, candidates: Sequence[int] = CHUNKS, margin: float = MARGIN) -> int:

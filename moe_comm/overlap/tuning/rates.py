@@ -36,17 +36,17 @@ def measure_rates(channel: Channel, dtype: torch.dtype, device: torch.device, re
         channel: Channel of the group.
         dtype: Dtype of the GEMMs.
         device: Device of the GEMMs and transfers.
-        repeats: Repetitions of each measurement. The median counts, for GEMMs the minimum.
+        repeats: Repetitions of each measurement. The result is the median; for GEMMs the minimum.
     """
     finish = partial(_finish, device)
     small, large = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (64, TRANSFER_BYTES))
 
     def timed(function: Callable[[], object]) -> float:
         finish()
-        began = time.perf_counter()
+        start = time.perf_counter()
         function()
         finish()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def median(function: Callable[[], object], times: int = repeats) -> float:
         return statistics.median(timed(function) for _ in range(times))
@@ -62,15 +62,15 @@ def measure_rates(channel: Channel, dtype: torch.dtype, device: torch.device, re
     gather(small)
     for rows in GEMM_ROWS:
         if seconds < LONG_S:
-            once = partial(row_invariant_mm, a[:rows], b)
-            once()
+            run_gemm = partial(row_invariant_mm, a[:rows], b)
+            run_gemm()
             # The minimum, not the median: other processes on these cores must not lower the rate.
-            seconds = min(timed(once) for _ in range(repeats if rows > 64 else 3 * repeats))
+            seconds = min(timed(run_gemm) for _ in range(repeats if rows > 64 else 3 * repeats))
             speeds.append(2.0 * rows * WIDTH**2 / seconds)
     speeds += [speeds[-1]] * (len(GEMM_ROWS) - len(speeds))
-    tiny = partial(row_invariant_mm, a[:TILE, :TILE], b[:TILE, :TILE])
-    tiny()
-    call_s = median(tiny, 3 * repeats)
+    smallest_gemm = partial(row_invariant_mm, a[:TILE, :TILE], b[:TILE, :TILE])
+    smallest_gemm()
+    call_s = median(smallest_gemm, 3 * repeats)
     gather(small)  # synchronize: the ranks' GEMMs end at different times
     latency_s = median(lambda: gather(small), 3 * repeats)
     started: list[Callable[[], Tensor]] = []
@@ -80,7 +80,7 @@ def measure_rates(channel: Channel, dtype: torch.dtype, device: torch.device, re
     gather(large)
     transfer_s = median(lambda: gather(large))
     hides = statistics.median(
-        _hides(channel, large, partial(row_invariant_mm, a[:256], b), timed) for _ in range(repeats)
+        _hidden_fraction(channel, large, partial(row_invariant_mm, a[:256], b), timed) for _ in range(repeats)
     )
     values = torch.tensor(
         # The latency measurement may have been disturbed, so the bandwidth term is at least a quarter of the transfer.
@@ -96,32 +96,32 @@ def measure_rates(channel: Channel, dtype: torch.dtype, device: torch.device, re
     )
     slowest = channel.all_gather(values.to(channel.control_device), DESCRIPTION).amax(0).tolist()
     received = max(channel.world - 1, 1) * TRANSFER_BYTES
-    gemm = tuple((rows, 1 / pace) for rows, pace in zip(GEMM_ROWS, slowest[5:], strict=True))
+    gemm = tuple((rows, 1 / s_per_flop) for rows, s_per_flop in zip(GEMM_ROWS, slowest[5:], strict=True))
     shared = isinstance(channel, SharedChannel) and channel.can_sum_in_memory(b)
     return GroupRates(
         slowest[0], received / slowest[1], min(max(-slowest[4], 0.0), 1.0), slowest[2], slowest[3], gemm, shared
     )
 
 
-def _hides(
+def _hidden_fraction(
     channel: Channel, x: Tensor, gemm: Callable[[], Tensor], timed: Callable[[Callable[[], object]], float]
 ) -> float:
     """Return the fraction of a transfer, or of GEMMs of about its duration if shorter, that is saved by overlap."""
-    alone = timed(lambda: channel.all_gather(x, DESCRIPTION))
-    times = max(1, min(100, round(alone / max(timed(gemm), 1e-7))))
+    transfer_s = timed(lambda: channel.all_gather(x, DESCRIPTION))
+    repeats = max(1, min(100, round(transfer_s / max(timed(gemm), 1e-7))))
 
     def gemms() -> None:
-        for _ in range(times):
+        for _ in range(repeats):
             gemm()
 
-    def both() -> None:
+    def overlapped() -> None:
         pending = channel.start_all_gather(x, DESCRIPTION)
         gemms()
         pending()
 
-    computing = timed(gemms)
+    gemms_s = timed(gemms)
     channel.all_gather(x[:64], DESCRIPTION)
-    return (alone + computing - timed(both)) / min(alone, computing)
+    return (transfer_s + gemms_s - timed(overlapped)) / min(transfer_s, gemms_s)
 
 
 def _finish(device: torch.device) -> None:

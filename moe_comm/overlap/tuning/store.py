@@ -101,7 +101,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measurements of one operator and shape. tried: the first has one chunk. best: index of the fastest."""
+    """Measurements of one operator and shape. tried: the first has one chunk. best: index of the choice to use."""
 
     work: OperatorWork
     place: TuningEnvironment
@@ -123,12 +123,14 @@ class Measurement:
         return self.tried[self.best]
 
     def among(self, backends: Collection[str]) -> OverlapChoice | None:
-        """Return the fastest choice of ``backends``; None if none was measured. Serial unless another gains
-        ``GAIN``."""
+        """Return the fastest choice of ``backends``; None if none was measured.
+
+        If serial execution is allowed, another choice must be faster by at least ``GAIN``.
+        """
         if self.chosen.choice.backend in backends:
             return self.chosen.choice
-        allowed = [tried for tried in self.tried if tried.choice.backend in backends]
-        best = min(allowed, key=lambda tried: tried.ms, default=None)
+        allowed = [trial for trial in self.tried if trial.choice.backend in backends]
+        best = min(allowed, key=lambda trial: trial.ms, default=None)
         if best is None:
             return None
         return self.serial.choice if self.serial in allowed and not best.beats(self.serial) else best.choice
@@ -145,18 +147,18 @@ class Measurement:
             KeyError, TypeError, ValueError, AttributeError: ``raw`` has another structure or invalid values.
         """
         work = _rebuilt(OperatorWork, raw["work"], dtype=getattr(torch, raw["work"]["dtype"]))
-        tried = tuple(_rebuilt(Trial, one, choice=_rebuilt(OverlapChoice, one["choice"])) for one in raw["tried"])
+        tried = tuple(_rebuilt(Trial, trial, choice=_rebuilt(OverlapChoice, trial["choice"])) for trial in raw["tried"])
         measurement = cls(work, _rebuilt(TuningEnvironment, raw["place"]), tried, int(raw["best"]))
         positive = [v for t in tried for v in (t.ms, t.choice.chunks)] + [measurement.place.bytes_per_s]
         others = [v for t in tried for v in (t.predicted_ms, t.choice.programs)]
         if not all(0 < value < math.inf for value in positive) or not 0 <= measurement.best < len(tried):
-            raise ValueError("times, rates and chunks must be positive, and one of them the best")
+            raise ValueError("times, rates and chunks must be positive, and best must be an index of tried")
         if not all(0 <= value < math.inf for value in others) or {t.choice.backend for t in tried} - set(BACKENDS):
-            raise ValueError("predictions and programs must not be negative, and backends known")
+            raise ValueError("predictions and programs must not be negative, and backends must be known")
         if any(v > MAX_COUNT for t in tried for v in (t.choice.chunks, t.choice.programs)):
             raise ValueError(f"more than {MAX_COUNT} chunks or programs")
         if not isinstance(work.dtype, torch.dtype):
-            raise ValueError(f"no dtype: {raw['work']['dtype']!r}")
+            raise ValueError(f"unknown dtype {raw['work']['dtype']!r}")
         return measurement
 
 
@@ -192,7 +194,7 @@ class TuningStore:
         return best if distance < math.inf else None
 
     def falls_back(self, work: OperatorWork, place: TuningEnvironment) -> bool:
-        """Return whether serial execution is fastest for this few rows."""
+        """Return whether ``work`` has so few rows that serial execution is fastest (``fallback_rows``)."""
         comparable = [m for m in self._comparable(work, place) if _distance(m.work, work, ("sent", "other")) < math.inf]
         return work.rows <= fallback_rows(comparable)
 
@@ -282,7 +284,7 @@ def read_store(folder: Path) -> tuple[TuningStore, str]:
         elif raw["machine"] != machine_name():
             problem = f"belongs to another machine ({raw['machine']}; this is {machine_name()})"
         else:
-            return TuningStore(tuple(Measurement.from_json(one) for one in raw["measured"])), ""
+            return TuningStore(tuple(Measurement.from_json(entry) for entry in raw["measured"])), ""
     except FileNotFoundError:
         return TuningStore(), ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:

@@ -4,7 +4,7 @@ A group is described by its ``GroupSpan``: the hosts that it covers and its rank
 between hosts (one NIC per GPU, connected in rails), so a group with four ranks on a host uses four of its NICs. The
 picture shows a ring over two hosts with four ranks each. There are four such rings, which start at different ranks:
 
-    host 0   0 -> 1 -> 2 -> 3          inside   g - hosts hops, over links inside a host
+    host 0   0 -> 1 -> 2 -> 3          inside   ranks - hosts hops, over links inside a host
              ^              |          between  one hop for each host
     host 1   7 <- 6 <- 5 <- 4
 
@@ -49,7 +49,7 @@ class Link:
 
     bytes_per_s: peak in one direction per accelerator. A NIC that several accelerators share counts proportionally.
     latency_s: of one hop of a collective. reach: share of the peak that large messages reach. one_sided: rate of copies
-    and stores into a peer's memory, relative to a switch (``moe_comm.plan.machine.fused``).
+    and stores into a peer's memory, relative to the rate over a switch (``moe_comm.plan.machine.fused``).
     """
 
     name: str
@@ -148,14 +148,14 @@ def all_to_all(net: Network, num_bytes: float, span: GroupSpan) -> CollectiveCos
     own NIC, once for each destination rank.
     """
     ranks = span.ranks
-    each = num_bytes / ranks
+    peer_bytes = num_bytes / ranks
     return exchange(
         net,
         span,
-        inside=each * (span.most - 1),
-        # The busiest rank of a pod is on the host with the fewest ranks of the group.
-        between=tuple(each * (part.ranks - part.fewest) for part in span.parts),
-        across=each * (ranks - min(part.ranks for part in span.parts)),
+        inside=peer_bytes * (span.most - 1),
+        # A rank on the host with the fewest ranks of the group sends the most to other hosts.
+        between=tuple(peer_bytes * (part.ranks - part.fewest) for part in span.parts),
+        across=peer_bytes * (ranks - min(part.ranks for part in span.parts)),
     )
 
 
@@ -204,22 +204,24 @@ def ring(net: Network, num_bytes: float, span: GroupSpan, rounds: int) -> Collec
         return NO_COST
     volume = rounds * num_bytes * (ranks - 1) / ranks
     many_hosts = [part for part in span.parts if part.hosts > 1]
-    # A rank forwards all bytes to a rank of its host, except in the rings in which its successor is on another host.
+    # A rank sends to a rank of its host, except in the rings in which its successor is on another host.
     inside = volume if span.hosts == 1 else volume * (span.most - 1) / span.most
-    leaving = volume / span.fewest
-    between = leaving if many_hosts else 0.0
-    across = leaving if span.pods > 1 else 0.0
+    bytes_per_nic = volume / span.fewest
+    between = bytes_per_nic if many_hosts else 0.0
+    across = bytes_per_nic if span.pods > 1 else 0.0
     seconds = [inside / net.inside.rate, across / net.across.rate]
     seconds += [between / net.between[part.pod].rate for part in many_hosts]
 
-    hops = (ranks if span.hosts == 1 else ranks - span.hosts) * net.inside.latency_s
+    ring_latency = (ranks if span.hosts == 1 else ranks - span.hosts) * net.inside.latency_s
     for part in many_hosts:
-        hops += (part.hosts - (span.pods > 1)) * net.between[part.pod].latency_s
+        ring_latency += (part.hosts - (span.pods > 1)) * net.between[part.pod].latency_s
     if span.pods > 1:
-        hops += span.pods * net.across.latency_s
-    hops *= rounds * (ranks - 1) / ranks  # the link that closes the ring is not used
-    tree = rounds * _tree_latency(net, span)
-    latency, total = min((hops, hops + max(seconds)), (tree, tree + 2 * max(seconds)), key=lambda option: option[1])
+        ring_latency += span.pods * net.across.latency_s
+    ring_latency *= rounds * (ranks - 1) / ranks  # the link that closes the ring is not used
+    tree_latency = rounds * _tree_latency(net, span)
+    as_ring = (ring_latency, ring_latency + max(seconds))
+    as_tree = (tree_latency, tree_latency + 2 * max(seconds))
+    latency, total = min(as_ring, as_tree, key=lambda option: option[1])
     return CollectiveCost(net.start_s + total, net.start_s + latency, inside, between, across)
 
 

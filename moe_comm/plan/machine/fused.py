@@ -8,9 +8,10 @@ are received and last if rows are sent, so the GEMM of only one chunk cannot ove
 
     max(gemm, transfer + gemm / chunks) + a flag for each chunk
 
-A GEMM that is longer than its transfer hides it completely: K >= s R / 2 B (ParallelKittens, arXiv 2511.13940). The
-slowdown of the GEMM depends on the ``Transport``: copy engines and stores from the GEMM's own tiles use no additional
-units, dedicated units do. Flux (2406.06858), COMET (2502.19811).
+A GEMM hides its transfer completely if it takes longer: if K >= s R / (2 B), with s bytes per element, a GEMM rate of R
+FLOP/s and a link rate of B bytes/s (ParallelKittens, arXiv 2511.13940). The ``Transport`` determines how much the GEMM
+slows down. Copy engines and stores from the GEMM's own tiles take no units (SMs) from it; dedicated units do. Flux
+(arXiv 2406.06858) and COMET (arXiv 2502.19811) are such kernels.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ TRANSPORTS = {transport.name: transport for transport in (COPIES, STORES, ADDS, 
 class FusedCost:
     """Time of an operator and its transfer.
 
-    seconds: fused. gemm_s, transfer_s: each inside the fused kernel. serial_s: a kernel and a collective in sequence.
-    collective_s: that collective.
+    seconds: fused kernel. gemm_s, transfer_s: GEMM and transfer inside the fused kernel. serial_s: without fusion, a
+    kernel and a collective one after the other. collective_s: that collective alone.
     """
 
     seconds: float
@@ -112,9 +113,9 @@ class Gemm:
 
 
 def overlapped(gemm_s: float, transfer_s: float, chunks: int, sync_s: float = SYNC_S) -> float:
-    """Return the seconds of a GEMM in ``chunks`` equal chunks, all but one of which are transferred before or after.
+    """Return the seconds of a GEMM in ``chunks`` equal chunks that overlaps with the transfer of all chunks but one.
 
-    Raises ConfigError for less than one chunk. With one chunk nothing overlaps.
+    ``sync_s``: time to signal a flag per chunk. Raises ConfigError for less than one chunk. One chunk cannot overlap.
     """
     if chunks < 1:
         raise ConfigError(f"an operator needs at least one chunk; got {chunks}")
@@ -160,7 +161,7 @@ def fused(
         return FusedCost(serial, gemm_alone, 0.0, serial, 0.0)
     tiles = int((gemm.m if cut is None else cut) // min(tile.rows for tile in gpu.tiles))
     chunks = max(1, min(span.ranks, tiles))
-    gemm_s = gemm.seconds(_without(gpu, transport.units(cluster)))
+    gemm_s = gemm.seconds(_with_fewer_units(gpu, transport.units(cluster)))
     transfer_s = max(_transfer_seconds(cluster, span, cost, transport), gpu.memory_seconds(memory_bytes))
     seconds = overlapped(gemm_s, transfer_s, chunks)
     if tail_bytes:
@@ -241,9 +242,10 @@ def _transfer_seconds(cluster: Cluster, span: GroupSpan, cost: CollectiveCost, t
 
 
 @lru_cache(maxsize=256)
-def _without(gpu: Accelerator, units: int) -> Accelerator:
+def _with_fewer_units(gpu: Accelerator, units: int) -> Accelerator:
     """Return the accelerator without ``units`` of its units, at the rates of the remaining ones."""
     if not units:
         return gpu
-    left = gpu.units - units
-    return replace(gpu, units=left, flops={dtype: rate * left / gpu.units for dtype, rate in gpu.flops.items()})
+    remaining = gpu.units - units
+    flops = {dtype: rate * remaining / gpu.units for dtype, rate in gpu.flops.items()}
+    return replace(gpu, units=remaining, flops=flops)

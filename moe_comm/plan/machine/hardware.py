@@ -125,10 +125,11 @@ class Accelerator:
     def gemm_seconds(self, m: float, n: float, k: float, dtype: str, groups: int = 1, *, uneven: bool = False) -> float:
         """Return the seconds of ``groups`` products ``[m, k] x [k, n]`` in one kernel.
 
-        ``m`` is the number of rows of each group, or with ``uneven`` the mean over the groups, whose last tiles then
-        are half full on average. Tiles are distributed over the units in complete rounds, and each costs ``fill_k``
-        columns more than K. The fastest tile size is chosen, as libraries do, and K is split if there are too few
-        tiles. The result is at least the time to read the inputs and to write the output. fp8 products write bf16.
+        ``m`` is the number of rows of each group. With ``uneven`` it is the mean over the groups, and the last tile of
+        a group is half full on average. Tiles are distributed over the units in complete rounds, and each costs
+        ``fill_k`` columns more than K. The fastest tile size is chosen, as libraries do, and K is split if there are
+        too few tiles. The result is at least the time to read the inputs and to write the output. fp8 products write
+        bf16.
         """
         peak = self.peak(dtype)
         if not (m >= 0 and n >= 0 and k >= 0 and groups >= 0 and math.isfinite(m * n * k * groups)):
@@ -137,21 +138,21 @@ class Accelerator:
             )
         if not m * n * k * groups:
             return self.launch_s
-        one = peak * self.efficiency[dtype] / self.units
-        computing = math.inf
+        unit_rate = peak * self.efficiency[dtype] / self.units
+        compute_s = math.inf
         for tile in self.tiles:
             for rows, columns in {(tile.rows, tile.columns), (tile.columns, tile.rows)}:
-                down = m / rows + 0.5 if uneven else math.ceil(m / rows)
-                tiles = math.ceil(groups * down) * math.ceil(n / columns)
+                row_tiles = m / rows + 0.5 if uneven else math.ceil(m / rows)
+                tiles = math.ceil(groups * row_tiles) * math.ceil(n / columns)
                 splits = max(1, min(self.units // tiles, int(k) // (8 * self.fill_k or 1))) if groups == 1 else 1
                 rounds = math.ceil(tiles * splits / self.units)
-                seconds = rounds * 2 * rows * columns * (k / splits + self.fill_k) / (one * tile.efficiency)
+                seconds = rounds * 2 * rows * columns * (k / splits + self.fill_k) / (unit_rate * tile.efficiency)
                 if splits > 1:  # partial sums are written in fp32 and read again
                     seconds += self.memory_seconds(2 * BYTES["fp32"] * splits * m * n)
-                computing = min(computing, seconds)
-        size = BYTES[dtype]
-        moved = groups * ((m * k + k * n) * size + m * n * max(size, BYTES["bf16"]))
-        return self.launch_s + max(computing, self.memory_seconds(moved))
+                compute_s = min(compute_s, seconds)
+        item_size = BYTES[dtype]
+        traffic = groups * ((m * k + k * n) * item_size + m * n * max(item_size, BYTES["bf16"]))
+        return self.launch_s + max(compute_s, self.memory_seconds(traffic))
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Return the seconds to read and write ``num_bytes`` in total, without the launch."""
@@ -159,8 +160,8 @@ class Accelerator:
 
     def attention_seconds(self, flops: float, dtype: str, backward: bool = False) -> float:
         """Return the seconds of fused attention with ``flops`` (two products in forward, five in backward)."""
-        reached = self.attention_backward if backward else self.attention_forward
-        return self.launch_s + flops / (self.peak(dtype) * reached)
+        share = self.attention_backward if backward else self.attention_forward
+        return self.launch_s + flops / (self.peak(dtype) * share)
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Cluster:
     inside, between: links inside a host and between hosts. pods: hosts with different kinds of links (Holmes, arXiv
     2312.03549). Hosts of one pod use its link, hosts of different pods use ``across``, by default ``between``.
     start_s: time before a collective sends anything, for its kernel launch and to find its peers. direct: ranks of a
-    host write rows into each other's memory, and the cost of an all-to-all includes that.
+    host write rows into each other's memory; the cost of an all-to-all within a host is that of these writes.
     """
 
     accelerator: Accelerator
@@ -238,8 +239,8 @@ class Cluster:
         pods = np.searchsorted(ends, hosts, side="right")
         parts = []
         for pod in np.unique(pods).tolist():
-            here = counts[pods == pod]
-            parts.append(PodRanks(pod, len(here), int(here.sum()), int(here.min()), int(here.max())))
+            per_host = counts[pods == pod]  # ranks of the group on each host of the pod
+            parts.append(PodRanks(pod, len(per_host), int(per_host.sum()), int(per_host.min()), int(per_host.max())))
         return GroupSpan(tuple(parts))
 
     def all_gather(self, num_bytes: float, group: GroupSpan | Iterable[int]) -> CollectiveCost:

@@ -104,7 +104,7 @@ def _parse(kind: type[T], data: Any, where: str) -> T:
         key = f"{where}.{name}"
         member = _MEMBERS.get((kind, name))
         if member is None:
-            values[name] = _plain(kind, name, value, key)
+            values[name] = _parse_value(kind, name, value, key)
         elif (kind, name) in _LISTS:
             if not isinstance(value, list):
                 raise ConfigError(f"{key}: expected a list, got {type(value).__name__}")
@@ -118,7 +118,7 @@ def _parse(kind: type[T], data: Any, where: str) -> T:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _plain(kind: type, name: str, value: Any, key: str) -> Any:
+def _parse_value(kind: type, name: str, value: Any, key: str) -> Any:
     """Check a string, a boolean, numbers by dtype, or a number, whichever the field holds."""
     if (kind, name) in _TEXTS:
         if not isinstance(value, str) or not value or not value.isprintable():

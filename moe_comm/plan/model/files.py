@@ -95,9 +95,9 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     Raises:
         ConfigError: a key is missing, has the wrong type, or asks for something that is not modelled. Names the key.
     """
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping) and not any(key in config for key in _HIDDEN):
-        config = inner
+    text_config = config.get("text_config")
+    if isinstance(text_config, Mapping) and not any(key in config for key in _HIDDEN):
+        config = text_config
     for part in ("attn_config", "ffn_config"):  # DBRX
         nested = config.get(part)
         config = {**nested, **config} if isinstance(nested, Mapping) else config
@@ -117,16 +117,16 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
             f"{where}: head_dim is missing, and hidden_size ({hidden}) is not a multiple of {heads} heads"
         )
     experts = read.count(_EXPERTS, MOST_EXPERTS) if family.moe else 0
-    dense = _dense_layers(read, layers) if family.moe else layers
+    dense_layers = _dense_layers(read, layers) if family.moe else layers
     expert_ffn = read.optional(*_EXPERT_FFN)
     if experts and expert_ffn is None:
-        if dense:
+        if dense_layers:
             raise ConfigError(
                 f"{where}: {_EXPERT_FFN[0]} is missing: the width of an expert in a model with dense layers"
             )
         expert_ffn = read.count(_FFN)
     window, full_layers = _window(read, layers, family)
-    both = read.flag("attention_bias")
+    attention_bias = read.flag("attention_bias")
     shared = _shared_ffn(read, kind, expert_ffn or 0, family) if experts else 0
     groups, top_groups = _groups(read) if experts else (1, 1)
     blocks_norms = 1 if family.parallel else 2
@@ -142,13 +142,13 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
         top_k=read.count(_TOP_K) if experts else 0,
         ffn=expert_ffn or 0,
         shared_ffn=shared,
-        dense_layers=dense,
-        dense_ffn=read.count(_FFN) if dense or family.shortcut else 0,
+        dense_layers=dense_layers,
+        dense_ffn=read.count(_FFN) if dense_layers or family.shortcut else 0,
         latent=latent,
         tie=read.flag("tie_word_embeddings", family.tie),
         qk_norm=family.qk_norm,
-        qkv_bias=read.flag("qkv_bias", read.flag("use_qkv_bias", family.qkv_bias)) or both,
-        out_bias=read.flag("attention_out_bias", both and family.out_bias),
+        qkv_bias=read.flag("qkv_bias", read.flag("use_qkv_bias", family.qkv_bias)) or attention_bias,
+        out_bias=read.flag("attention_out_bias", attention_bias and family.out_bias),
         router_bias=family.vectors or family.router_vector,
         expert_bias=family.vectors,
         shared_gate=family.shared_gate and shared > 0,
@@ -279,8 +279,8 @@ def _dense_layers(read: _Reader, layers: int) -> int:
         last, step = read.config.get("moe_layer_end_index"), read.optional("moe_layer_interval", least=1) or 1
         last = layers if last in (None, -1) else read.optional("moe_layer_end_index") or 0
         return sum(layer < first or layer > last or (layer + 1) % step != 0 for layer in range(layers))
-    only, step = read.items("mlp_only_layers") or [], read.optional("decoder_sparse_step", least=1) or 1
-    return sum(layer in only or (layer + 1) % step != 0 for layer in range(layers))
+    dense_ids, step = read.items("mlp_only_layers") or [], read.optional("decoder_sparse_step", least=1) or 1
+    return sum(layer in dense_ids or (layer + 1) % step != 0 for layer in range(layers))
 
 
 def _shared_ffn(read: _Reader, kind: str, ffn: int, family: FamilyDefaults) -> int:
@@ -311,6 +311,6 @@ def _window(read: _Reader, layers: int, family: FamilyDefaults) -> tuple[int | N
     elif "use_sliding_window" in read.config and "max_window_layers" in read.config:  # Qwen: the first have no window
         windowed = layers - min(read.optional("max_window_layers") or 0, layers)
     else:
-        every = read.optional("sliding_window_pattern", "_sliding_window_pattern") or family.full_every
-        windowed = layers - (layers // every if every else 0)
+        period = read.optional("sliding_window_pattern", "_sliding_window_pattern") or family.full_every
+        windowed = layers - (layers // period if period else 0)
     return (window, layers - windowed) if windowed else (None, 0)

@@ -51,7 +51,7 @@ class FixedMemory:
     at_update: int = 0
 
     def __add__(self, other: FixedMemory) -> FixedMemory:
-        return FixedMemory(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return FixedMemory(*(first + second for first, second in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class ParameterShard:
             masters = MASTER * number if self.size < MASTER else 0
             summed = masters if self.summing > 1 else 0
             return FixedMemory(number, self.size * number, MASTER * number, masters + self.state * number, summed)
-        largest, mine = (
+        largest_shard, own_shard = (
             math.prod(shard_slice(self.shape, at, self.owners, sharding == "fsdp").shape(self.shape))
             for at in (0, self.index)
         )
-        gradients = MASTER * (largest if partial else number)
-        masters = MASTER * largest
+        gradients = MASTER * (largest_shard if partial else number)
+        masters = MASTER * largest_shard
         return FixedMemory(
-            number, self.size * number, gradients, masters + self.state * mine, 0 if partial else masters
+            number, self.size * number, gradients, masters + self.state * own_shard, 0 if partial else masters
         )
 
 
@@ -129,7 +129,7 @@ class FixedMemoryModel:
         size = MASTER if weight.operator == "router" and weight.product else self.size
         matrix = weight.product and weight.operator not in ("router", "head")
         # If each tensor-parallel rank has the complete parameter and its own tokens, they sum gradients too.
-        replicated = not _is_expert(weight) and not self._is_cut(weight)
+        replicated = not _is_expert(weight) and not self._is_tp_sharded(weight)
         summing = p.edp if _is_expert(weight) else p.cp * p.dp * (p.tp if replicated else 1)
         owners = p.cp * p.dp if fsdp and replicated else summing
         state = state_bytes(self.optimizer, self.momentum, matrix)
@@ -139,21 +139,22 @@ class FixedMemoryModel:
         """Return the shape of a rank's shard, output dimension first."""
         p = self.parallel
         if _is_expert(weight):
-            wide = _up(weight.n, p.etp) if weight.name != "down" else weight.n
-            return (_up(weight.copies, p.ep), wide, _up(weight.k, p.etp) if weight.name == "down" else weight.k)
+            columns = _ceil_div(weight.n, p.etp) if weight.name != "down" else weight.n
+            rows = _ceil_div(weight.k, p.etp) if weight.name == "down" else weight.k
+            return (_ceil_div(weight.copies, p.ep), columns, rows)
         if weight.operator == "embedding":
-            return (_up(weight.k, p.tp), weight.n)
-        if not self._is_cut(weight):
+            return (_ceil_div(weight.k, p.tp), weight.n)
+        if not self._is_tp_sharded(weight):
             return (weight.n, weight.k) if weight.k > 1 else (weight.n,)
         if weight.operator == "out" or weight.name == "down":
-            return (weight.n, _up(weight.k, p.tp))
-        return (_up(weight.n, p.tp), weight.k)
+            return (weight.n, _ceil_div(weight.k, p.tp))
+        return (_ceil_div(weight.n, p.tp), weight.k)
 
-    def _is_cut(self, weight: Weight) -> bool:
-        """Return whether tensor-parallel ranks share the weight.
+    def _is_tp_sharded(self, weight: Weight) -> bool:
+        """Return whether the weight is sharded over tensor-parallel ranks.
 
-        They share all matrices except the router, the down-projections to latents, and, without ``cut_shared``, the
-        shared experts.
+        All matrices are, except the router, the down-projections to latents, and, without ``cut_shared``, the shared
+        experts.
         """
         if weight.operator == "embedding":
             return True
@@ -163,29 +164,31 @@ class FixedMemoryModel:
 
 @lru_cache(maxsize=4096)
 def fixed_parts(
-    shape: ModelShape, keeping: FixedMemoryModel
+    shape: ModelShape, memory_model: FixedMemoryModel
 ) -> tuple[FixedMemory, FixedMemory, FixedMemory, FixedMemory]:
     """Return the memory of a dense layer, an MoE layer, the embedding and the head, with gathered weights."""
     head = shape.head_block
-    if shape.tie and keeping.parallel.pp > 1:  # the last stage holds its own copy
+    if shape.tie and memory_model.parallel.pp > 1:  # the last stage holds its own copy
         head = replace(head, weights=tuple(replace(weight, owned=True) for weight in head.weights))
     dense = shape.layer_blocks("dense") if shape.dense_layers else ()
     moe = shape.layer_blocks("moe") if shape.moe_layers else ()
-    every = (dense, moe, ((shape.embedding_block, 1),), ((head, 1),))
+    blocks_by_part = (dense, moe, ((shape.embedding_block, 1),), ((head, 1),))
     first, second, third, last = (
-        sum((keeping.block(block) for block, times in blocks for _ in range(times)), FixedMemory()) for blocks in every
+        sum((memory_model.block(block) for block, times in blocks for _ in range(times)), FixedMemory())
+        for blocks in blocks_by_part
     )
     return first, second, third, last
 
 
-def fixed_of(parts: StageContents, each: Sequence[FixedMemory], gathered: bool) -> FixedMemory:
+def fixed_of(parts: StageContents, memory_of_part: Sequence[FixedMemory], gathered: bool) -> FixedMemory:
     """Return the memory of a stage. Without ``gathered``, only its two largest layers hold complete weights."""
     totals = [0, 0, 0, 0, 0]
-    for count, one in zip(parts, each, strict=True):
-        for at, value in enumerate((one.params, one.weights, one.gradients, one.optimizer, one.at_update)):
-            totals[at] += count * value
+    for count, part in zip(parts, memory_of_part, strict=True):
+        values = (part.params, part.weights, part.gradients, part.optimizer, part.at_update)
+        for index, value in enumerate(values):
+            totals[index] += count * value
     if not gathered:
-        dense, moe, first, last = each
+        dense, moe, first, last = memory_of_part
         largest = sorted([dense.weights] * min(parts.dense, 2) + [moe.weights] * min(parts.moe, 2))[-2:]
         totals[1] = parts.first * first.weights + parts.last * last.weights + sum(largest)
     return FixedMemory(*totals)
@@ -195,5 +198,5 @@ def _is_expert(weight: Weight) -> bool:
     return weight.operator == "experts"
 
 
-def _up(number: int, parts: int) -> int:
+def _ceil_div(number: int, parts: int) -> int:
     return -(-number // parts)

@@ -130,13 +130,13 @@ class Mapping:
         Raises:
             ConfigError: the batch is not divisible.
         """
-        each = self.parallel.dp * self.micro_batch
-        if global_batch % each:
+        sequences = self.parallel.dp * self.micro_batch
+        if global_batch % sequences:
             raise ConfigError(
                 f"a batch of {global_batch} sequences cannot be divided into micro-batches of {self.micro_batch} on "
                 f"{self.parallel.dp} data-parallel ranks"
             )
-        return global_batch // each
+        return global_batch // sequences
 
     @property
     def degrees(self) -> str:

@@ -8,8 +8,8 @@
                  see ``split_memory``
 
 ``fixed_memory`` computes the first three, ``activations`` the fourth, for the fullest rank of a position. Experts are
-assumed to have the rows of the busiest rank (``Workload.busiest``). The number of micro-batches in flight is that at
-the moment when the stages of a rank together hold the most.
+assumed to have the rows of the busiest rank (``Workload.busiest``). A micro-batch is in flight between its forward and
+its backward pass; the count is taken at the moment when the stages of a rank together hold the most.
 """
 
 from __future__ import annotations
@@ -115,36 +115,37 @@ def memory(
     sharding = mapping.sharding if parallel.world > 1 else "replicate"
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
-    keeping = FixedMemoryModel(parallel, sharding, size, policy.optimizer, policy.momentum, partial, policy.cut_shared)
-    fixed = fixed_parts(shape, keeping)
+    optimizer, momentum = policy.optimizer, policy.momentum
+    memory_model = FixedMemoryModel(parallel, sharding, size, optimizer, momentum, partial, policy.cut_shared)
+    fixed = fixed_parts(shape, memory_model)
     tokens = _tokens(mapping, load)
     estimate = _estimate(shape, size, parallel.tp, mapping.recompute, rows=load.busiest(parallel.ep), etp=parallel.etp)
     halfway = split_gradient_bytes(estimate, mapping.fuses) if split else (0.0, 0.0)
     losses = estimate.loss(math.ceil(tokens)) * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
     buffers = _Buffers.of(shape, mapping, load, size, host)
-    every: dict[tuple[StageContents, int], tuple[FixedMemory, float, int]] = {}
+    by_contents: dict[tuple[StageContents, int], tuple[FixedMemory, float, int]] = {}
     memories = []
     for position, ((parts, stages), peaks) in enumerate(zip(stages_of, peaks_of, strict=True)):
-        if (parts, len(stages)) not in every:
+        if (parts, len(stages)) not in by_contents:
             layers = (parts.dense, parts.moe)
-            largest = max((one.params for one, count in zip(fixed, layers, strict=False) if count), default=0)
-            every[parts, len(stages)] = (
+            largest = max((part.params for part, count in zip(fixed, layers, strict=False) if count), default=0)
+            by_contents[parts, len(stages)] = (
                 fixed_of(parts, fixed, gathered),
                 parts.last * losses + tokens * estimate.recomputed(*layers),
                 round(buffers.at(parts, len(stages)) + (MASTER * largest if partial else 0)),
             )
-        held, base_activations, layer_buffers = every[parts, len(stages)]
+        fixed_memory, base_activations, layer_buffers = by_contents[parts, len(stages)]
         activations, between_halves = peak_saved(estimate, stages, peaks, halfway)
         memories.append(
             PositionMemory(
                 position,
-                held.params,
-                held.weights,
-                held.gradients,
-                held.optimizer,
+                fixed_memory.params,
+                fixed_memory.weights,
+                fixed_memory.gradients,
+                fixed_memory.optimizer,
                 round(base_activations + tokens * activations),
                 layer_buffers + round(tokens * between_halves),
-                held.at_update,
+                fixed_memory.at_update,
             )
         )
     return tuple(memories)
@@ -165,7 +166,7 @@ def peak_saved(
 
 def fullest(memories: Sequence[PositionMemory]) -> PositionMemory:
     """Return the position whose ranks hold the most."""
-    return max(memories, key=lambda one: one.total)
+    return max(memories, key=lambda position: position.total)
 
 
 @lru_cache(maxsize=4096)
@@ -179,8 +180,9 @@ def _layout(
         stages = []
         for stage in plan.stages_of(rank):
             ids = plan.layers_of(stage)
-            early = sum(layer < dense for layer in ids)
-            stages.append(StageContents(early, len(ids) - early, int(plan.is_first(stage)), int(plan.is_last(stage))))
+            dense_layers = sum(layer < dense for layer in ids)
+            first, last = int(plan.is_first(stage)), int(plan.is_last(stage))
+            stages.append(StageContents(dense_layers, len(ids) - dense_layers, first, last))
         result.append((StageContents(*map(sum, zip(*stages, strict=True))), tuple(stages)))
     return tuple(result)
 
@@ -242,13 +244,13 @@ def _dispatched(shape: ModelShape, mapping: Mapping, load: Workload, size: int, 
     combine, sent and received rows, or partial sums of both in fp32. hierarchical: sent and received rows inside the
     host, sorted received rows, and copies from other hosts, twice.
     """
-    p, kept = mapping.parallel, min(1.0, load.capacity or 1.0)
+    p, kept_fraction = mapping.parallel, min(1.0, load.capacity or 1.0)
     ranks = p.ep * p.etp
-    sent, rows = (shape.chosen * share * p.etp for share in (kept, load.busiest(p.ep)))
+    sent, rows = (shape.chosen * share * p.etp for share in (kept_fraction, load.busiest(p.ep)))
     if mapping.dispatcher == "all_gather":
         sums = sends_sums("all_gather", shape, p.ep, size)
         return ranks + rows + (SUM_BYTES / size * (ranks + rows) if sums else sent + rows)
     hosts = 1 if host is None else -(-ranks // host)
     if mapping.dispatcher == "hierarchical" and hosts > 1:
-        return 2 * (sent + 2 * rows + remote_copies(shape, hosts, kept))
+        return 2 * (sent + 2 * rows + remote_copies(shape, hosts, kept_fraction))
     return 2 * (sent + rows)

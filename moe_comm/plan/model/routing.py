@@ -26,7 +26,7 @@ def hosts_reached(shape: ModelShape, hosts: int, kept_fraction: float = 1.0) -> 
     ``kept_fraction`` of the slots are not dropped. A host is not reached if all of its slots are dropped.
     """
     ends = [shape.experts * host // hosts for host in range(hosts + 1)]
-    return sum(1 - _missed(shape, range(*both), kept_fraction) for both in pairwise(ends))
+    return sum(1 - _share_without(shape, range(*bounds), kept_fraction) for bounds in pairwise(ends))
 
 
 def remote_copies(shape: ModelShape, hosts: int, kept_fraction: float) -> float:
@@ -40,30 +40,34 @@ def sends_sums(dispatcher: Dispatcher, shape: ModelShape, ranks: int, size: int)
     return dispatcher == "hierarchical" or (dispatcher == "all_gather" and fewer)
 
 
-def _missed(shape: ModelShape, experts: range, kept_fraction: float) -> float:
+def _share_without(shape: ModelShape, experts: range, kept_fraction: float) -> float:
     """Return the share of tokens without a slot at any of ``experts``."""
     size = shape.experts // shape.groups
     groups = range(experts.start // size, -(-experts.stop // size))
-    here = [min(experts.stop, (one + 1) * size) - max(experts.start, one * size) for one in groups]
-    # For (chosen groups, experts in them): the number of choices among the groups that contain ``experts``.
+    sizes = [min(experts.stop, (group + 1) * size) - max(experts.start, group * size) for group in groups]
+    # Number of ways to choose among the groups that contain ``experts``, by the number of chosen groups and the number
+    # of ``experts`` in them (``marked``).
     choices = {(0, 0): 1}
-    for count in here:
-        more = {(chosen + 1, left + count): number for (chosen, left), number in choices.items()}
-        choices = {key: choices.get(key, 0) + more.get(key, 0) for key in choices | more}
-    others = shape.groups - len(here)
-    every = comb(shape.groups, shape.top_groups)
+    for count in sizes:
+        with_group = {(chosen + 1, marked + count): number for (chosen, marked), number in choices.items()}
+        choices = {key: choices.get(key, 0) + with_group.get(key, 0) for key in choices | with_group}
+    others = shape.groups - len(sizes)
+    group_choices = comb(shape.groups, shape.top_groups)
     pool = shape.top_groups * size + shape.zero_experts
     missed = 0.0
-    for (chosen, left), number in choices.items():
+    for (chosen, marked), number in choices.items():
         if 0 <= shape.top_groups - chosen <= others:
-            share = number * comb(others, shape.top_groups - chosen) / every
-            missed += share * _probability_of_none(pool, left, shape.top_k, 1 - kept_fraction)
+            share = number * comb(others, shape.top_groups - chosen) / group_choices
+            missed += share * _probability_of_none(pool, marked, shape.top_k, 1 - kept_fraction)
     return missed
 
 
 def _probability_of_none(pool: int, marked: int, chosen: int, dropped: float) -> float:
-    """Return the probability that no choice, of ``chosen`` from ``pool``, is ``marked`` and not dropped."""
-    most, every = min(marked, chosen) if dropped else 0, comb(pool, chosen)
+    """Return the probability that, of ``chosen`` random experts of ``pool``, all ``marked`` ones are dropped.
+
+    ``dropped``: probability that the slot of an expert is dropped.
+    """
+    most, all_choices = min(marked, chosen) if dropped else 0, comb(pool, chosen)
     # Divide the integers before multiplying with a float, because they can exceed the range of floats.
-    shares = (comb(marked, some) * comb(pool - marked, chosen - some) / every for some in range(most + 1))
-    return sum(share * dropped**some for some, share in enumerate(shares))
+    shares = (comb(marked, hits) * comb(pool - marked, chosen - hits) / all_choices for hits in range(most + 1))
+    return sum(share * dropped**hits for hits, share in enumerate(shares))

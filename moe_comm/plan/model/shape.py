@@ -5,10 +5,10 @@ A model is an embedding, layers and a head. A layer consists of blocks, each wit
     dense layer   attention, dense block
     MoE layer     attention, MoE block               (shortcut: two attentions, two dense blocks, MoE block)
 
-A block is a list of matrices. A matrix [K, N] of which a token uses ``used`` copies (top-k for experts) costs
-2 K N ``used`` FLOPs per token in forward and twice that in backward. This is how MFU counts FLOPs (PaLM, arXiv
-2204.02311, appendix B). Attention scores cost a constant per attended token. Norms, softmax, sorting and recomputation
-are not counted.
+A block is a list of matrices. A matrix [K, N] can have several copies (experts), and a token uses ``used`` of them
+(top-k). It costs 2 K N ``used`` FLOPs per token in forward and twice that in backward. This is how MFU counts FLOPs
+(PaLM, arXiv 2204.02311, appendix B). Attention scores cost a constant per attended token. Norms, softmax, sorting and
+recomputation are not counted.
 
     shape = ModelShape.of(config)
     shape.params, shape.active, shape.model_flops(seq_len)   # parameters, parameters used by a token, FLOPs per token
@@ -90,8 +90,9 @@ class ModelShape:
             self._check(min(self.kv_heads, self.head_dim) >= 1, "kv_heads and head_dim must be at least 1")
             self._check(not self.heads % max(self.kv_heads, 1), "heads must be a multiple of kv_heads")
         else:
-            one = self.latent
-            widths = (1 if one.q_rank is None else one.q_rank, one.kv_rank, one.nope_dim, one.rope_dim, one.v_dim)
+            latent = self.latent
+            q_rank = 1 if latent.q_rank is None else latent.q_rank
+            widths = (q_rank, latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.v_dim)
             self._check(min(widths) >= 1, "widths of latent attention must be at least 1")
         self._check(0 <= self.dense_layers <= self.layers, "dense_layers must be from 0 to the number of layers")
         self._check(0 <= self.full_layers <= self.layers, "full_layers must be from 0 to the number of layers")
@@ -182,8 +183,8 @@ class ModelShape:
     @property
     def chosen(self) -> float:
         """Mean number of real experts per token: ``top_k`` unless there are zero-computation experts."""
-        every = self.experts + self.zero_experts
-        return self.top_k * (self.experts / every) if every else 0
+        all_experts = self.experts + self.zero_experts
+        return self.top_k * (self.experts / all_experts) if all_experts else 0
 
     def kind(self, layer: int) -> LayerKind:
         """Return the kind of a layer, given its index from 0."""
@@ -271,7 +272,7 @@ class ModelShape:
         if kind is not None:
             return self.layer_blocks(kind)
         layers: tuple[tuple[LayerKind, int], ...] = (("dense", self.dense_layers), ("moe", self.moe_layers))
-        inside = ((block, each * count) for kind, count in layers if count for block, each in self.layer_blocks(kind))
+        inside = ((block, times * count) for kind, count in layers if count for block, times in self.layer_blocks(kind))
         return ((self.embedding_block, 1), *inside, (self.head_block, 1))
 
     # Sums.

@@ -18,7 +18,11 @@ def split_gradient_bytes(estimate: ActivationMemory, fused: bool) -> tuple[float
     """
     shape = estimate.shape
     dense, moe = (
-        sum(times * _of(estimate, fused, weight) for block, times in blocks for weight in block.weights)
+        sum(
+            times * _output_gradient_bytes(estimate, fused, weight)
+            for block, times in blocks
+            for weight in block.weights
+        )
         for blocks in (
             shape.layer_blocks("dense") if shape.dense_layers else (),
             shape.layer_blocks("moe") if shape.moe_layers else (),
@@ -27,7 +31,7 @@ def split_gradient_bytes(estimate: ActivationMemory, fused: bool) -> tuple[float
     return dense, moe
 
 
-def _of(estimate: ActivationMemory, fused: bool, weight: Weight) -> float:
+def _output_gradient_bytes(estimate: ActivationMemory, fused: bool, weight: Weight) -> float:
     """Return the bytes per token of the gradient of one operator's output."""
     shape, size = estimate.shape, estimate.size
     if weight.operator == "experts":

@@ -1,1 +1,1 @@
-"""A plan as an HTML page and as a trace."""
+"""Write a planned step as an HTML page or a Perfetto trace, and what-if analysis as an HTML page."""

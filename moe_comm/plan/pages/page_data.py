@@ -1,7 +1,8 @@
 """Data of the page about a mapping: short lists for any number of positions, micro-batches and ranks.
 
     passes       at most PASSES bars: the first and the last passes of long steps, and one bar for the rest
-    operators    of one micro-batch, once for all positions with equal operators; with passes at most OPERATORS
+    operators    of one micro-batch, once for all positions with equal operators; passes and operators are limited
+                 together, to about OPERATORS bars
     ranks        [positions, ranks of each], adjacent ranks joined so that there are about CELLS cells at most
 
 All data is plain JSON. Numbers have five digits.
@@ -35,7 +36,7 @@ _CAUSES = (
     ("gradients and weights", ("gradients and weights",)),
     ("optimizer", ("optimizer",)),
 )
-"""Groups of a step's causes, by prefix of their names."""
+"""Name of each group of causes in the page, and the prefixes of the causes that it adds up."""
 
 
 def data_of(
@@ -75,18 +76,18 @@ def label(mapping: Mapping) -> str:
 def table(candidates: Sequence[PlanCandidate]) -> list[list[str]]:
     """Return rows of cells, with a header: the candidates, the best first, and why the others are slower."""
     rows = [["", "Mapping", "Step, s", "Tokens/s", "MFU", "Memory, GiB", "Why it is slower"]]
-    for index, (one, why) in enumerate(runners_up(candidates)):
-        held = f"{one.fit.fullest.total / GIB:.1f} of {one.fit.available / GIB:.1f}"
-        step = one.step
+    for index, (candidate, why) in enumerate(runners_up(candidates)):
+        memory_text = f"{candidate.fit.fullest.total / GIB:.1f} of {candidate.fit.available / GIB:.1f}"
+        step = candidate.step
         numbers = [f"{step.seconds:.4g}", f"{step.tokens_per_s:,.0f}", f"{step.mfu:.1%}"]
-        held += "" if one.fit else ", too much"
-        rows.append([str(index + 1), label(one.mapping), *numbers, held, why or ""])
+        memory_text += "" if candidate.fit else ", too much"
+        rows.append([str(index + 1), label(candidate.mapping), *numbers, memory_text, why or ""])
     return rows
 
 
 def _summary(request: PlanRequest, candidate: PlanCandidate, simulated: SimulatedStep | None) -> list[dict[str, Any]]:
     step, fit = candidate.step, candidate.fit
-    far = sum(links["between"] + links["across"] for links in step.sent.values()) / 1e9
+    remote_gb = sum(links["between"] + links["across"] for links in step.sent.values()) / 1e9
     result: list[tuple[str, float, str]] = [
         ("Step", step.seconds, "s"),
         ("Tokens a second", step.tokens_per_s, ""),
@@ -96,7 +97,7 @@ def _summary(request: PlanRequest, candidate: PlanCandidate, simulated: Simulate
         ("Memory available to tensors", fit.available / GIB, "GiB"),
         ("Waiting for the pipeline", bubble_share(step), "%"),
         ("Exposed transfers", exposed_share(step), "%"),
-        ("Sent to other hosts by a rank", far, "GB"),
+        ("Sent to other hosts by a rank", remote_gb, "GB"),
     ]
     if simulated is not None:
         result.append(("Slowdown with slow ranks", simulated.slowdown, ""))
@@ -106,28 +107,29 @@ def _summary(request: PlanRequest, candidate: PlanCandidate, simulated: Simulate
 def _step(timeline: StepTimeline) -> dict[str, Any]:
     """Return bars of each position by kind: [position, begin, seconds, micro-batch, stage, number of passes]."""
     bars: dict[str, list[list[float]]] = defaultdict(list)
-    each = max(2, PASSES // (2 * timeline.ranks))
+    shown_each_side = max(2, PASSES // (2 * timeline.ranks))
     passes_of: list[list[TimelineSlice]] = [[] for _ in range(timeline.ranks)]
-    for one in timeline.slices:
-        if one.stream == "pass":
-            passes_of[one.rank].append(one)
-        elif one.stage < 0:
-            name = "optimizer" if one.name == "optimizer" else "gradients and weights"
-            bars[name].append([one.rank, one.begin, one.seconds, -1, -1, 0])
+    for slice_ in timeline.slices:
+        if slice_.stream == "pass":
+            passes_of[slice_.rank].append(slice_)
+        elif slice_.stage < 0:
+            name = "optimizer" if slice_.name == "optimizer" else "gradients and weights"
+            bars[name].append([slice_.rank, slice_.begin, slice_.seconds, -1, -1, 0])
     left_out = 0
     for rank, passes in enumerate(passes_of):
-        passes.sort(key=lambda one: one.begin)
-        middle = passes[each:-each] if len(passes) > 2 * each + 1 else []
+        passes.sort(key=lambda slice_: slice_.begin)
+        middle = passes[shown_each_side:-shown_each_side] if len(passes) > 2 * shown_each_side + 1 else []
         if middle:
             left_out += len(middle)
             begin, end = middle[0].begin, middle[-1].end
             bars["forward and backward"].append([rank, begin, end - begin, -1, -1, len(middle)])
-            passes = passes[:each] + passes[-each:]
-        for one in passes:
-            bars[one.name].append([rank, one.begin, one.seconds, one.micro_batch, one.stage, 1])
+            passes = passes[:shown_each_side] + passes[-shown_each_side:]
+        for slice_ in passes:
+            bars[slice_.name].append([rank, slice_.begin, slice_.seconds, slice_.micro_batch, slice_.stage, 1])
     order = ("forward", "backward", "input", "weight", "forward and backward", "gradients and weights", "optimizer")
     rows = {name: [_shorts(column) for column in zip(*bars[name], strict=True)] for name in order if name in bars}
-    note = f"The first and the last {each} passes of each position are shown individually." if left_out else ""
+    individual = f"The first and the last {shown_each_side} passes of each position are shown individually."
+    note = individual if left_out else ""
     return {"positions": timeline.ranks, "bars": rows, "note": note}
 
 
@@ -142,20 +144,20 @@ def _operators(timeline: StepTimeline, most: int) -> list[dict[str, Any]]:
         streams = list(dict.fromkeys(one.stream for one in slices if one.stream != "pass"))
         names = list(dict.fromkeys(one.name for one in slices if one.stream != "pass"))
         rows, clock = [], 0.0
-        for each in (one for one in slices if one.stream == "pass"):
-            mine = [
+        for pass_slice in (one for one in slices if one.stream == "pass"):
+            pass_rows = [
                 [
                     streams.index(one.stream),
                     names.index(one.name),
-                    1e3 * (one.begin - each.begin + clock),
+                    1e3 * (one.begin - pass_slice.begin + clock),
                     1e3 * one.seconds,
-                    int(each.name != "forward"),
+                    int(pass_slice.name != "forward"),
                 ]
                 for one in slices
-                if one.stream != "pass" and each.begin <= one.begin and one.end <= each.end
+                if one.stream != "pass" and pass_slice.begin <= one.begin and one.end <= pass_slice.end
             ]
-            rows += mine
-            clock += each.seconds
+            rows += pass_rows
+            clock += pass_slice.seconds
         # Equal operators at different times differ in the last digits.
         key = (*names, *(f"{row[3]:.3g}" for row in rows))
         result.setdefault(key, {"positions": [], "streams": streams, "names": names, "rows": rows})["positions"].append(
@@ -181,33 +183,33 @@ def _first_passes(timeline: StepTimeline) -> dict[int, list[TimelineSlice]]:
     """Return the slices of the first stage and micro-batch of each position."""
     stages: dict[int, int] = {}
     result: dict[int, list[TimelineSlice]] = defaultdict(list)
-    for one in timeline.slices:
-        first = one.micro_batch == 0 and stages.setdefault(one.rank, one.stage) == one.stage
-        if first and not one.stream.startswith("stage"):
-            result[one.rank].append(one)
+    for slice_ in timeline.slices:
+        first = slice_.micro_batch == 0 and stages.setdefault(slice_.rank, slice_.stage) == slice_.stage
+        if first and not slice_.stream.startswith("stage"):
+            result[slice_.rank].append(slice_)
     return {rank: result[rank] for rank in sorted(result)}
 
 
 def _memory(request: PlanRequest, candidate: PlanCandidate) -> dict[str, Any]:
     """Return the peak memory of each position by term, in GiB."""
     host = request.cluster.host_size
-    held = memory(request.shape, candidate.mapping, request.load, request.global_batch, request.policy, host)
+    positions = memory(request.shape, candidate.mapping, request.load, request.global_batch, request.policy, host)
     terms: dict[str, list[float]] = defaultdict(list)
-    for one in held:
-        for name, count in _terms(one).items():
+    for position in positions:
+        for name, count in _terms(position).items():
             terms[name].append(count / GIB)
-    return {"terms": {name: _shorts(of) for name, of in terms.items()}, "available": candidate.fit.available / GIB}
+    return {"terms": {name: _shorts(gib) for name, gib in terms.items()}, "available": candidate.fit.available / GIB}
 
 
-def _terms(one: PositionMemory) -> dict[str, int]:
-    update = one.at_update > one.activations + one.buffers
+def _terms(position: PositionMemory) -> dict[str, int]:
+    update = position.at_update > position.activations + position.buffers
     return {
-        "weights": one.weights,
-        "gradients": one.gradients,
-        "optimizer": one.optimizer,
-        "activations": 0 if update else one.activations,
-        "buffers": 0 if update else one.buffers,
-        "sums of gradients": one.at_update if update else 0,
+        "weights": position.weights,
+        "gradients": position.gradients,
+        "optimizer": position.optimizer,
+        "activations": 0 if update else position.activations,
+        "buffers": 0 if update else position.buffers,
+        "sums of gradients": position.at_update if update else 0,
     }
 
 
@@ -215,12 +217,12 @@ def _time(candidates: Sequence[PlanCandidate]) -> dict[str, Any]:
     """Return the seconds of the busiest position of each candidate by group of causes."""
     shown = candidates[:SHOWN]
     causes: dict[str, list[float]] = {name: [0.0] * len(shown) for name, _ in _CAUSES}
-    for index, one in enumerate(shown):
-        for cause, seconds in one.step.breakdown.items():
+    for index, candidate in enumerate(shown):
+        for cause, seconds in candidate.step.breakdown.items():
             causes[_group(cause)][index] += seconds
     return {
-        "labels": [label(one.mapping) for one in shown],
-        "causes": {name: _shorts(of) for name, of in causes.items() if any(of)},
+        "labels": [label(candidate.mapping) for candidate in shown],
+        "causes": {name: _shorts(seconds_of) for name, seconds_of in causes.items() if any(seconds_of)},
     }
 
 
@@ -245,27 +247,27 @@ def _ranks(candidate: PlanCandidate, simulated: SimulatedStep | None) -> dict[st
     if simulated is None:
         return None
     pp = candidate.mapping.parallel.pp
-    every = {"compute": simulated.compute, "wait": simulated.waiting}
+    seconds_by_kind = {"compute": simulated.compute, "wait": simulated.waiting}
     joined = -(-(len(simulated.waiting) // pp) // max(1, min(COLUMNS, CELLS // pp)))
     result: dict[str, Any] = {"joined": joined}
-    for name, of in every.items():
-        rows = of.reshape(pp, -1) / simulated.seconds
+    for name, seconds_W in seconds_by_kind.items():
+        rows = seconds_W.reshape(pp, -1) / simulated.seconds
         starts = np.arange(0, rows.shape[1], joined)
         # The slowest of joined ranks represents them: it computes most and waits least.
-        pick = np.maximum if name == "compute" else np.minimum
-        result[name] = [_shorts(row) for row in pick.reduceat(rows, starts, axis=1).tolist()]
+        reduction = np.maximum if name == "compute" else np.minimum
+        result[name] = [_shorts(row) for row in reduction.reduceat(rows, starts, axis=1).tolist()]
     return result
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Format [0, 1, 2, 5] as "0-2, 5"."""
     result: list[list[int]] = []
-    for one in numbers:
-        if result and one == result[-1][-1] + 1:
-            result[-1][1:] = [one]
+    for number in numbers:
+        if result and number == result[-1][-1] + 1:
+            result[-1][1:] = [number]
         else:
-            result.append([one])
-    return ", ".join("-".join(map(str, one)) for one in result)
+            result.append([number])
+    return ", ".join("-".join(map(str, bounds)) for bounds in result)
 
 
 def _short(value: float) -> float | int:

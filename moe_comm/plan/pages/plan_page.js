@@ -19,7 +19,7 @@ function step({ data }) {
     type: "bar", orientation: "h", name, y: rank.map((one) => names[one]), base: begin, x: seconds,
     width: name === "gradients and weights" ? 0.4 : 0.92, offset: name === "gradients and weights" ? 0.06 : -0.46,
     marker: { color: color(KINDS[name]), line: { width: 0 } },
-    customdata: rank.map((_, i) => [micro[i] >= 0 ? `micro-batch ${micro[i]}, stage ${stage[i]}` : passes[i] ? `${passes[i]} passes in turns` : "", begin[i]]),
+    customdata: rank.map((_, i) => [micro[i] >= 0 ? `micro-batch ${micro[i]}, stage ${stage[i]}` : passes[i] ? `${passes[i]} passes, alternating` : "", begin[i]]),
     hovertemplate: `%{y}: ${name} %{customdata[0]}<br>%{x:.4g} s from %{customdata[1]:.4g} s<extra></extra>` }));
   return { traces, layout: { tall: 2 * positions + 20, barmode: "overlay", showlegend: true, legend, xaxis: { title: { text: "seconds" } }, yaxis: rows(names) } };
 }
@@ -28,13 +28,13 @@ function operators({ data }) {
   const one = data.operators[Number(state.view.operators) || 0];
   if (!one || !one.rows.length) return { traces: [] };
   const [stream, name, begin, ms, back] = one.rows;
-  const traces = ["forward", "backward"].map((way, number) => {
-    const mine = stream.map((_, i) => i).filter((i) => back[i] === number);
-    return { type: "bar", orientation: "h", name: way, y: mine.map((i) => one.streams[stream[i]]), base: mine.map((i) => begin[i]), x: mine.map((i) => ms[i]),
-      customdata: mine.map((i) => [plain(one.names[name[i]]), begin[i]]), marker: { color: color(number), line: { width: 0.5, color: state.theme === "dark" ? "#171c23" : "#f7f8fa" } }, width: 0.8, offset: -0.4,
-      hovertemplate: `%{customdata[0]}, ${way}: %{x:.4g} ms from %{customdata[1]:.4g}<extra></extra>` };
+  const traces = ["forward", "backward"].map((direction, number) => {
+    const indices = stream.map((_, i) => i).filter((i) => back[i] === number);
+    return { type: "bar", orientation: "h", name: direction, y: indices.map((i) => one.streams[stream[i]]), base: indices.map((i) => begin[i]), x: indices.map((i) => ms[i]),
+      customdata: indices.map((i) => [plain(one.names[name[i]]), begin[i]]), marker: { color: color(number), line: { width: 0.5, color: state.theme === "dark" ? "#171c23" : "#f7f8fa" } }, width: 0.8, offset: -0.4,
+      hovertemplate: `%{customdata[0]}, ${direction}: %{x:.4g} ms from %{customdata[1]:.4g}<extra></extra>` };
   }).filter((trace) => trace.x.length);
-  return { traces, layout: { tall: 6 * one.streams.length, barmode: "overlay", showlegend: true, legend, xaxis: { title: { text: "milliseconds, the backward pass right behind the forward one" } }, yaxis: rows(one.streams) } };
+  return { traces, layout: { tall: 6 * one.streams.length, barmode: "overlay", showlegend: true, legend, xaxis: { title: { text: "milliseconds; the backward pass is drawn directly after the forward pass" } }, yaxis: rows(one.streams) } };
 }
 
 function memory({ data }) {
@@ -54,20 +54,20 @@ function time({ data }) {
 }
 
 function links({ data }) {
-  const { names, links: sent } = data.links, said = { inside: "inside the host", between: "between hosts", across: "between pods" };
-  const traces = Object.entries(sent).filter(([, x]) => most(x) > 0).map(([link, x]) => ({ type: "bar", orientation: "h", name: said[link], y: names.map(plain), x, marker: { color: color(Object.keys(said).indexOf(link)) },
-    hovertemplate: `%{y}, ${said[link]}: %{x:.4g} GB<extra></extra>` }));
+  const { names, links: sent } = data.links, linkNames = { inside: "inside the host", between: "between hosts", across: "between pods" };
+  const traces = Object.entries(sent).filter(([, x]) => most(x) > 0).map(([link, x]) => ({ type: "bar", orientation: "h", name: linkNames[link], y: names.map(plain), x, marker: { color: color(Object.keys(linkNames).indexOf(link)) },
+    hovertemplate: `%{y}, ${linkNames[link]}: %{x:.4g} GB<extra></extra>` }));
   return { traces, layout: { tall: 4 * names.length + 10, barmode: "stack", showlegend: true, legend, xaxis: { title: { text: "GB that a rank sends in a step" } }, yaxis: { automargin: true } } };
 }
 
 function ranks({ data }) {
-  const found = data.ranks, view = state.view.ranks;
-  if (!found) return { traces: [] };
-  const z = found[view].map((row) => row.map((one) => 100 * one)), names = labels(z.length);
-  const x = z[0].map((_, i) => i * found.joined);
+  const shares = data.ranks, view = state.view.ranks;
+  if (!shares) return { traces: [] };
+  const z = shares[view].map((row) => row.map((share) => 100 * share)), names = labels(z.length);
+  const x = z[0].map((_, i) => i * shares.joined);
   return { traces: [{ type: "heatmap", x, y: names, z, colorscale: SCALE[state.theme], colorbar: { title: { text: "%", side: "right" }, thickness: 12, outlinewidth: 0 },
-    hovertemplate: `%{y}, its rank %{x}${found.joined > 1 ? " and those next to it" : ""}: %{z:.4g}% of the step<extra></extra>` }],
-    layout: { tall: 2 * names.length, xaxis: { title: { text: found.joined > 1 ? `ranks of a position, ${found.joined} together` : "ranks of a position" } }, yaxis: rows(names) } };
+    hovertemplate: `%{y}, its rank %{x}${shares.joined > 1 ? " and those next to it" : ""}: %{z:.4g}% of the step<extra></extra>` }],
+    layout: { tall: 2 * names.length, xaxis: { title: { text: shares.joined > 1 ? `ranks of a position, ${shares.joined} together` : "ranks of a position" } }, yaxis: rows(names) } };
 }
 
 const CHARTS = { step, operators, memory, time, links, ranks };

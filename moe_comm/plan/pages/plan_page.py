@@ -75,16 +75,16 @@ def panels(data: dict[str, Any], timeline: StepTimeline) -> tuple[Panel, ...]:
             views,
             wide=True,
         ),
-        Panel("time", "Where time goes", f"Of the busiest position{numbers}."),
+        Panel("time", "Where time goes", f"Seconds of the busiest position by cause{numbers}."),
         Panel("memory", "Memory", "Peak of the fullest rank of each position."),
-        Panel("links", "Bytes per link", "Of the busiest position.", empty="Nothing is sent."),
+        Panel("links", "Bytes per link", "Bytes that a rank of the busiest position sends.", empty="Nothing is sent."),
     )
     if data["ranks"] is None:
         return result
     ranks = Panel(
         "ranks",
         "Slow ranks",
-        "Every rank replayed. A slow rank waits least, and the ranks that communicate with it wait for it.",
+        "From a replay of every rank. A slow rank waits least; the ranks that communicate with it wait for it.",
         (("wait", "waiting"), ("compute", "computing")),
     )
     return (*result, ranks)

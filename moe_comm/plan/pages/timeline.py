@@ -1,5 +1,8 @@
 """A predicted step as slices on each pipeline position: passes, their operators on streams, and the tail.
 
+A pass is the forward or backward of one stage for one micro-batch. The tail is what runs after the last pass: gradient
+sums, the optimizer and weight collectives.
+
     position 0   pass       [ forward 0                    ][ forward 1 ...
                  compute    [norm][qkv]       [router] [up] ...
                  gather           [gather]
@@ -72,7 +75,7 @@ class StepTimeline:
 
     def of(self, rank: int, stream: str | None = None) -> tuple[TimelineSlice, ...]:
         """Return the slices of a position, on one stream or on all."""
-        return tuple(one for one in self.slices if one.rank == rank and stream in (None, one.stream))
+        return tuple(slice_ for slice_ in self.slices if slice_.rank == rank and stream in (None, slice_.stream))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +91,14 @@ class _OperatorSlice:
 def timeline(model: StepModel, most: int = MAX_SLICES) -> StepTimeline:
     """Return the step that ``model.predict()`` predicts, in slices.
 
-    ``most``: number of slices from which only the first micro-batches are divided into operators.
+    ``most``: approximate limit of slices. Beyond it, only the first micro-batches are divided into operators.
     """
     details = step_details(model)
     operators = _operators(model, details)
     micro_batches = details.order.micro_batches
     stages = zip(details.order.stage, details.order.kind, strict=True)
-    each = np.array([len(operators[stage, kind]) for stage, kind in stages])
-    per_micro = np.bincount(details.order.micro, each, minlength=micro_batches)
+    slices_per_pass = np.array([len(operators[stage, kind]) for stage, kind in stages])
+    per_micro = np.bincount(details.order.micro, slices_per_pass, minlength=micro_batches)
     fixed = len(details.tasks) + len(details.tail) * details.order.pp
     detailed = int(np.searchsorted(np.cumsum(per_micro), max(most - fixed, 0), side="right"))
     slices = [*_passes(details, operators, detailed), *_hops(details), *_tail(details)]
@@ -116,15 +119,14 @@ def _passes(
     for rank, kind, stage, micro, begin, end in rows:
         result.append(TimelineSlice(rank, "pass", names[kind], begin, end, stage, micro))
         if micro < detailed:
-            result += [
-                TimelineSlice(rank, one.stream, one.name, begin + one.begin, min(begin + one.end, end), stage, micro)
-                for one in operators[stage, kind]
-            ]
+            for operator in operators[stage, kind]:
+                span = begin + operator.begin, min(begin + operator.end, end)
+                result.append(TimelineSlice(rank, operator.stream, operator.name, *span, stage, micro))
     return result
 
 
 def _hops(details: StepDetails) -> list[TimelineSlice]:
-    """Return transfers between positions, on the sender, or on the receiver if it waits for them."""
+    """Return the slices of transfers between positions: on the sender, or on the receiver if it waits for them."""
     order, first = details.order, len(details.order)
     verb, ends = ("receive", details.receiver) if details.exposed else ("send", details.sender)
     result = []
@@ -143,23 +145,28 @@ def _tail(details: StepDetails) -> list[TimelineSlice]:
     The hidden part of gradient sums precedes the end of the last pass. The hidden part of weight collectives belongs to
     the previous step and is shown at the first passes.
     """
-    kinds = [[one for one in details.tail if one.kind == kind] for kind in ("gradients", "optimizer", "weights")]
+    gradients, optimizer, weights = (
+        [operation for operation in details.tail if operation.kind == kind]
+        for kind in ("gradients", "optimizer", "weights")
+    )
     result = []
-    for rank, at in enumerate(details.last.tolist()):
+    for rank, clock in enumerate(details.last.tolist()):
         start = 0.0
-        for one in kinds[2]:
-            result.append(TimelineSlice(rank, "weights", one.name, start, start + one.total_seconds - one.seconds))
-            start = result[-1].end
-        start = max(at - sum(one.total_seconds - one.seconds for one in kinds[0]), 0.0)
-        at += sum(one.seconds for one in kinds[0])
-        for one in kinds[0]:
-            result.append(TimelineSlice(rank, "gradients", one.name, start, min(start + one.total_seconds, at)))
-            start = result[-1].end
-        for stream, several in (("compute", kinds[1]), ("weights", kinds[2])):
-            for one in several:
-                result.append(TimelineSlice(rank, stream, one.name, at, at + one.seconds))
-                at = result[-1].end
-    return [one for one in result if one.end > one.begin]
+        for operation in weights:
+            end = start + operation.total_seconds - operation.seconds
+            result.append(TimelineSlice(rank, "weights", operation.name, start, end))
+            start = end
+        start = max(clock - sum(operation.total_seconds - operation.seconds for operation in gradients), 0.0)
+        clock += sum(operation.seconds for operation in gradients)
+        for operation in gradients:
+            end = min(start + operation.total_seconds, clock)
+            result.append(TimelineSlice(rank, "gradients", operation.name, start, end))
+            start = end
+        for stream, operations in (("compute", optimizer), ("weights", weights)):
+            for operation in operations:
+                result.append(TimelineSlice(rank, stream, operation.name, clock, clock + operation.seconds))
+                clock = result[-1].end
+    return [slice_ for slice_ in result if slice_.end > slice_.begin]
 
 
 # ---- operators of a pass
@@ -167,17 +174,17 @@ def _tail(details: StepDetails) -> list[TimelineSlice]:
 
 def _operators(model: StepModel, details: StepDetails) -> dict[tuple[int, int], list[_OperatorSlice]]:
     """Return the operators of each stage's passes, by kind."""
-    takes: dict[tuple[int, int], float] = {}
+    seconds_of_pass: dict[tuple[int, int], float] = {}
     order = details.order
     for stage, kind, seconds in zip(order.stage.tolist(), order.kind.tolist(), details.seconds.tolist(), strict=False):
-        takes[stage, kind] = max(seconds, takes.get((stage, kind), 0.0))
-    known: dict[tuple[tuple[Operation, ...], float, float], list[_OperatorSlice]] = {}
+        seconds_of_pass[stage, kind] = max(seconds, seconds_of_pass.get((stage, kind), 0.0))
+    slices_of_pass: dict[tuple[tuple[Operation, ...], float, float], list[_OperatorSlice]] = {}
     result = {}
-    for (stage, kind), seconds in takes.items():
+    for (stage, kind), seconds in seconds_of_pass.items():
         key = model.stage_passes[stage].kinds[kind], seconds, float(details.weight_transfers[stage, kind])
-        if key not in known:
-            known[key] = _operator_slices(*key)
-        result[stage, kind] = known[key]
+        if key not in slices_of_pass:
+            slices_of_pass[key] = _operator_slices(*key)
+        result[stage, kind] = slices_of_pass[key]
     return result
 
 
@@ -187,18 +194,18 @@ def _operator_slices(operations: tuple[Operation, ...], seconds: float, weights:
     weights: seconds of collectives of sharded weights at the begin of the pass, which waits for their exposed part.
     """
     result = [_OperatorSlice("weights", "weights and gradients", 0.0, min(weights, seconds))] if weights else []
-    clock = max(seconds - sum(one.exposed for one in operations), 0.0)
+    clock = max(seconds - sum(operation.exposed for operation in operations), 0.0)
     free: dict[str, float] = {}
-    for one in operations:
-        if one.kind != "transfer":
-            result.append(_OperatorSlice("compute", one.name, clock, clock + one.seconds))
+    for operation in operations:
+        if operation.kind != "transfer":
+            result.append(_OperatorSlice("compute", operation.name, clock, clock + operation.seconds))
         else:
-            stream = stream_of(one)
-            begin = max(clock - one.hidden, free.get(stream, 0.0))
-            end = min(begin + one.seconds, seconds)
-            result.append(_OperatorSlice(stream, one.name, min(begin, end), end))
+            stream = stream_of(operation)
+            begin = max(clock - operation.hidden, free.get(stream, 0.0))
+            end = min(begin + operation.seconds, seconds)
+            result.append(_OperatorSlice(stream, operation.name, min(begin, end), end))
             free[stream] = end
-        clock += one.exposed
+        clock += operation.exposed
     return result
 
 

@@ -5,7 +5,7 @@ position 0   compute   [forward, micro-batch 0 [norm][qkv] ...   ]        operat
              stage                                     [send activations]──╮
 position 1   compute                                                       ╰──▶[forward, micro-batch 0 ...]
 
-If receivers wait for transfers, the arrow leads from the sending pass to the transfer.
+If receivers wait for transfers, a transfer is on the receiver, and the arrow leads from the sending pass to it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def build(timeline: StepTimeline) -> bytes:
         for order, stream in enumerate(_TRACKS)
     }
     arrows = _arrows(timeline)
-    for index, one in enumerate(timeline.slices):
-        is_pass = one.stream == "pass"
-        arguments = {"stage": one.stage, "micro-batch": one.micro_batch}
+    for index, slice_ in enumerate(timeline.slices):
+        is_pass = slice_.stream == "pass"
+        arguments = {"stage": slice_.stage, "micro-batch": slice_.micro_batch}
         builder.add(
             Slice(
-                tracks[one.rank, "compute" if is_pass else one.stream],
-                f"{one.name}, micro-batch {one.micro_batch}" if is_pass else one.name,
-                one.stream,
-                round(one.begin * _NS),
-                round(one.end * _NS),
+                tracks[slice_.rank, "compute" if is_pass else slice_.stream],
+                f"{slice_.name}, micro-batch {slice_.micro_batch}" if is_pass else slice_.name,
+                slice_.stream,
+                round(slice_.begin * _NS),
+                round(slice_.end * _NS),
                 {name: value for name, value in arguments.items() if value >= 0},
                 arrows_out=tuple(arrows.out[index]) if index in arrows.out else (),
                 arrows_in=tuple(arrows.into[index]) if index in arrows.into else (),
@@ -66,15 +66,15 @@ def write_trace(timeline: StepTimeline, path: Path) -> None:
 def _arrows(timeline: StepTimeline) -> Arrows:
     """Return the arrows between positions, by index in ``timeline.slices``."""
     passes = {
-        (one.name != "forward", one.stage, one.micro_batch): index
-        for index, one in enumerate(timeline.slices)
-        if one.stream == "pass" and one.name != "weight"
+        (slice_.name != "forward", slice_.stage, slice_.micro_batch): index
+        for index, slice_ in enumerate(timeline.slices)
+        if slice_.stream == "pass" and slice_.name != "weight"
     }
     arrows = Arrows()
-    for index, one in enumerate(timeline.slices):
-        if one.stream in ("stage", "stage back"):
-            back = one.stream == "stage back"
-            step = (-1 if back else 1) * (-1 if one.name.startswith("receive") else 1)
-            other = passes[back, one.stage + step, one.micro_batch]
-            arrows.draw(*((other, index) if one.name.startswith("receive") else (index, other)))
+    for index, slice_ in enumerate(timeline.slices):
+        if slice_.stream in ("stage", "stage back"):
+            backward = slice_.stream == "stage back"
+            step = (-1 if backward else 1) * (-1 if slice_.name.startswith("receive") else 1)
+            other = passes[backward, slice_.stage + step, slice_.micro_batch]
+            arrows.draw(*((other, index) if slice_.name.startswith("receive") else (index, other)))
     return arrows

@@ -40,8 +40,8 @@ def render(analysis: WhatIf, title: str) -> str:
 def page_data(analysis: WhatIf) -> dict[str, Any]:
     """Return the data of the page's script, without NaN."""
     heats = {"data-parallel rank by pipeline stage": stage_heat(analysis)}
-    if (single := rank_heat(analysis)) is not None:
-        heats = {"every rank": single, **heats}
+    if (heat_of_ranks := rank_heat(analysis)) is not None:
+        heats = {"every rank": heat_of_ranks, **heats}
     return {
         "summary": _summary(analysis),
         "heats": [_heat(name, heat) for name, heat in heats.items()],
@@ -67,7 +67,7 @@ def _panels(data: dict[str, Any]) -> tuple[Panel, ...]:
         Panel(
             "places", "Slowdown by coordinate and group", "S with only the measured durations of these ranks.", places
         ),
-        Panel("slowdown", "Slowdown by step", "And the part that uneven routing causes, if known."),
+        Panel("slowdown", "Slowdown by step", "S of each step, and the part that uneven routing causes, if known."),
         Panel("seconds", "Time by step", "Measured, replayed, and ideal."),
     )
 
@@ -91,7 +91,7 @@ def _summary(analysis: WhatIf) -> list[dict[str, Any]]:
 
 def _places(analysis: WhatIf) -> list[dict[str, Any]]:
     places = [
-        {"name": name, "labels": [f"{name} {at}" for at in range(len(values))], "values": list(values)}
+        {"name": name, "labels": [f"{name} {index}" for index in range(len(values))], "values": list(values)}
         for name, values in analysis.by_place.items()
         if len(values) > 1
     ]
@@ -104,8 +104,8 @@ def _places(analysis: WhatIf) -> list[dict[str, Any]]:
         for name, groups in analysis.by_group.items()
     ]
     ranks = [worker for worker in analysis.ranks if math.isfinite(worker.slowdown)]
-    one = {"name": "rank", "labels": [f"rank {worker.rank}" for worker in ranks]}
-    return [*places, one | {"values": [worker.slowdown for worker in ranks]}]
+    rank_data = {"name": "rank", "labels": [f"rank {worker.rank}" for worker in ranks]}
+    return [*places, rank_data | {"values": [worker.slowdown for worker in ranks]}]
 
 
 def _heat(name: str, heat: HeatMap) -> dict[str, Any]:

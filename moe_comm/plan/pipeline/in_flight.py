@@ -23,8 +23,9 @@ _FULL = 4
 def in_flight_peaks(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[tuple[InFlight, ...], ...]:
     """Return the possible peaks of each rank.
 
-    A moment is a peak if no other moment has both more micro-batches in flight and more between their halves. The first
-    peak has the most in flight.
+    Two numbers vary over a step: micro-batches in flight (from forward to the end of backward), and those of them
+    between the two halves of a split backward. A moment is a peak if no other moment has more of both. The first peak
+    has the most in flight.
 
     Raises:
         ConfigError: the schedule does not support these numbers.
@@ -34,15 +35,15 @@ def in_flight_peaks(schedule: str, pp: int, virtual: int, micro_batches: int) ->
         return ((((1,) * virtual, (0,) * virtual),),)
     if schedule == "gpipe":
         return ((((micro_batches,), (0,)),),) * pp
-    few = _FULL * pp if micro_batches > _FULL * pp and not micro_batches % pp else micro_batches
-    order = pass_order(schedule, pp, few, virtual)
+    enough = _FULL * pp if micro_batches > _FULL * pp and not micro_batches % pp else micro_batches
+    order = pass_order(schedule, pp, enough, virtual)
     plan = StagePlan(pp, virtual, order.style, (0,) * order.stages)
     peaks = []
     for rank in range(pp):
-        mine = order.rank == rank
-        here = order.stage[mine] == np.array(plan.stages_of(rank))[:, None]
-        in_flight = np.cumsum(here * _IN_FLIGHT[order.kind[mine]], axis=1)
-        between = np.cumsum(here * _BETWEEN_HALVES[order.kind[mine]], axis=1)
+        on_rank = order.rank == rank
+        in_stage = order.stage[on_rank] == np.array(plan.stages_of(rank))[:, None]
+        in_flight = np.cumsum(in_stage * _IN_FLIGHT[order.kind[on_rank]], axis=1)
+        between = np.cumsum(in_stage * _BETWEEN_HALVES[order.kind[on_rank]], axis=1)
         if rank == 0:
             between[0] = 0
         peaks.append(_peaks(in_flight, between))
@@ -53,9 +54,9 @@ def _peaks(in_flight: Ints, between: Ints) -> tuple[InFlight, ...]:
     """Return the peaks of two arrays [stages, passes]."""
     totals = in_flight.sum(0), between.sum(0)
     peaks: list[InFlight] = []
-    most = -1
-    for at in np.lexsort((-totals[1], -totals[0])).tolist():
-        if totals[1][at] > most:
-            most = int(totals[1][at])
-            peaks.append((tuple(in_flight[:, at].tolist()), tuple(between[:, at].tolist())))
+    most_between = -1
+    for moment in np.lexsort((-totals[1], -totals[0])).tolist():
+        if totals[1][moment] > most_between:
+            most_between = int(totals[1][moment])
+            peaks.append((tuple(in_flight[:, moment].tolist()), tuple(between[:, moment].tolist())))
     return tuple(peaks)

@@ -78,8 +78,10 @@ class PassOrder:
 
     def of_rank(self, rank: int) -> list[tuple[PassKind, int, int]]:
         """Return (kind, stage, micro-batch) of the passes of a rank, in order."""
-        mine = self.rank == rank
-        result = zip(self.kind[mine].tolist(), self.stage[mine].tolist(), self.micro[mine].tolist(), strict=True)
+        on_rank = self.rank == rank
+        result = zip(
+            self.kind[on_rank].tolist(), self.stage[on_rank].tolist(), self.micro[on_rank].tolist(), strict=True
+        )
         return [(PassKind(kind), stage, micro) for kind, stage, micro in result]
 
 
@@ -122,34 +124,34 @@ def _sequential(pp: int, virtual: int, micro_batches: int) -> _Arrays:
 
 
 def _one_forward_one_backward(pp: int, virtual: int, micro_batches: int, early: Ints, *, split: bool) -> _Arrays:
-    """Run some forwards, then one forward and one backward in turn, then the remaining backwards.
+    """Run some forwards, then alternate between one forward and one backward, then run the remaining backwards.
 
-    Rounds of micro-batches go through a rank's stages: forwards from the first stage, backwards from the last.
-    early: [pp]; forwards before the first backward, after those that reach the last stage.
+    Each round of micro-batches runs through a rank's stages: forwards from the first stage, backwards from the last.
+    early: [pp]; forwards of a rank before its first backward, in addition to those of its stages before the last.
     split: backward k computes input gradients. Weight gradients of k follow input gradients of k + rank, the rest are
         at the end.
     """
-    number = virtual * micro_batches
+    number = virtual * micro_batches  # forwards of a rank; also its backwards
     round_size = micro_batches // max(1, micro_batches // pp)
     warm = np.minimum((virtual - 1) * round_size + early, number)[:, None]
     k = np.arange(number)[None, :]
     forward_at = np.where(k < warm, k, 2 * k - warm)
     backward_at = np.where(k < number - warm, warm + 2 * k + 1, number + k)
-    held = (k // round_size) % virtual
+    local_stage = (k // round_size) % virtual
     micro = k // (round_size * virtual) * round_size + k % round_size
     rank = np.arange(pp)[:, None]
 
     shape = (pp, number)
-    at = [2 * forward_at, 2 * backward_at]
+    positions = [2 * forward_at, 2 * backward_at]
     kinds = [F, I if split else B]
-    stages = [held * pp + rank, (virtual - 1 - held) * pp + rank]
+    stages = [local_stage * pp + rank, (virtual - 1 - local_stage) * pp + rank]
     if split:
         follows = np.minimum(k + rank, number - 1)
         weight_at = 2 * np.take_along_axis(backward_at, follows, axis=1) + 1
-        at.append(np.where(k + rank < number, weight_at, 4 * number + k))
+        positions.append(np.where(k + rank < number, weight_at, 4 * number + k))
         kinds.append(W)
         stages.append(stages[1])
-    position = np.concatenate([np.broadcast_to(a, shape) for a in at], axis=1)
+    position = np.concatenate([np.broadcast_to(a, shape) for a in positions], axis=1)
     sort = np.argsort(position, axis=1, kind="stable")
     stage = np.concatenate([np.broadcast_to(s, shape) for s in stages], axis=1)
     kind = np.repeat(np.array(kinds, dtype=np.int64), number)
@@ -170,8 +172,8 @@ _f0, _f1, _b0, _b1, _i0, _i1, _w0, _w1 = range(8)
 
 
 def _zbv(pp: int, virtual: int, micro_batches: int) -> _Arrays:
-    """Build a V for at least the micro-batches that fill it, and drop passes of excess micro-batches."""
-    most = max(2 * pp - 1, micro_batches)
+    """Build the schedule for at least the micro-batches that fill the pipeline, then drop those in excess."""
+    built = max(2 * pp - 1, micro_batches)
     codes = []
     for rank in range(pp):
         filled = 2 * pp - rank - 1  # forwards of the first stage before the stable phase
@@ -179,7 +181,7 @@ def _zbv(pp: int, virtual: int, micro_batches: int) -> _Arrays:
             [_f0] * (2 * (pp - rank) - 1)
             + [_f1, _f0] * rank
             + [_f1, _i1, _w1] * (pp - rank)
-            + [_f0, _i0, _w0, _f1, _i1, _w1] * (most - filled)
+            + [_f0, _i0, _w0, _f1, _i1, _w1] * (built - filled)
             + [_i0, _w0, _f1, _i1, _w1] * (filled - pp)
             + [_i0, _i1] * rank
             + [_i0, _w0] * (pp - rank)
@@ -219,22 +221,22 @@ def _dualpipev(pp: int, virtual: int, micro_batches: int) -> _Arrays:
 def _v_rank(rank: int, pp: int, code: Ints, pair: Ints, *, queued: bool = False) -> _Arrays:
     """Return a rank's passes from their codes. The n-th pass of a kind and stage runs micro-batch n.
 
-    queued: each weight pass belongs to the oldest input pass, of either stage, without one.
+    queued: each weight pass belongs to the oldest input pass, of either stage, that has no weight pass yet.
     """
-    kind, second = code // 2, code % 2
+    kind, is_second = code // 2, code % 2
     micro = np.empty_like(code)
-    counted: list[NDArray[np.bool_]] = []
+    numbered: list[NDArray[np.bool_]] = []
     for of_second in (0, 1):
-        mine = second == of_second
-        counted += [mine & (kind == F), mine & ((kind == B) | (kind == I))]
+        in_stage = is_second == of_second
+        numbered += [in_stage & (kind == F), in_stage & ((kind == B) | (kind == I))]
         if not queued:
-            counted.append(mine & (kind == W))
-    for mask in counted:
+            numbered.append(in_stage & (kind == W))
+    for mask in numbered:
         micro[mask] = np.arange(mask.sum())
     if queued:
         weights, inputs = kind == W, kind == I
-        second[weights], micro[weights] = second[inputs], micro[inputs]
-    stage = np.where(second == 0, rank, 2 * pp - 1 - rank)
+        is_second[weights], micro[weights] = is_second[inputs], micro[inputs]
+    stage = np.where(is_second == 0, rank, 2 * pp - 1 - rank)
     return np.full(len(code), rank), kind, stage, micro, pair
 
 

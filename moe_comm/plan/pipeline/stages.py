@@ -137,10 +137,10 @@ def plan_stages(
             f"embedding_layers and head_layers must not be negative; got {embedding_layers} and {head_layers}"
         )
     stages = pp * per_rank
-    return StagePlan(pp, per_rank, style, _even(num_layers, stages, embedding_layers, head_layers))
+    return StagePlan(pp, per_rank, style, _even_counts(num_layers, stages, embedding_layers, head_layers))
 
 
-def _even(num_layers: int, stages: int, embedding_layers: int, head_layers: int) -> tuple[int, ...]:
+def _even_counts(num_layers: int, stages: int, embedding_layers: int, head_layers: int) -> tuple[int, ...]:
     """Return the layers of each stage so that the largest is as small as possible. Earlier stages get the remainder."""
     weight = [0] * stages
     weight[0] += embedding_layers

@@ -1,1 +1,1 @@
-"""The search for the fastest mapping that fits, and its answers."""
+"""Search for the fastest mapping that fits into the accelerators' memory, and report the result."""

@@ -47,21 +47,21 @@ class BoundedStepModel(StepModel):
     def span_bound(self) -> float:
         """Return a lower bound of the seconds of the pipeline."""
         stages, hop = self.stages, self._hop.seconds
-        pp, takes = stages.pp, self._pass_seconds + self._exposed_weights
-        back = _back(takes, self.placed.mapping)
-        back[0] = takes[0, PassKind.BACKWARD]  # a complete backward, of the last micro-batch
-        most = (takes * self.passes)[:, : PassKind.WEIGHT].sum(axis=1)
-        least = np.array([most[list(stages.stages_of(rank))].sum() for rank in range(pp)])
+        pp, pass_s = stages.pp, self._pass_seconds + self._exposed_weights
+        gradient_s = _seconds_until_gradient(pass_s, self.placed.mapping)
+        gradient_s[0] = pass_s[0, PassKind.BACKWARD]  # a complete backward, of the last micro-batch
+        until_last_gradient = (pass_s * self.passes)[:, : PassKind.WEIGHT].sum(axis=1)
+        own_until_gradient = np.array([until_last_gradient[list(stages.stages_of(rank))].sum() for rank in range(pp)])
         own, hops = self.busy, hop * np.arange(pp)
-        forward = _before(takes[:pp, PassKind.FORWARD]) + hops
-        both = forward + _before(back[:pp]) + hops
+        forward = _seconds_of_earlier(pass_s[:pp, PassKind.FORWARD]) + hops
+        round_trip = forward + _seconds_of_earlier(gradient_s[:pp]) + hops
         if self.placed.mapping.waits_for_stages:  # ranks wait for the transfers of each pass
             waits = self.micro_batches * neighbours(stages) * hop
-            own, least = own + waits, least + waits
+            own, own_until_gradient = own + waits, own_until_gradient + waits
             first = hop * (np.arange(pp) > 0)  # the transfer of the first pass is included in both terms
-            forward, both = forward - first, both - first
-        longest = np.maximum(forward + own, both + least)
-        return _least(longest, float(self.busy.mean()), self.placed.cluster) * ROUNDING
+            forward, round_trip = forward - first, round_trip - first
+        longest = np.maximum(forward + own, round_trip + own_until_gradient)
+        return _longest_rank_seconds(longest, float(self.busy.mean()), self.placed.cluster) * ROUNDING
 
     def bound(self) -> float:
         """Return a lower bound of the seconds of the step."""
@@ -75,7 +75,7 @@ class PassBounds:
     """Lower bounds from a mapping's degrees, stages, micro-batch, recomputation, overlap and dispatcher alone.
 
     They cover the passes of the pipeline without transfers between stages, and hold for every sharding. They are cheap,
-    because many mappings share the time of a layer.
+    because the time of a layer is computed once for all mappings with equal settings.
     """
 
     def __init__(self, request: PlanRequest) -> None:
@@ -90,18 +90,22 @@ class PassBounds:
         key = (p.tp, p.cp, p.ep, p.etp, *settings)
         if (seconds := self._seconds.get(key)) is None:
             seconds = self._seconds[key] = BoundedStepModel.of(self.request, mapping).block_seconds()
-        once, each = _held(shape.layers, shape.dense_layers, p.pp, mapping.schedule, mapping.virtual, split)
+        per_step, per_micro_batch = _block_counts(
+            shape.layers, shape.dense_layers, p.pp, mapping.schedule, mapping.virtual, split
+        )
         whole = seconds[:, PassKind.BACKWARD]
         later = seconds[:, PassKind.INPUT] + seconds[:, PassKind.WEIGHT]
         shorter = np.minimum(whole, later) if mapping.schedule == "dualpipev" else later if split else whole
-        work = np.concatenate([seconds[:, PassKind.FORWARD], whole, _back(seconds, mapping), shorter])
+        until_gradient = _seconds_until_gradient(seconds, mapping)
+        work = np.concatenate([seconds[:, PassKind.FORWARD], whole, until_gradient, shorter])
         micro_batches = self.request.global_batch // (p.dp * mapping.micro_batch)
-        compute = micro_batches * float((each[: p.pp] @ work).mean())
-        return _least((once + micro_batches * each) @ work, compute, self.request.cluster) * ROUNDING
+        compute = micro_batches * float((per_micro_batch[: p.pp] @ work).mean())
+        rank_seconds = (per_step + micro_batches * per_micro_batch) @ work
+        return _longest_rank_seconds(rank_seconds, compute, self.request.cluster) * ROUNDING
 
 
-def _least(ranks: Floats, compute: float, cluster: Cluster) -> float:
-    """Return the longest of the ranks' seconds.
+def _longest_rank_seconds(ranks: Floats, compute: float, cluster: Cluster) -> float:
+    """Return a lower bound of the step from the ranks' lower bounds: the longest of them.
 
     Where ranks share cores, a rank is faster while others wait. All ranks together need at least ``compute``, the mean
     of their passes.
@@ -110,41 +114,46 @@ def _least(ranks: Floats, compute: float, cluster: Cluster) -> float:
     return longest if cluster.accelerator.shared <= 1 else max(longest / cluster.accelerator.shared, compute)
 
 
-def _before(takes: Floats) -> Floats:
-    """Return the time of the stages before each of the given first stages of ranks, [pp]."""
-    return np.asarray(np.cumsum(takes) - takes)
+def _seconds_of_earlier(stage_s: Floats) -> Floats:
+    """Return the seconds of the stages before each stage, given the seconds of the first stage of each rank, [pp]."""
+    return np.asarray(np.cumsum(stage_s) - stage_s)
 
 
-def _back(takes: Floats, mapping: Mapping) -> Floats:
+def _seconds_until_gradient(pass_s: Floats, mapping: Mapping) -> Floats:
     """Return the seconds of a backward pass until it sends its gradient, [...], from [..., kinds of passes]."""
-    whole, half = takes[..., PassKind.BACKWARD], takes[..., PassKind.INPUT]
-    return np.minimum(whole, half) if mapping.splits else whole.copy()
+    whole, input_half = pass_s[..., PassKind.BACKWARD], pass_s[..., PassKind.INPUT]
+    return np.minimum(whole, input_half) if mapping.splits else whole.copy()
 
 
 @lru_cache(maxsize=1 << 12)
-def _held(layers: int, dense: int, pp: int, schedule: str, virtual: int, split: bool) -> tuple[Floats, Floats]:
-    """Return the two bounds of each rank as counts of the time of ``BLOCKS``: once per step, and per micro-batch.
+def _block_counts(layers: int, dense: int, pp: int, schedule: str, virtual: int, split: bool) -> tuple[Floats, Floats]:
+    """Return how often each rank's two bounds count the time of each of ``BLOCKS``: per step, and per micro-batch.
 
-    Both arrays are [2 * pp bounds, 4 * blocks]: counts of forward passes, of complete backward passes, of backward
-    passes until they send their gradient, and of the shorter of complete and split backward passes. The first stage's
-    are complete, or all in the weight half.
+    Both arrays are [2 * pp bounds, 4 * blocks]. The four groups of columns count forward passes, complete backward
+    passes, backward passes until they send their gradient, and the shorter of complete and split backward passes. The
+    backward of the first stage is complete, or all in the weight half.
     """
     plan = plan_stages(layers, pp, schedule, virtual=virtual)
     counts = np.array(plan.counts, dtype=np.float64)
-    early = np.clip(dense - (np.cumsum(counts) - counts), 0, counts)
-    held = np.zeros((len(counts), len(BLOCKS)))
-    held[0, 0] = held[-1, 3] = 1
-    held[:, 1], held[:, 2] = early, counts - early
-    own = np.array([held[list(plan.stages_of(rank))].sum(0) for rank in range(pp)])
-    before = np.cumsum(held[:pp], axis=0) - held[:pp]
+    dense_layers = np.clip(dense - (np.cumsum(counts) - counts), 0, counts)
+    blocks_of_stage = np.zeros((len(counts), len(BLOCKS)))
+    blocks_of_stage[0, 0] = blocks_of_stage[-1, 3] = 1
+    blocks_of_stage[:, 1], blocks_of_stage[:, 2] = dense_layers, counts - dense_layers
+    own = np.array([blocks_of_stage[list(plan.stages_of(rank))].sum(0) for rank in range(pp)])
+    before = np.cumsum(blocks_of_stage[:pp], axis=0) - blocks_of_stage[:pp]
+    # Blocks of a rank (own) in the first stage (first) and in its other stages (rest).
     rest, first = own.copy(), np.zeros_like(own)
-    rest[0] -= held[0]
-    first[0] = held[0]
-    nothing, behind = np.zeros_like(own), np.zeros_like(own)
-    behind[1:] = held[0]
-    once = [[before, nothing, nothing, nothing], [before, behind, before - behind, nothing]]
-    each = [[own, first, nothing, rest], [own, nothing if split else first, rest, nothing]]
-    both = tuple(np.concatenate([np.concatenate(bound, axis=1) for bound in of]) for of in (once, each))
-    for array in both:
+    rest[0] -= blocks_of_stage[0]
+    first[0] = blocks_of_stage[0]
+    # Blocks before a rank (before), and those of them in the first stage (before_first).
+    nothing, before_first = np.zeros_like(own), np.zeros_like(own)
+    before_first[1:] = blocks_of_stage[0]
+    per_step = [[before, nothing, nothing, nothing], [before, before_first, before - before_first, nothing]]
+    per_micro_batch = [[own, first, nothing, rest], [own, nothing if split else first, rest, nothing]]
+    bounds = tuple(
+        np.concatenate([np.concatenate(columns, axis=1) for columns in counted])
+        for counted in (per_step, per_micro_batch)
+    )
+    for array in bounds:
         array.setflags(write=False)
-    return both[0], both[1]
+    return bounds[0], bounds[1]

@@ -22,13 +22,13 @@ TRANSFERS = {
 }
 """A transfer and its reverse are reported together."""
 MAX_CAUSES = 2
-"""Number of reported causes with more, and with less time."""
+"""Maximum number of reported causes that take more time, and of causes that take less."""
 ENOUGH = 0.9
 """A cause that explains at least this share of the additional time is reported alone."""
 LEAST = 0.1
 """Differences below this share of the largest one are not reported."""
 CLOSE = 0.95
-"""Share of the available memory from which its use is reported."""
+"""Memory use is reported if it is above this share of the available memory."""
 
 
 def why_slower(best: PlanCandidate, other: PlanCandidate) -> str:
@@ -37,14 +37,15 @@ def why_slower(best: PlanCandidate, other: PlanCandidate) -> str:
     An example is "+0.42 s pipeline bubble, +0.10 s dispatch and combine; saves 0.20 s gradient sums". Memory is
     reported if it is nearly full or insufficient.
     """
-    ours, theirs = _causes(best), _causes(other)
-    more = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in dict.fromkeys([*theirs, *ours])}
-    least = LEAST * max(map(abs, more.values()), default=0.0)
-    costs, saves = _largest(more, 1, least), _largest(more, -1, least)
+    best_s, other_s = _causes(best), _causes(other)
+    names = dict.fromkeys([*other_s, *best_s])
+    difference_s = {name: other_s.get(name, 0.0) - best_s.get(name, 0.0) for name in names}
+    least = LEAST * max(map(abs, difference_s.values()), default=0.0)
+    costs, saves = _largest(difference_s, 1, least), _largest(difference_s, -1, least)
     unit = _unit(max((seconds for _, seconds in costs + saves), default=0.0))
-    parts = [", ".join(f"+{_in(seconds, unit)} {name}" for name, seconds in costs)] if costs else []
+    parts = [", ".join(f"+{_format_seconds(seconds, unit)} {name}" for name, seconds in costs)] if costs else []
     if saves:
-        parts.append(f"saves {', '.join(f'{_in(seconds, unit)} {name}' for name, seconds in saves)}")
+        parts.append(f"saves {', '.join(f'{_format_seconds(seconds, unit)} {name}' for name, seconds in saves)}")
     fit = other.fit
     if not fit:
         parts.append(f"lacks {fit.missing / 2**30:.1f} GiB")
@@ -53,18 +54,18 @@ def why_slower(best: PlanCandidate, other: PlanCandidate) -> str:
     return "; ".join(parts) or "equal up to rounding"
 
 
-def _causes(one: PlanCandidate) -> dict[str, float]:
+def _causes(candidate: PlanCandidate) -> dict[str, float]:
     """Return the seconds by reported name."""
     result: dict[str, float] = {}
-    for cause, seconds in one.step.breakdown.items():
+    for cause, seconds in candidate.step.breakdown.items():
         name = CALLED.get(cause) or TRANSFERS.get(cause, cause)
         result[name] = result.get(name, 0.0) + seconds
     return result
 
 
-def _largest(more: dict[str, float], sign: int, least: float) -> list[tuple[str, float]]:
+def _largest(difference_s: dict[str, float], sign: int, least: float) -> list[tuple[str, float]]:
     """Return the largest differences of a sign as positive seconds: one if it explains nearly all, else two."""
-    result = sorted(((name, sign * seconds) for name, seconds in more.items()), key=lambda one: -one[1])
+    result = sorted(((name, sign * seconds) for name, seconds in difference_s.items()), key=lambda item: -item[1])
     result = [(name, seconds) for name, seconds in result if seconds > max(least, 1e-9)]
     alone = bool(result) and result[0][1] >= ENOUGH * sum(seconds for _, seconds in result)
     return result[: 1 if alone else MAX_CAUSES]
@@ -75,7 +76,7 @@ def _unit(largest: float) -> tuple[str, float]:
     return next((unit for unit in (("s", 1.0), ("ms", 1e-3)) if largest >= 0.095 * unit[1]), ("us", 1e-6))
 
 
-def _in(seconds: float, unit: tuple[str, float]) -> str:
+def _format_seconds(seconds: float, unit: tuple[str, float]) -> str:
     name, size = unit
     value = seconds / size
     return f"{value:.2f} {name}" if value < 10 else f"{value:.1f} {name}" if value < 100 else f"{value:,.0f} {name}"

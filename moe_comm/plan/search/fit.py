@@ -38,10 +38,10 @@ class Fit:
         return max(0, self.fullest.total - self.available)
 
     def __str__(self) -> str:
-        gib, one = 1 << 30, self.fullest
-        held = f"{one.total / gib:.1f} of {self.available / gib:.1f} GiB at pipeline position {one.position}"
-        term = f"most of it {one.largest.replace('_', ' ')}, {getattr(one, one.largest) / gib:.1f} GiB"
-        return f"fits: {held}" if self else f"{self.missing / gib:.1f} GiB too much: {held}, {term}"
+        gib, fullest = 1 << 30, self.fullest
+        usage = f"{fullest.total / gib:.1f} of {self.available / gib:.1f} GiB at pipeline position {fullest.position}"
+        term = f"most of it {fullest.largest.replace('_', ' ')}, {getattr(fullest, fullest.largest) / gib:.1f} GiB"
+        return f"fits: {usage}" if self else f"{self.missing / gib:.1f} GiB too much: {usage}, {term}"
 
 
 def fits(memories: Sequence[PositionMemory], accelerator: Accelerator, reserve: int = RESERVE) -> Fit:
@@ -159,13 +159,13 @@ def _changed(
 def _changed_twice(
     shape: ModelShape, mapping: Mapping, load: Workload, host: int | None
 ) -> Iterator[tuple[str, str, Mapping]]:
-    for kind, what, once in _changed(shape, mapping, load, host):
-        for other, also, twice in _changed(shape, once, load, host):
-            if _ORDER.index(other) > _ORDER.index(kind):  # each pair once
-                yield f"{kind} {other}", f"{what} and {also}", twice
+    for kind, what, changed_once in _changed(shape, mapping, load, host):
+        for other_kind, other_what, changed_again in _changed(shape, changed_once, load, host):
+            if _ORDER.index(other_kind) > _ORDER.index(kind):  # each pair once
+                yield f"{kind} {other_kind}", f"{what} and {other_what}", changed_again
 
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of ``number`` in ascending order."""
-    low = [one for one in range(1, math.isqrt(number) + 1) if not number % one]
-    return low + [number // one for one in reversed(low) if one * one != number]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if not number % divisor]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]

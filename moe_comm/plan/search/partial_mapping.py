@@ -66,8 +66,8 @@ class PartialMapping:
                 if nearest is None or fit.missing < nearest[0]:
                     nearest = (fit.missing, mapping)
                 if fit:
-                    one = PlanCandidate(mapping, model.predict(), fit)
-                    best = one if best is None or one.step.seconds < best.step.seconds else best
+                    candidate = PlanCandidate(mapping, model.predict(), fit)
+                    best = candidate if best is None or candidate.step.seconds < best.step.seconds else best
                     if not mapping.splits:
                         break  # more recomputation is only slower
         if best is not None:

@@ -72,19 +72,19 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
 
 def runners_up(best: Sequence[PlanCandidate]) -> Iterator[tuple[PlanCandidate, str | None]]:
     """Yield each candidate and the reason why it is slower than the first candidate; None for the first."""
-    for index, one in enumerate(best):
-        yield one, why_slower(best[0], one) if index else None
+    for index, candidate in enumerate(best):
+        yield candidate, why_slower(best[0], candidate) if index else None
 
 
-def _candidate(request: PlanRequest, one: PlanCandidate) -> dict[str, Any]:
-    step = one.step
+def _candidate(request: PlanRequest, candidate: PlanCandidate) -> dict[str, Any]:
+    step = candidate.step
     return {
-        "mapping": _mapping(one.mapping, request.global_batch),
-        "fits": bool(one.fit),
+        "mapping": _mapping(candidate.mapping, request.global_batch),
+        "fits": bool(candidate.fit),
         "step_s": step.seconds,
         "tokens_per_s": step.tokens_per_s,
         "mfu": step.mfu,
-        "memory_gb": one.fit.fullest.total / GB,
+        "memory_gb": candidate.fit.fullest.total / GB,
         "breakdown": dict(step.breakdown),
         "hidden": dict(step.hidden),
         "bubble_share": bubble_share(step),

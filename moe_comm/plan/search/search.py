@@ -2,9 +2,9 @@
 
 A search keeps a priority queue ordered by lower bound (``bound``) and takes one entry at a time:
 
-    degrees, schedule, stages,     is dropped if its leanest mapping does not fit; else, with the least recomputation,
-    micro-batch                    the shardings that fit are queued with the bound of the complete step, and the
-                                   others with more recomputation, which is slower unless a schedule splits backward
+    degrees, schedule, stages,     is dropped if its mapping with the least memory does not fit; else, with the least
+    micro-batch                    recomputation, the shardings that fit are queued with the bound of the complete step,
+                                   and the others with more recomputation (slower, unless a schedule splits backward)
     a mapping that fits            is replayed, and queued with its time
     a replayed mapping             is faster than all remaining entries: it is the next result
 
@@ -89,15 +89,15 @@ def search(
     space, started = space or SearchSpace(), time.perf_counter()
     rejected: Counter[str] = Counter()
     result = None
-    for each in (space, replace(space, wide=True)) if not space.wide else (space,):
-        run = _Search(request, each, keep, started + limit_s, rejected)
+    for searched in (space, replace(space, wide=True)) if not space.wide else (space,):
+        run = _Search(request, searched, keep, started + limit_s, rejected)
         if run.tried:
             result = replace(run.result(), seconds=time.perf_counter() - started)
             if result.best:
                 return result
     if result is None:
         raise ConfigError(_nothing_runs(request, replace(space, wide=True), rejected))
-    nearest = tuple(replace(one, changes=changes(request, one.mapping)) for one in result.nearest)
+    nearest = tuple(replace(near, changes=changes(request, near.mapping)) for near in result.nearest)
     gpus = gpus_that_fit(request, result.space)
     return replace(result, nearest=nearest, gpus=gpus, seconds=time.perf_counter() - started)
 
@@ -123,23 +123,23 @@ def gpus_that_fit(request: PlanRequest, space: SearchSpace | None = None, limit_
     """
     space, ends = space or SearchSpace(), time.perf_counter() + limit_s
     for times in SIZES if not request.cluster.pods else ():
-        more = replace(request, cluster=replace(request.cluster, gpus=times * request.cluster.gpus))
-        for p in space.degrees(more):
-            every = _leanest(space, list(space.shapes(more, p)), space.dispatchers(more, p), p, None)
-            if any(_fit(more, mapping) for mapping in every):
-                return more.cluster.gpus
+        larger = replace(request, cluster=replace(request.cluster, gpus=times * request.cluster.gpus))
+        for p in space.degrees(larger):
+            lean_mappings = _leanest(space, list(space.shapes(larger, p)), space.dispatchers(larger, p), p, None)
+            if any(_fit(larger, mapping) for mapping in lean_mappings):
+                return larger.cluster.gpus
             if time.perf_counter() > ends:
                 return None
     return None
 
 
 Key = tuple[ParallelConfig, PipelineShape]
-"""Settings in which the mappings of a result differ."""
+"""A result has only the fastest mapping of each key."""
 
 
 @dataclass(frozen=True)
 class _OpenNode:
-    """Mappings that share these settings. recompute: index in the space. sharding: those left to try."""
+    """Mappings that share these settings. recompute: index in ``space.recompute``. sharding: shardings left to try."""
 
     key: Key
     overlap: OverlapMode
@@ -182,7 +182,7 @@ class _Search:
             else:
                 self.too_large += self._mappings(p)
         best, complete = self._run()
-        nearest = () if best else tuple(sorted(self._nearest.values(), key=lambda one: one.fit.missing)[:NEAREST])
+        nearest = () if best else tuple(sorted(self._nearest.values(), key=lambda near: near.fit.missing)[:NEAREST])
         return SearchResult(
             best,
             self.tried,
@@ -205,24 +205,24 @@ class _Search:
                 self._replay_most_promising()
                 best, complete = {**self._replayed(), **best}, False
                 break
-            one = heapq.heappop(self._queue)[2]
-            if isinstance(one, PlanCandidate):
-                best.setdefault(_key(one.mapping), one)
-            elif isinstance(one, BoundedStepModel):
-                self._replay(one)
-            elif one.key not in best:
-                self._open(one)
-        return tuple(sorted(best.values(), key=lambda one: one.step.seconds)[: self.keep]), complete
+            entry = heapq.heappop(self._queue)[2]
+            if isinstance(entry, PlanCandidate):
+                best.setdefault(_key(entry.mapping), entry)
+            elif isinstance(entry, BoundedStepModel):
+                self._replay(entry)
+            elif entry.key not in best:
+                self._open(entry)
+        return tuple(sorted(best.values(), key=lambda entry: entry.step.seconds)[: self.keep]), complete
 
-    def _open(self, one: _OpenNode) -> None:
-        p, (schedule, virtual, micro_batch) = one.key
-        space, left = self.space, []
-        if not one.recompute and not self._can_fit(p, micro_batch):
-            self.too_large += len(space.recompute) * len(one.sharding)
+    def _open(self, node: _OpenNode) -> None:
+        p, (schedule, virtual, micro_batch) = node.key
+        space, unsettled = self.space, []
+        if not node.recompute and not self._can_fit(p, micro_batch):
+            self.too_large += len(space.recompute) * len(node.sharding)
             return
-        for sharding in one.sharding:
-            recompute = space.recompute[one.recompute]
-            mapping = Mapping(p, virtual, micro_batch, sharding, recompute, one.overlap, schedule, one.dispatcher)
+        for sharding in node.sharding:
+            recompute = space.recompute[node.recompute]
+            mapping = Mapping(p, virtual, micro_batch, sharding, recompute, node.overlap, schedule, node.dispatcher)
             fits = self._fits(mapping)
             if fits:
                 bounded = BoundedStepModel.of(self.request, mapping)
@@ -231,9 +231,9 @@ class _Search:
             else:
                 self.too_large += 1
             if not fits or can_split(schedule, p.pp):
-                left.append(sharding)
-        if left and one.recompute + 1 < len(space.recompute):
-            self._push_open(replace(one, recompute=one.recompute + 1, sharding=tuple(left)))
+                unsettled.append(sharding)
+        if unsettled and node.recompute + 1 < len(space.recompute):
+            self._push_open(replace(node, recompute=node.recompute + 1, sharding=tuple(unsettled)))
 
     def _replay(self, bounded: BoundedStepModel) -> None:
         mapping = bounded.placed.mapping
@@ -242,20 +242,21 @@ class _Search:
         self._push(step.seconds, PlanCandidate(mapping, step, self.request.fit(mapping)))
 
     def _replay_most_promising(self) -> None:
-        """Replay the mappings with the least bounds, when time is up."""
-        waiting = [one[2] for one in sorted(self._queue) if isinstance(one[2], BoundedStepModel)]
-        for one in waiting[: self.keep]:
-            self._replay(one)
+        """Replay the mappings with the lowest bounds, when the time limit is reached."""
+        unreplayed = [entry for _, _, entry in sorted(self._queue) if isinstance(entry, BoundedStepModel)]
+        for bounded in unreplayed[: self.keep]:
+            self._replay(bounded)
 
     def _replayed(self) -> dict[Key, PlanCandidate]:
         """Return the replayed mappings in the queue."""
-        waiting = [one for _, _, one in self._queue if isinstance(one, PlanCandidate)]
-        return {_key(one.mapping): one for one in sorted(waiting, key=lambda one: -one.step.seconds)}
+        replayed = [candidate for _, _, candidate in self._queue if isinstance(candidate, PlanCandidate)]
+        replayed.sort(key=lambda candidate: -candidate.step.seconds)  # of equal keys, the fastest is assigned last
+        return {_key(candidate.mapping): candidate for candidate in replayed}
 
     def _can_fit(self, p: ParallelConfig, micro_batch: int | None) -> bool:
         if (p, micro_batch) not in self._lean:
-            every = _leanest(self.space, self._shapes[p], self._dispatchers[p], p, micro_batch)
-            self._lean[p, micro_batch] = any(self._fits(mapping) for mapping in every)
+            lean_mappings = _leanest(self.space, self._shapes[p], self._dispatchers[p], p, micro_batch)
+            self._lean[p, micro_batch] = any(self._fits(mapping) for mapping in lean_mappings)
         return self._lean[p, micro_batch]
 
     def _fits(self, mapping: Mapping) -> bool:
@@ -264,18 +265,19 @@ class _Search:
             self._nearest[p] = NearestMapping(mapping, fit, ())
         return bool(fit)
 
-    def _push_open(self, one: _OpenNode) -> None:
-        p, (schedule, virtual, micro_batch) = one.key
-        levels = self.space.recompute[one.recompute :][: None if can_split(schedule, p.pp) else 1]
+    def _push_open(self, node: _OpenNode) -> None:
+        p, (schedule, virtual, micro_batch) = node.key
+        levels = self.space.recompute[node.recompute :][: None if can_split(schedule, p.pp) else 1]
         sharding = self.space.sharding[0]  # the bound holds for every sharding
-        every = (
-            Mapping(p, virtual, micro_batch, sharding, level, one.overlap, schedule, one.dispatcher) for level in levels
+        overlap, dispatcher = node.overlap, node.dispatcher
+        mappings = (
+            Mapping(p, virtual, micro_batch, sharding, level, overlap, schedule, dispatcher) for level in levels
         )
-        self._push(min(map(self._bounds.of, every)), one)
+        self._push(min(map(self._bounds.of, mappings)), node)
 
-    def _push(self, bound: float, one: _OpenNode | BoundedStepModel | PlanCandidate) -> None:
+    def _push(self, bound: float, entry: _OpenNode | BoundedStepModel | PlanCandidate) -> None:
         self._pushed += 1
-        heapq.heappush(self._queue, (bound, self._pushed, one))
+        heapq.heappush(self._queue, (bound, self._pushed, entry))
 
 
 def _leanest(
@@ -285,14 +287,15 @@ def _leanest(
     p: ParallelConfig,
     micro_batch: int | None,
 ) -> Iterator[Mapping]:
-    """Yield mappings for each sharding and dispatcher, one of which takes the least memory.
+    """Yield a few mappings for each sharding and dispatcher, one of which takes the least memory.
 
-    They have the smallest micro-batch, for each schedule the fewest stages per rank, and the most recomputation. In
-    addition, without a pipeline, fsdp takes less memory in a step with one micro-batch.
+    They have the smallest micro-batch, for each schedule the fewest stages per rank, and the most recomputation.
+    Without a pipeline, the largest micro-batch is also tried, because fsdp takes less memory in a step with one
+    micro-batch.
     """
     eligible = [one for one in shapes if micro_batch in (None, one[2])]
-    firsts = {schedule: (schedule, virtual, size) for schedule, virtual, size in reversed(eligible)}
-    lean = sorted(firsts.values(), key=eligible.index)
+    smallest = {schedule: (schedule, virtual, size) for schedule, virtual, size in reversed(eligible)}
+    lean = sorted(smallest.values(), key=eligible.index)
     # hierarchical takes more memory than all_to_all.
     dispatchers = tuple(one for one in dispatchers if one != "hierarchical" or "all_to_all" not in dispatchers)
     for schedule, virtual, size in dict.fromkeys(lean + (eligible[-1:] if p.pp == 1 else [])):

@@ -2,7 +2,7 @@
 
     degrees       tp x cp x dp x pp = gpus, etp x ep divides a position's tp x cp x dp   (``SearchSpace.degrees``)
     shapes        schedule, stages per rank (vpp) and micro-batch, as divisibility allows  (``SearchSpace.shapes``)
-    trades        recompute x sharding x overlap                                         (``SearchSpace.trades``)
+    trades        memory against time: recompute x sharding x overlap                    (``SearchSpace.trades``)
     dispatchers   that apply to the degrees and can be the fastest                       (``SearchSpace.dispatchers``)
 
 Degrees are divisors, not only powers of two: 60 layers on 240 accelerators allow pp 15.
@@ -61,19 +61,19 @@ class SearchSpace:
     schedule: tuple[str, ...] = SCHEDULES[:-1]
 
     def __post_init__(self) -> None:
-        known: dict[str, tuple[Any, ...]] = {
+        allowed_values: dict[str, tuple[Any, ...]] = {
             "overlap": get_args(OverlapMode),
             "recompute": get_args(Recompute),
             "sharding": get_args(ShardingMode),
             "schedule": SCHEDULES,
             "dispatcher": get_args(Dispatcher),
         }
-        for name, values in known.items():
+        for name, values in allowed_values.items():
             value = getattr(self, name)
             if not isinstance(value, tuple) or not value or not set(value) <= set(values):
                 raise ConfigError(f"{name} must be a non-empty tuple of {', '.join(values)}; got {value!r}")
             # The search relies on this order, the cheapest first.
-            object.__setattr__(self, name, tuple(known for known in values if known in value))
+            object.__setattr__(self, name, tuple(allowed for allowed in values if allowed in value))
         for name in ("micro_batches", "virtual"):
             value = getattr(self, name)
             if value is not None and not (value and all(type(one) is int and one >= 1 for one in value)):
@@ -111,12 +111,12 @@ class SearchSpace:
     def dispatchers(self, request: PlanRequest, parallel: ParallelConfig) -> tuple[Dispatcher, ...]:
         """Return the dispatchers that apply to these degrees and can be faster than ``all_to_all``."""
         shape, load, cluster = request.shape, request.load, request.cluster
-        result = tuple(one for one in self.dispatcher if inapplicable(one, cluster, parallel) is None)
+        result = tuple(name for name in self.dispatcher if inapplicable(name, cluster, parallel) is None)
         if "all_to_all" not in result:
             return result
         rows = (min(1.0, load.capacity or 1.0), load.busiest(parallel.ep), load.size)
         placed = PlacedMapping(Mapping(parallel), cluster)
-        return tuple(one for one in result if beats_all_to_all(one, shape, placed, *rows))
+        return tuple(dispatcher for dispatcher in result if beats_all_to_all(dispatcher, shape, placed, *rows))
 
     def degrees(self, request: PlanRequest, rejected: Counter[str] | None = None) -> Iterator[ParallelConfig]:
         """Yield degrees that divide the model, the batch and the cluster's hosts.
@@ -142,17 +142,17 @@ class SearchSpace:
 
     def shapes(self, request: PlanRequest, parallel: ParallelConfig) -> Iterator[PipelineShape]:
         """Yield the pipeline shapes that divide the batch and the layers."""
-        each, pp = request.global_batch // parallel.dp, parallel.pp
-        for micro_batch in self.sizes(each):
+        sequences, pp = request.global_batch // parallel.dp, parallel.pp
+        for micro_batch in self.sizes(sequences):
             for schedule in self.schedule if pp > 1 else (None,):
-                if schedule is None or can_run(schedule, pp, each // micro_batch):
+                if schedule is None or can_run(schedule, pp, sequences // micro_batch):
                     for virtual in self.virtuals(request, pp, schedule):
                         yield schedule, virtual, micro_batch
 
-    def sizes(self, each: int) -> tuple[int, ...]:
-        """Return the micro-batches that divide the ``each`` sequences of a rank."""
-        powers = (1 << power for power in range(each.bit_length()))
-        return tuple(one for one in self.micro_batches or powers if not each % one)
+    def sizes(self, sequences: int) -> tuple[int, ...]:
+        """Return the micro-batch sizes that divide the ``sequences`` of a rank in a step."""
+        powers = (1 << power for power in range(sequences.bit_length()))
+        return tuple(size for size in self.micro_batches or powers if not sequences % size)
 
     def virtuals(self, request: PlanRequest, pp: int, schedule: str | None) -> tuple[int, ...]:
         """Return the numbers of stages per rank. The two stages of a V schedule balance each other."""
@@ -161,12 +161,16 @@ class SearchSpace:
             return (1,) if self.virtual is None or 1 in self.virtual else ()
         limits = find_schedule(schedule)
         if limits.style == "v":
-            known: Iterable[int] = (limits.usual,)
+            numbers: Iterable[int] = (limits.usual,)
         else:
-            known = self.virtual or divisors(-(-layers // pp))
+            numbers = self.virtual or divisors(-(-layers // pp))
         if self.virtual is not None:
-            known = (one for one in known if one in self.virtual)
-        return tuple(one for one in known if one * pp <= layers and limits.least <= one and one <= (limits.most or one))
+            numbers = (number for number in numbers if number in self.virtual)
+        return tuple(
+            number
+            for number in numbers
+            if number * pp <= layers and limits.least <= number and number <= (limits.most or number)
+        )
 
     def _refuses(self, request: PlanRequest, p: ParallelConfig, host: int) -> str | None:
         if why := indivisible(request.shape, p, request.load, host):

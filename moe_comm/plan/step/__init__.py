@@ -1,1 +1,1 @@
-"""One training step: its operators, how they overlap, and the replay of a pipeline's passes."""
+"""Predict one training step: its operators, their overlap, and a replay of the passes of the pipeline."""

@@ -1,4 +1,4 @@
-"""Cost of the blocks of stages (dense layer, MoE layer, embedding, head), cached for all mappings that share them."""
+"""Cost of the blocks of a stage (dense layer, MoE layer, embedding, head), cached for all mappings that share them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ BLOCKS = ("embedding", "dense", "moe", "head")
 
 @dataclass(frozen=True)
 class PassCost:
-    """Cost of one of ``BLOCKS`` in one kind of pass of one micro-batch, by operator."""
+    """Cost of one of ``BLOCKS`` in one kind of pass of one micro-batch, by operator.
+
+    seconds: exposed time. causes, hidden: exposed and hidden seconds by name. sent: bytes by name and kind of link.
+    """
 
     seconds: float
     causes: dict[str, float]
@@ -45,7 +48,7 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class _Key:
-    """All that the cost of blocks depends on. ``placed`` is any mapping with these settings."""
+    """Cache key: all that the cost of blocks depends on. ``placed`` is any mapping with these settings."""
 
     shape: ModelShape
     cluster: Cluster
@@ -64,7 +67,7 @@ def block_costs(shape: ModelShape, placed: PlacedMapping, load: Workload) -> dic
 
 def seconds_of(blocks: dict[str, BlockCost]) -> Floats:
     """Return the seconds of each block and kind of pass, [blocks, kinds of passes]."""
-    return np.array([[one.seconds for one in blocks[name].passes] for name in BLOCKS])
+    return np.array([[cost.seconds for cost in blocks[name].passes] for name in BLOCKS])
 
 
 def links(cost: CollectiveCost) -> dict[str, float]:
@@ -76,24 +79,27 @@ def links(cost: CollectiveCost) -> dict[str, float]:
 def _block_costs(key: _Key) -> dict[str, BlockCost]:
     shape, operators = key.shape, Operators(key.shape, key.placed, key.load)
     mapping, empty = key.placed.mapping, BlockOperations((), ())
-    every = {
+    operations_of = {
         "embedding": _unsplit(operators.embedding()),
         "dense": _with_recompute(operators.layer("dense"), mapping) if shape.dense_layers else empty,
         "moe": _with_recompute(operators.layer("moe"), mapping) if shape.moe_layers else empty,
         "head": _unsplit(hide(operators.head(), 0, mapping.overlap)),
     }
-    return {name: BlockCost(one, tuple(map(_pass_cost, one.kinds))) for name, one in every.items()}
+    return {
+        name: BlockCost(operations, tuple(map(_pass_cost, operations.kinds)))
+        for name, operations in operations_of.items()
+    }
 
 
-def _unsplit(one: BlockOperations) -> BlockOperations:
+def _unsplit(operations: BlockOperations) -> BlockOperations:
     """Run the complete backward in the input half."""
-    return replace(one, input=one.backward)
+    return replace(operations, input=operations.backward)
 
 
 def _with_recompute(layer: BlockOperations, mapping: Mapping) -> BlockOperations:
     """Add recomputed operations to backward, hide transfers, and split backward."""
     kinds = RECOMPUTED[mapping.recompute]
-    recomputed = tuple(one for one in layer.forward if one.kind in kinds)
+    recomputed = tuple(operation for operation in layer.forward if operation.kind in kinds)
     backward = recomputed + layer.backward
     result = hide(BlockOperations(layer.forward, backward), len(recomputed), mapping.overlap)
     if not mapping.splits:
@@ -107,14 +113,14 @@ def _pass_cost(operations: tuple[Operation, ...]) -> PassCost:
     causes: dict[str, float] = {}
     hidden: dict[str, float] = {}
     sent: dict[str, dict[str, float]] = {}
-    for each in operations:
-        is_transfer = each.kind == "transfer"
-        name = each.name.removesuffix(" again") if is_transfer else CAUSES[each.kind]
-        causes[name] = causes.get(name, 0.0) + each.exposed
-        if each.hidden:
-            hidden[name] = hidden.get(name, 0.0) + each.hidden
+    for operation in operations:
+        is_transfer = operation.kind == "transfer"
+        name = operation.name.removesuffix(" again") if is_transfer else CAUSES[operation.kind]
+        causes[name] = causes.get(name, 0.0) + operation.exposed
+        if operation.hidden:
+            hidden[name] = hidden.get(name, 0.0) + operation.hidden
         if is_transfer:
-            into = sent.setdefault(name, dict.fromkeys(LINKS, 0.0))
-            for link, count in links(each.cost).items():
-                into[link] += count
+            link_bytes = sent.setdefault(name, dict.fromkeys(LINKS, 0.0))
+            for link, count in links(operation.cost).items():
+                link_bytes[link] += count
     return PassCost(sum(one.exposed for one in operations), causes, hidden, sent)

@@ -9,11 +9,12 @@ With b tokens per rank, top-k routing, and n ranks on H hosts that share the exp
                    host with experts of it, and from     each; the same for combine, which sums the rows of a token
                    there each row to its expert's rank   on each host before sending them
 
-H' is ``hosts_reached`` without the rank's own host. The rail of a rank (the ranks with the same index on other hosts)
-receives its copies and relays them. Tokens for the own host are dispatched meanwhile. Tokens of other hosts are relayed
-after all of them have been received, or, overlapped, host by host (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+H' is ``hosts_reached`` without the rank's own host. A rank sends its copies to its rail (the ranks with the same index
+on other hosts), which relay them. At the same time, it dispatches tokens to its own host. Tokens of other hosts are
+relayed after all of them have been received or, with overlap, host by host (DeepSeek-V3, arXiv 2412.19437, section
+3.2.2).
 
-Sums require ``DispatchOptions(deterministic=False)``.
+A combine that sends sums requires ``DispatchOptions(deterministic=False)``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from moe_comm.plan.model.shape import ModelShape
 MANY = 1 << 32
 """A number of tokens for which latencies are negligible."""
 LESS = 0.999
-"""Required time relative to all_to_all, so that a dispatcher with equal bytes in fewer steps is not tried."""
+"""A dispatcher is tried only if its time is below this share of all_to_all's: equal bytes in fewer steps are not."""
 
 
 @dataclass(frozen=True)
@@ -142,39 +143,48 @@ def _beats_all_to_all(
     rows: tuple[float, float, int, int],
 ) -> bool:
     kept_fraction, imbalance, etp, size = rows
-    ep, parts, both = spans
+    ep, parts, experts = spans
 
-    def seconds(one: Dispatcher) -> float:
-        gathers = one == "all_gather"
+    def seconds(name: Dispatcher) -> float:
+        gathers = name == "all_gather"
         routed = MANY * shape.chosen
-        moved = DispatchRows(MANY, routed, kept_fraction, imbalance, shape.hidden, size).for_parts(
+        rows_of_rank = DispatchRows(MANY, routed, kept_fraction, imbalance, shape.hidden, size).for_parts(
             etp if gathers else 1
         )
-        costs = dispatching(one, shape, cluster, both if gathers else ep, moved, overlapped=True)
+        costs = dispatching(name, shape, cluster, experts if gathers else ep, rows_of_rank, overlapped=True)
         total = costs.dispatch.cost.seconds + costs.combine.cost.seconds
         if gathers or etp == 1:
             return total
-        full = etp * moved.busiest_bytes
-        return total + cluster.all_gather(full, parts).seconds + cluster.reduce_scatter(full, parts).seconds
+        gathered_bytes = etp * rows_of_rank.busiest_bytes
+        total += cluster.all_gather(gathered_bytes, parts).seconds
+        return total + cluster.reduce_scatter(gathered_bytes, parts).seconds
 
     return seconds(dispatcher) < LESS * seconds("all_to_all")
 
 
 def _all_gather(shape: ModelShape, cluster: Cluster, span: GroupSpan, rows: DispatchRows) -> DispatchCost:
-    every = span.ranks * rows.token_bytes
-    out = DispatchTransfer(cluster.all_gather(every, span), "gather", every)
-    picked = 2 * rows.busiest_bytes
+    gathered_bytes = span.ranks * rows.token_bytes
+    dispatch = DispatchTransfer(cluster.all_gather(gathered_bytes, span), "gather", gathered_bytes)
+    select_bytes = 2 * rows.busiest_bytes
     if not sends_sums("all_gather", shape, span.ranks // rows.parts, rows.size):
         num_bytes = rows.busiest_bytes
-        back = DispatchTransfer(cluster.all_to_all(num_bytes, span), "exchange", num_bytes)
+        combine = DispatchTransfer(cluster.all_to_all(num_bytes, span), "exchange", num_bytes)
         unpermute = rows.token_bytes + rows.sent_bytes
-        return DispatchCost(out, back, 0.0, unpermute, receive_bytes=picked, sort_after_dispatch=False)
-    wide = SUM_BYTES / rows.size
-    back = DispatchTransfer(cluster.reduce_scatter(wide * every, span), "scatter", wide * every)
+        return DispatchCost(dispatch, combine, 0.0, unpermute, receive_bytes=select_bytes, sort_after_dispatch=False)
+    sum_ratio = SUM_BYTES / rows.size
+    sum_bytes = sum_ratio * gathered_bytes
+    combine = DispatchTransfer(cluster.reduce_scatter(sum_bytes, span), "scatter", sum_bytes)
     # Rows are converted to fp32, and each is added to its token's sum, which is initialized with zeros.
-    summed = rows.busiest_bytes * (1 + 4 * wide) + wide * every
-    unpermute = rows.token_bytes * (1 + wide)
-    return DispatchCost(out, back, 0.0, unpermute, picked, summed, sort_after_dispatch=False, sort_before_combine=False)
+    return DispatchCost(
+        dispatch,
+        combine,
+        permute_bytes=0.0,
+        unpermute_bytes=rows.token_bytes * (1 + sum_ratio),
+        receive_bytes=select_bytes,
+        return_bytes=rows.busiest_bytes * (1 + 4 * sum_ratio) + sum_bytes,
+        sort_after_dispatch=False,
+        sort_before_combine=False,
+    )
 
 
 def _hierarchical(
@@ -184,18 +194,21 @@ def _hierarchical(
     reached = hosts_reached(shape, hosts, rows.kept_fraction)
     # The rows of several ranks vary less than those of one rank, and no token is sent to a host twice.
     imbalance = 1 + (rows.imbalance / rows.kept_fraction - 1) / math.sqrt(ranks)
-    each = min(1.0, reached / hosts * imbalance) * rows.token_bytes
+    # Bytes sent to each other host.
+    copy_bytes = min(1.0, reached / hosts * imbalance) * rows.token_bytes
     rail = GroupSpan(tuple(PodRanks(part.pod, part.hosts, part.hosts, 1, 1) for part in span.parts))
-    across = each * (hosts - min(part.hosts for part in span.parts))
-    wire = exchange(net, rail, 0.0, tuple(each * (part.hosts - 1) for part in span.parts), across)
+    across = copy_bytes * (hosts - min(part.hosts for part in span.parts))
+    wire = exchange(net, rail, 0.0, tuple(copy_bytes * (part.hosts - 1) for part in span.parts), across)
     host = GroupSpan((PodRanks(span.parts[0].pod, 1, ranks, ranks, ranks),))
     relayed = rows.busiest_bytes * (ranks - 1) / ranks
-    near, far, both = (exchange(net, host, relayed * part, (0.0,)) for part in (1 / hosts, 1 - 1 / hosts, 1.0))
-    seconds = max(wire.seconds, near.seconds) + far.seconds
+    own_host, other_hosts, all_hosts = (
+        exchange(net, host, relayed * part, (0.0,)) for part in (1 / hosts, 1 - 1 / hosts, 1.0)
+    )
+    seconds = max(wire.seconds, own_host.seconds) + other_hosts.seconds
     if overlapped:
-        seconds = min(seconds, fused.overlapped(both.seconds, wire.seconds, hosts))
-    cost = CollectiveCost(seconds, wire.latency_s + far.latency_s, both.inside, wire.between, wire.across)
+        seconds = min(seconds, fused.overlapped(all_hosts.seconds, wire.seconds, hosts))
+    cost = CollectiveCost(seconds, wire.latency_s + other_hosts.latency_s, all_hosts.inside, wire.between, wire.across)
     transfer = DispatchTransfer(cost, None, 0.0)
-    held = reached * rows.token_bytes
-    permute, relay = rows.token_bytes + held, held + rows.sent_bytes + 2 * rows.busiest_bytes
+    copies_bytes = reached * rows.token_bytes
+    permute, relay = rows.token_bytes + copies_bytes, copies_bytes + rows.sent_bytes + 2 * rows.busiest_bytes
     return DispatchCost(transfer, transfer, permute, permute, receive_bytes=relay, return_bytes=relay)

@@ -33,7 +33,7 @@ from moe_comm.plan.step.dispatching import DispatchRows, DispatchTransfer, dispa
 
 OperationKind = Literal["product", "memory", "transfer"]
 SCORE_BYTES = 4
-"""Routing and the loss use fp32."""
+"""Bytes of an element of routing scores and of the loss, which use fp32."""
 CAST_BYTES = BYTES["bf16"] + 2 * BYTES["fp8"]
 """Traffic per element of an fp8 operand: read, written as fp8, and written transposed for weight gradients. GEMMs on
 Hopper read both operands along K (Transformer Engine's documentation, "Handling transposes")."""
@@ -88,7 +88,7 @@ class BlockOperations:
     def seconds(self, kind: OperationKind | None = None) -> tuple[float, float]:
         """Return the exposed seconds of forward and backward, of one kind of operation or of all (None)."""
         forward, backward = (
-            sum(one.exposed for one in operations if kind in (None, one.kind))
+            sum(operation.exposed for operation in operations if kind in (None, operation.kind))
             for operations in (self.forward, self.backward)
         )
         return forward, backward
@@ -123,7 +123,7 @@ class Operators:
     def layer(self, kind: LayerKind) -> BlockOperations:
         """Return the operations of a layer."""
         blocks = [self._block(block.name) for block, times in self.shape.layer_blocks(kind) for _ in range(times)]
-        return _joined(blocks)
+        return _concatenate(blocks)
 
     def _block(self, name: str) -> BlockOperations:
         """Return the operations of a block, cached by the settings that they depend on."""
@@ -138,22 +138,22 @@ class Operators:
         width = shape.qkv_width
         values = shape.heads * shape.value_dim
         # Transfers can be fused with the GEMMs of qkv that read the input, counted as one.
-        first = self._gemm(tokens, width / p.tp, shape.hidden)
-        last = self._gemm(tokens, shape.hidden, values / p.tp)
-        result = [self._norm(), self._gather("attention gather", "tp", gemm=first)]
-        result += [self._product("qkv", weight, tokens, _cut(weight, p.tp)) for weight in block.products("qkv")]
+        first_gemm = self._gemm(tokens, width / p.tp, shape.hidden)
+        last_gemm = self._gemm(tokens, shape.hidden, values / p.tp)
+        result = [self._norm(), self._gather("attention gather", "tp", gemm=first_gemm)]
+        result += [self._product("qkv", weight, tokens, _local_shape(weight, p.tp)) for weight in block.products("qkv")]
         result.append(self._memory("rope", 2 * tokens * width / p.tp * size))
-        result.append(self._swap("attention swap in", tokens * width / p.tp * size, first))
+        result.append(self._swap("attention swap in", tokens * width / p.tp * size, first_gemm))
         result.append(self._scores(tokens))
-        result.append(self._swap("attention swap out", tokens * values / p.tp * size, last))
+        result.append(self._swap("attention swap out", tokens * values / p.tp * size, last_gemm))
         result += [
             self._product("out", weight, tokens, (weight.k / p.tp, weight.n)) for weight in block.products("out")
         ]
-        result += [self._scatter("attention scatter", "tp", gemm=last), self._residual()]
-        return _joined(result)
+        result += [self._scatter("attention scatter", "tp", gemm=last_gemm), self._residual()]
+        return _concatenate(result)
 
     def dense(self) -> BlockOperations:
-        return _joined([self._norm(), *self._cut_block("dense", self.shape.dense_block), self._residual()])
+        return _concatenate([self._norm(), *self._cut_block("dense", self.shape.dense_block), self._residual()])
 
     def experts(self) -> BlockOperations:
         """Return the operations of router, dispatch, experts and combine, and of the shared experts, sharded by tp."""
@@ -178,30 +178,32 @@ class Operators:
         result.append(self._memory("routing", 6 * self.tokens * scores * SCORE_BYTES))
         result.append(self._memory("permute", costs.permute_bytes, costs.unpermute_bytes))
         up, down = block.products("experts")
-        each = (rows / local, int(max(local, 1)))
-        first = self._gemm(each[0], up.n / p.etp, up.k, each[1])
-        last = self._gemm(each[0], down.n, down.k / p.etp, each[1])
+        gemm_rows = (rows / local, int(max(local, 1)))
+        first_gemm = self._gemm(gemm_rows[0], up.n / p.etp, up.k, gemm_rows[1])
+        last_gemm = self._gemm(gemm_rows[0], down.n, down.k / p.etp, gemm_rows[1])
         # Only the transfer next to the experts' GEMMs can be fused with them.
         result.append(
-            self._expert_transfer("dispatch", span, costs.dispatch, costs.combine, None if gathers else first)
+            self._expert_transfer("dispatch", span, costs.dispatch, costs.combine, None if gathers else first_gemm)
         )
         if gathers:
-            result.append(self._gather("expert gather", "etp", rows, gemm=first))
+            result.append(self._gather("expert gather", "etp", rows, gemm=first_gemm))
         sort = 2 * rows * self.row_bytes if local > 1 and p.ep * p.etp > 1 else 0.0
         receive_bytes = costs.receive_bytes + (sort if costs.sort_after_dispatch or gathers else 0.0)
         return_bytes = costs.return_bytes + (sort if costs.sort_before_combine or gathers else 0.0)
         result.append(self._memory("sort", receive_bytes, return_bytes))
-        result.append(self._product("experts", up, each[0], (up.k, up.n / p.etp), each[1]))
+        result.append(self._product("experts", up, gemm_rows[0], (up.k, up.n / p.etp), gemm_rows[1]))
         result.append(self._activation("experts", rows, up.n / p.etp, down.k / p.etp))
-        result.append(self._product("experts", down, each[0], (down.k / p.etp, down.n), each[1]))
+        result.append(self._product("experts", down, gemm_rows[0], (down.k / p.etp, down.n), gemm_rows[1]))
         result.append(self._memory("sort", return_bytes, receive_bytes))
         if gathers:
-            result.append(self._scatter("expert scatter", "etp", rows, gemm=last))
-        result.append(self._expert_transfer("combine", span, costs.combine, costs.dispatch, None if gathers else last))
+            result.append(self._scatter("expert scatter", "etp", rows, gemm=last_gemm))
+        result.append(
+            self._expert_transfer("combine", span, costs.combine, costs.dispatch, None if gathers else last_gemm)
+        )
         result.append(self._memory("unpermute", costs.unpermute_bytes, costs.permute_bytes))
         if block.products("shared"):
             result += self._cut_block("shared", block)
-        return _joined([*result, self._residual()])
+        return _concatenate([*result, self._residual()])
 
     def head(self) -> BlockOperations:
         """Return the operations of the final norm, output projection and loss."""
@@ -213,7 +215,7 @@ class Operators:
             result.append(self._product("head", weight, tokens, (weight.k, weight.n / p.tp)))
             logits = tokens * weight.n / p.tp
             result.append(self._memory("loss", logits * (self._size + 2 * SCORE_BYTES)))
-        return _joined(result)
+        return _concatenate(result)
 
     def embedding(self) -> BlockOperations:
         return self._memory("embedding", 2 * self.tokens * self.row_bytes)
@@ -229,21 +231,21 @@ class Operators:
             dtype = "bf16"
         # Without a capacity, experts have unequal numbers of rows.
         uneven = name == "experts" and self.load.capacity is None
-        reached = gpu.sustained * (gpu.grouped if uneven else 1.0)
-        forward = gpu.gemm_seconds(rows, n, k, dtype, groups, uneven=uneven) / reached
-        weight_grad_s = gpu.gemm_seconds(k, n, rows, dtype, groups) / reached
+        relative_rate = gpu.sustained * (gpu.grouped if uneven else 1.0)
+        forward = gpu.gemm_seconds(rows, n, k, dtype, groups, uneven=uneven) / relative_rate
+        weight_grad_s = gpu.gemm_seconds(k, n, rows, dtype, groups) / relative_rate
         weight_grad_s += gpu.memory_seconds(gpu.accumulate * groups * k * n * self._size)
-        backward = gpu.gemm_seconds(rows, k, n, dtype, groups, uneven=uneven) / reached + weight_grad_s
-        full = f"{name} {weight.name}" if weight.name != name else name
-        moved = groups * (rows * k + k * n + rows * n) * self._size
-        one = BlockOperations(
-            (Operation(full, "product", forward, flops, moved),),
-            (Operation(full, "product", backward, 2 * flops, 2 * moved, weight_grad_s=weight_grad_s),),
+        backward = gpu.gemm_seconds(rows, k, n, dtype, groups, uneven=uneven) / relative_rate + weight_grad_s
+        full_name = f"{name} {weight.name}" if weight.name != name else name
+        traffic = groups * (rows * k + k * n + rows * n) * self._size
+        operations = BlockOperations(
+            (Operation(full_name, "product", forward, flops, traffic),),
+            (Operation(full_name, "product", backward, 2 * flops, 2 * traffic, weight_grad_s=weight_grad_s),),
         )
         if dtype != "fp8":
-            return one
+            return operations
         cast = self._memory("cast", CAST_BYTES * groups * rows * k, CAST_BYTES * groups * rows * n)
-        return BlockOperations((*cast.forward, *one.forward), (*cast.backward, *one.backward))
+        return BlockOperations((*cast.forward, *operations.forward), (*cast.backward, *operations.backward))
 
     def _gemm(self, rows: float, n: float, k: float, groups: int = 1) -> Gemm:
         return Gemm(rows, n, k, self.load.dtype, groups)
@@ -286,10 +288,10 @@ class Operators:
 
     def _memory(self, name: str, num_bytes: float, backward: float | None = None) -> BlockOperations:
         forward_pass, backward_pass = (
-            (Operation(name, "memory", self._gpu.launch_s + self._gpu.memory_seconds(each), bytes=each),)
-            if each
+            (Operation(name, "memory", self._gpu.launch_s + self._gpu.memory_seconds(traffic), bytes=traffic),)
+            if traffic
             else ()
-            for each in (num_bytes, num_bytes if backward is None else backward)
+            for traffic in (num_bytes, num_bytes if backward is None else backward)
         )
         return BlockOperations(forward_pass, backward_pass)
 
@@ -304,10 +306,10 @@ class Operators:
         span = self._spans[axis]
         if span.ranks == 1:
             return BlockOperations((), ())
-        full = (self.group_tokens if rows is None else rows) * self.row_bytes
-        fused_share = self._fused_share(span, gemm, "gather", full)
-        gathered = _transfer(name, self.placed.cluster.all_gather(full, span), fused_share)
-        scattered = _transfer(name, self.placed.cluster.reduce_scatter(full, span), fused_share)
+        gathered_bytes = (self.group_tokens if rows is None else rows) * self.row_bytes
+        fused_share = self._fused_share(span, gemm, "gather", gathered_bytes)
+        gathered = _transfer(name, self.placed.cluster.all_gather(gathered_bytes, span), fused_share)
+        scattered = _transfer(name, self.placed.cluster.reduce_scatter(gathered_bytes, span), fused_share)
         again = (replace(gathered, name=f"{name} again"),) if axis == "tp" else ()
         return BlockOperations((gathered,), (*again, scattered))
 
@@ -316,11 +318,11 @@ class Operators:
         span = self._spans[axis]
         if span.ranks == 1:
             return BlockOperations((), ())
-        full = (self.group_tokens if rows is None else rows) * self.row_bytes
-        fused_share = self._fused_share(span, gemm, "scatter", full)
-        scattered = _transfer(name, self.placed.cluster.reduce_scatter(full, span), fused_share)
+        gathered_bytes = (self.group_tokens if rows is None else rows) * self.row_bytes
+        fused_share = self._fused_share(span, gemm, "scatter", gathered_bytes)
+        scattered = _transfer(name, self.placed.cluster.reduce_scatter(gathered_bytes, span), fused_share)
         return BlockOperations(
-            (scattered,), (_transfer(name, self.placed.cluster.all_gather(full, span), fused_share),)
+            (scattered,), (_transfer(name, self.placed.cluster.all_gather(gathered_bytes, span), fused_share),)
         )
 
     def _swap(self, name: str, num_bytes: float, gemm: Gemm) -> BlockOperations:
@@ -330,8 +332,8 @@ class Operators:
         if span.ranks == 1:
             return BlockOperations((), ())
         fused_share = 0.0 if gemm is None else self._fused_share(span, gemm, "exchange", num_bytes)
-        one = _transfer(name, self.placed.cluster.all_to_all(num_bytes, span), fused_share)
-        return BlockOperations((one,), (one,))
+        operation = _transfer(name, self.placed.cluster.all_to_all(num_bytes, span), fused_share)
+        return BlockOperations((operation,), (operation,))
 
     def _expert_transfer(
         self, name: str, span: GroupSpan, forward: DispatchTransfer, backward: DispatchTransfer, gemm: Gemm | None
@@ -340,13 +342,13 @@ class Operators:
         if span.ranks == 1:
             return BlockOperations((), ())
 
-        def one(each: DispatchTransfer) -> tuple[Operation, ...]:
-            fused_share = (
-                self._fused_share(span, gemm, each.collective, each.num_bytes) if gemm and each.collective else 0.0
-            )
-            return (_transfer(name, each.cost, fused_share),)
+        def operations_of(transfer: DispatchTransfer) -> tuple[Operation, ...]:
+            fused_share = 0.0
+            if gemm and transfer.collective:
+                fused_share = self._fused_share(span, gemm, transfer.collective, transfer.num_bytes)
+            return (_transfer(name, transfer.cost, fused_share),)
 
-        return BlockOperations(one(forward), one(backward))
+        return BlockOperations(operations_of(forward), operations_of(backward))
 
     def _fused_share(self, span: GroupSpan, gemm: Gemm, collective: fused.CollectiveKind, num_bytes: float) -> float:
         """Return the share of a transfer that fusion with a GEMM hides, if overlap is "all"; the same in backward."""
@@ -358,7 +360,7 @@ class Operators:
 
 @dataclass(frozen=True)
 class _BlockKey:
-    """A block and all that its operators depend on. ``operators`` are any with these settings."""
+    """Cache key: a block and all that its operators depend on. ``operators`` are any with these settings."""
 
     name: str
     shape: ModelShape
@@ -379,15 +381,15 @@ def _transfer(name: str, cost: CollectiveCost, fused_share: float) -> Operation:
     return Operation(name, "transfer", cost.seconds, bytes=sent, cost=cost, fused_share=fused_share)
 
 
-def _cut(weight: Weight, tp: int) -> tuple[float, float]:
+def _local_shape(weight: Weight, tp: int) -> tuple[float, float]:
     """Return [k, n] of a rank's shard. Columns are sharded, except for down-projections to latents."""
     return (weight.k, weight.n) if weight.name.endswith("_down") else (weight.k, weight.n / tp)
 
 
-def _joined(passes: Iterable[BlockOperations]) -> BlockOperations:
+def _concatenate(parts: Iterable[BlockOperations]) -> BlockOperations:
     """Concatenate the forward operations, and the backward operations in reverse order."""
-    every = list(passes)
+    blocks = list(parts)
     return BlockOperations(
-        tuple(one for part in every for one in part.forward),
-        tuple(one for part in reversed(every) for one in part.backward),
+        tuple(operation for block in blocks for operation in block.forward),
+        tuple(operation for block in reversed(blocks) for operation in block.backward),
     )

@@ -1,6 +1,6 @@
-"""How much of a pass' transfers overlaps with computation.
+"""How much of the transfers of a pass overlaps with its computation.
 
-With overlap "inter", a transfer overlaps with independent operators (MegaScale-MoE, 2505.11432):
+With overlap "inter", a transfer overlaps with independent operators (MegaScale-MoE, arXiv 2505.11432):
 
     forward    combine, dispatch             overlap with shared experts
     backward   the same                      overlap with shared experts
@@ -44,27 +44,28 @@ def hide(one: BlockOperations, recomputed: int, overlap: OverlapMode) -> BlockOp
 
 
 def _shared_seconds(operations: Sequence[Operation], backward: float) -> float:
-    """Return the seconds of the shared experts. ``backward`` 1 excludes weight gradients, which are counted apart."""
-    computed = (one for one in operations if one.name.startswith("shared") and one.kind != "transfer")
-    return sum(one.seconds - backward * one.weight_grad_s for one in computed)
+    """Return the seconds of the shared experts. 1 for ``backward`` excludes weight gradients, which ``hide`` adds."""
+    computed = (each for each in operations if each.name.startswith("shared") and each.kind != "transfer")
+    return sum(each.seconds - backward * each.weight_grad_s for each in computed)
 
 
-def _overlap(operations: Sequence[Operation], shared: float, anything: float) -> tuple[Operation, ...]:
-    """Hide transfers behind ``shared`` seconds for expert transfers and ``anything`` seconds for all transfers."""
+def _overlap(operations: Sequence[Operation], shared: float, any_transfer: float) -> tuple[Operation, ...]:
+    """Hide transfers behind computation: ``shared`` s for transfers in ``EXPERTS``, ``any_transfer`` s for all."""
     result = []
-    for one in operations:
-        if one.kind == "transfer":
-            first = min(one.seconds, shared) if one.name.removesuffix(" again") in EXPERTS else 0.0
-            then = min(one.seconds - first, anything)
-            shared, anything = shared - first, anything - then
-            one = replace(one, hidden=(first + then) * FREE)
-        result.append(one)
+    for operation in operations:
+        if operation.kind == "transfer":
+            is_expert = operation.name.removesuffix(" again") in EXPERTS
+            behind_shared = min(operation.seconds, shared) if is_expert else 0.0
+            behind_any = min(operation.seconds - behind_shared, any_transfer)
+            shared, any_transfer = shared - behind_shared, any_transfer - behind_any
+            operation = replace(operation, hidden=(behind_shared + behind_any) * FREE)
+        result.append(operation)
     return tuple(result)
 
 
 def _fuse(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """Hide the part of each transfer that is fused with a GEMM."""
     return tuple(
-        replace(one, hidden=one.hidden + one.fused_share * one.exposed) if one.fused_share else one
-        for one in operations
+        replace(each, hidden=each.hidden + each.fused_share * each.exposed) if each.fused_share else each
+        for each in operations
     )

@@ -1,8 +1,8 @@
-"""Event-driven replay of tasks on streams: computes when each task begins and ends.
+"""Replay of tasks on streams: computes when each task begins and ends.
 
-The simulator builds a graph of tasks from a model, and what-if analysis builds one from a trace. A task begins when its
-predecessor on the stream and all its dependencies have ended. The tasks of one collective begin together, when the last
-of them is ready. Each then runs for its own duration.
+The simulator builds a graph of tasks from a model, and what-if analysis builds one from a trace. A stream runs its
+tasks one after another. A task begins when its predecessor on the stream and all its dependencies have ended. The tasks
+of one collective begin together, when the last of them is ready. Each then runs for its own duration.
 
     rank 0  [ forward 0 ][~~ waits ~~][ dispatch ][ experts ]...      two compute streams and one collective: both
     rank 1  [ ---- forward 0, slow ---- ][ dispatch ][ experts ]...   dispatches begin after the slow forward
@@ -27,7 +27,7 @@ from moe_comm.plan.arrays import Floats, Ints
 _NARROW = 12
 """Tasks per level below which plain Python is faster than NumPy. Both give the same bits."""
 _GIVE_UP_AFTER = 512
-"""Number of levels after which sorting checks whether they are narrow."""
+"""Number of levels after which sorting continues in plain Python if the levels are narrow on average."""
 _NAMED = 12
 """Number of tasks of a cycle that an error names."""
 
@@ -67,19 +67,19 @@ class TaskGraph:
         for name in ("stream", "before", "after", "collective"):
             object.__setattr__(self, name, _integers(name, getattr(self, name)))
         for name in ("stream", "collective"):
-            given = getattr(self, name)
-            if len(given) != len(duration):
-                raise ReplayError(f"{name} must have one entry per task, {len(duration)}; got {len(given)}")
-            if len(given) and given.min() < -1:
-                at = int(given.argmin())
-                raise ReplayError(f"{name} must be -1 (none) or at least 0; {self.name(at)} has {given[at]}")
+            values = getattr(self, name)
+            if len(values) != len(duration):
+                raise ReplayError(f"{name} must have one entry per task, {len(duration)}; got {len(values)}")
+            if len(values) and values.min() < -1:
+                at = int(values.argmin())
+                raise ReplayError(f"{name} must be -1 (none) or at least 0; {self.name(at)} has {values[at]}")
         if len(self.before) != len(self.after):
             raise ReplayError(f"before and after must be pairs; got {len(self.before)} and {len(self.after)} entries")
         for name in ("before", "after"):
-            given = getattr(self, name)
-            if len(given) and not (given.min() >= 0 and given.max() < len(duration)):
-                wrong = given[(given < 0) | (given >= len(duration))][0]
-                raise ReplayError(f"{name} contains task {wrong}; there are {len(duration)} tasks, from 0")
+            values = getattr(self, name)
+            if len(values) and not (values.min() >= 0 and values.max() < len(duration)):
+                missing_task = values[(values < 0) | (values >= len(duration))][0]
+                raise ReplayError(f"{name} contains task {missing_task}; there are {len(duration)} tasks, from 0")
         _check_durations(self, duration)
 
     def __len__(self) -> int:
@@ -129,8 +129,8 @@ def prepare(tasks: TaskGraph) -> ReplayPlan:
     """Sort ``tasks`` into levels. Raises ReplayError if tasks wait for each other."""
     node, number = _nodes(tasks.collective)
     before, after = _edges(tasks)
-    into = node[after]
-    nodes, sizes = _sorted_levels(node[before], into, number)
+    target_node = node[after]
+    nodes, sizes = _sorted_levels(node[before], target_node, number)
     if len(nodes) < number:
         done = np.zeros(number, dtype=bool)
         done[nodes] = True
@@ -142,9 +142,9 @@ def prepare(tasks: TaskGraph) -> ReplayPlan:
     order = np.argsort(node, kind="stable")
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
-    into = rank[into]
-    sort = np.argsort(into, kind="stable")
-    first_edge = _offsets(np.bincount(into, minlength=number))
+    target_node = rank[target_node]
+    sort = np.argsort(target_node, kind="stable")
+    first_edge = _offsets(np.bincount(target_node, minlength=number))
     first_task = _offsets(np.bincount(node, minlength=number))
     starts = _offsets(sizes)
     levels = np.stack([first_task[starts], starts, first_edge[starts]], axis=1)
@@ -169,18 +169,18 @@ def replay(tasks: TaskGraph | ReplayPlan, duration: Floats | None = None) -> Rep
         if duration.ndim not in (1, 2) or len(duration) != len(plan.tasks):
             raise ReplayError(f"durations must be [{len(plan.tasks)}] or [.., lanes]; got shape {duration.shape}")
         _check_durations(plan.tasks, duration)
-    takes = duration[plan.order]
-    narrow = takes.ndim == 1 and len(takes) < _NARROW * len(plan.levels)
-    begin, end = (_replay_narrow if narrow else _replay_wide)(plan, takes)
+    sorted_durations = duration[plan.order]
+    narrow = sorted_durations.ndim == 1 and len(sorted_durations) < _NARROW * len(plan.levels)
+    begin, end = (_replay_narrow if narrow else _replay_wide)(plan, sorted_durations)
     return ReplayTimes(begin[plan.position], end[plan.position])
 
 
 # ---- replay
 
 
-def _replay_wide(plan: ReplayPlan, takes: Floats) -> tuple[Floats, Floats]:
-    """Replay a level at a time. Arrays are in order of position."""
-    begin, end = np.zeros_like(takes), np.empty_like(takes)
+def _replay_wide(plan: ReplayPlan, durations: Floats) -> tuple[Floats, Floats]:
+    """Replay a level at a time. Arrays are in order of position; t, n, e are positions of tasks, nodes and edges."""
+    begin, end = np.zeros_like(durations), np.empty_like(durations)
     levels = plan.levels.tolist()
     for number, ((t0, n0, e0), (t1, n1, e1)) in enumerate(pairwise(levels)):
         if number:
@@ -190,19 +190,19 @@ def _replay_wide(plan: ReplayPlan, takes: Floats) -> tuple[Floats, Floats]:
             if t1 - t0 > n1 - n0:
                 ready = ready[plan.node[t0:t1] - n0]
             begin[t0:t1] = ready
-        np.add(begin[t0:t1], takes[t0:t1], out=end[t0:t1])
+        np.add(begin[t0:t1], durations[t0:t1], out=end[t0:t1])
     return begin, end
 
 
-def _replay_narrow(plan: ReplayPlan, takes: Floats) -> tuple[Floats, Floats]:
+def _replay_narrow(plan: ReplayPlan, durations: Floats) -> tuple[Floats, Floats]:
     """Replay a task at a time. This is faster for long chains with little parallelism."""
-    nodes, sources, first = plan.node.tolist(), plan.source.tolist(), plan.first_edge.tolist()
+    nodes, sources, first_edge = plan.node.tolist(), plan.source.tolist(), plan.first_edge.tolist()
     begin: list[float] = []
     end: list[float] = []
     last, ready = -1, 0.0
-    for node, seconds in zip(nodes, takes.tolist(), strict=True):
+    for node, seconds in zip(nodes, durations.tolist(), strict=True):
         if node != last:
-            ready = max([end[source] for source in sources[first[node] : first[node + 1]]], default=0.0)
+            ready = max([end[source] for source in sources[first_edge[node] : first_edge[node + 1]]], default=0.0)
             last = node
         begin.append(ready)
         end.append(ready + seconds)
@@ -260,15 +260,15 @@ def _sorted_levels(out: Ints, into: Ints, number: int) -> tuple[Ints, Ints]:
 
 def _narrow_levels(targets: Ints, first: Ints, waits: Ints, front: Ints) -> list[Ints]:
     """Return the levels after ``front``, a node at a time."""
-    to, start, left = targets.tolist(), first.tolist(), waits.tolist()
+    target_list, first_edge, unmet = targets.tolist(), first.tolist(), waits.tolist()
     levels: list[list[int]] = []
     nodes: list[int] = front.tolist()
     while nodes:
         following = []
         for node in nodes:
-            for target in to[start[node] : start[node + 1]]:
-                left[target] -= 1
-                if not left[target]:
+            for target in target_list[first_edge[node] : first_edge[node + 1]]:
+                unmet[target] -= 1
+                if not unmet[target]:
                     following.append(target)
         levels.append(following)
         nodes = following
@@ -277,9 +277,10 @@ def _narrow_levels(targets: Ints, first: Ints, waits: Ints, front: Ints) -> list
 
 def _cycle(tasks: TaskGraph, node: Ints, before: Ints, after: Ints, done: NDArray[np.bool_]) -> str:
     """Describe tasks that wait for each other. Every node that is not ``done`` waits for another such node."""
-    left = ~done[node[before]] & ~done[node[after]]
+    in_cycle = ~done[node[before]] & ~done[node[after]]
     edge_into: dict[int, tuple[int, int]] = {
-        int(n): (int(b), int(a)) for n, b, a in zip(node[after[left]], before[left], after[left], strict=True)
+        int(n): (int(b), int(a))
+        for n, b, a in zip(node[after[in_cycle]], before[in_cycle], after[in_cycle], strict=True)
     }
     at = next(iter(edge_into))
     visited: dict[int, int] = {}
@@ -309,11 +310,11 @@ def _offsets(counts: Ints) -> Ints:
     return result
 
 
-def _integers(name: str, given: NDArray[np.generic]) -> Ints:
-    given = np.asarray(given)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ReplayError(f"{name} must be a flat array of integers; got {given.dtype} of shape {given.shape}")
-    return np.ascontiguousarray(given, dtype=np.int64)
+def _integers(name: str, values: NDArray[np.generic]) -> Ints:
+    values = np.asarray(values)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise ReplayError(f"{name} must be a flat array of integers; got {values.dtype} of shape {values.shape}")
+    return np.ascontiguousarray(values, dtype=np.int64)
 
 
 def _check_durations(tasks: TaskGraph, duration: Floats) -> None:

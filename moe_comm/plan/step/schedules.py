@@ -37,14 +37,14 @@ class PassSeconds:
         """Return the seconds of each pass of ``order``, [passes]. Raises ConfigError for a wrong shape."""
         durations = []
         for name in ("forward", "input", "weight"):
-            given = np.asarray(getattr(self, name), dtype=np.float64)
-            given = given[:, None] if given.ndim == 1 else given
-            if given.ndim != 2 or given.shape[0] != order.stages or given.shape[1] not in (1, order.micro_batches):
+            values = np.asarray(getattr(self, name), dtype=np.float64)
+            values = values[:, None] if values.ndim == 1 else values
+            if values.ndim != 2 or values.shape[0] != order.stages or values.shape[1] not in (1, order.micro_batches):
                 raise ConfigError(
                     f"{name} must be seconds [{order.stages} stages] or [{order.stages}, {order.micro_batches} "
                     f"micro-batches]; got shape {np.shape(getattr(self, name))}"
                 )
-            durations.append(np.broadcast_to(given, (order.stages, order.micro_batches)))
+            durations.append(np.broadcast_to(values, (order.stages, order.micro_batches)))
         forward, backward, weight = durations
         per_kind = np.stack([forward, backward + weight, backward, weight])
         seconds: Floats = per_kind[order.kind, order.stage, order.micro]
@@ -81,7 +81,7 @@ def pipeline_tasks(
         transfer: seconds between stages on different ranks, one number or [stages - 1], in either direction.
         exposed: a rank starts to receive when it is idle, and waits. Otherwise transfers overlap with passes, one after
             another in each direction.
-        hidden: overlap of paired passes, as a share of the shorter one, 0 to 1.
+        hidden: overlap of paired passes (``PassOrder.pair``), as a share of the shorter one, 0 to 1.
 
     Raises:
         ConfigError: a shape is wrong, or a number is out of range.
@@ -92,20 +92,21 @@ def pipeline_tasks(
     if hop.ndim and hop.shape != (order.stages - 1,):
         raise ConfigError(f"transfer must be seconds, one number or [{order.stages - 1}]; got shape {hop.shape}")
     hop = np.broadcast_to(hop, (order.stages - 1,))
-    takes = _paired(order, seconds.of(order), hidden)
+    pass_seconds = _paired(order, seconds.of(order), hidden)
     source, target = _neighbours(order)
-    far = order.rank[source] != order.rank[target]
-    near_source, near_target, source, target = source[~far], target[~far], source[far], target[far]
+    between_ranks = order.rank[source] != order.rank[target]
+    near_source, near_target = source[~between_ranks], target[~between_ranks]
+    source, target = source[between_ranks], target[between_ranks]
 
-    passes, moves = len(order), np.arange(len(order), len(order) + len(source))
+    passes, transfers = len(order), np.arange(len(order), len(order) + len(source))
     forward = order.kind[source] == PassKind.FORWARD
-    before, after = [near_source, source, moves], [near_target, moves, target]
-    lane = np.where(forward, order.pp, 2 * order.pp) + order.rank[source]
+    before, after = [near_source, source, transfers], [near_target, transfers, target]
+    stream = np.where(forward, order.pp, 2 * order.pp) + order.rank[source]
     if exposed:
         follows = (target > 0) & (order.rank[target - 1] == order.rank[target])
         before.append(target[follows] - 1)
-        after.append(moves[follows])
-        lane = np.full_like(lane, -1)
+        after.append(transfers[follows])
+        stream = np.full_like(stream, -1)
     between = np.minimum(order.stage[source], order.stage[target])
 
     def label(task: int) -> str:
@@ -116,8 +117,8 @@ def pipeline_tasks(
         return f"transfer of micro-batch {order.micro[at]} from stage {order.stage[at]}"
 
     tasks = TaskGraph(
-        np.concatenate([takes, hop[between]]),
-        np.concatenate([order.rank, lane]),
+        np.concatenate([pass_seconds, hop[between]]),
+        np.concatenate([order.rank, stream]),
         np.concatenate(before),
         np.concatenate(after),
         np.full(passes + len(source), -1, dtype=np.int64),
@@ -137,10 +138,10 @@ def _neighbours(order: PassOrder) -> tuple[Ints, Ints]:
     return source[sort], target[sort]
 
 
-def _paired(order: PassOrder, takes: Floats, hidden: float) -> Floats:
+def _paired(order: PassOrder, pass_seconds: Floats, hidden: float) -> Floats:
     """Return the durations, with the second pass of each pair shortened by the overlap."""
     first = np.flatnonzero((order.pair[:-1] >= 0) & (order.pair[:-1] == order.pair[1:]))
     if hidden and len(first):
-        takes = takes.copy()
-        takes[first + 1] -= hidden * np.minimum(takes[first], takes[first + 1])
-    return takes
+        pass_seconds = pass_seconds.copy()
+        pass_seconds[first + 1] -= hidden * np.minimum(pass_seconds[first], pass_seconds[first + 1])
+    return pass_seconds

@@ -1,8 +1,8 @@
 """The time of a pipeline whose ranks share cores: while some ranks wait for their neighbours, the others run faster.
 
-    4 ranks, 2 cores, rates of accelerators are those of half a core
+    4 ranks on 2 cores; the described rate of a rank is that of half a core (shared = 2)
 
-    rank 0  ████████████▒▒▒▒▒▒▒▒          one rank runs twice as fast, two ranks too, four ranks at the described rate
+    rank 0  ████████████▒▒▒▒▒▒▒▒          one or two running ranks run twice as fast, four ranks at the described rate
     rank 1        ██████▒▒▒▒▒▒▒▒
     rank 2              ▒▒▒▒▒▒▒▒
 
@@ -32,34 +32,34 @@ def shared_span(tasks: TaskGraph, duration: Floats, computing: int, ranks: int, 
         ranks: number of ranks that share cores. Each runs its tasks one after another.
         shared: speedup of a rank if no other rank computes.
     """
-    pending, follows = np.zeros(len(tasks), dtype=np.int64), defaultdict(list)
-    last: dict[int, int] = {}
+    pending, successors = np.zeros(len(tasks), dtype=np.int64), defaultdict(list)
+    last_on_stream: dict[int, int] = {}
     pairs = list(zip(tasks.before.tolist(), tasks.after.tolist(), strict=True))
     for task, stream in enumerate(tasks.stream.tolist()):
         if stream >= 0:
-            pairs += [(last[stream], task)] if stream in last else []
-            last[stream] = task
-    for first, then in pairs:
-        follows[first].append(then)
-        pending[then] += 1
-    left = np.asarray(duration, dtype=np.float64).tolist()
+            pairs += [(last_on_stream[stream], task)] if stream in last_on_stream else []
+            last_on_stream[stream] = task
+    for first, successor in pairs:
+        successors[first].append(successor)
+        pending[successor] += 1
+    remaining = np.asarray(duration, dtype=np.float64).tolist()
     running = np.flatnonzero(pending == 0).tolist()
     now = 0.0
     while running:
         active = sum(task < computing for task in running)
         speed = min(shared, ranks / active) if active else 1.0
         rates = [speed if task < computing else 1.0 for task in running]
-        elapsed = min(left[task] / rate for task, rate in zip(running, rates, strict=True))
+        elapsed = min(remaining[task] / rate for task, rate in zip(running, rates, strict=True))
         now += elapsed
         still_running = []
         for task, rate in zip(running, rates, strict=True):
-            left[task] -= elapsed * rate
-            if left[task] > _ENDED * duration[task]:
+            remaining[task] -= elapsed * rate
+            if remaining[task] > _ENDED * duration[task]:
                 still_running.append(task)
                 continue
-            for then in follows[task]:
-                pending[then] -= 1
-                if not pending[then]:
-                    still_running.append(then)
+            for successor in successors[task]:
+                pending[successor] -= 1
+                if not pending[successor]:
+                    still_running.append(successor)
         running = still_running
     return now

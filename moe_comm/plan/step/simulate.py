@@ -2,8 +2,8 @@
 
 Every rank runs its own computation, slowed by its own factor. Ranks wait for each other in transfers:
 
-    cell        ranks that the passes of a stage synchronize: all tensor, context, expert (and with sharded weights
-                data) parallel groups that overlap. All of them wait for the slowest.
+    cell        ranks that wait for each other in the passes of a stage, because their tensor, context and expert
+                parallel groups overlap (with "fsdp" also data parallel groups). All of them wait for the slowest.
     pipeline    one cell of each position, with stage transfers and the schedule
     stage       gradient sums: replicas wait for each other, then each updates its shard and gathers weights
 
@@ -103,18 +103,18 @@ def simulate(model: StepModel, slow: Factors = None, links: Factors = None) -> S
     details, world = step_details(model), _World.of(model)
     slow_W, links_W = factors(slow, world.size), factors(links, world.size)
     slow_PC, links_PC = world.slowest(slow_W), world.slowest(links_W)
-    both = np.concatenate([slow_PC, links_PC])
-    distinct, lane = np.unique(both, axis=1, return_inverse=True)
+    factors_of_cell = np.concatenate([slow_PC, links_PC])
+    distinct, lane = np.unique(factors_of_cell, axis=1, return_inverse=True)
     lane = lane.reshape(-1)
-    lasts = []
+    ends_of_batches = []
     pp, lanes = details.order.pp, distinct.shape[1]
-    for first in range(0, lanes, _lanes(details)):
-        some = distinct[:, first : first + _lanes(details)]
-        lasts.append(_last(details, some[:pp], some[pp:]))
-    last_PL: Floats = np.concatenate(lasts, axis=1)
+    for first in range(0, lanes, _lanes_per_replay(details)):
+        batch = distinct[:, first : first + _lanes_per_replay(details)]
+        ends_of_batches.append(_end_of_last_pass(details, batch[:pp], batch[pp:]))
+    last_PL: Floats = np.concatenate(ends_of_batches, axis=1)
     end_W = world.spread(last_PL[:, lane])
-    for one in details.tail:
-        end_W = _after_tail(world, one, end_W, slow_W, links_W)
+    for operation in details.tail:
+        end_W = _after_tail(world, operation, end_W, slow_W, links_W)
     compute_W, moving_W = _busy(details, world, slow_W, slow_PC, links_W, links_PC)
     seconds = float(end_W.max())
     waiting_W: Floats = np.maximum(seconds - compute_W - moving_W, 0.0)
@@ -189,29 +189,29 @@ class _World:
         return np.broadcast_to(of_W.reshape(shape).max(axis=1, keepdims=True), shape).reshape(-1)
 
 
-def _after_tail(world: _World, one: TailOperation, end_W: Floats, slow_W: Floats, links_W: Floats) -> Floats:
+def _after_tail(world: _World, operation: TailOperation, end_W: Floats, slow_W: Floats, links_W: Floats) -> Floats:
     """Return the end of a tail operation on each rank."""
-    if not one.axis:
-        result: Floats = end_W + one.seconds * slow_W
+    if not operation.axis:
+        result: Floats = end_W + operation.seconds * slow_W
         return result
-    return world.latest(one.axis, end_W) + _slower(one, world.latest(one.axis, links_W))
+    return world.latest(operation.axis, end_W) + _exposed_seconds(operation, world.latest(operation.axis, links_W))
 
 
-def _slower(one: TailOperation, links: Floats) -> Floats:
+def _exposed_seconds(operation: TailOperation, links: Floats) -> Floats:
     """Return the exposed seconds of a transfer over slower links. Its hidden time does not change."""
-    result: Floats = one.seconds + (links - 1.0) * one.total_seconds
+    result: Floats = operation.seconds + (links - 1.0) * operation.total_seconds
     return np.maximum(result, 0.0)
 
 
 # ---- pipelines
 
 
-def _lanes(details: StepDetails) -> int:
+def _lanes_per_replay(details: StepDetails) -> int:
     """Return the number of pipelines to replay at once."""
     return max(1, _NUMBERS // len(details.tasks))
 
 
-def _last(details: StepDetails, slow_PL: Floats, links_PL: Floats) -> Floats:
+def _end_of_last_pass(details: StepDetails, slow_PL: Floats, links_PL: Floats) -> Floats:
     """Return the end of the last pass at each position of each pipeline, [positions, lanes]."""
     order, passes = details.order, len(details.order)
     compute, waits = _pass_seconds(details, slow_PL, links_PL)
@@ -254,27 +254,28 @@ def _busy(
     compute_W: Floats = np.repeat(compute, ranks) * slow_W
     # One lane for each distinct cell: the sum over passes is the same for equal cells.
     moving_PC = np.empty_like(slow_PC)
-    both, at = np.unique(np.stack([slow_PC.reshape(-1), links_PC.reshape(-1)]), axis=1, return_inverse=True)
-    at = at.reshape(slow_PC.shape)
-    step = _lanes(details)
-    for first in range(0, both.shape[1], step):
-        some = both[:, first : first + step]
-        wide = [np.broadcast_to(row, (order.pp, some.shape[1])) for row in some]
-        waits = _pass_seconds(details, wide[0], wide[1])[1]
+    pairs = np.stack([slow_PC.reshape(-1), links_PC.reshape(-1)])
+    factors_of_cell, column = np.unique(pairs, axis=1, return_inverse=True)
+    column = column.reshape(slow_PC.shape)
+    batch_size = _lanes_per_replay(details)
+    for first in range(0, factors_of_cell.shape[1], batch_size):
+        batch = factors_of_cell[:, first : first + batch_size]
+        expanded = [np.broadcast_to(row, (order.pp, batch.shape[1])) for row in batch]
+        waits = _pass_seconds(details, expanded[0], expanded[1])[1]
         total = np.stack([waits[order.rank == rank].sum(axis=0) for rank in range(order.pp)])
-        mine = (at >= first) & (at < first + some.shape[1])
-        rows = np.nonzero(mine)
-        moving_PC[rows] = total[rows[0], at[rows] - first]
+        in_batch = (column >= first) & (column < first + batch.shape[1])
+        rows = np.nonzero(in_batch)
+        moving_PC[rows] = total[rows[0], column[rows] - first]
     moving_W = world.spread(moving_PC)
-    for one in details.tail:
-        if one.axis:
-            moving_W = moving_W + _slower(one, world.latest(one.axis, links_W))
+    for operation in details.tail:
+        if operation.axis:
+            moving_W = moving_W + _exposed_seconds(operation, world.latest(operation.axis, links_W))
         else:
-            compute_W = compute_W + one.seconds * slow_W
+            compute_W = compute_W + operation.seconds * slow_W
     return compute_W, moving_W
 
 
-# ---- every rank by itself
+# ---- a task graph with every rank, to check the replay by cells
 
 
 def every_rank(model: StepModel, slow: Factors = None, links: Factors = None) -> TaskGraph:
@@ -289,37 +290,37 @@ def every_rank(model: StepModel, slow: Factors = None, links: Factors = None) ->
     pipelines, pp = world.parallel.stage, order.pp
     slow_W, links_W = factors(slow, world.size), factors(links, world.size)
     slow_PJ = slow_W.reshape(pp, pipelines)
-    worst_PJ = [world.spread(world.slowest(one)).reshape(pp, pipelines) for one in (slow_W, links_W)]
+    slowest_PJ = [world.spread(world.slowest(one)).reshape(pp, pipelines) for one in (slow_W, links_W)]
     compute = details.compute[order.stage, order.kind][:, None] * slow_PJ[order.rank]
-    waits = _pass_seconds(details, worst_PJ[0], worst_PJ[1])[1]
-    moves = _hop_seconds(details, worst_PJ[1])
+    waits = _pass_seconds(details, slowest_PJ[0], slowest_PJ[1])[1]
+    hop_seconds = _hop_seconds(details, slowest_PJ[1])
 
     # Task numbers: [passes or transfers, pipelines], one block after the other.
     pipeline = np.arange(pipelines)
     computes = np.arange(passes)[:, None] * pipelines + pipeline
-    meets = computes + passes * pipelines
+    sync_tasks = computes + passes * pipelines
     sends = 2 * passes * pipelines + np.arange(hops)[:, None] * pipelines + pipeline
     rank = order.rank[:, None] * pipelines + pipeline
     follows = np.flatnonzero(order.rank[1:] == order.rank[:-1])
-    before = [computes, meets[follows]]
-    after = [meets, computes[follows + 1]]
+    before = [computes, sync_tasks[follows]]
+    after = [sync_tasks, computes[follows + 1]]
     tasks = details.tasks
     for source, target in zip(tasks.before.tolist(), tasks.after.tolist(), strict=True):
-        before.append(meets[source] if source < passes else sends[source - passes])
+        before.append(sync_tasks[source] if source < passes else sends[source - passes])
         after.append(computes[target] if target < passes else sends[target - passes])
     lane = tasks.stream[passes:, None]
     stream = [rank, world.size + rank, np.where(lane < 0, -1, (lane + pp) * pipelines + pipeline)]
     collective = [np.full_like(rank, -1), np.arange(passes)[:, None] * world.cells + pipeline // world.cell]
     collective.append(np.full_like(sends, -1))
-    tail = _tails(details, world, slow_W, links_W, 4 * world.size, passes * world.cells)
+    tail = _tail_tasks(details, world, slow_W, links_W, 4 * world.size, passes * world.cells)
     first = (2 * passes + hops) * pipelines
     if len(tail[0]):
         ends = np.full(pp, 0)
         np.maximum.at(ends, order.rank, np.arange(passes))
-        before.append(meets[ends])
+        before.append(sync_tasks[ends])
         after.append(first + np.arange(world.size).reshape(pp, pipelines))
     return TaskGraph(
-        np.concatenate([one.ravel() for one in (compute, waits, moves, tail[0])]),
+        np.concatenate([one.ravel() for one in (compute, waits, hop_seconds, tail[0])]),
         np.concatenate([one.ravel() for one in (*stream, tail[1])]),
         np.concatenate([one.ravel() for one in before]),
         np.concatenate([one.ravel() for one in after]),
@@ -327,24 +328,24 @@ def every_rank(model: StepModel, slow: Factors = None, links: Factors = None) ->
     )
 
 
-def _tails(
+def _tail_tasks(
     details: StepDetails, world: _World, slow_W: Floats, links_W: Floats, stream: int, collective: int
 ) -> tuple[Floats, Ints, Ints]:
     """Return durations, streams and collectives of the tail, [tail operations * world]."""
     ranks = np.arange(world.size)
-    duration, meetings = [np.empty(0)], [np.empty(0, dtype=np.int64)]
-    for one in details.tail:
-        if one.axis:
-            shape = world.shape(one.axis)
+    duration, collectives = [np.empty(0)], [np.empty(0, dtype=np.int64)]
+    for operation in details.tail:
+        if operation.axis:
+            shape = world.shape(operation.axis)
             number = np.arange(shape[0] * shape[2]).reshape(shape[0], 1, shape[2])
-            meetings.append(collective + np.broadcast_to(number, shape).reshape(-1))
-            duration.append(_slower(one, world.latest(one.axis, links_W)))
+            collectives.append(collective + np.broadcast_to(number, shape).reshape(-1))
+            duration.append(_exposed_seconds(operation, world.latest(operation.axis, links_W)))
             collective += shape[0] * shape[2]
         else:
-            meetings.append(np.full(world.size, -1))
-            duration.append(one.seconds * slow_W)
+            collectives.append(np.full(world.size, -1))
+            duration.append(operation.seconds * slow_W)
     streams = np.tile(stream + ranks, len(details.tail))
-    return np.concatenate(duration), streams, np.concatenate(meetings)
+    return np.concatenate(duration), streams, np.concatenate(collectives)
 
 
 def simulate_every_rank(model: StepModel, slow: Factors = None, links: Factors = None) -> float:

@@ -9,7 +9,7 @@ for the layers of the bundled trainer:
               their transfers) compute the gradient of their first product's output a second time.
     neither   the first stage, which has no input gradient: its complete backward is the weight half. The head, whose
               gradients are computed with the loss. Layers with recompute "full", whose weight gradients are computed
-              with the input gradients.
+              with the input gradients. None of these backward passes is split.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ def halves(
         recomputed: number of leading operations that recompute forward operations.
         fused: experts are fused with their transfers, and save the inputs of their weight gradients.
     """
-    first = tuple(_half(one, one.seconds - one.weight_grad_s) if one.weight_grad_s else one for one in backward)
+    first = tuple(
+        _half(operation, operation.seconds - operation.weight_grad_s) if operation.weight_grad_s else operation
+        for operation in backward
+    )
     second = list(backward[:recomputed])
-    for one, input_half in zip(backward[recomputed:], first[recomputed:], strict=True):
-        if recomputed and one.kind == "transfer" and one.name.endswith(" again"):
-            second.append(one)  # the gather of recomputed inputs
-        if one.name in _REPEATED and not fused:
+    for operation, input_half in zip(backward[recomputed:], first[recomputed:], strict=True):
+        if recomputed and operation.kind == "transfer" and operation.name.endswith(" again"):
+            second.append(operation)  # the gather of recomputed inputs
+        if operation.name in _REPEATED and not fused:
             second.append(input_half)
-        if one.weight_grad_s:
-            second.append(_half(one, one.weight_grad_s))
+        if operation.weight_grad_s:
+            second.append(_half(operation, operation.weight_grad_s))
     return first, tuple(second)
 
 
-def _half(one: Operation, seconds: float) -> Operation:
-    return replace(one, seconds=seconds, flops=one.flops / 2, bytes=one.bytes / 2, weight_grad_s=0.0)
+def _half(operation: Operation, seconds: float) -> Operation:
+    return replace(operation, seconds=seconds, flops=operation.flops / 2, bytes=operation.bytes / 2, weight_grad_s=0.0)

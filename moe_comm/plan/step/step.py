@@ -247,8 +247,9 @@ class StepModel:
         """
         result = np.zeros_like(self._pass_seconds)
         if self.placed.mapping.sharding == "fsdp":
-            gathers, both = self.weights.fsdp_seconds().T
-            result.T[:] = (gathers, both, gathers, both - gathers) if self.split else (gathers, both, both, 0 * both)
+            forward, backward = self.weights.fsdp_seconds().T
+            gathers, scatters = forward, backward - forward
+            result.T[:] = (forward, backward, *((gathers, scatters) if self.split else (backward, 0 * backward)))
         return self._by_stage(result)
 
     def _tail(self, rank: int) -> dict[str, CollectiveCost]:
@@ -298,11 +299,11 @@ class StepModel:
             passes[0, PassKind.INPUT] = passes[0, PassKind.WEIGHT] = 0
         return np.array([self._counts[stages].T @ passes[stages] for stages in _position_stages(self.stages)])
 
-    def _summed(self, rank: int, what: str) -> dict[str, float]:
+    def _summed(self, rank: int, field_name: str) -> dict[str, float]:
         """Return the exposed ("causes") or hidden ("hidden") seconds of a pipeline position, by cause."""
         result: dict[str, float] = {}
         for cost, count in self._pass_counts(rank):
-            for name, seconds in getattr(cost, what).items():
+            for name, seconds in getattr(cost, field_name).items():
                 result[name] = result.get(name, 0.0) + count * seconds
         return result
 

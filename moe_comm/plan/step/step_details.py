@@ -24,8 +24,8 @@ TailKind = Literal["gradients", "optimizer", "weights"]
 class TailOperation:
     """An operation after the last pass of a pipeline position.
 
-    axis: axis of the group that performs it, "" for a single rank. seconds: time added to the step. total_seconds: its
-    duration, of which the rest overlaps with passes.
+    axis: axis of the group that performs it, "" for a single rank. seconds: exposed time, which it adds to the step.
+    total_seconds: its duration; the rest of it overlaps with passes.
     """
 
     name: str
@@ -95,19 +95,23 @@ def step_details(model: StepModel) -> StepDetails:
     )
 
 
-def _seconds(one: BlockOperations, *, transfers: bool) -> list[float]:
+def _seconds(stage: BlockOperations, *, transfers: bool) -> list[float]:
     """Return the seconds of transfers, or of all other operations, by kind of pass, including hidden ones."""
-    return [sum(each.seconds for each in kind if (each.kind == "transfer") is transfers) for kind in one.kinds]
+    return [
+        sum(operation.seconds for operation in pass_ if (operation.kind == "transfer") is transfers)
+        for pass_ in stage.kinds
+    ]
 
 
 def _hops(tasks: TaskGraph, passes: int) -> tuple[Ints, Ints]:
     """Return the pass that sends each transfer (the first of its predecessors), and the pass that receives it."""
     count = len(tasks) - passes
     sender, receiver = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    into = np.flatnonzero((tasks.after >= passes) & (tasks.before < passes))[::-1]  # the first edge is assigned last
-    sender[tasks.after[into] - passes] = tasks.before[into]
-    out = np.flatnonzero((tasks.before >= passes) & (tasks.after < passes))
-    receiver[tasks.before[out] - passes] = tasks.after[out]
+    # In reverse order, so that the first edge is assigned last.
+    sending_edges = np.flatnonzero((tasks.after >= passes) & (tasks.before < passes))[::-1]
+    sender[tasks.after[sending_edges] - passes] = tasks.before[sending_edges]
+    receiving_edges = np.flatnonzero((tasks.before >= passes) & (tasks.after < passes))
+    receiver[tasks.before[receiving_edges] - passes] = tasks.after[receiving_edges]
     return sender, receiver
 
 
@@ -124,7 +128,7 @@ def _tail(model: StepModel, rank: int, predicted: StepPrediction, span: float) -
         for name, cost in model.weights.tail(rank).items()
         if cost.seconds
     ]
-    left = predicted.seconds - span - sum(one.seconds for one in result)
-    result.append(TailOperation("optimizer", "optimizer", "", left, left))
+    optimizer_s = predicted.seconds - span - sum(one.seconds for one in result)
+    result.append(TailOperation("optimizer", "optimizer", "", optimizer_s, optimizer_s))
     order = ("gradients", "optimizer", "weights")
     return tuple(sorted(result, key=lambda one: order.index(one.kind)))

@@ -44,15 +44,15 @@ class StageWeights:
     def stage_elements(self) -> Floats:
         """Elements of each stage on a rank, [stages, 2]: dense ones, and those of experts."""
         shape, p = self.shape, self.placed.mapping.parallel
-        each: dict[LayerKind, tuple[int, int]] = {}
+        per_layer: dict[LayerKind, tuple[int, int]] = {}
         for kind, count in (("dense", shape.dense_layers), ("moe", shape.moe_layers)):
             elements = shape.parameters(kind) if count else {}  # type: ignore[arg-type]
             experts = elements.get("experts", 0)
-            each[kind] = (sum(elements.values()) - experts, experts)  # type: ignore[index]
+            per_layer[kind] = (sum(elements.values()) - experts, experts)  # type: ignore[index]
         result = np.zeros((self.stages.num_stages, 2))
         for stage in range(self.stages.num_stages):
             for layer in self.stages.layers_of(stage):
-                result[stage] += each[shape.kind(layer)]
+                result[stage] += per_layer[shape.kind(layer)]
         result[0, 0] += shape.embedding_block.params
         result[-1, 0] += shape.head_block.params
         return result / np.array([p.tp, p.ep * p.etp], dtype=np.float64)
@@ -72,17 +72,17 @@ class StageWeights:
     def fsdp_seconds(self) -> Floats:
         """Return the seconds of the "fsdp" collectives of a micro-batch in forward and backward, [stages, 2]."""
         result = np.zeros((self.stages.num_stages, 2))
-        known: dict[tuple[float, float], tuple[float, float]] = {}
+        seconds_of: dict[tuple[float, float], tuple[float, float]] = {}
         for stage, (dense, experts) in enumerate(self.stage_elements.tolist()):
-            if (dense, experts) not in known:
+            if (dense, experts) not in seconds_of:
                 gather = scatter = 0.0
                 for count, span, seconds in zip(
                     (dense, experts), self.spans, (self._rings_seconds, self._one_ring_seconds), strict=True
                 ):
                     gather += seconds(count * self.size, span, "all_gather")
                     scatter += seconds(count * GRADIENT_BYTES, span, "reduce_scatter")
-                known[dense, experts] = (gather, gather + scatter)
-            result[stage] = known[dense, experts]
+                seconds_of[dense, experts] = (gather, gather + scatter)
+            result[stage] = seconds_of[dense, experts]
         return result
 
     def _rings_seconds(self, num_bytes: float, span: GroupSpan, collective: str) -> float:
@@ -92,8 +92,8 @@ class StageWeights:
 
     def _one_ring_seconds(self, num_bytes: float, span: GroupSpan, collective: str) -> float:
         """Return the seconds of a collective of sharded experts: a ring with one NIC per host (``SLOW_RING``)."""
-        one = replace(span, parts=tuple(replace(part, fewest=1) for part in span.parts))
-        cost: CollectiveCost = getattr(self.placed.cluster, collective)(num_bytes, one)
+        single_nic = replace(span, parts=tuple(replace(part, fewest=1) for part in span.parts))
+        cost: CollectiveCost = getattr(self.placed.cluster, collective)(num_bytes, single_nic)
         slowdown = 1 + span.ranks / SLOW_RING if span.hosts > 1 and span.fewest > 1 else 1.0
         return cost.latency_s + (cost.seconds - cost.latency_s) * slowdown
 

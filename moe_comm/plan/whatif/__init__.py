@@ -1,1 +1,1 @@
-"""What stragglers cost a run that was traced."""
+"""What-if analysis: the cost of stragglers (slow ranks or links) in a traced run."""

@@ -3,12 +3,13 @@
     T        replay with the measured durations, without the gaps between operations
     T_ideal  replay with the mean duration of each class of operations (``trace_table.ideal_seconds``)
     S        T / T_ideal; the share 1 - 1 / S of the time is wasted
-    S_x      T_ideal with the measured durations of x only, / T_ideal: the slowdown that x alone causes; x is a kind of
+    S_x      (T_ideal with the measured durations of x only) / T_ideal: the slowdown that x alone causes; x is a kind of
              operation, or the ranks with one coordinate in a dimension ("dp", "pp", "ep", ...)
     M_x      (T - T with the ideal durations of x) / (T - T_ideal): the share of the loss that fixing x alone saves
+    M_W, M_S: M_x of the slowest ranks (workers), and of the last pipeline stage
 
-In addition to the study, this covers dimensions other than dp and pp, and their groups, and splits S into the slowdown
-of uneven routing (``even_routing``) and the rest.
+In addition to the cited study, this covers dimensions other than dp and pp, and groups of ranks. It also divides S into
+the slowdown of uneven routing (``even_routing``) and the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moe_comm.plan.step.replay import ReplayPlan, TaskGraph, prepare, replay
 from moe_comm.plan.whatif.trace_table import TraceGraph, ideal_seconds
 
 WORST = 0.03
-"""Share of the workers that M_W fixes."""
+"""Share of the workers (ranks) that M_W fixes: the slowest ones."""
 MOST_RANKS = 64
 """Largest number of ranks that are replayed individually."""
 _CELLS = 1 << 23
@@ -166,12 +167,12 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
     groups = {dimension: _groups(ranks, places, dimension) for dimension in _SIDES if dimension in places}
     for dimension, members in groups.items():
         lanes |= {(f"{dimension} group", group): np.isin(table.rank_N, group) for group in members}
-    alone = replays.slowdowns(lanes)
+    slowdown_of = replays.slowdowns(lanes)
     by_place = {
-        dimension: tuple(alone[dimension, place] for place in range(int(place_N.max()) + 1))
+        dimension: tuple(slowdown_of[dimension, place] for place in range(int(place_N.max()) + 1))
         for dimension, place_N in table.places.items()
     }
-    score_R = np.array([alone.get(("rank", int(rank)), np.inf) for rank in ranks])
+    score_R = np.array([slowdown_of.get(("rank", int(rank)), np.inf) for rank in ranks])
     if not np.isfinite(score_R).all():
         score_R = _least_of_places(places, by_place)
     worker_DP = np.minimum.outer(np.array(by_place.get("dp", (np.inf,))), np.array(by_place.get("pp", (np.inf,))))
@@ -180,7 +181,7 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
         [np.isin(table.rank_N, worst)]
         + ([table.places["pp"] == table.places["pp"].max()] if "pp" in table.places else [])
     )
-    by_operation = {str(kind): value for (what, kind), value in alone.items() if what == "operation"}
+    by_operation = {str(kind): value for (what, kind), value in slowdown_of.items() if what == "operation"}
     workers = (
         Worker(int(rank), {dimension: int(at[index]) for dimension, at in places.items()}, float(score_R[index]))
         for index, rank in enumerate(ranks)
@@ -194,7 +195,11 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
         replays.ideal_S,
         dict(sorted(by_operation.items(), key=lambda item: -item[1])),
         by_place,
-        {key: {group: alone[f"{key} group", group] for group in members} for key, members in groups.items() if members},
+        {
+            key: {group: slowdown_of[f"{key} group", group] for group in members}
+            for key, members in groups.items()
+            if members
+        },
         tuple(workers),
         worker_DP,
         tuple(worst),
@@ -274,7 +279,7 @@ class _Replays:
         """Return S_x for each set of operations [N]."""
         chosen = list(lanes.values())
         total = self._totals(chosen, self._graph.value_N, self._ideal_N)
-        return dict(zip(lanes, (float(one) for one in total / self.ideal_S.sum()), strict=True))
+        return dict(zip(lanes, (float(seconds) for seconds in total / self.ideal_S.sum()), strict=True))
 
     def recovered_shares(self, lanes: list[Bools]) -> list[float]:
         """Return M_x for each set of operations [N]."""
@@ -282,7 +287,7 @@ class _Replays:
         if abs(lost) <= 1e-9 * self.ideal_S.sum():
             return [float("nan")] * len(lanes)
         total = self._totals(lanes, self._ideal_N, self._graph.value_N)
-        return [float(self.replayed_S.sum() - one) / lost for one in total]
+        return [float(self.replayed_S.sum() - seconds) / lost for seconds in total]
 
     def _totals(self, lanes: list[Bools], inside_N: Floats, outside_N: Floats) -> Floats:
         """Return the total seconds with ``inside_N`` in each set of operations and ``outside_N`` elsewhere, [L]."""

@@ -38,21 +38,21 @@ def even_seconds(graph: TraceGraph, rows_N: Ints, moving: Sequence[str]) -> Floa
         group = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
         count = np.bincount(group)
         value, rows = graph.value_N[experts], rows_N[experts].astype(np.float64)
-        known = np.bincount(group, rows_N[experts] == UNKNOWN)[group] == 0
+        has_rows = np.bincount(group, rows_N[experts] == UNKNOWN)[group] == 0
         mean = (np.bincount(group, value) / count)[group]
         rows_mean = (np.bincount(group, rows) / count)[group]
         of_rank = graph.class_N[experts] * (int(table.rank_N.max()) + 1) + table.rank_N[experts]
-        slope = _slopes(np.where(known, rows, 0.0), value, graph.class_N[experts], of_rank)
-        even_N[experts] = np.where(known, np.maximum(value - slope * (rows - rows_mean), 0.0), mean)
+        slope = _slopes(np.where(has_rows, rows, 0.0), value, graph.class_N[experts], of_rank)
+        even_N[experts] = np.where(has_rows, np.maximum(value - slope * (rows - rows_mean), 0.0), mean)
     moved = (graph.collective_N >= 0) & np.isin(names, moving)
     if moved.any():
         call = np.unique(graph.collective_N[moved], return_inverse=True)[1].reshape(-1)
         nbytes, value = table.nbytes_N[moved].astype(np.float64), graph.value_N[moved]
-        most = np.zeros(int(call.max()) + 1)
-        np.maximum.at(most, call, nbytes)
+        most_bytes = np.zeros(int(call.max()) + 1)
+        np.maximum.at(most_bytes, call, nbytes)
         mean = (np.bincount(call, nbytes) / np.bincount(call))[call]
-        slope = _slopes(most[call], value, graph.class_N[moved], graph.class_N[moved])
-        even_N[moved] = np.maximum(value - slope * (most[call] - mean), 0.0)
+        slope = _slopes(most_bytes[call], value, graph.class_N[moved], graph.class_N[moved])
+        even_N[moved] = np.maximum(value - slope * (most_bytes[call] - mean), 0.0)
     return even_N
 
 

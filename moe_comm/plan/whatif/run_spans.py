@@ -94,10 +94,10 @@ def cut_step(spans: Sequence[SpanLine]) -> list[SpanSlice]:
         phase = open_[-1][1] if open_ else -1
         open_.append((span, _PHASES.get(span.name, phase) if span.kind == "compute" else phase))
     close(step.end_ns)
-    return _receives(slices)
+    return _mark_receive_waits(slices)
 
 
-def _receives(slices: list[SpanSlice]) -> list[SpanSlice]:
+def _mark_receive_waits(slices: list[SpanSlice]) -> list[SpanSlice]:
     """Set ``waits`` of the slices of transfer spans.
 
     Between two pipeline passes, a rank first sends and then waits to receive. So only the last slice of each transfer
@@ -123,13 +123,13 @@ def messages_of(ranks: Sequence[list[SpanSlice]]) -> dict[SliceId, SliceId]:
         for index, item in enumerate(slices):
             if item.span.kind != "transfer" or not item.waits or item.span.name.startswith(SEND):
                 continue
-            sender = sends.get(_needed(rank, slices[index + 1 :]))
+            sender = sends.get(_input_key(rank, slices[index + 1 :]))
             if sender is not None and ranks[sender[0]][sender[1]].end < item.end:  # else clocks are inaccurate
                 messages[rank, index] = sender
     return messages
 
 
-def _needed(rank: int, following: Sequence[SpanSlice]) -> tuple[object, ...]:
+def _input_key(rank: int, following: Sequence[SpanSlice]) -> tuple[object, ...]:
     """Return the key of the input of the next pass: receiver, stages, activations or gradients, micro-batch.
 
     ``messages_of`` uses the same key for the sends. Return () if there is no next pass.
@@ -178,8 +178,9 @@ def routed_rows(slices: Sequence[SpanSlice]) -> list[int]:
             calls = computations[span.name, *layer]
             if not calls or calls[-1] is not span:
                 calls.append(span)
-            known = received[layer]
-            rows = known[min(len(calls), len(known)) - 1] if span.name == EXPERTS[0] else sum(known) // len(known)
+            dispatches = received[layer]
+            nth = dispatches[min(len(calls), len(dispatches)) - 1]
+            rows = nth if span.name == EXPERTS[0] else sum(dispatches) // len(dispatches)
         rows_of_slices.append(rows)
     return rows_of_slices
 

@@ -5,11 +5,12 @@ Each rank's time in a step is divided where spans begin and end, without gaps:
     rank 0  [batch][attention][forward][dispatch         ][experts][combine][forward]...     one stream per rank
     rank 1  [batch][attention, slow      ][forward][dispatch][experts][combine]...           calls synchronize
 
-A slice is named after its innermost span. It counts as computation unless a span waits for other ranks: then the slice
-covers the outermost such span. The calls of a collective begin together. A receive waits for a send. If the receiver
-waited, the transfer is an additional operation with its own stream, whose duration is known. A wait for a call that
-began earlier (rows that are awaited while experts compute) depends on what each other rank had last completed when it
-ended. The same applies to a rank that left a call before another rank entered it.
+A slice (a time interval of a rank) is named after its innermost span. It counts as computation unless a span waits for
+other ranks: then the slice covers the outermost such span. The calls of a collective begin together. A receive waits
+for a send. If the receiver waited, the transfer is an additional operation with its own stream, whose duration is
+known. A rank can also wait for an asynchronous call that began earlier (for rows, while experts compute). Such a wait
+depends on the last operation that each other rank had completed when the wait ended. The same applies to a rank that
+left a call before another rank entered it.
 
 The operations of a rank keep their recorded order. Work on other GPU streams or threads is not moved.
 """
@@ -47,10 +48,10 @@ from moe_comm.plan.whatif.trace_table import TraceGraph, TraceTable
 from moe_comm.topology import ParallelConfig
 
 LATE = "between steps"
-"""Time of a rank after other ranks have begun the step, without a span."""
+"""Name of the time of a rank between the first rank's begin of the step and its own."""
 MOST_SPANS = 1 << 21
 """Largest number of spans in memory: about 1.5 GB."""
-_TAKES = {"activations": "forward", "gradients": "backward"}
+_PASS_OF_MESSAGE = {"activations": "forward", "gradients": "backward"}
 _BETWEEN = re.compile(r"stages ([0-9]{1,6})-([0-9]{1,6})")
 
 
@@ -145,7 +146,11 @@ def _mapping(world: int, mapping: dict[str, int]) -> ParallelConfig:
 
 @dataclass
 class _Builder:
-    """Collects the operations of successive steps as rows of the table, and their dependencies."""
+    """Collects the operations of successive steps, and their dependencies.
+
+    rows: the columns of ``TraceTable`` except places, with times in seconds after the step began. The following lists
+    have one entry per row, as in ``TraceGraph``. phase: of ``SpanSlice``. routed: rows of experts, or ``UNKNOWN``.
+    """
 
     mapping: ParallelConfig
     rows: list[tuple[int, int, int, int, int, float, float, bool, int]] = field(default_factory=list)
@@ -173,9 +178,9 @@ class _Builder:
                 slices.insert(0, SpanSlice(span, zero, late, -1, False))
         messages = messages_of(ranks)
         for rank, slices in enumerate(ranks):
-            for index, one in enumerate(slices):
-                if one.span.kind == "transfer" and not one.span.name.startswith(SEND):
-                    slices[index] = one._replace(waits=(rank, index) in messages)
+            for index, item in enumerate(slices):
+                if item.span.kind == "transfer" and not item.span.name.startswith(SEND):
+                    slices[index] = item._replace(waits=(rank, index) in messages)
             self._first.append(len(self.rows))
             self._add_rank(step, rank, slices, zero)
         begun = begun_of(ranks)
@@ -215,14 +220,14 @@ class _Builder:
     def _add_rank(self, step: int, rank: int, slices: list[SpanSlice], zero: int) -> None:
         """Add the slices of a rank on a new stream."""
         stage = rank // self.mapping.stage
-        count: dict[tuple[object, ...], int] = defaultdict(int)
-        for one in slices:
-            span, name = one.span, name_of(one)
-            key = (name, span.layer, span.micro, one.phase)
-            op_class = (name, span.layer, one.phase, stage, count[key])
-            count[key] += 1
-            begin, end = (one.begin - zero) / 1e9, (one.end - zero) / 1e9
-            self._add((name, step, span.micro, rank, begin, end, one.waits, span.nbytes), op_class, one.phase)
+        occurrences: dict[tuple[object, ...], int] = defaultdict(int)
+        for item in slices:
+            span, name = item.span, name_of(item)
+            key = (name, span.layer, span.micro, item.phase)
+            op_class = (name, span.layer, item.phase, stage, occurrences[key])
+            occurrences[key] += 1
+            begin, end = (item.begin - zero) / 1e9, (item.end - zero) / 1e9
+            self._add((name, step, span.micro, rank, begin, end, item.waits, span.nbytes), op_class, item.phase)
         self.routed += routed_rows(slices)
         self._streams += 1
 
@@ -243,22 +248,26 @@ class _Builder:
         self.phase.append(phase)
 
     def _join_calls(self, early: Collection[Call]) -> None:
+        """Join the slices of each call to a collective, except calls in ``early``.
+
+        If a rank left a call before another rank entered it, its slice depends on what the other ranks did before it.
+        """
         calls: dict[Call, list[SliceId]] = defaultdict(list)
         for rank, slices in enumerate(self._slices):
-            for index, one in enumerate(slices):
-                if one.waits and one.span.call and call_of(one.span) not in early:
-                    calls[call_of(one.span)].append((rank, index))
+            for index, item in enumerate(slices):
+                if item.waits and item.span.call and call_of(item.span) not in early:
+                    calls[call_of(item.span)].append((rank, index))
         for members in calls.values():
             latest = max(self._slices[rank][index].begin for rank, index in members)
             for rank, index in members:
-                one = self._slices[rank][index]
-                if one.end >= latest:
+                item = self._slices[rank][index]
+                if item.end >= latest:
                     self.collective[self._first[rank] + index] = self._collectives
                     continue
                 before = [
                     (other, at - 1)
                     for other, at in members
-                    if other != rank and at and self._slices[other][at].begin < one.end
+                    if other != rank and at and self._slices[other][at].begin < item.end
                 ]
                 self._release((rank, index), before)
             self._collectives += 1
@@ -283,43 +292,44 @@ class _Builder:
         """Let each pass wait for the send of its input, even if the receiver did not wait."""
         passes: dict[tuple[object, ...], int] = {}
         for rank, slices in enumerate(self._slices):
-            for index, one in enumerate(slices):
-                if one.span.kind == "compute" and one.span.name in _TAKES.values():
-                    passes.setdefault((rank, one.span.name, one.span.layer, one.span.micro), index)
-        done: set[tuple[object, ...]] = set()
+            for index, item in enumerate(slices):
+                if item.span.kind == "compute" and item.span.name in _PASS_OF_MESSAGE.values():
+                    passes.setdefault((rank, item.span.name, item.span.layer, item.span.micro), index)
+        connected: set[tuple[object, ...]] = set()
         for rank, slices in enumerate(self._slices):
-            for at, one in enumerate(slices):
-                taken = _taken(one.span)
-                if taken is None or taken in done or taken not in passes:
+            for at, item in enumerate(slices):
+                receiving_pass = _receiving_pass(item.span)
+                if receiving_pass is None or receiving_pass in connected or receiving_pass not in passes:
                     continue
-                done.add(taken)
-                peer, into = one.span.peer, passes[taken]
-                if one.end <= self._slices[peer][into].begin:
-                    self.edges.append((self._first[rank] + at, self._first[peer] + into))
+                connected.add(receiving_pass)
+                peer, pass_index = item.span.peer, passes[receiving_pass]
+                if item.end <= self._slices[peer][pass_index].begin:
+                    self.edges.append((self._first[rank] + at, self._first[peer] + pass_index))
 
     def _wait_for_receivers(self, messages: Mapping[SliceId, SliceId]) -> None:
         """Let a rank's wait after its last pass depend on the receivers of its messages.
 
-        The wait ends when each receiver has requested the message, before the pass that uses it.
+        The wait ends when each receiver has requested its message. It does so in the gap (slice between passes) before
+        the pass that uses the message.
         """
         requested: dict[tuple[object, ...], int] = {}
         for rank, slices in enumerate(self._slices):
             gap = 0
-            for index, one in enumerate(slices):
-                if one.span.kind == "transfer":
-                    if one.span is not slices[gap].span and not one.span.name.startswith(SEND):
+            for index, item in enumerate(slices):
+                if item.span.kind == "transfer":
+                    if item.span is not slices[gap].span and not item.span.name.startswith(SEND):
                         gap = index
-                elif one.span.kind == "compute" and one.span.name in _TAKES.values():
-                    requested.setdefault((rank, one.span.name, one.span.layer, one.span.micro), gap)
+                elif item.span.kind == "compute" and item.span.name in _PASS_OF_MESSAGE.values():
+                    requested.setdefault((rank, item.span.name, item.span.layer, item.span.micro), gap)
         for rank, slices in enumerate(self._slices):
-            last = max((at for at, one in enumerate(slices) if one.span.name == BETWEEN), default=-1)
+            last = max((at for at, item in enumerate(slices) if item.span.name == BETWEEN), default=-1)
             if last < 0 or (rank, last) in messages:
                 continue
             before = []
-            for one in slices[:last]:
-                taken = _taken(one.span)
-                gap = requested.get(taken, 0) if taken is not None else 0
-                peer = one.span.peer
+            for item in slices[:last]:
+                receiving_pass = _receiving_pass(item.span)
+                gap = requested.get(receiving_pass, 0) if receiving_pass is not None else 0
+                peer = item.span.peer
                 if (
                     gap
                     and 0 <= peer < len(self._slices)
@@ -331,62 +341,66 @@ class _Builder:
 
     def _wait_for_early_calls(self, begun: Mapping[Call, Mapping[int, tuple[int, bool]]]) -> None:
         """Let waits for calls that some rank began earlier depend on the begin of the call on all ranks."""
-        ends = [[one.end for one in slices] for slices in self._slices]
+        ends = [[item.end for item in slices] for slices in self._slices]
         for rank, slices in enumerate(self._slices):
-            for index, one in enumerate(slices):
-                calls = [call for span in one.calls if (call := call_of(span)) in begun] if one.waits else []
+            for index, item in enumerate(slices):
+                calls = [call for span in item.calls if (call := call_of(span)) in begun] if item.waits else []
                 before = []
                 for call in calls:
                     for other, (when, _) in begun[call].items():
                         at = bisect_right(ends[other], when) - 1
-                        if other != rank and at >= 0 and when <= one.end:
+                        if other != rank and at >= 0 and when <= item.end:
                             before.append((other, at))
                 if before:
                     self._release((rank, index), before)
 
     def _wait_for_unnamed_calls(self, early: Collection[Call]) -> None:
         """Handle waits for earlier calls of the same layer and kind whose spans do not identify the call."""
-        ends = [[one.end for one in slices] for slices in self._slices]
+        ends = [[item.end for item in slices] for slices in self._slices]
         begun: list[dict[tuple[str, str], dict[int, int]]] = []
         for slices in self._slices:
             calls: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
-            for index, one in enumerate(slices):
-                if one.waits and one.span.call:
-                    calls[one.span.kind, one.span.layer][one.span.call] = index
+            for index, item in enumerate(slices):
+                if item.waits and item.span.call:
+                    calls[item.span.kind, item.span.layer][item.span.call] = index
             begun.append(calls)
         for rank, slices in enumerate(self._slices):
             latest: dict[tuple[str, str], SpanLine] = {}
-            for index, one in enumerate(slices):
-                span = one.span
-                if not one.waits or span.kind not in WAITS:
+            for index, item in enumerate(slices):
+                span = item.span
+                if not item.waits or span.kind not in WAITS:
                     continue
                 if span.call:
                     latest[span.kind, span.layer] = span
-                elif any(call_of(inner) in early for inner in one.inner):
+                elif any(call_of(inner) in early for inner in item.inner):
                     continue
                 elif (call := latest.get((span.kind, span.layer))) is not None:
                     before = []
                     for other in call.group:
                         at = begun[other][span.kind, span.layer].get(call.call) if other < len(self._slices) else None
-                        done = bisect_left(ends[other], one.end) - 1 if at is not None else -1
-                        if other != rank and at is not None and done >= max(at - 1, 0):
-                            before.append((other, done))
+                        completed = bisect_left(ends[other], item.end) - 1 if at is not None else -1
+                        if other != rank and at is not None and completed >= max(at - 1, 0):
+                            before.append((other, completed))
                     self._release((rank, index), before)
 
     def _release(self, waiting: tuple[int, int], before: Sequence[tuple[int, int]]) -> None:
-        """Let a wait depend on these slices, and measure its value from when they ended."""
-        one = self._slices[waiting[0]][waiting[1]]
+        """Let a wait depend on these slices, and measure its value from when they ended.
+
+        The value of a slice of a collective is measured from when the last rank entered it, which is later.
+        """
+        item = self._slices[waiting[0]][waiting[1]]
         index = self._first[waiting[0]] + waiting[1]
-        begin = max([one.begin, *(min(self._slices[rank][at].end, one.end) for rank, at in before)])
-        self.value[index] = (one.end - begin) / 1e9
+        begin = max([item.begin, *(min(self._slices[rank][at].end, item.end) for rank, at in before)])
+        if self.collective[index] < 0:
+            self.value[index] = (item.end - begin) / 1e9
         self.edges += [(self._first[rank] + at, index) for rank, at in before]
 
 
-def _taken(span: SpanLine) -> tuple[object, ...] | None:
+def _receiving_pass(span: SpanLine) -> tuple[object, ...] | None:
     """Return the pass that receives what a span sends: rank, name, stage and micro-batch; None if it sends nothing."""
     if span.kind != "transfer" or not span.name.startswith(SEND):
         return None
-    stages, name = _BETWEEN.fullmatch(span.layer), _TAKES.get(span.name.removeprefix(SEND))
+    stages, name = _BETWEEN.fullmatch(span.layer), _PASS_OF_MESSAGE.get(span.name.removeprefix(SEND))
     if stages is None or name is None:
         return None
     return span.peer, name, f"stage {int(stages[2] if name == 'forward' else stages[1])}", span.micro

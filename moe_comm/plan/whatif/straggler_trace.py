@@ -45,7 +45,7 @@ _TAIL = (COLLECT, NORMS, EMBEDDING, SEPARATE, CLIP, UPDATE)
 _TAIL_STREAM = 6
 _PER_WORKER = 7
 _SAME_S = 5e-5
-"""Upper bound of the clock differences between workers."""
+"""Upper bound of the clock differences between workers, in seconds."""
 _COLUMNS = ("dp_rank", "stage", "rank", "step", "start_ts", "duration", "seq_id", "mc", "gmc", "mb_id")
 _INTS = tuple(name for name in _COLUMNS if name not in ("start_ts", "duration"))
 MOST_WORKERS = 1 << 20
@@ -150,7 +150,7 @@ def straggler_graph(trace: StragglerTrace) -> TraceGraph:
     Raises:
         CorruptFile: sends and receives do not match, or a group's ranks have different operations.
     """
-    order = _in_streams(trace)
+    order = _stream_order(trace)
     table = trace.table.take(order)
     sequence_N, model_chunk_N = trace.sequence_N[order], trace.model_chunk_N[order]
     worker_N = _workers(table)
@@ -181,7 +181,7 @@ def _streams(table: TraceTable) -> Ints:
     return np.asarray(of_name[table.name_N])
 
 
-def _in_streams(trace: StragglerTrace) -> Ints:
+def _stream_order(trace: StragglerTrace) -> Ints:
     """Return indices in order of step, worker and stream, and in order of execution within a stream."""
     table = trace.table
     tail = np.array([_TAIL.index(name) if name in _TAIL else -1 for name in table.names])[table.name_N]
@@ -252,36 +252,39 @@ class _Builder:
         self.after.append(after)
 
     def _transfers(
-        self, direction: str, verb: str, places: list[int], passes: list[int], at: tuple[int, int, int]
+        self, direction: str, verb: str, places: list[int], passes: list[int], worker: tuple[int, int, int]
     ) -> None:
-        """Connect receives with following passes, and sends with preceding ones. Both ends form a collective."""
-        table, (step, dp, pp) = self._table, at
+        """Connect receives with following passes, and sends with preceding ones. Both ends form a collective.
+
+        ``worker``: step, data-parallel rank and stage.
+        """
+        table, (step, dp, pp) = self._table, worker
         # The profiler also records transfers that were not executed: late receives and early sends.
         if passes and verb == "recv":
             latest = table.begin_N[passes].max() + _SAME_S
-            real = [place for place in places if table.begin_N[place] <= latest]
+            executed = [place for place in places if table.begin_N[place] <= latest]
         else:
             earliest = table.end_N[passes].min() - _SAME_S if passes else 0.0
-            real = [place for place in places if passes and table.end_N[place] >= earliest]
-        skipped = len(passes) - len(real)
-        if real and skipped not in (0, 1):
+            executed = [place for place in places if passes and table.end_N[place] >= earliest]
+        skipped = len(passes) - len(executed)
+        if executed and skipped not in (0, 1):
             raise CorruptFile(
-                f"step {step}, data-parallel rank {dp}, stage {pp}: {len(real)} {direction}-{verb} for {len(passes)} "
-                f"passes"
+                f"step {step}, data-parallel rank {dp}, stage {pp}: {len(executed)} {direction}-{verb} for "
+                f"{len(passes)} passes"
             )
         first = skipped if verb == "recv" else 0
-        step_on = 1 if (direction == "forward") == (verb == "send") else -1
+        stage_step = 1 if (direction == "forward") == (verb == "send") else -1
         number = 0
-        for place, which in zip(real, range(first, len(passes)), strict=False):
+        for place, pass_index in zip(executed, range(first, len(passes)), strict=False):
             if verb == "send":
-                self._edge(passes[which], place)
+                self._edge(passes[pass_index], place)
             else:
-                self._edge(place, passes[which])
-                if which:
-                    self._edge(passes[which - 1], place)
-            other = int(self._model_chunk_N[passes[which]]) + step_on
+                self._edge(place, passes[pass_index])
+                if pass_index:
+                    self._edge(passes[pass_index - 1], place)
+            other = int(self._model_chunk_N[passes[pass_index]]) + stage_step
             if 0 <= other <= self._last_chunk:  # otherwise the transfer has no peer and was not executed
-                sender = pp if verb == "send" else (pp + step_on) % self._pp
+                sender = pp if verb == "send" else (pp + stage_step) % self._pp
                 self._collectives[step, direction, dp, sender, number].append(place)
                 number += 1
 
@@ -293,6 +296,7 @@ class _Builder:
                 self._edge(compute[place - 2], by_name["backward-recv"][0])
 
     def _gathers(self, by_name: dict[str, list[int]]) -> None:
+        """Let the first forward pass of each model chunk depend on the gather of its parameters."""
         chunk_N = self._table.chunk_N
         for chunk, gather in {int(chunk_N[place]): place for place in by_name[GATHER]}.items():
             use = next((place for place in by_name[FORWARD] if chunk in (int(chunk_N[place]), -1)), None)

@@ -13,12 +13,13 @@ from moe_comm.plan.arrays import Floats
 from moe_comm.plan.whatif.analysis import WhatIf
 
 TRUSTED = 0.05
-"""Replays with a larger error are not reliable (2505.05713, section 3)."""
+"""Replays with a larger error are not reliable (arXiv 2505.05713, section 3)."""
 OPERATIONS, PLACES = 8, 4
 """Number of lines of each kind; the JSON has all."""
 ROWS, COLUMNS = 16, 16
 """Size of a heat map in text; the page shows all."""
 SLOW = 1.01
+"""Slowdowns below this are not listed."""
 _SHADES = " ░▒▓█"
 _DARKEST = 1.5
 
@@ -125,12 +126,12 @@ def text(analysis: WhatIf) -> str:
         lines.append("slowdown by coordinate, with only the measured durations of its ranks (largest first)")
         lines += places
     stages = len(analysis.by_place.get("pp", ()))
-    for share, who in (
+    for share, subject in (
         (analysis.slowest_ranks_share, f"fixing the slowest ranks ({', '.join(map(str, analysis.worst_ranks[:8]))})"),
         (analysis.last_stage_share if stages > 1 else math.nan, "fixing the last pipeline stage"),
     ):
         if share >= SLOW - 1 and analysis.slowdown >= SLOW:
-            lines.append(f"{who} would save {100 * share:.0f}% of the loss")
+            lines.append(f"{subject} would save {100 * share:.0f}% of the loss")
     if len(analysis.ranks) > 1:
         lines += _map(rank_heat(analysis) or stage_heat(analysis))
     return "\n".join(lines)

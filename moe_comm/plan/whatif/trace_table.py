@@ -54,10 +54,9 @@ class TraceTable:
 
     def take(self, chosen: Ints) -> TraceTable:
         """Return the operations with these indices, in this order."""
-        arrays = {
-            one.name: getattr(self, one.name)[chosen] for one in fields(self) if one.name not in ("names", "places")
-        }
-        return TraceTable(self.names, places={key: at[chosen] for key, at in self.places.items()}, **arrays)
+        columns = [column.name for column in fields(self) if column.name not in ("names", "places")]
+        arrays = {name: getattr(self, name)[chosen] for name in columns}
+        return TraceTable(self.names, places={key: place_N[chosen] for key, place_N in self.places.items()}, **arrays)
 
     def measured_S(self) -> Floats:
         """Return the seconds of each step, from the first begin to the last end on any rank."""
@@ -169,7 +168,7 @@ def _gaps(table: TraceTable, stream_N: Ints, before_D: Ints, after_D: Ints) -> F
     return np.maximum(table.begin_N - ready_N, 0.0)
 
 
-def _extreme(which: np.ufunc, value_N: Floats, place_N: Ints, start: float, count: int | None = None) -> Floats:
+def _extreme(extremum: np.ufunc, value_N: Floats, place_N: Ints, start: float, count: int | None = None) -> Floats:
     result = np.full(int(place_N.max()) + 1 if count is None else count, start)
-    which.at(result, place_N, value_N)
+    extremum.at(result, place_N, value_N)
     return result

@@ -31,15 +31,16 @@ ENDING_S = 5.0
 """Time for the other ranks to end after one has failed. Torch's agent gives 30 s to ranks that do not handle SIGTERM,
 including stopped ones."""
 LOOK_S = 0.1
+"""Seconds between two checks of the ranks' processes."""
 ENDED_BY_WATCH = 75
-"""Exit code of a rank that ended itself because its main thread did not leave a wait for a failed rank."""
+"""Exit code of a rank whose watcher ended it, because its main thread did not leave a wait for a failed rank."""
 TORCH_PEER_ERROR = re.compile(
     r"gloo.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError", re.DOTALL | re.IGNORECASE
 )
 """Errors of torch's own collectives when a peer has failed, also during initialisation."""
 RANK_PREFIX = re.compile(r"rank (\d+): ")
 NOTICED = "Noticed: "
-"""Prefix of the line that watched ranks add to an error."""
+"""Prefix of the line with the detected fault, which the watcher of a rank adds to an error."""
 
 
 class RankFailed(MoeCommError):
@@ -139,9 +140,9 @@ def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
         if rank not in records:
             return _from_exit(rank, failures[rank], noticed)
         prefix = RANK_PREFIX.match(records[rank]["message"])
-        first = int(prefix[1]) if prefix else rank
-        if prefix and first in records and records[rank]["message"][prefix.end() :] == records[first]["message"]:
-            rank = first  # the rank that raised it; others have raised a copy
+        original = int(prefix[1]) if prefix else rank
+        if prefix and original in records and records[rank]["message"][prefix.end() :] == records[original]["message"]:
+            rank = original  # the error originated there; this rank has raised a copy of it
         return _from_record(rank, records[rank])
     return RankFailed("the ranks failed and left no reason")
 

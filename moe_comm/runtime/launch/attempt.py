@@ -3,7 +3,7 @@
 torchrun's agent has one key-value store for a whole run, and all attempts of its ranks use it. Torch creates no new
 store for a restart, and its keys do not contain the attempt (pytorch issue 167288). So a restarted rank may read the
 address of a dead one, connect to it, and fail or hang. The number of restarts does not identify the attempt either:
-each host counts its own. Therefore rank 0 creates a name, and sends it to the ranks that answer:
+each host counts its own. Therefore rank 0 creates a name for the attempt, and sends it to the ranks that request it:
 
     rank r   here/r = nonce ────────▶ rank 0        the answer to a nonce of a dead rank is never read
     rank 0   name/nonce = attempt ──▶ rank r
@@ -31,9 +31,9 @@ POLL_S = 0.01
 def join(agent: tuple[str, int], rank: int, world: int, timeout_s: float) -> tuple[Store, int]:
     """Return ``attempt_store`` of the store at the address and port of torchrun's agent."""
     wait = timedelta(seconds=timeout_s)
-    again = agent in _joined  # a process that initialises its group twice is not a new attempt
+    joined_before = agent in _joined  # a process that initialises its group twice is not a new attempt
     _joined.add(agent)
-    return attempt_store(TCPStore(*agent, is_master=False, timeout=wait), rank, world, timeout_s, again=again)
+    return attempt_store(TCPStore(*agent, is_master=False, timeout=wait), rank, world, timeout_s, again=joined_before)
 
 
 def attempt_store(store: Store, rank: int, world: int, timeout_s: float, *, again: bool = False) -> tuple[Store, int]:

@@ -195,7 +195,7 @@ def _forward_signals(folder: Path) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    others = {process.pid for process in multiprocessing.active_children()}
+    other_children = {process.pid for process in multiprocessing.active_children()}
     began = 0.0
 
     def stop(number: int, frame: object) -> None:
@@ -203,7 +203,7 @@ def _forward_signals(folder: Path) -> Iterator[list[int]]:
         began = began or time.monotonic()
         received.append(number)
         (folder / STOPPING).touch()
-        ranks = [process.pid for process in multiprocessing.active_children() if process.pid not in others]
+        ranks = [process.pid for process in multiprocessing.active_children() if process.pid not in other_children]
         for pid in ranks:
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -220,7 +220,7 @@ def _forward_signals(folder: Path) -> Iterator[list[int]]:
 def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[LocalRanks]:
     """Initialise the default process group of ``torch.distributed``, and destroy it at the end.
 
-    If there is a process group, it is used and not destroyed. A process that is not a rank gets a group of its own.
+    An existing process group is used and not destroyed. A process that is not a rank gets a group of one rank.
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl and gloo). None: cuda if each rank of this host has its own GPU.

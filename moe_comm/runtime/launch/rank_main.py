@@ -1,5 +1,7 @@
 """The main function of a process that ``launch`` started, and the files it leaves for the launcher.
 
+An attempt is one start of all ranks; attempt n follows n restarts.
+
 launcher's folder/
     alive/<attempt>.<rank>      the pid of a rank; removed when its function has returned
     errors/<attempt>/<rank>     the error of a rank that failed
@@ -34,6 +36,7 @@ ALIVE, ERRORS = "alive", "errors"
 FINAL = (ConfigError, InputError, UnsupportedModel, MissingDependency)
 """Errors that the user must fix. Restarted ranks would raise them again."""
 LINGER_S = 2.0
+"""Maximum time for which a failed rank waits for the error records of the others; see ``_linger``."""
 AGENT_POLL_S = 0.5
 """Time in which torch's agent detects that a process has ended. It polls every 0.1 s."""
 RAISED_AT = "moe_comm_raised_at"
@@ -103,9 +106,9 @@ def _write(path: Path, text: str) -> None:
 def _linger(errors_folder: Path, alive_folder: Path, attempt: str) -> None:
     """Wait, up to ``LINGER_S``, until all ranks that run have recorded their errors.
 
-    The agent stops all ranks as soon as one ends. A rank that failed because its peer did can end before the peer has
-    recorded the cause. The agent also needs a moment to learn how an ended rank ended. If this rank ended before, the
-    agent might report it as the first failure.
+    The agent stops all ranks as soon as one ends. A rank that failed because of its peer could end before the peer has
+    recorded the cause. The agent also needs ``AGENT_POLL_S`` to detect that a peer was killed. If this rank ended
+    earlier, the agent might report it as the first failure.
     """
     began = time.monotonic()
     deadline = began + LINGER_S

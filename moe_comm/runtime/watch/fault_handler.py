@@ -1,4 +1,8 @@
-"""The reaction of a rank to a detected fault: write a report, kill the culprit, and leave a wait that cannot end."""
+"""The reaction of a rank to a detected fault: write a report, kill the culprit, and leave a wait that cannot end.
+
+The culprit is the rank that caused the fault. The reporter is the rank that detected it. The leader of a host is its
+first rank that runs.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,11 @@ from moe_comm.runtime.watch.report import DetectedFault
 from moe_comm.runtime.watch.status_table import Phase, StatusTable
 
 ACKNOWLEDGE_S = 1.0
+"""Maximum time to wait until the other ranks of the host have received a fault."""
 WRITE_S = 0.5
 """Time for reports to be written before a culprit is killed. A disk that hangs must not prevent the kill."""
 EXIT_S = 5.0
+"""A rank ends itself if its main thread waits this long for a rank that has failed."""
 
 
 class FaultHandler:

@@ -53,7 +53,7 @@ class OpenSpan:
     def __str__(self) -> str:
         where = [f"layer {self.layer}"] if self.layer else []
         where += [f"micro-batch {self.micro}", f"step {self.step}"]
-        where += [f"call {self.call} of ranks {_few(self.group)}"] if self.group else []
+        where += [f"call {self.call} of ranks {_abridged_ranks(self.group)}"] if self.group else []
         return f"{self.kind.name.lower()} {self.name!r} ({', '.join(where)}) for {self.age_s:.1f} s"
 
 
@@ -79,13 +79,13 @@ class RankStatus:
     @property
     def wait(self) -> OpenSpan | None:
         """The innermost open span that moves data between ranks."""
-        return next((one for one in reversed(self.open_spans) if one.kind.is_communication), None)
+        return next((span for span in reversed(self.open_spans) if span.kind.is_communication), None)
 
     @property
     def shared_operation(self) -> OpenSpan | None:
         """The innermost open span of a call of a group: ``wait``, or one such as a checkpoint, in which background
         threads communicate."""
-        return self.wait or next((one for one in reversed(self.open_spans) if one.group), None)
+        return self.wait or next((span for span in reversed(self.open_spans) if span.group), None)
 
     @property
     def is_frozen(self) -> bool:
@@ -95,7 +95,7 @@ class RankStatus:
     @property
     def may_be_slow(self) -> bool:
         """Whether a span of ``SLOW_KINDS`` is open."""
-        return any(one.kind in SLOW_KINDS for one in self.open_spans)
+        return any(span.kind in SLOW_KINDS for span in self.open_spans)
 
 
 @dataclass(frozen=True)
@@ -115,29 +115,30 @@ def analyse(statuses: Sequence[RankStatus]) -> Verdict | None:
     by_rank = {status.rank: status for status in statuses}
     waits_for = waits(statuses)
     reachable = {rank: _reachable(rank, waits_for) for rank in waits_for}
-    waited = _waited(by_rank, reachable)
+    longest_waits = _longest_waits(by_rank, reachable)
     died = [status for status in statuses if status.state == "ended"]
     if died:
-        return _verdict("died", died, f"{_who(died)} died", waits_for)
+        return _verdict("died", died, f"{_name_ranks(died)} died", waits_for)
     lost = [status for status in statuses if status.state == "unreachable"]
     if lost:
         why = f"{lost[0].message}; it is down, or the link to it" if lost[0].message else "the host or its link is down"
         step = max(status.step for status in statuses)  # the last status of the lost ranks may be old
-        return replace(_verdict("unreachable", lost, f"{_who(lost)} cannot be reached: {why}", waits_for), step=step)
+        summary = f"{_name_ranks(lost)} cannot be reached: {why}"
+        return replace(_verdict("unreachable", lost, summary, waits_for), step=step)
     failed = sorted((status for status in statuses if status.state == "failed"), key=lambda status: -status.left_s)
-    if failed and (failed[0].rank in waited or any(status.state == "caught" for status in statuses)):
+    if failed and (failed[0].rank in longest_waits or any(status.state == "caught" for status in statuses)):
         first = failed[:1]
-        return _verdict("error", first, f"{_who(first)} left with {first[0].message or 'an error'}", waits_for)
+        return _verdict("error", first, f"{_name_ranks(first)} left with {first[0].message or 'an error'}", waits_for)
     stopped = [
         status
         for status in statuses
         if status.state == "stopped" and min(status.stalled_s, status.heartbeat_age_s) >= status.stopped_s
     ]
     if stopped:
-        return _verdict("stuck", stopped, f"{_who(stopped)} is stuck: stopped by a signal", waits_for)
-    stuck = [status for status in statuses if _is_stuck(status, waits_for, waited)]
+        return _verdict("stuck", stopped, f"{_name_ranks(stopped)} is stuck: stopped by a signal", waits_for)
+    stuck = [status for status in statuses if _is_stuck(status, waits_for, longest_waits)]
     if stuck:
-        summary = "; ".join(f"{_who([status])} is stuck: {_how(status)}" for status in stuck)
+        summary = "; ".join(f"{_name_ranks([status])} is stuck: {_describe_stuck(status)}" for status in stuck)
         return _verdict("stuck", stuck, summary, waits_for)
     for cycle in _cycles(by_rank, reachable):
         if all(status.stalled_s >= status.timeout_s and not status.may_be_slow for status in cycle):
@@ -173,8 +174,8 @@ def isolated_host(
     if not any(waits_for_other_host(status) and not status.may_be_slow for status in stalled):
         return None
     summary = (
-        f"{_who(local)}: their host is cut off from the others: the process group's store has not answered it for "
-        f"{store_silent_s:.1f} s; its link is down, or the host that serves the store"
+        f"{_name_ranks(local)}: their host is cut off from the others: the process group's store has not answered it "
+        f"for {store_silent_s:.1f} s; its link is down, or the host that serves the store"
     )
     ranks = tuple(status.rank for status in local)
     return Verdict("unreachable", ranks, summary, stalled[0].step, store_silent_s, waits_for)
@@ -211,8 +212,8 @@ def _targets(status: RankStatus, by_rank: Mapping[int, RankStatus]) -> set[int]:
         }
     if wait.peer >= 0:
         peer = by_rank.get(wait.peer)
-        together = peer is not None and peer.wait is not None and peer.wait.peer == status.rank
-        return {wait.peer} if peer is not None and (peer.is_frozen or not together) else set()
+        is_mutual = peer is not None and peer.wait is not None and peer.wait.peer == status.rank
+        return {wait.peer} if peer is not None and (peer.is_frozen or not is_mutual) else set()
     others = {rank for rank in wait.group if rank != status.rank and rank in by_rank}
     frozen = {rank for rank in others if by_rank[rank].is_frozen}
     if wait.call:
@@ -234,8 +235,8 @@ def _reachable(rank: int, waits_for: Waits) -> set[int]:
     return results
 
 
-def _waited(by_rank: Mapping[int, RankStatus], reachable: Mapping[int, set[int]]) -> dict[int, float]:
-    """Return, for each rank that others wait for directly or indirectly, the longest such wait in seconds."""
+def _longest_waits(by_rank: Mapping[int, RankStatus], reachable: Mapping[int, set[int]]) -> dict[int, float]:
+    """Return the longest wait in seconds for each rank that others wait for, directly or through other ranks."""
     results: dict[int, float] = {}
     for start, targets in reachable.items():
         wait = by_rank[start].shared_operation
@@ -245,19 +246,19 @@ def _waited(by_rank: Mapping[int, RankStatus], reachable: Mapping[int, set[int]]
     return results
 
 
-def _is_stuck(status: RankStatus, waits_for: Waits, waited: Mapping[int, float]) -> bool:
+def _is_stuck(status: RankStatus, waits_for: Waits, longest_waits: Mapping[int, float]) -> bool:
     """Whether others have waited for a rank beyond its timeout, and it makes no progress and waits for no rank."""
-    if status.rank not in waited or status.rank in waits_for:
+    if status.rank not in longest_waits or status.rank in waits_for:
         return False
     if status.wait is not None and not status.is_frozen:  # slow links, or a wait for a rank whose status is unknown
         return False
     if status.state == "left":
-        return min(status.left_s, waited[status.rank]) >= status.start_s
+        return min(status.left_s, longest_waits[status.rank]) >= status.start_s
     timeout = status.start_s if status.may_be_slow else status.timeout_s
-    return status.state == "alive" and status.stalled_s >= timeout and waited[status.rank] >= timeout / 2
+    return status.state == "alive" and status.stalled_s >= timeout and longest_waits[status.rank] >= timeout / 2
 
 
-def _how(status: RankStatus) -> str:
+def _describe_stuck(status: RankStatus) -> str:
     """Return the description of a stuck rank."""
     if status.state == "left":
         return f"it left {status.left_s:.1f} s ago, and others still wait for it"
@@ -294,9 +295,9 @@ def _verdict(kind: VerdictKind, statuses: Sequence[RankStatus], summary: str, wa
     return Verdict(kind, tuple(status.rank for status in statuses), summary, first.step, stalled, waits_for)
 
 
-def _who(statuses: Sequence[RankStatus]) -> str:
+def _name_ranks(statuses: Sequence[RankStatus]) -> str:
     return " and ".join(f"rank {status.rank} (pid {status.pid}, {status.host})" for status in statuses)
 
 
-def _few(ranks: Group) -> str:
+def _abridged_ranks(ranks: Group) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"

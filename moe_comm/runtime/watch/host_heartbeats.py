@@ -109,8 +109,8 @@ class HostHeartbeats:
     @property
     def store_silent_s(self) -> float:
         """Seconds since the oldest unanswered request to the store."""
-        asked = self._asked_s
-        return time.monotonic() - asked if asked else 0.0
+        asked_s = self._asked_s
+        return time.monotonic() - asked_s if asked_s else 0.0
 
     @property
     def isolation_timeout_s(self) -> float:
@@ -135,13 +135,13 @@ class HostHeartbeats:
             for host in self._others.values():
                 age = self._age_s(host)
                 if age < self._timeout_s:
-                    # A late heartbeat does not make the ranks of a host stuck.
-                    more = min(age, 2 * self.period_s)
+                    # The ranks may have made progress since the heartbeat, so a late one must not make them stuck.
+                    silent_s = min(age, 2 * self.period_s)
                     results += [
                         replace(
                             status,
-                            stalled_s=status.stalled_s + more,
-                            heartbeat_age_s=status.heartbeat_age_s + more,
+                            stalled_s=status.stalled_s + silent_s,
+                            heartbeat_age_s=status.heartbeat_age_s + silent_s,
                         )
                         for status in (host.statuses if host.heartbeat else [])
                     ]
@@ -164,12 +164,12 @@ class HostHeartbeats:
         return self._answered_s - host.changed_s
 
     def _run(self) -> None:
-        others = [number for number in range(len(self._hosts)) if number != self._number]
+        other_hosts = [number for number in range(len(self._hosts)) if number != self._number]
         while not self._done.wait(self.period_s):
             try:
                 if self._is_leader():
                     self._asked_s = self._asked_s or time.monotonic()
-                    self._exchange(others)
+                    self._exchange(other_hosts)
                 self._asked_s = 0.0
             except Exception:  # the rank that serves the store may have failed, or this process is ending
                 pass
@@ -186,9 +186,9 @@ class HostHeartbeats:
         entry = {"heartbeat": heartbeat, "statuses": statuses_to_json(statuses), "fault": self._fault}
         self._store.set(str(self._number), json.dumps(entry))
 
-    def _exchange(self, others: Sequence[int]) -> None:
+    def _exchange(self, other_hosts: Sequence[int]) -> None:
         self._publish(self._statuses())
-        answers = self._store.multi_get([str(number) for number in others])
+        answers = self._store.multi_get([str(number) for number in other_hosts])
         now = time.monotonic()
         with self._lock:
             # If the store was slow or this process did not run, other hosts may have been delayed as well.
@@ -196,7 +196,7 @@ class HostHeartbeats:
             self._answered_s = now
             for host in self._others.values():
                 host.changed_s = min(now, host.changed_s + late_s)
-            for number, answer in zip(others, answers, strict=True):
+            for number, answer in zip(other_hosts, answers, strict=True):
                 if not answer:
                     continue
                 entry = json.loads(answer)

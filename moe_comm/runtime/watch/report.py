@@ -16,6 +16,7 @@ from moe_comm.runtime.watch.status_table import FAULT_BYTES
 LAST_EVENTS = 20
 WATCHER = "moe_comm/runtime/watch/"
 CUT_MARGIN = 1024
+"""Characters by which a report is truncated further than estimated, so that few attempts are needed."""
 
 
 @renamed_attributes(what="summary", speaks="is_reporter")
@@ -57,7 +58,7 @@ def describe(verdict: Verdict, statuses: Sequence[RankStatus], stacks: Mapping[i
         "",
         "who waits for whom",
     ]
-    lines += [f"  {_line(status, verdict)}" for status in sorted(statuses, key=lambda status: status.rank)]
+    lines += [f"  {_rank_line(status, verdict)}" for status in sorted(statuses, key=lambda status: status.rank)]
     for rank, text in sorted(stacks.items()):
         lines += ["", f"Python stacks of rank {rank}, its main thread first, innermost call first"]
         lines += [f"  {line}" for line in main_first(text).splitlines()]
@@ -66,28 +67,28 @@ def describe(verdict: Verdict, statuses: Sequence[RankStatus], stacks: Mapping[i
 
 def main_first(stacks: str) -> str:
     """Return faulthandler's output with the newest thread first and without the threads of the watcher."""
-    threads = [one for one in stacks.split("\n\n") if WATCHER not in one]
+    threads = [stack for stack in stacks.split("\n\n") if WATCHER not in stack]
     return "\n\n".join(reversed(threads))
 
 
 def last_events(spans: Mapping[int, Iterable[Span]], now_ns: int) -> str:
     """Return the last events of some ranks as text. Times are seconds before ``now_ns``."""
     lines = []
-    for rank, results in sorted(spans.items()):
+    for rank, events in sorted(spans.items()):
         lines += ["", f"last events of rank {rank} (seconds ago)"]
-        for span in results:
-            took = "open" if span.open else f"{(span.end_ns - span.begin_ns) / 1e6:.2f} ms"
+        for span in events:
+            duration = "open" if span.open else f"{(span.end_ns - span.begin_ns) / 1e6:.2f} ms"
             where = f"step {span.step} micro-batch {span.micro}"
             layer = f" {span.layer}" if span.layer else ""
             call = f" call {span.call} of ranks {','.join(map(str, span.group[:16]))}" if span.group else ""
             peer = f" with rank {span.peer}" if span.peer >= 0 else ""
-            ago = (now_ns - span.begin_ns) / 1e9
+            age_s = (now_ns - span.begin_ns) / 1e9
             kind = span.kind.name.lower()
-            lines.append(f"  {ago:9.3f}  {took:>12}  {where:<22}  {kind:<10} {span.name!r}{layer}{call}{peer}")
+            lines.append(f"  {age_s:9.3f}  {duration:>12}  {where:<22}  {kind:<10} {span.name!r}{layer}{call}{peer}")
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def _line(status: RankStatus, verdict: Verdict) -> str:
+def _rank_line(status: RankStatus, verdict: Verdict) -> str:
     targets = verdict.waits_for.get(status.rank, ())
     inside = f" in {status.wait or status.open_spans[-1]}" if status.open_spans else ""
     if verdict.kind == "unreachable" and status.rank in verdict.ranks:
@@ -109,7 +110,7 @@ def statuses_to_json(statuses: Sequence[RankStatus]) -> str:
     for status in statuses:
         values = asdict(status)
         values["calls"] = [[list(group), kind.name, count] for (group, kind), count in status.calls.items()]
-        values["open_spans"] = [{**one, "kind": Kind(one["kind"]).name} for one in values["open_spans"]]
+        values["open_spans"] = [{**span, "kind": Kind(span["kind"]).name} for span in values["open_spans"]]
         results.append(values)
     return json.dumps(results, separators=(",", ":"))
 
@@ -124,7 +125,8 @@ def statuses_from_json(text: str) -> list[RankStatus]:
     for values in json.loads(text):
         values["calls"] = {(tuple(group), Kind[kind]): count for group, kind, count in values["calls"]}
         values["open_spans"] = tuple(
-            OpenSpan(**{**one, "kind": Kind[one["kind"]], "group": tuple(one["group"])}) for one in values["open_spans"]
+            OpenSpan(**{**span, "kind": Kind[span["kind"]], "group": tuple(span["group"])})
+            for span in values["open_spans"]
         )
         results.append(RankStatus(**values))
     return results

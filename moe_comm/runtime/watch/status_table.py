@@ -42,10 +42,11 @@ FAULT_BYTES = 1 << 20
 STACK_BYTES = 64 << 10
 TEXT_BYTES = 1024
 LOCK_S = 0.5
+"""Maximum time to wait for the lock of the table. A stopped process may hold it."""
 STEADY_LOOKS = 5
 """The stacks are complete when their size was equal in this many checks, 3 ms apart. Threads are written one by one."""
 FIRST_SIGNAL = signal.SIGRTMIN + 6
-"""First real-time signal to try. SIGUSR1 is used by batch systems."""
+"""First real-time signal to try for requests of Python stacks. Batch systems use SIGUSR1."""
 
 TextGather = Callable[[str], list[str]]
 """All-gathers one text per rank, in rank order. Collective."""
@@ -101,9 +102,9 @@ def gather_texts(text: str) -> list[str]:
     own = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     if raw:
         own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    everyone = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own.to(device))
-    return [bytes(one.tolist()).rstrip(b"\0").decode() for one in everyone]
+    texts = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(texts, own.to(device))
+    return [bytes(gathered.tolist()).rstrip(b"\0").decode() for gathered in texts]
 
 
 class StatusTable:
@@ -148,7 +149,7 @@ class StatusTable:
         """
         problem, stacks, number = "", -1, 0
         try:
-            stacks = _memory("moe_comm-stacks")
+            stacks = _create_memfd("moe_comm-stacks")
             number = _free_signal()
         except _UNSUPPORTED as error:  # raised below, after the collective calls that the other ranks wait in
             problem = f"rank {rank} cannot be watched here: {error}"
@@ -163,14 +164,14 @@ class StatusTable:
         )
         members = [Member(**json.loads(text)) for text in gather(json.dumps(asdict(own)))]
         local_ranks = [member.rank for member in members if member.host == own.host]
-        size = _size(len(local_ranks), records)
+        size = _table_bytes(len(local_ranks), records)
         memory: mmap.mmap | None = None
         table: StatusTable | None = None
         path = ""
         shared = -1
         try:
             if rank == local_ranks[0] and not problem:
-                shared = _memory("moe_comm-status")
+                shared = _create_memfd("moe_comm-status")
                 os.ftruncate(shared, size)
                 memory = mmap.mmap(shared, size)
                 path = f"/proc/{own.pid}/fd/{shared}"
@@ -202,7 +203,7 @@ class StatusTable:
 
     def region(self, rank: int) -> memoryview:
         """Return the memory for the events of ``rank``, for ``EVENTS.attach`` and for readers."""
-        entries_end = _size(0, self.records) + len(self.local_ranks) * PAGE
+        entries_end = _table_bytes(0, self.records) + len(self.local_ranks) * PAGE
         at = entries_end + self.local_ranks.index(rank) * _region_size(self.records)
         return self._view[at : at + region_bytes(self.records)]
 
@@ -374,10 +375,10 @@ class StatusTable:
         return True
 
     def _entry_at(self, rank: int) -> int:
-        return _size(0, self.records) + self.local_ranks.index(rank) * PAGE
+        return _table_bytes(0, self.records) + self.local_ranks.index(rank) * PAGE
 
 
-def _memory(name: str) -> int:
+def _create_memfd(name: str) -> int:
     """Return the descriptor of an empty anonymous file that only this user can open."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.fchmod(fd, 0o600)
@@ -398,7 +399,7 @@ def _free_signal() -> int:
     for number in range(FIRST_SIGNAL, signal.SIGRTMAX):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN):
             return int(number)
-    raise OSError("every real-time signal of this process has a handler; watching needs one for itself")
+    raise OSError("every real-time signal of this process has a handler; the watcher needs a free one")
 
 
 def _map(path: str, size: int) -> mmap.mmap:
@@ -416,6 +417,6 @@ def _region_size(records: int) -> int:
     return -(-region_bytes(records) // PAGE) * PAGE
 
 
-def _size(ranks: int, records: int) -> int:
+def _table_bytes(ranks: int, records: int) -> int:
     """Bytes of a table. For 0 ranks, the offset of the entries."""
     return PAGE + FAULT_BYTES + ranks * (PAGE + _region_size(records))

@@ -52,12 +52,15 @@ from moe_comm.runtime.watch.status_reader import StatusReader, open_span
 from moe_comm.runtime.watch.status_table import Phase, StatusTable, TextGather, gather_texts
 
 CHECK_S = 0.2
+"""Minimum time between two searches for a culprit."""
 FRESH_S = 1.0
 """A rank whose heartbeat is older than this is not the leader of its host."""
 SUSPENDED_S = 1.0
 """If this watcher did not run for this long, the time before does not count against other ranks."""
 STACKS_S = 0.3
+"""Maximum time to wait for the Python stacks of a stuck rank."""
 SETTLE_S = 2.0
+"""Maximum time for which a rank that leaves waits for a report, and for its watcher's threads."""
 _LOST = re.compile(
     "closed by peer|reset by peer|read error|write error|broken pipe|connection|gloo|nccl", re.IGNORECASE
 )
@@ -288,8 +291,8 @@ class Watcher:
                 return True
             heartbeat = LONG.unpack_from(self.table.region(rank), HEARTBEAT_AT)[0]
             fresh = time.monotonic_ns() - heartbeat < FRESH_S * 1e9
-            left = self.table.ended(rank) or self.table.entry(rank).phase in (Phase.LEFT, Phase.FAILED)
-            if fresh and not left:
+            has_left = self.table.ended(rank) or self.table.entry(rank).phase in (Phase.LEFT, Phase.FAILED)
+            if fresh and not has_left:
                 return False
         return False
 
@@ -359,20 +362,20 @@ class Watcher:
         return True
 
     def _relay_faults(self, hosts: HostHeartbeats) -> None:
-        """As the leader, post the faults of other hosts on this host, unless they are known here."""
+        """As the leader, post the faults that other hosts have published on this host, if it has not posted them."""
         for number, text in hosts.faults().items():
             if self._relayed.get(number) == text or not self._is_leader():
                 continue
             values = json.loads(text)
             fault = self._faults.fault
-            known = self._faults.stopping or (fault is not None and tuple(values["ranks"]) == fault.ranks)
-            if not known:
+            is_known = self._faults.stopping or (fault is not None and tuple(values["ranks"]) == fault.ranks)
+            if not is_known:
                 local = {"report": values["report"] + self._last_events(time.monotonic_ns()), "healthy_ns": 0}
                 if not self.table.post_fault(fault_json(values | local), self._faults.handled):
                     return  # handle the fault that another rank has posted first
             self._relayed[number] = text
             self._reported |= dict.fromkeys(values["ranks"], (values["kind"], -values["step"]))
-            if not known:
+            if not is_known:
                 return  # handle it before the next one
 
     def _last_wait(self) -> str:

@@ -1,4 +1,4 @@
-"""The tensors that a rank saves and loads, and the boxes of global tensors that they contain.
+"""The tensors that a rank saves and loads, and the boxes (rectangular ranges) of global tensors that they contain.
 
     optimizer/layers.0.w13/exp_avg [2F, D], tp 2, gate | up        content of each rank's local tensor [F, D]
                                                                     tp 0: boxes [0..F/2], [F..3F/2]
@@ -65,13 +65,13 @@ class Entry:
             )
         if math.prod(sharding.shape) == 0:
             # An empty box, so that the checkpoint contains the tensor.
-            return cls(local.detach(), sharding.shape, (Box(_every(local.shape), _every(sharding.shape)),))
+            return cls(local.detach(), sharding.shape, (Box(_full_slices(local.shape), _full_slices(sharding.shape)),))
         return cls(local.detach(), sharding.shape, tuple(sharding.boxes(place, sizes, share)))
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Entry:
         """Return the entry of a tensor that each rank holds in full."""
-        return cls(tensor.detach(), tuple(tensor.shape), (Box(_every(tensor.shape), _every(tensor.shape)),))
+        return cls(tensor.detach(), tuple(tensor.shape), (Box(_full_slices(tensor.shape), _full_slices(tensor.shape)),))
 
     def local_box(self, index: int) -> Tensor:
         """Return the view of the local tensor that box ``index`` covers."""
@@ -92,5 +92,5 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
     )
 
 
-def _every(shape: Sequence[int]) -> tuple[slice, ...]:
+def _full_slices(shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(0, length) for length in shape)

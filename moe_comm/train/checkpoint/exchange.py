@@ -64,7 +64,7 @@ def run_torch(call: Callable[[], object]) -> None:
         # Local failures raise CheckpointException, as above. So the exchange itself has failed.
         raise PeerLost(lost_message(error)) from None
     except Exception as error:
-        # For example an error that cannot be pickled: the other ranks wait for it in vain.
+        # For example an error that cannot be pickled. The other ranks still wait for this one in the exchange.
         raise PeerLost(describe_error(error)) from None
 
 
@@ -73,6 +73,7 @@ def merge_failures(failures: Mapping[int, str]) -> str:
     texts: dict[str, list[int]] = {}
     for rank, text in sorted(failures.items()):
         texts.setdefault(text, []).append(rank)
+    # One message from several ranks, or from rank 0, needs no rank number.
     if len(texts) == 1 and (len(failures) > 1 or next(iter(failures)) == 0):
         return next(iter(texts))
     return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items())

@@ -99,9 +99,10 @@ def complete_checkpoints(folder: Path, *, lenient: bool) -> list[CompleteCheckpo
             if lenient:
                 continue
             raise
-        # A folder ".replaced" only counts between the two renames of a second save. "step-1" sorts before it.
+        # "step-1.replaced" is the old checkpoint while a second save of step 1 is published. It only counts if the
+        # new "step-1" is not in place yet. "step-1" sorts first, so setdefault prefers it.
         checkpoints.setdefault(step, CompleteCheckpoint(folder / name, step, marker.sequence))
-    return sorted(checkpoints.values(), key=lambda one: (one.sequence, one.step))
+    return sorted(checkpoints.values(), key=lambda checkpoint: (checkpoint.sequence, checkpoint.step))
 
 
 def read_marker(path: Path) -> Marker:
@@ -150,7 +151,7 @@ def publish(folder: Path, step: int, files: dict[str, FileDigest]) -> Path:
     listed = {name: {"size": digest.size, "sha256": digest.sha256} for name, digest in sorted(files.items())}
     manifest = write_json(partial / MANIFEST, {"version": VERSION, "files": listed})
     sync_folder(partial)
-    sequence = max((one.sequence for one in complete_checkpoints(folder, lenient=True)), default=0) + 1
+    sequence = max((saved.sequence for saved in complete_checkpoints(folder, lenient=True)), default=0) + 1
     marker = Marker(manifest.sha256, sequence)
     write_json(
         partial / COMPLETE,
@@ -177,8 +178,8 @@ def prune(folder: Path, keep: int) -> None:
         names = {entry.name for entry in folder.iterdir()}
         leftover = [name for name in names if re.fullmatch(r"step-\d{8,}\.partial", name)]
         # A folder that a second save of a step has replaced, if a crash prevented its deletion.
-        leftover += [f"{one.path.name}.replaced" for one in checkpoints if f"{one.path.name}.replaced" in names]
-        for path in (*(one.path for one in checkpoints[:-keep]), *(folder / name for name in sorted(leftover))):
+        leftover += [f"{saved.path.name}.replaced" for saved in checkpoints if f"{saved.path.name}.replaced" in names]
+        for path in (*(saved.path for saved in checkpoints[:-keep]), *(folder / name for name in sorted(leftover))):
             _remove(path)
     except OSError as error:
         _log.warning("an old checkpoint could not be deleted: %s", error)

@@ -67,7 +67,7 @@ def load(
     """
     opened: list[tuple[CheckpointReader, list[ReadItem]]] = []
 
-    def start() -> tuple[int, int]:
+    def open_and_plan() -> tuple[int, int]:
         reader = CheckpointReader(path)
         items = _plan(reader, entries, cast)
         opened.append((reader, items))
@@ -75,13 +75,13 @@ def load(
         needed = {reader.location(item.storage_index).file for item in items}
         return _mask(reader.names, entries), _mask(files, needed)
 
-    wanted = gather_or_raise(group, start)
+    requests = gather_or_raise(group, open_and_plan)
     reader, items = opened[0]
-    used = reduce(or_, (names for names, _ in wanted))
+    used = reduce(or_, (names for names, _ in requests))
     unused = [name for n, name in enumerate(reader.names) if not used >> n & 1]
     if unused and not allow_unused:
         raise CheckpointError(f"{reader.path} contains tensors that no rank requests: {first_names(unused)}")
-    to_verify = _to_verify(reader, [files for _, files in wanted], 0 if group is None else group.rank())
+    to_verify = _to_verify(reader, [files for _, files in requests], 0 if group is None else group.rank())
     gather_or_raise(group, lambda: reader.verify(to_verify))
     run_torch(
         lambda: dcp.load(
@@ -101,11 +101,11 @@ def _plan(reader: CheckpointReader, entries: Mapping[str, Entry], cast: bool) ->
         raise CheckpointError(f"{reader.path} lacks tensors: {first_names(missing)}")
     items = []
     for name, entry in entries.items():
-        shape, dtype, wanted = reader.shape(name), reader.dtype(name), entry.tensor.dtype
+        shape, dtype, expected = reader.shape(name), reader.dtype(name), entry.tensor.dtype
         if shape != entry.shape:
             raise CheckpointError(f"{name} has shape {shape} in {reader.path}; expected {entry.shape}")
-        if dtype != wanted and not (cast and dtype.is_floating_point and wanted.is_floating_point):
-            raise CheckpointError(f"{name} has dtype {dtype} in {reader.path}; expected {wanted} (cast is not set)")
+        if dtype != expected and not (cast and dtype.is_floating_point and expected.is_floating_point):
+            raise CheckpointError(f"{name} has dtype {dtype} in {reader.path}; expected {expected} (cast is not set)")
         items.extend(read_plan(name, entry, reader.tensors[name]))
     return items
 
@@ -122,13 +122,13 @@ def _mask(names: Sequence[str], selected: Collection[str]) -> int:
 def _to_verify(reader: CheckpointReader, needed: Sequence[int], rank: int) -> list[str]:
     """Return the files that ``rank`` hashes. Each file is assigned to one rank that needs it, the largest first."""
     to_verify = []
-    load = [0] * len(needed)
+    num_bytes = [0] * len(needed)  # bytes assigned to each rank
     names = _data_files(reader)
     for n in sorted(range(len(names)), key=lambda n: (-reader.files[names[n]].size, n)):
-        takers = [taker for taker, files in enumerate(needed) if files >> n & 1]
-        if takers:
-            taker = min(takers, key=lambda one: (load[one], one))
-            load[taker] += reader.files[names[n]].size
-            if taker == rank:
+        candidates = [candidate for candidate, files in enumerate(needed) if files >> n & 1]
+        if candidates:
+            chosen = min(candidates, key=lambda candidate: (num_bytes[candidate], candidate))
+            num_bytes[chosen] += reader.files[names[n]].size
+            if chosen == rank:
                 to_verify.append(names[n])
     return to_verify

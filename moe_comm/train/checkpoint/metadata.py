@@ -88,16 +88,16 @@ def decode(value: Mapping[str, Any], files: Mapping[str, FileDigest], what: str)
         CheckpointError: it is invalid; ``what`` names the file.
     """
     try:
-        names = [_file(name, files) for name in value["files"]]
+        names = [_checked_name(name, files) for name in value["files"]]
         free_bytes = {name: files[name].size for name in names}
         metadata = Metadata({}, storage_data={})
         for name, tensor in value["tensors"].items():
-            dtype, shape = NAMED_DTYPES[tensor["dtype"]], _size(tensor["shape"])
+            dtype, shape = NAMED_DTYPES[tensor["dtype"]], _parse_numbers(tensor["shape"])
             chunks = []
             for file, start, offsets, lengths in tensor["parts"]:
-                chunk = ChunkStorageMetadata(_size(offsets), _size(lengths))
-                location = ChunkLocation(names[_size([file])[0]], _size([start])[0])
-                _check(chunk, shape, location, dtype.itemsize, files)
+                chunk = ChunkStorageMetadata(_parse_numbers(offsets), _parse_numbers(lengths))
+                location = ChunkLocation(names[_parse_numbers([file])[0]], _parse_numbers([start])[0])
+                _check_part(chunk, shape, location, dtype.itemsize, files)
                 # Shared bytes would allow a small file to claim any number of tensors.
                 free_bytes[location.file] -= math.prod(chunk.sizes) * dtype.itemsize
                 if free_bytes[location.file] < 0:
@@ -107,9 +107,9 @@ def decode(value: Mapping[str, Any], files: Mapping[str, FileDigest], what: str)
             _check_cover(name, shape, chunks)
             metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
         state, ranks = value["state"], value["ranks"]
-        if not isinstance(state, dict) or not all(isinstance(own, dict) for own in ranks):
+        if not isinstance(state, dict) or not all(isinstance(rank_state, dict) for rank_state in ranks):
             raise ValueError("state and ranks must be objects")
-        return CheckpointContent(_size([value["step"]])[0], state, tuple(ranks), metadata)
+        return CheckpointContent(_parse_numbers([value["step"]])[0], state, tuple(ranks), metadata)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {shown(str(error))}") from None
 
@@ -121,39 +121,39 @@ def overlap(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadat
         return (chunks[0], chunks[1]) if len(chunks) > 1 else None
     along = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[ChunkStorageMetadata] = []
-    for chunk in sorted((one for one in chunks if 0 not in one.sizes), key=lambda one: one.offsets[along]):
-        active = [one for one in active if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
-        for one in active:
+    for b in sorted((chunk for chunk in chunks if 0 not in chunk.sizes), key=lambda chunk: chunk.offsets[along]):
+        active = [a for a in active if a.offsets[along] + a.sizes[along] > b.offsets[along]]
+        for a in active:
             if all(
-                one.offsets[d] < chunk.offsets[d] + chunk.sizes[d] and chunk.offsets[d] < one.offsets[d] + one.sizes[d]
+                a.offsets[d] < b.offsets[d] + b.sizes[d] and b.offsets[d] < a.offsets[d] + a.sizes[d]
                 for d in range(dims)
             ):
-                return one, chunk
-        active.append(chunk)
+                return a, b
+        active.append(b)
     return None
 
 
 def _check_cover(name: str, shape: Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
     """Check that every element is in exactly one part. Elements in no part would be uninitialised memory."""
-    found = sum(math.prod(chunk.sizes) for chunk in chunks)
-    if found != math.prod(shape):
-        raise ValueError(f"the parts have {found} of the {math.prod(shape)} elements of {shown(name)}")
+    elements = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if elements != math.prod(shape):
+        raise ValueError(f"the parts have {elements} of the {math.prod(shape)} elements of {shown(name)}")
     if len({chunk.offsets for chunk in chunks}) < len(chunks) or overlap(chunks) is not None:
         raise ValueError(f"parts of {shown(name)} overlap")
 
 
-def _check(
+def _check_part(
     chunk: ChunkStorageMetadata, shape: Size, location: ChunkLocation, itemsize: int, files: Mapping[str, FileDigest]
 ) -> None:
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-        raise ValueError(f"a part with offsets {chunk.offsets} and lengths {chunk.sizes} in a tensor {shape}")
-    if any(at + n > whole for at, n, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+        raise ValueError(f"a part with offsets {chunk.offsets} and lengths {chunk.sizes} does not fit {shape}")
+    if any(start + length > end for start, length, end in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
         raise ValueError(f"a part with offsets {chunk.offsets} and lengths {chunk.sizes} is outside of {shape}")
     if location.start + math.prod(chunk.sizes) * itemsize > files[location.file].size:
         raise ValueError(f"a part is outside of {location.file}")
 
 
-def _file(name: object, files: Mapping[str, FileDigest]) -> str:
+def _checked_name(name: object, files: Mapping[str, FileDigest]) -> str:
     # Names with a slash could refer to files outside of the folder.
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name not in files:
         raise ValueError(f"no file {shown(name)} in the manifest")
@@ -167,15 +167,18 @@ def digests(value: Mapping[str, Any], what: str) -> dict[str, FileDigest]:
         CheckpointError: it is invalid; ``what`` names the file.
     """
     try:
-        found = {name: FileDigest(_size([one["size"]])[0], str(one["sha256"])) for name, one in value["files"].items()}
-        for name in found:
-            _file(name, found)
+        files = {
+            name: FileDigest(_parse_numbers([entry["size"]])[0], str(entry["sha256"]))
+            for name, entry in value["files"].items()
+        }
+        for name in files:
+            _checked_name(name, files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {shown(str(error))}") from None
-    return found
+    return files
 
 
-def _size(values: Sequence[Any]) -> Size:
+def _parse_numbers(values: Sequence[Any]) -> Size:
     if (
         not isinstance(values, list)
         or len(values) > MAX_DIMS

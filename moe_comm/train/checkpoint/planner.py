@@ -105,7 +105,8 @@ class EntryPlanner(SavePlanner):
         signature = {name: entry.signature() for name, entry in self._entries.items()}
         unchanged = signature == self._signature
         self._signature = signature
-        items = [] if unchanged else [item for name, entry in self._entries.items() for item in _items(name, entry)]
+        entries: Mapping[str, Entry] = {} if unchanged else self._entries
+        items = [item for name, entry in entries.items() for item in _write_items(name, entry)]
         return SavePlan(items, planner_data=RankPlan(self.request.step, self.request.state, unchanged))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -129,8 +130,8 @@ class EntryPlanner(SavePlanner):
         if new_plan.planner_data != UNCHANGED or self._plan is None:
             self._plan = new_plan
         # Only the boxes that this rank writes are staged, so a replicated tensor is copied on one rank.
-        wanted = [(item.index.fqn, item.index.index or 0) for item in self._plan.items]
-        self._staged = self._stager.stage(self._entries, wanted)
+        boxes = [(item.index.fqn, item.index.index or 0) for item in self._plan.items]
+        self._staged = self._stager.stage(self._entries, boxes)
         self.on_staged()
         return replace(self._plan, planner_data=None)
 
@@ -138,7 +139,7 @@ class EntryPlanner(SavePlanner):
         return self._staged[write_item.index.fqn, write_item.index.index or 0]
 
 
-def _items(name: str, entry: Entry) -> list[WriteItem]:
+def _write_items(name: str, entry: Entry) -> list[WriteItem]:
     if entry.tensor.dtype not in DTYPES:
         raise CheckpointError(f"{name} has dtype {entry.tensor.dtype}, which checkpoints do not support")
     items = []
@@ -161,11 +162,11 @@ def assign_writers(held: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]
         for item in items:
             chunk = _data(item).chunk
             holders.setdefault((item.index.fqn, chunk.offsets, chunk.sizes), {})[rank] = item
-    _check(holders)
+    _check_consistent(holders)
     assigned: list[list[WriteItem]] = [[] for _ in held]
-    load = [0] * len(held)
+    load = [0] * len(held)  # bytes assigned to each rank
     # First the boxes with a single holder, then the largest.
-    order = sorted(holders.items(), key=lambda one: (len(one[1]) > 1, -_bytes(next(iter(one[1].values()))), one[0]))
+    order = sorted(holders.items(), key=lambda pair: (len(pair[1]) > 1, -_bytes(next(iter(pair[1].values()))), pair[0]))
     for _, items_by_rank in order:
         rank = min(items_by_rank, key=lambda r: (load[r], r))
         load[rank] += _bytes(items_by_rank[rank])
@@ -178,14 +179,14 @@ def metadata_of(assigned: Sequence[Sequence[WriteItem]]) -> Metadata:
     metadata = Metadata({})
     for item in (item for items in assigned for item in items):
         data = _data(item)
-        fresh = TensorStorageMetadata(TensorProperties(dtype=data.properties.dtype), data.size, [])
-        tensor = metadata.state_dict_metadata.setdefault(item.index.fqn, fresh)
+        empty = TensorStorageMetadata(TensorProperties(dtype=data.properties.dtype), data.size, [])
+        tensor = metadata.state_dict_metadata.setdefault(item.index.fqn, empty)
         assert isinstance(tensor, TensorStorageMetadata)
         tensor.chunks.append(data.chunk)
     return metadata
 
 
-def _check(holders: Mapping[tuple[str, Size, Size], Mapping[int, WriteItem]]) -> None:
+def _check_consistent(holders: Mapping[tuple[str, Size, Size], Mapping[int, WriteItem]]) -> None:
     tensors: dict[str, list[tuple[int, TensorWriteData]]] = {}
     for (name, _, _), items in holders.items():
         kinds = {(_data(item).size, _data(item).properties.dtype): rank for rank, item in items.items()}
@@ -199,13 +200,13 @@ def _check(holders: Mapping[tuple[str, Size, Size], Mapping[int, WriteItem]]) ->
                     f"rank {other} has {tuple(data.size)} {data.properties.dtype}"
                 )
         chunks = [data.chunk for _, data in parts]
-        both = overlap(chunks)
-        if both is not None:
-            a, b = both
+        overlapping = overlap(chunks)
+        if overlapping is not None:
+            a, b = overlapping
             raise CheckpointError(f"parts of {name} overlap without being equal: {_text(a)} and {_text(b)}")
-        elements, whole = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(first.size)
-        if elements != whole:
-            raise CheckpointError(f"the ranks have {elements} of the {whole} elements of {name} {tuple(first.size)}")
+        elements, total = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(first.size)
+        if elements != total:
+            raise CheckpointError(f"the ranks have {elements} of the {total} elements of {name} {tuple(first.size)}")
 
 
 def _text(chunk: ChunkStorageMetadata) -> str:

@@ -76,7 +76,7 @@ class CheckpointReader:
         """
         tensor = self._tensor(name)
         indices = [MetadataIndex(name, chunk.offsets) for chunk in tensor.chunks]
-        # Before the allocation: this verifies that the files, and so the tensor, are as large as the manifest says.
+        # Verify before the allocation: the files, and so the tensor, must be as large as the manifest says.
         self.verify([self.location(index).file for index in indices])
         whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for index, chunk in zip(indices, tensor.chunks, strict=True):
@@ -195,8 +195,8 @@ def _pread(handle: int, at: int, count: int) -> bytearray:
     content = bytearray(count)
     view, filled = memoryview(content), 0
     while filled < count:
-        got = os.preadv(handle, [view[filled:]], at + filled)
-        if not got:
+        count_read = os.preadv(handle, [view[filled:]], at + filled)
+        if not count_read:
             raise EOFError
-        filled += got
+        filled += count_read
     return content

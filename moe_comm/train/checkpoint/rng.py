@@ -34,12 +34,12 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         restored, cuda = _tensor(state["torch"]), state.get("cuda")
         if gauss is not None and not isinstance(gauss, float):
             raise ValueError("the cached number of Python's gauss() must be a float or null")
-        before = random.getstate()
+        previous = random.getstate()
         random.setstate((version, tuple(words), gauss))
         try:
             torch.set_rng_state(restored)
         except (TypeError, RuntimeError):
-            random.setstate(before)
+            random.setstate(previous)
             raise
         if cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(_tensor(cuda))

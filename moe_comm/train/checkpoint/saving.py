@@ -108,12 +108,12 @@ class Checkpointer:
             raise ConfigError(f"keep must be at least 1 and timeout_s positive; got {keep} and {timeout_s}")
         self.folder = Path(folder)
         self.keep = keep
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if several else 0
+        distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if distributed else 0
         self._group: ProcessGroup | None = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if several else None
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if distributed else None
         )
-        self._several = several
+        self._distributed = distributed
         self._stager = Stager()
         self._planner = EntryPlanner(self._stager)
         self._job: _Job | None = None
@@ -127,10 +127,10 @@ class Checkpointer:
     ) -> None:
         try:
             self.close()
-        except CheckpointError as late:
+        except CheckpointError as save_error:
             if error is None:
                 raise
-            _log.warning("%s", late)  # the error that ended the block came first
+            _log.warning("%s", save_error)  # the error that ended the block came first
 
     @property
     def report(self) -> SaveReport | None:
@@ -160,7 +160,7 @@ class Checkpointer:
         """
         started = time.perf_counter()
         self.wait()
-        if self._several and self._group is None:
+        if self._distributed and self._group is None:
             raise CheckpointError(_NO_GROUP)
         job = _Job(step, started)
         entries = dict(entries)
@@ -169,7 +169,7 @@ class Checkpointer:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"step must be a whole number of at least 0; got {step!r}")
             own_state = json.dumps(dict(rank_state or {}), allow_nan=False)
-            # Parse it as a load will. In metadata.json it is nested in two levels.
+            # Parse it as a load will. In metadata.json it is nested two levels deeper.
             parse_object(own_state, DEEPEST - 2)
             shared = parse_object(json.dumps(dict(state or {}), allow_nan=False), DEEPEST - 2)
             self._stager.mark(entries)
@@ -266,7 +266,8 @@ class Checkpointer:
         try:
             if self._write(job, entries, state):
                 return
-            # No reference to the error remains: its traceback would keep the group alive, and other ranks waiting.
+            # ``_write`` keeps no reference to the error. Its traceback would keep the group alive, so that other ranks
+            # would wait.
             self._planner.forget()
             if self.rank == 0:
                 folders.discard(self.folder, job.step)
@@ -307,7 +308,7 @@ class Checkpointer:
     def _collective(self, call: Callable[[], T]) -> T:
         """Run a collective outside of a save."""
         self.wait()
-        if self._several and self._group is None:
+        if self._distributed and self._group is None:
             raise CheckpointError(_NO_GROUP)
         try:
             with self._span("exchange"):

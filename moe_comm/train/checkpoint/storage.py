@@ -57,7 +57,7 @@ class CheckpointStorageWriter(_Storage, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # Rank 0 plans before any rank writes, so the folder exists in time.
         if is_coordinator:
-            with _named(folder.partial_path(self._parent, self._step)):
+            with _convert_os_errors(folder.partial_path(self._parent, self._step)):
                 folder.create_partial(self._parent, self._step)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -71,7 +71,7 @@ class CheckpointStorageWriter(_Storage, StorageWriter):
                 assert isinstance(tensor, Tensor)
                 at = ",".join(map(str, item.index.offset or ()))
                 parts.append(NamedTensor(f"{item.index.fqn}@{at}", tensor))
-            with _named(path):
+            with _convert_os_errors(path):
                 if not path.parent.is_dir():
                     raise CheckpointError(
                         f"{path.parent} does not exist on rank {self._rank}, although rank 0 created it: the folder of "
@@ -95,7 +95,7 @@ class CheckpointStorageWriter(_Storage, StorageWriter):
         saved = CheckpointContent(
             self._step, state, tuple(ranks), Metadata(metadata.state_dict_metadata, storage_data=locations)
         )
-        with _named(folder.partial_path(self._parent, self._step)):
+        with _convert_os_errors(folder.partial_path(self._parent, self._step)):
             written: dict[str, FileDigest] = dict(digests)
             path = folder.partial_path(self._parent, self._step) / folder.METADATA
             written[folder.METADATA] = files.write_json(path, encode(saved))
@@ -125,7 +125,7 @@ class CheckpointStorageReader(_Storage, StorageReader):
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _convert_os_errors(path: Path) -> Iterator[None]:
     """Convert an OSError to a CheckpointError that names the file."""
     try:
         yield

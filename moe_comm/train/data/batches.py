@@ -1,7 +1,7 @@
 """Batches for training and evaluation, from prepared token files.
 
 corpus = Corpus.open(paths, settings)
-global_batch = corpus.batch_of(step)                 # known on every rank, nothing read yet
+global_batch = corpus.batch_of(step)                 # equal on every rank; reads no tokens
 micro_batch = global_batch.micro(i, micro_batches)   # the i-th micro-batch of all ranks
 batch = micro_batch.local(dp_rank, dp, shard)        # reads only this rank's sequences
 
@@ -101,8 +101,8 @@ class GlobalBatch:
     def local(self, dp_rank: int = 0, dp: int = 1, shard: Shard | None = None) -> Batch:
         """Read the sequences of data-parallel rank ``dp_rank`` of ``dp``.
 
-        The sequences are distributed evenly. If the numbers differ by one, later ranks have more. Then ``dp_rank``
-        times a rank's own number is never before the end of the previous ranks' sequences.
+        The sequences are distributed evenly. If the numbers differ by one, later ranks have more, so ``dp_rank`` times
+        a rank's number of sequences is at or after the end of the previous ranks' sequences.
 
         Args:
             shard: shards each tensor along the sequence for this context-parallel rank; None: whole sequences.
@@ -116,10 +116,10 @@ class GlobalBatch:
                 f"a micro-batch has {self.rows} sequences for {dp} data-parallel ranks; each needs at least one: "
                 "raise data.batch or lower data.micro_batches"
             )
-        share, left = divmod(self.rows, dp)
-        larger = dp_rank - (dp - left)  # of the ranks before this one, if any
-        begin = dp_rank * share + max(larger, 0)
-        own_rows = slice(begin, begin + share + (larger >= 0))
+        base, extra = divmod(self.rows, dp)  # the last ``extra`` ranks have one sequence more
+        larger = dp_rank - (dp - extra)  # number of such ranks before this one; negative if this one is not larger
+        begin = dp_rank * base + max(larger, 0)
+        own_rows = slice(begin, begin + base + (larger >= 0))
         rows = [
             read_row(self.packings[source], index)
             for source, index in zip(
@@ -185,11 +185,9 @@ class Corpus:
                 )
         self.vocab_size = first.vocab_size
         self.end_of_text = first.end_of_text
-        views = [_split(file, spec.name, settings) for spec, file in zip(settings.sources, self.files, strict=True)]
-        self.train, self.validation = (
-            [tokens[0] for tokens in views],
-            [tokens[1] for tokens in views],
-        )
+        splits = [_split(file, spec.name, settings) for spec, file in zip(settings.sources, self.files, strict=True)]
+        self.train = [training for training, _ in splits]
+        self.validation = [held_out for _, held_out in splits]
         self._packings = [
             make_packing(settings.packing, tokens, settings.seq_len, settings.documents, (settings.seed, number))
             for number, tokens in enumerate(self.train)
@@ -241,16 +239,16 @@ class Corpus:
         if count is not None:
             rows = np.array(count * batch)
             mixture = self.sampler.mixture
-            counts = [min(int(mixture.count(s, rows)), most) for s, most in enumerate(available)]
+            counts = [min(int(mixture.count(s, rows)), limit) for s, limit in enumerate(available)]
         sources = np.repeat(np.arange(len(counts)), counts)
-        spread = [_spread_evenly(*pair) for pair in zip(available, counts, strict=True)]
-        missing = -sum(counts) % batch
-        source_N = np.concatenate([sources, np.zeros(missing, np.int64)])
-        index_N = np.concatenate([*spread, np.full(missing, -1)])
+        indices = [_spread_evenly(*pair) for pair in zip(available, counts, strict=True)]
+        padding = -sum(counts) % batch
+        source_N = np.concatenate([sources, np.zeros(padding, np.int64)])
+        index_N = np.concatenate([*indices, np.full(padding, -1)])
         parts = [
             SequenceIndices(source_N[at : at + batch], index_N[at : at + batch]) for at in range(0, len(index_N), batch)
         ]
-        return [GlobalBatch(self._held_out, indices, _targets(self._held_out, indices)) for indices in parts]
+        return [GlobalBatch(self._held_out, part, _targets(self._held_out, part)) for part in parts]
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the sampler's JSON state before ``step``, for the checkpoint."""
@@ -267,9 +265,9 @@ class Corpus:
     @property
     def epochs(self) -> list[float]:
         """Fraction of an epoch of each source that one step takes."""
-        turns = self.sampler.mixture
-        share = [self.settings.batch * n / turns.period for n in turns.turns]
-        return [rows / packing.sequences for rows, packing in zip(share, self._packings, strict=True)]
+        mixture = self.sampler.mixture
+        rows_per_step = [self.settings.batch * turns / mixture.period for turns in mixture.turns]
+        return [rows / packing.sequences for rows, packing in zip(rows_per_step, self._packings, strict=True)]
 
     def statistics(self) -> Statistics:
         """Return the statistics of the corpus."""
@@ -338,17 +336,17 @@ def _split(file: TokenFile, name: str, settings: CorpusSettings) -> tuple[TokenR
     single document, it is inside one.
     """
     total, window = len(file), settings.seq_len + 1
-    held = max(math.ceil(total * settings.validation), window) if settings.validation else 0
-    if total - held < window:
-        needed = "training and validation need" if held else "training needs"
+    held_out = max(math.ceil(total * settings.validation), window) if settings.validation else 0
+    if total - held_out < window:
+        needed = "training and validation need" if held_out else "training needs"
         raise ConfigError(
             f"data source {name!r} has {total} tokens; {needed} {window} each at data.seq_len {settings.seq_len}"
         )
-    cut = total - held
-    if held:
-        behind = int(np.searchsorted(file.offsets, cut))
-        near = [int(file.offsets[d]) for d in (behind - 1, behind) if 0 <= d < len(file.offsets)]
-        fitting = [at for at in near if at >= window and max(window, held / 2) <= total - at <= 2 * held]
+    cut = total - held_out
+    if held_out:
+        document = int(np.searchsorted(file.offsets, cut))
+        nearest = [int(file.offsets[d]) for d in (document - 1, document) if 0 <= d < len(file.offsets)]
+        fitting = [at for at in nearest if at >= window and max(window, held_out / 2) <= total - at <= 2 * held_out]
         cut = min(fitting, key=lambda at: abs(at - cut), default=cut)
     return TokenRange(file, 0, cut), TokenRange(file, cut, total)
 

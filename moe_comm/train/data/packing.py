@@ -51,7 +51,7 @@ class TokenRange:
         return positions
 
     def bounds(self) -> Ints:
-        """Where each document of the view starts, and its end: [documents + 1]."""
+        """Return [documents + 1]: the start of each document in the range, and the end of the range."""
         return np.concatenate([[self.start], self.document_starts(self.start, self.stop)]).astype(np.int64)
 
 
@@ -146,7 +146,7 @@ class BestFit:
 
     Documents are placed by decreasing length, each in the fullest sequence with enough room. Longer documents are cut
     into full sequences and a rest. In an epoch, every token is an input exactly once. The index takes 12 bytes per
-    document, and some microseconds to compute.
+    document, and a few microseconds to compute.
     """
 
     endless = False
@@ -199,17 +199,17 @@ class BestFit:
         for part, length in enumerate(lengths.tolist()):
             fitting = free >> length
             if fitting:
-                left = length + (fitting & -fitting).bit_length() - 1
-                row = open_rows[left].pop()
-                if not open_rows[left]:
-                    free &= ~(1 << left)
+                room = length + (fitting & -fitting).bit_length() - 1  # the smallest room that fits
+                row = open_rows[room].pop()
+                if not open_rows[room]:
+                    free &= ~(1 << room)
             else:
-                left, row = self.seq_len, num_rows
+                room, row = self.seq_len, num_rows
                 num_rows += 1
             rows[part] = row
-            if left > length:
-                open_rows[left - length].append(row)
-                free |= 1 << (left - length)
+            if room > length:
+                open_rows[room - length].append(row)
+                free |= 1 << (room - length)
         return rows
 
 
@@ -230,7 +230,7 @@ def read_row(packing: Packing, index: int) -> Row:
     seq_len, token_range = packing.seq_len, packing.token_range
     row = _padding(seq_len, token_range.file.end_of_text)
     segments = packing.segments(index) if index >= 0 else []
-    breaks = [np.zeros(1, np.int64)]
+    breaks = [np.zeros(1, np.int64)]  # positions in the row at which a document or the padding starts
     at = 0
     for number, (start, length) in enumerate(segments):
         stop = start + length
@@ -248,11 +248,11 @@ def read_row(packing: Packing, index: int) -> Row:
         breaks += [at - length + starts, np.array([at])]
     if packing.separate:
         positions = np.concatenate(breaks)
-        marks = np.zeros(seq_len + 1, bool)
-        marks[positions] = True
-        row.documents_S[:] = marks[:seq_len].cumsum() - 1
-        first = np.flatnonzero(marks[:seq_len])
-        row.positions_S[:] -= first[row.documents_S]
+        is_start = np.zeros(seq_len + 1, bool)
+        is_start[positions] = True
+        row.documents_S[:] = is_start[:seq_len].cumsum() - 1
+        document_starts = np.flatnonzero(is_start[:seq_len])
+        row.positions_S[:] -= document_starts[row.documents_S]
     return row
 
 

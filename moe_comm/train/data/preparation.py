@@ -107,8 +107,8 @@ def make_tokenizer(settings: CorpusSettings, sources: Sequence[ScannedSource]) -
     key = _key(["bpe", VERSION, settings.vocab_size, BPE_BYTES, [source.digest for source in sources]])
     folder = Path(settings.cache).expanduser() / f"bpe{settings.vocab_size}-{key}"
     if not (folder / "tokenizer.json").is_file():
-        share = BPE_BYTES // len(sources)
-        texts = itertools.chain.from_iterable(_first_texts(source, share) for source in sources)
+        limit = BPE_BYTES // len(sources)
+        texts = itertools.chain.from_iterable(_first_texts(source, limit) for source in sources)
         with fresh_folder(folder) as fresh:
             train_bpe(texts, settings.vocab_size).save(fresh)
     return load_tokenizer(folder)
@@ -127,7 +127,7 @@ def prepare_source(
         writer = TokenWriter(fresh, tokenizer.vocab_size)
         text_bytes = 0
         try:
-            for chunk in _tokenised(source, tokenizer, _workers(workers, source, tokenizer)):
+            for chunk in _tokenised(source, tokenizer, _num_workers(workers, source, tokenizer)):
                 writer.append(chunk.tokens_T, chunk.ends)
                 text_bytes += chunk.text_bytes
                 if progress is not None:
@@ -151,11 +151,11 @@ def prepare_source(
 
 def _first_texts(source: ScannedSource, limit: int) -> Iterator[str]:
     """Yield the first texts of ``source``, about ``limit`` bytes."""
-    done = 0
+    num_bytes = 0
     for part in source.parts():
-        if done >= limit:
+        if num_bytes >= limit:
             return
-        done += len(part.text.encode())
+        num_bytes += len(part.text.encode())
         yield part.text
 
 
@@ -192,8 +192,8 @@ def _tokenised(source: ScannedSource, tokenizer: Tokenizer, workers: int) -> Ite
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise MoeCommError(
-            f"a process that tokenised {source.spec.name!r} died; see above for why (out of memory, or a script "
-            "without \"if __name__ == '__main__'\"), or set data.workers to 1"
+            f"a worker process that tokenised {source.spec.name!r} died; its output above shows the cause (often lack "
+            "of memory, or a script without \"if __name__ == '__main__'\"); data.workers=1 needs no worker processes"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -229,7 +229,7 @@ def _tokenise(tokenizer: Tokenizer, chunk: list[TextPart]) -> _Chunk:
     return _Chunk(np.concatenate(parts), np.array(ends, np.int64), text_bytes)
 
 
-def _workers(requested: int, source: ScannedSource, tokenizer: Tokenizer) -> int:
+def _num_workers(requested: int, source: ScannedSource, tokenizer: Tokenizer) -> int:
     if multiprocessing.current_process().daemon:
         return 1  # a daemon process cannot have children
     if requested:

@@ -25,6 +25,7 @@ from moe_comm.train.data.tokenfile import Ints
 
 MAX_PERIOD = 1 << 16
 ROUNDS = 6
+"""Rounds of the Feistel network of a ``Permutation``."""
 U64 = npt.NDArray[np.uint64]
 
 
@@ -68,9 +69,9 @@ class Permutation:
 class Mixture:
     """Alternates between sources. At any time, each source has had its share to within one sequence.
 
-    The order repeats after a period. In a period, the j-th turn of a source with n turns is released at j * period / n
-    and has the deadline (j + 1) * period / n. The earliest deadline goes first, which meets all deadlines (Baruah et
-    al., "Proportionate progress", Algorithmica 1996).
+    A turn takes one sequence from a source. The order of turns repeats after a period. In a period, the j-th turn of a
+    source with n turns is released at j * period / n and has the deadline (j + 1) * period / n. The earliest deadline
+    goes first, which meets all deadlines (Baruah et al., "Proportionate progress", Algorithmica 1996).
 
     Args:
         weights: positive. Shares are exact if they have a common denominator of at most 65536 (0.7 and 0.3 have 10).
@@ -154,7 +155,7 @@ class Sampler:
         self.batch = batch
         self.seed = seed
         self.shuffle = shuffle
-        self.mixture = Mixture([supply.weight for supply in sources])
+        self.mixture = Mixture([source.weight for source in sources])
         self.settings = {"batch": batch, "seed": seed, "shuffle": shuffle, **settings}
         self._order = lru_cache(maxsize=4 * len(self.sources))(self._permutation)
 
@@ -180,13 +181,13 @@ class Sampler:
             "settings": self.settings,
             "sources": [
                 {
-                    "name": supply.name,
-                    "digest": supply.digest,
-                    "weight": supply.weight,
+                    "name": source.name,
+                    "digest": source.digest,
+                    "weight": source.weight,
                     "consumed": consumed,
-                    "epoch": consumed // supply.sequences,
+                    "epoch": consumed // source.sequences,
                 }
-                for supply, consumed in zip(self.sources, self.consumed(step), strict=True)
+                for source, consumed in zip(self.sources, self.consumed(step), strict=True)
             ],
         }
 
@@ -211,10 +212,10 @@ class Sampler:
         return step
 
     def _indices(self, source: int, number_N: Ints) -> Ints:
-        supply = self.sources[source]
-        if supply.endless:
+        sampled = self.sources[source]
+        if sampled.endless:
             return number_N
-        epoch_N, position_N = np.divmod(number_N, supply.sequences)
+        epoch_N, position_N = np.divmod(number_N, sampled.sequences)
         if not self.shuffle:
             return position_N
         index_N = np.empty_like(position_N)
@@ -244,5 +245,5 @@ def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
         if old["weight"] != new["weight"]:
             changed.append(f"the weight of source {old['name']!r} was {old['weight']} and is {new['weight']}")
         elif not changed and old["consumed"] != new["consumed"]:
-            changed.append(f"source {old['name']!r} was at {old['consumed']} sequences, here at {new['consumed']}")
+            changed.append(f"source {old['name']!r} was at sequence {old['consumed']} and is at {new['consumed']}")
     return changed

@@ -24,6 +24,7 @@ from moe_comm.train.data.settings import SourceSpec
 
 PART_CHARS = 1 << 20
 READ = 1 << 22
+"""Bytes per read when a file is scanned."""
 JSONL = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")
 LONGEST_LINE = 1 << 28
@@ -88,10 +89,10 @@ def scan(spec: SourceSpec) -> ScannedSource:
         topics = _pydoc()
         digest = hashlib.blake2b("\0".join(topics).encode(), digest_size=16).hexdigest()
         return ScannedSource(spec, (), sum(len(topic.encode()) for topic in topics), digest)
-    paths, hidden, alone = _find(spec)
+    paths, hidden, is_single = _find(spec)
     files, skipped = [], [(path, "hidden") for path in hidden]
     for path in paths:
-        file = _scan_file(path, spec, alone)
+        file = _scan_file(path, spec, is_single)
         if isinstance(file, str):
             skipped.append((path, file))
         else:
@@ -127,11 +128,11 @@ def _pydoc() -> list[str]:
     # Imported here: 700 kB of text that only this source needs.
     from pydoc_data.topics import topics
 
-    seen: set[str] = set()
+    used: set[str] = set()
     documents = []
     for topic in topics.values():
-        paragraphs = [p for p in dict.fromkeys(topic.strip("\n").split("\n\n")) if p not in seen]
-        seen.update(paragraphs)
+        paragraphs = [p for p in dict.fromkeys(topic.strip("\n").split("\n\n")) if p not in used]
+        used.update(paragraphs)
         if paragraphs:
             documents.append("\n\n".join(paragraphs) + "\n")
     return documents
@@ -179,7 +180,7 @@ def _format(path: Path, spec: SourceSpec) -> str:
     return "jsonl" if suffix in JSONL else "parquet" if suffix in PARQUET else "text"
 
 
-def _scan_file(path: Path, spec: SourceSpec, alone: bool) -> SourceFile | str:
+def _scan_file(path: Path, spec: SourceSpec, is_single: bool) -> SourceFile | str:
     """Return the file, or the reason why it is skipped."""
     kind = _format(path, spec)
     if kind == "parquet":
@@ -196,7 +197,7 @@ def _scan_file(path: Path, spec: SourceSpec, alone: bool) -> SourceFile | str:
         if decoder is not None:
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        if not alone:
+        if not is_single:
             return f"not UTF-8 text: {error.reason}"
         raise ConfigError(f"data source {spec.name!r}: {str(path)!r} is not UTF-8 text: {error.reason}") from error
     except OSError as error:
@@ -208,9 +209,9 @@ def _read_text(path: Path) -> Iterator[TextPart]:
     with path.open(encoding="utf-8", newline="") as file:
         part = file.read(PART_CHARS) + file.readline(PART_CHARS)
         while part:
-            after = file.read(PART_CHARS) + file.readline(PART_CHARS)
-            yield TextPart(part, not after)
-            part = after
+            next_part = file.read(PART_CHARS) + file.readline(PART_CHARS)
+            yield TextPart(part, ends_document=not next_part)
+            part = next_part
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[TextPart]:

@@ -178,7 +178,7 @@ class TokenFile:
         self._check([name for name in meta["files"] if name != "tokens.bin"])
         if verify == "all":
             self._check(["tokens.bin"])
-        # An empty file cannot be mapped. The metadata was checked, so no file is empty.
+        # An empty file cannot be mapped. ``_check_meta`` has ensured that no file is empty.
         self.tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r")
         self.offsets: Ints = np.memmap(path / "offsets.bin", np.dtype("<i8"), "r")
         self.counts_V: Ints = np.fromfile(path / "counts.bin", np.dtype("<i8"))
@@ -226,8 +226,8 @@ class TokenFile:
 
     def _check_documents(self) -> None:
         """Check that offsets increase from 0 to the number of tokens, and that the counts sum to it."""
-        rises = bool((self.offsets[1:] >= self.offsets[:-1]).all())
-        if not rises or self.offsets[0] != 0 or self.offsets[-1] != len(self):
+        increases = bool((self.offsets[1:] >= self.offsets[:-1]).all())
+        if not increases or self.offsets[0] != 0 or self.offsets[-1] != len(self):
             raise CorruptFile(f"{self.path / 'offsets.bin'} does not cut {len(self)} tokens into documents; {_REMEDY}")
         if (self.counts_V < 0).any() or int(self.counts_V.sum()) != len(self):
             raise CorruptFile(f"{self.path / 'counts.bin'} does not count {len(self)} tokens; {_REMEDY}")
@@ -237,8 +237,8 @@ class TokenFile:
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             for name in names:
                 sums = self.meta["files"][name]["blocks"]
-                for block, found in enumerate(pool.map(partial(_read_block_sum, self.path / name), range(len(sums)))):
-                    if found != sums[block]:
+                for block, actual in enumerate(pool.map(partial(_read_block_sum, self.path / name), range(len(sums)))):
+                    if actual != sums[block]:
                         raise _corrupt(self.path / name, block)
 
 
@@ -286,7 +286,7 @@ def _meta_sum(meta: dict[str, Any]) -> str:
 
 
 def _check_meta(meta: dict[str, Any]) -> None:
-    """Check that the metadata is consistent: the checksum alone is no protection against made-up values."""
+    """Check that the metadata is consistent. Its checksum detects accidents, but not deliberately altered values."""
     facts = {key: meta[key] for key in ("vocab_size", "tokens", "documents", "text_bytes", "end_of_text")}
     for key, value in facts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (key != "end_of_text"):
@@ -307,7 +307,7 @@ def _check_meta(meta: dict[str, Any]) -> None:
             raise ValueError(f"file {shown(name)}")
         if len(entry["blocks"]) != -(-entry["bytes"] // BLOCK):
             raise ValueError(f"{len(entry['blocks'])} checksums for {name} of {shown(entry['bytes'])} bytes")
-        if not all(isinstance(one, str) and _SUM.fullmatch(one) for one in entry["blocks"]):
+        if not all(isinstance(block, str) and _SUM.fullmatch(block) for block in entry["blocks"]):
             raise ValueError(f"a checksum of {name} has another format")
     lengths = {"tokens": facts["tokens"] * dtype.itemsize, "offsets": 8 * (facts["documents"] + 1)}
     for name, length in (lengths | {"counts": 8 * facts["vocab_size"]}).items():

@@ -150,6 +150,7 @@ class FileTokenizer:
         self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The worker processes of ``preparation`` receive the tokenizer by pickle.
         return type(self), (self.text, self.end_name, self.extra_files)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -193,8 +193,8 @@ def read_pretrained(stage: Transformer, folder: Path, mesh: ParallelMesh) -> Non
     targets |= {name: buffer for name, buffer in stage.named_buffers() if name.endswith("correction_bias")}
     for name, tensor in targets.items():
         sharding = shardings.get(name, Sharding(tuple(tensor.shape)))
-        made_of = hub_slices(stage.config, family, stage.origin_of(name), hub)
-        read_shard(hub, made_of, tensor, sharding, mesh.place, mesh.sizes)
+        slices = hub_slices(stage.config, family, stage.origin_of(name), hub)
+        read_shard(hub, slices, tensor, sharding, mesh.place, mesh.sizes)
 
 
 __all__ = ["architecture_of", "build", "build_stages", "read_pretrained", "stage_plan"]

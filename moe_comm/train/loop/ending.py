@@ -54,7 +54,7 @@ def draw_sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
     """Generate a text sample with the exported model; return "" if there is none."""
     if not config.run.sample_tokens or not folder.model.exists():
         return ""
-    # Imports transformers, as above.
+    # Imports transformers, which takes a second.
     from moe_comm.train.loop import sample
 
     model = sample.load_model(folder.model)

@@ -79,8 +79,8 @@ class CorpusFeed:
 
     def _read(self, batch: GlobalBatch) -> list[Batch]:
         dp_rank, dp = self._mesh.place["dp"], self._mesh.size("dp")
-        micro = (batch.micro(i, self._micro_batches) for i in range(self._micro_batches))
-        return [one.local(dp_rank, dp, self._shard) for one in micro]
+        micro_batches = (batch.micro(i, self._micro_batches) for i in range(self._micro_batches))
+        return [micro_batch.local(dp_rank, dp, self._shard) for micro_batch in micro_batches]
 
     def _step_batch(self, batches: list[Batch]) -> StepBatch:
         device = torch.device(self._mesh.device)

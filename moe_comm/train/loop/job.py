@@ -111,7 +111,7 @@ def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) ->
     progress = make_progress(ranks.is_first, config.run.log_every)
     host_memory = open_host_memory(ranks, progress.log) if config.checkpoint.peer_every else None
     folder = RunFolder.make(config, ranks, runs_in_memory(host_memory, ranks) if config.checkpoint.peer_every else ())
-    progress.log(_opening(config, architecture, corpus, mesh, folder))
+    progress.log(_start_text(config, architecture, corpus, mesh, folder))
     return _train(_Run(config, state, corpus, ranks, folder, progress), host_memory)
 
 
@@ -205,16 +205,16 @@ def _train(run: _Run, host_memory: PersistentMemory | None) -> RunResult:
         for hook in hooks:
             stack.callback(hook.close)
         if watcher is not None:
-            stack.push(watcher)  # also exits first: other ranks must not wait for the cleanup of a failed rank
+            stack.push(watcher)  # exits before the cleanup: the peers of a failed rank must not wait for it
         end = _fit(run, trainer, saver)
         _close(run.state)
         result = _result(run, trainer, end, time.monotonic() - began)
         if run.ranks.is_first:
             if not end.interrupted:
                 result = replace(result, sample=draw_sample(run.config, run.corpus, run.folder))
-            more: dict[str, object] = {"hint": hint.text} if hint.text else {}
-            more |= {} if saver.memory is None else {"peer_memory": saver.memory.summary()}
-            _report(run, result, end, more)
+            extra: dict[str, object] = {"hint": hint.text} if hint.text else {}
+            extra |= {} if saver.memory is None else {"peer_memory": saver.memory.summary()}
+            _report(run, result, end, extra)
         if saver.memory is not None:
             saver.memory.finish()
         return result
@@ -333,10 +333,10 @@ def _record_failure(run: _Run, trainer: Trainer, error: BaseException, signals: 
     if run.config.observe.events and not stopped:
         dump(run.folder.path, what)
     if run.ranks.is_first:
-        ended: dict[str, object] = {"status": "interrupted", "signal": int(signal.SIGINT)}
+        outcome: dict[str, object] = {"status": "interrupted", "signal": int(signal.SIGINT)}
         if not stopped:
-            ended = {"status": "failed", "error": what}
-        run.folder.save_result(ended | {"steps": trainer.next_step} | _versions())
+            outcome = {"status": "failed", "error": what}
+        run.folder.save_result(outcome | {"steps": trainer.next_step} | _versions())
 
 
 def _result(run: _Run, trainer: Trainer, end: _End, seconds: float) -> RunResult:
@@ -354,12 +354,12 @@ def _result(run: _Run, trainer: Trainer, end: _End, seconds: float) -> RunResult
     )
 
 
-def _report(run: _Run, result: RunResult, end: _End, more: Mapping[str, object]) -> None:
-    """Write ``result`` and ``more`` to the run folder, and print a summary."""
+def _report(run: _Run, result: RunResult, end: _End, extra: Mapping[str, object]) -> None:
+    """Write ``result`` and ``extra`` to the run folder, and print a summary."""
     effective = effective_time(run.folder.path, time.time())
-    extra: dict[str, object] = {"mapping": str(run.state.mesh.config)}
-    extra |= {} if effective is None else {"effective_time": effective.as_dict()}
-    run.folder.save_result(asdict(result) | extra | dict(more) | _versions())
+    values: dict[str, object] = {"mapping": str(run.state.mesh.config)}
+    values |= {} if effective is None else {"effective_time": effective.as_dict()}
+    run.folder.save_result(asdict(result) | values | dict(extra) | _versions())
     run.progress.log(summary_text(result, run.corpus.statistics()))
     if effective is not None and effective.attempts > 1:
         run.progress.log(str(effective))
@@ -379,19 +379,19 @@ def _versions() -> dict[str, str]:
     return versions | {"moe_comm": moe_comm.__version__}
 
 
-def _opening(
+def _start_text(
     config: TrainConfig, architecture: TransformerConfig, corpus: Corpus, mesh: ParallelMesh, folder: RunFolder
 ) -> str:
     shape = ModelShape.of(architecture)
     router = architecture.moe.router
     statistics = corpus.statistics()
-    epochs = ", ".join(f"{config.run.steps * step:.2g}" for step in corpus.epochs)
+    epochs = ", ".join(f"{config.run.steps * epochs_per_step:.2g}" for epochs_per_step in corpus.epochs)
     return (
         f"{config.model.family}: {shape.params / 1e6:.1f} M parameters ({shape.active / 1e6:.1f} M active), "
         f"{architecture.layers} layers, {router.num_experts} experts top-{router.top_k}\n"
         f"mapping: {mesh.config}, {mesh.config.world} rank(s), {config.parallel.sharding}\n"
-        f"text {', '.join(config.data.sources)}: {statistics.train_tokens:,} tokens to train, "
-        f"{statistics.validation_tokens:,} to validate, {statistics.bytes_per_token:.2f} bytes each; "
+        f"text {', '.join(config.data.sources)}: {statistics.train_tokens:,} training tokens, "
+        f"{statistics.validation_tokens:,} validation tokens, {statistics.bytes_per_token:.2f} bytes per token; "
         f"{config.run.steps} steps take {epochs} epochs\n"
         f"run folder {folder.path}"
     )

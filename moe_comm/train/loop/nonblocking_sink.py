@@ -18,6 +18,7 @@ from moe_comm.observe.records import FaultRecord
 from moe_comm.train.metrics import MetricsSink, StepReport
 
 PATIENCE_S = 5.0
+"""Default number of seconds that a call waits for the sink."""
 RECORD_S = 1.0
 """Seconds to wait until the fault record is written."""
 MAX_REPORTS = 100

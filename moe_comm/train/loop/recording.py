@@ -25,6 +25,7 @@ from moe_comm.train.ranks import Ranks
 from moe_comm.train.sections import ObserveSection
 
 ROUND_TRIPS = 8
+"""Time requests per host in ``clock_skew``."""
 
 
 class Recording(StepHook):
@@ -38,7 +39,7 @@ class Recording(StepHook):
     def __init__(self, folder: Path, ranks: Ranks, settings: ObserveSection, done: int, device: str = "cpu") -> None:
         ensure_region(ranks.rank, settings.records)
         hosts = ranks.gather_texts(socket.gethostname())
-        EVENTS.reset_call_counts()  # ranks attach to their regions at different times
+        EVENTS.reset_call_counts()  # ranks attach at different times, so their counts can differ
         several = len(set(hosts)) > 1
         skew_ns = clock_skew(ranks, hosts)[0] if several else 0
         self._every = settings.every
@@ -74,6 +75,7 @@ class Recording(StepHook):
         EVENTS.device = None
 
     def _links(self, step: int) -> dict[int, float]:
+        """Probe the links between hosts in every ``observe.every``-th step."""
         if self._probe is None or step % self._every:
             return {}
         try:
@@ -84,9 +86,9 @@ class Recording(StepHook):
 
 def ensure_region(rank: int, records: int) -> None:
     """Attach ``EVENTS`` to a ring of ``records`` spans for ``rank``, unless it already has one."""
-    state = read_header(EVENTS.region)
+    header = read_header(EVENTS.region)
     # A forked rank inherits the region of its parent process, which it shares with other ranks.
-    if state is None or (state.rank, state.pid) != (rank, os.getpid()) or EVENTS.records < records:
+    if header is None or (header.rank, header.pid) != (rank, os.getpid()) or EVENTS.records < records:
         EVENTS.attach(memoryview(mmap.mmap(-1, region_bytes(records))), rank, records)
 
 
@@ -103,9 +105,9 @@ def clock_skew(ranks: Ranks, hosts: Sequence[str], now: Callable[[], int] = time
     of its duration.
     """
     skews = torch.zeros(ranks.world, 2, dtype=torch.int64)
-    firsts = [rank for rank in first_ranks(hosts) if hosts[rank] != hosts[0]]
+    clients = [rank for rank in first_ranks(hosts) if hosts[rank] != hosts[0]]
     if can_send():
-        for client in firsts:
+        for client in clients:
             if ranks.rank == client:
                 skews[client] = torch.tensor(_measure_skew(now))
             elif ranks.rank == 0:
@@ -113,7 +115,7 @@ def clock_skew(ranks: Ranks, hosts: Sequence[str], now: Callable[[], int] = time
                     dist.recv(torch.empty(1, dtype=torch.int64), client)
                     dist.send(torch.tensor([now()]), client)
     skews = ranks.sum(skews)
-    by_host = {hosts[client]: skews[client].tolist() for client in firsts}
+    by_host = {hosts[client]: skews[client].tolist() for client in clients}
     skew, error = by_host.get(hosts[ranks.rank], (0, 0))
     return int(skew), int(error)
 

@@ -59,6 +59,7 @@ class RunFolder:
         if ranks.is_first:
             try:
                 chosen = _choose(config, snapshots)
+                # "+" marks success. Without it, the message is an error.
                 message = "+" + json.dumps([str(chosen.path), str(chosen.checkpoint or ""), chosen.note])
             except OSError as error:
                 message = f"run.folder: cannot write to {config.run.folder!r}: {error.strerror or error}"
@@ -133,7 +134,7 @@ def _choose(config: TrainConfig, snapshots: Collection[str]) -> RunFolder:
         checkpoints = complete_checkpoints(path / CHECKPOINTS, lenient=False)
         done = checkpoints[-1].step if checkpoints else 0
         if checkpoint is not None:
-            done = next((one.step for one in checkpoints if one.path.name == checkpoint.name), 0)
+            done = next((saved.step for saved in checkpoints if saved.path.name == checkpoint.name), 0)
         if done > config.run.steps:
             raise ConfigError(
                 f"{path} has completed {done} steps, but run.steps is {config.run.steps}: increase run.steps, or start "
@@ -159,8 +160,9 @@ def _newest(parent: Path, name: str) -> Path | None:
 
     Otherwise restarted ranks could continue another run of the same name.
     """
-    dated = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
-    runs = [(match[1], int(match[2] or 1), path) for path in parent.glob("*") if (match := dated.fullmatch(path.name))]
+    pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    matches = [(pattern.fullmatch(path.name), path) for path in parent.glob("*")]
+    runs = [(match[1], int(match[2] or 1), path) for match, path in matches if match is not None]
     return max(runs)[-1] if runs else None
 
 

@@ -37,18 +37,18 @@ def continue_text(
     generator = torch.Generator().manual_seed(seed)
     window = int(model.config.max_position_embeddings)
     end_of_text = model.config.eos_token_id
-    text, end = list(prompt), len(prompt) + length
-    while len(text) < end:
-        context = text[-max(window // 2, 1) :]
-        cache, fresh = None, torch.tensor([context])
-        for _ in range(min(window - len(context), end - len(text)) or 1):
-            out = model(input_ids=fresh, past_key_values=cache, use_cache=True)
-            cache, token = out.past_key_values, _draw(out.logits[0, -1], temperature, generator)
+    ids, end = list(prompt), len(prompt) + length
+    while len(ids) < end:
+        context = ids[-max(window // 2, 1) :]
+        cache, new_ids = None, torch.tensor([context])
+        for _ in range(min(window - len(context), end - len(ids)) or 1):
+            out = model(input_ids=new_ids, past_key_values=cache, use_cache=True)
+            cache, token = out.past_key_values, _sample_token(out.logits[0, -1], temperature, generator)
             if token == end_of_text:
-                return text
-            text.append(token)
-            fresh = torch.tensor([[token]])
-    return text
+                return ids
+            ids.append(token)
+            new_ids = torch.tensor([[token]])
+    return ids
 
 
 def shown(text: str) -> str:
@@ -56,5 +56,5 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+def _sample_token(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
     return int(torch.multinomial((logits_V.float() / temperature).softmax(-1), 1, generator=generator))

@@ -102,8 +102,8 @@ class TrainState:
 class _Clock:
     """Seconds of a step so far.
 
-    busy: forward, backward and update, including their communication. communication: communication within them.
-    agreement: communication between them.
+    busy: forward, backward and update, including their communication. communication: the communication in ``busy``.
+    agreement: communication of the guard and of the all-reduce of the step summary, which is not in ``busy``.
     """
 
     busy: float = 0.0
@@ -184,11 +184,11 @@ class Trainer:
                 report = self.train_step(self.next_step)
                 self.next_step += 1
                 self.reports.append(report.without_slots())
-                with _records():
+                with _disk_span():
                     for sink in self._sinks:
                         sink.write(report)
                 for hook in self._hooks:
-                    with _records(hook.on_disk):
+                    with _disk_span(hook.on_disk):
                         hook.after_step(report)
                 self._progress.update(report)
                 if after_step is not None:
@@ -207,7 +207,7 @@ class Trainer:
     def train_step(self, step: int) -> StepReport:
         """Train on the global batch of ``step`` (from 0). Collective."""
         for hook in self._hooks:
-            with _records(hook.on_disk):
+            with _disk_span(hook.on_disk):
                 hook.before_step(step + 1)
         EVENTS.begin_step(step + 1)
         with EVENTS.span(Kind.STEP, "step"):
@@ -224,13 +224,13 @@ class Trainer:
         COMMUNICATION.take()
         clock, lr = _Clock(), learning_rate(self._schedule, step)
         while True:
-            agreed, decision = self._forward_backward(step, batch, clock)
+            summary, decision = self._forward_backward(step, batch, clock)
             grad_norm = math.nan
             if decision is StepDecision.GO:
                 grad_norm, decision = self._reduce_gradients(clock)
             if decision is not StepDecision.RERUN:
                 break
-        staged_s = self._update(lr, agreed, clock) if decision is StepDecision.GO else 0.0
+        staged_s = self._update(lr, summary, clock) if decision is StepDecision.GO else 0.0
         total_s = time.perf_counter() - began + saved_s
         compute_s, communication_s = max(clock.busy - clock.communication, 0.0), clock.communication + clock.agreement
         mfu = None
@@ -238,16 +238,16 @@ class Trainer:
             mfu = train_state.flops_per_token * batch.num_targets / total_s / train_state.peak_flops
         return StepReport(
             step=step + 1,
-            loss=agreed.loss,
+            loss=summary.loss,
             lr=lr,
             grad_norm=grad_norm,
             tokens=batch.num_targets,
             times=StepTimes(total_s, compute_s, communication_s, data_s, staged_s + saved_s),
-            load=agreed.load(),
+            load=summary.load(),
             memory_bytes=peak_memory(train_state.mesh.device),
             mfu=mfu,
             skipped=guard.skipped,
-            stop=next((reason for reason, flag in zip(STOP_REASONS, agreed.stops, strict=True) if flag), ""),
+            stop=next((reason for reason, flag in zip(STOP_REASONS, summary.stops, strict=True) if flag), ""),
             reruns=guard.reruns,
         )
 
@@ -264,12 +264,12 @@ class Trainer:
         clock.busy += time.perf_counter() - start
         clock.communication += COMMUNICATION.take()
         limit = self.config.run.time_limit_s
-        late = limit is not None and time.monotonic() - self._began >= limit
-        agreed = self._agreement.agree(loss, (self._stop_requested, late))
+        over_time = limit is not None and time.monotonic() - self._began >= limit
+        summary = self._agreement.agree(loss, (self._stop_requested, over_time))
         parameters = (param for stage in train_state.stages for param in stage.parameters())
-        decision = self._guard.after_loss(agreed, loss, parameters)
+        decision = self._guard.after_loss(summary, loss, parameters)
         clock.agreement += COMMUNICATION.take()
-        return agreed, decision
+        return summary, decision
 
     def _reduce_gradients(self, clock: _Clock) -> tuple[float, StepDecision]:
         """Reduce and clip gradients; return their norm and the guard's decision."""
@@ -281,7 +281,7 @@ class Trainer:
         clock.communication += COMMUNICATION.take()
         return norm, self._guard.after_norm(norm)
 
-    def _update(self, lr: float, agreed: StepSummary, clock: _Clock) -> float:
+    def _update(self, lr: float, summary: StepSummary, clock: _Clock) -> float:
         """Update the weights; return the seconds waited for the saver's copy of the old ones."""
         train_state, staged_s = self.train_state, 0.0
         start = time.perf_counter()
@@ -292,7 +292,7 @@ class Trainer:
             train_state.optimizer.step(lr)
         train_state.data_parallel.publish()
         for stage in train_state.stages:
-            update_biases(stage, agreed.loads, self.config.model.bias_rate)
+            update_biases(stage, summary.loads, self.config.model.bias_rate)
         clock.busy += time.perf_counter() - start - staged_s
         clock.communication += COMMUNICATION.take()
         return staged_s
@@ -340,11 +340,11 @@ class Trainer:
     def _report_fault(self, record: FaultRecord) -> None:
         self._progress.log(f"step {record.step}: {record.what}{ACTION_TEXT.get(record.action, '')}")
         if self._on_fault is not None:
-            with _records():
+            with _disk_span():
                 self._on_fault(record)
 
 
-def _records(on_disk: bool = True) -> contextlib.AbstractContextManager[object]:
+def _disk_span(on_disk: bool = True) -> contextlib.AbstractContextManager[object]:
     """Return a span for code that writes files, so that the watcher does not report a slow disk as a hung rank."""
     return EVENTS.span(Kind.CHECKPOINT, "records") if on_disk else contextlib.nullcontext()
 

@@ -28,11 +28,11 @@ class LAMB(Optimizer):
     def __init__(self, owned: Sequence[OwnedParameter], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
         self._make_state(self.owned, "exp_avg", "exp_avg_sq")
-        self._slots: list[slice] = []  # indices of each parameter's norms: one, or one per expert
+        self._norm_indices: list[slice] = []  # of each parameter: one norm, or one per expert
         end = 0
         for item in self.owned:
             begin, end = end, end + (item.sharding.shape[0] if is_stack(item) else 1)
-            self._slots.append(slice(begin, end))
+            self._norm_indices.append(slice(begin, end))
         self._size = end
 
     def _step(self, lr: float) -> None:
@@ -54,9 +54,9 @@ class LAMB(Optimizer):
         """Return |w| / |update| for each parameter: a scalar, or one per expert, broadcastable to the parameter."""
         device = updates[0].device if updates else torch.device(self.mesh.device)
         squares = torch.zeros(2, self._size, dtype=torch.float64, device=device)
-        for item, update, slot in zip(self.owned, updates, self._slots, strict=True):
+        for item, update, indices in zip(self.owned, updates, self._norm_indices, strict=True):
             if item.counts_once(self.mesh.place):
-                for row, values in zip(squares[:, slot], (item.value, update), strict=True):
+                for row, values in zip(squares[:, indices], (item.value, update), strict=True):
                     if is_stack(item):
                         for local, experts in stacked(item, self.mesh):
                             row[experts] += _squares(values[local])
@@ -64,7 +64,8 @@ class LAMB(Optimizer):
                         row[0] += squared_norm(values)
         norms = sum_values(squares, self.mesh.group("tp", "cp", "dp")).sqrt_()
         ratio = torch.where((norms > 0).all(0), norms[0] / norms[1], torch.ones_like(norms[0]))
-        return [self._spread(item, ratio[slot]) for item, slot in zip(self.owned, self._slots, strict=True)]
+        items = zip(self.owned, self._norm_indices, strict=True)
+        return [self._spread(item, ratio[indices]) for item, indices in items]
 
     def _spread(self, item: OwnedParameter, ratio: Tensor) -> Tensor:
         if not is_stack(item):

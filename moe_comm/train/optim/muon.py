@@ -1,13 +1,14 @@
 """Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/): orthogonalized momentum for matrices.
 
-Orthogonalization requires the full matrix, but the momentum is sharded like the parameter:
+Orthogonalization requires the full matrix, but the momentum is sharded like the parameter. The owners of a parameter
+are the ranks over which ZeRO-1 or FSDP shards it:
 
-    dense [R, C]         sharded over tp and owners           gather over both, then take the local shard
-    experts [E, R, C]    sharded over ep, etp; experts over   gather over etp only: all other shards of the experts
-                         owners                               are local
-      fewer than owners  sharded over ep, etp; matrices over  gather over etp and owners
-                         owners
-    gate | up            one fused parameter                  orthogonalize as two separate matrices
+    dense [R, C]          sharded over tp and owners           gather over both, then take the local shard
+    experts [E, R, C]     sharded over ep and etp; experts     gather over etp only: all other shards of the experts
+                          divided among owners                 are local
+      fewer experts than  sharded over ep and etp; matrices    gather over etp and owners
+      owners              divided among owners
+    gate | up             one fused parameter                  orthogonalize as two separate matrices
 
 So the update of a matrix does not depend on its sharding. AdamW updates embeddings, output layer, router, norms and
 vectors, as in the original.

@@ -67,6 +67,6 @@ def learning_rate(schedule: LRSchedule, step: int) -> float:
         begin = max(begin, schedule.steps - schedule.decay) - 1  # the step before the first decay step
         if schedule.decay == 0:
             return schedule.lr
-    done = min(max(step - begin, 0) / max(last - begin, 1), 1.0)
-    remaining = 0.5 * (1 + math.cos(math.pi * done)) if schedule.shape == "cosine" else 1 - done
+    progress = min(max(step - begin, 0) / max(last - begin, 1), 1.0)
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.shape == "cosine" else 1 - progress
     return schedule.lr * (schedule.final_lr + (1 - schedule.final_lr) * remaining)

@@ -102,7 +102,7 @@ class GradientReducer:
 
 
 def buckets(sizes: Sequence[int], largest: int) -> list[list[int]]:
-    """Split the indices of ``sizes`` into consecutive buckets of total size up to ``largest`` (or one index)."""
+    """Split the indices of ``sizes`` into consecutive buckets of total size up to ``largest``, or of one index."""
     result: list[list[int]] = []
     free = -1
     for i, size in enumerate(sizes):

@@ -70,8 +70,9 @@ class FSDPParameters:
             _check_axes(item)
             master = master_dtype(item.param)
             compute_in(item.param, master)
-            # A rank without experts also needs the unit: FSDP prefetches in the order of its units, and would wait for
-            # ranks that wait in dispatch for this one. An empty parameter must not require a gradient.
+            # A rank without experts also needs the expert unit: FSDP prefetches the next unit. Without this one, the
+            # rank would gather a later unit with ranks that wait for it in dispatch. An empty parameter must not
+            # require a gradient.
             item.param.requires_grad_(item.param.numel() > 0)
             self._kinds[item.param] = (item.sharding.expert, None if item.dtype == master else item.dtype)
         default = next((dtype for _, dtype in self._kinds.values() if dtype is not None), None)
@@ -90,7 +91,7 @@ class FSDPParameters:
                     "different ranks; move the experts to a separate module"
                 )
             expert = any(expert for expert, _ in kinds)
-            # Weights of another precision than their block (a router) are gathered separately.
+            # Weights whose dtype differs from that of their block (a router) are a unit of their own.
             separate = bool(kinds) and all(dtype != default for _, dtype in kinds)
             if expert or separate or module is root or any(module is block for block in blocks):
                 self._fully_shard(module, expert, None if separate else default, module is not root and self._reshard)
@@ -121,6 +122,7 @@ class FSDPParameters:
             module.set_custom_reduce_scatter(_CompressedReduceScatter(self._reducer))  # type: ignore[arg-type]
 
     def _bind(self, trained: Sequence[LocalParameter]) -> None:
+        """Set ``owned`` to this rank's shards of the parameters."""
         params = dict(named_parameters(self.roots))
         self._params: list[DTensor] = []
         self.owned: list[OwnedParameter] = []
@@ -172,7 +174,7 @@ class FSDPParameters:
 
 
 class _CompressedReduceScatter(Allocates):
-    """FSDP's reduce-scatter with gradients travelling as bf16; has the methods that torch's ReduceScatter asks for."""
+    """Reduce-scatter of FSDP that sends gradients as bf16. It has the interface of torch's ``ReduceScatter``."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -206,9 +208,9 @@ def _blocks(root: nn.Module) -> Iterator[nn.Module]:
 
 def _check_axes(trained: LocalParameter) -> None:
     axes = EXPERT_AXES if trained.sharding.expert else DENSE_AXES
-    cut = [axis for axis in axes if axis not in trained.sharding.sum_axes]
-    if cut:
-        raise ConfigError(f"{trained.name} is already sharded over {cut}, which FSDP uses; use zero1 or replicate")
+    sharded = [axis for axis in axes if axis not in trained.sharding.sum_axes]
+    if sharded:
+        raise ConfigError(f"{trained.name} is already sharded over {sharded}, which FSDP uses; use zero1 or replicate")
 
 
 def _check_disjoint(roots: Sequence[nn.Module]) -> None:

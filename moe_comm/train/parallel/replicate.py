@@ -53,7 +53,7 @@ def compute_in(param: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
 class _Replica:
     trained: LocalParameter
     owned: OwnedParameter
-    master: bool
+    has_master: bool
 
 
 class ReplicatedParameters:
@@ -83,7 +83,7 @@ class ReplicatedParameters:
     def zero_grad(self) -> None:
         for replica in self._replicas:
             clear_gradient(replica.trained.param)
-            if replica.master:
+            if replica.has_master:
                 replica.owned.value.grad = None
 
     def reduce(self) -> None:
@@ -95,5 +95,5 @@ class ReplicatedParameters:
     @torch.no_grad()
     def publish(self) -> None:
         for replica in self._replicas:
-            if replica.master:
+            if replica.has_master:
                 replica.trained.param.copy_(replica.owned.value)

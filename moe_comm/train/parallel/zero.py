@@ -2,12 +2,13 @@
 
     w [5, D] on 2 ranks        rank 0                     rank 1
     backward                   grad [5, D]                grad [5, D]
-    reduce-scatter             sum of rows 0..3           sum of rows 3..5 (and one row of padding)
-    step                       rows 0..3                  rows 3..5
+    reduce-scatter             sum of rows 0, 1, 2        sum of rows 3, 4 (and one row of padding)
+    step                       rows 0, 1, 2               rows 3, 4
     all-gather                 w [5, D]                   w [5, D]
 
 Optimizer state and master weights are sharded over the ranks. The communication volume is that of an all-reduce.
-Parameters of one group are packed into buckets [W, N]. Row r contains the shards of rank r, padded to equal size.
+Parameters with the same reduction group and dtypes are packed into buckets [W, N]. Row r contains the shards of rank r,
+padded to equal size.
 """
 
 from __future__ import annotations

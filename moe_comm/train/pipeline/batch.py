@@ -38,7 +38,7 @@ class StageModule(Protocol):
         ...
 
     def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
-        """Run several interleaved micro-batches. Called only without a pipeline."""
+        """Run several micro-batches that take turns, which hides their communication. Only without a pipeline."""
         ...
 
     def loss(self, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Accumulation:
     ) -> None:
         self._module: Any = module
         self._after_backward = after_backward
-        self._together = 2 if interleave else 1
+        self._concurrent = 2 if interleave else 1
 
     def step(self, batches: Sequence[MicroBatch], scale: float | Tensor = 1.0) -> Tensor:
         """See ``Pipeline.step``.
@@ -68,14 +68,14 @@ class Accumulation:
             ConfigError: the number of interleaved micro-batches is odd, or the module does not support interleaving.
         """
         check_batches(batches)
-        if len(batches) % self._together:
+        if len(batches) % self._concurrent:
             raise ConfigError(f"interleaving requires an even number of micro-batches; the step has {len(batches)}")
         losses: list[Tensor] = []
-        for start in range(0, len(batches), self._together):
-            prepare_backward(self._module, start + self._together == len(batches))
+        for start in range(0, len(batches), self._concurrent):
+            prepare_backward(self._module, start + self._concurrent == len(batches))
             EVENTS.micro = start  # the first of two interleaved micro-batches
             with EVENTS.span(Kind.COMPUTE, "forward"):
-                new_losses = self._losses(batches[start : start + self._together])
+                new_losses = self._losses(batches[start : start + self._concurrent])
             with EVENTS.span(Kind.COMPUTE, "backward"):
                 torch.autograd.backward([loss * scale for loss in new_losses])
                 if self._after_backward is not None:
@@ -96,7 +96,7 @@ class Accumulation:
         """Nothing to do."""
 
     def _losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        if self._together == 1:
+        if self._concurrent == 1:
             return [self._loss(batch) for batch in batches]
         inputs = [StageInput(batch.ids_BS, batch.positions_BS, batch.documents) for batch in batches]
         outputs = self._module.forward_in_turns(inputs)
@@ -213,14 +213,14 @@ class Pipeline:
         check_batches(batches)
         check_micro_batches(self._name, self._plan.pp, len(batches))
         self._losses, self._scale = [], scale
-        with self._explained("a pipeline step"):
+        with self._convert_errors("a pipeline step"):
             built = self._build(batches)
             for stage in built.stages:
                 stage.batches = batches
             # The last stage's targets are micro-batch indices, which ``_loss`` looks up.
-            numbers = {"target": torch.arange(len(batches))} if self._holds_last else {}
-            with COMMUNICATION, self._transfers.step():  # the stages pause it while they compute
-                built.schedule.step(**numbers, losses=[], return_outputs=False)
+            target = {"target": torch.arange(len(batches))} if self._holds_last else {}
+            with COMMUNICATION, self._transfers.step():  # time counts as communication except while a stage computes
+                built.schedule.step(**target, losses=[], return_outputs=False)
         for stage in built.stages:
             stage.batches = ()
         EVENTS.micro = 0
@@ -240,33 +240,33 @@ class Pipeline:
         shape = self._activations.shape(batches[0].ids_BS)
         sends: list[tuple[Any, Tensor]] = []
         y: Tensor | None = None
-        with self._explained("an evaluation over the pipeline"), torch.no_grad():
+        with self._convert_errors("an evaluation over the pipeline"), torch.no_grad():
             for EVENTS.micro, batch in enumerate(batches):
                 for index, module in zip(self._indices, self._modules, strict=True):
-                    before = None if index == 0 else self._plan.rank_of(index - 1)
-                    if before is None:
+                    source = None if index == 0 else self._plan.rank_of(index - 1)
+                    if source is None:
                         x = batch.ids_BS
-                    elif before == self._place:
+                    elif source == self._place:
                         assert y is not None
                         x = y
                     else:
                         x = torch.empty(shape, dtype=self._activations.dtype, device=self._device)
-                        peer = dist.get_global_rank(self._group, before)
+                        peer = dist.get_global_rank(self._group, source)
                         with communication_span(
                             Kind.TRANSFER, f"receive {ACTIVATIONS}", layer=between(index - 1), peer=peer
                         ):
-                            _p2p(dist.irecv, x, self._group, before).wait()
+                            _p2p(dist.irecv, x, self._group, source).wait()
                     with EVENTS.span(Kind.COMPUTE, "forward", layer=f"stage {index}"):
                         y = module(x, positions=batch.positions_BS, documents=batch.documents)
                     check_output(y, index, shape, self._activations.dtype)
                     if self._plan.is_last(index):
                         self._add_loss(module, y, batch)
-                    elif (after := self._plan.rank_of(index + 1)) != self._place:
+                    elif (target := self._plan.rank_of(index + 1)) != self._place:
                         sent = y.contiguous()
                         self._transfers.sent(
-                            ACTIVATIONS, between(index), dist.get_global_rank(self._group, after), sent.nbytes
+                            ACTIVATIONS, between(index), dist.get_global_rank(self._group, target), sent.nbytes
                         )
-                        sends.append((_p2p(dist.isend, sent, self._group, after), sent))
+                        sends.append((_p2p(dist.isend, sent, self._group, target), sent))
             for work, _ in sends:
                 work.wait()
         _reshard(self._modules)
@@ -291,7 +291,7 @@ class Pipeline:
         if self._built is not None and self._built.key == key:
             return self._built
         self._built = None
-        between = torch.empty(
+        activation = torch.empty(
             self._activations.shape(ids_BS), dtype=self._activations.dtype, device="meta", requires_grad=True
         )
         ids = torch.empty(ids_BS.shape, dtype=ids_BS.dtype, device="meta")
@@ -300,8 +300,8 @@ class Pipeline:
                 module,
                 index,
                 self._plan.num_stages,
-                between if index else ids,
-                between,
+                activation if index else ids,
+                activation,
                 self._device,
                 self._group,
                 self._split_backward,
@@ -318,41 +318,41 @@ class Pipeline:
         self._built = _Built(key, schedule, stages)
         return self._built
 
-    def _loss(self, hidden: Tensor, number: Tensor) -> Tensor:
+    def _loss(self, hidden: Tensor, index: Tensor) -> Tensor:
         assert self._built is not None
         last = self._built.stages[-1]
         label = f"stage {self._indices[-1]}"
-        with COMMUNICATION.paused(), self._transfers.working("loss", label, int(number)):
-            return self._add_loss(self._modules[-1], hidden, last.batches[int(number)])
+        with COMMUNICATION.paused(), self._transfers.working("loss", label, int(index)):
+            return self._add_loss(self._modules[-1], hidden, last.batches[int(index)])
 
     def _add_loss(self, module: Any, hidden: Tensor, batch: MicroBatch) -> Tensor:
         loss: Tensor = module.loss(hidden, batch.targets_BS)
         self._losses.append(loss.detach())
         return loss * self._scale
 
-    def _result(self, number: int) -> Tensor:
+    def _result(self, num_batches: int) -> Tensor:
         if not self._holds_last:
-            return torch.zeros(number, dtype=torch.float64, device=self._device)
+            return torch.zeros(num_batches, dtype=torch.float64, device=self._device)
         losses, self._losses = self._losses, []
         return torch.stack(losses).double()
 
     @contextmanager
-    def _explained(self, description: str) -> Iterator[None]:
+    def _convert_errors(self, description: str) -> Iterator[None]:
         """Re-raise this package's errors from inside a stage unchanged, and backend errors as ``PeerError``."""
         self._channel.comm.check()
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             yield
         except Exception as error:
             self._built = None  # the schedule was interrupted and cannot be reused
             chain = list(_chain(error))
-            ours = next((e for e in chain if isinstance(e, MoeCommError)), None)
-            if ours is not None:
-                if ours is error:
+            library_error = next((e for e in chain if isinstance(e, MoeCommError)), None)
+            if library_error is not None:
+                if library_error is error:
                     raise
-                raise ours from error
+                raise library_error from error
             message = " ".join(str(e) for e in chain if isinstance(e, RuntimeError))
-            failure = self._channel.peer_error(message, time.monotonic() - begun, description) if message else None
+            failure = self._channel.peer_error(message, time.monotonic() - started, description) if message else None
             if failure is None:
                 raise
             self._channel.comm.failed = failure
@@ -382,10 +382,10 @@ def _p2p(call: Any, tensor: Tensor, group: ProcessGroup, peer: int) -> Any:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    at: BaseException | None = error
-    while at is not None:
-        yield at
-        at = at.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def make_runner(

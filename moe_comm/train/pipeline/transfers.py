@@ -1,4 +1,4 @@
-"""Record spans of transfers between pipeline stages.
+"""Record spans (named time intervals) of transfers between pipeline stages.
 
     rank    [forward 0][~~~~ receive activations ~~~~][forward 1][~ receive gradients ~][backward 0][~ between passes ~]
                         ▲ send activations: no duration
@@ -23,7 +23,8 @@ class Transfers:
     """Spans of all pipeline stages of this rank."""
 
     def __init__(self) -> None:
-        self._gap: Open | None = None
+        self._gap: Open | None = None  # the open span between two passes
+        # Global rank to receive from, by (what, edge, micro-batch).
         self._expected: dict[tuple[str, str, int], int] = {}
 
     @contextmanager
@@ -43,13 +44,13 @@ class Transfers:
         peer = self._expected.pop((what, between, micro), -1)
         if peer >= 0 and self._gap is not None:
             self._gap.put(name=f"receive {what}", layer=between, peer=peer)
-        inside = self._gap is not None
+        in_step = self._gap is not None
         self._close()
         try:
             with EVENTS.span(Kind.COMPUTE, name, layer=layer):
                 yield
         finally:
-            if inside:
+            if in_step:
                 self._open()
 
     def receives(self, what: str, between: str, micro: int, ops: Sequence[Any]) -> None:
@@ -62,10 +63,10 @@ class Transfers:
 
     def sends(self, what: str, between: str, micro: int, ops: Sequence[Any]) -> None:
         """Record torch's send operations of ``what``."""
-        before, EVENTS.micro = EVENTS.micro, micro
+        previous, EVENTS.micro = EVENTS.micro, micro
         for op in ops:
             self.sent(what, between, op.peer, op.tensor.nbytes)
-        EVENTS.micro = before
+        EVENTS.micro = previous
 
     def sent(self, what: str, between: str, peer: int, nbytes: int) -> None:
         """Record a send of ``what`` to the global rank ``peer``."""
@@ -74,9 +75,9 @@ class Transfers:
 
     def _open(self) -> None:
         self._gap = EVENTS.span(Kind.TRANSFER, "between passes").__enter__()
-        waiting = next(iter(self._expected.items()), None)
-        if waiting is not None:  # an earlier receive is most likely the next one to wait for
-            (what, between, _), peer = waiting
+        receive = next(iter(self._expected.items()), None)
+        if receive is not None:  # the oldest pending receive is most likely the next one to wait for
+            (what, between, _), peer = receive
             self._gap.put(name=f"receive {what}", layer=between, peer=peer)
 
     def _close(self) -> None:

@@ -1,1 +1,1 @@
-"""What keeps a run going: agreement on wrong numbers, restarts, state in memory, watching, and faults on purpose."""
+"""Fault tolerance: step guard, restarts, snapshots in memory, watching for hung ranks, and fault injection."""

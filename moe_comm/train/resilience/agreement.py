@@ -1,4 +1,4 @@
-"""The all-reduce of a step's summary, with which all ranks decide about the step before weights change."""
+"""All-reduce of a step's summary, from which all ranks make the same decision before the weights change."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class StepSummary:
     loads: dict[str, LayerLoad]  # expert loads, by layer
     balance: tuple[float, ...]  # balance losses, by layer
     bad: tuple[int, ...]  # ranks with a non-finite loss or router logits
-    damaged: dict[int, int]  # number of blocks of damaged rows, by rank; ranks without any are left out
-    stops: tuple[bool, ...]  # reasons to stop; true if some rank has the reason
+    damaged: dict[int, int]  # number of row blocks with a wrong checksum, by rank; only ranks that have any
+    stops: tuple[bool, ...]  # for each reason to stop: whether any rank has it
 
     def load(self) -> ExpertLoad:
         return ExpertLoad.of(self.loads, self.balance)
 
 
 class Agreement:
-    """Reduces the counters of all MoE layers over the ranks. All ranks must pass equal ``names``.
+    """Reduces losses, stop requests and MoE counters over the ranks. All ranks must pass equal ``names``.
 
     Args:
         stages: this rank's stages of the model.
@@ -58,7 +58,7 @@ class Agreement:
         bad_W[self._ranks.rank] = not math.isfinite(loss) or invalid > 0
         damaged_W[self._ranks.rank] = self.take_damage()
         value = torch.tensor([loss if math.isfinite(loss) else 0.0], dtype=torch.float64)
-        parts = [value, bad_W, damaged_W, torch.tensor(stops, dtype=torch.float64), self._own_loads().flatten()]
+        parts = [value, bad_W, damaged_W, torch.tensor(stops, dtype=torch.float64), self._local_loads().flatten()]
         sums = torch.split(self._ranks.sum(torch.cat(parts)), [part.numel() for part in parts])
         loads_LE = sums[4].view(-1, self._num_experts + 2)
         loads = {
@@ -76,24 +76,24 @@ class Agreement:
 
     def take_invalid(self) -> int:
         """Return and reset the number of tokens with invalid router logits on this rank."""
-        found = 0
+        count = 0
         for _, layer in self._layers:
-            found += int(layer.router.invalid)
+            count += int(layer.router.invalid)
             layer.router.invalid.zero_()
-        return found
+        return count
 
     def take_damage(self) -> int:
         """Return and reset the number of damaged blocks of rows on this rank."""
         return sum(layer.dispatcher.corruption.take() for _, layer in self._layers)
 
-    def _own_loads(self) -> Tensor:
+    def _local_loads(self) -> Tensor:
         """Return [MoE layers, E + 2]: slots per expert, dropped slots, balance loss; zeros for other stages."""
-        own = torch.zeros(len(self._names), self._num_experts + 2, dtype=torch.float64)
+        loads = torch.zeros(len(self._names), self._num_experts + 2, dtype=torch.float64)
         for stage in self._stages:
             for name, load in take_loads(stage).items():
-                row = own[self._names.index(name)]
+                row = loads[self._names.index(name)]
                 row[:-2] = load.load_E
                 row[-2] = load.dropped
-        for name, layer in self._layers:  # of the last micro-batch
-            own[self._names.index(name), -1] = float(layer.router.losses.get("balance", 0.0))
-        return own
+        for name, layer in self._layers:  # the balance loss is that of the last micro-batch
+            loads[self._names.index(name), -1] = float(layer.router.losses.get("balance", 0.0))
+        return loads

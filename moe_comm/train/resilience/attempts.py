@@ -38,8 +38,8 @@ class AttemptLog(StepHook):
         self, run: Path, mesh: ParallelMesh, done: int, source: str, hosts: list[str], earlier: Path | None = None
     ) -> None:
         self._path = run / ATTEMPTS
-        before = earlier or run
-        lost = [total for step, total, _, counted in step_times(before) if step > done and counted]
+        previous = earlier or run
+        lost = [total for step, total, _, counted in step_times(previous) if step > done and counted]
         number = sum(1 for _ in read_lines(self._path, Attempt))
         self._begun = False
         self.attempt = Attempt(
@@ -51,10 +51,10 @@ class AttemptLog(StepHook):
             source=source,
             mapping=dict(mesh.sizes),
             hosts=hosts,
-            last_s=last_step_s(before) if number else math.nan,
+            last_s=last_step_s(previous) if number else math.nan,
             lost_steps=len(lost),
             lost_s=sum(lost),
-            ended=ended_by_user(before) if number else "",
+            ended=ended_by_user(previous) if number else "",
         )
 
     on_disk = True
@@ -86,22 +86,22 @@ def carry_over(run: Path, name: str) -> Path | None:
     if earlier is None:
         return None
     try:
-        starts = list(read_lines(earlier / ATTEMPTS, Attempt))
+        attempts = list(read_lines(earlier / ATTEMPTS, Attempt))
     except CorruptFile:
         return None
-    for start in starts:
-        append(run / ATTEMPTS, start)
-    return earlier if starts else None
+    for attempt in attempts:
+        append(run / ATTEMPTS, attempt)
+    return earlier if attempts else None
 
 
 def folder_before(run: Path, name: str) -> Path | None:
     """Return the folder of the previous run called ``name`` in the same parent, if it did not finish."""
-    dated = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
-    older = [path for path in run.parent.iterdir() if path != run and dated.fullmatch(path.name)]
-    older = [path for path in older if (path / SETTINGS).exists()]
-    if not older:
+    pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
+    folders = [path for path in run.parent.iterdir() if path != run and pattern.fullmatch(path.name)]
+    folders = [path for path in folders if (path / SETTINGS).exists()]
+    if not folders:
         return None
-    newest = max(older, key=lambda path: (path / SETTINGS).stat().st_mtime_ns)
+    newest = max(folders, key=lambda path: (path / SETTINGS).stat().st_mtime_ns)
     with contextlib.suppress(OSError, ValueError):
         if json.loads((newest / "result.json").read_text()).get("status") == "finished":
             return None

@@ -24,7 +24,7 @@ from moe_comm.train.checkpoint.folder import COMPLETE, MANIFEST, METADATA, compl
 
 EXIT_CODE = 17
 LINK = "link0"
-"""The interface of a host made by ``moe_comm.bench.hosts``."""
+"""Network interface of a host that ``moe_comm.bench.hosts`` simulates with a network namespace."""
 COMMAND_TIMEOUT_S = 10.0
 
 
@@ -58,14 +58,14 @@ def _hold_gil(seconds: float) -> None:
     """Wait in C without releasing the interpreter's lock."""
     end = time.monotonic() + seconds
     library = ctypes.PyDLL(None)
-    while (left := end - time.monotonic()) > 0:
-        library.poll(None, 0, min(int(left * 1000) + 1, 1 << 30))
+    while (remaining := end - time.monotonic()) > 0:
+        library.poll(None, 0, min(int(remaining * 1000) + 1, 1 << 30))
 
 
-def _fill(folder: str, most: int, seconds: float) -> None:
-    """Allocate the free space of ``folder``, at most ``most`` bytes, in an anonymous file for ``seconds``."""
+def _fill(folder: str, max_bytes: int, seconds: float) -> None:
+    """Allocate the free space of ``folder``, at most ``max_bytes``, in an anonymous file for ``seconds``."""
     space = os.statvfs(folder)
-    size = min(space.f_bavail * space.f_frsize, most)
+    size = min(space.f_bavail * space.f_frsize, max_bytes)
     with tempfile.TemporaryFile(dir=folder) as file:
         with contextlib.suppress(OSError):  # another process has used the space
             os.posix_fallocate(file.fileno(), 0, max(size, 1))
@@ -94,23 +94,23 @@ def damage(path: Path, kind: str, rng: random.Random) -> None:
         path.unlink()
         return
     content = bytearray(path.read_bytes())
-    at = rng.randrange(len(content))
+    offset = rng.randrange(len(content))
     if kind == "checkpoint_truncate":
-        os.truncate(path, at)
+        os.truncate(path, offset)
     else:
-        content[at] ^= 1 << rng.randrange(8)
+        content[offset] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
 
 
 def check_link() -> str:
-    """Check that this rank's host has its own link, which can be slowed.
+    """Check that this rank's host has its own network link with a rate limit (a token bucket filter).
 
     Raises:
-        ConfigError: it has none; the message says what to do.
+        ConfigError: it does not; the message says what to do.
     """
     problem = ""
     if os.path.exists("/proc/1/ns/net") and _same_network():
-        problem = "this rank is in the machine's own network"
+        problem = "this rank is in the network namespace of the machine"
     elif LINK not in {name for _, name in socket.if_nameindex()}:
         problem = f"this rank's host has no interface {LINK}"
     elif shutil.which("tc") is None:
@@ -125,9 +125,9 @@ def check_link() -> str:
 
 def slow_link(mbit: float) -> Callable[[], None]:
     """Limit this host's link to ``mbit`` Mbit/s. Returns a function that restores its rate."""
-    before = _shape()
-    _tc("replace", {**before, "rate": f"{mbit}mbit"})
-    return lambda: _tc("replace", before)
+    original = _shape()
+    _tc("replace", {**original, "rate": f"{mbit}mbit"})
+    return lambda: _tc("replace", original)
 
 
 def link_shape() -> str:
@@ -147,7 +147,7 @@ def _same_network() -> bool:
 
 
 def _shape() -> dict[str, str]:
-    """Return rate, burst and lat of the link's tbf, in the notation of tc."""
+    """Return rate, burst and latency of the link's token bucket filter (tbf), as tc prints them."""
     words = _run("qdisc", "show", "dev", LINK).split()
     shape: dict[str, str] = {key: words[words.index(key) + 1] for key in ("rate", "burst", "lat") if key in words}
     if "tbf" not in words or len(shape) != 3:
@@ -161,7 +161,7 @@ def _tc(verb: str, shape: dict[str, str]) -> None:
 
 
 def _run(*arguments: str) -> str:
-    done = subprocess.run(("tc", *arguments), capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise ConfigError(f"tc {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
+    result = subprocess.run(("tc", *arguments), capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    if result.returncode:
+        raise ConfigError(f"tc {' '.join(arguments)}: {result.stderr.strip()}")
+    return result.stdout

@@ -1,4 +1,7 @@
-"""Search for the newest snapshot in the memory of the hosts that is complete and undamaged on every rank."""
+"""Search for the newest snapshot in the memory of the hosts that is complete and undamaged on every rank.
+
+``peer_memory`` describes snapshots, their replicas and slots.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A complete slot in the memory of a host. ``host`` is the first rank of that host."""
+    """A replica of a rank's state: a complete slot in the memory of a host. ``host``: first rank of that host."""
 
     host: int
     name: str
@@ -51,31 +54,33 @@ class SnapshotSearch:
     def __init__(self, host_memory: PersistentMemory, ranks: Ranks, hosts: Sequence[str], run: str) -> None:
         self._host_memory, self._ranks = host_memory, ranks
         self._host_of = [hosts.index(host) for host in hosts]
-        leads = self._host_of[ranks.rank] == ranks.rank
-        headers = host_memory.headers() if leads else []
-        own = [(name, slot, vars(header)) for name, slot, header in headers if header.run == run]
+        is_host_leader = self._host_of[ranks.rank] == ranks.rank
+        headers = host_memory.headers() if is_host_leader else []
+        local = [(name, slot, vars(header)) for name, slot, header in headers if header.run == run]
         self.copies = [
             _Copy(host, name, slot, SlotHeader(**header))
-            for host, text in enumerate(ranks.gather_texts(json.dumps(own)))
+            for host, text in enumerate(ranks.gather_texts(json.dumps(local)))
             for name, slot, header in json.loads(text)
         ]
 
     def newest(self, layout: str, least: int, log: Callable[[str], None]) -> Snapshot | None:
         """Return this rank's part of the newest snapshot from step ``least`` on, or None on all ranks.
 
-        Snapshots with another ``layout`` than this rank's digest are ignored. ``log`` receives the unusable ones.
+        ``layout`` is the digest of this rank's ``SnapshotLayout``; snapshots of another layout are ignored. ``log``
+        receives the reason why a snapshot cannot be used.
         """
         layouts = self._ranks.gather_texts(layout)
-        found: dict[tuple[int, str], dict[int, list[_Copy]]] = {}
+        # Copies by (step, epoch) and owner.
+        snapshots: dict[tuple[int, str], dict[int, list[_Copy]]] = {}
         for copy in self.copies:
             header = copy.header
-            fits = header.owner < self._ranks.world and header.layout == layouts[header.owner]
-            if fits and header.step >= least:
-                owners = found.setdefault((header.step, header.epoch), {})
+            matches = header.owner < self._ranks.world and header.layout == layouts[header.owner]
+            if matches and header.step >= least:
+                owners = snapshots.setdefault((header.step, header.epoch), {})
                 owners.setdefault(header.owner, []).append(copy)
-        if self.copies and not found:
+        if self.copies and not snapshots:
             log("the snapshots in memory are older than the checkpoint, or of another mapping or model")
-        for (step, _), owners in sorted(found.items(), reverse=True):
+        for (step, _), owners in sorted(snapshots.items(), reverse=True):
             missing = [rank for rank in range(self._ranks.world) if rank not in owners]
             if missing:
                 log(f"the snapshot of step {step} is incomplete: it lacks rank {', '.join(map(str, missing[:8]))}")
@@ -85,11 +90,13 @@ class SnapshotSearch:
 
     def _fetch(self, owners: dict[int, list[_Copy]], log: Callable[[str], None]) -> Snapshot | None:
         """Load the state of every rank from its own host if possible, and from another host if a replica is damaged."""
-        left = {owner: sorted(copies, key=lambda c: c.host != self._host_of[owner]) for owner, copies in owners.items()}
-        while all(left.values()):
+        untried = {
+            owner: sorted(copies, key=lambda c: c.host != self._host_of[owner]) for owner, copies in owners.items()
+        }
+        while all(untried.values()):
             snapshot, problem = None, ""
             try:
-                snapshot = self._take({owner: copies[0] for owner, copies in left.items()})
+                snapshot = self._load({owner: copies[0] for owner, copies in untried.items()})
             except (MoeCommError, OSError, ValueError) as error:
                 if isinstance(error, PeerDied):
                     raise
@@ -99,42 +106,42 @@ class SnapshotSearch:
                 return snapshot
             for owner, text in enumerate(problems):
                 if text:
-                    dropped = left[owner].pop(0)
-                    log(f"a replica of rank {owner}'s state after step {dropped.header.step} cannot be used: {text}")
+                    unusable = untried[owner].pop(0)
+                    log(f"a replica of rank {owner}'s state after step {unusable.header.step} cannot be used: {text}")
         return None
 
-    def _take(self, chosen: dict[int, _Copy]) -> Snapshot:
+    def _load(self, chosen: dict[int, _Copy]) -> Snapshot:
         """Send the replicas that other ranks need, and receive or read this rank's own. Collective."""
         rank = self._ranks.rank
         works: list[Any] = []
         buffers = []
-        own = chosen[rank]
-        size = own.header.content + own.header.state
+        own_copy = chosen[rank]
+        size = own_copy.header.content + own_copy.header.state
         try:
             for owner, copy in sorted(chosen.items()):
                 if self._host_of[owner] != copy.host and self._sender(owner, copy.host) == rank:
                     data = self._bytes(copy)
                     buffers.append(data)
                     works += [dist.isend(data[at : at + BLOCK], owner) for at in range(0, len(data), BLOCK)]
-            if self._host_of[rank] == own.host:
-                data = self._bytes(own)
+            if self._host_of[rank] == own_copy.host:
+                data = self._bytes(own_copy)
             else:
                 data = torch.empty(size, dtype=torch.uint8)
-                sender = self._sender(rank, own.host)
+                sender = self._sender(rank, own_copy.host)
                 works += [dist.irecv(data[at : at + BLOCK], sender) for at in range(0, size, BLOCK)]
             for work in works:
                 work.wait()
         except RuntimeError as error:
             raise PeerDied(f"a rank failed while snapshots were loaded from memory: {error}") from error
         content: Any = memoryview(data.numpy())  # type: ignore[arg-type]
-        if memory.checksum(content[:size]) != own.header.crc:
+        if memory.checksum(content[:size]) != own_copy.header.crc:
             raise CheckpointError("its checksum does not match")
-        return Snapshot(own.header, content, parse_object(bytes(content[own.header.content : size])))
+        return Snapshot(own_copy.header, content, parse_object(bytes(content[own_copy.header.content : size])))
 
     def _sender(self, owner: int, host: int) -> int:
         """Return the rank of ``host`` that sends ``owner`` its state. The ranks of a host share this work."""
-        here = [rank for rank, first in enumerate(self._host_of) if first == host]
-        return here[owner % len(here)]
+        ranks = [rank for rank, first in enumerate(self._host_of) if first == host]
+        return ranks[owner % len(ranks)]
 
     def _bytes(self, copy: _Copy) -> Tensor:
         """Return content and state of a replica on this host. Returns zeros if it is lost; their checksum differs."""

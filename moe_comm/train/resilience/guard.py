@@ -105,7 +105,7 @@ class StepDigest:
     @classmethod
     @torch.no_grad()
     def of(cls, loss: float, parameters: Iterable[nn.Parameter]) -> StepDigest:
-        sums = [_words(param.grad) for param in parameters if param.grad is not None]
+        sums = [_gradient_checksum(param.grad) for param in parameters if param.grad is not None]
         values = torch.stack(sums).tolist() if sums else []
         return cls(struct.pack("<d", loss), tuple(values))
 
@@ -150,15 +150,16 @@ class StepGuard:
         """Begin a step. Steps are counted from 1."""
         self.step, self.reruns = step, 0
         self._damaged = 0
-        self._first: _Problem | None = None
-        self._tried_again: set[str] = set()
+        self._first: _Problem | None = None  # problem of the execution that caused the last rerun
+        self._rerun_kinds: set[str] = set()  # kinds of problems that have had their rerun
         self._first_digest: StepDigest | None = None
         self._current: StepDigest | None = None
-        self._changed: tuple[int, ...] = ()
-        self._accepted = self._settled = False
+        self._changed: tuple[int, ...] = ()  # flags of each rank, ``LOSS`` and ``GRADIENT``; () if none changed
+        self._accepted = False  # a persistent spike was accepted
+        self._recorded = False  # a fault record of ``_first`` was written
         self._loss = self._noticed_s = 0.0  # _noticed_s: seconds from the execution's start to detection
         self.skipped = ""  # why the step is skipped
-        self._tried = time.monotonic()  # start of the current execution
+        self._execution_start = time.monotonic()
 
     def after_loss(self, summary: StepSummary, loss: float, parameters: Iterable[nn.Parameter]) -> StepDecision:
         """Decide about a step before its gradients are reduced. Collective in a rerun.
@@ -173,22 +174,22 @@ class StepGuard:
         """
         self._loss = summary.loss
         if summary.damaged:
-            return self._damage(summary.damaged)
+            return self._handle_damage(summary.damaged)
         if self.compares:
             digest = StepDigest.of(loss, parameters)
             if self._first_digest is not None:
                 self._compare(digest)
-            elif summary.bad or self._over(summary.loss, self._history.losses, self._settings.loss_spike):
+            elif summary.bad or self._exceeds(summary.loss, self._history.losses, self._settings.loss_spike):
                 self._first_digest = digest
             self._current = digest  # reference for a rerun because of the norm or of a second problem
         if summary.bad:
             bad_ranks = ", ".join(map(str, summary.bad))
-            return self._bad(
+            return self._handle_problem(
                 _Problem(
                     "nonfinite", summary.bad, f"the loss or a router's logits are NaN or infinite on rank {bad_ranks}"
                 )
             )
-        return self._spike("loss", summary.loss, self._history.losses, self._settings.loss_spike)
+        return self._check_spike("loss", summary.loss, self._history.losses, self._settings.loss_spike)
 
     def after_norm(self, norm: float) -> StepDecision:
         """Decide about a step after its gradients were reduced and ``after_loss`` has returned ``GO``.
@@ -203,100 +204,99 @@ class StepGuard:
             self._first_digest = self._current
         if not isfinite(norm):
             what = f"the gradient's norm is {norm} though the loss is {self._loss:.4g}"
-            decision = self._bad(_Problem("nonfinite", (), what))
+            decision = self._handle_problem(_Problem("nonfinite", (), what))
         else:
-            decision = self._spike("gradient's norm", norm, self._history.norms, self._settings.norm_spike)
+            decision = self._check_spike("gradient's norm", norm, self._history.norms, self._settings.norm_spike)
         if decision is StepDecision.GO:
-            self._settle()
+            self._record_solved()
             self._history.add(self._loss, norm, self._settings.window)
         return decision
 
     # --- handlers: corrupted rows, spikes, and bad values ---
 
-    def _damage(self, damaged: Mapping[int, int]) -> StepDecision:
+    def _handle_damage(self, damaged: Mapping[int, int]) -> StepDecision:
         blocks = ", ".join(f"{count} block(s) on rank {rank}" for rank, count in damaged.items())
         what = f"rows arrived damaged: {blocks}"
         self._damaged += 1
-        self._noticed_s = time.monotonic() - self._tried
-        again = self._damaged <= DAMAGED_TRIES
-        if again:
-            self._note("corrupt", tuple(damaged), "rerun", f"{what}; run again")
-            return self._again()
-        self._note("corrupt", tuple(damaged), "stop", what)
+        self._noticed_s = time.monotonic() - self._execution_start
+        if self._damaged <= DAMAGED_TRIES:
+            self._record_fault("corrupt", tuple(damaged), "rerun", f"{what}; the step is rerun")
+            return self._rerun()
+        self._record_fault("corrupt", tuple(damaged), "stop", what)
         raise CorruptPayload(
-            f"step {self.step}: {what}, for the {self._damaged}th time; the weights were left as they were. Take these "
-            "ranks' hosts out, or look at their memory and network"
+            f"step {self.step}: {what}, for the {self._damaged}th time; the weights are unchanged. Remove the hosts "
+            "of these ranks, or check their memory and network"
         )
 
-    def _spike(self, name: str, value: float, history: deque[float], factor: float | None) -> StepDecision:
-        if not self._over(value, history, factor):
+    def _check_spike(self, name: str, value: float, history: deque[float], factor: float | None) -> StepDecision:
+        if not self._exceeds(value, history, factor):
             return StepDecision.GO
         mean = fmean(history)
         times = value / mean if mean else math.inf
-        return self._bad(_Problem("spike", (), f"the {name} is {value:.4g}, {times:.3g} times its mean of {mean:.4g}"))
+        what = f"the {name} is {value:.4g}, {times:.3g} times its mean of {mean:.4g}"
+        return self._handle_problem(_Problem("spike", (), what))
 
-    def _over(self, value: float, history: deque[float], factor: float | None) -> bool:
+    def _exceeds(self, value: float, history: deque[float], factor: float | None) -> bool:
         if factor is None or len(history) < self._settings.window:
             return False
         return value > factor * fmean(history)
 
-    def _bad(self, problem: _Problem) -> StepDecision:
+    def _handle_problem(self, problem: _Problem) -> StepDecision:
         spike = problem.kind == "spike"
         policy = self._settings.on_spike if spike else self._nonfinite
-        if policy == "rerun" and problem.kind in self._tried_again:
-            return self._bad_again(problem)
-        self._settle()
-        self._noticed_s = time.monotonic() - self._tried
+        if policy == "rerun" and problem.kind in self._rerun_kinds:
+            return self._handle_repeated(problem)
+        self._record_solved()
+        self._noticed_s = time.monotonic() - self._execution_start
         if policy == "rerun":
             if self._first is not None:  # the rerun solved a problem of the other kind: start a new comparison
-                self._first_digest, self._changed, self._settled = self._current, (), False
+                self._first_digest, self._changed, self._recorded = self._current, (), False
             self._first = problem
-            self._tried_again.add(problem.kind)
-            return self._again()
+            self._rerun_kinds.add(problem.kind)
+            return self._rerun()
         if policy == "warn":
-            self._note(problem.kind, problem.ranks, "none", problem.what)
+            self._record_fault(problem.kind, problem.ranks, "none", problem.what)
             return StepDecision.GO
         if policy == "skip":
-            self._note(problem.kind, problem.ranks, "skip", problem.what)
+            self._record_fault(problem.kind, problem.ranks, "skip", problem.what)
             self.skipped = problem.what
             return StepDecision.SKIP
-        self._note(problem.kind, problem.ranks, "stop", problem.what)
-        raise self._nonfinite_error(problem, 'or go on without such steps: run.nonfinite="skip"')
+        self._record_fault(problem.kind, problem.ranks, "stop", problem.what)
+        raise self._nonfinite_error(problem, 'or skip such steps with run.nonfinite="skip"')
 
-    def _bad_again(self, problem: _Problem) -> StepDecision:
+    def _handle_repeated(self, problem: _Problem) -> StepDecision:
         """Handle a rerun that has the same kind of problem as the first execution."""
         if self._changed:
-            changed = self._who_changed()
-            what = f"{problem.what}; run again, it was bad again with other numbers ({changed})"
-            self._note(problem.kind, self._changed_most(), "stop", what)
+            changed = self._describe_changes()
+            what = f"{problem.what}; the rerun was also bad, with different results ({changed})"
+            self._record_fault(problem.kind, self._suspects(), "stop", what)
             raise UnsettledStep(
-                f"step {self.step}: {what}; the weights were left as they were. Suspect the hardware of "
-                f"rank(s) {', '.join(map(str, self._changed_most()))}"
+                f"step {self.step}: {what}; the weights are unchanged. Suspect the hardware of "
+                f"rank(s) {', '.join(map(str, self._suspects()))}"
             )
         if problem.kind == "spike":
             if not self._accepted:
                 self._accepted = True
-                self._note(
-                    "spike", (), "rerun", f"{problem.what}; the same bits again: it is the data, and is accepted"
-                )
+                what = f"{problem.what}; the rerun gave the same bits, so the data caused it; the step is accepted"
+                self._record_fault("spike", (), "rerun", what)
             return StepDecision.GO
-        what = f"{problem.what}; run again, the step gave the same bits, so it is no transient fault"
-        self._note(problem.kind, problem.ranks, "stop", what)
-        raise self._nonfinite_error(_Problem(problem.kind, problem.ranks, what), "or start again before this step")
+        what = f"{problem.what}; the rerun gave the same bits, so the fault is not transient"
+        self._record_fault(problem.kind, problem.ranks, "stop", what)
+        raise self._nonfinite_error(_Problem(problem.kind, problem.ranks, what), "or resume from before this step")
 
-    def _settle(self) -> None:
+    def _record_solved(self) -> None:
         """Write a fault record for the first problem, if there was one and the rerun solved it."""
-        if self._first is None or self._settled or (self._accepted and self._first.kind == "spike"):
+        if self._first is None or self._recorded or (self._accepted and self._first.kind == "spike"):
             return
-        self._settled = True
-        ranks = self._first.ranks or self._changed_most()
-        changed = self._who_changed() or "no rank's own numbers changed, so it happened in a sum over ranks"
-        what = f"{self._first.what}; run again, that was gone: a transient fault ({changed})"
-        self._note(self._first.kind, ranks, "rerun", what)
+        self._recorded = True
+        ranks = self._first.ranks or self._suspects()
+        changed = self._describe_changes() or "no rank's local results changed, so it happened in a sum over ranks"
+        what = f"{self._first.what}; the rerun was good: a transient fault ({changed})"
+        self._record_fault(self._first.kind, ranks, "rerun", what)
 
-    def _again(self) -> StepDecision:
+    def _rerun(self) -> StepDecision:
         self.reruns += 1
-        self._tried = time.monotonic()
+        self._execution_start = time.monotonic()
         return StepDecision.RERUN
 
     # --- ranks whose results changed between two executions ---
@@ -308,7 +308,7 @@ class StepGuard:
         changed = tuple(int(value) for value in self._ranks.sum(changed_W).tolist())
         self._changed = changed if any(changed) else ()
 
-    def _changed_most(self) -> tuple[int, ...]:
+    def _suspects(self) -> tuple[int, ...]:
         """Return the ranks whose loss changed; if there are none, the ranks whose gradients changed.
 
         A changed loss on one rank can change the gradients on all ranks, so the loss identifies the faulty rank better.
@@ -316,19 +316,19 @@ class StepGuard:
         loss = tuple(rank for rank, flags in enumerate(self._changed) if flags & LOSS)
         return loss or tuple(rank for rank, flags in enumerate(self._changed) if flags)
 
-    def _who_changed(self) -> str:
-        shown = {LOSS: "loss", GRADIENT: "gradients", LOSS | GRADIENT: "loss and gradients"}
-        return ", ".join(f"{shown[flags]} of rank {rank}" for rank, flags in enumerate(self._changed) if flags)
+    def _describe_changes(self) -> str:
+        names = {LOSS: "loss", GRADIENT: "gradients", LOSS | GRADIENT: "loss and gradients"}
+        return ", ".join(f"{names[flags]} of rank {rank}" for rank, flags in enumerate(self._changed) if flags)
 
     # --- messages ---
 
-    def _nonfinite_error(self, problem: _Problem, instead: str) -> MoeCommError:
+    def _nonfinite_error(self, problem: _Problem, advice: str) -> MoeCommError:
         return NonFiniteLoss(
-            f"step {self.step}: {problem.what}; the weights were left as they were. Look at the data of this step, "
-            f"lower optimizer.lr, set optimizer.clip, {instead}"
+            f"step {self.step}: {problem.what}; the weights are unchanged. Check the data of this step, "
+            f"lower optimizer.lr, set optimizer.clip, {advice}"
         )
 
-    def _note(self, kind: str, ranks: Sequence[int], action: str, what: str) -> None:
+    def _record_fault(self, kind: str, ranks: Sequence[int], action: str, what: str) -> None:
         self._record(
             FaultRecord(
                 time_s=time.time(),
@@ -342,7 +342,7 @@ class StepGuard:
         )
 
 
-def _words(grad: Tensor) -> Tensor:
+def _gradient_checksum(grad: Tensor) -> Tensor:
     """Return the checksum (``row_sums``) of a gradient; of a DTensor, the checksum of its local shard."""
     local: Any = grad.to_local() if isinstance(grad, DTensor) else grad
     return row_sums(local.reshape(1, -1)).sum()

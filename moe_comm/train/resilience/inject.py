@@ -2,8 +2,8 @@
 
     start ─▶ batch ─▶ forward: │dispatch│ at=forward │experts│ ─▶ backward: at=backward ─▶ after_backward ─▶ at=end
 
-The faults of a step are known before it. Hooks are added for them, and removed after the step. There are no hooks in
-other steps, or in runs without faults.
+The faults of a step are determined before the step begins. Module hooks that inject them are added before the step and
+removed after it. Other steps, and runs without faults, have no such hooks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IMMEDIATE_KINDS = ("kill", "stop", "segv", "exit", "hold_gil", "slow_cpu", "slow
 
 
 class FaultOnPurpose(RuntimeError):
-    """Raised by the ``raise_`` faults. It is not an error of this library, like an error in user code."""
+    """Raised by the ``raise_*`` faults. It is not a ``MoeCommError``, because it simulates an error in user code."""
 
 
 class CheckpointSaver(Protocol):
@@ -82,15 +82,15 @@ class Injector(StepHook):
             )
         if "slow_link" in kinds:
             ranks.run_on_some(fault_actions.check_link)
-        before = read_injections(self._path)
-        self._plan.fired = {one.key for one in before}
+        injected = read_injections(self._path)
+        self._plan.fired = {injection.key for injection in injected}
         # Restore the link of a rank that died while its link was slow.
-        links = [one.what for one in before if (one.kind, one.rank) == ("slow_link", ranks.rank) and one.what]
+        links = [i.what for i in injected if (i.kind, i.rank) == ("slow_link", ranks.rank) and i.what]
         if "slow_link" in kinds and links:
             fault_actions.shape_link(links[0])
         self._pending: list[DueFault] = []
-        self._slow: dict[DueFault, int] = {}
-        self._links: list[tuple[int, Callable[[], None]]] = []
+        self._slow: dict[DueFault, int] = {}  # active slow_* faults, with the last step that they slowed
+        self._links: list[tuple[int, Callable[[], None]]] = []  # (step, function to restore the link before that step)
         self._undo: list[Callable[[], None]] = []
         self._step = 0
         self._write_block = files.write_block
@@ -104,7 +104,7 @@ class Injector(StepHook):
     def before_step(self, step: int) -> None:
         self._step = step
         self._restore_links(step)
-        self._slow = {due: at for due, at in self._slow.items() if step < due.step + due.fault.steps}
+        self._slow = {due: last for due, last in self._slow.items() if step < due.step + due.fault.steps}
         # Faults that could not be injected in their step remain pending.
         self._pending += [due for due in self._plan.due(step, time.monotonic()) if due not in self._pending]
         for due in [due for due in self._pending if due.fault.kind in DAMAGE]:
@@ -197,7 +197,7 @@ class Injector(StepHook):
                 self._raise(due) if raises else self._execute(due)
 
         if fault.kind == "raise_forward" or (not raises and fault.at == "forward"):
-            # The experts are always called as a module, the layer is not.
+            # Hook the experts: they are always called as a module, the layer is not.
             handle = layer.experts.register_forward_pre_hook(lambda module, args: inject())
             self._undo.append(handle.remove)
         elif raises or fault.at == "backward":
@@ -212,7 +212,7 @@ class Injector(StepHook):
         """Flip a bit of the rows that the next dispatch returns, before their checksums are verified."""
         send = dispatcher._send
 
-        def flipping(*args: Any) -> Any:
+        def send_and_flip(*args: Any) -> Any:
             results = send(*args)
             rows_RD = results[0]
             if due in self._pending and rows_RD.numel() and torch.is_floating_point(rows_RD):
@@ -223,14 +223,14 @@ class Injector(StepHook):
                 data[row, byte] ^= 1 << bit
             return results
 
-        dispatcher._send = flipping
+        dispatcher._send = send_and_flip
         self._undo.append(lambda: vars(dispatcher).pop("_send", None))
 
     def _fill_disk(self) -> None:
         """Make the next checkpoint write of this rank fail with ENOSPC."""
         write_block = self._write_block
 
-        def full(file: Any, block: memoryview) -> None:
+        def write_or_fail(file: Any, block: memoryview) -> None:
             for due in [due for due in self._pending if due.fault.kind == "full_disk"]:
                 self._fire(due)
                 files.write_block = write_block
@@ -238,28 +238,28 @@ class Injector(StepHook):
             write_block(file, block)
 
         if files.write_block is self._write_block:
-            files.write_block = full
+            files.write_block = write_or_fail
 
     def _damage(self, due: DueFault) -> None:
         """Damage the newest checkpoint. If there is none, ``due`` remains pending."""
         self._saver.finish()
         rng = random.Random(f"{self._seed} {due.key}")
-        victim = fault_actions.choose_file(self._run / "checkpoints", due.fault.kind, rng)
-        if victim is not None:
-            self._fire(due, str(victim.relative_to(self._run)))
-            fault_actions.damage(victim, due.fault.kind, rng)
+        path = fault_actions.choose_file(self._run / "checkpoints", due.fault.kind, rng)
+        if path is not None:
+            self._fire(due, str(path.relative_to(self._run)))
+            fault_actions.damage(path, due.fault.kind, rng)
 
     def _wrap_corpus(self, corpus: Any) -> None:
         """Make the thread that reads batches raise."""
         batch_of = corpus.batch_of
 
-        def raising(step: int) -> Any:  # from 0, where ours are from 1
+        def read_or_raise(step: int) -> Any:  # the corpus counts steps from 0, fault plans from 1
             for due in self._plan.due(step + 1, time.monotonic(), thread=True):
                 self._fire(due, step=step + 1)
                 raise FaultOnPurpose(f"raise_thread on purpose, in the data of step {step + 1}")
             return batch_of(step)
 
-        corpus.batch_of = raising
+        corpus.batch_of = read_or_raise
 
     def _gradients(self) -> list[Tensor]:
         grads = (param.grad for stage in self._stages for param in stage.parameters())
@@ -271,9 +271,9 @@ class Injector(StepHook):
             self._undo.pop()()
 
     def _restore_links(self, step: int | None) -> None:
-        for link in [link for link in self._links if step is None or link[0] <= step]:
-            self._links.remove(link)
-            link[1]()
+        for end, restore in [link for link in self._links if step is None or link[0] <= step]:
+            self._links.remove((end, restore))
+            restore()
 
     def _copy_record(self, config: TrainConfig, run: Path) -> None:
         """Copy the record of injected faults, if a run starts over in a new folder because it had saved nothing."""

@@ -3,12 +3,14 @@
     training     after step 100 │ forward, backward of 101 │ wait_staged() │ update 101 │ forward …
     background                  │ copy to this host's memory server ──▶    │ checksum, commit, send to the buddy, commit
 
-Each rank's state has two replicas. One is on its own host, for failures of processes. The other is on a host of a rank
-that shares none of its parallel groups (``topology.buddies``), for failures of hosts (Gemini, SOSP 2023; ByteRobust,
-arXiv 2509.16293). Weights do not change between two updates, so the copy overlaps forward and backward.
+Each rank's state has two replicas. One is on its own host, for failures of processes. The other is on the host of its
+buddy, for failures of hosts (Gemini, SOSP 2023; ByteRobust, arXiv 2509.16293). The buddy is a rank that shares none of
+its parallel groups (``topology.buddies``). Weights do not change between two updates, so the copy overlaps forward and
+backward.
 
-A slot is written only after every rank has completed the step in the other slot. So at any time there is one step that
-all ranks have. The receiver of a replica verifies its CRC-32, and so does a restarted rank, before any tensor changes.
+A replica has two slots, each with room for one snapshot. A slot is written only after every rank has completed the step
+in the other slot. So at any time there is one step that all ranks have. The receiver of a replica verifies its CRC-32,
+and so does a restarted rank before any tensor changes.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ class SnapshotStats:
 
 @dataclass
 class _Job:
+    """A snapshot in progress. ready: for each GPU, an event after which its tensors can be copied."""
+
     step: int
     entries: dict[str, Entry]
     state: bytes
@@ -84,7 +88,7 @@ class PeerSnapshots(StepHook):
     Args:
         host_memory: memory server of this host.
         run: folder of the run.
-        capture: called when the weights are those after the step.
+        capture: returns the state to save; called before the weights change again.
         timeout_s: timeout for other ranks in the background.
 
     Attributes:
@@ -194,13 +198,13 @@ class PeerSnapshots(StepHook):
     def summary(self) -> dict[str, float]:
         """Return the number of snapshots of this rank, bytes of the last, total and longest stall of training in
         seconds, and mean seconds from the end of a step until its snapshot was complete on all ranks."""
-        done = self.reports
+        reports = self.reports
         return {
-            "copies": len(done),
-            "bytes": done[-1].bytes if done else 0,
+            "copies": len(reports),
+            "bytes": reports[-1].bytes if reports else 0,
             "stall_s": sum(self.stalls),
             "longest_stall_s": max(self.stalls, default=0.0),
-            "mean_total_s": sum(one.total_s for one in done) / max(len(done), 1),
+            "mean_total_s": sum(report.total_s for report in reports) / max(len(reports), 1),
         }
 
     def _is_host_leader(self) -> bool:
@@ -231,17 +235,16 @@ class PeerSnapshots(StepHook):
         assert self._own_slots is not None
         slot = self._free_slot(self._own_slots)
         self._own_slots.clear(slot)
-        capacity = self._own_slots.content(slot)
-        self._copy(job, layout.views(job.entries, capacity))
+        buffer = self._own_slots.content(slot)
+        self._copy(job, layout.views(job.entries, buffer))
         job.stage_s = time.perf_counter() - job.started
         job.staged.set()
         used = layout.content + len(job.state)
-        problem = (
-            "" if used <= self._capacities[self._ranks.rank] else f"its state takes {len(job.state)} bytes of JSON"
-        )
-        header = b""
+        problem, header = "", b""
+        if used > self._capacities[self._ranks.rank]:
+            problem = f"the slot is too small for {len(job.state)} bytes of JSON"
         if not problem:
-            capacity[layout.content : used] = job.state
+            buffer[layout.content : used] = job.state
             slot_header = SlotHeader(
                 run=self._run,
                 epoch=self._epoch,
@@ -250,11 +253,11 @@ class PeerSnapshots(StepHook):
                 layout=layout.digest,
                 content=layout.content,
                 state=len(job.state),
-                crc=memory.checksum(capacity[:used]),
+                crc=memory.checksum(buffer[:used]),
             )
             self._own_slots.commit(slot, slot_header)
             header = slot_header.to_bytes()
-        problem = self._exchange(capacity, header) or problem
+        problem = self._exchange(buffer, header) or problem
         if problem:
             _log.warning("rank %d: the snapshot of step %d failed: %s", self._ranks.rank, job.step, problem)
         if self._failures(bool(problem)):
@@ -262,7 +265,7 @@ class PeerSnapshots(StepHook):
         first = self._complete is None or self._complete[0] != self._epoch
         self._complete = (self._epoch, job.step)
         if first and self._is_host_leader():
-            with contextlib.suppress(MoeCommError):  # if the memory server has ended, the memory is free
+            with contextlib.suppress(MoeCommError):  # the memory server may have ended, which freed the memory
                 self._host_memory.retain([_name(rank) for rank in range(self._ranks.world) if self._has_replica(rank)])
         total_s = time.perf_counter() - job.started
         buddy = self.buddies[self._ranks.rank] if self.buddies else -1
@@ -270,8 +273,8 @@ class PeerSnapshots(StepHook):
 
     def _has_replica(self, owner: int) -> bool:
         """Whether this host has a replica of ``owner``'s state."""
-        here = self._host_memory.token
-        return self.hosts[owner] == here or bool(self.buddies and self.hosts[self.buddies[owner]] == here)
+        host = self._host_memory.token
+        return self.hosts[owner] == host or bool(self.buddies and self.hosts[self.buddies[owner]] == host)
 
     def _allocate_slots(self, capacity: int) -> None:
         """Allocate slots for this rank's state and for its replicas of others. Raises on every rank if one cannot."""
@@ -287,7 +290,7 @@ class PeerSnapshots(StepHook):
             problem = str(error)
             _log.warning("rank %d: not enough memory for snapshots: %s", rank, problem)
         if failed := self._failures(bool(problem)):
-            raise CheckpointError(f"{failed} rank(s) have not enough memory for snapshots; {problem or 'this one has'}")
+            raise CheckpointError(f"{failed} rank(s) lack memory for snapshots; this rank: {problem or 'enough'}")
 
     def _free_slot(self, slots: Slots) -> int:
         """Return the slot to write: not the one with the newest step that every rank has completed."""
@@ -371,7 +374,7 @@ class PeerSnapshots(StepHook):
         values[self._ranks.rank] = value
         if self._group is not None:
             dist.all_reduce(values, group=self._group)
-        return [int(one) for one in values]
+        return [int(item) for item in values]
 
     def _failures(self, failed: bool) -> int:
         """Return the number of ranks with ``failed``. Collective."""

@@ -25,7 +25,8 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class SnapshotLayout:
-    """Offsets of the tensors in a slot, size of the content, and a digest of names, shapes and mapping."""
+    """Offsets of the tensors in a slot (the buffer of one snapshot), their total size, and a digest of names, shapes
+    and mapping."""
 
     offsets: dict[str, int]
     content: int
@@ -33,12 +34,12 @@ class SnapshotLayout:
 
     @classmethod
     def of(cls, entries: Mapping[str, Entry], mapping: str) -> SnapshotLayout:
-        offsets, at = {}, 0
+        offsets, end = {}, 0
         for name, entry in entries.items():
-            offsets[name] = at
-            at += -(-entry.tensor.numel() * entry.tensor.element_size() // ALIGN) * ALIGN
+            offsets[name] = end
+            end += -(-entry.tensor.numel() * entry.tensor.element_size() // ALIGN) * ALIGN
         parts = [mapping, *(f"{name} {tuple(e.tensor.shape)} {e.signature()}" for name, e in entries.items())]
-        return cls(offsets, at, hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest())
+        return cls(offsets, end, hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest())
 
     def views(self, entries: Mapping[str, Entry], content: Any) -> dict[str, Tensor]:
         """Return the tensors in ``content`` (a writable buffer) that correspond to the non-empty entries."""
@@ -59,7 +60,7 @@ def run_id(folder: Path) -> str:
 def open_host_memory(ranks: Ranks, log: Callable[[str], None], host: str = "") -> PersistentMemory | None:
     """Connect to the memory server of this host. Returns None on all ranks if one of them cannot. Collective.
 
-    It is only used where torchrun or ``launch`` restarts the ranks.
+    Snapshots in memory are only used where torchrun or ``launch`` restarts the ranks.
     """
     host_memory, problem = None, ""
     try:
@@ -81,5 +82,5 @@ def open_host_memory(ranks: Ranks, log: Callable[[str], None], host: str = "") -
 
 def runs_in_memory(host_memory: PersistentMemory | None, ranks: Ranks) -> frozenset[str]:
     """Return the ``run_id`` of all runs with snapshots on any host. Collective."""
-    own = {header.run for _, _, header in host_memory.headers()} if host_memory is not None else set()
-    return frozenset(run for text in ranks.gather_texts(json.dumps(sorted(own))) for run in json.loads(text))
+    local = {header.run for _, _, header in host_memory.headers()} if host_memory is not None else set()
+    return frozenset(run for text in ranks.gather_texts(json.dumps(sorted(local))) for run in json.loads(text))

@@ -24,7 +24,11 @@ class StateLoader(Protocol):
 
 
 def resume_run(
-    saver: StateLoader, folder: Path, ranks: Ranks, log: Callable[[str], None], noticed: Callable[[FaultRecord], None]
+    saver: StateLoader,
+    folder: Path,
+    ranks: Ranks,
+    log: Callable[[str], None],
+    record_fault: Callable[[FaultRecord], None],
 ) -> tuple[int, str]:
     """Load the newest valid state. Collective.
 
@@ -33,7 +37,7 @@ def resume_run(
 
     Args:
         folder: folder of the checkpoints.
-        noticed: receives a record for each checkpoint that cannot be used.
+        record_fault: receives a record for each checkpoint that cannot be used.
 
     Returns:
         The number of completed steps and the source, as in ``Attempt``.
@@ -42,10 +46,11 @@ def resume_run(
         CheckpointError: there are checkpoints, but none can be used. The error is that of the newest one.
     """
     newest_first = reversed(complete_checkpoints(folder, lenient=True)) if ranks.is_first else ()
-    text = ranks.broadcast_text(json.dumps([(str(one.path), one.step) for one in newest_first]))
-    first: CheckpointError | None = None
-    for path, saved in [*json.loads(text), ("", 0)]:
-        step = saver.load_from_memory(max(saved, 1), log)
+    text = ranks.broadcast_text(json.dumps([(str(saved.path), saved.step) for saved in newest_first]))
+    first_error: CheckpointError | None = None
+    # The last pair stands for no checkpoint: then a snapshot of any step is accepted.
+    for path, saved_step in [*json.loads(text), ("", 0)]:
+        step = saver.load_from_memory(max(saved_step, 1), log)
         if step is not None:
             log(f"resumes after step {step} from memory")
             return step, "peer memory"
@@ -56,12 +61,12 @@ def resume_run(
         except PeerLost:
             raise
         except CheckpointError as error:
-            first = first or error
-            noticed(FaultRecord(time.time(), saved, "checkpoint", [], "restart", str(error)))
-            log(f"{error}; looks for an earlier one")
+            first_error = first_error or error
+            record_fault(FaultRecord(time.time(), saved_step, "checkpoint", [], "restart", str(error)))
+            log(f"{error}; trying an earlier checkpoint")
             continue
         log(f"resumes after step {step} from {path}")
         return step, "checkpoint"
-    if first is not None:
-        raise first
+    if first_error is not None:
+        raise first_error
     return 0, "fresh"

@@ -21,7 +21,7 @@ REPORTS = "faults"
 
 
 class WatchStepBegin(StepHook):
-    """Begins a step for the watcher. The first hook, so that other hooks are part of the step."""
+    """Begins a step for the watcher. It must be the first hook, so that other hooks are part of the step."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -31,7 +31,7 @@ class WatchStepBegin(StepHook):
 
 
 class WatchStepEnd(StepHook):
-    """Ends a step for the watcher. The last hook."""
+    """Ends a step for the watcher. It must be the last hook."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -50,13 +50,13 @@ def watch_run(config: TrainConfig, ranks: Ranks, folder: Path, log: Callable[[st
         return None
     options = WatchOptions(settings.stuck_s, settings.start_s, settings.end, config.observe.records)
 
-    def noticed(fault: DetectedFault) -> None:
+    def record_fault(fault: DetectedFault) -> None:
         if fault.is_reporter:
             append(folder / FAULTS, record_of(fault, attempt_of(folder)))
         dump(folder, fault.summary)
 
     try:
-        return watching(options, folder / REPORTS, [noticed])
+        return watching(options, folder / REPORTS, [record_fault])
     except (HeapError, MissingDependency) as error:
         log(f"the ranks are not watched: {error}")
         return None
@@ -78,4 +78,4 @@ def record_of(fault: DetectedFault, attempt: int) -> FaultRecord:
 
 def attempt_of(folder: Path) -> int:
     """Return the number of the newest recorded attempt of a run."""
-    return max((one.number for one in read_lines(folder / ATTEMPTS, Attempt)), default=0)
+    return max((attempt.number for attempt in read_lines(folder / ATTEMPTS, Attempt)), default=0)

@@ -81,24 +81,24 @@ def measured_by(core: Accelerator) -> RankMeasurements:
 
 
 def test_the_fit_finds_numbers_of_any_magnitude() -> None:
-    true = (3e-6, 2.5, 7e9)
+    reference = (3e-6, 2.5, 7e9)
 
     def errors(*values: float) -> Sequence[float]:
-        a, b, c = (math.log(got / expected) for got, expected in zip(values, true, strict=True))
+        a, b, c = (math.log(fitted / expected) for fitted, expected in zip(values, reference, strict=True))
         return (a + b, b - c, a, c)
 
-    assert nearest(errors, (1e-3, 1.0, 1e6)) == pytest.approx(true, rel=1e-2)
+    assert nearest(errors, (1e-3, 1.0, 1e6)) == pytest.approx(reference, rel=1e-2)
 
 
 def test_an_accelerator_is_recovered_from_its_own_predictions() -> None:
-    got = accelerator_of([measured_by(CORE)] * 2, ranks_per_core=1.0)
-    assert got.flops["fp32"] == pytest.approx(CORE.flops["fp32"], rel=0.05)
-    assert (got.memory_bytes, got.memory_bytes_per_s) == (CORE.memory_bytes, pytest.approx(20e9))
-    assert got.attention_forward == pytest.approx(0.4, rel=0.05)
-    assert got.attention_backward == pytest.approx(0.3, rel=0.05)
-    assert got.grouped == pytest.approx(0.8, rel=0.1)
+    fitted = accelerator_of([measured_by(CORE)] * 2, ranks_per_core=1.0)
+    assert fitted.flops["fp32"] == pytest.approx(CORE.flops["fp32"], rel=0.05)
+    assert (fitted.memory_bytes, fitted.memory_bytes_per_s) == (CORE.memory_bytes, pytest.approx(20e9))
+    assert fitted.attention_forward == pytest.approx(0.4, rel=0.05)
+    assert fitted.attention_backward == pytest.approx(0.3, rel=0.05)
+    assert fitted.grouped == pytest.approx(0.8, rel=0.1)
     for one in measured_by(CORE).passes:
-        assert pass_seconds(got, one) == pytest.approx(one.seconds, rel=0.05)
+        assert pass_seconds(fitted, one) == pytest.approx(one.seconds, rel=0.05)
 
 
 def test_ranks_that_share_a_core_have_proportional_rates() -> None:
@@ -111,7 +111,7 @@ def test_ranks_that_share_a_core_have_proportional_rates() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_links_are_recovered_from_their_own_predictions(ranks: int) -> None:
-    true = replace(HOST, gpus=4)
+    reference = replace(HOST, gpus=4)
 
     def transfers(cluster: Cluster, count: int) -> list[MeasuredTransfer]:
         kinds: dict[Any, Callable[..., CollectiveCost]] = {
@@ -125,25 +125,27 @@ def test_links_are_recovered_from_their_own_predictions(ranks: int) -> None:
             for size in sizes
         ]
 
-    start = replace(true, inside=Link("x", 1e9, 1e-5, 1.0), start_s=1e-5)
-    got = inside_of(start, transfers(true, ranks))
-    for one in transfers(true, ranks):
-        assert getattr(got, one.kind)(one.num_bytes, range(ranks)).seconds == pytest.approx(one.seconds, rel=0.05)
-    separate_hosts = replace(true, host_size=1, between=CABLE)
-    cable = between_of(true, transfers(separate_hosts, 2), "cable")
+    start = replace(reference, inside=Link("x", 1e9, 1e-5, 1.0), start_s=1e-5)
+    fitted = inside_of(start, transfers(reference, ranks))
+    for one in transfers(reference, ranks):
+        assert getattr(fitted, one.kind)(one.num_bytes, range(ranks)).seconds == pytest.approx(one.seconds, rel=0.05)
+    separate_hosts = replace(reference, host_size=1, between=CABLE)
+    cable = between_of(reference, transfers(separate_hosts, 2), "cable")
     assert cable.rate == pytest.approx(CABLE.rate, rel=0.05) and cable.name == "cable"
 
 
 @pytest.mark.parametrize(("share", "start"), [(0.6, 1e-3), (1.0, 2e-4), (0.9, 1e-4)])
 def test_sustained_rates_and_start_times_are_recovered_from_steps(share: float, start: float) -> None:
-    true = replace(HOST, accelerator=replace(CORE, sustained=share), start_s=start)
+    reference = replace(HOST, accelerator=replace(CORE, sustained=share), start_s=start)
     steps = [CalibrationStep(model, mapping, 0.0, 1.2) for model, mapping in runs(4)]
     assert {mapping for _, mapping in runs(4)} == {"dp=4,ep=1", "dp=4,ep=4", "tp=2,dp=2,ep=4"}
-    fitted = within_steps(HOST, [replace(one, seconds=step_seconds(true, one)) for one in steps])
+    fitted = within_steps(HOST, [replace(one, seconds=step_seconds(reference, one)) for one in steps])
     assert fitted.accelerator.sustained == pytest.approx(share, rel=0.02)
     assert fitted.start_s == pytest.approx(start, rel=0.05)
-    faster = within_steps(HOST, [replace(one, seconds=step_seconds(true, one) / 2) for one in steps])
-    assert faster.accelerator.sustained <= 1.0 and faster.start_s >= HOST.start_s, "not better than by themselves"
+    faster = within_steps(HOST, [replace(one, seconds=step_seconds(reference, one) / 2) for one in steps])
+    assert faster.accelerator.sustained <= 1.0 and faster.start_s >= HOST.start_s, (
+        "not faster than separate measurements"
+    )
 
 
 def test_imbalance_is_the_load_of_the_busiest_rank_over_the_mean() -> None:
@@ -161,15 +163,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     _shorten(monkeypatch.setattr)
 
 
-def _shorten(put: Callable[[Any, str, Any], None]) -> None:
+def _shorten(set_attribute: Callable[[Any, str, Any], None]) -> None:
     tiny = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "experts": 2, "top_k": 1, "ffn": 32, "vocab": 64}
     values: dict[str, Any] = {"BUDGET_S": 0.0, "WINDOWS": 1, "PRODUCTS": ((32, 32, 32),), "EMULATED": ((32, 32, 32),)}
     values |= {"SEQUENCES": (16,), "UPDATED": 1 << 12, "SUMMED": (1 << 10,), "MODELS": (tiny,), "BATCHES": ((1, 16),)}
     values |= {"ROWS": (16,), "EXPERT_ROWS": (5, 11)}
     for name, value in values.items():
-        put(calibrate_ranks, name, value)
+        set_attribute(calibrate_ranks, name, value)
     for name, value in {"MODELS": (tiny,), "LENGTH": 16, "STEPS": 1}.items():
-        put(calibrate_steps, name, value)
+        set_attribute(calibrate_steps, name, value)
 
 
 def test_a_calibration_of_one_rank_can_be_saved_and_loaded(short: None, tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_ranks_time_the_same_training_steps(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given", "message"),
+    ("ranks", "arguments", "message"),
     [
         (0, {}, "positive multiple of hosts"),
         (3, {"hosts": 2, "on_hosts": lambda function, args: []}, "multiple of hosts"),
@@ -219,6 +221,6 @@ def test_ranks_time_the_same_training_steps(pool: RankPool) -> None:
         (2, {"host": HOST}, "has 4 ranks; expected 2"),
     ],
 )
-def test_invalid_numbers_are_rejected_before_measuring(ranks: int, given: dict[str, Any], message: str) -> None:
+def test_invalid_numbers_are_rejected_before_measuring(ranks: int, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        calibrate(ranks, **given)
+        calibrate(ranks, **arguments)

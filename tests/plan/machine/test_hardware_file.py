@@ -49,7 +49,7 @@ def test_named_machines_are_one_host_by_default(name: str) -> None:
     assert from_json(json.loads(json.dumps(to_json(many)))) == many
 
 
-def test_the_table_is_of_one_direction_and_without_sparsity() -> None:
+def test_named_machines_have_unidirectional_rates_and_dense_flops() -> None:
     assert tuple(MACHINES) == NAMES
     assert MACHINES["h100"].accelerator.flops == {"fp32": 67e12, "bf16": 989.4e12, "fp8": 1978.9e12}
     assert MACHINES["h100"].inside.bytes_per_s == 450e9
@@ -59,7 +59,7 @@ def test_the_table_is_of_one_direction_and_without_sparsity() -> None:
 
 
 @pytest.mark.parametrize("machine", [MEASURED, HOLMES], ids=["measured", "pods"])
-def test_a_description_survives_its_file(machine: Cluster, tmp_path: Path) -> None:
+def test_a_description_is_unchanged_after_save_and_load(machine: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "machine.json"
     save(machine, path)
     assert load(path) == machine == cluster_named(str(path))
@@ -67,7 +67,7 @@ def test_a_description_survives_its_file(machine: Cluster, tmp_path: Path) -> No
     assert [file.name for file in path.parent.iterdir()] == ["machine.json"], "no temporary file remains"
 
 
-def test_a_measured_machine_can_be_made_larger_but_not_one_with_pods(tmp_path: Path) -> None:
+def test_a_measured_machine_can_be_resized_unless_it_has_pods(tmp_path: Path) -> None:
     save(MEASURED, tmp_path / "one.json")
     save(HOLMES, tmp_path / "pods.json")
     assert cluster_named(str(tmp_path / "one.json"), 8, 4) == replace(MEASURED, gpus=8, host_size=4)
@@ -76,7 +76,7 @@ def test_a_measured_machine_can_be_made_larger_but_not_one_with_pods(tmp_path: P
         cluster_named(str(tmp_path / "pods.json"), 8)
 
 
-def test_names_that_are_not_known_are_refused_with_those_that_are() -> None:
+def test_unknown_names_are_rejected_with_a_list_of_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown hardware 'h300': expected a100, h100, h200"):
         cluster_named("h300")
     with pytest.raises(ConfigError, match="--calibrate"):
@@ -85,17 +85,17 @@ def test_names_that_are_not_known_are_refused_with_those_that_are() -> None:
         cluster_named("missing.json")
 
 
-def changed(place: str, value: Any) -> Any:
+def changed_description(place: str, value: Any) -> Any:
     """Return a description with one value set, or removed if ``value`` is Ellipsis."""
     data = json.loads(json.dumps(to_json(HOLMES)))
-    at = data
-    *way, last = place.split(".")
-    for step in way:
-        at = at[int(step) if step.isdigit() else step]
+    target = data
+    *keys, last = place.split(".")
+    for step in keys:
+        target = target[int(step) if step.isdigit() else step]
     if value is ...:
-        del at[last]
+        del target[last]
     else:
-        at[last] = value
+        target[last] = value
     return data
 
 
@@ -135,13 +135,13 @@ def changed(place: str, value: Any) -> Any:
         ("cluster.accelerator.tiles.0.rows", 0, r"tiles\[0\]: .*rows must be an integer"),
     ],
 )
-def test_what_does_not_belong_in_a_description_is_named(place: str, value: Any, message: str) -> None:
+def test_the_error_names_the_invalid_key_of_a_description(place: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        from_json(changed(place, value))
+        from_json(changed_description(place, value))
 
 
 @pytest.mark.parametrize("text", ["", "[", "[]", "[" * 100_000, "\udcff", " " * 2**21], ids=str.__len__)
-def test_files_that_are_not_descriptions_are_refused_by_path(text: str, tmp_path: Path) -> None:
+def test_invalid_files_are_rejected_with_their_path(text: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match=r"bad\.json"):

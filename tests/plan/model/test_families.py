@@ -97,31 +97,31 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def counted(config: Any) -> int:
+def count_parameters(config: Any) -> int:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in {id(one): one for one in model.parameters()}.values())
 
 
-@pytest.mark.parametrize(("kind", "more"), CASES, ids=lambda part: part if isinstance(part, str) else "+".join(part))
-def test_parameters_are_those_of_the_model_of_transformers(kind: str, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "changes"), CASES, ids=lambda part: part if isinstance(part, str) else "+".join(part))
+def test_parameter_counts_equal_those_of_the_transformers_model(kind: str, changes: dict[str, Any]) -> None:
     try:
-        config = transformers.AutoConfig.for_model(kind, **WIDTHS | more)
+        config = transformers.AutoConfig.for_model(kind, **WIDTHS | changes)
     except ValueError:
         pytest.skip(f"no {kind} in transformers {transformers.__version__}")
-    expected = counted(config)
-    whole = json.loads(json.dumps(config.to_dict(), default=str))
-    assert shape_of_hugging_face(whole).params == expected
-    # As save_pretrained writes it: without what the family has as default. Then it is the same, or refused.
-    short = json.loads(json.dumps(config.to_diff_dict(), default=str))
+    expected = count_parameters(config)
+    full_config = json.loads(json.dumps(config.to_dict(), default=str))
+    assert shape_of_hugging_face(full_config).params == expected
+    # As save_pretrained writes it, without the defaults of the family: the same count, or a ConfigError.
+    diff_config = json.loads(json.dumps(config.to_diff_dict(), default=str))
     result = None
     with suppress(ConfigError):
-        result = shape_of_hugging_face(short).params
+        result = shape_of_hugging_face(diff_config).params
     assert result in (None, expected)
-    assert result == expected or not set(WIDTHS) <= set(short)
+    assert result == expected or not set(WIDTHS) <= set(diff_config)
 
 
-def test_dbrx_has_its_widths_in_two_parts() -> None:
+def test_dbrx_sizes_are_read_from_nested_configs() -> None:
     result = shape_of_hugging_face(
         {
             "model_type": "dbrx",
@@ -138,20 +138,20 @@ def test_dbrx_has_its_widths_in_two_parts() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED))
-def test_a_family_that_only_looks_like_others_is_refused(kind: str) -> None:
+def test_an_unsupported_family_is_rejected(kind: str) -> None:
     assert kind not in FAMILIES
     with pytest.raises(ConfigError, match=rf"{kind}: .* not modelled"):
         shape_of_hugging_face(WIDTHS | EIGHT | {"model_type": kind})
 
 
 @pytest.mark.parametrize(("key", "value"), [("use_cla", True), ("mlp_bias", True), ("conv_L_cache", 3)])
-def test_a_setting_that_is_switched_on_is_refused(key: str, value: object) -> None:
+def test_an_unsupported_setting_is_rejected_only_if_it_is_enabled(key: str, value: object) -> None:
     assert shape_of_hugging_face(WIDTHS | LOCAL | {"model_type": "mixtral", key: False})
     with pytest.raises(ConfigError, match=f"{key} = .* not modelled"):
         shape_of_hugging_face(WIDTHS | LOCAL | {"model_type": "mixtral", key: value})
 
 
-def test_a_dense_family_that_is_not_known_is_one_of_gated_blocks_or_refused() -> None:
+def test_an_unknown_dense_family_must_have_a_gated_activation() -> None:
     new = WIDTHS | {"model_type": "brand_new", "hidden_act": "silu"}
     known = shape_of_hugging_face(new | {"model_type": "llama"})
     assert shape_of_hugging_face(new) == replace(known, name="brand_new")
@@ -159,23 +159,23 @@ def test_a_dense_family_that_is_not_known_is_one_of_gated_blocks_or_refused() ->
         shape_of_hugging_face(new | {"hidden_act": "gelu"})
 
 
-def test_shared_experts_are_counted_for_every_key() -> None:
+def test_shared_experts_are_read_from_every_known_key() -> None:
     base = WIDTHS | EIGHT | {"moe_intermediate_size": 40}
-    for kind, label, width in (
+    for kind, keys, width in (
         ("hunyuan_v1_moe", {"num_shared_expert": [2] * 6}, 80),
         ("bailing_moe", {"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 30}, 60),
         ("brand_new", {"num_shared_experts": 1}, 40),
         ("brand_new", {"shared_expert_intermediate_size": 48}, 48),
         ("brand_new", {}, 0),
     ):
-        assert shape_of_hugging_face(base | label | {"model_type": kind}).shared_ffn == width
+        assert shape_of_hugging_face(base | keys | {"model_type": kind}).shared_ffn == width
     with pytest.raises(ConfigError, match="num_experts must be an integer"):
         shape_of_hugging_face(base | {"model_type": "brand_new", "num_experts": [8, 8, 4]})
 
 
-def test_layers_without_a_window_are_counted_for_every_key() -> None:
+def test_full_attention_layers_are_read_from_every_known_key() -> None:
     base = WIDTHS | {"sliding_window": 8}
-    for kind, label, expected in (
+    for kind, keys, expected in (
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 4}, (8, 4)),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 28}, (None, 0)),
         ("qwen2", {"use_sliding_window": False, "max_window_layers": 4}, (None, 0)),
@@ -184,5 +184,5 @@ def test_layers_without_a_window_are_counted_for_every_key() -> None:
         ("gemma3_text", {"sliding_window_pattern": 2}, (8, 3)),
         ("mistral", {}, (8, 0)),
     ):
-        result = shape_of_hugging_face(base | label | {"model_type": kind})
+        result = shape_of_hugging_face(base | keys | {"model_type": kind})
         assert (result.window, result.full_layers) == expected

@@ -142,14 +142,14 @@ def bare(shape: ModelShape) -> ModelShape:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_published_file_is_the_model_of_that_name(name: str, tmp_path: Path) -> None:
+def test_a_published_config_equals_the_named_model(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, PLAIN | FILES[name])
     result = model_named(str(path))
     assert bare(result) == bare(MODELS[name])
     assert model_named(str(tmp_path)) == result and result.name == tmp_path.name
 
 
-def test_names_are_found_whatever_their_case() -> None:
+def test_model_names_are_case_insensitive() -> None:
     assert model_named(" Mixtral-8x7B ") is MODELS["mixtral-8x7b"]
 
 
@@ -159,14 +159,14 @@ def test_an_unknown_name_gets_the_nearest_suggestion() -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "deepseek-v3"])
-def test_a_ready_training_configuration_is_the_model_of_its_name(name: str) -> None:
+def test_a_shipped_training_configuration_equals_the_named_model(name: str) -> None:
     pytest.importorskip("pydantic")
     from moe_comm.train.config import ready_configs
 
     assert bare(plan_config.model_named(str(ready_configs()[name]))) == bare(MODELS[name])
 
 
-def test_a_training_configuration_of_bytes_needs_no_vocabulary(tmp_path: Path) -> None:
+def test_a_byte_level_training_configuration_needs_no_vocab_size(tmp_path: Path) -> None:
     pytest.importorskip("pydantic")
     assert plan_config.model_named("tiny").vocab == 257
     as_json = written(tmp_path, {"model": {"layers": 3, "vocab": 1000}}, "mine.json")
@@ -193,7 +193,7 @@ GENERIC = {
 }
 
 
-def test_a_family_that_is_not_known_is_read_by_the_usual_keys() -> None:
+def test_an_unknown_family_is_read_from_the_common_keys() -> None:
     result = shape_of_hugging_face(GENERIC)
     assert result == ModelShape("brand_new", 6, 32, 4, 2, 8, 99, 16, 2, 24)
     assert shape_of_hugging_face({"text_config": GENERIC, "vision_config": {"hidden_size": 1}}) == result
@@ -207,7 +207,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         shape_of_hugging_face({name: value for name, value in GENERIC.items() if name != key})
 
 
-def test_dense_layers_are_counted_for_every_key() -> None:
+def test_dense_layers_are_read_from_every_known_key() -> None:
     more = GENERIC | {"intermediate_size": 77}
     for label, expected in (
         ({"first_k_dense_replace": 2}, 2),
@@ -255,28 +255,28 @@ def test_a_dense_model_has_no_experts() -> None:
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_be_is_named(change: dict[str, Any], word: str) -> None:
+def test_the_error_names_the_invalid_setting(change: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         shape_of_hugging_face(GENERIC | change)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"a": 1, "a": 2}', "[" * 100_000, '{"hidden_size": NaN}'])
-def test_a_file_that_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_file_without_a_json_object_is_rejected(content: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a valid JSON file"):
         model_named(str(written(tmp_path, content)))
 
 
-def test_a_file_that_is_not_there_or_too_long_is_refused(tmp_path: Path) -> None:
+def test_missing_and_too_long_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         model_named(str(tmp_path / "config.json"))
     with pytest.raises(ConfigError, match="longer"):
         model_named(str(written(tmp_path, " " * (2 << 20))))
 
 
-def test_groups_are_read_where_routing_is_limited_to_them(tmp_path: Path) -> None:
+def test_expert_groups_are_read_only_for_group_limited_routing(tmp_path: Path) -> None:
     content = PLAIN | FILES["deepseek-v3"]
     plain = model_named(str(written(tmp_path, content | {"topk_method": "greedy"})))
-    assert (plain.groups, plain.top_groups) == (1, 1), "as DeepSeek-V2-Lite, which names groups and has none"
+    assert (plain.groups, plain.top_groups) == (1, 1), "greedy routing ignores the groups, as in DeepSeek-V2-Lite"
     with pytest.raises(ConfigError, match="groups must divide the experts"):
         model_named(str(written(tmp_path, content | {"n_group": 7})))
     with pytest.raises(ConfigError, match="fewer experts than top_k"):

@@ -18,7 +18,7 @@ from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.plan.model.shape import ModelShape
 
-# Widths that are multiples of 64, so that no product is padded, and heads of one width.
+# Widths are multiples of 64, so that no GEMM is padded. All heads have the same width.
 MODEL = TransformerConfig(
     vocab=128,
     hidden=64,
@@ -35,36 +35,38 @@ LATENT = replace(
 
 
 def scores(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-    """Count all of S x S, as torch does for other devices."""
+    """Count the full S x S attention scores, as torch does on other devices."""
     batch, heads, length, width = q
     return int(2 * batch * heads * length * k[2] * (width + v[3]))
 
 
-def into_a_sum(total: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    """In place, the counter does not know it."""
+def addmm_flops(total: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Count the in-place ``addmm_``, which torch's counter does not know."""
     return int(2 * a[0] * a[1] * b[1])
 
 
 @pytest.mark.parametrize("config", [MODEL, LATENT], ids=["gqa", "mla"])
-def test_every_product_of_a_real_model_is_counted(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_equal_those_that_torch_counts_for_a_real_model(
+    config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "moe_comm.kernels.row_invariant.MIN_ROWS", 1
-    )  # rows that experts are padded with are not its work
+    )  # padding rows of experts are not work of the model
     model = Transformer(config)
     initialize(model, seed=0)
     ids = torch.randint(config.vocab, (2, 64), generator=torch.Generator().manual_seed(0))
-    known = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: scores}
+    custom_mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: scores}
     forward_flops = sum(ModelShape.of(config).flops_per_token(64, causal=False).values())
-    with FlopCounterMode(display=False, custom_mapping=known) as forward, torch.no_grad():
+    with FlopCounterMode(display=False, custom_mapping=custom_mapping) as forward, torch.no_grad():
         model.logits(model(ids))
     assert forward.get_total_flops() == forward_flops * ids.numel()
-    # Training, without attention's scores: their kernel computes them again in backward, which is not the model's work.
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: into_a_sum}) as training:
+    # In training, attention scores are excluded: the kernel recomputes them in backward, which is not model work.
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops}) as training:
         model.loss(model(ids), ids).backward()
     layer = config.attention
     width = layer.head_dim if layer.mla is None else layer.mla.v_dim
-    of_scores = 2 * config.layers * 2 * layer.heads * width * 64
-    assert training.get_total_flops() == 3 * (forward_flops - of_scores) * ids.numel()
+    score_flops = 2 * config.layers * 2 * layer.heads * width * 64
+    assert training.get_total_flops() == 3 * (forward_flops - score_flops) * ids.numel()
 
 
 def mixtral(hidden: int, ffn: int, layers: int, heads: int, vocab: int) -> TransformerConfig:
@@ -113,7 +115,7 @@ def test_published_sizes(config: TransformerConfig, total: float, active: float)
     shape = ModelShape.of(config)
     assert shape.params / 1e9 == pytest.approx(total, abs=0.06)
     assert shape.active / 1e9 == pytest.approx(active, abs=0.06)
-    # The rule of thumb: six FLOPs in training for each active parameter that is multiplied with, beside attention's.
+    # Training takes six FLOPs per active parameter in a GEMM, in addition to those of attention.
     multiplied = shape.active - shape.parameters()["embedding"] - shape.parameters()["norms"]
     without_scores = shape.model_flops(1)
     assert without_scores == pytest.approx(6 * multiplied, rel=2e-3)
@@ -122,8 +124,8 @@ def test_published_sizes(config: TransformerConfig, total: float, active: float)
 def test_a_token_attends_to_half_the_sequence_or_to_its_window() -> None:
     for window in (None, 1, 3, 8, 100):
         config = replace(MODEL, attention=replace(MODEL.attention, window=window))
-        seen = [min(place + 1, window or 8) for place in range(8)]
-        assert ModelShape.of(config).context(8) == pytest.approx(sum(seen) / 8)
+        context = [min(place + 1, window or 8) for place in range(8)]
+        assert ModelShape.of(config).context(8) == pytest.approx(sum(context) / 8)
     assert ModelShape.of(MODEL).context(8, causal=False) == 8
 
 
@@ -147,6 +149,6 @@ def test_a_router_may_group_zero_computation_experts_with_real_ones() -> None:
     assert ModelShape.of(config).params == sum(p.numel() for p in Transformer(config).parameters())
 
 
-def test_sequences_without_tokens_are_refused() -> None:
+def test_sequences_without_tokens_are_rejected() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         ModelShape.of(MODEL).model_flops(0)

@@ -12,7 +12,7 @@ from moe_comm.plan.model.mapping import Mapping, PlacedMapping
 from moe_comm.topology import ParallelConfig
 
 
-def test_a_mapping_is_read_as_it_is_written() -> None:
+def test_a_mapping_is_parsed() -> None:
     result = Mapping.parse("tp=2, pp=8,vpp=7,ep=8", 128, micro_batch=2, recompute="full")
     assert result.parallel == ParallelConfig(tp=2, dp=8, pp=8, ep=8)
     assert (result.virtual, result.stages, result.micro_batch, result.recompute) == (7, 56, 2, "full")
@@ -21,7 +21,7 @@ def test_a_mapping_is_read_as_it_is_written() -> None:
     assert Mapping.parse("", 4).parallel == ParallelConfig(dp=4)
 
 
-def test_without_folding_experts_are_cut_as_attention_is() -> None:
+def test_coupled_experts_have_the_tensor_parallel_size_of_attention() -> None:
     assert Mapping.parse("tp=2,ep=4,pp=8", 128, coupled=True).parallel.etp == 2
     with pytest.raises(ConfigError, match="without folding, etp must equal tp; got etp=1, tp=2"):
         Mapping.parse("tp=2,ep=4,etp=1", 128, coupled=True)
@@ -43,12 +43,12 @@ def test_without_folding_experts_are_cut_as_attention_is() -> None:
         ("pp=2,vpp=0", "virtual must be an integer"),
     ],
 )
-def test_a_mapping_that_cannot_be_is_refused(text: str, message: str) -> None:
+def test_an_invalid_mapping_is_rejected(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Mapping.parse(text, 128)
 
 
-def test_a_schedule_is_the_usual_one_unless_it_is_named() -> None:
+def test_the_schedule_has_a_default_and_can_be_set() -> None:
     result = {text: Mapping.parse(text, 8) for text in ("pp=4", "pp=4,vpp=2")}
     assert [one.schedule for one in result.values()] == ["1f1b", "interleaved_1f1b"]
     named = Mapping.parse("pp=4", 8, pipeline="zbv")
@@ -69,12 +69,12 @@ def test_a_schedule_is_the_usual_one_unless_it_is_named() -> None:
         ("pp=4", "2f2b", "schedule must be one of"),
     ],
 )
-def test_a_schedule_that_the_trainer_would_refuse_is_refused(text: str, schedule: str, message: str) -> None:
+def test_a_schedule_that_the_trainer_rejects_is_rejected(text: str, schedule: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Mapping.parse(text, 8, pipeline=schedule)
 
 
-def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+def test_an_indivisible_batch_is_rejected() -> None:
     with pytest.raises(ConfigError, match="100 sequences cannot be divided into micro-batches of 1 on 8"):
         Mapping.parse("tp=2,pp=8,ep=8", 128).micro_batches(100)
 
@@ -82,9 +82,9 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
 def test_spans_of_groups() -> None:
     place = PlacedMapping(Mapping.parse("tp=2,pp=8,ep=8", 128), cluster_named("h100", 128))
     hosts = {axis: (span.ranks, span.hosts) for axis, span in place.spans.items()}
-    assert hosts["tp"] == (2, 1) and hosts["ep"] == (8, 1), "inside a host"
+    assert hosts["tp"] == (2, 1) and hosts["ep"] == (8, 1), "tp and ep groups must be inside a host"
     assert hosts["dp"] == (8, 2) and hosts["edp"] == (2, 2) and hosts["pp"] == (2, 2)
     coupled = PlacedMapping(Mapping.parse("tp=2,pp=8,ep=8", 128, coupled=True), cluster_named("h100", 128))
-    assert (coupled.spans["ep"].ranks, coupled.spans["ep"].hosts) == (8, 2), "which folding avoids"
+    assert (coupled.spans["ep"].ranks, coupled.spans["ep"].hosts) == (8, 2), "coupled expert groups span hosts"
     with pytest.raises(ConfigError, match="the mapping has 128 ranks, but the cluster has 64"):
         replace(place, cluster=cluster_named("h100", 64))

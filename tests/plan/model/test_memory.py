@@ -45,8 +45,8 @@ SEQ = Workload(4096)
 EVEN = ModelShape("even", 24, 256, 8, 4, 32, 512, 8, 2, 128)
 
 
-def both(name: str | None, *settings: str) -> tuple[DryRun, tuple[PositionMemory, ...], _Buffers]:
-    """Return the memory in the dry run of a configuration, that of the memory model, and its buffers."""
+def dry_run_and_memory(name: str | None, *settings: str) -> tuple[DryRun, tuple[PositionMemory, ...], _Buffers]:
+    """Return the trainer's dry run of a configuration, the prediction of the memory model, and its buffers."""
     config = load(name, settings)
     run, data, optimizer = examine(config), config.data, config.optimizer
     mapping = Mapping(
@@ -90,26 +90,26 @@ SMALL = ("data.seq_len=32", "data.batch=16", "data.micro_batches=4", "model.hidd
     ],
     ids=lambda settings: " ".join(str(one).split(".")[-1] for one in settings),
 )
-def test_it_agrees_with_the_dry_run(settings: tuple[str | None, ...]) -> None:
+def test_the_memory_model_agrees_with_the_dry_run(settings: tuple[str | None, ...]) -> None:
     name, *others = settings
-    run, result, buffers = both(name, *(other for other in others if other))
+    run, result, buffers = dry_run_and_memory(name, *(other for other in others if other))
     assert len(result) == len(run.positions)
-    for pp, (position, here) in enumerate(zip(run.positions, result, strict=True)):
-        there = position.fullest
+    for pp, (position, modelled) in enumerate(zip(run.positions, result, strict=True)):
+        dry_run = position.fullest
         for term in ("weights", "gradients", "optimizer", "at_update"):
-            assert getattr(here, term) == pytest.approx(getattr(there.fixed, term), rel=0.01), term
-        assert here.parameters == pytest.approx(there.fixed.params, rel=0.01)
+            assert getattr(modelled, term) == pytest.approx(getattr(dry_run.fixed, term), rel=0.01), term
+        assert modelled.parameters == pytest.approx(dry_run.fixed.params, rel=0.01)
         stages = run.plan.stages_of(pp)
         ids = {layer for stage in stages for layer in run.plan.layers_of(stage)}
         dense = len(ids & set(run.architecture.dense_layers))
         ends = (0 in stages, run.plan.num_stages - 1 in stages)
-        # Between the halves of a backward: activations of a dry run, which has no buffers; here buffers.
+        # Gradients between the halves of a backward are activations in the dry run and buffers in the memory model.
         between = 0.0
         if "parallel.schedule=zero_bubble" in others or "parallel.schedule=zbv" in others or name == "deepseek-v3":
-            between = here.buffers - buffers.at(StageContents(dense, len(ids) - dense, *ends), len(stages))
-        assert here.activations + between == pytest.approx(there.activations, rel=1e-6)
-        fixed = here.weights + here.gradients + here.optimizer
-        assert here.total == fixed + max(here.activations + here.buffers, here.at_update)
+            between = modelled.buffers - buffers.at(StageContents(dense, len(ids) - dense, *ends), len(stages))
+        assert modelled.activations + between == pytest.approx(dry_run.activations, rel=1e-6)
+        fixed = modelled.weights + modelled.gradients + modelled.optimizer
+        assert modelled.total == fixed + max(modelled.activations + modelled.buffers, modelled.at_update)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_it_agrees_with_the_dry_run(settings: tuple[str | None, ...]) -> None:
         ("dualpipev", 2),
     ],
 )
-def test_what_is_in_flight_is_what_the_order_of_passes_holds(schedule: str, virtual: int) -> None:
+def test_activations_in_flight_equal_those_of_the_pass_order(schedule: str, virtual: int) -> None:
     mapping = Mapping.parse(f"pp=4,vpp={virtual}", 4, pipeline=schedule)
     order = pass_order(schedule, 4, 8, virtual)
     held = kept_of_a_layer() * 24 / order.stages
@@ -135,7 +135,7 @@ def test_what_is_in_flight_is_what_the_order_of_passes_holds(schedule: str, virt
         / order.stages
         * np.ones(order.stages)
     )
-    between[0] = 0  # nothing of the first stage's backward has run
+    between[0] = 0  # the first stage runs its whole backward in the weight half
     peak = peak_held(order, np.full(order.stages, held), held + between)
     result = memory(EVEN, mapping, SEQ, 8)
     plain = _Buffers.of(EVEN, mapping, SEQ, 2, None)
@@ -153,16 +153,16 @@ def kept_of_a_layer() -> float:
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("shared", [0, 48])
-def test_what_a_split_backward_keeps_is_what_torch_keeps(recompute: Recompute, shared: int) -> None:
+def test_a_split_backward_saves_the_bytes_that_torch_saves(recompute: Recompute, shared: int) -> None:
     """Gradients that the input half of a dense and of an MoE layer saves for the weight half."""
     shape = ModelShape("halves", 2, 64, 4, 2, 16, 64, 8, 2, 96, shared_ffn=shared, dense_layers=1, dense_ffn=160)
     attention, moe = AttentionConfig(64, 4, 2, 16), MoEConfig(64, 96, RouterConfig(8, 2), shared_ffn=shared)
     config = TransformerConfig(512, 64, 2, attention, moe, 256, dense_layers=(0,), dense_ffn=160)
     model = Transformer(config, ModelPlan(recompute=recompute))
     initialize(model, seed=1)
-    x, tokens = model._enter(StageInput(torch.arange(256)[None], None, None))
-    wanted = split_gradient_bytes(ActivationMemory(shape, 4), fused=False)
-    for layer, expected in zip(model.layers.values(), wanted, strict=True):
+    x, tokens = model._prepare_input(StageInput(torch.arange(256)[None], None, None))
+    expected_bytes = split_gradient_bytes(ActivationMemory(shape, 4), fused=False)
+    for layer, expected in zip(model.layers.values(), expected_bytes, strict=True):
         inside = x.detach().requires_grad_()
         y = layer(inside, tokens)
         y = y.view_as(y).clone()
@@ -177,7 +177,7 @@ def test_what_a_split_backward_keeps_is_what_torch_keeps(recompute: Recompute, s
     ("schedule", "virtual"), [("zero_bubble", 1), ("zero_bubble", 3), ("zbv", 2), ("dualpipev", 2)]
 )
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
-def test_a_long_step_holds_no_more_than_one_that_fills_the_pipeline(schedule: str, virtual: int, pp: int) -> None:
+def test_in_flight_peaks_of_a_long_step_equal_those_of_the_pass_order(schedule: str, virtual: int, pp: int) -> None:
     result = in_flight_peaks(schedule, pp, virtual, 12 * pp)
     order = pass_order(schedule, pp, 12 * pp, virtual)
     for share in (0.0, 0.3, 1.0):
@@ -188,10 +188,12 @@ def test_a_long_step_holds_no_more_than_one_that_fills_the_pipeline(schedule: st
         assert most == pytest.approx(peak.tolist())
 
 
-def test_the_peak_is_that_of_the_order_of_passes_though_stages_differ() -> None:
+def test_the_activation_peak_equals_the_pass_order_with_unequal_stages() -> None:
     """Count bytes in flight by rank and pass, with dense layers first and a head last."""
     config = load(*(DEEPSEEK[0], (*DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none")))
-    run, result, _ = both(DEEPSEEK[0], *DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none")
+    run, result, _ = dry_run_and_memory(
+        DEEPSEEK[0], *DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none"
+    )
     tokens = 2 * config.data.seq_len
     estimate = ActivationMemory(ModelShape.of(run.architecture), 2)
     dense, stages = set(run.architecture.dense_layers), range(run.plan.num_stages)
@@ -211,16 +213,16 @@ def kept_by_experts(rank: int, world: int, etp: int) -> int:
     return activation_bytes(lambda: layer(x_TD), [*layer.parameters(), *layer.buffers(), x_TD])
 
 
-def test_ranks_that_share_experts_each_keep_all_of_their_rows() -> None:
+def test_ranks_of_an_etp_group_each_save_all_rows() -> None:
     """Compare with real ranks."""
     with RankPool(2) as pool:
         apart, shared = (sum(pool.run(kept_by_experts, etp, timeout=60)) for etp in (1, 2))
     shape = ModelShape("one", 1, 64, 4, 4, 16, 64, 8, 2, 96)
-    here = [fullest(memory(shape, Mapping.parse(text, 2), Workload(512, "fp32"), 2)) for text in ("ep=2", "etp=2")]
-    assert 2 * (here[1].activations - here[0].activations) == pytest.approx(shared - apart, rel=0.05)
+    modelled = [fullest(memory(shape, Mapping.parse(text, 2), Workload(512, "fp32"), 2)) for text in ("ep=2", "etp=2")]
+    assert 2 * (modelled[1].activations - modelled[0].activations) == pytest.approx(shared - apart, rel=0.05)
 
 
-def test_the_busiest_rank_keeps_its_rows_and_receives_them() -> None:
+def test_imbalance_increases_activations_and_buffers_up_to_the_capacity() -> None:
     mapping = Mapping.parse("ep=8", 8)
     even, uneven, capped = (
         fullest(memory(EVEN, mapping, Workload(4096, imbalance=busy, capacity=capacity), 8))
@@ -233,7 +235,7 @@ def test_the_busiest_rank_keeps_its_rows_and_receives_them() -> None:
     assert even.weights == uneven.weights
 
 
-def test_dispatchers_hold_what_they_gather_and_pass_on() -> None:
+def test_dispatcher_buffers_hold_gathered_and_relayed_rows() -> None:
     """Count the buffer rows of one layer, without those that experts save."""
     shape, row = replace(EVEN, top_k=6), 256 * 2
 
@@ -245,15 +247,15 @@ def test_dispatchers_hold_what_they_gather_and_pass_on() -> None:
         return (held - none) / (4096 * row)  # without dispatch
 
     assert rows("all_to_all", 8) == pytest.approx(2 * (6 + 6))
-    assert rows("all_gather", 8) == pytest.approx((8 + 6) + (6 + 6)), "all tokens, picked rows; rows there and back"
-    assert rows("all_gather", 2) == pytest.approx((2 + 6) + 2 * (2 + 6)), "and sums in fp32"
-    assert rows("hierarchical", 8, host=8) == rows("all_to_all", 8), "one host"
+    assert rows("all_gather", 8) == pytest.approx((8 + 6) + (6 + 6)), "tokens and rows, sent and received"
+    assert rows("all_gather", 2) == pytest.approx((2 + 6) + 2 * (2 + 6)), "combine holds sums in fp32"
+    assert rows("hierarchical", 8, host=8) == rows("all_to_all", 8), "no relays on one host"
     over = [rows("hierarchical", 8, host=host) for host in (4, 2)]
     copies = [hosts_reached(shape, hosts) * (hosts - 1) / hosts for hosts in (2, 4)]
     assert over == pytest.approx([2 * (6 + 2 * 6 + each) for each in copies])
 
 
-def test_more_recomputing_and_sharding_take_less() -> None:
+def test_recomputation_and_sharding_reduce_memory() -> None:
     mapping = Mapping.parse("tp=2,pp=4,ep=4", 64, sharding="replicate")
     recompute = [replace(mapping, recompute="selective"), replace(mapping, recompute="full")]
     for less in ([mapping, *recompute], [mapping, replace(mapping, sharding="zero1")]):
@@ -261,7 +263,7 @@ def test_more_recomputing_and_sharding_take_less() -> None:
         assert all(after < before for before, after in pairwise(result))
 
 
-def test_zero3_scatters_gradients_that_would_accumulate() -> None:
+def test_reshard_stores_sharded_gradients_under_fsdp() -> None:
     mapping = Mapping.parse("", 16, sharding="fsdp")
     kept, scattered = (memory(EVEN, mapping, SEQ, 64, MemoryPolicy(reshard=reshard))[0] for reshard in (False, True))
     assert kept.gradients == 4 * EVEN.params
@@ -269,23 +271,23 @@ def test_zero3_scatters_gradients_that_would_accumulate() -> None:
     assert (scattered.weights, scattered.optimizer) == (kept.weights, kept.optimizer)
 
 
-def test_shared_experts_are_whole_unless_they_are_to_be_cut() -> None:
+def test_shared_experts_are_sharded_over_tp_only_with_cut_shared() -> None:
     shape, mapping = replace(EVEN, shared_ffn=512), Mapping.parse("tp=4", 4, sharding="replicate")
     whole, cut = (memory(shape, mapping, SEQ, 4, MemoryPolicy(cut_shared=one))[0].parameters for one in (False, True))
     assert whole - cut == 24 * 3 * 512 * 256 * 3 // 4
 
 
-def test_a_pipeline_under_zero3_gathers_two_layers_at_a_time() -> None:
+def test_reshard_gathers_two_layers_at_a_time_under_fsdp() -> None:
     mapping = Mapping.parse("pp=4", 16, sharding="fsdp")
     kept, scattered = (memory(EVEN, mapping, SEQ, 64, MemoryPolicy(reshard=reshard))[1] for reshard in (False, True))
-    assert kept.weights == 3 * scattered.weights  # six layers a stage
+    assert kept.weights == 3 * scattered.weights  # six layers per stage
     halves = replace(mapping, pipeline="zero_bubble")
     assert memory(EVEN, halves, SEQ, 64, MemoryPolicy(reshard=True))[1].weights == kept.weights, (
-        "torch keeps them for both"
+        "torch keeps the gathered weights for both halves"
     )
 
 
-def test_a_split_backward_that_does_not_fit_would_as_a_whole() -> None:
+def test_an_unsplit_schedule_is_proposed_if_a_split_backward_does_not_fit() -> None:
     shape, plain = model_named("mixtral-8x22b"), Mapping.parse("tp=2,pp=8,ep=8", 128)
     mapping = replace(plain, pipeline="dualpipev", virtual=2)
     held = {one: fullest(memory(shape, one, SEQ, 256)).total for one in (plain, mapping)}
@@ -293,7 +295,7 @@ def test_a_split_backward_that_does_not_fit_would_as_a_whole() -> None:
     reserve = H100.memory_bytes - held[plain]
     changes = changes_that_fit(shape, mapping, SEQ, 256, H100, reserve=reserve)
     assert ("schedule 1f1b", plain) in {(one.what, one.mapping) for one in changes}
-    assert not any(one.what.startswith("vpp") for one in changes), "a V has two stages a rank"
+    assert not any(one.what.startswith("vpp") for one in changes), "V schedules have exactly two stages per rank"
 
 
 # --- does it fit
@@ -305,7 +307,7 @@ def held(model: str, text: str, gpus: int, batch: int = 256, *, coupled: bool = 
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_published_runs_that_ran_out_of_memory_do_so_here(recompute: str) -> None:
+def test_published_runs_that_ran_out_of_memory_do_not_fit(recompute: str) -> None:
     """MoE Parallel Folding (arXiv 2504.14960), table 3: Llama3-8x70B on 256 H100s."""
     assert not held("llama3-8x70b", "", 256, sharding="fsdp", recompute=recompute)
     assert not held("llama3-8x70b", "tp=8,ep=8", 256, coupled=True, recompute=recompute)
@@ -325,7 +327,7 @@ def test_published_runs_that_ran_fit(model: str, text: str, gpus: int, recompute
     assert held(model, text, gpus, recompute=recompute)
 
 
-def test_what_does_not_fit_says_how_much_and_what_is_large() -> None:
+def test_missing_bytes_and_the_largest_term_are_reported() -> None:
     result = held("llama3-8x70b", "", 256, sharding="fsdp")
     assert result.missing == result.fullest.total - result.available > 0
     assert result.fullest.largest == "activations"
@@ -336,7 +338,7 @@ def test_what_does_not_fit_says_how_much_and_what_is_large() -> None:
         fits((fine.fullest,), H100, H100.memory_bytes)
 
 
-def test_single_changes_that_fit_change_one_thing_and_fit() -> None:
+def test_proposed_changes_modify_one_setting_and_fit() -> None:
     shape, mapping = model_named("llama3-8x70b"), Mapping.parse("tp=8,ep=8", 256, coupled=True, recompute="full")
     result: tuple[MappingChange, ...] = changes_that_fit(shape, mapping, SEQ, 256, H100)
     assert {change.what for change in result} >= {"sharding fsdp", "pp 2"}
@@ -346,7 +348,7 @@ def test_single_changes_that_fit_change_one_thing_and_fit() -> None:
         assert change.mapping.parallel.world == 256
         before, after = vars(mapping), vars(change.mapping)
         assert sum(before[name] != after[name] for name in before) == 1
-    # Eight key heads cannot be cut in 16, and a micro-batch of one sequence not at all.
+    # Eight key heads are not divisible by 16, and a micro-batch of one sequence cannot be smaller.
     assert not [change for change in result if change.what.startswith(("tp", "micro-batch"))]
     smaller = changes_that_fit(
         shape, replace(mapping, micro_batch=8, sharding="fsdp", recompute="none"), SEQ, 256, H100
@@ -354,7 +356,7 @@ def test_single_changes_that_fit_change_one_thing_and_fit() -> None:
     assert "recompute full" in {change.what for change in smaller}
 
 
-def test_another_dispatcher_may_fit() -> None:
+def test_another_dispatcher_is_proposed_if_it_fits() -> None:
     shape, mapping = model_named("deepseek-v3"), Mapping.parse("ep=64", 64, dispatcher="hierarchical", recompute="full")
     least, most = (
         fullest(memory(shape, replace(mapping, dispatcher=one), SEQ, 64, host=8)).total
@@ -366,7 +368,7 @@ def test_another_dispatcher_may_fit() -> None:
     assert one.fit and one.mapping == replace(mapping, dispatcher="all_to_all")
 
 
-def test_what_cannot_run_is_a_configuration_error() -> None:
+def test_invalid_batches_and_pipelines_are_rejected() -> None:
     with pytest.raises(ConfigError, match="micro-batches"):
         memory(EVEN, Mapping.parse("pp=8", 8), SEQ, 4)
     with pytest.raises(ConfigError, match="cannot be divided"):
@@ -375,7 +377,7 @@ def test_what_cannot_run_is_a_configuration_error() -> None:
         memory(EVEN, Mapping.parse("pp=32", 32), SEQ, 32)
 
 
-def test_experts_are_one_function_unless_transfers_overlap() -> None:
+def test_split_backward_buffers_grow_only_with_overlap_inter_and_all() -> None:
     def kept(overlap: str) -> float:
         mapping = Mapping.parse("pp=2,vpp=2,ep=2", 4, pipeline="zbv", overlap=overlap)
         return sum(one.buffers for one in memory(EVEN, mapping, SEQ, 8))

@@ -61,7 +61,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_parameters_are_those_of_the_layers(config: TransformerConfig) -> None:
+def test_parameter_counts_equal_those_of_the_layers(config: TransformerConfig) -> None:
     shape, built = ModelShape.of(config), Counter[str]()
     for name, parameter in Transformer(config, ModelPlan(device="meta")).named_parameters():
         built[next(family for part, family in PLACES.items() if part in name)] += parameter.numel()
@@ -74,7 +74,7 @@ def test_parameters_are_those_of_the_layers(config: TransformerConfig) -> None:
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS.keys())
-def test_layers_embedding_and_head_make_up_the_model(shape: ModelShape) -> None:
+def test_parameters_and_flops_are_sums_over_the_blocks(shape: ModelShape) -> None:
     sums = {"dense": shape.dense_layers, "moe": shape.moe_layers}
     layers = [shape.kind(layer) for layer in range(shape.layers)]
     assert {kind: layers.count(kind) for kind in sums} == sums  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_layers_embedding_and_head_make_up_the_model(shape: ModelShape) -> None:
     assert shape.model_flops(100) == pytest.approx(3 * (forward + sum(shape.head_block.flops(0).values())))
 
 
-def test_a_block_gives_the_shape_of_each_product() -> None:
+def test_a_block_lists_the_shape_of_each_gemm() -> None:
     shape = MODELS["mixtral-8x7b"]
     assert [(one.name, one.k, one.n, one.copies, one.used) for one in shape.moe_block.products("experts")] == [
         ("up", 4096, 28672, 8, 2),
@@ -171,7 +171,7 @@ def test_grok_has_the_flops_that_its_recipe_counts() -> None:
     assert MODELS["grok-1"].model_flops(8192) == pytest.approx(recipe, rel=1e-3)
 
 
-def test_a_split_expert_is_as_large_as_its_parts() -> None:
+def test_split_experts_have_the_same_parameters_and_half_the_flops() -> None:
     whole, split = MODELS["mixtral-8x22b"], MODELS["mixtral-8x22b-g8t8"]
     assert whole.parameters()["experts"] == split.parameters()["experts"]
     assert whole.flops_per_token(4096)["experts"] == 2 * split.flops_per_token(4096)["experts"]
@@ -183,7 +183,7 @@ def test_the_352b_model_has_the_flops_behind_its_reported_utilisation() -> None:
     assert 272.9e3 * shape.model_flops(8192) / (240 * 989e12) == pytest.approx(0.3248, rel=2e-3)
 
 
-def test_layers_without_a_window_see_all() -> None:
+def test_layers_without_a_window_attend_to_the_whole_sequence() -> None:
     narrow = replace(ModelShape.of(GQA), window=4)
     mixed = [replace(narrow, full_layers=full).context(16) for full in (0, 1, 5)]
     assert mixed[2] == narrow.context(3) + 6.5 == 8.5
@@ -212,11 +212,11 @@ def test_layers_without_a_window_see_all() -> None:
     ],
     ids=str,
 )
-def test_shapes_that_cannot_be_are_refused(change: dict[str, Any], word: str) -> None:
+def test_invalid_shapes_are_rejected(change: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         replace(ModelShape.of(GQA), **change)
 
 
-def test_sequences_without_tokens_are_refused() -> None:
+def test_sequences_without_tokens_are_rejected() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         ModelShape.of(GQA).model_flops(0)

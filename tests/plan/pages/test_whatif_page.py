@@ -16,7 +16,7 @@ from moe_comm.plan.whatif.analysis import WhatIf, what_if
 from moe_comm.plan.whatif.run_trace import make_run_trace
 from moe_comm.plan.whatif.text import rank_heat, stage_heat, text
 from tests.browser import headless
-from tests.plan.whatif.test_run_trace import Clock, meet
+from tests.plan.whatif.test_run_trace import Clock, record_collective
 
 HOSTILE = "<img src=x onerror=window.hacked=1></script>"
 SLOW = 5
@@ -32,14 +32,14 @@ def result() -> WhatIf:
         for clock in clocks:
             clock.work(HOSTILE, 9 if clock.rank == SLOW else 5)
         for first in (0, 2, 4, 6):
-            meet(clocks[first : first + 2], "collective", "all-gather", 1, step)
-        meet(clocks, "collective", "sum", 1, step)
+            record_collective(clocks[first : first + 2], "collective", "all-gather", 1, step)
+        record_collective(clocks, "collective", "sum", 1, step)
         spans += [span for clock in clocks for span in clock.done()]
     trace = make_run_trace(spans, 8, {"tp": 2, "dp": 2, "pp": 2, "ep": 4})
     return what_if(trace.graph, trace.even_N)
 
 
-def test_the_cell_of_the_slow_rank_is_the_slow_one(result: WhatIf) -> None:
+def test_the_heat_maps_show_the_slow_rank(result: WhatIf) -> None:
     single = rank_heat(result)
     assert single is not None
     assert single.rows == ("pp 0, tp 0", "pp 0, tp 1", "pp 1, tp 0", "pp 1, tp 1") and single.columns == (
@@ -53,7 +53,7 @@ def test_the_cell_of_the_slow_rank_is_the_slow_one(result: WhatIf) -> None:
     assert result.worst_ranks == (SLOW,)
 
 
-def test_a_map_in_text_is_cut_where_it_would_be_too_large(result: WhatIf) -> None:
+def test_a_large_heat_map_is_truncated_in_text(result: WhatIf) -> None:
     lines = text(result).splitlines()
     at = lines.index("slowdown by worker")
     assert len(lines) == at + 6 and lines[at + 5].startswith("pp 1, tp 1") and "▓" in lines[at + 5]
@@ -65,7 +65,7 @@ def test_a_map_in_text_is_cut_where_it_would_be_too_large(result: WhatIf) -> Non
     assert lines[-1] == "the first of 20 x 20; --page shows all" and len(lines[-2]) < 160
 
 
-def test_the_page_has_what_was_found_and_no_nan(result: WhatIf) -> None:
+def test_the_page_data_contains_the_analysis_and_no_nan(result: WhatIf) -> None:
     data = page_data(replace(result, even_S=result.even_S * np.nan, slowest_ranks_share=float("nan")))
     json.dumps(data, allow_nan=False)
     assert [one["name"] for one in data["heats"]] == ["every rank", "data-parallel rank by pipeline stage"]
@@ -80,19 +80,19 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield driver
 
 
-def test_every_panel_draws_and_nothing_is_fetched(browser: Any, result: WhatIf, tmp_path: Path) -> None:
+def test_every_panel_is_drawn_without_network_access(browser: Any, result: WhatIf, tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="needs the observe extra")
     page = tmp_path / "deep" / "page.html"
     write_page(result, page, HOSTILE)
     browser.get(page.as_uri())
     run = browser.execute_script
     assert run("return document.documentElement.dataset.ready") == "yes"
-    marks = "return document.querySelectorAll(`#chart-${arguments[0]} :is(.js-line, .point, image, .hm)`).length"
+    count_marks = "return document.querySelectorAll(`#chart-${arguments[0]} :is(.js-line, .point, image, .hm)`).length"
     for name in ("workers", "operations", "places", "slowdown", "seconds"):
-        assert run(marks, name), f"{name} is empty"
+        assert run(count_marks, name), f"{name} is empty"
         label = run("return document.getElementById(`chart-${arguments[0]}`).getAttribute('aria-label')", name)
         assert "series" in label and label.startswith(("Slowdown", "Time"))
-    assert run("return document.documentElement.scrollWidth") <= 1280, "nothing sticks out"
+    assert run("return document.documentElement.scrollWidth") <= 1280, "the page is wider than the window"
     heat = "return document.getElementById('chart-workers').data[0].z"
     assert run(heat)[3][0] == pytest.approx(max(worker.slowdown for worker in result.ranks))
     choose = (
@@ -105,9 +105,9 @@ def test_every_panel_draws_and_nothing_is_fetched(browser: Any, result: WhatIf, 
     run("document.querySelector('#table-workers summary').click()")
     browser.execute_async_script("const done = arguments[0]; setTimeout(done, 50)")
     assert run("return document.querySelectorAll('#table-workers tr').length") == 2
-    ground = "return getComputedStyle(document.body).backgroundColor"
+    background = "return getComputedStyle(document.body).backgroundColor"
     run(choose, "theme", "dark")
-    assert run(ground) == "rgb(15, 19, 24)"
+    assert run(background) == "rgb(15, 19, 24)"
     assert run("return window.hacked") is None
     assert browser.get_log("browser") == []
     events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))

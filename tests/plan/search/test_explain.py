@@ -37,7 +37,7 @@ def test_one_cause_is_reported_alone_if_it_is_nearly_all() -> None:
     assert why_slower(BEST, other) == "+1.00 s products"
 
 
-def test_causes_that_only_one_of_them_has_count() -> None:
+def test_causes_that_only_one_mapping_has_are_counted() -> None:
     other = candidate(products=4.0, pipeline=0.5, dispatch=0.3, combine=0.3, gradients_and_weights=0.9)
     assert why_slower(BEST, other) == "+0.90 s gradient sums; saves 0.40 s attention's gathers and scatters"
 

@@ -30,19 +30,19 @@ def test_without_overlap_nothing_is_hidden() -> None:
 def test_dispatch_and_combine_overlap_with_shared_experts() -> None:
     moved = (transfer("dispatch", 1.0), transfer("combine", 1.0))
     long = BlockOperations((*moved, product("shared up", 5.0)), ())
-    assert seconds(long, "inter")[0] == pytest.approx(5 + 2 * (1 - FREE)), "transfers take units from products"
+    assert seconds(long, "inter")[0] == pytest.approx(5 + 2 * (1 - FREE)), "transfers take units from GEMMs"
     short = BlockOperations((*moved, product("shared up", 0.5)), ())
-    assert seconds(short, "inter")[0] == pytest.approx(2 + 0.5 * (1 - FREE)), "less to hide behind than to hide"
+    assert seconds(short, "inter")[0] == pytest.approx(2 + 0.5 * (1 - FREE)), "compute is shorter than the transfers"
     others = BlockOperations((transfer("attention gather", 1.0), product("shared up", 5.0)), ())
     assert seconds(others, "inter")[0] == 6.0, "transfers that shared experts depend on do not overlap with them"
 
 
-def test_in_forward_nothing_else_is_free() -> None:
+def test_forward_transfers_are_not_hidden_without_shared_experts() -> None:
     one = BlockOperations((product("qkv", 5.0), transfer("dispatch", 1.0), product("experts up", 5.0)), ())
     assert seconds(one, "inter")[0] == 11.0
 
 
-def test_weights_gradients_hide_transfers_of_backward() -> None:
+def test_weight_gradients_hide_backward_transfers() -> None:
     one = BlockOperations(
         (), (product("out", 4.0, weight_grad_s=1.5), transfer("attention gather", 1.0), transfer("combine", 1.0))
     )
@@ -51,7 +51,7 @@ def test_weights_gradients_hide_transfers_of_backward() -> None:
     assert hidden == pytest.approx([0.0, FREE, 0.5 * FREE])
 
 
-def test_recomputed_memory_passes_hide_transfers_and_products_do_not() -> None:
+def test_recomputed_memory_passes_hide_transfers_and_gemms_do_not() -> None:
     again = (Operation("norm", "memory", 0.5), product("qkv", 3.0))
     one = BlockOperations((), (*again, transfer("dispatch", 1.0), Operation("norm", "memory", 2.0)))
     assert seconds(one, "inter", again=2)[1] == pytest.approx(6.5 - 0.5 * FREE)

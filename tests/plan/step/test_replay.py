@@ -21,14 +21,14 @@ def make(
     duration: Any, stream: Any, edges: Any = (), collective: Any = None, label: Any = None, dtype: Any = np.int64
 ) -> TaskGraph:
     pairs = np.array(list(edges), dtype=dtype).reshape(-1, 2)
-    met = np.full(len(stream), -1) if collective is None else np.array(collective, dtype=dtype)
+    collectives = np.full(len(stream), -1) if collective is None else np.array(collective, dtype=dtype)
     return TaskGraph(
-        np.array(duration, dtype=float), np.array(stream, dtype=dtype), pairs[:, 0], pairs[:, 1], met, label
+        np.array(duration, dtype=float), np.array(stream, dtype=dtype), pairs[:, 0], pairs[:, 1], collectives, label
     )
 
 
 def reference(tasks: TaskGraph) -> tuple[list[float], list[float]] | None:
-    """Replay with a heap of events; None if some tasks never begin."""
+    """Return begin and end of all tasks from a heap of events; None if some tasks never begin."""
     number = len(tasks)
     follows: list[list[int]] = [[] for _ in range(number)]
     waits = [0] * number
@@ -45,13 +45,13 @@ def reference(tasks: TaskGraph) -> tuple[list[float], list[float]] | None:
     members: dict[int, list[int]] = {}
     for task, collective in enumerate(tasks.collective.tolist()):
         members.setdefault(collective if collective >= 0 else -task - 2, []).append(task)
-    party = {task: group for group in members.values() for task in group}
+    group_of = {task: group for group in members.values() for task in group}
     missing = {id(group): len(group) for group in members.values()}
     begin, end = [-1.0] * number, [-1.0] * number
     events: list[tuple[float, int]] = []
 
     def ready(task: int, now: float) -> None:
-        group = party[task]
+        group = group_of[task]
         missing[id(group)] -= 1
         if not missing[id(group)]:
             for one in group:
@@ -83,7 +83,7 @@ def limits(**values: int) -> Iterator[None]:
             setattr(module, name, value)
 
 
-WAYS = [
+CODE_PATHS = [
     {"_NARROW": 0},  # arrays throughout
     {"_NARROW": 10**6, "_GIVE_UP_AFTER": 1},  # plain Python throughout
 ]
@@ -91,7 +91,7 @@ WAYS = [
 
 @st.composite
 def graphs(draw: st.DrawFn) -> TaskGraph:
-    """Tasks on a few streams; most edges lead forward, meetings are small, and some graphs have cycles."""
+    """Tasks on a few streams; most edges lead forward, collectives are small, and some graphs have cycles."""
     number = draw(st.integers(0, 40))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     stream = rng.integers(-1, draw(st.integers(1, 6)), number)
@@ -103,35 +103,35 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
     for group in range(draw(st.integers(0, number // 4)) if number else 0):
         # Close to each other, and often on different streams, so that most graphs can be replayed.
         at = int(rng.integers(0, number))
-        near = np.arange(at, min(number, at + 5))
-        _, one_a_stream = np.unique(stream[near], return_index=True)
-        collective[near[one_a_stream]] = 3 * group
+        neighbors = np.arange(at, min(number, at + 5))
+        _, first_of_stream = np.unique(stream[neighbors], return_index=True)
+        collective[neighbors[first_of_stream]] = 3 * group
     duration = rng.integers(0, 4, number) * draw(st.sampled_from([1.0, 0.1]))
     return make(duration, stream, edges, collective)
 
 
 @settings(max_examples=200, deadline=None)
-@given(graphs(), st.sampled_from(WAYS))
-def test_replay_is_the_event_queue(tasks: TaskGraph, way: dict[str, int]) -> None:
-    wanted = reference(tasks)
-    with limits(**way):
-        if wanted is None:
+@given(graphs(), st.sampled_from(CODE_PATHS))
+def test_replay_equals_the_event_queue(tasks: TaskGraph, thresholds: dict[str, int]) -> None:
+    expected = reference(tasks)
+    with limits(**thresholds):
+        if expected is None:
             with pytest.raises(ReplayError, match="wait for each other"):
                 prepare(tasks)
             return
         times = replay(tasks)
-    assert times.begin.tolist() == wanted[0]
-    assert times.end.tolist() == wanted[1]
-    assert times.span == max(wanted[1], default=0.0)
+    assert times.begin.tolist() == expected[0]
+    assert times.end.tolist() == expected[1]
+    assert times.span == max(expected[1], default=0.0)
 
 
 @settings(max_examples=60, deadline=None)
-@given(graphs(), st.integers(0, 2**32 - 1), st.sampled_from(WAYS))
-def test_lanes_are_replays_side_by_side(tasks: TaskGraph, seed: int, way: dict[str, int]) -> None:
+@given(graphs(), st.integers(0, 2**32 - 1), st.sampled_from(CODE_PATHS))
+def test_each_lane_equals_a_separate_replay(tasks: TaskGraph, seed: int, thresholds: dict[str, int]) -> None:
     if reference(tasks) is None:
         return
     lanes = np.random.default_rng(seed).random((len(tasks), 3))
-    with limits(**way):
+    with limits(**thresholds):
         plan = prepare(tasks)
         together = replay(plan, lanes)
         assert replay(replace(tasks, duration=lanes)).end.tolist() == together.end.tolist()
@@ -144,7 +144,7 @@ def test_lanes_are_replays_side_by_side(tasks: TaskGraph, seed: int, way: dict[s
 
 @settings(max_examples=100, deadline=None)
 @given(graphs(), st.integers(0, 2**32 - 1))
-def test_longer_tasks_never_end_anything_sooner(tasks: TaskGraph, seed: int) -> None:
+def test_longer_tasks_never_make_any_task_end_sooner(tasks: TaskGraph, seed: int) -> None:
     if reference(tasks) is None:
         return
     rng = np.random.default_rng(seed)
@@ -161,10 +161,10 @@ def test_collective_begins_when_the_last_task_is_ready_and_durations_differ() ->
     assert times.begin.tolist() == [0, 5, 7, 0, 5, 8]
     assert times.end.tolist() == [1, 7, 8, 5, 8, 9]
     faster = replay(tasks, np.array([1.0, 9, 1, 5, 3, 1]))
-    assert faster.end.tolist() == [1, 14, 15, 5, 8, 9]  # rank 0's waited for rank 1's compute
+    assert faster.end.tolist() == [1, 14, 15, 5, 8, 9]  # the collective of rank 0 starts when rank 1 has computed
 
 
-def test_streams_run_in_order_of_appearance_and_no_stream_at_once() -> None:
+def test_streams_run_in_order_and_tasks_without_a_stream_start_at_once() -> None:
     tasks = make([3, 1, 2, 4, 4], [5, 0, 5, -1, -1])
     assert replay(tasks).begin.tolist() == [0, 0, 3, 0, 0]
 
@@ -174,11 +174,11 @@ def test_each_lane_is_as_long_as_its_own_longest_chain() -> None:
     assert replay(tasks).span.tolist() == [3, 10]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_cycle_names_only_its_tasks(way: dict[str, int]) -> None:
+@pytest.mark.parametrize("thresholds", CODE_PATHS)
+def test_cycle_names_only_its_tasks(thresholds: dict[str, int]) -> None:
     names = ["idle", "send", "receive", "after", "far"]
     tasks = make([1] * 5, [0, 1, 1, 1, 2], [(0, 1), (2, 1), (3, 4)], label=names.__getitem__)
-    with limits(**way), pytest.raises(ReplayError) as caught:
+    with limits(**thresholds), pytest.raises(ReplayError) as caught:
         prepare(tasks)
     message = str(caught.value)
     assert (
@@ -198,7 +198,7 @@ def test_collectives_in_different_orders_are_a_cycle() -> None:
         replay(make([1], [0], [(0, 0)]))
 
 
-def test_long_cycle_is_cut_short_in_words() -> None:
+def test_the_message_of_a_long_cycle_is_truncated() -> None:
     number = 1000
     tasks = make([1] * number, [-1] * number, [(at, (at + 1) % number) for at in range(number)])
     with pytest.raises(ReplayError, match="and 988 more") as caught:
@@ -224,10 +224,10 @@ def test_large_graph_with_collectives_of_many_ranks() -> None:
     collective = np.where(step % 4 == 3, step * ranks + rank // 8, -1)
     source = np.flatnonzero((step % 8 == 5) & (rank + 1 < ranks) & (step + 1 < each))
     tasks = make(rng.random(ranks * each), rank, np.stack([source, source + each + 1], axis=1), collective)
-    wanted = reference(tasks)
-    assert wanted is not None
+    expected = reference(tasks)
+    assert expected is not None
     times = replay(tasks)
-    assert times.begin.tolist() == wanted[0] and times.end.tolist() == wanted[1]
+    assert times.begin.tolist() == expected[0] and times.end.tolist() == expected[1]
 
 
 def test_nothing_to_replay_takes_no_time() -> None:
@@ -236,7 +236,7 @@ def test_nothing_to_replay_takes_no_time() -> None:
     assert replay(tasks, np.empty((0, 3))).span.tolist() == [0, 0, 0]
 
 
-def test_arrays_that_do_not_fit_are_refused() -> None:
+def test_invalid_arrays_are_rejected() -> None:
     none = np.full(2, -1)
     empty = np.empty(0, dtype=np.int64)
     two, streams = np.ones(2), np.zeros(2, dtype=np.int64)
@@ -261,5 +261,5 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
             replay(plan, wrong)
 
 
-def test_small_integers_are_taken() -> None:
+def test_int8_arrays_are_accepted() -> None:
     assert replay(make([1, 1], [0, 0], [(0, 1)], dtype=np.int8)).span == 2.0

@@ -34,49 +34,51 @@ CASES = [
 
 
 class Recorder:
-    """A stage without tensors or peers that writes down what torch's single-stage schedules ask of it."""
+    """A stage without tensors or peers that records the calls of torch's single-stage schedules."""
 
     submod = None
 
     def __init__(self, index: int, stages: int) -> None:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = index, stages, index, stages
         self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, True
-        self.seen: list[tuple[PassKind, int, int]] = []
+        self.recorded: list[tuple[PassKind, int, int]] = []
 
     def forward_one_chunk(self, micro: int, *_: Any, **__: Any) -> None:
-        self.seen.append((PassKind.FORWARD, self.stage_index, micro))
+        self.recorded.append((PassKind.FORWARD, self.stage_index, micro))
 
     def backward_one_chunk(self, micro: int, **_: Any) -> None:
-        self.seen.append((PassKind.BACKWARD, self.stage_index, micro))
+        self.recorded.append((PassKind.BACKWARD, self.stage_index, micro))
 
     def perform_reduce_grad(self, _: int) -> None:
         pass
 
-    def nothing(self, _: int) -> list[Any]:
+    def no_ops(self, _: int) -> list[Any]:
         return []
 
-    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = nothing
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_ops
 
 
 def torch_orders(name: str, pp: int, micro_batches: int, virtual: int) -> list[list[tuple[PassKind, int, int]]]:
     """Return the passes that torch runs on each rank."""
-    made = get_schedule_class(SCHEDULES[name].torch_name)
+    schedule_class = get_schedule_class(SCHEDULES[name].torch_name)
     if SCHEDULES[name].single:
-        return [_recorded(made, rank, pp, micro_batches) for rank in range(pp)]
+        return [_recorded(schedule_class, rank, pp, micro_batches) for rank in range(pp)]
     stages = [
         SimpleNamespace(num_stages=pp * virtual, group_size=pp, group_rank=0, is_last=False, submod=None)
         for _ in range(virtual)
     ]
-    order = made(stages, micro_batches).pipeline_order
-    return [[action for got in order[rank] if got is not None for action in _flat(got)] for rank in range(pp)]
+    order = schedule_class(stages, micro_batches).pipeline_order
+    return [
+        [action for actions in order[rank] if actions is not None for action in _flat(actions)] for rank in range(pp)
+    ]
 
 
-def _recorded(made: Any, rank: int, pp: int, micro_batches: int) -> list[tuple[PassKind, int, int]]:
+def _recorded(schedule_class: Any, rank: int, pp: int, micro_batches: int) -> list[tuple[PassKind, int, int]]:
     stage = Recorder(rank, pp)
-    schedule = made(stage, micro_batches)
+    schedule = schedule_class(stage, micro_batches)
     schedule._initialize_stage = lambda *_: None
     schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches)
-    return stage.seen
+    return stage.recorded
 
 
 def _flat(action: Any) -> list[tuple[PassKind, int, int]]:
@@ -92,14 +94,14 @@ def even(order: PassOrder, forward: float = 1.0, input: float = 1.0, weight: flo
 
 
 @pytest.mark.parametrize(("name", "pp", "micro_batches", "virtual"), CASES)
-def test_order_is_what_torch_runs(name: str, pp: int, micro_batches: int, virtual: int) -> None:
+def test_the_order_equals_that_of_torch(name: str, pp: int, micro_batches: int, virtual: int) -> None:
     order = pass_order(name, pp, micro_batches, virtual)
-    wanted = torch_orders(name, pp, micro_batches, virtual)
-    assert [order.of_rank(rank) for rank in range(pp)] == wanted
+    expected = torch_orders(name, pp, micro_batches, virtual)
+    assert [order.of_rank(rank) for rank in range(pp)] == expected
 
 
 @pytest.mark.parametrize(("name", "pp", "micro_batches", "virtual"), CASES)
-def test_every_pass_runs_once_on_its_rank_after_what_it_needs(
+def test_every_pass_runs_once_on_its_rank_after_its_dependencies(
     name: str, pp: int, micro_batches: int, virtual: int
 ) -> None:
     order = pass_order(name, pp, micro_batches, virtual)
@@ -123,23 +125,23 @@ def test_every_pass_runs_once_on_its_rank_after_what_it_needs(
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 2), (4, 4), (4, 13), (7, 21), (1, 3)])
 @pytest.mark.parametrize("backward", [1.0, 2.5])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_bubble_of_one_stage_a_rank(name: str, pp: int, micro_batches: int, backward: float) -> None:
+def test_bubble_with_one_stage_per_rank(name: str, pp: int, micro_batches: int, backward: float) -> None:
     order = pass_order(name, pp, micro_batches)
-    made = pipeline_tasks(order, even(order, 1.0, backward, 0.5))
-    waits = idle(made.order, replay(made.tasks))
+    tasks_of_step = pipeline_tasks(order, even(order, 1.0, backward, 0.5))
+    waits = idle(tasks_of_step.order, replay(tasks_of_step.tasks))
     assert waits == pytest.approx(np.full(pp, (pp - 1) / (micro_batches + pp - 1)), rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize(("pp", "micro_batches", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 16, 3), (3, 9, 4), (8, 8, 2)])
 def test_bubble_of_interleaved_stages_is_divided_by_their_number(pp: int, micro_batches: int, virtual: int) -> None:
     order = pass_order("interleaved_1f1b", pp, micro_batches, virtual)
-    made = pipeline_tasks(order, even(order))
-    waits = idle(made.order, replay(made.tasks))
+    tasks_of_step = pipeline_tasks(order, even(order))
+    waits = idle(tasks_of_step.order, replay(tasks_of_step.tasks))
     assert waits == pytest.approx(np.full(pp, (pp - 1) / (virtual * micro_batches + pp - 1)), rel=1e-12)
 
 
 def test_split_backward_fills_bubbles() -> None:
-    """With F = I = W = 1: ZB-H1 leaves (pp - 1)(F + I - W), a third of 1f1b's; ZB-V nothing but the way down the V."""
+    """With F = I = W = 1, the bubble of ZB-H1 is (pp - 1)(F + I - W), a third of 1f1b's. That of ZB-V is smaller."""
 
     def longest(name: str) -> float:
         order = pass_order(name, 4, 12)
@@ -168,23 +170,23 @@ def test_bubbles_of_split_backward_passes_are_the_published_ones(
     assert bubble("1f1b") == pytest.approx((pp - 1) * (forward + input + weight))
     # ZB-H1, arXiv 2401.10241, table 1: (p - 1) (T_F + T_B - T_W).
     assert bubble("zero_bubble") == pytest.approx((pp - 1) * (forward + input - weight))
-    # DualPipe, arXiv 2412.19437, table 2: (PP / 2 - 1) (F&B + B - 3 W), here on PP / 2 ranks, with B whole and F&B in
-    # turns. torch leaves less, for it splits backward passes as a V needs it.
+    # DualPipe, arXiv 2412.19437, table 2: (PP / 2 - 1) (F&B + B - 3 W), here on PP / 2 ranks, with an unsplit B and
+    # without overlap in F&B. torch has a smaller bubble because it also splits backward passes.
     assert bubble("dualpipev") <= (pp - 1) * (forward + 2 * (input + weight) - 3 * weight) + 1e-9
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
-def test_a_v_of_equal_halves_leaves_no_bubble_once_a_rank_has_begun(pp: int) -> None:
+def test_zbv_with_equal_passes_has_no_bubble_after_the_first_pass_of_a_rank(pp: int) -> None:
     """ZB-V, arXiv 2401.10241, section 6: none if F = B = W and there are enough micro-batches."""
     order = pass_order("zbv", pp, 4 * pp)
     times = replay(pipeline_tasks(order, even(order)).tasks)
     for rank in range(pp):
-        mine = np.flatnonzero(order.rank == rank)
-        assert times.end[mine].max() - times.begin[mine].min() == 4 * pp * 2 * 3
-        assert times.begin[mine].min() == rank, "the way down"
+        own = np.flatnonzero(order.rank == rank)
+        assert times.end[own].max() - times.begin[own].min() == 4 * pp * 2 * 3
+        assert times.begin[own].min() == rank, "a rank starts when the first micro-batch reaches it"
 
 
-def test_memory_in_flight() -> None:
+def test_peaks_of_activations_in_flight() -> None:
     def peak(name: str, virtual: int | None = None) -> list[float]:
         order = pass_order(name, 4, 12, virtual)
         result: list[float] = peak_held(order, np.ones(order.stages)).tolist()
@@ -211,26 +213,26 @@ def test_transfers_lengthen_the_step_by_each_hop_and_more_if_exposed() -> None:
         return float(replay(pipeline_tasks(order, even(order), **options).tasks).span)
 
     assert span() == 4 * 3 + 3 * 3
-    beside, replays = span(transfer=hops), span(transfer=hops, exposed=True)
-    assert span() + 2 * hops.sum() <= beside <= replays
+    overlapped, exposed = span(transfer=hops), span(transfer=hops, exposed=True)
+    assert span() + 2 * hops.sum() <= overlapped <= exposed
     # Two ranks, two micro-batches: rank 0 runs F0 F1 B0 B1, rank 1 F0 B0 F1 B1, each F1 and B1 behind a transfer.
     small = pass_order("1f1b", 2, 2)
-    made = pipeline_tasks(small, even(small, 1.0, 1.0, 0.0), 0.5, exposed=True)
-    times = replay(made.tasks)
+    tasks_of_step = pipeline_tasks(small, even(small, 1.0, 1.0, 0.0), 0.5, exposed=True)
+    times = replay(tasks_of_step.tasks)
     assert times.begin[: len(small)].tolist() == [0.0, 1.0, 4.0, 6.5, 1.5, 2.5, 4.0, 5.0]
 
 
 def test_transfers_of_one_direction_queue_and_stages_of_one_rank_need_none() -> None:
     order = pass_order("zbv", 2, 4)
-    made = pipeline_tasks(order, even(order), 3.0)
-    assert (order.rank[made.source] != order.rank[made.target]).all()
-    crossing = 2 * 2 * 4  # hops 0-1 and 2-3 cross ranks; 1-2, the foot of the V, does not
-    assert len(made.source) == crossing
-    times = replay(made.tasks)
+    tasks_of_step = pipeline_tasks(order, even(order), 3.0)
+    assert (order.rank[tasks_of_step.source] != order.rank[tasks_of_step.target]).all()
+    crossing = 2 * 2 * 4  # hops 0-1 and 2-3 cross ranks; stages 1 and 2 are on one rank
+    assert len(tasks_of_step.source) == crossing
+    times = replay(tasks_of_step.tasks)
     moves = slice(len(order), None)
-    for stream in np.unique(made.tasks.stream[moves]):
-        mine = np.flatnonzero(made.tasks.stream == stream)
-        assert (times.begin[mine[1:]] >= times.end[mine[:-1]]).all()
+    for stream in np.unique(tasks_of_step.tasks.stream[moves]):
+        own = np.flatnonzero(tasks_of_step.tasks.stream == stream)
+        assert (times.begin[own[1:]] >= times.end[own[:-1]]).all()
 
 
 def test_pairs_overlap_by_the_hidden_share() -> None:
@@ -246,10 +248,10 @@ def test_a_slow_stage_sets_the_pace() -> None:
     order = pass_order("1f1b", 4, 8)
     seconds = even(order)
     seconds.forward[2] = 9.0
-    made = pipeline_tasks(order, seconds, 0.01)
-    plan = prepare(made.tasks)
+    tasks_of_step = pipeline_tasks(order, seconds, 0.01)
+    plan = prepare(tasks_of_step.tasks)
     before = replay(plan)
-    slower = made.tasks.duration.copy()
+    slower = tasks_of_step.tasks.duration.copy()
     slower[: len(order)][(order.rank == 2) & (order.kind == PassKind.FORWARD)] += 1.0
     assert replay(plan, slower).span == pytest.approx(before.span + 8.0), "each of its forwards delays the step"
     per_micro = PassSeconds(np.ones((4, 8)), np.ones((4, 8)), np.ones(4))
@@ -260,7 +262,7 @@ def test_a_slow_stage_sets_the_pace() -> None:
     )
 
 
-def test_numbers_that_cannot_run_are_refused() -> None:
+def test_invalid_schedules_and_times_are_rejected() -> None:
     order = pass_order("1f1b", 2, 4)
     one = np.ones(2)
     for call in (
@@ -281,8 +283,8 @@ def test_numbers_that_cannot_run_are_refused() -> None:
         pipeline_tasks(order, PassSeconds(np.ones(1), one, one))
 
 
-def test_orders_are_shared_and_cannot_be_written_to() -> None:
-    made: PipelineTasks = pipeline_tasks(pass_order("1f1b", 2, 4), even(pass_order("1f1b", 2, 4)))
-    assert made.order is pass_order("1f1b", 2, 4)
+def test_orders_are_cached_and_read_only() -> None:
+    tasks_of_step: PipelineTasks = pipeline_tasks(pass_order("1f1b", 2, 4), even(pass_order("1f1b", 2, 4)))
+    assert tasks_of_step.order is pass_order("1f1b", 2, 4)
     with pytest.raises(ValueError, match="read-only"):
-        made.order.kind[0] = 3
+        tasks_of_step.order.kind[0] = 3

@@ -18,24 +18,24 @@ def pipeline(pp: int, micro_batches: int, hop: float = 0.0, name: str = "1f1b") 
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 4), (3, 7)])
-def test_ranks_with_cores_of_their_own_take_as_long_as_a_replay_says(pp: int, micro_batches: int) -> None:
+def test_ranks_with_their_own_cores_take_the_replayed_time(pp: int, micro_batches: int) -> None:
     tasks, passes = pipeline(pp, micro_batches, hop=0.25)
     assert shared_span(tasks, tasks.duration, passes, pp, 1.0) == pytest.approx(float(replay(tasks).span))
 
 
-def test_ranks_that_share_one_core_lose_nothing_while_others_wait() -> None:
+def test_ranks_on_one_core_use_it_while_others_wait() -> None:
     tasks, passes = pipeline(4, 4)
     work = tasks.duration[:passes].sum() / 4
     assert shared_span(tasks, tasks.duration, passes, 4, 4.0) == pytest.approx(work)
     assert float(replay(tasks).span) > 1.5 * work
 
 
-def test_two_cores_are_filled_by_two_of_four_ranks_and_not_by_one() -> None:
-    tasks, passes = pipeline(4, 1, name="gpipe")  # one micro-batch: always just one rank computes
+def test_a_single_active_rank_uses_only_one_of_two_cores() -> None:
+    tasks, passes = pipeline(4, 1, name="gpipe")  # one micro-batch: only one rank computes at a time
     alone = tasks.duration[:passes].sum()
     assert shared_span(tasks, tasks.duration, passes, 4, 2.0) == pytest.approx(alone / 2)
 
 
-def test_what_moves_goes_no_faster() -> None:
+def test_idle_cores_do_not_accelerate_transfers() -> None:
     tasks, passes = pipeline(2, 1, hop=10.0, name="gpipe")
     assert shared_span(tasks, tasks.duration, passes, 2, 2.0) == pytest.approx(6.0 / 2 + 2 * 10.0)

@@ -39,53 +39,55 @@ def seconds(operations: tuple[Operation, ...]) -> float:
     return sum(one.seconds for one in operations)
 
 
-def test_weights_gradients_are_the_second_half_and_all_else_the_first() -> None:
-    first, second = halves(BACKWARD, 0, fused=True)
-    assert seconds(first) + seconds(second) == seconds(BACKWARD)
+def test_the_second_half_has_the_weight_gradients_and_the_first_half_the_rest() -> None:
+    input_half, second = halves(BACKWARD, 0, fused=True)
+    assert seconds(input_half) + seconds(second) == seconds(BACKWARD)
     assert [one.name for one in second] == ["experts down", "experts up"] and seconds(second) == 3.0
-    assert [one.name for one in first] == [one.name for one in BACKWARD]
-    assert sum(one.flops for one in first) == sum(one.flops for one in second) == 8.0
-    assert not any(one.weight_grad_s for one in (*first, *second))
+    assert [one.name for one in input_half] == [one.name for one in BACKWARD]
+    assert sum(one.flops for one in input_half) == sum(one.flops for one in second) == 8.0
+    assert not any(one.weight_grad_s for one in (*input_half, *second))
 
 
-def test_what_the_second_half_has_to_do_again() -> None:
-    _, apart = halves(BACKWARD, 0, fused=False)
-    assert seconds(apart) == 3.0 + 2.0 + 0.25, "the gradient that goes into the experts' first product"
+def test_the_second_half_repeats_unfused_and_recomputed_work() -> None:
+    _, unfused = halves(BACKWARD, 0, fused=False)
+    assert seconds(unfused) == 3.0 + 2.0 + 0.25, "repeats the activation and the input gradient of experts down"
     _, recomputed = halves(BACKWARD, 1, fused=True)
-    assert seconds(recomputed) == 3.0 + 0.5 + 0.125, "the norm, and the gather behind it"
+    assert seconds(recomputed) == 3.0 + 0.5 + 0.125, "repeats the norm and the gather after it"
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_the_trainer_does_so(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_repeats_the_same_work_in_the_second_half(
+    recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Count expert GEMMs and recomputations of an MoE layer's backward in torch's halves."""
     attention, moe = AttentionConfig(64, 4, 2, 16), MoEConfig(64, 96, RouterConfig(4, 2))
     layers = Transformer(TransformerConfig(512, 64, 1, attention, moe, 64), ModelPlan(recompute=recompute))
     initialize(layers, seed=1)
-    x, tokens = layers._enter(StageInput(torch.arange(64)[None], None, None))
+    x, tokens = layers._prepare_input(StageInput(torch.arange(64)[None], None, None))
     inside = x.detach().requires_grad_()
     (layer,) = layers.layers.values()
     y = layer(inside, tokens)
-    counted: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
 
-    def counting(name: str, real: Any) -> Any:
+    def counted(name: str, real: Any) -> Any:
         def call(*arguments: Any) -> Any:
-            counted[name] += 1
+            calls[name] += 1
             return real(*arguments)
 
         return call
 
     for name in ("expert_mm", "product_into"):
-        monkeypatch.setattr(expert_mlp, name, counting(name, getattr(expert_mlp, name)))
+        monkeypatch.setattr(expert_mlp, name, counted(name, getattr(expert_mlp, name)))
     get = recompute_module._RecomputedValue.get
-    monkeypatch.setattr(recompute_module._RecomputedValue, "get", counting("again", get))
+    monkeypatch.setattr(recompute_module._RecomputedValue, "get", counted("again", get))
     y = y.view_as(y).clone()
     parameters = list(layer.parameters())
     _, groups = stage_backward_input([y], [torch.ones_like(y)], [inside], iter(parameters))
-    first, counted = counted, Counter()
+    input_half, calls = calls, Counter()
     stage_backward_weight(iter(parameters), groups)
-    assert (first["expert_mm"], first["product_into"]) == (2 * 4, 0), "rows' gradients of both products of 4 experts"
-    assert (counted["expert_mm"], counted["product_into"]) == (4, 2 * 4), "one of them again, and weights' gradients"
-    assert first["again"] == counted["again"] and bool(first["again"]) == (recompute == "selective")
+    assert (input_half["expert_mm"], input_half["product_into"]) == (2 * 4, 0), "row gradients of 2 GEMMs x 4 experts"
+    assert (calls["expert_mm"], calls["product_into"]) == (4, 2 * 4), "one row gradient again, and the weight gradients"
+    assert input_half["again"] == calls["again"] and bool(input_half["again"]) == (recompute == "selective")
 
 
 @pytest.mark.parametrize(
@@ -100,47 +102,55 @@ def test_the_trainer_does_so(recompute: Recompute, monkeypatch: pytest.MonkeyPat
         ("pp=4", "zbv", "full", False),
     ],
 )
-def test_who_splits(text: str, schedule: str | None, recompute: str, expected: bool) -> None:
+def test_which_schedules_split_the_backward_pass(
+    text: str, schedule: str | None, recompute: str, expected: bool
+) -> None:
     assert Mapping.parse(text, 4, pipeline=schedule, recompute=recompute).splits is expected
 
 
-def test_the_first_stage_puts_everything_off_and_the_head_nothing() -> None:
-    one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", overlap="inter")
-    first, second, _, last = one.stage_passes
+def test_the_first_stage_has_no_input_half_and_the_head_no_weight_half() -> None:
+    step_model = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", overlap="inter")
+    first, second, _, last = step_model.stage_passes
     assert not first.input and first.weight == first.backward
     assert {each.name for each in second.weight} < {each.name for each in second.backward}
     assert not any(each.name.startswith("head") for each in last.weight)
     assert sum(each.name.startswith("head") for each in last.input) == sum(
         each.name.startswith("head") for each in last.backward
     )
-    takes = one._pass_seconds
-    assert (takes[0, I], takes[0, W]) == (0.0, takes[0, B])
-    for stage, passes in enumerate(one.stage_passes):
+    pass_seconds = step_model._pass_seconds
+    assert (pass_seconds[0, I], pass_seconds[0, W]) == (0.0, pass_seconds[0, B])
+    for stage, passes in enumerate(step_model.stage_passes):
         for kind in PassKind:
-            assert takes[stage, kind] == pytest.approx(sum(each.exposed for each in passes.kinds[kind]))
+            assert pass_seconds[stage, kind] == pytest.approx(sum(each.exposed for each in passes.kinds[kind]))
 
 
 def test_transfers_do_not_overlap_with_split_weight_gradients() -> None:
-    one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", overlap="inter")
-    passes = one.stage_passes[1]
+    step_model = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", overlap="inter")
+    passes = step_model.stage_passes[1]
     assert sum(each.hidden for each in passes.backward) > 0
-    assert not any(each.hidden for each in (*passes.input, *passes.weight)), "no shared experts, nothing done again"
+    assert not any(each.hidden for each in (*passes.input, *passes.weight)), (
+        "neither shared experts nor recomputation hide transfers"
+    )
     redone = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zbv", overlap="inter", recompute="selective")
     passes = redone.stage_passes[1]
-    again = {each.name for each in passes.forward if each.kind == "memory"}
-    beside = sum(each.seconds for each in passes.forward if each.name in again and each.kind == "memory")
-    assert 0 < sum(each.hidden for each in passes.input) <= beside * FREE * (1 + 1e-9)
+    recomputed = {each.name for each in passes.forward if each.kind == "memory"}
+    memory_s = sum(each.seconds for each in passes.forward if each.name in recomputed and each.kind == "memory")
+    assert 0 < sum(each.hidden for each in passes.input) <= memory_s * FREE * (1 + 1e-9)
 
 
-def test_layers_that_are_recomputed_in_full_give_both_gradients_at_once() -> None:
-    one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", recompute="full")
-    assert (one._pass_seconds[:, I] == one._pass_seconds[:, B]).all() and not one._pass_seconds[:, W].any()
+def test_fully_recomputed_layers_compute_both_gradients_in_the_input_half() -> None:
+    step_model = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", recompute="full")
+    assert (step_model._pass_seconds[:, I] == step_model._pass_seconds[:, B]).all() and not step_model._pass_seconds[
+        :, W
+    ].any()
 
 
 def test_sharded_weights_are_gathered_for_the_first_half_and_their_gradients_scattered_after_the_second() -> None:
-    whole, split = (
+    unsplit, split_model = (
         model("mixtral-8x22b", "pp=4,ep=8", 64, pipeline=schedule, sharding="fsdp")
         for schedule in (None, "zero_bubble")
     )
-    assert split.weight_seconds[1:, I] == pytest.approx(whole.weight_seconds[1:, F])
-    assert (split.weight_seconds[:, I] + split.weight_seconds[:, W]) == pytest.approx(whole.weight_seconds[:, B])
+    assert split_model.weight_seconds[1:, I] == pytest.approx(unsplit.weight_seconds[1:, F])
+    assert (split_model.weight_seconds[:, I] + split_model.weight_seconds[:, W]) == pytest.approx(
+        unsplit.weight_seconds[:, B]
+    )

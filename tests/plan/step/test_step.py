@@ -41,20 +41,20 @@ def test_parts_add_up_to_the_step(mapping: str) -> None:
     ids=lambda settings: "-".join(settings.values()),
 )
 def test_parts_of_every_schedule_add_up(schedule: str, settings: dict[str, str]) -> None:
-    one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, batch=128, pipeline=schedule, **settings)
-    result = one.predict()
+    step_model = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, batch=128, pipeline=schedule, **settings)
+    result = step_model.predict()
     assert sum(result.breakdown.values()) == pytest.approx(result.seconds)
     assert min(result.breakdown.values()) > -1e-9
-    order, plan, seconds = one.pipeline()
+    order, plan, seconds = step_model.pipeline()
     busy = [seconds[: len(order)][order.rank == rank].sum() for rank in range(4)]
-    assert one.busy == pytest.approx(np.array(busy))
-    assert one.span == pytest.approx(float(replay(plan, seconds).span), rel=1e-12)
+    assert step_model.busy == pytest.approx(np.array(busy))
+    assert step_model.span == pytest.approx(float(replay(plan, seconds).span), rel=1e-12)
     waiting = {"pipeline", "gradients and weights", "optimizer"}
-    assert sum(took for name, took in result.breakdown.items() if name not in waiting) == pytest.approx(max(busy))
+    assert sum(cause_s for name, cause_s in result.breakdown.items() if name not in waiting) == pytest.approx(max(busy))
     whole = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, batch=128, **settings).predict()
     for name in ("dispatch", "combine"):
         sent, usual = (sum(each.sent[name].values()) for each in (result, whole))
-        assert sent == pytest.approx(usual), "no schedule moves fewer rows"
+        assert sent == pytest.approx(usual), "all schedules send the same bytes"
 
 
 def test_split_backward_passes_leave_less_of_a_bubble_and_cost_more_work() -> None:
@@ -63,9 +63,9 @@ def test_split_backward_passes_leave_less_of_a_bubble_and_cost_more_work() -> No
 
     plain = result(None)
     for schedule in ("zero_bubble", "zbv", "dualpipev"):
-        one = result(schedule)
-        assert one.predict().breakdown["pipeline"] < plain.predict().breakdown["pipeline"] / 2
-        assert one.busy.sum() > plain.busy.sum(), "experts' gradients come in two goes"
+        step_model = result(schedule)
+        assert step_model.predict().breakdown["pipeline"] < plain.predict().breakdown["pipeline"] / 2
+        assert step_model.busy.sum() > plain.busy.sum(), "some gradient work is repeated in the second half"
     fused = model("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, pipeline="zero_bubble", overlap="all")
     assert fused.predict().breakdown["products"] == pytest.approx(plain.predict().breakdown["products"])
 
@@ -82,34 +82,34 @@ def test_one_rank_sends_nothing_and_never_waits() -> None:
     assert result.breakdown["pipeline"] == pytest.approx(0) and result.breakdown["gradients and weights"] == 0
 
 
-def test_a_pipeline_of_equal_stages_idles_as_its_schedule_says() -> None:
+def test_the_bubble_of_equal_stages_matches_the_schedule() -> None:
     result = model("llama3-8x70b", "tp=8,pp=16,ep=8", 256, overlap="inter")
     busy = [sum(one.seconds()) for one in result.stage_passes]
     parts = result.predict().breakdown
-    # The last stage has the head, too: all wait for it but at the ends.
+    # The last stage also has the head. All other stages wait for it, except at the start and end of the step.
     whole, others = result.micro_batches * busy[-1], sum(busy[:-1])
     assert max(busy) == busy[-1]
     assert parts["pipeline"] == pytest.approx(others, rel=0.03)
     assert parts["pipeline"] / whole == pytest.approx(15 / 128, rel=0.15)
 
 
-@pytest.mark.parametrize(("mapping", "ways"), [("pp=2,ep=8", 1), ("pp=2,vpp=2,ep=8", 3)])
-def test_the_ends_of_a_pipeline_send_one_way_only(mapping: str, ways: int) -> None:
+@pytest.mark.parametrize(("mapping", "sends_per_micro_batch"), [("pp=2,ep=8", 1), ("pp=2,vpp=2,ep=8", 3)])
+def test_first_and_last_stages_send_in_one_direction(mapping: str, sends_per_micro_batch: int) -> None:
     result = model("mixtral-8x22b", mapping, 16, batch=32)
     sent = sum(result.predict().sent["stages"].values())
-    # Forward but from the last stage, back but from the first: each time a micro-batch's rows in bf16.
-    assert sent == ways * result.micro_batches * 4096 * 6144 * 2
+    # Every stage but the last sends activations, every stage but the first sends gradients: the rows in bf16.
+    assert sent == sends_per_micro_batch * result.micro_batches * 4096 * 6144 * 2
 
 
-def test_more_stages_a_rank_idle_less() -> None:
+def test_more_stages_per_rank_reduce_the_bubble() -> None:
     plain = step("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, overlap="inter").breakdown["pipeline"]
     interleaved = step("mixtral-8x22b", "tp=2,pp=8,vpp=7,ep=8", 128, overlap="inter").breakdown["pipeline"]
     assert interleaved < plain / 3
     waiting = step("mixtral-8x22b", "tp=2,pp=8,vpp=7,ep=8", 128).breakdown["pipeline"]
-    assert waiting > interleaved, "more is sent between stages, and without overlap ranks wait for it"
+    assert waiting > interleaved, "more transfers between stages, and ranks wait for them"
 
 
-def test_recomputing_costs_what_it_does_again() -> None:
+def test_recomputation_costs_the_repeated_work() -> None:
     def backward(recompute: str) -> float:
         result = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32, recompute=recompute)
         return result.stage_passes[0].seconds()[1]
@@ -128,26 +128,28 @@ def test_bytes_of_gradients_and_weights_are_those_of_the_sharding() -> None:
     shape = model_named("mixtral-8x7b")
     experts = shape.parameters()["experts"] / 8
     zero1, replicate = sent("zero1"), sent("replicate")
-    # An expert's copies are one on each of 8 hosts: all that is sent goes between hosts.
+    # Each of the 8 replicas of an expert is on another host, so all bytes are sent between hosts.
     assert zero1["expert gradients"] == pytest.approx(4 * experts * 7 / 8)
     assert zero1["expert weights"] == pytest.approx(2 * experts * 7 / 8)
     assert replicate["expert gradients"] == pytest.approx(2 * 4 * experts * 7 / 8)
     assert "expert weights" not in replicate and sent("fsdp") == {}
 
 
-def test_sharded_weights_cost_what_computing_does_not_hide() -> None:
+def test_sharded_weights_cost_the_time_that_compute_does_not_hide() -> None:
     few = step("mixtral-8x22b", "ep=8", 128, sharding="fsdp", batch=128)
     many = step("mixtral-8x22b", "ep=8", 128, sharding="fsdp", batch=128 * 16, micro_batch=16)
-    beside = step("mixtral-8x22b", "ep=8", 128, sharding="fsdp", batch=128 * 16, micro_batch=16, overlap="inter")
+    overlapped = step("mixtral-8x22b", "ep=8", 128, sharding="fsdp", batch=128 * 16, micro_batch=16, overlap="inter")
     assert few.breakdown["sharded weights"] > 0.3 * few.seconds and "sharded weights" not in few.hidden
-    assert few.breakdown["sharded weights"] == pytest.approx(many.breakdown["sharded weights"]), "in turns"
-    seen, hidden = beside.breakdown["sharded weights"], beside.hidden["sharded weights"]
-    assert seen + hidden == pytest.approx(few.breakdown["sharded weights"])
-    assert seen < 0.25 * hidden, "16 times the work hides all but what computing loses by it"
+    assert few.breakdown["sharded weights"] == pytest.approx(many.breakdown["sharded weights"]), (
+        "not hidden without overlap"
+    )
+    visible, hidden = overlapped.breakdown["sharded weights"], overlapped.hidden["sharded weights"]
+    assert visible + hidden == pytest.approx(few.breakdown["sharded weights"])
+    assert visible < 0.25 * hidden, "16 times the work hides all but the slowdown of compute"
 
 
-def test_sharded_weights_of_a_dense_model_leave_a_host_by_all_of_its_nics() -> None:
-    """On 8 hosts of 8, each NIC carries an eighth of what passes: 2 bytes twice, 4 bytes once for each parameter."""
+def test_sharded_weights_of_a_dense_model_use_all_nics_of_a_host() -> None:
+    """On 8 hosts of 8, each NIC carries an eighth of the bytes: two gathers in bf16 and one scatter in fp32."""
     result = step("llama3-70b", "", 64, sharding="fsdp", batch=64)
     parameters, rate = model_named("llama3-70b").params, 50e9 * 0.9
     expected = 8 * parameters * (63 / 64) / 8 / rate
@@ -167,14 +169,14 @@ PUBLISHED = [
 """MoE Parallel Folding (2504.14960), table 3: model, mapping, whether it is coupled, GPUs, MFU in percent."""
 
 
-def test_published_mappings_come_out_near_and_folding_wins_each_time() -> None:
+def test_published_mfu_is_predicted_and_folding_is_always_faster() -> None:
     result = [100 * step(name, mapping, gpus, coupled=coupled).mfu for name, mapping, coupled, gpus, _ in PUBLISHED]
-    errors = [abs(mine / row[-1] - 1) for mine, row in zip(result, PUBLISHED, strict=True)]
+    errors = [abs(mfu / row[-1] - 1) for mfu, row in zip(result, PUBLISHED, strict=True)]
     assert sorted(errors)[4] < 0.12 and max(errors) < 0.25, errors
     assert all(folded > coupled for coupled, folded in zip(result[:4], result[4:], strict=True))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_indivisible_layers_and_batches_are_rejected() -> None:
     with pytest.raises(ConfigError, match="layers cannot fill"):
         step("mixtral-8x7b", "pp=64", 64)
     with pytest.raises(ConfigError, match="cannot be divided"):
@@ -189,7 +191,7 @@ def test_more_overlap_hides_more_and_reports_it(mapping: str) -> None:
     for result in (inter, every):
         assert sum(result.breakdown.values()) == pytest.approx(result.seconds)
         assert set(result.hidden) <= set(result.sent)
-        assert result.sent == none.sent, "overlap moves no fewer bytes"
+        assert result.sent == none.sent, "overlap must not change the bytes"
         for name in ("dispatch", "combine"):
             assert result.breakdown[name] + result.hidden[name] == pytest.approx(none.breakdown[name])
     parts = ("expert gradients", "dense gradients", "dense weights", "expert weights")
@@ -198,7 +200,7 @@ def test_more_overlap_hides_more_and_reports_it(mapping: str) -> None:
 
 
 @pytest.mark.parametrize("virtual", [1, 4])
-def test_outer_overlap_hides_what_moves_between_passes_and_nothing_within(virtual: int) -> None:
+def test_overlap_outer_hides_only_transfers_between_passes(virtual: int) -> None:
     mapping = f"tp=2,pp=4,vpp={virtual},ep=4" if virtual > 1 else "tp=2,pp=4,ep=4"
     none, outer, inter = (step("mixtral-8x7b", mapping, 64, overlap=name) for name in ("none", "outer", "inter"))
     assert none.seconds > outer.seconds > inter.seconds
@@ -206,22 +208,22 @@ def test_outer_overlap_hides_what_moves_between_passes_and_nothing_within(virtua
     assert {name: outer.breakdown[name] for name in within} == {name: none.breakdown[name] for name in within}
     assert {name.split()[-1] for name in outer.hidden} == {"gradients", "weights"}
     assert outer.breakdown["gradients and weights"] == pytest.approx(inter.breakdown["gradients and weights"], abs=0.1)
-    assert (outer.breakdown["pipeline"] < none.breakdown["pipeline"]) == (virtual > 1), "Megatron's 1F1B waits"
+    assert (outer.breakdown["pipeline"] < none.breakdown["pipeline"]) == (virtual > 1), "1F1B waits for transfers"
 
 
-def test_weights_move_in_the_dtype_that_computes() -> None:
+def test_weights_are_sent_in_the_compute_dtype() -> None:
     def moved(dtype: str) -> dict[str, dict[str, float]]:
         placed = PlacedMapping(Mapping.parse("ep=8", 64), cluster_named("h100", 64))
         return StepModel(model_named("mixtral-8x7b"), placed, Workload(4096, dtype), 256).predict().sent
 
     bf16, fp32, fp8 = moved("bf16"), moved("fp32"), moved("fp8")
     assert fp32["expert weights"]["between"] == 2 * bf16["expert weights"]["between"]
-    assert fp8["expert weights"] == bf16["expert weights"], "masters and gathered weights do not change"
+    assert fp8["expert weights"] == bf16["expert weights"], "fp8 does not change the dtype of gathered weights"
     assert fp32["expert gradients"] == bf16["expert gradients"], "sums are in fp32"
     assert fp32["dispatch"]["inside"] == 2 * bf16["dispatch"]["inside"]
 
 
-def test_a_full_pipeline_is_not_replayed_to_its_end_and_takes_as_long() -> None:
+def test_extrapolating_the_steady_state_equals_a_full_replay() -> None:
     for mapping, batch in (("tp=2,pp=4,ep=8", 640), ("tp=2,pp=4,vpp=2,ep=8", 640), ("tp=4,pp=2,ep=8", 352)):
         for overlap in ("none", "inter"):
             result = model("mixtral-8x7b", mapping, 64, batch=batch, overlap=overlap)
@@ -232,22 +234,22 @@ def test_a_full_pipeline_is_not_replayed_to_its_end_and_takes_as_long() -> None:
             assert _period(replayed[0], replay(*replayed[1:]).end[: len(replayed[0])], result.span) is not None
 
 
-def test_work_grows_with_neither_ranks_nor_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks replayed and blocks timed for 100,000 accelerators are those of 1,440's pipeline, not of its ranks."""
+def test_the_cost_of_a_prediction_is_independent_of_ranks_and_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 accelerators replay as many tasks and time as many blocks as 1,440 with the same pipeline."""
     tasks, timed = [], []
     real, blocks = step_module.replay, step_module.Operators
 
-    def counted(plan: ReplayPlan, seconds: object) -> object:
+    def counted_replay(plan: ReplayPlan, seconds: object) -> object:
         tasks.append(len(plan.tasks))
         return real(plan, seconds)  # type: ignore[arg-type]
 
-    def made(*args: object) -> object:
+    def counted_operators(*args: object) -> object:
         timed.append(args)
         return blocks(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(step_module, "replay", counted)
-    monkeypatch.setattr(step_module, "Operators", made)
-    monkeypatch.setattr(blocks_module, "Operators", made)
+    monkeypatch.setattr(step_module, "replay", counted_replay)
+    monkeypatch.setattr(step_module, "Operators", counted_operators)
+    monkeypatch.setattr(blocks_module, "Operators", counted_operators)
     blocks_module._block_costs.cache_clear()
     for gpus, batch in ((1440, 18 * 100), (100_000, 1250 * 100), (100_000, 1250 * 400)):
         assert step("deepseek-v3", "tp=8,pp=10,ep=8", gpus, batch=batch).seconds > 0

@@ -1,4 +1,4 @@
-"""Answers on small graphs whose times can be worked out by hand."""
+"""Straggler analysis of small graphs with times that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("forward-compute", "backward-compute", "sum")
 
 
 def table(rows: list[tuple[int, int, int, int, float, float]]) -> TraceTable:
-    """From name, step, micro-batch, rank, begin and end; a rank is a place of dp."""
+    """Return the table of rows (name, step, micro-batch, rank, begin, end). The dp coordinate is the rank."""
     name, step, micro, rank, begin, end = (np.array(column) for column in zip(*rows, strict=True))
     zero = np.zeros(len(rows), dtype=np.int64)
     return TraceTable(
@@ -26,28 +26,28 @@ def table(rows: list[tuple[int, int, int, int, float, float]]) -> TraceTable:
 
 
 def graph(rows: list[tuple[int, int, int, int, float, float]], **more: Any) -> TraceGraph:
-    """Every rank's operations of a step follow each other; sums of a step meet."""
-    made = table(rows)
+    """Return a graph in which the operations of a rank run in sequence and the sums of a step are one collective."""
+    trace_table = table(rows)
     none = np.zeros(0, dtype=np.int64)
     return TraceGraph.make(
-        made,
-        made.step_N * 100 + made.rank_N,
-        np.where(made.moves_N, made.step_N, -1),
+        trace_table,
+        trace_table.step_N * 100 + trace_table.rank_N,
+        np.where(trace_table.moves_N, trace_table.step_N, -1),
         more.pop("before", none),
         more.pop("after", none),
-        made.name_N,
+        trace_table.name_N,
         **more,
     )
 
 
 ROWS = [
-    *((0, step, 0, rank, 0.0, takes) for step, rank, takes in ((0, 0, 1.0), (0, 1, 3.0), (1, 0, 1.0), (1, 1, 1.0))),
+    *((0, step, 0, rank, 0.0, end) for step, rank, end in ((0, 0, 1.0), (0, 1, 3.0), (1, 0, 1.0), (1, 1, 1.0))),
     *((2, step, -1, rank, begin, end) for step, rank, begin, end in ((0, 0, 1, 3.5), (0, 1, 3, 3.5))),
     *((2, 1, -1, rank, 1.0, 2.0) for rank in (0, 1)),
 ]
 
 
-def test_a_step_is_compared_with_the_mean_of_work_and_the_median_of_what_moves() -> None:
+def test_the_ideal_step_has_mean_compute_and_median_transfer_times() -> None:
     result = what_if(graph(ROWS))
     assert result.replayed_S == pytest.approx([3.5, 2.0])
     assert result.ideal_S == pytest.approx([2.25, 2.25])  # forwards of 1.5, sums of 0.5, 0.5, 1 and 1
@@ -58,41 +58,43 @@ def test_a_step_is_compared_with_the_mean_of_work_and_the_median_of_what_moves()
     assert result.slowest_ranks_share == pytest.approx((5.5 - (2.25 + 2.5)) / (5.5 - 4.5))
 
 
-def test_where_nothing_is_slow_there_is_nothing_to_mend() -> None:
+def test_without_slow_ranks_no_time_is_wasted() -> None:
     result = what_if(graph([row for row in ROWS if row[1] == 1]))
     assert result.slowdown == 1 and result.waste == 0
     assert np.isnan(result.slowest_ranks_share) and np.isnan(result.last_stage_share)
 
 
-def test_variants_are_the_same_however_many_are_replayed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_number_of_variants_per_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = what_if(graph(ROWS))
     monkeypatch.setattr(whatif, "_CELLS", 1)
     assert what_if(graph(ROWS)).by_place == at_once.by_place
 
 
-def test_what_ended_before_another_came_moved_in_no_time() -> None:
-    made = table([(2, 0, -1, 0, 0.0, 1.0), (2, 0, -1, 1, 4.0, 5.0)])
-    assert operation_seconds(made, np.array([0, 0])).tolist() == [0.0, 1.0]
-    assert operation_seconds(made, np.array([-1, -1])).tolist() == [1.0, 1.0]
+def test_a_collective_that_ends_before_another_rank_enters_takes_no_time() -> None:
+    trace_table = table([(2, 0, -1, 0, 0.0, 1.0), (2, 0, -1, 1, 4.0, 5.0)])
+    assert operation_seconds(trace_table, np.array([0, 0])).tolist() == [0.0, 1.0]
+    assert operation_seconds(trace_table, np.array([-1, -1])).tolist() == [1.0, 1.0]
 
 
-def test_work_that_can_be_shared_out_between_stages_keeps_its_sum() -> None:
-    made = table([(0, 0, 0, rank, 0.0, takes) for rank, takes in ((0, 2.0), (1, 4.0), (2, 9.0))])
-    made = TraceTable(**{**vars(made), "places": {"dp": made.rank_N * 0, "pp": made.rank_N}})
+def test_balancing_work_between_stages_keeps_its_sum() -> None:
+    trace_table = table([(0, 0, 0, rank, 0.0, end) for rank, end in ((0, 2.0), (1, 4.0), (2, 9.0))])
+    trace_table = TraceTable(
+        **{**vars(trace_table), "places": {"dp": trace_table.rank_N * 0, "pp": trace_table.rank_N}}
+    )
     none = np.zeros(0, dtype=np.int64)
-    apart = np.arange(3)
+    separate = np.arange(3)
     kinds = np.array([0, 0, -1])
-    balanced = TraceGraph.make(made, apart, apart * 0 - 1, none, none, apart, balance_N=kinds)
-    # The third stage has no such work: none can be given to it.
+    balanced = TraceGraph.make(trace_table, separate, separate * 0 - 1, none, none, separate, balance_N=kinds)
+    # The third stage has no work of this kind, so it gets none.
     assert ideal_seconds(balanced) == pytest.approx([2.0, 2.0, 9.0])
-    both = TraceGraph.make(made, apart, apart * 0 - 1, none, none, apart, balance_N=apart * 0)
+    both = TraceGraph.make(trace_table, separate, separate * 0 - 1, none, none, separate, balance_N=separate * 0)
     assert ideal_seconds(both) == pytest.approx([5.0, 5.0, 5.0])
 
 
-def test_forward_and_backward_passes_that_vary_alike_are_correlated() -> None:
-    takes = np.random.default_rng(0).uniform(1, 2, 20)
-    rows = [(0, 0, micro, 0, 0.0, one) for micro, one in enumerate(takes)]
-    rows += [(1, 0, micro, 0, 0.0, 2 * one) for micro, one in enumerate(takes)]
+def test_forward_and_backward_passes_with_equal_variation_are_correlated() -> None:
+    durations = np.random.default_rng(0).uniform(1, 2, 20)
+    rows = [(0, 0, micro, 0, 0.0, one) for micro, one in enumerate(durations)]
+    rows += [(1, 0, micro, 0, 0.0, 2 * one) for micro, one in enumerate(durations)]
     assert correlation(graph(rows)) == pytest.approx(1)
     assert np.isnan(correlation(graph(rows[:20])))
     assert np.isnan(correlation(graph(ROWS)))
@@ -104,7 +106,7 @@ def test_both_ends_of_a_transfer_are_one_operation() -> None:
     assert operation_of("forward") == "forward"
 
 
-def test_bad_graphs_are_refused() -> None:
+def test_invalid_graphs_are_rejected() -> None:
     with pytest.raises(CorruptFile, match="another step"):
         graph(ROWS, before=np.array([0]), after=np.array([3]))
     with pytest.raises(ReplayError, match="forward-compute of rank"):

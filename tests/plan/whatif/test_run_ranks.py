@@ -43,7 +43,7 @@ def work(rank: int, world: int, offset_s: float) -> list[SpanLine]:
     return [replace(SpanLine.of(span, 0), rank=rank) for span in read_spans(EVENTS.region) if span.step == 1]
 
 
-def test_what_is_begun_before_it_is_waited_for_says_when(pool2: RankPool) -> None:
+def test_the_span_of_an_asynchronous_call_records_its_start(pool2: RankPool) -> None:
     """The span of a wait for an asynchronous call records when the call started."""
     ranks = pool2.run(work, 0.02, timeout=60)
     for spans in ranks:

@@ -72,7 +72,7 @@ class Clock:
         return [*self.spans, replace(step, step=self.step)]
 
 
-def meet(
+def record_collective(
     clocks: list[Clock], kind: str, name: str, takes: float, call: int, layer: str = "", rows: tuple[int, ...] = ()
 ) -> None:
     """Record a collective call that all ranks complete ``takes`` milliseconds after the last one enters it.
@@ -91,13 +91,13 @@ def expert_step(experts: tuple[float, float], step: int = 1, late: float = 0.0) 
     clocks = [Clock(0, step), Clock(1, step, late)]
     for clock in clocks:
         clock.work("attention", 4, "layers.0")
-    meet(clocks, "dispatch", "dispatch", 1, 7, "layers.0.moe")
+    record_collective(clocks, "dispatch", "dispatch", 1, 7, "layers.0.moe")
     for clock, milliseconds in zip(clocks, experts, strict=True):
         clock.work("experts", milliseconds, "layers.0.moe")
-    meet(clocks, "combine", "combine", 2, 7, "layers.0.moe")
+    record_collective(clocks, "combine", "combine", 2, 7, "layers.0.moe")
     for clock in clocks:
         clock.now += 3  # time without a span
-    meet(clocks, "collective", "sum of gradients", 1, 3)
+    record_collective(clocks, "collective", "sum of gradients", 1, 3)
     return [span for clock in clocks for span in clock.done()]
 
 
@@ -106,7 +106,7 @@ def seconds(graph: TraceGraph, name: str) -> np.ndarray:
     return graph.value_N[graph.table.name_N == graph.table.names.index(name)]
 
 
-def test_a_slow_expert_costs_what_it_would_to_share_its_work_out() -> None:
+def test_the_slowdown_is_relative_to_balanced_expert_times() -> None:
     spans = [span for step in (1, 2) for span in expert_step((6, 10), step)]
     result = make_run_trace(spans, 2, EP2)
     answer = what_if(result.graph, result.even_N)
@@ -123,7 +123,7 @@ def test_a_slow_expert_costs_what_it_would_to_share_its_work_out() -> None:
     assert answer.routing == pytest.approx(21 / (21 - 2 - 0.75))
 
 
-def test_waiting_is_left_to_the_replay() -> None:
+def test_waits_are_computed_by_the_replay() -> None:
     """The duration of a collective call excludes the wait for other ranks; the replay computes the wait."""
     graph = make_run_trace(expert_step((6, 10)), 2, EP2).graph
     assert seconds(graph, "combine") == pytest.approx([0.002, 0.002])  # although the call of rank 0 took 6 ms
@@ -132,7 +132,7 @@ def test_waiting_is_left_to_the_replay() -> None:
     assert replay(make_tasks(graph), value_N).end.max() == pytest.approx(0.017)
 
 
-def test_a_rank_that_comes_late_to_a_step_did_something_else_until_then() -> None:
+def test_a_late_start_of_a_step_is_a_separate_operation() -> None:
     """If a rank begins a step later than the others, an operation ``LATE`` fills the difference."""
     result = make_run_trace(expert_step((6, 6), late=5), 2, EP2)
     answer = what_if(result.graph)
@@ -142,7 +142,7 @@ def test_a_rank_that_comes_late_to_a_step_did_something_else_until_then() -> Non
     assert np.isnan(answer.routing)
 
 
-def test_a_rank_that_left_a_call_early_did_not_wait_for_who_came_later() -> None:
+def test_a_rank_does_not_depend_on_ranks_that_enter_a_call_after_it_returned() -> None:
     """A rank that returned from a call before another rank entered it does not depend on that rank."""
     rank0, rank1 = Clock(0), Clock(1)
     rank0.span("collective", "sum", 2, group=(0, 1), call=1)
@@ -155,10 +155,10 @@ def test_a_rank_that_left_a_call_early_did_not_wait_for_who_came_later() -> None
     assert times.end.max() == pytest.approx(0.010)
 
 
-def test_a_wait_for_a_call_that_began_before_is_for_what_the_others_do_until_it_ends() -> None:
+def test_a_wait_within_an_earlier_call_depends_on_the_last_work_of_the_other_rank() -> None:
     """A wait within an earlier call depends on what the other rank completed last before the wait ended."""
     clocks = [Clock(0), Clock(1)]
-    meet(clocks, "combine", "combine", 1, 1, "layers.0.moe")
+    record_collective(clocks, "combine", "combine", 1, 1, "layers.0.moe")
     clocks[0].work("experts", 2, "layers.0.moe")
     clocks[0].span("combine", "results of others", 7.5, "layers.0.moe")  # the results of rank 1 are ready at 7 ms
     clocks[1].work("experts", 6, "layers.0.moe")
@@ -187,13 +187,13 @@ def pipeline(forward: float, step: int = 1) -> list[SpanLine]:
 
 
 @pytest.mark.parametrize("forward", [2.0, 7.0])
-def test_a_stage_waits_for_the_one_before_it(forward: float) -> None:
+def test_a_stage_waits_for_the_previous_stage(forward: float) -> None:
     graph = make_run_trace(pipeline(forward), 2, {"pp": 2}).graph
     answer = what_if(graph)
     expected = max(forward + 0.5 + 8, 2 * forward + 0.5 + 4)
     assert answer.measured_S == pytest.approx([expected / 1e3])
     assert answer.replay_error < 1e-9
-    # A trace with one duration of the first stage predicts the step with the other_forward duration.
+    # A trace with one duration of the first stage predicts the step with the other duration.
     other_forward = 9 - forward
     graph = make_run_trace(pipeline(other_forward), 2, {"pp": 2}).graph
     if other_forward == 7.0:  # otherwise the second transfer was hidden, so its duration is unknown
@@ -201,7 +201,7 @@ def test_a_stage_waits_for_the_one_before_it(forward: float) -> None:
         assert replay(make_tasks(graph), changed).end.max() == pytest.approx(expected / 1e3)
 
 
-def test_a_rank_with_several_stages_waits_for_what_its_next_pass_takes() -> None:
+def test_with_virtual_stages_a_wait_depends_on_the_input_of_the_next_pass() -> None:
     """With virtual stages, a wait depends on the send of the next pass's input, not on the latest send."""
     rank0, rank1 = Clock(0), Clock(1)
     rank0.work("forward", 3, "stage 0")
@@ -216,10 +216,12 @@ def test_a_rank_with_several_stages_waits_for_what_its_next_pass_takes() -> None
     later = np.where(np.isclose(graph.value_N, 0.003), 0.005, graph.value_N)
     assert replay(make_tasks(graph), later).end.max() == pytest.approx(0.0085)
     other = np.where(np.isclose(graph.value_N, 0.00125), 0.004, graph.value_N)
-    assert replay(make_tasks(graph), other).end.max() == pytest.approx(0.007), "that of the first rank itself"
+    assert replay(make_tasks(graph), other).end.max() == pytest.approx(0.007), (
+        "the wait must not depend on the latest send"
+    )
 
 
-def test_after_its_last_pass_a_rank_waits_until_what_it_sent_is_asked_for() -> None:
+def test_after_its_last_pass_a_rank_waits_until_the_receiver_requests_the_message() -> None:
     """After its last pass, a rank waits until the receiver requests the message."""
     rank0, rank1 = Clock(0), Clock(1)
     rank0.work("forward", 1, "stage 0")
@@ -271,7 +273,7 @@ def early_call(inside: str = "") -> list[SpanLine]:
         (("attention", 1, 9), (0.009125, 0.0125)),
     ],
 )
-def test_a_call_that_goes_on_beside_other_work_is_waited_for_from_when_all_had_begun_it(
+def test_a_wait_for_an_asynchronous_call_depends_on_its_start_on_all_ranks(
     slow: tuple[str, int, float], ends: tuple[float, float], inside: str
 ) -> None:
     """A wait for an asynchronous call depends on the start of the call on all ranks."""
@@ -286,14 +288,14 @@ def test_a_call_that_goes_on_beside_other_work_is_waited_for_from_when_all_had_b
 def routed_step(rows: tuple[int, int], step: int, slow: tuple[float, float] = (1, 1)) -> list[SpanLine]:
     """Return a step in which experts take 2 ms plus 1 ms per 100 rows, multiplied by ``slow`` of the rank."""
     clocks = [Clock(0, step), Clock(1, step)]
-    meet(clocks, "dispatch", "dispatch", 1, 1 + step, "layers.0.moe", rows)
+    record_collective(clocks, "dispatch", "dispatch", 1, 1 + step, "layers.0.moe", rows)
     for clock, own_rows, factor in zip(clocks, rows, slow, strict=True):
         clock.work("experts", (2 + own_rows / 100) * factor, "layers.0.moe")
-    meet(clocks, "combine", "combine", 1, 1 + step, "layers.0.moe", rows)
+    record_collective(clocks, "combine", "combine", 1, 1 + step, "layers.0.moe", rows)
     return [span for clock in clocks for span in clock.done()]
 
 
-def test_a_slow_rank_is_not_taken_for_uneven_routing() -> None:
+def test_a_slow_rank_is_not_attributed_to_routing() -> None:
     spans = [span for step in range(8) for span in routed_step((300, 300), step, (1, 3))]
     result = make_run_trace(spans, 2, EP2)
     answer = what_if(result.graph, result.even_N)
@@ -306,7 +308,7 @@ def test_a_slow_rank_is_not_taken_for_uneven_routing() -> None:
     assert 1 < what_if(result.graph, result.even_N).routing < 1.02
 
 
-def test_uneven_routing_is_not_taken_for_a_slow_rank() -> None:
+def test_uneven_routing_is_not_attributed_to_a_slow_rank() -> None:
     spans = [span for step in range(8) for span in routed_step((300 - 30 * step, 300 + 30 * step), step)]
     result = make_run_trace(spans, 2, EP2)
     answer = what_if(result.graph, result.even_N)
@@ -315,14 +317,14 @@ def test_uneven_routing_is_not_taken_for_a_slow_rank() -> None:
     assert answer.slowdown / answer.routing == pytest.approx(1, rel=0.01)
 
 
-def test_work_is_shared_out_between_stages() -> None:
+def test_the_ideal_step_balances_work_between_stages() -> None:
     answer = what_if(make_run_trace(pipeline(8), 2, {"pp": 2}).graph)
     # Ideally both stages take the mean of 8 and 4 ms, which is 6 ms, and the transfer of a micro-batch takes 0.5 ms.
     assert answer.ideal_S == pytest.approx([0.0185])
     assert answer.by_operation["forward"] == pytest.approx(20.5 / 18.5)
 
 
-def test_steps_that_a_rank_lacks_are_skipped_and_of_two_times_the_later_counts() -> None:
+def test_incomplete_steps_are_skipped_and_the_last_execution_is_used() -> None:
     """Steps without spans of all ranks are skipped. Of a repeated step, the last execution is used."""
     spans = expert_step((6, 10), 1) + [span for span in expert_step((6, 10), 2) if span.rank == 0]
     repeated = [
@@ -390,21 +392,21 @@ def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
 Program = list[tuple[str, list[float]]]
 """Consecutive operations of both ranks, each with milliseconds for each rank.
 
-"work": computation. "meet": a synchronous call. "begin": start an asynchronous call. "await": wait for that call, which
+"work": computation. "call": a synchronous call. "begin": start an asynchronous call. "await": wait for that call, which
 takes no time itself.
 """
 
 
-def ran(program: Program) -> list[SpanLine]:
-    """Return the spans that the program records."""
+def recorded_spans(program: Program) -> list[SpanLine]:
+    """Return the spans of both ranks that a run of ``program`` records."""
     clocks = [Clock(0), Clock(1)]
     begun: list[float] = []
     for call, (kind, milliseconds) in enumerate(program, 1):
         if kind == "work":
             for clock, own_ms in zip(clocks, milliseconds, strict=True):
                 clock.work("forward", own_ms)
-        elif kind == "meet":
-            meet(clocks, "combine", "combine", milliseconds[0], call, "layers.0.moe")
+        elif kind == "call":
+            record_collective(clocks, "combine", "combine", milliseconds[0], call, "layers.0.moe")
         elif kind == "begin":
             begun = [clock.now for clock in clocks]
         elif begun:
@@ -415,14 +417,17 @@ def ran(program: Program) -> list[SpanLine]:
     return [span for clock in clocks for span in clock.done()]
 
 
-KINDS = st.sampled_from(["work", "work", "meet", "begin", "await"])
+KINDS = st.sampled_from(["work", "work", "call", "begin", "await"])
 PROGRAMS = st.lists(st.tuples(KINDS, st.lists(st.integers(1, 40), min_size=2, max_size=2)), min_size=4, max_size=12)
 
 
 @settings(max_examples=60)
 @example([("work", [1, 3]), ("begin", [1, 1]), ("work", [1, 1]), ("await", [1, 1])], 0, 0, 0)
+@example([("work", [1, 1]), ("begin", [1, 1]), ("work", [1, 1]), ("await", [1, 1]), ("call", [1, 1])], 0, 0, 0)
 @given(PROGRAMS, st.integers(0, 11), st.integers(0, 1), st.integers(0, 80))
-def test_what_would_have_been_is_what_is_when_it_is(program: Program, index: int, rank: int, changed_ms: int) -> None:
+def test_a_replay_with_a_changed_duration_equals_a_trace_with_that_duration(
+    program: Program, index: int, rank: int, changed_ms: int
+) -> None:
     """A replay with one changed duration ends when a trace recorded with that duration ends."""
     index %= len(program)
     # Add distinct fractions to all durations, so that no two events have the same time.
@@ -432,9 +437,9 @@ def test_what_would_have_been_is_what_is_when_it_is(program: Program, index: int
     ]
     milliseconds = program[index][1]
     program[index] = ("work", milliseconds)
-    graph = make_run_trace(ran(program), 2, EP2).graph
+    graph = make_run_trace(recorded_spans(program), 2, EP2).graph
     table = graph.table
-    begin = max([0.0, *((span.end_ns - BASE) / MS for span in ran(program[:index]) if span.rank == rank)])
+    begin = max([0.0, *((span.end_ns - BASE) / MS for span in recorded_spans(program[:index]) if span.rank == rank)])
     chosen = (
         (table.rank_N == rank)
         & np.isclose(table.begin_N, begin / 1e3)
@@ -444,7 +449,7 @@ def test_what_would_have_been_is_what_is_when_it_is(program: Program, index: int
     new_milliseconds = [*milliseconds]
     new_milliseconds[rank] = 0.25 + changed_ms
     expected_graph = make_run_trace(
-        ran([*program[:index], ("work", new_milliseconds), *program[index + 1 :]]), 2, EP2
+        recorded_spans([*program[:index], ("work", new_milliseconds), *program[index + 1 :]]), 2, EP2
     ).graph
     result = replay(make_tasks(graph), np.where(chosen, new_milliseconds[rank] / 1e3, graph.value_N)).end
     for number in (0, 1):

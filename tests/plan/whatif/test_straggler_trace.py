@@ -27,23 +27,23 @@ ORDERS = (
 )
 NAMES = {"F": "forward-compute", "B": "backward-compute"}
 Seconds = Callable[[str, int, int], float]
-"""Of an operation, by its type, dp and pp."""
+"""Returns the seconds of an operation from its type, dp and pp coordinate."""
 
 
-def usual(kind: str, dp: int, pp: int) -> float:
+def healthy(kind: str, dp: int, pp: int) -> float:
     return {"forward-compute": 0.1, "backward-compute": 0.2, "optimizer": 0.05}.get(kind, 0.01)
 
 
 def slow(kind: str, dp: int, pp: int) -> float:
     """Worker dp 1, pp 0 computes at a third of the speed."""
-    return usual(kind, dp, pp) * (3 if kind.endswith("compute") and (dp, pp) == (1, 0) else 1)
+    return healthy(kind, dp, pp) * (3 if kind.endswith("compute") and (dp, pp) == (1, 0) else 1)
 
 
-def simulated(seconds: Seconds) -> dict[tuple[str, int, int, int], tuple[float, float]]:
-    """Begin and end of (type, number, dp, pp), by recursion over what each waits for."""
+def simulate(seconds: Seconds) -> dict[tuple[str, int, int, int], tuple[float, float]]:
+    """Return begin and end by (type, number, dp, pp), computed recursively from the dependencies."""
 
     def waits(kind: str, number: int, dp: int, pp: int) -> list[tuple[str, int, int, int]]:
-        order = [(NAMES[what], micro) for what, micro in ORDERS[pp]]
+        order = [(NAMES[operation], micro) for operation, micro in ORDERS[pp]]
         result: list[tuple[str, int]] = []
         if (kind, number) in order:
             place = order.index((kind, number))
@@ -61,13 +61,16 @@ def simulated(seconds: Seconds) -> dict[tuple[str, int, int, int], tuple[float, 
         elif kind in TAIL:
             place = TAIL.index(kind)
             result.append((TAIL[place - 1], 0) if place else order[-1])
-        return [(what, which, dp, pp) for what, which in result]
+        return [(operation, index, dp, pp) for operation, index in result]
 
     def group(kind: str, number: int, dp: int, pp: int) -> list[tuple[str, int, int, int]]:
-        way, _, verb = kind.partition("-")
-        if verb in ("send", "recv"):
-            on = 1 if (way == "forward") == (verb == "send") else -1
-            return [(kind, number, dp, pp), (f"{way}-{'recv' if verb == 'send' else 'send'}", number, dp, pp + on)]
+        direction, _, action = kind.partition("-")
+        if action in ("send", "recv"):
+            on = 1 if (direction == "forward") == (action == "send") else -1
+            return [
+                (kind, number, dp, pp),
+                (f"{direction}-{'recv' if action == 'send' else 'send'}", number, dp, pp + on),
+            ]
         if kind in ("params-all-gather", "grads-reduce-scatter"):
             return [(kind, number, other, pp) for other in range(DP)]
         if kind == "embedding-grads-all-reduce":
@@ -77,12 +80,12 @@ def simulated(seconds: Seconds) -> dict[tuple[str, int, int, int], tuple[float, 
         return [(kind, number, dp, pp)]
 
     @cache
-    def begin(*what: Any) -> float:
-        return max([end(*one) for one in waits(*what)], default=0.0)
+    def begin(*operation: Any) -> float:
+        return max([end(*one) for one in waits(*operation)], default=0.0)
 
     @cache
-    def end(*what: Any) -> float:
-        return max(begin(*one) for one in group(*what)) + seconds(what[0], what[2], what[3])
+    def end(*operation: Any) -> float:
+        return max(begin(*one) for one in group(*operation)) + seconds(operation[0], operation[2], operation[3])
 
     result = {}
     for dp in range(DP):
@@ -109,7 +112,7 @@ TAIL = (
 def columns(seconds: Seconds, steps: int = 2) -> dict[str, Any]:
     rows: dict[str, list[Any]] = {}
     for step in range(steps):
-        for (kind, number, dp, pp), (begin, end) in simulated(seconds).items():
+        for (kind, number, dp, pp), (begin, end) in simulate(seconds).items():
             passes = kind.endswith("compute")
             row = {
                 "dp_rank": dp,
@@ -127,7 +130,7 @@ def columns(seconds: Seconds, steps: int = 2) -> dict[str, Any]:
             for name, value in row.items():
                 rows.setdefault(name, []).append(value)
     rng = np.random.default_rng(0)
-    order = rng.permutation(len(rows["step"]))  # files are in no order that matters
+    order = rng.permutation(len(rows["step"]))  # the order of rows in a file must not matter
     return {name: np.array(values)[order] for name, values in rows.items()}
 
 
@@ -137,11 +140,11 @@ def write(path: Path, rows: dict[str, Any]) -> Path:
 
 
 def span_of(seconds: Seconds) -> float:
-    return max(end for _, end in simulated(seconds).values())
+    return max(end for _, end in simulate(seconds).values())
 
 
-@pytest.mark.parametrize("seconds", [usual, slow])
-def test_the_replay_of_a_trace_without_gaps_is_the_trace(tmp_path: Path, seconds: Seconds) -> None:
+@pytest.mark.parametrize("seconds", [healthy, slow])
+def test_the_replay_of_a_trace_without_gaps_equals_the_trace(tmp_path: Path, seconds: Seconds) -> None:
     graph = straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", columns(seconds))))
     result = what_if(graph)
     assert result.steps == (0, 10)
@@ -151,14 +154,14 @@ def test_the_replay_of_a_trace_without_gaps_is_the_trace(tmp_path: Path, seconds
     assert graph.gap_N.max() < 1e-9
 
 
-def test_what_is_slow_is_found_and_its_cost_is_that_of_sharing_it_out(tmp_path: Path) -> None:
+def test_the_slow_worker_is_detected_with_its_cost(tmp_path: Path) -> None:
     result = what_if(straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", columns(slow)))))
 
-    def shared(kind: str, dp: int, pp: int) -> float:
-        return usual(kind, dp, pp) * (1.5 if kind.endswith("compute") else 1)  # the mean of 3, 1, 1 and 1
+    def balanced(kind: str, dp: int, pp: int) -> float:
+        return healthy(kind, dp, pp) * (1.5 if kind.endswith("compute") else 1)  # the mean of 3, 1, 1 and 1
 
-    assert result.slowdown == pytest.approx(span_of(slow) / span_of(shared), rel=1e-9)
-    assert result.waste == pytest.approx(1 - span_of(shared) / span_of(slow), rel=1e-9)
+    assert result.slowdown == pytest.approx(span_of(slow) / span_of(balanced), rel=1e-9)
+    assert result.waste == pytest.approx(1 - span_of(balanced) / span_of(slow), rel=1e-9)
     assert result.worst_ranks == (2,)
     assert result.slowest_ranks_share > 0.9 > result.last_stage_share
     assert result.worker_DP.shape == (DP, PP)
@@ -167,7 +170,7 @@ def test_what_is_slow_is_found_and_its_cost_is_that_of_sharing_it_out(tmp_path: 
     assert result.by_operation["forward-transfer"] == pytest.approx(1)
 
 
-def test_the_command_takes_a_trace_as_it_takes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_accepts_a_published_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = write(tmp_path / "trace.parquet", columns(slow)), tmp_path / "out.json"
     assert command(["whatif", str(path), "--json", str(out)]) == 0
     output = capsys.readouterr().out.splitlines()
@@ -180,15 +183,15 @@ def test_the_command_takes_a_trace_as_it_takes_a_run(tmp_path: Path, capsys: pyt
     assert result["replay_error"] < 1e-9
 
 
-def test_gaps_are_left_out_of_the_replay_and_belong_to_its_error(tmp_path: Path) -> None:
-    rows = columns(usual)
+def test_gaps_are_excluded_from_the_replay(tmp_path: Path) -> None:
+    rows = columns(healthy)
     late = np.isin(rows["optype"], ("optimizer",))
     rows["start_ts"] = rows["start_ts"] + 0.5 * late
     graph = straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", rows)))
     result = what_if(graph)
-    np.testing.assert_allclose(result.measured_S, span_of(usual) + 0.5, rtol=1e-9)
+    np.testing.assert_allclose(result.measured_S, span_of(healthy) + 0.5, rtol=1e-9)
     np.testing.assert_allclose(result.with_gaps_S, result.measured_S, rtol=1e-9)
-    np.testing.assert_allclose(result.replayed_S, span_of(usual), rtol=1e-9)
+    np.testing.assert_allclose(result.replayed_S, span_of(healthy), rtol=1e-9)
     assert result.slowdown == pytest.approx(1)
 
 
@@ -196,13 +199,13 @@ def _without(rows: dict[str, Any], chosen: Any) -> dict[str, Any]:
     return {name: values[~chosen] for name, values in rows.items()}
 
 
-def _first(rows: dict[str, Any], **wanted: Any) -> Any:
-    result = np.logical_and.reduce([rows[name] == value for name, value in wanted.items()])
+def _first(rows: dict[str, Any], **values: Any) -> Any:
+    result = np.logical_and.reduce([rows[name] == value for name, value in values.items()])
     assert result.any()
     return result & (np.cumsum(result) == 1)
 
 
-BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "no column": (lambda rows: {name: of for name, of in rows.items() if name != "seq_id"}, "seq_id"),
     "text for numbers": (lambda rows: rows | {"stage": rows["stage"].astype(str)}, "stage must hold integers"),
     "whole seconds": (lambda rows: rows | {"duration": np.ones(len(rows["step"]), int)}, "duration must hold"),
@@ -230,39 +233,39 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "says"), BAD.values(), ids=BAD.keys())
-def test_what_is_no_such_trace_is_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], says: str
+@pytest.mark.parametrize(("change", "message"), INVALID.values(), ids=INVALID.keys())
+def test_invalid_traces_are_rejected(
+    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
 ) -> None:
-    path = write(tmp_path / "trace.parquet", change(columns(usual)))
-    with pytest.raises(CorruptFile, match=says):
+    path = write(tmp_path / "trace.parquet", change(columns(healthy)))
+    with pytest.raises(CorruptFile, match=message):
         read_straggler_trace(path)
 
 
-def test_a_send_without_its_receive_is_refused(tmp_path: Path) -> None:
-    rows = columns(usual)
+def test_a_receive_without_its_send_is_rejected(tmp_path: Path) -> None:
+    rows = columns(healthy)
     rows = _without(rows, _first(rows, optype="forward-send", seq_id=3))
     trace = read_straggler_trace(write(tmp_path / "trace.parquet", rows))
     with pytest.raises(CorruptFile, match="in the collective forward"):
         straggler_graph(trace)
 
 
-def test_other_files_and_too_large_ones_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_and_too_large_traces_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (text := tmp_path / "text.parquet").write_text("no columns")
     for path in (text, tmp_path / "nothing", tmp_path):
         with pytest.raises(ConfigError):
             read_straggler_trace(path)
     monkeypatch.setattr(straggler_trace, "MOST_OPERATIONS", 10)
     with pytest.raises(CorruptFile, match="1 to 10"):
-        read_straggler_trace(write(tmp_path / "trace.parquet", columns(usual)))
+        read_straggler_trace(write(tmp_path / "trace.parquet", columns(healthy)))
 
 
-def test_a_cut_off_file_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.parquet", columns(usual))
-    whole = path.read_bytes()
-    middle = bytearray(whole)
+def test_truncated_and_damaged_files_are_rejected(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.parquet", columns(healthy))
+    content = path.read_bytes()
+    middle = bytearray(content)
     middle[40:400] = bytes(360)
-    for damaged in (whole[: len(whole) // 2], bytes(middle)):
+    for damaged in (content[: len(content) // 2], bytes(middle)):
         path.write_bytes(damaged)
         with pytest.raises((ConfigError, CorruptFile)):
             read_straggler_trace(path)

@@ -44,7 +44,7 @@ def test_all_ranks_get_the_number_of_previous_attempts() -> None:
 
 
 def _join_error(store: dist.Store, rank: int, world: int) -> str:
-    """Return the error of a rank whose peers do not join; "" if it got a name."""
+    """Return the error of a rank whose peers do not join; "" if they all joined."""
     try:
         attempt_store(store, rank, world, 0.05)
     except PeerTimeout as error:
@@ -69,11 +69,11 @@ def test_rank_0_names_the_missing_ranks_and_the_others_name_rank_0() -> None:
 
 def test_a_late_rank_is_waited_for() -> None:
     store, started = dist.HashStore(), threading.Event()
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run(rank: int, first: Callable[[], Any]) -> None:
         first()
-        found.append(attempt_store(store, rank, 2, 20.0))
+        results.append(attempt_store(store, rank, 2, 20.0))
 
     threads = [
         threading.Thread(target=run, args=(0, started.set)),
@@ -83,4 +83,4 @@ def test_a_late_rank_is_waited_for() -> None:
         thread.start()
     for thread in threads:
         thread.join(30.0)
-    assert len(found) == 2
+    assert len(results) == 2

@@ -40,9 +40,9 @@ def sum_of_ranks(offset: int) -> dict[str, Any]:
         total = torch.tensor([ranks.rank + offset])
         dist.all_reduce(total)
         dist.barrier()
-        found = {"rank": ranks.rank, "world": ranks.world, "total": int(total), "listening": listening_addresses()}
+        result = {"rank": ranks.rank, "world": ranks.world, "total": int(total), "listening": listening_addresses()}
     threads = os.environ["OMP_NUM_THREADS"]
-    return found | {"threads": threads, "left": not dist.is_initialized(), "torchrun": under_torchrun()}
+    return result | {"threads": threads, "group_destroyed": not dist.is_initialized(), "torchrun": under_torchrun()}
 
 
 def listening_addresses() -> set[str]:
@@ -51,13 +51,13 @@ def listening_addresses() -> set[str]:
     for fd in Path("/proc/self/fd").iterdir():
         if fd.is_symlink() and os.readlink(fd).startswith("socket:["):
             inodes.add(os.readlink(fd)[8:-1])
-    found = set()
+    addresses = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else []:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].split(":")[0])
-    return found
+                addresses.add(fields[1].split(":")[0])
+    return addresses
 
 
 FORKED = ("torch",)
@@ -74,7 +74,7 @@ def fail(mode: str) -> None:
             if mode == "bug":
                 raise ZeroDivisionError("a bug")
             raise InputError("the rows are wrong")
-        if mode in ("bug", "killed, reported by torch"):  # torch's own error is a consequence too
+        if mode in ("bug", "killed, reported by torch"):  # rank 0 then fails with torch's own error
             dist.all_reduce(torch.zeros(1))
         try:
             dist.all_reduce(torch.zeros(1))
@@ -101,7 +101,7 @@ def one_rank() -> tuple[int, int, str]:
 
 
 @pytest.fixture(autouse=True)
-def no_ranks_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", STORE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
@@ -113,7 +113,7 @@ def test_two_ranks_return_their_results_by_rank(monkeypatch: pytest.MonkeyPatch)
     assert [r["rank"] for r in results] == [0, 1]
     assert {r["world"] for r in results} == {2}
     assert {r["total"] for r in results} == {21}
-    assert all(r["left"] and r["torchrun"] for r in results)
+    assert all(r["group_destroyed"] and r["torchrun"] for r in results)
     assert {r["threads"] for r in results} == {str(max(1, available_cores() // 2))}
     loopback = {"0100007F", "00000000000000000000000001000000"}
     assert all(r["listening"] <= loopback for r in results), results
@@ -148,7 +148,7 @@ def test_an_existing_group_is_used_and_not_destroyed() -> None:
 
 def test_an_error_of_the_library_keeps_its_class_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError) as caught:
-        launch(fail, ("ours",), ranks=2, preload=FORKED)
+        launch(fail, ("input error",), ranks=2, preload=FORKED)
     assert str(caught.value) == "rank 1: the rows are wrong"
     # The launcher raises; neither the ranks nor torch's agent print anything of their own.
     assert "Traceback" not in capfd.readouterr().err
@@ -195,14 +195,14 @@ def test_in_the_process_of_the_caller_frames_of_packages_are_hidden() -> None:
     assert [Path(name).name for name in frames if name != __file__] == ["launcher.py"]
 
 
-def test_another_error_of_a_rank_has_its_traceback() -> None:
+def test_an_error_that_is_not_of_the_library_is_reported_with_its_traceback() -> None:
     with pytest.raises(RankFailed) as caught:
         launch(fail, ("bug",), ranks=2, preload=FORKED)
     assert str(caught.value) == "rank 1 failed with ZeroDivisionError: a bug"
     assert 'raise ZeroDivisionError("a bug")' in caught.value.details
 
 
-def test_an_error_between_operations_is_the_cause_and_not_the_errors_of_its_peers() -> None:
+def test_an_error_between_operations_is_reported_instead_of_the_errors_of_its_peers() -> None:
     with pytest.raises(RankFailed, match=r"^rank 1 failed with ZeroDivisionError: a bug(\n|$)"):
         launch(fail_between_operations, ranks=2, preload=FORKED)
 
@@ -303,8 +303,10 @@ def test_ranks_that_finish_at_a_signal_return_their_results(tmp_path: Path, rest
     ("how", "kind", "restarts"),
     [("finishes", signal.SIGINT, 0), ("default", signal.SIGTERM, 0), ("default", signal.SIGTERM, 1)],
 )
-def test_otherwise_a_signal_raises_interrupted(tmp_path: Path, how: str, kind: signal.Signals, restarts: int) -> None:
-    """Ctrl-C always does. Ranks that the signal ended are not restarted."""
+def test_a_signal_at_which_ranks_do_not_finish_raises_interrupted(
+    tmp_path: Path, how: str, kind: signal.Signals, restarts: int
+) -> None:
+    """Ctrl-C always raises. Ranks that the signal ended are not restarted."""
     thread = signal_when_ready(tmp_path, kind)
     with pytest.raises(Interrupted, match=f"stopped by {kind.name}") as caught:
         launch(stop_at_signal, (str(tmp_path), how), ranks=2, restarts=restarts)
@@ -320,16 +322,16 @@ def test_an_error_after_a_signal_is_raised(tmp_path: Path) -> None:
 
 
 def test_ranks_forked_from_a_preloaded_process_work_like_spawned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    for threads in ("1", "2"):  # of this launch, though the process that they are forked from is older
+    for threads in ("1", "2"):  # the setting of each launch applies, although the process that forks the ranks is older
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         results = launch(sum_of_ranks, (10,), ranks=2, preload=("torch",))
         assert [(r["rank"], r["total"], r["threads"]) for r in results] == [(0, 21, threads), (1, 21, threads)]
         loopback = {"0100007F", "00000000000000000000000001000000"}
-        assert all(r["left"] and r["torchrun"] and r["listening"] <= loopback for r in results)
-    assert launch(loaded_before, ranks=1, restarts=1, preload=("torch",)) == [(True, 2)]
+        assert all(r["group_destroyed"] and r["torchrun"] and r["listening"] <= loopback for r in results)
+    assert launch(is_forked_and_num_threads, ranks=1, restarts=1, preload=("torch",)) == [(True, 2)]
 
 
-def loaded_before() -> tuple[bool, int]:
+def is_forked_and_num_threads() -> tuple[bool, int]:
     """Return whether this process was forked from another one than the launcher, and torch's threads."""
     parent = multiprocessing.parent_process()
     return parent is not None and parent.pid != os.getppid(), torch.get_num_threads()
@@ -345,23 +347,23 @@ def test_forked_ranks_that_fail_are_restarted_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("how", "preload"), [("waits", ("torch",)), ("finishes", ("torch",)), ("finishes", ())])
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, how: str, preload: tuple[str, ...]) -> None:
     """Forked and spawned ranks, including ranks that finish their work first and cannot return the result."""
-    came = tmp_path / "came"
-    came.mkdir()
+    started = tmp_path / "started"
+    started.mkdir()
     code = (
         "from tests.runtime.launch.test_launch import launch, wait_for_signal\n"
-        f"launch(wait_for_signal, ({str(came)!r}, {how!r}), 2, preload={preload!r})"
+        f"launch(wait_for_signal, ({str(started)!r}, {how!r}), 2, preload={preload!r})"
     )
-    # A path of its own, and short: the server that forks ranks has a socket there.
+    # A separate, short path: the server that forks ranks creates a socket in it.
     with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as left,
-        subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": left}) as launcher,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmpdir,
+        subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": tmpdir}) as launcher,
     ):
-        ends = time.monotonic() + 120
-        while len(found := list(came.iterdir())) < 2 and time.monotonic() < ends:
+        deadline = time.monotonic() + 120
+        while len(paths := list(started.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        pids = [int(path.name) for path in found]
+        pids = [int(path.name) for path in paths]
         launcher.kill()
-    while [pid for pid in pids if Path("/proc", str(pid)).exists()] and time.monotonic() < ends:
+    while [pid for pid in pids if Path("/proc", str(pid)).exists()] and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(pids) == 2 and not [pid for pid in pids if Path("/proc", str(pid)).exists()]
 
@@ -374,7 +376,9 @@ def wait_for_signal(folder: str, how: str) -> None:
     assert received.wait(200)
 
 
-def test_a_stopped_rank_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stopped_rank_does_not_delay_the_error_of_another_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(agent, "ENDING_S", 0.1)
     with pytest.raises(InputError, match="rank 1: the rows are wrong"):
         launch(stop_or_fail, (str(tmp_path / "failed"),), ranks=2)
@@ -427,8 +431,10 @@ def test_torchrun_works(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=120, env=env, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, timeout=120, env=env, check=False
+    )
+    assert process.returncode == 0, process.stderr
     assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == ["3", "3"]
 
 
@@ -458,20 +464,20 @@ def test_a_rank_that_the_watchers_killed_is_reported_as_stuck_and_not_as_out_of_
     failures = {1: Ended(-signal.SIGKILL)}
     assert "out of memory?" in str(agent._cause(failures, tmp_path))
     leave_record(tmp_path, 0, "PeerDied", "rank 1 is gone. Noticed: rank 1 is stuck: it sleeps; report: faults/a.txt")
-    said = str(agent._cause(failures, tmp_path))
-    assert said.endswith("was killed by SIGKILL. Noticed: rank 1 is stuck: it sleeps; report: faults/a.txt")
+    message = str(agent._cause(failures, tmp_path))
+    assert message.endswith("was killed by SIGKILL. Noticed: rank 1 is stuck: it sleeps; report: faults/a.txt")
 
 
 def test_a_rank_that_finishes_while_it_is_checked_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "ENDING_S", 0.0)
-    (tmp_path / "0.0").symlink_to("gone")  # in the folder, and not there when it is read
+    (tmp_path / "0.0").symlink_to("gone")  # listed in the folder, but missing when it is read
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     (tmp_path / "0.1").write_text(str(process.pid))
-    looks = iter([False, False, False, True])
-    over = SimpleNamespace(wait=lambda seconds: next(looks))
-    agent._run_killer(tmp_path, over)  # type: ignore[arg-type]
+    wait_results = iter([False, False, False, True])
+    finished = SimpleNamespace(wait=lambda seconds: next(wait_results))
+    agent._run_killer(tmp_path, finished)  # type: ignore[arg-type]
     assert process.poll() is None
     process.communicate(b"\n", timeout=60)
     assert process.returncode == 0

@@ -1,4 +1,4 @@
-"""The status table of a host: shared memory without a name, and handles of processes instead of pids."""
+"""The status table of a host is in shared memory without a name and uses process handles instead of pids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def alone() -> Iterator[StatusTable]:
 
 
 def soon(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether ``condition`` becomes true within ``seconds``. Another process makes it true."""
+    """Return whether ``condition`` becomes true within ``seconds``. Another process makes it true."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -67,7 +67,7 @@ def publish_and_read(rank: int, world: int, arg: Any) -> dict[str, Any]:
         assert state is not None
         assert (state.rank, state.pid) == (1, table.members[1].pid)
         entry = table.entry(1)
-        found = {
+        result = {
             "spans": [(span.name, span.rank) for span in read_spans(region)],
             "open": [span.name for span in read_open(region)],
             "calls": read_calls(region)[(0, 1), Kind.COLLECTIVE],
@@ -77,7 +77,7 @@ def publish_and_read(rank: int, world: int, arg: Any) -> dict[str, Any]:
         table.post_fault("a fault", 0)
         assert soon(lambda: table.entry(1).acknowledged == 1)
         dist.barrier()
-        return found
+        return result
     finally:
         table.close()
 
@@ -126,10 +126,10 @@ def test_stacks_of_a_rank_that_holds_the_interpreter_lock(pool2: RankPool, tmp_p
 def stacks_of_second(rank: int, world: int, fifo: str) -> str:
     """Rank 1 holds its lock until rank 0 has its stacks or gives up."""
     table = StatusTable.create(rank, records=RECORDS)
-    held = os.open(fifo, os.O_RDWR)
+    pipe = os.open(fifo, os.O_RDWR)
     try:
         if rank == 1:
-            hold_the_lock(held)
+            hold_the_lock(pipe)
             return ""
         text = ""
         end = time.monotonic() + 20
@@ -137,42 +137,42 @@ def stacks_of_second(rank: int, world: int, fifo: str) -> str:
             text = table.stacks(1, 1.0)
         return text
     finally:
-        os.write(held, b"!")
+        os.write(pipe, b"!")
         dist.barrier()
-        os.close(held)
+        os.close(pipe)
         table.close()
 
 
-def hold_the_lock(held: int) -> None:
+def hold_the_lock(pipe: int) -> None:
     import ctypes
 
     libc, byte = ctypes.PyDLL(None), ctypes.create_string_buffer(1)
-    while libc.read(held, byte, 1) != 1:  # the signal that requests the stacks may interrupt it
+    while libc.read(pipe, byte, 1) != 1:  # the signal that requests the stacks may interrupt it
         pass
 
 
 def test_wait_returns_when_a_process_ends_and_a_stopped_process_is_distinguished(pool2: RankPool) -> None:
-    found, _ = pool2.run(stop_and_kill, timeout=60, expect_dead={1})
-    assert found == {"alive": (False, False), "stopped": (True, False), "stacks": True, "again": True, "ended": True}
+    result, _ = pool2.run(stop_and_kill, timeout=60, expect_dead={1})
+    assert result == {"alive": (False, False), "stopped": (True, False), "stacks": True, "again": True, "ended": True}
 
 
 def stop_and_kill(rank: int, world: int, arg: Any) -> dict[str, Any]:
     table = StatusTable.create(rank, records=RECORDS)
     if rank == 1:
         signal.pause()
-    found: dict[str, Any] = {"alive": (table.stopped(1), table.ended(1))}
+    result: dict[str, Any] = {"alive": (table.stopped(1), table.ended(1))}
     os.kill(table.members[1].pid, signal.SIGSTOP)
     assert soon(lambda: table.stopped(1))
     assert "stopped" in table.stacks(1, 1.0)
-    found["stopped"] = (table.stopped(1), table.ended(1))
-    found["stacks"] = "stop_and_kill" in table.stacks(1, 10.0, resume=True)
-    found["again"] = soon(lambda: table.stopped(1))
+    result["stopped"] = (table.stopped(1), table.ended(1))
+    result["stacks"] = "stop_and_kill" in table.stacks(1, 10.0, resume=True)
+    result["again"] = soon(lambda: table.stopped(1))
     assert table.kill(1)
     table.wait(20.0)
-    found["ended"] = table.ended(1) and table.letter(1) in ("", "Z", "X")
+    result["ended"] = table.ended(1) and table.letter(1) in ("", "Z", "X")
     assert not table.kill(1) or table.letter(1) == "Z"
     table.close()
-    return found
+    return result
 
 
 def test_all_ranks_raise_if_one_cannot_share_memory(pool2: RankPool) -> None:
@@ -208,8 +208,8 @@ def test_group_numbers_remain_valid_in_a_new_region_and_calls_restart(alone: Sta
             with recorder.span(Kind.COMPUTE, f"inner {number % 3}"):
                 pass
     with recorder.span(Kind.DISPATCH, "again", group=group):
-        (found,) = read_open(alone.region(0))
-    assert (found.name, found.group, found.call) == ("again", (3, 7), 2)
+        (open_span,) = read_open(alone.region(0))
+    assert (open_span.name, open_span.group, open_span.call) == ("again", (3, 7), 2)
     assert read_calls(alone.region(0)) == {((3, 7), Kind.DISPATCH): 2}
     assert read_open(alone.region(0)) == []
 
@@ -288,6 +288,6 @@ def test_time_without_a_core_does_not_count_as_stalled(alone: StatusTable, monke
     assert reader.status(0, state.active_ns + 7 * second).stalled_s == 0.0
 
 
-def test_run_delay() -> None:
+def test_run_delay_is_read_and_is_zero_for_a_missing_process() -> None:
     assert status_reader.run_delay_ns(os.getpid()) >= 0
     assert status_reader.run_delay_ns(2**31 - 1) == 0

@@ -48,7 +48,7 @@ def misbehave(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        threading.Event().wait(100)  # it is resumed for a moment, to write its stacks
+        threading.Event().wait(100)  # watchers resume this rank for a moment, to write its stacks
     elif how == "gil":
         ctypes.PyDLL(None).sleep(100)
     elif how == "loop":
@@ -63,10 +63,10 @@ def misbehave(how: str) -> None:
 def live(rank: int, world: int, arg: tuple[str, str, str, bool]) -> dict[str, Any]:
     """Run steps until rank ``CULPRIT`` misbehaves in one. Returns what this rank has detected."""
     how, folder, place, split = arg
-    found: list[DetectedFault] = []
+    faults: list[DetectedFault] = []
     move = mover(place, world)
     host = f"host {rank * 2 // world}" if split else None
-    watch = Watcher.create(OPTIONS, folder, [found.append], host=host)
+    watch = Watcher.create(OPTIONS, folder, [faults.append], host=host)
     caught = ""
     try:
         with watch:
@@ -78,7 +78,7 @@ def live(rank: int, world: int, arg: tuple[str, str, str, bool]) -> dict[str, An
     except (RuntimeError, ValueError) as error:
         caught = f"{type(error).__name__}: {error}"
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("moe_comm-watch")]
-    return {"caught": caught, "faults": found, "threads": threads}
+    return {"caught": caught, "faults": faults, "threads": threads}
 
 
 def mover(place: str, world: int) -> Any:
@@ -104,7 +104,7 @@ def mover(place: str, world: int) -> Any:
 
 
 def check(results: list[Any], kind: str) -> None:
-    """All other ranks know the culprit and have left their waits, and one of them is the reporter."""
+    """Check that all other ranks know the culprit and left their waits, and that one of them is the reporter."""
     others = [one for rank, one in enumerate(results) if rank != CULPRIT]
     faults = [one["faults"][0] for one in others]
     assert [len(one["faults"]) for one in others] == [1] * len(others)
@@ -167,7 +167,7 @@ def fail_or_wait(watch: Watcher, rank: int, world: int) -> NoReturn:
         if rank == CULPRIT:
             raise ValueError("on purpose")
         with communication_span(Kind.COLLECTIVE, "sum", group=EVENTS.group(range(world))):
-            assert watch._faults.reported.wait(30)  # until the connection would be lost
+            assert watch._faults.reported.wait(30)  # the connection would be lost afterwards
     raise PeerError("connection lost")
 
 
@@ -178,11 +178,11 @@ def test_a_healthy_run_with_pauses_has_no_faults_and_no_reports(pool2: RankPool,
 
 
 def pause(rank: int, world: int, arg: tuple[str, float]) -> dict[str, Any]:
-    """Pauses longer than ``stuck_s``, after a first step that had such a pause, and a long one between steps."""
+    """Pause for longer than ``stuck_s`` on rank 1 in each step, and on rank 0 between steps."""
     folder, stuck_s = arg
-    found: list[DetectedFault] = []
+    faults: list[DetectedFault] = []
     options = WatchOptions(stuck_s=stuck_s, start_s=60.0, records=256)
-    with Watcher.create(options, folder, [found.append]) as watch:
+    with Watcher.create(options, folder, [faults.append]) as watch:
         for step in range(1, 4):
             with watch.step(step):
                 if rank == 1:
@@ -194,7 +194,7 @@ def pause(rank: int, world: int, arg: tuple[str, float]) -> dict[str, Any]:
         longest = watch.timeout_s > 4 * stuck_s
         state = read_header(EVENTS.region)
         assert state is not None
-    return {"faults": len(found), "longest": longest or rank == 0, "rank": state.rank}
+    return {"faults": len(faults), "longest": longest or rank == 0, "rank": state.rank}
 
 
 def test_without_end_a_stuck_rank_is_reported_and_continues(pool2: RankPool, tmp_path: Path) -> None:
@@ -204,14 +204,14 @@ def test_without_end_a_stuck_rank_is_reported_and_continues(pool2: RankPool, tmp
 
 def report_only(rank: int, world: int, folder: str) -> tuple[str, str, int]:
     options = replace(OPTIONS, stuck_s=0.5, end=False)
-    found: list[DetectedFault] = []
-    with Watcher.create(options, folder, [found.append]) as watch:
+    faults: list[DetectedFault] = []
+    with Watcher.create(options, folder, [faults.append]) as watch:
         for step in range(1, 4):
             with watch.step(step):
                 if step == 3 and rank == CULPRIT:
                     assert watch._faults.reported.wait(30)
                 mover("gloo", world)()
-    return found[0].kind, found[0].action, len(found)
+    return faults[0].kind, faults[0].action, len(faults)
 
 
 # --- reaction of a rank to a fault ---
@@ -346,10 +346,10 @@ def test_ranks_end_for_a_host_without_heartbeats_if_end_is_set(
 
 
 def test_watched_ranks_record_spans(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(record_nothing, str(tmp_path), timeout=60) == [True] * 2
+    assert pool2.run(spans_are_enabled, str(tmp_path), timeout=60) == [True] * 2
 
 
-def record_nothing(rank: int, world: int, folder: str) -> bool:
+def spans_are_enabled(rank: int, world: int, folder: str) -> bool:
     EVENTS.enabled = False
     with Watcher.create(OPTIONS, folder):
         return EVENTS.enabled

@@ -15,7 +15,7 @@ WORLD = (0, 1, 2, 3)
 
 
 def at_work(rank: int, stalled_s: float = 0.0, **more: Any) -> RankStatus:
-    """A rank that computes. Its timeout is 5 s."""
+    """Return the status of a rank that computes. Its timeout is 5 s."""
     return RankStatus(rank, stalled_s=stalled_s, open_spans=(OpenSpan(Kind.COMPUTE, "experts", stalled_s),), **more)
 
 

@@ -116,7 +116,7 @@ def misbehave(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        threading.Event().wait(100)  # it is resumed for a moment, to write its stacks
+        threading.Event().wait(100)  # watchers resume this rank for a moment, to write its stacks
     else:
         subprocess.run(("ip", "link", "set", INTERFACE, "down"), check=True)
 
@@ -124,12 +124,12 @@ def misbehave(how: str) -> None:
 def move_to(host: int) -> None:
     """Move this thread, and the threads that it starts later, into the namespaces of a process."""
     libc = ctypes.CDLL(None, use_errno=True)
-    done = [libc.unshare(CLONE_FS)]  # setns to a mount namespace needs a working folder and root of the thread's own
+    return_codes = [libc.unshare(CLONE_FS)]  # setns of a mount namespace needs a thread with its own root
     folder = os.getcwd()
     for space in SPACES:
         with Path(f"/proc/{host}/ns/{space}").open() as file:
-            done.append(libc.setns(file.fileno(), 0))
-    assert done == [0] * len(done), os.strerror(ctypes.get_errno())
+            return_codes.append(libc.setns(file.fileno(), 0))
+    assert return_codes == [0] * len(return_codes), os.strerror(ctypes.get_errno())
     os.chdir(folder)
 
 
@@ -149,7 +149,7 @@ def faults_of(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def seconds_until(folder: Path, reported: dict[str, Any]) -> float:
-    """Seconds from the fault until a rank has received it. All hosts are on one machine and share its clock."""
+    """Return the seconds from the fault until a rank has received it. All hosts share the clock of one machine."""
     return float((reported["at_ns"] - int((folder / "happened").read_text())) / 1e9)
 
 

@@ -1,4 +1,4 @@
-"""A made-up model cut in every way there is, and what each rank of a mapping holds of it."""
+"""A synthetic model with all kinds of sharding, and the checkpoint entries of each rank of a mapping."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, ShardSlice, Split, shard_slice
 from moe_comm.train.checkpoint import Entry
 
-EXPERTS = 7  # divides by nothing that is used here, and leaves a rank without any at ep 8
+EXPERTS = 7  # not divisible by any ep > 1 of the tests; at ep 8 one rank has no expert
 
 
 @dataclass(frozen=True)
 class Mapping_:
-    """style: which tensors are dealt out to the ranks that hold copies: "replicate" none, "zero1" optimizer state,
-    "fsdp" all."""
+    """A mapping of ranks. style: which tensors are also sharded over the ranks that hold replicas: "replicate" none,
+    "zero1" optimizer state, "fsdp" all."""
 
     config: ParallelConfig
     style: str
@@ -30,12 +30,12 @@ class Mapping_:
 
 
 def shardings(config: ParallelConfig) -> dict[str, tuple[Sharding, torch.dtype, set[int]]]:
-    """By name: sharding, dtype, and pipeline stages of a tensor."""
+    """Return sharding, dtype and pipeline stages of each tensor, by name."""
     experts = ExpertPlacement.balanced(EXPERTS, config.ep).experts_per_rank
     first, last = 0, config.pp - 1
     f32 = torch.float32
     params = {
-        "embed.weight": (Sharding((12, 6), (Split(0, "tp"),)), f32, {first, last}),  # tied
+        "embed.weight": (Sharding((12, 6), (Split(0, "tp"),)), f32, {first, last}),  # tied: on both end stages
         "layers.0.q.weight": (Sharding((8, 6), (Split(0, "tp"),)), f32, {first}),
         "layers.0.o.weight": (Sharding((6, 8), (Split(1, "tp"),)), f32, {first}),
         "layers.0.norm.weight": (Sharding((5,)), f32, {first}),
@@ -53,16 +53,16 @@ def shardings(config: ParallelConfig) -> dict[str, tuple[Sharding, torch.dtype, 
         ),
         "layers.1.moe.bias": (Sharding((0,)), f32, {last}),
     }
-    found = {}
+    tensors = {}
     for name, (sharding, dtype, stages) in params.items():
-        found[f"model/{name}"] = (sharding, dtype, stages)
-        found[f"optimizer/{name}/exp_avg"] = (sharding, torch.float32, stages)
-        found[f"optimizer/{name}/step"] = (Sharding(()), torch.int64, stages)
-    return found
+        tensors[f"model/{name}"] = (sharding, dtype, stages)
+        tensors[f"optimizer/{name}/exp_avg"] = (sharding, torch.float32, stages)
+        tensors[f"optimizer/{name}/step"] = (Sharding(()), torch.int64, stages)
+    return tensors
 
 
 def whole_of(name: str, sharding: Sharding, dtype: torch.dtype) -> Tensor:
-    """A tensor of random bits, NaN and infinities among them; depends on the name only."""
+    """Return a tensor of random bits, including NaN and infinities. It depends on the name only."""
     generator = torch.Generator().manual_seed(sum(n * ord(c) for n, c in enumerate(name, 1)))
     count = math.prod(sharding.shape) * dtype.itemsize
     bits = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)

@@ -123,7 +123,7 @@ def test_a_file_is_hashed_once_and_before_its_first_tensor_is_read(small: Path, 
     flip(1)(path / "rank-00000.safetensors")
     assert torch.equal(reader.read("a"), torch.arange(6.0).view(2, 3))
     flip(1)(path / "rank-00000.safetensors")
-    reader.read("b")  # known to be good
+    reader.read("b")  # the file was verified before
     with pytest.raises(CheckpointError, match="sha256 differs"):
         read_tensor(path, "b")
 
@@ -211,7 +211,7 @@ def test_inconsistent_metadata_with_valid_checksums_is_rejected(
         load(path, {"a": Entry.whole(torch.zeros(2, 3)), "b": Entry.whole(torch.tensor(0))})
 
 
-def test_a_later_format_says_to_update(small: Path, tmp_path: Path) -> None:
+def test_a_newer_format_version_is_refused_with_advice_to_update(small: Path, tmp_path: Path) -> None:
     path = tmp_path / "step-00000003"
     shutil.copytree(small, path)
     rewrite(path, lambda metadata: None, version=2)

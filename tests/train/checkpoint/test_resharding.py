@@ -1,4 +1,4 @@
-"""What any mapping saves any other loads, the same bits; a part is written once, by a rank that holds it."""
+"""Every mapping loads the checkpoint of every other mapping bit for bit. Each part is written once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATE = {"sampler": {"epoch": 3, "position": 2**40}, "loss": 0.1, "text": 'a = "
 
 @pytest.fixture(scope="module")
 def saved(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints by the mapping that saved them."""
+    """Return the checkpoints by the mapping that saved them."""
     root = tmp_path_factory.mktemp("checkpoints")
     for world in WORLDS:
         pools[world].run(save_all, (root, [m for m in MAPPINGS if m.config.world == world]))
@@ -94,10 +94,10 @@ def test_data_files_are_safetensors_and_hold_every_element_once(saved: dict[str,
     safetensors = pytest.importorskip("safetensors.torch")
     expected = sum(tensor.nbytes for tensor in wholes(ParallelConfig()).values())
     for path in saved.values():
-        found = 0
+        num_bytes = 0
         for file in path.glob("*.safetensors"):
-            found += sum(tensor.nbytes for tensor in safetensors.load_file(file).values())
-        assert found == expected
+            num_bytes += sum(tensor.nbytes for tensor in safetensors.load_file(file).values())
+        assert num_bytes == expected
         names = {file.name for file in path.iterdir()} - {file.name for file in path.glob("*.safetensors")}
         assert names == {"metadata.json", "manifest.json", "COMPLETE"}
 
@@ -110,7 +110,7 @@ def test_replicated_tensors_are_written_by_different_ranks(saved: dict[str, Path
     assert max(sizes) - min(sizes) < largest
 
 
-def test_a_second_save_with_other_tensors_in_the_same_objects_is_correct(
+def test_a_second_save_with_more_tensors_in_the_same_dict_is_correct(
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     assert pools[2].run(save_growing, tmp_path) == [True, True]
@@ -120,56 +120,56 @@ def save_growing(rank: int, world: int, folder: Path) -> bool:
     """Plans are cached. Saves after a change on one rank, and after no change, must both be correct."""
     config = ParallelConfig(tp=2)
     place, sizes = config.place(rank), config.sizes
-    cut = torch.arange(4.0) + 4 * rank
-    common = torch.ones(3)
+    sharded = torch.arange(4.0) + 4 * rank
+    replica = torch.ones(3)
     with Checkpointer(folder, keep=9) as checkpointer:
-        entries = {"a": Entry.of(cut, Sharding((8,), (Split(0, "tp"),)), place, sizes), "b": Entry.whole(common)}
+        entries = {"a": Entry.of(sharded, Sharding((8,), (Split(0, "tp"),)), place, sizes), "b": Entry.whole(replica)}
         checkpointer.save(1, entries)
         checkpointer.wait_staged()
-        cut += 100
+        sharded += 100
         if rank == 1:
             entries["c"] = Entry.whole(torch.full((2,), 5.0))
         checkpointer.save(2, entries)
         checkpointer.wait_staged()
-        cut += 100
+        sharded += 100
         checkpointer.save(3, entries)
         checkpointer.wait()
-        checkpointer.latest()  # every rank has its folder by now
+        checkpointer.latest()  # collective: afterwards, every rank has finished its saves
     a = torch.arange(8.0)
     for step, expected in ((1, a), (2, a + 100), (3, a + 200)):
         reader = CheckpointReader(folder / f"step-{step:08d}")
         assert torch.equal(reader.read("a"), expected)
-        assert torch.equal(reader.read("b"), common)
+        assert torch.equal(reader.read("b"), replica)
         assert reader.names == (("a", "b") if step == 1 else ("a", "b", "c"))
     return True
 
 
-def one(shape: tuple[int, ...] = (4, 2), dtype: torch.dtype = torch.float32) -> dict[str, Entry]:
+def entry_a(shape: tuple[int, ...] = (4, 2), dtype: torch.dtype = torch.float32) -> dict[str, Entry]:
     return {"a": Entry.whole(torch.ones(shape, dtype=dtype))}
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, one() | {"b": Entry.whole(torch.tensor(2.5))})
+        checkpointer.save(1, entry_a() | {"b": Entry.whole(torch.tensor(2.5))})
     return tmp_path / "step-00000001"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("entries", "message"),
     [
-        (one() | {"x": Entry.whole(torch.ones(1)), "y": Entry.whole(torch.ones(1))}, "lacks .*: x, y"),
-        (one(), "that no rank requests: b"),
-        (one((2, 4)) | {"b": Entry.whole(torch.tensor(0.0))}, r"a has shape \(4, 2\) .* expected \(2, 4\)"),
-        (one(dtype=torch.bfloat16) | {"b": Entry.whole(torch.tensor(0.0))}, "a has dtype torch.float32 .*bfloat16"),
+        (entry_a() | {"x": Entry.whole(torch.ones(1)), "y": Entry.whole(torch.ones(1))}, "lacks .*: x, y"),
+        (entry_a(), "that no rank requests: b"),
+        (entry_a((2, 4)) | {"b": Entry.whole(torch.tensor(0.0))}, r"a has shape \(4, 2\) .* expected \(2, 4\)"),
+        (entry_a(dtype=torch.bfloat16) | {"b": Entry.whole(torch.tensor(0.0))}, "a has dtype torch.float32 .*bfloat16"),
     ],
 )
-def test_missing_unused_and_mismatched_tensors_are_named(small: Path, wanted: dict[str, Entry], message: str) -> None:
+def test_missing_unused_and_mismatched_tensors_are_named(small: Path, entries: dict[str, Entry], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        load(small, wanted)
+        load(small, entries)
 
 
-def test_a_part_of_a_checkpoint_can_be_loaded_with_a_cast(small: Path) -> None:
+def test_some_tensors_of_a_checkpoint_can_be_loaded_with_a_cast(small: Path) -> None:
     entries = {"b": Entry.whole(torch.tensor(0.0, dtype=torch.bfloat16))}
     load(small, entries, cast=True, allow_unused=True)
     assert entries["b"].tensor.item() == 2.5
@@ -177,7 +177,7 @@ def test_a_part_of_a_checkpoint_can_be_loaded_with_a_cast(small: Path) -> None:
         load(small, {"b": Entry.whole(torch.tensor(0))}, cast=True, allow_unused=True)
 
 
-def test_rows_of_a_cut_dimension_and_large_rows_are_read_in_blocks(
+def test_rows_of_a_sharded_dimension_and_large_rows_are_read_in_blocks(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moe_comm.train.checkpoint import files
@@ -226,16 +226,16 @@ def save_bad(rank: int, world: int, folder: Path) -> dict[str, str]:
             with pytest.raises(CheckpointError) as caught:
                 checkpointer.wait()
             texts[name] = str(caught.value)
-        checkpointer.save(2 + rank, one())
+        checkpointer.save(2 + rank, entry_a())
         with pytest.raises(CheckpointError, match=r"disagree on the step to save: \[2, 3\]"):
             checkpointer.wait()
-        checkpointer.save(2, one(), {"bad": torch.ones(1)} if rank == 1 else {})
+        checkpointer.save(2, entry_a(), {"bad": torch.ones(1)} if rank == 1 else {})
         with pytest.raises(CheckpointError, match=r"rank 1: .*JSON"):
             checkpointer.wait()
-        checkpointer.save(2, one(), {"bad": float("nan")})
+        checkpointer.save(2, entry_a(), {"bad": float("nan")})
         with pytest.raises(CheckpointError, match="JSON"):
             checkpointer.wait()
-        checkpointer.save(7, one())
+        checkpointer.save(7, entry_a())
     return texts
 
 

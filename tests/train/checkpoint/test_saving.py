@@ -42,16 +42,16 @@ def names(parent: Path) -> list[str]:
     return sorted(path.name for path in parent.iterdir())
 
 
-def cut(rank: int, world: int, value: float) -> dict[str, Entry]:
-    """A vector sharded over the ranks, and a replicated one."""
+def sharded_and_replicated(rank: int, world: int, value: float) -> dict[str, Entry]:
+    """Return entries of a vector that is sharded over the ranks, and of a replicated one."""
     config = ParallelConfig(tp=world)
     sharding = Sharding((4 * world,), (Split(0, "tp"),))
-    cut = Entry.of(torch.full((4,), value), sharding, config.place(rank), config.sizes)
-    return {"cut": cut, "copy": Entry.whole(torch.full((3,), value))}
+    sharded = Entry.of(torch.full((4,), value), sharding, config.place(rank), config.sizes)
+    return {"cut": sharded, "copy": Entry.whole(torch.full((3,), value))}
 
 
 class Gate:
-    """A replacement of a function of a module that waits until it is opened."""
+    """Replaces a function of a module or class. Calls wait until the gate is opened, and then call the function."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._real = getattr(owner, name)
@@ -101,9 +101,9 @@ def test_wait_staged_waits_for_the_copy_and_counts_the_stall(tmp_path: Path, mon
     copied = []
 
     def stage(self: staging.Stager, *args: Any) -> Any:
-        found = gate(self, *args)
+        result = gate(self, *args)
         copied.append(True)
-        return found
+        return result
 
     monkeypatch.setattr(staging.Stager, "stage", stage)
     with Checkpointer(tmp_path) as checkpointer:
@@ -141,7 +141,7 @@ def train_meanwhile(rank: int, world: int, parent: Path) -> list[float]:
     gate = Gate(files, "write_block")
     sums = []
     with Checkpointer(parent) as checkpointer, patched(files, "write_block", gate):
-        entries = cut(rank, world, 1.0)
+        entries = sharded_and_replicated(rank, world, 1.0)
         checkpointer.save(1, entries)
         checkpointer.wait_staged()
         for step in range(20):
@@ -172,18 +172,18 @@ def fill_the_disk(rank: int, world: int, arg: tuple[Path, int]) -> list[str]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with Checkpointer(parent) as checkpointer:
-        checkpointer.save(1, cut(rank, world, 1.0))
+        checkpointer.save(1, sharded_and_replicated(rank, world, 1.0))
         checkpointer.wait()
         with patched(files, "write_block", write_block if rank == full else real):
-            checkpointer.save(2, cut(rank, world, 2.0))
-            assert checkpointer.wait_staged() >= 0  # training goes on: the error comes at the next save
+            checkpointer.save(2, sharded_and_replicated(rank, world, 2.0))
+            assert checkpointer.wait_staged() >= 0  # training continues: the next save raises the error
             with pytest.raises(CheckpointError) as caught:
-                checkpointer.save(3, cut(rank, world, 3.0))
+                checkpointer.save(3, sharded_and_replicated(rank, world, 3.0))
             texts.append(str(caught.value))
         assert checkpointer.latest() == path_of(parent, 1)
         texts.append(",".join(names(parent)))
-        checkpointer.latest()  # every rank has looked
-        checkpointer.save(3, cut(rank, world, 3.0))
+        checkpointer.latest()  # collective: every rank has listed the folder before the next save
+        checkpointer.save(3, sharded_and_replicated(rank, world, 3.0))
     return texts
 
 
@@ -242,10 +242,10 @@ def test_close_after_a_signal_finishes_the_save(tmp_path: Path, monkeypatch: pyt
     try:
         checkpointer.save(1, {"w": Entry.whole(torch.ones(3))})
         assert gate.reached.wait(WAIT_S)
-        me = threading.main_thread().ident
-        assert me is not None
-        killer = threading.Thread(target=signal.pthread_kill, args=(me, signal.SIGTERM))
-        with pytest.raises(Stop):  # noqa: PT012  it may arrive before close is called, which is as well
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        killer = threading.Thread(target=signal.pthread_kill, args=(main_thread, signal.SIGTERM))
+        with pytest.raises(Stop):  # noqa: PT012  the signal may also arrive before close is called
             killer.start()
             checkpointer.close()
     finally:
@@ -268,25 +268,25 @@ def die_while_writing(rank: int, world: int, arg: tuple[Path, int]) -> tuple[str
         os.kill(os.getpid(), signal.SIGKILL)
 
     checkpointer = Checkpointer(parent, timeout_s=WAIT_S)
-    checkpointer.save(1, cut(rank, world, 1.0))
+    checkpointer.save(1, sharded_and_replicated(rank, world, 1.0))
     checkpointer.wait()
     with patched(files, "write_block", write_block if rank == victim else real):
-        checkpointer.save(2, cut(rank, world, 2.0))
+        checkpointer.save(2, sharded_and_replicated(rank, world, 2.0))
         checkpointer.wait_staged()
         with pytest.raises(CheckpointError) as first:
             checkpointer.wait()
         with pytest.raises(CheckpointError) as second:
-            checkpointer.save(3, cut(rank, world, 3.0))
+            checkpointer.save(3, sharded_and_replicated(rank, world, 3.0))
     checkpointer.close()
     return str(first.value), str(second.value)
 
 
 def resume(rank: int, world: int, parent: Path) -> float:
     with Checkpointer(parent) as checkpointer:
-        entries = cut(rank, world, 0.0)
+        entries = sharded_and_replicated(rank, world, 0.0)
         loaded = checkpointer.resume(entries)
         assert loaded is not None
-        checkpointer.save(2, cut(rank, world, 5.0))
+        checkpointer.save(2, sharded_and_replicated(rank, world, 5.0))
         return float(loaded.step) + entries["cut"].tensor.sum().item()
 
 
@@ -309,30 +309,30 @@ OPERATIONS = ((files, "write_block"), (os, "fsync"), (os, "rename"))
 
 
 def count_operations(parent: Path, last: int) -> None:
-    """Save step 1 again with other numbers; killed before disk operation ``last``. Writes a list of them."""
-    done: list[str] = []
+    """Save step 1 with other values and list its disk operations; be killed before operation number ``last``."""
+    operations: list[str] = []
 
-    def counted(name: str, real: Any) -> Any:
+    def counting(name: str, real: Any) -> Any:
         def operation(*args: Any) -> Any:
-            done.append(name)
-            if len(done) == last:
+            operations.append(name)
+            if len(operations) == last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args)
 
         return operation
 
-    for owner, name in OPERATIONS:  # this process does nothing else
-        setattr(owner, name, counted(name, getattr(owner, name)))
+    for owner, name in OPERATIONS:  # safe, because this process does nothing else
+        setattr(owner, name, counting(name, getattr(owner, name)))
     checkpointer = Checkpointer(parent)
     checkpointer.save(1, {"w": Entry.whole(torch.full((3,), 2.0))})
     checkpointer.close()
-    (parent.parent / "operations").write_text(" ".join(done))
+    (parent.parent / "operations").write_text(" ".join(operations))
 
 
 def test_killed_at_any_disk_operation_one_complete_checkpoint_is_the_newest(tmp_path: Path) -> None:
-    """Also if the saved step replaces the only checkpoint."""
+    """This holds also if the saved step replaces the only checkpoint."""
 
-    def fresh(name: str) -> Path:
+    def save_first(name: str) -> Path:
         with Checkpointer(tmp_path / name) as checkpointer:
             checkpointer.save(1, {"w": Entry.whole(torch.full((3,), 1.0))})
         return tmp_path / name
@@ -344,21 +344,21 @@ def test_killed_at_any_disk_operation_one_complete_checkpoint_is_the_newest(tmp_
         process.join()
         return process.exitcode
 
-    assert run(fresh("all"), 0) == 0
+    assert run(save_first("all"), 0) == 0
     operations = (tmp_path / "operations").read_text().split()
     assert {"write_block", "fsync", "rename"} == set(operations)
-    found = []
+    newest_values = []
     for last in range(1, len(operations) + 1):
-        parent = fresh(str(last))
+        parent = save_first(str(last))
         assert run(parent, last) == -signal.SIGKILL
         newest = latest(parent)
         assert newest is not None
-        found.append(CheckpointReader(newest).read("w")[0].item())
+        newest_values.append(CheckpointReader(newest).read("w")[0].item())
         with Checkpointer(parent) as checkpointer:  # files left by the crash do not stop the next run
             checkpointer.save(1, {"w": Entry.whole(torch.full((3,), 3.0))})
         assert names(parent) == ["step-00000001"]
-    assert found == sorted(found)
-    assert set(found) == {1.0, 2.0}
+    assert newest_values == sorted(newest_values)
+    assert set(newest_values) == {1.0, 2.0}
 
 
 def save_steps(parent: Path, steps: list[int], keep: int) -> None:
@@ -367,7 +367,7 @@ def save_steps(parent: Path, steps: list[int], keep: int) -> None:
             checkpointer.save(step, {"w": Entry.whole(torch.full((3,), float(step)))})
 
 
-def test_the_last_n_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_n_checkpoints_are_kept(tmp_path: Path) -> None:
     save_steps(tmp_path, [1, 2, 3, 4, 5], keep=2)
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
 

@@ -1,4 +1,4 @@
-"""Small corpora for the tests of data."""
+"""Small corpora for the tests of data loading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_jsonl(path: Path, documents: Sequence[str], field: str = "text") -> Pa
 
 
 def token_file(folder: Path, lengths: Sequence[int], vocab: int = 1 << 17) -> TokenFile:
-    """A file with documents of these lengths. Its tokens are 1, 2, 3, ..., so a token is its position plus one."""
+    """Return a token file with documents of these lengths. Its tokens are 1, 2, 3, ...: position plus one."""
     final = folder / f"made-{len(list(folder.iterdir()))}"
     with fresh_folder(final) as fresh:
         writer = TokenWriter(fresh, vocab)
@@ -40,7 +40,7 @@ def token_file(folder: Path, lengths: Sequence[int], vocab: int = 1 << 17) -> To
 
 
 def corpus_of(lengths: Sequence[Sequence[int]], folder: Path, weights: Sequence[float] = (), **settings: Any) -> Corpus:
-    """A corpus of synthetic files, one per source."""
+    """Return a corpus of synthetic files, one per source."""
     files = [token_file(folder, documents) for documents in lengths]
     specs = tuple(
         SourceSpec(f"made{number}", weight=weight) for number, weight in enumerate(weights or [1.0] * len(files))
@@ -49,12 +49,12 @@ def corpus_of(lengths: Sequence[Sequence[int]], folder: Path, weights: Sequence[
 
 
 def prepared(documents: Sequence[str], folder: Path, **settings: Any) -> tuple[Corpus, CorpusSettings]:
-    """A corpus of these texts, prepared from a JSONL file."""
+    """Return a corpus of these texts, prepared from a JSONL file."""
     source = SourceSpec(str(write_jsonl(folder / "documents.jsonl", documents)))
-    made = CorpusSettings(sources=(source,), cache=str(folder / "cache"), **settings)
-    return Corpus.open(prepare_all(made), made), made
+    corpus_settings = CorpusSettings(sources=(source,), cache=str(folder / "cache"), **settings)
+    return Corpus.open(prepare_all(corpus_settings), corpus_settings), corpus_settings
 
 
 def pairs(ids_BS: Tensor, targets_BS: Tensor) -> list[tuple[int, int]]:
-    """(token, target) of all targets that are not ignored."""
+    """Return (token, target) of all targets that are not ignored."""
     return [(i, t) for i, t in zip(ids_BS.flatten().tolist(), targets_BS.flatten().tolist(), strict=True) if t >= 0]

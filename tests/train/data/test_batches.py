@@ -1,3 +1,5 @@
+"""Batches of a corpus: the same tokens on any number of ranks, resume, held-out text and prefetching."""
+
 from __future__ import annotations
 
 import json
@@ -102,7 +104,7 @@ def test_an_epoch_has_every_training_target_once_and_no_held_out_one(kind: dict[
     lengths = [7, 30, 2, 18, 25, 9, 30]
     corpus = corpus_of([lengths], tmp_path, seq_len=8, batch=1, validation=0.25, **kind)
     total, train = sum(lengths), len(corpus.train[0])
-    assert train == total - 30  # the documents' end nearest to 91
+    assert train == total - 30  # the end of a document that is nearest to 91
     sequences = corpus.sampler.sources[0].sequences
     assert corpus.epochs == [1 / sequences]
     ids: list[int] = []
@@ -120,8 +122,8 @@ def test_an_epoch_has_every_training_target_once_and_no_held_out_one(kind: dict[
     starts = {1, 8, 38, 40, 58, 83}
     if kind["documents"] == "separate":
         assert sorted(targets) == sorted(set(range(1, train + 1)) - starts)
-    held = [pair for b in corpus.validation_batches() for pair in pairs(b.local().ids_BS, b.local().targets_BS)]
-    assert sorted(held) == [(i, i + 1) for i in range(train + 1, total)]
+    held_out = [pair for b in corpus.validation_batches() for pair in pairs(b.local().ids_BS, b.local().targets_BS)]
+    assert sorted(held_out) == [(i, i + 1) for i in range(train + 1, total)]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -132,14 +134,14 @@ def test_a_resumed_run_continues_with_the_same_tokens_on_any_number_of_ranks(
         return corpus_of(TWO, tmp_path, (2.0, 1.0), seq_len=6, batch=6, seed=3, **kind)
 
     first = fresh()
-    seen = [first.batch_of(step).local().ids_BS for step in range(12)]
+    expected = [first.batch_of(step).local().ids_BS for step in range(12)]
     for stop in (0, 1, 7):
         state = json.loads(json.dumps(first.state(stop)))
         resumed = fresh()
         start = resumed.resume(state)
         for step in range(start, 12):
             parts = [resumed.batch_of(step).local(rank, 3).ids_BS for rank in range(3)]
-            assert torch.equal(torch.cat(parts), seen[step])
+            assert torch.equal(torch.cat(parts), expected[step])
 
 
 def test_resuming_with_other_text_or_settings_is_rejected(tmp_path: Path) -> None:
@@ -160,18 +162,18 @@ def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:
 
 
 def test_held_out_text_starts_at_a_document_if_one_is_near(tmp_path: Path) -> None:
-    for lengths, fraction, wanted in (
+    for lengths, fraction, expected in (
         ([10] * 10, 0.1, 10),
         ([10] * 10, 0.25, 30),
         ([80, 20], 0.15, 20),
-        ([50, 50], 0.1, 10),  # one document would be five times too much: it is cut
+        ([50, 50], 0.1, 10),  # a whole document would be five times too long, so it is split
         ([100], 0.2, 20),
         ([100], 0.0, 0),
         ([100], 0.001, 5),  # at least a sequence and the target of its last token
     ):
         corpus = corpus_of([lengths], tmp_path, seq_len=4, batch=1, validation=fraction)
-        assert len(corpus.validation[0]) == wanted
-        assert len(corpus.train[0]) == 100 - wanted
+        assert len(corpus.validation[0]) == expected
+        assert len(corpus.train[0]) == 100 - expected
         assert corpus.train[0].stop == corpus.validation[0].start
 
 
@@ -222,7 +224,7 @@ def test_sources_of_different_tokenizers_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_from_files_to_batches_and_back_to_text(tokenizer: str, tmp_path: Path) -> None:
+def test_batches_of_prepared_files_decode_to_their_text(tokenizer: str, tmp_path: Path) -> None:
     documents = texts(60, seed=8)
     corpus, settings = prepared(
         documents, tmp_path, tokenizer=tokenizer, vocab_size=300, seq_len=16, batch=2, shuffle=False, validation=0.2
@@ -234,8 +236,8 @@ def test_from_files_to_batches_and_back_to_text(tokenizer: str, tmp_path: Path) 
     loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert loaded.eos_token_id == corpus.end_of_text
     prompt = corpus.tokenizer().decode(corpus.prompt(4))
-    held = corpus.files[0].offsets.tolist().index(corpus.validation[0].start)
-    assert documents[held].startswith(prompt.rstrip("\ufffd")[:1])
+    document = corpus.files[0].offsets.tolist().index(corpus.validation[0].start)
+    assert documents[document].startswith(prompt.rstrip("\ufffd")[:1])
     assert prepare_all(settings) == [file.path for file in corpus.files]
 
 
@@ -244,12 +246,12 @@ def test_statistics_are_those_of_the_mixture(tmp_path: Path) -> None:
     for name, documents in (("a", ["a" * 9] * 40), ("b", ["bbcc\u00e9"] * 40)):
         sources.append(SourceSpec(str(write_jsonl(tmp_path / f"{name}.jsonl", documents)), name=name))
     settings = CorpusSettings(sources=tuple(sources), cache=str(tmp_path / "cache"), seq_len=4, batch=2)
-    found = Corpus.open(prepare_all(settings), settings).statistics()
+    statistics = Corpus.open(prepare_all(settings), settings).statistics()
     p = [0.9 / 2, 2 / 7 / 2, 2 / 7 / 2, 1 / 7 / 2, 1 / 7 / 2, (0.1 + 1 / 7) / 2]  # a, b, c, two bytes of é, ends
-    assert found.unigram_entropy == pytest.approx(-sum(q * math.log(q) for q in p))
-    assert found.bytes_per_token == pytest.approx((0.9 + 6 / 7) / 2)
-    assert (found.tokens, found.documents) == (400 + 280, 80)
-    assert found.train_tokens + found.validation_tokens == found.tokens
+    assert statistics.unigram_entropy == pytest.approx(-sum(q * math.log(q) for q in p))
+    assert statistics.bytes_per_token == pytest.approx((0.9 + 6 / 7) / 2)
+    assert (statistics.tokens, statistics.documents) == (400 + 280, 80)
+    assert statistics.train_tokens + statistics.validation_tokens == statistics.tokens
 
 
 def test_only_the_next_step_is_prefetched() -> None:
@@ -267,7 +269,7 @@ def test_only_the_next_step_is_prefetched() -> None:
             assert ahead.acquire(timeout=20)
         assert loaded == [0, 1]
         assert [data.get(step) for step in (1, 2, 4)] == [10, 20, 40]
-    assert loaded in ([0, 1, 2, 3, 4], [0, 1, 2, 4])  # 3 may have started before it was known to be skipped
+    assert loaded in ([0, 1, 2, 3, 4], [0, 1, 2, 4])  # step 3 may be loaded before the test skips it
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
 
 

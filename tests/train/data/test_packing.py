@@ -1,3 +1,5 @@
+"""Packing of documents into sequences of a fixed length, for each packing method."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -67,25 +69,25 @@ def test_an_epoch_of_contiguous_sequences_has_every_token_once(
 def test_separate_documents_only_lose_targets_in_other_documents(
     tmp_path: Path, lengths: list[int], seq_len: int, data: st.DataObject
 ) -> None:
-    """Also in a range that starts and ends inside documents."""
+    """The range of tokens may start and end inside documents."""
     total = sum(lengths)
     file = token_file(tmp_path, lengths)
     start = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(start + 1, total))
     view = TokenRange(file, start, stop)
     document = np.repeat(np.arange(len(lengths)), lengths)  # of token t at position t - 1
-    inside = {t for t in range(start + 2, stop + 1) if document[t - 1] == document[t - 2]}
+    expected_targets = {t for t in range(start + 2, stop + 1) if document[t - 1] == document[t - 2]}
     for packing in (Contiguous(view, seq_len, separate=True), BestFit(view, seq_len, separate=True)):
-        seen: list[int] = []
+        all_targets: list[int] = []
         for ids, targets, positions, documents in rows_of(packing):
-            for place, (i, t, p, d) in enumerate(zip(ids, targets, positions, documents, strict=True)):
+            for index, (i, t, p, d) in enumerate(zip(ids, targets, positions, documents, strict=True)):
                 assert t == IGNORE or t == i + 1
-                fresh = place == 0 or documents[place - 1] != d
-                assert p == (0 if fresh else positions[place - 1] + 1)
-                if not fresh and i:
-                    assert i == ids[place - 1] + 1 and document[i - 1] == document[i - 2]
-            seen += [t for t in targets if t != IGNORE]
-        assert sorted(seen) == sorted(inside)
+                starts_document = index == 0 or documents[index - 1] != d
+                assert p == (0 if starts_document else positions[index - 1] + 1)
+                if not starts_document and i:
+                    assert i == ids[index - 1] + 1 and document[i - 1] == document[i - 2]
+            all_targets += [t for t in targets if t != IGNORE]
+        assert sorted(all_targets) == sorted(expected_targets)
 
 
 @EXAMPLES
@@ -97,10 +99,10 @@ def test_best_fit_has_every_token_once_and_only_cuts_documents_longer_than_a_seq
     packing = BestFit(view, seq_len, separate)
     rows = rows_of(packing)
     assert sorted(i for ids, *_ in rows for i in ids if i) == list(range(1, sum(lengths) + 1))
-    starts = {at for row in range(packing.sequences) for at, _ in packing.segments(row)}
+    starts = {start for row in range(packing.sequences) for start, _ in packing.segments(row)}
     ends = np.cumsum(lengths)
-    wanted = {int(e - n + k) for e, n in zip(ends, lengths, strict=True) for k in range(0, n, seq_len)}
-    assert starts == wanted
+    expected = {int(e - n + k) for e, n in zip(ends, lengths, strict=True) for k in range(0, n, seq_len)}
+    assert starts == expected
     # No two sequences would fit into one, so their number is less than twice the minimum.
     used = sorted(sum(n for _, n in packing.segments(row)) for row in range(packing.sequences))
     assert len(used) < 2 or used[0] + used[1] > seq_len
@@ -110,8 +112,8 @@ def test_joined_best_fit_is_one_text_with_a_target_at_every_token_but_the_last(t
     view = TokenRange(token_file(tmp_path, [3, 7, 2, 2, 5]), 0, 19)
     for ids, targets, positions, _ in rows_of(BestFit(view, 6, separate=False)):
         filled = sum(1 for i in ids if i)
-        for place in range(filled - 1):
-            assert targets[place] in (ids[place + 1], ids[place] + 1)
+        for index in range(filled - 1):
+            assert targets[index] in (ids[index + 1], ids[index] + 1)
         assert positions == list(range(6))
 
 

@@ -1,3 +1,5 @@
+"""Preparation of token files from text: sources, parallel tokenization, the cache, and damaged files."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -36,12 +38,12 @@ needs_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, 
 
 def documents_of(file: TokenFile) -> list[str]:
     """Decode tokens of ``ByteTokenizer``. Each document must end with an end of text."""
-    found = []
+    documents = []
     for start, stop in zip(file.offsets[:-1].tolist(), file.offsets[1:].tolist(), strict=True):
         ids = file.read(start, stop).tolist()
         assert ids[-1] == BYTES.end_of_text and BYTES.end_of_text not in ids[:-1]
-        found.append(BYTES.decode(ids))
-    return found
+        documents.append(BYTES.decode(ids))
+    return documents
 
 
 def write_parquet(path: Path, columns: dict[str, list[Any]]) -> Path:
@@ -53,22 +55,22 @@ def write_parquet(path: Path, columns: dict[str, list[Any]]) -> Path:
 
 
 def test_jsonl_has_one_document_per_line_and_empty_ones_are_skipped(tmp_path: Path) -> None:
-    wanted = texts(20, seed=2)
-    path = write_jsonl(tmp_path / "d.jsonl", ["", *wanted, ""], field="body")
+    expected = texts(20, seed=2)
+    path = write_jsonl(tmp_path / "d.jsonl", ["", *expected, ""], field="body")
     path.write_text(path.read_text() + "\n\n")
     file = open_tokens(prepare(SourceSpec(str(path), field="body"), BYTES, tmp_path / "cache"))
-    assert documents_of(file) == wanted
+    assert documents_of(file) == expected
     assert file.meta["documents"] == 20
-    assert file.meta["text_bytes"] == sum(len(text.encode()) for text in wanted) == len(file) - 20
+    assert file.meta["text_bytes"] == sum(len(text.encode()) for text in expected) == len(file) - 20
     assert file.tokens.dtype == np.uint16
 
 
 @needs_pyarrow
 def test_parquet_has_one_document_per_row(tmp_path: Path) -> None:
-    wanted = texts(10, seed=3)
-    path = write_parquet(tmp_path / "d.parquet", {"n": list(range(12)), "text": ["", *wanted, None]})
+    expected = texts(10, seed=3)
+    path = write_parquet(tmp_path / "d.parquet", {"n": list(range(12)), "text": ["", *expected, None]})
     file = open_tokens(prepare(SourceSpec(str(path)), BYTES, tmp_path / "cache"))
-    assert documents_of(file) == wanted
+    assert documents_of(file) == expected
 
 
 @needs_pyarrow
@@ -110,7 +112,7 @@ def test_a_folder_has_one_document_per_file_and_other_files_are_skipped(tmp_path
     assert documents_of(pattern) == ["two \u2192"]
 
 
-def test_two_sources_are_in_every_python(tmp_path: Path) -> None:
+def test_the_sources_pydoc_and_stdlib_need_no_files(tmp_path: Path) -> None:
     file = open_tokens(prepare(SourceSpec("pydoc"), BYTES, tmp_path))
     assert file.meta["text_bytes"] > 300_000
     paragraphs = "\n\n".join(text.rstrip("\n") for text in documents_of(file)).split("\n\n")
@@ -176,11 +178,11 @@ def test_equal_content_is_prepared_once_and_other_content_separately(
     moved = tmp_path / "elsewhere.jsonl"
     shutil.copy(path, moved)
 
-    def never(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("prepared again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "_tokenised", never)
+        patch.setattr(preparation, "_tokenised", fail)
         assert prepare_all(settings) == first
         assert prepare(SourceSpec(str(moved), name="s"), BYTES, tmp_path / "cache") == first[0]
     write_jsonl(path, ["one", "three"])
@@ -210,8 +212,8 @@ def test_a_bpe_is_trained_once_and_saved_with_the_tokens(tmp_path: Path, monkeyp
 def test_processes_that_prepare_concurrently_produce_one_folder(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", texts(50, seed=7))
     context = multiprocessing.get_context("spawn")
-    what = (SourceSpec(str(path)), BYTES, tmp_path / "cache")
-    jobs = [context.Process(target=prepare, args=what) for _ in range(2)]
+    arguments = (SourceSpec(str(path)), BYTES, tmp_path / "cache")
+    jobs = [context.Process(target=prepare, args=arguments) for _ in range(2)]
     for job in jobs:
         job.start()
     for job in jobs:
@@ -229,12 +231,12 @@ def test_failed_and_killed_preparations_leave_no_files(tmp_path: Path) -> None:
         prepare(SourceSpec(str(path), name="s"), BYTES, cache)
     assert not list(cache.iterdir())
     write_jsonl(path, ["fine"])
-    done = prepare(SourceSpec(str(path), name="s"), BYTES, cache)
-    shutil.rmtree(done)
-    killed = cache / f".partial-{done.name}-{tokenfile.socket.gethostname()}-{2**22 + os.getpid()}"  # no such process
-    killed.mkdir()
-    assert prepare(SourceSpec(str(path), name="s"), BYTES, cache) == done
-    assert list(cache.iterdir()) == [done]
+    final = prepare(SourceSpec(str(path), name="s"), BYTES, cache)
+    shutil.rmtree(final)
+    partial = cache / f".partial-{final.name}-{tokenfile.socket.gethostname()}-{2**22 + os.getpid()}"  # no such process
+    partial.mkdir()
+    assert prepare(SourceSpec(str(path), name="s"), BYTES, cache) == final
+    assert list(cache.iterdir()) == [final]
 
 
 def test_a_full_disk_is_a_config_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +295,7 @@ def test_invalid_settings_are_config_errors(settings: dict[str, Any], message: s
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared folder whose tokens are several blocks long."""
+    """Return a prepared folder whose tokens are several blocks long."""
     folder = tmp_path_factory.mktemp("sound")
     path = folder / "d.txt"
     path.write_text("".join(f"line {n}\n" for n in range(100_000)), encoding="utf-8")
@@ -357,16 +359,16 @@ def test_large_vocabularies_use_four_bytes_per_token(tmp_path: Path) -> None:
     assert tokenfile.token_dtype((1 << 16) + 1).itemsize == 4
 
 
-def test_description(sound: Path) -> None:
-    found = describe(sound)
-    assert (found.documents, found.dtype, found.vocab_size) == (1, "uint16", 257)
-    assert found.tokens == found.text_bytes + 1 == found.longest_document
-    assert found.used_ids == len(set("line 0123456789\n")) + 1
-    assert ("documents", f"1, the longest {found.tokens:,} tokens") in found.lines()
+def test_describe_reports_sizes(sound: Path) -> None:
+    description = describe(sound)
+    assert (description.documents, description.dtype, description.vocab_size) == (1, "uint16", 257)
+    assert description.tokens == description.text_bytes + 1 == description.longest_document
+    assert description.used_ids == len(set("line 0123456789\n")) + 1
+    assert ("documents", f"1, the longest {description.tokens:,} tokens") in description.lines()
 
 
 def test_threads_may_read_one_file(sound: Path) -> None:
     file = open_tokens(sound, "touched")
     with ThreadPoolExecutor(4) as pool:
-        parts = list(pool.map(lambda at: file.read(at, at + 1000), range(0, len(file) - 1000, 1000)))
+        parts = list(pool.map(lambda start: file.read(start, start + 1000), range(0, len(file) - 1000, 1000)))
     assert BYTES.decode(np.concatenate(parts).tolist()).startswith("line 0\nline 1\n")

@@ -1,3 +1,5 @@
+"""The order of sequences: permutations, the mixture of sources, and the resumable state."""
+
 from __future__ import annotations
 
 import json
@@ -32,15 +34,15 @@ def test_a_permutation_looks_random_and_differs_by_key() -> None:
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.08
     for a in range(4):
         for b in range(a):
-            assert (orders[a] == orders[b]).sum() < 10  # one position is expected
+            assert (orders[a] == orders[b]).sum() < 10  # about one equal position is expected
 
 
 def test_a_permutation_needs_no_memory() -> None:
     n = 10**15 + 37
-    found = Permutation(n, (1, 2, 3))(np.arange(n - 1000, n))
-    assert len(set(found.tolist())) == 1000
-    assert found.min() >= 0 and found.max() < n
-    assert found.max() > n // 2 > found.min()
+    values = Permutation(n, (1, 2, 3))(np.arange(n - 1000, n))
+    assert len(set(values.tolist())) == 1000
+    assert values.min() >= 0 and values.max() < n
+    assert values.max() > n // 2 > values.min()
 
 
 @EXAMPLES
@@ -51,9 +53,9 @@ def test_each_source_has_its_share_to_within_one_sequence_at_all_times(weights: 
     source = mixture.source(numbers)
     share = np.array(weights) / sum(weights)
     for s in range(len(weights)):
-        taken = np.concatenate([[0], np.cumsum(source == s)])
-        assert np.abs(taken - share[s] * np.arange(len(taken))).max() < 1
-        assert mixture.count(s, numbers).tolist() == taken[:-1].tolist()
+        counts = np.concatenate([[0], np.cumsum(source == s)])
+        assert np.abs(counts - share[s] * np.arange(len(counts))).max() < 1
+        assert mixture.count(s, numbers).tolist() == counts[:-1].tolist()
 
 
 def test_weights_with_a_common_denominator_are_exact_and_others_are_close() -> None:
@@ -81,15 +83,15 @@ def drawn(sampler: Sampler, steps: range) -> list[tuple[int, int]]:
 def test_every_epoch_of_a_source_has_each_sequence_once_in_another_order() -> None:
     sequence = drawn(make(), range(30))
     for source, size in ((0, 11), (1, 5)):
-        taken = [i for s, i in sequence if s == source]
-        epochs = [taken[at : at + size] for at in range(0, len(taken) - size + 1, size)]
+        indices = [i for s, i in sequence if s == source]
+        epochs = [indices[start : start + size] for start in range(0, len(indices) - size + 1, size)]
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs) > 2
 
 
 def test_without_shuffling_sequences_are_in_order() -> None:
-    taken = [i for s, i in drawn(make(shuffle=False), range(5)) if s == 0]
-    assert taken == [n % 11 for n in range(len(taken))]
+    indices = [i for s, i in drawn(make(shuffle=False), range(5)) if s == 0]
+    assert indices == [n % 11 for n in range(len(indices))]
 
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:

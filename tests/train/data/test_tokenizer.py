@@ -1,3 +1,5 @@
+"""Byte and BPE tokenizers: encoding, saving for transformers, and the end-of-text token."""
+
 from __future__ import annotations
 
 import json
@@ -34,9 +36,9 @@ def test_no_text_is_encoded_as_end_of_text(tokenizer: Tokenizer) -> None:
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
-@pytest.mark.parametrize("beside_a_model", [False, True])
-def test_transformers_loads_what_is_saved(tokenizer: Tokenizer, tmp_path: Path, beside_a_model: bool) -> None:
-    if beside_a_model:
+@pytest.mark.parametrize("with_model_config", [False, True])
+def test_transformers_loads_a_saved_tokenizer(tokenizer: Tokenizer, tmp_path: Path, with_model_config: bool) -> None:
+    if with_model_config:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "architectures": None}))
     tokenizer.save(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -44,14 +46,14 @@ def test_transformers_loads_what_is_saved(tokenizer: Tokenizer, tmp_path: Path, 
     assert [loaded(text, add_special_tokens=False)["input_ids"] for text in plain] == tokenizer.encode(plain)
     assert loaded.eos_token_id == loaded.pad_token_id == tokenizer.end_of_text
     assert loaded.decode(tokenizer.encode(["sun \u6f22"])[0]) == "sun \u6f22"
-    again = load_tokenizer(tmp_path)
-    assert again.encode(TEXTS) == tokenizer.encode(TEXTS)
-    assert again.end_of_text == tokenizer.end_of_text
+    reloaded = load_tokenizer(tmp_path)
+    assert reloaded.encode(TEXTS) == tokenizer.encode(TEXTS)
+    assert reloaded.end_of_text == tokenizer.end_of_text
 
 
-def test_training_a_bpe_is_deterministic_and_keeps_to_its_size(bpe: FileTokenizer) -> None:
-    again = train_bpe(texts(200, seed=0), 400)
-    assert (again.text, again.digest) == (bpe.text, bpe.digest)
+def test_training_a_bpe_is_deterministic_and_respects_the_vocabulary_size(bpe: FileTokenizer) -> None:
+    second = train_bpe(texts(200, seed=0), 400)
+    assert (second.text, second.digest) == (bpe.text, bpe.digest)
     assert bpe.vocab_size <= 400
     assert len(bpe.encode(["sun wind"])[0]) < 8
     assert train_bpe(texts(200, seed=0), 300).digest != bpe.digest
@@ -69,7 +71,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied(bpe: FileTokenizer) 
     assert FileTokenizer(json.dumps(settings)).encode(TEXTS) == bpe.encode(TEXTS)
 
 
-def test_end_of_text_is_given_configured_or_known(bpe: FileTokenizer, tmp_path: Path) -> None:
+def test_end_of_text_is_an_argument_or_configured_or_a_known_name(bpe: FileTokenizer, tmp_path: Path) -> None:
     settings = json.loads(bpe.text)
     top = bpe.vocab_size
     for number, name in enumerate(("<stop>", "</s>")):

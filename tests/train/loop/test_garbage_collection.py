@@ -36,31 +36,31 @@ class _Count:
     """Count the collections of all generations."""
 
     def __enter__(self) -> list[int]:
-        self.seen: list[int] = []
-        gc.callbacks.append(self._told)
-        return self.seen
+        self.generations: list[int] = []
+        gc.callbacks.append(self._on_collection)
+        return self.generations
 
-    def _told(self, phase: str, info: dict[str, Any]) -> None:
+    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
-            self.seen.append(info["generation"])
+            self.generations.append(info["generation"])
 
     def __exit__(self, *error: object) -> None:
-        gc.callbacks.remove(self._told)
+        gc.callbacks.remove(self._on_collection)
 
 
 def test_only_the_first_step_and_every_nth_step_collect() -> None:
-    pauses, after = PlannedCollections(3), {}
-    with _Count() as seen:
+    pauses, collections = PlannedCollections(3), {}
+    with _Count() as generations:
         for step in range(5, 12):
-            before = len(seen)
+            before = len(generations)
             pauses.after_step(_report(step))
-            after[step] = len(seen) - before
-            planned = len(seen)
-            kept = [[[] for _ in range(10)] for _ in range(500)]  # enough for Python to collect by itself
-            assert len(seen) == planned and kept
+            collections[step] = len(generations) - before
+            planned = len(generations)
+            containers = [[[] for _ in range(10)] for _ in range(500)]  # enough for Python to collect by itself
+            assert len(generations) == planned and containers
         assert not gc.isenabled() and gc.get_freeze_count() > 0
         pauses.close()
-    assert after == {5: 1, 6: 1, 7: 0, 8: 0, 9: 1, 10: 0, 11: 0}
+    assert collections == {5: 1, 6: 1, 7: 0, 8: 0, 9: 1, 10: 0, 11: 0}
     assert gc.isenabled() and gc.get_freeze_count() == 0
     pauses.close()
 
@@ -78,8 +78,8 @@ def test_a_disabled_collector_stays_disabled_and_an_unused_hook_changes_nothing(
 def _pauses(rank: int, world: int, settings: list[str]) -> list[int]:
     """Return the steps after which this rank paused."""
     hook = PlannedCollections(2)
-    with session([*settings, "run.steps=5", "parallel.ep=2"], hooks=[hook]) as here:
-        here.trainer.fit()
+    with session([*settings, "run.steps=5", "parallel.ep=2"], hooks=[hook]) as active:
+        active.trainer.fit()
     hook.close()
     return [span.step for span in read_spans(EVENTS.region) if span.kind is Kind.PAUSE][-3:]
 
@@ -88,16 +88,16 @@ def test_all_ranks_pause_after_the_same_steps(pool2: RankPool, shared_settings: 
     assert pool2.run(_pauses, shared_settings) == [[1, 2, 4]] * 2
 
 
-def _left_to_the_collector(rank: int, world: int, settings: list[str]) -> int:
+def _bytes_in_cycles(rank: int, world: int, settings: list[str]) -> int:
     """Return the bytes of tensors that only a collection frees."""
     hook = PlannedCollections(1000)
-    with session([*settings, "run.steps=6"], hooks=[hook]) as here:
-        here.trainer.fit()
+    with session([*settings, "run.steps=6"], hooks=[hook]) as active:
+        active.trainer.fit()
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             gc.collect()
-            found = [one for one in gc.garbage if isinstance(one, torch.Tensor)]
-            total = sum(tensor.nbytes for tensor in found)
+            tensors = [item for item in gc.garbage if isinstance(item, torch.Tensor)]
+            total = sum(tensor.nbytes for tensor in tensors)
         finally:
             gc.set_debug(0)
             gc.garbage.clear()
@@ -107,22 +107,22 @@ def _left_to_the_collector(rank: int, world: int, settings: list[str]) -> int:
 
 @pytest.mark.parametrize("mapping", ["parallel.ep=2", "parallel.sharding=fsdp", "parallel.pp=2"])
 def test_steps_leave_no_activations_in_cycles(pool2: RankPool, shared_settings: list[str], mapping: str) -> None:
-    """They would accumulate, also in shared memory. Micro-batches: 4 x 16 tokens of width 16."""
-    assert all(total < 4 * 16 * 16 * 4 for total in pool2.run(_left_to_the_collector, [*shared_settings, mapping]))
+    """They would accumulate between collections, also in shared memory. A micro-batch has 4 x 16 tokens of width 16."""
+    assert all(total < 4 * 16 * 16 * 4 for total in pool2.run(_bytes_in_cycles, [*shared_settings, mapping]))
 
 
-@pytest.mark.parametrize(("every", "made"), [(50, [50]), (0, [])])
+@pytest.mark.parametrize(("every", "expected"), [(50, [50]), (0, [])])
 def test_a_run_plans_collections_by_default(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, every: int, made: list[int]
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, every: int, expected: list[int]
 ) -> None:
     planned: list[int] = []
 
-    class Noted(PlannedCollections):
+    class Recording(PlannedCollections):
         def __init__(self, every: int) -> None:
             planned.append(every)
             super().__init__(every)
 
-    monkeypatch.setattr(job, "PlannedCollections", Noted)
+    monkeypatch.setattr(job, "PlannedCollections", Recording)
     run(None, [*settings, "run.steps=2", f"run.gc_every={every}"])
-    assert planned == made
+    assert planned == expected
     assert gc.isenabled() and gc.get_freeze_count() == 0

@@ -29,8 +29,8 @@ def _run(rank: int, world: int, settings: list[str]) -> str:
 
 
 def _run_until_killed(rank: int, world: int, arg: tuple[list[str], int, str, Path]) -> str:
-    """Rank ``arg[1]`` is killed in step 5, while step 4 is saved in the background; return how the other rank ended.
-    ``arg[2]``: after the first bytes of its file, or before the rename of the checkpoint. ``arg[3]``: marker file."""
+    """Kill rank ``arg[1]`` in step 5, while step 4 is saved in the background: after the first bytes of its file or
+    before the rename of the checkpoint (``arg[2]``). ``arg[3]``: file to write before. Return the other rank's end."""
     settings, victim, moment, marker = arg
     training, train_step, write_block, rename = threading.Event(), Trainer.train_step, files.write_block, os.rename
 
@@ -84,19 +84,19 @@ def test_a_rank_killed_in_a_background_save_loses_the_steps_since_the_previous_c
     arg = (settings, victim, moment, marker)
     ends = pool2.run(_run_until_killed, arg, timeout=90, expect_dead={victim})
     assert ends[1 - victim] not in (None, "finished")
-    assert "checkpoint-4" in marker.read_text(), "in the background"
+    assert "checkpoint-4" in marker.read_text(), "the save was not in the background"
     checkpoints = folder_of(settings) / "checkpoints"
     assert latest(checkpoints) == checkpoints / "step-00000002"
     if victim == 0:  # no rank could delete the partial checkpoint
-        left = {path.name for path in (checkpoints / f"{HALF}.partial").iterdir()}
-        assert {"rank-00000.safetensors", "rank-00001.safetensors", "COMPLETE"} <= left, "all but the rename"
+        partial_files = {path.name for path in (checkpoints / f"{HALF}.partial").iterdir()}
+        assert {"rank-00000.safetensors", "rank-00001.safetensors", "COMPLETE"} <= partial_files, "all but the rename"
     # Resume in the same folder: the step is saved over the partial checkpoint.
     assert pool2.run(_run, [*settings, AUTO], timeout=90) == ["finished"] * 2
     folder = folder_of(settings)
-    starts = list(read_lines(folder / ATTEMPTS, Attempt))
-    assert [(one.first_step, one.source) for one in starts] == [(1, "fresh"), (3, "checkpoint")]
+    attempts = list(read_lines(folder / ATTEMPTS, Attempt))
+    assert [(attempt.first_step, attempt.source) for attempt in attempts] == [(1, "fresh"), (3, "checkpoint")]
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000006", "step-00000008"]
     assert losses_of(folder) == losses_of(plain)
-    ours, theirs = state_of(folder), state_of(plain)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    resumed, uninterrupted = state_of(folder), state_of(plain)
+    assert resumed.keys() == uninterrupted.keys()
+    assert all(torch.equal(resumed[name], uninterrupted[name]) for name in resumed)

@@ -68,9 +68,9 @@ def _join(name: str) -> None:
 def test_training_continues_with_a_blocked_sink_and_logs_it_once(tmp_path: Path) -> None:
     gated, sink_log = Gated(), SinkLog()
     sink = sink_log.wrap(gated, SHORT_S)
-    with session(write_text(tmp_path), sinks=[sink]) as here:
-        assert here.trainer.fit() == "finished"
-        here.trainer.evaluate()
+    with session(write_text(tmp_path), sinks=[sink]) as active:
+        assert active.trainer.fit() == "finished"
+        active.trainer.evaluate()
     assert not gated.written and len(sink_log.messages) == 1
     expected = "numbers did not accept the report of step 1 within 0.02 s; training continues"
     assert sink_log.messages[0].startswith(expected)
@@ -93,7 +93,7 @@ def test_a_sink_that_responds_again_gets_the_buffered_reports_in_order(monkeypat
         assert sink._changed.wait_for(lambda: not sink._calls, LONG_S)
     sink._patience_s = LONG_S
     sink.write(report(6))
-    assert gated.written == [1, 2, 3, 6], "written when the call returns, as ever"
+    assert gated.written == [1, 2, 3, 6], "a responsive sink has written the report when the call returns"
     assert sink_log.messages[1:] == ["numbers accepts reports again; 2 report(s) were lost"]
     sink.close()
     sink.close()
@@ -165,16 +165,16 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 def test_a_run_with_a_blocked_tensorboard_sink_ends_with_all_other_files(
     pool2: RankPool, settings: list[str], tmp_path: Path
 ) -> None:
-    (result, stuck), (_, other) = pool2.run(_run_into_a_fifo, settings, timeout=90)
+    (result, stuck), (_, other_stuck) = pool2.run(_run_into_a_fifo, settings, timeout=90)
     plain = pool2.run(_run, [*settings, f"run.folder={tmp_path / 'plain'}"], timeout=90)[0]
-    assert stuck and not other, "it was waiting still when the run had ended, on the rank that writes"
+    assert stuck and not other_stuck, "the sink must still block when the run ends, and only on the rank that writes"
     assert (result.status, result.steps, result.last_loss) == ("finished", 4, plain.last_loss)
-    ours, theirs = _metrics(result.folder), _metrics(plain.folder)
-    assert [line.get("loss") for line in ours] == [line.get("loss") for line in theirs]
-    assert ours[-1]["validation/loss"] == theirs[-1]["validation/loss"]
-    found = list(read_lines(result.folder / FAULTS, FaultRecord))
-    assert [(one.step, one.kind, one.action) for one in found] == [(1, "error", "none"), (4, "error", "none")]
-    assert "tensorboard did not accept the report of step 1" in found[0].what
-    assert "tensorboard lost 5 report(s) and was not closed" in found[1].what
+    lines, expected_lines = _metrics(result.folder), _metrics(plain.folder)
+    assert [entry.get("loss") for entry in lines] == [entry.get("loss") for entry in expected_lines]
+    assert lines[-1]["validation/loss"] == expected_lines[-1]["validation/loss"]
+    faults = list(read_lines(result.folder / FAULTS, FaultRecord))
+    assert [(fault.step, fault.kind, fault.action) for fault in faults] == [(1, "error", "none"), (4, "error", "none")]
+    assert "tensorboard did not accept the report of step 1" in faults[0].what
+    assert "tensorboard lost 5 report(s) and was not closed" in faults[1].what
     assert json.loads((result.folder / "result.json").read_text())["status"] == "finished"
     assert not (plain.folder / FAULTS).exists()

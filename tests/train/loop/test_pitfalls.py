@@ -23,12 +23,12 @@ ZBV = ("parallel.pp=2", "parallel.schedule=zbv")
 
 def _first_gradients(rank: int, world: int, settings: list[str]) -> Parts:
     """Return the reduced gradients of the first step, before clipping."""
-    with session(settings) as here:
-        train_state, batch = here.trainer.train_state, here.trainer.feed.train(0)
+    with session(settings) as active:
+        train_state, batch = active.trainer.train_state, active.trainer.feed.train(0)
         train_state.data_parallel.zero_grad()
         train_state.runner.step(batch.micro, 1 / batch.num_targets)
         train_state.data_parallel.reduce()
-        return here.parts(grads=True)
+        return active.parts(grads=True)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -40,30 +40,32 @@ def _first_gradients(rank: int, world: int, settings: list[str]) -> Parts:
 def test_auxiliary_losses_reach_the_router_as_on_one_process(
     pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], family: str
 ) -> None:
-    """The coefficients are so large that they dominate the router's gradient; batch and sequence form."""
+    """The losses have the batch and the sequence form. Large coefficients make them dominate the router's gradient."""
     common = [*shared_settings, "model.layers=4", "data.micro_batches=4", f"model.family={family}"]
     losses = ("model.aux_loss=3.0", "model.z_loss=0.3")
-    alone = whole([_first_gradients(0, 1, [*common, *losses])])
+    one_process = whole([_first_gradients(0, 1, [*common, *losses])])
     without = whole([_first_gradients(0, 1, [*common, "model.aux_loss=0.0", "model.z_loss=0.0"])])
-    routers = [name for name in alone if name.endswith("router.weight")]
+    routers = [name for name in one_process if name.endswith("router.weight")]
     assert len(routers) == 4
     for name in routers:
-        assert float((alone[name] - without[name]).norm() / alone[name].norm()) > 0.3, "the losses must matter"
-    found = whole(pool2.run(_first_gradients, [*common, *losses, *mapping], timeout=90))
-    assert_close(found, alone, 2e-5)
+        assert float((one_process[name] - without[name]).norm() / one_process[name].norm()) > 0.3, (
+            "the losses must matter"
+        )
+    parallel = whole(pool2.run(_first_gradients, [*common, *losses, *mapping], timeout=90))
+    assert_close(parallel, one_process, 2e-5)
 
 
 def _weights_and_biases(rank: int, world: int, settings: list[str]) -> tuple[list[float], list[Any], dict[str, Tensor]]:
-    with session(settings) as here:
-        here.trainer.fit()
-        kept = {
+    with session(settings) as active:
+        active.trainer.fit()
+        tensors = {
             f"{number}.{name}": tensor.clone()
-            for number, stage in enumerate(here.stages)
+            for number, stage in enumerate(active.stages)
             for name, tensor in stage.named_buffers()
         }
-        kept |= {name: piece for name, (_, pieces) in here.parts().items() for _, piece in pieces}
-        reports = here.trainer.reports
-        return [report.loss for report in reports], [report.load for report in reports], kept
+        tensors |= {name: piece for name, (_, pieces) in active.parts().items() for _, piece in pieces}
+        reports = active.trainer.reports
+        return [report.loss for report in reports], [report.load for report in reports], tensors
 
 
 @pytest.mark.parametrize("change", ["model.recompute=full", "model.recompute=selective", "run.eval_every=1"])
@@ -74,18 +76,18 @@ def test_recomputation_and_evaluation_change_no_bit_of_losses_loads_biases_and_w
     common = [*shared_settings, *DEEPSEEK, *mapping, "model.layers=4", "model.capacity=1.0"]
     plain = pool2.run(_weights_and_biases, common, timeout=90)
     changed = pool2.run(_weights_and_biases, [*common, change], timeout=90)
-    for (losses, loads, kept), (losses_2, loads_2, kept_2) in zip(plain, changed, strict=True):
+    for (losses, loads, tensors), (losses_2, loads_2, tensors_2) in zip(plain, changed, strict=True):
         assert losses == losses_2
         assert loads == loads_2
-        assert kept.keys() == kept_2.keys()
-        assert all(torch.equal(kept[name], kept_2[name]) for name in kept)
-        biases = [tensor for name, tensor in kept.items() if name.endswith("correction_bias")]
+        assert tensors.keys() == tensors_2.keys()
+        assert all(torch.equal(tensors[name], tensors_2[name]) for name in tensors)
+        biases = [tensor for name, tensor in tensors.items() if name.endswith("correction_bias")]
         assert biases and all(bool(bias.any()) for bias in biases)
 
 
 def _initial(rank: int, world: int, settings: list[str]) -> Parts:
-    with session(settings) as here:
-        return here.parts()
+    with session(settings) as active:
+        return active.parts()
 
 
 @pytest.mark.parametrize(
@@ -101,11 +103,11 @@ def test_initial_weights_do_not_depend_on_the_mapping(
     pool4: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
 ) -> None:
     common = [*shared_settings, *DEEPSEEK, "model.layers=4"]
-    alone = whole([_initial(0, 1, common)])
-    found = whole(pool4.run(_initial, [*common, *mapping], timeout=90))
-    assert found.keys() == alone.keys()
-    assert all(torch.equal(found[name], alone[name]) for name in alone)
-    halves = [alone["layers.0.attention.o.weight"][:, :8], alone["layers.0.attention.o.weight"][:, 8:]]
+    one_process = whole([_initial(0, 1, common)])
+    parallel = whole(pool4.run(_initial, [*common, *mapping], timeout=90))
+    assert parallel.keys() == one_process.keys()
+    assert all(torch.equal(parallel[name], one_process[name]) for name in one_process)
+    halves = [one_process["layers.0.attention.o.weight"][:, :8], one_process["layers.0.attention.o.weight"][:, 8:]]
     assert not torch.equal(*halves), "the shards of one tensor differ"
 
 
@@ -123,22 +125,22 @@ def test_a_pipeline_trains_as_one_process(
     pool2: RankPool, shared_settings: list[str], schedule: str, model: tuple[str, ...]
 ) -> None:
     common = [*shared_settings, *SGD, *model, "model.layers=4", "data.micro_batches=4"]
-    alone = train(0, 1, common)
-    found = pool2.run(train, [*common, "parallel.pp=2", f"parallel.schedule={schedule}"], timeout=90)
-    assert_same_training(found, alone)
+    one_process = train(0, 1, common)
+    results = pool2.run(train, [*common, "parallel.pp=2", f"parallel.schedule={schedule}"], timeout=90)
+    assert_same_training(results, one_process)
 
 
 def test_uneven_stages_train_as_one_process(pool2: RankPool, shared_settings: list[str]) -> None:
     common = [*shared_settings, *SGD, "model.layers=4"]
-    found = pool2.run(train, [*common, "parallel.pp=2", "parallel.stage_layers=[3, 1]"], timeout=90)
-    assert_same_training(found, train(0, 1, common))
+    results = pool2.run(train, [*common, "parallel.pp=2", "parallel.stage_layers=[3, 1]"], timeout=90)
+    assert_same_training(results, train(0, 1, common))
 
 
-def _conserved(rank: int, world: int, settings: list[str]) -> tuple[int, int, int]:
+def _slot_counts(rank: int, world: int, settings: list[str]) -> tuple[int, int, int]:
     """Return routed slots, dropped slots and received rows over a step and all layers of this rank."""
     received = []
     dispatch = Dispatcher.dispatch
-    with pytest.MonkeyPatch.context() as patch, session(settings) as here:
+    with pytest.MonkeyPatch.context() as patch, session(settings) as active:
 
         def counting(self: Dispatcher, *args: Any, **options: Any) -> Any:
             out = dispatch(self, *args, **options)
@@ -146,53 +148,55 @@ def _conserved(rank: int, world: int, settings: list[str]) -> tuple[int, int, in
             return out
 
         patch.setattr(Dispatcher, "dispatch", counting)
-        batch = here.trainer.feed.train(0)
-        here.trainer.train_state.runner.step(batch.micro, 1.0)
-        layers = [layer for stage in here.stages for layer in stage.moe_layers()]
-        chosen = sum(int(layer.router.load_E.sum()) for layer in layers)
+        batch = active.trainer.feed.train(0)
+        active.trainer.train_state.runner.step(batch.micro, 1.0)
+        layers = [layer for stage in active.stages for layer in stage.moe_layers()]
+        routed = sum(int(layer.router.load_E.sum()) for layer in layers)
         dropped = sum(int(layer.dropped_total) for layer in layers)
-        return chosen, dropped, sum(received)
+        return routed, dropped, sum(received)
 
 
 @pytest.mark.parametrize("scope", ["batch", "rank", None])
 @pytest.mark.parametrize("mapping", [("parallel.tp=2", "parallel.ep=2"), CP_RING, ZBV], ids=" ".join)
-def test_tokens_are_conserved(
+def test_every_routed_slot_is_received_or_dropped(
     pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], scope: str | None
 ) -> None:
     drops = [] if scope is None else ["model.capacity=0.75", f"model.capacity_scope={scope}"]
     settings = [*shared_settings, *drops, *mapping, "model.layers=4"]
-    chosen, dropped, received = map(sum, zip(*pool2.run(_conserved, settings, timeout=90), strict=True))
+    routed, dropped, received = map(sum, zip(*pool2.run(_slot_counts, settings, timeout=90), strict=True))
     layers, tokens, top_k = 4, 8 * 16, 2
-    assert chosen == layers * tokens * top_k
-    assert received == chosen - dropped
+    assert routed == layers * tokens * top_k
+    assert received == routed - dropped
     assert (dropped > 0) == (scope is not None)
 
 
 def test_capacity_over_the_batch_trains_as_one_process(pool4: RankPool, shared_settings: list[str]) -> None:
     common = [*shared_settings, *SGD, "model.capacity=0.75", "model.capacity_scope=batch"]
     mapping = ("parallel.tp=2", "parallel.cp=2", "parallel.context=ring", "parallel.ep=4")
-    alone, found = train(0, 1, common), pool4.run(train, [*common, *mapping], timeout=90)
-    assert all(min(load.dropped) > 0 for load in alone.loads)
-    assert [load.dropped for load in found[0].loads] == [load.dropped for load in alone.loads]
-    assert_same_training(found, alone)
+    one_process, results = train(0, 1, common), pool4.run(train, [*common, *mapping], timeout=90)
+    assert all(min(load.dropped) > 0 for load in one_process.loads)
+    assert [load.dropped for load in results[0].loads] == [load.dropped for load in one_process.loads]
+    assert_same_training(results, one_process)
 
 
 @pytest.mark.parametrize("kind", ["lamb", "muon", "adamw"])
 def test_every_optimizer_trains_on_shards_as_on_full_parameters(
     pool4: RankPool, shared_settings: list[str], kind: str
 ) -> None:
-    """LAMB's norms and Muon's matrices are those of full parameters, for all shardings."""
+    """LAMB must use the norms, and Muon the matrices, of full parameters with every sharding."""
     common = [*shared_settings, f"optimizer.kind={kind}", "optimizer.lr=0.01", "optimizer.eps=1e-5"]
     common += ["optimizer.momentum=0.9"] if kind == "muon" else []
     mapping = ("parallel.tp=2", "parallel.dp=2", "parallel.etp=2", "parallel.ep=2", "parallel.sharding=fsdp")
-    alone, found = train(0, 1, common), pool4.run(train, [*common, *mapping], timeout=90)
-    assert alone.losses[-1] < alone.losses[0]
-    assert_floats(found[0].losses, alone.losses)
-    assert_close(whole([trained.parts for trained in found]), whole([alone.parts]), 1e-3)
+    one_process, results = train(0, 1, common), pool4.run(train, [*common, *mapping], timeout=90)
+    assert one_process.losses[-1] < one_process.losses[0]
+    assert_floats(results[0].losses, one_process.losses)
+    assert_close(whole([trained.parts for trained in results]), whole([one_process.parts]), 1e-3)
 
 
 @pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
-def test_compressed_gradients_end_within_noise(pool2: RankPool, shared_settings: list[str], sharding: str) -> None:
+def test_compressed_gradients_change_the_final_loss_less_than_the_seed(
+    pool2: RankPool, shared_settings: list[str], sharding: str
+) -> None:
     common = [*shared_settings, *LEARNING, f"parallel.sharding={sharding}"]
     plain, compressed, other = (
         pool2.run(train, [*common, *change], timeout=90)[0]

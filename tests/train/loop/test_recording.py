@@ -17,7 +17,7 @@ from moe_comm.train.ranks import Ranks
 from tests.pool import RankPool
 from tests.train.common import write_text
 
-MORE = ("observe.every=2", "run.steps=4", "watch.enabled=false")
+RECORDING = ("observe.every=2", "run.steps=4", "watch.enabled=false")
 OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
 
 
@@ -33,19 +33,19 @@ def trained(rank: int, world: int, settings: Sequence[str]) -> Path:
 
 
 def train(pool: RankPool, tmp_path: Path, *settings: str) -> tuple[list[RankStep], list[SpanLine]]:
-    folder = pool.run(trained, [*write_text(tmp_path), *MORE, *settings], timeout=120)[0]
+    folder = pool.run(trained, [*write_text(tmp_path), *RECORDING, *settings], timeout=120)[0]
     return list(read_folder(folder / RANKS, RankStep)), list(read_folder(folder / SPANS, SpanLine))
 
 
 def calls(spans: Sequence[SpanLine]) -> dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, str, int, int]]]:
     """Return the spans of all ranks by call; fail if a rank has two calls with the same number."""
-    found: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, str, int, int]]] = defaultdict(dict)
+    by_call: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, str, int, int]]] = defaultdict(dict)
     for span in spans:
         if span.call:
-            call = found[span.kind, tuple(span.group), span.call]
+            call = by_call[span.kind, tuple(span.group), span.call]
             assert span.rank not in call
             call[span.rank] = (span.name, span.layer, span.step, span.micro)
-    return found
+    return by_call
 
 
 SETTINGS = {
@@ -60,21 +60,21 @@ SETTINGS = {
 def test_ranks_number_the_calls_of_a_group_equally(pool2: RankPool, tmp_path: Path, settings: tuple[str, ...]) -> None:
     steps, spans = train(pool2, tmp_path, *settings)
     assert {span.step for span in spans} == {2, 4}
-    found = calls(spans)
-    assert any(kind == "dispatch" for kind, _, _ in found) and any(kind == "collective" for kind, _, _ in found)
-    for call, ranks in found.items():
+    by_call = calls(spans)
+    assert any(kind == "dispatch" for kind, _, _ in by_call) and any(kind == "collective" for kind, _, _ in by_call)
+    for call, ranks in by_call.items():
         assert ranks.keys() == set(call[1]) == {0, 1}, call
         assert ranks[0] == ranks[1], call
     for rank in (0, 1):
-        ours = [span for span in spans if span.rank == rank and span.step == 2]
-        counted = {name: sum(span.name == name and moves_rows(span) for span in ours) for name in OPS}
+        rank_spans = [span for span in spans if span.rank == rank and span.step == 2]
+        counted = {name: sum(span.name == name and moves_rows(span) for span in rank_spans) for name in OPS}
         forward = 8 if "model.recompute=full" in settings else 4  # 2 layers, 2 micro-batches
         assert counted["dispatch"] == forward and counted["combine"] == forward
         assert counted["combine backward"] == counted["dispatch backward"] == 4
-        (whole,) = [span for span in ours if span.kind == "step"]
-        inside = [span for span in ours if not span.thread and span.kind not in ("checkpoint", "step")]
-        assert all(whole.begin_ns <= span.begin_ns <= span.end_ns <= whole.end_ns for span in inside)
-        assert {span.layer for span in ours if span.name == "dispatch" and span.layer} == {
+        (step_span,) = [span for span in rank_spans if span.kind == "step"]
+        inside = [span for span in rank_spans if not span.thread and span.kind not in ("checkpoint", "step")]
+        assert all(step_span.begin_ns <= span.begin_ns <= span.end_ns <= step_span.end_ns for span in inside)
+        assert {span.layer for span in rank_spans if span.name == "dispatch" and span.layer} == {
             "layers.0.moe",
             "layers.1.moe",
         }
@@ -100,7 +100,7 @@ def test_bytes_and_rows_equal_the_dispatched_ones(pool2: RankPool, tmp_path: Pat
                 assert sum(sum(span.rows) for span in ranks) == slots
                 assert all(span.nbytes % row == 0 and span.nbytes <= slots // 2 * row for span in ranks)
         for first, second in (("dispatch", "dispatch backward"), ("combine", "combine backward")):
-            there, back = (
+            sent, returned = (
                 {
                     r: [s.nbytes for s in spans if s.name == name and s.rank == r and moves_rows(s) and s.step == 2]
                     for r in (0, 1)
@@ -108,7 +108,7 @@ def test_bytes_and_rows_equal_the_dispatched_ones(pool2: RankPool, tmp_path: Pat
                 for name in (first, second)
             )
             # Bytes that one rank sends are returned by the other.
-            assert sorted(there[0]) == sorted(back[1]) and sorted(there[1]) == sorted(back[0])
+            assert sorted(sent[0]) == sorted(returned[1]) and sorted(sent[1]) == sorted(returned[0])
 
 
 def test_pipeline_stages_record_sends_and_receives(pool2: RankPool, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_pipeline_stages_record_sends_and_receives(pool2: RankPool, tmp_path: Pa
         assert {(what, micro) for _, micro, _, what, _, _ in sends} == {
             (what, micro) for what in ("activations", "gradients") for micro in range(4)
         }
-        # Where a stage asked for two things before it computed, one time before a pass is called after the first alone.
+        # Each receive must have its own span, also if a stage requests several receives before its next pass.
         assert len(receives) == len(sends)
         passes = [span for span in spans if span.kind == "compute" and span.layer.startswith("stage ")]
         assert {span.name for span in passes} >= {"forward", "backward", "loss"}
@@ -136,8 +136,8 @@ def test_pipeline_stages_record_sends_and_receives(pool2: RankPool, tmp_path: Pa
 
 
 def skewed(rank: int, world: int, hosts: list[str]) -> tuple[int, int]:
-    ahead = {0: 0, 1: 5_000_000_000}[rank]
-    return clock_skew(Ranks.make(), hosts, lambda: time.time_ns() + ahead)
+    ahead_ns = {0: 0, 1: 5_000_000_000}[rank]
+    return clock_skew(Ranks.make(), hosts, lambda: time.time_ns() + ahead_ns)
 
 
 def test_the_clock_offset_of_two_hosts_is_within_its_error(pool2: RankPool) -> None:
@@ -147,21 +147,21 @@ def test_the_clock_offset_of_two_hosts_is_within_its_error(pool2: RankPool) -> N
 
 
 def test_nothing_is_recorded_if_disabled(pool2: RankPool, tmp_path: Path) -> None:
-    folder = pool2.run(trained, [*write_text(tmp_path), *MORE, "observe.events=false"], timeout=120)[0]
+    folder = pool2.run(trained, [*write_text(tmp_path), *RECORDING, "observe.events=false"], timeout=120)[0]
     assert not (folder / RANKS).exists() and not (folder / SPANS).exists()
 
 
 def fails(rank: int, world: int, settings: Sequence[str]) -> str:
-    with pytest.raises(Exception) as caught:  # noqa: PT011  whatever it is
+    with pytest.raises(Exception) as caught:  # noqa: PT011  any exception
         run(None, settings)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_a_run_that_fails_leaves_each_ranks_last_spans(pool2: RankPool, tmp_path: Path) -> None:
-    said = pool2.run(fails, [*write_text(tmp_path), *MORE, "optimizer.lr=1e30", "optimizer.clip=0"], timeout=120)
+    errors = pool2.run(fails, [*write_text(tmp_path), *RECORDING, "optimizer.lr=1e30", "optimizer.clip=0"], timeout=120)
     dumps = sorted((tmp_path / "runs").glob("*/dumps/step-*/rank-*.jsonl"))
     assert [path.name for path in dumps] == ["rank-00000.jsonl", "rank-00001.jsonl"]
-    for path, reason in zip(dumps, said, strict=True):
+    for path, reason in zip(dumps, errors, strict=True):
         lines = list(read_folder(path.parent, SpanLine))
         assert [line.name for line in lines if line.kind == "mark"].count(reason) >= 1
         assert any(line.name == "dispatch" for line in lines)

@@ -35,7 +35,10 @@ class Crash(RuntimeError):
 
 @contextlib.contextmanager
 def crash_after(step: int | None) -> Iterator[None]:
-    """All runs raise ``Crash`` after ``step`` steps, when their reports and background checkpoints are written."""
+    """Make all runs raise ``Crash`` in step ``step + 1``, after its report is written and before its checkpoint is.
+
+    Background checkpoints of earlier steps are completed.
+    """
     if step is None:
         yield
         return
@@ -102,18 +105,20 @@ def test_a_crashed_run_resumes_to_the_same_bits(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, case: str
 ) -> None:
     common = [*shared_settings, *SAME_MAPPING[case], "run.steps=6", "checkpoint.every=2", "run.eval_every=2"]
-    through, broken = ([*common, f"run.folder={tmp_path / name}"] for name in ("through", "broken"))
-    pool2.run(_run_until, (through, None), timeout=90)
-    pool2.run(_run_until, (broken, 4), timeout=90)
-    folder = folder_of(broken)
+    reference, crashed = ([*common, f"run.folder={tmp_path / name}"] for name in ("through", "broken"))
+    pool2.run(_run_until, (reference, None), timeout=90)
+    pool2.run(_run_until, (crashed, 4), timeout=90)
+    folder = folder_of(crashed)
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5 + 2, "the report of a step that is repeated"
-    result = pool2.run(_run_until, ([*broken, AUTO], None), timeout=90)[0]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5 + 2, (
+        "expected 5 steps, the last of which the resumed run repeats, and 2 evaluations"
+    )
+    result = pool2.run(_run_until, ([*crashed, AUTO], None), timeout=90)[0]
     assert (result.status, result.steps, result.folder) == ("finished", 6, folder)
-    assert losses_of(folder) == losses_of(folder_of(through))
-    ours, theirs = state_of(folder), state_of(folder_of(through))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert losses_of(folder) == losses_of(folder_of(reference))
+    resumed_state, expected_state = state_of(folder), state_of(folder_of(reference))
+    assert resumed_state.keys() == expected_state.keys()
+    assert all(torch.equal(resumed_state[name], expected_state[name]) for name in resumed_state)
     events: Any = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
@@ -141,7 +146,7 @@ CHAINS: dict[str, tuple[tuple[str, ...], tuple[Stage, ...]]] = {
             (2, ("parallel.cp=2", "parallel.context=ring", "parallel.sharding=fsdp")),
         ),
     ),
-    "fewer experts on a rank than owners, or none": (
+    "fewer experts on a rank than ranks that shard them, or none": (
         ("model.experts=2",),
         (
             (4, ("parallel.sharding=zero1", "parallel.ep=2")),
@@ -167,24 +172,24 @@ def test_a_run_resumes_on_other_mappings(
     optimizer: tuple[str, ...],
     tolerance: float,
 ) -> None:
-    """Two steps on each mapping. Losses, and with SGD also weights, are within 1e-5 of one process. AdamW divides
-    differences by the magnitude of the gradient, which can be tiny."""
-    of_model, stages = CHAINS[chain]
+    """Two steps on each mapping. Losses, and with SGD also weights, are within 1e-5 of one process. The weights of
+    AdamW differ more, because it divides by the magnitude of the gradient, which can be tiny."""
+    model_settings, stages = CHAINS[chain]
     steps = 2 * len(stages)
-    common = [*shared_settings, *of_model, *optimizer, f"run.steps={steps}", "checkpoint.every=2"]
-    alone = [*common, f"run.folder={tmp_path / 'alone'}"]
-    _run_until(0, 1, (alone, None))
-    moving = [*common, f"run.folder={tmp_path / 'moving'}", AUTO]
+    common = [*shared_settings, *model_settings, *optimizer, f"run.steps={steps}", "checkpoint.every=2"]
+    one_process = [*common, f"run.folder={tmp_path / 'alone'}"]
+    _run_until(0, 1, (one_process, None))
+    resharded = [*common, f"run.folder={tmp_path / 'moving'}", AUTO]
     for number, (ranks, mapping) in enumerate(stages, 1):
-        until = 2 * number if number < len(stages) else None
-        arg = ([*moving, *mapping], until)
+        crash_after_step = 2 * number if number < len(stages) else None
+        arg = ([*resharded, *mapping], crash_after_step)
         if ranks == 1:
             _run_until(0, 1, arg)
         else:
             {2: pool2, 4: pool4}[ranks].run(_run_until, arg, timeout=90)
-    folder = folder_of(moving)
-    assert_floats(losses_of(folder), losses_of(folder_of(alone)))
-    assert_close(weights_of(folder), weights_of(folder_of(alone)), tolerance)
+    folder = folder_of(resharded)
+    assert_floats(losses_of(folder), losses_of(folder_of(one_process)))
+    assert_close(weights_of(folder), weights_of(folder_of(one_process)), tolerance)
 
 
 def _resume_fails(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
@@ -198,7 +203,7 @@ def _resume_fails(rank: int, world: int, settings: list[str]) -> tuple[str, str]
 def test_a_failed_resume_raises_the_reason_on_every_rank(pool2: RankPool, settings: list[str], tmp_path: Path) -> None:
     settings = [*settings, "run.steps=4", "checkpoint.every=2", AUTO]
     pool2.run(_run_until, (settings, 2), timeout=90)
-    for change, kind, said in (
+    for change, kind, expected in (
         ("data.batch=4", "ConfigError", "data.batch was 8 and is 4"),
         ("data.seq_len=8", "ConfigError", "data.seq_len was 16 and is 8"),
         ("run.seed=1", "ConfigError", "seed"),
@@ -207,7 +212,7 @@ def test_a_failed_resume_raises_the_reason_on_every_rank(pool2: RankPool, settin
         ("optimizer.kind=sgd", "CheckpointError", "no rank requests: optimizer/"),
     ):
         for name, message in pool2.run(_resume_fails, [*settings, change], timeout=90):
-            assert (name, said in message) == (kind, True), (change, name, message)
+            assert (name, expected in message) == (kind, True), (change, name, message)
     saved = latest(folder_of(settings) / "checkpoints")
     assert saved is not None
     damaged = saved / "rank-00001.safetensors"
@@ -224,13 +229,13 @@ def test_auto_starts_a_new_run_without_a_checkpoint(settings: list[str], capsys:
     assert first.steps == 2
     assert "starting a new run" not in capsys.readouterr().out
     second = run(None, settings)
-    assert second.folder != first.folder, "all its steps are done"
+    assert second.folder != first.folder, "the first run has completed all its steps"
     assert f"{first.folder} has completed its 2 steps; starting a new run" in capsys.readouterr().out
     with crash_after(0), pytest.raises(Crash):
         run(None, settings)
     third = run(None, settings)
     assert third.steps == len(losses_of(third.folder)) == 2
-    assert len(list(first.folder.parent.iterdir())) == 4, "the newest run left no checkpoint, older ones are others"
+    assert len(list(first.folder.parent.iterdir())) == 4, "auto considers only the newest run, which has no checkpoint"
 
 
 CONSTANT = ("optimizer.schedule=constant", "checkpoint.every=2", "checkpoint.keep=9")
@@ -240,7 +245,7 @@ CONSTANT = ("optimizer.schedule=constant", "checkpoint.every=2", "checkpoint.kee
 @pytest.mark.parametrize("resume", ["auto", "run", "checkpoint", "earlier checkpoint"])
 def test_more_steps_extend_a_finished_run(settings: list[str], tmp_path: Path, resume: str) -> None:
     settings = [*settings, *CONSTANT]
-    through = run(None, [*settings, "run.steps=6", f"run.folder={tmp_path / 'through'}"])
+    reference = run(None, [*settings, "run.steps=6", f"run.folder={tmp_path / 'through'}"])
     first = run(None, [*settings, "run.steps=4"])
     assert json.loads((first.folder / "result.json").read_text())["status"] == "finished"
     paths = {
@@ -250,9 +255,9 @@ def test_more_steps_extend_a_finished_run(settings: list[str], tmp_path: Path, r
     }
     result = run(None, [*settings, "run.steps=6", f"checkpoint.resume={paths.get(resume, resume)}"])
     assert (result.folder, result.steps, result.status) == (first.folder, 6, "finished")
-    assert losses_of(result.folder) == losses_of(through.folder)
-    ours, theirs = state_of(result.folder), state_of(through.folder)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert losses_of(result.folder) == losses_of(reference.folder)
+    extended_state, expected_state = state_of(result.folder), state_of(reference.folder)
+    assert all(torch.equal(extended_state[name], expected_state[name]) for name in expected_state)
 
 
 def test_an_invalid_resume_raises_and_changes_nothing(settings: list[str], tmp_path: Path) -> None:
@@ -260,20 +265,20 @@ def test_an_invalid_resume_raises_and_changes_nothing(settings: list[str], tmp_p
     folder = run(None, [*settings, "run.steps=4"]).folder
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    for change, resume, said in (
+    for change, resume, expected in (
         ("run.steps=2", "auto", "has completed 4 steps, but run.steps is 2"),
         ("run.steps=3", folder, "has completed 4 steps, but run.steps is 3"),
         ("run.steps=4", folder, "has completed its 4 steps; increase run.steps to continue it"),
         ("run.steps=4", tmp_path / "nothing", "neither no nor auto, nor the folder of a run"),
         ("run.steps=4", tmp_path / "empty", "has no complete checkpoint"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=expected):
             run(None, [*settings, change, f"checkpoint.resume={resume}"])
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert len(list(folder.parent.iterdir())) == 1
 
 
-# --- processes of their own ---
+# --- runs in separate processes ---
 
 
 def _command(settings: list[str]) -> list[str]:
@@ -295,10 +300,10 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += [*_children(int(child)), int(child)]
-    return found
+        pids += [*_children(int(child)), int(child)]
+    return pids
 
 
 def _wait(process: subprocess.Popen[str], done: Callable[[], bool], what: str) -> None:
@@ -320,15 +325,15 @@ def _saved(settings: list[str]) -> bool:
 
 
 def _rank_processes(launcher: int) -> list[int]:
-    """Return the ranks of ``launcher``: torchrun's by their environment, ours as children of its server."""
-    found = []
+    """Return the ranks of ``launcher``: torchrun's by their environment, others as children of the fork server."""
+    pids = []
     for pid in _children(launcher):
         with contextlib.suppress(OSError):
             if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
+                pids.append(pid)
             if b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found += _children(pid)
-    return found
+                pids += _children(pid)
+    return pids
 
 
 LONG = ("run.steps=100", "checkpoint.every=3", "run.log_every=50", "parallel.ranks=2")
@@ -355,15 +360,15 @@ def test_sigterm_saves_and_exits_0_and_the_run_resumes(
         out, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, out
     folder = folder_of(settings)
-    ended = json.loads((folder / "result.json").read_text())
-    assert ended["status"] == "interrupted"
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "interrupted"
     saved = latest(folder / "checkpoints")
-    assert saved is not None and CheckpointReader(saved).step == ended["steps"] < 100
+    assert saved is not None and CheckpointReader(saved).step == result["steps"] < 100
     pool2.run(_run_tiny, [*settings, AUTO], timeout=120)
     assert losses_of(folder) == uninterrupted
 
 
-@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+@pytest.mark.parametrize("launcher", ["moe-comm", "torchrun"])
 def test_a_killed_rank_is_restarted_and_resumes_from_the_last_checkpoint(
     settings: list[str], uninterrupted: list[float], launcher: str
 ) -> None:

@@ -53,8 +53,8 @@ def watched(after_step: Callable[[StepReport], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def probed(found: list[Any]) -> Iterator[None]:
-    """Before the trained model is released, put its logits for ``TOKENS`` into ``found``. Collective."""
+def probed(logits: list[Any]) -> Iterator[None]:
+    """Before the trained model is released, append its logits for ``TOKENS`` to ``logits``. Collective."""
     close = job._close
 
     def probe(state: TrainState) -> None:
@@ -63,7 +63,7 @@ def probed(found: list[Any]) -> Iterator[None]:
         cp = state.mesh.size("cp")
         assert cp == 1
         with torch.no_grad():
-            found.append(model.logits(model(TOKENS)))
+            logits.append(model.logits(model(TOKENS)))
         close(state)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -81,8 +81,8 @@ def _run_and_probe(rank: int, world: int, settings: list[str]) -> tuple[RunResul
 def export_as_printed(out: str, folder: Path) -> None:
     """Run the printed export command; the result loads in transformers, including the tokenizer."""
     (export_line,) = (line for line in out.splitlines() if "moe-comm export" in line)
-    _, command, checkpoint, place = export_line[export_line.index("moe-comm export") :].split(" ")
-    assert (command, place) == ("export", "OUT")
+    _, command, checkpoint, placeholder = export_line[export_line.index("moe-comm export") :].split(" ")
+    assert (command, placeholder) == ("export", "OUT")
     export_run(Path(checkpoint), folder / "OUT")
     assert AutoModelForCausalLM.from_pretrained(folder / "OUT") is not None
     assert AutoTokenizer.from_pretrained(folder / "OUT") is not None
@@ -92,7 +92,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_a_complete_folder(pool2: RankPool, settings: list[str]) -> None:
+def test_a_run_writes_a_complete_folder(pool2: RankPool, settings: list[str]) -> None:
     settings = [*settings, "parallel.tp=2", "run.eval_every=2", "run.sample_tokens=24", "model.capacity=1.0"]
     (result, _), (other, _) = pool2.run(_run_and_probe, settings, timeout=120)
     assert (result.status, result.steps) == ("finished", 4)
@@ -111,10 +111,10 @@ def test_a_run_leaves_a_complete_folder(pool2: RankPool, settings: list[str]) ->
         parts = [times[key] for key in ("compute", "communication", "data", "checkpoint")]
         assert sum(parts) + line["loop_s"] == pytest.approx(times["total"])
         assert times["communication"] > 0
-        load_of = line["load"]
-        assert {len(values) for values in load_of.values()} == {2}, "one number for each layer"
-        assert all(1 <= value <= 4 for value in load_of["imbalance"])
-        assert all(0 < value < 1 for value in load_of["dropped"])
+        loads = line["load"]
+        assert {len(values) for values in loads.values()} == {2}, "one number for each layer"
+        assert all(1 <= value <= 4 for value in loads["imbalance"])
+        assert all(0 < value < 1 for value in loads["dropped"])
     summaries = [line for line in lines if "loss" not in line]
     assert summaries[-1]["validation/loss"] == result.validation_loss
     assert summaries[-1]["validation/perplexity"] == pytest.approx(math.exp(summaries[-1]["validation/loss"]))
@@ -122,12 +122,12 @@ def test_a_run_leaves_a_complete_folder(pool2: RankPool, settings: list[str]) ->
     events: Any = EventAccumulator(str(result.folder / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([line["loss"] for line in steps])
-    wanted = {"train/grad_norm", "train/tokens_per_s", "train/mfu", "time/compute", "time/communication", "time/data"}
-    wanted |= {"time/checkpoint", "router/imbalance_max", "router/dead_experts", "router/dropped_layer_1"}
-    assert wanted | {"memory/gib", "validation/loss"} <= set(events.Tags()["scalars"])
+    tags = {"train/grad_norm", "train/tokens_per_s", "train/mfu", "time/compute", "time/communication", "time/data"}
+    tags |= {"time/checkpoint", "router/imbalance_max", "router/dead_experts", "router/dropped_layer_1"}
+    assert tags | {"memory/gib", "validation/loss"} <= set(events.Tags()["scalars"])
 
-    ended = json.loads((result.folder / "result.json").read_text())
-    assert (ended["status"], ended["mapping"]) == ("finished", "tp 2, ep 2")
+    written_result = json.loads((result.folder / "result.json").read_text())
+    assert (written_result["status"], written_result["mapping"]) == ("finished", "tp 2, ep 2")
     assert (result.folder / "sample.txt").read_text() == result.sample + "\n"
 
 
@@ -207,17 +207,17 @@ def test_a_model_without_a_family_is_trained_and_only_checkpointed(
 
 
 @pytest.mark.parametrize(
-    ("family", "said"), [("qwen3_moe", "model.aux_loss (now 0.01), lower"), ("deepseek_v3", "bias_rate")]
+    ("family", "advice"), [("qwen3_moe", "model.aux_loss (now 0.01), lower"), ("deepseek_v3", "bias_rate")]
 )
 def test_a_collapsed_router_gets_one_hint(
-    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, said: str
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, advice: str
 ) -> None:
     """All tokens of a one-letter text are equal, and are routed to the same experts."""
     (tmp_path / "same.txt").write_text("a" * 40_000)
     same = [f"data.source={tmp_path / 'same.txt'}", f"model.family={family}", "run.steps=45", "model.bias_rate=0"]
     result = run(None, [*settings, *same])
     hints = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint: ")]
-    assert len(hints) == 1 and said in hints[0] and "(4 / 2 = 2.00)" in hints[0], hints
+    assert len(hints) == 1 and advice in hints[0] and "(4 / 2 = 2.00)" in hints[0], hints
     assert json.loads((result.folder / "result.json").read_text())["hint"] == hints[0]
 
 
@@ -293,7 +293,7 @@ def test_a_second_ctrl_c_ends_at_once(settings: list[str], monkeypatch: pytest.M
     folder = _one_folder(settings)
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["signal"], "error" in result) == ("interrupted", signal.SIGINT, False)
-    assert not (folder / "dumps").exists() and not (folder / "faults.jsonl").exists(), "it is no fault"
+    assert not (folder / "dumps").exists() and not (folder / "faults.jsonl").exists(), "an interrupt is not a fault"
     assert [line["step"] for line in lines_of(folder)] == [1]
 
 
@@ -333,14 +333,14 @@ def _diverge(rank: int, world: int, settings: list[str]) -> str:
 def test_a_nan_loss_leaves_a_checkpoint_of_the_last_good_weights(
     pool2: RankPool, settings: list[str], tmp_path: Path
 ) -> None:
-    printed, other = pool2.run(_diverge, settings, timeout=120)
-    assert other == ""
+    printed, other_printed = pool2.run(_diverge, settings, timeout=120)
+    assert other_printed == ""
     export_as_printed(printed, tmp_path)
     folder = _one_folder(settings)
     assert not (folder / "model").exists()
-    ended = json.loads((folder / "result.json").read_text())
-    assert ended["status"] == "failed"
-    assert re.match("NonFiniteLoss: step 3: the loss .* NaN or infinite on rank 1", ended["error"])
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert re.match("NonFiniteLoss: step 3: the loss .* NaN or infinite on rank 1", result["error"])
     saved = latest(folder / "checkpoints")
     assert saved is not None and CheckpointReader(saved).step == 2
     weights = [CheckpointReader(saved).read(name) for name in CheckpointReader(saved).names]

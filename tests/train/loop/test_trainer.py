@@ -39,56 +39,56 @@ from tests.train.common import SGD, Session, assert_same_training, session, trai
     ],
     ids=lambda mapping: " ".join(key.split(".")[1] for key in mapping),
 )
-def test_two_ranks_train_to_the_weights_of_one(
+def test_two_ranks_train_to_the_weights_of_one_rank(
     pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
 ) -> None:
-    of_model = [key for key in mapping if not key.startswith("parallel")]
-    alone = train(0, 1, [*shared_settings, *SGD, *of_model])
-    assert any(norm > 0.5 for norm in alone.norms), "clipping must take part"
-    assert_same_training(pool2.run(train, [*shared_settings, *SGD, *mapping], timeout=90), alone)
+    model_settings = [key for key in mapping if not key.startswith("parallel")]
+    one_rank = train(0, 1, [*shared_settings, *SGD, *model_settings])
+    assert any(norm > 0.5 for norm in one_rank.norms), "no gradient was clipped"
+    assert_same_training(pool2.run(train, [*shared_settings, *SGD, *mapping], timeout=90), one_rank)
 
 
 def test_training_again_gives_the_same_bits(pool2: RankPool, shared_settings: list[str]) -> None:
     first, second = (pool2.run(train, [*shared_settings, "parallel.ep=2"]) for _ in range(2))
     assert [t.losses for t in first] == [t.losses for t in second]
     assert [(t.norms, t.validation) for t in first] == [(t.norms, t.validation) for t in second]
-    ours, theirs = (whole([t.parts for t in run]) for run in (first, second))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    weights, second_weights = (whole([t.parts for t in run]) for run in (first, second))
+    assert all(torch.equal(weights[name], second_weights[name]) for name in weights)
 
 
 def test_the_first_loss_is_uniform_and_the_balance_loss_matches_the_loads(
     shared_settings: list[str],
 ) -> None:
-    with session([*shared_settings, "model.init_std=1e-4", "data.micro_batches=1"]) as here:
-        report = here.trainer.train_step(0)
-        assert report.loss == pytest.approx(math.log(here.corpus.vocab_size), rel=1e-3)
+    with session([*shared_settings, "model.init_std=1e-4", "data.micro_batches=1"]) as active:
+        report = active.trainer.train_step(0)
+        assert report.loss == pytest.approx(math.log(active.corpus.vocab_size), rel=1e-3)
         assert report.tokens == 8 * 16
         # Uniform probabilities: E * sum(f_e / E) over f_e that add up to K.
         assert report.load.balance == pytest.approx([2.0, 2.0], rel=1e-3)
 
 
-def _poison(here: Session, how: str) -> None:
+def _poison(active: Session, how: str) -> None:
     """Make this rank's loss or router inputs NaN from now on."""
     if how == "loss":
-        stage = here.stages[-1]
+        stage = active.stages[-1]
         loss = stage.loss
         stage.loss = lambda hidden, targets: loss(hidden, targets) * math.nan
     else:
-        block = next(iter(here.stages[0].layers.values()))
+        block = next(iter(active.stages[0].layers.values()))
         block.attention.register_forward_hook(lambda module, args, output: output * math.nan)
 
 
 def _nan_on_one_rank(rank: int, world: int, arg: tuple[list[str], int, str]) -> tuple[str, bool]:
     settings, bad_rank, how = arg
-    with session(settings) as here:
+    with session(settings) as active:
         for step in range(2):
-            here.trainer.train_step(step)
-        before = {name: pieces for name, (_, pieces) in here.parts().items()}
+            active.trainer.train_step(step)
+        before = {name: pieces for name, (_, pieces) in active.parts().items()}
         if rank == bad_rank:
-            _poison(here, how)
+            _poison(active, how)
         with pytest.raises(NonFiniteLoss) as caught:
-            here.trainer.train_step(2)
-        after = here.parts()
+            active.trainer.train_step(2)
+        after = active.parts()
         same = all(
             torch.equal(a, b) for name in before for (_, a), (_, b) in zip(before[name], after[name][1], strict=True)
         )
@@ -109,46 +109,46 @@ def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
 
 def _skip(rank: int, world: int, settings: list[str]) -> list[tuple[bool, bool]]:
     """Return for each of three steps whether it was skipped and whether the weights changed."""
-    found = []
-    with session([*settings, "run.nonfinite=skip"]) as here:
-        stage = here.stages[-1]
+    outcomes = []
+    with session([*settings, "run.nonfinite=skip"]) as active:
+        stage = active.stages[-1]
         loss = stage.loss
         for step in range(3):
-            before = here.parts()
+            before = active.parts()
             bad = step == 1 and rank == world - 1
             stage.loss = (lambda hidden, targets: loss(hidden, targets) * math.inf) if bad else loss
-            report = here.trainer.train_step(step)
-            moved = any(
+            report = active.trainer.train_step(step)
+            changed = any(
                 not torch.equal(a, b)
-                for name, (_, pieces) in here.parts().items()
+                for name, (_, pieces) in active.parts().items()
                 for (_, a), (_, b) in zip(pieces, before[name][1], strict=True)
             )
-            found.append((bool(report.skipped), moved))
+            outcomes.append((bool(report.skipped), changed))
             assert math.isfinite(report.grad_norm) != bool(report.skipped)
-    return found
+    return outcomes
 
 
 @pytest.mark.parametrize("mapping", ["parallel.ep=2", "parallel.sharding=fsdp", "parallel.pp=2"])
 def test_a_skipped_step_is_skipped_on_all_ranks_and_training_continues(
     pool2: RankPool, shared_settings: list[str], mapping: str
 ) -> None:
-    wanted = [(False, True), (True, False), (False, True)]
-    assert pool2.run(_skip, [*shared_settings, mapping]) == [wanted] * 2
+    expected = [(False, True), (True, False), (False, True)]
+    assert pool2.run(_skip, [*shared_settings, mapping]) == [expected] * 2
 
 
 def test_an_infinite_gradient_does_not_change_the_weights(shared_settings: list[str]) -> None:
-    with session(shared_settings) as here:
-        before = whole([here.parts()])
-        here.stages[0].norm.weight.register_hook(lambda grad: grad * math.inf)
+    with session(shared_settings) as active:
+        before = whole([active.parts()])
+        active.stages[0].norm.weight.register_hook(lambda grad: grad * math.inf)
         with pytest.raises(NonFiniteLoss, match="gradient's norm is"):
-            here.trainer.train_step(0)
-        after = whole([here.parts()])
+            active.trainer.train_step(0)
+        after = whole([active.parts()])
         assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
 def _stop_on_rank_1(rank: int, world: int, settings: list[str]) -> tuple[str, int]:
-    with session([*settings, "run.steps=50"]) as here:
-        trainer = here.trainer
+    with session([*settings, "run.steps=50"]) as active:
+        trainer = active.trainer
 
         def after(report: Any) -> None:
             if rank == 1 and report.step == 2:
@@ -162,13 +162,13 @@ def test_a_stop_request_on_one_rank_stops_all_after_the_same_step(pool2: RankPoo
 
 
 def test_the_time_limit_ends_training_after_a_complete_step(shared_settings: list[str]) -> None:
-    with session([*shared_settings, "run.steps=50", "run.time_limit_s=1e-6"]) as here:
-        assert here.trainer.fit() == "time limit"
-        assert len(here.trainer.reports) == 1
+    with session([*shared_settings, "run.steps=50", "run.time_limit_s=1e-6"]) as active:
+        assert active.trainer.fit() == "time limit"
+        assert len(active.trainer.reports) == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("invalid", "expected"),
     [
         (("data.batch=2", "parallel.dp=2"), "1 sequences for 2 data-parallel ranks"),
         (("parallel.ep=3",), "3"),
@@ -178,16 +178,16 @@ def test_the_time_limit_ends_training_after_a_complete_step(shared_settings: lis
     ids=["batch", "ep", "layers", "heads"],
 )
 def test_an_invalid_mapping_raises_on_every_rank(
-    pool2: RankPool, shared_settings: list[str], given: tuple[str, ...], said: str
+    pool2: RankPool, shared_settings: list[str], invalid: tuple[str, ...], expected: str
 ) -> None:
-    messages = pool2.run(_refused, [*shared_settings, *given])
-    assert all(said in message for message in messages), messages
+    messages = pool2.run(_refused, [*shared_settings, *invalid])
+    assert all(expected in message for message in messages), messages
 
 
 def _refused(rank: int, world: int, settings: list[str]) -> str:
     try:
-        with session(settings) as here:
-            here.trainer.train_step(0)
+        with session(settings) as active:
+            active.trainer.train_step(0)
     except ConfigError as error:
         return str(error)
     return "accepted"
@@ -195,13 +195,13 @@ def _refused(rank: int, world: int, settings: list[str]) -> str:
 
 def test_training_learns_the_text(shared_settings: list[str]) -> None:
     learn = ("run.steps=60", "optimizer.lr=0.02", "model.init_std=0.05", "data.batch=16")
-    with session([*shared_settings, *learn]) as here:
-        assert here.trainer.fit() == "finished"
-        reports = here.trainer.reports
+    with session([*shared_settings, *learn]) as active:
+        assert active.trainer.fit() == "finished"
+        reports = active.trainer.reports
         assert reports[0].loss > 5
-        entropy = here.corpus.statistics().unigram_entropy
+        entropy = active.corpus.statistics().unigram_entropy
         assert reports[-1].loss < entropy
-        assert here.trainer.evaluate() < entropy
+        assert active.trainer.evaluate() < entropy
 
 
 class _Summaries:
@@ -219,15 +219,15 @@ class _Summaries:
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss_of_the_targets(shared_settings: list[str]) -> None:
-    """Compared with log-softmax in float64; padding and the last tokens of documents are not targets."""
+    """The reference is a log-softmax in float64. Padding and the last tokens of documents are not targets."""
     settings = [*shared_settings, "data.packing=best_fit", "data.documents=separate", "data.seq_len=12"]
     sink = _Summaries()
-    with session(settings, sinks=[sink]) as here:
-        here.trainer.train_step(0)
-        loss = here.trainer.evaluate()
-        (model,) = here.stages
+    with session(settings, sinks=[sink]) as active:
+        active.trainer.train_step(0)
+        loss = active.trainer.evaluate()
+        (model,) = active.stages
         losses = []
-        for whole_batch in here.corpus.validation_batches(2):
+        for whole_batch in active.corpus.validation_batches(2):
             batch = whole_batch.local()
             documents = Documents.of(batch.documents_BS, None, "ulysses")
             with torch.no_grad():
@@ -245,12 +245,12 @@ def test_perplexity_is_the_exponential_of_the_mean_loss_of_the_targets(shared_se
 
 
 def _leave(rank: int, world: int, settings: list[str]) -> str:
-    with session(settings) as here:
-        here.trainer.train_step(0)
+    with session(settings) as active:
+        active.trainer.train_step(0)
         if rank == 1:
             os._exit(1)
         try:
-            here.trainer.train_step(1)
+            active.trainer.train_step(1)
         except PeerError as error:
             return type(error).__name__
     return "no error"
@@ -262,9 +262,9 @@ def test_a_rank_that_dies_between_steps_is_a_typed_error_on_the_other(
     assert pool2.run(_leave, shared_settings, timeout=60, expect_dead={1})[0] == "PeerDied"
 
 
-def test_times_add_up(shared_settings: list[str]) -> None:
-    with session(shared_settings) as here:
-        trainer: Trainer = here.trainer
+def test_the_times_of_a_step_add_up_to_its_total(shared_settings: list[str]) -> None:
+    with session(shared_settings) as active:
+        trainer: Trainer = active.trainer
         for step in range(2):
             times = trainer.train_step(step).times
             parts = (times.compute, times.communication, times.data, times.checkpoint, times.loop)

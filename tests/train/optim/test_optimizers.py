@@ -25,11 +25,11 @@ def trained(options: OptimizerOptions, lr: float = 0.05, steps: int = 3) -> dict
     return assemble([pieces(train(mesh, DataParallelOptions(), options, lr=lr, steps=steps)[0].owned(), mesh)])
 
 
-def with_torch(make_them: Any, steps: int = 3) -> dict[str, torch.Tensor]:
-    """Train the toy with plain torch; ``make_them`` gets its parameters by name."""
+def with_torch(make_optimizers: Any, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Train the toy with plain torch; ``make_optimizers`` receives its parameters by name."""
     model = Toy(SHARDINGS, ParallelMesh(ALONE))
     params = dict(model.named_parameters())
-    optimizers = make_them(params)
+    optimizers = make_optimizers(params)
     for _ in range(steps):
         model.zero_grad()
         model(torch.zeros(())).backward()
@@ -57,12 +57,12 @@ def test_adamw_and_sgd_equal_torch(kind):
     momentum, nesterov = (0.0 if kind == "sgd" else 0.8), kind == "sgd-nesterov"
     options = OptimizerOptions(kind.split("-")[0], weight_decay=0.3, momentum=momentum, nesterov=nesterov)
 
-    def theirs(params: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+    def torch_optimizers(params: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
         if kind == "adamw":
             return [torch.optim.AdamW(groups(params, 0.3), lr=0.05, betas=options.betas, eps=options.eps)]
         return [torch.optim.SGD(groups(params, 0.3), lr=0.05, momentum=momentum, nesterov=nesterov)]
 
-    expected = with_torch(theirs)
+    expected = with_torch(torch_optimizers)
     for name, value in trained(options).items():
         torch.testing.assert_close(value, expected[name], rtol=2e-6, atol=2e-6)
 
@@ -107,7 +107,7 @@ def test_lamb_updates_a_zero_parameter():
     backward(model, data_parallel)
     optimizer.step(0.1)
     w2 = model.layers["0"].dense.w2
-    assert w2.isfinite().all() and w2.abs().min() > 0.05  # ratio 1: each moves by about lr
+    assert w2.isfinite().all() and w2.abs().min() > 0.05  # trust ratio 1: each element changes by about lr
 
 
 MUON_TAKES = [n for n in DECAYED if "embed" not in n and "head" not in n and "router" not in n]
@@ -123,7 +123,7 @@ def test_muon_equals_torch_for_each_matrix_and_adamw_for_other_parameters(scale)
         experts = list(param.unbind(0)) if "experts" in name else [param]
         return [part for matrix in experts for part in (matrix.chunk(2) if "w13" in name else [matrix])]
 
-    class Theirs:
+    class TorchMuon:
         """torch.optim.Muon on each matrix separately, also on gate and up."""
 
         def __init__(self, params: dict[str, nn.Parameter]) -> None:
@@ -146,25 +146,25 @@ def test_muon_equals_torch_for_each_matrix_and_adamw_for_other_parameters(scale)
                 for own, part in zip(self.own[name], matrices(name, param), strict=True):
                     part.copy_(own)
 
-    def theirs(params: dict[str, nn.Parameter]) -> list[Any]:
+    def torch_optimizers(params: dict[str, nn.Parameter]) -> list[Any]:
         rest = {n: p for n, p in params.items() if n not in MUON_TAKES}
-        return [Theirs(params), torch.optim.AdamW(groups(rest, 0.3), lr=0.05, betas=options.betas, eps=options.eps)]
+        return [TorchMuon(params), torch.optim.AdamW(groups(rest, 0.3), lr=0.05, betas=options.betas, eps=options.eps)]
 
-    expected = with_torch(theirs)
+    expected = with_torch(torch_optimizers)
     start = with_torch(lambda _: [])
     for name, value in trained(options).items():
-        moved = (expected[name] - start[name]).abs().max()
+        total_change = (expected[name] - start[name]).abs().max()
         # The iteration is in bf16, and batched products round differently.
-        tolerance = 0.03 * moved if name in MUON_TAKES else 1e-5
+        tolerance = 0.03 * total_change if name in MUON_TAKES else 1e-5
         assert (value - expected[name]).abs().max() < tolerance, name
 
 
 def test_newton_schulz_brings_singular_values_near_one():
     matrices = torch.randn(3, 12, 5, generator=torch.Generator().manual_seed(0))
-    found = newton_schulz(matrices, 5)
-    values = torch.linalg.svdvals(found)
+    orthogonal = newton_schulz(matrices, 5)
+    values = torch.linalg.svdvals(orthogonal)
     assert values.min() > 0.5 and values.max() < 1.3
-    assert torch.equal(newton_schulz(matrices.mT, 5), found.mT)
+    assert torch.equal(newton_schulz(matrices.mT, 5), orthogonal.mT)
     assert torch.equal(newton_schulz(torch.zeros(1, 3, 3)), torch.zeros(1, 3, 3))
 
 
@@ -177,29 +177,29 @@ KINDS = {
 
 
 def resumed(rank: int, world: int, arg: tuple[str, str]) -> bool:
-    """Run three steps at once, and two steps followed by one with a second optimizer that loads values and state."""
+    """Return whether three steps equal two steps and one with a second optimizer that loads values and state."""
     kind, strategy = arg
     mesh = ParallelMesh(ParallelConfig(tp=2, dp=2, ep=2))
     options = DataParallelOptions(strategy)
-    whole, _, _ = train(mesh, options, KINDS[kind], steps=3)
+    uninterrupted, _, _ = train(mesh, options, KINDS[kind], steps=3)
     first, optimizer, _ = train(mesh, options, KINDS[kind], steps=2)
     model, second = make(mesh, options)
     with torch.no_grad():
-        for there, here in zip(second.owned(), first.owned(), strict=True):
-            there.value.copy_(here.value)
+        for target, source in zip(second.owned(), first.owned(), strict=True):
+            target.value.copy_(source.value)
     second.publish()
     resumed_optimizer = make_optimizer(second.owned(), mesh, KINDS[kind])
-    state, fresh = optimizer.state_tensors(), resumed_optimizer.state_tensors()
+    state, loaded_state = optimizer.state_tensors(), resumed_optimizer.state_tensors()
     shapes = {o.name: o.value.shape for o in first.owned()}
     assert all(t.shape == shapes[n] for n, s in state.items() for t in s.values())
-    assert {n: s.keys() for n, s in state.items()} == {n: s.keys() for n, s in fresh.items()}
+    assert {n: s.keys() for n, s in state.items()} == {n: s.keys() for n, s in loaded_state.items()}
     for name, of_param in state.items():
         for key, tensor in of_param.items():
-            fresh[name][key].copy_(tensor)
+            loaded_state[name][key].copy_(tensor)
     resumed_optimizer.load_steps(optimizer.steps)
     backward(model, second, 2)
     resumed_optimizer.step(0.05)
-    return all(torch.equal(a.value, b.value) for a, b in zip(second.owned(), whole.owned(), strict=True))
+    return all(torch.equal(a.value, b.value) for a, b in zip(second.owned(), uninterrupted.owned(), strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,17 +232,17 @@ def rates(**settings: Any) -> list[float]:
 
 
 def test_warmup_rises_in_equal_steps_to_the_full_rate():
-    found = rates(steps=10, warmup=4, shape="constant")
-    assert found == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
+    values = rates(steps=10, warmup=4, shape="constant")
+    assert values == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
 
 
 def test_cosine_falls_from_the_full_rate_to_the_final_one_through_their_mean():
-    found = rates(steps=13, warmup=2, final_lr=0.2)
-    assert found[2] == 1.0 and found[-1] == pytest.approx(0.2)
-    assert found[7] == pytest.approx(0.6)
-    assert sorted(found[2:], reverse=True) == found[2:]
+    values = rates(steps=13, warmup=2, final_lr=0.2)
+    assert values[2] == 1.0 and values[-1] == pytest.approx(0.2)
+    assert values[7] == pytest.approx(0.6)
+    assert sorted(values[2:], reverse=True) == values[2:]
     expected = [0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * i / 10)) for i in range(11)]
-    assert found[2:] == pytest.approx(expected)
+    assert values[2:] == pytest.approx(expected)
 
 
 def test_linear_falls_in_equal_steps():
@@ -250,8 +250,8 @@ def test_linear_falls_in_equal_steps():
 
 
 def test_wsd_is_stable_until_its_last_steps():
-    found = rates(steps=10, warmup=2, shape="wsd", decay=4, final_lr=0.2)
-    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    values = rates(steps=10, warmup=2, shape="wsd", decay=4, final_lr=0.2)
+    assert values == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
     assert rates(steps=5, shape="wsd", decay=0) == [1.0] * 5
     assert rates(steps=4, shape="wsd", decay=4, final_lr=0.0) == pytest.approx([0.75, 0.5, 0.25, 0.0])
 

@@ -55,14 +55,14 @@ def reduced(rank: int, world: int, arg: tuple[str, bool]) -> Any:
     data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy, compress=compress))
     for name, param in model.items():
         param.grad = gradient(rank, name)
-    data_parallel.reduce()  # connections are made
+    data_parallel.reduce()  # opens the connections, which must not count
     for name, param in model.items():
         param.grad = gradient(rank, name)
     before = data_parallel.traffic.reduced
     with counted() as sent:
         data_parallel.reduce()
-    said = data_parallel.traffic.reduced - before
-    return sent["bytes"], said, {o.name: (o.shard, o.value.grad) for o in data_parallel.owned()}
+    reported = data_parallel.traffic.reduced - before
+    return sent["bytes"], reported, {o.name: (o.shard, o.value.grad) for o in data_parallel.owned()}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -73,10 +73,10 @@ def test_compressed_gradients_are_half_the_bytes(world, strategy, request):
     compressed = pool.run(reduced, (strategy, True))
     numel = 2 * WIDTH * WIDTH
     for rank in range(world):
-        sent, said, _ = plain[rank]
-        assert sent == said == (2 if strategy == "replicate" else 1) * 4 * numel * (world - 1) // world
+        sent, reported, _ = plain[rank]
+        assert sent == reported == (2 if strategy == "replicate" else 1) * 4 * numel * (world - 1) // world
         assert 2 * compressed[rank][0] == sent
-        assert 2 * compressed[rank][1] == said
+        assert 2 * compressed[rank][1] == reported
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -88,7 +88,7 @@ def test_sums_are_in_fp32_of_rounded_addends_and_owned_sums_are_not_rounded(worl
             shard, grad = result[2][name]
             assert torch.equal(grad, shard.of(exact))
         replicas = [result[2][name][1] for result in pool.run(reduced, ("replicate", True))]
-        # Every copy of a parameter has the same bits, or copies would drift apart.
+        # All replicas of a parameter must have the same bits, or they would drift apart.
         assert all(torch.equal(replica, replicas[0]) for replica in replicas)
         assert torch.equal(replicas[0], exact if world == 2 else exact.bfloat16().float())
 
@@ -118,8 +118,8 @@ def final_loss(rank: int, world: int, arg: tuple[str, bool]) -> list[float]:
         x = torch.randn(64, 8, generator=generator)
         y = torch.sin(x @ teacher)
         data_parallel.zero_grad()
-        mine = slice(rank * 64 // world, (rank + 1) * 64 // world)
-        loss = (model(x[mine]) - y[mine]).square().sum() / 64
+        own_rows = slice(rank * 64 // world, (rank + 1) * 64 // world)
+        loss = (model(x[own_rows]) - y[own_rows]).square().sum() / 64
         loss.backward()
         data_parallel.reduce()
         optimizer.step(0.02)
@@ -134,5 +134,5 @@ def test_training_with_compressed_gradients_reaches_the_same_loss(pool4, strateg
     compressed = [sum(step) for step in zip(*pool4.run(final_loss, (strategy, True)), strict=True)]
     assert plain != compressed, "nothing was compressed"
     end, end_compressed = sum(plain[-10:]) / 10, sum(compressed[-10:]) / 10
-    assert end < 0.25 * plain[0], "it does not learn"
+    assert end < 0.25 * plain[0], "the loss did not decrease"
     assert abs(end - end_compressed) < 0.01 * end

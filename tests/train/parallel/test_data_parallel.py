@@ -1,4 +1,4 @@
-"""Replication, ZeRO-1 and FSDP: the same training as one process for all mappings."""
+"""Replication, ZeRO-1 and FSDP train like one process on all mappings."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def trained(rank: int, world: int, config: ParallelConfig) -> Any:
 def trained_on(mesh: ParallelMesh, options: DataParallelOptions, optimizer: OptimizerOptions) -> tuple[Any, Any]:
     """Return the owned shards after training, and the parameters of the model (with FSDP the same storage)."""
     data_parallel, _, model = train(mesh, options, optimizer)
-    own = pieces(data_parallel.owned(), mesh)
+    owned = pieces(data_parallel.owned(), mesh)
     if options.strategy == "fsdp":
-        return own, own
-    shown = []
+        return owned, owned
+    model_pieces = []
     for name, param in model.named_parameters():
         for box in SHARDINGS[name].boxes(mesh.place, mesh.sizes):
-            shown.append((name, box.full, param.detach()[box.local]))
-    return own, shown
+            model_pieces.append((name, box.full, param.detach()[box.local]))
+    return owned, model_pieces
 
 
 @pytest.mark.parametrize("world", MAPPINGS)
@@ -74,8 +74,8 @@ def test_every_strategy_and_mapping_trains_as_one_process_does(world, request):
         results = pool.run(trained, config, timeout=200)
         for strategy, kind in results[0]:
             for which in range(2):
-                found = assemble([result[strategy, kind][which] for result in results])
-                for name, value in found.items():
+                tensors = assemble([result[strategy, kind][which] for result in results])
+                for name, value in tensors.items():
                     difference = (value - expected[kind][name]).abs().max() / expected[kind][name].abs().max()
                     assert difference < 1e-5, f"{config}, {strategy}, {kind}: {name} differs by {difference:.1e}"
 
@@ -114,7 +114,7 @@ def with_missing(rank: int, world: int, strategy: str) -> Any:
     """Rank 1's backward does not reach the experts and one other parameter."""
     mesh = ParallelMesh(ParallelConfig(dp=2))
     model, data_parallel = make(mesh, DataParallelOptions(strategy))
-    for _ in range(2):  # twice: nothing of the first step may be left
+    for _ in range(2):  # twice: gradients of the first step must not remain
         data_parallel.zero_grad()
         model(torch.zeros(())).backward()
         for name, param in model.named_parameters():
@@ -135,10 +135,10 @@ def first_half(rank: int, world: int, _: None) -> Any:
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])
 def test_missing_gradients_of_a_rank_count_as_zero(pool2, strategy):
     halves = pool2.run(first_half)
-    found = assemble(pool2.run(with_missing, strategy))
-    for name, value in found.items():
-        lacking = "experts" in name or "odd" in name
-        expected = halves[0][name] if lacking else halves[0][name] + halves[1][name]
+    gradients = assemble(pool2.run(with_missing, strategy))
+    for name, value in gradients.items():
+        missing_on_rank_1 = "experts" in name or "odd" in name
+        expected = halves[0][name] if missing_on_rank_1 else halves[0][name] + halves[1][name]
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -148,7 +148,7 @@ class Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.used = nn.Parameter(torch.ones(4, 2))
-        self.sometimes = nn.Parameter(torch.ones(1, 4))  # dealt out along dimension 1
+        self.sometimes = nn.Parameter(torch.ones(1, 4))  # sharded along dimension 1
 
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         return (x * self.used).sum() + ((x * self.sometimes).sum() if both else 0)
@@ -202,9 +202,9 @@ class Line(nn.Module):
 def in_bf16(rank: int, world: int, strategy: str) -> Any:
     mesh = ParallelMesh(ParallelConfig(dp=2))
     model = Line()
-    # FSDP keeps a module's own parameters together: one of them cannot stay in fp32 alone.
-    kept = () if strategy == "fsdp" else ("norm",)
-    options = DataParallelOptions(strategy, dtype=torch.bfloat16, full_precision=kept)
+    # FSDP shards the parameters of a module together, so a single one cannot stay in fp32.
+    fp32_names = () if strategy == "fsdp" else ("norm",)
+    options = DataParallelOptions(strategy, dtype=torch.bfloat16, full_precision=fp32_names)
     data_parallel = DataParallel(model, {}, mesh, options)
     weight, _ = data_parallel.owned()
     start = weight.value.detach().clone()
@@ -220,21 +220,21 @@ def in_bf16(rank: int, world: int, strategy: str) -> Any:
     data_parallel.publish()
     if strategy == "fsdp":
         model.unshard()
-    seen = [param.detach().clone() for param in model.parameters()]
-    return start, grad, weight.value.detach().clone(), seen
+    model_values = [param.detach().clone() for param in model.parameters()]
+    return start, grad, weight.value.detach().clone(), model_values
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16_parameters_have_fp32_masters_and_accumulate_in_fp32(pool2, strategy):
-    for start, grad, master, seen in pool2.run(in_bf16, strategy):
+    for start, grad, master, model_values in pool2.run(in_bf16, strategy):
         assert start.dtype == grad.dtype == master.dtype == torch.float32
         assert torch.equal(start, torch.full_like(start, 1 + 2**-12))
-        # A bf16 accumulator would stay at 1: 1 + 2^-8 rounds to 1 there.
+        # A bf16 accumulator would stay at 1, because 1 + 2^-8 rounds to 1 in bf16.
         assert torch.equal(grad, torch.full_like(grad, 2 * (1 + 39 * 2.0**-8)))
         assert torch.equal(master, start + 1)
-        assert seen[0].dtype == torch.bfloat16
-        assert torch.equal(seen[0], torch.full((4, 2), 2 + 2**-12).bfloat16())
-        assert seen[1].dtype == (torch.bfloat16 if strategy == "fsdp" else torch.float32)
+        assert model_values[0].dtype == torch.bfloat16
+        assert torch.equal(model_values[0], torch.full((4, 2), 2 + 2**-12).bfloat16())
+        assert model_values[1].dtype == (torch.bfloat16 if strategy == "fsdp" else torch.float32)
 
 
 def test_split_backward_passes_that_assign_grad_accumulate_in_fp32():
@@ -263,10 +263,10 @@ def loaded(rank: int, world: int, strategy: str) -> Any:
             owned.value.zero_()
         data_parallel.publish()
         after = model(torch.zeros(()))
-        fresh = Toy(SHARDINGS, mesh)
-        for param in fresh.parameters():
+        expected_model = Toy(SHARDINGS, mesh)
+        for param in expected_model.parameters():
             param.zero_()
-        return before, after, fresh(torch.zeros(()))
+        return before, after, expected_model(torch.zeros(()))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -303,11 +303,11 @@ def tied_ends(rank: int, world: int, strategy: str) -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tied_copies_on_both_ends_of_the_pipeline_get_the_sum_of_both_gradients(pool4, strategy):
     results = pool4.run(tied_ends, strategy)
-    for rank, found in enumerate(results):
-        grad, counted = found["embed" if rank < 2 else "head"]
+    for rank, gradients in enumerate(results):
+        grad, counted = gradients["embed" if rank < 2 else "head"]
         assert torch.equal(grad, torch.full_like(grad, 2 * 1.0 + 2 * 10.0))
         assert counted == (rank < 2)
-        assert torch.equal(found["own"][0], torch.full_like(found["own"][0], 2.0 if rank < 2 else 20.0))
+        assert torch.equal(gradients["own"][0], torch.full_like(gradients["own"][0], 2.0 if rank < 2 else 20.0))
 
 
 def test_tied_copies_on_one_rank_get_the_sum_and_count_once():
@@ -321,7 +321,7 @@ def test_tied_copies_on_one_rank_get_the_sum_and_count_once():
     assert torch.equal(first.value.grad, torch.full((2, 2), 11.0))
     assert torch.equal(second.value.grad, torch.full((2, 2), 11.0))
     assert (first.counted, second.counted) == (True, False)
-    first.value.grad.mul_(2)  # they do not share memory: clipping would scale it twice
+    first.value.grad.mul_(2)  # shared memory would be scaled twice by clipping
     assert torch.equal(second.value.grad, torch.full((2, 2), 11.0))
 
 
@@ -385,9 +385,9 @@ def test_pipeline_schedules_reduce_once_and_completely(pool4, strategy, name):
     x, target = batch()
     half_square(whole(x), target).backward()
     shardings = {name: Sharding(tuple(param.shape)) for name, param in whole.named_parameters()}
-    found = assemble(pool4.run(piped, (strategy, name)), shardings)
+    gradients = assemble(pool4.run(piped, (strategy, name)), shardings)
     for key, param in whole.named_parameters():
-        torch.testing.assert_close(found[key], param.grad, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(gradients[key], param.grad, rtol=2e-5, atol=2e-5)
 
 
 def fsdp_of(rank: int, world: int, what: str) -> None:
@@ -401,9 +401,9 @@ def fsdp_of(rank: int, world: int, what: str) -> None:
         DataParallel([first, second], {}, mesh, DataParallelOptions("fsdp"))
 
 
-@pytest.mark.parametrize(("what", "said"), [("mixed", "a separate module"), ("shared", "its own copy")])
-def test_fsdp_raises_for_parameters_that_it_cannot_shard(pool2, what, said):
-    with pytest.raises(RankFailure, match=said) as failure:
+@pytest.mark.parametrize(("what", "message"), [("mixed", "a separate module"), ("shared", "its own copy")])
+def test_fsdp_raises_for_parameters_that_it_cannot_shard(pool2, what, message):
+    with pytest.raises(RankFailure, match=message) as failure:
         pool2.run(fsdp_of, what)
     assert {name for name, _ in failure.value.errors.values()} == {"ConfigError"}
 

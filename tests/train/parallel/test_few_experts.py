@@ -1,6 +1,6 @@
-"""Fewer experts on a rank than owners, or none: the same training as one process, with sharded work.
+"""Ranks with fewer experts than owners, or with none, train like one process, and the work is sharded.
 
-Toy models for each optimizer, and real runs, which would hang on collectives in the wrong order.
+The tests use toy models for each optimizer, and real runs, which would hang on collectives in the wrong order.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ REAL = {
 @pytest.mark.parametrize("case", REAL)
 def test_real_fsdp_runs_train_as_one_process(pool4: RankPool, tmp_path: Path, case: str) -> None:
     common = [*write_text(tmp_path), *SGD, "model.top_k=1", "model.experts=1"]
-    found = pool4.run(train_run, [*common, *REAL[case], "parallel.sharding=fsdp"], timeout=120)
-    assert_same_training(found, train_run(0, 1, common))
+    results = pool4.run(train_run, [*common, *REAL[case], "parallel.sharding=fsdp"], timeout=120)
+    assert_same_training(results, train_run(0, 1, common))
 
 
 def test_fsdp_shards_the_unit_of_a_rank_without_experts_but_not_an_empty_vocabulary_shard() -> None:
-    nothing = nn.Parameter(torch.empty(0, 8))
+    empty = nn.Parameter(torch.empty(0, 8))
     experts = Sharding((2, 8), (Split(0, "ep"),), expert=True)
-    assert fits(LocalParameter("layers.0.experts.w", nothing, experts, torch.float32))
-    assert not fits(LocalParameter("embed.weight", nothing, Sharding((9, 8), (Split(0, "tp"),)), torch.float32))
+    assert fits(LocalParameter("layers.0.experts.w", empty, experts, torch.float32))
+    assert not fits(LocalParameter("embed.weight", empty, Sharding((9, 8), (Split(0, "tp"),)), torch.float32))

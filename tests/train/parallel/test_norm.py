@@ -31,7 +31,7 @@ def scalars(rank: int, world: int, strategy: str) -> float:
 
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])
 def test_a_dense_scalar_counts_once_and_each_expert_separately(pool2, strategy):
-    assert pool2.run(scalars, strategy) == [math.sqrt(3)] * 2  # sqrt(2) would be an expert forgotten
+    assert pool2.run(scalars, strategy) == [math.sqrt(3)] * 2  # sqrt(2) would mean that one expert was not counted
 
 
 MAPPINGS = {
@@ -50,10 +50,10 @@ def stage_of(name: str) -> int:
 def norms(rank: int, world: int, config: ParallelConfig) -> dict[str, tuple[float, float, float]]:
     """Return the norms before clipping, as returned by clip_, and after clipping, by strategy."""
     mesh = ParallelMesh(config)
-    mine = {n: s for n, s in SHARDINGS.items() if config.pp == 1 or stage_of(n) == mesh.place["pp"]}
-    found = {}
+    own_shardings = {n: s for n, s in SHARDINGS.items() if config.pp == 1 or stage_of(n) == mesh.place["pp"]}
+    results = {}
     for strategy in ("replicate", "zero1", "fsdp"):
-        _, data_parallel = make(mesh, DataParallelOptions(strategy), mine)
+        _, data_parallel = make(mesh, DataParallelOptions(strategy), own_shardings)
         owned = data_parallel.owned()
         for item in owned:
             gradient = whole(item.name, "gradient", item.sharding.shape)
@@ -61,8 +61,8 @@ def norms(rank: int, world: int, config: ParallelConfig) -> dict[str, tuple[floa
             for box in item.boxes(mesh):
                 item.value.grad[box.local] = gradient[box.full]
         before = global_norm(owned, mesh)
-        found[strategy] = before, clip_(owned, 0.5, mesh), global_norm(owned, mesh)
-    return found
+        results[strategy] = before, clip_(owned, 0.5, mesh), global_norm(owned, mesh)
+    return results
 
 
 @pytest.mark.parametrize("world", MAPPINGS)

@@ -50,8 +50,8 @@ def check(case: Case, results: list[Any]) -> None:
     torch.testing.assert_close(sum(r[0] for r in results), losses, rtol=tolerance, atol=0)
     torch.testing.assert_close(sum(r[1] for r in results), losses[:EVALUATED], rtol=tolerance, atol=0)
     shapes = {name: Sharding(tuple(grad.shape)) for name, grad in gradients.items()}
-    for name, found in assemble([r[2] for r in results], shapes, case.dtype).items():
-        error = float((found - gradients[name]).abs().max() / gradients[name].abs().max())
+    for name, gradient in assemble([r[2] for r in results], shapes, case.dtype).items():
+        error = float((gradient - gradients[name]).abs().max() / gradients[name].abs().max())
         assert error < tolerance, f"{name}: {error}"
 
 
@@ -124,8 +124,8 @@ def changing(rank: int, world: int, case: Case) -> Any:
 def test_steps_can_differ_in_number_and_shape_and_the_pipeline_is_usable_after_an_error(pool2: RankPool) -> None:
     case = Case("interleaved_1f1b")
     first, last = pool2.run(changing, case)
-    for place, other in enumerate((case, replace(case, micro_batches=2), replace(case, batch=3), case)):
-        torch.testing.assert_close(first[place] + last[place], reference(other)[0])
+    for index, other in enumerate((case, replace(case, micro_batches=2), replace(case, batch=3), case)):
+        torch.testing.assert_close(first[index] + last[index], reference(other)[0])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -139,15 +139,15 @@ def test_without_pipeline_micro_batches_accumulate(tied: bool) -> None:
     runner = make(case, [model], mesh)
     assert isinstance(runner, Accumulation)
     losses = runner.step(batches_of(case), SCALE)
-    want, gradients = reference(case)
-    assert torch.equal(losses, want)
-    assert torch.equal(runner.forward_only(batches_of(case)), want)
+    expected, gradients = reference(case)
+    assert torch.equal(losses, expected)
+    assert torch.equal(runner.forward_only(batches_of(case)), expected)
     data_parallel.reduce()
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
 
 
 class Clock:
-    """A clock that advances by 1 s per module call, and by 100 s per request of receive operations."""
+    """A fake clock. A forward, backward or loss takes 1 s, and getting the receive operations of a pass takes 100 s."""
 
     now = 0.0
 
@@ -157,12 +157,12 @@ class Clock:
     def computed(self, *_: Any) -> None:
         self.now += 1
 
-    def moving(self, ask: Any) -> Any:
-        def asked(stage: Stage, number: int) -> Any:
+    def delaying(self, get_ops: Any) -> Any:
+        def delayed(stage: Stage, number: int) -> Any:
             self.now += 100
-            return ask(stage, number)
+            return get_ops(stage, number)
 
-        return asked
+        return delayed
 
 
 def timed(rank: int, world: int, schedule: str) -> float:
@@ -177,18 +177,20 @@ def timed(rank: int, world: int, schedule: str) -> float:
         part.loss = lambda *args, loss=loss: (clock.computed(), loss(*args))[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(events, "time", clock)
-        for asking in ("get_fwd_recv_ops", "get_bwd_recv_ops"):
-            patch.setattr(Stage, asking, clock.moving(getattr(Stage, asking)))
+        for method in ("get_fwd_recv_ops", "get_bwd_recv_ops"):
+            patch.setattr(Stage, method, clock.delaying(getattr(Stage, method)))
         COMMUNICATION.take()
         runner.step(batches_of(case))
-        moved = COMMUNICATION.take()
+        communication_s = COMMUNICATION.take()
     computed = sum(2 * case.micro_batches for _ in parts) + (case.micro_batches if parts[-1].head is not None else 0)
-    assert clock.now - moved == computed, "a forward, a backward and on the last stage a loss for each micro-batch"
-    return moved
+    assert clock.now - communication_s == computed, (
+        "expected 1 s for each forward and backward of a micro-batch, and on the last stage for each loss"
+    )
+    return communication_s
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_time_between_passes_counts_as_communication(schedule: str, pool2: RankPool) -> None:
-    for moved in pool2.run(timed, schedule):
-        assert moved >= 400
-        assert moved % 100 == 0
+    for communication_s in pool2.run(timed, schedule):
+        assert communication_s >= 400, "expected at least one receive for each of the 4 micro-batches"
+        assert communication_s % 100 == 0, "expected only receives"

@@ -16,12 +16,12 @@ from tests.pool import RankPool
 from tests.train.pipes import HIDDEN, Case, Part, batches_of, build
 
 
-def misfit(rank: int, world: int, _: None) -> list[str]:
+def invalid_pipelines(rank: int, world: int, _: None) -> list[str]:
     """Construct invalid pipelines; each raises before anything is sent."""
     mesh, case = ParallelMesh(ParallelConfig(pp=2)), Case("zbv")
     parts = build(case, mesh)
     activations = ActivationShape(HIDDEN, case.dtype)
-    refused = []
+    messages = []
     for modules, plan, schedule in (
         (parts[:1], case.plan, "zbv"),
         (parts, case.plan, "interleaved_1f1b"),
@@ -30,12 +30,12 @@ def misfit(rank: int, world: int, _: None) -> list[str]:
     ):
         with pytest.raises(ConfigError) as caught:
             Pipeline(modules, mesh, plan, schedule, activations)
-        refused.append(str(caught.value))
-    return refused
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_a_plan_that_does_not_fit_mesh_schedule_or_modules_raises(pool2: RankPool) -> None:
-    for modules, style, larger, none in pool2.run(misfit):
+    for modules, style, larger, none in pool2.run(invalid_pipelines):
         assert "got 1 modules" in modules
         assert "style 'v'" in style
         assert "pp = 4" in larger
@@ -97,7 +97,7 @@ def fail(rank: int, world: int, arg: tuple[str, str]) -> tuple[str, str]:
     runner = make_runner(parts, mesh, plan, schedule, ActivationShape(HIDDEN, case.dtype), timeout_s=timeout_s)
     with pytest.raises(MoeCommError) as caught:
         runner.step(batches_of(case))
-    if isinstance(caught.value, PeerError):  # and from then on
+    if isinstance(caught.value, PeerError):  # later calls raise the same type
         with pytest.raises(type(caught.value)):
             runner.forward_only(batches_of(case))
     return type(caught.value).__name__, str(caught.value)

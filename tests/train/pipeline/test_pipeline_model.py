@@ -58,13 +58,13 @@ def transformer(rank: int, world: int, arg: tuple[str, ParallelConfig, str, bool
     runner = make_runner(stages, mesh, plan, schedule, activations, timeout_s=60, split_backward=split_backward)
     losses = runner.step(batches, SCALE)
     data_parallel.reduce()
-    found = {stages[0].origin_of(o.name): (o.value.grad, o.sharding) for o in data_parallel.owned()}
+    gradients = {stages[0].origin_of(o.name): (o.value.grad, o.sharding) for o in data_parallel.owned()}
     loads = {}
     for stage in stages:
         loads |= {label: block.moe.router.load_E for label, block in stage.layers.items() if block.is_moe}
         stage.close()
     runner.close()
-    return losses, found, loads, len(calls)
+    return losses, gradients, loads, len(calls)
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_the_bundled_model_with_tensor_and_expert_parallel_stages(
 ) -> None:
     mapping = ParallelConfig(tp=2, pp=2, ep=2)
     results = pool4.run(transformer, (schedule, mapping, recompute, split_backward))
-    losses, whole, loads, calls = transformer(0, 1, ("gpipe", ParallelConfig(), "none", True))
+    losses, expected_gradients, loads, calls = transformer(0, 1, ("gpipe", ParallelConfig(), "none", True))
     torch.testing.assert_close(sum(r[0] for r in results), losses, rtol=1e-10, atol=0)
-    for rank, (_, found, _, _) in enumerate(results):
-        for name, (grad, sharding) in found.items():
-            want = sharding.take(whole[name][0], mapping.place(rank), mapping.sizes)
-            error = float((grad - want).abs().max() / whole[name][0].abs().max())
+    for rank, (_, gradients, _, _) in enumerate(results):
+        for name, (grad, sharding) in gradients.items():
+            expected = sharding.take(expected_gradients[name][0], mapping.place(rank), mapping.sizes)
+            error = float((grad - expected).abs().max() / expected_gradients[name][0].abs().max())
             assert error < 1e-10, f"{name}: {error}"
-    assert set().union(*(r[1] for r in results)) == set(whole)
+    assert set().union(*(r[1] for r in results)) == set(expected_gradients)
     for layer, load_E in loads.items():
         assert torch.equal(sum(r[2][layer] for r in results if layer in r[2]), load_E)
     if recompute != "full" or schedule == "interleaved_1f1b" or not split_backward:
-        # Every layer is on the two ranks of a stage, and runs once, or once more where it is computed again.
+        # Every layer is on the two ranks of a stage. It runs once, and once more with full recomputation.
         assert sum(r[3] for r in results) == 2 * calls * (2 if recompute == "full" else 1)
 
 
@@ -110,10 +110,10 @@ def test_a_split_backward_computes_each_weight_gradient_of_the_experts_once(monk
     w2 = torch.randn(1, HIDDEN, FFN, dtype=torch.float64, requires_grad=True)
     y = grouped_mlp(rows, [5], ExpertMLP((w13, w2, None, None), Experts(1, HIDDEN, FFN).activation, False))
     counts = []
-    found = []
+    gradients = []
     for inputs in ((rows,), (w13, w2), (rows, w13, w2)):
         products.clear()
-        found += torch.autograd.grad(y.sum(), inputs, retain_graph=True)
+        gradients += torch.autograd.grad(y.sum(), inputs, retain_graph=True)
         counts.append(len(products))
     assert counts == [2, 3, 4]
-    assert all(torch.equal(half, whole) for half, whole in zip(found[:3], found[3:], strict=True))
+    assert all(torch.equal(half, whole) for half, whole in zip(gradients[:3], gradients[3:], strict=True))

@@ -15,9 +15,9 @@ from moe_comm.train.pipeline import SCHEDULES, StagePlan, check_micro_batches, p
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    known = SCHEDULES[name]
+    limits = SCHEDULES[name]
     pp = draw(st.integers(2, 6))
-    virtual = draw(st.integers(known.least, known.most or 4))
+    virtual = draw(st.integers(limits.least, limits.most or 4))
     return {
         "schedule": name,
         "pp": pp,
@@ -112,17 +112,17 @@ class _Stage:
 def test_a_number_of_micro_batches_raises_exactly_if_torch_cannot_run_it(name: str, pp: int) -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    known, virtual = SCHEDULES[name], stages_per_rank(name, pp)
-    plan = StagePlan(pp, virtual, known.style, (1,) * (pp * virtual))
+    entry, virtual = SCHEDULES[name], stages_per_rank(name, pp)
+    plan = StagePlan(pp, virtual, entry.style, (1,) * (pp * virtual))
     stages: Any = [_Stage(stage, plan.num_stages, pp) for stage in plan.stages_of(0)]
     for micro_batches in range(1, 14):
         try:
-            make: Any = get_schedule_class(known.torch_name)
-            make(stages[0] if known.single else stages, micro_batches, loss_fn=min)
-            runs = True
+            make: Any = get_schedule_class(entry.torch_name)
+            make(stages[0] if entry.single else stages, micro_batches, loss_fn=min)
+            torch_accepts = True
         except ValueError:
-            runs = False
-        with nullcontext() if runs else pytest.raises(ConfigError, match=str(micro_batches)):
+            torch_accepts = False
+        with nullcontext() if torch_accepts else pytest.raises(ConfigError, match=str(micro_batches)):
             check_micro_batches(name, pp, micro_batches)
 
 

@@ -37,7 +37,7 @@ MAPPINGS_4 = [
 ]
 
 
-def _named(mapping: tuple[str, ...]) -> str:
+def _mapping_id(mapping: tuple[str, ...]) -> str:
     return " ".join(key.split(".")[1] for key in mapping)
 
 
@@ -45,9 +45,9 @@ def _named(mapping: tuple[str, ...]) -> str:
 class Plan:
     """A fault: ``how`` on ``rank``, in the first ``tries`` executions of ``step``.
 
-    how: "loss" (NaN), "gradient" (one element is NaN), "bit" (of a row that arrived), "infinite row" (one element of a
-    row that arrived), "large loss", "large gradient", "other loss" (NaN, and infinite the next time), "activations"
-    (NaN in the first block).
+    how: "loss" (NaN), "gradient" (one element is NaN), "bit" (one bit of a received row flips), "infinite row" (one
+    element of a received row is infinite), "large loss", "large gradient", "other loss" (NaN in the first execution,
+    infinite in the next), "activations" (NaN in the first block).
     """
 
     how: str
@@ -63,7 +63,7 @@ class Fault(StepHook):
         self.stages: list[Any] = []
 
     def install(self, stages: list[Any]) -> None:
-        """The fault in the middle of a step."""
+        """Install the faults that occur inside a step."""
         self.stages = stages
         if self.plan is None:
             return
@@ -71,7 +71,7 @@ class Fault(StepHook):
             for stage in stages:
                 for _, layer in moe_layers(stage):
                     self._flip_rows(layer.dispatcher)
-                    break  # the first layer alone
+                    break  # only in the first layer
         if self.plan.how == "activations":
             block = next(iter(stages[0].layers.values()))
             block.attention.register_forward_hook(lambda module, args, out: out * math.nan if self._due() else out)
@@ -115,8 +115,8 @@ class Fault(StepHook):
 
 
 @dataclass
-class Told:
-    """Of one rank."""
+class RankResult:
+    """Results of one rank."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -130,39 +130,43 @@ class Told:
     steps: int = 0
 
 
-def _train(rank: int, world: int, arg: tuple[list[str], Plan | None]) -> Told:
+def _train(rank: int, world: int, arg: tuple[list[str], Plan | None]) -> RankResult:
     settings, plan = arg
-    outcome, fault = Told(), Fault(plan, rank)
-    with session(settings, hooks=[fault], on_fault=outcome.records.append) as here:
-        fault.install(here.stages)
+    outcome, fault = RankResult(), Fault(plan, rank)
+    with session(settings, hooks=[fault], on_fault=outcome.records.append) as active:
+        fault.install(active.stages)
         try:
-            here.trainer.fit()
-            outcome.validation = here.trainer.evaluate()
+            active.trainer.fit()
+            outcome.validation = active.trainer.evaluate()
         except (NonFiniteLoss, UnsettledStep, CorruptPayload) as error:
             outcome.raised = f"{type(error).__name__}: {error}"
-        for report in here.trainer.reports:
+        for report in active.trainer.reports:
             outcome.losses.append(report.loss)
             outcome.norms.append(report.grad_norm)
             outcome.loads.append(report.load)
             outcome.reruns.append(report.reruns)
             outcome.skipped.append(bool(report.skipped))
-        outcome.parts, outcome.steps = here.parts(), here.trainer.next_step
+        outcome.parts, outcome.steps = active.parts(), active.trainer.next_step
     return outcome
 
 
-def _alone(settings: list[str], plan: Plan | None = None) -> Told:
+def _train_one_rank(settings: list[str], plan: Plan | None = None) -> RankResult:
     return _train(0, 1, (settings, plan))
 
 
-def assert_same_bits(found: list[Told], expected: list[Told]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.raised == theirs.raised == ""
-        assert ours.losses == theirs.losses and ours.norms == theirs.norms and ours.validation == theirs.validation
-        assert ours.loads == theirs.loads, "routers counted the tokens of both tries"
-    ours_whole, theirs_whole = (whole([outcome.parts for outcome in of]) for of in (found, expected))
-    assert ours_whole.keys() == theirs_whole.keys()
-    for name, tensor in theirs_whole.items():
-        assert torch.equal(ours_whole[name], tensor), name
+def assert_same_bits(actual: list[RankResult], expected: list[RankResult]) -> None:
+    for result, reference in zip(actual, expected, strict=True):
+        assert result.raised == reference.raised == ""
+        assert (
+            result.losses == reference.losses
+            and result.norms == reference.norms
+            and result.validation == reference.validation
+        )
+        assert result.loads == reference.loads, "routers also counted the tokens of the discarded try"
+    weights, expected_weights = (whole([outcome.parts for outcome in results]) for results in (actual, expected))
+    assert weights.keys() == expected_weights.keys()
+    for name, tensor in expected_weights.items():
+        assert torch.equal(weights[name], tensor), name
 
 
 def _check_transient(pool: RankPool, settings: list[str], plans: list[Plan]) -> None:
@@ -172,32 +176,32 @@ def _check_transient(pool: RankPool, settings: list[str], plans: list[Plan]) -> 
     plain = pool.run(_train, (settings, None), timeout=90)
     assert_same_bits(clean, plain)
     for plan in plans:
-        found = pool.run(_train, ([*settings, RERUN, CHECKED], plan), timeout=90)
-        assert_same_bits(found, clean)
-        assert [outcome.reruns for outcome in found] == [[0, 1, 0, 0]] * world, plan
-        (record,) = found[0].records
+        results = pool.run(_train, ([*settings, RERUN, CHECKED], plan), timeout=90)
+        assert_same_bits(results, clean)
+        assert [outcome.reruns for outcome in results] == [[0, 1, 0, 0]] * world, plan
+        (record,) = results[0].records
         assert (record.step, record.action) == (2, "rerun")
         assert record.kind == ("corrupt" if plan.how == "bit" else "nonfinite")
         assert plan.rank in record.ranks, record
-        assert all([(r.kind, r.ranks, r.what) for r in outcome.records] == [_said(record)] for outcome in found)
+        assert all([(r.kind, r.ranks, r.what) for r in outcome.records] == [_summary_of(record)] for outcome in results)
 
 
-def _said(record: FaultRecord) -> tuple[str, list[int], str]:
+def _summary_of(record: FaultRecord) -> tuple[str, list[int], str]:
     return record.kind, record.ranks, record.what
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS_2, ids=_named)
+@pytest.mark.parametrize("mapping", MAPPINGS_2, ids=_mapping_id)
 def test_a_transient_fault_leaves_no_trace_on_two_ranks(
     pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
 ) -> None:
     plans = [Plan("loss", rank=1), Plan("gradient", rank=1)]
-    # Rows of the interleaved one travel in chunks: tests/dispatch/test_checksums.py damages those.
-    if "interleave" not in _named(mapping) and "ep=1" not in _named(mapping):
+    # With interleave, rows are sent in chunks. tests/dispatch/test_checksums.py covers damaged chunks.
+    if "interleave" not in _mapping_id(mapping) and "ep=1" not in _mapping_id(mapping):
         plans.append(Plan("bit", rank=1))
     _check_transient(pool2, [*shared_settings, *mapping], plans)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS_4, ids=_named)
+@pytest.mark.parametrize("mapping", MAPPINGS_4, ids=_mapping_id)
 def test_a_transient_fault_leaves_no_trace_on_four_ranks(
     pool4: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
 ) -> None:
@@ -207,9 +211,9 @@ def test_a_transient_fault_leaves_no_trace_on_four_ranks(
 @pytest.mark.parametrize("how", ["loss", "gradient", "bit", "activations"])
 def test_a_transient_fault_leaves_no_trace_on_one_rank(shared_settings: list[str], how: str) -> None:
     settings = [*shared_settings, RERUN, CHECKED]
-    clean, found = _alone(settings), _alone(settings, Plan(how))
-    assert_same_bits([found], [clean])
-    assert found.reruns == [0, 1, 0, 0]
+    clean, faulty = _train_one_rank(settings), _train_one_rank(settings, Plan(how))
+    assert_same_bits([faulty], [clean])
+    assert faulty.reruns == [0, 1, 0, 0]
 
 
 def test_the_rank_whose_numbers_changed_is_named_on_every_rank(pool2: RankPool, shared_settings: list[str]) -> None:
@@ -225,8 +229,8 @@ def test_the_rank_whose_numbers_changed_is_named_on_every_rank(pool2: RankPool, 
 
 def test_a_wrong_reduction_is_distinguished_from_wrong_numbers_of_a_rank(shared_settings: list[str]) -> None:
     records: list[FaultRecord] = []
-    with session([*shared_settings, RERUN], on_fault=records.append) as here:
-        data_parallel = here.trainer.train_state.data_parallel
+    with session([*shared_settings, RERUN], on_fault=records.append) as active:
+        data_parallel = active.trainer.train_state.data_parallel
         reduce, done = data_parallel.reduce, []
 
         def damaged() -> None:
@@ -238,7 +242,7 @@ def test_a_wrong_reduction_is_distinguished_from_wrong_numbers_of_a_rank(shared_
                 grad.view(-1)[0] = math.inf
 
         data_parallel.reduce = damaged  # type: ignore[method-assign]
-        report = here.trainer.train_step(0)
+        report = active.trainer.train_step(0)
     (record,) = records
     assert report.reruns == 1 and not report.skipped and math.isfinite(report.grad_norm)
     assert record.ranks == [] and "it happened in a sum over ranks" in record.what
@@ -265,11 +269,11 @@ def test_a_rerun_with_other_bad_numbers_names_the_rank(pool2: RankPool, shared_s
 @pytest.mark.parametrize(("tries", "good"), [(3, True), (4, False)])
 def test_damaged_rows_are_sent_again_up_to_three_times(shared_settings: list[str], tries: int, good: bool) -> None:
     settings = [*shared_settings, CHECKED, "data.micro_batches=1"]
-    outcome = _alone(settings, Plan("bit", tries=tries))
+    outcome = _train_one_rank(settings, Plan("bit", tries=tries))
     assert [record.kind for record in outcome.records] == ["corrupt"] * tries
     if good:
         assert outcome.reruns == [0, 3, 0, 0]
-        assert_same_bits([outcome], [_alone(settings)])
+        assert_same_bits([outcome], [_train_one_rank(settings)])
     else:
         assert outcome.raised.startswith(
             "CorruptPayload: step 2: rows arrived damaged: 1 block(s) on rank 0, for the 4th"
@@ -281,68 +285,68 @@ def test_damaged_rows_are_sent_again_up_to_three_times(shared_settings: list[str
 def test_damaged_rows_of_an_evaluation_are_sent_again(shared_settings: list[str], how: str) -> None:
     """An infinite row makes the next router's logits NaN. They must not count for the next step."""
     settings = [*shared_settings, CHECKED]
-    found = []
+    losses = []
     for tries in (0, 1, 99):
         fault = Fault(Plan(how, step=1, tries=tries), 0)
-        with session(settings, hooks=[fault]) as here:
-            here.trainer.train_step(0)
-            fault.install(here.stages)
+        with session(settings, hooks=[fault]) as active:
+            active.trainer.train_step(0)
+            fault.install(active.stages)
             if tries == 99:
                 with pytest.raises(CorruptPayload, match="in 4 consecutive evaluations"):
-                    here.trainer.evaluate()
+                    active.trainer.evaluate()
                 continue
-            found.append(here.trainer.evaluate())
-            assert here.trainer.train_step(1).reruns == 0, "damage of the evaluation, taken for the step's"
-    assert found[0] == found[1]
+            losses.append(active.trainer.evaluate())
+            assert active.trainer.train_step(1).reruns == 0, "the step was rerun because of damage in the evaluation"
+    assert losses[0] == losses[1]
 
 
 def test_without_checksums_a_flipped_bit_is_not_detected(shared_settings: list[str]) -> None:
     """This shows that the damage in these tests is real."""
-    outcome = _alone(shared_settings, Plan("bit"))
+    outcome = _train_one_rank(shared_settings, Plan("bit"))
     assert outcome.raised == "" and not outcome.records and outcome.reruns == [0] * 4
-    assert outcome.losses != _alone(shared_settings).losses
+    assert outcome.losses != _train_one_rank(shared_settings).losses
 
 
 SPIKES = ("guard.window=2", "guard.loss_spike=5", "guard.norm_spike=50", "run.steps=6")
 
 
 @pytest.mark.parametrize("how", ["large loss", "large gradient"])
-def test_a_spike_that_a_rerun_does_not_have_is_a_transient_fault(
+def test_a_spike_that_disappears_in_a_rerun_is_a_transient_fault(
     pool2: RankPool, shared_settings: list[str], how: str
 ) -> None:
     settings = [*shared_settings, *SPIKES, "guard.on_spike=rerun", "parallel.ep=2"]
     clean = pool2.run(_train, (settings, None))
-    found = pool2.run(_train, (settings, Plan(how, step=4, rank=1)))
+    results = pool2.run(_train, (settings, Plan(how, step=4, rank=1)))
     assert not clean[0].records
-    assert_same_bits(found, clean)
-    assert found[0].reruns == [0, 0, 0, 1, 0, 0]
-    (record,) = found[0].records
+    assert_same_bits(results, clean)
+    assert results[0].reruns == [0, 0, 0, 1, 0, 0]
+    (record,) = results[0].records
     assert (record.kind, record.action, record.ranks) == ("spike", "rerun", [1])
     assert "times its mean" in record.what and "a transient fault" in record.what
 
 
 @pytest.mark.parametrize("how", ["large loss", "large gradient"])
 @pytest.mark.parametrize("policy", ["warn", "skip", "rerun"])
-def test_a_spike_that_stays_is_data(shared_settings: list[str], policy: str, how: str) -> None:
+def test_a_spike_that_stays_is_handled_by_the_policy(shared_settings: list[str], policy: str, how: str) -> None:
     settings = [*shared_settings, *SPIKES, f"guard.on_spike={policy}"]
-    outcome = _alone(settings, Plan(how, step=4, tries=99))
+    outcome = _train_one_rank(settings, Plan(how, step=4, tries=99))
     assert outcome.raised == ""
     (record,) = outcome.records
     assert record.kind == "spike" and record.ranks == [] and record.step == 4
     assert record.action == {"warn": "none", "skip": "skip", "rerun": "rerun"}[policy]
-    assert ("it is the data, and is accepted" in record.what) == (policy == "rerun")
+    assert ("the data caused it" in record.what) == (policy == "rerun")
     assert outcome.reruns[3] == (policy == "rerun")
     assert outcome.skipped == [policy == "skip" and step == 3 for step in range(6)]
 
 
 def test_there_is_no_spike_before_the_window_is_full_and_none_without_a_factor(shared_settings: list[str]) -> None:
-    early = _alone([*shared_settings, *SPIKES, "guard.on_spike=skip"], Plan("large loss", step=2))
+    early = _train_one_rank([*shared_settings, *SPIKES, "guard.on_spike=skip"], Plan("large loss", step=2))
     assert not early.records
-    unset = _alone([*shared_settings, "run.steps=5", "guard.window=2"], Plan("large loss", step=4))
+    unset = _train_one_rank([*shared_settings, "run.steps=5", "guard.window=2"], Plan("large loss", step=4))
     assert not unset.records
 
 
-class _Doubtful(StepHook):
+class _LargeLoss(StepHook):
     """Multiply the loss of step 5 by seven."""
 
     def after_backward(self, step: int, loss: float) -> float:
@@ -350,11 +354,11 @@ class _Doubtful(StepHook):
 
 
 def _resumed(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    class Doubting(job.Trainer):
+    class TrainerWithLargeLoss(job.Trainer):
         def __init__(self, *args: Any, hooks: Any = (), **options: Any) -> None:
-            super().__init__(*args, hooks=[*hooks, _Doubtful()], **options)
+            super().__init__(*args, hooks=[*hooks, _LargeLoss()], **options)
 
-    monkeypatch.setattr(job, "Trainer", Doubting)
+    monkeypatch.setattr(job, "Trainer", TrainerWithLargeLoss)
     result = run(None, settings)
     return [(record.step, record.kind) for record in read_lines(result.folder / FAULTS, FaultRecord)]
 
@@ -363,10 +367,10 @@ def test_a_resumed_run_decides_like_an_uninterrupted_one(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The window of four updates spans the interruption. The faults are in the run's folder."""
-    wanted = [*settings, "guard.window=4", "guard.loss_spike=3", "guard.on_spike=skip", "run.name=long"]
-    assert _resumed([*wanted, "run.steps=6"], monkeypatch) == [(5, "spike")]
+    common = [*settings, "guard.window=4", "guard.loss_spike=3", "guard.on_spike=skip", "run.name=long"]
+    assert _resumed([*common, "run.steps=6"], monkeypatch) == [(5, "spike")]
 
-    broken = [*wanted, "run.name=broken", "run.steps=6", "checkpoint.every=3", "checkpoint.resume=auto"]
+    interrupted = [*common, "run.name=broken", "run.steps=6", "checkpoint.every=3", "checkpoint.resume=auto"]
 
     class Stopping(job.Trainer):
         def fit(self, after_step: Any = None) -> str:
@@ -379,5 +383,5 @@ def test_a_resumed_run_decides_like_an_uninterrupted_one(
     with monkeypatch.context() as patch:
         patch.setattr(job, "Trainer", Stopping)
         with pytest.raises(MoeCommError, match="plug"):
-            run(None, [*broken, "checkpoint.every=2", "checkpoint.background=false"])
-    assert _resumed([*broken, "checkpoint.every=2"], monkeypatch) == [(5, "spike")]
+            run(None, [*interrupted, "checkpoint.every=2", "checkpoint.background=false"])
+    assert _resumed([*interrupted, "checkpoint.every=2"], monkeypatch) == [(5, "spike")]

@@ -21,7 +21,7 @@ SPIKES = GuardSection(window=2, norm_spike=5, on_spike="rerun")
 
 
 def _guard() -> tuple[StepGuard, list[FaultRecord]]:
-    """A guard in the third step, after two with loss and norm 1."""
+    """Return a guard in the third step, after two steps with loss and norm 1."""
     records: list[FaultRecord] = []
     guard = StepGuard(SPIKES, "rerun", Ranks(), History(), records.append)
     for step in (1, 2):
@@ -32,33 +32,39 @@ def _guard() -> tuple[StepGuard, list[FaultRecord]]:
 
 
 def _tried(guard: StepGuard, loss: float, norm: float) -> StepDecision:
-    good = math.isfinite(loss)
-    agreed = StepSummary(loss if good else 0.0, {}, (), () if good else (0,), {}, (False, False))
-    done = guard.after_loss(agreed, loss, [])
-    return guard.after_norm(norm) if done is StepDecision.GO else done
+    finite = math.isfinite(loss)
+    agreed = StepSummary(loss if finite else 0.0, {}, (), () if finite else (0,), {}, (False, False))
+    decision = guard.after_loss(agreed, loss, [])
+    return guard.after_norm(norm) if decision is StepDecision.GO else decision
 
 
 @pytest.mark.parametrize(
-    ("tries", "noticed"),
+    ("tries", "expected_records"),
     [
-        ([(math.nan, 0.0), (1.0, 9.0), (1.0, 9.0)], [("nonfinite", "a transient fault"), ("spike", "it is the data")]),
+        (
+            [(math.nan, 0.0), (1.0, 9.0), (1.0, 9.0)],
+            [("nonfinite", "a transient fault"), ("spike", "the data caused it")],
+        ),
         ([(math.nan, 0.0), (1.0, 9.0), (1.5, 1.0)], [("nonfinite", "a transient fault"), ("spike", "a transient")]),
         ([(1.5, 9.0), (math.nan, 0.0), (1.0, 1.0)], [("spike", "a transient fault"), ("nonfinite", "a transient")]),
     ],
 )
 def test_a_problem_of_another_kind_in_a_rerun_gets_its_own_rerun(
-    tries: Sequence[tuple[float, float]], noticed: Sequence[tuple[str, str]]
+    tries: Sequence[tuple[float, float]], expected_records: Sequence[tuple[str, str]]
 ) -> None:
     guard, records = _guard()
-    assert [_tried(guard, *one) for one in tries] == [StepDecision.RERUN, StepDecision.RERUN, StepDecision.GO]
-    assert guard.reruns == 2 and [record.kind for record in records] == [kind for kind, _ in noticed]
-    for record, (_, expected) in zip(records, noticed, strict=True):
+    assert [_tried(guard, *numbers) for numbers in tries] == [StepDecision.RERUN, StepDecision.RERUN, StepDecision.GO]
+    assert guard.reruns == 2 and [record.kind for record in records] == [kind for kind, _ in expected_records]
+    for record, (_, expected) in zip(records, expected_records, strict=True):
         assert expected in record.what and record.action == "rerun"
 
 
 def test_each_kind_of_problem_gets_one_rerun() -> None:
     guard, _ = _guard()
-    assert [_tried(guard, *one) for one in ((math.nan, 0.0), (1.0, 9.0))] == [StepDecision.RERUN, StepDecision.RERUN]
+    assert [_tried(guard, *numbers) for numbers in ((math.nan, 0.0), (1.0, 9.0))] == [
+        StepDecision.RERUN,
+        StepDecision.RERUN,
+    ]
     with pytest.raises(UnsettledStep, match="loss of rank 0"):
         _tried(guard, math.inf, 0.0)
 
@@ -80,11 +86,11 @@ def test_history_json_round_trip_and_invalid_values() -> None:
     history = History()
     for i in range(5):
         history.add(1 / (i + 3), math.pi * i, window=3)
-    again = History()
-    again.load(json.loads(json.dumps(history.state())))
-    assert again == history and len(again.losses) == 3
-    again.load(None)
-    assert again == History()
+    loaded = History()
+    loaded.load(json.loads(json.dumps(history.state())))
+    assert loaded == history and len(loaded.losses) == 3
+    loaded.load(None)
+    assert loaded == History()
     for bad in ({"losses": [1.0]}, {"losses": 3, "norms": []}, {"losses": ["x"], "norms": []}, [1]):
         with pytest.raises(CheckpointError, match="unreadable"):
-            again.load(bad)  # type: ignore[arg-type]
+            loaded.load(bad)  # type: ignore[arg-type]

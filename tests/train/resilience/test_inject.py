@@ -1,4 +1,4 @@
-"""Faults on purpose in training: each happens where it was planned, once, and the run gets past it to the same bits."""
+"""Injected faults in training: each occurs once, as planned, and the run ends with the same bits as without it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def state_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_bits(folder: Path, expected: Path) -> None:
     assert losses_of(folder) == losses_of(expected)
-    ours, theirs = state_of(folder), state_of(expected)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    state, expected_state = state_of(folder), state_of(expected)
+    assert state.keys() == expected_state.keys()
+    assert all(torch.equal(state[name], expected_state[name]) for name in state)
 
 
 def _run(rank: int, world: int, settings: list[str]) -> str:
@@ -64,7 +64,7 @@ def test_faults_that_a_step_survives_do_not_change_its_numbers(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path
 ) -> None:
     common = [*shared_settings, *SETTINGS]
-    plain, broken = ([*common, f"run.folder={tmp_path / name}"] for name in ("plain", "broken"))
+    plain, faulty = ([*common, f"run.folder={tmp_path / name}"] for name in ("plain", "broken"))
     faults = [
         "nan_loss:rank=1,step=2",
         "nan_grad:rank=0,step=3",
@@ -74,13 +74,13 @@ def test_faults_that_a_step_survives_do_not_change_its_numbers(
         "full_shm:rank=0,step=7,at=end,seconds=0.01,mib=1",
     ]
     assert pool2.run(_run, plain, timeout=90) == ["finished"] * 2
-    assert pool2.run(_run, with_faults(broken, *faults), timeout=90) == ["finished"] * 2
-    folder = folder_of(broken)
-    assert [one.fault for one in read_injections(folder / INJECTED)] == faults
-    noticed = list(read_lines(folder / FAULTS, FaultRecord))
-    found = {(one.step, one.kind, tuple(one.ranks), one.action) for one in noticed}
-    assert {(2, "nonfinite", (1,), "rerun"), (4, "corrupt", (1,), "rerun")} <= found
-    assert any(one.step == 3 and one.kind == "nonfinite" for one in noticed)
+    assert pool2.run(_run, with_faults(faulty, *faults), timeout=90) == ["finished"] * 2
+    folder = folder_of(faulty)
+    assert [record.fault for record in read_injections(folder / INJECTED)] == faults
+    detected = list(read_lines(folder / FAULTS, FaultRecord))
+    summaries = {(record.step, record.kind, tuple(record.ranks), record.action) for record in detected}
+    assert {(2, "nonfinite", (1,), "rerun"), (4, "corrupt", (1,), "rerun")} <= summaries
+    assert any(record.step == 3 and record.kind == "nonfinite" for record in detected)
     assert_same_bits(folder, folder_of(plain))
     assert not (folder_of(plain) / INJECTED).exists()
 
@@ -107,7 +107,7 @@ def test_a_run_that_a_fault_ended_resumes_without_it_to_the_same_bits(
 
 @pytest.fixture(scope="module")
 def plain(shared_settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run without faults on one rank."""
+    """Return the folder of a run without faults on one rank."""
     settings = [*shared_settings, *SETTINGS, f"run.folder={tmp_path_factory.mktemp('plain')}"]
     assert _run(0, 1, settings) == "finished"
     return folder_of(settings)
@@ -118,12 +118,12 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(settings: list[str
     saving = [*settings, *SETTINGS, "checkpoint.every=2", "checkpoint.keep=3"]
     faults = (f"{kind}:step=5", "raise_forward:step=6")
     assert "raise_forward" in _run(0, 1, with_faults(saving, *faults))
-    again = with_faults([*saving, "checkpoint.resume=auto"], *faults)
-    assert _run(0, 1, again) == "finished"
+    resuming = with_faults([*saving, "checkpoint.resume=auto"], *faults)
+    assert _run(0, 1, resuming) == "finished"
     folder = folder_of(saving)
-    (noticed,) = (one for one in read_lines(folder / FAULTS, FaultRecord) if one.kind == "checkpoint")
-    assert (noticed.step, noticed.action) == (4, "restart")
-    assert [one.first_step for one in read_lines(folder / ATTEMPTS, Attempt)] == [1, 3]
+    (detected,) = (record for record in read_lines(folder / FAULTS, FaultRecord) if record.kind == "checkpoint")
+    assert (detected.step, detected.action) == (4, "restart")
+    assert [record.first_step for record in read_lines(folder / ATTEMPTS, Attempt)] == [1, 3]
     assert_same_bits(folder, plain)
 
 
@@ -141,14 +141,18 @@ def test_a_run_without_a_checkpoint_restarts_without_its_fault(pool2: RankPool, 
     assert all("raise_forward" in end for end in pool2.run(_run, faults, timeout=60))
     assert pool2.run(_run, [*faults, "checkpoint.resume=auto"], timeout=60) == ["finished"] * 2
     folders = sorted(Path(load(None, settings).run.folder).iterdir(), key=lambda path: path.stat().st_ctime_ns)
-    found = fault_outcomes(folders[-1])
-    assert [(one.injection.kind, one.injection.attempt) for one in found] == [("raise_forward", 0)] * 2
-    assert all(one.recovered_s > 0 for one in found), "the run in the new folder is past it"
-    starts, (first,) = (list(read_lines(folder / ATTEMPTS, Attempt)) for folder in reversed(folders))
-    assert [one.number for one in starts] == [0, 1] and starts[0] == first, "its clock runs since its first start"
-    assert (starts[1].lost_steps, starts[1].source) == (1, "fresh")
+    outcomes = fault_outcomes(folders[-1])
+    assert [(record.injection.kind, record.injection.attempt) for record in outcomes] == [("raise_forward", 0)] * 2
+    assert all(record.recovered_s > 0 for record in outcomes), (
+        "the run in the new folder has completed the step of the fault"
+    )
+    attempts, (first,) = (list(read_lines(folder / ATTEMPTS, Attempt)) for folder in reversed(folders))
+    assert [record.number for record in attempts] == [0, 1] and attempts[0] == first, (
+        "the record of the first attempt is kept"
+    )
+    assert (attempts[1].lost_steps, attempts[1].source) == (1, "fresh")
     ends = pool2.run(_run, faults, timeout=60)
-    assert all("raise_forward" in end for end in ends), "a new run is not that one"
+    assert all("raise_forward" in end for end in ends), "a new run must have its own faults"
 
 
 def test_an_impossible_fault_is_rejected_on_every_rank(pool2: RankPool, settings: list[str]) -> None:
@@ -173,15 +177,15 @@ def test_slowing_a_link_keeps_its_other_settings_and_restores_its_rate(monkeypat
     monkeypatch.setattr(fault_actions, "_run", tc)
     restore = fault_actions.slow_link(25)
     restore()
-    # A restarted rank does so too, from the record that was written before the link was slowed.
-    written = fault_actions.link_shape()
-    fault_actions.shape_link(written)
+    # A restarted rank restores the rate, too, from the record that was written before the link was slowed.
+    recorded_shape = fault_actions.link_shape()
+    fault_actions.shape_link(recorded_shape)
     assert calls.pop() == calls[-2] and calls.pop() == ("qdisc", "show", "dev", "link0")
-    of_link = ("dev", "link0", "root", "tbf", "rate")
-    rest = ("burst", "73728b", "latency", "50ms")
+    link_arguments = ("dev", "link0", "root", "tbf", "rate")
+    unchanged = ("burst", "73728b", "latency", "50ms")
     assert calls[1:] == [
-        ("qdisc", "replace", *of_link, "25mbit", *rest),
-        ("qdisc", "replace", *of_link, "1Gbit", *rest),
+        ("qdisc", "replace", *link_arguments, "25mbit", *unchanged),
+        ("qdisc", "replace", *link_arguments, "1Gbit", *unchanged),
     ]
     monkeypatch.setattr(fault_actions, "_run", lambda *arguments: "qdisc noqueue 0: root")
     with pytest.raises(ConfigError, match="not shaped by tbf"):
@@ -206,8 +210,8 @@ def test_the_rate_of_a_link_is_restored_after_its_rank_died(
         "slow_link:step=4,steps=2,mbit=10",
         "raise_forward:step=4",
     )
-    with monkeypatch.context() as dead:
-        dead.setattr(Injector, "close", lambda self: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Injector, "close", lambda self: None)
         assert "raise_forward" in _run(0, 1, faults)
     assert rates == ["1Gbit", "20.0mbit", "10.0mbit"]
     assert _run(0, 1, [*faults, "checkpoint.resume=auto"]) == "finished"
@@ -227,5 +231,5 @@ def test_damage_changes_one_file(tmp_path: Path) -> None:
     pairs = zip(content, changed["checkpoint_flip"], strict=True)
     assert sum((a ^ b).bit_count() for a, b in pairs) == 1
     assert fault_actions.choose_file(tmp_path, "checkpoint_flip", random.Random(1)) is None, (
-        "no checkpoint is no victim"
+        "a file was chosen although there is no checkpoint"
     )

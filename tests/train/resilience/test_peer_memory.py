@@ -1,4 +1,4 @@
-"""Runs that go on from memory: the same bits as without a fault, whichever copy is lost or damaged."""
+"""Runs that resume from snapshots in memory have the bits of runs without faults, whichever replica is lost."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ EVERY = "checkpoint.peer_every=1"
 
 @dataclass(frozen=True)
 class Setting:
-    """A run of a pool's ranks. owner: of the servers; None: nothing is kept. hosts: a name for every rank.
-    crash: after so many steps."""
+    """A run on a pool. owner: launcher of the servers; None: no snapshots. hosts: one letter for the host of each rank.
+    crash: number of steps after which the run crashes."""
 
     settings: tuple[str, ...]
     owner: LauncherProcess | None = None
@@ -39,7 +39,7 @@ class Setting:
     crash: int | None = None
 
     def then(self, *settings: str, **changes: Any) -> Setting:
-        """The setting of the restarted ranks."""
+        """Return the setting of the restarted ranks."""
         return replace(self, settings=(*self.settings, AUTO, *settings), **{"crash": None} | changes)
 
 
@@ -61,7 +61,7 @@ def server_of(host_memory: PersistentMemory) -> int:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process ends within 30 s."""
+    """Return whether a process ends within 30 s."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -81,7 +81,7 @@ def kill_host(owner: LauncherProcess, host: str) -> None:
 
 def newest(slots: Slots) -> int:
     headers = [slots.header(slot) for slot in range(2)]
-    return max(range(2), key=lambda slot: -1 if (found := headers[slot]) is None else found.step)
+    return max(range(2), key=lambda slot: -1 if (header := headers[slot]) is None else header.step)
 
 
 def damage(owner: LauncherProcess, host: str, rank: int, slots_of: str = "newest") -> None:
@@ -100,12 +100,12 @@ def attempts_of(folder: Path) -> list[tuple[int, str]]:
 
 def assert_same_run(folder: Path, other: Path) -> None:
     assert losses_of(folder) == losses_of(other)
-    ours, theirs = state_of(folder), state_of(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    state, expected_state = state_of(folder), state_of(other)
+    assert state.keys() == expected_state.keys()
+    assert all(torch.equal(state[name], expected_state[name]) for name in state)
 
 
-def place(settings: list[str], tmp_path: Path, name: str) -> tuple[str, ...]:
+def settings_in(settings: list[str], tmp_path: Path, name: str) -> tuple[str, ...]:
     return (*settings, f"run.folder={tmp_path / name}")
 
 
@@ -123,70 +123,70 @@ def test_a_run_without_checkpoints_resumes_to_the_same_bits(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess, mapping: str, lost: str
 ) -> None:
     settings = [*shared_settings, *MAPPINGS[mapping], "run.steps=5", "run.eval_every=2"]
-    through = place(settings, tmp_path, "through")
-    pool2.run(_work, Setting(through), timeout=90)
-    broken = Setting((*place(settings, tmp_path, "broken"), EVERY), owner, "ab", crash=3)
-    pool2.run(_work, broken, timeout=90)
+    uninterrupted = settings_in(settings, tmp_path, "through")
+    pool2.run(_work, Setting(uninterrupted), timeout=90)
+    crashed = Setting((*settings_in(settings, tmp_path, "broken"), EVERY), owner, "ab", crash=3)
+    pool2.run(_work, crashed, timeout=90)
     if lost == "a host":
         kill_host(owner, "b")
-    result = pool2.run(_work, broken.then(), timeout=90)[0]
-    folder = folder_of(list(broken.settings))
+    result = pool2.run(_work, crashed.then(), timeout=90)[0]
+    folder = folder_of(list(crashed.settings))
     assert (result.status, result.steps, result.folder) == ("finished", 5, folder)
     assert attempts_of(folder) == [(1, "fresh"), (4, "peer memory")]
-    assert_same_run(folder, folder_of(list(through)))
-    ended = json.loads((folder / "result.json").read_text())
-    assert ended["peer_memory"]["copies"] == 1 and ended["peer_memory"]["bytes"] > 0
-    assert ended["effective_time"]["attempts"] == 2 and ended["effective_time"]["lost_steps"] == 1
+    assert_same_run(folder, folder_of(list(uninterrupted)))
+    written_result = json.loads((folder / "result.json").read_text())
+    assert written_result["peer_memory"]["copies"] == 1 and written_result["peer_memory"]["bytes"] > 0
+    assert written_result["effective_time"]["attempts"] == 2 and written_result["effective_time"]["lost_steps"] == 1
 
 
-def test_a_host_of_several_ranks_is_lost(
+def test_a_run_resumes_after_a_host_of_several_ranks_is_lost(
     pool4: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
 ) -> None:
     settings = [*shared_settings, "parallel.tp=2", "parallel.ep=2", "run.steps=4"]
-    through = place(settings, tmp_path, "through")
-    pool4.run(_work, Setting(through), timeout=90)
-    broken = Setting((*place(settings, tmp_path, "broken"), EVERY), owner, "aabb", crash=2)
-    pool4.run(_work, broken, timeout=90)
+    uninterrupted = settings_in(settings, tmp_path, "through")
+    pool4.run(_work, Setting(uninterrupted), timeout=90)
+    crashed = Setting((*settings_in(settings, tmp_path, "broken"), EVERY), owner, "aabb", crash=2)
+    pool4.run(_work, crashed, timeout=90)
     kill_host(owner, "a")
     # The restarted ranks are numbered differently, so no host has the states of its own ranks.
-    pool4.run(_work, broken.then(hosts="bbaa"), timeout=90)
-    folder = folder_of(list(broken.settings))
+    pool4.run(_work, crashed.then(hosts="bbaa"), timeout=90)
+    folder = folder_of(list(crashed.settings))
     assert attempts_of(folder) == [(1, "fresh"), (3, "peer memory")]
-    assert_same_run(folder, folder_of(list(through)))
+    assert_same_run(folder, folder_of(list(uninterrupted)))
 
 
 def test_a_damaged_snapshot_is_replaced_by_a_replica_an_earlier_step_or_the_disk(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
 ) -> None:
     settings = [*shared_settings, "parallel.ep=2", "run.steps=7", "checkpoint.every=2"]
-    through = place(settings, tmp_path, "through")
-    pool2.run(_work, Setting(through), timeout=90)
-    broken = Setting((*place(settings, tmp_path, "broken"), EVERY), owner, "ab", crash=5)
-    pool2.run(_work, broken, timeout=90)
+    uninterrupted = settings_in(settings, tmp_path, "through")
+    pool2.run(_work, Setting(uninterrupted), timeout=90)
+    crashed = Setting((*settings_in(settings, tmp_path, "broken"), EVERY), owner, "ab", crash=5)
+    pool2.run(_work, crashed, timeout=90)
     damage(owner, "b", 1)
-    # The other host's copy of step 5.
-    pool2.run(_work, broken.then(crash=5), timeout=90)
+    # Resumes after step 5 from the replica on the other host.
+    pool2.run(_work, crashed.then(crash=5), timeout=90)
     damage(owner, "a", 1)
     damage(owner, "b", 1)
-    # Step 4 in memory, as new as the disk's.
-    pool2.run(_work, broken.then(crash=4), timeout=90)
+    # Resumes after step 4 from memory, which is as new as the checkpoint on the disk.
+    pool2.run(_work, crashed.then(crash=4), timeout=90)
     for host in "ab":
         damage(owner, host, 0, "all")
-    # Step 4 on the disk.
-    pool2.run(_work, broken.then(crash=6), timeout=90)
+    # Resumes after step 4 from the disk.
+    pool2.run(_work, crashed.then(crash=6), timeout=90)
     # Step 6 is also on the disk. There is no snapshot of the other mapping, and afterwards none of the first one.
-    pool2.run(_work, broken.then("parallel.ep=1", crash=6), timeout=90)
-    pool2.run(_work, broken.then(), timeout=90)
-    folder = folder_of(list(broken.settings))
+    pool2.run(_work, crashed.then("parallel.ep=1", crash=6), timeout=90)
+    pool2.run(_work, crashed.then(), timeout=90)
+    folder = folder_of(list(crashed.settings))
     memory, disk = "peer memory", "checkpoint"
     assert attempts_of(folder) == [(1, "fresh"), (6, memory), (5, memory), (5, disk), (7, disk), (7, disk)]
-    assert_same_run(folder, folder_of(list(through)))
+    assert_same_run(folder, folder_of(list(uninterrupted)))
 
 
 def test_a_snapshot_older_than_the_checkpoint_is_not_used(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
 ) -> None:
-    settings = place(
+    settings = settings_in(
         [*shared_settings, "run.steps=5", "checkpoint.every=4", "checkpoint.peer_every=3"], tmp_path, "runs"
     )
     setting = Setting(settings, owner, "aa", crash=4)
@@ -199,7 +199,7 @@ def test_a_snapshot_of_another_run_is_not_used(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: LauncherProcess
 ) -> None:
     first, second = (
-        Setting((*place([*shared_settings, "run.steps=3"], tmp_path, name), EVERY), owner, "aa", crash=2)
+        Setting((*settings_in([*shared_settings, "run.steps=3"], tmp_path, name), EVERY), owner, "aa", crash=2)
         for name in ("first", "second")
     )
     pool2.run(_work, first, timeout=90)
@@ -214,27 +214,27 @@ def test_without_a_launcher_no_snapshots_are_saved(settings: list[str], capsys: 
     assert "peer_memory" not in json.loads((result.folder / "result.json").read_text())
 
 
-# --- processes of their own ---
+# --- runs in separate processes ---
 
 
 def _killed_once(settings: list[str], victim: int, servers: Path) -> RunResult:
-    """A rank kills itself in a step of the first attempt. Writes the pids of the servers to a file."""
+    """Run training, in which one rank kills itself in the first attempt. Write the pids of the servers to a file."""
     with init_ranks(None, 30) as ranks, pytest.MonkeyPatch.context() as patch:
 
-        def noting(*args: Any) -> Any:
+        def recording(*args: Any) -> Any:
             host_memory = open_host_memory(*args)
             assert host_memory is not None
             with servers.open("a") as file:
                 file.write(f"{server_of(host_memory)}\n")
             return host_memory
 
-        def deadly(self: PeerSnapshots, step: int, loss: float) -> float:
+        def kill_in_step_4(self: PeerSnapshots, step: int, loss: float) -> float:
             if ranks.rank == victim and ranks.restarts == 0 and step == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
             return loss
 
-        patch.setattr(job, "open_host_memory", noting)
-        patch.setattr(PeerSnapshots, "after_backward", deadly)
+        patch.setattr(job, "open_host_memory", recording)
+        patch.setattr(PeerSnapshots, "after_backward", kill_in_step_4)
         return run(None, [*settings, *([AUTO] if ranks.restarts else [])])
 
 
@@ -242,22 +242,22 @@ def test_a_killed_rank_is_restarted_and_resumes_from_memory(
     pool2: RankPool, shared_settings: list[str], tmp_path: Path
 ) -> None:
     settings = [*shared_settings, "parallel.ep=2", "run.steps=5"]
-    through = place(settings, tmp_path, "through")
-    pool2.run(_work, Setting(through), timeout=90)
+    uninterrupted = settings_in(settings, tmp_path, "through")
+    pool2.run(_work, Setting(uninterrupted), timeout=90)
     shared = set(Path("/dev/shm").glob("moe_comm.*"))
-    broken = [*place(settings, tmp_path, "broken"), EVERY]
+    killed = [*settings_in(settings, tmp_path, "broken"), EVERY]
     servers = tmp_path / "servers"
-    results = launch(_killed_once, (broken, 1, servers), ranks=2, restarts=1, preload=["torch"])
-    folder = folder_of(broken)
+    results = launch(_killed_once, (killed, 1, servers), ranks=2, restarts=1, preload=["torch"])
+    folder = folder_of(killed)
     assert [result.steps for result in results] == [5, 5]
-    (first, fresh), (again, source) = attempts_of(folder)
+    (first, first_source), (resumed_step, source) = attempts_of(folder)
     # The snapshot that was in progress when the rank was killed may be complete, or the previous one is.
-    assert (first, fresh, source) == (1, "fresh", "peer memory") and again in (3, 4)
-    assert_same_run(folder, folder_of(list(through)))
+    assert (first, first_source, source) == (1, "fresh", "peer memory") and resumed_step in (3, 4)
+    assert_same_run(folder, folder_of(list(uninterrupted)))
     (pid,) = set(servers.read_text().split())
-    assert ended(int(pid)), "both attempts had the same, and it ended with the run"
-    left = set(Path("/dev/shm").glob("moe_comm.*")) - shared
-    # Of processes that run: those of other tests on this machine.
-    assert not [path for path in left if not Path("/proc", path.name.split(".")[1]).exists()]
+    assert ended(int(pid)), "both attempts must use one server, which ends with the run"
+    new_segments = set(Path("/dev/shm").glob("moe_comm.*")) - shared
+    # Segments of running processes belong to other tests on this machine.
+    assert not [path for path in new_segments if not Path("/proc", path.name.split(".")[1]).exists()]
     effective = json.loads((folder / "result.json").read_text())["effective_time"]
     assert effective["attempts"] == 2 and 0 < effective["ratio"] < 1 and effective["restart_s"] > 0

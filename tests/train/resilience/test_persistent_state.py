@@ -1,4 +1,4 @@
-"""What ranks keep of each other's tensors: every bit, of one step, also where a copy fails half-way."""
+"""Snapshots of tensors in the memory of hosts are restored bit for bit and from one step, also if a save fails."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Arg:
 
 
 @dataclass
-class Found:
+class Restored:
     restored: tuple[int, dict[str, Any]] | None
     same: bool
-    said: list[str]
+    messages: list[str]
     reports: list[SnapshotStats] = field(default_factory=list)
     runs: frozenset[str] = frozenset()
 
 
 def tensors(rank: int, step: int, width: int) -> dict[str, Tensor]:
-    """Tensors of several dtypes and shapes, different on every rank and in every step."""
+    """Return tensors of several dtypes and shapes, different on every rank and in every step."""
     g = torch.Generator().manual_seed(1000 * rank + step)
     wide = torch.randn(width, 7, generator=g)
     return {
@@ -60,8 +60,8 @@ def tensors(rank: int, step: int, width: int) -> dict[str, Tensor]:
     }
 
 
-def entries(of: dict[str, Tensor]) -> dict[str, Entry]:
-    return {name: Entry.whole(tensor) for name, tensor in of.items()}
+def entries(tensors_by_name: dict[str, Tensor]) -> dict[str, Entry]:
+    return {name: Entry.whole(tensor) for name, tensor in tensors_by_name.items()}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -84,7 +84,7 @@ def _memory(rank: int, world: int, arg: Arg, live: dict[str, Tensor]) -> tuple[P
     return PeerSnapshots(host_memory, ranks, mesh, arg.run, 1, capture), host_memory, ranks
 
 
-def _train(rank: int, world: int, arg: Arg) -> list[SnapshotStats]:
+def _save_snapshots(rank: int, world: int, arg: Arg) -> list[SnapshotStats]:
     live = tensors(rank, 0, arg.width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_memory, "BLOCK", 20_000)
@@ -112,61 +112,61 @@ def _train(rank: int, world: int, arg: Arg) -> list[SnapshotStats]:
         return memory.reports
 
 
-def _restore(rank: int, world: int, arg: Arg) -> Found:
+def _restore(rank: int, world: int, arg: Arg) -> Restored:
     live = {name: torch.zeros_like(tensor) for name, tensor in tensors(rank, 0, arg.width).items()}
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find_snapshot, "BLOCK", 500)
         memory, host_memory, ranks = _memory(rank, world, arg, live)
         runs = runs_in_memory(host_memory, ranks)
-        restored = memory.restore(entries(live), 1, said.append)
+        restored = memory.restore(entries(live), 1, messages.append)
         memory.close()
         host_memory.close()
     step = restored[0] if restored else -1
     expected = tensors(rank, step, arg.width) if restored else {n: torch.zeros_like(t) for n, t in live.items()}
-    return Found(restored, all(same_bits(live[name], expected[name]) for name in live), said, runs=runs)
+    return Restored(restored, all(same_bits(live[name], expected[name]) for name in live), messages, runs=runs)
 
 
 @pytest.mark.parametrize("hosts", ["aaaa", "abab", "aaab"])
 def test_the_newest_snapshot_is_restored_bit_for_bit(pool4: RankPool, owner: LauncherProcess, hosts: str) -> None:
-    reports = pool4.run(_train, Arg(owner, 3, hosts))
+    reports = pool4.run(_save_snapshots, Arg(owner, 3, hosts))
     for rank, of_rank in enumerate(reports):
-        assert [one.step for one in of_rank] == [1, 2, 3]
-        for one in of_rank:
-            assert one.bytes > 0 and 0 <= one.stage_s <= one.total_s
-            assert one.buddy == -1 if hosts == "aaaa" else hosts[one.buddy] != hosts[rank]
-    for found in pool4.run(_restore, Arg(owner, 0, hosts)):
-        assert found.restored == (3, {"step": 3, "more": "x" * 10}) and found.same and not found.said
-        assert found.runs == {run_id(RUN)}
+        assert [report.step for report in of_rank] == [1, 2, 3]
+        for report in of_rank:
+            assert report.bytes > 0 and 0 <= report.stage_s <= report.total_s
+            assert report.buddy == -1 if hosts == "aaaa" else hosts[report.buddy] != hosts[rank]
+    for result in pool4.run(_restore, Arg(owner, 0, hosts)):
+        assert result.restored == (3, {"step": 3, "more": "x" * 10}) and result.same and not result.messages
+        assert result.runs == {run_id(RUN)}
 
 
 def test_renumbered_ranks_restore_their_states_from_other_hosts(pool4: RankPool, owner: LauncherProcess) -> None:
-    pool4.run(_train, Arg(owner, 2, "aabb"))
-    for found in pool4.run(_restore, Arg(owner, 0, "baab")):
-        assert found.restored is not None and found.restored[0] == 2 and found.same
+    pool4.run(_save_snapshots, Arg(owner, 2, "aabb"))
+    for result in pool4.run(_restore, Arg(owner, 0, "baab")):
+        assert result.restored is not None and result.restored[0] == 2 and result.same
     # With a new host and a lost one, the remaining hosts have all replicas.
-    for found in pool4.run(_restore, Arg(owner, 0, "cbbc")):
-        assert found.restored is not None and found.restored[0] == 2 and found.same
+    for result in pool4.run(_restore, Arg(owner, 0, "cbbc")):
+        assert result.restored is not None and result.restored[0] == 2 and result.same
 
 
 def test_a_failed_snapshot_does_not_damage_the_previous_one(pool2: RankPool, owner: LauncherProcess) -> None:
-    reports = pool2.run(_train, Arg(owner, 4, broken=(3, 4)))
-    assert [[one.step for one in of_rank] for of_rank in reports] == [[1, 2], [1, 2]]
-    for found in pool2.run(_restore, Arg(owner, 0)):
-        assert found.restored is not None and found.restored[0] == 2 and found.same
-        assert any("is incomplete: it lacks rank 1" in text for text in found.said)
+    reports = pool2.run(_save_snapshots, Arg(owner, 4, broken=(3, 4)))
+    assert [[report.step for report in of_rank] for of_rank in reports] == [[1, 2], [1, 2]]
+    for result in pool2.run(_restore, Arg(owner, 0)):
+        assert result.restored is not None and result.restored[0] == 2 and result.same
+        assert any("is incomplete: it lacks rank 1" in text for text in result.messages)
 
 
 def test_a_state_that_grew_too_large_is_skipped_on_all_ranks(pool2: RankPool, owner: LauncherProcess) -> None:
-    reports = pool2.run(_train, Arg(owner, 3, large=(2,)))
-    assert [[one.step for one in of_rank] for of_rank in reports] == [[1, 3], [1, 3]]
-    assert all(found.restored and found.restored[0] == 3 for found in pool2.run(_restore, Arg(owner, 0)))
+    reports = pool2.run(_save_snapshots, Arg(owner, 3, large=(2,)))
+    assert [[report.step for report in of_rank] for of_rank in reports] == [[1, 3], [1, 3]]
+    assert all(result.restored and result.restored[0] == 3 for result in pool2.run(_restore, Arg(owner, 0)))
 
 
 @pytest.mark.parametrize("change", [{"run": Path("runs/b")}, {"width": 6}])
 def test_a_snapshot_of_another_run_or_model_is_not_restored(
     pool2: RankPool, owner: LauncherProcess, change: dict[str, Any]
 ) -> None:
-    pool2.run(_train, Arg(owner, 2))
-    for found in pool2.run(_restore, Arg(owner, 0, **change)):
-        assert found.restored is None and found.same
+    pool2.run(_save_snapshots, Arg(owner, 2))
+    for result in pool2.run(_restore, Arg(owner, 0, **change)):
+        assert result.restored is None and result.same

@@ -41,28 +41,28 @@ def test_a_killed_rank_is_recorded_once_and_named_in_the_error(pool2: RankPool, 
     (folder,) = (tmp_path / "runs").iterdir()
     (record,) = read_lines(folder / FAULTS, FaultRecord)
     assert (record.kind, record.ranks, record.step, record.action, record.attempt) == ("died", [1], 3, "stop", 0)
-    assert 0 <= record.noticed_s < 10  # a second on a machine that does nothing else
+    assert 0 <= record.noticed_s < 10  # one second on an idle machine
     report = folder / "faults" / "rank-00000-step3.txt"
     assert str(report) in caught
     assert "rank 0  waits for rank 1 in " in report.read_text() or "rank 0  caught" in report.read_text()
 
 
 def run_with_sigterm(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
-    """``run``, with the agent's SIGTERM while the fault is recorded and the main thread leaves."""
-    out, leave, write = threading.Event(), StatusTable.leave, watching.dump
+    """Call ``run``. SIGTERM, as from the agent, arrives while the fault is recorded and the main thread leaves."""
+    main_has_left, leave, write = threading.Event(), StatusTable.leave, watching.dump
 
-    def left(table: StatusTable, phase: Phase, message: str = "") -> None:
+    def leave_and_notify(table: StatusTable, phase: Phase, message: str = "") -> None:
         leave(table, phase, message)
-        out.set()
+        main_has_left.set()
 
-    def reported(folder: Path, summary: str) -> None:
-        assert out.wait(30)
+    def dump_after_sigterm(folder: Path, summary: str) -> None:
+        assert main_has_left.wait(30)
         os.kill(os.getpid(), signal.SIGTERM)
         write(folder, summary)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StatusTable, "leave", left)
-        patch.setattr(watching, "dump", reported)
+        patch.setattr(StatusTable, "leave", leave_and_notify)
+        patch.setattr(watching, "dump", dump_after_sigterm)
         return run(rank, world, settings)
 
 
@@ -80,7 +80,7 @@ def test_a_fault_is_recorded_although_the_agent_ends_the_rank(pool2: RankPool, t
 def test_a_rank_that_does_not_take_part_in_a_save_is_reported(
     pool2: RankPool, tmp_path: Path, background: str, steps: int
 ) -> None:
-    """The other ranks are in the checkpoint's exchange on a background thread; also at the end of the run."""
+    """The other ranks wait in the exchange of the checkpoint, on a background thread or at the end of the run."""
     plan = 'faults.plan=["hold_gil:rank=1,step=2,at=end,seconds=100"]'
     more = ["checkpoint.every=2", f"checkpoint.background={background}", f"run.steps={steps}", "watch.stuck_s=2.0"]
     (_, caught), _ = pool2.run(run, [*write_text(tmp_path), plan, *more], timeout=90, expect_dead={1})
@@ -105,39 +105,39 @@ class Disk(StepHook):
     on_disk = True
 
     def __init__(self) -> None:
-        self.found: list[bool] = []
+        self.slow_span_open: list[bool] = []
 
-    def look(self) -> None:
-        self.found.append(any(span.kind in SLOW_KINDS for span in read_open(EVENTS.region)))
+    def observe(self) -> None:
+        self.slow_span_open.append(any(span.kind in SLOW_KINDS for span in read_open(EVENTS.region)))
 
     def write(self, report: StepReport) -> None:
-        self.look()
+        self.observe()
 
     def before_step(self, step: int) -> None:
-        self.look()
+        self.observe()
 
     def after_step(self, report: StepReport) -> None:
-        self.look()
+        self.observe()
 
     def summary(self, step: int, values: Any) -> None:
         pass
 
 
-def test_writing_the_records_of_a_step_may_be_slow(tmp_path: Path) -> None:
+def test_hooks_and_sinks_on_disk_run_inside_a_span_of_a_slow_kind(tmp_path: Path) -> None:
     disk = Disk()
     settings = [*write_text(tmp_path), "run.steps=1", "parallel.ep=1"]
     with session(settings, sinks=[disk], hooks=[disk]) as run:
         run.trainer.fit()
-    assert disk.found == [True] * 3
-    assert not Injector.on_disk, "where harm is done on purpose, it is noticed as ever"
+    assert disk.slow_span_open == [True] * 3
+    assert not Injector.on_disk, "the time of injected faults must not count as slow disk work"
 
 
-def off(rank: int, world: int, settings: list[str]) -> tuple[bool, list[str]]:
+def watcher_and_new_threads(rank: int, world: int, settings: list[str]) -> tuple[bool, list[str]]:
     before = {thread.name for thread in threading.enumerate()}
     watcher = watch_run(config_of(settings), Ranks.make(), Path("nowhere"), print)
     return watcher is None, sorted({thread.name for thread in threading.enumerate()} - before)
 
 
 def test_without_watching_or_with_one_rank_there_is_no_thread(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(off, [*write_text(tmp_path), "watch.enabled=false"]) == [(True, [])] * 2
-    assert off(0, 1, write_text(tmp_path)) == (True, [])
+    assert pool2.run(watcher_and_new_threads, [*write_text(tmp_path), "watch.enabled=false"]) == [(True, [])] * 2
+    assert watcher_and_new_threads(0, 1, write_text(tmp_path)) == (True, [])
