@@ -96,7 +96,8 @@ gpu-script: build
 sanitize: $(STAMP)
 	@set -e; for kind in address undefined thread; do \
 	  echo "== $$kind"; \
-	  $(BIN)/cmake -G Ninja -S . -B build/sanitize-$$kind -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DMOE_COMM_SANITIZE=$$kind > build/sanitize-$$kind.log \
+	  $(BIN)/cmake -G Ninja -S . -B build/sanitize-$$kind -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DMOE_COMM_SANITIZE=$$kind \
+	    -DMOE_COMM_WERROR=ON > build/sanitize-$$kind.log \
 	    || { cat build/sanitize-$$kind.log; exit 1; }; \
 	  $(BIN)/cmake --build build/sanitize-$$kind; \
 	  fixed=; if setarch -R true 2> /dev/null; then fixed="setarch -R"; fi; \

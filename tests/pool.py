@@ -58,7 +58,7 @@ PRELOAD = (
     "hypothesis",
     "pytest",
     "moe_comm.layers",
-    "moe_comm.train.job",
+    "moe_comm.train.loop.job",
 )
 BARE = PRELOAD[:4]
 

@@ -31,11 +31,6 @@ Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 Sizes = tuple[int, ...]
 
 
-def needs_autograd(*tensors: Tensor | None) -> bool:
-    """Return whether autograd records operations on any of the tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 class ExpertForward(ABC):
     """One forward pass over rows that are sorted by expert.
 

@@ -1,10 +1,16 @@
-"""Which gradients of a custom autograd function the current backward pass needs."""
+"""Whether autograd records an operation, and which gradients the current backward pass needs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
+
+
+def needs_autograd(*tensors: Tensor | None) -> bool:
+    """Return whether autograd records operations on any of the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def needed_gradients(ctx: Any) -> tuple[bool, ...]:

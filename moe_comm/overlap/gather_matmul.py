@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -22,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import channel_of, group_size
-from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import OperatorPlan, WeightGradient, check_linear, gathered_mm, start_sum, weight_gradient
 from moe_comm.overlap.linear import (
@@ -61,7 +60,7 @@ def gather_matmul(
     """
     check_linear(x_SD, weight_ND, "gather_matmul")
     overlap = overlap or DEFAULT
-    if torch.is_grad_enabled() and (x_SD.requires_grad or weight_ND.requires_grad):
+    if needs_autograd(x_SD, weight_ND):
         return _GatherMatmul.apply(x_SD, weight_ND, group, overlap)  # type: ignore[no-any-return]
     return _forward(x_SD, weight_ND, group, overlap)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -23,7 +22,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import channel_of, group_size
 from moe_comm.errors import InputError
-from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import OperatorPlan, WeightGradient, check_linear, gathered_mm, start_sum, weight_gradient
 from moe_comm.overlap.linear import (
@@ -64,7 +63,7 @@ def matmul_scatter(
     if x_TK.shape[0] % (world := group_size(group)):
         raise InputError(f"matmul_scatter: {x_TK.shape[0]} rows do not divide evenly over {world} ranks")
     overlap = overlap or DEFAULT
-    if torch.is_grad_enabled() and (x_TK.requires_grad or weight_NK.requires_grad):
+    if needs_autograd(x_TK, weight_NK):
         return _MatmulScatter.apply(x_TK, weight_NK, group, overlap)  # type: ignore[no-any-return]
     return _forward(x_TK, weight_NK, group, overlap)
 

@@ -68,23 +68,39 @@ def test_arrays_are_read_in_place() -> None:
     assert [len(array.readers) for array in (x_TD, ids_TK, rows)] == [1, 1, 1]
 
 
-def wrong_arrays(rank: int, world: int, case: str) -> str:
-    """Pass an unusable array on rank 1, and return the error of this rank."""
-    dispatcher = make_dispatcher(4, dist.group.WORLD, backend="all_to_all")
+def wrong_arrays(rank: int, world: int, backend: str) -> list[str]:
+    """Pass an unusable array on the last rank as each argument, and return the errors of this rank."""
+    dispatcher = make_dispatcher(4, dist.group.WORLD if world > 1 else None, backend=backend)
     x_TD, ids_TK = np.ones((2, 3), np.float32), np.array([[1, 0], [0, 1]])
-    wrong: Any = x_TD
-    if rank == 1:
-        wrong = [[1.0, 2.0]] if case == "list" else x_TD.astype(object)
-    try:
-        dispatcher.dispatch(wrong, ids_TK)
-    except MoeCommError as error:
-        message = f"{type(error).__name__}: {error}"
-    assert dispatcher.dispatch(x_TD, ids_TK).rows_RD.shape[1] == 3, "the group stays usable"
-    return message
+    weights_TK = np.full((2, 2), 0.5, np.float32)
+    errors = []
+    for wrong in ([[1.0, 2.0]], x_TD.astype(object)):
+        for place in range(4):
+            sent = dispatcher.dispatch(x_TD, ids_TK)
+            arrays: list[Any] = [x_TD, ids_TK, sent.rows_RD, weights_TK]
+            if rank == world - 1:
+                arrays[place] = wrong
+            try:
+                if place < 2:
+                    dispatcher.dispatch(*arrays[:2])
+                else:
+                    dispatcher.combine(*arrays[2:], sent.handle)
+            except MoeCommError as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    y_TD = dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)
+    assert bool((y_TD == 1).all()), "the group stays usable"
+    return errors
 
 
-def test_unusable_arrays_are_an_error_on_every_rank() -> None:
-    with RankPool(2) as pool:
-        for case, kind in (("list", "builtins.list"), ("objects", "numpy.ndarray")):
-            for message in pool.run(wrong_arrays, case):
-                assert "expected a tensor, or an array with DLPack; got " + kind in message, message
+@pytest.mark.parametrize("backend", ["local", "shared_memory", "all_to_all"])
+def test_unusable_arrays_are_an_error_on_every_rank(backend: str) -> None:
+    if backend == "local":
+        results = [wrong_arrays(0, 1, backend)]
+    else:
+        with RankPool(2) as pool:
+            results = pool.run(wrong_arrays, backend)
+    for errors in results:
+        kinds = ["builtins.list"] * 4 + ["numpy.ndarray"] * 4
+        assert len(errors) == len(kinds)
+        for kind, message in zip(kinds, errors, strict=True):
+            assert "expected a tensor, or an array with DLPack; got " + kind in message, message

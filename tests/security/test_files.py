@@ -79,8 +79,9 @@ def test_a_pickle_in_any_file_of_a_checkpoint_is_never_run(
             loaded = True
         except CheckpointError:
             loaded = False
-        # Torch's own file is never read. Any bytes of the correct length are valid tensor data.
-        assert loaded == (name == ".metadata") or (signed and name == "rank-00000.safetensors")
+        # Torch's own file is never read. Any bytes are valid tensor data if there are enough of them.
+        is_data = signed and name == "rank-00000.safetensors" and len(bomb) >= len(targets._original(name))
+        assert loaded == (name == ".metadata" or is_data)
         (path / name).unlink()
     assert not (tmp_path / "boom").exists()
     assert "pickle.find_class" not in events

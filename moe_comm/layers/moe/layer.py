@@ -269,7 +269,10 @@ class MoELayer(ParallelModule):
         router = Router(hidden, config.router, tokens_group, sequence_group=groups.sequence, **factory)
         part = ExpertSlice(dispatcher.rank % etp, etp)
         num_local = len(dispatcher.local_experts)
-        experts = Experts(num_local, hidden, config.ffn, activation, bias=config.expert_bias, part=part, **factory)
+        # On "meta" first: values are drawn once, by layer.reset_parameters.
+        on_meta = factory | {"device": "meta"}
+        experts = Experts(num_local, hidden, config.ffn, activation, bias=config.expert_bias, part=part, **on_meta)
+        experts.to_empty(device=device or torch.get_default_device())
         experts.recompute = config.recompute
         shared = None
         if config.shared_ffn:

@@ -43,9 +43,8 @@ from moe_comm.kernels.expert_mlp import (
     ExpertMLP,
     LocalExperts,
     by_expert,
-    needs_autograd,
 )
-from moe_comm.kernels.needed_grads import needed_gradients
+from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
 from moe_comm.overlap.chunk_plan import PendingOwnRows, RowRange, RowSegments
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.kernels.autocast import compute_dtype
-from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts, needs_autograd
+from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts
 from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.overlap.executors.base import ExpertCall
@@ -120,7 +120,7 @@ def grouped(
     """
     tensors = experts.tensors
     # Grad mode is off inside the autograd function, so check here whether there will be a backward pass.
-    has_backward = needs_autograd(rows_RD, *tensors)
+    has_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows_RD, *tensors))
     counts_E = None
     if isinstance(experts, ExpertMLP) and rows_RD.device.type in TRITON_DEVICES:
         from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU

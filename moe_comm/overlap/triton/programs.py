@@ -63,7 +63,12 @@ class Programs:
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, moving: int | None = None) -> Programs:
-        """Return the default for ``device``: ``waiting_programs``, of which ``moving``, or an eighth, move rows.
+        """Return the default for ``device``, with as many programs as ``waiting_programs`` allows.
+
+        Args:
+            device: the GPU, or the CPU for Triton's interpreter.
+            dtype: of the rows and weights.
+            moving: how many of the programs move rows; the others compute. None: an eighth.
 
         Raises:
             InputError: the kernels do not support ``dtype``.

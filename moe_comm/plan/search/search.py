@@ -287,7 +287,7 @@ def _leanest(
     p: ParallelConfig,
     micro_batch: int | None,
 ) -> Iterator[Mapping]:
-    """Yield a few mappings for each sharding and dispatcher, one of which takes the least memory.
+    """Yield a few mappings for each sharding and dispatcher. One of them takes the least memory.
 
     They have the smallest micro-batch, for each schedule the fewest stages per rank, and the most recomputation.
     Without a pipeline, the largest micro-batch is also tried, because fsdp takes less memory in a step with one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -261,15 +262,23 @@ def test_one_rank_with_restarts_runs_in_its_own_process() -> None:
     assert pid != os.getpid()
 
 
+def handle_signals(*kinds: signal.Signals) -> int:
+    """Return the end of a pipe that can be read once one of ``kinds`` was received.
+
+    A handler must not call ``Event.set``: it runs in the main thread, which may hold the lock of the event.
+    """
+    received, sent = os.pipe()
+    for kind in kinds:
+        signal.signal(kind, lambda number, frame: os.write(sent, b"\0"))
+    return received
+
+
 def stop_at_signal(folder: str, how: str) -> str:
     """Return a result at SIGINT and SIGTERM, or fail there, or do not handle them."""
     with init_ranks("cpu", timeout_s=60) as ranks:
-        received = threading.Event()
-        if how != "default":
-            for kind in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(kind, lambda number, frame: received.set())
+        received = handle_signals(*([] if how == "default" else [signal.SIGINT, signal.SIGTERM]))
         Path(folder, str(ranks.rank)).touch()
-        if not received.wait(200):
+        if not select.select([received], [], [], 200)[0]:
             return "no signal"
         if how == "fails":
             raise InputError("could not finish")
@@ -369,11 +378,9 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, how: str, prelo
 
 
 def wait_for_signal(folder: str, how: str) -> None:
-    received = threading.Event()
-    if how == "finishes":
-        signal.signal(signal.SIGINT, lambda number, frame: received.set())
+    received = handle_signals(*([signal.SIGINT] if how == "finishes" else []))
     Path(folder, str(os.getpid())).touch()
-    assert received.wait(200)
+    assert select.select([received], [], [], 200)[0]
 
 
 def test_a_stopped_rank_does_not_delay_the_error_of_another_rank(
