@@ -6,6 +6,7 @@
 
 #include <array>
 #include <stdexcept>
+#include <string>
 
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
@@ -53,7 +54,7 @@ void bind_operators(py::module_& m) {
       },
       py::arg("h"), py::arg("h_stride"), py::arg("grad_act"), py::arg("grad_h"), py::arg("act"), py::arg("rows"),
       py::arg("width"), py::arg("dtype"), py::arg("threads"),
-      "grad_h [rows, 2 * width] from grad_act; also act again where its address is not 0.");
+      "grad_h [rows, 2 * width] from grad_act. Recomputes act unless its address is 0.");
 
   m.def(
       "rms_norm_forward",
@@ -88,8 +89,8 @@ void bind_operators(py::module_& m) {
       },
       py::arg("x"), py::arg("weight"), py::arg("scale"), py::arg("grad_y"), py::arg("grad_x"), py::arg("grad_parts"),
       py::arg("rows"), py::arg("rows_of_part"), py::arg("width"), py::arg("dtype"), py::arg("threads"),
-      "grad_x [rows, width], and the weight's gradient by parts of the rows, added to grad_parts [parts, width] fp32; "
-      "either address may be 0.");
+      "grad_x [rows, width], and the gradient of the weight for each part of the rows, added to grad_parts [parts, "
+      "width], fp32. An output with address 0 is not computed.");
   m.def(
       "rotate",
       [](uintptr_t x, std::array<int64_t, 3> strides, uintptr_t y, uintptr_t cos, uintptr_t sin, int64_t angles,
@@ -108,8 +109,10 @@ void bind_operators(py::module_& m) {
       },
       py::arg("x"), py::arg("strides"), py::arg("y"), py::arg("cos"), py::arg("sin"), py::arg("angles"),
       py::arg("sign"), py::arg("shape"), py::arg("threads"),
-      "y [B, S, h, d] = x, each head's halves turned by the angles of its token; cos and sin [angles, d / 2] of the "
-      "tokens, repeated; sign -1 turns back. fp32; strides of x in elements, y is dense.");
+      "Rotary embedding: y [B, S, h, d] = x, with the halves of each head rotated by the angles of its token. Token t "
+      "of B * S uses row t modulo angles of cos and sin [angles, d / 2]. sign -1 is the backward pass. fp32; strides "
+      "of "
+      "x in elements, y is dense.");
 
   m.def(
       "weighted_sum",
@@ -125,12 +128,11 @@ void bind_operators(py::module_& m) {
       },
       py::arg("rows"), py::arg("place"), py::arg("weights"), py::arg("y"), py::arg("shape"), py::arg("dtype"),
       py::arg("threads"),
-      "y [T, D] = sum over k of weights [T, K] times the row at place [T, K]; -1 is no row; weights may be 0. shape: "
-      "T, "
-      "K, D.");
+      "y [T, D] = sum over k of weights [T, K] * the row at place [T, K]. Slots with place -1 add nothing. weights 0: "
+      "all weights are 1. shape: T, K, D.");
   m.def(
       "scale_rows",
-      [](uintptr_t rows, uintptr_t weights, uintptr_t with, uintptr_t dots, std::array<int64_t, 2> shape, int dtype,
+      [](uintptr_t rows, uintptr_t weights, uintptr_t partner, uintptr_t dots, std::array<int64_t, 2> shape, int dtype,
          int threads) {
         py::gil_scoped_release release;
         const auto [count, hidden] = shape;
@@ -139,17 +141,17 @@ void bind_operators(py::module_& m) {
           const int64_t place = 0;
           for (int64_t r = first; r < last; ++r) {
             char* const own[] = {pointer<char>(rows) + r * stride};
-            char* const other[] = {with ? pointer<char>(with) + r * stride : nullptr};
-            const TokenLoop loop{&place, with ? other : nullptr, 1, hidden, dtype, false};
+            char* const other[] = {partner ? pointer<char>(partner) + r * stride : nullptr};
+            const TokenLoop loop{&place, partner ? other : nullptr, 1, hidden, dtype, false};
             kernels().spread(loop, 0, 1, own[0], stride, pointer<float>(weights) + r, own,
-                             with ? pointer<float>(dots) + r : nullptr);
+                             partner ? pointer<float>(dots) + r : nullptr);
           }
         });
       },
       py::arg("rows"), py::arg("weights"), py::arg("partner"), py::arg("dots"), py::arg("shape"), py::arg("dtype"),
       py::arg("threads"),
-      "rows [R, D] times weights [R], in place; dots [R] of the rows before that and the rows `partner`, which may be "
-      "0.");
+      "Multiply rows [R, D] by weights [R] in place. dots [R]: dot products of the rows before that and the rows of "
+      "`partner`. partner 0: none.");
 
   m.def(
       "bare_gather",
@@ -160,19 +162,22 @@ void bind_operators(py::module_& m) {
                                 row_bytes);
         });
       },
-      "Benchmark limit: copy row index[i] of src to address dst[i], with non-temporal stores.");
+      "Lower bound for benchmarks: copy row index[i] of src to address dst[i], with non-temporal stores.");
   m.def(
       "bare_weighted_sum",
       [](uintptr_t dst, uintptr_t src, uintptr_t weights, int64_t tokens, int64_t top_k, int64_t hidden, int dtype,
          int threads) {
-        if (top_k > 64) throw std::invalid_argument("bare_weighted_sum takes at most 64 rows a token");
+        if (top_k > 64) {
+          throw std::invalid_argument("bare_weighted_sum takes at most 64 rows per token; got top_k " +
+                                      std::to_string(top_k));
+        }
         py::gil_scoped_release release;
         parallel_for(tokens, 16, threads, [&](int64_t first, int64_t last) {
           kernels().bare_sum(pointer<char>(dst), pointer<int64_t>(src), pointer<float>(weights), first, last, top_k,
                              hidden, dtype);
         });
       },
-      "Benchmark limit: dst[t] = sum of weights[t, k] times the row at address src[t, k].");
+      "Lower bound for benchmarks: dst[t] = sum of weights[t, k] times the row at address src[t, k].");
 }
 
 }  // namespace moe_comm

@@ -1,4 +1,4 @@
-// Python bindings of peer_to_peer's kernels: their argument words, single launches, and whole operations (Plan).
+// Python bindings of the peer_to_peer kernels: argument words, single launches, and complete operations (Plan).
 #include "bind_p2p.h"
 
 #include <pybind11/pybind11.h>
@@ -66,7 +66,7 @@ std::map<std::string, int64_t> p2p_constants() {
 
 int checked_number(const std::string& kernel, const std::string& args) {
   const int number = p2p::kernel_number(kernel);
-  if (number < 0) throw std::invalid_argument("no kernel is called '" + kernel + "'; p2p_words() names them");
+  if (number < 0) throw std::invalid_argument("no kernel is called '" + kernel + "'; expected one of p2p_words()");
   const int64_t bytes = p2p::argument_bytes(number);
   if (static_cast<int64_t>(args.size()) != bytes) {
     throw std::invalid_argument("p2p_" + kernel + " takes " + std::to_string(bytes) + " bytes of arguments; got " +
@@ -99,7 +99,9 @@ std::shared_ptr<p2p::Starter> cuda_starter(int device) {
   return std::make_shared<p2p::CudaStarter>(device);
 #else
   (void)device;
-  throw p2p::LaunchError("this build of moe_comm has no CUDA kernels; compile them with NVRTC");
+  throw p2p::LaunchError(
+      "this build of moe_comm has no CUDA kernels: compile them with NVRTC, or install a build that has them "
+      "(MOE_COMM_CUDA=on)");
 #endif
 }
 
@@ -137,8 +139,13 @@ void start(p2p::Starter& starter, const std::string& kernel, int64_t blocks, int
 
 using Offer = std::array<int64_t, p2p::kOfferWords>;
 
-p2p::Told told(const py::bytes& header, int64_t slot, const Offer& offer) {
-  if (PyBytes_GET_SIZE(header.ptr()) != p2p::kHeaderWords * 8) throw std::invalid_argument("a header has 49 words");
+p2p::Told meet_args(const py::bytes& header, int64_t slot, const Offer& offer) {
+  constexpr int64_t bytes = p2p::kHeaderWords * 8;
+  if (PyBytes_GET_SIZE(header.ptr()) != bytes) {
+    throw std::invalid_argument("a header has " + std::to_string(p2p::kHeaderWords) + " words (" +
+                                std::to_string(bytes) + " bytes); got " +
+                                std::to_string(PyBytes_GET_SIZE(header.ptr())) + " bytes");
+  }
   p2p::Told t;
   t.header = PyBytes_AS_STRING(header.ptr());
   t.slot = slot;
@@ -147,15 +154,15 @@ p2p::Told told(const py::bytes& header, int64_t slot, const Offer& offer) {
 }
 
 py::list list_of(const std::vector<int64_t>& numbers) {
-  py::list found(numbers.size());
-  for (size_t i = 0; i < numbers.size(); ++i) found[i] = numbers[i];
-  return found;
+  py::list list(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) list[i] = numbers[i];
+  return list;
 }
 
 void bind_plan(py::module_& m) {
   using p2p::Plan;
   using Release = py::gil_scoped_release;
-  py::class_<Plan>(m, "P2pPlan", "One rank's operations, each as the launches that it takes. See cuda/plan.h.")
+  py::class_<Plan>(m, "P2pPlan", "The operations of one rank, each as a sequence of kernel launches. See cuda/plan.h.")
       .def(py::init([](std::shared_ptr<p2p::Starter> starter, const std::array<int64_t, 9>& group,
                        std::vector<int64_t> offsets, int64_t headers_at, int64_t all_headers_at, int64_t host_counts_at,
                        int64_t left_at) {
@@ -171,31 +178,26 @@ void bind_plan(py::module_& m) {
       }))
       .def_readwrite("turn", &Plan::turn)
       .def("begin", &Plan::begin)
-      .def("use", [](Plan& p, const std::array<int64_t, 5>& at) { p.use({at[0], at[1], at[2], at[3], at[4]}); })
-      .def("count_and_meet",
-           [](Plan& p, int64_t tokens, int64_t top_k, int64_t ids_at, int64_t chunk, const py::bytes& header,
-              int64_t slot, const Offer& offer) {
-             const p2p::Told t = told(header, slot, offer);
+      .def("use", [](Plan& p, const std::array<int64_t, 6>& at) { p.use({at[0], at[1], at[2], at[3], at[4], at[5]}); })
+      .def("dispatch",
+           [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t tokens, int64_t top_k,
+              int64_t ids_at, int64_t place_at, int64_t chunk, int64_t x_at, int64_t stride, int64_t hidden,
+              int64_t dtype, const std::array<int64_t, 4>& how, const std::array<int64_t, 5>& links) {
+             const p2p::Told t = meet_args(header, slot, offer);
              Release release;
-             p.count_and_meet({tokens, top_k}, ids_at, chunk, t);
+             p.dispatch(t, {{tokens, top_k}, ids_at, place_at, chunk}, {x_at, stride, hidden, dtype},
+                        {how[0], how[1], how[2], how[3]}, {links[0], links[1], links[2], links[3], links[4]});
            })
       .def("meet",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer) {
-             const p2p::Told t = told(header, slot, offer);
+             const p2p::Told t = meet_args(header, slot, offer);
              Release release;
              p.meet(t);
-           })
-      .def("move",
-           [](Plan& p, int64_t x_at, int64_t stride, int64_t hidden, int64_t dtype, int64_t place_at, int64_t format,
-              int64_t power_of_two, const std::array<int64_t, 5>& links) {
-             Release release;
-             p.move({x_at, stride, hidden, dtype}, place_at, format, power_of_two,
-                    {links[0], links[1], links[2], links[3], links[4]});
            })
       .def("sum",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t y_at) {
-             const p2p::Told t = told(header, slot, offer);
+             const p2p::Told t = meet_args(header, slot, offer);
              Release release;
              p.meet(t);
              p.sum(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at);
@@ -205,7 +207,7 @@ void bind_plan(py::module_& m) {
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t grad_at,
               int64_t stride, int64_t dots_at) {
-             const p2p::Told t = told(header, slot, offer);
+             const p2p::Told t = meet_args(header, slot, offer);
              Release release;
              p.meet(t);
              p.spread(blocks, {tokens, top_k}, {grad_at, stride, hidden, dtype}, place_at, weights_at, dots_at);
@@ -251,20 +253,21 @@ void bind_plan(py::module_& m) {
 // Wrap bytes of a block as a matrix. The tensor keeps `owner` alive.
 py::capsule block_tensor(uintptr_t at, int64_t rows, int64_t columns, int code, int bits, int device_type, int device,
                          const py::object& owner) {
-  PyObject* kept = owner.inc_ref().ptr();
+  PyObject* referenced = owner.inc_ref().ptr();
   return matrix_tensor(reinterpret_cast<void*>(at), rows, columns,
-                       {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, {device_type, device}, [kept] {
+                       {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, {device_type, device},
+                       [referenced] {
                          if (!Py_IsInitialized()) return;  // at interpreter exit, leak the reference
                          py::gil_scoped_acquire gil;
-                         Py_DECREF(kept);
+                         Py_DECREF(referenced);
                        });
 }
 
 }  // namespace
 
 void bind_p2p(py::module_& m) {
-  m.def("p2p_words", &p2p_words, "By kernel: the names of its arguments' words, 8 bytes each, in order.");
-  m.def("p2p_constants", &p2p_constants, "Numbers of cuda/args.h by name.");
+  m.def("p2p_words", &p2p_words, "Return the argument words of each kernel: their names in order. A word has 8 bytes.");
+  m.def("p2p_constants", &p2p_constants, "Return the constants of cuda/args.h by name.");
   m.def(
       "p2p_control",
       [](int64_t world, int64_t experts, int64_t local_experts) {
@@ -274,19 +277,19 @@ void bind_p2p(py::module_& m) {
             {"arrived", c.arrived(0, 0)}, {"sent", c.sent(0, 0, 0)}, {"bytes", c.bytes()}};
       },
       py::arg("world"), py::arg("experts"), py::arg("local_experts"),
-      "The control area: its size in bytes, and the first word of each part.");
+      "Return the size of the control area in bytes, and the first word of each part.");
   m.def(
       "p2p_row_bytes",
       [](int64_t hidden, int64_t dtype, int64_t format) {
         return std::make_pair(p2p::row_bytes(hidden, dtype, format), 4 * p2p::row_scales(hidden, format));
       },
-      py::arg("hidden"), py::arg("dtype"), py::arg("format"), "Bytes of a row that arrives, and of its scales.");
+      py::arg("hidden"), py::arg("dtype"), py::arg("format"), "Return the bytes of a received row, and of its scales.");
   m.def(
       "p2p_shared_bytes",
       [](const std::string& kernel, int64_t threads, const std::string& args) {
         return p2p::shared_bytes(checked_number(kernel, args), args.data(), threads);
       },
-      py::arg("kernel"), py::arg("threads"), py::arg("args"), "Shared memory that a block needs.");
+      py::arg("kernel"), py::arg("threads"), py::arg("args"), "Return the bytes of shared memory that a block needs.");
   m.def(
       "p2p_threads",
       [] {
@@ -296,12 +299,13 @@ void bind_p2p(py::module_& m) {
         }
         return threads;
       },
-      "By kernel: how many threads its blocks have.");
+      "Return the number of threads per block of each kernel.");
   m.def(
       "p2p_tensor", &block_tensor, py::arg("at"), py::arg("rows"), py::arg("columns"), py::arg("code"), py::arg("bits"),
       py::arg("device_type"), py::arg("device"), py::arg("owner"),
-      "Memory as a matrix, for torch.from_dlpack; `owner` lives as long. code, bits, device_type: as DLPack has them.");
-  py::class_<p2p::Starter, std::shared_ptr<p2p::Starter>>(m, "P2pStarter", "Where kernels are started.")
+      "Return memory as a matrix for torch.from_dlpack. The tensor keeps `owner` alive. code, bits, device_type: as in "
+      "DLPack.");
+  py::class_<p2p::Starter, std::shared_ptr<p2p::Starter>>(m, "P2pStarter", "A kernel launcher.")
       .def_static("host", [] { return std::shared_ptr<p2p::Starter>(std::make_shared<p2p::HostStarter>()); })
       .def_static("cuda", &cuda_starter, py::arg("device"))
       .def_static("driver", &driver_starter, py::arg("calls"), py::arg("context"), py::arg("functions"))
@@ -310,7 +314,7 @@ void bind_p2p(py::module_& m) {
                     return std::shared_ptr<p2p::Starter>(std::make_shared<PythonStarter>(std::move(call)));
                   })
       .def("start", &start, py::arg("kernel"), py::arg("blocks"), py::arg("threads"), py::arg("shared_bytes"),
-           py::arg("stream"), py::arg("args"), "shared_bytes -1: what it needs.");
+           py::arg("stream"), py::arg("args"), "Launch a kernel. shared_bytes -1: as many as it needs.");
   bind_plan(m);
 }
 

@@ -33,7 +33,7 @@ struct Open {
 
 PyTypeObject* open_type = nullptr;
 PyObject* no_text = nullptr;
-PyObject* told_names[5];  // keyword arguments of span() and put(): layer, group, peer, nbytes, name
+PyObject* keyword_names[5];  // keyword arguments of span() and put(): layer, group, peer, nbytes, name
 
 Recorder* as_recorder(PyObject* self) { return reinterpret_cast<Recorder*>(self); }
 Open* as_open(PyObject* self) { return reinterpret_cast<Open*>(self); }
@@ -45,43 +45,44 @@ bool on_device(const Open* open) {
 }
 
 bool number_of(Recorder* recorder, PyObject* text, uint32_t* number) {
-  PyObject* found = PyDict_GetItemWithError(recorder->names, text);
-  if (found != nullptr) {
-    *number = static_cast<uint32_t>(PyLong_AsUnsignedLong(found));
+  PyObject* number_object = PyDict_GetItemWithError(recorder->names, text);
+  if (number_object != nullptr) {
+    *number = static_cast<uint32_t>(PyLong_AsUnsignedLong(number_object));
     return true;
   }
   if (PyErr_Occurred()) return false;
-  found = PyObject_CallMethod(reinterpret_cast<PyObject*>(recorder), "_add_name", "O", text);
-  if (found == nullptr) return false;
-  *number = static_cast<uint32_t>(PyLong_AsUnsignedLong(found));
-  Py_DECREF(found);
+  number_object = PyObject_CallMethod(reinterpret_cast<PyObject*>(recorder), "_add_name", "O", text);
+  if (number_object == nullptr) return false;
+  *number = static_cast<uint32_t>(PyLong_AsUnsignedLong(number_object));
+  Py_DECREF(number_object);
   return !PyErr_Occurred();
 }
 
-// Return 1 if this thread runs beside the main thread, which does not wait for it; 0 if not; -1 on an exception.
-int is_aside(Recorder* recorder) {
+// Return 1 if this is a background thread, which the main thread does not wait for; 0 if not; -1 on an exception.
+int is_background(Recorder* recorder) {
   if (PyThread_get_thread_ident() == recorder->main_thread) return 0;
-  PyObject* answer = PyObject_CallMethod(reinterpret_cast<PyObject*>(recorder), "_is_aside", nullptr);
+  PyObject* answer = PyObject_CallMethod(reinterpret_cast<PyObject*>(recorder), "_is_background", nullptr);
   if (answer == nullptr) return -1;
-  const int aside = PyObject_IsTrue(answer);
+  const int background = PyObject_IsTrue(answer);
   Py_DECREF(answer);
-  return aside;
+  return background;
 }
 
-// Parse the keyword arguments of span() and put() into `found`; absent ones remain null.
-bool keywords(PyObject* const* values, PyObject* names, PyObject* found[5]) {
+// Parse the keyword arguments of span() and put() into `parsed`; absent ones remain null.
+bool keywords(PyObject* const* values, PyObject* names, PyObject* parsed[5]) {
   const Py_ssize_t number = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
   for (Py_ssize_t n = 0; n < number; ++n) {
     PyObject* name = PyTuple_GET_ITEM(names, n);
     int place = 0;
-    while (place < 5 && name != told_names[place]) ++place;
+    while (place < 5 && name != keyword_names[place]) ++place;
     for (int other = 0; place == 5 && other < 5; ++other)
-      if (PyUnicode_Compare(name, told_names[other]) == 0) place = other;
+      if (PyUnicode_Compare(name, keyword_names[other]) == 0) place = other;
     if (place == 5) {
-      PyErr_Format(PyExc_TypeError, "unexpected keyword argument %R", name);
+      PyErr_Format(PyExc_TypeError, "unexpected keyword argument %R; expected layer, group, peer, nbytes or name",
+                   name);
       return false;
     }
-    found[place] = values[n];
+    parsed[place] = values[n];
   }
   return true;
 }
@@ -89,7 +90,7 @@ bool keywords(PyObject* const* values, PyObject* names, PyObject* found[5]) {
 bool replace_text(PyObject** place, PyObject* text) {
   if (text == nullptr || text == Py_None) return true;
   if (!PyUnicode_Check(text)) {
-    PyErr_Format(PyExc_TypeError, "names are text; got %R", text);
+    PyErr_Format(PyExc_TypeError, "name and layer of a span must be str; got %R", text);
     return false;
   }
   Py_XSETREF(*place, Py_NewRef(text));
@@ -113,9 +114,9 @@ PyObject* open_enter(PyObject* self, PyObject*) {
   if (recorder->enabled) {
     uint32_t name = 0, layer = 0;
     if (!number_of(recorder, open->name, &name) || !number_of(recorder, open->layer, &layer)) return nullptr;
-    const int aside = is_aside(recorder);
-    if (aside < 0) return nullptr;
-    recorder->writer.begin(open->span, name, layer, aside, static_cast<int32_t>(recorder->step), recorder->micro);
+    const int background = is_background(recorder);
+    if (background < 0) return nullptr;
+    recorder->writer.begin(open->span, name, layer, background, static_cast<int32_t>(recorder->step), recorder->micro);
     if (on_device(open)) {
       PyObject* done = PyObject_CallMethod(recorder->device, "begun", "O", self);
       if (done == nullptr) return nullptr;
@@ -145,16 +146,16 @@ PyObject* open_put_rows(PyObject* self, PyObject* arguments) {
   Open* open = as_open(self);
   open->span.nbytes = nbytes;
   if (open->span.index < 0) return none();
-  PyObject* listed = PySequence_Fast(rows, "rows must be a sequence");
-  if (listed == nullptr) return nullptr;
-  std::vector<uint32_t> words(static_cast<size_t>(PySequence_Fast_GET_SIZE(listed)));
+  PyObject* sequence = PySequence_Fast(rows, "rows must be a sequence");
+  if (sequence == nullptr) return nullptr;
+  std::vector<uint32_t> words(static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence)));
   int64_t sum = 0;
   for (size_t n = 0; n < words.size(); ++n) {
-    const long long value = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(listed, static_cast<Py_ssize_t>(n)));
+    const long long value = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(sequence, static_cast<Py_ssize_t>(n)));
     words[n] = static_cast<uint32_t>(value);
     sum += value;
   }
-  Py_DECREF(listed);
+  Py_DECREF(sequence);
   if (PyErr_Occurred()) return nullptr;
   open->recorder->writer.put_rows(open->span, words.data(), static_cast<int64_t>(words.size()), sum);
   return none();
@@ -162,14 +163,14 @@ PyObject* open_put_rows(PyObject* self, PyObject* arguments) {
 
 PyObject* open_put(PyObject* self, PyObject* const* values, Py_ssize_t positional, PyObject* names) {
   Open* open = as_open(self);
-  PyObject* found[5] = {};
+  PyObject* parsed[5] = {};
   if (positional != 0) {
-    PyErr_SetString(PyExc_TypeError, "put() takes keyword arguments only");
+    PyErr_SetString(PyExc_TypeError, "put() takes keyword arguments only: name, layer, peer, nbytes");
     return nullptr;
   }
-  if (!keywords(values, names, found)) return nullptr;
-  if (!replace_text(&open->layer, found[0]) || !replace_number(&open->span.peer, found[2]) ||
-      !replace_number(&open->span.nbytes, found[3]) || !replace_text(&open->name, found[4])) {
+  if (!keywords(values, names, parsed)) return nullptr;
+  if (!replace_text(&open->layer, parsed[0]) || !replace_number(&open->span.peer, parsed[2]) ||
+      !replace_number(&open->span.nbytes, parsed[3]) || !replace_text(&open->name, parsed[4])) {
     return nullptr;
   }
   if (open->span.index < 0) return none();
@@ -228,7 +229,7 @@ PyType_Slot open_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(open_dealloc)},
     {Py_tp_members, open_members},
     {Py_tp_methods, open_methods},
-    {Py_tp_doc, const_cast<char*>("A span under way.")},
+    {Py_tp_doc, const_cast<char*>("A span, as a context manager.")},
     {0, nullptr},
 };
 
@@ -265,15 +266,15 @@ PyObject* recorder_bind(PyObject* self, PyObject* arguments) {
 
 PyObject* recorder_span(PyObject* self, PyObject* const* values, Py_ssize_t positional, PyObject* names) {
   if (positional != 2) {
-    PyErr_Format(PyExc_TypeError, "span() takes a kind and a name; got %zd positional arguments", positional);
+    PyErr_Format(PyExc_TypeError, "span() takes two positional arguments, kind and name; got %zd", positional);
     return nullptr;
   }
-  PyObject* found[5] = {};
-  if (!keywords(values + 2, names, found)) return nullptr;
+  PyObject* parsed[5] = {};
+  if (!keywords(values + 2, names, parsed)) return nullptr;
   const long kind = PyLong_AsLong(values[0]);
   if (kind == -1 && PyErr_Occurred()) return nullptr;
   if (kind < 0 || kind >= kSpanKinds) {
-    PyErr_Format(PyExc_ValueError, "no kind of span: %ld", kind);
+    PyErr_Format(PyExc_ValueError, "the kind of a span must be 0 to %d; got %ld", kSpanKinds - 1, kind);
     return nullptr;
   }
   Open* open = PyObject_New(Open, open_type);
@@ -283,9 +284,9 @@ PyObject* recorder_span(PyObject* self, PyObject* const* values, Py_ssize_t posi
   open->recorder = as_recorder(Py_NewRef(self));
   open->name = Py_NewRef(no_text);
   open->layer = Py_NewRef(no_text);
-  if (!replace_text(&open->name, values[1]) || !replace_text(&open->layer, found[0]) ||
-      !replace_number(&open->span.group, found[1]) || !replace_number(&open->span.peer, found[2]) ||
-      !replace_number(&open->span.nbytes, found[3])) {
+  if (!replace_text(&open->name, values[1]) || !replace_text(&open->layer, parsed[0]) ||
+      !replace_number(&open->span.group, parsed[1]) || !replace_number(&open->span.peer, parsed[2]) ||
+      !replace_number(&open->span.nbytes, parsed[3])) {
     Py_DECREF(open);
     return nullptr;
   }
@@ -301,8 +302,8 @@ PyObject* recorder_begin_step(PyObject* self, PyObject* step) {
   return none();
 }
 
-PyObject* recorder_count_anew(PyObject* self, PyObject*) {
-  as_recorder(self)->writer.count_anew();
+PyObject* recorder_reset_calls(PyObject* self, PyObject*) {
+  as_recorder(self)->writer.reset_calls();
   return none();
 }
 
@@ -360,10 +361,10 @@ PyMemberDef recorder_members[] = {
 
 PyMethodDef recorder_methods[] = {
     {"span", method(recorder_span), METH_FASTCALL | METH_KEYWORDS,
-     "A context manager around what it names. With ``group`` it counts as the group's next call."},
+     "Return a span as a context manager. With ``group`` it is counted as the next call of the group."},
     {"_bind", recorder_bind, METH_VARARGS, nullptr},
     {"_begin_step", recorder_begin_step, METH_O, nullptr},
-    {"_count_anew", recorder_count_anew, METH_NOARGS, nullptr},
+    {"_reset_calls", recorder_reset_calls, METH_NOARGS, nullptr},
     {"_take", recorder_take, METH_NOARGS, nullptr},
     {},
 };
@@ -375,7 +376,7 @@ PyType_Slot recorder_slots[] = {
     {Py_tp_clear, reinterpret_cast<void*>(recorder_clear)},
     {Py_tp_members, recorder_members},
     {Py_tp_methods, recorder_methods},
-    {Py_tp_doc, const_cast<char*>("Writes spans into a region; moe_comm.runtime.events.Recorder prepares it.")},
+    {Py_tp_doc, const_cast<char*>("Writes spans into a region; moe_comm.runtime.events.EventRecorder prepares it.")},
     {0, nullptr},
 };
 
@@ -387,7 +388,7 @@ PyType_Spec recorder_spec = {"moe_comm._C.SpanRecorder", sizeof(Recorder), 0,
 void bind_spans(pybind11::module_& m) {
   namespace py = pybind11;
   const char* words[5] = {"layer", "group", "peer", "nbytes", "name"};
-  for (int n = 0; n < 5; ++n) told_names[n] = PyUnicode_InternFromString(words[n]);
+  for (int n = 0; n < 5; ++n) keyword_names[n] = PyUnicode_InternFromString(words[n]);
   no_text = PyUnicode_InternFromString("");
   for (auto [name, spec] : {std::pair{"Open", &open_spec}, std::pair{"SpanRecorder", &recorder_spec}}) {
     py::object type = py::reinterpret_steal<py::object>(PyType_FromSpec(spec));

@@ -11,21 +11,21 @@
 
 namespace moe_comm {
 
-// `dropped` is called when torch releases the last tensor that uses the memory, on any thread.
+// `on_release` is called when torch releases the last tensor that uses the memory, on any thread.
 struct Matrix {
   DLManagedTensor managed{};
   int64_t shape[2]{};
-  std::function<void()> dropped;
+  std::function<void()> on_release;
 
   static void release(DLManagedTensor* self) {
     auto* matrix = static_cast<Matrix*>(self->manager_ctx);
-    matrix->dropped();
+    matrix->on_release();
     delete matrix;
   }
 };
 
 inline pybind11::capsule matrix_tensor(void* data, int64_t rows, int64_t columns, DLDataType dtype, DLDevice device,
-                                       std::function<void()> dropped) {
+                                       std::function<void()> on_release) {
   auto matrix = std::make_unique<Matrix>();
   matrix->shape[0] = rows;
   matrix->shape[1] = columns;
@@ -37,7 +37,7 @@ inline pybind11::capsule matrix_tensor(void* data, int64_t rows, int64_t columns
   tensor.shape = matrix->shape;
   matrix->managed.manager_ctx = matrix.get();
   matrix->managed.deleter = &Matrix::release;
-  matrix->dropped = std::move(dropped);
+  matrix->on_release = std::move(on_release);
   PyObject* capsule = PyCapsule_New(&matrix->managed, "dltensor", [](PyObject* self) {
     // Torch renames a capsule when it imports it. A capsule that is still named "dltensor" was not imported.
     if (PyCapsule_IsValid(self, "dltensor")) {

@@ -17,10 +17,10 @@
 #include "cpu/exchange.h"
 #include "cpu/heap.h"
 #include "cpu/kernels.h"
+#include "cpu/pending.h"
 #include "cpu/pool.h"
 #include "cpu/rendezvous.h"
 #include "cpu/transfer.h"
-#include "cpu/underway.h"
 #include "cuda/launch.h"
 #include "cuda/sources.h"
 
@@ -38,10 +38,10 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-py::capsule matrix_tensor(char* data, int64_t rows, int64_t columns, int dtype, std::function<void()> dropped) {
+py::capsule matrix_tensor(char* data, int64_t rows, int64_t columns, int dtype, std::function<void()> on_release) {
   const uint8_t code = dtype == kBFloat16 ? 4 : 2;
   return moe_comm::matrix_tensor(data, rows, columns, {code, static_cast<uint8_t>(8 * dtype_bytes(dtype)), 1}, {1, 0},
-                                 std::move(dropped));
+                                 std::move(on_release));
 }
 
 // A heap block as a tensor. The block is freed with the tensor.
@@ -50,14 +50,14 @@ py::capsule block_tensor(std::shared_ptr<Heap> heap, int64_t offset, int64_t row
   return matrix_tensor(data, rows, columns, dtype, [heap = std::move(heap), offset] { heap->free(offset); });
 }
 
-// A block that peers write to until `arriving` is finished. If it never finishes, peers may still write to the block,
+// A block that peers write to until `pending` has finished. If it never finishes, peers may still write to the block,
 // so the block is not reused.
-py::capsule arriving_tensor(std::shared_ptr<Heap> heap, std::shared_ptr<Arriving> arriving, int64_t offset,
-                            const Layout& layout) {
+py::capsule pending_tensor(std::shared_ptr<Heap> heap, std::shared_ptr<PendingReceive> pending, int64_t offset,
+                           const Layout& layout) {
   char* data = heap->base() + offset;
   return matrix_tensor(data, layout.rows, layout.hidden, layout.dtype,
-                       [heap = std::move(heap), arriving = std::move(arriving), offset] {
-                         if (arriving->finished()) heap->free(offset);
+                       [heap = std::move(heap), pending = std::move(pending), offset] {
+                         if (pending->finished()) heap->free(offset);
                        });
 }
 
@@ -91,7 +91,7 @@ auto without_gil(Body body) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Native core of moe_comm: shared-memory heap, flags, dispatch, combine and the loops inside them.";
+  m.doc() = "Native core of moe_comm: shared-memory heap, handshake, dispatch, combine, and CPU kernels.";
 
   static py::exception<HandshakeFailed> handshake(m, "HandshakeFailed");
   py::register_exception_translator([](std::exception_ptr p) {
@@ -100,7 +100,8 @@ PYBIND11_MODULE(_C, m) {
     } catch (const HandshakeFailed& e) {
       py::list headers;
       for (const std::string& words : e.headers) headers.append(py::bytes(words));
-      py::object error = py::reinterpret_borrow<py::object>(handshake)("ranks disagree");
+      py::object error = py::reinterpret_borrow<py::object>(handshake)(
+          "the headers of the ranks differ, or one reports a fault; see `headers`");
       error.attr("headers") = headers;
       PyErr_SetObject(handshake.ptr(), error.ptr());
     } catch (const HeapError& e) {
@@ -132,13 +133,14 @@ PYBIND11_MODULE(_C, m) {
             int64_t bytes = 0;
             if (rows < 0 || columns < 0 || __builtin_mul_overflow(rows, columns, &bytes) ||
                 __builtin_mul_overflow(bytes, dtype_bytes(dtype), &bytes)) {
-              throw HeapError("no block has " + std::to_string(rows) + " x " + std::to_string(columns) + " elements");
+              throw HeapError("cannot allocate a block of " + std::to_string(rows) + " x " + std::to_string(columns) +
+                              " elements: sizes must be at least 0, and the bytes must fit in 63 bits");
             }
             const int64_t offset = without_gil([&] { return heap->alloc(bytes); });
             return block_tensor(heap, offset, rows, columns, dtype);
           },
           py::arg("rows"), py::arg("columns"), py::arg("dtype"),
-          "An uninitialised [rows, columns] block as a DLPack capsule; it returns to the heap with the tensor.");
+          "Return an uninitialized [rows, columns] block as a DLPack capsule. The block is freed with the tensor.");
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
       .def(py::init([](std::shared_ptr<Heap> heap, int rank, int world, double timeout_s, double spin_us,
@@ -170,24 +172,24 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("dropped", &Layout::dropped)
       .def_readonly("own", &Layout::own);
 
-  py::class_<Arriving, std::shared_ptr<Arriving>>(m, "Arriving")
-      .def("ready", &Arriving::ready)
-      .def("next", &Arriving::next, py::call_guard<py::gil_scoped_release>())
-      .def("finish", &Arriving::finish, py::call_guard<py::gil_scoped_release>())
-      .def("finished", &Arriving::finished)
-      .def("abandon", &Arriving::abandon);
+  py::class_<PendingReceive, std::shared_ptr<PendingReceive>>(m, "PendingReceive")
+      .def("ready", &PendingReceive::ready)
+      .def("next", &PendingReceive::next, py::call_guard<py::gil_scoped_release>())
+      .def("finish", &PendingReceive::finish, py::call_guard<py::gil_scoped_release>())
+      .def("finished", &PendingReceive::finished)
+      .def("abandon", &PendingReceive::abandon);
 
-  py::class_<Leaving, std::shared_ptr<Leaving>>(m, "Leaving")
-      .def("raise_flag", &Leaving::raise)
-      .def("ready", &Leaving::ready)
+  py::class_<PendingSum, std::shared_ptr<PendingSum>>(m, "PendingSum")
+      .def("raise_flag", &PendingSum::raise_flag)
+      .def("ready", &PendingSum::ready)
       .def("sum",
-           [](Leaving& l, uintptr_t weights, uintptr_t y) {
+           [](PendingSum& l, uintptr_t weights, uintptr_t y) {
              py::gil_scoped_release release;
              l.sum(pointer<float>(weights), pointer<char>(y));
            })
-      .def("finish", &Leaving::finish, py::call_guard<py::gil_scoped_release>())
-      .def("finished", &Leaving::finished)
-      .def("abandon", &Leaving::abandon);
+      .def("finish", &PendingSum::finish, py::call_guard<py::gil_scoped_release>())
+      .def("finished", &PendingSum::finished)
+      .def("abandon", &PendingSum::abandon);
 
   py::class_<Transfer>(m, "Transfer")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Heap>, std::vector<int64_t>, int>(),
@@ -200,7 +202,7 @@ PYBIND11_MODULE(_C, m) {
              const Sent sent = without_gil([&] {
                Sent sent = t.start_send(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids),
                                         {tokens, top_k, hidden, dtype});
-               sent.arriving->finish();
+               sent.pending->finish();
                return sent;
              });
              return py::make_tuple(block_tensor(t.heap_ptr(), sent.block, sent.layout->rows, hidden, dtype),
@@ -212,10 +214,10 @@ PYBIND11_MODULE(_C, m) {
               uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y) {
              const Op op = make_op(compared, std::move(label), 0, "");
              py::gil_scoped_release release;
-             const std::shared_ptr<Leaving> leaving =
+             const std::shared_ptr<PendingSum> pending =
                  t.start_sum(op, layout, {pointer<char>(rows), rows_stride}, /*computed=*/true);
-             leaving->sum(pointer<float>(weights), pointer<char>(y));
-             leaving->finish();
+             pending->sum(pointer<float>(weights), pointer<char>(y));
+             pending->finish();
            })
       .def("spread",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
@@ -226,7 +228,7 @@ PYBIND11_MODULE(_C, m) {
                const Spread spread =
                    t.start_spread(op, layout, {pointer<char>(g), g_stride}, {pointer<char>(rows), rows_stride},
                                   pointer<float>(weights), weight_grads, pointer<float>(grad_weights));
-               spread.arriving->finish();
+               spread.pending->finish();
                return spread.block;
              });
              return block_tensor(t.heap_ptr(), block, layout.rows, layout.hidden, layout.dtype);
@@ -240,8 +242,8 @@ PYBIND11_MODULE(_C, m) {
                return t.start_send(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids),
                                    {tokens, top_k, hidden, dtype});
              });
-             return py::make_tuple(arriving_tensor(t.heap_ptr(), sent.arriving, sent.block, *sent.layout), sent.layout,
-                                   sent.arriving);
+             return py::make_tuple(pending_tensor(t.heap_ptr(), sent.pending, sent.block, *sent.layout), sent.layout,
+                                   sent.pending);
            })
       .def(
           "start_sum",
@@ -260,7 +262,7 @@ PYBIND11_MODULE(_C, m) {
           return t.start_spread(op, layout, {pointer<char>(g), g_stride}, {pointer<char>(rows), rows_stride},
                                 pointer<float>(weights), weight_grads, pointer<float>(grad_weights));
         });
-        return py::make_tuple(arriving_tensor(t.heap_ptr(), spread.arriving, spread.block, layout), spread.arriving);
+        return py::make_tuple(pending_tensor(t.heap_ptr(), spread.pending, spread.block, layout), spread.pending);
       });
 
   py::class_<Exchange>(m, "Exchange")
@@ -293,7 +295,7 @@ PYBIND11_MODULE(_C, m) {
         const Op op = make_op(compared, std::move(label), fault, std::move(text));
         py::gil_scoped_release release;
         return std::make_unique<Rendezvous>(std::move(communicator), threads, op,
-                                            Exchange::Offer{pointer<char>(x), bytes});
+                                            Exchange::Buffer{pointer<char>(x), bytes});
       }))
       .def_static("flag_bytes", [] { return Rendezvous::kFlagBytes; })
       .def("next", &Rendezvous::next, py::call_guard<py::gil_scoped_release>())
@@ -302,13 +304,13 @@ PYBIND11_MODULE(_C, m) {
              char* data = r.rows(peer, first, rows * columns * dtype_bytes(dtype));
              return matrix_tensor(data, rows, columns, dtype, [communicator = r.communicator()] {});
            })
-      .def("raise_flag", &Rendezvous::raise)
+      .def("raise_flag", &Rendezvous::raise_flag)
       .def("add",
            [](Rendezvous& r, int64_t first, int64_t count, int dtype, uintptr_t y) {
              py::gil_scoped_release release;
              r.add(first, count, dtype, pointer<char>(y));
            })
-      .def("leave", &Rendezvous::leave, py::call_guard<py::gil_scoped_release>())
+      .def("publish_done", &Rendezvous::publish_done, py::call_guard<py::gil_scoped_release>())
       .def("finish", &Rendezvous::finish, py::call_guard<py::gil_scoped_release>())
       .def("abandon", &Rendezvous::abandon);
 
@@ -319,12 +321,12 @@ PYBIND11_MODULE(_C, m) {
         [](const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
           return py::bytes(pack_header(make_op(compared, std::move(label), fault, std::move(text))));
         });
-  m.def("sweep_stale", &sweep_stale, "Remove /dev/shm/<prefix>.<pid>.* of dead processes; returns how many.");
-  m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
-  m.def("isas", &isa_names, "Instruction sets that can run here, best first.");
-  m.def("set_isa", &set_isa, "Use another instruction set (tests); False if it cannot run here.");
-  m.def("cuda_sources", &cuda_sources,
-        "The device code that this build was made from: path below csrc -> text, for NVRTC.");
+  m.def("sweep_stale", &sweep_stale,
+        "Remove /dev/shm/<prefix>.<pid>.* of processes that have exited. Return how many were removed.");
+  m.def("isa", [] { return std::string(kernels().name); }, "Return the instruction set in use.");
+  m.def("isas", &isa_names, "Return the instruction sets that this CPU supports, best first.");
+  m.def("set_isa", &set_isa, "Use another instruction set (tests). Return False if this CPU does not support it.");
+  m.def("cuda_sources", &cuda_sources, "Return the device code of this build for NVRTC: path below csrc -> text.");
   m.def(
       "cuda_archs",
       [] {
@@ -334,7 +336,8 @@ PYBIND11_MODULE(_C, m) {
         return std::string();
 #endif
       },
-      "What nvcc compiled the kernels for, as in sm_80,sm_90a; empty without. Touches no GPU.");
+      "Return the architectures that nvcc compiled the kernels for, such as sm_80,sm_90a; empty if it compiled "
+      "none. Does not access a GPU.");
   m.def("cuda_probe", []() -> py::object {
 #ifdef MOE_COMM_WITH_CUDA
     return py::str(cuda_probe_json());

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 class HandshakeFailed(Exception):
-    """``headers``: what each rank said, as packed by ``pack_header``."""
+    """The headers of the ranks differ, or one reports a fault. ``headers``: one per rank, packed by ``pack_header``."""
 
     headers: list[bytes]
 
 class Heap:
-    """A growing segment of shared memory; private memory where ``name`` is empty."""
+    """A growing segment of shared memory; private memory if ``name`` is empty."""
 
     def __init__(
         self, name: str, control_bytes: int = 0, initial_bytes: int = 0, reserve_bytes: int = 1 << 38
@@ -33,7 +33,7 @@ class Heap:
     def tensor(self, rows: int, columns: int, dtype: int) -> Any: ...
 
 class Communicator:
-    """Flags and mailboxes between the ranks that share heaps."""
+    """Handshake, flags and waits with deadlines between the ranks that share heaps."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Communicator:
     def pids(self) -> list[int]: ...
 
 class Layout:
-    """Where one dispatch put the rows."""
+    """The positions of the rows of one dispatch."""
 
     @property
     def rows_per_expert(self) -> tuple[int, ...]: ...
@@ -62,16 +62,16 @@ class Layout:
     def rows(self) -> int: ...
     @property
     def counts(self) -> bytes:
-        """[W, E] int64: slots that each rank has for each expert."""
+        """[W, E] int64: slots that each rank sends to each expert."""
 
     @property
     def dropped(self) -> int: ...
     @property
     def own(self) -> int:
-        """Slots of this rank that stay on it."""
+        """Slots of this rank that are routed to its own experts."""
 
 class Transfer:
-    """Dispatch, combine and their backward passes over one communicator; without one, all experts are here."""
+    """Dispatch, combine and their backward passes. Without a communicator, this process holds all experts."""
 
     def __init__(
         self, communicator: Communicator | None, heap: Heap, expert_offsets: Sequence[int], threads: int
@@ -89,7 +89,7 @@ class Transfer:
         dtype: int,
         /,
     ) -> tuple[Any, Layout, tuple[int, ...], int, int]:
-        """A dispatch: the rows, the layout, and its rows per expert, rows and dropped slots."""
+        """Dispatch. Return the rows, the layout, and its rows per expert, number of rows and of dropped slots."""
 
     def sum(
         self,
@@ -116,7 +116,7 @@ class Transfer:
         grad_weights: int,
         /,
     ) -> Any:
-        """A combine's backward: the gradient of the rows."""
+        """Run the backward of combine. Return the gradient of the rows."""
 
     def start_send(
         self,
@@ -132,7 +132,7 @@ class Transfer:
         hidden: int,
         dtype: int,
         /,
-    ) -> tuple[Any, Layout, Arriving]: ...
+    ) -> tuple[Any, Layout, PendingReceive]: ...
     def start_sum(
         self,
         compared: Sequence[int],
@@ -144,7 +144,7 @@ class Transfer:
         rows_stride: int,
         computed: bool,
         /,
-    ) -> Leaving: ...
+    ) -> PendingSum: ...
     def start_spread(
         self,
         compared: Sequence[int],
@@ -158,10 +158,10 @@ class Transfer:
         weight_grads: bool,
         grad_weights: int,
         /,
-    ) -> tuple[Any, Arriving]: ...
+    ) -> tuple[Any, PendingReceive]: ...
 
-class Arriving:
-    """A dispatch, or a combine's backward, whose rows come into this rank's block. All calls on one thread."""
+class PendingReceive:
+    """A dispatch or backward of combine whose rows are in flight to this rank's block. Call it from one thread."""
 
     def ready(self, peer: int, /) -> bool: ...
     def next(self, peers: Sequence[int], /) -> int: ...
@@ -169,8 +169,8 @@ class Arriving:
     def finished(self) -> bool: ...
     def abandon(self) -> None: ...
 
-class Leaving:
-    """A combine, or a dispatch's backward, whose rows peers read once their flag is up. All calls on one thread."""
+class PendingSum:
+    """A combine or backward of dispatch. Peers read the rows once their flag is raised. Call it from one thread."""
 
     def raise_flag(self, peer: int, /) -> None: ...
     def ready(self) -> bool: ...
@@ -180,8 +180,8 @@ class Leaving:
     def abandon(self) -> None: ...
 
 class Exchange:
-    """Collectives of equal parts over one communicator. ``x``: what this rank offers, in its own heap; ``first`` and
-    ``part`` in bytes, ``first`` and ``count`` in elements."""
+    """Collectives with equal parts over one communicator. ``x``: this rank's buffer, in its own heap. ``first`` is in
+    bytes for ``copy`` and in elements for ``sum``; ``part`` is in bytes, ``count`` in elements."""
 
     def __init__(self, communicator: Communicator, threads: int) -> None: ...
     def copy(
@@ -216,8 +216,8 @@ class Exchange:
     ) -> None: ...
 
 class Rendezvous:
-    """One operation in which each rank computes while its peers come. ``x``: what this rank offers, in its own heap,
-    beginning with ``flag_bytes()`` for each rank; ``first`` in bytes. All calls on one thread."""
+    """A collective that overlaps with computation. ``x``: this rank's buffer, in its own heap. It begins with
+    ``flag_bytes()`` for each rank. ``first`` is in bytes. Call it from one thread."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Rendezvous:
     def rows(self, peer: int, first: int, rows: int, columns: int, dtype: int, /) -> Any: ...
     def raise_flag(self, peer: int, /) -> None: ...
     def add(self, first: int, count: int, dtype: int, y: int, /) -> None: ...
-    def leave(self) -> None: ...
+    def publish_done(self) -> None: ...
     def finish(self) -> None: ...
     def abandon(self) -> None: ...
 
@@ -298,7 +298,7 @@ def p2p_tensor(
 ) -> Any: ...
 
 class P2pStarter:
-    """Where kernels are started: on this thread, by the CUDA runtime, by the driver, or by a function in Python."""
+    """A kernel launcher: on this thread, through the CUDA runtime, through the driver, or a Python function."""
 
     @staticmethod
     def host() -> P2pStarter: ...
@@ -311,8 +311,11 @@ class P2pStarter:
     def start(self, kernel: str, blocks: int, threads: int, shared_bytes: int, stream: int, args: bytes) -> None: ...
 
 class P2pPlan:
-    """One rank's operations, each as the launches that it takes; see csrc/cuda/plan.h. ``begin`` comes first, and
-    ``use`` where kernels of a turn hand each other what they make. offer: five words."""
+    """Launches the kernels of one rank's operations; see csrc/cuda/plan.h.
+
+    Call ``begin`` before each operation, and ``use`` when the scratch memory changes. offer: five words. scratch: six
+    addresses.
+    """
 
     @property
     def turn(self) -> int: ...
@@ -331,22 +334,25 @@ class P2pPlan:
     ) -> None: ...
     def begin(self, stream: int, timeout_ns: int, captured: bool, /) -> None: ...
     def use(self, scratch: Sequence[int], /) -> None: ...
-    def count_and_meet(
-        self, tokens: int, top_k: int, ids_at: int, chunk: int, header: bytes, slot: int, offer: Sequence[int], /
-    ) -> None: ...
-    def meet(self, header: bytes, slot: int, offer: Sequence[int], /) -> None: ...
-    def move(
+    def dispatch(
         self,
+        header: bytes,
+        slot: int,
+        offer: Sequence[int],
+        tokens: int,
+        top_k: int,
+        ids_at: int,
+        place_at: int,
+        chunk: int,
         x_at: int,
         stride: int,
         hidden: int,
         dtype: int,
-        place_at: int,
-        format: int,
-        power_of_two: int,
+        how: Sequence[int],
         links: Sequence[int],
         /,
     ) -> None: ...
+    def meet(self, header: bytes, slot: int, offer: Sequence[int], /) -> None: ...
     def sum(
         self,
         header: bytes,
@@ -420,7 +426,7 @@ def cuda_archs() -> str: ...
 def cuda_probe() -> str | None: ...
 
 class Open:
-    """A span under way. ``put``: what is known of it only later."""
+    """A span, as a context manager. ``put`` sets fields that are not available when the span begins."""
 
     name: str
     layer: str
@@ -434,15 +440,15 @@ class Open:
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: Any) -> None: ...
     def put_rows(self, rows: Sequence[int], nbytes: int, /) -> None:
-        """Rows that came for each of this rank's experts, and the bytes that this rank sent."""
+        """Record the rows received for each of this rank's experts, and the bytes that this rank sent."""
 
     def put(
         self, *, name: str | None = None, layer: str | None = None, peer: int | None = None, nbytes: int | None = None
     ) -> None:
-        """What it turned out to be; the micro-batch becomes that of now."""
+        """Update fields of the span. Its micro-batch becomes the current one."""
 
     def put_device(self, begin_ns: int, end_ns: int, /) -> None:
-        """When the work began and ended on a GPU, on the host's clock; may be known long after the span ended."""
+        """Record when the work began and ended on a GPU, in the host's clock. May be called after the span ended."""
 
 class SpanRecorder:
     """Writes spans into a region; ``moe_comm.runtime.events.EventRecorder`` prepares it."""
@@ -456,9 +462,9 @@ class SpanRecorder:
     def span(
         self, kind: int, name: str, /, *, layer: str = "", group: int = 0, peer: int = -1, nbytes: int = 0
     ) -> Open:
-        """A context manager around what it names. With ``group`` it counts as the group's next call."""
+        """Return a span as a context manager. With ``group`` it is counted as the next call of the group."""
 
     def _bind(self, buffer: memoryview, records: int, main_thread: int, /) -> None: ...
     def _begin_step(self, step: int, /) -> None: ...
-    def _count_anew(self) -> None: ...
+    def _reset_calls(self) -> None: ...
     def _take(self) -> tuple[dict[int, int], dict[int, int], dict[int, int], dict[int, int], int]: ...

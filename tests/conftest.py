@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, settings
 from tests.pool import RankPool
 
 SHARED_MEMORY = Path("/dev/shm")
+SETTLE_S = 5.0
+"""Time in which processes of another test run may map or remove a segment that they created."""
 BEFORE: pytest.StashKey[set[str]] = pytest.StashKey()
 
 # No deadline, because an example may take 0.2 s on a busy machine. Each run uses the same examples.
@@ -97,8 +100,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail if the tests leave anything in /dev/shm."""
     if _is_worker(session.config):
         return
+    end = time.monotonic() + SETTLE_S
     leaked = _segments() - session.config.stash[BEFORE]
-    leaked = (leaked - _mapped(leaked)) & _segments()
+    while leaked := (leaked - _mapped(leaked)) & _segments():
+        if time.monotonic() > end:
+            break
+        time.sleep(0.2)
     if leaked:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")

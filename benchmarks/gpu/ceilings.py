@@ -1,20 +1,18 @@
-"""The limits of the device in this run: copies (torch, and a kernel compiled by CuPy) and matrix products.
+"""Measure the copy rate and the matrix product rate of the device: the upper bounds of the other measurements.
 
 python -m benchmarks.gpu.ceilings --results results.jsonl
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.record import Recorder, Work
+from benchmarks.gpu.record import Work, run_part
 from benchmarks.gpu.timing import Timer, copy_gb_s, gemm_tflop_s
 
 COPY = r"""
@@ -31,7 +29,7 @@ extern "C" __global__ void copy16(const uint4* __restrict__ from, uint4* __restr
   }
 }
 """
-"""A copy in 16-byte words with four loads in flight per thread, as the kernels of ``peer_to_peer`` move rows."""
+"""A copy kernel. Each thread issues four 16-byte loads before it stores, like the kernels of ``peer_to_peer``."""
 
 
 def copies(timer: Timer, num_bytes: int) -> dict[str, Any]:
@@ -40,7 +38,7 @@ def copies(timer: Timer, num_bytes: int) -> dict[str, Any]:
 
 
 def cupy_copy(timer: Timer, num_bytes: int) -> Iterator[dict[str, Any]]:
-    """Yield the rate of ``COPY`` for several grids: how many blocks are needed for the rate of the device."""
+    """Yield the rate of ``COPY`` for several numbers of blocks, which shows how many blocks reach the full rate."""
     import cupy
 
     kernel = cupy.RawModule(code=COPY).get_function("copy16")
@@ -74,15 +72,5 @@ def operations(device: str) -> Iterator[tuple[str, Work]]:
         yield "copy by CuPy", partial(cupy_copy, timer, 1 << 30)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds of one operation")
-    args = parser.parse_args(arguments)
-    return Recorder("ceilings", args.results, args.device, args.limit).run_all(operations(args.device))
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_part(__doc__, "ceilings", operations, limit_s=20.0))

@@ -1,12 +1,12 @@
-"""Runs parts one after the other under deadlines, and keeps what they measured at every moment.
+"""Run parts one after the other, each with a deadline, and store every result at once.
 
     results.jsonl    one line per event of an operation, flushed (``record.py``)
-    parts.json       what became of each part, with the hash of the files that it ran with
+    parts.json       result of each part, and the hash of the source files that it ran with
     NAME.log         output of a part
     README.md        tables of all results
-    ARCHIVE          all of these, replaced after every part, and within seconds of every result
+    ARCHIVE          all of these files; replaced after every part, and within seconds after every result
 
-A part ends with ``passed``, ``failed: …``, ``hung in OPERATION``, ``took longer than …`` or ``skipped: …``.
+The result of a part is ``passed``, ``failed: …``, ``hung in OPERATION``, ``took longer than …`` or ``skipped: …``.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from typing import Any
 
 from benchmarks.gpu.parts import Family, Part
 from benchmarks.gpu.record import FATAL, read, unfinished
+from benchmarks.gpu.report import report
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("csrc", "moe_comm", "tests", "benchmarks", "setup.py", "CMakeLists.txt")
 NATIVE_SOURCES = ("csrc", "setup.py", "CMakeLists.txt")
 BUILT = ROOT / "moe_comm" / "_C.built"
-"""What the native core beside it was built from (``_built_from``). To keep a build, keep both files."""
+"""Source hash and architecture of the native core (``_built_from``). To keep a build, keep this file with the core."""
 SUFFIXES = {".py", ".sh", ".txt", ".h", ".cpp", ".cu", ".cuh", ".inc"}
 ARCHIVE_EVERY_S = 2.0
 NOT_STARTED = 127
 """Exit code of a command that does not exist, as in a shell."""
-ESSENTIAL = ("probe", "peer_to_peer, bf16", "triton, operators", "layer, forward and backward")
-"""Smoke checks without which the later parts of their family mean nothing."""
+ESSENTIAL = ("probe", "peer_to_peer, bf16", "bulk, bf16", "triton, operators", "layer, forward and backward")
+"""Smoke checks that the later parts of their family require."""
 ATTEMPTS = 4
-"""How often a part starts whose operations make the CUDA context unusable."""
+"""Maximum number of starts of a part. It starts again after an operation that makes the CUDA context unusable."""
 
 
 def tree_hash(root: Path = ROOT, sources: Sequence[str] = SOURCES) -> str:
-    """Return a hash of the source files: the commit may be unknown on the machine, and says nothing of changes."""
+    """Return a hash of the source files. A commit may be unknown on the machine and does not cover local changes."""
     digest = hashlib.sha256()
     paths = [
         path for name in sources for path in ([root / name] if (root / name).is_file() else (root / name).rglob("*"))
@@ -58,7 +59,7 @@ def tree_hash(root: Path = ROOT, sources: Sequence[str] = SOURCES) -> str:
 
 @dataclass
 class Outcome:
-    """What became of a part: ``result``, hash of the source files, UTC date and seconds."""
+    """Result of a part, hash of the source files, UTC date and seconds."""
 
     result: str
     tree: str
@@ -106,7 +107,7 @@ class Driver:
         return int(failed)
 
     def _has_passed(self, part: Part) -> bool:
-        if part.kind == "build":  # the native core may be there without results, and results without the native core
+        if part.kind == "build":  # the native core can exist without results, and results without the native core
             return BUILT.exists() and BUILT.read_text() == _built_from(part) and _native_core_imports(part.command[0])
         known = self.outcomes.get(part.name)
         return known is not None and known.result == "passed" and known.tree == self.tree
@@ -130,7 +131,7 @@ class Driver:
         return result
 
     def _judge(self, part: Part, result: str) -> None:
-        """Record which families cannot be used any more."""
+        """Record the families whose later parts must be skipped."""
         if part.kind == "build" and result == "passed":
             BUILT.write_text(_built_from(part))
         elif result == "passed":
@@ -140,7 +141,7 @@ class Driver:
         elif part.kind == "smoke":
             lines = [line for line in read(self.results) if line.get("attempt") == self._attempt(part)]
             failed = {line["operation"] for line in lines if line["event"] == "failed"}
-            # The other checks of peer_to_peer, such as low latency, say nothing of the usual dispatch.
+            # Dispatch does not depend on the other checks of peer_to_peer, such as low latency.
             names = {name.split(",")[0] for name in failed if name in ESSENTIAL}
             if (hung := unfinished(self.results, part.name, self._attempt(part))) is not None:
                 names = {"probe"} if hung == "probe" else names | {hung.split(",")[0]}
@@ -155,7 +156,7 @@ class Driver:
         return f"{part.name} {self.began:.3f}"
 
     def _attempts(self, part: Part, limit_s: float) -> str:
-        """Run the command, again if it ended with ``FATAL``, and return the result."""
+        """Run the command, restart it after ``FATAL``, and return the result."""
         end = time.monotonic() + limit_s
         log = self.out / f"{part.name}.log"
         log.unlink(missing_ok=True)
@@ -176,7 +177,7 @@ class Driver:
         if _was_stopped(log):
             return f"hung{inside}"
         if code is None:
-            # A measurement starts nothing that has no time left, so what was running took longer than its own limit.
+            # A measurement starts no operation shortly before its end, so the running operation took too long.
             hung = part.kind in ("measurement", "smoke") and operation is not None
             return f"hung{inside}" if hung else f"took longer than {limit_s:.0f} s"
         if code < 0:
@@ -184,7 +185,7 @@ class Driver:
         return f"failed: exit code {code}{inside}"
 
     def _execute(self, part: Part, log: Path, end: float) -> int | None:
-        """Run the command until ``end``. Return its exit code, or None if it was killed then."""
+        """Run the command, and kill it at ``end``. Return its exit code, or None if it was killed."""
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
         env |= {"MOE_COMM_GPU_ATTEMPT": self._attempt(part), "MOE_COMM_GPU_END": str(end)}
         env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -214,20 +215,18 @@ class Driver:
             process.wait()
 
     def _report(self, parts: Sequence[Part]) -> None:
-        from benchmarks.gpu.report import report  # after the parts, because it imports nothing that they need
-
         (self.out / "parts.json").write_text(
             json.dumps({name: asdict(outcome) for name, outcome in self.outcomes.items()}, indent=1) + "\n"
         )
         try:
             text = report(self.out, [part.name for part in parts], self.tree, self.command)
-        except Exception:  # a table must not cost the remaining parts
+        except Exception:  # a table that fails must not stop the remaining parts
             text = f"the report failed:\n\n{traceback.format_exc()}"
         (self.out / "README.md").write_text(text)
         self.pack()
 
     def pack(self) -> None:
-        """Write the archive anew. If that fails, print the reason."""
+        """Replace the archive. If that fails, print the reason."""
         fresh = self.archive.with_name(self.archive.name + ".new")
         try:
             with tarfile.open(fresh, "w:gz", compresslevel=3) as archive:

@@ -1,25 +1,23 @@
-"""Forward and backward of whole MoE layers on one GPU: ``MoELayer`` against Hugging Face's ``grouped_mm`` and SonicMoE.
+"""Measure forward and backward of ``MoELayer``, Hugging Face's ``grouped_mm`` and SonicMoE on one GPU.
 
     python -m benchmarks.gpu.layers mixtral-8x7b --results results.jsonl
 
-The contestants of ``moe-comm bench layer`` with the same weights, made on the device. They run one after the other,
-each alone in the memory of the GPU, and one that raises does not stop the others. The first one that succeeds is the
+The contestants are those of ``moe-comm bench layer``. They have the same weights, which are generated on the device.
+Only one contestant is in memory at a time. If one raises, the next one still runs. The first one that succeeds is the
 reference of the others.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.record import Recorder, Work
+from benchmarks.gpu.record import Work, run_part
 from benchmarks.gpu.timing import Timer, gemm_tflop_s
 from moe_comm.bench.common.settings import LayerBench
 from moe_comm.bench.layer.benchmark import KINDS, ContestantRun, allowed_error, make_inputs, relative_error
@@ -37,7 +35,7 @@ CONTESTANTS = ("moe_comm_ep1", "hf_grouped_mm", "sonic_moe")
 
 
 def measure(settings: LayerBench, name: str, timer: Timer, reference: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the row of one contestant. The first results fill ``reference``, the others are compared with it."""
+    """Return the row of one contestant. The first results fill ``reference``; later results are compared with it."""
     kind = KINDS[name]
     reason = kind.unavailable_reason(settings)
     if reason is not None:
@@ -47,14 +45,15 @@ def measure(settings: LayerBench, name: str, timer: Timer, reference: dict[str, 
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
     x_TD, grad_TD = make_inputs(settings, 0)
-    # The contestants set all weights. MoELayer would first draw its own on the CPU: a minute for DeepSeek-V3.
+    # The contestants set all weights. Without the patch, MoELayer first initialises them on the CPU, which takes a
+    # minute for DeepSeek-V3.
     with mock.patch.object(Experts, "reset_parameters"):
         run = ContestantRun(kind(settings, 0), x_TD, grad_TD)
     try:
         run.forward()
         run.backward()
         peak = torch.cuda.max_memory_allocated() - before if cuda else 0
-        # Weight gradients of a few experts: those of all would take a quarter of the memory.
+        # Keep the weight gradients of a few experts only: those of all experts take a quarter of the memory.
         results = {
             what: value if value.dim() < 3 else value[:COMPARED].clone() for what, value in run.results().items()
         }
@@ -100,17 +99,5 @@ def operations(name: str, device: str) -> Iterator[tuple[str, Work]]:
     yield f"{name}, product", lambda: {"who": "torch.mm", "size": size, "tflop_s": gemm_tflop_s(timer, size)}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--limit", type=float, default=40.0, help="seconds of one operation")
-    args = parser.parse_args(arguments)
-    recorder = Recorder(f"layer-{args.shape}", args.results, args.device, args.limit)
-    return recorder.run_all(operations(args.shape, args.device))
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_part(__doc__, "layer", operations, limit_s=40.0, shapes=SHAPES))

@@ -1,9 +1,9 @@
 """Check and measure on one NVIDIA GPU, without a network. ``bash benchmarks/gpu.sh`` calls it.
 
 Builds the native core for this GPU, runs a smoke check of about 20 seconds, then kernel tests, measurements, and the
-test suites, each with its own deadline. Results are lines of JSON that are written as they are measured; a run that is
-cut off keeps them. A part that fails does not stop the later ones, except for the build, and for kernels whose smoke
-check failed or that hang.
+test suites, each with its own deadline. Each result is stored at once as a line of JSON, so a run that is killed keeps
+its results. After a failed build nothing else runs. If the smoke check of a family of kernels fails, or a part of it
+hangs, the later parts of this family are skipped. Other failures do not stop the later parts.
 
 Needs torch >= 2.11 with CUDA, nvcc, cmake, ninja, pybind11, numpy, typer and rich; for the tests also pytest,
 pytest-timeout and hypothesis. Triton, transformers, CuPy and SonicMoE are compared where they are installed. Installs
@@ -13,7 +13,6 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import signal
@@ -70,9 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the parts with their limits and commands")
     parser.add_argument("--emulated", action="store_true", help="small sizes and emulated kernels on a CPU, for a test")
     parser.add_argument("--profile", action="store_true", help="compute-sanitizer on the smoke check, ncu on kernels")
-    parser.add_argument(
-        "--deadline", type=float, default=float(os.environ.get("DEADLINE_S", "540")), help="seconds for all parts"
-    )
+    parser.add_argument("--deadline", type=float, default=540.0, help="seconds for all parts together")
     args = parser.parse_args(arguments)
     device = ("gpu", (9, 0)) if args.emulated or args.list else probe_device()
     if device is None:
@@ -89,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{part.name} ({part.limit_s:.0f} s): {shlex.join(part.command)}")
         return 0
     command = shlex.join(["bash", "benchmarks/gpu.sh", *(sys.argv[1:] if arguments is None else arguments)])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sys.exit lets the driver kill the running part
     driver = Driver(out, (args.archive or out / "results.tar.gz").resolve(), args.deadline, command)
     code = driver.run(found, args.again)
     print((out / "README.md").read_text() if (out / "README.md").exists() else "nothing was run", flush=True)

@@ -10,8 +10,8 @@ from typing import Literal
 
 Kind = Literal["build", "smoke", "measurement", "tests"]
 SHORT = ("movement", "ceilings", "products")
-"""Modules whose operations take seconds; those of the others may compile kernels or fill the memory."""
-Family = Literal["", "peer_to_peer", "triton", "layer"]
+"""Modules with operations of a few seconds. Operations of other modules may compile kernels or fill the memory."""
+Family = Literal["", "peer_to_peer", "bulk", "triton", "layer"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
 
     Args:
         results: file to which measurements append lines of JSON.
-        capability: compute capability of the GPU, for which alone the native core is built.
+        capability: compute capability of the GPU. The native core is built for this capability only.
         emulated: on a CPU: small sizes, emulated kernels, and Triton's interpreter; the times mean nothing.
     """
     python, found = sys.executable, []
@@ -55,7 +55,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         family: Family = "",
         env: Mapping[str, str] | None = None,
     ) -> None:
-        # An operation ends before its part, so that its stacks are printed and its name is recorded.
+        # The limit of an operation ends before that of its part, so that stacks and name of the operation are recorded.
         inner = f"{min(0.6 * limit_s, 20 if module in SHORT else 45):g}"
         command = (python, "-m", f"benchmarks.gpu.{module}", *arguments, "--device", device, "--limit", inner)
         kind: Kind = "smoke" if module == "smoke" else "measurement"
@@ -69,7 +69,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         test_s: int = 20,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        # faulthandler prints the stacks also of a test that waits in C, which pytest-timeout cannot interrupt.
+        # pytest-timeout cannot interrupt a test that waits in C. faulthandler prints its stacks nevertheless.
         stacks = ("-o", f"faulthandler_timeout={test_s}", "--timeout", str(test_s + 5))
         flags = ("-v", "-p", "no:cacheprovider", *stacks, "--maxfail", "3")
         found.append(Part(name, limit_s, (python, "-m", "pytest", *flags, *arguments), "tests", family, env or {}))
@@ -82,6 +82,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         measurement("dispatch", 60, "movement", "dispatch", "--tokens", "32", *small, family="peer_to_peer")
         measurement("nccl", 60, "movement", "nccl", "--tokens", "32", *small)
         measurement("few", 60, "movement", "few", "--tokens", "1", "8", *small, family="peer_to_peer")
+        measurement("bulk", 60, "movement", "bulk", "--tokens", "32", *small, family="bulk")
         measurement("virtual", 60, "movement", "virtual", "--tokens", "32", *small, family="peer_to_peer")
         measurement("host", 60, "movement", "host", "--tokens", "8", *small, family="peer_to_peer")
         measurement("products", 60, "products", family="triton", env=interpreted)
@@ -89,7 +90,7 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
         tests("kernel-tests", 60, "tests/gpu_host/test_operations.py", family="peer_to_peer")
         return found
 
-    # "a": the instructions of this architecture alone, which exist from Hopper on.
+    # From Hopper on, the suffix "a" enables the instructions that exist on this architecture only.
     arch = "".join(map(str, capability)) + ("a-real" if capability[0] >= 9 else "-real")
     build = {"MOE_COMM_CUDA": "on", "MOE_COMM_CUDA_ARCHS": arch}
     found.append(Part("build", 240, (python, "setup.py", "build_ext", "--inplace"), "build", "", build))
@@ -99,6 +100,8 @@ def parts(results: Path, capability: tuple[int, int], emulated: bool = False) ->
     measurement("dispatch", 90, "movement", "dispatch", family="peer_to_peer")
     measurement("nccl", 45, "movement", "nccl")
     measurement("few", 60, "movement", "few", family="peer_to_peer")
+    if capability >= (9, 0):
+        measurement("bulk", 60, "movement", "bulk", family="bulk")
     # Loading a kernel may wait for running kernels, and streams must not share a hardware queue.
     together = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     measurement("virtual", 60, "movement", "virtual", family="peer_to_peer", env=together)

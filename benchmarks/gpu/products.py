@@ -1,23 +1,21 @@
-"""Grouped GEMMs of experts: ``grouped_mm`` in Triton against ``F.grouped_mm``, ``torch.mm`` expert by expert, and a
-dense ``torch.mm`` of the same FLOPs.
+"""Measure grouped GEMMs: ``grouped_mm`` in Triton, ``F.grouped_mm``, ``torch.mm`` expert by expert, and one dense
+``torch.mm`` with the same FLOPs.
 
     python -m benchmarks.gpu.products --results results.jsonl
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.gpu.record import Recorder, Work
+from benchmarks.gpu.record import Work, run_part
 from benchmarks.gpu.timing import Timer, gemm_tflop_s, random
 
 ERROR_BOUND = 1e-2
@@ -150,15 +148,5 @@ def operations(device: str) -> Iterator[tuple[str, Work]]:
                 yield f"{shape.name}, {operation}, {who}", partial(measure, shape, operation, who, timer)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds of one operation")
-    args = parser.parse_args(arguments)
-    return Recorder("products", args.results, args.device, args.limit).run_all(operations(args.device))
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_part(__doc__, "products", operations, limit_s=30.0))

@@ -1,7 +1,7 @@
 """``bash benchmarks/gpu.sh --profile``: compute-sanitizer on the smoke check, and ``ncu`` on the three longest kernels.
 
-Run it after a run without ``--profile``, whose results name the kernels. A tool that is missing or refuses the device
-fails its part alone.
+Run it after a run without ``--profile``, because the kernels are taken from its results. If a tool is missing or does
+not support the device, only its own part fails.
 """
 
 from __future__ import annotations

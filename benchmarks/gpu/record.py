@@ -1,7 +1,11 @@
-"""Results as lines of JSON, written and flushed one by one, so that a run that is cut off keeps what it measured."""
+"""Run the operations of a part and write results as lines of JSON.
+
+Each line is stored at once, so a run that is killed keeps the results that it has measured.
+"""
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import gc
 import json
@@ -9,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,17 +22,15 @@ import torch
 
 FATAL = 75
 """Exit code of a part whose CUDA context is unusable. The driver starts the part again for the remaining operations."""
-
-
 MARGIN_S = 5.0
-"""No operation starts so shortly before the end of a part: a part that is killed counts as one that hangs."""
+"""No operation starts in the last seconds of a part: the driver kills what runs at the end and reports it as hung."""
 
 
 class Work(Protocol):
-    """An operation: returns rows of results."""
+    """An operation that returns rows of results."""
 
     def __call__(self) -> dict[str, Any] | Iterable[dict[str, Any]]:
-        """Return one row, or yield rows, which are written as they come."""
+        """Return one row, or yield rows. Each row is written at once."""
 
 
 @dataclass
@@ -36,16 +38,16 @@ class Recorder:
     """Runs the operations of one part, one after the other, and appends a line for each event to a file.
 
     A line is ``{"part", "operation", "event"}`` with event ``started``, ``row`` (the values of a result), ``done`` or
-    ``failed`` (``error``). An operation that raises does not stop the next one. After a restart, operations that have
-    started before are skipped.
+    ``failed`` (``error``). If an operation raises, the next one still runs. After a restart, operations that were
+    started earlier are skipped.
 
     Args:
         part: name of the part.
-        path: the file; None prints only.
+        path: the file. None: lines are only printed.
         device: ``cuda`` or ``cpu``. Memory is freed and, on CUDA, errors are read after each operation.
         limit_s: seconds after which an operation prints all Python stacks and ends the process.
-        rank: of several processes only rank 0 writes.
-        only: start of the names of operations to run.
+        rank: rank of this process. Only rank 0 writes.
+        only: prefix of the names of the operations to run.
     """
 
     part: str
@@ -89,7 +91,7 @@ class Recorder:
             self._write(operation, "done", seconds=round(time.perf_counter() - begin, 3))
         except Exception as error:
             self.failures += 1
-            # The message of a SystemExit or of an assertion can be empty; the type never is.
+            # The message of an assertion can be empty.
             self._write(operation, "failed", error=f"{type(error).__name__}: {error}".strip()[:2000])
             traceback.print_exc()
             if self.device == "cuda" and not isinstance(error, torch.OutOfMemoryError) and not self._usable():
@@ -128,16 +130,60 @@ class Recorder:
             append(self.path, line)
 
 
+def part_parser(doc: str | None, limit_s: float) -> argparse.ArgumentParser:
+    """Return a parser with the options that all parts have.
+
+    Args:
+        doc: docstring of the module, for ``--help``.
+        limit_s: default of ``--limit``.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, help="file to which lines of JSON are appended")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--limit", type=float, default=limit_s, help="seconds of one operation")
+    return parser
+
+
+def run_part(
+    doc: str | None,
+    part: str,
+    operations: Callable[..., Iterable[tuple[str, Work]]],
+    *,
+    limit_s: float,
+    shapes: Iterable[str] = (),
+) -> int:
+    """Parse the command line and run the operations of a part. Return the exit code.
+
+    Args:
+        doc: docstring of the module, for ``--help``.
+        part: name of the part.
+        operations: function of the device that yields (name, work) pairs.
+        limit_s: default of ``--limit``.
+        shapes: if given, the command line names one of them. It is appended to ``part`` and is the first argument of
+            ``operations``.
+    """
+    parser = part_parser(doc, limit_s)
+    if shapes:
+        parser.add_argument("shape", choices=shapes)
+    args = parser.parse_args()
+    shape = [args.shape] if shapes else []
+    recorder = Recorder("-".join([part, *shape]), args.results, args.device, args.limit)
+    return recorder.run_all(operations(*shape, args.device))
+
+
 def append(path: Path, line: str) -> None:
-    """Append a line to ``path`` and wait until it is stored."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    """Append a line to ``path`` and wait until it is stored. If the last line was cut off, end it first."""
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else f"\n{line}"
+        file.write(f"{line}\n".encode())
         file.flush()
         os.fsync(file.fileno())
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``path``. A line that was cut off is left out."""
+    """Return the lines of ``path``, except those that were cut off."""
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -148,7 +194,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def unfinished(path: Path, part: str, attempt: str) -> str | None:
-    """Return the operation of ``part`` that started last and has not ended, or None."""
+    """Return the operation of ``part`` that has started and not ended, or None."""
     current = None
     for line in read(path):
         if line.get("part") == part and line.get("attempt") == attempt:

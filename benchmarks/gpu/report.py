@@ -1,4 +1,4 @@
-"""README.md of a folder of results: outcomes of the parts, the machine, and tables of what was measured."""
+"""Write the README.md of a result folder: the machine, the result of each part, and tables of the measurements."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ COLUMNS = {
     "max_error": ("largest error", "{:.1e}"),
     "skipped": ("skipped", "{}"),
 }
-"""Columns of the tables: heading and format. A table has those that one of its rows has."""
+"""Heading and format of the columns. A table has the columns that have a value in any of its rows."""
 
 
 def table(rows: Sequence[Row]) -> list[str]:

@@ -1,35 +1,25 @@
-"""The first check on a GPU, in about 20 seconds: one small call of each family of kernels, against torch.
+"""Check one small call of each family of kernels against torch, in about 20 seconds.
 
     python -m benchmarks.gpu.smoke --results results.jsonl
 
-If an operation fails here, larger measurements would only fail more slowly. Operations are named after their family
-(``probe``, ``peer_to_peer``, ``triton``, ``layer``), and the driver skips the later parts of a family that failed.
+This part runs first, so that a defect is found before the long measurements. Operations are named after their family
+(``probe``, ``peer_to_peer``, ``triton``, ``layer``, ``bulk``), and the driver skips the later parts of a family that
+failed.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.movement import (
-    Case,
-    DispatcherContestant,
-    TorchContestant,
-    check,
-    difference,
-    measure_fixed,
-    measure_low_latency,
-    peer_to_peer,
-)
-from benchmarks.gpu.record import Recorder, Work
+from benchmarks.gpu.dispatchers import Case, DispatcherContestant, check, difference, peer_to_peer, reference
+from benchmarks.gpu.movement import measure_fixed, measure_low_latency
+from benchmarks.gpu.record import Work, run_part
 from benchmarks.gpu.timing import Timer, random
-from moe_comm.bench.common.machine import machine_info
+from moe_comm.bench.common.machine import machine_info, versions
 from moe_comm.gpu.launch import compiled_archs
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 
@@ -40,13 +30,7 @@ LAYER_ERROR = 3e-2
 
 def probe(device: str) -> dict[str, Any]:
     """Return versions, and on CUDA the properties of the device and what the native core was compiled for."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    found: dict[str, Any] = {"machine": machine_info(device), "packages": versions}
+    found: dict[str, Any] = {"machine": machine_info(device), "packages": versions(PACKAGES)}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found |= {
@@ -60,19 +44,18 @@ def probe(device: str) -> dict[str, Any]:
     return found
 
 
-def round_trip(case: Case, wire_dtype: str) -> dict[str, Any]:
+def round_trip(case: Case, wire_dtype: str, **settings: Any) -> dict[str, Any]:
     """Compare a dispatch, a combine and their gradients with torch."""
     x_TD, ids_TK, weights_TK = case.inputs()
-    expected_RD, order = TorchContestant().dispatch(x_TD, ids_TK)
-    exact_TD = TorchContestant().combine(expected_RD.double(), weights_TK.double(), order)
+    expected = reference(x_TD, ids_TK, weights_TK)
     name = "peer_to_peer" if wire_dtype == "same" else f"peer_to_peer {wire_dtype}"
     x_TD, weights_TK = x_TD.requires_grad_(), weights_TK.requires_grad_()
-    who = DispatcherContestant(peer_to_peer(case, wire_dtype), wire_dtype)
+    who = DispatcherContestant(peer_to_peer(case, wire_dtype, **settings), wire_dtype)
     rows_RD, handle = who.dispatch(x_TD, ids_TK)
     y_TD = who.combine(rows_RD, weights_TK, handle)
-    error = check(name, rows_RD.detach(), y_TD.detach(), (expected_RD, exact_TD), 1)
+    error = check(name, rows_RD.detach(), y_TD.detach(), expected, 1)
     y_TD.backward(torch.ones_like(y_TD))
-    # dy is one, so the gradient of a token is the sum of its weights in each channel.
+    # All elements of dy are 1, so each element of a token's gradient is the sum of the token's weights.
     assert x_TD.grad is not None
     wanted_TD = weights_TK.detach().double().sum(1, keepdim=True).expand_as(x_TD)
     return {"max_error": error, "gradient_error": difference(name, x_TD.grad, wanted_TD)}
@@ -124,17 +107,8 @@ def operations(device: str) -> Iterator[tuple[str, Work]]:
     yield "peer_to_peer, low latency", partial(measure_low_latency, case)
     yield "triton, operators", partial(triton_operators, device)
     yield "layer, forward and backward", partial(layer, device)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds of one operation")
-    args = parser.parse_args(arguments)
-    return Recorder("smoke", args.results, args.device, args.limit).run_all(operations(args.device))
+    yield "bulk, bf16", partial(round_trip, case, "same", bulk_copies=True)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_part(__doc__, "smoke", operations, limit_s=20.0))

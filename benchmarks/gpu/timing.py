@@ -1,6 +1,6 @@
 """Device and host times of an operation.
 
-Four times are kept apart, because a launch-bound operation and a bandwidth-bound one need different remedies:
+Four times are measured separately, to tell launch-bound operations from bandwidth-bound ones:
 
     host_us     until the call returns
     device_us   between two CUDA events around the call: kernels, and gaps in which the device waits for the host
@@ -28,7 +28,7 @@ KERNELS = 12
 
 @dataclass(frozen=True)
 class Timer:
-    """How often operations are measured: ``warmup`` discarded and ``iterations`` counted calls; ``world`` ranks."""
+    """Measures operations on ``world`` ranks by ``iterations`` calls, after ``warmup`` calls that are discarded."""
 
     device: str
     warmup: int = 3
@@ -83,7 +83,7 @@ class Timer:
                 for event in profiler.key_averages()
                 if event.device_type == torch.autograd.DeviceType.CUDA
             }
-        except Exception as error:  # CUPTI may be missing or refused; the other times are still of use
+        except Exception as error:  # CUPTI may be missing or refused; the other times are still valid
             return {"kernels_us": None, "profiler_error": f"{type(error).__name__}: {error}"[:500]}
         if not found:
             return {"kernels_us": None, "profiler_error": "no kernels were recorded"}
@@ -159,5 +159,5 @@ def gemm_tflop_s(timer: Timer, size: int, dtype: torch.dtype = torch.bfloat16) -
 
 
 def random(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Return normal values that are made on the device."""
+    """Return normally distributed values that are generated on the device."""
     return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)

@@ -20,8 +20,8 @@ namespace moe_comm {
 namespace {
 
 constexpr uint64_t kMagic = 0x6d6f65636f6d6d01;
-constexpr uint32_t kArrived = 1, kReady = 2, kDone = 3, kPerOp = 4;
-constexpr int64_t kLookAround = 100 * 1000 * 1000;  // ns between liveness checks of the peers
+constexpr uint32_t kPosted = 1, kReady = 2, kDone = 3, kPerOp = 4;
+constexpr int64_t kCheckIntervalNs = 100 * 1000 * 1000;  // ns between liveness checks of the peers
 
 int open_pidfd(pid_t pid) {
 #ifdef SYS_pidfd_open
@@ -61,7 +61,9 @@ Communicator::~Communicator() {
 }
 
 void Communicator::attach(const std::vector<std::string>& names) {
-  if (static_cast<int>(names.size()) != world_) throw HeapError("attach needs one segment name per rank");
+  if (static_cast<int>(names.size()) != world_)
+    throw HeapError("attach needs the segment names of all " + std::to_string(world_) + " ranks; got " +
+                    std::to_string(names.size()));
   for (int p = 0; p < world_; ++p) {
     if (p == rank_) continue;
     Peer& peer = peers_[static_cast<size_t>(p)];
@@ -69,18 +71,25 @@ void Communicator::attach(const std::vector<std::string>& names) {
     const int fd = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
     if (fd < 0)
       throw HeapError("cannot open shared memory " + name + " of rank " + std::to_string(p) + ": " +
-                      std::strerror(errno));
+                      std::strerror(errno) + ". The ranks must run on one host, as one user, with the same /dev/shm");
     struct stat info{};
     if (fstat(fd, &info) != 0 || info.st_uid != geteuid() || info.st_size < control_bytes()) {
       close(fd);
       throw HeapError("shared memory " + name + " of rank " + std::to_string(p) +
-                      " is not ours: it belongs to another user or is too small");
+                      " is not a segment of this group: expected user " + std::to_string(geteuid()) + " and at least " +
+                      std::to_string(control_bytes()) + " bytes; got user " + std::to_string(info.st_uid) + " and " +
+                      std::to_string(info.st_size) + " bytes");
     }
     peer.map = std::make_unique<Mapping>(fd, heap_->reserve());
-    if (!peer.map->extend(info.st_size, /*populate=*/false)) throw HeapError("cannot map shared memory " + name);
+    if (!peer.map->extend(info.st_size, /*populate=*/false)) {
+      throw HeapError("cannot map " + std::to_string(info.st_size) + " bytes of shared memory " + name + " of rank " +
+                      std::to_string(p) + ": this process reserved " + std::to_string(peer.map->reserve()) +
+                      " bytes of addresses. Use the same reserve_bytes on all ranks");
+    }
     const Control& other = control(p);
     if (other.magic != kMagic || static_cast<int>(other.rank) != p) {
-      throw HeapError("shared memory " + name + " does not hold rank " + std::to_string(p) + " of this group");
+      throw HeapError("shared memory " + name + " has no control record of rank " + std::to_string(p) +
+                      " of this group; it belongs to another group or rank");
     }
     peer.pid = other.pid;
     if (options_.watch_pids) peer.pidfd = open_pidfd(other.pid);
@@ -101,8 +110,11 @@ Control& Communicator::control(int peer) const { return *reinterpret_cast<Contro
 char* Communicator::address(int peer, int64_t offset, int64_t bytes) {
   Peer& p = peers_[static_cast<size_t>(peer)];
   if (p.map && offset + bytes > p.map->mapped() && !p.map->extend(offset + bytes, /*populate=*/true)) {
-    throw HeapError("cannot map " + std::to_string(offset + bytes) + " bytes of rank " + std::to_string(peer) +
-                    "'s shared memory");
+    throw HeapError(
+        "cannot map " + std::to_string(offset + bytes) + " bytes of the shared memory of rank " + std::to_string(peer) +
+        ": this process reserved " + std::to_string(p.map->reserve()) +
+        " bytes of addresses, and memory may be exhausted. Use the same reserve_bytes on all ranks, or send "
+        "fewer tokens per call");
   }
   return peer_base(peer) + offset;
 }
@@ -132,25 +144,26 @@ void Communicator::advance(uint32_t phase) {
   ring();
 }
 
-struct Communicator::Patience {
-  explicit Patience(const Communicator& of)
+struct Communicator::WaitTimes {
+  explicit WaitTimes(const Communicator& communicator)
       : started(now_ns()),
-        deadline(started + static_cast<int64_t>(std::min(of.timeout_s_.load(std::memory_order_relaxed), 1e9) * 1e9)),
-        spin_until(started + static_cast<int64_t>(of.options_.spin_us * 1e3)),
-        next_look(started + kLookAround) {}
-  int64_t started, deadline, spin_until, next_look;
+        deadline(started +
+                 static_cast<int64_t>(std::min(communicator.timeout_s_.load(std::memory_order_relaxed), 1e9) * 1e9)),
+        spin_until(started + static_cast<int64_t>(communicator.options_.spin_us * 1e3)),
+        next_check(started + kCheckIntervalNs) {}
+  int64_t started, deadline, spin_until, next_check;
 };
 
 bool Communicator::has_reached(int peer, uint32_t phase) const {
   return reached(control(peer).progress.load(), op_base_ + phase);
 }
 
-template <class Met>
-void Communicator::wait_for(int p, Patience& patience, Met met) {
+template <class Condition>
+void Communicator::wait_for(int p, WaitTimes& times, Condition condition) {
   Control& own = control(rank_);
   bool slept = false;
-  while (!met()) {
-    if (now_ns() < patience.spin_until) {
+  while (!condition()) {
+    if (now_ns() < times.spin_until) {
       for (int k = 0; k < 16; ++k) cpu_relax();
       continue;
     }
@@ -160,23 +173,23 @@ void Communicator::wait_for(int p, Patience& patience, Met met) {
       slept = true;
     }
     own.sleeping.store(1);
-    const uint32_t seen = own.doorbell.load();
+    const uint32_t doorbell = own.doorbell.load();
     const int64_t before = now_ns();
-    bool broken = false;
-    for (int q = 0; q < world_; ++q) broken = broken || (q != rank_ && control(q).broken.load() != 0);
-    if (!broken && !met()) {
-      futex_wait(own.doorbell, seen, std::clamp<int64_t>(patience.deadline - before, 0, kLookAround));
+    bool peer_failed = false;
+    for (int q = 0; q < world_; ++q) peer_failed = peer_failed || (q != rank_ && control(q).failure.load() != 0);
+    if (!peer_failed && !condition()) {
+      futex_wait(own.doorbell, doorbell, std::clamp<int64_t>(times.deadline - before, 0, kCheckIntervalNs));
     }
     own.sleeping.store(0);
     const int64_t now = now_ns();
     // If the whole job was stopped (Ctrl-Z) and resumed, the stopped time does not count against the peers.
-    if (now - before > 10 * kLookAround) patience.deadline += now - before;
-    if ((broken || now >= patience.next_look || now >= patience.deadline) && !met()) {
-      look_after(p);
-      patience.next_look = now + kLookAround;
+    if (now - before > 10 * kCheckIntervalNs) times.deadline += now - before;
+    if ((peer_failed || now >= times.next_check || now >= times.deadline) && !condition()) {
+      throw_if_peer_failed(p);
+      times.next_check = now + kCheckIntervalNs;
       if (options_.on_wait) options_.on_wait();
-      if (now >= patience.deadline) {
-        too_late(p, now - patience.started);
+      if (now >= times.deadline) {
+        fail_timeout(p, now - times.started);
       }
     }
   }
@@ -184,10 +197,10 @@ void Communicator::wait_for(int p, Patience& patience, Met met) {
 }
 
 void Communicator::wait_all(uint32_t phase) {
-  Patience patience(*this);
+  WaitTimes times(*this);
   for (int i = 1; i < world_; ++i) {
     const int p = (rank_ + i) % world_;
-    wait_for(p, patience, [&] { return has_reached(p, phase); });
+    wait_for(p, times, [&] { return has_reached(p, phase); });
   }
 }
 
@@ -213,17 +226,17 @@ void Communicator::post(const Op& op) {
   }
   own.since_ns.store(now_ns(), std::memory_order_relaxed);
   own.in_op.store(1, std::memory_order_relaxed);
-  advance(kArrived);
-  if (op.fault) disagree();
+  advance(kPosted);
+  if (op.fault) fail_handshake();
 }
 
-bool Communicator::agrees(int peer) const {
+bool Communicator::header_matches(int peer) const {
   const Record &other = record(peer), &mine = control(rank_).record;
   return other.header[kFaultWord] == 0 && std::memcmp(other.header, mine.header, sizeof(int64_t) * kComparedWords) == 0;
 }
 
-void Communicator::disagree() {
-  wait_all(kArrived);
+void Communicator::fail_handshake() {
+  wait_all(kPosted);
   std::vector<std::string> headers;
   for (int p = 0; p < world_; ++p) {
     headers.emplace_back(reinterpret_cast<const char*>(record(p).header), sizeof(Record::header));
@@ -234,72 +247,75 @@ void Communicator::disagree() {
 
 void Communicator::begin(const Op& op) {
   post(op);
-  wait_all(kArrived);
+  wait_all(kPosted);
   for (int p = 0; p < world_; ++p) {
-    if (!agrees(p)) disagree();
+    if (!header_matches(p)) fail_handshake();
   }
 }
 
 int Communicator::wait_first(const std::vector<int>& peers, uint32_t phase) {
-  int found = -1;
-  Patience patience(*this);
-  wait_for(peers.front(), patience, [&] {
+  int first = -1;
+  WaitTimes times(*this);
+  wait_for(peers.front(), times, [&] {
     for (const int p : peers) {
       if (!has_reached(p, phase)) continue;
-      found = p;
+      first = p;
       return true;
     }
     return false;
   });
-  return found;
+  return first;
 }
 
-int Communicator::wait_any(const std::vector<int>& peers) {
-  const int found = wait_first(peers, kArrived);
-  if (!agrees(found)) disagree();
-  return found;
+int Communicator::wait_any_posted(const std::vector<int>& peers) {
+  const int peer = wait_first(peers, kPosted);
+  if (!header_matches(peer)) fail_handshake();
+  return peer;
 }
 
-bool Communicator::has_posted(int peer) const { return has_reached(peer, kArrived); }
+bool Communicator::has_posted(int peer) const { return has_reached(peer, kPosted); }
 
-int Communicator::wait_left(const std::vector<int>& peers) { return wait_first(peers, kDone); }
+int Communicator::wait_any_done(const std::vector<int>& peers) { return wait_first(peers, kDone); }
 
-bool Communicator::has_left(int peer) const { return has_reached(peer, kDone); }
+bool Communicator::is_done(int peer) const { return has_reached(peer, kDone); }
 
-void Communicator::must_be_peers(const std::vector<int>& peers) const {
-  if (peers.empty()) throw std::invalid_argument("there is no peer to wait for");
+void Communicator::check_peer_ranks(const std::vector<int>& peers) const {
+  if (peers.empty()) throw std::invalid_argument("the list of peers to wait for is empty; pass at least one rank");
   for (const int p : peers) {
-    if (p < 0 || p >= world_ || p == rank_) throw std::invalid_argument("rank " + std::to_string(p) + " is no peer");
+    if (p < 0 || p >= world_ || p == rank_) {
+      throw std::invalid_argument("rank " + std::to_string(p) + " is not a peer of rank " + std::to_string(rank_) +
+                                  "; expected another rank in 0.." + std::to_string(world_ - 1));
+    }
   }
 }
 
-void Communicator::raise(std::atomic<uint32_t>& flag, int peer) {
+void Communicator::raise_flag(std::atomic<uint32_t>& flag, int peer) {
   flag.store(1);
   if (peer != rank_) ring(peer);
 }
 
 void Communicator::wait_flag(const std::atomic<uint32_t>& flag, int peer) {
-  Patience patience(*this);
-  wait_for(peer, patience, [&] { return flag.load() != 0 || has_reached(peer, kDone); });
-  // A peer that has left sets no more flags. It set all completed flags before it left.
-  if (flag.load() == 0) disagree();
+  WaitTimes times(*this);
+  wait_for(peer, times, [&] { return flag.load() != 0 || has_reached(peer, kDone); });
+  // After publish_done a peer raises no more flags: it raised those of all completed parts before.
+  if (flag.load() == 0) fail_handshake();
 }
 
 void Communicator::publish_ready() { advance(kReady); }
 
 void Communicator::wait_ready() { wait_all(kReady); }
 
-void Communicator::leave() {
-  if (left_) return;
-  left_ = true;
+void Communicator::publish_done() {
+  if (done_published_) return;
+  done_published_ = true;
   advance(kDone);
 }
 
 void Communicator::finish() {
-  leave();
+  publish_done();
   wait_all(kDone);
   op_base_ += kPerOp;
-  in_op_ = left_ = false;
+  in_op_ = done_published_ = false;
   Control& own = control(rank_);
   own.in_op.store(0, std::memory_order_relaxed);
   own.since_ns.store(now_ns(), std::memory_order_relaxed);
@@ -309,11 +325,12 @@ void Communicator::abandon() {
   if (!in_op_) return;
   in_op_ = false;
   if (!failure_.empty()) return;  // the peers were already notified
-  failure_ = "rank " + std::to_string(rank_) + " left an operation in the middle after an error; the group is unusable";
-  failure_kind_ = Broken::gave_up;
+  failure_ = "rank " + std::to_string(rank_) +
+             " aborted an operation after an error. This group is unusable; restart the ranks";
+  failure_kind_ = FailureKind::aborted;
   Control& own = control(rank_);
-  own.culprit.store(rank_);
-  own.broken.store(static_cast<uint32_t>(Broken::gave_up));
+  own.failed_rank.store(rank_);
+  own.failure.store(static_cast<uint32_t>(FailureKind::aborted));
   ring();
 }
 

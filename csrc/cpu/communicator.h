@@ -4,7 +4,7 @@
 // Every rank publishes a record in the control region at the start of its segment. It also publishes a counter,
 // `progress`, that only increases (and wraps). Operation number n uses four counts:
 //
-//   4n + 1  arrived   header, counts and offsets of this operation can be read
+//   4n + 1  posted    header, counts and offsets of this operation can be read
 //   4n + 2  ready     the block that peers write to is allocated (dispatch only)
 //   4n + 3  done      this rank no longer reads or writes its peers' memory
 //
@@ -12,7 +12,7 @@
 // starts operation n + 1 only after all ranks are done with n, so one record per rank is enough.
 //
 // begin waits for all ranks. An operation that overlaps communication with computation uses the separate steps instead:
-// post, wait_any per peer, flags in its own published block, leave, wait_left.
+// post, wait_any_posted for each peer, flags in its own published block, publish_done, wait_any_done.
 #pragma once
 
 #include <atomic>
@@ -48,9 +48,9 @@ struct Control {
   alignas(64) std::atomic<uint32_t> doorbell;  // rung by peers
   std::atomic<uint32_t> sleeping;
   alignas(64) std::atomic<uint32_t> progress;  // written only by the owner
-  std::atomic<uint32_t> broken;                // 0, or a Broken value: the owner gave up for this reason
-  std::atomic<int32_t> culprit;                // the rank that caused it
-  // The owner's current activity, for error reports. Torn reads are harmless.
+  std::atomic<uint32_t> failure;               // 0, or a FailureKind value: why the group failed on the owner
+  std::atomic<int32_t> failed_rank;            // the rank that caused it
+  // The owner's current activity, for error reports. Words that do not belong together are harmless there.
   alignas(64) std::atomic<int64_t> since_ns;
   std::atomic<int64_t> step;
   std::atomic<int32_t> waiting_for;  // a rank, or -1
@@ -69,7 +69,7 @@ struct Op {
   std::string fault_text;
 };
 
-enum class Broken : uint32_t { died = 1, timeout = 2, gave_up = 3 };
+enum class FailureKind : uint32_t { died = 1, timeout = 2, aborted = 3 };
 
 std::string pack_header(const Op& op);
 
@@ -100,7 +100,7 @@ class Communicator {
   const std::shared_ptr<Heap>& heap_ptr() const { return heap_; }
   void set_step(int64_t step);
   void set_timeout(double seconds) { timeout_s_.store(seconds, std::memory_order_relaxed); }
-  // Throw if a peer is dead or has given up; does not wait. Does nothing while another thread runs an operation,
+  // Throw if a peer is dead or reports a failure; does not wait. Does nothing while another thread runs an operation,
   // because that operation checks its peers itself.
   void check_peers();
   // Return the pids of all ranks, as recorded by attach.
@@ -110,7 +110,7 @@ class Communicator {
   std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
   Record& record() { return control(rank_).record; }
   const Record& record(int peer) const { return control(peer).record; }
-  // Throw if an earlier operation broke the group, or if this process is a forked child of the creator.
+  // Throw if an earlier operation failed, or if this process is a forked child of the creator.
   void check_usable() const;
   // Publish `op`, wait for all ranks and compare headers. Throws HandshakeFailed on a mismatch; the next operation may
   // then begin.
@@ -120,28 +120,30 @@ class Communicator {
   // The second part of begin, peer by peer: wait until one of `peers` has posted and return it. Throws HandshakeFailed
   // if that peer posted a different header; the operation is then over. Every rank must call this for each of its
   // peers, so that all ranks detect a mismatch.
-  int wait_any(const std::vector<int>& peers);
-  // has_posted: whether wait_any would return `peer` immediately. agrees: whether it would then not throw.
+  int wait_any_posted(const std::vector<int>& peers);
+  // Return whether wait_any_posted would return `peer` immediately.
   bool has_posted(int peer) const;
-  bool agrees(int peer) const;
+  // Return whether the header of `peer` matches this rank's header and reports no fault.
+  bool header_matches(int peer) const;
   // Wait until one of `peers` no longer reads or writes this rank's memory, and return it.
-  int wait_left(const std::vector<int>& peers);
-  bool has_left(int peer) const;
+  int wait_any_done(const std::vector<int>& peers);
+  bool is_done(int peer) const;
   // Throw std::invalid_argument unless all of `peers` are valid ranks other than this one.
-  void must_be_peers(const std::vector<int>& peers) const;
-  // Set `flag` in this rank's memory and wake `peer`, which may be waiting for it.
-  void raise(std::atomic<uint32_t>& flag, int peer);
-  // Wait until `peer` has set `flag` in its memory. Throws HandshakeFailed if `peer` left because of a header mismatch.
+  void check_peer_ranks(const std::vector<int>& peers) const;
+  // Raise `flag` in this rank's memory and wake `peer`, which may be waiting for it.
+  void raise_flag(std::atomic<uint32_t>& flag, int peer);
+  // Wait until `peer` has raised `flag` in its memory. Throws HandshakeFailed if `peer` ended the operation because of
+  // a header mismatch.
   void wait_flag(const std::atomic<uint32_t>& flag, int peer);
   // Dispatch only: publish_ready announces this rank's block; wait_ready waits for the blocks of all ranks.
   void publish_ready();
   void wait_ready();
-  // Announce that this rank no longer reads its peers' memory. This is the first part of finish, which then waits until
-  // all peers have left too.
-  void leave();
+  // Announce that this rank no longer reads or writes its peers' memory. This is the first part of finish, which then
+  // waits until all peers have announced it too.
+  void publish_done();
   void finish();
-  // Called at the end of every operation. If the operation did not finish, this notifies the peers that this rank gave
-  // up.
+  // Called at the end of every operation. If the operation did not finish, this notifies the peers that this rank
+  // aborted it.
   void abandon();
   // Return the address of [offset, offset + bytes) in a peer's segment. Maps more of the segment where needed.
   char* address(int peer, int64_t offset, int64_t bytes);
@@ -158,22 +160,24 @@ class Communicator {
   char* peer_base(int peer) const;
   void advance(uint32_t phase);
   void wait_all(uint32_t phase);
-  // Wait until met() returns true; `peer` is the rank waited for.
-  struct Patience;
-  template <class Met>
-  void wait_for(int peer, Patience& patience, Met met);
+  // Wait until condition() returns true; `peer` is the rank waited for.
+  struct WaitTimes;
+  template <class Condition>
+  void wait_for(int peer, WaitTimes& times, Condition condition);
   bool has_reached(int peer, uint32_t phase) const;
   // Return the first of `peers` that reaches `phase`.
   int wait_first(const std::vector<int>& peers, uint32_t phase);
   // Wait until all ranks have posted, then throw HandshakeFailed.
-  [[noreturn]] void disagree();
-  void look_after(int waiting_for);
+  [[noreturn]] void fail_handshake();
+  // Throw if a peer is dead or reports a failure. waiting_for: the rank that the message names, or -1.
+  void throw_if_peer_failed(int waiting_for);
   bool alive(int peer) const;
-  [[noreturn]] void give_up(Broken why, int culprit, const std::string& text);
-  [[noreturn]] void too_late(int peer, int64_t waited_ns);
+  [[noreturn]] void fail(FailureKind kind, int failed_rank, const std::string& text);
+  [[noreturn]] void fail_timeout(int peer, int64_t waited_ns);
   [[noreturn]] void throw_failure() const;
-  std::string situation(int culprit) const;
-  std::string describe(int peer) const;
+  // What this rank does, as the start of an error message; waiting_for -1: it is between operations.
+  std::string describe_wait(int waiting_for) const;
+  std::string describe_state(int peer) const;
   void ring(int peer);
   void ring();
 
@@ -185,9 +189,9 @@ class Communicator {
   std::vector<Peer> peers_;
   uint32_t op_base_;  // value of `progress` at the start of the current operation
   bool in_op_ = false;
-  bool left_ = false;
+  bool done_published_ = false;
   std::string failure_;
-  Broken failure_kind_ = Broken::died;
+  FailureKind failure_kind_ = FailureKind::died;
   std::mutex mutex_;
 };
 

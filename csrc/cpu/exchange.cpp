@@ -32,35 +32,36 @@ struct Span {
 Exchange::Exchange(std::shared_ptr<Communicator> communicator, int threads)
     : communicator_(std::move(communicator)), threads_(threads) {}
 
-void publish_offer(Communicator& communicator, Exchange::Offer mine) {
+void publish_buffer(Communicator& communicator, Exchange::Buffer own) {
   Record& record = communicator.record();
   record.rows_offset = 0;
   record.rows_bytes = 0;
-  if (mine.bytes == 0) return;
-  if (!communicator.heap().owns(mine.data, mine.bytes)) {
-    throw std::invalid_argument("what a rank offers must stand in its own heap");
+  if (own.bytes == 0) return;
+  if (!communicator.heap().owns(own.data, own.bytes)) {
+    throw std::invalid_argument("a rank shares memory of its own heap; got " + std::to_string(own.bytes) +
+                                " bytes outside it. Allocate the buffer with Heap.tensor");
   }
-  record.rows_offset = mine.data - communicator.heap().base();
-  record.rows_bytes = mine.bytes;
+  record.rows_offset = own.data - communicator.heap().base();
+  record.rows_bytes = own.bytes;
 }
 
-void Exchange::begin(const Op& op, Offer mine) {
-  publish_offer(*communicator_, op.fault ? Offer{} : mine);
+void Exchange::begin(const Op& op, Buffer own) {
+  publish_buffer(*communicator_, op.fault ? Buffer{} : own);
   communicator_->begin(op);
 }
 
-char* Exchange::offered(int peer) {
+char* Exchange::buffer_of(int peer) {
   const Record& record = communicator_->record(peer);
   return communicator_->address(peer, record.rows_offset, record.rows_bytes);
 }
 
-void Exchange::copy(const Op& op, Offer mine, int64_t first, int64_t part, char* y) {
+void Exchange::copy(const Op& op, Buffer own, int64_t first, int64_t part, char* y) {
   OpScope scope(communicator_.get());
-  begin(op, mine);
+  begin(op, own);
   const int world = communicator_->world(), rank = communicator_->rank();
   for (int i = 1; i <= world; ++i) {  // own part last, so that each rank starts reading at a different peer
     const int peer = (rank + i) % world;
-    const char* from = offered(peer) + first;
+    const char* from = buffer_of(peer) + first;
     parallel_for(part, kGrainBytes, threads_, [&](int64_t begin, int64_t end) {
       std::memcpy(y + peer * part + begin, from + begin, static_cast<size_t>(end - begin));
     });
@@ -68,21 +69,21 @@ void Exchange::copy(const Op& op, Offer mine, int64_t first, int64_t part, char*
   scope.finish();
 }
 
-void Exchange::sum(const Op& op, Offer mine, int64_t first, int64_t count, int dtype, char* y) {
+void Exchange::sum(const Op& op, Buffer own, int64_t first, int64_t count, int dtype, char* y) {
   OpScope scope(communicator_.get());
-  begin(op, mine);
+  begin(op, own);
   add(first, count, dtype, y);
   scope.finish();
 }
 
-void Exchange::all_sum(const Op& op, Offer mine, int dtype) {
+void Exchange::all_sum(const Op& op, Buffer own, int dtype) {
   OpScope scope(communicator_.get());
-  begin(op, mine);
+  begin(op, own);
   const int world = communicator_->world(), rank = communicator_->rank();
-  const int64_t size = dtype_bytes(dtype), count = mine.bytes / size;
-  char* own = offered(rank);
+  const int64_t size = dtype_bytes(dtype), count = own.bytes / size;
+  char* sums = buffer_of(rank);
   const Span summed(count, rank, world);
-  add(summed.first, summed.last - summed.first, dtype, own + summed.first * size);
+  add(summed.first, summed.last - summed.first, dtype, sums + summed.first * size);
   // Each rank reads only its own part of the peers' buffers before this point. After wait_ready all parts are reduced,
   // so the other parts of this rank's buffer may be overwritten.
   communicator_->publish_ready();
@@ -90,9 +91,9 @@ void Exchange::all_sum(const Op& op, Offer mine, int dtype) {
   for (int i = 1; i < world; ++i) {
     const int peer = (rank + i) % world;
     const Span other(count, peer, world);
-    const char* from = offered(peer) + other.first * size;
+    const char* from = buffer_of(peer) + other.first * size;
     parallel_for((other.last - other.first) * size, kGrainBytes, threads_, [&](int64_t begin, int64_t end) {
-      std::memcpy(own + other.first * size + begin, from + begin, static_cast<size_t>(end - begin));
+      std::memcpy(sums + other.first * size + begin, from + begin, static_cast<size_t>(end - begin));
     });
   }
   scope.finish();
@@ -100,7 +101,7 @@ void Exchange::all_sum(const Op& op, Offer mine, int dtype) {
 
 void Exchange::add(int64_t first, int64_t count, int dtype, char* y) {
   std::vector<char*> parts;
-  for (int p = 0; p < communicator_->world(); ++p) parts.push_back(offered(p) + first * dtype_bytes(dtype));
+  for (int p = 0; p < communicator_->world(); ++p) parts.push_back(buffer_of(p) + first * dtype_bytes(dtype));
   add_parts(parts, count, dtype, threads_, y);
 }
 

@@ -24,21 +24,21 @@ class Exchange {
 
   // The buffer that a rank publishes: `bytes` in its own heap. Null if op.fault is set; all ranks then throw
   // HandshakeFailed.
-  struct Offer {
+  struct Buffer {
     const char* data = nullptr;
     int64_t bytes = 0;
   };
 
   // y [world, part]: `part` bytes from each rank's buffer, starting at byte `first`.
-  void copy(const Op& op, Offer mine, int64_t first, int64_t part, char* y);
+  void copy(const Op& op, Buffer own, int64_t first, int64_t part, char* y);
   // y [count]: the sum of elements [first, first + count) over all ranks' buffers.
-  void sum(const Op& op, Offer mine, int64_t first, int64_t count, int dtype, char* y);
+  void sum(const Op& op, Buffer own, int64_t first, int64_t count, int dtype, char* y);
   // In-place all-reduce: the published buffers are overwritten with their sum.
-  void all_sum(const Op& op, Offer mine, int dtype);
+  void all_sum(const Op& op, Buffer own, int dtype);
 
  private:
-  void begin(const Op& op, Offer mine);
-  char* offered(int peer);
+  void begin(const Op& op, Buffer own);
+  char* buffer_of(int peer);
   // Sum elements [first, first + count) of all buffers into y. y may alias this rank's own range.
   void add(int64_t first, int64_t count, int dtype, char* y);
 
@@ -46,9 +46,9 @@ class Exchange {
   int threads_;
 };
 
-// Write the location of the buffer `mine` into this rank's record, before an operation. Throws if the buffer is not in
+// Write the location of the buffer `own` into this rank's record, before an operation. Throws if the buffer is not in
 // this rank's heap.
-void publish_offer(Communicator& communicator, Exchange::Offer mine);
+void publish_buffer(Communicator& communicator, Exchange::Buffer own);
 // y [count]: the sum of `parts` (one per rank), added in rank order. y may alias one of the parts.
 void add_parts(const std::vector<char*>& parts, int64_t count, int dtype, int threads, char* y);
 

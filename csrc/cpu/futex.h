@@ -18,12 +18,12 @@ inline int64_t now_ns() {
   return int64_t{t.tv_sec} * 1000000000 + t.tv_nsec;
 }
 
-// Sleep while `word` holds `seen`, at most `ns` nanoseconds. Spurious returns are allowed.
-inline void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t ns) {
+// Sleep while `word` holds `expected`, at most `ns` nanoseconds. Spurious returns are allowed.
+inline void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t ns) {
   timespec t{};
   t.tv_sec = static_cast<time_t>(ns / 1000000000);
   t.tv_nsec = static_cast<long>(ns % 1000000000);
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &t, nullptr, 0);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, expected, &t, nullptr, 0);
 }
 
 inline void futex_wake_all(std::atomic<uint32_t>& word) {

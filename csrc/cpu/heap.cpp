@@ -139,13 +139,14 @@ void Heap::grow(int64_t bytes) {
   const int64_t old = map_->mapped();
   const int64_t target = round_up(old + bytes, kGrowStep);
   if (target == old) return;
-  const std::string wanted = "cannot grow " + (name_.empty() ? std::string("the heap") : "shared memory " + name_) +
+  const std::string action = "cannot grow " + (name_.empty() ? std::string("the heap") : "shared memory " + name_) +
                              " from " + std::to_string(old) + " to " + std::to_string(target) + " bytes";
   if (target > map_->reserve()) {
-    throw HeapError(wanted + ": it may hold at most " + std::to_string(map_->reserve()) + " (the reserved addresses)");
+    throw HeapError(action + ": it may hold at most " + std::to_string(map_->reserve()) +
+                    " bytes, the reserved address range. Increase reserve_bytes, or send fewer tokens at once");
   }
   const int fd = map_->fd();
-  if (fd >= 0 && ftruncate(fd, target) != 0) throw HeapError(reason(wanted, errno));
+  if (fd >= 0 && ftruncate(fd, target) != 0) throw HeapError(reason(action, errno));
   // Touch pages through the mapping first, which can use huge pages. Then call fallocate, so that a full /dev/shm is an
   // error here instead of a SIGBUS later.
   bool done = map_->extend(target, /*populate=*/true);
@@ -159,7 +160,7 @@ void Heap::grow(int64_t bytes) {
   if (!done) {
     map_->shrink(old);
     if (fd >= 0 && ftruncate(fd, old) != 0) code = errno;
-    throw HeapError(reason(wanted, code) + (fd >= 0 ? ". /dev/shm is full: free it, remount it larger "
+    throw HeapError(reason(action, code) + (fd >= 0 ? ". /dev/shm is full: free it, remount it larger "
                                                       "(mount -o remount,size=...), or send fewer tokens at once"
                                                     : ""));
   }
@@ -168,12 +169,13 @@ void Heap::grow(int64_t bytes) {
 
 int64_t Heap::alloc(int64_t bytes) {
   if (bytes < 0 || bytes > map_->reserve()) {
-    throw HeapError("a block of " + std::to_string(bytes) + " bytes cannot be had: the heap may hold at most " +
-                    std::to_string(map_->reserve()) + " (the reserved addresses)");
+    throw HeapError("cannot allocate a block of " + std::to_string(bytes) + " bytes: the heap may hold at most " +
+                    std::to_string(map_->reserve()) +
+                    " bytes, the reserved address range. Increase reserve_bytes, or send fewer tokens at once");
   }
   if (inherited()) {
-    throw HeapError("shared memory " + name_ + " belongs to process " + std::to_string(owner_) +
-                    "; a forked child must not allocate from it");
+    throw HeapError("shared memory " + name_ + " belongs to process " + std::to_string(owner_) + "; process " +
+                    std::to_string(getpid()) + ", a forked child, must create its own group");
   }
   bytes = std::max(round_up(bytes, kBlockAlign), kBlockAlign);
   std::lock_guard<std::mutex> lock(mutex_);

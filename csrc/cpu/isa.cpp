@@ -30,12 +30,12 @@ std::atomic<const Kernels*> chosen{nullptr};
 }  // namespace
 
 const Kernels& kernels() {
-  const Kernels* now = chosen.load(std::memory_order_acquire);
-  if (now == nullptr) {
-    now = usable().front();
-    chosen.store(now, std::memory_order_release);
+  const Kernels* table = chosen.load(std::memory_order_acquire);
+  if (table == nullptr) {
+    table = usable().front();
+    chosen.store(table, std::memory_order_release);
   }
-  return *now;
+  return *table;
 }
 
 std::vector<std::string> isa_names() {

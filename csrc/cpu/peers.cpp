@@ -20,15 +20,16 @@ namespace {
 const char* const kOps[] = {"dispatch", "combine", "combine backward", "dispatch backward", "collective"};  // header.py
 
 constexpr int64_t kCollective = 4;
+const char* const kAdvice = ". See the output of that rank, then restart all ranks";
 
 std::string op_name(int64_t op) {
   const bool known = op >= 0 && op < static_cast<int64_t>(sizeof kOps / sizeof kOps[0]);
-  return known ? kOps[op] : "an unknown operation";
+  return known ? std::string(kOps[op]) : "operation " + std::to_string(op);
 }
 
 // A snapshot of a header that its owner may be overwriting. Words may come from two calls, but no word is torn.
-struct Glimpse {
-  explicit Glimpse(const Record& record) {
+struct HeaderSnapshot {
+  explicit HeaderSnapshot(const Record& record) {
     for (int i = 0; i < kHeaderWords; ++i) words[i] = __atomic_load_n(&record.header[i], __ATOMIC_RELAXED);
   }
   std::string label() const {
@@ -66,30 +67,28 @@ bool Communicator::alive(int peer) const {
   char stat[512];
   const int fd = open(("/proc/" + std::to_string(p.pid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return true;
-  const ssize_t got = read(fd, stat, sizeof stat - 1);
+  const ssize_t length = read(fd, stat, sizeof stat - 1);
   close(fd);
-  stat[std::max<ssize_t>(got, 0)] = 0;
+  stat[std::max<ssize_t>(length, 0)] = 0;
   const char* name_end = std::strrchr(stat, ')');
   return name_end == nullptr || name_end[1] == 0 || (name_end[2] != 'Z' && name_end[2] != 'X');
 }
 
-std::string Communicator::describe(int peer) const {
+std::string Communicator::describe_state(int peer) const {
   const Control& c = control(peer);
-  const Glimpse header(c.record);
-  std::string text = "rank " + std::to_string(peer) + ": ";
+  const HeaderSnapshot header(c.record);
   const int64_t since = now_ns() - c.since_ns.load(std::memory_order_relaxed);
   const int64_t step = c.step.load(std::memory_order_relaxed);
   const bool in_op = c.in_op.load(std::memory_order_relaxed) != 0;
+  const bool has_called = in_op || header.words[1] != 0;
+  std::string text = "rank " + std::to_string(peer) + ": ";
   if (!alive(peer)) {
-    text += "dead";
-    text += in_op ? "; was in " : "; its last call was ";
+    text +=
+        !has_called ? "dead; it made no call" : (in_op ? "dead; was in " : "dead; its last call was ") + header.call();
+  } else if (!has_called) {
+    text += "no call yet, for " + seconds(since);
   } else {
-    text += in_op ? "in " : "outside for " + seconds(since) + ", after ";
-  }
-  if (header.words[1] == 0) {
-    text += "no call yet";
-  } else {
-    text += header.call();
+    text += (in_op ? "in " : "between operations for " + seconds(since) + ", after ") + header.call();
   }
   if (step >= 0) text += " at step " + std::to_string(step);
   const int waits = c.waiting_for.load(std::memory_order_relaxed);
@@ -97,51 +96,51 @@ std::string Communicator::describe(int peer) const {
   return text;
 }
 
-std::string Communicator::situation(int culprit) const {
-  if (culprit < 0) return "rank " + std::to_string(rank_) + " looked at its peers";
-  const Glimpse own(control(rank_).record);
+std::string Communicator::describe_wait(int waiting_for) const {
+  const std::string self = "rank " + std::to_string(rank_);
+  if (waiting_for < 0) return self + " checked its peers";
+  const HeaderSnapshot own(control(rank_).record);
   const int64_t step = control(rank_).step.load(std::memory_order_relaxed);
-  std::string text = "rank " + std::to_string(rank_) + " in " + own.call() +
-                     (step >= 0 ? " at step " + std::to_string(step) : "") + " waited for rank " +
-                     std::to_string(culprit);
-  return text;
+  return self + " in " + own.call() + (step >= 0 ? " at step " + std::to_string(step) : "") + " waited for rank " +
+         std::to_string(waiting_for);
 }
 
-void Communicator::give_up(Broken why, int culprit, const std::string& text) {
-  std::string report = text + "\nWhat every rank was doing:";
-  for (int p = 0; p < world_; ++p) report += "\n  " + describe(p);
+void Communicator::fail(FailureKind kind, int failed_rank, const std::string& text) {
+  std::string report = text + "\nState of each rank:";
+  for (int p = 0; p < world_; ++p) report += "\n  " + describe_state(p);
   Control& own = control(rank_);
-  own.culprit.store(culprit);
-  own.broken.store(static_cast<uint32_t>(why));
+  own.failed_rank.store(failed_rank);
+  own.failure.store(static_cast<uint32_t>(kind));
   ring();
   failure_ = report;
-  failure_kind_ = why;
+  failure_kind_ = kind;
   throw_failure();
 }
 
 void Communicator::throw_failure() const {
-  if (failure_kind_ == Broken::died) throw PeerDied(failure_);
-  if (failure_kind_ == Broken::timeout) throw PeerTimeout(failure_);
+  if (failure_kind_ == FailureKind::died) throw PeerDied(failure_);
+  if (failure_kind_ == FailureKind::timeout) throw PeerTimeout(failure_);
   throw PeerError(failure_);
 }
 
-void Communicator::look_after(int waiting_for) {
+void Communicator::throw_if_peer_failed(int waiting_for) {
   for (int p = 0; p < world_; ++p) {
     if (p == rank_) continue;
-    const uint32_t broken = control(p).broken.load();
-    if (broken) {
-      const int culprit = control(p).culprit.load();
-      const char* const whys[] = {"", " is dead", " did not arrive in time", " left the operation after an error"};
-      give_up(static_cast<Broken>(broken), culprit,
-              situation(waiting_for) + ", but rank " + std::to_string(p) + " has given up: rank " +
-                  std::to_string(culprit) + whys[broken & 3]);
+    const uint32_t failure = control(p).failure.load();
+    if (failure) {
+      const int failed_rank = control(p).failed_rank.load();
+      const char* const reasons[] = {"", " is dead", " did not respond before the deadline",
+                                     " aborted the operation after an error"};
+      fail(static_cast<FailureKind>(failure), failed_rank,
+           describe_wait(waiting_for) + ": rank " + std::to_string(failed_rank) + reasons[failure & 3] +
+               (p == failed_rank ? "" : " (reported by rank " + std::to_string(p) + ")") + kAdvice);
     }
   }
   for (int p = 0; p < world_; ++p) {
     if (p != rank_ && !alive(p)) {
-      give_up(Broken::died, p,
-              situation(waiting_for) + ": rank " + std::to_string(p) + " (pid " + std::to_string(control(p).pid) +
-                  ") is dead");
+      fail(FailureKind::died, p,
+           describe_wait(waiting_for) + ": rank " + std::to_string(p) + " (pid " + std::to_string(control(p).pid) +
+               ") is dead" + kAdvice);
     }
   }
 }
@@ -149,22 +148,23 @@ void Communicator::look_after(int waiting_for) {
 void Communicator::check_usable() const {
   const int32_t pid = control(rank_).pid;
   if (pid != getpid()) {
-    throw PeerError("this group belongs to process " + std::to_string(pid) + "; a forked child must make its own");
+    throw PeerError("this group belongs to process " + std::to_string(pid) + ", but process " +
+                    std::to_string(getpid()) + " called it; a forked child must create its own group");
   }
   if (!failure_.empty()) throw_failure();
 }
 
 void Communicator::check_peers() {
-  const std::unique_lock<std::mutex> alone(mutex_, std::try_to_lock);
-  if (!alone.owns_lock()) return;
+  const std::unique_lock<std::mutex> idle(mutex_, std::try_to_lock);
+  if (!idle.owns_lock()) return;
   check_usable();
-  look_after(-1);
+  throw_if_peer_failed(-1);
 }
 
-void Communicator::too_late(int peer, int64_t waited_ns) {
-  give_up(Broken::timeout, peer,
-          situation(peer) + " for " + seconds(waited_ns) + ": it lives (pid " + std::to_string(control(peer).pid) +
-              ") but did not arrive in time");
+void Communicator::fail_timeout(int peer, int64_t waited_ns) {
+  fail(FailureKind::timeout, peer,
+       describe_wait(peer) + " for " + seconds(waited_ns) + ": its process (pid " + std::to_string(control(peer).pid) +
+           ") is alive but did not respond before the deadline. If it is only slow, increase timeout_s");
 }
 
 }  // namespace moe_comm

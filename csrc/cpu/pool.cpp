@@ -45,12 +45,12 @@ class Pool {
 
  private:
   void work(int index) {
-    uint64_t seen = 0;
+    uint64_t last_round = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [&] { return stop_ || round_ != seen; });
+      wake_.wait(lock, [&] { return stop_ || round_ != last_round; });
       if (stop_) return;
-      seen = round_;
+      last_round = round_;
       if (index >= parts_) continue;
       const std::function<void(int)>* part = part_;
       lock.unlock();

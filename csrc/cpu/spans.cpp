@@ -34,7 +34,7 @@ int64_t monotonic_ns() {
 }
 
 // Publish a word that other processes read concurrently.
-void tell(char* base, int64_t at, int64_t value) {
+void publish(char* base, int64_t at, int64_t value) {
   __atomic_store_n(reinterpret_cast<int64_t*>(base + at), value, __ATOMIC_RELEASE);
 }
 
@@ -51,13 +51,13 @@ void SpanWriter::bind(char* base, int64_t records) {
   outer_ = -1;
 }
 
-void SpanWriter::begin(Span& span, uint32_t name, uint32_t layer, bool aside, int32_t step, int32_t micro) {
+void SpanWriter::begin(Span& span, uint32_t name, uint32_t layer, bool background, int32_t step, int32_t micro) {
   const int64_t now = monotonic_ns();
   span.index = head_;
   span.begin_ns = now;
   span.region = region_;
-  const int64_t call = span.group != 0 && !aside ? next_call(span) : 0;
-  if (outer_ < 0 && span.kind >= kFirstMoving && !aside) {
+  const int64_t call = span.group != 0 && !background ? next_call(span) : 0;
+  if (outer_ < 0 && span.kind >= kFirstMoving && !background) {
     outer_ = span.index;
     inside_bytes_ = 0;
     inside_group_ = 0;
@@ -73,22 +73,22 @@ void SpanWriter::begin(Span& span, uint32_t name, uint32_t layer, bool aside, in
   record.step = step;
   record.micro = micro;
   record.kind = static_cast<uint16_t>(span.kind);
-  record.thread = aside;
+  record.thread = background;
   record.name = name;
   record.layer = layer;
   record.group = span.group;
   record.peer = span.peer;
   record.experts = 0;
   __atomic_store_n(&record.index, span.index, __ATOMIC_RELEASE);
-  tell(base_, kHeadAt, ++head_);
-  tell(base_, kActiveAt, now);
+  publish(base_, kHeadAt, ++head_);
+  publish(base_, kActiveAt, now);
 }
 
 void SpanWriter::end(const Span& span) {
   if (span.region != region_) return;
   const int64_t now = monotonic_ns();
   if (Record* record = record_of(span)) __atomic_store_n(&record->end_ns, now, __ATOMIC_RELEASE);
-  tell(base_, kActiveAt, now);
+  publish(base_, kActiveAt, now);
   if (outer_ == span.index) {
     outer_ = -1;
     count(span, now);
@@ -128,13 +128,13 @@ void SpanWriter::put_rows(const Span& span, const uint32_t* rows, int64_t number
   if (record == nullptr) return;
   record->nbytes = span.nbytes;
   number = std::min(number, kRowsWords);
-  const int64_t left = kRowsWords - rows_head_ % kRowsWords;
-  if (number > left) rows_head_ += left;  // rows of one span are contiguous
+  const int64_t remaining = kRowsWords - rows_head_ % kRowsWords;
+  if (number > remaining) rows_head_ += remaining;  // rows of one span are contiguous
   std::memcpy(base_ + kHeaderBytes + kNamesBytes + 4 * (rows_head_ % kRowsWords), rows, 4 * number);
   record->rows_at = rows_head_;
   record->experts = static_cast<uint32_t>(number);
   rows_head_ += number;
-  tell(base_, kRowsHeadAt, rows_head_);
+  publish(base_, kRowsHeadAt, rows_head_);
 }
 
 void SpanWriter::put_device(const Span& span, int64_t begin_ns, int64_t end_ns) {
@@ -146,10 +146,10 @@ void SpanWriter::put_device(const Span& span, int64_t begin_ns, int64_t end_ns) 
 
 void SpanWriter::begin_step(int64_t step) {
   outer_ = -1;
-  tell(base_, kStepAt, step);
+  publish(base_, kStepAt, step);
 }
 
-void SpanWriter::count_anew() {
+void SpanWriter::reset_calls() {
   calls_.clear();
   std::memset(base_ + kCallsAt, 0, kHeaderBytes - kCallsAt);
 }
@@ -164,16 +164,16 @@ SpanWriter::Record* SpanWriter::record_of(const Span& span) const {
 
 int64_t SpanWriter::next_call(const Span& span) {
   const auto place = static_cast<int64_t>(calls_.size()) * static_cast<int64_t>(sizeof(CallsEntry)) + kCallsAt;
-  const auto [found, fresh] = calls_.try_emplace(uint64_t{span.group} << 8 | static_cast<uint64_t>(span.kind));
-  Calls& calls = found->second;
-  if (fresh && place + static_cast<int64_t>(sizeof(CallsEntry)) <= kHeaderBytes) {
+  const auto [entry_of, is_new] = calls_.try_emplace(uint64_t{span.group} << 8 | static_cast<uint64_t>(span.kind));
+  Calls& calls = entry_of->second;
+  if (is_new && place + static_cast<int64_t>(sizeof(CallsEntry)) <= kHeaderBytes) {
     auto* entry = reinterpret_cast<CallsEntry*>(base_ + place);
     entry->kind = static_cast<uint32_t>(span.kind);
     entry->group = span.group;
-    calls.shown = &entry->number;
+    calls.counter = &entry->number;
   }
   ++calls.number;
-  if (calls.shown != nullptr) __atomic_store_n(calls.shown, calls.number, __ATOMIC_RELEASE);
+  if (calls.counter != nullptr) __atomic_store_n(calls.counter, calls.number, __ATOMIC_RELEASE);
   return calls.number;
 }
 

@@ -35,23 +35,23 @@ class SpanWriter {
  public:
   // Bind to a new region. The region must be empty except for its header and names.
   void bind(char* base, int64_t records);
-  void begin(Span& span, uint32_t name, uint32_t layer, bool aside, int32_t step, int32_t micro);
+  void begin(Span& span, uint32_t name, uint32_t layer, bool background, int32_t step, int32_t micro);
   void end(const Span& span);
 
-  // Update a span's record. No effect if the ring has overwritten the record or another region is bound.
+  // Update the record of a span. No effect if the ring has overwritten the record or another region is bound.
   void put(const Span& span, uint32_t name, uint32_t layer, int32_t micro);
   void put_rows(const Span& span, const uint32_t* rows, int64_t number, int64_t sum);
   void put_device(const Span& span, int64_t begin_ns, int64_t end_ns);
 
   void begin_step(int64_t step);
-  void count_anew();
+  void reset_calls();
   SpanTotals take();
 
  private:
   struct Record;
   struct Calls {
     int64_t number = 0;
-    int64_t* shown = nullptr;  // the counter in the region; null if the region has no free entry
+    int64_t* counter = nullptr;  // the same number in the region; null if the region has no free entry
   };
 
   Record* record_of(const Span& span) const;

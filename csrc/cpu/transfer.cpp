@@ -38,8 +38,9 @@ Transfer::Transfer(std::shared_ptr<Communicator> communicator, std::shared_ptr<H
       expert_offsets_(std::move(expert_offsets)),
       threads_(threads) {
   if (static_cast<int>(expert_offsets_.size()) != world() + 1 || world() > kMaxWorld) {
-    throw std::invalid_argument("expert_offsets must have one entry more than there are ranks, of which at most " +
-                                std::to_string(kMaxWorld));
+    throw std::invalid_argument("expert_offsets must have " + std::to_string(world() + 1) + " entries for " +
+                                std::to_string(world()) + " ranks, and at most " + std::to_string(kMaxWorld) +
+                                " ranks are supported; got " + std::to_string(expert_offsets_.size()) + " entries");
   }
   for (int r = 0; r < world(); ++r) {
     for (int64_t e = expert_offsets_[static_cast<size_t>(r)]; e < expert_offsets_[static_cast<size_t>(r) + 1]; ++e) {
@@ -69,24 +70,24 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
   const int64_t slots = shape.tokens * shape.top_k;
   const size_t world_size = static_cast<size_t>(world()), my_rank = static_cast<size_t>(rank());
 
-  auto arriving = std::make_shared<Arriving>(communicator_, heap_);
+  auto pending = std::make_shared<PendingReceive>(communicator_, heap_);
   Record local{};
-  Record& mine = communicator_ ? communicator_->record() : local;
+  Record& own = communicator_ ? communicator_->record() : local;
 
   // Count this rank's slots per expert in memory that the peers can read. If the allocation fails on one rank, that
   // rank sends the fault in the handshake, so that all ranks raise the same error.
   int64_t* counts = nullptr;
-  mine.block_offset = kBlockFailed;
+  own.block_offset = kBlockFailed;
   try {
-    mine.counts_offset = arriving->alloc(experts * 8);
-    counts = reinterpret_cast<int64_t*>(heap_->base() + mine.counts_offset);
+    own.counts_offset = pending->alloc(experts * 8);
+    counts = reinterpret_cast<int64_t*>(heap_->base() + own.counts_offset);
     std::memset(counts, 0, static_cast<size_t>(experts) * 8);
   } catch (const HeapError& error) {
     if (!op.fault) op.fault_text = error.what();
     if (!op.fault) op.fault = kHeapFault;
   }
   auto layout = std::make_shared<Layout>();
-  layout->maker = this;
+  layout->creator = this;
   layout->tokens = shape.tokens;
   layout->top_k = shape.top_k;
   layout->hidden = shape.hidden;
@@ -105,10 +106,10 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
     op.fault = kRoutingFault;
     op.fault_text = routing_fault(ids, shape);
   }
-  arriving->begin(op);
+  pending->begin(op);
   layout->counts.resize(world_size * static_cast<size_t>(experts));
   for (int p = 0; p < world(); ++p) {
-    const int64_t offset = communicator_ ? communicator_->record(p).counts_offset : mine.counts_offset;
+    const int64_t offset = communicator_ ? communicator_->record(p).counts_offset : own.counts_offset;
     if (experts == 0) break;
     std::memcpy(layout->counts.data() + p * experts, address(p, offset, experts * 8), static_cast<size_t>(experts) * 8);
   }
@@ -129,7 +130,7 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
   const int64_t row_bytes = shape.hidden * dtype_bytes(shape.dtype);
   std::string heap_error;
   try {
-    mine.block_offset = arriving->alloc(layout->rows * row_bytes);
+    own.block_offset = pending->alloc(layout->rows * row_bytes);
   } catch (const HeapError& error) {
     heap_error = error.what();
   }
@@ -147,7 +148,7 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
   std::vector<char*> base(world_size, nullptr);
   int failed = -1;
   for (int p = 0; p < world(); ++p) {
-    const int64_t block = communicator_ ? communicator_->record(p).block_offset : mine.block_offset;
+    const int64_t block = communicator_ ? communicator_->record(p).block_offset : own.block_offset;
     if (block == kBlockFailed) {
       failed = p;
       continue;
@@ -158,27 +159,28 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
     base[owner] = address(p, block, rows * row_bytes);
   }
   if (failed >= 0) {
-    arriving->finish();
+    pending->finish();
     throw HeapError(!heap_error.empty() ? heap_error
                                         : "rank " + std::to_string(failed) +
-                                              " has no room for its rows in shared memory; nothing was sent");
+                                              " has no room for its rows in shared memory, so no rows were sent. Free "
+                                              "/dev/shm on its host, or send fewer tokens per call");
   }
   if (row_bytes > 0) {
     const TokenLoop loop = token_loop(*layout, base, slots * row_bytes);
     parallel_for(shape.tokens, grain(*layout), threads_,
                  [&](int64_t first, int64_t last) { kernels().scatter(loop, first, last, x.data, x.stride); });
   }
-  const int64_t block = arriving->give(mine.block_offset);
-  arriving->leave();
-  return {std::move(layout), block, std::move(arriving)};
+  const int64_t block = pending->release(own.block_offset);
+  pending->publish_done();
+  return {std::move(layout), block, std::move(pending)};
 }
 
-int64_t Transfer::place_rows(const Layout& layout, Rows rows, Underway& underway) {
+int64_t Transfer::ensure_in_heap(const Layout& layout, Rows rows, PendingTransfer& pending) {
   const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
   const int64_t bytes = layout.rows * row_bytes;
   if (bytes == 0) return 0;
   if (rows.stride == row_bytes && heap_->owns(rows.data, bytes)) return rows.data - heap_->base();
-  const int64_t offset = underway.alloc(bytes);
+  const int64_t offset = pending.alloc(bytes);
   char* copy = heap_->base() + offset;
   parallel_for(layout.rows, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes)), threads_,
                [&](int64_t first, int64_t last) {
@@ -189,10 +191,10 @@ int64_t Transfer::place_rows(const Layout& layout, Rows rows, Underway& underway
   return offset;
 }
 
-bool Transfer::made_here(const Layout& layout, Op& op) const {
-  if (layout.maker == this) return true;
+bool Transfer::created_here(const Layout& layout, Op& op) const {
+  if (layout.creator == this) return true;
   op.fault = kInputFault;
-  op.fault_text = "this layout was made by another dispatcher; combine with the one that dispatched";
+  op.fault_text = "this handle was returned by another dispatcher; call combine on the dispatcher that returned it";
   return false;
 }
 
@@ -200,22 +202,24 @@ char* Transfer::address(int peer, int64_t offset, int64_t bytes) const {
   return communicator_ ? communicator_->address(peer, offset, bytes) : heap_->base() + offset;
 }
 
-std::shared_ptr<Leaving> Transfer::start_sum(Op op, const Layout& layout, Rows rows, bool computed) {
-  auto leaving = std::make_shared<Leaving>(communicator_, heap_, layout, threads_);
+std::shared_ptr<PendingSum> Transfer::start_sum(Op op, const Layout& layout, Rows rows, bool computed) {
+  auto pending = std::make_shared<PendingSum>(communicator_, heap_, layout, threads_);
   try {
-    if (!op.fault && made_here(layout, op)) {
+    if (!op.fault && created_here(layout, op)) {
       const int64_t bytes = layout.rows * layout.hidden * dtype_bytes(layout.dtype);
       if (!computed && bytes > 0 && !heap_->owns(rows.data, bytes)) {
-        throw std::invalid_argument("rows that peers read while they are computed must stand in this rank's heap");
+        throw std::invalid_argument(
+            "rows that are computed after start_sum must be in this rank's heap, where peers read "
+            "them; allocate them with Heap.tensor");
       }
-      leaving->offer(place_rows(layout, rows, *leaving), computed);
+      pending->publish_rows(ensure_in_heap(layout, rows, *pending), computed);
     }
   } catch (const HeapError& error) {
     op.fault = kHeapFault;
     op.fault_text = error.what();
   }
-  leaving->post(op);
-  return leaving;
+  pending->post(op);
+  return pending;
 }
 
 void sum_rows(const Layout& layout, const std::vector<char*>& base, const float* weights, int threads, char* y) {
@@ -228,19 +232,19 @@ void sum_rows(const Layout& layout, const std::vector<char*>& base, const float*
 Spread Transfer::start_spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
                               float* grad_weights) {
   const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
-  auto arriving = std::make_shared<Arriving>(communicator_, heap_);
+  auto pending = std::make_shared<PendingReceive>(communicator_, heap_);
   Record local{};
-  Record& mine = communicator_ ? communicator_->record() : local;
-  mine.rows_bytes = layout.rows * row_bytes;
-  mine.rows_offset = 0;
+  Record& own = communicator_ ? communicator_->record() : local;
+  own.rows_bytes = layout.rows * row_bytes;
+  own.rows_offset = 0;
   try {
-    mine.block_offset = arriving->alloc(mine.rows_bytes);
-    if (made_here(layout, op) && weight_grads) mine.rows_offset = place_rows(layout, rows, *arriving);
+    own.block_offset = pending->alloc(own.rows_bytes);
+    if (created_here(layout, op) && weight_grads) own.rows_offset = ensure_in_heap(layout, rows, *pending);
   } catch (const HeapError& error) {
     op.fault = kHeapFault;
     op.fault_text = error.what();
   }
-  arriving->begin(op);
+  pending->begin(op);
   std::vector<char*> base(static_cast<size_t>(world()), nullptr), grad_base(base);
   for (int p = 0; p < world(); ++p) {
     const Record& other = communicator_ ? communicator_->record(p) : local;
@@ -252,9 +256,9 @@ Spread Transfer::start_spread(Op op, const Layout& layout, Rows g, Rows rows, co
     kernels().spread(loop, first, last, g.data, g.stride, weights, grad_base.data(),
                      weight_grads ? grad_weights : nullptr);
   });
-  const int64_t block = arriving->give(mine.block_offset);
-  arriving->leave();
-  return {block, std::move(arriving)};
+  const int64_t block = pending->release(own.block_offset);
+  pending->publish_done();
+  return {block, std::move(pending)};
 }
 
 }  // namespace moe_comm

@@ -6,7 +6,7 @@
 //                        └─── rank 1's rows
 //   spread   backward of sum: writes row gradients to the owners' blocks and computes dot products
 //
-// start_* begins an operation. The operation is complete when the returned object is finished (underway.h).
+// start_* starts an operation. It is complete when finish() of the returned object has returned (pending.h).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "communicator.h"
-#include "underway.h"
+#include "pending.h"
 
 namespace moe_comm {
 
@@ -25,10 +25,10 @@ struct Layout {
   std::vector<int64_t> counts;           // [world, E] slots that each rank sends to each expert
   int64_t tokens = 0, top_k = 0, hidden = 0;
   int dtype = 0;
-  const void* maker = nullptr;  // the Transfer that created this layout
-  int64_t rows = 0;             // number of rows in this rank's block
-  int64_t dropped = 0;          // number of this rank's slots that are dropped
-  int64_t own = 0;              // number of this rank's slots routed to its own experts
+  const void* creator = nullptr;  // the Transfer that created this layout
+  int64_t rows = 0;               // number of rows in this rank's block
+  int64_t dropped = 0;            // number of this rank's slots that are dropped
+  int64_t own = 0;                // number of this rank's slots routed to its own experts
 };
 
 // A [rows, hidden] matrix whose rows are `stride` bytes apart.
@@ -37,17 +37,16 @@ struct Rows {
   int64_t stride = 0;
 };
 
-// A dispatch whose rows are in flight to this rank's block. `arriving` is pending until it is finished; no peer writes
-// to the block after that.
+// A dispatch whose rows are in flight to this rank's block. No peer writes to the block after `pending` has finished.
 struct Sent {
   std::shared_ptr<Layout> layout;
   int64_t block = -1;  // offset of the block in this rank's heap
-  std::shared_ptr<Arriving> arriving;
+  std::shared_ptr<PendingReceive> pending;
 };
 
 struct Spread {
   int64_t block = -1;
-  std::shared_ptr<Arriving> arriving;
+  std::shared_ptr<PendingReceive> pending;
 };
 
 struct Shape {
@@ -64,9 +63,9 @@ class Transfer {
 
   // On return, all rows of this rank are written at their owners.
   Sent start_send(Op op, Rows x, const int64_t* ids, Shape shape);
-  // If `computed` is false, `rows` is in this rank's heap and the caller fills it while it sets flags. `layout` must
-  // outlive the returned object.
-  std::shared_ptr<Leaving> start_sum(Op op, const Layout& layout, Rows rows, bool computed);
+  // If `computed` is false, `rows` is in this rank's heap and the caller writes it and then raises the flags. `layout`
+  // must outlive the returned object.
+  std::shared_ptr<PendingSum> start_sum(Op op, const Layout& layout, Rows rows, bool computed);
   // The returned `block` holds gradient rows. On return, this rank's gradients are written at their owners. Without
   // `weight_grads`, `rows` and `grad_weights` are unused.
   Spread start_spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
@@ -81,10 +80,10 @@ class Transfer {
   std::string routing_fault(const int64_t* ids, const Shape& shape) const;
   // Return the offset of `rows` in this rank's heap. Rows that are outside the heap or not dense are first copied to a
   // temporary block.
-  int64_t place_rows(const Layout& layout, Rows rows, Underway& underway);
+  int64_t ensure_in_heap(const Layout& layout, Rows rows, PendingTransfer& pending);
   // Return whether this Transfer created `layout`; sets op.fault if not. Places of another Transfer do not refer to
   // these heaps.
-  bool made_here(const Layout& layout, Op& op) const;
+  bool created_here(const Layout& layout, Op& op) const;
   char* address(int peer, int64_t offset, int64_t bytes) const;
 
   std::shared_ptr<Communicator> communicator_;

@@ -12,11 +12,10 @@
 //
 // Each peer writes to its own words of the control area and then sets the matching flag word to the current turn
 // number. Flags are never reset. A turn is a sequence number: each meet starts a new turn. A rank can be at most one
-// turn ahead of a peer that still reads, so the data is double-buffered by parity (0 or 1) of the turn. (A dispatch in
-// which the host allocates takes two turns. Therefore meet copies the counts to this rank's private memory, where push
-// and arrive read them.)
+// turn ahead of a peer that still reads, so the data is double-buffered by parity (0 or 1) of the turn. meet copies
+// counts and offers to this rank's private memory, where the kernels that follow read them.
 //
-//   dispatch   count ▸ meet (counts) ▸ [host allocates] ▸ meet (offers) ▸ push ▸ arrive [▸ fan_out]
+//   dispatch   count ▸ scan ▸ meet (counts, offers) ▸ push ▸ arrive [▸ fan_out]      one turn, no host in between
 //   combine    meet (offers) ▸ sum ▸ done            also the backward of dispatch, without weights
 //   backward   meet (offers) ▸ spread ▸ done         backward of combine
 //
@@ -129,16 +128,22 @@ struct Report {
   X(abort_at)      /* one word in host memory: not 0 tells waiting kernels to leave */ \
   X(timeout_ns)
 
-// T tokens with K slots each. Slots are split into chunks of `chunk` slots, a multiple of K. count and push run one
-// block per chunk.
-#define MOE_P2P_SLOTS(X)                                                                                      \
-  X(tokens)                                                                                                   \
-  X(top_k)                                                                                                    \
-  X(ids_at) /* [T, K] int64 */                                                                                \
-  X(chunk)                                                                                                    \
-  X(chunks)    /* ceil(T * K / chunk), 0 where there are no slots */                                          \
-  X(counts_at) /* [chunks, E] int64: count writes slots per expert; meet makes of it the first row of each */ \
-  X(bad_at)    /* [chunks, 4] int64: slots dropped; how many are bad; the first bad slot or -1; its id */
+// T tokens with K slots each. Slots are split into chunks of `chunk` slots, a multiple of K. count runs one
+// block per chunk. The row of a slot at the owner of its expert e is the sum of
+//   expert_rows_at[e]       rows of the experts before e on that rank, and of the ranks before this one for e
+//   counts_at[chunk][e]     this rank's slots for e in the chunks before
+//   low half of place_at    slots for e before this one in its chunk
+#define MOE_P2P_SLOTS(X)                                                                                            \
+  X(tokens)                                                                                                         \
+  X(top_k)                                                                                                          \
+  X(ids_at) /* [T, K] int64 */                                                                                      \
+  X(chunk)                                                                                                          \
+  X(chunks)         /* ceil(T * K / chunk), 0 where there are no slots */                                           \
+  X(counts_at)      /* [chunks, E] int64: count writes slots per expert; scan replaces them by those before */      \
+  X(bad_at)         /* [chunks, 4] int64: slots dropped; how many are bad; the first bad slot or -1; its id */      \
+  X(expert_rows_at) /* [E] int64: scan writes this rank's slots per expert; meet replaces them by the first row */  \
+  X(place_at) /* [T, K] int64: count writes slots before and in total of the same expert in the chunk (low and high \
+                 half) or -1; push replaces them by places, as layout.h packs them */
 
 // Rows: elements of `dtype` (runtime/shared.DTYPE_CODES: 0 fp32, 1 bf16, 2 fp16); `hidden` elements per row are used.
 #define MOE_P2P_ROWS(X) \
@@ -148,9 +153,12 @@ struct Report {
 // count: [chunks] blocks. Counts the slots per expert in each chunk.
 #define MOE_P2P_COUNT(X) MOE_P2P_GROUP(X) MOE_P2P_SLOTS(X)
 
+// scan: ceil(E / kScanExperts) blocks. Sums the counts over the chunks.
+#define MOE_P2P_SCAN(X) MOE_P2P_GROUP(X) MOE_P2P_SLOTS(X)
+
 // meet: one block. Starts a turn. Writes this rank's header, offer and, if with_counts, slots per expert to all peers;
-// waits for theirs; compares headers. With counts, it then converts counts_at to first rows and writes summary_at and
-// the report. Without counts, the slot words are not read.
+// waits for theirs; compares headers. With counts, it then converts expert_rows_at to first rows and writes summary_at
+// and the report. Without counts, the slot words are not read.
 #define MOE_P2P_MEET(X)                                                                                       \
   MOE_P2P_GROUP(X)                                                                                            \
   MOE_P2P_SLOTS(X)                                                                                            \
@@ -168,24 +176,25 @@ struct Report {
   X(summary_at)     /* [L + 1] int64 on the device: first row of each of this rank's experts, then the end;   \
                        never beyond this rank's room */
 
-// push: [chunks] blocks. Writes each slot's row to its place at the expert's owner and fills place_at. Sets
-// arrived(e, rank) at the owner of e once all of this rank's rows for e are written.
+// push, and push_fp8 for rows that are quantised: any number of blocks; each takes chunks in turn. Writes each slot's
+// row to its place at the expert's owner and fills place_at. Sets arrived(e, rank) at the owner of e once all of this
+// rank's rows for e are written.
 //   A slot with a row index beyond the owner's capacity (offer word 4) gets place -1 and counts as overflow.
 //   format: Format; the received values equal those of dispatch/wire_dtype.py.
 //   relay: a token's row is sent once per rank; the owner's links (offer word 3) list its other destinations there.
-#define MOE_P2P_PUSH(X)                                                                            \
-  MOE_P2P_GROUP(X)                                                                                 \
-  MOE_P2P_SLOTS(X)                                                                                 \
-  MOE_P2P_ROWS(X)                                                                                  \
-  X(x_at)                                                                                          \
-  X(stride) /* bytes */                                                                            \
-  X(offers_at)                                                                                     \
-  X(all_counts_at)                                                                                 \
-  X(place_at) /* [T, K] int64, as layout.h packs them */                                           \
-  X(left_at)  /* [E] int64, zero before the first push; each push counts in it and leaves zeros */ \
-  X(format)                                                                                        \
-  X(power_of_two)                                                                                  \
-  X(relay)
+#define MOE_P2P_PUSH(X)                                                                           \
+  MOE_P2P_GROUP(X)                                                                                \
+  MOE_P2P_SLOTS(X)                                                                                \
+  MOE_P2P_ROWS(X)                                                                                 \
+  X(x_at)                                                                                         \
+  X(stride) /* bytes */                                                                           \
+  X(offers_at)                                                                                    \
+  X(all_counts_at)                                                                                \
+  X(left_at) /* [E] int64, zero before the first push; each push counts in it and leaves zeros */ \
+  X(format)                                                                                       \
+  X(power_of_two)                                                                                 \
+  X(relay)                                                                                        \
+  X(bulk) /* copy rows by cp.async.bulk where their addresses allow it; sm_90 and newer */
 
 // arrive: one block. Waits until all rows of this rank's experts have been written.
 #define MOE_P2P_ARRIVE(X) \
@@ -267,8 +276,10 @@ struct Report {
 // All kernels p2p_<name>: name, argument struct, words.
 #define MOE_P2P_KERNELS(K)                      \
   K(count, CountArgs, MOE_P2P_COUNT)            \
+  K(scan, ScanArgs, MOE_P2P_SCAN)               \
   K(meet, MeetArgs, MOE_P2P_MEET)               \
   K(push, PushArgs, MOE_P2P_PUSH)               \
+  K(push_fp8, PushFp8Args, MOE_P2P_PUSH)        \
   K(arrive, ArriveArgs, MOE_P2P_ARRIVE)         \
   K(fan_out, FanOutArgs, MOE_P2P_FAN_OUT)       \
   K(sum, SumArgs, MOE_P2P_SUM)                  \

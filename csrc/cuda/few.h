@@ -74,7 +74,12 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
                        a.power_of_two != 0,
                        all_on_16(offers, a.world, kRowsAt, own)};
   if (a.hidden > 0) {
-    send_rows(m, from, mine, {rows, scale_rows, 1}, scratch, [&](int i) { return int64_t{tokens[i]}; });
+    const auto row_of = [&](int i) { return int64_t{tokens[i]}; };
+    if (a.format == kSame) {
+      copy_all_rows(m, from, mine, {rows, scale_rows, 1}, row_of);
+    } else {
+      quantise_rows(m, from, mine, {rows, scale_rows, 1}, scratch, row_of);
+    }
   }
   m.sync();
   m.each(1, [&](int) {

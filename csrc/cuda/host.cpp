@@ -34,6 +34,7 @@ constexpr int64_t threads_of(Kernel kernel) {
     case k_count:
       return 256;
     case k_push:
+    case k_push_fp8:
     case k_fan_out:
     case k_sum:
     case k_spread:

@@ -13,8 +13,10 @@
   }
 
 MOE_P2P_KERNEL(count, CountArgs, 1024, 1)
+MOE_P2P_KERNEL(scan, ScanArgs, 1024, 1)
 MOE_P2P_KERNEL(meet, MeetArgs, 1024, 1)
 MOE_P2P_KERNEL(push, PushArgs, 512, 2)
+MOE_P2P_KERNEL(push_fp8, PushFp8Args, 512, 2)
 MOE_P2P_KERNEL(arrive, ArriveArgs, 1024, 1)
 MOE_P2P_KERNEL(fan_out, FanOutArgs, 512, 2)
 MOE_P2P_KERNEL(sum, SumArgs, 512, 2)

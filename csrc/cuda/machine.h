@@ -48,19 +48,22 @@ class Machine {
   MOE_BLOCK void each(int n, F f) const {
     for (int i = static_cast<int>(threadIdx.x); i < n; i += static_cast<int>(blockDim.x)) f(i);
   }
-  // Like each, but issues `kAtOnce` loads before the first store.
+  // Calls store(row, word, load(row, word)) for all words of all rows. A warp moves a part of a row at a time, and
+  // issues `kAtOnce` loads before the first store.
   template <int kAtOnce, class Load, class Store>
-  MOE_BLOCK void move(int n, Load load, Store store) const {
-    const int step = static_cast<int>(blockDim.x);
-    for (int i = static_cast<int>(threadIdx.x); i < n; i += kAtOnce * step) {
-      decltype(load(0)) v[kAtOnce];
+  MOE_BLOCK void move_rows(int rows, int words, Load load, Store store) const {
+    const int lane = static_cast<int>(threadIdx.x % 32), warps = static_cast<int>(blockDim.x / 32);
+    const int parts = (words + 32 * kAtOnce - 1) / (32 * kAtOnce);
+    for (int i = static_cast<int>(threadIdx.x / 32); i < rows * parts; i += warps) {
+      const int row = i / parts, first = i % parts * 32 * kAtOnce + lane;
+      decltype(load(0, 0)) v[kAtOnce];
       MOE_UNROLL
       for (int u = 0; u < kAtOnce; ++u) {
-        if (i + u * step < n) v[u] = load(i + u * step);
+        if (first + u * 32 < words) v[u] = load(row, first + u * 32);
       }
       MOE_UNROLL
       for (int u = 0; u < kAtOnce; ++u) {
-        if (i + u * step < n) store(i + u * step, v[u]);
+        if (first + u * 32 < words) store(row, first + u * 32, v[u]);
       }
     }
   }
@@ -142,8 +145,8 @@ class Machine {
     }
   }
   template <int kAtOnce, class Load, class Store>
-  void move(int n, Load load, Store store) const {
-    each(n, [&](int i) { store(i, load(i)); });
+  void move_rows(int rows, int words, Load load, Store store) const {
+    each(rows * words, [&](int i) { store(i / words, i % words, load(i / words, i % words)); });
   }
   void sync() const {}
 

@@ -1,4 +1,4 @@
-// Kernels that start and end a turn: count, meet, arrive, done.
+// Kernels that start and end a turn: count, scan, meet, arrive, done.
 #pragma once
 
 #include "cuda/machine.h"
@@ -13,14 +13,21 @@ MOE_BLOCK int chunk_slots(int64_t tokens, int64_t top_k, int64_t chunk, int64_t 
   return static_cast<int>(left < chunk ? left : chunk);
 }
 
-// Count the ids in ids[0, n) that equal ids[i], in total and before i. Each thread scans the whole chunk: the cost does
-// not depend on the number of experts, neighbouring threads read the same words, and the order is deterministic.
-struct Rank {
-  int before, all;
+// Number of slots of a chunk with the same expert as a slot: before it, and in total. In place_at until push.
+struct ChunkRank {
+  int32_t before, all;
+
+  MOE_BLOCK int64_t packed() const { return int64_t{all} << 32 | before; }
+  static MOE_BLOCK ChunkRank of(int64_t packed) {
+    return {static_cast<int32_t>(packed & 0x7fffffff), static_cast<int32_t>(packed >> 32)};
+  }
 };
-MOE_BLOCK Rank rank_in_chunk(const int32_t* ids, int n, int i) {
+
+// Each thread reads the whole chunk: the cost does not depend on the number of experts, neighbouring threads read the
+// same words, and the order is deterministic.
+MOE_BLOCK ChunkRank rank_in_chunk(const int32_t* ids, int n, int i) {
   const int32_t id = ids[i];
-  Rank rank = {0, 0};
+  ChunkRank rank = {0, 0};
   for (int j = 0; j < n; ++j) {
     const int same = ids[j] == id;
     rank.all += same;
@@ -50,9 +57,13 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
     }
   });
   m.sync();
+  int64_t* places = at<int64_t>(a.place_at) + m.block() * a.chunk;
   m.each(n, [&](int i) {
-    const Rank rank = rank_in_chunk(ids, n, i);
-    if (ids[i] >= 0 && rank.before == 0) counts[ids[i]] = rank.all;
+    places[i] = kDropped;
+    if (ids[i] < 0) return;
+    const ChunkRank rank = rank_in_chunk(ids, n, i);
+    places[i] = rank.packed();
+    if (rank.before == 0) counts[ids[i]] = rank.all;
   });
   m.each(1, [&](int) {
     int64_t* bad = at<int64_t>(a.bad_at) + m.block() * 4;
@@ -63,34 +74,69 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
   });
 }
 
+// Each block sums the counts of kScanExperts experts. Its threads divide the chunks into segments: they sum each
+// segment, then the segments, and then replace each count by the sum of those before it.
+template <class M>
+MOE_BLOCK void scan(M& m, const ScanArgs& a) {
+  if (failed(a)) return;
+  constexpr int at_once = 8;  // counts that a thread loads before the first store
+  const int64_t first_expert = m.block() * kScanExperts, left = a.experts - first_expert;
+  const int experts = static_cast<int>(left < kScanExperts ? left : kScanExperts), chunks = static_cast<int>(a.chunks);
+  const int segments = static_cast<int>(scan_segments(a.experts, a.chunks, m.threads()));
+  const int per = (chunks + segments - 1) / segments;
+  int64_t* counts = at<int64_t>(a.counts_at) + first_expert;
+  int64_t* sums = m.template shared<int64_t>(segments * kScanExperts);
+  const auto end_of = [&](int first) { return first + per < chunks ? first + per : chunks; };
+  m.each(segments * experts, [&](int i) {
+    const int first = i / experts * per, end = end_of(first);
+    int64_t sum = 0;
+    MOE_UNROLL_BY(8)
+    for (int c = first; c < end; ++c) sum += counts[c * a.experts + i % experts];
+    sums[i] = sum;
+  });
+  m.sync();
+  m.each(experts, [&](int e) {
+    int64_t sum = 0;
+    for (int s = 0; s < segments; ++s) {
+      const int64_t of_segment = sums[s * experts + e];
+      sums[s * experts + e] = sum;
+      sum += of_segment;
+    }
+    at<int64_t>(a.expert_rows_at)[first_expert + e] = sum;
+  });
+  m.sync();
+  m.each(segments * experts, [&](int i) {
+    const int first = i / experts * per, end = end_of(first);
+    int64_t before = sums[i];
+    for (int c = first; c < end; c += at_once) {
+      int64_t slots[at_once];
+      MOE_UNROLL
+      for (int u = 0; u < at_once; ++u) slots[u] = c + u < end ? counts[(c + u) * a.experts + i % experts] : 0;
+      MOE_UNROLL
+      for (int u = 0; u < at_once; ++u) {
+        if (c + u < end) counts[(c + u) * a.experts + i % experts] = before;
+        before += slots[u];
+      }
+    }
+  });
+}
+
 // Intermediate results of meet, in shared memory.
 struct Meeting {
   int64_t* header;  // [49]
   int64_t* found;  // dropped, bad, first chunk with bad ids, first rank with a mismatch, first without memory, overflow
-  int64_t* partial;   // [segments, E] this rank's slots in the preceding segments
-  int64_t* own;       // [E] this rank's slots
-  int64_t* earlier;   // [E] slots of the ranks before this one
-  int64_t* sums;      // [E + 1]
-  int64_t* more;      // [E + 1]
-  int segments, per;  // number of segments; chunks per segment
+  int64_t* own;    // [E] this rank's slots
+  int64_t* earlier;  // [E] slots of the ranks before this one
+  int64_t* sums;     // [E + 1]
+  int64_t* more;     // [E + 1]
 };
 
-// Sum the counts over this rank's chunks.
+// Read this rank's counts, and report bad ids in its header.
 template <class M>
 MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, Meeting& x) {
-  const int experts = static_cast<int>(a.experts), chunks = static_cast<int>(a.chunks);
-  const int64_t* counts = at<const int64_t>(a.counts_at);
   const int64_t* bad = at<const int64_t>(a.bad_at);
-  m.each(x.segments * experts, [&](int i) {
-    const int first = i / experts * x.per;
-    int64_t sum = 0;
-    MOE_UNROLL_BY(8)
-    for (int c = first; c < (first + x.per < chunks ? first + x.per : chunks); ++c) {
-      sum += counts[static_cast<int64_t>(c) * experts + i % experts];
-    }
-    x.partial[i] = sum;
-  });
-  m.each(chunks, [&](int c) {
+  m.each(static_cast<int>(a.experts), [&](int e) { x.own[e] = at<const int64_t>(a.expert_rows_at)[e]; });
+  m.each(static_cast<int>(a.chunks), [&](int c) {
     if (bad[c * 4]) m.add(&x.found[0], bad[c * 4]);
     if (bad[c * 4 + 1]) {
       m.add(&x.found[1], bad[c * 4 + 1]);
@@ -98,15 +144,6 @@ MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, Meeting& x) {
     }
   });
   m.sync();
-  m.each(experts, [&](int e) {
-    int64_t sum = 0;
-    for (int s = 0; s < x.segments; ++s) {
-      const int64_t of_segment = x.partial[s * experts + e];
-      x.partial[s * experts + e] = sum;
-      sum += of_segment;
-    }
-    x.own[e] = sum;
-  });
   m.each(1, [&](int) {
     if (!x.found[1] || x.header[kFaultWord]) return;
     x.header[kFaultWord] = kBadIdsWord;
@@ -116,7 +153,7 @@ MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, Meeting& x) {
   });
 }
 
-// All ranks' counts have been received. Compute the first rows of this rank's chunks and experts, and the overflow.
+// All ranks' counts have been received. Compute the first row of this rank's slots of each expert, and the overflow.
 template <class M>
 MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64_t parity, Meeting& x) {
   const int experts = static_cast<int>(a.experts), world = static_cast<int>(a.world);
@@ -138,22 +175,13 @@ MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64
     x.earlier[e] = earlier;
   });
   const int64_t* upto = running_sums(m, x.sums, x.more, experts + 1);
-  m.each(x.segments * experts, [&](int i) {
-    const int e = i % experts, first = i / experts * x.per;
-    int64_t* counts = at<int64_t>(a.counts_at);
-    int64_t row = upto[e] - upto[offsets[owner_of(offsets, world, e)]] + x.earlier[e] + x.partial[i];
-    for (int c = first; c < (first + x.per < a.chunks ? first + x.per : a.chunks); ++c) {
-      int64_t* first_row = counts + static_cast<int64_t>(c) * experts + e;
-      const int64_t slots = *first_row;
-      *first_row = row;
-      row += slots;
-    }
-  });
   const int64_t* offers = at<const int64_t>(a.offers_at);
   m.each(experts, [&](int e) {
     const int64_t owner = owner_of(offsets, world, e), room = offers[owner * kOfferWords + kRoom];
+    const int64_t row = upto[e] - upto[offsets[owner]] + x.earlier[e];
+    at<int64_t>(a.expert_rows_at)[e] = row;
     if (room < 0) return;
-    const int64_t beyond = upto[e] - upto[offsets[owner]] + x.earlier[e] + x.own[e] - room;
+    const int64_t beyond = row + x.own[e] - room;
     if (beyond > 0) m.add(&x.found[5], beyond < x.own[e] ? beyond : x.own[e]);
   });
   const int64_t mine = offsets[a.rank], end = offsets[a.rank + 1];
@@ -184,9 +212,6 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   m.each(6, [&](int i) { x.found[i] = i == 2 ? a.chunks : i == 3 || i == 4 ? world : 0; });
   m.sync();
   if (a.with_counts) {
-    x.segments = static_cast<int>(meet_segments(a.experts, a.chunks, m.threads()));
-    x.per = static_cast<int>((a.chunks + x.segments - 1) / x.segments);
-    x.partial = m.template shared<int64_t>(x.segments * a.experts);
     x.own = m.template shared<int64_t>(a.experts);
     x.earlier = m.template shared<int64_t>(a.experts);
     x.sums = m.template shared<int64_t>(a.experts + 1);
@@ -217,8 +242,7 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   const int64_t* mine = blocks.words(a.rank);
   if (!wait_all(m, g, world, kTold, turn, 0, [&](int p) { return Word{mine + blocks.control.told(p), p}; })) return;
 
-  // Copy the data although it could be read in place. A rank that is one turn ahead writes to the other half, but a
-  // dispatch may take two turns.
+  // Copy the data to private memory for the kernels that follow.
   m.each(world, [&](int p) {
     const int64_t* header = mine + blocks.control.header(parity, p);
     const int64_t* from = mine + blocks.control.offer(parity, p);

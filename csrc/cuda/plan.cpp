@@ -5,6 +5,8 @@
 #include <cstring>
 #include <thread>
 
+#include "cuda/shared.h"
+
 namespace moe_comm {
 namespace p2p {
 
@@ -40,50 +42,44 @@ void Plan::start(Kernel kernel, int64_t blocks, Args& args) {
   starter_->start(kernel, how, &args);
 }
 
-void Plan::count_and_meet(const Tokens& t, int64_t ids_at, int64_t chunk, const Told& told) {
-  const int64_t chunks = (t.tokens * t.top_k + chunk - 1) / chunk;
-  slots_ = {t.tokens, t.top_k, ids_at, chunk, chunks, scratch_.counts_at, scratch_.bad_at};
-  CountArgs count{};
-  set_slots(count, slots_);
-  start(k_count, chunks, count);
-  meet(told, true);
-}
-
-void Plan::meet(const Told& told) { meet(told, false); }
-
-void Plan::meet(const Told& told, bool with_counts) {
-  MeetArgs a{};
-  a.header_at = home_.headers_at + told.slot * kHeaderWords * 8;
-  std::memcpy(reinterpret_cast<void*>(a.header_at), told.header, kHeaderWords * 8);
-  std::memcpy(&a.offer_0, told.offer, sizeof told.offer);
-  a.offers_at = scratch_.offers_at;
-  a.all_headers_at = home_.all_headers_at;
-  if (with_counts) {
-    set_slots(a, slots_);
-    a.with_counts = 1;
-    a.all_counts_at = scratch_.all_counts_at;
-    a.host_counts_at = home_.host_counts_at;
-    a.summary_at = scratch_.summary_at;
-  }
-  start(k_meet, 1, a);
-  counted_one();
-}
-
-void Plan::move(const Rows& x, int64_t place_at, int64_t format, int64_t power_of_two, const Links& links) {
-  PushArgs push{};
-  set_slots(push, slots_);
+template <class Args>
+Args Plan::push_args(const Slots& slots, const Rows& x, const Sending& how, const Links& links) const {
+  Args push{};
+  set_slots(push, slots);
   push.hidden = x.hidden;
   push.dtype = x.dtype;
   push.x_at = x.at;
   push.stride = x.stride;
   push.offers_at = scratch_.offers_at;
   push.all_counts_at = scratch_.all_counts_at;
-  push.place_at = place_at;
   push.left_at = home_.left_at;
-  push.format = format;
-  push.power_of_two = power_of_two;
+  push.format = how.format;
+  push.power_of_two = how.power_of_two;
   push.relay = links.blocks > 0;
-  start(k_push, slots_.chunks, push);
+  push.bulk = how.bulk;
+  return push;
+}
+
+void Plan::dispatch(const Told& told, const Slotted& s, const Rows& x, const Sending& how, const Links& links) {
+  const int64_t chunks = (s.of.tokens * s.of.top_k + s.chunk - 1) / s.chunk;
+  const Slots slots = {s.of.tokens, s.of.top_k,         s.ids_at,        s.chunk,
+                       chunks,      scratch_.counts_at, scratch_.bad_at, scratch_.expert_rows_at,
+                       s.place_at};
+  CountArgs count{};
+  set_slots(count, slots);
+  start(k_count, chunks, count);
+  ScanArgs scan{};
+  set_slots(scan, slots);
+  start(k_scan, (home_.group.experts + kScanExperts - 1) / kScanExperts, scan);
+  meet(told, &slots);
+  const int64_t blocks = how.blocks < chunks ? how.blocks : chunks;
+  if (how.format == kSame) {
+    auto push = push_args<PushArgs>(slots, x, how, links);
+    start(k_push, blocks, push);
+  } else {
+    auto push = push_args<PushFp8Args>(slots, x, how, links);
+    start(k_push_fp8, blocks, push);
+  }
   ArriveArgs arrive{};
   arrive.all_counts_at = scratch_.all_counts_at;
   start(k_arrive, 1, arrive);
@@ -96,8 +92,28 @@ void Plan::move(const Rows& x, int64_t place_at, int64_t format, int64_t power_o
   fan_out.links_at = links.links_at;
   fan_out.rows = links.rows;
   fan_out.summary_at = scratch_.summary_at;
-  fan_out.format = format;
+  fan_out.format = how.format;
   start(k_fan_out, links.blocks < links.rows ? links.blocks : links.rows, fan_out);
+}
+
+void Plan::meet(const Told& told) { meet(told, nullptr); }
+
+void Plan::meet(const Told& told, const Slots* slots) {
+  MeetArgs a{};
+  a.header_at = home_.headers_at + told.slot * kHeaderWords * 8;
+  std::memcpy(reinterpret_cast<void*>(a.header_at), told.header, kHeaderWords * 8);
+  std::memcpy(&a.offer_0, told.offer, sizeof told.offer);
+  a.offers_at = scratch_.offers_at;
+  a.all_headers_at = home_.all_headers_at;
+  if (slots != nullptr) {
+    set_slots(a, *slots);
+    a.with_counts = 1;
+    a.all_counts_at = scratch_.all_counts_at;
+    a.host_counts_at = home_.host_counts_at;
+    a.summary_at = scratch_.summary_at;
+  }
+  start(k_meet, 1, a);
+  counted_one();
 }
 
 void Plan::sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,

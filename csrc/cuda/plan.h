@@ -1,5 +1,4 @@
-// Operations of peer_to_peer dispatch on one rank. Each operation is a sequence of kernel launches between two points
-// at which the host reads results.
+// Operations of peer_to_peer dispatch on one rank. Each operation is one call, which launches a sequence of kernels.
 //
 // State that is constant across calls is kept here, so a call passes only its own arguments. This code does not use
 // Python and waits for the device only in `wait`.
@@ -24,7 +23,7 @@ struct Home {
 
 // Device buffers for one turn. Later kernels in the same stream use them; they are not read after the turn.
 struct Scratch {
-  int64_t counts_at = 0, bad_at = 0, offers_at = 0, all_counts_at = 0, summary_at = 0;
+  int64_t counts_at = 0, bad_at = 0, expert_rows_at = 0, offers_at = 0, all_counts_at = 0, summary_at = 0;
 };
 
 struct Told {
@@ -39,6 +38,17 @@ struct Rows {
 
 struct Tokens {
   int64_t tokens = 0, top_k = 0;
+};
+
+// Slots of dispatched tokens: expert ids, and output for places. `chunk`: slots per block of count.
+struct Slotted {
+  Tokens of;
+  int64_t ids_at = 0, place_at = 0, chunk = 1;
+};
+
+// How push sends rows, on at most `blocks` blocks; see PushArgs.
+struct Sending {
+  int64_t blocks = 1, format = 0, power_of_two = 0, bulk = 0;
 };
 
 // Buffers of relayed rows; rows == 0: no relay.
@@ -63,11 +73,10 @@ class Plan {
   void begin(uintptr_t stream, int64_t timeout_ns, bool captured);
   void use(const Scratch& scratch) { scratch_ = scratch; }
 
-  // Launch count and a meet with counts. The rows of the next `move` belong to these slots.
-  void count_and_meet(const Tokens& t, int64_t ids_at, int64_t chunk, const Told& told);
+  // Launch a dispatch: the counts and the offered buffers are exchanged in one meet, and the rows move.
+  void dispatch(const Told& told, const Slotted& slots, const Rows& x, const Sending& how, const Links& links);
   // Launch a meet without counts.
   void meet(const Told& told);
-  void move(const Rows& x, int64_t place_at, int64_t format, int64_t power_of_two, const Links& links);
   // offers_at: the offers for rows at fixed offsets; 0 uses the offers of the last meet.
   void sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at = 0);
   void spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at);
@@ -92,13 +101,14 @@ class Plan {
   // args: all words except those of the group, which start() fills in.
   template <class Args>
   void start(Kernel kernel, int64_t blocks, Args& args);
-  void meet(const Told& told, bool with_counts);
+  template <class Args>
+  Args push_args(const Slots& slots, const Rows& x, const Sending& how, const Links& links) const;
+  void meet(const Told& told, const Slots* slots);
   void counted_one() { turn += captured_ ? 0 : 1; }
 
   const std::shared_ptr<Starter> starter_;
   Home home_;
   Scratch scratch_;
-  Slots slots_{};
   uintptr_t stream_ = 0;
   bool captured_ = false;
 };

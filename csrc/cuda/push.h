@@ -1,13 +1,14 @@
 // Dispatch: each row is written directly to its place at the owner.
 #pragma once
 
+#include "cuda/bulk.h"
 #include "cuda/meet.h"
 #include "cuda/rows.h"
 
 namespace moe_comm {
 namespace p2p {
 
-// Per-slot data of one push block.
+// Per-slot data of the chunk that a push block processes.
 struct ChunkSlots {
   int32_t* ids;
   int32_t* together;  // at the first slot of each expert: number of slots of that expert in this chunk; otherwise 0
@@ -17,8 +18,8 @@ struct ChunkSlots {
 };
 
 // If several slots of a token have the same owner, the first slot carries the row and the others link to it.
-template <class M>
-MOE_BLOCK void link_slots(M& m, const PushArgs& a, const Blocks& blocks, int n, const ChunkSlots& s) {
+template <class M, class Args>
+MOE_BLOCK void link_slots(M& m, const Args& a, const Blocks& blocks, int n, const ChunkSlots& s) {
   const int64_t* offers = at<const int64_t>(a.offers_at);
   const int top_k = static_cast<int>(a.top_k);
   m.each(n, [&](int i) {
@@ -33,34 +34,28 @@ MOE_BLOCK void link_slots(M& m, const PushArgs& a, const Blocks& blocks, int n, 
   });
 }
 
-template <class M>
-MOE_BLOCK void push(M& m, const PushArgs& a) {
-  if (failed(a)) return;
-  const Blocks blocks(a);
-  const int n = chunk_slots(a.tokens, a.top_k, a.chunk, m.block()), top_k = static_cast<int>(a.top_k);
-  const int64_t first_slot = m.block() * a.chunk;
+// Write the rows of a chunk. send_rows(first token, number of tokens) sends those of s.rows.
+template <class M, class Args, class SendRows>
+MOE_BLOCK void push_chunk(M& m, const Args& a, const Blocks& blocks, int64_t chunk, const ChunkSlots& s,
+                          SendRows send_rows) {
+  const int n = chunk_slots(a.tokens, a.top_k, a.chunk, chunk), top_k = static_cast<int>(a.top_k);
+  const int64_t first_slot = chunk * a.chunk;
   const int64_t* offsets = at<const int64_t>(a.offsets_at);
   const int64_t* offers = at<const int64_t>(a.offers_at);
-  const int64_t* first_row = at<const int64_t>(a.counts_at) + m.block() * a.experts;
+  const int64_t* before_chunk = at<const int64_t>(a.counts_at) + chunk * a.experts;
+  const int64_t* expert_rows = at<const int64_t>(a.expert_rows_at);
+  int64_t* places = at<int64_t>(a.place_at) + first_slot;
   const int64_t bytes = row_bytes(a.hidden, a.dtype, a.format), scales = row_scales(a.hidden, a.format);
-  ChunkSlots s;
-  s.ids = m.template shared<int32_t>(a.chunk);
-  s.together = m.template shared<int32_t>(a.chunk);
-  s.places = m.template shared<int64_t>(a.chunk);
-  s.rows = m.template shared<char*>(a.chunk);
-  s.scales = m.template shared<char*>(a.chunk);
-  const Scratch scratch = quantise_scratch(m, a.hidden, a.format);
-
-  m.each(n, [&](int i) { s.ids[i] = static_cast<int32_t>(at<const int64_t>(a.ids_at)[first_slot + i]); });
   m.sync();
   m.each(n, [&](int i) {
-    const int32_t id = s.ids[i];
+    const int32_t id = static_cast<int32_t>(at<const int64_t>(a.ids_at)[first_slot + i]);
+    s.ids[i] = id;
     s.together[i] = 0;
     s.places[i] = kDropped;
     s.rows[i] = s.scales[i] = nullptr;
     if (id >= 0) {
-      const Rank rank = rank_in_chunk(s.ids, n, i);
-      const int64_t owner = owner_of(offsets, a.world, id), row = first_row[id] + rank.before;
+      const ChunkRank rank = ChunkRank::of(places[i]);
+      const int64_t owner = owner_of(offsets, a.world, id), row = expert_rows[id] + before_chunk[id] + rank.before;
       const int64_t* offer = offers + owner * kOfferWords;
       if (rank.before == 0) s.together[i] = rank.all;
       if (offer[kRoom] < 0 || row < offer[kRoom]) {
@@ -69,7 +64,7 @@ MOE_BLOCK void push(M& m, const PushArgs& a) {
         if (scales) s.scales[i] = blocks.peers[owner] + offer[kScalesAt] + row * scales * 4;
       }
     }
-    at<int64_t>(a.place_at)[first_slot + i] = s.places[i];
+    places[i] = s.places[i];
   });
   m.sync();
   if (a.relay) {
@@ -77,18 +72,7 @@ MOE_BLOCK void push(M& m, const PushArgs& a) {
     m.sync();
   }
 
-  const int64_t own = a.x_at | a.stride | (a.hidden * element_bytes(a.dtype));
-  const Source from = {at<const char>(a.x_at),
-                       a.stride,
-                       a.hidden,
-                       a.dtype,
-                       a.format,
-                       a.power_of_two != 0,
-                       all_on_16(offers, a.world, kRowsAt, own)};
-  const int64_t first_token = first_slot / top_k;
-  if (a.hidden > 0) {
-    send_rows(m, from, n / top_k, {s.rows, s.scales, top_k}, scratch, [&](int i) { return first_token + i; });
-  }
+  if (a.hidden > 0) send_rows(first_slot / top_k, n / top_k);
 
   // The block that sends the last row for an expert sets the flag at the expert's owner.
   m.sync();
@@ -102,6 +86,62 @@ MOE_BLOCK void push(M& m, const PushArgs& a) {
     m.store_release(blocks.words(owner) + blocks.control.arrived(id - offsets[owner], a.rank),
                     at<const State>(a.state_at)->turn);
   });
+}
+
+// Slots of the current chunk, and the source of the rows.
+template <class M, class Args>
+MOE_BLOCK ChunkSlots chunk_memory(M& m, const Args& a) {
+  ChunkSlots s;
+  s.ids = m.template shared<int32_t>(a.chunk);
+  s.together = m.template shared<int32_t>(a.chunk);
+  s.places = m.template shared<int64_t>(a.chunk);
+  s.rows = m.template shared<char*>(a.chunk);
+  s.scales = m.template shared<char*>(a.chunk);
+  return s;
+}
+template <class Args>
+MOE_BLOCK Source source_of(const Args& a) {
+  const int64_t own = a.x_at | a.stride | (a.hidden * element_bytes(a.dtype));
+  const bool vectors = all_on_16(at<const int64_t>(a.offers_at), a.world, kRowsAt, own);
+  return {at<const char>(a.x_at), a.stride, a.hidden, a.dtype, a.format, a.power_of_two != 0, vectors};
+}
+
+template <class M>
+MOE_BLOCK void push(M& m, const PushArgs& a) {
+  if (failed(a)) return;
+  const ChunkSlots s = chunk_memory(m, a);
+  BulkCopies bulk(m, a.bulk != 0);
+  const Source from = source_of(a);
+  const Blocks blocks(a);
+  const int top_k = static_cast<int>(a.top_k);
+  const bool in_bulk = from.vectors && bulk.usable(a.bulk != 0);
+  for (int64_t chunk = m.block(); chunk < a.chunks; chunk += m.blocks()) {
+    push_chunk(m, a, blocks, chunk, s, [&](int64_t first, int n) {
+      if (in_bulk) {
+        bulk.copy(
+            n, row_bytes(a.hidden, a.dtype, kSame), top_k, [&](int i) { return from.x + (first + i) * from.stride; },
+            [&](int i, int k) { return s.rows[i * top_k + k]; });
+        bulk.finish();
+      } else {
+        copy_all_rows(m, from, n, {s.rows, s.scales, top_k}, [&](int i) { return first + i; });
+      }
+    });
+  }
+}
+
+template <class M>
+MOE_BLOCK void push_fp8(M& m, const PushFp8Args& a) {
+  if (failed(a)) return;
+  const ChunkSlots s = chunk_memory(m, a);
+  const Scratch scratch = quantise_scratch(m, a.hidden, a.format);
+  const Source from = source_of(a);
+  const Blocks blocks(a);
+  for (int64_t chunk = m.block(); chunk < a.chunks; chunk += m.blocks()) {
+    push_chunk(m, a, blocks, chunk, s, [&](int64_t first, int n) {
+      const int top_k = static_cast<int>(a.top_k);
+      quantise_rows(m, from, n, {s.rows, s.scales, top_k}, scratch, [&](int i) { return first + i; });
+    });
+  }
 }
 
 // Copy relayed rows to the other experts of this rank.
@@ -136,10 +176,9 @@ MOE_BLOCK void fan_out(M& m, const FanOutArgs& a) {
     const auto copy = [&](auto word, int64_t length) {
       typedef decltype(word) T;
       const int words = static_cast<int>(length / static_cast<int64_t>(sizeof(T)));
-      m.template move<4>(
-          copies * words,
-          [&](int i) { return reinterpret_cast<const T*>(data + link_of[i / words] * length)[i % words]; },
-          [&](int i, const T& v) { reinterpret_cast<T*>(data + row_of[i / words] * length)[i % words] = v; });
+      m.template move_rows<4>(
+          copies, words, [&](int c, int word) { return reinterpret_cast<const T*>(data + link_of[c] * length)[word]; },
+          [&](int c, int word, const T& v) { reinterpret_cast<T*>(data + row_of[c] * length)[word] = v; });
     };
     if (bytes > 0) {
       if (((a.rows_at | bytes) & 15) == 0) {

@@ -32,12 +32,12 @@ struct Destinations {
 template <class T, class M, class RowOf>
 MOE_BLOCK void copy_rows(M& m, const Source& from, int n, const Destinations& to, RowOf row_of) {
   const int words = static_cast<int>(from.hidden * element_bytes(from.dtype) / static_cast<int64_t>(sizeof(T)));
-  m.template move<4>(
-      n * words, [&](int i) { return reinterpret_cast<const T*>(from.x + row_of(i / words) * from.stride)[i % words]; },
-      [&](int i, const T& v) {
-        char* const* rows = to.rows + i / words * to.top_k;
+  m.template move_rows<4>(
+      n, words, [&](int row, int word) { return reinterpret_cast<const T*>(from.x + row_of(row) * from.stride)[word]; },
+      [&](int row, int word, const T& v) {
+        char* const* rows = to.rows + row * to.top_k;
         for (int k = 0; k < to.top_k; ++k) {
-          if (rows[k] != nullptr) reinterpret_cast<T*>(rows[k])[i % words] = v;
+          if (rows[k] != nullptr) reinterpret_cast<T*>(rows[k])[word] = v;
         }
       });
 }
@@ -159,19 +159,21 @@ MOE_BLOCK void quantise_batch(M& m, const Source& from, int n, const Destination
   m.sync();
 }
 
-// Send n rows to their destinations. row_of(i) is the index in x of the i-th row. Does not sync at the end.
+// Copy n rows to their destinations. row_of(i) is the index in x of the i-th row. Does not sync at the end.
 template <class M, class RowOf>
-MOE_BLOCK void send_rows(M& m, const Source& from, int n, const Destinations& to, const Scratch& s, RowOf row_of) {
-  if (from.format == kSame) {
-    if (from.vectors) {
-      copy_rows<Words16>(m, from, n, to, row_of);
-    } else if (from.dtype == kFp32) {
-      copy_rows<uint32_t>(m, from, n, to, row_of);
-    } else {
-      copy_rows<uint16_t>(m, from, n, to, row_of);
-    }
-    return;
+MOE_BLOCK void copy_all_rows(M& m, const Source& from, int n, const Destinations& to, RowOf row_of) {
+  if (from.vectors) {
+    copy_rows<Words16>(m, from, n, to, row_of);
+  } else if (from.dtype == kFp32) {
+    copy_rows<uint32_t>(m, from, n, to, row_of);
+  } else {
+    copy_rows<uint16_t>(m, from, n, to, row_of);
   }
+}
+
+// Quantise n rows and write them to their destinations.
+template <class M, class RowOf>
+MOE_BLOCK void quantise_rows(M& m, const Source& from, int n, const Destinations& to, const Scratch& s, RowOf row_of) {
   for (int first = 0; first < n; first += static_cast<int>(kBatch)) {
     const int some = n - first < static_cast<int>(kBatch) ? n - first : static_cast<int>(kBatch);
     const Destinations there = {to.rows + first * to.top_k, to.scales + first * to.top_k, to.top_k};

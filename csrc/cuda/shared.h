@@ -9,7 +9,12 @@ namespace p2p {
 
 constexpr int64_t kBatch = 8;          // rows quantised, or tokens summed, between two syncs
 constexpr int64_t kSpreadBatch = 128;  // slots that spread processes between two syncs
+constexpr int64_t kScanExperts = 32;   // experts of one block of scan
 constexpr int64_t kLinkBatch = 32;     // rows that fan_out processes between two syncs
+constexpr int kBulkWarps = 16;         // warps of a block that copy in bulk, each with its own buffers
+constexpr int kBulkBuffers = 4;        // buffers of a warp
+constexpr int kBulkAhead = 2;          // loads in flight before the first store
+constexpr int kBulkBytes = 2048;       // size of a buffer
 constexpr int64_t kLanes = 32;         // lanes of a dot product, as on the CPU
 constexpr int64_t kGroup = 16;         // channels per quantisation step
 
@@ -24,9 +29,9 @@ struct Pieces {
 MOE_HD inline int64_t quantise_groups(int64_t hidden) { return (hidden + kGroup - 1) / kGroup; }
 MOE_HD inline int64_t quantise_blocks(int64_t hidden) { return (hidden + kScaleChannels - 1) / kScaleChannels; }
 
-// Number of chunk segments that meet sums in parallel.
-MOE_HD inline int64_t meet_segments(int64_t experts, int64_t chunks, int64_t threads) {
-  int64_t segments = experts > 0 ? threads / experts : 1;
+// Number of chunk segments that a block of scan sums in parallel.
+MOE_HD inline int64_t scan_segments(int64_t experts, int64_t chunks, int64_t threads) {
+  int64_t segments = threads / (experts < kScanExperts ? (experts > 0 ? experts : 1) : kScanExperts);
   if (segments > chunks) segments = chunks;
   return segments < 1 ? 1 : segments;
 }
@@ -38,19 +43,26 @@ MOE_HD inline void add_quantise(Pieces& p, int64_t hidden, int64_t format) {
 }
 
 MOE_HD inline int64_t shared_bytes(const CountArgs& a, int64_t) { return Pieces().add(a.chunk, 4).add(4, 8).bytes; }
-MOE_HD inline int64_t shared_bytes(const MeetArgs& a, int64_t threads) {
+MOE_HD inline int64_t shared_bytes(const ScanArgs& a, int64_t threads) {
+  return Pieces().add(scan_segments(a.experts, a.chunks, threads) * kScanExperts, 8).bytes;
+}
+MOE_HD inline int64_t shared_bytes(const MeetArgs& a, int64_t) {
   Pieces p;
   p.add(kHeaderWords, 8).add(6, 8).add(1, 8);
-  if (a.with_counts) {
-    p.add(meet_segments(a.experts, a.chunks, threads) * a.experts, 8).add(a.experts, 8).add(a.experts, 8);
-    p.add(a.experts + 1, 8).add(a.experts + 1, 8);
-  }
+  if (a.with_counts) p.add(a.experts, 8).add(a.experts, 8).add(a.experts + 1, 8).add(a.experts + 1, 8);
+  return p.bytes;
+}
+MOE_HD inline Pieces chunk_pieces(int64_t chunk) {
+  return Pieces().add(chunk, 4).add(chunk, 4).add(chunk, 8).add(chunk, 8).add(chunk, 8);
+}
+MOE_HD inline int64_t shared_bytes(const PushFp8Args& a, int64_t) {
+  Pieces p = chunk_pieces(a.chunk);
+  add_quantise(p, a.hidden, a.format);
   return p.bytes;
 }
 MOE_HD inline int64_t shared_bytes(const PushArgs& a, int64_t) {
-  Pieces p;
-  p.add(a.chunk, 4).add(a.chunk, 4).add(a.chunk, 8).add(a.chunk, 8).add(a.chunk, 8);
-  add_quantise(p, a.hidden, a.format);
+  Pieces p = chunk_pieces(a.chunk);
+  if (a.bulk) p.add(kBulkWarps * kBulkBuffers * kBulkBytes, 1).add(kBulkWarps * kBulkBuffers, 8);
   return p.bytes;
 }
 MOE_HD inline int64_t shared_bytes(const ArriveArgs&, int64_t) { return Pieces().add(1, 8).bytes; }

@@ -15,8 +15,8 @@ namespace moe_comm::test {
 // Inputs and expected results of one dispatch and the operations that follow it, on all ranks.
 struct P2pCase {
   int world = 1, dtype = 0;
-  int64_t hidden = 8, top_k = 1, chunk = 1, format = 0, room = -1;
-  bool power_of_two = false, relay = false, exact = true;  // exact: the host reads the counts, then allocates
+  int64_t hidden = 8, top_k = 1, chunk = 1, format = 0, room = -1, push_blocks = 2;
+  bool power_of_two = false, relay = false, bulk = false;
   std::vector<int64_t> offsets, tokens;
   std::vector<std::vector<int64_t>> ids;
   std::vector<Bytes> x, g, out;  // [T, hidden], [T, hidden] by rank; [R, hidden] by owner
@@ -53,7 +53,8 @@ class P2pRanks {
     p2p::State state{};
     p2p::Report report{};
     int64_t abort = 0;
-    std::vector<int64_t> header, offers, all_headers, all_counts, host_counts, summary, left, counts, bad, place;
+    std::vector<int64_t> header, offers, all_headers, all_counts, host_counts, summary, left, counts, bad, expert_rows,
+        place;
   };
 
   // Arguments common to all kernels.
@@ -67,6 +68,11 @@ class P2pRanks {
 #undef MOE_P2P_SET
     return a;
   }
+  // Also the words of slots.
+  template <class Args>
+  Args slot_args(int rank, const P2pCase& c);
+  template <class Args>
+  void push_rows(const char* kernel, int rank, const P2pCase& c);
   // Byte offset of a region in this rank's block: 0 rows, 1 gradients, 2 scales, 3 links, 4 results.
   int64_t region(int rank, const P2pCase& c, int which) const;
   char* data(int rank, int64_t offset) { return peers_[static_cast<size_t>(rank)] + offset; }
@@ -84,7 +90,7 @@ class P2pRanks {
   void done(int rank, const P2pCase& c);
 
   // Run dispatch, combine and backward, and check the results.
-  void play(int rank, const P2pCase& c);
+  void run_and_check(int rank, const P2pCase& c);
   void check_received(int rank, const P2pCase& c, const char* rows, const char* scales, int64_t n);
   void check_row(const P2pCase& c, const P2pCase::Slot& slot, const char* row, const char* scales);
 

@@ -238,13 +238,13 @@ Plan random_plan(Random& random, int world, const Limits& limits) {
   plan.top_k = random.chance(0.1) ? experts : random.between(1, std::min<int64_t>(experts, 8));
   const double dropped = random.chance(0.3) ? random.unit() : 0.0;
   const bool one_expert = random.chance(0.15);
-  const int64_t favourite = random.below(experts);
+  const int64_t hot_expert = random.below(experts);
   const double skew = random.chance(0.5) ? random.unit() : 0.0;
   for (int r = 0; r < world; ++r) {
     plan.tokens.push_back(random.chance(0.2) ? 0 : random.between(1, limits.max_tokens));
     std::vector<int64_t> ids(static_cast<size_t>(plan.tokens.back() * plan.top_k));
     for (int64_t& id : ids) {
-      id = one_expert || random.chance(skew) ? favourite : random.below(experts);
+      id = one_expert || random.chance(skew) ? hot_expert : random.below(experts);
       if (random.chance(dropped)) id = -1;
     }
     plan.ids.push_back(std::move(ids));
@@ -305,7 +305,7 @@ Ranks Ranks::named(int world, Communicator::Options options, std::vector<int64_t
   return ranks;
 }
 
-Communicator::Options patient(double timeout_s) {
+Communicator::Options long_timeout(double timeout_s) {
   Communicator::Options options;
   options.timeout_s = timeout_s;
   return options;
@@ -320,26 +320,26 @@ int headers_of(const std::function<void()>& body) {
   return 0;
 }
 
-Sent WholeTransfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
+Sent BlockingTransfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
   Sent sent = start_send(std::move(op), x, ids, shape);
-  sent.arriving->finish();
+  sent.pending->finish();
   return sent;
 }
 
-void WholeTransfer::sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y) {
-  const std::shared_ptr<Leaving> leaving = start_sum(std::move(op), layout, rows, true);
-  leaving->sum(weights, y);
-  leaving->finish();
+void BlockingTransfer::sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y) {
+  const std::shared_ptr<PendingSum> pending = start_sum(std::move(op), layout, rows, true);
+  pending->sum(weights, y);
+  pending->finish();
 }
 
-int64_t WholeTransfer::spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
-                              float* grad_weights) {
+int64_t BlockingTransfer::spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights,
+                                 bool weight_grads, float* grad_weights) {
   const Spread spread = start_spread(std::move(op), layout, g, rows, weights, weight_grads, grad_weights);
-  spread.arriving->finish();
+  spread.pending->finish();
   return spread.block;
 }
 
-void play(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& call) {
+void run_and_check(const Plan& plan, int rank, BlockingTransfer& transfer, int64_t& call) {
   const size_t r = static_cast<size_t>(rank);
   Heap& heap = transfer.heap();
   const Rows x{plan.x[r].data(), plan.stride()}, g{plan.g[r].data(), plan.stride()};

@@ -56,13 +56,13 @@ Plan plain_plan(Random& random, int world, int64_t tokens, int64_t hidden, int64
 Op op_of(const Plan& plan, int64_t operation, int64_t call);
 
 // Options with a long timeout: sanitizers and busy machines are slow.
-Communicator::Options patient(double timeout_s = 120);
+Communicator::Options long_timeout(double timeout_s = 120);
 
 // Return the number of headers in the HandshakeFailed that `body` throws; 0 if it throws none.
 int headers_of(const std::function<void()>& body);
 
 // Runs both halves of each operation in one call.
-class WholeTransfer : public Transfer {
+class BlockingTransfer : public Transfer {
  public:
   using Transfer::Transfer;
   Sent send(Op op, Rows x, const int64_t* ids, Shape shape);
@@ -80,9 +80,9 @@ class Ranks {
   static Ranks named(int world, Communicator::Options options, std::vector<int64_t> reserves);
 
   int world() const { return static_cast<int>(heaps.size()); }
-  WholeTransfer transfer(int rank, const std::vector<int64_t>& expert_offsets, int threads = 1) const {
+  BlockingTransfer transfer(int rank, const std::vector<int64_t>& expert_offsets, int threads = 1) const {
     const size_t r = static_cast<size_t>(rank);
-    return WholeTransfer(communicators[r], heaps[r], expert_offsets, threads);
+    return BlockingTransfer(communicators[r], heaps[r], expert_offsets, threads);
   }
 
   std::vector<std::shared_ptr<Heap>> heaps;
@@ -94,6 +94,6 @@ class Ranks {
 
 // Run dispatch, combine, combine backward and dispatch backward of `plan` on `rank`, and compare all bits. Increments
 // `call`.
-void play(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& call);
+void run_and_check(const Plan& plan, int rank, BlockingTransfer& transfer, int64_t& call);
 
 }  // namespace moe_comm::test

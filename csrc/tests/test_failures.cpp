@@ -15,8 +15,8 @@ using namespace moe_comm::test;
 namespace {
 
 // Options with a short spin phase before sleeping.
-Communicator::Options hasty(double timeout_s = 120) {
-  Communicator::Options options = patient(timeout_s);
+Communicator::Options short_spin(double timeout_s = 120) {
+  Communicator::Options options = long_timeout(timeout_s);
   options.spin_us = 20;
   return options;
 }
@@ -30,7 +30,7 @@ std::string text(const std::string& header) {
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
-Sent send(const Plan& plan, int rank, WholeTransfer& transfer, Op op) {
+Sent send(const Plan& plan, int rank, BlockingTransfer& transfer, Op op) {
   const size_t r = static_cast<size_t>(rank);
   return transfer.send(std::move(op), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
                        {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
@@ -38,16 +38,16 @@ Sent send(const Plan& plan, int rank, WholeTransfer& transfer, Op op) {
 
 }  // namespace
 
-TEST(failure_ranks_that_disagree_all_get_the_headers_and_go_on) {
+TEST(failure_a_header_mismatch_is_reported_on_all_ranks_and_the_next_call_succeeds) {
   Random random(1);
   const int world = 4;
-  Ranks ranks(world, hasty());
+  Ranks ranks(world, short_spin());
   const Plan plan = plain_plan(random, world, 6, 40, 8, 2, 0);
   for (int field = 0; field < kComparedWords; ++field) {
     on_ranks(world, [&](int rank) {
-      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
       int64_t call = 100 * field;
-      play(plan, rank, transfer, call);
+      run_and_check(plan, rank, transfer, call);
       Op op = op_of(plan, 0, ++call);
       if (rank == field % world) op.compared[field] += 1;
       std::vector<std::string> headers;
@@ -59,23 +59,23 @@ TEST(failure_ranks_that_disagree_all_get_the_headers_and_go_on) {
       }
       CHECK_EQ(headers.size(), static_cast<size_t>(world));
       for (int p = 0; p < world; ++p) {
-        const int64_t wanted = op_of(plan, 0, call).compared[field] + (p == field % world);
-        CHECK_EQ(words(headers[static_cast<size_t>(p)])[field], wanted);
+        const int64_t expected = op_of(plan, 0, call).compared[field] + (p == field % world);
+        CHECK_EQ(words(headers[static_cast<size_t>(p)])[field], expected);
         CHECK(text(headers[static_cast<size_t>(p)]) == "layer 3");
       }
-      play(plan, rank, transfer, call);
+      run_and_check(plan, rank, transfer, call);
     });
   }
   for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
 }
 
 // One rank dispatches while the other combines. Both raise, and the next operation succeeds.
-TEST(failure_different_operations_meet) {
+TEST(failure_ranks_in_different_operations_raise_on_both) {
   Random random(2);
-  Ranks ranks(2, hasty());
+  Ranks ranks(2, short_spin());
   const Plan plan = plain_plan(random, 2, 6, 40, 8, 2, 0);
   on_ranks(2, [&](int rank) {
-    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     int64_t call = 0;
     const Sent sent = send(plan, rank, transfer, op_of(plan, 0, ++call));
     ++call;
@@ -92,21 +92,21 @@ TEST(failure_different_operations_meet) {
     }
     transfer.heap().free(sent.block);
     CHECK_EQ(transfer.heap().used(), int64_t{0});
-    play(plan, rank, transfer, call);
+    run_and_check(plan, rank, transfer, call);
   });
 }
 
-TEST(failure_bad_ids_on_one_rank_are_told_on_all) {
+TEST(failure_bad_ids_on_one_rank_are_reported_on_all) {
   Random random(3);
   const int world = 3;
-  Ranks ranks(world, hasty());
+  Ranks ranks(world, short_spin());
   const Plan good = plain_plan(random, world, 5, 16, 7, 2, 0);
   const int64_t bad_ids[] = {7, -2, -3, int64_t{1} << 40, std::numeric_limits<int64_t>::min()};
   for (const int64_t bad : bad_ids) {
     Plan plan = good;
     plan.ids[1][5] = bad;  // token 2, slot 1
     on_ranks(world, [&](int rank) {
-      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
       int64_t call = 0;
       try {
         send(plan, rank, transfer, op_of(plan, 0, ++call));
@@ -117,18 +117,18 @@ TEST(failure_bad_ids_on_one_rank_are_told_on_all) {
         CHECK(has(text(error.headers[1]), bad == -2 ? "token 2 are NaN or all -Inf"
                                                     : "expert id " + std::to_string(bad) + " of token 2, slot 1"));
       }
-      play(good, rank, transfer, call);
+      run_and_check(good, rank, transfer, call);
     });
   }
   for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
 }
 
-TEST(failure_the_callers_own_fault_travels) {
+TEST(failure_a_fault_passed_by_the_caller_is_reported_on_all) {
   Random random(4);
-  Ranks ranks(2, hasty());
+  Ranks ranks(2, short_spin());
   const Plan plan = plain_plan(random, 2, 5, 16, 7, 2, 0);
   on_ranks(2, [&](int rank) {
-    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     Op op = op_of(plan, 0, 1);
     if (rank == 0) {
       op.fault = 1;
@@ -143,20 +143,20 @@ TEST(failure_the_callers_own_fault_travels) {
       CHECK_EQ(text(error.headers[0]).size(), size_t{320});
     }
     int64_t call = 1;
-    play(plan, rank, transfer, call);
+    run_and_check(plan, rank, transfer, call);
   });
 }
 
 // Rank 1's heap holds one growth step. Tests each allocation that can fail, in order.
-TEST(failure_a_full_heap_on_one_rank_is_told_on_all_and_the_group_goes_on) {
+TEST(failure_a_full_heap_on_one_rank_is_reported_on_all_and_the_group_stays_usable) {
   Random random(5);
   const int world = 3;
-  Ranks ranks(world, hasty(), {int64_t{1} << 30, kGrowStep, int64_t{1} << 30});
+  Ranks ranks(world, short_spin(), {int64_t{1} << 30, kGrowStep, int64_t{1} << 30});
   const Plan plan = plain_plan(random, world, 6, 64, 6, 2, 0);
-  Plan flood = plain_plan(random, world, 512, 1024, 6, 2, 0);  // 4 MiB for each rank
+  Plan large = plain_plan(random, world, 512, 1024, 6, 2, 0);  // 4 MiB for each rank
   on_ranks(world, [&](int rank) {
     const size_t r = static_cast<size_t>(rank);
-    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     Heap& heap = transfer.heap();
     int64_t call = 0;
     std::vector<int64_t> filling;
@@ -172,9 +172,9 @@ TEST(failure_a_full_heap_on_one_rank_is_told_on_all_and_the_group_goes_on) {
       filling.clear();
     };
     // The block that receives rows.
-    CHECK_THROWS(send(flood, rank, transfer, op_of(flood, 0, ++call)), HeapError);
+    CHECK_THROWS(send(large, rank, transfer, op_of(large, 0, ++call)), HeapError);
     CHECK_EQ(heap.used(), int64_t{0});
-    play(plan, rank, transfer, call);
+    run_and_check(plan, rank, transfer, call);
     // The counts buffer.
     fill();
     CHECK_THROWS(send(plan, rank, transfer, op_of(plan, 0, ++call)), HandshakeFailed);
@@ -208,11 +208,11 @@ TEST(failure_a_rank_that_never_calls_times_out_on_the_others) {
   Random random(6);
   const int world = 4;
   const Plan plan = plain_plan(random, world, 6, 40, 8, 2, 0);
-  Ranks ranks(world, hasty());
+  Ranks ranks(world, short_spin());
   on_ranks(world, [&](int rank) {
-    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     int64_t call = 0;
-    play(plan, rank, transfer, call);
+    run_and_check(plan, rank, transfer, call);
   });
   for (auto& communicator : ranks.communicators) {
     communicator->set_timeout(0.3);
@@ -220,7 +220,7 @@ TEST(failure_a_rank_that_never_calls_times_out_on_the_others) {
   }
   on_ranks(world, [&](int rank) {
     if (rank == 2) return;
-    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     std::string first;
     try {
       send(plan, rank, transfer, op_of(plan, 0, 5));
@@ -230,7 +230,7 @@ TEST(failure_a_rank_that_never_calls_times_out_on_the_others) {
     }
     CHECK(has(first, "rank " + std::to_string(rank) +
                          " in dispatch (call 5) of layer 'layer 3' at step 12 waited for rank 2"));
-    CHECK(has(first, "rank 2: outside for") && has(first, "after dispatch backward (call 4)"));
+    CHECK(has(first, "rank 2: between operations for") && has(first, "after dispatch backward (call 4)"));
     try {
       send(plan, rank, transfer, op_of(plan, 0, 6));
       CHECK(!"a broken group must stay broken");
@@ -238,57 +238,57 @@ TEST(failure_a_rank_that_never_calls_times_out_on_the_others) {
       CHECK(first == error.what());
     }
   });
-  // The late rank raises immediately, because the others have given up.
-  WholeTransfer late = ranks.transfer(2, plan.expert_offsets);
+  // The late rank raises immediately, because the other ranks have failed.
+  BlockingTransfer late = ranks.transfer(2, plan.expert_offsets);
   CHECK_THROWS(send(plan, 2, late, op_of(plan, 0, 5)), PeerTimeout);
   CHECK_THROWS(ranks.communicators[2]->check_peers(), PeerTimeout);
 }
 
 // Rank 0 cannot map as much of rank 1's memory as rank 1 may allocate: an error during an operation.
-TEST(failure_an_error_in_the_middle_reaches_every_rank) {
+TEST(failure_an_error_during_an_operation_is_reported_on_every_rank) {
   Random random(7);
-  Ranks ranks = Ranks::named(3, hasty(), {2 * kGrowStep, int64_t{1} << 30, int64_t{1} << 30});
+  Ranks ranks = Ranks::named(3, short_spin(), {2 * kGrowStep, int64_t{1} << 30, int64_t{1} << 30});
   const Plan plan = plain_plan(random, 3, 6, 40, 6, 2, 0);
-  Plan flood = plain_plan(random, 3, 3000, 512, 6, 1, 0);
-  for (auto& ids : flood.ids) std::fill(ids.begin(), ids.end(), int64_t{2});  // all to rank 1: 18 MiB
+  Plan large = plain_plan(random, 3, 3000, 512, 6, 1, 0);
+  for (auto& ids : large.ids) std::fill(ids.begin(), ids.end(), int64_t{2});  // all to rank 1: 18 MiB
   on_ranks(3, [&](int rank) {
-    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     int64_t call = 0;
-    play(plan, rank, transfer, call);
-    const Op op = op_of(flood, 0, ++call);
+    run_and_check(plan, rank, transfer, call);
+    const Op op = op_of(large, 0, ++call);
     if (rank == 0) {
-      CHECK_THROWS(send(flood, rank, transfer, op), HeapError);
+      CHECK_THROWS(send(large, rank, transfer, op), HeapError);
     } else {
       try {
-        send(flood, rank, transfer, op);
+        send(large, rank, transfer, op);
         CHECK(!"must fail");
       } catch (const PeerError& error) {
-        CHECK(has(error.what(), "rank 0 left the operation after an error"));
+        CHECK(has(error.what(), "rank 0 aborted the operation after an error"));
       }
     }
     CHECK_THROWS(send(plan, rank, transfer, op_of(plan, 0, ++call)), PeerError);
   });
 }
 
-TEST(failure_peers_are_looked_at_without_an_operation) {
-  Ranks ranks(2, hasty());
+TEST(failure_peers_are_checked_between_operations) {
+  Ranks ranks(2, short_spin());
   ranks.communicators[0]->check_peers();
   ranks.communicators[1]->set_timeout(0.05);
   Random random(9);
   const Plan plan = plain_plan(random, 2, 2, 8, 2, 1, 0);
-  WholeTransfer transfer = ranks.transfer(1, plan.expert_offsets);
+  BlockingTransfer transfer = ranks.transfer(1, plan.expert_offsets);
   CHECK_THROWS(send(plan, 1, transfer, op_of(plan, 0, 1)), PeerTimeout);
   CHECK_THROWS(ranks.communicators[0]->check_peers(), PeerTimeout);
 }
 
-TEST(failure_attach_refuses_what_is_not_a_rank_of_this_group) {
+TEST(failure_attach_rejects_segments_that_are_not_of_a_rank_of_this_group) {
   const std::string prefix = "/moe_comm_tests." + std::to_string(getpid()) + ".attach";
   auto own = std::make_shared<Heap>(prefix + "0", Communicator::control_bytes(), 0, kGrowStep);
   auto empty = std::make_shared<Heap>(prefix + "1", Communicator::control_bytes(), 0, kGrowStep);
   auto other = std::make_shared<Heap>(prefix + "2", Communicator::control_bytes(), 0, kGrowStep);
-  Communicator second(other, 1, 2, hasty());
-  Communicator rank0(own, 0, 2, hasty());
-  Communicator same(other, 0, 2, hasty());
+  Communicator second(other, 1, 2, short_spin());
+  Communicator rank0(own, 0, 2, short_spin());
+  Communicator same(other, 0, 2, short_spin());
   CHECK_THROWS(rank0.attach({own->name(), empty->name()}), HeapError);  // has no control record
   CHECK_THROWS(rank0.attach({own->name(), other->name()}), HeapError);  // belongs to rank 0, not rank 1
   CHECK_THROWS(rank0.attach({own->name(), prefix + "missing"}), HeapError);
@@ -296,31 +296,31 @@ TEST(failure_attach_refuses_what_is_not_a_rank_of_this_group) {
 }
 
 // A forked child has no threads of its parent and must not touch the parent's blocks, peers or names.
-TEST(failure_a_forked_child_leaves_the_parents_memory_alone) {
+TEST(failure_a_forked_child_does_not_change_the_parents_memory) {
   const std::string name = "/moe_comm_tests." + std::to_string(getpid()) + ".fork";
   auto heap = std::make_shared<Heap>(name, Communicator::control_bytes(), 0, kGrowStep);
-  auto communicator = std::make_shared<Communicator>(heap, 0, 1, hasty());
+  auto communicator = std::make_shared<Communicator>(heap, 0, 1, short_spin());
   const int64_t block = heap->alloc(100);
   const pid_t child = fork();
   if (child == 0) {
-    bool refused = false, refused_op = false;
+    bool alloc_rejected = false, op_rejected = false;
     heap->free(block);
     try {
       heap->alloc(100);
     } catch (const HeapError&) {
-      refused = true;
+      alloc_rejected = true;
     }
     try {
       communicator->check_peers();
     } catch (const PeerError&) {
-      refused_op = true;
+      op_rejected = true;
     }
     {
       Heap own(name + "child", 64, 0, kGrowStep);
     }
     communicator.reset();
     heap.reset();
-    _exit(refused && refused_op ? 0 : 1);
+    _exit(alloc_rejected && op_rejected ? 0 : 1);
   }
   int status = -1;
   waitpid(child, &status, 0);

@@ -15,7 +15,7 @@
 using namespace moe_comm;
 using namespace moe_comm::test;
 
-TEST(heap_blocks_are_aligned_apart_and_return) {
+TEST(heap_blocks_are_aligned_disjoint_and_can_be_freed) {
   Heap heap("", 0, 0, 64 << 20);
   const int64_t a = heap.alloc(1), b = heap.alloc(65), c = heap.alloc(0);
   CHECK_EQ(a % kBlockAlign + b % kBlockAlign + c % kBlockAlign, int64_t{0});
@@ -45,15 +45,16 @@ TEST(heap_merges_neighbours_in_any_order) {
   } while (std::next_permutation(order, order + 4));
 }
 
-TEST(heap_takes_the_best_fit) {
+TEST(heap_allocates_the_best_fit) {
   Heap heap("", 0, 0, kGrowStep);
-  const int64_t big = heap.alloc(4096), wall1 = heap.alloc(64), small = heap.alloc(256), wall2 = heap.alloc(64);
+  const int64_t big = heap.alloc(4096), separator1 = heap.alloc(64), small = heap.alloc(256),
+                separator2 = heap.alloc(64);
   heap.free(big);
   heap.free(small);
   CHECK_EQ(heap.alloc(200), small);
   CHECK_EQ(heap.alloc(300), big);
-  heap.free(wall1);
-  heap.free(wall2);
+  heap.free(separator1);
+  heap.free(separator2);
 }
 
 TEST(heap_grows_without_moving_and_stops_at_its_reserve) {
@@ -78,7 +79,7 @@ TEST(heap_grows_without_moving_and_stops_at_its_reserve) {
   CHECK(!heap.owns(base - 1, 1));
 }
 
-TEST(heap_refuses_impossible_sizes) {
+TEST(heap_rejects_impossible_sizes) {
   Heap heap("", 0, 0, kGrowStep);
   CHECK_THROWS(heap.alloc(-1), HeapError);
   CHECK_THROWS(heap.alloc(std::numeric_limits<int64_t>::max()), HeapError);
@@ -87,7 +88,7 @@ TEST(heap_refuses_impossible_sizes) {
   heap.free(heap.alloc(kGrowStep));
 }
 
-TEST(heap_control_region_is_zero_and_never_handed_out) {
+TEST(heap_control_region_is_zero_and_never_allocated) {
   Heap heap("", 1000, 0, kGrowStep);
   for (int i = 0; i < 1000; ++i) CHECK_EQ(int{heap.base()[i]}, 0);
   std::vector<int64_t> all;
@@ -99,7 +100,7 @@ TEST(heap_control_region_is_zero_and_never_handed_out) {
   for (int64_t block : all) CHECK(block >= 1000);
 }
 
-TEST(heap_name_cannot_be_taken_twice_and_goes_away) {
+TEST(heap_name_is_exclusive_and_is_unlinked) {
   const std::string name = "/moe_comm_tests." + std::to_string(getpid()) + ".heap";
   {
     Heap heap(name, 64, 0, kGrowStep);
@@ -116,17 +117,17 @@ TEST(heap_name_cannot_be_taken_twice_and_goes_away) {
 // overlapping blocks are detected.
 TEST(heap_survives_threads_that_free_each_others_blocks) {
   Heap heap("", 64, 0, int64_t{256} << 20);
-  struct Given {
+  struct Block {
     int64_t offset, bytes;
     char mark;
   };
   constexpr int kThreads = 4, kSlots = 64;
-  std::atomic<Given*> slots[kSlots] = {};
+  std::atomic<Block*> slots[kSlots] = {};
   std::atomic<int> damaged{0};
-  const auto give_back = [&](Given* given) {
-    for (int64_t i = 0; i < given->bytes; ++i) damaged += heap.base()[given->offset + i] != given->mark;
-    heap.free(given->offset);
-    delete given;
+  const auto check_and_free = [&](Block* block) {
+    for (int64_t i = 0; i < block->bytes; ++i) damaged += heap.base()[block->offset + i] != block->mark;
+    heap.free(block->offset);
+    delete block;
   };
   const int rounds = 1500 * repeats();
   std::vector<std::thread> threads;
@@ -134,18 +135,18 @@ TEST(heap_survives_threads_that_free_each_others_blocks) {
     threads.emplace_back([&, t] {
       Random random(static_cast<uint64_t>(t) + 11);
       for (int i = 0; i < rounds; ++i) {
-        auto* given = new Given;
-        given->bytes = random.chance(0.02) ? random.between(1, 100000) : random.between(0, 2000);
-        given->mark = static_cast<char>(random.below(256));
-        given->offset = heap.alloc(given->bytes);
-        std::memset(heap.base() + given->offset, given->mark, static_cast<size_t>(given->bytes));
-        if (Given* old = slots[random.below(kSlots)].exchange(given)) give_back(old);
+        auto* block = new Block;
+        block->bytes = random.chance(0.02) ? random.between(1, 100000) : random.between(0, 2000);
+        block->mark = static_cast<char>(random.below(256));
+        block->offset = heap.alloc(block->bytes);
+        std::memset(heap.base() + block->offset, block->mark, static_cast<size_t>(block->bytes));
+        if (Block* old = slots[random.below(kSlots)].exchange(block)) check_and_free(old);
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
   for (auto& slot : slots) {
-    if (Given* left = slot.load()) give_back(left);
+    if (Block* last = slot.load()) check_and_free(last);
   }
   CHECK_EQ(damaged.load(), 0);
   CHECK_EQ(heap.used(), int64_t{0});

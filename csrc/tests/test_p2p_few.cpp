@@ -78,7 +78,7 @@ void results(const P2pCase& c, int64_t place, char* row) {
   }
 }
 
-void play_few(P2pRanks& ranks, int rank, const Few& f) {
+void run_few(P2pRanks& ranks, int rank, const Few& f) {
   const P2pCase& c = f.c;
   const size_t r = static_cast<size_t>(rank);
   P2pRanks::Rank& me = ranks.of(rank);
@@ -109,7 +109,7 @@ void play_few(P2pRanks& ranks, int rank, const Few& f) {
   }
   run_p2p("ll_ready", 1, ranks.args<LlReadyArgs>(rank, c));
   for (int p = 0; p < c.world; ++p) me.offers[static_cast<size_t>(p * kOfferWords)] = ranks.region(p, c, 4);
-  Bytes y(static_cast<size_t>(c.tokens[r] * row) + 16, 'y'), wanted = y;
+  Bytes y(static_cast<size_t>(c.tokens[r] * row) + 16, 'y'), expected_y = y;
   ranks.sum(rank, c, true, y.data());
   Bytes all_rows(static_cast<size_t>(row) * c.ids[r].size());
   std::vector<int64_t> dense = me.place;
@@ -120,8 +120,8 @@ void play_few(P2pRanks& ranks, int rank, const Few& f) {
   }
   char* base = all_rows.data();
   const TokenLoop loop = {dense.data(), &base, c.top_k, c.hidden, c.dtype, false};
-  kernels().sum(loop, 0, c.tokens[r], wanted.data(), row, c.weights[r].data());
-  CHECK(y == wanted);
+  kernels().sum(loop, 0, c.tokens[r], expected_y.data(), row, c.weights[r].data());
+  CHECK(y == expected_y);
 }
 
 Few random_few(Random& random, const std::vector<int64_t>& offsets) {
@@ -135,7 +135,7 @@ Few random_few(Random& random, const std::vector<int64_t>& offsets) {
 
 }  // namespace
 
-TEST(p2p_few_rows_stand_at_fixed_places_over_many_turns) {
+TEST(p2p_few_rows_are_at_fixed_positions_over_many_turns) {
   Random random(81);
   for (int round = 0; round < 4 * repeats(); ++round) {
     for (int world = 1; world <= 8; ++world) {
@@ -148,7 +148,7 @@ TEST(p2p_few_rows_stand_at_fixed_places_over_many_turns) {
         on_ranks(world, [&](int rank) {
           int64_t turn = 0;
           for (const Few& f : cases) {
-            play_few(ranks, rank, f);
+            run_few(ranks, rank, f);
             CHECK_EQ(ranks.of(rank).state.turn, ++turn);
           }
         });
@@ -158,7 +158,7 @@ TEST(p2p_few_rows_stand_at_fixed_places_over_many_turns) {
   }
 }
 
-TEST(p2p_few_and_many_rows_take_turns) {
+TEST(p2p_few_and_many_rows_alternate) {
   Random random(82);
   const std::vector<int64_t> offsets = {0, 2, 3, 5};
   std::vector<Few> few;
@@ -170,8 +170,8 @@ TEST(p2p_few_and_many_rows_take_turns) {
   P2pRanks ranks(3);
   on_ranks(3, [&](int rank) {
     for (size_t i = 0; i < few.size(); ++i) {
-      play_few(ranks, rank, few[i]);
-      if (i % 3) ranks.play(rank, many[i]);
+      run_few(ranks, rank, few[i]);
+      if (i % 3) ranks.run_and_check(rank, many[i]);
     }
   });
 }
@@ -188,7 +188,7 @@ TEST(p2p_few_rows_with_bad_ids_and_more_than_fit_are_counted) {
   f.max_tokens = 3;
   P2pRanks ranks(2);
   on_ranks(2, [&](int rank) {
-    play_few(ranks, rank, f);
+    run_few(ranks, rank, f);
     CHECK_EQ(ranks.of(rank).report.bad, int64_t{rank == 0 ? 2 : 0});
     CHECK_EQ(ranks.of(rank).report.overflow, int64_t{rank == 0 ? 1 : 2});
   });

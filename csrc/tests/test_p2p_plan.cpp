@@ -18,33 +18,33 @@ int64_t address_of(const void* p) { return static_cast<int64_t>(reinterpret_cast
 
 // Records all launches, and rejects one chosen kernel.
 struct Recorder : Starter {
-  struct One {
+  struct Call {
     int kernel;
     Launch how;
     std::vector<int64_t> words;
   };
-  std::vector<One> seen;
-  int refused = -1;
+  std::vector<Call> launches;
+  int rejected = -1;
 
   void start(int kernel, const Launch& how, const void* args) override {
-    if (kernel == refused) throw LaunchError(kernel_name(kernel));
+    if (kernel == rejected) throw LaunchError(kernel_name(kernel));
     std::vector<int64_t> words(static_cast<size_t>(argument_bytes(kernel) / 8));
     std::memcpy(words.data(), args, words.size() * 8);
-    seen.push_back({kernel, how, std::move(words)});
+    launches.push_back({kernel, how, std::move(words)});
   }
   std::string names() {
     std::string all;
-    for (const One& one : seen) all += std::string(kernel_name(one.kernel)) + " ";
-    seen.clear();
+    for (const Call& call : launches) all += std::string(kernel_name(call.kernel)) + " ";
+    launches.clear();
     return all;
   }
 };
 
 // A group of one rank with `experts` experts.
-struct Alone {
+struct OneRank {
   static constexpr int64_t kSlots = 4;
 
-  explicit Alone(int64_t experts)
+  explicit OneRank(int64_t experts)
       : control{1, experts, experts},
         block(static_cast<size_t>(control.bytes() / 8 + 512)),
         headers(kSlots * kHeaderWords),
@@ -71,7 +71,7 @@ struct Alone {
     home.host_counts_at = address_of(counts.data());
     home.left_at = address_of(left.data());
   }
-  Told told(int64_t slot, int64_t rows_at = 0) {
+  Told meet_args(int64_t slot, int64_t rows_at = 0) {
     Told t;
     t.header = reinterpret_cast<const char*>(header.data());
     t.slot = slot;
@@ -92,35 +92,35 @@ constexpr int64_t kSecond = 1000000000;
 
 }  // namespace
 
-TEST(p2p_plan_a_dispatch_and_a_combine_bring_every_token_back_weighted) {
-  Alone rank(3);
+TEST(p2p_plan_a_dispatch_and_a_combine_return_every_token_weighted) {
+  OneRank rank(3);
   Plan plan(std::make_shared<HostStarter>(), rank.home);
   const int64_t tokens = 4, top_k = 2, hidden = 8;
   const std::vector<int64_t> ids{0, 2, 2, 1, -1, 0, 1, 2};
-  std::vector<int64_t> counts(4 * 3), bad(4 * 4), offers(kOfferWords), all_counts(3), summary(4), place(8);
+  std::vector<int64_t> counts(4 * 3), bad(4 * 4), expert_rows(3), offers(kOfferWords), all_counts(3), summary(4),
+      place(8);
   std::vector<float> x(static_cast<size_t>(tokens * hidden)), y(x.size());
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i) - 11;
   const std::vector<float> weights{1, 2, 4, 8, 16, 32, 64, 128};
-  plan.use({address_of(counts.data()), address_of(bad.data()), address_of(offers.data()), address_of(all_counts.data()),
-            address_of(summary.data())});
+  plan.use({address_of(counts.data()), address_of(bad.data()), address_of(expert_rows.data()),
+            address_of(offers.data()), address_of(all_counts.data()), address_of(summary.data())});
   for (int64_t round = 1; round <= 3; ++round) {
     const int64_t before = plan.turn;
     plan.begin(0, kSecond, false);
-    plan.count_and_meet({tokens, top_k}, address_of(ids.data()), 2, rank.told(0));
+    const int64_t rows_at = rank.control.bytes();
+    plan.dispatch(rank.meet_args(0, rows_at), {{tokens, top_k}, address_of(ids.data()), address_of(place.data()), 2},
+                  {address_of(x.data()), hidden * 4, hidden, 0}, {2}, {});
     CHECK(plan.wait(plan.turn, kSecond) && !plan.failed());
     const Counted counted = plan.counted(5);
     CHECK(counted.own == (std::vector<int64_t>{2, 2, 3}) && counted.rows == std::vector<int64_t>{7});
     CHECK(counted.said == std::vector<int64_t>{7});
     CHECK_EQ(counted.dropped, int64_t{1});
-    const int64_t rows_at = rank.control.bytes();
-    plan.meet(rank.told(1, rows_at));
-    plan.move({address_of(x.data()), hidden * 4, hidden, 0}, address_of(place.data()), kSame, 0, {});
     plan.begin(0, kSecond, false);
-    plan.meet(rank.told(2, rows_at));
+    plan.meet(rank.meet_args(2, rows_at));
     plan.sum(2, {tokens, top_k}, {address_of(y.data()), 0, hidden, 0}, address_of(place.data()),
              address_of(weights.data()));
     plan.done();
-    CHECK_EQ(plan.turn, before + 3);
+    CHECK_EQ(plan.turn, before + 2);
     CHECK_EQ(plan.turn, rank.state.turn);
     for (int64_t t = 0; t < tokens; ++t) {
       const float factor = (ids[static_cast<size_t>(2 * t)] < 0 ? 0 : weights[static_cast<size_t>(2 * t)]) +
@@ -133,31 +133,29 @@ TEST(p2p_plan_a_dispatch_and_a_combine_bring_every_token_back_weighted) {
   }
 }
 
-TEST(p2p_plan_operations_are_these_launches_with_the_words_of_the_group) {
-  Alone rank(2);
+TEST(p2p_plan_operations_launch_these_kernels_with_the_words_of_the_group) {
+  OneRank rank(2);
   const auto recorder = std::make_shared<Recorder>();
   Plan plan(recorder, rank.home);
-  plan.use({11, 12, 13, 14, 15});
+  plan.use({11, 12, 13, 14, 15, 16});
   plan.begin(99, 5 * kSecond, false);
-  plan.count_and_meet({6, 2}, 1000, 4, rank.told(3));
-  CHECK_EQ(recorder->seen.at(0).how.blocks, int64_t{3});
-  for (const Recorder::One& one : recorder->seen) {
-    CHECK_EQ(one.how.stream, uintptr_t{99});
-    CHECK_EQ(one.how.threads, usual_threads(one.kernel));
-    CHECK_EQ(one.how.shared_bytes, shared_bytes(one.kernel, one.words.data(), one.how.threads));
-    CHECK_EQ(one.words[9], 5 * kSecond);
-    CHECK_EQ(one.words[12], int64_t{1000});
+  plan.dispatch(rank.meet_args(3), {{6, 2}, 1000, 4, 4}, {1, 2, 3, 0}, {2}, {5, 6, 7, 100, 8});
+  CHECK_EQ(recorder->launches.at(0).how.blocks, int64_t{3});
+  CHECK_EQ(recorder->launches.at(3).how.blocks, int64_t{2});
+  CHECK_EQ(recorder->launches.back().how.blocks, int64_t{8});
+  for (const Recorder::Call& call : recorder->launches) {
+    CHECK_EQ(call.how.stream, uintptr_t{99});
+    CHECK_EQ(call.how.threads, usual_threads(call.kernel));
+    CHECK_EQ(call.how.shared_bytes, shared_bytes(call.kernel, call.words.data(), call.how.threads));
+    CHECK_EQ(call.words[9], 5 * kSecond);
+    if (call.kernel != k_arrive && call.kernel != k_fan_out) CHECK_EQ(call.words[12], int64_t{1000});
   }
   CHECK_EQ(rank.headers[3 * kHeaderWords], int64_t{7});
-  CHECK(recorder->names() == "count meet ");
-  plan.meet(rank.told(0));
-  plan.move({1, 2, 3, 0}, 4, kSame, 0, {5, 6, 7, 100, 8});
-  CHECK_EQ(recorder->seen.back().how.blocks, int64_t{8});
-  CHECK(recorder->names() == "meet push arrive fan_out ");
-  plan.move({1, 2, 3, 0}, 4, kSame, 0, {5, 6, 7, 0, 8});
-  CHECK(recorder->names() == "push arrive ");
+  CHECK(recorder->names() == "count scan meet push arrive fan_out ");
+  plan.dispatch(rank.meet_args(0), {{0, 2}, 1000, 4, 4}, {1, 2, 3, 0}, {2}, {5, 6, 7, 0, 8});
+  CHECK(recorder->names() == "scan meet arrive ");
   plan.spread(9, {6, 2}, {1, 2, 3, 0}, 4, 5, 6);
-  CHECK_EQ(recorder->seen.back().how.blocks, int64_t{6});
+  CHECK_EQ(recorder->launches.back().how.blocks, int64_t{6});
   plan.done();
   plan.sum(9, {0, 2}, {1, 2, 3, 0}, 4, 5);
   CHECK(recorder->names() == "spread done ");
@@ -165,39 +163,40 @@ TEST(p2p_plan_operations_are_these_launches_with_the_words_of_the_group) {
   CHECK(recorder->names() == "ll_ready sum ");
 }
 
-TEST(p2p_plan_turns_count_once_they_are_queued_and_not_in_graphs) {
-  Alone rank(2);
+TEST(p2p_plan_turns_are_counted_when_launched_and_not_when_captured) {
+  OneRank rank(2);
   const auto recorder = std::make_shared<Recorder>();
   Plan plan(recorder, rank.home);
   plan.begin(0, kSecond, false);
-  for (const int kernel : {static_cast<int>(k_count), static_cast<int>(k_meet), static_cast<int>(k_ll_ready)}) {
-    recorder->refused = kernel;
-    std::string said;
+  for (const int kernel :
+       {static_cast<int>(k_count), static_cast<int>(k_scan), static_cast<int>(k_meet), static_cast<int>(k_ll_ready)}) {
+    recorder->rejected = kernel;
+    std::string message;
     try {
       if (kernel == k_ll_ready) {
         plan.sum_few(1, {1, 1}, {}, 0, 0, 0);
       } else {
-        plan.count_and_meet({1, 1}, 0, 1, rank.told(0));
+        plan.dispatch(rank.meet_args(0), {{1, 1}, 0, 0, 1}, {}, {}, {});
       }
     } catch (const LaunchError& e) {
-      said = e.what();
+      message = e.what();
     }
-    CHECK(said == kernel_name(kernel));
+    CHECK(message == kernel_name(kernel));
     CHECK_EQ(plan.turn, int64_t{0});
   }
-  recorder->refused = k_sum;
+  recorder->rejected = k_sum;
   try {
     plan.sum_few(1, {1, 1}, {}, 0, 0, 0);
   } catch (const LaunchError&) {
   }
   CHECK_EQ(plan.turn, int64_t{1});
   plan.begin(0, kSecond, true);
-  plan.meet(rank.told(0));
+  plan.meet(rank.meet_args(0));
   CHECK_EQ(plan.turn, int64_t{1});
 }
 
-TEST(p2p_plan_a_wait_ends_with_its_turn_a_fault_or_the_time) {
-  Alone rank(2);
+TEST(p2p_plan_a_wait_ends_at_its_turn_a_fault_or_the_timeout) {
+  OneRank rank(2);
   Plan plan(std::make_shared<Recorder>(), rank.home);
   rank.report.turn = 4;
   CHECK(plan.wait(4, 0));

@@ -28,7 +28,7 @@ Span span_of(int kind, uint32_t group, int64_t nbytes) {
 
 }  // namespace
 
-TEST(spans_go_round_the_ring_and_touch_nothing_beyond_it) {
+TEST(spans_wrap_around_the_ring_and_write_nothing_beyond_it) {
   auto words = region(8);
   SpanWriter writer;
   writer.bind(bytes(words), 8);
@@ -53,7 +53,7 @@ TEST(spans_go_round_the_ring_and_touch_nothing_beyond_it) {
   CHECK_EQ(writer.take().rows, int64_t{3});
 }
 
-TEST(spans_rows_stand_together_and_within_their_words) {
+TEST(spans_rows_are_contiguous_and_within_their_words) {
   auto words = region(4);
   SpanWriter writer;
   writer.bind(bytes(words), 4);
@@ -64,28 +64,28 @@ TEST(spans_rows_stand_together_and_within_their_words) {
     writer.put_rows(span, rows.data(), number, 3 * number);
     const int64_t at = kRingAt + span.index % 4 * kRecord;
     const int64_t rows_at = word(words, at + 56);
-    uint32_t told;
-    std::memcpy(&told, bytes(words) + at + 92, sizeof told);
-    CHECK_EQ(int64_t{told}, number < kRows ? number : kRows);
-    CHECK(rows_at % kRows + told <= kRows);
+    uint32_t count;
+    std::memcpy(&count, bytes(words) + at + 92, sizeof count);
+    CHECK_EQ(int64_t{count}, number < kRows ? number : kRows);
+    CHECK(rows_at % kRows + count <= kRows);
   }
 }
 
 TEST(spans_of_another_region_change_nothing_in_this_one) {
-  auto old = region(4), now = region(2);
+  auto first = region(4), second = region(2);
   SpanWriter writer;
-  writer.bind(bytes(old), 4);
+  writer.bind(bytes(first), 4);
   Span span = span_of(10, 3, 50);
   writer.begin(span, 1, 1, false, 0, 0);
-  writer.bind(bytes(now), 2);
-  const auto before = now;
+  writer.bind(bytes(second), 2);
+  const auto before = second;
   writer.end(span);
   writer.put(span, 2, 2, 2);
-  CHECK(now == before);
+  CHECK(second == before);
   CHECK_EQ(writer.take().nbytes[10], int64_t{0});
 }
 
-TEST(spans_calls_are_told_for_as_many_groups_as_fit) {
+TEST(spans_calls_are_published_for_as_many_groups_as_fit) {
   auto words = region(4);
   SpanWriter writer;
   writer.bind(bytes(words), 4);
@@ -100,6 +100,6 @@ TEST(spans_calls_are_told_for_as_many_groups_as_fit) {
   CHECK_EQ(word(words, 128 + 8), int64_t{3});
   CHECK_EQ(word(words, 4096 - 8), int64_t{3});
   CHECK_EQ(word(words, 4096), int64_t{0});
-  writer.count_anew();
+  writer.reset_calls();
   CHECK_EQ(word(words, 128), int64_t{0});
 }

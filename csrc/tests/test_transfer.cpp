@@ -10,7 +10,7 @@ using namespace moe_comm::test;
 
 namespace {
 
-void play_random(Ranks& ranks, Random& random, int plans, const Limits& limits, int threads = 1) {
+void run_random(Ranks& ranks, Random& random, int plans, const Limits& limits, int threads = 1) {
   std::vector<Plan> all;
   for (int i = 0; i < plans; ++i) all.push_back(random_plan(random, ranks.world(), limits));
   static std::atomic<int64_t> calls{0};
@@ -18,8 +18,8 @@ void play_random(Ranks& ranks, Random& random, int plans, const Limits& limits, 
   on_ranks(ranks.world(), [&](int rank) {
     int64_t call = first_call;
     for (const Plan& plan : all) {
-      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets, threads);
-      play(plan, rank, transfer, call);
+      BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets, threads);
+      run_and_check(plan, rank, transfer, call);
     }
   });
   for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
@@ -30,31 +30,31 @@ void play_random(Ranks& ranks, Random& random, int plans, const Limits& limits, 
 TEST(transfer_gives_the_reference_bits_on_2_4_8_ranks) {
   for (const int world : {1, 2, 4, 8}) {
     for (const double spin : {0.0, 50.0}) {
-      Communicator::Options options = patient();
+      Communicator::Options options = long_timeout();
       options.spin_us = spin;
       Ranks ranks(world, options);
       Random random(static_cast<uint64_t>(world) * 100 + static_cast<uint64_t>(spin));
-      play_random(ranks, random, (world == 8 ? 20 : 40) * repeats(), Limits());
+      run_random(ranks, random, (world == 8 ? 20 : 40) * repeats(), Limits());
     }
   }
 }
 
 // More ranks than a table of 32 peers holds, and not a power of two.
 TEST(transfer_gives_the_reference_bits_on_67_ranks) {
-  Communicator::Options options = patient();
+  Communicator::Options options = long_timeout();
   options.spin_us = 0.0;
   Ranks ranks(67, options);
   Random random(67);
-  play_random(ranks, random, 2, Limits());
+  run_random(ranks, random, 2, Limits());
 }
 
 TEST(transfer_gives_the_reference_bits_through_named_shared_memory) {
-  Ranks ranks = Ranks::named(3, patient(), {int64_t{1} << 30, int64_t{1} << 30, int64_t{1} << 30});
+  Ranks ranks = Ranks::named(3, long_timeout(), {int64_t{1} << 30, int64_t{1} << 30, int64_t{1} << 30});
   Random random(3);
-  play_random(ranks, random, 10 * repeats(), Limits());
+  run_random(ranks, random, 10 * repeats(), Limits());
   // Growth: peers map the new part when they first access it.
-  play_random(ranks, random, 2, {600, 512, 6});
-  play_random(ranks, random, 2, {1200, 512, 6});
+  run_random(ranks, random, 2, {600, 512, 6});
+  run_random(ranks, random, 2, {1200, 512, 6});
 }
 
 TEST(transfer_without_peers_gives_the_reference_bits) {
@@ -62,9 +62,9 @@ TEST(transfer_without_peers_gives_the_reference_bits) {
   auto heap = std::make_shared<Heap>("", 0, 0, int64_t{1} << 30);
   for (int i = 0; i < 60 * repeats(); ++i) {
     const Plan plan = random_plan(random, 1, Limits());
-    WholeTransfer transfer(nullptr, heap, plan.expert_offsets, 1);
+    BlockingTransfer transfer(nullptr, heap, plan.expert_offsets, 1);
     int64_t call = 0;
-    play(plan, 0, transfer, call);
+    run_and_check(plan, 0, transfer, call);
   }
   CHECK_EQ(heap->used(), int64_t{0});
 }
@@ -74,13 +74,13 @@ TEST(transfer_with_threads_and_non_temporal_stores_gives_the_reference_bits) {
   Random random(23);
   for (const int64_t hidden : {1024, 1000, 1025}) {
     for (int dtype = 0; dtype < 3; ++dtype) {
-      Ranks ranks(2, patient());
+      Ranks ranks(2, long_timeout());
       Plan plan = plain_plan(random, 2, 192, hidden, 8, 6, dtype);
       plan.rows_in_heap = hidden != 1000;
       on_ranks(2, [&](int rank) {
         int64_t call = 0;
-        WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets, 3);
-        play(plan, rank, transfer, call);
+        BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets, 3);
+        run_and_check(plan, rank, transfer, call);
       });
     }
   }
@@ -91,35 +91,35 @@ TEST(transfer_every_isa_gives_the_same_bits) {
   for (const std::string& isa : isa_names()) {
     CHECK(set_isa(isa));
     CHECK(isa == kernels().name);
-    Ranks ranks(2, patient());
+    Ranks ranks(2, long_timeout());
     Random random(31);
-    play_random(ranks, random, 30 * repeats(), {16, 200, 9});
-    play_random(ranks, random, 1, {300, 1100, 6});
+    run_random(ranks, random, 30 * repeats(), {16, 200, 9});
+    run_random(ranks, random, 1, {300, 1100, 6});
   }
   CHECK(!set_isa("no such instruction set"));
   CHECK(set_isa(before));
 }
 
-TEST(transfer_more_than_64_choices_a_token) {
+TEST(transfer_with_top_k_above_64) {
   Random random(37);
-  Ranks ranks(2, patient());
+  Ranks ranks(2, long_timeout());
   const Plan plan = plain_plan(random, 2, 5, 33, 100, 100, 1);
   on_ranks(2, [&](int rank) {
     int64_t call = 0;
-    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
-    play(plan, rank, transfer, call);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    run_and_check(plan, rank, transfer, call);
   });
 }
 
 TEST(transfer_counters_survive_the_wrap) {
   for (const uint32_t limit : {0u, 0x80000000u}) {
     for (uint32_t before = 0; before < 10; ++before) {
-      Communicator::Options options = patient();
+      Communicator::Options options = long_timeout();
       options.first_progress = limit - before;
       options.spin_us = before % 2 ? 50 : 0;
       Ranks ranks(3, options);
       Random random(before);
-      play_random(ranks, random, 1, {8, 40, 6});
+      run_random(ranks, random, 1, {8, 40, 6});
     }
   }
 }
@@ -127,11 +127,11 @@ TEST(transfer_counters_survive_the_wrap) {
 // Several dispatches are pending before the first combine. Layouts and blocks must not depend on later dispatches.
 TEST(transfer_dispatches_in_flight_do_not_disturb_each_other) {
   Random random(41);
-  Ranks ranks(2, patient());
+  Ranks ranks(2, long_timeout());
   const Plan plans[2] = {plain_plan(random, 2, 9, 48, 6, 2, 0), plain_plan(random, 2, 13, 20, 6, 3, 1)};
   on_ranks(2, [&](int rank) {
     const size_t r = static_cast<size_t>(rank);
-    WholeTransfer transfer = ranks.transfer(rank, plans[0].expert_offsets);
+    BlockingTransfer transfer = ranks.transfer(rank, plans[0].expert_offsets);
     int64_t call = 0;
     std::vector<Sent> sent;
     for (const Plan& p : plans) {
@@ -152,12 +152,12 @@ TEST(transfer_dispatches_in_flight_do_not_disturb_each_other) {
 // Two threads of one process share a communicator. Operations are serialized; they do not interleave.
 TEST(transfer_operations_of_two_threads_are_serialised) {
   Random random(43);
-  Ranks ranks(1, patient());
+  Ranks ranks(1, long_timeout());
   const Plan plans[2] = {plain_plan(random, 1, 20, 64, 6, 2, 0), plain_plan(random, 1, 7, 31, 6, 3, 2)};
   on_ranks(2, [&](int thread) {
     int64_t call = 1000 * thread;
-    WholeTransfer transfer = ranks.transfer(0, plans[thread].expert_offsets);
-    for (int i = 0; i < 100 * repeats(); ++i) play(plans[thread], 0, transfer, call);
+    BlockingTransfer transfer = ranks.transfer(0, plans[thread].expert_offsets);
+    for (int i = 0; i < 100 * repeats(); ++i) run_and_check(plans[thread], 0, transfer, call);
   });
   CHECK_EQ(ranks.heaps[0]->used(), int64_t{0});
 }

@@ -14,7 +14,10 @@ class PeerToPeerOptions:
     Args:
         heap_bytes: size of each rank's device memory for dispatched rows, expert outputs and gradients that exist at
             the same time. ``gpu.heap.heap_bytes`` computes it. None: 2 GiB on CUDA, 16 MiB in emulation.
-        num_blocks: thread blocks of the kernels that move rows; None: two per multiprocessor. Does not change results.
+        num_blocks: maximum number of thread blocks of the kernels that move rows; None: two per multiprocessor. A
+            smaller number, such as 16, leaves multiprocessors to other kernels. Does not change results.
+        bulk_copies: dispatch copies rows with cp.async.bulk, which needs few multiprocessors. Only on GPUs that have it
+            (sm_90 and newer), and not for rows that the kernel encodes as fp8. Does not change results.
         relay: send a token's row once to each rank and copy it there, instead of once to each of its experts.
         capacity_rows: number of rows that ``dispatch_fixed`` has room for.
         own_stream: run operations on a separate stream, which the caller's stream waits for.
@@ -23,6 +26,7 @@ class PeerToPeerOptions:
 
     heap_bytes: int | None = None
     num_blocks: int | None = None
+    bulk_copies: bool = False
     relay: bool = False
     capacity_rows: int | None = None
     own_stream: bool = False

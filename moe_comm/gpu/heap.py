@@ -58,7 +58,8 @@ class HeapBlock:
 
     def __del__(self) -> None:
         # This may run on any thread and during an allocation, so it only records the range.
-        self._dead.append(_Freed(self.first, self.size, self._streams))
+        if self.size:
+            self._dead.append(_Freed(self.first, self.size, self._streams))
 
     def matrix(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Return a dense [rows, columns] tensor with its own storage, starting at byte ``offset``."""
@@ -110,10 +111,40 @@ class Heap:
         self._collect(None, capturing(self.device))
         return self.size - sum(end - first for first, end in self._free)
 
-    def room(self) -> int:
-        """Return the bytes of the largest possible allocation."""
-        self._collect(_stream(self.device), capturing(self.device))
-        return self._largest()
+    def reserve(self) -> HeapBlock | None:
+        """Allocate the largest free range, for rows whose number is not known yet. ``keep`` frees what they do not use.
+
+        Returns:
+            The block; None if nothing is free.
+        """
+        stream = _stream(self.device)
+        self._collect(stream, capturing(self.device))
+        size = self._largest()
+        if not size:
+            return None
+        first = self._take(size)
+        assert first is not None
+        return self._allocated(first, size, {stream})
+
+    def keep(self, block: HeapBlock, *ranges: tuple[int, int]) -> list[HeapBlock]:
+        """Replace ``block`` by blocks for ``ranges``, and free the rest.
+
+        Args:
+            block: from ``reserve``, without tensors over it.
+            ranges: (offset in the block, bytes), in ascending order. Offsets are multiples of ``ALIGN``.
+        """
+        streams, start, end = self._streams.pop(block.first), block.first, block.first + block.size
+        block.size = 0
+        kept = []
+        for offset, num_bytes in ranges:
+            first = block.first + offset
+            if first > start:
+                self._release(_Freed(start, first - start, streams))
+            kept.append(self._allocated(first, round_up(num_bytes), set(streams)))
+            start = first + kept[-1].size
+        if end > start:
+            self._release(_Freed(start, end - start, streams))
+        return kept
 
     def block(self, num_bytes: int) -> HeapBlock:
         """Allocate ``num_bytes`` uninitialised bytes, aligned to 256 bytes.
@@ -136,8 +167,7 @@ class Heap:
                 f"no room for {num_bytes} bytes in the heap of {self.size}: {self.used} are in use and the largest "
                 f"free block has {self._largest()}. Increase PeerToPeerOptions.heap_bytes on every rank"
             )
-        streams = self._streams[first] = {stream}
-        block = HeapBlock(self._block, first, size, self._dead, streams)
+        block = self._allocated(first, size, {stream})
         if in_graph:
             self._graphs.append(block)
         return block
@@ -149,6 +179,10 @@ class Heap:
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Allocate a dense, uninitialised tensor [num_rows, width]; see ``block``."""
         return self.block(num_rows * width * dtype.itemsize).matrix(0, num_rows, width, dtype)
+
+    def address(self, offset: int) -> int:
+        """Return the address of byte ``offset`` of the block."""
+        return self._base + offset
 
     def owns(self, x: Tensor) -> bool:
         """Return whether the memory of ``x`` belongs to this heap."""
@@ -171,6 +205,10 @@ class Heap:
                 self._free[i : i + 1] = [(first + size, end)] if end - first > size else []
                 return first
         return None
+
+    def _allocated(self, first: int, size: int, streams: set[Any]) -> HeapBlock:
+        self._streams[first] = streams
+        return HeapBlock(self._block, first, size, self._dead, streams)
 
     def _largest(self) -> int:
         return max((end - first for first, end in self._free), default=0)

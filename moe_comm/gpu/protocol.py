@@ -35,6 +35,8 @@ TOLD, DONE, ARRIVED, SENT = range(4)
 """What a rank waited for: a header, the end of a turn, rows, rows of low-latency dispatch."""
 SAME, BLOCK_SCALES, ROW_SCALES = range(3)
 """Encodings of rows."""
+COUNT_BLOCKS = 256
+"""Approximate number of thread blocks of count, at most one per token."""
 MOST_SLOTS = 512
 """Maximum number of slots of a chunk. They are held in shared memory, and each is compared with all others."""
 REPORT_WORDS = ("turn", "fault", "who", "what", "wanted", "seen", "rows", "dropped", "overflow", "bad")
@@ -118,6 +120,19 @@ class RelayLinks(NamedTuple):
 NOT_RELAYED = RelayLinks()
 
 
+class Sending(NamedTuple):
+    """How the kernel ``push`` sends rows.
+
+    blocks: maximum number of thread blocks. format: encoding of the rows, and power_of_two: of their scales.
+    bulk: whether to copy rows by cp.async.bulk.
+    """
+
+    blocks: int
+    format: int
+    power_of_two: int
+    bulk: int
+
+
 class MeetingCounts(NamedTuple):
     """Counts of all ranks, exchanged in a meeting.
 
@@ -131,12 +146,12 @@ class MeetingCounts(NamedTuple):
     dropped: int
 
 
-def chunk_of(tokens: int, top_k: int, blocks: int) -> int:
-    """Return the number of slots per chunk: all slots of whole tokens, for about ``blocks`` chunks.
+def chunk_of(tokens: int, top_k: int) -> int:
+    """Return the number of slots per chunk: all slots of whole tokens, for about ``COUNT_BLOCKS`` chunks.
 
-    Count and push use one thread block per chunk. There are more chunks if one would exceed ``MOST_SLOTS``.
+    There are more chunks if one would exceed ``MOST_SLOTS``.
     """
-    return max(1, min(-(-tokens // blocks), MOST_SLOTS // top_k)) * top_k
+    return max(1, min(-(-tokens // COUNT_BLOCKS), MOST_SLOTS // top_k)) * top_k
 
 
 def address(x: Tensor | None) -> int:

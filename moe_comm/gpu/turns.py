@@ -4,8 +4,8 @@ A turn is one operation of all ranks. It begins with a meeting, in which the dev
 about to do), offers (addresses of its rows) and counts (rows for each expert). Then kernels move rows, and ``done``
 ends the turn. The device counts turns and records faults; the host reads them in a report.
 
-An operation takes one or two calls of native code (csrc/cuda/plan.h), which keeps the arguments that do not change
-between operations.
+An operation takes one call of native code (csrc/cuda/plan.h), which keeps the arguments that do not change between
+operations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from moe_comm.gpu.heap import Heap, capturing, current_stream
 from moe_comm.gpu.launch import Launcher, make_plan, starter_of
 from moe_comm.gpu.protocol import (
     HEADER_WORDS,
-    NOT_RELAYED,
     OFFER_WORDS,
     REPORT_WORDS,
     FaultReport,
@@ -34,6 +33,7 @@ from moe_comm.gpu.protocol import (
     MeetingCounts,
     Offer,
     RelayLinks,
+    Sending,
     address,
     chunk_of,
 )
@@ -54,14 +54,16 @@ class Scratch(NamedTuple):
     """Device memory that the kernels of one turn share.
 
     A chunk is the slots, (token, expert) pairs, that one thread block of count or push processes. C is their number.
-    counts_CE: slots of each chunk for each expert, written by count; meet replaces them by first rows.
+    counts_CE: slots of each chunk for each expert, written by count; scan replaces them by the sum of earlier chunks.
     bad_C4: dropped slots, invalid slots, the first invalid slot, and its id, of each chunk.
+    rows_E: this rank's slots for each expert, written by scan; meet replaces them by their first row at the owner.
     offers_W5: offers of all ranks. counts_WE: number of rows of each rank for each expert.
     summary: [L + 1] first row of each of this rank's experts, then the end. L is the maximum of all ranks.
     """
 
     counts_CE: Tensor
     bad_C4: Tensor
+    rows_E: Tensor
     offers_W5: Tensor
     counts_WE: Tensor
     summary: Tensor
@@ -75,6 +77,7 @@ class Scratch(NamedTuple):
         return cls(
             words(chunks, experts),
             words(chunks, 4),
+            words(experts),
             words(world, OFFER_WORDS),
             words(world, experts),
             words(shape.local_experts + 1),
@@ -183,33 +186,39 @@ class Turns:
                 self._last = stream
         self.plan.begin(handle, int(timeout_s * 1e9), self._capturing)
 
-    def count_and_meet(self, header: bytes, ids_TK: Tensor, blocks: int, offer: Offer) -> None:
-        """Queue the count kernel for ``ids_TK`` (dense int64) and a meeting that exchanges the counts.
-
-        ``blocks`` is the approximate number of thread blocks of count and of the later push.
-        """
-        tokens, top_k = ids_TK.shape
-        chunk = chunk_of(tokens, top_k, blocks)
-        self._prepare(-(-tokens * top_k // chunk))
-        header_index = self._next_header_index()
-        self.plan.count_and_meet(tokens, top_k, address(ids_TK), chunk, header, header_index, offer)
-
-    def meet(self, header: bytes, offer: Offer) -> None:
-        """Queue a meeting without counts. ``scratch`` keeps the counts of the previous meeting."""
-        self.plan.meet(header, self._next_header_index(), offer)
-
-    def move(
-        self, x_TD: Tensor, place_TK: Tensor, dtype: int, form: tuple[int, int], links: RelayLinks = NOT_RELAYED
+    def dispatch(
+        self,
+        header: bytes,
+        offer: Offer,
+        ids_TK: Tensor,
+        place_TK: Tensor,
+        x_TD: Tensor,
+        dtype: int,
+        how: Sending,
+        links: RelayLinks,
     ) -> None:
-        """Queue the kernels that move rows into the buffers offered in the last meeting, for the slots last counted.
+        """Queue a turn that counts the slots of each expert, exchanges the counts, and moves rows to the peers' offers.
+
+        ``counted`` returns the counts after ``wait``. Rows beyond the room of an offer are not moved.
 
         Args:
+            offer: this rank's buffer for rows.
+            ids_TK: experts, dense int64.
+            place_TK: output, dense int64: location of each slot's row; -1 without a row.
             x_TD: rows of unit stride.
-            place_TK: output: location of each slot's row.
-            form: encoding of the rows, and whether scales are powers of two.
         """
-        stride = x_TD.stride(0) * x_TD.element_size()
-        self.plan.move(address(x_TD), stride, x_TD.shape[1], dtype, address(place_TK), *form, links)
+        tokens, top_k = ids_TK.shape
+        chunk = chunk_of(tokens, top_k)
+        self._prepare(-(-tokens * top_k // chunk))
+        header_index = self._next_header_index()
+        slots = tokens, top_k, address(ids_TK), address(place_TK), chunk
+        rows = address(x_TD), x_TD.stride(0) * x_TD.element_size(), x_TD.shape[1], dtype
+        self.plan.dispatch(header, header_index, offer, *slots, *rows, how, links)
+
+    def meet(self, header: bytes, offer: Offer) -> None:
+        """Queue a meeting without counts, which exchanges headers and offers."""
+        self._prepare(0)
+        self.plan.meet(header, self._next_header_index(), offer)
 
     def sum(
         self,

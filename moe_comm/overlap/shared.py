@@ -105,7 +105,7 @@ class SharedTransport:
             peers.remove(peer)
             yield GatheredRows(slice(peer, peer + 1), 0, x_SD.shape[0], self._rows_of(peer)[None])
         if not layout.widths[1]:
-            self._rendezvous.leave()  # peers need not wait for the next work of this rank
+            self._rendezvous.publish_done()  # peers need not wait for the next work of this rank
 
     def scattered_mm(self, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tensor]:
         """Compute x @ b for all ranks. The returned call sums this rank's rows, [S, N]."""

@@ -156,7 +156,7 @@ class EventRecorder(SpanRecorder):
 
     def reset_call_counts(self) -> None:
         """Count the calls of all groups from 1 again. Every rank must do so at the same point of the program."""
-        self._count_anew()
+        self._reset_calls()
 
     def take(self) -> Totals:
         """Return the sums since the last call."""
@@ -214,7 +214,7 @@ class EventRecorder(SpanRecorder):
             self._names[text] = at
             return at
 
-    def _is_aside(self) -> bool:
+    def _is_background(self) -> bool:
         """Whether this is a background thread: one that Python started, so that the main thread does not wait for it.
 
         Threads of torch, such as autograd's, appear in Python as dummy threads. The main thread waits for them.

@@ -45,7 +45,7 @@ class NullSpanRecorder:
     def _ignore(self, *args: Any) -> None:
         pass
 
-    _bind = _count_anew = _ignore
+    _bind = _reset_calls = _ignore
 
     def _begin_step(self, step: int, /) -> None:
         self.step, self.micro = step, 0

@@ -7,33 +7,34 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu import layers, movement, products
+from benchmarks.gpu import dispatchers, layers, movement, products
 from benchmarks.gpu.record import Recorder, read
 from benchmarks.gpu.timing import Timer
 
-CASE = movement.Case(Timer("cpu", 0, 1), tokens=6, hidden=256, experts=4, top_k=2)
+CASE = dispatchers.Case(Timer("cpu", 0, 1), tokens=6, hidden=256, experts=4, top_k=2)
 
 
 def test_a_wrong_result_is_refused() -> None:
     exact_TD = torch.tensor([[4.0, -1.0]], dtype=torch.float64)
-    assert movement.difference("peer_to_peer", exact_TD + 0.0625, exact_TD) == 0.0625
-    assert movement.difference("peer_to_peer fp8", exact_TD + 0.25, exact_TD) == 0.25
+    assert dispatchers.difference("peer_to_peer", exact_TD + 0.0625, exact_TD) == 0.0625
+    assert dispatchers.difference("peer_to_peer fp8", exact_TD + 0.25, exact_TD) == 0.25
     for name, wrong in (("peer_to_peer", 0.25), ("peer_to_peer fp8", 0.5), ("peer_to_peer", float("nan"))):
         with pytest.raises(AssertionError, match="differs from the reference"):
-            movement.difference(name, exact_TD + wrong, exact_TD)
+            dispatchers.difference(name, exact_TD + wrong, exact_TD)
     rows_RD = torch.ones(2, 2)
     with pytest.raises(AssertionError, match="rows differ"):
-        movement.check("peer_to_peer", rows_RD + 1, exact_TD, (rows_RD, exact_TD), 1)
+        dispatchers.check("peer_to_peer", rows_RD + 1, exact_TD, (rows_RD, exact_TD), 1)
 
 
 def test_a_contestant_with_wrong_rows_is_recorded_as_failed(tmp_path: Path) -> None:
-    class Wrong(movement.TorchContestant):
+    class Wrong(dispatchers.TorchContestant):
         def combine(self, rows_RD: torch.Tensor, weights_TK: torch.Tensor, order: Any) -> torch.Tensor:
             return super().combine(rows_RD, weights_TK, order) + 10
 
     recorder = Recorder("dispatch", tmp_path / "results.jsonl", "cpu")
-    work = {"wrong": Wrong, "right": movement.TorchContestant}
+    work = {"wrong": Wrong, "right": dispatchers.TorchContestant}
     code = recorder.run_all(
         (name, lambda name=name, make=make: movement.measure_contestant(CASE, name, make))
         for name, make in work.items()
@@ -45,6 +46,16 @@ def test_a_contestant_with_wrong_rows_is_recorded_as_failed(tmp_path: Path) -> N
         ("right", "row"), ("right", "row"), ("right", "row"), ("right", "done"),
     ]  # fmt: skip
     assert "differs from the reference" in lines[1]["error"]
+
+
+def test_a_failed_measurement_over_nccl_closes_its_process_group() -> None:
+    class Wrong(dispatchers.NcclContestant):
+        def combine(self, rows_RD: torch.Tensor, weights_TK: torch.Tensor, order: Any) -> torch.Tensor:
+            return super().combine(rows_RD, weights_TK, order) + 10
+
+    with pytest.raises(AssertionError, match="differs from the reference"):
+        list(movement.measure_contestant(CASE, "wrong", lambda: Wrong(CASE)))
+    assert not dist.is_initialized()
 
 
 def test_fp8_counts_the_bytes_of_fp8() -> None:

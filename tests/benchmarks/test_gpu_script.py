@@ -220,11 +220,15 @@ def test_a_test_run_in_which_no_test_passed_has_failed(tmp_path: Path) -> None:
     assert run(tmp_path, skipped, passed)[1] == {"skips": "failed: no test passed", "passes": "passed"}
 
 
-def test_lines_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     append(path, '{"part": "dispatch"}')
     path.write_text(path.read_text() + '{"part": "disp')
     assert read(path) == [{"part": "dispatch"}]
+    append(path, '{"part": "few"}')
+    append(path, '{"part": "host"}')
+    assert read(path) == [{"part": "dispatch"}, {"part": "few"}, {"part": "host"}]
+    assert len(path.read_text().splitlines()) == 4
 
 
 def test_options_that_match_nothing_are_refused(tmp_path: Path) -> None:

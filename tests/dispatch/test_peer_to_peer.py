@@ -18,6 +18,7 @@ from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError, InputError, PeerTimeout
 from moe_comm.gpu import protocol
 from moe_comm.gpu.arguments import kernel_fields
+from moe_comm.gpu.blocks import round_up
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, check_grads
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
@@ -76,11 +77,12 @@ def several(rank: int, world: int, job: Job) -> list[tuple[str, bool]]:
     [
         replace(JOB, peers=replace(PEERS, relay=True)),
         replace(JOB, peers=replace(PEERS, num_blocks=1)),
+        replace(JOB, peers=replace(PEERS, num_blocks=3, bulk_copies=True)),
         replace(JOB, peers=replace(PEERS, num_blocks=1000)),
         replace(JOB, wire_dtypes=WireDtypes("fp8_block", "fp8_token", "fp8_block", "fp8_block")),
         replace(JOB, wire_dtypes=WireDtypes("fp8_token_pow2", "bf16"), peers=replace(PEERS, relay=True)),
     ],
-    ids=["relay", "one block", "a block a token", "fp8", "fp8, relay"],
+    ids=["relay", "one block", "bulk copies", "a block a token", "fp8", "fp8, relay"],
 )
 def test_settings_do_not_change_bits(job: Job, pool: RankPool) -> None:
     for of_rank in pool.run(several, job):
@@ -110,8 +112,7 @@ def no_room(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorText, bool
     dispatched = dispatcher.dispatch(x_TD[:1], torch.tensor([[2 * rank]], device=job.device), label="moe.3")
     reserved = []
     if rank == world - 1:
-        heap = dispatcher.memory.turns.heap  # type: ignore[attr-defined]
-        reserved.append(heap.allocate(heap.room()))
+        reserved.append(dispatcher.memory.turns.heap.reserve())  # type: ignore[attr-defined]
     weights_TK = torch.ones(1, 1, device=job.device)
     combine = caught(lambda: dispatcher.combine(dispatched.rows_RD.clone(), weights_TK, dispatched.handle))
     reserved.clear()
@@ -263,18 +264,22 @@ def test_launches_of_a_training_step_have_the_right_grids_and_arguments() -> Non
     sent = dispatcher.dispatch(x_TD, ids_TK)
     assert sent.handle.rows_per_expert == (3, 1) and sent.rows_RD.shape == (4, 6)
     launches = launcher.launches
-    assert [launch.kernel for launch in launches] == ["count", "meet", "meet", "push", "arrive", "fan_out"]
+    assert [launch.kernel for launch in launches] == ["count", "scan", "meet", "push", "arrive", "fan_out"]
     assert [launch.grid for launch in launches] == [2, 1, 1, 2, 1, 2]
-    count, counts, offers, push, arrive, fan_out = (launch.words for launch in launches)
+    count, scan, meet, push, arrive, fan_out = (launch.words for launch in launches)
     assert (count["tokens"], count["top_k"], count["chunk"], count["chunks"]) == (2, 2, 2, 2)
-    assert count["ids_at"] == ids_TK.data_ptr() and counts["counts_at"] == count["counts_at"] == push["counts_at"]
-    assert counts["with_counts"] == 1 and offers["with_counts"] == 0
+    assert count["ids_at"] == ids_TK.data_ptr() and meet["with_counts"] == 1
+    for name in ("counts_at", "expert_rows_at", "place_at", "bad_at"):
+        assert count[name] and len({words[name] for words in (count, scan, meet, push)}) == 1
     start = dispatcher.memory.turns.blocks.addresses[0]
-    assert offers["offer_0"] == sent.rows_RD.data_ptr() - start and offers["offer_4"] == -1
-    assert offers["offer_3"] == fan_out["links_at"] - start and fan_out["rows_at"] == sent.rows_RD.data_ptr()
+    heap = dispatcher.memory.turns.heap
+    assert meet["offer_0"] == sent.rows_RD.data_ptr() - start
+    fits = [round_up(12 * rows) + round_up(8 * rows) <= heap.size for rows in (fan_out["rows"], fan_out["rows"] + 1)]
+    assert meet["offer_4"] == fan_out["rows"] and fits == [True, False], "as many rows as fit into the heap"
+    assert meet["offer_3"] == fan_out["links_at"] - start and fan_out["rows_at"] == sent.rows_RD.data_ptr()
     assert (push["hidden"], push["dtype"], push["stride"], push["relay"], push["format"]) == (6, 1, 24, 1, 0)
-    assert push["x_at"] == x_TD.data_ptr() and push["offers_at"] == offers["offers_at"]
-    assert push["all_counts_at"] == arrive["all_counts_at"] == counts["all_counts_at"]
+    assert push["x_at"] == x_TD.data_ptr() and push["offers_at"] == meet["offers_at"]
+    assert push["all_counts_at"] == arrive["all_counts_at"] == meet["all_counts_at"]
     assert push["timeout_ns"] == 300 * 10**9
 
     launches.clear()
@@ -305,9 +310,9 @@ def test_launches_of_fixed_and_low_latency_dispatch() -> None:
     dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
     x_TD, ids_TK, launches = torch.zeros(2, 6), torch.tensor([[0, 0], [0, 1]]), launcher.launches
     sent = dispatcher.dispatch_fixed(x_TD, ids_TK)
-    assert [launch.kernel for launch in launches] == ["count", "meet", "push", "arrive"], "one meet"
-    assert launches[1].words["offer_4"] == 9 and launches[1].words["with_counts"] == 1
-    assert launches[2].words["offers_at"] == launches[1].words["offers_at"] and sent.rows_CD.shape == (9, 6)
+    assert [launch.kernel for launch in launches] == ["count", "scan", "meet", "push", "arrive"]
+    assert launches[2].words["offer_4"] == 9 and launches[2].words["with_counts"] == 1
+    assert launches[3].words["offers_at"] == launches[2].words["offers_at"] and sent.rows_CD.shape == (9, 6)
     assert sent.ends_E.dtype == torch.int32 and sent.handle.num_rows == 9
 
     for step in range(2):

@@ -17,6 +17,16 @@ def make_heap(size: int = 16 * ALIGN, first: int = 0) -> Heap:
     return Heap(single_block(size, torch.device("cpu")).own, first)
 
 
+def room(memory: Heap) -> int:
+    """Return the bytes of the largest possible allocation."""
+    block = memory.reserve()
+    if block is None:
+        return 0
+    size = block.size
+    memory.keep(block)
+    return size
+
+
 def test_memory_is_freed_with_its_last_tensor() -> None:
     memory = make_heap()
     rows_RD = memory.rows(3, 5, torch.bfloat16)
@@ -55,8 +65,32 @@ def test_allocations_do_not_overlap_and_can_use_the_whole_heap() -> None:
         live.append((tensor.fill_(step % 251), step % 251))
         del tensor
     live.clear()
-    assert memory.used == 0 and memory.room() == memory.size
+    assert memory.used == 0 and room(memory) == memory.size
     assert memory.allocate(memory.size).numel() == memory.size
+
+
+def test_a_reservation_keeps_some_ranges_and_frees_the_rest() -> None:
+    memory = make_heap()
+    earlier = memory.allocate(2 * ALIGN)
+    block = memory.reserve()
+    assert block is not None and block.size == 14 * ALIGN and memory.reserve() is None
+    first, second = memory.keep(block, (0, ALIGN + 1), (6 * ALIGN, ALIGN))
+    del block
+    assert memory.used == 5 * ALIGN and room(memory) == 7 * ALIGN
+    rows_RD, scale_RS = first.matrix(0, 3, 100, torch.uint8), second.matrix(0, 1, 4, torch.float32)
+    del first, second
+    assert memory.used == 5 * ALIGN, "the tensors keep the ranges"
+    assert memory.offset(rows_RD) == 2 * ALIGN and memory.offset(scale_RS) == 8 * ALIGN
+    del rows_RD
+    assert memory.used == 3 * ALIGN and memory.offset(memory.allocate(6 * ALIGN)) == 2 * ALIGN
+    del scale_RS, earlier
+    assert memory.used == 0 and room(memory) == memory.size
+
+
+def test_a_dropped_reservation_is_freed() -> None:
+    memory = make_heap()
+    memory.reserve()
+    assert memory.used == 0
 
 
 def test_the_heap_starts_after_the_control_area() -> None:
@@ -70,7 +104,7 @@ def test_the_error_of_a_full_heap_has_its_size() -> None:
     tensor = memory.allocate(10 * ALIGN)
     with pytest.raises(HeapError, match=rf"{7 * ALIGN} bytes in the heap of {16 * ALIGN}: {10 * ALIGN} are in use"):
         memory.allocate(7 * ALIGN)
-    assert memory.room() == 6 * ALIGN and tensor.numel() == 10 * ALIGN
+    assert room(memory) == 6 * ALIGN and tensor.numel() == 10 * ALIGN
 
 
 def test_tensors_may_be_freed_on_other_threads() -> None:
@@ -101,16 +135,16 @@ def test_a_stream_that_reuses_memory_of_another_waits_for_it(monkeypatch: pytest
     memory = make_heap(4 * ALIGN)
     tensor = memory.allocate(4 * ALIGN)
     del tensor
-    assert memory.room() == 4 * ALIGN and not first.after, "the stream that used the memory must not wait"
+    assert room(memory) == 4 * ALIGN and not first.after, "the stream that used the memory must not wait"
     current[0], capturing[0] = second, True
-    assert memory.room() == 4 * ALIGN and not second.after, "a captured graph must not wait for a stream outside of it"
+    assert room(memory) == 4 * ALIGN and not second.after, "a captured graph must not wait for a stream outside of it"
     capturing[0] = False
     tensor = memory.allocate(ALIGN)
     assert second.after == [first]
     del tensor
-    assert memory.room() == 4 * ALIGN and second.after == [first], "must wait only once"
+    assert room(memory) == 4 * ALIGN and second.after == [first], "must wait only once"
     current[0] = first
-    assert memory.room() == 4 * ALIGN and first.after == [second], "room() must make this stream wait as well"
+    assert room(memory) == 4 * ALIGN and first.after == [second], "room must make this stream wait as well"
 
 
 def test_memory_recorded_on_a_stream_is_reused_only_after_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,15 +165,15 @@ def test_memory_recorded_on_a_stream_is_reused_only_after_its_event(monkeypatch:
     memory = make_heap(4 * ALIGN)
     tensor = memory.allocate(2 * ALIGN)
     del tensor
-    assert memory.room() == 4 * ALIGN, "memory freed on one stream is reused by it at once"
+    assert room(memory) == 4 * ALIGN, "memory freed on one stream is reused by it at once"
     recorded = memory.allocate(2 * ALIGN)
     memory.record(recorded, copies)  # type: ignore[arg-type]
     del recorded
-    assert memory.room() == 2 * ALIGN, "the recorded stream may still use the rest"
+    assert room(memory) == 2 * ALIGN, "the recorded stream may still use the rest"
     assert memory.allocate(3 * ALIGN).numel() == 3 * ALIGN and completed, "must wait for the event"
     completed.clear()
     current[0] = copies
-    assert memory.room() < 4 * ALIGN, "memory freed on one stream is not reused by another at once"
+    assert room(memory) < 4 * ALIGN, "memory freed on one stream is not reused by another at once"
 
 
 def test_heap_bytes_is_sufficient_for_the_requested_rows() -> None:

@@ -103,10 +103,10 @@ def test_rows_are_as_long_as_the_kernels_write_them(hidden: int, wire_dtype: str
 
 
 def test_slots_are_cut_into_whole_tokens() -> None:
-    for tokens, top_k, blocks in ((0, 2, 4), (1, 8, 4), (37, 3, 4), (4096, 8, 264), (1000, 600, 2)):
-        chunk = protocol.chunk_of(tokens, top_k, blocks)
+    for tokens, top_k in ((0, 2), (1, 8), (37, 3), (4096, 8), (100_000, 8), (1000, 600)):
+        chunk = protocol.chunk_of(tokens, top_k)
         assert chunk % top_k == 0 and chunk <= max(top_k, protocol.MOST_SLOTS)
-        assert tokens * top_k <= chunk * blocks or chunk + top_k > protocol.MOST_SLOTS
+        assert tokens * top_k <= chunk * protocol.COUNT_BLOCKS or chunk + top_k > protocol.MOST_SLOTS
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ def test_the_shared_memory_of_a_kernel_is_checked(monkeypatch: pytest.MonkeyPatc
     limits.check_shared("ll_send", CPU, "max_tokens=4000", max_tokens=4000)
     with pytest.raises(ConfigError, match=r"max_tokens=5000 needs 10\d{4} bytes of shared memory per thread block"):
         limits.check_shared("ll_send", CPU, "max_tokens=5000", max_tokens=5000)
-    limits.check_shared("meet", CPU, "2000 experts", experts=2000, with_counts=1, chunks=1)
-    with pytest.raises(ConfigError, match="3000 experts needs 120"):
-        limits.check_shared("meet", CPU, "3000 experts", experts=3000, with_counts=1, chunks=1)
+    limits.check_shared("meet", CPU, "3000 experts", experts=3000, with_counts=1)
+    with pytest.raises(ConfigError, match="4000 experts needs 128"):
+        limits.check_shared("meet", CPU, "4000 experts", experts=4000, with_counts=1)
 
 
 def test_low_latency_with_too_many_tokens_leaves_the_dispatcher_usable(monkeypatch: pytest.MonkeyPatch) -> None:

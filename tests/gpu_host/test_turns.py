@@ -110,13 +110,12 @@ def test_operations_that_wait_are_refused_during_capture(monkeypatch: pytest.Mon
     dispatcher = one_rank(NativeLauncher("host"))
     state = dispatcher.memory.turns
     before = state.turn
-    for module in ("peer_to_peer.primitives", "peer_to_peer.dispatcher"):
-        monkeypatch.setattr(f"moe_comm.dispatch.{module}.capturing", lambda device: True)
+    monkeypatch.setattr("moe_comm.dispatch.peer_to_peer.primitives.capturing", lambda device: True)
     with pytest.raises(ConfigError, match="use dispatch_fixed"):
         dispatcher.dispatch(X_TD, IDS_TK)
     with pytest.raises(ConfigError, match="once before"):
         dispatcher.low_latency_dispatch(X_TD, IDS_TK, 2)
-    reserved = state.heap.allocate(state.heap.room())
+    reserved = state.heap.reserve()
     with pytest.raises(Exception, match="no room"):
         dispatcher.dispatch_fixed(X_TD, IDS_TK)
     del reserved

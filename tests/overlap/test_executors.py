@@ -41,7 +41,7 @@ def _shared(rank: int, world: int, experts: int, **options: Any) -> SharedMemory
     group = dist.group.WORLD
     assert group is not None
     placement = ExpertPlacement.of(experts, world)
-    return SharedMemoryDispatcher(placement, group, rank, DispatchOptions(timeout_s=20, **options))
+    return SharedMemoryDispatcher(placement, group, rank, DispatchOptions(timeout_s=60, **options))
 
 
 def _run(
@@ -197,7 +197,7 @@ def test_unknown_executors_and_overlaps_are_refused() -> None:
 def _raise_on_rank_1(rank: int, world: int, where: str) -> None:
     """Rank 1 raises between dispatch and experts, or in an expert."""
     group = dist.new_group(backend="gloo")
-    dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=20))
+    dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=60))
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
     call = dispatch_rows(dispatcher, leaves["x"], ids, leaves["weights"], Overlap(2, 1), width=F)

@@ -53,7 +53,7 @@ def _routing(kind: str, rank: int, experts: int, top_k: int) -> Tensor:
 def _dispatcher(rank: int, world: int, experts: int, wire_dtypes: WireDtypes | None = None) -> AllToAllDispatcher:
     group = dist.group.WORLD
     assert group is not None
-    options = DispatchOptions(timeout_s=20, **({} if wire_dtypes is None else {"wire_dtypes": wire_dtypes}))
+    options = DispatchOptions(timeout_s=60, **({} if wire_dtypes is None else {"wire_dtypes": wire_dtypes}))
     return AllToAllDispatcher(ExpertPlacement.of(experts, world), group, rank, options)
 
 

@@ -63,7 +63,7 @@ class Gate:
 
     store: dist.Store
     name: str
-    timeout_s: float = 20.0
+    timeout_s: float = 60.0
     used: bool = False
 
     def open(self) -> None:
@@ -142,7 +142,7 @@ def _linear(operator: Callable[..., Tensor], rows: int, columns: int, weight: tu
 def _dispatcher(rank: int, world: int) -> AllToAllDispatcher:
     group = dist.group.WORLD
     assert group is not None
-    return AllToAllDispatcher(ExpertPlacement.of(2 * world, world), group, rank, DispatchOptions(timeout_s=30))
+    return AllToAllDispatcher(ExpertPlacement.of(2 * world, world), group, rank, DispatchOptions(timeout_s=90))
 
 
 def _other_ranks_experts(rank: int) -> Tensor:
@@ -229,7 +229,7 @@ def _check_arrivals(rank: int, world: int, arg: tuple[str, str, int, Path]) -> N
 def test_received_rows_are_computed_before_the_rest_is_received(
     name: str, direction: str, gemms: int, pool2: RankPool, tmp_path: Path
 ) -> None:
-    pool2.run(_check_arrivals, (name, direction, gemms, tmp_path / "store"), timeout=45)
+    pool2.run(_check_arrivals, (name, direction, gemms, tmp_path / "store"), timeout=120)
 
 
 def _check_departures(rank: int, world: int, arg: tuple[str, str, int, int, Path]) -> None:
@@ -270,7 +270,7 @@ def _check_departures(rank: int, world: int, arg: tuple[str, str, int, int, Path
 def test_results_are_sent_before_the_rest_is_computed(
     name: str, direction: str, gemm: int, transfer: int, pool2: RankPool, tmp_path: Path
 ) -> None:
-    pool2.run(_check_departures, (name, direction, gemm, transfer, tmp_path / "store"), timeout=45)
+    pool2.run(_check_departures, (name, direction, gemm, transfer, tmp_path / "store"), timeout=120)
 
 
 def _receive_all_first(rank: int, world: int, path: Path) -> None:
@@ -307,7 +307,7 @@ def _receive_all_first(rank: int, world: int, path: Path) -> None:
 
 
 def test_receiving_all_rows_before_computing_is_detected(pool2: RankPool, tmp_path: Path) -> None:
-    pool2.run(_receive_all_first, tmp_path / "store", timeout=45)
+    pool2.run(_receive_all_first, tmp_path / "store", timeout=120)
 
 
 # --- through shared memory ---
@@ -319,7 +319,7 @@ def _shared_layer(rank: int, world: int) -> Tensor:
     """Run a layer in which every token has an expert on every rank; each rank has one expert."""
     group = dist.group.WORLD
     assert group is not None
-    dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(world, world), group, rank, DispatchOptions(timeout_s=30))
+    dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(world, world), group, rank, DispatchOptions(timeout_s=90))
     x, ids = draw(TOKENS, D, seed=rank).requires_grad_(), torch.arange(world).repeat(TOKENS, 1)
     call = dispatch_rows(dispatcher, x, ids, torch.ones(TOKENS, world), SHARED, width=F)
     mlp = ExpertMLP((draw(1, 2 * F, D, seed=9), draw(1, D, F, seed=8), None, None), activation_of("swiglu"))
@@ -366,7 +366,7 @@ def _delay_last_peer(rank: int, world: int, direction: str) -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_rows_of_other_peers_are_computed_while_one_peer_is_late(direction: str, pool4: RankPool) -> None:
-    pool4.run(_delay_last_peer, direction, timeout=45)
+    pool4.run(_delay_last_peer, direction, timeout=120)
 
 
 def _delay_last_gemm(rank: int, world: int, arg: tuple[str, Path]) -> None:
@@ -418,7 +418,7 @@ def _rows_complete_when_polled(rank: int, world: int) -> Iterator[None]:
 def test_a_peer_gets_its_sum_before_rows_of_other_peers_are_computed(
     direction: str, pool4: RankPool, tmp_path: Path
 ) -> None:
-    pool4.run(_delay_last_gemm, (direction, tmp_path / "store"), timeout=45)
+    pool4.run(_delay_last_gemm, (direction, tmp_path / "store"), timeout=120)
 
 
 # --- the executor alone ---

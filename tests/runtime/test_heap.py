@@ -127,7 +127,7 @@ def test_a_heap_grows_up_to_its_reserved_size_and_then_raises(prefix: str) -> No
     assert heap.size == 2 * MIB
     first = block(heap, 1, MIB, torch.float32)  # 4 MiB
     assert heap.size >= 4 * MIB
-    with pytest.raises(HeapError, match=r"at most 8388608 \(the reserved addresses\)"):
+    with pytest.raises(HeapError, match="at most 8388608 bytes"):
         heap.tensor(2, MIB, 0)
     del first
     block(heap, 1, MIB, torch.float32)
@@ -227,7 +227,7 @@ def test_the_sweep_removes_the_segment_of_a_killed_process(prefix: str) -> None:
         "import os, signal; from moe_comm import _C;"
         f"h = _C.Heap(f'/{prefix}.{{os.getpid()}}.x', 64, 0, 8 << 20); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    process = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
+    process = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=120)
     assert process.returncode == -9
     assert len(list(SHM.glob(f"{prefix}*"))) == 1
     assert _C.sweep_stale(prefix) == 1
@@ -239,7 +239,7 @@ def test_a_segment_of_another_user_is_refused(prefix: str) -> None:
     heaps = [_C.Heap(f"/{prefix}.{rank}", _C.Communicator.control_bytes(), 0, 8 * MIB) for rank in range(2)]
     ranks = [_C.Communicator(heap, rank, 2, 1.0, 0.0) for rank, heap in enumerate(heaps)]
     os.chown(SHM / f"{prefix}.1", 65534, 65534)
-    with pytest.raises(HeapError, match="rank 1 is not ours"):
+    with pytest.raises(HeapError, match="rank 1 is not a segment of this group"):
         ranks[0].attach([heap.name for heap in heaps])
 
 

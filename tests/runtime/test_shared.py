@@ -27,13 +27,13 @@ from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # n
 from moe_comm.dispatch.types import DispatchOptions  # noqa: E402
 from moe_comm.errors import HeapError, PeerDied, PeerError, PeerTimeout, RankMismatch  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
-from tests.pool import RankFailure, RankPool  # noqa: E402
+from tests.pool import RankFailure, RankPool, with_longer_deadline  # noqa: E402
 
 SHM = Path("/dev/shm")
 EXPERTS, HIDDEN, TOP_K = 8, 48, 2
 DEAD_S = 1.0
 """Time within which the end of a rank must be reported."""
-BUSY_S = 8.0
+BUSY_S = 30.0
 """Extra time for a machine that is busy with other tests. The deadlines of the groups are far longer."""
 
 
@@ -210,15 +210,17 @@ def test_a_killed_rank_is_reported_on_every_other_within_a_second_and_leaves_not
         assert re.match(rf"rank {rank} in [a-z ]+ \(call \d+\) of layer 'moe.3' at step 17 waited for rank \d", text)
         assert "rank 1" in text.split("\n")[0] and " dead" in text.split("\n")[0]
         for peer in range(3):
-            assert re.search(rf"\n  rank {peer}: (dead; |in |outside |no call)", text), text
-        assert re.search(r"\n  rank 1: dead; (was in|its last call was) ([a-z ]+ \(call \d+\)|no call yet)", text), text
+            assert re.search(rf"\n  rank {peer}: (dead; |in |between operations |no call)", text), text
+        assert re.search(
+            r"\n  rank 1: dead; ((was in|its last call was) [a-z ]+ \(call \d+\)|it made no call)", text
+        ), text
         assert seconds < DEAD_S + BUSY_S, seconds
     assert names_of(pids) == []
 
 
-def stop_rank_1(rank: int, world: int, _: None) -> tuple[str, str, str]:
+def stop_rank_1(rank: int, world: int, timeout_s: float) -> tuple[str, str, str]:
     dist.barrier()  # the start of new processes must not count towards the deadline
-    d = dispatcher(rank, world, timeout_s=3.0)
+    d = dispatcher(rank, world, timeout_s=timeout_s)
     assert step_is_right(d, rank, world, 4)
     dist.barrier()
     if rank == 1:
@@ -230,16 +232,20 @@ def stop_rank_1(rank: int, world: int, _: None) -> tuple[str, str, str]:
 
 
 def test_a_stopped_rank_is_a_timeout_that_names_the_state_of_every_rank(pool3: RankPool) -> None:
-    results = pool3.run(stop_rank_1, None, expect_dead={1})
-    for rank in (0, 2):
-        kind, text, again = results[rank]
-        assert kind == PeerTimeout.__name__ and again == text
-        assert text.startswith(f"rank {rank} in dispatch (call 5) of layer 'moe.5' waited for rank 1")
-        assert re.search(
-            r"\n  rank 1: outside for \d+\.\d s, after dispatch backward \(call 4\) of layer 'moe.3'", text
-        )
-        other = 2 - rank
-        assert f"\n  rank {other}: in dispatch (call 5) of layer 'moe.5', waiting for rank 1 since" in text
+    def check(timeout_s: float) -> None:
+        results = pool3.run(stop_rank_1, timeout_s, expect_dead={1})
+        for rank in (0, 2):
+            kind, text, again = results[rank]
+            assert kind == PeerTimeout.__name__ and again == text
+            assert text.startswith(f"rank {rank} in dispatch (call 5) of layer 'moe.5' waited for rank 1")
+            assert re.search(
+                r"\n  rank 1: between operations for \d+\.\d s, after dispatch backward \(call 4\) of layer 'moe.3'",
+                text,
+            )
+            other = 2 - rank
+            assert f"\n  rank {other}: in dispatch (call 5) of layer 'moe.5', waiting for rank 1 since" in text
+
+    with_longer_deadline(check, 3.0, 30.0)
 
 
 def raise_in_the_middle(rank: int, world: int, _: None) -> tuple[str, str]:
@@ -254,7 +260,9 @@ def test_an_error_in_the_middle_of_an_operation_reaches_every_rank(pool3: RankPo
     results = pool3.run(raise_in_the_middle)
     assert results[1][0] == HeapError.__name__ and "rank 0" in results[1][1]
     for rank in (0, 2):
-        assert results[rank][0] == PeerError.__name__ and "rank 1 left the operation after an error" in results[rank][1]
+        assert (
+            results[rank][0] == PeerError.__name__ and "rank 1 aborted the operation after an error" in results[rank][1]
+        )
 
 
 def interrupt_rank_0(rank: int, world: int, _: None) -> str:
@@ -283,8 +291,8 @@ def interrupt_rank_0(rank: int, world: int, _: None) -> str:
 
 def test_ctrl_c_ends_a_wait_and_the_peers_get_an_error(pool2: RankPool) -> None:
     own_error, peer_error = pool2.run(interrupt_rank_0)
-    assert own_error.startswith("rank 0 left an operation in the middle")
-    assert "rank 0 left the operation after an error" in peer_error
+    assert own_error.startswith("rank 0 aborted an operation after an error")
+    assert "rank 0 aborted the operation after an error" in peer_error
 
 
 # --- counters, threads, forks ---
@@ -363,7 +371,7 @@ def fork_a_child(rank: int, world: int, _: None) -> tuple[int, bool]:
         code = 1
         try:
             error = caught(lambda: d.combine(dispatched.rows_RD, weights_TK, dispatched.handle))
-            code = 0 if "a forked child must make its own" in str(error) else 2
+            code = 0 if "a forked child must create its own" in str(error) else 2
             del dispatched, d
         finally:
             os._exit(code)
@@ -391,14 +399,18 @@ def heap_is_shared(rank: int, world: int, _: None) -> bool:
 
 
 def test_a_rank_that_raises_between_operations_is_a_timeout_for_its_peer() -> None:
-    with RankPool(2) as pool, pytest.raises(RankFailure) as failed:
-        pool.run(raise_before_combine, timeout=30)
-    assert failed.value.errors[1][0] == "ValueError"
-    assert failed.value.errors[0][0] == PeerTimeout.__name__
+    def check(timeout_s: float) -> None:
+        with RankPool(2) as pool, pytest.raises(RankFailure) as failed:
+            pool.run(raise_before_combine, timeout_s, grace=60)
+        assert failed.value.errors[1][0] == "ValueError"
+        assert failed.value.errors[0][0] == PeerTimeout.__name__
+
+    with_longer_deadline(check, 2.0, 30.0)
 
 
-def raise_before_combine(rank: int, world: int, _: None) -> None:
-    d = dispatcher(rank, world, timeout_s=2.0)
+def raise_before_combine(rank: int, world: int, timeout_s: float) -> None:
+    dist.barrier()  # the start of new processes must not count towards the deadline
+    d = dispatcher(rank, world, timeout_s=timeout_s)
     dispatched = d.dispatch(torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64))
     if rank == 1:
         raise ValueError("the experts failed")

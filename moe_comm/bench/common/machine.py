@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,7 @@ def machine_info(device: str) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": _versions(),
+        "versions": versions(VERSIONS),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if device == "cuda":
@@ -50,9 +51,10 @@ def _cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _versions() -> dict[str, str]:
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the packages ``names`` that are installed."""
     info = {}
-    for name in VERSIONS:
+    for name in names:
         try:
             info[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -63,7 +63,7 @@ class _PendingTransfer:
     Leaving the block completes the transfer. An exception aborts it, and the other ranks raise ``PeerError``.
     """
 
-    _native: _C.Arriving | _C.Leaving
+    _native: _C.PendingReceive | _C.PendingSum
     _rows: NativeRows
 
     def __enter__(self) -> Self:
@@ -87,15 +87,15 @@ class IncomingRows(_PendingTransfer):
     """
 
     def __init__(
-        self, rows: NativeRows, native: _C.Arriving, rows_RD: Tensor, handle: DispatchHandle, *buffers: object
+        self, rows: NativeRows, native: _C.PendingReceive, rows_RD: Tensor, handle: DispatchHandle, *buffers: object
     ) -> None:
-        self._rows, self._native, self._arriving = rows, native, native
+        self._rows, self._native, self._receive = rows, native, native
         self.rows_RD, self.handle = rows_RD, handle
         self._buffers = buffers  # peers may read and write them
 
     def ready(self, peer: int) -> bool:
         """Return whether all rows of ``peer`` are complete."""
-        return self._arriving.ready(peer)
+        return self._receive.ready(peer)
 
     def next(self, peers: Sequence[int]) -> int:
         """Wait until the rows of one of ``peers`` are complete, and return the first such peer.
@@ -104,24 +104,24 @@ class IncomingRows(_PendingTransfer):
             PeerDied, PeerTimeout: a rank died, or did not send in time.
             PeerError: a rank failed.
         """
-        return self._arriving.next(peers)
+        return self._receive.next(peers)
 
 
 class OutgoingRows(_PendingTransfer):
     """Outputs of this rank's experts, which peers read in place when they are complete."""
 
-    def __init__(self, native: _C.Leaving, rows_RD: Tensor, y_TD: Tensor, rows: NativeRows, header: Header) -> None:
-        self._native = self._leaving = native
+    def __init__(self, native: _C.PendingSum, rows_RD: Tensor, y_TD: Tensor, rows: NativeRows, header: Header) -> None:
+        self._native = self._pending_sum = native
         self._rows, self._header, self._y_TD = rows, header, y_TD
         self._rows_RD = rows_RD  # peers read it
 
     def raise_flag(self, peer: int) -> None:
         """Mark the rows that ``peer`` dispatched as complete."""
-        self._leaving.raise_flag(peer)
+        self._pending_sum.raise_flag(peer)
 
     def ready(self) -> bool:
         """Return whether ``sum`` would return without waiting."""
-        return self._leaving.ready()
+        return self._pending_sum.ready()
 
     def sum(self, weights_TK: Tensor | None) -> Tensor:
         """Wait for all rows of this rank's tokens and return their sum, [T, D]. Call it after flags for all peers.
@@ -133,7 +133,7 @@ class OutgoingRows(_PendingTransfer):
         """
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         try:
-            self._leaving.sum(0 if weights_TK is None else weights_TK.data_ptr(), self._y_TD.data_ptr())
+            self._pending_sum.sum(0 if weights_TK is None else weights_TK.data_ptr(), self._y_TD.data_ptr())
         except self._rows.errors as error:
             raise self._rows.translated(error, self._header) from None
         return self._y_TD
@@ -182,7 +182,7 @@ class NativeRows:
             ids_TK = ids_TK.to(torch.int64).contiguous()
         self._set_deadline()
         try:
-            capsule, state, arriving = self._transfer.start_send(
+            capsule, state, pending = self._transfer.start_send(
                 header.compared(),
                 header.label,
                 fault,
@@ -200,7 +200,7 @@ class NativeRows:
         rows = state.rows
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
         handle = make_handle(header, x_TD, state.rows_per_expert, rows, state.dropped, state)
-        return IncomingRows(self, arriving, rows_RD, handle, capsule)
+        return IncomingRows(self, pending, rows_RD, handle, capsule)
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         """Dispatch with one native call; see ``Dispatcher._send``."""
@@ -236,7 +236,7 @@ class NativeRows:
         y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
         self._set_deadline()
         try:
-            leaving = self._transfer.start_sum(
+            pending = self._transfer.start_sum(
                 header.compared(),
                 header.label,
                 *_fault_args(header),
@@ -247,7 +247,7 @@ class NativeRows:
             )
         except self.errors as error:
             raise self.translated(error, header) from None
-        return OutgoingRows(leaving, rows_RD, y_TD, self, header)
+        return OutgoingRows(pending, rows_RD, y_TD, self, header)
 
     def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         """Combine with one native call; see ``Dispatcher._sum``."""
@@ -281,14 +281,14 @@ class NativeRows:
         grad_TK = None if rows is None else torch.empty(handle.num_tokens, handle.top_k)
         self._set_deadline()
         try:
-            capsule, arriving = self._transfer.start_spread(
+            capsule, pending = self._transfer.start_spread(
                 *_spread_args(header, handle, grad_TD, rows, weights_TK, grad_TK)
             )
         except self.errors as error:
             raise self.translated(error, header) from None
         has_elements = handle.num_rows and handle.hidden
         grad_RD = from_capsule(capsule) if has_elements else grad_TD.new_empty(handle.num_rows, handle.hidden)
-        return IncomingRows(self, arriving, grad_RD, handle, capsule, rows), grad_TK
+        return IncomingRows(self, pending, grad_RD, handle, capsule, rows), grad_TK
 
     def spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header

@@ -1,13 +1,14 @@
 """``peer_to_peer``: kernels write rows directly into the memory of other GPUs, and read results in place.
 
-    rank 0   count ─▶ meet ─▶ (allocate) ─▶ push ──── rows ───▶ rank 1's block
-    rank 1   count ─▶ meet ─▶ (allocate) ─▶ arrive ◀─ a flag per expert and source rank, set after its rows
+    rank 0   count ─▶ scan ─▶ meet ─▶ push ──── rows ───▶ rank 1's block
+    rank 1   count ─▶ scan ─▶ meet ─▶ arrive ◀─ a flag per expert and source rank, set after its rows
 
-The words in the diagram are kernels. ``count`` counts the rows of each expert. ``meet`` waits for all ranks and
-exchanges headers and counts; this is a *meeting*. The host reads the sizes that it must allocate. Ranks also exchange
-the size of the largest free block of their heaps, so that all raise the same ``HeapError`` before rows move. Combine
-and the backward passes have a meeting of their own, read or write rows of peers in place, and end when all ranks are
-done. Sums and dot products are computed in the order of the CPU kernels, so the bits are the same.
+The words in the diagram are kernels, queued in one call. ``count`` and ``scan`` count the rows of each expert. ``meet``
+waits for all ranks and exchanges headers, counts, and the addresses of the largest free block of each rank's heap; this
+is a *meeting*. ``push`` writes the rows there. Meanwhile the host reads the counts, and frees what the rows do not
+take. If a rank has no room, all ranks raise the same ``HeapError``. Combine and the backward passes have a meeting of
+their own, read or write rows of peers in place, and end when all ranks are done. Sums and dot products are computed in
+the order of the CPU kernels, so the bits are the same.
 
 On a GPU the host waits for the counts in dispatch. In other operations it waits until headers are compared, if
 ``DispatchOptions.checked`` is set. It never waits for rows. Without ``checked`` the next call raises errors of these
@@ -32,12 +33,10 @@ from moe_comm.dispatch.peer_to_peer.low_latency import (
     sum_low_latency,
 )
 from moe_comm.dispatch.peer_to_peer.primitives import KernelOperation, PeerToPeerPrimitives, dense
-from moe_comm.dispatch.peer_to_peer.rows import RowFormat, move_rows
+from moe_comm.dispatch.peer_to_peer.rows import RowFormat
 from moe_comm.dispatch.peer_to_peer.streams import record_stream
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.errors import ConfigError, HeapError, InputError
-from moe_comm.gpu.heap import capturing
-from moe_comm.gpu.protocol import NOWHERE, Offer
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,13 +198,10 @@ class PeerToPeerDispatcher(PeerToPeerPrimitives):
             try:
                 received = form.allocate(turns.heap, capacity)
             except HeapError as problem:
-                if capturing(self.device):
-                    raise  # during a capture the meeting does not run, so the host must not wait for it
-                turns.count_and_meet(self.packed(header), ids_TK, self._blocks, Offer(NOWHERE))
-                self.memory.check(header, ids_TK)
-                raise problem
-            turns.count_and_meet(self.packed(header), ids_TK, self._blocks, received.offer._replace(room=capacity))
-            rows_RD, place_TK = move_rows(turns, x_TD, ids_TK, received, self._blocks)
+                self._raise_no_room(header, problem)
+            offer = received.offer._replace(room=capacity)
+            place_TK = self._move_rows(self.packed(header), x_TD, ids_TK, form, offer, capacity)
+            rows_RD = received.rows()
             ends.append(turns.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
             if self.memory.on_host:
                 self.memory.check(header, ids_TK)

@@ -21,7 +21,14 @@ from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.handshake import settings_of
 from moe_comm.dispatch.peer_to_peer.access import launcher_for
 from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory, shared_peer_memory
-from moe_comm.dispatch.peer_to_peer.rows import RowFormat, check_room, move_rows, offset_of, readable
+from moe_comm.dispatch.peer_to_peer.rows import (
+    Reservation,
+    RowFormat,
+    check_room,
+    offset_of,
+    readable,
+    relay_links,
+)
 from moe_comm.dispatch.peer_to_peer.streams import OperationStream
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
@@ -30,14 +37,14 @@ from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.launch import Launcher
 from moe_comm.gpu.limits import check_shared
-from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, NOWHERE, SAME, GroupShape, Offer
+from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, NOWHERE, SAME, GroupShape, Offer, Sending
 from moe_comm.gpu.turns import Turns
 from moe_comm.runtime.memory import DTYPE_CODES, native
 from moe_comm.topology import ExpertPlacement
 
 ROOM_WORD = HEADER_WORDS - 1
-"""Index of the header word with the size in bytes of the largest free block of this rank's heap. Dispatch only. The
-text of a fault ends before this word."""
+"""Index of the header word with the size in bytes of the block that this rank offers for rows. Dispatch only. The text
+of a fault ends before this word."""
 BLOCKS_ON_HOST = 4
 """Default number of thread blocks in emulation."""
 
@@ -81,7 +88,7 @@ class PeerToPeerPrimitives(Dispatcher):
         try:
             launcher = launcher or launcher_for(self.device, self.peer_options.emulate)
             experts = placement.num_experts
-            check_shared("meet", self.device, f"{experts} experts", experts=experts, with_counts=1, chunks=1)
+            check_shared("meet", self.device, f"{experts} experts", experts=experts, with_counts=1)
         except MoeCommError as error:
             fault = error
         self.channel: Channel | None = None
@@ -97,6 +104,7 @@ class PeerToPeerPrimitives(Dispatcher):
             else PeerGroupMemory(None, Turns(GroupShape(rank, placement.offsets), blocks, launcher))
         )
         self._blocks = self.peer_options.num_blocks or _default_blocks(self.device)
+        self._bulk = self.peer_options.bulk_copies and _has_bulk_copies(self.device)
         self._pack_header: Callable[..., bytes] = native().pack_header
         self._forms: dict[tuple[int, torch.dtype, str], RowFormat] = {}
         self._stream = OperationStream(self.device, self.memory.turns.heap, self.peer_options.own_stream)
@@ -134,17 +142,14 @@ class PeerToPeerPrimitives(Dispatcher):
         self._not_captured("dispatch", "use dispatch_fixed")
         turns, form = self.memory.turns, self._form(x_TD, header.op)
         x_TD, ids_TK = dense(self._round_rows(x_TD, form, sends=True)), ids_TK.to(torch.int64).contiguous()
-        with KernelOperation(self, header, x_TD, ids_TK):
-            packed = self.packed(header)
-            room = turns.heap.room().to_bytes(8, sys.byteorder)
-            turns.count_and_meet(packed[: ROOM_WORD * 8] + room, ids_TK, self._blocks, NOTHING)
+        with KernelOperation(self, header, x_TD, ids_TK), Reservation(form, turns.heap) as reserved:
+            room = reserved.num_bytes.to_bytes(8, sys.byteorder)
+            packed = self.packed(header)[: ROOM_WORD * 8] + room
+            place_TK = self._move_rows(packed, x_TD, ids_TK, form, reserved.offer, reserved.capacity)
             self.memory.check(header, ids_TK)
             counts = turns.counted(ROOM_WORD)
             check_room(form, counts.rows_W, counts.word_W, header)
-            received = form.allocate(turns.heap, counts.rows_W[self.rank])
-            turns.meet(packed, received.offer)
-            rows_RD, place_TK = move_rows(turns, x_TD, ids_TK, received, self._blocks)
-            self._check_if_blocking(header)
+            rows_RD = reserved.keep(counts.rows_W[self.rank]).rows()
             self._stream.use_by_caller(rows_RD, place_TK)
         sizes = tuple(counts.own_L), rows_RD.shape[0], counts.dropped
         return rows_RD, make_handle(header, x_TD, *sizes, state=place_TK)
@@ -200,6 +205,16 @@ class PeerToPeerPrimitives(Dispatcher):
         return grad_RD, dots_TK
 
     # --- helpers ---
+
+    def _move_rows(
+        self, packed: bytes, x_TD: Tensor, ids_TK: Tensor, form: RowFormat, offer: Offer, capacity: int
+    ) -> Tensor:
+        """Queue the kernels of a dispatch. Return [T, K], which will have the location of each slot's row."""
+        turns, place_TK = self.memory.turns, torch.empty_like(ids_TK)
+        links = relay_links(form, turns.heap, offer, capacity, self._blocks)
+        how = Sending(self._blocks, *form.words, self._bulk)
+        turns.dispatch(packed, offer, ids_TK, place_TK, x_TD, DTYPE_CODES[x_TD.dtype], how, links)
+        return place_TK
 
     def packed(self, header: Header) -> bytes:
         """Return ``header.pack()``, computed in native code."""
@@ -294,6 +309,11 @@ def _default_blocks(device: torch.device) -> int:
     if device.type != "cuda":
         return BLOCKS_ON_HOST
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _has_bulk_copies(device: torch.device) -> bool:
+    """Return whether ``push`` can copy rows with cp.async.bulk. Emulation copies the same rows with memcpy."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
     one buffer   rows, encoded [R, X] │ their fp32 scales [R, S] │ links [R]     each aligned to 256 bytes
 
 There are scales if rows are encoded as e4m3. There are links if rows are relayed, that is, sent once to each rank and
-copied there: the link of a row names the row that it is a copy of. Ranks compute the sizes of all buffers from the
-exchanged counts, so all ranks detect a rank without room.
+copied there: the link of a row names the row that it is a copy of.
+
+A dispatch offers the largest free range of the heap to the peers (``Reservation``), and keeps of it what the rows take.
+Ranks compute the sizes of all buffers from the exchanged counts, so all ranks detect a rank without room.
 """
 
 from __future__ import annotations
@@ -20,10 +22,8 @@ from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.wire_dtype import WireDtype, apply_scales
 from moe_comm.errors import HeapError
 from moe_comm.gpu.blocks import ALIGN, round_up
-from moe_comm.gpu.heap import Heap
-from moe_comm.gpu.protocol import BLOCK_SCALES, NOT_RELAYED, ROW_SCALES, SAME, Offer, RelayLinks, address
-from moe_comm.gpu.turns import Turns
-from moe_comm.runtime.memory import DTYPE_CODES
+from moe_comm.gpu.heap import Heap, HeapBlock
+from moe_comm.gpu.protocol import BLOCK_SCALES, NOT_RELAYED, ROW_SCALES, SAME, UNLIMITED, Offer, RelayLinks
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RowFormat:
 
     @cached_property
     def words(self) -> tuple[int, int]:
-        """The argument ``form`` of ``Turns.move``."""
+        """Encoding of the rows, and whether scales are powers of two; see ``Sending``."""
         return self.packing, int(self.wire_dtype.power_of_two)
 
     @cached_property
@@ -76,6 +76,20 @@ class RowFormat:
             return round_up(num_rows * self.row_bytes) or ALIGN
         return max(ALIGN, sum(map(round_up, self.part_bytes(num_rows))))
 
+    def capacity(self, num_bytes: int) -> int:
+        """Return how many rows fit into a buffer of ``num_bytes``; UNLIMITED if they take no memory."""
+        if not (row_bytes := sum(self.part_bytes(1))):
+            return UNLIMITED
+        rows = num_bytes // row_bytes
+        while rows and self.buffer_bytes(rows) > num_bytes:
+            rows -= 1
+        return rows
+
+    def offer(self, first: int, num_rows: int) -> Offer:
+        """Return the addresses of the parts of a buffer for ``num_rows`` rows at byte ``first`` of the block."""
+        rows, scales, _ = map(round_up, self.part_bytes(num_rows))
+        return Offer(first, 0, first + rows if self.scales else 0, first + rows + scales if self.relay else 0)
+
     def allocate(self, heap: Heap, num_rows: int) -> ReceiveBuffer:
         """Allocate a buffer for ``num_rows`` rows.
 
@@ -83,19 +97,18 @@ class RowFormat:
             HeapError: no room.
         """
         block = heap.block(self.buffer_bytes(num_rows))
-        if self.bare:
-            return ReceiveBuffer(
-                self, block.matrix(0, num_rows, self.hidden, self.dtype), None, None, Offer(block.first)
-            )
-        rows, scales, _ = self.part_bytes(num_rows)
-        scales_offset, links_offset = round_up(rows), round_up(rows) + round_up(scales)
+        offer = self.offer(block.first, num_rows)
+        parts = ((block, max(0, at - block.first)) for at in (offer.rows, offer.scales, offer.links))
+        return ReceiveBuffer(self, offer, *self._tensors(num_rows, *parts))
+
+    def _tensors(self, num_rows: int, *parts: tuple[HeapBlock, int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return rows, scales and links in ``parts``: for each, a block and the offset in it."""
         dtype = self.dtype if self.packing == SAME else torch.uint8
-        rows_RX = block.matrix(0, num_rows, self.row_bytes // dtype.itemsize, dtype)
-        scale_RS = block.matrix(scales_offset, num_rows, self.scales, torch.float32) if self.packing != SAME else None
-        link_R = block.matrix(links_offset, num_rows, 1, torch.int64).view(-1) if self.relay else None
-        scales_at = block.first + scales_offset if scale_RS is not None and scale_RS.numel() else 0
-        links_at = block.first + links_offset if link_R is not None and len(link_R) else 0
-        return ReceiveBuffer(self, rows_RX, scale_RS, link_R, Offer(block.first, 0, scales_at, links_at))
+        (of_rows, rows_at), (of_scales, scales_at), (of_links, links_at) = parts
+        rows_RX = of_rows.matrix(rows_at, num_rows, self.row_bytes // dtype.itemsize, dtype)
+        scale_RS = of_scales.matrix(scales_at, num_rows, self.scales, torch.float32) if self.packing != SAME else None
+        link_R = of_links.matrix(links_at, num_rows, 1, torch.int64).view(-1) if self.relay else None
+        return rows_RX, scale_RS, link_R
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,10 +116,10 @@ class ReceiveBuffer:
     """A buffer for received rows: encoded rows, their scales and links. ``offer`` has their addresses, for peers."""
 
     form: RowFormat
+    offer: Offer
     rows_RX: Tensor
     scale_RS: Tensor | None
     link_R: Tensor | None
-    offer: Offer
 
     def rows(self, counts: Tensor | None = None) -> Tensor:
         """Return [R, D] decoded rows, after they have been received. counts: see ``apply_scales``."""
@@ -115,12 +128,45 @@ class ReceiveBuffer:
         form, values_RD = self.form, self.rows_RX[:, : self.form.hidden]
         return apply_scales(values_RD, self.scale_RS, form.wire_dtype, form.dtype, counts)
 
-    def links(self, blocks: int) -> RelayLinks:
-        """Return the arguments of ``fan_out`` on ``blocks`` thread blocks."""
-        if self.link_R is None:
-            return NOT_RELAYED
-        rows_at, scales_at, links_at = map(address, (self.rows_RX, self.scale_RS, self.link_R))
-        return RelayLinks(rows_at, scales_at, links_at, len(self.link_R), blocks)
+
+class Reservation:
+    """The largest free range of a heap, offered to peers before this rank knows how many rows it will receive.
+
+    Leaving the context frees what ``keep`` has not kept.
+    """
+
+    def __init__(self, form: RowFormat, heap: Heap) -> None:
+        self._form, self._heap, self._block = form, heap, heap.reserve()
+        first, self.num_bytes = (0, 0) if self._block is None else (self._block.first, self._block.size)
+        self.capacity = form.capacity(self.num_bytes)
+        self.offer = form.offer(first, self.capacity)._replace(room=self.capacity)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._block is not None:
+            self._heap.keep(self._block)
+            self._block = None
+
+    def keep(self, num_rows: int) -> ReceiveBuffer:
+        """Return the buffer of ``num_rows`` received rows, and free the rest."""
+        block, offer, sizes = self._block, self.offer, self._form.part_bytes(num_rows)
+        assert block is not None
+        self._block = None
+        offsets = (max(0, at - block.first) for at in (offer.rows, offer.scales, offer.links))
+        ranges = [(offset, size) for offset, size in zip(offsets, sizes, strict=True) if size]
+        kept = iter(self._heap.keep(block, *ranges))
+        parts = ((next(kept) if size else block, 0) for size in sizes)
+        return ReceiveBuffer(self._form, offer, *self._form._tensors(num_rows, *parts))
+
+
+def relay_links(form: RowFormat, heap: Heap, offer: Offer, num_rows: int, blocks: int) -> RelayLinks:
+    """Return the arguments of ``fan_out`` on ``blocks`` thread blocks, for at most ``num_rows`` rows at ``offer``."""
+    if not form.relay:
+        return NOT_RELAYED
+    rows_at, scales_at, links_at = map(heap.address, (offer.rows, offer.scales, offer.links))
+    return RelayLinks(rows_at, scales_at, links_at, num_rows, blocks)
 
 
 def readable(heap: Heap, rows_RD: Tensor | None) -> Tensor | None:
@@ -153,12 +199,3 @@ def check_room(form: RowFormat, rows_W: Sequence[int], rooms_W: Sequence[int], h
                 f"and its largest free block has {rooms_W[rank]}. Increase PeerToPeerOptions.heap_bytes on every rank, "
                 "or dispatch fewer tokens at a time"
             )
-
-
-def move_rows(
-    turns: Turns, x_TD: Tensor, ids_TK: Tensor, received: ReceiveBuffer, blocks: int
-) -> tuple[Tensor, Tensor]:
-    """Queue the kernels that move rows. Return the rows of this rank's experts, and the location of each slot's row."""
-    place_TK = torch.empty_like(ids_TK)
-    turns.move(x_TD, place_TK, DTYPE_CODES[x_TD.dtype], received.form.words, received.links(blocks))
-    return received.rows(), place_TK

@@ -9,7 +9,7 @@ executor hides the wait for peers: a rank computes complete rows while its peers
     return      results for rank 1 ▸ its flag ▸ for rank 2 ▸ its flag ... ▸ own   (combine, dispatch's backward)
                 a rank sums its tokens' results in place, once all peers have raised their flags for it
 
-The protocol is in csrc/cpu/underway.h. A group runs one operation at a time, so in a whole layer the return starts when
+The protocol is in csrc/cpu/pending.h. A group runs one operation at a time, so in a whole layer the return starts when
 the rows of all peers are complete. Results that have been computed by then are flagged at once, the others as they are
 computed. This costs no time: no rank can take its sum before the last peer has computed its rows, and that peer has
 sent its own rows before. The dispatcher's operations use the same protocol, so serial and pipelined ranks can run

@@ -41,7 +41,7 @@ from moe_comm.overlap.triton.routes import (
 )
 from moe_comm.overlap.triton.tiling import ExpertTiling
 from moe_comm.topology import ExpertPlacement
-from tests.pool import RankPool
+from tests.pool import RankPool, with_longer_deadline
 
 WORLD, D, F, K = 4, 32, 24, 3
 SMALL = ExpertTiling(rows=16, columns=16, inner=16, send_rows=8, send_columns=32, sum_tokens=8, slices=2, programs=3)
@@ -257,9 +257,9 @@ def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(interp
     interpreted.run(_call_with_bad_input)
 
 
-def _hang_on_rank_2(rank: int, world: int, arg: tuple[str, bool]) -> str:
+def _hang_on_rank_2(rank: int, world: int, arg: tuple[str, bool, float]) -> str:
     """Rank 2 takes part in the handshake and then hangs."""
-    op, relay = arg
+    op, relay, timeout_s = arg
     case = CASES["balanced"]
     inputs = {name: values[rank] for name, values in _global_inputs(case, torch.float32).items()}
     group = dist.new_group()
@@ -270,7 +270,7 @@ def _hang_on_rank_2(rank: int, world: int, arg: tuple[str, bool]) -> str:
         h, dispatch = dispatch_matmul(dispatcher, inputs["x"], inputs["ids"], inputs["w1"], tiling)
         matmul_combine(h, inputs["w2"], inputs["weights"], dispatch)  # allocates memory before the deadline is short
         dispatch.handshake("combine")
-        configure_collectives(CollectiveOptions(timeout_s=2.0))  # only now, because setting up may take long
+        configure_collectives(CollectiveOptions(timeout_s=timeout_s))  # only now, because setting up may take long
         message = ""
         if rank != 2:
             call = {
@@ -298,10 +298,13 @@ def _hang_on_rank_2(rank: int, world: int, arg: tuple[str, bool]) -> str:
     ],
 )
 def test_a_rank_that_hangs_is_named_with_its_flag(op: str, relay: bool, flag: str, interpreted: RankPool) -> None:
-    errors = interpreted.run(_hang_on_rank_2, (op, relay))
-    for rank in (0, 1, 3):
-        assert "rank 2" in errors[rank]
-        assert re.search(flag, errors[rank])
+    def check(timeout_s: float) -> None:
+        errors = interpreted.run(_hang_on_rank_2, (op, relay, timeout_s))
+        for rank in (0, 1, 3):
+            assert "rank 2" in errors[rank]
+            assert re.search(flag, errors[rank])
+
+    with_longer_deadline(check, 2.0, 30.0)
 
 
 def _source_routes(ids_TK: Tensor, rows_WE: Any) -> Routes:

@@ -20,7 +20,7 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import communicator_of, configure_collectives
 from tests.layers.reference import draw
 from tests.overlap.triton.common import TILES, interpreted, needs_triton, tile_product
-from tests.pool import RankPool
+from tests.pool import RankPool, with_longer_deadline
 
 pytestmark = needs_triton
 WORLD = 4
@@ -195,14 +195,14 @@ def test_bad_input_is_refused_before_rows_move(pool: RankPool) -> None:
     assert pool.run(_bad_input) == [["InputError", "InputError", "InputError", "ConfigError"]] * WORLD
 
 
-def _lose_rank_2(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
+def _lose_rank_2(rank: int, world: int, arg: tuple[str, str, float]) -> list[str]:
     """Rank 2 takes part once, then exits or hangs."""
-    name, failure = arg
+    name, failure, timeout_s = arg
     linear, programs = interpreted("linear"), interpreted("programs").Programs(2, 2, **TILES)
     x, weight, _ = _inputs(name, rank, world, (17, 8, 5), torch.float32)
     options = CollectiveOptions()
     getattr(linear, name)(x, weight, dist.group.WORLD, programs)
-    configure_collectives(replace(options, timeout_s=3.0))  # only now, because setting up may take long
+    configure_collectives(replace(options, timeout_s=timeout_s))  # only now, because setting up may take long
     if rank == 2:
         if failure == "dies":
             os._exit(1)
@@ -220,11 +220,14 @@ def _lose_rank_2(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
 
 @pytest.mark.parametrize(("name", "failure"), [("gather_matmul", "dies"), ("matmul_scatter", "is late")])
 def test_a_rank_that_fails_is_named_with_its_flag_on_the_others(name: str, failure: str) -> None:
-    with RankPool(WORLD, bare=True) as pool:  # a separate pool: the ranks' memory is unusable afterwards
-        errors = pool.run(_lose_rank_2, (name, failure), expect_dead={2} if failure == "dies" else ())
-    for rank in (0, 1, 3):
-        first, again = errors[rank]
-        assert first.startswith("PeerTimeout"), errors
-        assert "for rank 2" in first and "to raise flag" in first, errors
-        assert ("of rank 2 are complete" if name == "gather_matmul" else "of rank 2 is complete") in first, errors
-        assert again == first  # the second call raises without a further wait
+    def check(timeout_s: float) -> None:
+        with RankPool(WORLD, bare=True) as pool:  # a separate pool: the ranks' memory is unusable afterwards
+            errors = pool.run(_lose_rank_2, (name, failure, timeout_s), expect_dead={2} if failure == "dies" else ())
+        for rank in (0, 1, 3):
+            first, again = errors[rank]
+            assert first.startswith("PeerTimeout"), errors
+            assert "for rank 2" in first and "to raise flag" in first, errors
+            assert ("of rank 2 are complete" if name == "gather_matmul" else "of rank 2 is complete") in first, errors
+            assert again == first  # the second call raises without a further wait
+
+    with_longer_deadline(check, 3.0, 30.0)

@@ -5,7 +5,7 @@
 
 #include "check.h"
 #include "cpu/errors.h"
-#include "cpu/underway.h"
+#include "cpu/pending.h"
 #include "reference.h"
 
 using namespace moe_comm;
@@ -38,21 +38,22 @@ void check_rows(const Plan& plan, int rank, int source, const Layout& layout, co
 }
 
 // Check each peer's rows as soon as they are complete, while other peers are still writing.
-void follow(const Plan& plan, int rank, const Layout& layout, Arriving& arriving, const char* block,
-            const Bytes& expected) {
+void check_each_peer(const Plan& plan, int rank, const Layout& layout, PendingReceive& pending, const char* block,
+                     const Bytes& expected) {
   check_rows(plan, rank, rank, layout, block, expected);
-  for (std::vector<int> left = peers_of(rank, plan.world); !left.empty();) {
-    const int peer = arriving.next(left);
-    CHECK(arriving.ready(peer));
-    left.erase(std::find(left.begin(), left.end(), peer));
+  for (std::vector<int> remaining = peers_of(rank, plan.world); !remaining.empty();) {
+    const int peer = pending.next(remaining);
+    CHECK(pending.ready(peer));
+    remaining.erase(std::find(remaining.begin(), remaining.end(), peer));
     check_rows(plan, rank, peer, layout, block, expected);
   }
-  arriving.finish();
-  CHECK(arriving.finished());
+  pending.finish();
+  CHECK(pending.finished());
 }
 
 // Write the results for each peer just before setting its flag; own results last.
-void lead(const Plan& plan, int rank, const Layout& layout, Leaving& leaving, char* block, const Bytes& results) {
+void write_and_flag(const Plan& plan, int rank, const Layout& layout, PendingSum& pending, char* block,
+                    const Bytes& results) {
   const int64_t experts = plan.expert_offsets.back(), bytes = plan.row_bytes();
   std::vector<int> order = peers_of(rank, plan.world);
   order.push_back(rank);
@@ -68,7 +69,7 @@ void lead(const Plan& plan, int rank, const Layout& layout, Leaving& leaving, ch
         row += rows;
       }
     }
-    leaving.raise(to);
+    pending.raise_flag(to);
   }
 }
 
@@ -83,9 +84,8 @@ Bytes dense(const Plan& plan, int rank) {
   return rows;
 }
 
-// Same as play() in reference.cpp, but operation i runs in two halves if bit i of `in_pieces` is set, and in one call
-// otherwise.
-void play_pieces(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& call, unsigned in_pieces) {
+// Same as run_and_check() in reference.cpp, but operation i runs in two halves if bit i of `split` is set.
+void run_in_halves(const Plan& plan, int rank, BlockingTransfer& transfer, int64_t& call, unsigned split) {
   const size_t r = static_cast<size_t>(rank);
   Heap& heap = transfer.heap();
   const Rows x{plan.x[r].data(), plan.stride()}, g{plan.g[r].data(), plan.stride()};
@@ -93,22 +93,22 @@ void play_pieces(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& c
   const Sent sent = transfer.start_send(op_of(plan, 0, ++call), x, plan.ids[r].data(),
                                         {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
   const Layout& layout = *sent.layout;
-  if (in_pieces & 1) {
-    follow(plan, rank, layout, *sent.arriving, heap.base() + sent.block, plan.received[r]);
+  if (split & 1) {
+    check_each_peer(plan, rank, layout, *sent.pending, heap.base() + sent.block, plan.received[r]);
   } else {
-    sent.arriving->finish();
+    sent.pending->finish();
   }
   const Bytes results = dense(plan, rank);
   const int64_t block = heap.alloc(static_cast<int64_t>(results.size()));
   const Rows out{heap.base() + block, plan.row_bytes()};
   const auto sum = [&](int operation, const Bytes& from, const float* by, const Bytes& expected) {
     Bytes y(expected.size(), '\xff');
-    if (in_pieces >> operation & 1) {
-      const auto leaving = transfer.start_sum(op_of(plan, operation, ++call), layout, out, false);
-      lead(plan, rank, layout, *leaving, heap.base() + block, from);
-      while (in_pieces & 16 && !leaving->ready()) std::this_thread::yield();
-      leaving->sum(by, y.data());
-      leaving->finish();
+    if (split >> operation & 1) {
+      const auto pending = transfer.start_sum(op_of(plan, operation, ++call), layout, out, false);
+      write_and_flag(plan, rank, layout, *pending, heap.base() + block, from);
+      while (split & 16 && !pending->ready()) std::this_thread::yield();
+      pending->sum(by, y.data());
+      pending->finish();
     } else {
       if (!from.empty()) std::memcpy(heap.base() + block, from.data(), from.size());
       transfer.sum(op_of(plan, operation, ++call), layout, out, by, y.data());
@@ -119,10 +119,10 @@ void play_pieces(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& c
   std::vector<float> grad_weights(plan.weights[r].size());
   const Spread spread = transfer.start_spread(op_of(plan, 2, ++call), layout, g, out, plan.weights[r].data(),
                                               plan.weight_grads, plan.weight_grads ? grad_weights.data() : nullptr);
-  if (in_pieces & 4) {
-    follow(plan, rank, layout, *spread.arriving, heap.base() + spread.block, plan.grad_rows[r]);
+  if (split & 4) {
+    check_each_peer(plan, rank, layout, *spread.pending, heap.base() + spread.block, plan.grad_rows[r]);
   } else {
-    spread.arriving->finish();
+    spread.pending->finish();
   }
   if (plan.weight_grads) CHECK(grad_weights == plan.grad_weights[r]);
   sum(3, plan.grad_rows[r], nullptr, plan.dx[r]);
@@ -133,9 +133,9 @@ void play_pieces(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& c
 
 }  // namespace
 
-TEST(underway_in_pieces_gives_the_reference_bits_on_1_2_3_8_ranks_near_the_wrap_of_the_counters) {
+TEST(pending_operations_in_two_halves_give_the_reference_bits_on_1_2_3_8_ranks_near_the_wrap_of_the_counters) {
   for (const int world : {1, 2, 3, 8}) {
-    Communicator::Options options = patient();
+    Communicator::Options options = long_timeout();
     options.first_progress = 0xfffffff0u;
     Ranks ranks(world, options);
     Random random(static_cast<uint64_t>(world) + 7);
@@ -143,85 +143,85 @@ TEST(underway_in_pieces_gives_the_reference_bits_on_1_2_3_8_ranks_near_the_wrap_
     for (int i = 0; i < (world == 8 ? 6 : 16) * repeats(); ++i) plans.push_back(random_plan(random, world, Limits()));
     on_ranks(world, [&](int rank) {
       int64_t call = 0;
-      unsigned in_pieces = static_cast<unsigned>(rank);  // ranks use different modes
+      unsigned split = static_cast<unsigned>(rank);  // ranks use different modes
       for (const Plan& plan : plans) {
-        WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
-        play_pieces(plan, rank, transfer, call, in_pieces % 3 ? 31u : in_pieces * 7);
-        ++in_pieces;
+        BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+        run_in_halves(plan, rank, transfer, call, split % 3 ? 31u : split * 7);
+        ++split;
       }
     });
     for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
   }
 }
 
-TEST(underway_through_named_memory_that_grows) {
-  Ranks ranks = Ranks::named(2, patient(), {int64_t{1} << 30, int64_t{1} << 30});
+TEST(pending_operations_in_named_memory_that_grows) {
+  Ranks ranks = Ranks::named(2, long_timeout(), {int64_t{1} << 30, int64_t{1} << 30});
   Random random(5);
   for (const int64_t tokens : {20, 900}) {
     const Plan plan = plain_plan(random, 2, tokens, 512, 6, 2, 0);
     on_ranks(2, [&](int rank) {
       int64_t call = tokens;
-      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
-      play_pieces(plan, rank, transfer, call, 31);
+      BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      run_in_halves(plan, rank, transfer, call, 31);
     });
   }
 }
 
-TEST(underway_without_peers_gives_the_reference_bits) {
+TEST(pending_operations_without_peers_give_the_reference_bits) {
   Random random(6);
   auto heap = std::make_shared<Heap>("", 0, 0, int64_t{1} << 30);
   for (int i = 0; i < 20 * repeats(); ++i) {
     const Plan plan = random_plan(random, 1, Limits());
-    WholeTransfer transfer(nullptr, heap, plan.expert_offsets, 1);
+    BlockingTransfer transfer(nullptr, heap, plan.expert_offsets, 1);
     int64_t call = 0;
-    play_pieces(plan, 0, transfer, call, 31);
+    run_in_halves(plan, 0, transfer, call, 31);
   }
   CHECK_EQ(heap->used(), int64_t{0});
 }
 
 // Rank 0 completes its sum before rank 1 has written its own rows and before rank 2 has set the flag for rank 1.
-TEST(underway_a_sum_waits_for_its_own_flags_alone) {
+TEST(pending_sum_waits_only_for_the_flags_for_its_own_rank) {
   Random random(8);
-  Ranks ranks(3, patient());
+  Ranks ranks(3, long_timeout());
   const Plan plan = plain_plan(random, 3, 9, 40, 6, 2, 0);
   std::atomic<bool> summed{false};
   on_ranks(3, [&](int rank) {
     const size_t r = static_cast<size_t>(rank);
-    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
                                     {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
     const Bytes results = dense(plan, rank);
     const int64_t block = transfer.heap().alloc(static_cast<int64_t>(results.size()));
-    const auto leaving =
+    const auto pending =
         transfer.start_sum(op_of(plan, 1, 2), *sent.layout, {transfer.heap().base() + block, plan.row_bytes()}, false);
     std::memcpy(transfer.heap().base() + block, results.data(), results.size());
-    if (rank == 1) CHECK(!leaving->ready());  // its flag is set only after rank 0 has completed its sum
-    leaving->raise(0);
+    if (rank == 1) CHECK(!pending->ready());  // its flag is set only after rank 0 has completed its sum
+    pending->raise_flag(0);
     while (rank != 0 && !summed.load()) std::this_thread::yield();
     Bytes y(plan.y[r].size());
     if (rank == 0) {
-      leaving->sum(plan.weights[r].data(), y.data());
+      pending->sum(plan.weights[r].data(), y.data());
       summed.store(true);
     }
-    for (const int to : {1, 2}) leaving->raise(to);
-    if (rank != 0) leaving->sum(plan.weights[r].data(), y.data());
+    for (const int to : {1, 2}) pending->raise_flag(to);
+    if (rank != 0) pending->sum(plan.weights[r].data(), y.data());
     CHECK(y == plan.y[r]);
-    leaving->finish();
-    CHECK_THROWS(leaving->finish(), std::logic_error);
+    pending->finish();
+    CHECK_THROWS(pending->finish(), std::logic_error);
     transfer.heap().free(sent.block);
     transfer.heap().free(block);
   });
 }
 
-TEST(underway_ranks_that_disagree_all_get_the_headers_and_go_on) {
+TEST(pending_a_header_mismatch_is_reported_on_all_ranks_and_the_next_call_succeeds) {
   Random random(9);
-  for (const int odd : {0, 1, 2}) {
-    for (const bool pieces : {false, true}) {
-      Ranks ranks(3, patient());
+  for (const int bad_rank : {0, 1, 2}) {
+    for (const bool split : {false, true}) {
+      Ranks ranks(3, long_timeout());
       const Plan plan = plain_plan(random, 3, 6, 40, 6, 2, 0);
       on_ranks(3, [&](int rank) {
         const size_t r = static_cast<size_t>(rank);
-        WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+        BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
         int64_t call = 1;
         const Sent sent = transfer.send(op_of(plan, 0, call), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
                                         {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
@@ -230,104 +230,105 @@ TEST(underway_ranks_that_disagree_all_get_the_headers_and_go_on) {
         Bytes y(plan.y[r].size());
         ++call;
         CHECK_EQ(headers_of([&] {
-                   if (rank == odd && pieces) {
+                   if (rank == bad_rank && split) {
                      transfer.start_spread(op_of(plan, 2, call), *sent.layout, {plan.g[r].data(), plan.stride()}, out,
                                            plan.weights[r].data(), false, nullptr);
                    } else {
-                     const auto leaving =
-                         transfer.start_sum(op_of(plan, 1, call + (rank == odd)), *sent.layout, out, false);
-                     leaving->raise((rank + 1) % 3);
-                     leaving->sum(plan.weights[r].data(), y.data());
+                     const auto pending =
+                         transfer.start_sum(op_of(plan, 1, call + (rank == bad_rank)), *sent.layout, out, false);
+                     pending->raise_flag((rank + 1) % 3);
+                     pending->sum(plan.weights[r].data(), y.data());
                    }
                    CHECK(!"must not be summed");
                  }),
                  3);
         transfer.heap().free(sent.block);
         transfer.heap().free(block);
-        play_pieces(plan, rank, transfer, call, 31);
+        run_in_halves(plan, rank, transfer, call, 31);
         CHECK_EQ(transfer.heap().used(), int64_t{0});
       });
     }
   }
 }
 
-// A rank gives up after its rows have been written. Its peers receive the rows and raise in their next call.
-TEST(underway_an_operation_that_is_abandoned_reaches_every_rank) {
+// A rank abandons an operation after its rows have been written. Its peers receive the rows and raise in their next
+// call.
+TEST(pending_an_abandoned_operation_fails_on_every_rank) {
   Random random(10);
   for (const bool late : {false, true}) {
-    Ranks ranks(3, patient());
+    Ranks ranks(3, long_timeout());
     const Plan plan = plain_plan(random, 3, 6, 40, 6, 2, 0);
     on_ranks(3, [&](int rank) {
       const size_t r = static_cast<size_t>(rank);
-      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
-      std::string said;
+      BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      std::string message;
       try {
         const Sent sent = transfer.start_send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
                                               {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
         if (rank == 1 && !late) {
-          sent.arriving->abandon();
-          CHECK(!sent.arriving->finished());
-          CHECK_THROWS(sent.arriving->finish(), std::logic_error);
+          sent.pending->abandon();
+          CHECK(!sent.pending->finished());
+          CHECK_THROWS(sent.pending->finish(), std::logic_error);
           return;
         }
-        follow(plan, rank, *sent.layout, *sent.arriving, transfer.heap().base() + sent.block, plan.received[r]);
+        check_each_peer(plan, rank, *sent.layout, *sent.pending, transfer.heap().base() + sent.block, plan.received[r]);
         const int64_t block = transfer.heap().alloc(plan.rows[r] * plan.row_bytes());
-        const auto leaving = transfer.start_sum(op_of(plan, 1, 2), *sent.layout,
+        const auto pending = transfer.start_sum(op_of(plan, 1, 2), *sent.layout,
                                                 {transfer.heap().base() + block, plan.row_bytes()}, false);
-        if (rank == 1) return leaving->abandon();
-        for (const int to : {0, 1, 2}) leaving->raise(to);
+        if (rank == 1) return pending->abandon();
+        for (const int to : {0, 1, 2}) pending->raise_flag(to);
         Bytes y(plan.y[r].size());
-        leaving->sum(nullptr, y.data());
+        pending->sum(nullptr, y.data());
         CHECK(!"must not be summed");
       } catch (const PeerError& error) {
-        said = error.what();
+        message = error.what();
       }
-      CHECK(said.find("rank 1 left the operation after an error") != std::string::npos);
+      CHECK(message.find("rank 1 aborted the operation after an error") != std::string::npos);
     });
   }
 }
 
-TEST(underway_a_rank_that_raises_no_flag_is_named_at_the_deadline) {
+TEST(pending_a_rank_that_raises_no_flag_is_named_at_the_deadline) {
   Random random(11);
-  Ranks ranks(2, patient());
+  Ranks ranks(2, long_timeout());
   const Plan plan = plain_plan(random, 2, 6, 40, 6, 2, 0);
   std::atomic<bool> out{false};
   on_ranks(2, [&](int rank) {
     const size_t r = static_cast<size_t>(rank);
-    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
                                     {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
     const int64_t block = transfer.heap().alloc(plan.rows[r] * plan.row_bytes());
     const Rows rows{transfer.heap().base() + block, plan.row_bytes()};
-    const auto leaving = transfer.start_sum(op_of(plan, 1, 2), *sent.layout, rows, false);
+    const auto pending = transfer.start_sum(op_of(plan, 1, 2), *sent.layout, rows, false);
     Bytes y(plan.y[r].size());
     if (rank == 0) {
-      leaving->raise(1);
+      pending->raise_flag(1);
       ranks.communicators[r]->set_timeout(0.3);
-      std::string said;
+      std::string message;
       try {
-        leaving->sum(nullptr, y.data());
+        pending->sum(nullptr, y.data());
       } catch (const PeerTimeout& error) {
-        said = error.what();
+        message = error.what();
       }
-      CHECK(said.find("waited for rank 1") != std::string::npos);
+      CHECK(message.find("waited for rank 1") != std::string::npos);
       out.store(true);
     }
     while (!out.load()) std::this_thread::yield();
   });
 }
 
-TEST(underway_rows_that_are_computed_later_must_stand_in_the_heap) {
+TEST(pending_rows_that_are_computed_later_must_be_in_the_heap) {
   Random random(12);
-  Ranks ranks(1, patient());
+  Ranks ranks(1, long_timeout());
   const Plan plan = plain_plan(random, 1, 6, 40, 6, 2, 0);
-  WholeTransfer transfer = ranks.transfer(0, plan.expert_offsets);
+  BlockingTransfer transfer = ranks.transfer(0, plan.expert_offsets);
   const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[0].data(), plan.stride()}, plan.ids[0].data(),
                                   {plan.tokens[0], plan.top_k, plan.hidden, plan.dtype});
   CHECK_THROWS(transfer.start_sum(op_of(plan, 1, 2), *sent.layout, {plan.out[0].data(), plan.stride()}, false),
                std::invalid_argument);
   transfer.heap().free(sent.block);
   int64_t call = 1;
-  play_pieces(plan, 0, transfer, call, 31);
+  run_in_halves(plan, 0, transfer, call, 31);
   CHECK_EQ(ranks.heaps[0]->used(), int64_t{0});
 }

@@ -1,10 +1,12 @@
-// A pending dispatch or combine: begun but not completed, so that the caller can compute in the meantime.
+// A pending dispatch or combine: started but not completed, so that the caller can compute in the meantime.
 //
-//   Arriving   own rows are written at their owners   next(peers)   rows of that peer are complete in this block
-//   Leaving    own rows are still being computed      raise(peer)   the rows that `peer` reads are written
-//                                                       sum           reads the peers' rows once they are written
+//   PendingReceive   all own rows are written at their owners
+//                      next(peers)        wait for a peer's rows; they are then complete in this rank's block
+//   PendingSum       own rows are still being computed
+//                      raise_flag(peer)   the rows that `peer` reads are written
+//                      sum                wait until the peers have written their rows, and add them
 //
-// A transfer without computation to overlap performs both halves in one call (transfer.cpp). Ranks may choose
+// An operation without computation to overlap performs both halves in one call (bindings.cpp). Ranks may choose
 // differently. All calls must come from one thread.
 #pragma once
 
@@ -23,15 +25,15 @@ namespace moe_comm {
 
 struct Layout;
 
-class Underway {
+class PendingTransfer {
  public:
   // If `communicator` is null, there are no peers.
-  Underway(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap);
-  Underway(const Underway&) = delete;
-  Underway& operator=(const Underway&) = delete;
+  PendingTransfer(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap);
+  PendingTransfer(const PendingTransfer&) = delete;
+  PendingTransfer& operator=(const PendingTransfer&) = delete;
 
   // Announce that this rank no longer reads or writes its peers' memory.
-  void leave();
+  void publish_done();
   // Wait until no peer reads or writes this rank's memory.
   void finish();
   // Call instead of finish after an error; notifies the peers. Not needed after an exception from this class.
@@ -41,17 +43,18 @@ class Underway {
   bool finished() const { return finished_.load(); }
 
   // --- for Transfer ---
-  // Allocate a block. It is freed when the operation completes, unless give() releases it to the caller.
+  // Allocate a block. It is freed when the operation completes, unless release() passes it to the caller.
   int64_t alloc(int64_t bytes);
-  int64_t give(int64_t block);
+  int64_t release(int64_t block);
   void begin(const Op& op);
   void post(const Op& op);
 
  protected:
   void check_open() const {
-    if (!scope_) throw std::logic_error("this transfer is over");
+    if (!scope_)
+      throw std::logic_error("this transfer has ended: it finished, failed or was abandoned; start a new one");
   }
-  // Run one step. After an exception the operation is over; a header mismatch ends it on all ranks.
+  // Run one step. An exception ends the operation; a header mismatch ends it on all ranks.
   template <class Step>
   auto step(Step part) {
     check_open();
@@ -76,9 +79,9 @@ class Underway {
   std::optional<OpScope> scope_;
 };
 
-class Arriving : public Underway {
+class PendingReceive : public PendingTransfer {
  public:
-  using Underway::Underway;
+  using PendingTransfer::PendingTransfer;
   // Return whether all rows of `peer` are written in this rank's block.
   bool ready(int peer) const;
   // Wait until the rows of one of `peers` are complete and return it. If several are, return the first in the order
@@ -86,30 +89,30 @@ class Arriving : public Underway {
   int next(const std::vector<int>& peers);
 };
 
-class Leaving : public Underway {
+class PendingSum : public PendingTransfer {
  public:
   static constexpr int64_t kFlagBytes = 64;  // one cache line per flag, because flags are polled
 
-  Leaving(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap, const Layout& layout, int threads);
-  // Set the flag for `peer`: the rows that `peer` dispatched to this rank are computed.
-  void raise(int peer);
+  PendingSum(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap, const Layout& layout, int threads);
+  // Raise the flag for `peer`: the rows that `peer` dispatched to this rank are computed.
+  void raise_flag(int peer);
   // Return whether sum would run without waiting.
   bool ready();
   // y [T, D] = the sum of each token's rows in slot order, multiplied by `weights` [T, K] unless null. Waits until all
-  // peers have set this rank's flag. This rank's own rows must be written. Calls leave() at the end.
+  // peers have raised their flags for this rank. This rank's own rows must be written. Calls publish_done() at the end.
   void sum(const float* weights, char* y);
 
   // --- for Transfer ---
   // Publish the rows at `rows_offset` from the heap's start. No flags are needed if the rows are already `computed`.
-  void offer(int64_t rows_offset, bool computed);
+  void publish_rows(int64_t rows_offset, bool computed);
 
  private:
-  // The flag of `owner` for rank `of`; null if all of the owner's rows are already written.
-  std::atomic<uint32_t>* flag(int owner, int of);
+  // The flag of `owner` for rank `reader`; null if all of the owner's rows are already written.
+  std::atomic<uint32_t>* flag(int owner, int reader);
 
   const Layout& layout_;
   int threads_;
-  Record alone_{};  // used if there is no communicator
+  Record local_record_{};  // used if there is no communicator
 };
 
 }  // namespace moe_comm
