@@ -21,7 +21,7 @@ from moe_comm.errors import PeerError
 from moe_comm.topology import ExpertPlacement
 from tests.attack.sequences import DTYPES, Odd, Sequence, Step
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 LABEL = "moe.1"
 
 Outcome = tuple[str, str]

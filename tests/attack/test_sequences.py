@@ -20,7 +20,7 @@ from tests.pool import RankPool
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
-RUN_S = 60.0
+RUN_S = 120.0
 FEW, MANY = 17, 334
 """Sequences per backend: about 100 and 2,000 over all backends."""
 

@@ -32,7 +32,7 @@ def late_transfer(rank: int, world: int, arg: None) -> TimelineStep:
     """A transfer that cannot complete before rank 0 has computed, because rank 1 sends only then."""
     group = dist.group.WORLD
     assert group is not None
-    channel = Channel(communicator_of(group), 30.0)
+    channel = Channel(communicator_of(group), 60.0)
     a, out, done = torch.ones(16, 16), torch.empty(16, 16), torch.zeros(1)
 
     def step() -> None:

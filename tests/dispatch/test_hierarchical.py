@@ -313,8 +313,8 @@ def die_inside_host(rank: int, world: int, job: Job) -> tuple[ErrorText, ErrorTe
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_rank_lost_inside_its_host_is_an_error_on_every_rank(deterministic: bool, pool4: RankPool) -> None:
-    job = replace(Job("hierarchical", timeout_s=60.0), deterministic=deterministic)
-    errors_by_rank = pool4.run(die_inside_host, job, timeout=40, expect_dead={1})
+    job = replace(Job("hierarchical", timeout_s=200.0), deterministic=deterministic)
+    errors_by_rank = pool4.run(die_inside_host, job, timeout=120, expect_dead={1})
     for rank, error_texts in enumerate(errors_by_rank):
         if rank != 1:
             (raised, message), (again, _) = error_texts
@@ -343,7 +343,7 @@ def die_between_chunks(rank: int, world: int, job: Job) -> tuple[ErrorText, Erro
 
 
 def test_a_rank_lost_between_chunks_is_an_error_on_every_rank(pool4: RankPool) -> None:
-    errors_by_rank = pool4.run(die_between_chunks, Job("hierarchical", timeout_s=60.0), timeout=40, expect_dead={1})
+    errors_by_rank = pool4.run(die_between_chunks, Job("hierarchical", timeout_s=200.0), timeout=120, expect_dead={1})
     for rank, error_texts in enumerate(errors_by_rank):
         if rank != 1:
             (raised, message), (again, _) = error_texts

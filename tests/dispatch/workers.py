@@ -30,7 +30,7 @@ class Job:
 
     backend: str
     device: str = "cpu"
-    timeout_s: float = 30.0
+    timeout_s: float = 60.0
     checked: bool = True
     deterministic: bool = True
     how: str = ""

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from moe_comm.runtime.persistent_memory import (
     read,
 )
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 HEADER = SlotHeader(run="r", epoch="e", step=7, owner=1, layout="l", content=5, state=2, crc=0)
 
 
@@ -156,7 +157,7 @@ def test_the_server_ends_when_the_launchers_folder_is_gone(
 
 
 def test_the_server_ends_when_no_rank_connects(owner: tuple[LauncherProcess, subprocess.Popen[bytes]]) -> None:
-    with connected(owner[0], idle_s=2.0) as host_memory:  # this process must have connected by then
+    with connected(owner[0], idle_s=5.0) as host_memory:  # this process must have connected by then
         pid = pid_of(host_memory)
     assert ends(pid)
 
@@ -184,7 +185,7 @@ def without(name: str, owner: LauncherProcess) -> subprocess.Popen[bytes]:
     arguments = [owner.name(""), str(owner.pid), str(owner.ticks), "", "60"]
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", text, *arguments])
     while f"@{owner.name('')}" not in Path("/proc/net/unix").read_text() and process.poll() is None:
-        pass
+        time.sleep(0.005)
     return process
 
 

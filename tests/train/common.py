@@ -31,7 +31,8 @@ TINY = (
     "model.ffn=24",
     "model.init_std=0.2",
     "optimizer.warmup=1",
-    "parallel.timeout_s=30",
+    "parallel.timeout_s=60",
+    "watch.stuck_s=60",
 )
 SGD = ("optimizer.kind=sgd", "optimizer.lr=0.3", "model.aux_loss=0.1", "model.z_loss=0.01", "optimizer.clip=0.5")
 """SGD, because Adam would hide a wrong scale of a gradient; with clipping, so that a wrong norm changes the weights."""

@@ -151,4 +151,4 @@ def build(case: Case, mesh: ParallelMesh) -> list[Part]:
 
 def make(case: Case, parts: list[Part], mesh: ParallelMesh, **options: Any) -> Any:
     activations = ActivationShape(HIDDEN, case.dtype)
-    return make_runner(parts, mesh, case.plan, case.schedule, activations, timeout_s=30, **options)
+    return make_runner(parts, mesh, case.plan, case.schedule, activations, timeout_s=60, **options)

@@ -110,7 +110,7 @@ def _work(rank: int, world: int, what: str) -> tuple[list[str], int]:
             return all_sum(values, group)
 
         def long_work() -> str:
-            assert polled_enough.wait(30)
+            assert polled_enough.wait(100)
             if what == "fails":
                 raise ZeroDivisionError("a bug")
             return "done\nat last"

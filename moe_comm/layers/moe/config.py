@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 def _move_zero_experts(fields: dict[str, Any]) -> None:
     """Convert the old keyword ``zero_experts`` of ``MoEConfig`` to the one of ``RouterConfig``."""
     zero_experts = fields.pop("zero_experts")
+    if zero_experts is None:
+        return
     warn_renamed("MoEConfig(zero_experts=...)", "RouterConfig(zero_experts=...), whose num_experts counts real experts")
     router = fields["router"]
     num_experts = router.num_choices - zero_experts.total

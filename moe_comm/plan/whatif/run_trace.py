@@ -349,6 +349,8 @@ class _Builder:
                 for call in calls:
                     for other, (when, _) in begun[call].items():
                         at = bisect_right(ends[other], when) - 1
+                        while at >= 0 and self._slices[other][at].begin == when:
+                            at -= 1  # a slice without length at that time may be a wait for this one
                         if other != rank and at >= 0 and when <= item.end:
                             before.append((other, at))
                 if before:

@@ -285,6 +285,17 @@ def test_a_wait_for_an_asynchronous_call_depends_on_its_start_on_all_ranks(
     assert [result[table.rank_N == rank].max() for rank in (0, 1)] == pytest.approx(ends)
 
 
+def test_a_call_without_length_at_the_time_of_a_start_does_not_wait_for_itself() -> None:
+    """Clocks of low resolution give several events the same time."""
+    rank0, rank1 = Clock(0), Clock(1)
+    for clock in (rank0, rank1):
+        clock.work("forward", 1)
+        clock.span("collective", "sum", 1, group=(0, 1), call=2, begun=0.5 if clock is rank0 else 0.0)
+        clock.span("collective", "sum", 1, group=(0, 1), call=3)
+    graph = make_run_trace(rank0.done() + rank1.done(), 2, EP2).graph
+    assert replay(make_tasks(graph), graph.value_N).end.max() == pytest.approx(0.001)
+
+
 def routed_step(rows: tuple[int, int], step: int, slow: tuple[float, float] = (1, 1)) -> list[SpanLine]:
     """Return a step in which experts take 2 ms plus 1 ms per 100 rows, multiplied by ``slow`` of the rank."""
     clocks = [Clock(0, step), Clock(1, step)]

@@ -16,7 +16,7 @@ from moe_comm.runtime.launch.attempt import attempt_store
 
 def _numbered(store: dist.Store, world: int, again: bool = False) -> list[tuple[dist.Store, int]]:
     with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(lambda rank: attempt_store(store, rank, world, 20.0, again=again), range(world)))
+        return list(pool.map(lambda rank: attempt_store(store, rank, world, 60.0, again=again), range(world)))
 
 
 def _attempt(store: dist.Store, world: int) -> list[dist.Store]:
@@ -73,7 +73,7 @@ def test_a_late_rank_is_waited_for() -> None:
 
     def run(rank: int, first: Callable[[], Any]) -> None:
         first()
-        results.append(attempt_store(store, rank, 2, 20.0))
+        results.append(attempt_store(store, rank, 2, 60.0))
 
     threads = [
         threading.Thread(target=run, args=(0, started.set)),
@@ -82,5 +82,5 @@ def test_a_late_rank_is_waited_for() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(120.0)
     assert len(results) == 2

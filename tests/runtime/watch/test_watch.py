@@ -48,14 +48,14 @@ def misbehave(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        threading.Event().wait(100)  # watchers resume this rank for a moment, to write its stacks
+        threading.Event().wait(200)  # watchers resume this rank for a moment, to write its stacks
     elif how == "gil":
-        ctypes.PyDLL(None).sleep(100)
+        ctypes.PyDLL(None).sleep(200)
     elif how == "loop":
         while True:
             pass
     elif how == "sleep":
-        threading.Event().wait(100)
+        threading.Event().wait(200)
     elif how == "error":
         raise ValueError("on purpose")
 
@@ -66,7 +66,9 @@ def live(rank: int, world: int, arg: tuple[str, str, str, bool]) -> dict[str, An
     faults: list[DetectedFault] = []
     move = mover(place, world)
     host = f"host {rank * 2 // world}" if split else None
-    watch = Watcher.create(OPTIONS, folder, [faults.append], host=host)
+    # The end of a process is noticed at once. A rank of a busy machine must not be reported as stuck before.
+    options = replace(OPTIONS, stuck_s=30.0) if how == "kill" else OPTIONS
+    watch = Watcher.create(options, folder, [faults.append], host=host)
     caught = ""
     try:
         with watch:
@@ -93,7 +95,7 @@ def mover(place: str, world: int) -> Any:
     from moe_comm.dispatch import DispatchOptions, make_dispatcher
 
     dispatcher = make_dispatcher(
-        world, dist.group.WORLD, backend="shared_memory", options=DispatchOptions(timeout_s=60)
+        world, dist.group.WORLD, backend="shared_memory", options=DispatchOptions(timeout_s=200)
     )
     ids_TK = torch.arange(world).view(world, 1)
 
@@ -115,7 +117,7 @@ def check(results: list[Any], kind: str) -> None:
     assert all(not one["threads"] for one in others)
     reporters = [fault for fault in faults if fault.is_reporter]
     assert len(reporters) == 1
-    assert 0 <= reporters[0].noticed_s < (10.0 if kind == "died" else 20.0)  # machines that run tests are slow
+    assert 0 <= reporters[0].noticed_s < 30.0  # machines that run tests are slow
     reports = [Path(fault.path).read_text() for fault in faults]
     assert len({fault.path for fault in faults}) == len(faults)
     assert all(f"rank {CULPRIT}  is the culprit" in text for text in reports)
@@ -126,7 +128,7 @@ def check(results: list[Any], kind: str) -> None:
 
 @pytest.mark.parametrize(("how", "kind"), [("kill", "died"), ("stop", "stuck"), ("gil", "stuck"), ("loop", "stuck")])
 def test_ranks_in_a_gloo_collective_detect_a_fault(pool2: RankPool, tmp_path: Path, how: str, kind: str) -> None:
-    results = pool2.run(live, (how, str(tmp_path), "gloo", False), timeout=60, expect_dead={CULPRIT})
+    results = pool2.run(live, (how, str(tmp_path), "gloo", False), timeout=150, expect_dead={CULPRIT})
     check(results, kind)
 
 
@@ -135,7 +137,7 @@ def test_ranks_in_a_dispatch_over_shared_memory_detect_a_fault(
     pool4: RankPool, tmp_path: Path, how: str, kind: str
 ) -> None:
     pids = pool4.pids
-    results = pool4.run(live, (how, str(tmp_path), "shared_memory", False), timeout=60, expect_dead={CULPRIT})
+    results = pool4.run(live, (how, str(tmp_path), "shared_memory", False), timeout=150, expect_dead={CULPRIT})
     check(results, kind)
     assert all("report: " in one["caught"] for rank, one in enumerate(results) if rank != CULPRIT)
     assert not [name for name in os.listdir("/dev/shm") if any(f".{pid}." in name for pid in pids)]
@@ -143,14 +145,14 @@ def test_ranks_in_a_dispatch_over_shared_memory_detect_a_fault(
 
 @pytest.mark.parametrize(("how", "kind"), [("kill", "died"), ("sleep", "stuck")])
 def test_a_fault_is_reported_on_all_hosts(pool4: RankPool, tmp_path: Path, how: str, kind: str) -> None:
-    results = pool4.run(live, (how, str(tmp_path), "gloo", True), timeout=60, expect_dead={CULPRIT})
+    results = pool4.run(live, (how, str(tmp_path), "gloo", True), timeout=150, expect_dead={CULPRIT})
     check(results, kind)
 
 
 def test_the_error_of_one_rank_is_reported_as_the_cause_of_the_errors_of_others(
     pool2: RankPool, tmp_path: Path
 ) -> None:
-    first, second = pool2.run(leave_with_error, str(tmp_path), timeout=60)
+    first, second = pool2.run(leave_with_error, str(tmp_path), timeout=150)
     assert second == "ValueError: on purpose"
     assert "rank 1" in first
     assert "left with ValueError: on purpose" in first
@@ -167,13 +169,13 @@ def fail_or_wait(watch: Watcher, rank: int, world: int) -> NoReturn:
         if rank == CULPRIT:
             raise ValueError("on purpose")
         with communication_span(Kind.COLLECTIVE, "sum", group=EVENTS.group(range(world))):
-            assert watch._faults.reported.wait(30)  # the connection would be lost afterwards
+            assert watch._faults.reported.wait(120)  # the connection would be lost afterwards
     raise PeerError("connection lost")
 
 
 def test_a_healthy_run_with_pauses_has_no_faults_and_no_reports(pool2: RankPool, tmp_path: Path) -> None:
-    options = (str(tmp_path / "faults"), 0.25)
-    assert pool2.run(pause, options, timeout=60) == [{"faults": 0, "longest": True, "rank": rank} for rank in range(2)]
+    options = (str(tmp_path / "faults"), 0.5)
+    assert pool2.run(pause, options, timeout=150) == [{"faults": 0, "longest": True, "rank": rank} for rank in range(2)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,7 +200,7 @@ def pause(rank: int, world: int, arg: tuple[str, float]) -> dict[str, Any]:
 
 
 def test_without_end_a_stuck_rank_is_reported_and_continues(pool2: RankPool, tmp_path: Path) -> None:
-    reported = pool2.run(report_only, str(tmp_path), timeout=60)
+    reported = pool2.run(report_only, str(tmp_path), timeout=150)
     assert reported == [("stuck", "none", 1)] * 2
 
 
@@ -209,7 +211,7 @@ def report_only(rank: int, world: int, folder: str) -> tuple[str, str, int]:
         for step in range(1, 4):
             with watch.step(step):
                 if step == 3 and rank == CULPRIT:
-                    assert watch._faults.reported.wait(30)
+                    assert watch._faults.reported.wait(120)
                 mover("gloo", world)()
     return faults[0].kind, faults[0].action, len(faults)
 
@@ -246,14 +248,14 @@ def test_a_culprit_is_killed_although_the_report_cannot_be_written(
     disk = threading.Event()
 
     def write(fault: DetectedFault) -> None:
-        disk.wait(30)
+        disk.wait(120)
 
     handler = FaultHandler(alone, OPTIONS, tmp_path, [write], lambda: True)
     alone.post_fault(noticed("stuck", (0,), [0]), 0)
     handler.handle(handler.pending)
     assert (ended, handler.reported.is_set()) == ([0], False)
     disk.set()
-    assert handler.reported.wait(30)
+    assert handler.reported.wait(120)
 
 
 def test_ranks_that_wait_for_a_failed_rank_let_it_write_its_checkpoint_first(
@@ -346,7 +348,7 @@ def test_ranks_end_for_a_host_without_heartbeats_if_end_is_set(
 
 
 def test_watched_ranks_record_spans(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(spans_are_enabled, str(tmp_path), timeout=60) == [True] * 2
+    assert pool2.run(spans_are_enabled, str(tmp_path), timeout=150) == [True] * 2
 
 
 def spans_are_enabled(rank: int, world: int, folder: str) -> bool:

@@ -267,7 +267,7 @@ def die_while_writing(rank: int, world: int, arg: tuple[Path, int]) -> tuple[str
         file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpointer = Checkpointer(parent, timeout_s=WAIT_S)
+    checkpointer = Checkpointer(parent, timeout_s=200.0)
     checkpointer.save(1, sharded_and_replicated(rank, world, 1.0))
     checkpointer.wait()
     with patched(files, "write_block", write_block if rank == victim else real):
@@ -294,7 +294,7 @@ def resume(rank: int, world: int, parent: Path) -> float:
 def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint_as_the_newest(
     pool4: RankPool, tmp_path: Path, victim: int
 ) -> None:
-    outcomes = pool4.run(die_while_writing, (tmp_path, victim), timeout=50, expect_dead={victim})
+    outcomes = pool4.run(die_while_writing, (tmp_path, victim), timeout=120, expect_dead={victim})
     for rank, texts in enumerate(outcomes):
         if rank != victim:
             assert "another rank has failed" in texts[0]

@@ -266,7 +266,7 @@ def test_only_the_next_step_is_prefetched() -> None:
     with Prefetch(load, last=5) as data:
         assert data.get(0) == 0
         for _ in range(2):
-            assert ahead.acquire(timeout=20)
+            assert ahead.acquire(timeout=120)
         assert loaded == [0, 1]
         assert [data.get(step) for step in (1, 2, 4)] == [10, 20, 40]
     assert loaded in ([0, 1, 2, 3, 4], [0, 1, 2, 4])  # step 3 may be loaded before the test skips it

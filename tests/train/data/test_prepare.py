@@ -217,7 +217,7 @@ def test_processes_that_prepare_concurrently_produce_one_folder(tmp_path: Path) 
     for job in jobs:
         job.start()
     for job in jobs:
-        job.join(60)
+        job.join(120)
     assert [job.exitcode for job in jobs] == [0, 0]
     (folder,) = (tmp_path / "cache").iterdir()
     assert len(documents_of(open_tokens(folder))) == 50

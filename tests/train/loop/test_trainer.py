@@ -259,7 +259,7 @@ def _leave(rank: int, world: int, settings: list[str]) -> str:
 def test_a_rank_that_dies_between_steps_is_a_typed_error_on_the_other(
     pool2: RankPool, shared_settings: list[str]
 ) -> None:
-    assert pool2.run(_leave, shared_settings, timeout=60, expect_dead={1})[0] == "PeerDied"
+    assert pool2.run(_leave, shared_settings, timeout=120, expect_dead={1})[0] == "PeerDied"
 
 
 def test_the_times_of_a_step_add_up_to_its_total(shared_settings: list[str]) -> None:

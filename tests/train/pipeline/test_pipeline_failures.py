@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_comm.errors import ConfigError, MoeCommError, PeerError, RoutingError
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.pipeline import ActivationShape, Pipeline, make_runner
-from tests.pool import RankPool
+from tests.pool import RankPool, with_longer_deadline
 from tests.train.pipes import HIDDEN, Case, Part, batches_of, build
 
 
@@ -82,8 +82,8 @@ class Failing(Part):
         return super().forward(x, **kwargs)
 
 
-def fail(rank: int, world: int, arg: tuple[str, str]) -> tuple[str, str]:
-    schedule, how = arg
+def fail(rank: int, world: int, arg: tuple[str, str, float]) -> tuple[str, str]:
+    schedule, how, timeout_s = arg
     case = Case(schedule)
     mesh = ParallelMesh(ParallelConfig(pp=2))
     Failing.how, Failing.calls = how, 0
@@ -92,8 +92,6 @@ def fail(rank: int, world: int, arg: tuple[str, str]) -> tuple[str, str]:
         Failing(case, plan.layers_of(stage), plan.is_first(stage), plan.is_last(stage))
         for stage in plan.stages_of(mesh.place["pp"])
     ]
-    # Timeout for stopped or failed stages; dead stages must be detected earlier.
-    timeout_s = 40 if how == "die" else 4
     runner = make_runner(parts, mesh, plan, schedule, ActivationShape(HIDDEN, case.dtype), timeout_s=timeout_s)
     with pytest.raises(MoeCommError) as caught:
         runner.step(batches_of(case))
@@ -105,19 +103,26 @@ def fail(rank: int, world: int, arg: tuple[str, str]) -> tuple[str, str]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_a_dead_stage_is_peer_died_for_the_others(schedule: str, pool2: RankPool) -> None:
-    name, message = pool2.run(fail, (schedule, "die"), expect_dead={1})[0]
+    # A dead stage must be detected before the timeout.
+    name, message = pool2.run(fail, (schedule, "die", 100.0), expect_dead={1})[0]
     assert name == "PeerDied"
     assert "rank 1" in message
 
 
 def test_a_stopped_stage_is_peer_timeout_for_the_others(pool2: RankPool) -> None:
-    name, message = pool2.run(fail, ("gpipe", "stop"), expect_dead={1})[0]
-    assert name == "PeerTimeout"
-    assert "a pipeline step" in message
+    def check(timeout_s: float) -> None:
+        name, message = pool2.run(fail, ("gpipe", "stop", timeout_s), expect_dead={1})[0]
+        assert name == "PeerTimeout"
+        assert "a pipeline step" in message
+
+    with_longer_deadline(check, 4.0, 30.0)
 
 
 @pytest.mark.parametrize(("how", "name"), [("route", "RoutingError"), ("cast", "InputError")])
 def test_an_error_inside_a_stage_keeps_its_type(how: str, name: str, pool2: RankPool) -> None:
-    first, last = pool2.run(fail, ("1f1b", how))
-    assert last[0] == name
-    assert first[0] in ("PeerDied", "PeerTimeout")
+    def check(timeout_s: float) -> None:
+        first, last = pool2.run(fail, ("1f1b", how, timeout_s))
+        assert last[0] == name
+        assert first[0] in ("PeerDied", "PeerTimeout")
+
+    with_longer_deadline(check, 4.0, 30.0)

@@ -138,8 +138,8 @@ def test_if_all_checkpoints_are_damaged_the_newest_one_is_reported(settings: lis
 def test_a_run_without_a_checkpoint_restarts_without_its_fault(pool2: RankPool, settings: list[str]) -> None:
     plan = [f"raise_forward:rank={rank},step=2" for rank in range(2)]
     faults = with_faults([*settings, *SETTINGS], *plan)
-    assert all("raise_forward" in end for end in pool2.run(_run, faults, timeout=60))
-    assert pool2.run(_run, [*faults, "checkpoint.resume=auto"], timeout=60) == ["finished"] * 2
+    assert all("raise_forward" in end for end in pool2.run(_run, faults, timeout=120))
+    assert pool2.run(_run, [*faults, "checkpoint.resume=auto"], timeout=120) == ["finished"] * 2
     folders = sorted(Path(load(None, settings).run.folder).iterdir(), key=lambda path: path.stat().st_ctime_ns)
     outcomes = fault_outcomes(folders[-1])
     assert [(record.injection.kind, record.injection.attempt) for record in outcomes] == [("raise_forward", 0)] * 2
@@ -151,7 +151,7 @@ def test_a_run_without_a_checkpoint_restarts_without_its_fault(pool2: RankPool, 
         "the record of the first attempt is kept"
     )
     assert (attempts[1].lost_steps, attempts[1].source) == (1, "fresh")
-    ends = pool2.run(_run, faults, timeout=60)
+    ends = pool2.run(_run, faults, timeout=120)
     assert all("raise_forward" in end for end in ends), "a new run must have its own faults"
 
 
@@ -162,7 +162,7 @@ def test_an_impossible_fault_is_rejected_on_every_rank(pool2: RankPool, settings
         ("flip_bit:step=1", ["parallel.overlap_chunks=2"], "set parallel.overlap_chunks=0"),
         ("slow_link:step=1", [], "it needs ranks on hosts of moe_comm.bench.hosts"),
     ):
-        ends = pool2.run(_run, with_faults([*settings, *SETTINGS, *extra], plan), timeout=60)
+        ends = pool2.run(_run, with_faults([*settings, *SETTINGS, *extra], plan), timeout=120)
         assert all(end.startswith("ConfigError") and expected in end for end in ends), ends
 
 

@@ -37,11 +37,11 @@ def run(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
 
 def test_a_killed_rank_is_recorded_once_and_named_in_the_error(pool2: RankPool, tmp_path: Path) -> None:
     settings = [*write_text(tmp_path), 'faults.plan=["kill:rank=1,step=3"]']
-    (_, caught), _ = pool2.run(run, settings, timeout=90, expect_dead={1})
+    (_, caught), _ = pool2.run(run, settings, timeout=150, expect_dead={1})
     (folder,) = (tmp_path / "runs").iterdir()
     (record,) = read_lines(folder / FAULTS, FaultRecord)
     assert (record.kind, record.ranks, record.step, record.action, record.attempt) == ("died", [1], 3, "stop", 0)
-    assert 0 <= record.noticed_s < 10  # one second on an idle machine
+    assert 0 <= record.noticed_s < 30  # one second on an idle machine
     report = folder / "faults" / "rank-00000-step3.txt"
     assert str(report) in caught
     assert "rank 0  waits for rank 1 in " in report.read_text() or "rank 0  caught" in report.read_text()
@@ -56,7 +56,7 @@ def run_with_sigterm(rank: int, world: int, settings: list[str]) -> tuple[str, s
         main_has_left.set()
 
     def dump_after_sigterm(folder: Path, summary: str) -> None:
-        assert main_has_left.wait(30)
+        assert main_has_left.wait(120)
         os.kill(os.getpid(), signal.SIGTERM)
         write(folder, summary)
 
@@ -68,7 +68,7 @@ def run_with_sigterm(rank: int, world: int, settings: list[str]) -> tuple[str, s
 
 def test_a_fault_is_recorded_although_the_agent_ends_the_rank(pool2: RankPool, tmp_path: Path) -> None:
     settings = [*write_text(tmp_path), 'faults.plan=["kill:rank=1,step=3"]']
-    (_, caught), _ = pool2.run(run_with_sigterm, settings, timeout=90, expect_dead={1})
+    (_, caught), _ = pool2.run(run_with_sigterm, settings, timeout=150, expect_dead={1})
     (folder,) = (tmp_path / "runs").iterdir()
     (record,) = read_lines(folder / FAULTS, FaultRecord)
     assert (record.kind, record.ranks) == ("died", [1]) and "Noticed" in caught
@@ -81,9 +81,9 @@ def test_a_rank_that_does_not_take_part_in_a_save_is_reported(
     pool2: RankPool, tmp_path: Path, background: str, steps: int
 ) -> None:
     """The other ranks wait in the exchange of the checkpoint, on a background thread or at the end of the run."""
-    plan = 'faults.plan=["hold_gil:rank=1,step=2,at=end,seconds=100"]'
+    plan = 'faults.plan=["hold_gil:rank=1,step=2,at=end,seconds=200"]'
     more = ["checkpoint.every=2", f"checkpoint.background={background}", f"run.steps={steps}", "watch.stuck_s=2.0"]
-    (_, caught), _ = pool2.run(run, [*write_text(tmp_path), plan, *more], timeout=90, expect_dead={1})
+    (_, caught), _ = pool2.run(run, [*write_text(tmp_path), plan, *more], timeout=150, expect_dead={1})
     (folder,) = (tmp_path / "runs").iterdir()
     (record,) = read_lines(folder / FAULTS, FaultRecord)
     assert (record.kind, record.ranks, record.step, record.action) == ("stuck", [1], 2, "stop")
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_take_part_in_a_save_is_reported(
 
 
 def test_a_run_without_faults_has_no_reports(pool2: RankPool, tmp_path: Path) -> None:
-    reported: list[Any] = pool2.run(run, write_text(tmp_path), timeout=90)
+    reported: list[Any] = pool2.run(run, write_text(tmp_path), timeout=150)
     folder = Path(reported[0][0])
     assert folder.is_dir()
     assert not (folder / "faults").exists()
