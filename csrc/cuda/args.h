@@ -196,10 +196,12 @@ struct Report {
   X(relay)                                                                                        \
   X(bulk) /* copy rows by cp.async.bulk where their addresses allow it; sm_90 and newer */
 
-// arrive: one block. Waits until all rows of this rank's experts have been written.
-#define MOE_P2P_ARRIVE(X) \
-  MOE_P2P_GROUP(X)        \
-  X(all_counts_at) /* [W, E], as meet wrote them */
+// arrive: one block. Waits until the rows of some source ranks for this rank's experts have been written.
+#define MOE_P2P_ARRIVE(X)                           \
+  MOE_P2P_GROUP(X)                                  \
+  X(all_counts_at) /* [W, E], as meet wrote them */ \
+  X(first_source)  /* the first source rank */      \
+  X(sources)       /* number of source ranks */
 
 // fan_out: any number of blocks. Relay: copies rows and their scales to the other destinations listed in links.
 #define MOE_P2P_FAN_OUT(X)                                           \

@@ -284,10 +284,10 @@ MOE_BLOCK void arrive(M& m, const ArriveArgs& a) {
   const Blocks blocks(a);
   const int64_t* offsets = at<const int64_t>(a.offsets_at);
   const int64_t first = offsets[a.rank];
-  const int world = static_cast<int>(a.world), count = static_cast<int>(offsets[a.rank + 1] - first) * world;
+  const int sources = static_cast<int>(a.sources), count = static_cast<int>(offsets[a.rank + 1] - first) * sources;
   const int64_t* counts = at<const int64_t>(a.all_counts_at);
   wait_all(m, group_of(a), count, kArrived, at<const State>(a.state_at)->turn, 0, [&](int i) {
-    const int64_t expert = i / world, from = i % world;
+    const int64_t expert = i / sources, from = a.first_source + i % sources;
     const bool any = counts[from * a.experts + first + expert] > 0;
     return Word{any ? blocks.words(a.rank) + blocks.control.arrived(expert, from) : nullptr, from};
   });

@@ -80,9 +80,8 @@ void Plan::dispatch(const Told& told, const Slotted& s, const Rows& x, const Sen
     auto push = push_args<PushFp8Args>(slots, x, how, links);
     start(k_push_fp8, blocks, push);
   }
-  ArriveArgs arrive{};
-  arrive.all_counts_at = scratch_.all_counts_at;
-  start(k_arrive, 1, arrive);
+  if (how.wait == 0) return;
+  arrive(0, home_.group.world);
   if (links.rows == 0) return;
   FanOutArgs fan_out{};
   fan_out.hidden = x.hidden;
@@ -94,6 +93,27 @@ void Plan::dispatch(const Told& told, const Slotted& s, const Rows& x, const Sen
   fan_out.summary_at = scratch_.summary_at;
   fan_out.format = how.format;
   start(k_fan_out, links.blocks < links.rows ? links.blocks : links.rows, fan_out);
+}
+
+void Plan::arrive(int64_t first_source, int64_t sources) {
+  ArriveArgs a{};
+  a.all_counts_at = scratch_.all_counts_at;
+  a.first_source = first_source;
+  a.sources = sources;
+  start(k_arrive, 1, a);
+}
+
+bool Plan::received(int64_t source) const {
+  const Group& g = home_.group;
+  const Control control{g.world, g.experts, g.local_experts};
+  const int64_t* own = reinterpret_cast<const int64_t* const*>(g.peers_at)[g.rank];
+  const int64_t* counts = reinterpret_cast<const int64_t*>(home_.host_counts_at) + source * g.experts;
+  const auto rank = static_cast<size_t>(g.rank);
+  for (int64_t e = home_.offsets[rank]; e < home_.offsets[rank + 1]; ++e) {
+    const int64_t* flag = own + control.arrived(e - home_.offsets[rank], source);
+    if (counts[e] > 0 && __atomic_load_n(flag, __ATOMIC_ACQUIRE) < turn) return false;
+  }
+  return true;
 }
 
 void Plan::meet(const Told& told) { meet(told, nullptr); }

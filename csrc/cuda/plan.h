@@ -46,9 +46,10 @@ struct Slotted {
   int64_t ids_at = 0, place_at = 0, chunk = 1;
 };
 
-// How push sends rows, on at most `blocks` blocks; see PushArgs.
+// How push sends rows, on at most `blocks` blocks; see PushArgs. wait: also launch the kernels that wait for the rows of
+// all ranks; otherwise the caller launches `arrive`.
 struct Sending {
-  int64_t blocks = 1, format = 0, power_of_two = 0, bulk = 0;
+  int64_t blocks = 1, format = 0, power_of_two = 0, bulk = 0, wait = 1;
 };
 
 // Buffers of relayed rows; rows == 0: no relay.
@@ -75,6 +76,10 @@ class Plan {
 
   // Launch a dispatch: the counts and the offered buffers are exchanged in one meet, and the rows move.
   void dispatch(const Told& told, const Slotted& slots, const Rows& x, const Sending& how, const Links& links);
+  // Launch the wait for the rows of some ranks, in the turn of a dispatch.
+  void arrive(int64_t first_source, int64_t sources);
+  // Return whether all rows of a rank have been written. Only where the host can read the blocks.
+  bool received(int64_t source) const;
   // Launch a meet without counts.
   void meet(const Told& told);
   // offers_at: the offers for rows at fixed offsets; 0 uses the offers of the last meet.

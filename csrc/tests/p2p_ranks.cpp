@@ -233,6 +233,7 @@ void P2pRanks::push(int rank, const P2pCase& c) {
 void P2pRanks::arrive(int rank, const P2pCase& c) {
   ArriveArgs a = args<ArriveArgs>(rank, c);
   a.all_counts_at = reinterpret_cast<int64_t>(of(rank).all_counts.data());
+  a.sources = world_;
   run_p2p("arrive", 1, a);
 }
 

@@ -73,6 +73,7 @@ class Traffic:
         deterministic, wire_dtypes: as in ``DispatchOptions``.
         overlap: rows are transferred while experts compute. On GPUs ``auto`` then takes a backend that supports it.
             On CPUs it has no effect, because the computing cores also move the rows.
+        fused: the device executor is requested, whose kernels need ``all_to_all``. As ``overlap``, only on GPUs.
     """
 
     top_k: int | None = None
@@ -81,6 +82,7 @@ class Traffic:
     deterministic: bool = True
     wire_dtypes: WireDtypes = UNCHANGED
     overlap: bool = False
+    fused: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,7 +178,8 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> BackendChoice:
         _hierarchical(facts, traffic, remote_slots, off_host_slots),
     ]
     if traffic.overlap and facts.device == "cuda" and traffic.wire_dtypes.invariant:
-        candidates = [c if c.backend in _OVERLAPS else replace(c, if_asked=c.if_asked or _SERIAL) for c in candidates]
+        overlaps, reason = (_FUSED, _NOT_FUSED) if traffic.fused else (_OVERLAPS, _SERIAL)
+        candidates = [c if c.backend in overlaps else replace(c, if_asked=c.if_asked or reason) for c in candidates]
     picked = min((c for c in candidates if not c.problem and not c.if_asked), key=lambda c: c.cost)
     return BackendChoice(picked.backend, facts, traffic, tuple(candidates))
 
@@ -213,7 +216,9 @@ def _hierarchical(facts: GroupFacts, traffic: Traffic, remote_slots: float, off_
     return BackendCost("hierarchical", _hierarchical_problem(facts), between + inside, between, copied, if_asked)
 
 
-_OVERLAPS = ("local", "all_to_all")
+_OVERLAPS = ("local", "all_to_all", "peer_to_peer")
+_FUSED = ("local", "all_to_all")
+_NOT_FUSED = "the device executor is requested, and its kernels need all_to_all"
 _SERIAL = "overlap is requested, but it transfers rows before and after the experts compute"
 _LOCAL = "this group has {world} ranks and 'local' sends nothing between them; use 'auto', or no group"
 

@@ -124,13 +124,14 @@ class Sending(NamedTuple):
     """How the kernel ``push`` sends rows.
 
     blocks: maximum number of thread blocks. format: encoding of the rows, and power_of_two: of their scales.
-    bulk: whether to copy rows by cp.async.bulk.
+    bulk: whether to copy rows by cp.async.bulk. wait: whether kernels that wait for the rows of all ranks follow.
     """
 
     blocks: int
     format: int
     power_of_two: int
     bulk: int
+    wait: int = 1
 
 
 class MeetingCounts(NamedTuple):

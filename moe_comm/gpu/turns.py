@@ -114,6 +114,7 @@ class Turns:
         self._seen: Ints = self._report.numpy()
         self._abort_seen: Ints = self._abort.numpy()
         self._all_headers_seen: Ints = self._all_headers.numpy()
+        self._all_counts_seen: Ints = self._all_counts.numpy()
         group = (
             world,
             shape.rank,
@@ -171,6 +172,11 @@ class Turns:
         """Make waiting kernels end. Any thread may call this."""
         self._abort_seen[0] = 1
 
+    @property
+    def aborted(self) -> bool:
+        """Whether ``abort`` was called."""
+        return bool(self._abort_seen[0])
+
     # --- operations, each after ``begin``; header: this rank's header as HEADER_WORDS words in bytes ---
 
     def begin(self, timeout_s: float) -> None:
@@ -214,6 +220,18 @@ class Turns:
         slots = tokens, top_k, address(ids_TK), address(place_TK), chunk
         rows = address(x_TD), x_TD.stride(0) * x_TD.element_size(), x_TD.shape[1], dtype
         self.plan.dispatch(header, header_index, offer, *slots, *rows, how, links)
+
+    def arrive(self, first_source: int, sources: int) -> None:
+        """Queue the wait for the rows of ``sources`` ranks, in the turn of a dispatch that does not wait for rows."""
+        self.plan.arrive(first_source, sources)
+
+    def received(self, source: int) -> bool:
+        """Return whether all rows of the rank ``source`` have been written in this turn. Only in emulation."""
+        return self.plan.received(source)
+
+    def counts_WE(self) -> Ints:
+        """Return the rows of each rank for each expert in the last completed meeting with counts."""
+        return self._all_counts_seen.copy()
 
     def meet(self, header: bytes, offer: Offer) -> None:
         """Queue a meeting without counts, which exchanges headers and offers."""

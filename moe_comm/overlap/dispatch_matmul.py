@@ -15,8 +15,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.checks import weights_fault
@@ -29,7 +29,7 @@ from moe_comm.overlap.options import TRITON, Overlap
 
 
 def dispatch_matmul(
-    dispatcher: AllToAllDispatcher | SharedMemoryDispatcher,
+    dispatcher: AllToAllDispatcher | PendingDispatcher,
     x_TD: Tensor,
     ids_TK: Tensor,
     w_EGD: Tensor,
@@ -40,8 +40,8 @@ def dispatch_matmul(
     """Dispatch each token to its K experts and multiply it there by the expert's weight. Collective.
 
     Args:
-        dispatcher: ``all_to_all``, whose rows are sent in chunks, or ``shared_memory``, whose rows are written and read
-            in place; chunks are groups of peers there.
+        dispatcher: ``all_to_all``, whose rows are sent in chunks, or ``shared_memory`` or ``peer_to_peer``, whose rows
+            are written and read in place; chunks are groups of peers there.
         x_TD: [T, D] as for ``Dispatcher.dispatch``.
         ids_TK: [T, K] global expert ids; -1 drops the slot.
         w_EGD: [E, G, D] weights of this rank's experts, in the dtype of ``x_TD``.
@@ -62,10 +62,10 @@ def dispatch_matmul(
     """
     overlap, width, experts = overlap or Overlap(), w_EGD.shape[1], ExpertLinear((w_EGD,))
     fault: MoeCommError | None = weights_fault(dispatcher, w_EGD, x_TD, "dispatch_matmul")
-    if isinstance(dispatcher, SharedMemoryDispatcher):
+    if isinstance(dispatcher, PendingDispatcher):
         if overlap.backend == TRITON:
             fault = fault or ConfigError(
-                "Triton kernels need the dispatcher all_to_all; got shared_memory, which is for CPU ranks"
+                f"the Triton kernels need the dispatcher all_to_all; got {dispatcher.name}. Use Overlap() with it"
             )
         if fault is not None:
             dispatcher.refuse(fault, x_TD, label=label)

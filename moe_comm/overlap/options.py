@@ -44,10 +44,11 @@ class Overlap:
         programs: Number of programs of a Triton kernel that communicate. None: the tuned number with
             ``chunks="auto"``, else the kernel's default.
         executor: Execution order of a whole expert layer. "serial": dispatch, experts, combine. "pipelined": experts
-            compute rows as they are received, over ``all_to_all`` in chunks and over ``shared_memory`` peer by peer.
-            "device": Triton kernels, for experts without biases. "auto": "device" with ``backend="triton"``, else
-            "pipelined" if the dispatcher supports it and there are enough rows for two chunks, else "serial". If the
-            dispatcher does not support the named executor, the first call raises ConfigError on every rank.
+            compute rows as they are received, over ``all_to_all`` in chunks, and over ``shared_memory`` and
+            ``peer_to_peer`` peer by peer. "device": Triton kernels, for experts without biases. "auto": "device" with
+            ``backend="triton"``, else "pipelined" if the dispatcher supports it and there are enough rows for two
+            chunks, else "serial". If the dispatcher does not support the named executor, the first call raises
+            ConfigError on every rank.
 
     Raises:
         ConfigError: ``chunks`` is neither an integer of at least 1 nor "auto", or ``backend`` or ``executor`` is
@@ -89,6 +90,11 @@ class Overlap:
     def backends(self) -> tuple[str, ...]:
         """Backends that ``backend`` allows."""
         return _ALLOWED[self.backend]
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether whole expert layers run as Triton kernels."""
+        return self.executor == "device" or (self.executor == "auto" and self.backend == TRITON)
 
     def chunks_of(self, num_bytes: int) -> int:
         """Return the number of chunks for ``num_bytes``. "auto" counts as ``DEFAULT_CHUNKS``."""

@@ -42,7 +42,12 @@ HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
         (replace(HOST, device="cuda", transport="nccl", peers=""), Traffic(top_k=8), "peer_to_peer"),
         (replace(HOST, device="cuda", transport="nccl", peers="", hosts=2), Traffic(top_k=2), "all_to_all"),
         (replace(HOST, device="cuda", transport="nccl", peers="", native=False), Traffic(top_k=2), "all_to_all"),
-        (replace(HOST, device="cuda", transport="nccl", peers=""), Traffic(top_k=8, overlap=True), "all_to_all"),
+        (replace(HOST, device="cuda", transport="nccl", peers=""), Traffic(top_k=8, overlap=True), "peer_to_peer"),
+        (
+            replace(HOST, device="cuda", transport="nccl", peers=""),
+            Traffic(top_k=8, overlap=True, fused=True),
+            "all_to_all",
+        ),
         (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=8, overlap=True), "all_to_all"),
         (replace(HOST, world=1, device="cuda", transport="nccl"), Traffic(top_k=8, overlap=True), "local"),
         (

@@ -20,6 +20,7 @@ from moe_comm.gpu import protocol
 from moe_comm.gpu.arguments import kernel_fields
 from moe_comm.gpu.blocks import round_up
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, check_grads
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import BY_NAME
@@ -89,15 +90,17 @@ def test_settings_do_not_change_bits(job: Job, pool: RankPool) -> None:
         assert of_rank == [(name, True) for name in SOME]
 
 
-def gradients(rank: int, world: int, job: Job) -> tuple[str, bool, str]:
+def gradients(rank: int, world: int, arg: tuple[Job, Overlap | None]) -> tuple[str, bool, str]:
+    job, overlap = arg
     config = MoEConfig(8, 16, RouterConfig(8, 2))
-    layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=job.options)
+    layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=job.options, overlap=overlap)
     report = check_grads(layer, tokens=5)
     return layer.dispatcher.name, report.ok, str(report)
 
 
-def test_gradients_of_a_layer_over_peer_to_peer_are_correct(pool: RankPool) -> None:
-    for name, ok, report in pool.run(gradients, replace(JOB, peers=replace(PEERS, heap_bytes=4 << 20))):
+@pytest.mark.parametrize("overlap", [None, Overlap(executor="pipelined")], ids=["serial", "pipelined"])
+def test_gradients_of_a_layer_over_peer_to_peer_are_correct(overlap: Overlap | None, pool: RankPool) -> None:
+    for name, ok, report in pool.run(gradients, (replace(JOB, peers=replace(PEERS, heap_bytes=4 << 20)), overlap)):
         assert name == "peer_to_peer" and ok, report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch import DispatchOptions, make_dispatcher
 from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, PeerRaised
 from moe_comm.kernels.activations import activation_of
@@ -35,6 +38,11 @@ from tests.pool import RankPool
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 WEIGHT_NAMES = ("w13", "w2", "b13", "b2")
+
+
+def _peer_to_peer(rank: int, world: int, experts: int, **options: Any) -> PeerToPeerDispatcher:
+    settings = DispatchOptions(timeout_s=60, peer_to_peer=PeerToPeerOptions(emulate=True), **options)
+    return PeerToPeerDispatcher(ExpertPlacement.of(experts, world), dist.group.WORLD, rank, settings, "cpu")
 
 
 def _shared(rank: int, world: int, experts: int, **options: Any) -> SharedMemoryDispatcher:
@@ -62,9 +70,25 @@ def _run(
     return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
-def _compare_with_serial(rank: int, world: int, arg: tuple[int, torch.dtype, WireDtypes, tuple[str, ...]]) -> None:
-    experts, dtype, wire_dtypes, kinds = arg
-    dispatcher = _shared(rank, world, experts, wire_dtypes=wire_dtypes)
+Comparison = tuple[int, torch.dtype, WireDtypes, tuple[str, ...]]
+"""Experts, dtype, wire dtypes and routings."""
+
+
+def _compare_with_serial(rank: int, world: int, arg: Comparison) -> None:
+    dispatcher = _shared(rank, world, arg[0], wire_dtypes=arg[2])
+    _compare(dispatcher, rank, arg)
+    assert dispatcher.shared.heap.blocks == 0
+
+
+def _compare_over_peer_to_peer(rank: int, world: int, arg: Comparison) -> None:
+    dispatcher = _peer_to_peer(rank, world, arg[0], wire_dtypes=arg[2])
+    _compare(dispatcher, rank, arg)
+    gc.collect()
+    assert dispatcher.memory.turns.heap.used == 0
+
+
+def _compare(dispatcher: Dispatcher, rank: int, arg: Comparison) -> None:
+    experts, dtype, _, kinds = arg
     for kind in kinds:
         ids = _routing(kind, rank, experts, min(3, experts))
         leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype)
@@ -78,7 +102,6 @@ def _compare_with_serial(rank: int, world: int, arg: tuple[int, torch.dtype, Wir
         with torch.no_grad():
             assert torch.equal(run(**leaves), expected["y"])
         del expected
-    assert dispatcher.shared.heap.blocks == 0
 
 
 SAME = WireDtypes()
@@ -89,6 +112,17 @@ def test_a_layer_pipelined_over_shared_memory_has_the_bits_of_the_serial_one(
     world: int, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(f"pool{world}").run(_compare_with_serial, (7, torch.float32, SAME, ROUTINGS))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "wire_dtypes", [SAME, WireDtypes("fp8_block", "bf16", "bf16", "fp8_token")], ids=["same", "encoded"]
+)
+def test_a_layer_pipelined_over_peer_to_peer_has_the_bits_of_the_serial_one(
+    wire_dtypes: WireDtypes, world: int, request: pytest.FixtureRequest
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    pool.run(_compare_over_peer_to_peer, (7, torch.float32, wire_dtypes, ("random", "dropped")))
 
 
 @pytest.mark.parametrize(
@@ -162,21 +196,23 @@ def _check_choices(rank: int, world: int, _: Any) -> None:
         return expert_call
 
     shared, network = _shared(rank, world, 4), AllToAllDispatcher(placement, group, rank)
-    gathered = AllGatherDispatcher(placement, group, rank)
-    for dispatcher in (shared, network):
+    gathered, peers = AllGatherDispatcher(placement, group, rank), _peer_to_peer(rank, world, 4)
+    for dispatcher in (shared, network, peers):
         assert isinstance(call(dispatcher, executor="serial"), SerialCall)
         assert isinstance(call(dispatcher, executor="pipelined"), PipelinedCall)
         assert isinstance(call(dispatcher), SerialCall), "there are too few rows for two chunks"
         assert isinstance(call(dispatcher, chunk_bytes=1), PipelinedCall)
     assert isinstance(call(gathered, chunk_bytes=1), SerialCall)
-    assert isinstance(call(shared, chunks="auto"), SerialCall)
-    for dispatcher, name in ((gathered, "pipelined"), (gathered, "device"), (shared, "device")):
+    for dispatcher in (shared, peers):
+        assert isinstance(call(dispatcher, chunks="auto"), SerialCall)
+    for dispatcher, name in ((gathered, "pipelined"), (gathered, "device"), (shared, "device"), (peers, "device")):
         with pytest.raises(ConfigError, match=f"the {name} executor"):
             call(dispatcher, executor=name)
     reasons = [
-        explain_overlap(each, tokens=8, top_k=2, hidden=D, ffn=F).splitlines() for each in (shared, network, gathered)
+        explain_overlap(each, tokens=8, top_k=2, hidden=D, ffn=F).splitlines()
+        for each in (shared, network, gathered, peers)
     ]
-    assert [lines[0].split(":")[0] for lines in reasons] == ["serial", "rates", "serial"]
+    assert [lines[0].split(":")[0] for lines in reasons] == ["serial", "rates", "serial", "serial"]
     assert reasons[1][-1].startswith("choice: serial"), "auto must not send few rows in chunks"
     layer = MoELayer.build(MoEConfig(D, F, RouterConfig(4, 2)), group, backend="all_to_all", seed=1, overlap="auto")
     assert layer.overlap == Overlap("auto")
@@ -194,10 +230,12 @@ def test_unknown_executors_and_overlaps_are_refused() -> None:
         MoELayer.build(MoEConfig(D, F, RouterConfig(4, 2)), overlap="always")  # type: ignore[arg-type]
 
 
-def _raise_on_rank_1(rank: int, world: int, where: str) -> None:
+def _raise_on_rank_1(rank: int, world: int, arg: tuple[str, str]) -> None:
     """Rank 1 raises between dispatch and experts, or in an expert."""
+    where, backend = arg
     group = dist.new_group(backend="gloo")
-    dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=60))
+    options = DispatchOptions(timeout_s=60, peer_to_peer=PeerToPeerOptions(emulate=True))
+    dispatcher = make_dispatcher(4, group, backend=backend, options=options)
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
     call = dispatch_rows(dispatcher, leaves["x"], ids, leaves["weights"], Overlap(2, 1), width=F)
@@ -213,6 +251,7 @@ def _raise_on_rank_1(rank: int, world: int, where: str) -> None:
     dispatcher.dispatch(leaves["x"], ids)  # the group can be used again
 
 
+@pytest.mark.parametrize("backend", ["shared_memory", "peer_to_peer"])
 @pytest.mark.parametrize("where", ["between", "experts"])
-def test_an_exception_between_dispatch_and_experts_reaches_all_ranks(where: str, pool2: RankPool) -> None:
-    pool2.run(_raise_on_rank_1, where)
+def test_an_exception_between_dispatch_and_experts_reaches_all_ranks(where: str, backend: str, pool2: RankPool) -> None:
+    pool2.run(_raise_on_rank_1, (where, backend))

@@ -27,8 +27,13 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.native import IncomingRows, OutgoingRows
+from moe_comm.dispatch.backends.native import NativeIncomingRows, NativeOutgoingRows
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.gpu.arguments import native_core
+from moe_comm.gpu.launch import NativeLauncher
 from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -315,11 +320,12 @@ def test_receiving_all_rows_before_computing_is_detected(pool2: RankPool, tmp_pa
 SHARED = Overlap(8, 1, executor="pipelined")
 
 
-def _shared_layer(rank: int, world: int) -> Tensor:
+def _shared_layer(rank: int, world: int, dispatcher: Dispatcher | None = None) -> Tensor:
     """Run a layer in which every token has an expert on every rank; each rank has one expert."""
     group = dist.group.WORLD
     assert group is not None
-    dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(world, world), group, rank, DispatchOptions(timeout_s=90))
+    placement = ExpertPlacement.of(world, world)
+    dispatcher = dispatcher or SharedMemoryDispatcher(placement, group, rank, DispatchOptions(timeout_s=90))
     x, ids = draw(TOKENS, D, seed=rank).requires_grad_(), torch.arange(world).repeat(TOKENS, 1)
     call = dispatch_rows(dispatcher, x, ids, torch.ones(TOKENS, world), SHARED, width=F)
     mlp = ExpertMLP((draw(1, 2 * F, D, seed=9), draw(1, D, F, seed=8), None, None), activation_of("swiglu"))
@@ -331,17 +337,17 @@ def _delay_last_peer(rank: int, world: int, direction: str) -> None:
     y = _shared_layer(rank, world) if direction == "backward" else None
     late_peer, computed = (rank - 1) % world, 0
     others = 2 * (world - 1) * TOKENS  # rows of all sources but one, in two GEMMs each
-    ready, next_peer, exit_receive = IncomingRows.ready, IncomingRows.next, IncomingRows.__exit__
+    ready, next_peer, exit_receive = NativeIncomingRows.ready, NativeIncomingRows.next, NativeIncomingRows.__exit__
 
-    def is_ready(arriving: IncomingRows, peer: int) -> bool:
+    def is_ready(arriving: NativeIncomingRows, peer: int) -> bool:
         return (peer != late_peer or computed >= others) and ready(arriving, peer)
 
-    def next_of(arriving: IncomingRows, peers: Sequence[int]) -> int:
+    def next_of(arriving: NativeIncomingRows, peers: Sequence[int]) -> int:
         rest = [peer for peer in peers if peer != late_peer]
         assert rest or computed >= others, "must not wait for the last peer while there are rows to compute"
         return next_peer(arriving, rest or peers)
 
-    def checked_exit(arriving: IncomingRows, *error: Any) -> None:
+    def checked_exit(arriving: NativeIncomingRows, *error: Any) -> None:
         assert computed >= others or any(error), "must not wait for all peers while there are rows to compute"
         exit_receive(arriving, *error)
 
@@ -353,9 +359,9 @@ def _delay_last_peer(rank: int, world: int, direction: str) -> None:
     expert_mm = expert_mlp.expert_mm
     with (
         mock.patch.object(expert_mlp, "expert_mm", counted_mm),
-        mock.patch.object(IncomingRows, "ready", is_ready),
-        mock.patch.object(IncomingRows, "next", next_of),
-        mock.patch.object(IncomingRows, "__exit__", checked_exit),
+        mock.patch.object(NativeIncomingRows, "ready", is_ready),
+        mock.patch.object(NativeIncomingRows, "next", next_of),
+        mock.patch.object(NativeIncomingRows, "__exit__", checked_exit),
     ):
         if y is None:
             _shared_layer(rank, world)
@@ -369,14 +375,59 @@ def test_rows_of_other_peers_are_computed_while_one_peer_is_late(direction: str,
     pool4.run(_delay_last_peer, direction, timeout=120)
 
 
+class _DelayedPush(NativeLauncher):
+    """Runs kernels on the CPU. ``push``, which sends rows, waits for ``before``."""
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        super().__init__("host")
+        self._host, self._before = self.starter, before
+        self.starter = native_core().P2pStarter.python(self._start)
+
+    def _start(self, kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
+        if kernel == "push":
+            self._before()
+        self._host.start(kernel, grid, block, shared, stream, packed)
+
+
+def _delay_push(rank: int, world: int, path: Path) -> None:
+    """The kernel ``push`` of the last rank starts after the other ranks have computed each other's rows."""
+    store = dist.FileStore(str(path), world)
+    store.set_timeout(timedelta(seconds=90))
+
+    def before() -> None:
+        if rank == world - 1:
+            store.wait([f"computed {other}" for other in range(world - 1)])
+
+    computed = 0
+
+    def counted_mm(a: Tensor, *rest: Any) -> None:
+        nonlocal computed
+        expert_mm(a, *rest)
+        computed += a.shape[0]
+        if computed == 2 * (world - 1) * TOKENS:  # rows of all sources but one, in two GEMMs each
+            store.set(f"computed {rank}", "")
+
+    expert_mm = expert_mlp.expert_mm
+    options = DispatchOptions(timeout_s=90, peer_to_peer=PeerToPeerOptions(emulate=True))
+    placement = ExpertPlacement.of(world, world)
+    dispatcher = PeerToPeerDispatcher(placement, dist.group.WORLD, rank, options, "cpu", _DelayedPush(before))
+    with mock.patch.object(expert_mlp, "expert_mm", counted_mm):
+        _shared_layer(rank, world, dispatcher)
+    assert computed == 2 * world * TOKENS
+
+
+def test_rows_of_other_peers_are_computed_before_a_late_push_over_peer_to_peer(pool4: RankPool, tmp_path: Path) -> None:
+    pool4.run(_delay_push, tmp_path / "store", timeout=120)
+
+
 def _delay_last_gemm(rank: int, world: int, arg: tuple[str, Path]) -> None:
     """Rank 0 has computed rank 1's rows. It delays its last GEMM until rank 1 has its weighted sum."""
     direction, path = arg
     gate = Gate(dist.FileStore(str(path), world), direction)
     y = _shared_layer(rank, world) if direction == "backward" else None
-    sum_rows = OutgoingRows.sum
+    sum_rows = NativeOutgoingRows.sum
 
-    def sum_and_open(leaving: OutgoingRows, weights: Tensor | None) -> Tensor:
+    def sum_and_open(leaving: NativeOutgoingRows, weights: Tensor | None) -> Tensor:
         result = sum_rows(leaving, weights)
         if rank == 1:
             gate.open()
@@ -389,7 +440,7 @@ def _delay_last_gemm(rank: int, world: int, arg: tuple[str, Path]) -> None:
 
     last_gemm = 4 if world == 4 else 2
     with (
-        mock.patch.object(OutgoingRows, "sum", sum_and_open),
+        mock.patch.object(NativeOutgoingRows, "sum", sum_and_open),
         _rows_complete_when_polled(rank, world),
         _gemms(before, _do_nothing),
     ):
@@ -403,14 +454,14 @@ def _delay_last_gemm(rank: int, world: int, arg: tuple[str, Path]) -> None:
 @contextlib.contextmanager
 def _rows_complete_when_polled(rank: int, world: int) -> Iterator[None]:
     """Make all rows complete when they are polled, so that the order of GEMMs is fixed."""
-    ready = IncomingRows.ready
+    ready = NativeIncomingRows.ready
 
-    def once_complete(arriving: IncomingRows, peer: int) -> bool:
+    def once_complete(arriving: NativeIncomingRows, peer: int) -> bool:
         while not ready(arriving, peer):
             arriving.next([peer])
         return True
 
-    with mock.patch.object(IncomingRows, "ready", once_complete):
+    with mock.patch.object(NativeIncomingRows, "ready", once_complete):
         yield
 
 

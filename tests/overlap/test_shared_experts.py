@@ -22,7 +22,7 @@ from moe_comm.comm.group_setup import communicator_of, heap_of
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.native import OutgoingRows
+from moe_comm.dispatch.backends.native import NativeOutgoingRows
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.wire_dtype import WireDtypes
@@ -242,9 +242,9 @@ def _delay_own_rows(rank: int, world: int, path: Path) -> None:
             store.wait(["summed"])
         expert_mm(a, b, out)
 
-    summed = OutgoingRows.sum
+    summed = NativeOutgoingRows.sum
 
-    def sum_and_notify(leaving: OutgoingRows, weights: Tensor | None) -> Tensor:
+    def sum_and_notify(leaving: NativeOutgoingRows, weights: Tensor | None) -> Tensor:
         y = summed(leaving, weights)
         if rank == 0:
             store.set("summed", "")
@@ -252,7 +252,7 @@ def _delay_own_rows(rank: int, world: int, path: Path) -> None:
 
     with (
         mock.patch.object(expert_mlp, "expert_mm", gemm),
-        mock.patch.object(OutgoingRows, "sum", sum_and_notify),
+        mock.patch.object(NativeOutgoingRows, "sum", sum_and_notify),
     ):
         y = matmul_combine(h, leaves["w2"], leaves["weights"], dispatch)
     assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], dispatch))

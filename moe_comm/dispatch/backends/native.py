@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.header import Header, failure, fault_word
 from moe_comm.dispatch.base import make_handle
+from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingTransfer
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError, RoutingError, mark_known
 from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
@@ -57,17 +58,11 @@ def _spread_args(
     )
 
 
-class _PendingTransfer:
-    """A transfer in flight, for use in a ``with`` block by one thread.
-
-    Leaving the block completes the transfer. An exception aborts it, and the other ranks raise ``PeerError``.
-    """
+class _NativeTransfer(PendingTransfer):
+    """A transfer of the native core."""
 
     _native: _C.PendingReceive | _C.PendingSum
     _rows: NativeRows
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -79,12 +74,8 @@ class _PendingTransfer:
                 self._rows.retain(self)
 
 
-class IncomingRows(_PendingTransfer):
-    """Rows in transfer to this rank's experts.
-
-    ``rows_RD`` is the destination. This rank's own rows are complete. Rows of a peer are complete after ``next``
-    returns it, or once ``ready(peer)`` is True.
-    """
+class NativeIncomingRows(_NativeTransfer, IncomingRows):
+    """Rows that the native core receives."""
 
     def __init__(
         self, rows: NativeRows, native: _C.PendingReceive, rows_RD: Tensor, handle: DispatchHandle, *buffers: object
@@ -94,21 +85,14 @@ class IncomingRows(_PendingTransfer):
         self._buffers = buffers  # peers may read and write them
 
     def ready(self, peer: int) -> bool:
-        """Return whether all rows of ``peer`` are complete."""
         return self._receive.ready(peer)
 
     def next(self, peers: Sequence[int]) -> int:
-        """Wait until the rows of one of ``peers`` are complete, and return the first such peer.
-
-        Raises:
-            PeerDied, PeerTimeout: a rank died, or did not send in time.
-            PeerError: a rank failed.
-        """
         return self._receive.next(peers)
 
 
-class OutgoingRows(_PendingTransfer):
-    """Outputs of this rank's experts, which peers read in place when they are complete."""
+class NativeOutgoingRows(_NativeTransfer, OutgoingRows):
+    """Outputs of experts that peers read through the native core."""
 
     def __init__(self, native: _C.PendingSum, rows_RD: Tensor, y_TD: Tensor, rows: NativeRows, header: Header) -> None:
         self._native = self._pending_sum = native
@@ -116,21 +100,12 @@ class OutgoingRows(_PendingTransfer):
         self._rows_RD = rows_RD  # peers read it
 
     def raise_flag(self, peer: int) -> None:
-        """Mark the rows that ``peer`` dispatched as complete."""
         self._pending_sum.raise_flag(peer)
 
     def ready(self) -> bool:
-        """Return whether ``sum`` would return without waiting."""
         return self._pending_sum.ready()
 
     def sum(self, weights_TK: Tensor | None) -> Tensor:
-        """Wait for all rows of this rank's tokens and return their sum, [T, D]. Call it after flags for all peers.
-
-        Raises:
-            RankMismatch: on every rank.
-            PeerDied, PeerTimeout: a rank died, or did not call in time.
-            PeerError: a rank failed.
-        """
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         try:
             self._pending_sum.sum(0 if weights_TK is None else weights_TK.data_ptr(), self._y_TD.data_ptr())
@@ -173,7 +148,7 @@ class NativeRows:
         if self._comm is not None and self._comm.core_timeout_s != self._timeout_s:
             self._comm.set_core_timeout(self._timeout_s)
 
-    def start_send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
+    def start_send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> NativeIncomingRows:
         """Start ``send``. This rank's own rows are complete on return; rows of peers may be in flight."""
         tokens, hidden = (x_TD.shape[0], x_TD.shape[1]) if header.fault is None else (0, header.hidden)
         fault, text = _fault_args(header)
@@ -200,7 +175,7 @@ class NativeRows:
         rows = state.rows
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
         handle = make_handle(header, x_TD, state.rows_per_expert, rows, state.dropped, state)
-        return IncomingRows(self, pending, rows_RD, handle, capsule)
+        return NativeIncomingRows(self, pending, rows_RD, handle, capsule)
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         """Dispatch with one native call; see ``Dispatcher._send``."""
@@ -230,7 +205,7 @@ class NativeRows:
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
         return rows_RD, make_handle(header, x_TD, sizes, rows, dropped, state)
 
-    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> NativeOutgoingRows:
         """Start ``sum``. ``rows_RD`` is a block of ``empty_rows``; the caller fills it and raises flags."""
         # Allocate before the call: an allocation failure after it would not be reported to the peers.
         y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
@@ -247,7 +222,7 @@ class NativeRows:
             )
         except self.errors as error:
             raise self.translated(error, header) from None
-        return OutgoingRows(pending, rows_RD, y_TD, self, header)
+        return NativeOutgoingRows(pending, rows_RD, y_TD, self, header)
 
     def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         """Combine with one native call; see ``Dispatcher._sum``."""
@@ -273,7 +248,7 @@ class NativeRows:
 
     def start_spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
-    ) -> tuple[IncomingRows, Tensor | None]:
+    ) -> tuple[NativeIncomingRows, Tensor | None]:
         """Start ``spread``. The gradient of the weights is complete on return."""
         grad_TD = _dense(grad_TD)
         rows = None if rows_RD is None else _dense(rows_RD)
@@ -288,7 +263,7 @@ class NativeRows:
             raise self.translated(error, header) from None
         has_elements = handle.num_rows and handle.hidden
         grad_RD = from_capsule(capsule) if has_elements else grad_TD.new_empty(handle.num_rows, handle.hidden)
-        return IncomingRows(self, pending, grad_RD, handle, capsule, rows), grad_TK
+        return NativeIncomingRows(self, pending, grad_RD, handle, capsule, rows), grad_TK
 
     def spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header

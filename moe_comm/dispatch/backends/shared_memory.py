@@ -6,6 +6,8 @@ the output rows of the owners in place. csrc/cpu/communicator.h defines the prot
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -13,8 +15,9 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.group_setup import heap_of
 from moe_comm.comm.header import Header
 from moe_comm.comm.shared_heap import SharedOptions
-from moe_comm.dispatch.backends.native import IncomingRows, NativeRows, OutgoingRows
-from moe_comm.dispatch.base import ID_DTYPES, Dispatcher
+from moe_comm.dispatch.backends.native import NativeRows
+from moe_comm.dispatch.base import ID_DTYPES
+from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError
@@ -22,7 +25,7 @@ from moe_comm.runtime.memory import DTYPE_CODES
 from moe_comm.topology import ExpertPlacement
 
 
-class SharedMemoryDispatcher(Dispatcher):
+class SharedMemoryDispatcher(PendingDispatcher):
     """Zero-copy transfer between CPU ranks of one host. Construction is collective over ``group``."""
 
     name = "shared_memory"
@@ -54,28 +57,19 @@ class SharedMemoryDispatcher(Dispatcher):
         return self._rows.empty_rows(num_rows, width, dtype)
 
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
-        """Start a dispatch without autograd.
-
-        The three ``start_*`` methods return an object that the caller must use as a context manager before the group's
-        next operation. Rows of peers may be in flight when they return.
-        """
         if header.fault is None:
             x_TD = rounded(x_TD, self.options.wire_dtypes.of(header.op))
         return self._rows.start_send(x_TD, ids_TK, header)
 
-    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
-        """Start a combine, or the backward of a dispatch, of rows that the caller then computes.
+    def rows_by_source(self, incoming: IncomingRows) -> npt.NDArray[np.int64]:
+        return np.frombuffer(incoming.handle.state.counts, np.int64).reshape(self.world, -1)
 
-        Args:
-            rows_RD: uninitialised, from ``empty_rows``.
-            handle, header: of the operation.
-        """
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
         return self._rows.start_sum(rows_RD, handle, header)
 
     def start_spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[IncomingRows, Tensor | None]:
-        """Start the backward of a combine. The gradient of the weights, [T, K], is complete on return."""
         grad_TD = rounded(grad_TD, self.options.wire_dtypes.of(header.op))
         return self._rows.start_spread(grad_TD, rows_RD, weights_TK, handle, header)
 

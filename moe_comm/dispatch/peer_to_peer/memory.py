@@ -103,6 +103,11 @@ class PeerGroupMemory:
         return self.turns.device.type == "cpu"
 
     @property
+    def aborted(self) -> bool:
+        """Whether waits of kernels end at once, because the process of a peer has ended."""
+        return self.turns.aborted
+
+    @property
     def rank(self) -> int:
         return self.turns.shape.rank
 

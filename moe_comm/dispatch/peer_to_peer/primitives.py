@@ -16,11 +16,12 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import compare
 from moe_comm.comm.header import Header, fault_word
-from moe_comm.dispatch.base import Dispatcher, make_handle
+from moe_comm.dispatch.base import make_handle
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.handshake import settings_of
 from moe_comm.dispatch.peer_to_peer.access import launcher_for
 from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory, shared_peer_memory
+from moe_comm.dispatch.peer_to_peer.pending import PeerIncomingRows, PeerOutgoingRows
 from moe_comm.dispatch.peer_to_peer.rows import (
     Reservation,
     RowFormat,
@@ -30,6 +31,7 @@ from moe_comm.dispatch.peer_to_peer.rows import (
     relay_links,
 )
 from moe_comm.dispatch.peer_to_peer.streams import OperationStream
+from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RoutingError, mark_known
@@ -37,7 +39,7 @@ from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.launch import Launcher
 from moe_comm.gpu.limits import check_shared
-from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, NOWHERE, SAME, GroupShape, Offer, Sending
+from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, NOWHERE, SAME, GroupShape, Ints, Offer, Sending
 from moe_comm.gpu.turns import Turns
 from moe_comm.runtime.memory import DTYPE_CODES, native
 from moe_comm.topology import ExpertPlacement
@@ -49,7 +51,7 @@ BLOCKS_ON_HOST = 4
 """Default number of thread blocks in emulation."""
 
 
-class PeerToPeerPrimitives(Dispatcher):
+class PeerToPeerPrimitives(PendingDispatcher):
     """Dispatch, combine and their backward passes with kernels. Construction is collective over ``group``.
 
     ``state`` of a dispatch handle is a [T, K] tensor: the owner rank and row of each slot, packed as in csrc/layout.h,
@@ -137,6 +139,10 @@ class PeerToPeerPrimitives(Dispatcher):
         return None  # the count kernel checks ids
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
+        return self._send_rows(x_TD, ids_TK, header, wait=True)
+
+    def _send_rows(self, x_TD: Tensor, ids_TK: Tensor, header: Header, *, wait: bool) -> tuple[Tensor, DispatchHandle]:
+        """Run ``_send``; without ``wait``, rows of peers may be in flight afterwards."""
         if header.fault is not None:
             self._refuse(header)
         self._not_captured("dispatch", "use dispatch_fixed")
@@ -145,7 +151,7 @@ class PeerToPeerPrimitives(Dispatcher):
         with KernelOperation(self, header, x_TD, ids_TK), Reservation(form, turns.heap) as reserved:
             room = reserved.num_bytes.to_bytes(8, sys.byteorder)
             packed = self.packed(header)[: ROOM_WORD * 8] + room
-            place_TK = self._move_rows(packed, x_TD, ids_TK, form, reserved.offer, reserved.capacity)
+            place_TK = self._move_rows(packed, x_TD, ids_TK, form, reserved.offer, reserved.capacity, wait)
             self.memory.check(header, ids_TK)
             counts = turns.counted(ROOM_WORD)
             check_room(form, counts.rows_W, counts.word_W, header)
@@ -155,7 +161,11 @@ class PeerToPeerPrimitives(Dispatcher):
         return rows_RD, make_handle(header, x_TD, *sizes, state=place_TK)
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
-        heap, rows_RD = self.memory.turns.heap, self._round_rows(rows_RD, self._form(rows_RD, header.op))
+        return self.sum_rounded(self._round_rows(rows_RD, self._form(rows_RD, header.op)), weights_TK, handle, header)
+
+    def sum_rounded(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
+        """Run ``_sum`` for rows that are rounded to the wire dtype."""
+        heap = self.memory.turns.heap
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         with KernelOperation(self, header, rows_RD, weights_TK):
             try:
@@ -204,15 +214,55 @@ class PeerToPeerPrimitives(Dispatcher):
             self._stream.use_by_caller(grad_RD, dots_TK)
         return grad_RD, dots_TK
 
+    # --- the same operations, peer by peer ---
+
+    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
+        # Rows that are decoded or relayed complete together.
+        wait = header.fault is not None or not self._form(x_TD, header.op).bare
+        rows_RD, handle = self._send_rows(x_TD, ids_TK, header, wait=wait)
+        return PeerIncomingRows(self, rows_RD, handle, header, complete=wait)
+
+    def rows_by_source(self, incoming: IncomingRows) -> Ints:
+        return self.memory.turns.counts_WE()
+
+    def wait_for_rows(self, header: Header, first: int, ranks: int) -> None:
+        """Make the current stream wait for the rows of ``ranks`` ranks of the last dispatch. In emulation, wait.
+
+        Raises:
+            PeerDied, PeerTimeout: in emulation. On a GPU the next call raises them.
+        """
+        with KernelOperation(self, header):
+            self.memory.turns.arrive(first, ranks)
+            if self.memory.on_host:
+                self.memory.raise_fault(header)
+
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
+        if header.fault is not None:
+            self._refuse(header)
+        return PeerOutgoingRows(self, rows_RD, handle, header)
+
+    def start_spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[IncomingRows, Tensor | None]:
+        grad_RD, grad_TK = self._spread(grad_TD, rows_RD, weights_TK, handle, header)
+        return PeerIncomingRows(self, grad_RD, handle, header, complete=True), grad_TK
+
     # --- helpers ---
 
     def _move_rows(
-        self, packed: bytes, x_TD: Tensor, ids_TK: Tensor, form: RowFormat, offer: Offer, capacity: int
+        self,
+        packed: bytes,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        form: RowFormat,
+        offer: Offer,
+        capacity: int,
+        wait: bool = True,
     ) -> Tensor:
         """Queue the kernels of a dispatch. Return [T, K], which will have the location of each slot's row."""
         turns, place_TK = self.memory.turns, torch.empty_like(ids_TK)
         links = relay_links(form, turns.heap, offer, capacity, self._blocks)
-        how = Sending(self._blocks, *form.words, self._bulk)
+        how = Sending(self._blocks, *form.words, self._bulk, wait)
         turns.dispatch(packed, offer, ids_TK, place_TK, x_TD, DTYPE_CODES[x_TD.dtype], how, links)
         return place_TK
 

@@ -194,7 +194,10 @@ def parallelize_moe(
     device = next(iter(blocks.values()))[0].get_parameter("down_proj").device
     effective = options or DispatchOptions()
     traffic = Traffic(
-        deterministic=effective.deterministic, wire_dtypes=effective.wire_dtypes, overlap=overlap is not None
+        deterministic=effective.deterministic,
+        wire_dtypes=effective.wire_dtypes,
+        overlap=overlap is not None,
+        fused=overlap is not None and overlap.uses_kernels,
     )
     dispatchers = {
         count: make_dispatcher(count, group, backend=backend, options=options, traffic=traffic, device=device)

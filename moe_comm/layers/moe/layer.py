@@ -237,6 +237,7 @@ class MoELayer(ParallelModule):
             experts_per_rank = placement.sliced(etp).experts_per_rank
         tokens_group = group if groups.tokens is None else groups.tokens
         itemsize, opts = (dtype or torch.get_default_dtype()).itemsize, options or DispatchOptions()
+        overlap = Overlap.of(overlap)
         traffic = Traffic(
             config.router.top_k * etp,
             config.hidden,
@@ -244,6 +245,7 @@ class MoELayer(ParallelModule):
             opts.deterministic,
             opts.wire_dtypes,
             overlap is not None,
+            overlap is not None and overlap.uses_kernels,
         )
 
         def make_on(target: torch.device | str | None) -> Dispatcher:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
@@ -17,7 +17,7 @@ from moe_comm.overlap.executors.device import DeviceCall, device_fault
 from moe_comm.overlap.executors.pipelined import PipelinedCall
 from moe_comm.overlap.executors.serial import SerialCall, serial_call
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
-from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
+from moe_comm.overlap.options import CHUNKED, Overlap
 from moe_comm.overlap.tuning.choose import choose, rates_of
 from moe_comm.overlap.tuning.cost import CHUNKS, DIRECTIONS, MARGIN, OperatorWork, predict
 
@@ -57,7 +57,7 @@ def dispatch_rows(
     """
     if overlap is None or overlap.executor == "serial":
         return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
-    use_kernels = overlap.executor == "device" or (overlap.executor == "auto" and overlap.backend == TRITON)
+    use_kernels = overlap.uses_kernels
     pipelined_requested = overlap.executor == "pipelined"
     if use_kernels or pipelined_requested:
         fault = device_fault(dispatcher, x_TD) if use_kernels else pipelined_fault(dispatcher)
@@ -81,7 +81,7 @@ def dispatch_rows(
         if dispatch.small and not pipelined_requested:
             return SerialCall(dispatcher, dispatch.dispatch_at_once(x_TD), weights_TK)
         return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK)
-    if isinstance(dispatcher, SharedMemoryDispatcher) and can_pipeline(dispatcher):
+    if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
         if overlap.chunks == "auto" and not pipelined_requested:
             return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
@@ -96,11 +96,12 @@ def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:
     """Return the error if the pipelined executor does not support ``dispatcher``, else None."""
     if isinstance(dispatcher, AllToAllDispatcher) and sends_chunks(dispatcher):
         return None
-    if isinstance(dispatcher, SharedMemoryDispatcher) and can_pipeline(dispatcher):
+    if isinstance(dispatcher, PendingDispatcher) and can_pipeline(dispatcher):
         return None
     return ConfigError(
-        "the pipelined executor needs the dispatcher all_to_all or shared_memory, and wire dtypes with scales for each "
-        f"row; got {dispatcher.name} with {dispatcher.options.wire_dtypes}. Use executor='auto' to run serially instead"
+        "the pipelined executor needs the dispatcher all_to_all, shared_memory or peer_to_peer, and wire dtypes with "
+        f"scales for each row; got {dispatcher.name} with {dispatcher.options.wire_dtypes}. Use executor='auto' to run "
+        "serially instead"
     )
 
 
@@ -130,6 +131,11 @@ def explain_overlap(
     """
     if (fault := pipelined_fault(dispatcher)) is not None:
         return f"serial: {fault}"
+    if dispatcher.name == "peer_to_peer":
+        return (
+            "serial: the gain over peer_to_peer has not been measured on a GPU; Overlap(executor='pipelined') computes "
+            "each peer's rows once they are complete, and PeerToPeerOptions(own_stream=True) sends rows meanwhile"
+        )
     if not isinstance(dispatcher, AllToAllDispatcher):
         return (
             "serial: the cores that compute also copy the rows between ranks that share memory, so no transfer can be "

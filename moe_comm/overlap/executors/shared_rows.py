@@ -1,4 +1,7 @@
-"""Transport of the pipelined executor between CPU ranks that share memory: the rows of each peer are one segment.
+"""Transport of the pipelined executor between ranks that access each other's memory. Each peer's rows are a segment.
+
+This is for ``shared_memory``, and on GPUs ``peer_to_peer``, which differs in two points: the host does not wait for
+rows, but queues a kernel that waits; and all results are sent together, after the last row is computed.
 
 Each rank writes its own rows at once into the blocks of their owners, and reads results in place. The pipelined
 executor hides the wait for peers: a rank computes complete rows while its peers still write or compute.
@@ -28,15 +31,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.backends.native import IncomingRows, OutgoingRows
-from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import dispatch_by
 from moe_comm.dispatch.checksums import exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
+from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
@@ -50,12 +51,12 @@ from moe_comm.runtime.events import communication_span
 
 @dataclass(frozen=True, eq=False)
 class SharedDispatch(RowDispatch):
-    """One dispatch over ``shared_memory``. Segment r is the rows of rank r.
+    """One dispatch over ``shared_memory`` or ``peer_to_peer``. Segment r is the rows of rank r.
 
     chunks: number of groups of peers, at most; 1 if there are too few rows to overlap.
     """
 
-    dispatcher: SharedMemoryDispatcher
+    dispatcher: PendingDispatcher
     sources: tuple[tuple[RowRange, ...], ...]
 
     in_flight: ClassVar[bool] = False
@@ -67,7 +68,7 @@ class SharedDispatch(RowDispatch):
 
     @classmethod
     def open(
-        cls, dispatcher: SharedMemoryDispatcher, x_TD: Tensor, ids_TK: Tensor, overlap: Overlap, *, label: str = ""
+        cls, dispatcher: PendingDispatcher, x_TD: Tensor, ids_TK: Tensor, overlap: Overlap, *, label: str = ""
     ) -> tuple[SharedDispatch, SharedSend]:
         """Run the handshake of a dispatch and write this rank's rows. Collective.
 
@@ -87,7 +88,7 @@ class SharedDispatch(RowDispatch):
             record_handle(span, dispatcher, incoming.handle)
         try:
             handle, placement = incoming.handle, dispatcher.placement
-            rows_WE = np.frombuffer(handle.state.counts, np.int64).reshape(dispatcher.world, -1)
+            rows_WE = dispatcher.rows_by_source(incoming)
             row_bytes = handle.hidden * handle.dtype.itemsize
             chunks = overlap.chunks_of(max_sent_rows(rows_WE, placement) * row_bytes // EXPERT_CHUNK_FACTOR)
             sources = ranges_by_source(rows_WE, placement, dispatcher.rank)
@@ -317,6 +318,6 @@ def _wait_span(kind: Kind, label: str) -> communication_span:
     return communication_span(kind, "rows of others" if kind is Kind.DISPATCH else "results of others", layer=label)
 
 
-def can_pipeline(dispatcher: SharedMemoryDispatcher) -> bool:
+def can_pipeline(dispatcher: PendingDispatcher) -> bool:
     """Return whether the dispatcher's wire dtypes have scales for each row."""
     return dispatcher.options.wire_dtypes.invariant

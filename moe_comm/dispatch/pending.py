@@ -1,0 +1,107 @@
+"""Operations whose rows are received peer by peer, for the pipelined executor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from moe_comm.comm.header import Header
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.types import DispatchHandle
+
+
+class PendingTransfer(ABC):
+    """A transfer in flight, for use in a ``with`` block by one thread.
+
+    Leaving the block completes the transfer. An exception aborts it, and the other ranks raise ``PeerError``.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+
+class IncomingRows(PendingTransfer):
+    """Rows in transfer to this rank's experts.
+
+    Attributes:
+        rows_RD: The destination. This rank's own rows are complete. Rows of a peer are complete after ``next`` returns
+            it, or once ``ready(peer)`` is True; on a GPU, for operations that are then queued on the current stream.
+        handle: The dispatch handle.
+    """
+
+    rows_RD: Tensor
+    handle: DispatchHandle
+
+    @abstractmethod
+    def ready(self, peer: int) -> bool:
+        """Return whether all rows of ``peer`` are complete."""
+
+    @abstractmethod
+    def next(self, peers: Sequence[int]) -> int:
+        """Wait until the rows of one of ``peers`` are complete, and return the first such peer.
+
+        Raises:
+            PeerDied, PeerTimeout: a rank died, or did not send in time.
+            PeerError: a rank failed.
+        """
+
+
+class OutgoingRows(PendingTransfer):
+    """Outputs of this rank's experts, which peers read in place when they are complete."""
+
+    @abstractmethod
+    def raise_flag(self, peer: int) -> None:
+        """Mark the rows that ``peer`` dispatched as complete."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Return whether ``sum`` would return without waiting."""
+
+    @abstractmethod
+    def sum(self, weights_TK: Tensor | None) -> Tensor:
+        """Wait for all rows of this rank's tokens and return their sum, [T, D]. Call it after flags for all peers.
+
+        Raises:
+            RankMismatch: on every rank.
+            PeerDied, PeerTimeout: a rank died, or did not call in time.
+            PeerError: a rank failed.
+        """
+
+
+class PendingDispatcher(Dispatcher):
+    """A dispatcher whose ranks access each other's memory, so that the rows of each peer can complete separately.
+
+    The ``start_*`` methods run without autograd. They return an object that the caller must use as a context manager
+    before the group's next operation. Rows of peers may be in flight when they return.
+    """
+
+    @abstractmethod
+    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
+        """Start a dispatch."""
+
+    @abstractmethod
+    def rows_by_source(self, incoming: IncomingRows) -> npt.NDArray[np.int64]:
+        """Return [W, E], the rows of each rank for each expert, of the dispatch that has just been started."""
+
+    @abstractmethod
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
+        """Start a combine, or the backward of a dispatch, of rows that the caller then computes.
+
+        Args:
+            rows_RD: uninitialised, from ``empty_rows``.
+            handle, header: of the operation.
+        """
+
+    @abstractmethod
+    def start_spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
+    ) -> tuple[IncomingRows, Tensor | None]:
+        """Start the backward of a combine. The gradient of the weights, [T, K], is complete on return."""
