@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from moe_comm.runtime.host import host_key
+from moe_comm.runtime.host import host_key_int64
 
 STORE_TIMEOUT_S = 2.0
 GAVE_UP = "gave up"
@@ -44,7 +44,7 @@ class Process:
     def own(cls) -> Process:
         stat = _stat(os.getpid())
         # 62 bits of the key, so that the number is not negative.
-        return cls(int(host_key(), 16) >> 2, os.getpid(), stat[1] if stat else 0)
+        return cls(host_key_int64(), os.getpid(), stat[1] if stat else 0)
 
     def status(self, own_host: int) -> str:
         """Return "ended", "stopped", "alive" or "on another host", as seen from host ``own_host``."""

@@ -119,12 +119,11 @@ class Heap:
         """
         stream = _stream(self.device)
         self._collect(stream, capturing(self.device))
-        size = self._largest()
-        if not size:
+        if not self._free:
             return None
-        first = self._take(size)
-        assert first is not None
-        return self._allocated(first, size, {stream})
+        first, end = largest = max(self._free, key=lambda part: part[1] - part[0])
+        self._free.remove(largest)
+        return self._allocated(first, end - first, {stream})
 
     def keep(self, block: HeapBlock, *ranges: tuple[int, int]) -> list[HeapBlock]:
         """Replace ``block`` by blocks for ``ranges``, and free the rest.

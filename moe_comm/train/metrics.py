@@ -151,7 +151,10 @@ NO_LOAD = ExpertLoad((), (), (), ())
 
 
 class MetricsSink(Protocol):
-    """Destination of reports. A sink buffers at most one step, so that a killed run leaves its metrics."""
+    """Destination of reports. A sink buffers at most one step, so that a killed run leaves its metrics.
+
+    ``NonblockingSink`` buffers more while a sink does not respond.
+    """
 
     def write(self, report: StepReport) -> None: ...
 
