@@ -57,6 +57,9 @@ std::map<std::string, int64_t> p2p_constants() {
           {"wait_done", kDone},
           {"wait_arrived", kArrived},
           {"wait_sent", kSent},
+          {"wait_results", kResults},
+          {"wait_staged", kStaged},
+          {"row_link_bytes", static_cast<int64_t>(sizeof(RowLink))},
           {"format_same", kSame},
           {"format_block_scales", kBlockScales},
           {"format_row_scales", kRowScales},
@@ -205,6 +208,17 @@ void bind_plan(py::module_& m) {
              p.sum(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at);
              p.done();
            })
+      .def("sum_reduced",
+           [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
+              int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t y_at,
+              const std::array<int64_t, 4>& own) {
+             const p2p::Told t = meet_args(header, slot, offer);
+             Release release;
+             p.meet(t);
+             p.sum_reduced(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at,
+                           {own[0], own[1], own[2], own[3]});
+             p.done();
+           })
       .def("spread",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t grad_at,
@@ -275,8 +289,8 @@ void bind_p2p(py::module_& m) {
       [](int64_t world, int64_t experts, int64_t local_experts) {
         const p2p::Control c{world, experts, local_experts};
         return std::map<std::string, int64_t>{
-            {"header", c.header(0, 0)},   {"offer", c.offer(0, 0)},  {"counts", c.counts(0, 0)}, {"done", c.done(0)},
-            {"arrived", c.arrived(0, 0)}, {"sent", c.sent(0, 0, 0)}, {"bytes", c.bytes()}};
+            {"header", c.header(0, 0)},   {"offer", c.offer(0, 0)},     {"counts", c.counts(0, 0)}, {"done", c.done(0)},
+            {"arrived", c.arrived(0, 0)}, {"sent", c.sent(0, 0, 0, 0)}, {"bytes", c.bytes()}};
       },
       py::arg("world"), py::arg("experts"), py::arg("local_experts"),
       "Return the size of the control area in bytes, and the first word of each part.");

@@ -370,6 +370,22 @@ class P2pPlan:
         y_at: int,
         /,
     ) -> None: ...
+    def sum_reduced(
+        self,
+        header: bytes,
+        slot: int,
+        offer: Sequence[int],
+        blocks: int,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+        dtype: int,
+        place_at: int,
+        weights_at: int,
+        y_at: int,
+        own: Sequence[int],
+        /,
+    ) -> None: ...
     def spread(
         self,
         header: bytes,

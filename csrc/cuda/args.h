@@ -8,7 +8,7 @@
 //   block   [ control | heap: rows that peers write to or read from ]
 //
 //   control [ told W | header 2 x W x 49 | offer 2 x W x 5 | counts 2 x W x E |
-//             done W | arrived L x W | sent L x W x 4 ]
+//             done W | arrived L x W | sent 2 x L x W x 4 | staged 2 x W ]
 //
 // Each peer writes to its own words of the control area and then sets the matching flag word to the current turn
 // number. Flags are never reset. A turn is a sequence number: each meet starts a new turn. A rank can be at most one
@@ -18,17 +18,39 @@
 //   dispatch   count ▸ scan ▸ meet (counts, offers) ▸ push ▸ arrive [▸ fan_out]      one turn, no host in between
 //   combine    meet (offers) ▸ sum ▸ done            also the backward of dispatch, without weights
 //   backward   meet (offers) ▸ spread ▸ done         backward of combine
+//   reduced    meet (offers) ▸ weigh ▸ stage ▸ reduce ▸ stage ▸ sum_reduced ▸ done      combine, see below
+//
+// The reduced combine moves one row per (token, owner), where sum moves one per slot. If several slots of a token have
+// one owner, weigh links their rows there and writes their weights. After the first stage all links have been written;
+// reduce then adds the linked rows of each token in fp32, in slot order, and rounds once to the row dtype. After the
+// second stage all reduced rows can be read; sum_reduced adds one row per owner. Rows of other slots are read in place.
+// Partial sums are rounded, so the result differs from that of sum, and depends on the placement of experts.
 //
 //   low latency  ll_send ▸ ll_arrive ▸ [experts] ▸ ll_ready ▸ sum
 //
 // Low-latency dispatch (1 to 256 tokens) exchanges no counts. Every (expert, source rank) pair has a fixed region of
-// max_tokens rows at the expert's owner; a flag word with turn and count is written after the rows. A single buffer is
-// enough. When a rank has completed ll_ready, all ranks have computed, so their received rows may be overwritten. When
-// a rank has completed ll_arrive, all ranks have finished the previous combine, so this rank's results may be
-// overwritten.
+// max_tokens rows at the expert's owner; a flag word with turn and count is written after the rows.
 //
-// Only meet, arrive, done, ll_arrive and ll_ready wait, and each runs with one block. A waiting kernel therefore never
-// keeps a peer's kernel off the device, even if ranks share a device and other kernels have many blocks.
+// ll_ready sets this rank's done word at all peers: the results of its experts are in its block. One word per rank is
+// enough, because the caller hands over the results of all experts in one call. ll_ready then waits only for the owners
+// of this rank's rows. A rank can therefore complete turn n while a peer still computes turn n. It cannot complete
+// turn n + 1: ll_arrive waits for a flag of every rank, also if this rank has no experts, and a rank sets its flags of
+// turn n + 1 after its kernels of turn n. So when a rank has completed ll_arrive of turn n + 1, all ranks have
+// completed turn n. It follows that nothing is overwritten that a peer still reads:
+//
+//   received rows   one buffer. Only one source rank writes to a region. If it sent rows of turn n there, its ll_ready
+//                   of turn n waited for the owner, which had computed on them, before it sends rows of turn n + 1.
+//   sent flags      two copies, by parity of the turn, because a source that sent no rows to an owner does not wait for
+//                   it. Flags of turn n + 2 are written by ranks that have completed ll_arrive of turn n + 1, so all
+//                   ranks have read those of turn n.
+//   results         one buffer. An owner writes results of turn n + 1 after ll_arrive of turn n + 1, so all ranks have
+//                   completed the sum of turn n.
+//   done words      only grow, so a wait for turn n also ends with turn n + 1.
+//
+// A turn of another kind begins with meet, which waits until all ranks have completed their earlier turns.
+//
+// Only meet, arrive, stage, done, ll_arrive and ll_ready wait, and each runs with one block. A waiting kernel therefore
+// never keeps a peer's kernel off the device, even if ranks share a device and other kernels have many blocks.
 #pragma once
 
 #include "layout.h"
@@ -57,7 +79,15 @@ enum Fault : int64_t {
   kBadIds = 4,    // an expert id is out of range; who: the first such slot; seen: its id
   kNoRoom = 6,    // a rank could not allocate; who: that rank
 };
-enum Wait : int64_t { kTold = 0, kDone = 1, kArrived = 2, kSent = 3 };
+enum Wait : int64_t { kTold = 0, kDone = 1, kArrived = 2, kSent = 3, kResults = 4, kStaged = 5 };
+
+// A row of a token with several rows at one owner: the next of these rows or -1; the weight of the row; 1 if it is the
+// first. Zeros for other rows.
+struct alignas(16) RowLink {
+  int64_t next;
+  float weight;
+  int32_t first;
+};
 
 // Wire format of rows: unchanged; e4m3 with one scale per 128 channels; e4m3 with one scale per row.
 enum Format : int64_t { kSame = 0, kBlockScales = 1, kRowScales = 2 };
@@ -86,11 +116,12 @@ struct Control {
   MOE_HD int64_t done(int64_t from) const { return counts(2, 0) + from; }
   MOE_HD int64_t arrived(int64_t local_expert, int64_t from) const { return done(world) + local_expert * world + from; }
   // Low latency: turn << 16 | row count, one word per ll_send part.
-  MOE_HD int64_t sent(int64_t local_expert, int64_t from, int64_t part) const {
-    return arrived(local_experts, 0) + (local_expert * world + from) * kMaxParts + part;
+  MOE_HD int64_t sent(int64_t parity, int64_t local_expert, int64_t from, int64_t part) const {
+    return arrived(local_experts, 0) + ((parity * local_experts + local_expert) * world + from) * kMaxParts + part;
   }
+  MOE_HD int64_t staged(int64_t stage, int64_t from) const { return sent(2, 0, 0, 0) + stage * world + from; }
   // Size of the control area in bytes, rounded up to a multiple of 256.
-  MOE_HD int64_t bytes() const { return (sent(local_experts, 0, 0) * 8 + 255) / 256 * 256; }
+  MOE_HD int64_t bytes() const { return (staged(2, 0) * 8 + 255) / 256 * 256; }
 };
 
 // This rank's state in device memory; initially zero.
@@ -227,6 +258,35 @@ struct Report {
   X(weights_at) /* [T, K] fp32 */ \
   X(y_at)       /* [T, hidden], dense */
 
+// weigh: any number of blocks. If several slots of a token have one owner, writes a RowLink for each of their rows to
+// the owner's links (offer word 3), which are zero before. Other slots get none.
+#define MOE_P2P_WEIGH(X) \
+  MOE_P2P_GROUP(X)       \
+  X(tokens)              \
+  X(top_k)               \
+  X(place_at)            \
+  X(offers_at)           \
+  X(weights_at) /* [T, K] fp32 */
+
+// stage: one block. Announces that this rank has completed a stage of the turn; waits until all ranks have.
+#define MOE_P2P_STAGE(X) \
+  MOE_P2P_GROUP(X)       \
+  X(stage) /* 0 or 1 */
+
+// reduce: any number of blocks. reduced[r] = sum over the rows linked from r of weight * row, if r is the first of its
+// links.
+#define MOE_P2P_REDUCE(X)                           \
+  MOE_P2P_GROUP(X)                                  \
+  MOE_P2P_ROWS(X)                                   \
+  X(rows)       /* R */                             \
+  X(top_k)      /* the most rows that are linked */ \
+  X(rows_at)    /* [R, hidden] */                   \
+  X(links_at)   /* [R] RowLink */                   \
+  X(reduced_at) /* [R, hidden] */
+
+// sum_reduced: any number of blocks. As sum; the linked rows of a token are replaced by one row of reduced (offer word
+// 1), with weight 1.
+
 // spread: any number of blocks. Backward of the weighted sum: writes grad[t] * weights[t, k] to place[t, k] in the
 // owners' blocks (offer word 1). Unless dots_at is 0, writes the dot products of grad[t] with the row at place[t, k]
 // (offer word 0) to dots_at [T, K] fp32. The additions follow the order of the CPU kernel (csrc/cpu/kernels_impl.inc),
@@ -250,6 +310,7 @@ struct Report {
 // ll_send: E * parts blocks. Writes this rank's rows for an expert to row (local expert * W + rank) * max_tokens + i of
 // the owner's block (offer word 0; scales: word 2), then the flag word. Part p sends rows p, p + parts, ... Writes
 // place_at. Offers are known in advance. Slots of one expert beyond max_tokens get place -1 and count as overflow.
+// Ranks without experts get the flag word of their first (absent) expert.
 #define MOE_P2P_LL_SEND(X)                               \
   MOE_P2P_GROUP(X)                                       \
   X(tokens)                                              \
@@ -265,15 +326,20 @@ struct Report {
   X(format)                                              \
   X(power_of_two)
 
-// ll_arrive: one block. Waits until all rows have been written; reports the number of rows from each rank.
+// ll_arrive: one block. Waits until all ranks have written their rows; reports the number of rows from each rank.
 #define MOE_P2P_LL_ARRIVE(X)                         \
   MOE_P2P_GROUP(X)                                   \
   X(parts)                                           \
   X(few_counts_at)  /* [L, W] int64 on the device */ \
   X(host_counts_at) /* the same in host memory, or 0 */
 
-// ll_ready: one block. Announces that this rank's results are in its block; waits for all ranks. Ends the turn.
-#define MOE_P2P_LL_READY(X) MOE_P2P_GROUP(X)
+// ll_ready: one block. Announces that this rank's results are in its block; waits for the owners in place_at. Ends the
+// turn.
+#define MOE_P2P_LL_READY(X) \
+  MOE_P2P_GROUP(X)          \
+  X(tokens)                 \
+  X(top_k)                  \
+  X(place_at)
 
 // All kernels p2p_<name>: name, argument struct, words.
 #define MOE_P2P_KERNELS(K)                      \
@@ -285,6 +351,10 @@ struct Report {
   K(arrive, ArriveArgs, MOE_P2P_ARRIVE)         \
   K(fan_out, FanOutArgs, MOE_P2P_FAN_OUT)       \
   K(sum, SumArgs, MOE_P2P_SUM)                  \
+  K(weigh, WeighArgs, MOE_P2P_WEIGH)            \
+  K(stage, StageArgs, MOE_P2P_STAGE)            \
+  K(reduce, ReduceArgs, MOE_P2P_REDUCE)         \
+  K(sum_reduced, SumReducedArgs, MOE_P2P_SUM)   \
   K(spread, SpreadArgs, MOE_P2P_SPREAD)         \
   K(done, DoneArgs, MOE_P2P_DONE)               \
   K(ll_send, LlSendArgs, MOE_P2P_LL_SEND)       \

@@ -22,6 +22,7 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
   const int64_t base = (local * a.world + a.rank) * a.max_tokens;
   const int slots = static_cast<int>(a.tokens * a.top_k), threads = m.threads();
   const int per = (slots + threads - 1) / threads;
+  const int64_t turn = at<const State>(a.state_at)->turn + 1;
   int64_t* counts = m.template shared<int64_t>(threads);
   int64_t* more = m.template shared<int64_t>(threads);
   int32_t* tokens = m.template shared<int32_t>(a.max_tokens);  // tokens sent by this part
@@ -86,8 +87,12 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
     Report* report = at<Report>(a.report_at);
     if (found[0]) m.add(&report->bad, found[0]);
     if (part == 0 && wanted > all) m.add(&report->overflow, wanted - all);
-    const int64_t turn = at<const State>(a.state_at)->turn + 1;
-    m.store_release(blocks.words(owner) + blocks.control.sent(local, a.rank, part), turn << kCountBits | all);
+    m.store_release(blocks.words(owner) + blocks.control.sent(turn % 2, local, a.rank, part), turn << kCountBits | all);
+  });
+  if (m.block() != 0) return;
+  m.each(static_cast<int>(a.world), [&](int p) {
+    if (offsets[p] != offsets[p + 1]) return;
+    m.store_release(blocks.words(p) + blocks.control.sent(turn % 2, 0, a.rank, 0), turn << kCountBits);
   });
 }
 
@@ -100,16 +105,18 @@ MOE_BLOCK void ll_arrive(M& m, const LlArriveArgs& a) {
   const int64_t turn = at<const State>(a.state_at)->turn + 1;
   const int world = static_cast<int>(a.world), parts = static_cast<int>(a.parts);
   const int experts = static_cast<int>(offsets[a.rank + 1] - offsets[a.rank]);
-  const bool good = wait_all(m, group_of(a), experts * world * parts, kSent, turn, kCountBits, [&](int i) {
-    const int pair = i / parts;
-    return Word{mine + blocks.control.sent(pair / world, pair % world, i % parts), pair % world};
+  const int words = experts > 0 ? experts * world * parts : world, each = experts > 0 ? parts : 1;
+  const bool good = wait_all(m, group_of(a), words, kSent, turn, kCountBits, [&](int i) {
+    const int pair = i / each;
+    return Word{mine + blocks.control.sent(turn % 2, pair / world, pair % world, i % each), pair % world};
   });
   if (!good) return;
   int64_t* rows = m.template shared<int64_t>(1);
   m.each(1, [&](int) { *rows = 0; });
   m.sync();
   m.each(static_cast<int>(a.local_experts) * world, [&](int i) {
-    const int64_t word = i < experts * world ? m.load_acquire(mine + blocks.control.sent(i / world, i % world, 0)) : 0;
+    const int64_t* sent = mine + blocks.control.sent(turn % 2, i / world, i % world, 0);
+    const int64_t word = i < experts * world ? m.load_acquire(sent) : 0;
     const int64_t count = word & ((int64_t{1} << kCountBits) - 1);
     at<int64_t>(a.few_counts_at)[i] = count;
     if (a.host_counts_at) at<int64_t>(a.host_counts_at)[i] = count;
@@ -127,8 +134,23 @@ template <class M>
 MOE_BLOCK void ll_ready(M& m, const LlReadyArgs& a) {
   if (failed(a)) return;
   const int64_t turn = at<const State>(a.state_at)->turn + 1;
-  if (!all_done(m, a, turn)) return;
-  m.each(1, [&](int) { at<State>(a.state_at)->turn = turn; });
+  const Blocks blocks(a);
+  const int64_t* places = at<const int64_t>(a.place_at);
+  const int world = static_cast<int>(a.world);
+  int32_t* needed = m.template shared<int32_t>(a.world);
+  m.each(world, [&](int p) {
+    needed[p] = 0;
+    m.store_release(blocks.words(p) + blocks.control.done(a.rank), turn);
+  });
+  m.sync();
+  m.each(static_cast<int>(a.tokens * a.top_k), [&](int i) {
+    if (places[i] != kDropped) needed[place_owner(places[i])] = 1;
+  });
+  m.sync();
+  const int64_t* mine = blocks.words(a.rank);
+  const bool good = wait_all(m, group_of(a), world, kResults, turn, 0,
+                             [&](int p) { return Word{needed[p] ? mine + blocks.control.done(p) : nullptr, p}; });
+  if (good) m.each(1, [&](int) { at<State>(a.state_at)->turn = turn; });
 }
 
 }  // namespace p2p

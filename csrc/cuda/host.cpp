@@ -37,6 +37,9 @@ constexpr int64_t threads_of(Kernel kernel) {
     case k_push_fp8:
     case k_fan_out:
     case k_sum:
+    case k_sum_reduced:
+    case k_weigh:
+    case k_reduce:
     case k_spread:
     case k_ll_send:
       return 512;

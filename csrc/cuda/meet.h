@@ -1,4 +1,4 @@
-// Kernels that start and end a turn: count, scan, meet, arrive, done.
+// Kernels that start and end a turn or its stages: count, scan, meet, arrive, stage, done.
 #pragma once
 
 #include "cuda/machine.h"
@@ -293,19 +293,26 @@ MOE_BLOCK void arrive(M& m, const ArriveArgs& a) {
   });
 }
 
-// Set this rank's done word at all peers and wait for theirs.
-template <class M, class Args>
-MOE_BLOCK bool all_done(M& m, const Args& a, int64_t turn) {
+template <class M>
+MOE_BLOCK void stage(M& m, const StageArgs& a) {
+  if (failed(a)) return;
   const Blocks blocks(a);
   const int world = static_cast<int>(a.world);
-  m.each(world, [&](int p) { m.store_release(blocks.words(p) + blocks.control.done(a.rank), turn); });
-  const int64_t* mine = blocks.words(a.rank);
-  return wait_all(m, group_of(a), world, kDone, turn, 0, [&](int p) { return Word{mine + blocks.control.done(p), p}; });
+  const int64_t turn = at<const State>(a.state_at)->turn;
+  m.each(world, [&](int p) { m.store_release(blocks.words(p) + blocks.control.staged(a.stage, a.rank), turn); });
+  const int64_t* mine = blocks.words(a.rank) + blocks.control.staged(a.stage, 0);
+  wait_all(m, group_of(a), world, kStaged, turn, 0, [&](int p) { return Word{mine + p, p}; });
 }
 
 template <class M>
 MOE_BLOCK void done(M& m, const DoneArgs& a) {
-  if (!failed(a)) all_done(m, a, at<const State>(a.state_at)->turn);
+  if (failed(a)) return;
+  const Blocks blocks(a);
+  const int world = static_cast<int>(a.world);
+  const int64_t turn = at<const State>(a.state_at)->turn;
+  m.each(world, [&](int p) { m.store_release(blocks.words(p) + blocks.control.done(a.rank), turn); });
+  const int64_t* mine = blocks.words(a.rank) + blocks.control.done(0);
+  wait_all(m, group_of(a), world, kDone, turn, 0, [&](int p) { return Word{mine + p, p}; });
 }
 
 }  // namespace p2p

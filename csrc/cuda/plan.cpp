@@ -136,9 +136,9 @@ void Plan::meet(const Told& told, const Slots* slots) {
   counted_one();
 }
 
-void Plan::sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
-               int64_t offers_at) {
-  SumArgs a{};
+template <class Args>
+Args Plan::sum_args(const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at) const {
+  Args a{};
   a.hidden = y.hidden;
   a.dtype = y.dtype;
   a.tokens = t.tokens;
@@ -147,7 +147,45 @@ void Plan::sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at,
   a.offers_at = offers_at != 0 ? offers_at : scratch_.offers_at;
   a.weights_at = weights_at;
   a.y_at = y.at;
+  return a;
+}
+
+void Plan::sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
+               int64_t offers_at) {
+  auto a = sum_args<SumArgs>(t, y, place_at, weights_at, offers_at);
   start(k_sum, blocks < t.tokens ? blocks : t.tokens, a);
+}
+
+void Plan::sum_reduced(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
+                       const Reduction& own) {
+  WeighArgs weigh{};
+  weigh.tokens = t.tokens;
+  weigh.top_k = t.top_k;
+  weigh.place_at = place_at;
+  weigh.offers_at = scratch_.offers_at;
+  weigh.weights_at = weights_at;
+  const int64_t per = usual_threads(k_weigh), slots = (t.tokens * t.top_k + per - 1) / per;
+  start(k_weigh, blocks < slots ? blocks : slots, weigh);
+  stage(0);
+  ReduceArgs reduce{};
+  reduce.hidden = y.hidden;
+  reduce.dtype = y.dtype;
+  reduce.rows = own.rows;
+  reduce.top_k = t.top_k;
+  reduce.rows_at = own.rows_at;
+  reduce.links_at = own.links_at;
+  reduce.reduced_at = own.reduced_at;
+  const int64_t batches = (own.rows + kReduceBatch - 1) / kReduceBatch;
+  start(k_reduce, blocks < batches ? blocks : batches, reduce);
+  stage(1);
+  auto sum = sum_args<SumReducedArgs>(t, y, place_at, weights_at, 0);
+  start(k_sum_reduced, blocks < t.tokens ? blocks : t.tokens, sum);
+}
+
+void Plan::stage(int64_t number) {
+  StageArgs a{};
+  a.stage = number;
+  start(k_stage, 1, a);
 }
 
 void Plan::spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at,
@@ -183,6 +221,9 @@ void Plan::receive_few(int64_t parts, int64_t counts_at) {
 void Plan::sum_few(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
                    int64_t offers_at) {
   LlReadyArgs ready{};
+  ready.tokens = t.tokens;
+  ready.top_k = t.top_k;
+  ready.place_at = place_at;
   start(k_ll_ready, 1, ready);
   counted_one();
   sum(blocks, t, y, place_at, weights_at, offers_at);

@@ -36,6 +36,11 @@ struct Rows {
   int64_t at = 0, stride = 0, hidden = 0, dtype = 0;
 };
 
+// This rank's rows for reduce: their number, and the addresses of rows, links and reduced rows.
+struct Reduction {
+  int64_t rows = 0, rows_at = 0, links_at = 0, reduced_at = 0;
+};
+
 struct Tokens {
   int64_t tokens = 0, top_k = 0;
 };
@@ -46,8 +51,8 @@ struct Slotted {
   int64_t ids_at = 0, place_at = 0, chunk = 1;
 };
 
-// How push sends rows, on at most `blocks` blocks; see PushArgs. wait: also launch the kernels that wait for the rows of
-// all ranks; otherwise the caller launches `arrive`.
+// How push sends rows, on at most `blocks` blocks; see PushArgs. wait: also launch the kernels that wait for the rows
+// of all ranks; otherwise the caller launches `arrive`.
 struct Sending {
   int64_t blocks = 1, format = 0, power_of_two = 0, bulk = 0, wait = 1;
 };
@@ -84,6 +89,9 @@ class Plan {
   void meet(const Told& told);
   // offers_at: the offers for rows at fixed offsets; 0 uses the offers of the last meet.
   void sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at = 0);
+  // As sum, with rows that their owners have reduced.
+  void sum_reduced(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
+                   const Reduction& own);
   void spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at, int64_t dots_at);
   // End the turn of sum or spread.
   void done();
@@ -109,6 +117,9 @@ class Plan {
   template <class Args>
   Args push_args(const Slots& slots, const Rows& x, const Sending& how, const Links& links) const;
   void meet(const Told& told, const Slots* slots);
+  template <class Args>
+  Args sum_args(const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at) const;
+  void stage(int64_t number);
   void counted_one() { turn += captured_ ? 0 : 1; }
 
   const std::shared_ptr<Starter> starter_;

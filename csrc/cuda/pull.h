@@ -9,75 +9,188 @@ namespace p2p {
 
 constexpr int kAtOnce = 4;  // rows of a token that are loaded before the first is added
 
-template <class P, class M>
-MOE_BLOCK void sum_pieces(M& m, const SumArgs& a, const Blocks& blocks) {
+// Up to `most` rows for each of n sums: their addresses and weights.
+struct Addends {
+  const char** rows;  // [n, most]
+  float* factors;     // [n, most]
+  int32_t* live;      // [n] number of rows
+  int most;
+
+  template <class M>
+  MOE_BLOCK Addends(M& m, int64_t n, int64_t most)
+      : rows(m.template shared<const char*>(n * most)),
+        factors(m.template shared<float>(n * most)),
+        live(m.template shared<int32_t>(n)),
+        most(static_cast<int>(most)) {}
+};
+
+// Write n sums in pieces. to(i) is the address of the i-th.
+template <class P, class M, class To>
+MOE_BLOCK void add_rows(M& m, int n, int64_t hidden, const Addends& x, To to) {
+  constexpr int size = static_cast<int>(sizeof(typename P::Bits));
+  const int pieces = static_cast<int>(hidden) / P::kSize;
+  m.each(n * pieces, [&](int i) {
+    const int t = i / pieces, at_byte = i % pieces * P::kSize * size;
+    const char* const* from = x.rows + t * x.most;
+    const float* factor = x.factors + t * x.most;
+    float total[P::kSize];
+    MOE_UNROLL
+    for (int c = 0; c < P::kSize; ++c) total[c] = 0.0f;
+    const int count = x.live[t];
+    int k = 0;
+    for (; k + kAtOnce <= count; k += kAtOnce) {
+      float value[kAtOnce][P::kSize];
+      MOE_UNROLL
+      for (int u = 0; u < kAtOnce; ++u) P::load(from[k + u] + at_byte, value[u]);
+      MOE_UNROLL
+      for (int u = 0; u < kAtOnce; ++u) {
+        MOE_UNROLL
+        for (int c = 0; c < P::kSize; ++c) total[c] = plus(total[c], times(value[u][c], factor[k + u]));
+      }
+    }
+    for (; k < count; ++k) {
+      float value[P::kSize];
+      P::load(from[k] + at_byte, value);
+      MOE_UNROLL
+      for (int c = 0; c < P::kSize; ++c) total[c] = plus(total[c], times(value[c], factor[k]));
+    }
+    P::store(to(t) + at_byte, total);
+  });
+}
+
+// The slots of a token with the same owner as slot k: whether one is before k, and the first one after k or K.
+struct SameOwner {
+  bool before;
+  int next;
+};
+MOE_BLOCK SameOwner same_owner(const int64_t* places, int top_k, int k) {
+  const auto same = [&](int j) { return places[j] != kDropped && place_owner(places[j]) == place_owner(places[k]); };
+  SameOwner found = {false, k + 1};
+  for (int j = 0; j < k; ++j) found.before = found.before || same(j);
+  while (found.next < top_k && !same(found.next)) ++found.next;
+  return found;
+}
+
+template <class P, bool reduced, class M, class Args>
+MOE_BLOCK void sum_pieces(M& m, const Args& a, const Blocks& blocks) {
   const int64_t* offers = at<const int64_t>(a.offers_at);
   const int64_t* places = at<const int64_t>(a.place_at);
   const float* weights = at<const float>(a.weights_at);
   const int top_k = static_cast<int>(a.top_k), batch = static_cast<int>(kBatch);
-  const int pieces = static_cast<int>(a.hidden) / P::kSize;
-  constexpr int size = static_cast<int>(sizeof(typename P::Bits));
-  const int64_t bytes = a.hidden * size;
-  const char** rows = m.template shared<const char*>(batch * a.top_k);
-  float* factors = m.template shared<float>(batch * a.top_k);
-  int32_t* live = m.template shared<int32_t>(batch);
+  const int64_t bytes = a.hidden * static_cast<int64_t>(sizeof(typename P::Bits));
+  const Addends x(m, kBatch, a.top_k);
   for (int64_t first = m.block() * batch; first < a.tokens; first += m.blocks() * batch) {
     const int n = static_cast<int>(a.tokens - first < batch ? a.tokens - first : batch);
     m.sync();
     // One thread for each slot. Rows of slots without a place are left out, so each token's rows are consecutive.
     m.each(n * top_k, [&](int i) {
       const int t = i / top_k;
-      const int64_t* of_batch = places + first * top_k;
+      const int64_t* of_token = places + (first + t) * top_k;
+      const int slot = i - t * top_k;
+      const auto counts = [&](int k) {
+        if constexpr (reduced) return of_token[k] != kDropped && !same_owner(of_token, top_k, k).before;
+        return of_token[k] != kDropped;
+      };
       int before = 0;
-      for (int j = t * top_k; j < i; ++j) before += of_batch[j] != kDropped;
-      const int64_t place = of_batch[i];
-      if (place != kDropped) {
-        const int64_t owner = place_owner(place);
-        rows[t * top_k + before] =
-            blocks.peers[owner] + offers[owner * kOfferWords + kRowsAt] + place_row(place) * bytes;
-        factors[t * top_k + before] = weights ? weights[first * top_k + i] : 1.0f;
+      for (int k = 0; k < slot; ++k) before += counts(k);
+      const bool row = counts(slot);
+      if (row) {
+        const int64_t owner = place_owner(of_token[slot]);
+        bool linked = false;
+        if constexpr (reduced) linked = same_owner(of_token, top_k, slot).next < top_k;
+        x.rows[t * top_k + before] = blocks.peers[owner] + offers[owner * kOfferWords + (linked ? kBlockAt : kRowsAt)] +
+                                     place_row(of_token[slot]) * bytes;
+        x.factors[t * top_k + before] = weights && !linked ? weights[first * top_k + i] : 1.0f;
       }
-      if (i % top_k == top_k - 1) live[t] = before + (place != kDropped);
+      if (slot == top_k - 1) x.live[t] = before + row;
     });
     m.sync();
-    m.each(n * pieces, [&](int i) {
-      const int t = i / pieces, at_byte = i % pieces * P::kSize * size;
-      const char* const* from = rows + t * top_k;
-      const float* factor = factors + t * top_k;
-      float total[P::kSize];
-      MOE_UNROLL
-      for (int c = 0; c < P::kSize; ++c) total[c] = 0.0f;
-      const int count = live[t];
-      int k = 0;
-      for (; k + kAtOnce <= count; k += kAtOnce) {
-        float value[kAtOnce][P::kSize];
-        MOE_UNROLL
-        for (int u = 0; u < kAtOnce; ++u) P::load(from[k + u] + at_byte, value[u]);
-        MOE_UNROLL
-        for (int u = 0; u < kAtOnce; ++u) {
-          MOE_UNROLL
-          for (int c = 0; c < P::kSize; ++c) total[c] = plus(total[c], times(value[u][c], factor[k + u]));
-        }
-      }
-      for (; k < count; ++k) {
-        float value[P::kSize];
-        P::load(from[k] + at_byte, value);
-        MOE_UNROLL
-        for (int c = 0; c < P::kSize; ++c) total[c] = plus(total[c], times(value[c], factor[k]));
-      }
-      P::store(at<char>(a.y_at) + (first + t) * bytes + at_byte, total);
-    });
+    add_rows<P>(m, n, a.hidden, x, [&](int t) { return at<char>(a.y_at) + (first + t) * bytes; });
   }
+}
+
+template <bool reduced, class M, class Args>
+MOE_BLOCK void sum_rows(M& m, const Args& a) {
+  const Blocks blocks(a);
+  int64_t bits = a.y_at | (a.hidden * element_bytes(a.dtype));
+  const int64_t* offers = at<const int64_t>(a.offers_at);
+  for (int64_t p = 0; p < a.world; ++p) {
+    bits |= offers[p * kOfferWords + kRowsAt];
+    if (reduced) bits |= offers[p * kOfferWords + kBlockAt];
+  }
+  by_piece(a.dtype, (bits & 15) == 0, [&](auto piece) { sum_pieces<decltype(piece), reduced>(m, a, blocks); });
 }
 
 template <class M>
 MOE_BLOCK void sum(M& m, const SumArgs& a) {
+  if (!failed(a)) sum_rows<false>(m, a);
+}
+template <class M>
+MOE_BLOCK void sum_reduced(M& m, const SumReducedArgs& a) {
+  if (!failed(a)) sum_rows<true>(m, a);
+}
+
+template <class M>
+MOE_BLOCK void weigh(M& m, const WeighArgs& a) {
   if (failed(a)) return;
   const Blocks blocks(a);
-  int64_t bits = a.y_at | (a.hidden * element_bytes(a.dtype));
   const int64_t* offers = at<const int64_t>(a.offers_at);
-  for (int64_t p = 0; p < a.world; ++p) bits |= offers[p * kOfferWords + kRowsAt];
-  by_piece(a.dtype, (bits & 15) == 0, [&](auto piece) { sum_pieces<decltype(piece)>(m, a, blocks); });
+  const int64_t* places = at<const int64_t>(a.place_at);
+  const int64_t slots = a.tokens * a.top_k, batch = m.threads();
+  const int top_k = static_cast<int>(a.top_k);
+  for (int64_t first = m.block() * batch; first < slots; first += m.blocks() * batch) {
+    m.each(static_cast<int>(slots - first < batch ? slots - first : batch), [&](int i) {
+      const int64_t slot = first + i;
+      const int64_t* of_token = places + slot / top_k * top_k;
+      const int k = static_cast<int>(slot % top_k);
+      if (of_token[k] == kDropped) return;
+      const SameOwner same = same_owner(of_token, top_k, k);
+      if (!same.before && same.next == top_k) return;
+      const int64_t owner = place_owner(of_token[k]);
+      RowLink* links = reinterpret_cast<RowLink*>(blocks.peers[owner] + offers[owner * kOfferWords + kLinksAt]);
+      links[place_row(of_token[k])] = {same.next < top_k ? place_row(of_token[same.next]) : -1,
+                                       at<const float>(a.weights_at)[slot], !same.before};
+    });
+  }
+}
+
+template <class P, class M>
+MOE_BLOCK void reduce_pieces(M& m, const ReduceArgs& a) {
+  const RowLink* links = at<const RowLink>(a.links_at);
+  const int64_t bytes = a.hidden * static_cast<int64_t>(sizeof(typename P::Bits));
+  const int top_k = static_cast<int>(a.top_k), batch = static_cast<int>(kReduceBatch);
+  const Addends x(m, kReduceBatch, a.top_k);
+  int64_t* sum_of = m.template shared<int64_t>(kReduceBatch);  // row of each sum
+  int64_t* sums = m.template shared<int64_t>(1);
+  for (int64_t first = m.block() * batch; first < a.rows; first += m.blocks() * batch) {
+    const int n = static_cast<int>(a.rows - first < batch ? a.rows - first : batch);
+    m.sync();
+    m.each(1, [&](int) { *sums = 0; });
+    m.sync();
+    m.each(n, [&](int i) {
+      if (!links[first + i].first) return;
+      int before = 0;
+      for (int j = 0; j < i; ++j) before += links[first + j].first;
+      sum_of[before] = first + i;
+      int count = 0;
+      for (int64_t row = first + i; row >= 0 && count < top_k; row = links[row].next) {
+        x.rows[before * top_k + count] = at<const char>(a.rows_at) + row * bytes;
+        x.factors[before * top_k + count++] = links[row].weight;
+      }
+      x.live[before] = count;
+      m.add(sums, 1);
+    });
+    m.sync();
+    add_rows<P>(m, static_cast<int>(*sums), a.hidden, x,
+                [&](int i) { return at<char>(a.reduced_at) + sum_of[i] * bytes; });
+  }
+}
+
+template <class M>
+MOE_BLOCK void reduce(M& m, const ReduceArgs& a) {
+  if (failed(a)) return;
+  const int64_t bits = a.rows_at | a.reduced_at | (a.hidden * element_bytes(a.dtype));
+  by_piece(a.dtype, (bits & 15) == 0, [&](auto piece) { reduce_pieces<decltype(piece)>(m, a); });
 }
 
 // Lane l of a dot product takes elements l, l + 32, ... The thread that reads a piece accumulates the lanes of its

@@ -9,6 +9,7 @@ namespace p2p {
 
 constexpr int64_t kBatch = 8;          // rows quantised, or tokens summed, between two syncs
 constexpr int64_t kSpreadBatch = 128;  // slots that spread processes between two syncs
+constexpr int64_t kReduceBatch = 16;   // rows that reduce processes between two syncs
 constexpr int64_t kScanExperts = 32;   // experts of one block of scan
 constexpr int64_t kLinkBatch = 32;     // rows that fan_out processes between two syncs
 constexpr int kBulkWarps = 16;         // warps of a block that copy in bulk, each with its own buffers
@@ -69,8 +70,15 @@ MOE_HD inline int64_t shared_bytes(const ArriveArgs&, int64_t) { return Pieces()
 MOE_HD inline int64_t shared_bytes(const FanOutArgs&, int64_t) {
   return Pieces().add(kLinkBatch, 8).add(kLinkBatch, 8).add(1, 8).bytes;
 }
-MOE_HD inline int64_t shared_bytes(const SumArgs& a, int64_t) {
-  return Pieces().add(kBatch * a.top_k, 8).add(kBatch * a.top_k, 4).add(kBatch, 4).bytes;
+MOE_HD inline Pieces addend_pieces(int64_t n, int64_t most) {
+  return Pieces().add(n * most, 8).add(n * most, 4).add(n, 4);
+}
+MOE_HD inline int64_t shared_bytes(const SumArgs& a, int64_t) { return addend_pieces(kBatch, a.top_k).bytes; }
+MOE_HD inline int64_t shared_bytes(const SumReducedArgs& a, int64_t) { return addend_pieces(kBatch, a.top_k).bytes; }
+MOE_HD inline int64_t shared_bytes(const WeighArgs&, int64_t) { return 0; }
+MOE_HD inline int64_t shared_bytes(const StageArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
+MOE_HD inline int64_t shared_bytes(const ReduceArgs& a, int64_t) {
+  return addend_pieces(kReduceBatch, a.top_k).add(kReduceBatch, 8).add(1, 8).bytes;
 }
 MOE_HD inline int64_t shared_bytes(const SpreadArgs&, int64_t) {
   return Pieces().add(kSpreadBatch, 8).add(kSpreadBatch, 8).add(kSpreadBatch * (kLanes + 1), 4).bytes;
@@ -83,7 +91,7 @@ MOE_HD inline int64_t shared_bytes(const LlSendArgs& a, int64_t threads) {
   return p.bytes;
 }
 MOE_HD inline int64_t shared_bytes(const LlArriveArgs&, int64_t) { return Pieces().add(1, 8).add(1, 8).bytes; }
-MOE_HD inline int64_t shared_bytes(const LlReadyArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
+MOE_HD inline int64_t shared_bytes(const LlReadyArgs& a, int64_t) { return Pieces().add(a.world, 4).add(1, 8).bytes; }
 
 }  // namespace p2p
 }  // namespace moe_comm

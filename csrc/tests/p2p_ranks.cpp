@@ -263,6 +263,44 @@ void P2pRanks::sum(int rank, const P2pCase& c, bool weighted, char* y) {
   run_p2p("sum", 2, a);
 }
 
+void P2pRanks::sum_reduced(int rank, const P2pCase& c, char* y) {
+  const auto address = [](const void* p) { return reinterpret_cast<int64_t>(p); };
+  const Rank& me = of(rank);
+  const auto stage = [&](int64_t number) {
+    StageArgs a = args<StageArgs>(rank, c);
+    a.stage = number;
+    run_p2p("stage", 1, a);
+  };
+  WeighArgs weigh = args<WeighArgs>(rank, c);
+  weigh.tokens = c.tokens[at_index(rank)];
+  weigh.top_k = c.top_k;
+  weigh.place_at = address(me.place.data());
+  weigh.offers_at = address(me.offers.data());
+  weigh.weights_at = address(c.weights[at_index(rank)].data());
+  run_p2p("weigh", 2, weigh);
+  stage(0);
+  ReduceArgs reduce = args<ReduceArgs>(rank, c);
+  reduce.hidden = c.hidden;
+  reduce.dtype = c.dtype;
+  reduce.rows = c.kept(rank);
+  reduce.top_k = c.top_k;
+  reduce.rows_at = address(data(rank, region(rank, c, 4)));
+  reduce.links_at = address(data(rank, region(rank, c, 3)));
+  reduce.reduced_at = address(data(rank, region(rank, c, 0)));
+  run_p2p("reduce", 2, reduce);
+  stage(1);
+  SumReducedArgs sum = args<SumReducedArgs>(rank, c);
+  sum.hidden = c.hidden;
+  sum.dtype = c.dtype;
+  sum.tokens = weigh.tokens;
+  sum.top_k = c.top_k;
+  sum.place_at = weigh.place_at;
+  sum.offers_at = weigh.offers_at;
+  sum.weights_at = weigh.weights_at;
+  sum.y_at = address(y);
+  run_p2p("sum_reduced", 2, sum);
+}
+
 void P2pRanks::spread(int rank, const P2pCase& c, float* dots) {
   SpreadArgs a = args<SpreadArgs>(rank, c);
   a.hidden = c.hidden;
@@ -332,6 +370,45 @@ void P2pRanks::check_received(int rank, const P2pCase& c, const char* rows, cons
   }
 }
 
+void P2pRanks::check_reduced(int rank, const P2pCase& c) {
+  const size_t r = at_index(rank);
+  const int64_t bytes = c.hidden * c.element(), tokens = c.tokens[r];
+  char* links = data(rank, region(rank, c, 3));
+  std::memset(links, 0, at_index(c.kept(rank)) * sizeof(RowLink));
+  std::memset(data(rank, region(rank, c, 0)), 0x7f, at_index(c.kept(rank) * bytes));
+  CHECK(meet(rank, c, false, {region(rank, c, 4), region(rank, c, 0), 0, region(rank, c, 3), -1}));
+  Bytes y(at_index(tokens * bytes) + 16, 'y'), expected = y;
+  sum_reduced(rank, c, y.data());
+  done(rank, c);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t* places = c.places[r].data() + t * c.top_k;
+    std::vector<int64_t> owners;  // in the order of their first slots
+    for (int64_t k = 0; k < c.top_k; ++k) {
+      if (places[k] == kDropped) continue;
+      const int64_t owner = place_owner(places[k]);
+      if (std::find(owners.begin(), owners.end(), owner) == owners.end()) owners.push_back(owner);
+    }
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      float total = 0;
+      for (const int64_t owner : owners) {
+        float partial = 0;
+        int rows = 0;
+        for (int64_t k = 0; k < c.top_k; ++k) {
+          if (places[k] == kDropped || place_owner(places[k]) != owner) continue;
+          const char* row = c.out[at_index(owner)].data() + place_row(places[k]) * bytes;
+          partial += widen(c.dtype, row + d * c.element()) * c.weights[r][at_index(t * c.top_k + k)];
+          ++rows;
+        }
+        char rounded[4] = {};
+        narrow(c.dtype, partial, rounded);
+        total += rows > 1 ? widen(c.dtype, rounded) : partial;
+      }
+      narrow(c.dtype, total, expected.data() + t * bytes + d * c.element());
+    }
+  }
+  CHECK(y == expected);
+}
+
 void P2pRanks::run_and_check(int rank, const P2pCase& c) {
   Rank& me = of(rank);
   const size_t r = at_index(rank);
@@ -371,6 +448,8 @@ void P2pRanks::run_and_check(int rank, const P2pCase& c) {
     kernels().sum(loop, 0, tokens, expected.data(), bytes, weighted ? c.weights[r].data() : nullptr);
     CHECK(y == expected);
   }
+
+  check_reduced(rank, c);
 
   // Backward of combine: row gradients at the owners, and weight gradients.
   char* grads = data(rank, region(rank, c, 1));

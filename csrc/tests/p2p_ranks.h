@@ -86,12 +86,16 @@ class P2pRanks {
   void arrive(int rank, const P2pCase& c);
   void fan_out(int rank, const P2pCase& c);
   void sum(int rank, const P2pCase& c, bool weighted, char* y);
+  // The kernels between meet and done of a reduced combine. The rows are in region 4, links in 3, reduced rows in 0.
+  void sum_reduced(int rank, const P2pCase& c, char* y);
   void spread(int rank, const P2pCase& c, float* dots);
   void done(int rank, const P2pCase& c);
 
   // Run dispatch, combine and backward, and check the results.
   void run_and_check(int rank, const P2pCase& c);
   void check_received(int rank, const P2pCase& c, const char* rows, const char* scales, int64_t n);
+  // Combine with rows that owners reduce, and compare with a literal implementation.
+  void check_reduced(int rank, const P2pCase& c);
   void check_row(const P2pCase& c, const P2pCase::Slot& slot, const char* row, const char* scales);
 
  private:

@@ -1,6 +1,7 @@
 // Low-latency dispatch: fixed regions, no count exchange.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <thread>
 
@@ -70,6 +71,14 @@ std::vector<int64_t> arrive(P2pRanks& ranks, int rank, const Few& f) {
   return counts;
 }
 
+void ready(P2pRanks& ranks, int rank, const Few& f) {
+  LlReadyArgs a = ranks.args<LlReadyArgs>(rank, f.c);
+  a.tokens = f.c.tokens[static_cast<size_t>(rank)];
+  a.top_k = f.c.top_k;
+  a.place_at = reinterpret_cast<int64_t>(ranks.of(rank).place.data());
+  run_p2p("ll_ready", 1, a);
+}
+
 // Expert output: an arbitrary function of the place.
 void results(const P2pCase& c, int64_t place, char* row) {
   Random random(static_cast<uint64_t>(place) + 5);
@@ -78,11 +87,11 @@ void results(const P2pCase& c, int64_t place, char* row) {
   }
 }
 
-void run_few(P2pRanks& ranks, int rank, const Few& f) {
+// After send: receive the rows and check them.
+void receive(P2pRanks& ranks, int rank, const Few& f) {
   const P2pCase& c = f.c;
   const size_t r = static_cast<size_t>(rank);
   P2pRanks::Rank& me = ranks.of(rank);
-  send(ranks, rank, f);
   const std::vector<int64_t> counts = arrive(ranks, rank, f);
   CHECK_EQ(me.state.fault, int64_t{kNone});
   for (size_t i = 0; i < c.ids[r].size(); ++i) CHECK_EQ(me.place[i], f.place(rank, static_cast<int64_t>(i)));
@@ -102,12 +111,18 @@ void run_few(P2pRanks& ranks, int rank, const Few& f) {
   int64_t all = 0;
   for (const int64_t count : counts) all += count;
   CHECK_EQ(me.report.rows, all);
+}
 
+// After receive: write this rank's results, sum those of its tokens, and check the sums.
+void combine(P2pRanks& ranks, int rank, const Few& f) {
+  const P2pCase& c = f.c;
+  const size_t r = static_cast<size_t>(rank);
+  P2pRanks::Rank& me = ranks.of(rank);
   const int64_t row = c.hidden * c.element(), rows = c.local_experts() * c.world * f.max_tokens;
   for (int64_t i = 0; i < rows; ++i) {
     results(c, pack_place(rank, i), ranks.data(rank, ranks.region(rank, c, 4)) + i * row);
   }
-  run_p2p("ll_ready", 1, ranks.args<LlReadyArgs>(rank, c));
+  ready(ranks, rank, f);
   for (int p = 0; p < c.world; ++p) me.offers[static_cast<size_t>(p * kOfferWords)] = ranks.region(p, c, 4);
   Bytes y(static_cast<size_t>(c.tokens[r] * row) + 16, 'y'), expected_y = y;
   ranks.sum(rank, c, true, y.data());
@@ -124,6 +139,12 @@ void run_few(P2pRanks& ranks, int rank, const Few& f) {
   CHECK(y == expected_y);
 }
 
+void run_few(P2pRanks& ranks, int rank, const Few& f) {
+  send(ranks, rank, f);
+  receive(ranks, rank, f);
+  combine(ranks, rank, f);
+}
+
 Few random_few(Random& random, const std::vector<int64_t>& offsets) {
   Few f;
   f.c = random_case(random, offsets);
@@ -133,6 +154,29 @@ Few random_few(Random& random, const std::vector<int64_t>& offsets) {
   return f;
 }
 
+// Cases with the same regions: successive turns may only use a buffer again if its regions are the same.
+std::vector<Few> random_turns(Random& random, const std::vector<int64_t>& offsets, int turns) {
+  const Few first = random_few(random, offsets);
+  std::vector<Few> all = {first};
+  while (static_cast<int>(all.size()) < turns) {
+    Few f = random_few(random, offsets);
+    P2pCase c;
+    c.world = f.c.world;
+    c.offsets = offsets;
+    c.dtype = first.c.dtype;
+    c.hidden = first.c.hidden;
+    c.format = first.c.format;
+    c.top_k = f.c.top_k;
+    c.power_of_two = f.c.power_of_two;
+    c.tokens = f.c.tokens;
+    fill_case(random, c);
+    f.c = c;
+    f.max_tokens = first.max_tokens;
+    all.push_back(f);
+  }
+  return all;
+}
+
 }  // namespace
 
 TEST(p2p_few_rows_are_at_fixed_positions_over_many_turns) {
@@ -140,8 +184,7 @@ TEST(p2p_few_rows_are_at_fixed_positions_over_many_turns) {
   for (int round = 0; round < 4 * repeats(); ++round) {
     for (int world = 1; world <= 8; ++world) {
       const std::vector<int64_t> offsets = random_offsets(random, world);
-      std::vector<Few> cases;
-      for (int i = 0; i < 12; ++i) cases.push_back(random_few(random, offsets));
+      const std::vector<Few> cases = random_turns(random, offsets, 12);
       for (const int threads : {1, 3, 64}) {
         host_threads = threads;
         P2pRanks ranks(world);
@@ -161,12 +204,9 @@ TEST(p2p_few_rows_are_at_fixed_positions_over_many_turns) {
 TEST(p2p_few_and_many_rows_alternate) {
   Random random(82);
   const std::vector<int64_t> offsets = {0, 2, 3, 5};
-  std::vector<Few> few;
+  const std::vector<Few> few = random_turns(random, offsets, 10 * repeats());
   std::vector<P2pCase> many;
-  for (int i = 0; i < 10 * repeats(); ++i) {
-    few.push_back(random_few(random, offsets));
-    many.push_back(random_case(random, offsets));
-  }
+  for (size_t i = 0; i < few.size(); ++i) many.push_back(random_case(random, offsets));
   P2pRanks ranks(3);
   on_ranks(3, [&](int rank) {
     for (size_t i = 0; i < few.size(); ++i) {
@@ -208,7 +248,104 @@ TEST(p2p_few_rows_name_the_rank_that_did_not_send) {
     CHECK_EQ(ranks.of(rank).report.fault, int64_t{kTimedOut});
     CHECK_EQ(ranks.of(rank).report.who, int64_t{1});
     CHECK_EQ(ranks.of(rank).report.what, int64_t{kSent});
-    run_p2p("ll_ready", 1, ranks.args<LlReadyArgs>(rank, f.c));
+    ready(ranks, rank, f);
     CHECK_EQ(ranks.of(rank).state.turn, int64_t{0});
   });
+}
+
+namespace {
+
+// A case in which a token of rank r goes to an expert of the rank to[r]. There is one expert per rank; to[r] < 0: no
+// tokens.
+Few few_to(Random& random, const std::vector<int64_t>& to) {
+  Few f;
+  f.c.world = static_cast<int>(to.size());
+  for (int64_t e = 0; e <= f.c.world; ++e) f.c.offsets.push_back(e);
+  for (const int64_t owner : to) f.c.tokens.push_back(owner < 0 ? 0 : 3);
+  fill_case(random, f.c);
+  for (size_t r = 0; r < to.size(); ++r) {
+    for (int64_t& id : f.c.ids[r]) id = to[r];
+  }
+  return f;
+}
+
+void wait_until(const std::atomic<int>& number, int wanted) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (number < wanted && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+  CHECK_EQ(number.load(), wanted);
+}
+
+}  // namespace
+
+// Rank 2 neither receives nor computes before ranks 0, 1 and 3 have completed the turn and sent rows of the next one.
+TEST(p2p_few_results_are_awaited_only_from_owners_of_own_rows) {
+  Random random(85);
+  const Few now = few_to(random, {1, 0, 2, -1}), next = few_to(random, {2, 2, 0, 2});
+  P2pRanks ranks(4, 10);
+  std::atomic<int> ahead{0};
+  on_ranks(4, [&](int rank) {
+    send(ranks, rank, now);
+    if (rank == 2) wait_until(ahead, 3);
+    receive(ranks, rank, now);
+    combine(ranks, rank, now);
+    CHECK_EQ(ranks.of(rank).state.turn, int64_t{1});
+    send(ranks, rank, next);
+    ++ahead;
+    receive(ranks, rank, next);
+    combine(ranks, rank, next);
+    CHECK_EQ(ranks.of(rank).state.turn, int64_t{2});
+  });
+}
+
+TEST(p2p_few_results_name_the_owner_that_did_not_compute) {
+  Random random(86);
+  const Few f = few_to(random, {2, 0, 1});
+  P2pRanks ranks(3, 0.1);
+  std::atomic<int> received{0};
+  on_ranks(3, [&](int rank) {
+    send(ranks, rank, f);
+    receive(ranks, rank, f);
+    ++received;
+    wait_until(received, 3);
+    if (rank == 2) return;
+    ready(ranks, rank, f);
+    CHECK_EQ(ranks.of(rank).report.fault, int64_t{rank == 0 ? kTimedOut : kNone});
+    if (rank == 1) return;
+    CHECK_EQ(ranks.of(rank).report.who, int64_t{2});
+    CHECK_EQ(ranks.of(rank).report.what, int64_t{kResults});
+  });
+}
+
+// Ranks without experts, without tokens or without each other's rows run apart by up to a turn.
+TEST(p2p_few_rows_survive_random_delays_over_many_turns) {
+  Random random(87);
+  for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, 1, 1, 3, 4}, std::vector<int64_t>{0, 0, 2, 2},
+                                              std::vector<int64_t>{0, 1, 2, 3, 4, 5}}) {
+    const int world = static_cast<int>(offsets.size()) - 1;
+    std::vector<Few> cases = random_turns(random, offsets, 60 * repeats());
+    std::vector<std::vector<int64_t>> delays;
+    for (Few& f : cases) {
+      // Most ranks use one expert, so most pairs of ranks exchange no rows.
+      for (auto& ids : f.c.ids) {
+        const int64_t expert = random.below(f.c.experts());
+        for (int64_t& id : ids) id = random.chance(0.9) ? expert : -1;
+      }
+      delays.emplace_back();
+      for (int d = 0; d < 3 * world; ++d) delays.back().push_back(random.chance(0.15) ? random.between(100, 3000) : 0);
+    }
+    P2pRanks ranks(world);
+    on_ranks(world, [&](int rank) {
+      for (size_t i = 0; i < cases.size(); ++i) {
+        const int64_t* delay = delays[i].data() + 3 * rank;
+        const auto sleep = [](int64_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); };
+        sleep(delay[0]);
+        send(ranks, rank, cases[i]);
+        sleep(delay[1]);
+        receive(ranks, rank, cases[i]);
+        sleep(delay[2]);
+        combine(ranks, rank, cases[i]);
+        CHECK_EQ(ranks.of(rank).state.turn, static_cast<int64_t>(i) + 1);
+      }
+    });
+  }
 }

@@ -219,7 +219,7 @@ def _hierarchical(facts: GroupFacts, traffic: Traffic, remote_slots: float, off_
 _OVERLAPS = ("local", "all_to_all", "peer_to_peer")
 _FUSED = ("local", "all_to_all")
 _NOT_FUSED = "the device executor is requested, and its kernels need all_to_all"
-_SERIAL = "overlap is requested, but it transfers rows before and after the experts compute"
+_SERIAL = "overlap is requested, and it cannot transfer rows while the experts compute"
 _LOCAL = "this group has {world} ranks and 'local' sends nothing between them; use 'auto', or no group"
 
 

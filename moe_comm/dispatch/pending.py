@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,9 @@ class PendingDispatcher(Dispatcher):
     The ``start_*`` methods run without autograd. They return an object that the caller must use as a context manager
     before the group's next operation. Rows of peers may be in flight when they return.
     """
+
+    collectives_in_flight: ClassVar[bool]
+    """Whether collectives of the group can run while rows are in flight."""
 
     @abstractmethod
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:

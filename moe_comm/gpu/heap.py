@@ -114,11 +114,18 @@ class Heap:
     def reserve(self) -> HeapBlock | None:
         """Allocate the largest free range, for rows whose number is not known yet. ``keep`` frees what they do not use.
 
+        The current stream waits for other streams that still use freed memory. Not during the capture of a graph.
+
         Returns:
             The block; None if nothing is free.
         """
         stream = _stream(self.device)
         self._collect(stream, capturing(self.device))
+        for freed in self._waiting:  # let the stream wait instead of the host
+            for event in freed.events:
+                stream.wait_event(event)
+            self._release(freed)
+        self._waiting = []
         if not self._free:
             return None
         first, end = largest = max(self._free, key=lambda part: part[1] - part[0])

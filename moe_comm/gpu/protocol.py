@@ -31,8 +31,9 @@ UNLIMITED = -1
 MAX_PARTS = 4
 """Maximum number of thread blocks of ll_send per expert."""
 NO_FAULT, TIMED_OUT, ABORTED, DISAGREE, BAD_IDS, NO_ROOM = 0, 1, 2, 3, 4, 6
-TOLD, DONE, ARRIVED, SENT = range(4)
-"""What a rank waited for: a header, the end of a turn, rows, rows of low-latency dispatch."""
+TOLD, DONE, ARRIVED, SENT, RESULTS, STAGED = range(6)
+"""What a rank waited for: a header, the end of a turn, rows, rows or results of low-latency dispatch, the
+end of a stage of a reduced combine."""
 SAME, BLOCK_SCALES, ROW_SCALES = range(3)
 """Encodings of rows."""
 COUNT_BLOCKS = 256
@@ -75,7 +76,7 @@ class GroupShape:
         world = self.world
         # Alternate turns use two copies, because a rank may begin a turn while a peer still reads the previous one.
         exchanged = 2 * world * (HEADER_WORDS + OFFER_WORDS + self.experts)
-        return round_up(8 * (2 * world + exchanged + self.local_experts * world * (1 + MAX_PARTS)))
+        return round_up(8 * (4 * world + exchanged + self.local_experts * world * (1 + 2 * MAX_PARTS)))
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,21 @@ class RelayLinks(NamedTuple):
 
 
 NOT_RELAYED = RelayLinks()
+
+
+class Reduction(NamedTuple):
+    """Arguments of ``reduce``: this rank's number of rows, and the addresses of rows, links, and reduced rows.
+
+    A link is a RowLink of csrc/cuda/args.h, of ``ROW_LINK_WORDS`` words.
+    """
+
+    rows: int
+    rows_at: int
+    links_at: int
+    reduced_at: int
+
+
+ROW_LINK_WORDS = 2
 
 
 class Sending(NamedTuple):

@@ -32,6 +32,7 @@ from moe_comm.gpu.protocol import (
     Ints,
     MeetingCounts,
     Offer,
+    Reduction,
     RelayLinks,
     Sending,
     address,
@@ -257,6 +258,28 @@ class Turns:
         tokens, top_k = place_TK.shape
         places = address(place_TK), address(weights_TK)
         self.plan.sum(header, header_index, offer, blocks, tokens, top_k, y_TD.shape[1], dtype, *places, address(y_TD))
+
+    def sum_reduced(
+        self,
+        header: bytes,
+        offer: Offer,
+        place_TK: Tensor,
+        weights_TK: Tensor,
+        y_TD: Tensor,
+        dtype: int,
+        blocks: int,
+        own: Reduction,
+    ) -> None:
+        """Queue a turn as ``sum``, in which each rank first reduces its rows of a token to one row.
+
+        offer: addresses of this rank's rows, reduced rows and links, as in ``own``. The links must be zero.
+        """
+        self._prepare(0)
+        header_index = self._next_header_index()
+        tokens, top_k = place_TK.shape
+        addresses = address(place_TK), address(weights_TK), address(y_TD)
+        shape = tokens, top_k, y_TD.shape[1], dtype
+        self.plan.sum_reduced(header, header_index, offer, blocks, *shape, *addresses, own)
 
     def spread(
         self,

@@ -195,6 +195,95 @@ def test_fixed_dispatch_needs_a_capacity() -> None:
         one_rank().dispatch_fixed(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
 
 
+# --- fast combine ---
+
+FAST = replace(JOB, deterministic=False, peers=replace(PEERS, heap_bytes=4 << 20, fast_combine=True))
+MOST_ROUNDINGS = 4
+"""Roundings of a value: in the matmul of the expert, as its output, as a partial sum, and in the output."""
+
+
+def expected_output(case: cases.Case, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Return the output of a rank in float64, and its tolerance."""
+    batch, experts = cases.make(case)
+    part, wide = batch.part(case, rank, world), experts.double()
+    y_TD, sizes_TD = torch.zeros(2, *part.x_TD.shape, dtype=torch.float64)
+    for k in range(case.top_k):
+        kept_T = part.ids_TK[:, k] >= 0
+        x_ND, of_N = part.x_TD[kept_T].double(), wide[part.ids_TK[kept_T, k].long()]
+        weight_N1 = part.weights_TK[kept_T, k, None].double()
+        for into, x, w in ((y_TD, x_ND, of_N), (sizes_TD, x_ND.abs(), of_N.abs())):
+            into[kept_T] += weight_N1 * (x * w if w.dim() == 2 else (x[:, None] @ w)[:, 0])
+    return y_TD, MOST_ROUNDINGS * torch.finfo(case.dtype).eps * sizes_TD
+
+
+def fast(rank: int, world: int, job: Job) -> list[tuple[str, bool, bool, bool]]:
+    """Run all cases. Return whether outputs are within the tolerance, gradients have the same bits, and outputs too."""
+    results = []
+    for case in cases.CASES:
+        actual = workers.run_case(case, job, dist.group.WORLD, rank, world)
+        exact_job = replace(job, peers=replace(job.peers, fast_combine=False))
+        exact = workers.run_case(case, exact_job, dist.group.WORLD, rank, world)
+        y_TD, tolerance_TD = expected_output(case, rank, world)
+        near = bool(((actual.y_TD.double() - y_TD).abs() <= tolerance_TD).all())
+        fields = ("rows_RD", "x_grad_TD", "experts_grad", *(["weights_grad_TK"] if case.weights_grad else []))
+        gradients_are_same = all(torch.equal(getattr(actual, f), getattr(exact, f)) for f in fields)
+        results.append((case.name, near, gradients_are_same, torch.equal(actual.y_TD, exact.y_TD)))
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_fast_combine_is_within_the_rounding_of_the_dtype_and_keeps_gradients(world: int) -> None:
+    with RankPool(world) as pool:
+        of_ranks = pool.run(fast, FAST)
+    for of_rank in of_ranks:
+        for name, near, same_gradients, _ in of_rank:
+            assert near and same_gradients, name
+    same_outputs = {name: all(of_rank[i][3] for of_rank in of_ranks) for i, (name, *_) in enumerate(of_ranks[0])}
+    assert same_outputs["top-k 1"], "without several rows per token and rank nothing is reduced"
+    assert not same_outputs["duplicate experts in a token"], "partial sums must be rounded at the owner"
+
+
+def fast_layer(rank: int, world: int, job: Job) -> tuple[bool, bool, str]:
+    config = MoEConfig(8, 16, RouterConfig(8, 4))
+    x_TD = torch.randn(5, 8, generator=torch.Generator().manual_seed(rank))
+    outputs = []
+    for options in (job.options, replace(job, peers=replace(job.peers, fast_combine=False)).options):
+        torch.manual_seed(3)
+        layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=options)
+        outputs.append(layer(x_TD).detach())
+    layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=job.options)
+    report = check_grads(layer, tokens=5)
+    near = torch.allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
+    return near and not torch.equal(outputs[0], outputs[1]), report.ok, str(report)
+
+
+def test_a_layer_uses_fast_combine(pool: RankPool) -> None:
+    of_ranks = pool.run(fast_layer, FAST)
+    assert any(near for near, _, _ in of_ranks)
+    assert all(ok for _, ok, _ in of_ranks), of_ranks
+
+
+def fast_fixed(rank: int, world: int, job: Job) -> bool:
+    """Combine rows of a fixed dispatch, whose unused rows are not initialised and some of whose slots have no row."""
+    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    assert isinstance(dispatcher, PeerToPeerDispatcher)
+    g = torch.Generator().manual_seed(rank)
+    x_TD, weights_TK = torch.randn(6, 8, generator=g), torch.rand(6, 6, generator=g)
+    ids_TK = torch.randint(-1, 8, (6, 6), generator=g)
+    sent = dispatcher.dispatch_fixed(x_TD, ids_TK)
+    rows_CD = torch.full_like(sent.rows_CD, torch.nan)
+    rows_CD[: sent.ends_E[-1]] = sent.rows_CD[: sent.ends_E[-1]]
+    y_TD = dispatcher.combine(rows_CD, weights_TK, sent.handle)
+    kept_TK = sent.handle.state >= 0
+    expected_TD = ((weights_TK * kept_TK).sum(1, keepdim=True) * x_TD).double()
+    return torch.allclose(y_TD.double(), expected_TD, rtol=1e-5, atol=1e-5) and bool(kept_TK.any())
+
+
+@pytest.mark.parametrize("capacity", [16, 256])
+def test_fast_combine_of_fixed_capacity_skips_slots_without_a_row(capacity: int, pool: RankPool) -> None:
+    assert all(pool.run(fast_fixed, replace(FAST, peers=replace(FAST.peers, capacity_rows=capacity))))
+
+
 # --- low latency ---
 
 
@@ -234,6 +323,38 @@ def test_low_latency_has_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool:
         assert same_result
         assert too_many[0] == "InputError" and "got 5" in too_many[1]
         assert in_between[0] == "ConfigError" and "low_latency_combine" in in_between[1]
+
+
+def one_late_rank(rank: int, world: int, job: Job) -> tuple[list[bool], ErrorText]:
+    """Combine while the last rank has not computed, if ``rank`` does not use its experts. Then use all experts."""
+    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    assert isinstance(dispatcher, PeerToPeerDispatcher)
+    late, weights_TK, same = world - 1, torch.ones(2, 1, device=job.device), []
+    for step in range(6):
+        x_TD = torch.full((2, 8), float(10 * step + rank), device=job.device)
+        owner = late if rank == late else (rank + 1 + step) % late
+        ids_TK = torch.tensor([[2 * owner], [2 * owner + 1]], device=job.device)
+        sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 2)
+        rows_LND, _ = sent.receive()
+        if rank == late:
+            dist.barrier()  # the other ranks have completed the combine
+        y_TD = dispatcher.low_latency_combine(rows_LND * 3, weights_TK, sent)
+        if rank != late:
+            dist.barrier()
+        same.append(torch.equal(y_TD, 3 * x_TD))
+        ids_TK = torch.tensor([[rank], [4 + rank]], device=job.device)
+        sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 2)
+        same.append(torch.equal(dispatcher.low_latency_combine(sent.receive()[0], weights_TK, sent), x_TD))
+    sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 2)
+    not_received = caught(lambda: dispatcher.low_latency_combine(sent.results, weights_TK, sent))
+    dispatcher.low_latency_combine(sent.receive()[0], weights_TK, sent)
+    return same, not_received
+
+
+def test_low_latency_combine_does_not_wait_for_ranks_whose_experts_it_does_not_use(pool: RankPool) -> None:
+    for same, not_received in pool.run(one_late_rank, JOB):
+        assert all(same) and len(same) == 12
+        assert not_received[0] == "ConfigError" and "receive()" in not_received[1]
 
 
 # --- launches ---
@@ -349,6 +470,8 @@ def test_unsupported_inputs_are_refused() -> None:
         PeerToPeerDispatcher(placement, None, 0, DispatchOptions(), "cpu")
     with pytest.raises(InputError, match="float64"):
         one_rank().dispatch(torch.ones(1, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="deterministic=False"):
+        one_rank(replace(PEERS, fast_combine=True))
     for name in ("heap_bytes", "num_blocks", "capacity_rows"):
         with pytest.raises(ConfigError, match=name):
             PeerToPeerOptions(**{name: 0})

@@ -172,7 +172,9 @@ GROUP_WORDS = (
     "timeout_ns",
 )
 WORDS = dict.fromkeys(GROUP_WORDS, 0)
-"""The arguments of the kernels ``done`` and ``ll_ready``."""
+"""The arguments of the kernel ``done``."""
+READY_WORDS = {**WORDS, "tokens": 0, "top_k": 0, "place_at": 0}
+"""The arguments of the kernel ``ll_ready``."""
 
 
 class Launched(ctypes.Structure):
@@ -218,8 +220,8 @@ def test_a_launch_passes_its_arguments_to_the_driver_in_order(fake_driver: tuple
     cuda_launcher = launcher(driver_api)
     assert library.fake_loaded() == b"code!"
     cuda_launcher.launch("done", 7, 256, 1024, 99, {**WORDS, "timeout_ns": -3, "world": 1 << 40, "rank": 2})
-    cuda_launcher.launch("ll_ready", 1, 32, 0, 0, WORDS)
-    cuda_launcher.launch("ll_ready", 0, 32, 0, 0, WORDS)
+    cuda_launcher.launch("ll_ready", 1, 32, 0, 0, READY_WORDS)
+    cuda_launcher.launch("ll_ready", 0, 32, 0, 0, READY_WORDS)
     first, second = launches(library)  # a launch with an empty grid is skipped
     assert (first.function, first.grid, first.block, first.shared, first.stream) == (ord("e"), 7, 256, 1024, 99)
     assert struct.unpack("10q", bytes(first.words[:80])) == (1 << 40, 2, *[0] * 7, -3)

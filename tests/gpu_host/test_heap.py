@@ -121,9 +121,13 @@ class Stream:
 
     def __init__(self) -> None:
         self.after: list[Stream] = []
+        self.events: list[object] = []
 
     def wait_stream(self, other: Stream) -> None:
         self.after.append(other)
+
+    def wait_event(self, event: object) -> None:
+        self.events.append(event)
 
 
 def test_a_stream_that_reuses_memory_of_another_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +173,12 @@ def test_memory_recorded_on_a_stream_is_reused_only_after_its_event(monkeypatch:
     recorded = memory.allocate(2 * ALIGN)
     memory.record(recorded, copies)  # type: ignore[arg-type]
     del recorded
-    assert room(memory) == 2 * ALIGN, "the recorded stream may still use the rest"
+    assert memory.used == 2 * ALIGN, "the recorded stream may still use it"
     assert memory.allocate(3 * ALIGN).numel() == 3 * ALIGN and completed, "must wait for the event"
     completed.clear()
     current[0] = copies
-    assert room(memory) < 4 * ALIGN, "memory freed on one stream is not reused by another at once"
+    assert memory.used == 3 * ALIGN, "memory freed on one stream is not reused by another at once"
+    assert not copies.events and room(memory) == 4 * ALIGN and copies.events, "a reservation makes its stream wait"
 
 
 def test_heap_bytes_is_sufficient_for_the_requested_rows() -> None:

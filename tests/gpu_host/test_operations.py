@@ -15,7 +15,7 @@ from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import KernelError
 from moe_comm.gpu.arguments import kernel_fields
 from moe_comm.gpu.launch import NativeLauncher, starter_of
-from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING
+from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, Offer, Reduction
 from moe_comm.topology import ExpertPlacement
 from tests.support.launches import RecordingLauncher
 
@@ -81,6 +81,34 @@ def test_scratch_is_reused_by_later_turns_unless_a_graph_owns_it() -> None:
     turns._prepare(4)
     assert turns.scratch.bad_C4.shape[0] == 6
     assert any(scratch is first for scratch in turns._scratches), "kernels may still use the old scratch"
+
+
+def test_a_reduced_combine_has_two_stages() -> None:
+    recorder = RecordingLauncher(kernel_fields())
+    options = DispatchOptions(peer_to_peer=PeerToPeerOptions(heap_bytes=1 << 20, emulate=True))
+    turns = PeerToPeerDispatcher(PLACEMENT, None, 0, options, "cpu", recorder).memory.turns
+    place_TK, weights_TK, y_TD = torch.zeros(700, 2, dtype=torch.int64), torch.zeros(700, 2), torch.zeros(700, 4)
+    turns.begin(5.0)
+    own = Reduction(20, 256, 512, 768)
+    turns.sum_reduced(b"\0" * 8 * HEADER_WORDS, Offer(1, 2, links=3), place_TK, weights_TK, y_TD, 0, 5, own)
+    meet, weigh, stage_0, reduce, stage_1, total, done = launches = recorder.launches
+    assert [launch.kernel for launch in launches] == [
+        "meet",
+        "weigh",
+        "stage",
+        "reduce",
+        "stage",
+        "sum_reduced",
+        "done",
+    ]
+    assert [launch.grid for launch in launches] == [1, 3, 1, 2, 1, 5, 1]
+    assert [meet.words[f"offer_{i}"] for i in range(4)] == [1, 2, 0, 3]
+    assert (stage_0.words["stage"], stage_1.words["stage"]) == (0, 1) and done.kernel == "done"
+    assert weigh.words["place_at"] == total.words["place_at"] == place_TK.data_ptr()
+    assert weigh.words["weights_at"] == total.words["weights_at"] == weights_TK.data_ptr()
+    assert weigh.words["offers_at"] == total.words["offers_at"] == meet.words["offers_at"]
+    assert total.words["y_at"] == y_TD.data_ptr() and reduce.words["top_k"] == 2
+    assert tuple(reduce.words[name] for name in ("rows", "rows_at", "links_at", "reduced_at")) == own
 
 
 def test_a_header_of_another_length_is_refused() -> None:

@@ -234,7 +234,9 @@ def _raise_on_rank_1(rank: int, world: int, arg: tuple[str, str]) -> None:
     """Rank 1 raises between dispatch and experts, or in an expert."""
     where, backend = arg
     group = dist.new_group(backend="gloo")
-    options = DispatchOptions(timeout_s=60, peer_to_peer=PeerToPeerOptions(emulate=True))
+    # Checksums of shared_memory are exchanged after its rows; of peer_to_peer, before an expert can raise.
+    checksums = backend == "peer_to_peer"
+    options = DispatchOptions(timeout_s=60, checksums=checksums, peer_to_peer=PeerToPeerOptions(emulate=True))
     dispatcher = make_dispatcher(4, group, backend=backend, options=options)
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)

@@ -32,6 +32,7 @@ from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.errors import HeapError
 from moe_comm.gpu.arguments import native_core
 from moe_comm.gpu.launch import NativeLauncher
 from moe_comm.kernels import expert_mlp
@@ -375,17 +376,16 @@ def test_rows_of_other_peers_are_computed_while_one_peer_is_late(direction: str,
     pool4.run(_delay_last_peer, direction, timeout=120)
 
 
-class _DelayedPush(NativeLauncher):
-    """Runs kernels on the CPU. ``push``, which sends rows, waits for ``before``."""
+class _HookedLauncher(NativeLauncher):
+    """Runs kernels on the CPU, and calls ``before`` with the name of each."""
 
-    def __init__(self, before: Callable[[], None]) -> None:
+    def __init__(self, before: Callable[[str], None]) -> None:
         super().__init__("host")
         self._host, self._before = self.starter, before
         self.starter = native_core().P2pStarter.python(self._start)
 
     def _start(self, kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
-        if kernel == "push":
-            self._before()
+        self._before(kernel)
         self._host.start(kernel, grid, block, shared, stream, packed)
 
 
@@ -394,8 +394,8 @@ def _delay_push(rank: int, world: int, path: Path) -> None:
     store = dist.FileStore(str(path), world)
     store.set_timeout(timedelta(seconds=90))
 
-    def before() -> None:
-        if rank == world - 1:
+    def before(kernel: str) -> None:
+        if kernel == "push" and rank == world - 1:
             store.wait([f"computed {other}" for other in range(world - 1)])
 
     computed = 0
@@ -410,7 +410,7 @@ def _delay_push(rank: int, world: int, path: Path) -> None:
     expert_mm = expert_mlp.expert_mm
     options = DispatchOptions(timeout_s=90, peer_to_peer=PeerToPeerOptions(emulate=True))
     placement = ExpertPlacement.of(world, world)
-    dispatcher = PeerToPeerDispatcher(placement, dist.group.WORLD, rank, options, "cpu", _DelayedPush(before))
+    dispatcher = PeerToPeerDispatcher(placement, dist.group.WORLD, rank, options, "cpu", _HookedLauncher(before))
     with mock.patch.object(expert_mlp, "expert_mm", counted_mm):
         _shared_layer(rank, world, dispatcher)
     assert computed == 2 * world * TOKENS
@@ -418,6 +418,34 @@ def _delay_push(rank: int, world: int, path: Path) -> None:
 
 def test_rows_of_other_peers_are_computed_before_a_late_push_over_peer_to_peer(pool4: RankPool, tmp_path: Path) -> None:
     pool4.run(_delay_push, tmp_path / "store", timeout=120)
+
+
+def _no_room(rank: int, world: int, path: Path) -> None:
+    """Rank 1 sends rows that have no room on rank 0 after rank 0 has begun to wait for them."""
+    store = dist.FileStore(str(path), world)
+    store.set_timeout(timedelta(seconds=90))
+    pushed = 0
+
+    def before(kernel: str) -> None:
+        nonlocal pushed
+        pushed += kernel == "push"
+        if kernel == "arrive" and rank == 0:
+            store.set("arrive", "")
+        if kernel == "push" and rank == 1 and pushed == 1:
+            store.wait(["arrive"])
+
+    options = DispatchOptions(timeout_s=90, peer_to_peer=PeerToPeerOptions(emulate=True, heap_bytes=4096))
+    placement = ExpertPlacement.of(world, world)
+    dispatcher = PeerToPeerDispatcher(placement, dist.group.WORLD, rank, options, "cpu", _HookedLauncher(before))
+    x, ids = torch.ones(16, 64), torch.zeros(16, 1, dtype=torch.int64)
+    with pytest.raises(HeapError, match="rank 0 has no room"):
+        dispatch_rows(dispatcher, x, ids, torch.ones(16, 1), SHARED, width=F)
+    assert dispatcher.memory.turns.heap.used == 0
+    assert dispatcher.dispatch(x[:1], ids[:1]).handle.num_rows == (world if rank == 0 else 0)
+
+
+def test_memory_is_not_freed_before_rows_without_room_are_sent(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(_no_room, tmp_path / "store", timeout=120)
 
 
 def _delay_last_gemm(rank: int, world: int, arg: tuple[str, Path]) -> None:

@@ -29,6 +29,7 @@ class SharedMemoryDispatcher(PendingDispatcher):
     """Zero-copy transfer between CPU ranks of one host. Construction is collective over ``group``."""
 
     name = "shared_memory"
+    collectives_in_flight = False
 
     def __init__(
         self,

@@ -127,6 +127,9 @@ class PeerToPeerDispatcher(PeerToPeerPrimitives):
     def low_latency_combine(self, rows_LND: Tensor, weights_TK: Tensor, sent: LowLatencyHandle) -> Tensor:
         """Return [T, D], the weighted sum of each token's expert outputs, in fp32 and in slot order.
 
+        The device waits for the ranks that hold experts of this rank's tokens. It does not wait for other ranks, which
+        may be late by up to one dispatch and combine.
+
         Args:
             rows_LND: outputs of the experts, in the order of ``sent.receive()``. ``sent.results`` avoids a copy.
             weights_TK: [T, K] routing weights.
@@ -134,12 +137,16 @@ class PeerToPeerDispatcher(PeerToPeerPrimitives):
 
         Raises:
             InputError: rows or weights of another shape.
+            ConfigError: ``sent.receive`` was not called. This rank could then send rows before its peers have received
+                those of this dispatch.
         """
         if rows_LND.shape != sent.results.shape or weights_TK.shape != sent.place_TK.shape:
             raise InputError(
                 f"combine needs rows {tuple(sent.results.shape)} and weights {tuple(sent.place_TK.shape)}; got "
                 f"{tuple(rows_LND.shape)} and {tuple(weights_TK.shape)}"
             )
+        if not sent.has_received:
+            raise ConfigError("call sent.receive() before low_latency_combine, also on a rank without experts")
         weights_TK = weights_TK.detach().to(torch.float32).contiguous()
         self.memory.uncombined = ""
         with KernelOperation(self, sent.header, rows_LND, weights_TK):

@@ -8,8 +8,9 @@ Each (expert, source rank) has a fixed buffer for ``max_tokens`` rows at the own
     ll_send ─▶ [other work] ─▶ ll_arrive ─▶ experts ─▶ ll_ready ─▶ sum
 
 These are kernels (csrc/cuda/args.h). ``LowLatencyHandle.receive`` launches ``ll_arrive``, and rows are in flight until
-it has run. An offer is the address of a rank's buffer, which ranks exchange once, when they allocate buffers. There is
-no backward, and ranks do not compare headers: both would cost a round trip.
+it has run. ``ll_ready`` waits for the ranks that hold experts of this rank's tokens, and not for other ranks. An offer
+is the address of a rank's buffer, which ranks exchange once, when they allocate buffers. There is no backward, and
+ranks do not compare headers: both would cost a round trip.
 """
 
 from __future__ import annotations
@@ -85,15 +86,19 @@ def _exchange_offers(memory: PeerGroupMemory, header: Header, offer: Offer | Non
     return memory.turns.scratch.offers_W5.clone()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LowLatencyHandle:
-    """Rows in flight of a low-latency dispatch. place_TK: location of each slot's row; -1 for a dropped slot."""
+    """Rows in flight of a low-latency dispatch.
+
+    place_TK: location of each slot's row; -1 for a dropped slot. has_received: whether ``receive`` was called.
+    """
 
     memory: PeerGroupMemory
     buffers: LowLatencyBuffers
     header: Header
     place_TK: Tensor
     timeout_s: float
+    has_received: bool = False
 
     @property
     def results(self) -> Tensor:
@@ -119,6 +124,7 @@ class LowLatencyHandle:
         counts_LW = torch.empty(shape.local_experts, shape.world, dtype=torch.int64, device=turns.device)
         turns.begin(self.timeout_s)
         turns.plan.receive_few(parts_of(shape.experts), address(counts_LW))
+        self.has_received = True
         if self.memory.on_host:
             self.memory.raise_fault(self.header)
         rows_RD = self.buffers.received.rows(counts_LW[:num_local])

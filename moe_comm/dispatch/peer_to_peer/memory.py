@@ -29,6 +29,8 @@ from moe_comm.gpu.protocol import (
     DONE,
     FAULT_WORD,
     NO_ROOM,
+    RESULTS,
+    STAGED,
     TIMED_OUT,
     TOLD,
     FaultReport,
@@ -43,7 +45,13 @@ WATCH_INTERVAL_S = 0.25
 HEAP_BYTES = {"cuda": 2 << 30, "cpu": 16 << 20}
 """Default sizes of the heap."""
 
-_AWAITED = {TOLD: "begin the operation", DONE: "finish reading and writing rows", ARRIVED: "send its rows"}
+_AWAITED = {
+    TOLD: "begin the operation",
+    DONE: "finish reading and writing rows",
+    ARRIVED: "send its rows",
+    RESULTS: "compute the results of its experts",
+    STAGED: "reduce its rows",
+}
 
 
 class PeerWatch:
@@ -101,11 +109,6 @@ class PeerGroupMemory:
     def on_host(self) -> bool:
         """Whether kernels run on the CPU. A launch then returns after the kernel has ended."""
         return self.turns.device.type == "cpu"
-
-    @property
-    def aborted(self) -> bool:
-        """Whether waits of kernels end at once, because the process of a peer has ended."""
-        return self.turns.aborted
 
     @property
     def rank(self) -> int:

@@ -4,13 +4,12 @@ The kernel ``arrive`` waits for the rows of one peer. On a GPU it is queued on t
 
     stream   count ▸ scan ▸ meet ▸ push │ own rows │ arrive(1) │ rows of rank 1 │ arrive(2) │ rows of rank 2 ...
 
-With ``PeerToPeerOptions.own_stream``, ``push`` and ``arrive`` run beside the experts. In emulation the host reads the
-flags, so it computes the rows of peers in the order in which they complete.
+So the rows of slow peers are received while those of other peers are computed. Experts start when this rank has sent
+its own rows. In emulation the host reads the flags, so it computes rows of peers in the order in which they complete.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -41,16 +40,7 @@ class PeerIncomingRows(IncomingRows):
         return self._complete or peer in self._awaited or (on_host and self._dispatcher.memory.turns.received(peer))
 
     def next(self, peers: Sequence[int]) -> int:
-        dispatcher, peer = self._dispatcher, peers[0]
-        if dispatcher.memory.on_host:
-            end = time.monotonic() + dispatcher.options.timeout_s
-            while not (ready := [peer for peer in peers if self.ready(peer)]):
-                if time.monotonic() > end or dispatcher.memory.aborted:
-                    break  # the kernel reports the error
-                time.sleep(0)
-            if ready:
-                return ready[0]
-        dispatcher.wait_for_rows(self._header, peer, 1)
+        peer = self._dispatcher.wait_for_one_of(self._header, peers)
         self._awaited.add(peer)
         return peer
 

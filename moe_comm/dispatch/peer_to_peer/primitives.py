@@ -6,7 +6,8 @@ In a meeting, the device exchanges headers, offers (addresses of rows) and count
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -37,9 +38,22 @@ from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RoutingError, mark_known
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
-from moe_comm.gpu.launch import Launcher
+from moe_comm.gpu.launch import Launcher, compiled_archs, compiled_for
 from moe_comm.gpu.limits import check_shared
-from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, NOWHERE, SAME, GroupShape, Ints, Offer, Sending
+from moe_comm.gpu.protocol import (
+    HEADER_WORDS,
+    MOST_SLOTS,
+    NOTHING,
+    NOWHERE,
+    ROW_LINK_WORDS,
+    SAME,
+    GroupShape,
+    Ints,
+    Offer,
+    Reduction,
+    Sending,
+    address,
+)
 from moe_comm.gpu.turns import Turns
 from moe_comm.runtime.memory import DTYPE_CODES, native
 from moe_comm.topology import ExpertPlacement
@@ -64,13 +78,14 @@ class PeerToPeerPrimitives(PendingDispatcher):
         blocks: this rank's ``Blocks``, if all ranks run in this process without a group; see ``virtual.py``.
 
     Raises:
-        ConfigError: unsupported device.
+        ConfigError: unsupported device, or ``fast_combine`` with ``deterministic``.
         MissingDependency: no kernels for the device.
         RankMismatch: ranks pass different settings.
         HeapError: a rank cannot allocate its memory; raised on every rank.
     """
 
     name = "peer_to_peer"
+    collectives_in_flight = True
     packs = True
 
     def __init__(
@@ -88,9 +103,17 @@ class PeerToPeerPrimitives(PendingDispatcher):
         self.device = _indexed(torch.device(device))
         fault: MoeCommError | None = None
         try:
+            if self.peer_options.fast_combine and self.options.deterministic:
+                raise ConfigError(
+                    "fast_combine rounds sums on each rank, so the output depends on the placement of experts: set "
+                    "DispatchOptions(deterministic=False) too"
+                )
             launcher = launcher or launcher_for(self.device, self.peer_options.emulate)
             experts = placement.num_experts
             check_shared("meet", self.device, f"{experts} experts", experts=experts, with_counts=1)
+            self._bulk = self.peer_options.bulk_copies and _has_bulk_copies(self.device)
+            if self._bulk:
+                check_shared("push", self.device, "bulk_copies=True", chunk=MOST_SLOTS, bulk=1)
         except MoeCommError as error:
             fault = error
         self.channel: Channel | None = None
@@ -106,7 +129,6 @@ class PeerToPeerPrimitives(PendingDispatcher):
             else PeerGroupMemory(None, Turns(GroupShape(rank, placement.offsets), blocks, launcher))
         )
         self._blocks = self.peer_options.num_blocks or _default_blocks(self.device)
-        self._bulk = self.peer_options.bulk_copies and _has_bulk_copies(self.device)
         self._pack_header: Callable[..., bytes] = native().pack_header
         self._forms: dict[tuple[int, torch.dtype, str], RowFormat] = {}
         self._stream = OperationStream(self.device, self.memory.turns.heap, self.peer_options.own_stream)
@@ -153,9 +175,14 @@ class PeerToPeerPrimitives(PendingDispatcher):
             packed = self.packed(header)[: ROOM_WORD * 8] + room
             place_TK = self._move_rows(packed, x_TD, ids_TK, form, reserved.offer, reserved.capacity, wait)
             self.memory.check(header, ids_TK)
-            counts = turns.counted(ROOM_WORD)
-            check_room(form, counts.rows_W, counts.word_W, header)
-            rows_RD = reserved.keep(counts.rows_W[self.rank]).rows()
+            try:
+                counts = turns.counted(ROOM_WORD)
+                check_room(form, counts.rows_W, counts.word_W, header)
+                rows_RD = reserved.keep(counts.rows_W[self.rank]).rows()
+            except BaseException:
+                if not wait:
+                    turns.arrive(0, self.world)  # the memory is used again after the rows of peers are written
+                raise
             self._stream.use_by_caller(rows_RD, place_TK)
         sizes = tuple(counts.own_L), rows_RD.shape[0], counts.dropped
         return rows_RD, make_handle(header, x_TD, *sizes, state=place_TK)
@@ -167,6 +194,8 @@ class PeerToPeerPrimitives(PendingDispatcher):
         """Run ``_sum`` for rows that are rounded to the wire dtype."""
         heap = self.memory.turns.heap
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        if weights_TK is not None and self.peer_options.fast_combine and handle.top_k > 1 and self.world > 1:
+            return self._sum_reduced(rows_RD, weights_TK, handle, header)
         with KernelOperation(self, header, rows_RD, weights_TK):
             try:
                 read_RD = readable(heap, rows_RD)
@@ -181,6 +210,32 @@ class PeerToPeerPrimitives(PendingDispatcher):
                 y_TD,
                 DTYPE_CODES[handle.dtype],
                 self._blocks,
+            )
+            self._check_if_blocking(header)
+            self._stream.use_by_caller(y_TD)
+        return y_TD
+
+    def _sum_reduced(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle, header: Header) -> Tensor:
+        """Combine with rows that each rank has reduced to one per token; see ``PeerToPeerOptions.fast_combine``."""
+        heap = self.memory.turns.heap
+        with KernelOperation(self, header, rows_RD, weights_TK):
+            try:
+                read_RD = readable(heap, rows_RD)
+                reduced_RD = heap.rows(rows_RD.shape[0], handle.hidden, handle.dtype)
+                links_R2 = heap.rows(rows_RD.shape[0], ROW_LINK_WORDS, torch.int64)
+            except HeapError as problem:
+                self._raise_no_room(header, problem)
+            links_R2.zero_()  # before the meeting, after which peers write links
+            y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
+            self.memory.turns.sum_reduced(
+                self.packed(header),
+                Offer(offset_of(heap, read_RD), offset_of(heap, reduced_RD), links=offset_of(heap, links_R2)),
+                handle.state,
+                weights_TK,
+                y_TD,
+                DTYPE_CODES[handle.dtype],
+                self._blocks,
+                Reduction(rows_RD.shape[0], address(read_RD), address(links_R2), address(reduced_RD)),
             )
             self._check_if_blocking(header)
             self._stream.use_by_caller(y_TD)
@@ -235,6 +290,27 @@ class PeerToPeerPrimitives(PendingDispatcher):
             self.memory.turns.arrive(first, ranks)
             if self.memory.on_host:
                 self.memory.raise_fault(header)
+
+    def wait_for_one_of(self, header: Header, peers: Sequence[int]) -> int:
+        """Do the same for the rows of one of ``peers``, and return it: the first, or in emulation the first complete.
+
+        Raises:
+            As ``wait_for_rows``.
+        """
+        with KernelOperation(self, header):
+            turns, peer = self.memory.turns, peers[0]
+            if self.memory.on_host:
+                end = time.monotonic() + self.options.timeout_s
+                while not (received := [peer for peer in peers if turns.received(peer)]):
+                    if turns.aborted or time.monotonic() > end:
+                        turns.begin(0.0)  # the kernel reports the error at once
+                        break
+                    time.sleep(0)
+                peer = received[0] if received else peer
+            turns.arrive(peer, 1)
+            if self.memory.on_host:
+                self.memory.raise_fault(header)
+        return peer
 
     def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> OutgoingRows:
         if header.fault is not None:
@@ -363,7 +439,10 @@ def _default_blocks(device: torch.device) -> int:
 
 def _has_bulk_copies(device: torch.device) -> bool:
     """Return whether ``push`` can copy rows with cp.async.bulk. Emulation copies the same rows with memcpy."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    if device.type != "cuda":
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0) and compiled_for(compiled_archs(), capability) != "PTX"  # the PTX is for sm_80
 
 
 def dense(x: Tensor) -> Tensor:

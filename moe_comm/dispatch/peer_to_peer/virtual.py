@@ -1,7 +1,7 @@
 """All ranks of ``peer_to_peer`` in one process and on one device, for tests and measurements with a single GPU.
 
-    thread 0, stream 0   rank 0   count ─▶ meet ─▶ push ...        the kernels of all ranks run concurrently
-    thread 1, stream 1   rank 1   count ─▶ meet ─▶ push ...
+    thread 0, stream 0   rank 0   count ─▶ scan ─▶ meet ─▶ push ...    the kernels of all ranks run concurrently
+    thread 1, stream 1   rank 1   count ─▶ scan ─▶ meet ─▶ push ...
 
 On a GPU only the forward pass works: autograd has one thread per device, in which ranks would wait for each other.
 Loading a kernel may wait for running kernels, which may wait for the kernel that is loaded. Set

@@ -134,7 +134,7 @@ def explain_overlap(
     if dispatcher.name == "peer_to_peer":
         return (
             "serial: the gain over peer_to_peer has not been measured on a GPU; Overlap(executor='pipelined') computes "
-            "each peer's rows once they are complete, and PeerToPeerOptions(own_stream=True) sends rows meanwhile"
+            "each peer's rows once they are complete"
         )
     if not isinstance(dispatcher, AllToAllDispatcher):
         return (

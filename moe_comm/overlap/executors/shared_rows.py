@@ -93,8 +93,14 @@ class SharedDispatch(RowDispatch):
             chunks = overlap.chunks_of(max_sent_rows(rows_WE, placement) * row_bytes // EXPERT_CHUNK_FACTOR)
             sources = ranges_by_source(rows_WE, placement, dispatcher.rank)
 
+            # As early as possible: if an expert raises on one rank, the exchange must not wait for that rank.
+            early = exchange_checksums(dispatcher, x_TD, ids_TK, header) if dispatcher.collectives_in_flight else None
+
             def check(rows_RD: Tensor) -> None:
-                if (checksums := exchange_checksums(dispatcher, x_TD, ids_TK, header)) is not None:
+                checksums = early
+                if not dispatcher.collectives_in_flight:
+                    checksums = exchange_checksums(dispatcher, x_TD, ids_TK, header)
+                if checksums is not None:
                     checksums.check(rows_RD)
 
             dispatch = cls(dispatcher, handle, chunks, sources)
