@@ -26,10 +26,14 @@ def block() -> str:
     for kernel in kernels:
         cells = []
         for target in targets:
+            if (kernel, target) not in rows:
+                cells.append("")
+                continue
             row = rows[kernel, target]
             stack = f", {row['stack_bytes']} B spilled" if row["stack_bytes"] else ""
             cells.append(f"{row['registers']}, {row['shared_bytes'] / 1024:.0f} KiB{stack}")
-        lines.append(f"| {kernel} | {rows[kernel, targets[0]]['threads']} | " + " | ".join(cells) + " |")
+        threads = next(row["threads"] for (name, _), row in rows.items() if name == kernel)
+        lines.append(f"| {kernel} | {threads} | " + " | ".join(cells) + " |")
     lines += ["", f"Registers per thread and shared memory per program; Triton {result['triton']}, compiled, not run."]
     return "\n".join(lines)
 

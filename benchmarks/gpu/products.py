@@ -1,5 +1,5 @@
-"""Measure grouped GEMMs: ``grouped_mm`` in Triton, ``F.grouped_mm``, ``torch.mm`` expert by expert, and one dense
-``torch.mm`` with the same FLOPs.
+"""Measure grouped GEMMs: ``grouped_mm`` in Triton, with and without TMA, in fp8, and with weight gradients added in
+fp32; ``F.grouped_mm``, ``torch.mm`` expert by expert, and one dense ``torch.mm`` with the same FLOPs.
 
     python -m benchmarks.gpu.products --results results.jsonl
 """
@@ -19,7 +19,10 @@ from benchmarks.gpu.record import Work, run_part
 from benchmarks.gpu.timing import Timer, gemm_tflop_s, random
 
 ERROR_BOUND = 1e-2
-"""Largest allowed relative error (Frobenius norm) against fp32 products of the same bf16 values."""
+"""Largest allowed relative error (Frobenius norm) against products of the same values by ``torch.mm``."""
+FP8_ERROR_BOUND = 6e-2
+"""The same in fp8: operands are rounded to 4 significant bits, by 2.6% each (root mean square)."""
+TRITON, TMA, FP8, ADDED = (f"moe_comm {name}" for name in ("grouped_mm", "TMA", "fp8", "added in fp32"))
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,14 @@ class Problem:
         """Return the contestants of an operation by name."""
         found: dict[str, Callable[[], Tensor]] = {
             "torch.mm by expert": partial(self.expert_products, operation),
-            "moe_comm grouped_mm": partial(self._triton, operation),
+            TRITON: partial(self._triton, operation),
         }
+        if operation != "gradient of weights":
+            found[TMA] = partial(self._triton, operation, tma=True)
+        if operation == "forward":
+            found[FP8] = self._fp8()
+        if operation == "gradient of weights":
+            found[ADDED] = self._added()
         if hasattr(functional, "grouped_mm"):
             found["F.grouped_mm"] = partial(self._torch, operation, functional.grouped_mm)
         elif hasattr(torch, "_grouped_mm"):
@@ -95,16 +104,48 @@ class Problem:
             return grouped(self.grad_RN, self.w_END, offs=self.ends_E)  # type: ignore[no-any-return]
         return grouped(self.grad_RN.T, self.rows_RD, offs=self.ends_E)  # type: ignore[no-any-return]
 
-    def _triton(self, operation: str) -> Tensor:
+    def _fp8(self) -> Callable[[], Tensor]:
+        """Return the fp8 product. The first call quantizes the operands."""
+        operands: list[Any] = []
+
+        def multiply() -> Tensor:
+            from moe_comm.kernels.triton import grouped_mm_fp8, quantize
+
+            inner = self.shape.inner
+            if not operands:
+                packed_RB = quantize.quantize(self.rows_RD)
+                first = -(-inner // 4)
+                scale_RB = packed_RB.view(torch.float32)[:, first : first + -(-inner // quantize.BLOCK)]
+                operands.append((packed_RB[:, :inner], scale_RB))
+                operands.append(grouped_mm_fp8.quantize_weights(self.w_END))
+            return grouped_mm_fp8.grouped_mm_fp8(operands[0], operands[1], self.counts_E)
+
+        return multiply
+
+    def _added(self) -> Callable[[], Tensor]:
+        """Return the weight gradient that is added to an fp32 tensor, which is zero at the first call."""
+        main: list[Tensor] = []
+
+        def add() -> Tensor:
+            from moe_comm.kernels.triton.grouped_mm import grouped_weight_grad_into
+
+            if not main:
+                main.append(torch.zeros_like(self.w_END, dtype=torch.float32))
+            grouped_weight_grad_into(self.grad_RN, self.rows_RD, self.counts_E, main[0], add=True)
+            return main[0]
+
+        return add
+
+    def _triton(self, operation: str, *, tma: bool = False) -> Tensor:
         from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into
 
         s, like = self.shape, self.rows_RD
         if operation == "forward":
             out = like.new_empty(s.rows, s.columns)
-            grouped_mm_into(self.rows_RD, self.w_END, self.counts_E, out)
+            grouped_mm_into(self.rows_RD, self.w_END, self.counts_E, out, tma=tma)
         elif operation == "gradient of rows":
             out = like.new_empty(s.rows, s.inner)
-            grouped_mm_into(self.grad_RN, self.w_END.transpose(1, 2), self.counts_E, out)
+            grouped_mm_into(self.grad_RN, self.w_END.transpose(1, 2), self.counts_E, out, tma=tma)
         else:
             out = like.new_empty(s.experts, s.columns, s.inner)
             grouped_weight_grad_into(self.grad_RN, self.rows_RD, self.counts_E, out)
@@ -117,8 +158,9 @@ def measure(shape: Shape, operation: str, who: str, timer: Timer) -> dict[str, A
     work = problem.contestants(operation)[who]
     reference, got = problem.expert_products(operation), work()
     error = float((got.float() - reference.float()).norm() / reference.float().norm())
-    if not error <= ERROR_BOUND:
-        raise AssertionError(f"{who}, {operation}: differs from torch.mm by {error:.3g} (allowed {ERROR_BOUND})")
+    bound = FP8_ERROR_BOUND if who == FP8 else ERROR_BOUND
+    if not error <= bound:
+        raise AssertionError(f"{who}, {operation}: differs from torch.mm by {error:.3g} (allowed {bound})")
     del reference, got
     times = timer.measure(work)
     rate = shape.flops / times["device_us"] / 1e6
@@ -142,9 +184,8 @@ def operations(device: str) -> Iterator[tuple[str, Work]]:
     timer = Timer(device, 3, 10)
     for shape in GPU_SHAPES if device == "cuda" else CPU_SHAPES:
         yield f"{shape.name}, dense", partial(measure_dense, shape, timer)
-        names = Problem(CPU_SHAPES[0], "cpu").contestants("forward")
         for operation in ("forward", "gradient of rows", "gradient of weights"):
-            for who in names:
+            for who in Problem(CPU_SHAPES[0], "cpu").contestants(operation):
                 yield f"{shape.name}, {operation}, {who}", partial(measure, shape, operation, who, timer)
 
 

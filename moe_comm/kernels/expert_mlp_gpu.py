@@ -4,7 +4,8 @@
     backward   grad_act = grad @ w2      grad_h, act again           grad_rows = grad_h @ w13
                                          grad_w2 = grad.T @ act      grad_w13 = grad_h.T @ rows
 
-Each line is one or two launches for any number of experts. None of them copies the row counts to the host.
+Each line is one or two launches for any number of experts. None of them copies the row counts to the host. If w13 or w2
+is a parameter with an fp32 tensor ``main_grad``, its gradient is added there (``kernels/triton/main_grad.py``).
 """
 
 from __future__ import annotations
@@ -69,10 +70,13 @@ def backward(
 ) -> None:
     """Write the gradient of the rows into ``grad_rows_RD`` and those of w13 and w2 into ``grads``, if not None.
 
+    The gradient of a parameter with ``main_grad`` is added to that instead, and its tensor in ``grads`` is a dummy.
+
     Args:
         h_RG: The result of ``forward``; None: it is recomputed.
     """
-    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into  # needs Triton
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
+    from moe_comm.kernels.triton.main_grad import weight_grad_into
 
     w13_EGD, w2_EDF, _, _ = mlp.tensors
     assert w13_EGD is not None
@@ -90,8 +94,8 @@ def backward(
     elif grad_w2 is not None:
         mlp.activation.forward(h_RG, act_RF)
     if grad_w2 is not None:
-        grouped_weight_grad_into(grad_RD, act_RF, counts_E, grad_w2)
+        weight_grad_into(w2_EDF, grad_RD, act_RF, counts_E, grad_w2)
     if grad_h_RG is not None and grad_w13 is not None:
-        grouped_weight_grad_into(grad_h_RG, rows_RD, counts_E, grad_w13)
+        weight_grad_into(w13_EGD, grad_h_RG, rows_RD, counts_E, grad_w13)
     if grad_h_RG is not None and grad_rows_RD is not None:
         grouped_mm_into(grad_h_RG, w13_EGD.transpose(1, 2), counts_E, grad_rows_RD)

@@ -128,7 +128,12 @@ def test_routing_agrees_with_float64_and_does_not_depend_on_the_batch(config: Ro
 def test_grouped_products_and_gradients_agree_with_float64(dtype: torch.dtype) -> None:
     from moe_comm.kernels.triton.grouped_mm import grouped_mm
 
-    for counts, inner, columns in (([300, 0, 77, 1], 512, 768), ([3, 0, 5, 1], 512, 256), ([130, 200], 100, 36)):
+    for counts, inner, columns in (
+        ([300, 0, 77, 1], 512, 768),
+        ([3, 0, 5, 1], 512, 256),
+        ([130, 200], 100, 36),
+        ([128, 192, 193, 64, 65], 256, 320),  # whole tiles and lower tiles for the last rows
+    ):
         rows_RD = _drawn(sum(counts), inner, dtype=dtype)
         w_END = _drawn(len(counts), columns, inner, dtype=dtype, seed=1) / inner**0.5
         grad_RN = _drawn(sum(counts), columns, dtype=dtype, seed=2)
@@ -145,3 +150,58 @@ def test_grouped_products_and_gradients_agree_with_float64(dtype: torch.dtype) -
             assert error < close, (counts, error)
         assert gpu_w.grad is not None
         assert not any(gpu_w.grad[e].any() for e, count in enumerate(counts) if not count)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_grouped_products_with_tma_have_the_bits_of_those_without(dtype: torch.dtype, transposed: bool) -> None:
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm
+
+    for counts in ([300, 0, 77, 1], [3, 0, 5, 1], [128, 192, 193, 64]):
+        w_END = _drawn(4, 320, 512, dtype=dtype, seed=1).to(DEVICE)
+        if transposed:
+            w_END = w_END.transpose(1, 2).contiguous().transpose(1, 2)
+        rows_RD = _drawn(sum(counts), 512, dtype=dtype).to(DEVICE)
+        grad_RN = _drawn(sum(counts), 320, dtype=dtype, seed=2).to(DEVICE)
+        results = []
+        for tma in (False, True):
+            leaf = rows_RD.clone().requires_grad_()
+            out_RN = grouped_mm(leaf, w_END, torch.tensor(counts, device=DEVICE), tma=tma)
+            results.append((out_RN.detach(), *torch.autograd.grad(out_RN, leaf, grad_RN)))
+        assert all(map(torch.equal, *results)), counts
+
+
+def test_weight_gradients_are_added_in_fp32() -> None:
+    from moe_comm.kernels.triton.grouped_mm import grouped_weight_grad_into
+
+    counts = [300, 0, 77, 1]
+    rows_RD, grad_RN = _drawn(378, 512, dtype=torch.bfloat16), _drawn(378, 320, dtype=torch.bfloat16, seed=1)
+    before_END = _drawn(4, 320, 512, seed=2)
+    parts = zip(grad_RN.double().split(counts), rows_RD.double().split(counts), strict=True)
+    expected_END = before_END.double() + torch.stack([grad.T @ rows for grad, rows in parts])
+    main_END = before_END.to(DEVICE)
+    counts_E = torch.tensor(counts, device=DEVICE)
+    grouped_weight_grad_into(grad_RN.to(DEVICE), rows_RD.to(DEVICE), counts_E, main_END, add=True)
+    error = (main_END.cpu().double() - expected_END).norm() / expected_END.norm()
+    assert error < 1e-5
+    assert torch.equal(main_END[1].cpu(), before_END[1])
+
+
+@pytest.mark.parametrize("counts", [[300, 0, 77, 1], [3, 0, 5, 1], [128, 192, 193, 64]], ids=str)
+def test_fp8_products_agree_with_float64_on_dequantized_operands(counts: list[int]) -> None:
+    from moe_comm.kernels.triton import grouped_mm_fp8, quantize
+
+    for inner, columns in ((512, 256), (1000, 300)):
+        scales = quantize.ScaleFormat()
+        packed_RB = quantize.quantize(_drawn(sum(counts), inner, dtype=torch.bfloat16).to(DEVICE), scales)
+        first = -(-inner // 4)
+        scale_RB = packed_RB.view(torch.float32)[:, first : first + scales.count(inner)]
+        w_ENK, w_scale_ECB = grouped_mm_fp8.quantize_weights(_drawn(4, columns, inner, seed=1).to(DEVICE))
+        rows = quantize.dequantize(packed_RB, scales, inner, torch.float32).cpu().double()
+        wide_scale = w_scale_ECB.double().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :columns, :inner]
+        w = (w_ENK.double() * wide_scale).cpu()
+        expected_RN = torch.cat([part @ w[e].T for e, part in enumerate(rows.split(counts))])
+        operands = (packed_RB[:, :inner], scale_RB), (w_ENK, w_scale_ECB)
+        for dtype, bound in ((torch.float32, 1e-3), (torch.bfloat16, 5e-3)):
+            out_RN = grouped_mm_fp8.grouped_mm_fp8(*operands, torch.tensor(counts, device=DEVICE), dtype)
+            assert (out_RN.cpu().double() - expected_RN).norm() / expected_RN.norm() < bound

@@ -85,3 +85,17 @@ def tile_at(tile, tiles_m, tiles_n):  # type: ignore[no-untyped-def]
     group_m = min(tiles_m - first_m, 8)
     index = tile % per_group
     return first_m + index % group_m, index // group_m
+
+
+@triton.jit
+def next_tile(skip, tiles, programs):  # type: ignore[no-untyped-def]
+    """Return the offset of a program's next tile from the end of ``tiles`` tiles. ``skip``: from their start."""
+    beyond = skip - tiles
+    return tl.where(beyond >= 0, beyond, (programs + beyond % programs) % programs)
+
+
+@triton.jit
+def store_tile(acc, out_ptr, out_stride, row, valid_m, column, columns, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a tile of fp32 ``acc`` to the rows ``row`` where ``valid_m``, and the columns below ``columns``."""
+    to_ptrs = out_ptr + (row * out_stride)[:, None] + column[None, :]
+    tl.store(to_ptrs, rounded(acc, ELEMENT), mask=valid_m[:, None] & (column < columns)[None, :])

@@ -6,6 +6,10 @@ Reference: ``kernels/row_invariant.py``, expert by expert. Programs are persiste
 expert. Each program derives its tiles from the counts, so the host need not know them. Sums are fp32 over the inner
 dimension (for weight gradients, over an expert's rows in order), rounded once, so the bits do not depend on scheduling.
 fp32 uses no tensor cores, because TF32 would lose bits.
+
+The last rows of an expert are computed in a lower tile if they fit, which avoids most of the padding:
+
+    count 300, tile 128, tail 64     128 rows │ 128 rows │ 64 rows, 20 of padding        without tail: 84 of padding
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.needed_grads import needed_gradients
-from moe_comm.kernels.triton.device import int64, multiply_add, rounded, tile_at
+from moe_comm.kernels.triton import grouped_mm_tma
+from moe_comm.kernels.triton.device import int64, multiply_add, next_tile, rounded, store_tile, tile_at
 from moe_comm.kernels.triton.launch import (
     DTYPES,
     capability,
@@ -39,7 +44,7 @@ class Tiling:
     """Tile of a kernel.
 
     rows, columns, inner: sizes of a tile and its step; powers of two, at least 16. warps, stages: of a compiled
-        program.
+        program. tail: rows of the lower tile for the last rows of an expert, a power of two; None: ``rows``.
     """
 
     rows: int
@@ -47,24 +52,54 @@ class Tiling:
     inner: int
     warps: int
     stages: int
+    tail: int | None = None
 
     @property
     def blocks(self) -> dict[str, int]:
         """The tile sizes as kernel arguments."""
         return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.inner}
 
+    @property
+    def tail_rows(self) -> int:
+        """Rows of the tile for the last rows of an expert."""
+        return self.tail or self.rows
 
-INTERPRETED = Tiling(16, 16, 16, 4, 3)
+    def computed_rows(self, count: int) -> int:
+        """Return the rows that are computed for an expert with ``count`` rows, with padding."""
+        last = count % self.rows
+        return count - last + (0 if not last else self.tail_rows if last <= self.tail_rows else self.rows)
+
+    def expected_padding(self, mean_rows: float) -> float:
+        """Return the expected fraction of the computed rows that are padding, for random counts.
+
+        If the counts vary by more than a tile of b rows, the rows in the last tile of an expert are uniform in 1..b, so
+        that b / 2 rows are padding: 64 of 192 at 128 rows on average, a third. With a tail of b / 2 rows, the last tile
+        is b / 2 or b rows high with equal probability, and b / 4 rows of either are padding: 32 of 160, a fifth.
+        """
+        tail = self.tail_rows
+        padding = (tail * tail + (self.rows - tail) ** 2) / self.rows / 2
+        return padding / (mean_rows + padding)
+
+
+INTERPRETED = Tiling(32, 16, 16, 4, 3, tail=16)
+INTERPRETED_WEIGHTS = Tiling(16, 16, 16, 4, 3)
 FLOAT32 = Tiling(64, 64, 32, 4, 3)
 SMALL = Tiling(64, 128, 64, 4, 4)
 """Tile for experts with few 16-bit rows: the smallest one that fills Hopper's matrix instructions."""
 SMALL_ROWS = 64
 TILINGS = {
-    80: Tiling(128, 128, 32, 8, 4),
-    90: Tiling(128, 256, 64, 8, 3),
-    100: Tiling(128, 128, 64, 8, 4),
+    80: Tiling(128, 128, 32, 8, 4, tail=64),
+    90: Tiling(128, 256, 64, 8, 3, tail=64),
+    100: Tiling(128, 128, 64, 8, 4, tail=64),
 }
-"""Tiles for 16-bit rows, by minimum compute capability. Chosen by registers and shared memory, not measured."""
+"""Tiles for 16-bit rows, by minimum compute capability. Chosen by registers and shared memory, not measured.
+
+A tail instead of 64-row tiles for all rows: both leave 32 rows of padding, but with 64-row tiles each matrix of an
+expert would be read from the L2 cache once for every 64 rows instead of every 128, and a 128 x 256 x 64 step, 1024
+clocks of the tensor cores of Hopper, already waits for 48 KiB from the cache. 64 rows are the smallest height of
+Hopper's matrix instructions. On sm_100 a 64-row instruction is expected to take as long as one of 128, so that the tail
+saves reads there, but no time of the tensor cores.
+"""
 WEIGHT_TILINGS = {80: Tiling(128, 128, 32, 8, 4), 90: Tiling(128, 128, 64, 8, 4), 100: Tiling(128, 128, 64, 8, 4)}
 """The same for weight gradients, where ``inner`` are rows of an expert."""
 CONSUMER = 120
@@ -74,7 +109,7 @@ CONSUMER = 120
 def tiling_for(dtype: torch.dtype, at: int, mean_rows: float, *, weights: bool = False) -> Tiling:
     """Return the tile for experts with ``mean_rows`` rows on average, on a GPU of compute capability ``at``."""
     if not at:
-        return INTERPRETED
+        return INTERPRETED_WEIGHTS if weights else INTERPRETED
     if dtype == torch.float32:
         return FLOAT32
     if mean_rows <= SMALL_ROWS and not weights:
@@ -83,6 +118,36 @@ def tiling_for(dtype: torch.dtype, at: int, mean_rows: float, *, weights: bool =
     if at >= CONSUMER:
         return table[min(table)]
     return table[max((minimum for minimum in table if minimum <= at), default=min(table))]
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    rows_ptr, rows_stride, w_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+    start, first_m, count, first_n, columns, inner,
+    ELEMENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of an expert with the rows ``start`` to ``start + count``, from its row ``first_m``."""
+    place = first_m + tl.arange(0, BLOCK_M)
+    # Out-of-range rows and columns read valid ones and are not stored, so the loop needs no masks. The remainder shows
+    # the compiler which columns are contiguous, so that it combines their loads.
+    row = start + tl.where(place < count, place, 0)
+    column = first_n + tl.arange(0, BLOCK_N)
+    valid_n = (column % columns).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    a_ptrs = rows_ptr + (row * rows_stride)[:, None] + k[None, :]
+    b_ptrs = w_ptr + (valid_n * w_stride_column)[None, :] + (k.to(tl.int64) * w_stride_inner)[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, inner, BLOCK_K):
+        if WHOLE:
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=(k < inner - first)[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=(k < inner - first)[:, None], other=0.0)
+        acc = multiply_add(a, b, acc)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * w_stride_inner
+    store_tile(acc, out_ptr, out_stride, row, place < count, column, columns, ELEMENT)
 
 
 @triton.jit
@@ -96,6 +161,7 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
     out_stride, experts, columns, inner,
     ELEMENT: tl.constexpr,
     WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
+    TAIL: tl.constexpr,  # BLOCK_M of the last tile of an expert, if its rows fit
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute out[r] = rows[r] @ w[expert of r].T. Program p computes the tiles t with t % programs == p."""
@@ -110,37 +176,19 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
         w_expert_ptr = w_ptr + int64(expert) * w_stride_expert
         for tile in range(skip, tiles, programs):
             tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
-            place = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-            # Out-of-range rows and columns read valid ones and are not stored, so the loop needs no masks. The
-            # remainder shows the compiler which columns are contiguous, so that it combines their loads.
-            row = start + tl.where(place < count, place, 0)
-            column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            valid_n = (column % columns).to(tl.int64)
-            k = tl.arange(0, BLOCK_K)
-            a_ptrs = rows_ptr + (row * rows_stride)[:, None] + k[None, :]
-            b_ptrs = w_expert_ptr + (valid_n * w_stride_column)[None, :] + (k.to(tl.int64) * w_stride_inner)[:, None]
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for first in range(0, inner, BLOCK_K):
-                if WHOLE:
-                    a = tl.load(a_ptrs)
-                    b = tl.load(b_ptrs)
-                else:
-                    a = tl.load(a_ptrs, mask=(k < inner - first)[None, :], other=0.0)
-                    b = tl.load(b_ptrs, mask=(k < inner - first)[:, None], other=0.0)
-                acc = multiply_add(a, b, acc)
-                a_ptrs += BLOCK_K
-                b_ptrs += BLOCK_K * w_stride_inner
-            to_ptrs = out_ptr + (row * out_stride)[:, None] + column[None, :]
-            tl.store(to_ptrs, rounded(acc, ELEMENT), mask=(place < count)[:, None] & (column < columns)[None, :])
-        skip = _next(skip, tiles, programs)
+            first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+            if TAIL < BLOCK_M and count - first_m <= TAIL:
+                _tile(
+                    rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+                    start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, TAIL, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            else:
+                _tile(
+                    rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+                    start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+        skip = next_tile(skip, tiles, programs)
         start += count
-
-
-@triton.jit
-def _next(skip, tiles, programs):  # type: ignore[no-untyped-def]
-    """Return the offset of a program's next tile from the end of ``tiles`` tiles. ``skip``: from their start."""
-    beyond = skip - tiles
-    return tl.where(beyond >= 0, beyond, (programs + beyond % programs) % programs)
 
 
 @triton.jit
@@ -152,9 +200,14 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
     counts_ptr,  # [E] int64
     out_ptr,  # [E, columns, inner], any strides
     out_stride_expert, out_stride_column, out_stride_inner, experts, columns, inner,
-    ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEMENT: tl.constexpr,  # of out
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[e] = grad[rows of e].T @ rows[rows of e]; zeros without rows. BLOCK_K rows at a time."""
+    """Compute out[e] = grad[rows of e].T @ rows[rows of e]; zeros without rows. BLOCK_K rows at a time.
+
+    ADD: add to out[e] instead; an expert without rows is skipped.
+    """
     programs = tl.num_programs(0)
     tiles_m, tiles_n = tl.cdiv(columns, BLOCK_M), tl.cdiv(inner, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -162,6 +215,8 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
     start = int64(0)
     for expert in range(experts):
         count = tl.load(counts_ptr + expert)
+        if ADD:
+            tiles = tl.where(count > 0, tiles_m * tiles_n, 0)
         for tile in range(skip, tiles, programs):
             tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
             m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -179,12 +234,15 @@ def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
                 b_ptrs += int64(BLOCK_K) * rows_stride
             to_ptrs = out_ptr + int64(expert) * out_stride_expert
             to_ptrs += (m.to(tl.int64) * out_stride_column)[:, None] + (n.to(tl.int64) * out_stride_inner)[None, :]
-            tl.store(to_ptrs, rounded(acc, ELEMENT), mask=(m < columns)[:, None] & (n < inner)[None, :])
-        skip = _next(skip, tiles, programs)
+            inside = (m < columns)[:, None] & (n < inner)[None, :]
+            if ADD:
+                acc += tl.load(to_ptrs, mask=inside, other=0.0)
+            tl.store(to_ptrs, rounded(acc, ELEMENT), mask=inside)
+        skip = next_tile(skip, tiles, programs)
         start += count
 
 
-def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor) -> None:
+def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor, *, tma: bool = False) -> None:
     """Write out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, no synchronization with the host.
 
     Rows beyond the sum of ``counts_E`` (of a larger buffer) are not written.
@@ -194,6 +252,8 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
         w_END: [E, N, D] of the same dtype, any strides (for gradients of rows, w transposed).
         counts_E: [E] int64 rows of each expert, on the device. The sum is at most R.
         out_RN: [R, N] of the same dtype; dense rows.
+        tma: Load 16-bit operands with TMA on sm_90 and later, with the same tiles, if their strides allow it
+            (``grouped_mm_tma.supported``). Not measured yet, so not the default.
 
     Raises:
         InputError: shapes or dtypes are not supported.
@@ -216,17 +276,40 @@ def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Te
         )
     if not out_RN.numel() or not experts:
         return
-    tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts)
+    at = capability(rows_RD)
+    tiling = tiling_for(rows_RD.dtype, at, rows_RD.shape[0] / experts)
+    if tma and uses_tma(rows_RD, w_END, tiling, at):
+        with on_device_of(rows_RD):
+            grouped_mm_tma.grouped_mm_tma_kernel[(processors(rows_RD.device),)](
+                **grouped_mm_tma.descriptors(rows_RD, w_END, tiling), counts_ptr=counts_E,
+                out_ptr=out_RN, out_stride=out_RN.stride(0), experts=experts, columns=columns, inner=inner,
+                ELEMENT=DTYPES[rows_RD.dtype], TAIL=tiling.tail_rows, **tiling.blocks, **_launch(rows_RD, tiling),
+            )  # fmt: skip
+        return
     with on_device_of(rows_RD):
         grouped_mm_kernel[(processors(rows_RD.device),)](
             rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), counts_E,
             out_RN, out_RN.stride(0), experts, columns, inner,
-            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks, **_launch(rows_RD, tiling),
+            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, TAIL=tiling.tail_rows, **tiling.blocks,
+            **_launch(rows_RD, tiling),
         )  # fmt: skip
 
 
-def grouped_weight_grad_into(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor) -> None:
+def uses_tma(rows_RD: Tensor, w_END: Tensor, tiling: Tiling, at: int) -> bool:
+    """Return whether ``grouped_mm_into`` with ``tma`` uses it on a GPU of compute capability ``at``; 0: interpreter."""
+    has_tma = not at or at >= grouped_mm_tma.MIN_CAPABILITY
+    return has_tma and rows_RD.element_size() == 2 and grouped_mm_tma.supported(rows_RD, w_END, tiling.inner)
+
+
+def grouped_weight_grad_into(
+    grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor, *, add: bool = False
+) -> None:
     """Write out[e] = grad.T @ rows over the rows of expert e; zeros without rows. Arguments as in ``grouped_mm_into``.
+
+    Args:
+        out_END: [E, N, D], any strides, in the dtype of the rows, or fp32.
+        add: Add to ``out_END``, which must be fp32, instead of overwriting it. The sum over the rows is added to it in
+            fp32; matrices of experts without rows are neither read nor written.
 
     Raises:
         InputError: shapes or dtypes are not supported.
@@ -236,12 +319,13 @@ def grouped_weight_grad_into(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor,
     check_rows("grouped_weight_grad", "gradients", grad_RN)
     check_rows("grouped_weight_grad", "rows", rows_RD)
     shape = (out_END.shape[0], grad_RN.shape[1], rows_RD.shape[1])
-    same_dtype = grad_RN.dtype == rows_RD.dtype == out_END.dtype
-    if tuple(out_END.shape) != shape or grad_RN.shape[0] != rows_RD.shape[0] or not same_dtype:
+    allowed = (torch.float32,) if add else (torch.float32, rows_RD.dtype)
+    fits = grad_RN.dtype == rows_RD.dtype and out_END.dtype in allowed
+    if tuple(out_END.shape) != shape or grad_RN.shape[0] != rows_RD.shape[0] or not fits:
         raise InputError(
             f"grouped_weight_grad of gradients {tuple(grad_RN.shape)} of {grad_RN.dtype} and rows "
-            f"{tuple(rows_RD.shape)} of {rows_RD.dtype} needs as many of each, and out {shape} of their dtype; "
-            f"got {tuple(out_END.shape)} of {out_END.dtype}"
+            f"{tuple(rows_RD.shape)} of {rows_RD.dtype} needs as many of each, of one dtype, and out {shape} of "
+            f"{' or '.join(map(str, allowed))}; got {tuple(out_END.shape)} of {out_END.dtype}"
         )
     check_index("grouped_weight_grad", "counts", counts_E, shape[:1])
     if not out_END.numel():
@@ -252,7 +336,7 @@ def grouped_weight_grad_into(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor,
         grouped_weight_grad_kernel[(processors(rows_RD.device),)](
             grad_RN, grad_RN.stride(0), rows_RD, rows_RD.stride(0), counts_E,
             out_END, *out_END.stride(), experts, columns, inner,
-            ELEMENT=DTYPES[rows_RD.dtype], **tiling.blocks, **_launch(rows_RD, tiling),
+            ELEMENT=DTYPES[out_END.dtype], ADD=add, **tiling.blocks, **_launch(rows_RD, tiling),
         )  # fmt: skip
 
 
@@ -262,30 +346,31 @@ def _launch(tensor: Tensor, tiling: Tiling) -> dict[str, Any]:
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, tma: bool) -> Tensor:
         out_RN = rows_RD.new_empty(rows_RD.shape[0], w_END.shape[1])
-        grouped_mm_into(rows_RD, w_END, counts_E, out_RN)
+        grouped_mm_into(rows_RD, w_END, counts_E, out_RN, tma=tma)
         ctx.save_for_backward(rows_RD, w_END, counts_E)
+        ctx.tma = tma
         return out_RN
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_RD, w_END, counts_E = ctx.saved_tensors
-        needs_rows, needs_w, _ = needed_gradients(ctx)
+        needs_rows, needs_w = needed_gradients(ctx)[:2]
         grad_RN = grad_RN.contiguous()
         grad_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format) if needs_rows else None
         grad_END = torch.empty_like(w_END) if needs_w else None
         if grad_RD is not None:
-            grouped_mm_into(grad_RN, w_END.transpose(1, 2), counts_E, grad_RD)
+            grouped_mm_into(grad_RN, w_END.transpose(1, 2), counts_E, grad_RD, tma=ctx.tma)
         if grad_END is not None:
             grouped_weight_grad_into(grad_RN, rows_RD, counts_E, grad_END)
-        return grad_RD, grad_END, None
+        return grad_RD, grad_END, None, None
 
 
-def grouped_mm(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_mm(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, *, tma: bool = False) -> Tensor:
     """Return [R, N]; differentiable. Arguments and errors as in ``grouped_mm_into``.
 
     Rows beyond the sum of ``counts_E``, and their gradients, are undefined.
     """
-    return _GroupedMM.apply(rows_RD, w_END, counts_E)  # type: ignore[no-any-return]
+    return _GroupedMM.apply(rows_RD, w_END, counts_E, tma)  # type: ignore[no-any-return]

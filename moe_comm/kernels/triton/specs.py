@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moe_comm.kernels.triton import grouped_mm, quantize, router, scale_rows, swiglu, take_rows, weighted_sum
+from moe_comm.kernels.triton import (
+    grouped_mm,
+    grouped_mm_fp8,
+    grouped_mm_tma,
+    quantize,
+    router,
+    scale_rows,
+    swiglu,
+    take_rows,
+    weighted_sum,
+)
 from moe_comm.kernels.triton.launch import DTYPES
 from moe_comm.kernels.triton.spec import POINTERS, TARGETS, KernelSpec
 
@@ -111,12 +122,61 @@ def _grouped_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
             ("grouped_mm, forward, few rows", few_rows, "w_stride_inner"),
             ("grouped_mm, gradient of rows", many_rows, "w_stride_column"),
         ):
-            constants = {**element, **tiling.blocks, "WHOLE": True, unit_stride: 1}
+            constants = {**element, **tiling.blocks, "WHOLE": True, "TAIL": tiling.tail_rows, unit_stride: 1}
             kernel = grouped_mm.grouped_mm_kernel
             specs.append(_spec(name, kernel, dtype, constants, tiling.warps, tiling.stages, targets=targets))
-        constants = {**element, **weights.blocks, "out_stride_inner": 1}
-        kernel, name = grouped_mm.grouped_weight_grad_kernel, "grouped_mm, gradient of weights"
-        specs.append(_spec(name, kernel, dtype, constants, weights.warps, weights.stages, targets=targets))
+        for name, add in (("gradient of weights", False), ("gradient of weights, added in float32", True)):
+            if add and dtype == FP32:
+                continue
+            constants = {**element, **weights.blocks, "ADD": add, "out_stride_inner": 1}
+            if add:
+                constants["ELEMENT"] = DTYPES[FP32]
+            spec = _spec(
+                f"grouped_mm, {name}", grouped_mm.grouped_weight_grad_kernel, dtype, constants, weights.warps,
+                weights.stages, targets=targets,
+            )  # fmt: skip
+            specs.append(replace(spec, types={**spec.types, "out_ptr": POINTERS[FP32]}) if add else spec)
+    return tuple(specs)
+
+
+def _tma_specs() -> tuple[KernelSpec, ...]:
+    specs = []
+    for target in (target for target in TARGETS if target >= grouped_mm_tma.MIN_CAPABILITY):
+        for name, mean_rows, transposed in (
+            ("grouped_mm, with TMA, forward", 1000, False),
+            ("grouped_mm, with TMA, forward, few rows", 1, False),
+            ("grouped_mm, with TMA, gradient of rows", 1000, True),
+        ):
+            tiling = grouped_mm.tiling_for(BF16, target, mean_rows)
+            constants = {
+                "ELEMENT": DTYPES[BF16], "TRANSPOSED": transposed, "TAIL": tiling.tail_rows, **tiling.blocks
+            }  # fmt: skip
+            kernel = grouped_mm_tma.grouped_mm_tma_kernel
+            spec = _spec(name, kernel, BF16, constants, tiling.warps, tiling.stages, targets=(target,))
+            w_block = (tiling.inner, tiling.columns) if transposed else (tiling.columns, tiling.inner)
+            blocks = {"rows": (tiling.rows, tiling.inner), "tail": (tiling.tail_rows, tiling.inner), "w": w_block}
+            described = {f"{who}_desc": f"tensordesc<bf16[{m}, {n}]>" for who, (m, n) in blocks.items()}
+            aligned = tuple(argument for argument in spec.aligned if argument not in described)
+            specs.append(replace(spec, types={**spec.types, **described}, aligned=aligned))
+    return tuple(specs)
+
+
+def _fp8_specs() -> tuple[KernelSpec, ...]:
+    specs = []
+    for target in TARGETS:
+        converts = target >= quantize.CONVERTS_FROM
+        for name, mean_rows in (("grouped_mm_fp8, forward", 1000), ("grouped_mm_fp8, forward, few rows", 1)):
+            tiling = grouped_mm_fp8.fp8_tiling_for(target, mean_rows)
+            constants = {
+                "ELEMENT": DTYPES[BF16], "WHOLE": True, "CONVERTS": converts, "TAIL": tiling.tail_rows,
+                "scale_stride_block": 1, "w_scale_stride_block": 1, **tiling.blocks,
+            }  # fmt: skip
+            kernel = grouped_mm_fp8.grouped_mm_fp8_kernel
+            spec = _spec(name, kernel, BF16, constants, tiling.warps, tiling.stages, targets=(target,))
+            words = "*fp8e4nv" if converts else "*u8"
+            types = {**spec.types, "values_ptr": words, "w_ptr": words, "w_scale_ptr": "*fp32"}
+            aligned = tuple(a for a in spec.aligned if not a.startswith("w_scale_stride"))
+            specs.append(replace(spec, types=types, aligned=aligned))
     return tuple(specs)
 
 
@@ -128,5 +188,7 @@ LOCAL_KERNELS: tuple[KernelSpec, ...] = (
     *_router_specs(),
     *_grouped_specs(BF16),
     *_grouped_specs(FP32),
+    *_tma_specs(),
+    *_fp8_specs(),
 )
 """Compiled together with the kernels of overlap by ``python -m moe_comm.overlap.triton.ahead``."""

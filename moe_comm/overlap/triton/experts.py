@@ -7,8 +7,9 @@ The contracts are those of the operators in ``overlap/``. Each direction is one 
     matmul_combine     forward   matmul_combine_kernel      y = weighted sum of K of (rows @ w[e].T)
                        backward  dispatch_matmul_kernel     grad_rows = (received grad_y * weight) @ w[e]
 
-Weight gradients are one GEMM for each expert. Gradients of the routing weights are dot products on the expert's rank,
-returned as one number per row. The bits do not depend on the number of programs or on relaying.
+Weight gradients of 16-bit experts are one kernel (``kernels/triton/grouped_mm.py``), those of fp32 experts one GEMM
+each. Gradients of the routing weights are dot products on the expert's rank, returned as one number per row. The bits
+do not depend on the number of programs or on relaying.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.kernels.row_invariant import product_into
 from moe_comm.kernels.triton.interpreter import INTERPRETING
 from moe_comm.kernels.triton.launch import DTYPES
+from moe_comm.kernels.triton.main_grad import weight_grad_into
 from moe_comm.overlap.checks import combine_fault, weights_fault
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.triton.launch import TritonDispatch, run_combine, run_dispatch
@@ -164,9 +166,17 @@ class _MatmulCombine(torch.autograd.Function):
 
 
 def _weight_gradient(dispatch: TritonDispatch, grad_RG: Tensor, rows_RD: Tensor, like_EGD: Tensor) -> Tensor:
-    """Return [E, G, D] = grad.T @ rows, expert by expert; zeros for an expert without rows."""
-    grad_EGD = torch.zeros_like(like_EGD, memory_format=torch.contiguous_format)
+    """Return [E, G, D] = grad.T @ rows by expert; zeros for an expert without rows.
+
+    In 16 bits it is one kernel, which adds to ``main_grad`` of the weights if they have one (``weight_grad_into``).
+    """
     counts = dispatch.handle.rows_per_expert
+    if grad_RG.dtype != torch.float32:
+        grad_EGD = torch.empty_like(like_EGD, memory_format=torch.contiguous_format)
+        counts_E = torch.tensor(counts, dtype=torch.int64).to(grad_RG.device, non_blocking=True)
+        weight_grad_into(like_EGD, grad_RG, rows_RD, counts_E, grad_EGD)
+        return grad_EGD
+    grad_EGD = torch.zeros_like(like_EGD, memory_format=torch.contiguous_format)
     with torch.autocast(grad_RG.device.type, enabled=False):
         for grad, rows, out in zip(grad_RG.split(counts), rows_RD.split(counts), grad_EGD, strict=True):
             if grad.shape[0]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ CASES = {
     "blocks": ([16, 16], 16, 16),
     "beyond blocks": ([17, 18, 0], 20, 17),
     "more tiles than programs": ([20, 1, 17], 18, 34),
+    "tiles and tails": ([33, 48, 49, 64, 80], 32, 20),
     "no rows": ([0, 0], 16, 16),
     "one row": ([0, 0, 1], 3, 2),
 }
@@ -74,6 +77,98 @@ def test_an_experts_bits_do_not_depend_on_the_other_experts(interpreter: RankPoo
     interpreter.run(_compare_each_expert_alone)
 
 
+def _compare_heights_of_tiles(rank: int, world: int, arg: None) -> None:
+    module = kernels("grouped_mm")
+    counts = [5, 16, 17, 32, 33, 48, 49]
+    counts_E, total = torch.tensor(counts), sum(counts)
+    rows_RD, w_END = drawn(total, 24, dtype=torch.bfloat16), drawn(7, 18, 24, dtype=torch.bfloat16, seed=1)
+    outputs = []
+    for tail in (16, None):
+        tiling = replace(module.INTERPRETED, tail=tail)
+        with pytest.MonkeyPatch.context() as patch:  # no public interface selects a tile
+            patch.setattr(module, "tiling_for", lambda *_, tiling=tiling, **__: tiling)
+            outputs.append(module.grouped_mm(rows_RD, w_END, counts_E))
+    assert torch.equal(*outputs)
+
+
+def test_lower_tiles_for_the_last_rows_do_not_change_the_result(interpreter: RankPool) -> None:
+    interpreter.run(_compare_heights_of_tiles)
+
+
+def _compare_tma(rank: int, world: int, dtype: torch.dtype) -> None:
+    module = kernels("grouped_mm")
+    tma = kernels("grouped_mm_tma")
+    counts = [33, 0, 5, 50]
+    counts_E = torch.tensor(counts)
+    launched: list[bool] = []
+    support = tma.supported
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tma, "supported", lambda *args: launched.append(support(*args)) or launched[-1])  # type: ignore
+        for inner, columns, launches in ((48, 32, 4), (48, 24, 2), (24, 16, 2), (16, 18, 1)):
+            rows_RD = drawn(sum(counts) + 3, inner + 8, dtype=dtype)[:, :inner]
+            grad_RN = drawn(sum(counts) + 3, columns, dtype=dtype, seed=2)
+            rows_RD[sum(counts) :] = float("nan")  # a tile of the last expert loads them
+            w_END = drawn(len(counts), columns, inner, dtype=dtype, seed=1)
+            for w in (w_END, w_END.transpose(1, 2).contiguous().transpose(1, 2)):
+                results = []
+                for use_tma in (False, True):
+                    leaves = (rows_RD.detach().requires_grad_(), w.detach().requires_grad_())
+                    out_RN = module.grouped_mm(*leaves, counts_E, tma=use_tma)
+                    grad_RD, _ = torch.autograd.grad(out_RN, leaves, grad_RN)
+                    results.append((out_RN.detach()[: sum(counts)], grad_RD[: sum(counts)]))
+                assert all(map(torch.equal, *results))
+            # Up to two for each layout, forward and gradient of rows, where strides and steps of 16 allow TMA.
+            assert sum(launched) == (0 if dtype == torch.float32 else launches), (inner, columns)
+            launched.clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tma_has_the_same_bits(interpreter: RankPool, dtype: torch.dtype) -> None:
+    interpreter.run(_compare_tma, dtype, timeout=60)
+
+
+def _check_tma_support(rank: int, world: int, arg: None) -> None:
+    supported = kernels("grouped_mm_tma").supported
+    rows_RD, w_END = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(3, 40, 64, dtype=torch.bfloat16)
+    assert supported(rows_RD, w_END, 64)
+    assert not supported(rows_RD, w_END, 48)  # steps of 48 do not divide 64
+    assert not supported(rows_RD[:0], w_END, 64)
+    assert not supported(rows_RD, w_END[:, 1:], 64)  # a gap between the experts
+    assert supported(rows_RD, w_END[1:2, 1:], 64)
+    assert not supported(torch.zeros(5, 68, dtype=torch.bfloat16)[:, :64], w_END, 64)  # rows of 136 bytes
+    assert not supported(rows_RD, w_END.expand(3, 40, 64).as_strided((3, 40, 64), (0, 64, 1)), 64)
+    module = kernels("grouped_mm")
+    tiling = module.tiling_for(torch.bfloat16, 90, 1000)
+    assert [module.uses_tma(rows_RD, w_END, tiling, at) for at in (80, 90, 100)] == [False, True, True]
+
+
+def test_tma_needs_aligned_strides_and_whole_steps(interpreter: RankPool) -> None:
+    interpreter.run(_check_tma_support)
+
+
+def _add_weight_gradients(rank: int, world: int, dtype: torch.dtype) -> None:
+    module = kernels("grouped_mm")
+    counts = [5, 0, 33]
+    rows_RD, grad_RN = drawn(38, 24, dtype=dtype), drawn(38, 18, dtype=dtype, seed=1)
+    before_END = drawn(3, 18, 24, seed=2)
+    exact = torch.stack(
+        [g.double().T @ x.double() for g, x in zip(grad_RN.split(counts), rows_RD.split(counts), strict=True)]
+    )
+    for start_END in (before_END, before_END.transpose(1, 2).contiguous().transpose(1, 2)):
+        total_END = start_END.clone()
+        module.grouped_weight_grad_into(grad_RN, rows_RD, torch.tensor(counts), total_END, add=True)
+        torch.testing.assert_close(total_END.double(), before_END.double() + exact, rtol=1e-5, atol=1e-4)
+        assert torch.equal(total_END[1], before_END[1])
+    wide_END = torch.empty(3, 18, 24)
+    module.grouped_weight_grad_into(grad_RN, rows_RD, torch.tensor(counts), wide_END)
+    assert torch.equal(wide_END[0] + before_END[0], total_END[0]) and not wide_END[1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weight_gradients_are_added_in_fp32(interpreter: RankPool, dtype: torch.dtype) -> None:
+    interpreter.run(_add_weight_gradients, dtype)
+
+
 def _run_with_unused_rows(rank: int, world: int, arg: None) -> None:
     module = kernels("grouped_mm")
     rows_RD, w_END, counts_E = drawn(9, 8), drawn(2, 6, 8, seed=1), torch.tensor([3, 2])
@@ -102,6 +197,10 @@ def _call_with_wrong_inputs(rank: int, world: int, arg: None) -> None:
         lambda: module.grouped_mm_into(rows_RD, w_END, counts_E, out_RN[:3]),
         lambda: module.grouped_weight_grad_into(out_RN, rows_RD, counts_E, w_END[:, :5]),
         lambda: module.grouped_weight_grad_into(out_RN[:3], rows_RD, counts_E, w_END),
+        lambda: module.grouped_weight_grad_into(out_RN, rows_RD, counts_E, w_END.bfloat16()),
+        lambda: module.grouped_weight_grad_into(
+            out_RN.bfloat16(), rows_RD.bfloat16(), counts_E, w_END.bfloat16(), add=True
+        ),
     ):
         with pytest.raises(InputError, match="got"):
             call()
@@ -125,3 +224,36 @@ def _compare_tilings(rank: int, world: int, arg: None) -> list[bool]:
 def test_tilings_follow_the_generation_with_the_same_shared_memory(interpreter: RankPool) -> None:
     """sm_120 has less shared memory than sm_90 and sm_100."""
     assert interpreter.run(_compare_tilings)[0] == [True] * 5
+
+
+def _measure_padding(rank: int, world: int, arg: None) -> list[tuple[int, float, float, float]]:
+    """Return capability, mean, expected padding, and padding of random counts, of tiles for 16-bit rows."""
+    tiling_for = kernels("grouped_mm").tiling_for
+    rows: list[tuple[int, float, float, float]] = []
+    for sm in (80, 90, 100):
+        for mean in (128, 256, 1024):
+            tiling = tiling_for(torch.bfloat16, sm, mean)
+            counts = torch.randint(mean // 2, 3 * mean // 2, (4000,), generator=torch.Generator().manual_seed(0))
+            computed = sum(map(tiling.computed_rows, counts.tolist()))
+            rows.append((sm, mean, tiling.expected_padding(mean), 1 - int(counts.sum()) / computed))
+    return rows
+
+
+def test_a_fifth_is_padding_at_128_rows_and_little_at_more(interpreter: RankPool) -> None:
+    for _, mean, expected, actual in interpreter.run(_measure_padding)[0]:
+        assert abs(expected - actual) < 0.02
+        assert expected <= {128: 0.2, 256: 0.12, 1024: 0.035}[mean]
+
+
+def _count_computed_rows(rank: int, world: int, arg: None) -> None:
+    mm = kernels("grouped_mm")
+    tiling = mm.tiling_for(torch.bfloat16, 90, 128)
+    expected = {0: 0, 1: 64, 64: 64, 65: 128, 128: 128, 129: 192, 300: 320, 340: 384}
+    assert {count: tiling.computed_rows(count) for count in expected} == expected
+    few = mm.tiling_for(torch.bfloat16, 90, 64)
+    assert few == mm.SMALL and few.computed_rows(65) == 128
+    assert mm.Tiling(128, 128, 32, 8, 4).expected_padding(128) == pytest.approx(1 / 3)
+
+
+def test_computed_rows_follow_the_tiles(interpreter: RankPool) -> None:
+    interpreter.run(_count_computed_rows)

@@ -110,6 +110,40 @@ def test_experts_launch_grouped_gemms(interpreter: RankPool, recompute: bool) ->
     interpreter.run(_experts, recompute)
 
 
+def _experts_with_main_grad(rank: int, world: int, zero_out: bool) -> None:
+    counts, dtype = [3, 0, 5], torch.bfloat16
+
+    def work(main: bool) -> list[Tensor]:
+        experts = Experts(3, 12, 10, dtype=dtype)
+        experts.reset_parameters(3, std=0.5)
+        for seed, w in enumerate((experts.w13, experts.w2)):
+            vars(w).update(main_grad=drawn(*w.shape, seed=seed) if main else None, zero_out_wgrad=zero_out)
+        for seed in (1, 2):
+            experts(drawn(8, 12, dtype=dtype, seed=seed + 5), counts).backward(drawn(8, 12, dtype=dtype, seed=seed))
+        results = []
+        for seed, w in enumerate((experts.w13, experts.w2)):
+            assert w.grad is not None
+            assert vars(w).get("grad_added_to_main_grad", False) == main
+            results.append(vars(w)["main_grad"] - drawn(*w.shape, seed=seed) if main else w.grad.float())
+            if main and zero_out:
+                assert not w.grad.any()
+        return results
+
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        kernels("device")
+        for actual, expected in zip(work(True), work(False), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+            assert not actual[1].any()
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+
+
+@pytest.mark.parametrize("zero_out", [False, True])
+def test_weight_gradients_of_experts_are_added_to_main_grad(interpreter: RankPool, zero_out: bool) -> None:
+    interpreter.run(_experts_with_main_grad, zero_out)
+
+
 def _launches_of_unsupported_experts(rank: int, world: int, arg: None) -> list[str]:
     launched: list[str] = []
     for dtype, bias in ((torch.float32, False), (torch.bfloat16, True)):

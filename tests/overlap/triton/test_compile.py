@@ -70,7 +70,7 @@ def test_forward_kernels_compile_for_three_generations_within_recorded_resources
         assert {row["kernel"].split(",")[0] for row in table["results"]} == {
             *("gather_matmul", "matmul_scatter", "push_rows", "await_rows"),
             *("dispatch_matmul", "matmul_combine"),
-            *("weighted_sum", "swiglu", "swiglu_quantize", "grouped_mm"),
+            *("weighted_sum", "swiglu", "swiglu_quantize", "grouped_mm", "grouped_mm_fp8"),
         }
         _check_resources(table)
 
