@@ -53,7 +53,7 @@ std::map<std::string, int64_t> p2p_constants() {
           {"fault_disagree", kDisagree},
           {"fault_bad_ids", kBadIds},
           {"fault_no_room", kNoRoom},
-          {"wait_told", kTold},
+          {"wait_posted", kPosted},
           {"wait_done", kDone},
           {"wait_arrived", kArrived},
           {"wait_sent", kSent},
@@ -142,14 +142,14 @@ void start(p2p::Starter& starter, const std::string& kernel, int64_t blocks, int
 
 using Offer = std::array<int64_t, p2p::kOfferWords>;
 
-p2p::Told meet_args(const py::bytes& header, int64_t slot, const Offer& offer) {
+p2p::MeetInput meet_args(const py::bytes& header, int64_t slot, const Offer& offer) {
   constexpr int64_t bytes = p2p::kHeaderWords * 8;
   if (PyBytes_GET_SIZE(header.ptr()) != bytes) {
     throw std::invalid_argument("a header has " + std::to_string(p2p::kHeaderWords) + " words (" +
                                 std::to_string(bytes) + " bytes); got " +
                                 std::to_string(PyBytes_GET_SIZE(header.ptr())) + " bytes");
   }
-  p2p::Told t;
+  p2p::MeetInput t;
   t.header = PyBytes_AS_STRING(header.ptr());
   t.slot = slot;
   std::copy(offer.begin(), offer.end(), t.offer);
@@ -169,7 +169,7 @@ void bind_plan(py::module_& m) {
       .def(py::init([](std::shared_ptr<p2p::Starter> starter, const std::array<int64_t, 9>& group,
                        std::vector<int64_t> offsets, int64_t headers_at, int64_t all_headers_at, int64_t host_counts_at,
                        int64_t left_at) {
-        p2p::Home home;
+        p2p::RankConstants home;
         static_assert(sizeof home.group == sizeof group + sizeof home.group.timeout_ns, "timeout_ns is last");
         std::memcpy(&home.group, group.data(), sizeof group);
         home.offsets = std::move(offsets);
@@ -186,7 +186,7 @@ void bind_plan(py::module_& m) {
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t tokens, int64_t top_k,
               int64_t ids_at, int64_t place_at, int64_t chunk, int64_t x_at, int64_t stride, int64_t hidden,
               int64_t dtype, const std::array<int64_t, 5>& how, const std::array<int64_t, 5>& links) {
-             const p2p::Told t = meet_args(header, slot, offer);
+             const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.dispatch(t, {{tokens, top_k}, ids_at, place_at, chunk}, {x_at, stride, hidden, dtype},
                         {how[0], how[1], how[2], how[3], how[4]}, {links[0], links[1], links[2], links[3], links[4]});
@@ -195,14 +195,14 @@ void bind_plan(py::module_& m) {
       .def("received", &Plan::received)
       .def("meet",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer) {
-             const p2p::Told t = meet_args(header, slot, offer);
+             const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.meet(t);
            })
       .def("sum",
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t y_at) {
-             const p2p::Told t = meet_args(header, slot, offer);
+             const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.meet(t);
              p.sum(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at);
@@ -212,7 +212,7 @@ void bind_plan(py::module_& m) {
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t y_at,
               const std::array<int64_t, 4>& own) {
-             const p2p::Told t = meet_args(header, slot, offer);
+             const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.meet(t);
              p.sum_reduced(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at,
@@ -223,7 +223,7 @@ void bind_plan(py::module_& m) {
            [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
               int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t grad_at,
               int64_t stride, int64_t dots_at) {
-             const p2p::Told t = meet_args(header, slot, offer);
+             const p2p::MeetInput t = meet_args(header, slot, offer);
              Release release;
              p.meet(t);
              p.spread(blocks, {tokens, top_k}, {grad_at, stride, hidden, dtype}, place_at, weights_at, dots_at);
@@ -257,12 +257,12 @@ void bind_plan(py::module_& m) {
              Release release;
              p.sum_few(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at, offers_at);
            })
-      .def("seen_turn", &Plan::seen_turn)
+      .def("completed_turn", &Plan::completed_turn)
       .def("failed", &Plan::failed)
       .def("wait", &Plan::wait, py::call_guard<Release>())
       .def("counted", [](const Plan& p, int64_t header_word) {
         const p2p::Counted c = p.counted(header_word);
-        return py::make_tuple(list_of(c.own), list_of(c.rows), list_of(c.said), c.dropped);
+        return py::make_tuple(list_of(c.own), list_of(c.rows), list_of(c.header_words), c.dropped);
       });
 }
 

@@ -7,7 +7,7 @@
 //
 //   block   [ control | heap: rows that peers write to or read from ]
 //
-//   control [ told W | header 2 x W x 49 | offer 2 x W x 5 | counts 2 x W x E |
+//   control [ posted W | header 2 x W x 49 | offer 2 x W x 5 | counts 2 x W x E |
 //             done W | arrived L x W | sent 2 x L x W x 4 | staged 2 x W ]
 //
 // Each peer writes to its own words of the control area and then sets the matching flag word to the current turn
@@ -73,13 +73,14 @@ enum Offer : int64_t { kRowsAt = 0, kBlockAt = 1, kScalesAt = 2, kLinksAt = 3, k
 // Error codes in State::fault and Report::fault.
 enum Fault : int64_t {
   kNone = 0,
-  kTimedOut = 1,  // who: the rank waited for; what: the Wait; wanted, seen: expected and last value of its word
+  kTimedOut =
+      1,  // who: the rank waited for; what: the Wait; expected, value: what its word must reach, and its last value
   kAborted = 2,   // the host set the abort word because a peer is dead
   kDisagree = 3,  // headers differ, or a header reports a fault
-  kBadIds = 4,    // an expert id is out of range; who: the first such slot; seen: its id
+  kBadIds = 4,    // an expert id is out of range; who: the first such slot; value: its id
   kNoRoom = 6,    // a rank could not allocate; who: that rank
 };
-enum Wait : int64_t { kTold = 0, kDone = 1, kArrived = 2, kSent = 3, kResults = 4, kStaged = 5 };
+enum Wait : int64_t { kPosted = 0, kDone = 1, kArrived = 2, kSent = 3, kResults = 4, kStaged = 5 };
 
 // A row of a token with several rows at one owner: the next of these rows or -1; the weight of the row; 1 if it is the
 // first. Zeros for other rows.
@@ -107,7 +108,7 @@ MOE_HD inline int64_t row_scales(int64_t hidden, int64_t format) {
 struct Control {
   int64_t world, experts, local_experts;
 
-  MOE_HD int64_t told(int64_t from) const { return from; }
+  MOE_HD int64_t posted(int64_t from) const { return from; }
   MOE_HD int64_t header(int64_t parity, int64_t from) const { return world + (parity * world + from) * kHeaderWords; }
   MOE_HD int64_t offer(int64_t parity, int64_t from) const {
     return header(2, 0) + (parity * world + from) * kOfferWords;
@@ -134,7 +135,7 @@ struct State {
 // In page-locked host memory. Kernels write it; the host reads it after a synchronization or polls `turn`.
 struct Report {
   int64_t turn;  // written last, by meet, ll_arrive and every kernel that fails
-  int64_t fault, who, what, wanted, seen;
+  int64_t fault, who, what, expected, value;
   int64_t rows;      // of the last meet with counts or ll_arrive: rows for this rank's experts, with overflow
   int64_t dropped;   // this rank's slots with id -1
   int64_t overflow;  // this rank's slots beyond the capacity. Not a fault: they get no place and contribute nothing

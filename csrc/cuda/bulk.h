@@ -23,10 +23,10 @@ namespace p2p {
 
 class BulkCopies {
  public:
-  // Called by the whole block; allocates shared memory if `wanted`.
-  MOE_BLOCK BulkCopies(Machine& m, bool wanted) {
+  // Called by the whole block; allocates shared memory if `enabled`.
+  MOE_BLOCK BulkCopies(Machine& m, bool enabled) {
 #ifdef MOE_BULK
-    if (!wanted) return;
+    if (!enabled) return;
     char* buffers = m.shared<char>(kBulkWarps * kBulkBuffers * kBulkBytes);
     int64_t* barriers = m.shared<int64_t>(kBulkWarps * kBulkBuffers);
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -40,15 +40,15 @@ class BulkCopies {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #else
     (void)m;
-    (void)wanted;
+    (void)enabled;
 #endif
   }
 
-  MOE_BLOCK bool usable(bool wanted) const {
+  MOE_BLOCK bool usable(bool enabled) const {
 #ifdef MOE_BULK
-    return wanted;
+    return enabled;
 #else
-    (void)wanted;
+    (void)enabled;
     return false;
 #endif
   }
@@ -145,12 +145,12 @@ class BulkCopies {
 
 class BulkCopies {
  public:
-  BulkCopies(Machine& m, bool wanted) {
-    if (!wanted) return;
+  BulkCopies(Machine& m, bool enabled) {
+    if (!enabled) return;
     m.shared<char>(kBulkWarps * kBulkBuffers * kBulkBytes);
     m.shared<int64_t>(kBulkWarps * kBulkBuffers);
   }
-  bool usable(bool wanted) const { return wanted; }
+  bool usable(bool enabled) const { return enabled; }
   template <class Source, class Target>
   void copy(int rows, int64_t row_bytes, int targets, Source source, Target target) const {
     for (int i = 0; i < rows; ++i) {

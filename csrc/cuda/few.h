@@ -28,10 +28,10 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
   int32_t* tokens = m.template shared<int32_t>(a.max_tokens);  // tokens sent by this part
   char** rows = m.template shared<char*>(a.max_tokens);
   char** scale_rows = m.template shared<char*>(a.max_tokens);
-  int64_t* found = m.template shared<int64_t>(2);  // number of bad ids; slots of this expert
+  int64_t* totals = m.template shared<int64_t>(2);  // number of bad ids; slots of this expert
   const Scratch scratch = quantise_scratch(m, a.hidden, a.format);
 
-  m.each(2, [&](int i) { found[i] = 0; });
+  m.each(2, [&](int i) { totals[i] = 0; });
   m.sync();
   m.each(threads, [&](int i) {
     int64_t count = 0;
@@ -40,7 +40,7 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
       count += id == expert;
       if (m.block() == 0 && (id < 0 || id >= a.experts)) {
         at<int64_t>(a.place_at)[s] = kDropped;
-        if (id != kDropped) m.add(&found[0], 1);
+        if (id != kDropped) m.add(&totals[0], 1);
       }
     }
     counts[i] = count;
@@ -62,7 +62,7 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
       ++place;
     }
   });
-  const int64_t wanted = upto[threads - 1], all = wanted < a.max_tokens ? wanted : a.max_tokens;
+  const int64_t requested = upto[threads - 1], all = requested < a.max_tokens ? requested : a.max_tokens;
   const int mine = static_cast<int>((all - part + a.parts - 1) / a.parts);
   m.sync();
 
@@ -85,8 +85,8 @@ MOE_BLOCK void ll_send(M& m, const LlSendArgs& a) {
   m.sync();
   m.each(1, [&](int) {
     Report* report = at<Report>(a.report_at);
-    if (found[0]) m.add(&report->bad, found[0]);
-    if (part == 0 && wanted > all) m.add(&report->overflow, wanted - all);
+    if (totals[0]) m.add(&report->bad, totals[0]);
+    if (part == 0 && requested > all) m.add(&report->overflow, requested - all);
     m.store_release(blocks.words(owner) + blocks.control.sent(turn % 2, local, a.rank, part), turn << kCountBits | all);
   });
   if (m.block() != 0) return;

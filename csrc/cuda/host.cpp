@@ -5,7 +5,7 @@
 #include "cuda/few.h"
 #include "cuda/launch.h"
 #include "cuda/meet.h"
-#include "cuda/pull.h"
+#include "cuda/combine.h"
 #include "cuda/push.h"
 
 namespace moe_comm {

@@ -237,7 +237,7 @@ MOE_BLOCK int64_t owner_of(const int64_t* offsets, int64_t world, int64_t expert
 }
 
 struct Failure {
-  int64_t fault, who, what, wanted, seen;
+  int64_t fault, who, what, expected, value;
 };
 
 // Called by one thread. Records the failure; this and every later kernel of this rank then returns.
@@ -247,8 +247,8 @@ MOE_BLOCK void fail(M& m, const Group& g, int64_t turn, const Failure& f) {
   report->fault = f.fault;
   report->who = f.who;
   report->what = f.what;
-  report->wanted = f.wanted;
-  report->seen = f.seen;
+  report->expected = f.expected;
+  report->value = f.value;
   at<State>(g.state_at)->fault = f.fault;
   m.store_release(&report->turn, turn);
 }

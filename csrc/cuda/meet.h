@@ -43,17 +43,17 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
   const int64_t* given = at<const int64_t>(a.ids_at) + m.block() * a.chunk;
   int64_t* counts = at<int64_t>(a.counts_at) + m.block() * a.experts;
   int32_t* ids = m.template shared<int32_t>(a.chunk);
-  int64_t* found = m.template shared<int64_t>(4);  // dropped, bad, index of the first bad slot
+  int64_t* totals = m.template shared<int64_t>(4);  // dropped, bad, index of the first bad slot
   m.each(static_cast<int>(a.experts), [&](int e) { counts[e] = 0; });
-  m.each(3, [&](int i) { found[i] = i == 2 ? n : 0; });
+  m.each(3, [&](int i) { totals[i] = i == 2 ? n : 0; });
   m.sync();
   m.each(n, [&](int i) {
     const int64_t id = given[i];
     ids[i] = id >= 0 && id < a.experts ? static_cast<int32_t>(id) : -1;
-    if (id == kDropped) m.add(&found[0], 1);
+    if (id == kDropped) m.add(&totals[0], 1);
     if (id < kDropped || id >= a.experts) {
-      m.add(&found[1], 1);
-      m.lowest(&found[2], i);
+      m.add(&totals[1], 1);
+      m.lowest(&totals[2], i);
     }
   });
   m.sync();
@@ -67,10 +67,10 @@ MOE_BLOCK void count(M& m, const CountArgs& a) {
   });
   m.each(1, [&](int) {
     int64_t* bad = at<int64_t>(a.bad_at) + m.block() * 4;
-    bad[0] = found[0];
-    bad[1] = found[1];
-    bad[2] = found[1] ? m.block() * a.chunk + found[2] : -1;
-    bad[3] = found[1] ? given[found[2]] : 0;
+    bad[0] = totals[0];
+    bad[1] = totals[1];
+    bad[2] = totals[1] ? m.block() * a.chunk + totals[2] : -1;
+    bad[3] = totals[1] ? given[totals[2]] : 0;
   });
 }
 
@@ -122,10 +122,11 @@ MOE_BLOCK void scan(M& m, const ScanArgs& a) {
 }
 
 // Intermediate results of meet, in shared memory.
-struct Meeting {
+struct MeetScratch {
   int64_t* header;  // [49]
-  int64_t* found;  // dropped, bad, first chunk with bad ids, first rank with a mismatch, first without memory, overflow
-  int64_t* own;    // [E] this rank's slots
+  int64_t*
+      totals;    // dropped, bad, first chunk with bad ids, first rank with a mismatch, first without memory, overflow
+  int64_t* own;  // [E] this rank's slots
   int64_t* earlier;  // [E] slots of the ranks before this one
   int64_t* sums;     // [E + 1]
   int64_t* more;     // [E + 1]
@@ -133,43 +134,43 @@ struct Meeting {
 
 // Read this rank's counts, and report bad ids in its header.
 template <class M>
-MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, Meeting& x) {
+MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, MeetScratch& x) {
   const int64_t* bad = at<const int64_t>(a.bad_at);
   m.each(static_cast<int>(a.experts), [&](int e) { x.own[e] = at<const int64_t>(a.expert_rows_at)[e]; });
   m.each(static_cast<int>(a.chunks), [&](int c) {
-    if (bad[c * 4]) m.add(&x.found[0], bad[c * 4]);
+    if (bad[c * 4]) m.add(&x.totals[0], bad[c * 4]);
     if (bad[c * 4 + 1]) {
-      m.add(&x.found[1], bad[c * 4 + 1]);
-      m.lowest(&x.found[2], c);
+      m.add(&x.totals[1], bad[c * 4 + 1]);
+      m.lowest(&x.totals[2], c);
     }
   });
   m.sync();
   m.each(1, [&](int) {
-    if (!x.found[1] || x.header[kFaultWord]) return;
+    if (!x.totals[1] || x.header[kFaultWord]) return;
     x.header[kFaultWord] = kBadIdsWord;
-    x.header[kFaultWord + 1] = bad[x.found[2] * 4 + 2];
-    x.header[kFaultWord + 2] = bad[x.found[2] * 4 + 3];
-    x.header[kFaultWord + 3] = x.found[1];
+    x.header[kFaultWord + 1] = bad[x.totals[2] * 4 + 2];
+    x.header[kFaultWord + 2] = bad[x.totals[2] * 4 + 3];
+    x.header[kFaultWord + 3] = x.totals[1];
   });
 }
 
 // All ranks' counts have been received. Compute the first row of this rank's slots of each expert, and the overflow.
 template <class M>
-MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64_t parity, Meeting& x) {
+MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64_t parity, MeetScratch& x) {
   const int experts = static_cast<int>(a.experts), world = static_cast<int>(a.world);
   const int64_t* offsets = at<const int64_t>(a.offsets_at);
-  const int64_t* told = blocks.words(a.rank) + blocks.control.counts(parity, 0);
+  const int64_t* all_ranks = blocks.words(a.rank) + blocks.control.counts(parity, 0);
   int64_t* all_counts = at<int64_t>(a.all_counts_at);
   m.each(world * experts, [&](int i) {
-    all_counts[i] = told[i];
-    if (a.host_counts_at) at<int64_t>(a.host_counts_at)[i] = told[i];
+    all_counts[i] = all_ranks[i];
+    if (a.host_counts_at) at<int64_t>(a.host_counts_at)[i] = all_ranks[i];
   });
   m.each(1, [&](int) { x.sums[0] = 0; });
   m.each(experts, [&](int e) {
     int64_t all = 0, earlier = 0;
     for (int s = 0; s < world; ++s) {
       if (s == a.rank) earlier = all;
-      all += told[s * experts + e];
+      all += all_ranks[s * experts + e];
     }
     x.sums[e + 1] = all;
     x.earlier[e] = earlier;
@@ -182,7 +183,7 @@ MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64
     at<int64_t>(a.expert_rows_at)[e] = row;
     if (room < 0) return;
     const int64_t beyond = row + x.own[e] - room;
-    if (beyond > 0) m.add(&x.found[5], beyond < x.own[e] ? beyond : x.own[e]);
+    if (beyond > 0) m.add(&x.totals[5], beyond < x.own[e] ? beyond : x.own[e]);
   });
   const int64_t mine = offsets[a.rank], end = offsets[a.rank + 1];
   m.each(static_cast<int>(a.local_experts) + 1, [&](int i) {
@@ -193,8 +194,8 @@ MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64
   m.each(1, [&](int) {
     Report* report = at<Report>(a.report_at);
     report->rows = upto[end] - upto[mine];
-    report->dropped = x.found[0];
-    report->overflow = x.found[5];
+    report->dropped = x.totals[0];
+    report->overflow = x.totals[5];
   });
 }
 
@@ -205,11 +206,11 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   const Blocks blocks(a);
   const int world = static_cast<int>(a.world), experts = static_cast<int>(a.experts);
   const int64_t turn = at<const State>(a.state_at)->turn + 1, parity = turn % 2;
-  Meeting x;
+  MeetScratch x;
   x.header = m.template shared<int64_t>(kHeaderWords);
-  x.found = m.template shared<int64_t>(6);
+  x.totals = m.template shared<int64_t>(6);
   m.each(static_cast<int>(kHeaderWords), [&](int i) { x.header[i] = at<const int64_t>(a.header_at)[i]; });
-  m.each(6, [&](int i) { x.found[i] = i == 2 ? a.chunks : i == 3 || i == 4 ? world : 0; });
+  m.each(6, [&](int i) { x.totals[i] = i == 2 ? a.chunks : i == 3 || i == 4 ? world : 0; });
   m.sync();
   if (a.with_counts) {
     x.own = m.template shared<int64_t>(a.experts);
@@ -237,10 +238,10 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
     });
   }
   m.sync();
-  m.each(world, [&](int p) { m.store_release(blocks.words(p) + blocks.control.told(a.rank), turn); });
+  m.each(world, [&](int p) { m.store_release(blocks.words(p) + blocks.control.posted(a.rank), turn); });
   m.each(1, [&](int) { at<State>(a.state_at)->turn = turn; });
   const int64_t* mine = blocks.words(a.rank);
-  if (!wait_all(m, g, world, kTold, turn, 0, [&](int p) { return Word{mine + blocks.control.told(p), p}; })) return;
+  if (!wait_all(m, g, world, kPosted, turn, 0, [&](int p) { return Word{mine + blocks.control.posted(p), p}; })) return;
 
   // Copy the data to private memory for the kernels that follow.
   m.each(world, [&](int p) {
@@ -252,8 +253,8 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
       at<int64_t>(a.offers_at)[p * offer_words + i] = from[i];
       nowhere = nowhere || (i != kRoom && from[i] == kNowhere);
     }
-    if (differs) m.lowest(&x.found[3], p);
-    if (nowhere) m.lowest(&x.found[4], p);
+    if (differs) m.lowest(&x.totals[3], p);
+    if (nowhere) m.lowest(&x.totals[4], p);
   });
   if (a.all_headers_at) {
     m.each(world * header_words,
@@ -261,14 +262,14 @@ MOE_BLOCK void meet(M& m, const MeetArgs& a) {
   }
   m.sync();
   const bool bad_ids = x.header[kFaultWord] == kBadIdsWord;
-  if (x.found[3] < world || x.found[4] < world) {
+  if (x.totals[3] < world || x.totals[4] < world) {
     m.each(1, [&](int) {
       if (bad_ids) {
-        fail(m, g, turn, {kBadIds, x.header[kFaultWord + 1], kTold, 0, x.header[kFaultWord + 2]});
-      } else if (x.found[3] < world) {
-        fail(m, g, turn, {kDisagree, x.found[3], kTold, 0, 0});
+        fail(m, g, turn, {kBadIds, x.header[kFaultWord + 1], kPosted, 0, x.header[kFaultWord + 2]});
+      } else if (x.totals[3] < world) {
+        fail(m, g, turn, {kDisagree, x.totals[3], kPosted, 0, 0});
       } else {
-        fail(m, g, turn, {kNoRoom, x.found[4], kTold, 0, 0});
+        fail(m, g, turn, {kNoRoom, x.totals[4], kPosted, 0, 0});
       }
     });
     return;

@@ -22,18 +22,19 @@ const Report* report_of(const Group& group) { return reinterpret_cast<const Repo
 
 }  // namespace
 
-Plan::Plan(std::shared_ptr<Starter> starter, const Home& home) : starter_(std::move(starter)), home_(home) {}
+Plan::Plan(std::shared_ptr<Starter> starter, const RankConstants& home)
+    : starter_(std::move(starter)), constants_(home) {}
 
 void Plan::begin(uintptr_t stream, int64_t timeout_ns, bool captured) {
   stream_ = stream;
-  home_.group.timeout_ns = timeout_ns;
+  constants_.group.timeout_ns = timeout_ns;
   captured_ = captured;
 }
 
 template <class Args>
 void Plan::start(Kernel kernel, int64_t blocks, Args& args) {
   if (blocks == 0) return;
-  std::memcpy(&args, &home_.group, sizeof home_.group);
+  std::memcpy(&args, &constants_.group, sizeof constants_.group);
   Launch how;
   how.blocks = blocks;
   how.threads = usual_threads(kernel);
@@ -52,7 +53,7 @@ Args Plan::push_args(const Slots& slots, const Rows& x, const Sending& how, cons
   push.stride = x.stride;
   push.offers_at = scratch_.offers_at;
   push.all_counts_at = scratch_.all_counts_at;
-  push.left_at = home_.left_at;
+  push.left_at = constants_.left_at;
   push.format = how.format;
   push.power_of_two = how.power_of_two;
   push.relay = links.blocks > 0;
@@ -60,7 +61,7 @@ Args Plan::push_args(const Slots& slots, const Rows& x, const Sending& how, cons
   return push;
 }
 
-void Plan::dispatch(const Told& told, const Slotted& s, const Rows& x, const Sending& how, const Links& links) {
+void Plan::dispatch(const MeetInput& input, const Slotted& s, const Rows& x, const Sending& how, const Links& links) {
   const int64_t chunks = (s.of.tokens * s.of.top_k + s.chunk - 1) / s.chunk;
   const Slots slots = {s.of.tokens, s.of.top_k,         s.ids_at,        s.chunk,
                        chunks,      scratch_.counts_at, scratch_.bad_at, scratch_.expert_rows_at,
@@ -70,8 +71,8 @@ void Plan::dispatch(const Told& told, const Slotted& s, const Rows& x, const Sen
   start(k_count, chunks, count);
   ScanArgs scan{};
   set_slots(scan, slots);
-  start(k_scan, (home_.group.experts + kScanExperts - 1) / kScanExperts, scan);
-  meet(told, &slots);
+  start(k_scan, (constants_.group.experts + kScanExperts - 1) / kScanExperts, scan);
+  meet(input, &slots);
   const int64_t blocks = how.blocks < chunks ? how.blocks : chunks;
   if (how.format == kSame) {
     auto push = push_args<PushArgs>(slots, x, how, links);
@@ -81,7 +82,7 @@ void Plan::dispatch(const Told& told, const Slotted& s, const Rows& x, const Sen
     start(k_push_fp8, blocks, push);
   }
   if (how.wait == 0) return;
-  arrive(0, home_.group.world);
+  arrive(0, constants_.group.world);
   if (links.rows == 0) return;
   FanOutArgs fan_out{};
   fan_out.hidden = x.hidden;
@@ -104,32 +105,32 @@ void Plan::arrive(int64_t first_source, int64_t sources) {
 }
 
 bool Plan::received(int64_t source) const {
-  const Group& g = home_.group;
+  const Group& g = constants_.group;
   const Control control{g.world, g.experts, g.local_experts};
   const int64_t* own = reinterpret_cast<const int64_t* const*>(g.peers_at)[g.rank];
-  const int64_t* counts = reinterpret_cast<const int64_t*>(home_.host_counts_at) + source * g.experts;
+  const int64_t* counts = reinterpret_cast<const int64_t*>(constants_.host_counts_at) + source * g.experts;
   const auto rank = static_cast<size_t>(g.rank);
-  for (int64_t e = home_.offsets[rank]; e < home_.offsets[rank + 1]; ++e) {
-    const int64_t* flag = own + control.arrived(e - home_.offsets[rank], source);
+  for (int64_t e = constants_.offsets[rank]; e < constants_.offsets[rank + 1]; ++e) {
+    const int64_t* flag = own + control.arrived(e - constants_.offsets[rank], source);
     if (counts[e] > 0 && __atomic_load_n(flag, __ATOMIC_ACQUIRE) < turn) return false;
   }
   return true;
 }
 
-void Plan::meet(const Told& told) { meet(told, nullptr); }
+void Plan::meet(const MeetInput& input) { meet(input, nullptr); }
 
-void Plan::meet(const Told& told, const Slots* slots) {
+void Plan::meet(const MeetInput& input, const Slots* slots) {
   MeetArgs a{};
-  a.header_at = home_.headers_at + told.slot * kHeaderWords * 8;
-  std::memcpy(reinterpret_cast<void*>(a.header_at), told.header, kHeaderWords * 8);
-  std::memcpy(&a.offer_0, told.offer, sizeof told.offer);
+  a.header_at = constants_.headers_at + input.slot * kHeaderWords * 8;
+  std::memcpy(reinterpret_cast<void*>(a.header_at), input.header, kHeaderWords * 8);
+  std::memcpy(&a.offer_0, input.offer, sizeof input.offer);
   a.offers_at = scratch_.offers_at;
-  a.all_headers_at = home_.all_headers_at;
+  a.all_headers_at = constants_.all_headers_at;
   if (slots != nullptr) {
     set_slots(a, *slots);
     a.with_counts = 1;
     a.all_counts_at = scratch_.all_counts_at;
-    a.host_counts_at = home_.host_counts_at;
+    a.host_counts_at = constants_.host_counts_at;
     a.summary_at = scratch_.summary_at;
   }
   start(k_meet, 1, a);
@@ -209,7 +210,7 @@ void Plan::done() {
   start(k_done, 1, a);
 }
 
-void Plan::send_few(LlSendArgs args) { start(k_ll_send, home_.group.experts * args.parts, args); }
+void Plan::send_few(LlSendArgs args) { start(k_ll_send, constants_.group.experts * args.parts, args); }
 
 void Plan::receive_few(int64_t parts, int64_t counts_at) {
   LlArriveArgs a{};
@@ -229,39 +230,39 @@ void Plan::sum_few(int64_t blocks, const Tokens& t, const Rows& y, int64_t place
   sum(blocks, t, y, place_at, weights_at, offers_at);
 }
 
-int64_t Plan::seen_turn() const { return __atomic_load_n(&report_of(home_.group)->turn, __ATOMIC_ACQUIRE); }
+int64_t Plan::completed_turn() const { return __atomic_load_n(&report_of(constants_.group)->turn, __ATOMIC_ACQUIRE); }
 
-bool Plan::failed() const { return __atomic_load_n(&report_of(home_.group)->fault, __ATOMIC_ACQUIRE) != kNone; }
+bool Plan::failed() const { return __atomic_load_n(&report_of(constants_.group)->fault, __ATOMIC_ACQUIRE) != kNone; }
 
 bool Plan::wait(int64_t until, int64_t limit_ns) const {
   using Clock = std::chrono::steady_clock;
-  if (seen_turn() >= until || failed()) return true;
+  if (completed_turn() >= until || failed()) return true;
   const auto end = Clock::now() + std::chrono::nanoseconds(limit_ns);
   while (Clock::now() < end) {
     std::this_thread::yield();  // other ranks may be threads of this process
-    if (seen_turn() >= until || failed()) return true;
+    if (completed_turn() >= until || failed()) return true;
   }
   return false;
 }
 
 Counted Plan::counted(int64_t header_word) const {
-  const auto* counts = reinterpret_cast<const int64_t*>(home_.host_counts_at);
-  const auto* headers = reinterpret_cast<const int64_t*>(home_.all_headers_at);
-  const int64_t world = home_.group.world, experts = home_.group.experts;
-  Counted found;
+  const auto* counts = reinterpret_cast<const int64_t*>(constants_.host_counts_at);
+  const auto* headers = reinterpret_cast<const int64_t*>(constants_.all_headers_at);
+  const int64_t world = constants_.group.world, experts = constants_.group.experts;
+  Counted result;
   for (int64_t owner = 0; owner < world; ++owner) {
     int64_t rows = 0;
-    for (int64_t e = home_.offsets[owner]; e < home_.offsets[owner + 1]; ++e) {
+    for (int64_t e = constants_.offsets[owner]; e < constants_.offsets[owner + 1]; ++e) {
       int64_t of_expert = 0;
       for (int64_t source = 0; source < world; ++source) of_expert += counts[source * experts + e];
       rows += of_expert;
-      if (owner == home_.group.rank) found.own.push_back(of_expert);
+      if (owner == constants_.group.rank) result.own.push_back(of_expert);
     }
-    found.rows.push_back(rows);
-    found.said.push_back(headers[owner * kHeaderWords + header_word]);
+    result.rows.push_back(rows);
+    result.header_words.push_back(headers[owner * kHeaderWords + header_word]);
   }
-  found.dropped = report_of(home_.group)->dropped;
-  return found;
+  result.dropped = report_of(constants_.group)->dropped;
+  return result;
 }
 
 }  // namespace p2p

@@ -14,7 +14,7 @@ namespace moe_comm {
 namespace p2p {
 
 // Constants for the lifetime of the rank's block. group.timeout_ns is set by each operation.
-struct Home {
+struct RankConstants {
   Group group{};
   std::vector<int64_t> offsets;  // host copy of group.offsets_at
   int64_t headers_at = 0;        // [slots, 49] in host memory: staging buffers for headers
@@ -26,7 +26,7 @@ struct Scratch {
   int64_t counts_at = 0, bad_at = 0, expert_rows_at = 0, offers_at = 0, all_counts_at = 0, summary_at = 0;
 };
 
-struct Told {
+struct MeetInput {
   const char* header = nullptr;  // kHeaderWords 8-byte words
   int64_t slot = 0;              // staging slot that holds the header until the device has read it
   int64_t offer[kOfferWords] = {};
@@ -64,15 +64,15 @@ struct Links {
 
 // Counts from the last meet with counts.
 struct Counted {
-  std::vector<int64_t> own;   // rows for each of this rank's experts
-  std::vector<int64_t> rows;  // rows for each rank
-  std::vector<int64_t> said;  // one header word from each rank
+  std::vector<int64_t> own;           // rows for each of this rank's experts
+  std::vector<int64_t> rows;          // rows for each rank
+  std::vector<int64_t> header_words;  // one header word from each rank
   int64_t dropped = 0;
 };
 
 class Plan {
  public:
-  Plan(std::shared_ptr<Starter> starter, const Home& home);
+  Plan(std::shared_ptr<Starter> starter, const RankConstants& home);
 
   // Begin an operation: kernels are launched on `stream`. captured: the launches are recorded in a CUDA graph and run
   // at replay, which advances the device's turn.
@@ -80,13 +80,13 @@ class Plan {
   void use(const Scratch& scratch) { scratch_ = scratch; }
 
   // Launch a dispatch: the counts and the offered buffers are exchanged in one meet, and the rows move.
-  void dispatch(const Told& told, const Slotted& slots, const Rows& x, const Sending& how, const Links& links);
+  void dispatch(const MeetInput& input, const Slotted& slots, const Rows& x, const Sending& how, const Links& links);
   // Launch the wait for the rows of some ranks, in the turn of a dispatch.
   void arrive(int64_t first_source, int64_t sources);
   // Return whether all rows of a rank have been written. Only where the host can read the blocks.
   bool received(int64_t source) const;
   // Launch a meet without counts.
-  void meet(const Told& told);
+  void meet(const MeetInput& input);
   // offers_at: the offers for rows at fixed offsets; 0 uses the offers of the last meet.
   void sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at = 0);
   // As sum, with rows that their owners have reduced.
@@ -104,7 +104,7 @@ class Plan {
   // Number of turns launched so far, excluding captured launches.
   int64_t turn = 0;
 
-  int64_t seen_turn() const;  // last turn that the device has reported as completed
+  int64_t completed_turn() const;  // last turn that the device has reported as completed
   bool failed() const;
   // Return true once turn `until` is completed or a fault is reported; false after `limit_ns`.
   bool wait(int64_t until, int64_t limit_ns) const;
@@ -116,14 +116,14 @@ class Plan {
   void start(Kernel kernel, int64_t blocks, Args& args);
   template <class Args>
   Args push_args(const Slots& slots, const Rows& x, const Sending& how, const Links& links) const;
-  void meet(const Told& told, const Slots* slots);
+  void meet(const MeetInput& input, const Slots* slots);
   template <class Args>
   Args sum_args(const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at) const;
   void stage(int64_t number);
   void counted_one() { turn += captured_ ? 0 : 1; }
 
   const std::shared_ptr<Starter> starter_;
-  Home home_;
+  RankConstants constants_;
   Scratch scratch_;
   uintptr_t stream_ = 0;
   bool captured_ = false;

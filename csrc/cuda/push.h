@@ -156,12 +156,12 @@ MOE_BLOCK void fan_out(M& m, const FanOutArgs& a) {
   float* scale = at<float>(a.scales_at);
   int64_t* row_of = m.template shared<int64_t>(kLinkBatch);
   int64_t* link_of = m.template shared<int64_t>(kLinkBatch);
-  int64_t* found = m.template shared<int64_t>(1);
+  int64_t* num_links = m.template shared<int64_t>(1);
   const int batch = static_cast<int>(kLinkBatch);
   const int64_t element = element_bytes(a.dtype);
   for (int64_t first = m.block() * batch; first < rows; first += m.blocks() * batch) {
     const int n = static_cast<int>(rows - first < batch ? rows - first : batch);
-    m.each(1, [&](int) { *found = 0; });
+    m.each(1, [&](int) { *num_links = 0; });
     m.sync();
     m.each(n, [&](int i) {
       if (links[first + i] < 0) return;
@@ -169,10 +169,10 @@ MOE_BLOCK void fan_out(M& m, const FanOutArgs& a) {
       for (int j = 0; j < i; ++j) before += links[first + j] >= 0;
       row_of[before] = first + i;
       link_of[before] = links[first + i];
-      m.add(found, 1);
+      m.add(num_links, 1);
     });
     m.sync();
-    const int copies = static_cast<int>(*found);
+    const int copies = static_cast<int>(*num_links);
     const auto copy = [&](auto word, int64_t length) {
       typedef decltype(word) T;
       const int words = static_cast<int>(length / static_cast<int64_t>(sizeof(T)));

@@ -110,9 +110,9 @@ TEST(p2p_a_missing_rank_is_named_and_later_kernels_do_nothing) {
     CHECK_EQ(me.state.fault, int64_t{kTimedOut});
     CHECK_EQ(me.report.fault, int64_t{kTimedOut});
     CHECK_EQ(me.report.who, int64_t{2});
-    CHECK_EQ(me.report.what, int64_t{kTold});
-    CHECK_EQ(me.report.wanted, int64_t{1});
-    CHECK_EQ(me.report.seen, int64_t{0});
+    CHECK_EQ(me.report.what, int64_t{kPosted});
+    CHECK_EQ(me.report.expected, int64_t{1});
+    CHECK_EQ(me.report.value, int64_t{0});
     CHECK_EQ(me.report.turn, int64_t{1});
     const std::vector<int64_t> counted = me.place;
     ranks.push(rank, c);
@@ -122,7 +122,7 @@ TEST(p2p_a_missing_rank_is_named_and_later_kernels_do_nothing) {
     ranks.sum(rank, c, true, y.data());
     CHECK(y == Bytes(8 * 4 * 5, 'y'));
     CHECK(me.place == counted);
-    CHECK_EQ(me.report.what, int64_t{kTold});
+    CHECK_EQ(me.report.what, int64_t{kPosted});
   });
 }
 
@@ -180,7 +180,7 @@ TEST(p2p_bad_ids_of_one_rank_fail_on_all_before_rows_move) {
     counts_and_offers(ranks, rank, bad);
     CHECK_EQ(me.report.fault, int64_t{rank == 1 ? kBadIds : kDisagree});
     CHECK_EQ(me.report.who, int64_t{rank == 1 ? 6 : 1});
-    if (rank == 1) CHECK_EQ(me.report.seen, int64_t{6});
+    if (rank == 1) CHECK_EQ(me.report.value, int64_t{6});
     const int64_t* words = me.all_headers.data() + p2p::kHeaderWords + p2p::kFaultWord;
     CHECK_EQ(words[0], kBadIdsWord);
     CHECK_EQ(words[1], int64_t{6});
@@ -223,7 +223,7 @@ TEST(p2p_parts_of_the_control_area_do_not_overlap) {
   for (const int64_t world : {1, 3, 8}) {
     for (const int64_t experts : {1, 7, 64}) {
       const p2p::Control c{world, experts, experts};
-      const int64_t starts[] = {c.told(0),       c.header(0, 0),     c.offer(0, 0),  c.counts(0, 0), c.done(0),
+      const int64_t starts[] = {c.posted(0),     c.header(0, 0),     c.offer(0, 0),  c.counts(0, 0), c.done(0),
                                 c.arrived(0, 0), c.sent(0, 0, 0, 0), c.staged(0, 0), c.bytes() / 8};
       const int64_t sizes[] = {world,
                                2 * world * p2p::kHeaderWords,

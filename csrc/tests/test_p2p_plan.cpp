@@ -71,8 +71,8 @@ struct OneRank {
     home.host_counts_at = address_of(counts.data());
     home.left_at = address_of(left.data());
   }
-  Told meet_args(int64_t slot, int64_t rows_at = 0) {
-    Told t;
+  MeetInput meet_args(int64_t slot, int64_t rows_at = 0) {
+    MeetInput t;
     t.header = reinterpret_cast<const char*>(header.data());
     t.slot = slot;
     t.offer[kRowsAt] = rows_at;
@@ -85,7 +85,7 @@ struct OneRank {
   State state{};
   Report report{};
   int64_t abort = 0;
-  Home home;
+  RankConstants home;
 };
 
 constexpr int64_t kSecond = 1000000000;
@@ -113,7 +113,7 @@ TEST(p2p_plan_a_dispatch_and_a_combine_return_every_token_weighted) {
     CHECK(plan.wait(plan.turn, kSecond) && !plan.failed());
     const Counted counted = plan.counted(5);
     CHECK(counted.own == (std::vector<int64_t>{2, 2, 3}) && counted.rows == std::vector<int64_t>{7});
-    CHECK(counted.said == std::vector<int64_t>{7});
+    CHECK(counted.header_words == std::vector<int64_t>{7});
     CHECK_EQ(counted.dropped, int64_t{1});
     plan.begin(0, kSecond, false);
     plan.meet(rank.meet_args(2, rows_at));

@@ -31,7 +31,7 @@ UNLIMITED = -1
 MAX_PARTS = 4
 """Maximum number of thread blocks of ll_send per expert."""
 NO_FAULT, TIMED_OUT, ABORTED, DISAGREE, BAD_IDS, NO_ROOM = 0, 1, 2, 3, 4, 6
-TOLD, DONE, ARRIVED, SENT, RESULTS, STAGED = range(6)
+POSTED, DONE, ARRIVED, SENT, RESULTS, STAGED = range(6)
 """What a rank waited for: a header, the end of a turn, rows, rows or results of low-latency dispatch, the
 end of a stage of a reduced combine."""
 SAME, BLOCK_SCALES, ROW_SCALES = range(3)
@@ -40,8 +40,8 @@ COUNT_BLOCKS = 256
 """Approximate number of thread blocks of count, at most one per token."""
 MOST_SLOTS = 512
 """Maximum number of slots of a chunk. They are held in shared memory, and each is compared with all others."""
-REPORT_WORDS = ("turn", "fault", "who", "what", "wanted", "seen", "rows", "dropped", "overflow", "bad")
-"""Fields of ``FaultReport``. After a timeout, ``who`` is the awaited rank; its flag is ``seen``, not ``wanted``."""
+REPORT_WORDS = ("turn", "fault", "who", "what", "expected", "value", "rows", "dropped", "overflow", "bad")
+"""Fields of ``FaultReport``. After a timeout, ``who`` is the awaited rank; its flag ``value`` is below ``expected``."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -87,8 +87,8 @@ class FaultReport:
     fault: int
     who: int
     what: int
-    wanted: int
-    seen: int
+    expected: int
+    value: int
     rows: int
     dropped: int
     overflow: int

@@ -112,10 +112,10 @@ class Turns:
         # Counters of the push kernel, which expects zeros and leaves zeros.
         self._left_E = torch.zeros(experts, dtype=torch.int64, device=self.device)
         # numpy views, because reading one number of a tensor takes a microsecond.
-        self._seen: Ints = self._report.numpy()
-        self._abort_seen: Ints = self._abort.numpy()
-        self._all_headers_seen: Ints = self._all_headers.numpy()
-        self._all_counts_seen: Ints = self._all_counts.numpy()
+        self._report_words: Ints = self._report.numpy()
+        self._abort_word: Ints = self._abort.numpy()
+        self._all_header_words: Ints = self._all_headers.numpy()
+        self._all_count_words: Ints = self._all_counts.numpy()
         group = (
             world,
             shape.rank,
@@ -153,7 +153,7 @@ class Turns:
     @property
     def report(self) -> FaultReport:
         """The current report."""
-        return FaultReport(*self._seen.tolist())
+        return FaultReport(*self._report_words.tolist())
 
     @property
     def failed(self) -> bool:
@@ -163,7 +163,7 @@ class Turns:
     @property
     def headers(self) -> list[Ints]:
         """Headers of all ranks in the last completed turn."""
-        return list(self._all_headers_seen.copy())
+        return list(self._all_header_words.copy())
 
     def counted(self, word: int) -> MeetingCounts:
         """Return the counts of the last completed meeting with counts. ``word`` selects a word of the headers."""
@@ -171,12 +171,12 @@ class Turns:
 
     def abort(self) -> None:
         """Make waiting kernels end. Any thread may call this."""
-        self._abort_seen[0] = 1
+        self._abort_word[0] = 1
 
     @property
     def aborted(self) -> bool:
         """Whether ``abort`` was called."""
-        return bool(self._abort_seen[0])
+        return bool(self._abort_word[0])
 
     # --- operations, each after ``begin``; header: this rank's header as HEADER_WORDS words in bytes ---
 
@@ -232,7 +232,7 @@ class Turns:
 
     def counts_WE(self) -> Ints:
         """Return the rows of each rank for each expert in the last completed meeting with counts."""
-        return self._all_counts_seen.copy()
+        return self._all_count_words.copy()
 
     def meet(self, header: bytes, offer: Offer) -> None:
         """Queue a meeting without counts, which exchanges headers and offers."""
@@ -323,7 +323,7 @@ class Turns:
         self._wait_for(turn)
         if not self.plan.failed():
             return False
-        if self.plan.seen_turn() < turn:
+        if self.plan.completed_turn() < turn:
             time.sleep(SETTLE_S)  # the device writes the fault before its details
         return True
 
@@ -332,7 +332,7 @@ class Turns:
         self._state[1:].zero_()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        self._seen[1:] = 0
+        self._report_words[1:] = 0
         self.plan.turn = int(self._state[0])  # kernels queued after the fault have not counted turns
 
     def _prepare(self, chunks: int) -> None:
@@ -370,8 +370,8 @@ class Turns:
         while not self.plan.wait(turn, SLICE_NS):
             if time.monotonic() > end:
                 raise PeerTimeout(
-                    f"rank {self.shape.rank}: the device has not begun turn {turn} (it is at {self.plan.seen_turn()})"
-                    f" after {self._timeout_s:g} s; a kernel queued before it does not end"
+                    f"rank {self.shape.rank}: the device has not begun turn {turn} after {self._timeout_s:g} s "
+                    f"(it is at {self.plan.completed_turn()}); a kernel queued before it does not end"
                 )
 
 

@@ -74,7 +74,7 @@ def test_the_host_counts_as_the_device_code_does() -> None:
         "fault_disagree": protocol.DISAGREE,
         "fault_bad_ids": protocol.BAD_IDS,
         "fault_no_room": protocol.NO_ROOM,
-        "wait_told": protocol.TOLD,
+        "wait_posted": protocol.POSTED,
         "wait_done": protocol.DONE,
         "wait_arrived": protocol.ARRIVED,
         "wait_sent": protocol.SENT,

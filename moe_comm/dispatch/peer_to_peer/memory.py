@@ -29,10 +29,10 @@ from moe_comm.gpu.protocol import (
     DONE,
     FAULT_WORD,
     NO_ROOM,
+    POSTED,
     RESULTS,
     STAGED,
     TIMED_OUT,
-    TOLD,
     FaultReport,
     GroupShape,
     blocks_bytes,
@@ -46,7 +46,7 @@ HEAP_BYTES = {"cuda": 2 << 30, "cpu": 16 << 20}
 """Default sizes of the heap."""
 
 _AWAITED = {
-    TOLD: "begin the operation",
+    POSTED: "begin the operation",
     DONE: "finish reading and writing rows",
     ARRIVED: "send its rows",
     RESULTS: "compute the results of its experts",
@@ -206,9 +206,9 @@ class PeerGroupMemory:
         who = f"rank {report.who}" if peers is None else peers.describe(report.who)
         return PeerTimeout(
             f"rank {self.rank} in {describe(header)}: waited {self._timeout_s:g} s for {who} to "
-            f"{_AWAITED.get(report.what, 'send its rows')}; its flag is {report.seen}, expected {report.wanted}. The "
-            "rank hangs, is slow, or took another path through the program; see its stacks (py-spy dump), or increase "
-            "DispatchOptions.timeout_s. This group is unusable."
+            f"{_AWAITED.get(report.what, 'send its rows')}; its flag is {report.value}, expected {report.expected}. "
+            "The rank hangs, is slow, or took another path through the program; see its stacks (py-spy dump), or "
+            "increase DispatchOptions.timeout_s. This group is unusable."
         )
 
 

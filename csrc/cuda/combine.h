@@ -65,10 +65,10 @@ struct SameOwner {
 };
 MOE_BLOCK SameOwner same_owner(const int64_t* places, int top_k, int k) {
   const auto same = [&](int j) { return places[j] != kDropped && place_owner(places[j]) == place_owner(places[k]); };
-  SameOwner found = {false, k + 1};
-  for (int j = 0; j < k; ++j) found.before = found.before || same(j);
-  while (found.next < top_k && !same(found.next)) ++found.next;
-  return found;
+  SameOwner slots = {false, k + 1};
+  for (int j = 0; j < k; ++j) slots.before = slots.before || same(j);
+  while (slots.next < top_k && !same(slots.next)) ++slots.next;
+  return slots;
 }
 
 template <class P, bool reduced, class M, class Args>
