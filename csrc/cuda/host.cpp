@@ -2,10 +2,10 @@
 #include <cstring>
 #include <vector>
 
+#include "cuda/combine.h"
 #include "cuda/few.h"
 #include "cuda/launch.h"
 #include "cuda/meet.h"
-#include "cuda/combine.h"
 #include "cuda/push.h"
 
 namespace moe_comm {

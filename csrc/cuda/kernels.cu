@@ -1,7 +1,7 @@
 // The kernels of peer_to_peer dispatch: cuda/*.h instantiated for the GPU. Compiled by nvcc for the wheel, or by NVRTC.
+#include "cuda/combine.h"
 #include "cuda/few.h"
 #include "cuda/meet.h"
-#include "cuda/combine.h"
 #include "cuda/push.h"
 
 // Kernels that wait have one block of the maximum size. Kernels that move rows need several blocks per multiprocessor.
