@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from benchmarks.gpu.timing import Timer, random
+from moe_comm.comm.registered import RegisteredMemory
 from moe_comm.dispatch import DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
@@ -106,15 +107,14 @@ class NcclContestant(TorchContestant):
         if not dist.is_initialized():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self.registered, shape = False, (case.tokens * case.top_k, case.hidden)
-        self._pool: Any = None
+        self._memory: RegisteredMemory | None = None
         if case.device == "cuda":
             try:
-                nccl: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
                 dist.barrier()  # creates the communicator
-                self._pool = torch.cuda.MemPool(nccl.mem_allocator)
-                with torch.cuda.use_mem_pool(self._pool):
+                group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
+                self._memory = RegisteredMemory(group, device)  # type: ignore[arg-type]
+                with self._memory.allocating():
                     self.buffers = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-                nccl.register_mem_pool(self._pool)
                 self.registered = True
             except (AttributeError, RuntimeError, TypeError) as error:
                 print(f"NCCL buffers are not registered: {error}", flush=True)
@@ -124,7 +124,8 @@ class NcclContestant(TorchContestant):
     def close(self) -> None:
         """Destroy the process group, so that the process does not wait for NCCL when it exits."""
         self.buffers.clear()
-        self._pool = None
+        if self._memory is not None:
+            self._memory.close()
         dist.destroy_process_group()
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Any]:

@@ -109,6 +109,7 @@ class Problem:
         operands: list[Any] = []
 
         def multiply() -> Tensor:
+            from moe_comm.kernels.fp8 import quantize_weights
             from moe_comm.kernels.triton import grouped_mm_fp8, quantize
 
             inner = self.shape.inner
@@ -117,7 +118,7 @@ class Problem:
                 first = -(-inner // 4)
                 scale_RB = packed_RB.view(torch.float32)[:, first : first + -(-inner // quantize.BLOCK)]
                 operands.append((packed_RB[:, :inner], scale_RB))
-                operands.append(grouped_mm_fp8.quantize_weights(self.w_END))
+                operands.append(quantize_weights(self.w_END))
             return grouped_mm_fp8.grouped_mm_fp8(operands[0], operands[1], self.counts_E)
 
         return multiply

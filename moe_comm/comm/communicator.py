@@ -77,6 +77,7 @@ class Communicator:
         native: whether the native core (``moe_comm._C``) is built on all members.
         failed: error that made the group unusable. Later operations raise it again.
         num_operations: number of started operations of the group's torch backend.
+        num_duplicates: number of groups that ``duplicate`` created.
         backends: name of the torch backend, by device type.
         core: communicator of the native core; None without shared memory.
         core_timeout_s: timeout that is currently set in ``core``.
@@ -93,7 +94,7 @@ class Communicator:
         self.hosts: tuple[int, ...] = ()
         self.native = False
         self.failed: PeerError | None = None
-        self.num_operations = 0
+        self.num_operations = self.num_duplicates = 0
         self.backends = {device.type: group._get_backend(device).name() for device in group._device_types}
         self._group: ProcessGroup | None = group
         self._store: Store | None = PrefixStore("moe_comm", store)  # not the group's own object; see ``register``
@@ -185,16 +186,21 @@ class Communicator:
         torch.distributed does not register it. Other ranks need not call this, and the names of torch's groups do not
         change.
         """
-        key = tuple(members)
-        return self.keep(("subgroup", key), lambda: self._subgroup(key, timeout_s))
+        name = "part/" + "-".join(map(str, members))
+        return self.keep(("subgroup", name), lambda: self._subgroup(name, members, timeout_s))
 
-    def _subgroup(self, members: tuple[int, ...], timeout_s: float) -> ProcessGroup:
-        name = "-".join(map(str, members))
-        store = PrefixStore(f"part/{name}", self.store)
+    def duplicate(self, timeout_s: float) -> ProcessGroup:
+        """Return a new process group of the same ranks, as ``subgroup``: for another thread. Collective."""
+        self.num_duplicates += 1
+        name = f"duplicate/{self.num_duplicates}"
+        return self.keep(("subgroup", name), lambda: self._subgroup(name, range(self.world), timeout_s))
+
+    def _subgroup(self, name: str, members: Sequence[int], timeout_s: float) -> ProcessGroup:
+        store = PrefixStore(name, self.store)
         group = _group_like(self.group, store, members.index(self.rank), len(members), timedelta(seconds=timeout_s))
         comm = Communicator(group, [self.ranks[member] for member in members], store)
         registry.communicators[group] = comm
-        self.keep(("communicator of subgroup", members), lambda: comm)
+        self.keep(("communicator of subgroup", name), lambda: comm)
         return group
 
     def close(self) -> None:

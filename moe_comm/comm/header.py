@@ -20,7 +20,9 @@ import torch
 from moe_comm import errors
 
 COLLECTIVE = "collective"
-OPS = ("dispatch", "combine", "combine backward", "dispatch backward", COLLECTIVE)
+DISPATCH_FIXED = "dispatch_fixed"
+"""The dispatch of ``peer_to_peer`` into a block of fixed size, whose header has no size of free memory."""
+OPS = ("dispatch", "combine", "combine backward", "dispatch backward", COLLECTIVE, DISPATCH_FIXED)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_INDICES = {dtype: index for index, dtype in enumerate(DTYPES)}
 FAULTS: tuple[type[errors.MoeCommError], ...] = (
@@ -117,6 +119,7 @@ class Header:
     of_call: sequence number (``seq``) of the dispatch of these rows; 0 for a dispatch.
     ordinal: number of the dispatcher in the group. maker: id of the dispatcher in this process; not compared.
     calls: the operations of the group; ``check`` updates them when ranks differ.
+    scaled: whether a dispatch returns rows as values and scales.
     """
 
     op: str
@@ -132,6 +135,7 @@ class Header:
     ordinal: int = 0
     maker: int = 0
     calls: GroupCalls | None = field(default=None, repr=False, compare=False)
+    scaled: bool = False
 
     def compared(self) -> tuple[int, ...]:
         """Return the words that must be equal on all ranks, in the order of ``COMPARED``."""
@@ -142,7 +146,7 @@ class Header:
             _DTYPE_INDICES.get(self.dtype, -1),
             self.top_k,
             self.num_experts,
-            int(self.requires_grad),
+            int(self.requires_grad) | self.scaled << 1,
             # Layer, dispatcher and dispatch (of_call) in one word. of_call differs if ranks combine the rows of several
             # dispatches in different orders.
             _origin_hash(self.label, self.ordinal) | (self.of_call & 0x7FFFFFFF) << 32,
@@ -191,7 +195,7 @@ def _format_word(index: int, words: Words) -> str:
     if index == 3:
         return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
     if index == 6:
-        return str(bool(value))
+        return str(bool(value & 1)) + ", scaled rows" * (value >> 1)
     if index == 7:
         rows = f", rows of call {value >> 32}" if value >> 32 else ""
         return f"{_text(words)!r} (dispatcher {value & ORDINAL_MASK}{rows})"

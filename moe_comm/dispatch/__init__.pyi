@@ -16,3 +16,4 @@ from moe_comm.dispatch.types import (
     DispatchOptions as DispatchOptions,
 )
 from moe_comm.dispatch.wire_dtype import WireDtype as WireDtype, WireDtypes as WireDtypes
+from moe_comm.kernels.fp8 import ScaledRows as ScaledRows

@@ -13,8 +13,8 @@ experts. A slot is one of the K (token, expert) pairs of a token. The primitives
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
@@ -34,8 +34,9 @@ from moe_comm.dispatch.checksums import CorruptionLog, exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.types import DROPPED, Dispatched, DispatchHandle, DispatchOptions, routing_error
-from moe_comm.dispatch.wire_dtype import UNCHANGED, rounded
-from moe_comm.errors import InputError, MoeCommError, PeerRaised, RoutingError, known_to_peers, mark_known
+from moe_comm.dispatch.wire_dtype import UNCHANGED, pack, rounded, unpack_scaled
+from moe_comm.errors import InputError, MoeCommError, PeerRaised, known_to_peers, mark_known
+from moe_comm.kernels.fp8 import BLOCK, ScaledRows, quantize_rows
 from moe_comm.topology import ExpertPlacement
 
 ID_DTYPES = (torch.int64, torch.int32)
@@ -52,6 +53,7 @@ class Dispatcher(ABC):
     Attributes:
         rounds: whether this class rounds rows to the wire dtype before it calls the backend.
         corruption: checksum mismatches of received rows, with ``DispatchOptions.checksums``.
+        row_bytes: bytes of an encoded row, by operation, width and dtype.
         comm: communicator of the group; None without a group.
         calls: sequence numbers of the group's operations.
         maker: id of this dispatcher, unique in the process.
@@ -60,6 +62,8 @@ class Dispatcher(ABC):
     name: ClassVar[str]
     packs: ClassVar[bool] = False
     """Whether the backend encodes rows in the wire dtype. If not, it is given rows that are already rounded."""
+    checks_ids: ClassVar[bool] = False
+    """Whether the backend checks the range of expert ids when it counts the slots. If not, ``dispatch`` does."""
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class Dispatcher(ABC):
         self.options = options or DispatchOptions()
         self.rounds = not self.packs and self.options.wire_dtypes != UNCHANGED
         self.corruption = CorruptionLog()
+        self.row_bytes: dict[tuple[str, int, torch.dtype], int] = {}
         self.calls = GroupCalls() if self.comm is None else self.comm.calls
         if self.comm is not None:
             self.comm.users.add(self)
@@ -111,7 +116,9 @@ class Dispatcher(ABC):
         """Global ids of this rank's experts."""
         return self.placement.local_range(self.rank)
 
-    def dispatch(self, x_TD: Tensor | Array, ids_TK: Tensor | Array, *, label: str = "") -> Dispatched:
+    def dispatch(
+        self, x_TD: Tensor | Array, ids_TK: Tensor | Array, *, label: str = "", scaled: bool = False
+    ) -> Dispatched:
         """Send each token's row to the owners of its K experts.
 
         Tensors may also be arrays of other libraries (CuPy, JAX, NumPy), which are read in place through DLPack. They
@@ -121,12 +128,16 @@ class Dispatcher(ABC):
             x_TD: [T, D] fp32, bf16 or fp16, any strides. T may be zero and may differ between ranks.
             ids_TK: [T, K] int32 or int64 global expert ids. -1 drops the slot.
             label: name of the layer, for error messages.
+            scaled: return the rows as e4m3 values and fp32 scales per 128 channels (``Dispatched.scaled``), for GEMMs
+                that take them. If the wire dtype of dispatch is fp8, these are the received bytes. Otherwise this rank
+                quantizes the received rows. The same on every rank. D must be a multiple of 128.
 
         Returns:
             Rows of this rank's experts, and the handle for ``combine``.
 
         Raises:
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
+            ConfigError: ``scaled`` with an fp8 wire dtype over ``hierarchical``; on every rank, before rows move.
             PeerDied, PeerTimeout: a rank died, or did not call in time.
             CorruptPayload: on every rank, for the rows of an earlier dispatch, with ``DispatchOptions.checksums``.
         """
@@ -136,18 +147,28 @@ class Dispatcher(ABC):
         header = self.dispatch_header(x_TD, ids_TK, label)
         if fault is not None:
             header = replace(header, fault=fault)
+        if scaled:
+            header = replace(header, scaled=True, fault=header.fault or _scaled_fault(x_TD))
         tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
+        rows: ScaledRows | None = None
         with dispatch_span(self, "dispatch", label) as span:
-            rounded_TD = _rounded(self, tokens_TD, header) if self.rounds else tokens_TD
-            rows_RD, handle = self._send(rounded_TD, ids_TK, header)
+            if scaled and self.options.wire_dtypes.of(header.op).format == "fp8":
+                rows, handle = self._send_scaled(tokens_TD, ids_TK, header)
+                rows_RD = rows.dequantized(x_TD.dtype) if self.options.checksums else tokens_TD
+            else:
+                rounded_TD = _rounded(self, tokens_TD, header) if self.rounds else tokens_TD
+                rows_RD, handle = self._send(rounded_TD, ids_TK, header)
+                rows = quantize_rows(rows_RD) if scaled else None
             if self.options.checksums:
                 checksums = exchange_checksums(self, tokens_TD, ids_TK, header)
                 if checksums is not None:
                     checksums.check(rows_RD)
             record_handle(span, self, handle)
+        if rows is not None:
+            rows_RD = x_TD.new_full((1, 1), torch.nan).expand(handle.num_rows, handle.hidden)
         if header.requires_grad:
             rows_RD = _Dispatch.apply(x_TD, rows_RD, self, handle)
-        return Dispatched(rows_RD, handle)
+        return Dispatched(rows_RD, handle, rows)
 
     def combine(self, rows_RD: Tensor | Array, weights_TK: Tensor | Array, handle: DispatchHandle) -> Tensor:
         """Return the weighted sum of each token's K expert outputs, in fp32 and in slot order.
@@ -247,19 +268,12 @@ class Dispatcher(ABC):
         with suppress(MoeCommError):
             self.refuse(PeerRaised(text), torch.empty(0), label=label)
 
-    @contextmanager
-    def abort_on_error(self, label: str = "", *, in_flight: bool = False) -> Iterator[None]:
-        """Call ``abort`` for an exception that leaves the ``with`` block.
+    def abort_on_error(self, label: str = "", *, in_flight: bool = False) -> AbstractContextManager[None]:
+        """Return a context manager that calls ``abort`` for an exception that leaves the ``with`` block.
 
         The block holds the code between two operations: the experts, or the call of ``backward``.
         """
-        try:
-            yield
-        except _StopRecomputationError:  # activation checkpointing ends a forward pass early with it
-            raise
-        except Exception as error:
-            self.abort(error, label=label, in_flight=in_flight)
-            raise
+        return _AbortOnError(self, label, in_flight)
 
     @property
     def handshakes(self) -> bool:
@@ -289,13 +303,13 @@ class Dispatcher(ABC):
             self.calls,
         )
 
-    def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Header:
-        """Return the header of a dispatch. It contains the fault if the input is invalid."""
+    def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str, op: str = "dispatch") -> Header:
+        """Return the header of the dispatch ``op``. It contains the fault if the input is invalid."""
         fault = self._fault(x_TD, ids_TK)
         if fault is None and self.options.checksums:
             fault = self.corruption.fault()
         return Header(
-            "dispatch",
+            op,
             self.calls.next(self._ordinal),
             x_TD.shape[-1] if x_TD.dim() else 0,
             x_TD.dtype,
@@ -323,11 +337,7 @@ class Dispatcher(ABC):
             return InputError(f"x is on {x_TD.device} but the expert ids are on {ids_TK.device}")
         if ids_TK.shape[1] < 1:
             return InputError("top-k must be at least 1; got ids of width 0")
-        return self._routing_fault(ids_TK)
-
-    def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
-        """Check the range of ids. Backends that count slots in native code check there and override this."""
-        if not ids_TK.numel():
+        if self.checks_ids or not ids_TK.numel():
             return None
         low, high = (int(v) for v in torch.aminmax(ids_TK))
         if low >= DROPPED and high < self.num_experts:
@@ -337,6 +347,16 @@ class Dispatcher(ABC):
     @abstractmethod
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]: ...
 
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
+        """Run ``_send`` with an fp8 wire dtype, and return the encoded rows.
+
+        A backend that encodes rows overrides this. The others move rows in their own dtype, and this rank encodes them.
+        A row has the same bytes, whichever rank encodes it.
+        """
+        rows_RD, handle = self._send(x_TD, ids_TK, header)
+        wire_dtype = self.options.wire_dtypes.of(header.op)
+        return unpack_scaled(pack(rows_RD, wire_dtype), wire_dtype, handle.hidden), handle
+
     @abstractmethod
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor: ...
 
@@ -345,6 +365,32 @@ class Dispatcher(ABC):
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         """``rows_RD`` is None if the weights need no gradient."""
+
+
+def _scaled_fault(x_TD: Tensor) -> InputError | None:
+    if x_TD.dim() == 2 and x_TD.shape[1] and not x_TD.shape[1] % BLOCK:
+        return None
+    return InputError(
+        f"scaled rows have one scale per {BLOCK} channels, so D must be a positive multiple of {BLOCK}; got x "
+        f"{tuple(x_TD.shape)}. Dispatch without scaled (expert_gemm_dtype='same'), or change the hidden size"
+    )
+
+
+class _AbortOnError:
+    """Result of ``Dispatcher.abort_on_error``. A class, because ``contextmanager`` takes several calls more."""
+
+    __slots__ = ("_dispatcher", "_in_flight", "_label")
+
+    def __init__(self, dispatcher: Dispatcher, label: str, in_flight: bool) -> None:
+        self._dispatcher, self._label, self._in_flight = dispatcher, label, in_flight
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        # Activation checkpointing ends a forward pass early with _StopRecomputationError.
+        if isinstance(error, Exception) and not isinstance(error, _StopRecomputationError):
+            self._dispatcher.abort(error, label=self._label, in_flight=self._in_flight)
 
 
 def _rounded(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:

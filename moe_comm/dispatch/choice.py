@@ -73,7 +73,9 @@ class Traffic:
         deterministic, wire_dtypes: as in ``DispatchOptions``.
         overlap: rows are transferred while experts compute. On GPUs ``auto`` then takes a backend that supports it.
             On CPUs it has no effect, because the computing cores also move the rows.
-        fused: the device executor is requested, whose kernels need ``all_to_all``. As ``overlap``, only on GPUs.
+        fused: the device executor is requested, whose kernels need ``peer_to_peer`` or ``all_to_all``. As ``overlap``,
+            only on GPUs.
+        scaled: dispatch returns rows as values and scales (``Dispatcher.dispatch``).
     """
 
     top_k: int | None = None
@@ -83,6 +85,7 @@ class Traffic:
     wire_dtypes: WireDtypes = UNCHANGED
     overlap: bool = False
     fused: bool = False
+    scaled: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -213,12 +216,15 @@ def _hierarchical(facts: GroupFacts, traffic: Traffic, remote_slots: float, off_
     shares_memory = facts.native and facts.device == "cpu"
     inside = 0 if shares_memory else 2 * (remote_slots - off_host_slots) * row
     if_asked = "" if facts.device == "cpu" else f"it has not been measured on {facts.device}"
-    return BackendCost("hierarchical", _hierarchical_problem(facts), between + inside, between, copied, if_asked)
+    problem = _hierarchical_problem(facts)
+    if traffic.scaled and traffic.wire_dtypes.of("dispatch").format == "fp8":
+        problem = problem or "it decodes fp8 rows, but the experts need their values and scales; use 'all_to_all'"
+    return BackendCost("hierarchical", problem, between + inside, between, copied, if_asked)
 
 
 _OVERLAPS = ("local", "all_to_all", "peer_to_peer")
-_FUSED = ("local", "all_to_all")
-_NOT_FUSED = "the device executor is requested, and its kernels need all_to_all"
+_FUSED = ("local", "all_to_all", "peer_to_peer")
+_NOT_FUSED = "the device executor is requested, and its kernels need peer_to_peer or all_to_all"
 _SERIAL = "overlap is requested, and it cannot transfer rows while the experts compute"
 _LOCAL = "this group has {world} ranks and 'local' sends nothing between them; use 'auto', or no group"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from moe_comm.dispatch.wire_dtype import bytes_per_row
+from moe_comm.dispatch.wire_dtype import SAME, bytes_per_row
 from moe_comm.runtime.event_layout import NO_NAME, Kind
 from moe_comm.runtime.events import EVENTS, Open, communication_span
 
@@ -58,6 +58,9 @@ def sent_bytes(dispatcher: Dispatcher, op: str, handle: DispatchHandle) -> int:
     own = dispatcher.own_rows(handle, rows)
     if own is None:
         return 0
-    if not dispatcher.packs:
-        return (rows - own) * handle.hidden * handle.dtype.itemsize
-    return (rows - own) * bytes_per_row(handle.hidden, dispatcher.options.wire_dtypes.of(op), handle.dtype)
+    key = op, handle.hidden, handle.dtype
+    row_bytes = dispatcher.row_bytes.get(key)
+    if row_bytes is None:
+        wire_dtype = dispatcher.options.wire_dtypes.of(op) if dispatcher.packs else SAME
+        row_bytes = dispatcher.row_bytes[key] = bytes_per_row(handle.hidden, wire_dtype, handle.dtype)
+    return (rows - own) * row_bytes

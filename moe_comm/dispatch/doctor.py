@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moe_comm.comm.registered import MIN_NCCL, registration_problem
 from moe_comm.dispatch.choice import BackendChoice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.peer_to_peer.access import BLOCKED, NO_KERNELS, REACHES, problem_of
 from moe_comm.errors import KernelError, MissingDependency
@@ -38,11 +39,12 @@ NO_CODE = "none"
 
 
 def examine_gpus(notes: DoctorReport) -> None:
-    """Report compilers of device code, peer access of GPUs, and torch's symmetric memory."""
+    """Report compilers of device code, peer access of GPUs, torch's symmetric memory, and registration with NCCL."""
     _compilers(notes)
     devices: list[dict[str, Any]] = notes.data["gpus"]
     _peer_access(notes, devices)
     _symmetric_memory(notes, devices)
+    _nccl_registration(notes)
 
 
 def _compilers(notes: DoctorReport) -> None:
@@ -170,6 +172,17 @@ def _symmetric_memory(notes: DoctorReport, devices: Sequence[Mapping[str, Any]])
     method = "cannot run" if advice else "GPUs of one host, by access to each other's memory"
     notes.data["backends"]["peer_to_peer"] = {"works": not advice, "how": method}
     notes.add("backends", "peer_to_peer", "missing" if advice else "ok", method, advice)
+
+
+def _nccl_registration(notes: DoctorReport) -> None:
+    """Report whether ``hierarchical`` exchanges rows between hosts in memory that is registered with NCCL."""
+    problem = registration_problem()
+    notes.data["nccl_registration"] = not problem
+    if problem:
+        advice = f"only needed by hierarchical over NCCL: NCCL {MIN_NCCL[0]}.{MIN_NCCL[1]} or newer"
+        notes.add("gpu", "NCCL registration", "missing", problem, advice)
+    else:
+        notes.add("gpu", "NCCL registration", "ok", "of torch; hierarchical exchanges rows in registered memory")
 
 
 def report_choices(notes: DoctorReport) -> None:

@@ -13,6 +13,7 @@ from moe_comm.deprecated import renamed_attributes, renamed_fields
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.wire_dtype import UNCHANGED, WireDtypes
 from moe_comm.errors import ConfigError, RoutingError
+from moe_comm.kernels.fp8 import ScaledRows
 
 DROPPED = -1
 """Expert id of a dropped slot. A slot is one of the K (token, expert) pairs of a token; a dropped one adds nothing."""
@@ -93,12 +94,16 @@ class Dispatched:
     """Result of a dispatch.
 
     Attributes:
-        rows_RD: [R, D] rows of this rank's experts, ordered by (expert, source rank, token, slot).
+        rows_RD: [R, D] rows of this rank's experts, ordered by (expert, source rank, token, slot). After a dispatch
+            with ``scaled``, it has shape, dtype and autograd history of the rows, but no memory: every element is NaN.
+            Experts read ``scaled`` and return the gradient of the rows as the gradient of ``rows_RD``.
         handle: argument of ``combine``.
+        scaled: the same rows as e4m3 values and fp32 scales, without autograd; None without ``scaled``.
     """
 
     rows_RD: Tensor
     handle: DispatchHandle
+    scaled: ScaledRows | None = None
 
 
 def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:

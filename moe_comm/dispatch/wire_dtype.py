@@ -30,10 +30,19 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.fp8 import (
+    BLOCK,
+    E4M3,
+    TRITON_DTYPES,
+    ScaledRows,
+    in_blocks,
+    of_packed,
+    saturating_cast,
+    scales_for,
+)
 from moe_comm.kernels.native import for_triton
 from moe_comm.runtime.memory import as_dtype
 
@@ -43,19 +52,9 @@ WireDtypeName = Literal[
     "same", "bf16", "fp8_token", "fp8_block", "fp8_group", "fp8_token_pow2", "fp8_block_pow2", "fp8_group_pow2"
 ]
 
-BLOCK = 128
-"""Number of channels that share a scale of kind "block"."""
 ALIGN = 16
 """Alignment of a row in bytes, so that copies and gathers move whole words."""
 SCALE_BYTES = 4
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
-TINIEST = 2.0**-126
-"""Smallest scale. Below it fp32 is subnormal and the scale loses bits."""
-FRACTION = 0x7FFFFF
-"""The fraction bits of fp32."""
-_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Row dtypes with a one-pass fp8 kernel on GPUs. It gives the same bytes, except for the sign of NaN."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ def encode(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
         packed_RB.view(torch.bfloat16)[:, :hidden].copy_(rows_RD)
         packed_RB[:, 2 * hidden :] = 0
         return packed_RB
-    if rows_RD.dtype in _TRITON_DTYPES and for_triton(rows_RD):
+    if rows_RD.dtype in TRITON_DTYPES and for_triton(rows_RD):
         from moe_comm.kernels.triton.quantize import ScaleFormat, quantize  # needs Triton
 
         return quantize(rows_RD.contiguous(), ScaleFormat(wire_dtype.scales == "token", wire_dtype.power_of_two))
@@ -252,9 +251,8 @@ def decode(packed_RB: Tensor, wire_dtype: WireDtype, hidden: int, dtype: torch.d
         return as_dtype(dtype, bytes_RB)
     if wire_dtype.format == "bf16":
         return bytes_RB.view(torch.bfloat16)[:, :hidden].to(dtype)
-    first, last = _scale_bytes(hidden, wire_dtype)
-    scale_RS = bytes_RB.view(torch.float32)[:, first // SCALE_BYTES : last // SCALE_BYTES]
-    return apply_scales(bytes_RB[:, :hidden], scale_RS, wire_dtype, dtype)
+    rows = of_packed(bytes_RB, hidden, wire_dtype.num_scales(hidden))
+    return apply_scales(rows.values_RD.view(torch.uint8), rows.scale_RB, wire_dtype, dtype)
 
 
 def apply_scales(
@@ -266,7 +264,7 @@ def apply_scales(
         counts: number of rows that are needed of each R / C consecutive rows, C int64 values on the device. The other
             rows may be left uninitialised. None: all rows.
     """
-    if dtype in _TRITON_DTYPES and for_triton(values_RD):
+    if dtype in TRITON_DTYPES and for_triton(values_RD):
         from moe_comm.kernels.triton.quantize import ScaleFormat, dequantize_rows  # needs Triton
 
         return dequantize_rows(values_RD, scale_RS, ScaleFormat(wire_dtype.scales == "token"), dtype, counts)
@@ -295,6 +293,17 @@ def unpack(packed: Tensor, wire_dtype: WireDtype, hidden: int, dtype: torch.dtyp
     return decode(packed, wire_dtype, hidden, dtype)
 
 
+def as_scaled(values_RD: Tensor, scale_RS: Tensor) -> ScaledRows:
+    """Return received values, [R, D] bytes or e4m3, and scales with a scale for each block, also if a row has one."""
+    return ScaledRows(values_RD.view(E4M3), scale_RS.expand(-1, -(-values_RD.shape[1] // BLOCK)))
+
+
+def unpack_scaled(packed: Tensor, wire_dtype: WireDtype, hidden: int) -> ScaledRows:
+    """Return the values and scales of fp8 rows from ``pack``, as views."""
+    rows = of_packed(as_dtype(torch.uint8, packed), hidden, wire_dtype.num_scales(hidden))
+    return as_scaled(rows.values_RD, rows.scale_RB)
+
+
 def _check_no_group_scales(wire_dtype: WireDtype) -> None:
     if wire_dtype.scales == "group":
         raise ConfigError(f"{wire_dtype.name} does not store scales in rows; use group_scales.encode_groups")
@@ -312,22 +321,4 @@ def _scale_bytes(hidden: int, wire_dtype: WireDtype) -> tuple[int, int]:
 
 def _blocks(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
     """View rows as [R, S, B]: the B channels that share each of S scales. Zeros pad the last block."""
-    num_scales = wire_dtype.num_scales(rows_RD.shape[1])
-    padding = 0 if num_scales == 1 else num_scales * BLOCK - rows_RD.shape[1]
-    padded_RD: Tensor = F.pad(rows_RD, (0, padding)) if padding else rows_RD
-    return padded_RD.view(padded_RD.shape[0], num_scales, padded_RD.shape[1] // num_scales)
-
-
-def scales_for(amax: Tensor, power_of_two: bool) -> Tensor:
-    """Return the fp32 scales of blocks with largest magnitudes ``amax`` (fp32). NaN where that is NaN or infinite."""
-    scale = (amax / E4M3_MAX).clamp(min=TINIEST)
-    if power_of_two:
-        # Round up to a power of two: a carry out of the fraction increments the exponent.
-        scale = ((scale.view(torch.int32) + FRACTION) & ~FRACTION).view(torch.float32)
-    return torch.where(amax.isfinite(), scale, torch.nan)
-
-
-def saturating_cast(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast fp32 ``wide`` to ``dtype``, clamped to finite values; NaN stays NaN. Overwrites ``wide``."""
-    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    return wide.clamp_(-limit, limit).to(dtype)
+    return rows_RD.unsqueeze(1) if wire_dtype.scales == "token" else in_blocks(rows_RD)

@@ -39,38 +39,48 @@ _DLPACK = {
 
 
 class _Freed(NamedTuple):
-    """A freed range of the block. events: recorded on the other streams that used it."""
+    """A freed range of the block that other streams may use. events: recorded on these streams."""
 
     first: int
     size: int
     streams: set[Any]
-    events: tuple[torch.cuda.Event, ...] = ()
+    events: tuple[torch.cuda.Event, ...]
+
+
+class _Memory:
+    """The block of a heap, and the (first byte, size, streams) of allocations that were freed in it."""
+
+    __slots__ = ("base", "block", "dead", "dlpack_device", "make_tensor")
+
+    def __init__(self, block: Tensor) -> None:
+        self.block, self.base = block, block.data_ptr()
+        self.dlpack_device = (2, block.device.index) if block.device.type == "cuda" else (1, 0)
+        self.dead: deque[tuple[int, int, set[Any]]] = deque()
+        self.make_tensor = native_core().p2p_tensor
 
 
 class HeapBlock:
     """An allocated range of the block, at offset ``first``. torch keeps this object while a storage over it exists."""
 
-    __slots__ = ("_block", "_dead", "_streams", "first", "size")
+    __slots__ = ("_memory", "_streams", "first", "size")
 
-    def __init__(self, block: Tensor, first: int, size: int, dead: deque[_Freed], streams: set[Any]) -> None:
-        self.first, self.size = first, size
-        self._block, self._dead, self._streams = block, dead, streams
+    def __init__(self, memory: _Memory, first: int, size: int, streams: set[Any]) -> None:
+        self._memory, self.first, self.size, self._streams = memory, first, size, streams
 
     def __del__(self) -> None:
         # This may run on any thread and during an allocation, so it only records the range.
         if self.size:
-            self._dead.append(_Freed(self.first, self.size, self._streams))
+            self._memory.dead.append((self.first, self.size, self._streams))
 
     def matrix(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Return a dense [rows, columns] tensor with its own storage, starting at byte ``offset``."""
-        device = self._block.device
+        memory = self._memory
         if not rows or not columns:
-            return torch.empty(rows, columns, dtype=dtype, device=device)
-        dlpack_device = (2, device.index) if device.type == "cuda" else (1, 0)
-        address = self._block.data_ptr() + self.first + offset
+            return torch.empty(rows, columns, dtype=dtype, device=memory.block.device)
+        address = memory.base + self.first + offset
         # The tensor keeps ``self`` alive.
-        memory = native_core().p2p_tensor(address, rows, columns, *_DLPACK[dtype], *dlpack_device, self)
-        return torch.from_dlpack(memory)
+        tensor = memory.make_tensor(address, rows, columns, *_DLPACK[dtype], *memory.dlpack_device, self)
+        return torch.from_dlpack(tensor)
 
 
 class Heap:
@@ -81,24 +91,19 @@ class Heap:
 
     def __init__(self, block: Tensor, first: int) -> None:
         self.first, self.end = round_up(first), block.numel() // ALIGN * ALIGN
-        self._block = block
-        self._base = block.data_ptr()
+        self.device = block.device
+        self._memory = _Memory(block)
+        self._base = self._memory.base
         self._free: list[tuple[int, int]] = [(self.first, self.end)]
         """(first, end) of free ranges, sorted and merged."""
         self._graphs: list[HeapBlock] = []
         """Allocations of CUDA graphs, which are never freed."""
-        self._dead: deque[_Freed] = deque()
-        """Allocations whose storage was freed since the last ``_collect``."""
         self._waiting: list[_Freed] = []
         """Allocations that other streams may still use."""
         self._streams: dict[int, set[Any]] = {}
         """Streams that use each allocation, by its first byte."""
         self._last: Any = None
         """The stream that may use free memory without waiting."""
-
-    @property
-    def device(self) -> torch.device:
-        return self._block.device
 
     @property
     def size(self) -> int:
@@ -124,13 +129,26 @@ class Heap:
         for freed in self._waiting:  # let the stream wait instead of the host
             for event in freed.events:
                 stream.wait_event(event)
-            self._release(freed)
+            self._release(freed.first, freed.size)
         self._waiting = []
-        if not self._free:
+        at, size = 0, 0
+        for i, (first, end) in enumerate(self._free):
+            if end - first > size:
+                at, size = i, end - first
+        if not size:
             return None
-        first, end = largest = max(self._free, key=lambda part: part[1] - part[0])
-        self._free.remove(largest)
-        return self._allocated(first, end - first, {stream})
+        first, _ = self._free.pop(at)
+        streams = self._streams[first] = {stream}
+        return HeapBlock(self._memory, first, size, streams)
+
+    def shrink(self, block: HeapBlock, num_bytes: int) -> None:
+        """Keep the first ``num_bytes`` of a block from ``reserve``, without tensors over it, and free the rest."""
+        kept = (num_bytes + ALIGN - 1) // ALIGN * ALIGN
+        if kept < block.size:
+            self._release(block.first + kept, block.size - kept)
+            block.size = kept
+        if not kept:
+            del self._streams[block.first]
 
     def keep(self, block: HeapBlock, *ranges: tuple[int, int]) -> list[HeapBlock]:
         """Replace ``block`` by blocks for ``ranges``, and free the rest.
@@ -145,11 +163,12 @@ class Heap:
         for offset, num_bytes in ranges:
             first = block.first + offset
             if first > start:
-                self._release(_Freed(start, first - start, streams))
-            kept.append(self._allocated(first, round_up(num_bytes), set(streams)))
+                self._release(start, first - start)
+            used = self._streams[first] = set(streams)
+            kept.append(HeapBlock(self._memory, first, round_up(num_bytes), used))
             start = first + kept[-1].size
         if end > start:
-            self._release(_Freed(start, end - start, streams))
+            self._release(start, end - start)
         return kept
 
     def block(self, num_bytes: int) -> HeapBlock:
@@ -158,7 +177,7 @@ class Heap:
         Raises:
             HeapError: no room. Only this rank raises; the caller must report it to its peers.
         """
-        size = max(round_up(num_bytes), ALIGN)
+        size = (num_bytes + ALIGN - 1) // ALIGN * ALIGN or ALIGN
         stream, in_graph = _stream(self.device), capturing(self.device)
         self._collect(stream, in_graph)
         first = self._take(size)
@@ -173,7 +192,8 @@ class Heap:
                 f"no room for {num_bytes} bytes in the heap of {self.size}: {self.used} are in use and the largest "
                 f"free block has {self._largest()}. Increase PeerToPeerOptions.heap_bytes on every rank"
             )
-        block = self._allocated(first, size, {stream})
+        streams = self._streams[first] = {stream}
+        block = HeapBlock(self._memory, first, size, streams)
         if in_graph:
             self._graphs.append(block)
         return block
@@ -212,10 +232,6 @@ class Heap:
                 return first
         return None
 
-    def _allocated(self, first: int, size: int, streams: set[Any]) -> HeapBlock:
-        self._streams[first] = streams
-        return HeapBlock(self._block, first, size, self._dead, streams)
-
     def _largest(self) -> int:
         return max((end - first for first, end in self._free), default=0)
 
@@ -230,25 +246,26 @@ class Heap:
             if self._last is not None:
                 stream.wait_stream(self._last)
             self._last = stream
-        while self._dead:
-            freed = self._dead.popleft()
-            self._streams.pop(freed.first, None)
-            if (others := freed.streams - {stream}) and not in_graph:
-                self._waiting.append(_Freed(freed.first, freed.size, freed.streams, _events(others)))
+        dead = self._memory.dead
+        while dead:
+            first, size, streams = dead.popleft()
+            self._streams.pop(first, None)
+            if (others := streams - {stream}) and not in_graph:
+                self._waiting.append(_Freed(first, size, streams, _events(others)))
             else:
-                self._release(freed)
+                self._release(first, size)
         if in_graph or not self._waiting:
             return
         waiting = []
         for freed in self._waiting:
             if all(event.query() for event in freed.events):
-                self._release(freed)
+                self._release(freed.first, freed.size)
             else:
                 waiting.append(freed)
         self._waiting = waiting
 
-    def _release(self, freed: _Freed) -> None:
-        first, end = freed.first, freed.first + freed.size
+    def _release(self, first: int, size: int) -> None:
+        end = first + size
         i = bisect_left(self._free, (first, end))
         if i < len(self._free) and self._free[i][0] == end:
             end = self._free.pop(i)[1]

@@ -18,19 +18,28 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: torch.cuda.Stream | None = None
+        self._last: tuple[torch.cuda.Stream, ...] = ()
 
     def enter(self) -> None:
-        """Let the current stream wait for the stream of the last call. Call it before an operation's first kernel.
+        """Let the current stream wait for those of the last operation. Call it before an operation's first kernel.
 
         Nothing waits during graph capture, where the graph has its own order.
         """
         if self._device.type != "cuda" or capturing(self._device):
             return
         stream = torch.cuda.current_stream(self._device)
-        if self._last is not None and self._last != stream:
-            stream.wait_stream(self._last)
-        self._last = stream
+        for last in self._last:
+            if last != stream:
+                stream.wait_stream(last)
+        self._last = (stream,)
+
+    def join(self) -> None:
+        """Let the next operation also wait for the current stream, which runs kernels of the last operation."""
+        if self._device.type != "cuda" or capturing(self._device):
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if stream not in self._last:
+            self._last = (*self._last, stream)
 
 
 Keep = Callable[[Hashable, Callable[[], StreamOrder]], StreamOrder]

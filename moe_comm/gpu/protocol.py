@@ -150,17 +150,23 @@ class Sending(NamedTuple):
     wait: int = 1
 
 
-class MeetingCounts(NamedTuple):
-    """Counts of all ranks, exchanged in a meeting.
+class RowFlags(NamedTuple):
+    """Where kernels find the flags of the rows of one dispatch, and where they report a rank whose flag is missing.
 
-    own_L: number of rows of each expert of this rank. rows_W: number of rows received by each rank.
-    word_W: one word of each rank's header. dropped: number of this rank's slots with id -1.
+    peers_W: [W] int64 addresses of the ranks' blocks. state, report, abort: State, Report and the abort word of
+    csrc/cuda/args.h. first_flag: word of the control area with the flag of (local expert 0, rank 0); that of
+    (expert, source) is ``expert * W + source`` words after it. turn: the value of a raised flag, or more.
     """
 
-    own_L: list[int]
-    rows_W: list[int]
-    word_W: list[int]
-    dropped: int
+    peers_W: Tensor
+    state: Tensor
+    report: Tensor
+    abort: Tensor
+    rank: int
+    world: int
+    first_flag: int
+    turn: int
+    timeout_ns: int
 
 
 def chunk_of(tokens: int, top_k: int) -> int:

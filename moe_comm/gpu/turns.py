@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, PeerTimeout
+from moe_comm.gpu.arguments import native_core
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import Heap, capturing, current_stream
 from moe_comm.gpu.launch import Launcher, make_plan, starter_of
@@ -30,10 +31,10 @@ from moe_comm.gpu.protocol import (
     FaultReport,
     GroupShape,
     Ints,
-    MeetingCounts,
     Offer,
     Reduction,
     RelayLinks,
+    RowFlags,
     Sending,
     address,
     chunk_of,
@@ -95,6 +96,7 @@ class Turns:
     def __init__(self, shape: GroupShape, blocks: Blocks, launcher: Launcher) -> None:
         self.shape, self.blocks, self.launcher = shape, blocks, launcher
         self.device = blocks.own.device
+        self._on_gpu = self.device.type == "cuda"
         self.heap = Heap(blocks.own, shape.control_bytes)
         self._captured, self._capturing, self._timeout_s = 0, False, 0.0
         self._replays = False
@@ -132,6 +134,8 @@ class Turns:
         self.scratch = Scratch.of(shape, 0, self.device)
         self._scratches = [self.scratch]
         """Scratch outside of graphs. Kernels may still use all but the last one. Sizes at least double."""
+        self._chunks = 0
+        """Chunks of slots that the last scratch has room for."""
         self.plan.use([address(words) for words in self.scratch])
         self._last: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -165,10 +169,6 @@ class Turns:
         """Headers of all ranks in the last completed turn."""
         return list(self._all_header_words.copy())
 
-    def counted(self, word: int) -> MeetingCounts:
-        """Return the counts of the last completed meeting with counts. ``word`` selects a word of the headers."""
-        return MeetingCounts(*self.plan.counted(word))
-
     def abort(self) -> None:
         """Make waiting kernels end. Any thread may call this."""
         self._abort_word[0] = 1
@@ -183,7 +183,7 @@ class Turns:
     def begin(self, timeout_s: float) -> None:
         """Begin an operation on the current stream. Each of its kernels waits for up to ``timeout_s``."""
         handle, self._timeout_s = 0, timeout_s
-        if self.device.type == "cuda":
+        if self._on_gpu:
             self._capturing = capturing(self.device)
             stream = current_stream(self.device)
             handle = stream.cuda_stream
@@ -206,7 +206,7 @@ class Turns:
     ) -> None:
         """Queue a turn that counts the slots of each expert, exchanges the counts, and moves rows to the peers' offers.
 
-        ``counted`` returns the counts after ``wait``. Rows beyond the room of an offer are not moved.
+        ``plan.counted`` returns the counts after ``wait``. Rows beyond the room of an offer are not moved.
 
         Args:
             offer: this rank's buffer for rows.
@@ -216,10 +216,9 @@ class Turns:
         """
         tokens, top_k = ids_TK.shape
         chunk = chunk_of(tokens, top_k)
-        self._prepare(-(-tokens * top_k // chunk))
-        header_index = self._next_header_index()
-        slots = tokens, top_k, address(ids_TK), address(place_TK), chunk
-        rows = address(x_TD), x_TD.stride(0) * x_TD.element_size(), x_TD.shape[1], dtype
+        header_index = self._begin_turn(-(-tokens * top_k // chunk))
+        slots = tokens, top_k, ids_TK.data_ptr(), place_TK.data_ptr(), chunk
+        rows = x_TD.data_ptr(), x_TD.stride(0) * x_TD.element_size(), x_TD.shape[1], dtype
         self.plan.dispatch(header, header_index, offer, *slots, *rows, how, links)
 
     def arrive(self, first_source: int, sources: int) -> None:
@@ -230,14 +229,20 @@ class Turns:
         """Return whether all rows of the rank ``source`` have been written in this turn. Only in emulation."""
         return self.plan.received(source)
 
+    def row_flags(self) -> RowFlags:
+        """Return the flags of the rows of the last dispatch."""
+        shape = self.shape
+        first_flag = native_core().p2p_control(shape.world, shape.experts, shape.local_experts)["arrived"]
+        memory = self._peers_W, self._state, self._report, self._abort
+        return RowFlags(*memory, shape.rank, shape.world, first_flag, self.turn, int(self._timeout_s * 1e9))
+
     def counts_WE(self) -> Ints:
         """Return the rows of each rank for each expert in the last completed meeting with counts."""
         return self._all_count_words.copy()
 
     def meet(self, header: bytes, offer: Offer) -> None:
         """Queue a meeting without counts, which exchanges headers and offers."""
-        self._prepare(0)
-        self.plan.meet(header, self._next_header_index(), offer)
+        self.plan.meet(header, self._begin_turn(0), offer)
 
     def sum(
         self,
@@ -253,11 +258,10 @@ class Turns:
 
         ``weights_TK`` is dense fp32, or None for ones. ``blocks`` is the maximum number of thread blocks.
         """
-        self._prepare(0)
-        header_index = self._next_header_index()
+        header_index = self._begin_turn(0)
         tokens, top_k = place_TK.shape
-        places = address(place_TK), address(weights_TK)
-        self.plan.sum(header, header_index, offer, blocks, tokens, top_k, y_TD.shape[1], dtype, *places, address(y_TD))
+        addresses = place_TK.data_ptr(), 0 if weights_TK is None else weights_TK.data_ptr(), y_TD.data_ptr()
+        self.plan.sum(header, header_index, offer, blocks, tokens, top_k, y_TD.shape[1], dtype, *addresses)
 
     def sum_reduced(
         self,
@@ -274,8 +278,7 @@ class Turns:
 
         offer: addresses of this rank's rows, reduced rows and links, as in ``own``. The links must be zero.
         """
-        self._prepare(0)
-        header_index = self._next_header_index()
+        header_index = self._begin_turn(0)
         tokens, top_k = place_TK.shape
         addresses = address(place_TK), address(weights_TK), address(y_TD)
         shape = tokens, top_k, y_TD.shape[1], dtype
@@ -296,8 +299,7 @@ class Turns:
 
         Unless ``dots_TK`` is None, it is set to the dot products of the gradients and the rows of the first offer.
         """
-        self._prepare(0)
-        header_index = self._next_header_index()
+        header_index = self._begin_turn(0)
         tokens, top_k = place_TK.shape
         places = address(place_TK), address(weights_TK)
         rows = grad_TD.shape[1], dtype
@@ -313,19 +315,17 @@ class Turns:
 
     # --- results ---
 
-    def wait(self) -> bool:
-        """Wait until the last meeting has completed, but not for later kernels. Return ``failed``.
+    def wait(self) -> None:
+        """Wait until the last meeting has completed, but not for later kernels, or until there is a fault.
 
         Raises:
             PeerTimeout: the device has not begun the turn.
         """
-        turn = self.plan.turn
+        plan = self.plan
+        turn = plan.turn
         self._wait_for(turn)
-        if not self.plan.failed():
-            return False
-        if self.plan.completed_turn() < turn:
+        if plan.failed() and plan.completed_turn() < turn:
             time.sleep(SETTLE_S)  # the device writes the fault before its details
-        return True
 
     def reset_fault(self) -> None:
         """Clear a fault that all ranks have raised, so that the next turn can begin."""
@@ -335,12 +335,23 @@ class Turns:
         self._report_words[1:] = 0
         self.plan.turn = int(self._state[0])  # kernels queued after the fault have not counted turns
 
+    def _begin_turn(self, chunks: int) -> int:
+        """Select scratch for a turn with ``chunks`` chunks of slots. Return a free position for its header."""
+        if chunks > self._chunks or self._capturing or self._replays or self.scratch is not self._scratches[-1]:
+            self._prepare(chunks)
+            return self._next_header_index()
+        turn = self.plan.turn + 1
+        if turn > RING and not self.plan.wait(turn - RING + 1, 0):
+            self._wait_for(turn - RING + 1)
+        return turn % RING
+
     def _prepare(self, chunks: int) -> None:
         """Select scratch for a turn with ``chunks`` chunks of slots. Each turn of a graph gets its own."""
         if self._capturing:
             scratch = Scratch.of(self.shape, chunks, self.device)
-        elif (most := self._scratches[-1].bad_C4.shape[0]) < chunks:
-            scratch = Scratch.of(self.shape, max(chunks, 2 * most), self.device)
+        elif self._chunks < chunks:
+            self._chunks = max(chunks, 2 * self._chunks)
+            scratch = Scratch.of(self.shape, self._chunks, self.device)
             self._scratches.append(scratch)
         else:
             scratch = self._scratches[-1]
@@ -364,8 +375,6 @@ class Turns:
 
     def _wait_for(self, turn: int) -> None:
         """Wait until ``turn`` has completed or there is a fault."""
-        if self.plan.wait(turn, SLICE_NS):  # the common case, without reading the clock
-            return
         end = time.monotonic() + self._timeout_s + GRACE_S
         while not self.plan.wait(turn, SLICE_NS):
             if time.monotonic() > end:

@@ -15,20 +15,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from moe_comm.errors import InputError
+from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.activations import Activation
+from moe_comm.kernels.fp8 import BLOCK, GemmDtype
 from moe_comm.kernels.row_invariant import aligned, are_aligned, expert_mm, product_into
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """Maps (rows, width, dtype, device) to an uninitialized [rows, width] tensor."""
 Sizes = tuple[int, ...]
+SERIAL_ONLY = "experts with fp8 GEMMs run in the serial executor only: use overlap=None, or executor 'serial' or 'auto'"
 
 
 class ExpertForward(ABC):
@@ -110,9 +111,9 @@ class LocalExperts(ABC):
 
     tensors: tuple[Tensor | None, ...]
 
-    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> Self:
+    @abstractmethod
+    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> LocalExperts:
         """Return the same settings with other parameters."""
-        return replace(self, tensors=tuple(tensors))
 
     @property
     @abstractmethod
@@ -140,10 +141,15 @@ class ExpertMLP(LocalExperts):
 
     tensors: w13 [E, G, D], w2 [E, D, F], b13 [E, G] or None, b2 [E, D] or None.
     recompute: save only the rows for backward, which then needs one more GEMM.
+    gemm_dtype: operands of the forward GEMMs. "fp8": see ``expert_mlp_fp8.py``.
     """
 
     activation: Activation
     recompute: bool = False
+    gemm_dtype: GemmDtype = "same"
+
+    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> ExpertMLP:
+        return ExpertMLP(tuple(tensors), self.activation, self.recompute)
 
     @property
     def columns(self) -> int:
@@ -165,6 +171,8 @@ class ExpertMLP(LocalExperts):
                 f"got {list(rows_per_expert)} (sum {sum(rows_per_expert)})"
             )
         self.check_weights(rows_RD)
+        if self.gemm_dtype == "fp8" and rows_RD.shape[1] % BLOCK:
+            raise InputError(f"experts with fp8 GEMMs need a multiple of {BLOCK} channels; got {rows_RD.shape[1]}")
 
     def check_weights(self, rows: Tensor) -> None:
         """Raise InputError unless the weights match each other and the dtype of ``rows``, of any shape."""
@@ -188,6 +196,8 @@ class ExpertMLP(LocalExperts):
                 )
 
     def forward(self, rows_RD: Tensor, out_RD: Tensor, sizes: Sizes, keep: bool, alloc: Alloc) -> ExpertForward:
+        if self.gemm_dtype == "fp8":
+            raise ConfigError(SERIAL_ONLY)
         return _MLPForward(self, rows_RD, out_RD, sizes, keep and not self.recompute, alloc)
 
     def backward(self, inputs: BackwardInputs) -> ExpertBackward:
@@ -296,6 +306,9 @@ class _MLPBackward(ExpertBackward):
 @dataclass(frozen=True, eq=False)
 class ExpertLinear(LocalExperts):
     """rows @ w[e].T. tensors: w [E, G, D]."""
+
+    def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> ExpertLinear:
+        return ExpertLinear(tuple(tensors))
 
     @property
     def columns(self) -> int:

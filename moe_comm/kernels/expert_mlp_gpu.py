@@ -10,7 +10,7 @@ is a parameter with an fp32 tensor ``main_grad``, its gradient is added there (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -39,12 +39,19 @@ def _has_tensor_cores(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
-def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -> Tensor:
+FirstProduct = Callable[[Tensor, Tensor, Tensor], None]
+"""Multiplies rows by w13 into h."""
+
+
+def forward(
+    mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor, first: FirstProduct | None = None
+) -> Tensor:
     """Write the experts' output into ``out_RD``. Returns h_RG, for ``backward``.
 
     Args:
         rows_RD: [R, D], unit stride along D.
         counts_E: int64 rows of each expert, on the device. Rows of ``out_RD`` beyond their sum are not written.
+        first: the first GEMM, with the bits of ``grouped_mm_into``, if rows are still in flight.
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
 
@@ -53,7 +60,10 @@ def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -
     assert w2_EDF is not None
     h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
     act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
-    grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
+    if first is None:
+        grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
+    else:
+        first(rows_RD, w13_EGD, h_RG)
     mlp.activation.forward(h_RG, act_RF)
     grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD)
     return h_RG
@@ -66,36 +76,40 @@ def backward(
     grad_RD: Tensor,
     counts_E: Tensor,
     grad_rows_RD: Tensor | None,
-    grads: Sequence[Tensor | None],
-) -> None:
-    """Write the gradient of the rows into ``grad_rows_RD`` and those of w13 and w2 into ``grads``, if not None.
-
-    The gradient of a parameter with ``main_grad`` is added to that instead, and its tensor in ``grads`` is a dummy.
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write the gradient of the rows into ``grad_rows_RD`` if it is not None. Return the gradients of w13 and w2.
 
     Args:
         h_RG: The result of ``forward``; None: it is recomputed.
+        needs: whether w13 and w2 need gradients, first. If not, None is returned.
+
+    Returns:
+        The gradients, as ``main_grad.weight_grad`` returns them.
     """
     from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
-    from moe_comm.kernels.triton.main_grad import weight_grad_into
+    from moe_comm.kernels.triton.main_grad import weight_grad
 
     w13_EGD, w2_EDF, _, _ = mlp.tensors
     assert w13_EGD is not None
     assert w2_EDF is not None
-    grad_w13, grad_w2, *_ = grads
+    needs_w13, needs_w2, *_ = needs
+    grad_w13 = grad_w2 = None
     if h_RG is None:
         h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
         grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
     act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
-    grad_h_RG = torch.empty_like(h_RG) if grad_rows_RD is not None or grad_w13 is not None else None
+    grad_h_RG = torch.empty_like(h_RG) if grad_rows_RD is not None or needs_w13 else None
     if grad_h_RG is not None:
         grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
         # ``act_RF`` contains the gradient of the activation, which is read before the activation overwrites it.
         mlp.activation.backward(h_RG, act_RF, grad_h_RG, act_RF)
-    elif grad_w2 is not None:
+    elif needs_w2:
         mlp.activation.forward(h_RG, act_RF)
-    if grad_w2 is not None:
-        weight_grad_into(w2_EDF, grad_RD, act_RF, counts_E, grad_w2)
-    if grad_h_RG is not None and grad_w13 is not None:
-        weight_grad_into(w13_EGD, grad_h_RG, rows_RD, counts_E, grad_w13)
+    if needs_w2:
+        grad_w2 = weight_grad(w2_EDF, grad_RD, act_RF, counts_E)
+    if grad_h_RG is not None and needs_w13:
+        grad_w13 = weight_grad(w13_EGD, grad_h_RG, rows_RD, counts_E)
     if grad_h_RG is not None and grad_rows_RD is not None:
         grouped_mm_into(grad_h_RG, w13_EGD.transpose(1, 2), counts_E, grad_rows_RD)
+    return grad_w13, grad_w2

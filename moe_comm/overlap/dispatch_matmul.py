@@ -16,12 +16,14 @@ from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.checks import weights_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device import fused_choice, fused_dispatch, fused_fault
+from moe_comm.overlap.executors.device_rows import device_dispatch_matmul, peer_fault
 from moe_comm.overlap.executors.pipelined import pipelined_dispatch
 from moe_comm.overlap.executors.serial import grouped
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
@@ -64,11 +66,11 @@ def dispatch_matmul(
     fault: MoeCommError | None = weights_fault(dispatcher, w_EGD, x_TD, "dispatch_matmul")
     if isinstance(dispatcher, PendingDispatcher):
         if overlap.backend == TRITON:
-            fault = fault or ConfigError(
-                f"the Triton kernels need the dispatcher all_to_all; got {dispatcher.name}. Use Overlap() with it"
-            )
+            fault = fault or _kernels_fault(dispatcher, x_TD)
         if fault is not None:
             dispatcher.refuse(fault, x_TD, label=label)
+        if overlap.backend == TRITON and isinstance(dispatcher, PeerToPeerPrimitives):
+            return device_dispatch_matmul(dispatcher, x_TD, ids_TK, w_EGD, overlap, label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label)
         if shared.chunks == 1:
             rows_RD = shared.dispatch_at_once(send, x_TD).rows_RD
@@ -85,6 +87,15 @@ def dispatch_matmul(
         rows_RD = dispatch.dispatch_at_once(x_TD).rows_RD
         return grouped(experts, rows_RD, dispatch.handle.rows_per_expert), dispatch
     return pipelined_dispatch(dispatch, forward.send, x_TD, experts), dispatch
+
+
+def _kernels_fault(dispatcher: PendingDispatcher, x_TD: Tensor) -> MoeCommError | None:
+    if isinstance(dispatcher, PeerToPeerPrimitives):
+        return peer_fault(dispatcher, x_TD)
+    return ConfigError(
+        f"the Triton kernels need the dispatcher peer_to_peer or all_to_all; got {dispatcher.name}. Use Overlap() with "
+        "it"
+    )
 
 
 def reference(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, w_EGD: Tensor, *, label: str = "") -> Tensor:

@@ -41,14 +41,14 @@ class Overlap:
             and do not depend on ``programs``. "auto": linear layers of CPU ranks that share memory read peers' rows in
             place, all other operators are chunked. With ``chunks="auto"``, "auto" also selects a Triton kernel where
             ``moe-comm tune`` measured that it is faster, so on GPUs the bits depend on the stored measurements.
-        programs: Number of programs of a Triton kernel that communicate. None: the tuned number with
-            ``chunks="auto"``, else the kernel's default.
+        programs: Number of programs of a Triton kernel that communicate; over ``peer_to_peer``, of thread blocks that
+            send rows beside it. None: the tuned number with ``chunks="auto"``, else the kernel's default.
         executor: Execution order of a whole expert layer. "serial": dispatch, experts, combine. "pipelined": experts
             compute rows as they are received, over ``all_to_all`` in chunks, and over ``shared_memory`` and
-            ``peer_to_peer`` peer by peer. "device": Triton kernels, for experts without biases. "auto": "device" with
-            ``backend="triton"``, else "pipelined" if the dispatcher supports it and there are enough rows for two
-            chunks, else "serial". If the dispatcher does not support the named executor, the first call raises
-            ConfigError on every rank.
+            ``peer_to_peer`` peer by peer. "device": Triton kernels, for experts without biases, over ``peer_to_peer``
+            or ``all_to_all``. "auto": "device" with ``backend="triton"``, else "pipelined" if the dispatcher supports
+            it and there are enough rows for two chunks, else "serial". If the dispatcher does not support the named
+            executor, the first call raises ConfigError on every rank.
 
     Raises:
         ConfigError: ``chunks`` is neither an integer of at least 1 nor "auto", or ``backend`` or ``executor`` is

@@ -272,6 +272,10 @@ class Meter:
             self.__enter__()
             self._local.depth = depth
 
+    def ignore_thread(self) -> None:
+        """Do not count the time of the calling thread, which runs beside the thread that is measured."""
+        self._local.depth = 1  # so that no later entry is the outermost one
+
     def take(self) -> float:
         """Return the seconds since the last call, and start from zero."""
         with self._lock:

@@ -49,6 +49,14 @@ def test_the_link_matrix_of_nvidia_smi_is_parsed() -> None:
     assert doctor.topology("No devices were found") == {}
 
 
+@pytest.mark.parametrize(("problem", "status"), [("", "ok"), ("NCCL 2.18.1 is older than 2.19", "missing")])
+def test_registration_with_nccl_is_reported(monkeypatch: pytest.MonkeyPatch, problem: str, status: str) -> None:
+    monkeypatch.setattr(doctor, "registration_problem", lambda: problem)
+    notes, findings = examine([gpu_facts(0, [])])
+    assert findings["NCCL registration"].status == status and problem in findings["NCCL registration"].value
+    assert notes.data["nccl_registration"] == (not problem)
+
+
 def test_gpus_with_access_to_each_other_are_reported_with_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_topology_text", lambda: TOPOLOGY)
     notes, findings = examine([gpu_facts(0, [1]), gpu_facts(1, [0])])
@@ -99,7 +107,8 @@ def test_missing_compilers_and_gpus_are_reported_with_advice(monkeypatch: pytest
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     notes, findings = examine([], archs="")
     assert {name for name, finding in findings.items() if finding.status == "missing"} == findings.keys()
-    assert findings.keys() == {"NVRTC", "CuPy", "peer access", "symmetric memory", "peer_to_peer"}
+    names = {"NVRTC", "CuPy", "peer access", "symmetric memory", "peer_to_peer", "NCCL registration"}
+    assert findings.keys() == names and notes.data["nccl_registration"] is False
     assert all(finding.advice for finding in findings.values())
     assert notes.data["nvrtc"] is None and notes.data["cupy"] is None and notes.data["symmetric_memory"] is False
 

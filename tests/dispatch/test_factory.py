@@ -18,6 +18,7 @@ from tests.dispatch.workers import ErrorText, caught
 from tests.pool import RankPool
 
 HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
+FP8 = WireDtypes("fp8_block")
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,9 @@ HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
         (replace(HOST, hosts=2, host_by_host=True), Traffic(top_k=8, deterministic=False), "hierarchical"),
         (replace(HOST, hosts=4, world=16, host_by_host=True), Traffic(top_k=8), "hierarchical"),
         (replace(HOST, hosts=2, host_by_host=True), Traffic(top_k=1), "all_to_all"),
+        (replace(HOST, hosts=4, world=16, host_by_host=True), Traffic(8, wire_dtypes=FP8), "hierarchical"),
+        (replace(HOST, hosts=4, world=16, host_by_host=True), Traffic(8, wire_dtypes=FP8, scaled=True), "all_to_all"),
+        (replace(HOST, hosts=4, world=16, host_by_host=True), Traffic(8, scaled=True), "hierarchical"),
         (replace(HOST, hosts=4, host_by_host=True), Traffic(top_k=2), "all_to_all"),
         (replace(HOST, hosts=2, host_by_host=True, device="cuda", transport="nccl"), Traffic(top_k=8), "all_gather"),
         (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=2), "all_to_all"),
@@ -46,7 +50,7 @@ HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
         (
             replace(HOST, device="cuda", transport="nccl", peers=""),
             Traffic(top_k=8, overlap=True, fused=True),
-            "all_to_all",
+            "peer_to_peer",
         ),
         (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=8, overlap=True), "all_to_all"),
         (replace(HOST, world=1, device="cuda", transport="nccl"), Traffic(top_k=8, overlap=True), "local"),

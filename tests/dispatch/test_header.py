@@ -44,6 +44,7 @@ def test_every_header_has_the_same_size() -> None:
     ("change", "expected"),
     [
         ({"op": "combine"}, ("operation", "rank 1: combine")),
+        ({"op": "dispatch_fixed"}, ("operation", "rank 1: dispatch_fixed")),
         ({"seq": 8}, ("call number", "rank 1: 8")),
         ({"hidden": 65}, ("hidden size", "rank 1: 65")),
         ({"dtype": torch.float32}, ("dtype", "rank 1: float32")),

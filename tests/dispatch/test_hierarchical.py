@@ -144,12 +144,12 @@ def record_wire_bytes(
     num_bytes = exchanges = 0
     start = dispatcher.channel.start_all_to_all
 
-    def counted(rows: Tensor, send: list[int], receive: list[int], description: str) -> Any:
+    def counted(rows: Tensor, send: list[int], receive: list[int], *args: Any) -> Any:
         nonlocal num_bytes, exchanges
         exchanges += 1
         inter_host_rows = sum(n for to, n in enumerate(send) if two_hosts(world)[to] != two_hosts(world)[rank])
         num_bytes += inter_host_rows * (rows.nbytes // max(rows.shape[0], 1))
-        return start(rows, send, receive, description)
+        return start(rows, send, receive, *args)
 
     dispatcher.channel.start_all_to_all = counted
     own = experts[dispatcher.local_experts.start : dispatcher.local_experts.stop]
@@ -329,12 +329,12 @@ def die_between_chunks(rank: int, world: int, job: Job) -> tuple[ErrorText, Erro
     sent = dispatcher.dispatch(x_TD, ids_TK, label="moe.3")
     start, sent_chunks = dispatcher.channel.start_all_to_all, 0
 
-    def start_or_die(rows: Tensor, send: list[int], receive: list[int], description: str) -> Any:
+    def start_or_die(rows: Tensor, send: list[int], receive: list[int], *args: Any) -> Any:
         nonlocal sent_chunks
         sent_chunks += rows.dim() == 2
         if sent_chunks == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return start(rows, send, receive, description)
+        return start(rows, send, receive, *args)
 
     if rank == 1:
         dispatcher.channel.start_all_to_all = start_or_die

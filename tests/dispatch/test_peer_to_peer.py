@@ -195,6 +195,26 @@ def test_fixed_dispatch_needs_a_capacity() -> None:
         one_rank().dispatch_fixed(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
 
 
+def mixed(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
+    """Call ``dispatch_fixed`` on the last rank and ``dispatch`` on the others. Then make the same call on all ranks."""
+    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    assert isinstance(dispatcher, PeerToPeerDispatcher)
+    x_TD, ids_TK = torch.full((3, 8), float(rank), device=job.device), torch.zeros(3, 1, dtype=torch.int64)
+    call = dispatcher.dispatch_fixed if rank == world - 1 else dispatcher.dispatch
+    mismatch = caught(lambda: call(x_TD, ids_TK.to(job.device), label="moe.3"))
+    heap_is_empty = dispatcher.memory.turns.heap.used == 0
+    rows_RD = dispatcher.dispatch(x_TD, ids_TK.to(job.device)).rows_RD
+    expected_RD = torch.arange(world if rank == 0 else 0).repeat_interleave(3)[:, None].expand(-1, 8)
+    return mismatch, heap_is_empty and torch.equal(rows_RD.cpu(), expected_RD.float())
+
+
+def test_dispatch_and_dispatch_fixed_are_a_mismatch_on_every_rank(pool: RankPool) -> None:
+    for mismatch, usable in pool.run(mixed, replace(JOB, peers=replace(PEERS, capacity_rows=16))):
+        assert mismatch[0] == "RankMismatch" and "disagree on operation" in mismatch[1], mismatch
+        assert "rank 0: dispatch, " in mismatch[1] and "rank 3: dispatch_fixed" in mismatch[1], mismatch
+        assert usable, mismatch
+
+
 # --- fast combine ---
 
 FAST = replace(JOB, deterministic=False, peers=replace(PEERS, heap_bytes=4 << 20, fast_combine=True))

@@ -7,6 +7,7 @@ Results are compared with the bits of the CPU where the contract promises them, 
 from __future__ import annotations
 
 import importlib.util
+from copy import deepcopy
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
+from moe_comm.kernels.fp8 import quantize_weights
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
+from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.router import Router, RouterConfig
 
 pytestmark = [
@@ -196,7 +199,7 @@ def test_fp8_products_agree_with_float64_on_dequantized_operands(counts: list[in
         packed_RB = quantize.quantize(_drawn(sum(counts), inner, dtype=torch.bfloat16).to(DEVICE), scales)
         first = -(-inner // 4)
         scale_RB = packed_RB.view(torch.float32)[:, first : first + scales.count(inner)]
-        w_ENK, w_scale_ECB = grouped_mm_fp8.quantize_weights(_drawn(4, columns, inner, seed=1).to(DEVICE))
+        w_ENK, w_scale_ECB = quantize_weights(_drawn(4, columns, inner, seed=1).to(DEVICE))
         rows = quantize.dequantize(packed_RB, scales, inner, torch.float32).cpu().double()
         wide_scale = w_scale_ECB.double().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :columns, :inner]
         w = (w_ENK.double() * wide_scale).cpu()
@@ -205,3 +208,21 @@ def test_fp8_products_agree_with_float64_on_dequantized_operands(counts: list[in
         for dtype, bound in ((torch.float32, 1e-3), (torch.bfloat16, 5e-3)):
             out_RN = grouped_mm_fp8.grouped_mm_fp8(*operands, torch.tensor(counts, device=DEVICE), dtype)
             assert (out_RN.cpu().double() - expected_RN).norm() / expected_RN.norm() < bound
+
+
+def test_experts_with_fp8_gemms_are_near_plain_torch() -> None:
+    on_cpu = Experts(4, 512, 320, dtype=torch.bfloat16)
+    on_cpu.reset_parameters(0, std=0.1)
+    on_cpu.gemm_dtype = "fp8"
+    results = []
+    for experts in (on_cpu, deepcopy(on_cpu).to(DEVICE)):
+        values, scales = quantize_weights(experts.w13.detach())
+        rows_RD = _drawn(378, 512, dtype=torch.bfloat16).to(experts.w13.device).requires_grad_()
+        out_RD = experts(rows_RD, [300, 0, 77, 1])
+        out_RD.backward(_drawn(378, 512, dtype=torch.bfloat16, seed=1).to(out_RD.device))
+        tensors = [values.view(torch.uint8), scales, out_RD, rows_RD.grad, experts.w13.grad, experts.w2.grad]
+        results.append([t.detach().cpu() for t in tensors if t is not None])
+    plain, actual = results
+    assert len(actual) == 6 and torch.equal(actual[0], plain[0]) and torch.equal(actual[1], plain[1])
+    for one, other in zip(actual[2:], plain[2:], strict=True):
+        assert (one.double() - other.double()).norm() <= 2e-2 * other.double().norm()

@@ -67,6 +67,23 @@ def test_a_stream_waits_for_the_one_that_was_used_before(monkeypatch: pytest.Mon
     assert first.waited == [second]
 
 
+def test_an_operation_waits_for_all_streams_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    push, product, caller = Stream(), Stream(), Stream()
+    current = [push]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(order_module, "capturing", lambda device: False)
+    order = stream_order(None, CUDA)
+    order.enter()
+    for current[0] in (product, push, product):
+        order.join()
+    current[0] = caller
+    order.enter()
+    assert caller.waited == [push, product] and not push.waited and not product.waited
+    current[0] = push
+    order.enter()
+    assert push.waited == [caller]
+
+
 @pytest.mark.usefixtures("gpu")
 def test_processors_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting_programs(CUDA) == PROCESSORS - 2

@@ -15,7 +15,6 @@ import torch
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
-from moe_comm.dispatch.peer_to_peer.memory import PeerGroupMemory
 from moe_comm.errors import ConfigError, KernelError, PeerError, RoutingError
 from moe_comm.gpu import protocol, turns
 from moe_comm.gpu.arguments import Words, kernel_fields
@@ -83,11 +82,11 @@ class LateReport:
             report[1], report[0] = protocol.BAD_IDS, 1
 
 
-def test_a_fault_reported_a_turn_late_makes_the_group_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_reported_a_turn_late_makes_the_group_unusable() -> None:
     """Other ranks may be in a different turn by then, so the ranks no longer agree on the next turn."""
-    monkeypatch.setattr(PeerGroupMemory, "on_host", property(lambda memory: False))
     device = LateReport()
     dispatcher = one_rank(RecordingLauncher(kernel_fields(), device))
+    dispatcher.memory.on_host = False
     dispatcher.dispatch_fixed(X_TD, IDS_TK)
     assert device.meetings == 1 and not dispatcher.memory.turns.failed
     for _ in range(2):
@@ -110,7 +109,8 @@ def test_operations_that_wait_are_refused_during_capture(monkeypatch: pytest.Mon
     dispatcher = one_rank(NativeLauncher("host"))
     state = dispatcher.memory.turns
     before = state.turn
-    monkeypatch.setattr("moe_comm.dispatch.peer_to_peer.primitives.capturing", lambda device: True)
+    for module in ("primitives", "dispatcher"):
+        monkeypatch.setattr(f"moe_comm.dispatch.peer_to_peer.{module}.capturing", lambda device: True)
     with pytest.raises(ConfigError, match="use dispatch_fixed"):
         dispatcher.dispatch(X_TD, IDS_TK)
     with pytest.raises(ConfigError, match="once before"):

@@ -20,7 +20,7 @@ from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.wire_dtype import WireDtypes
-from moe_comm.errors import ConfigError, PeerRaised
+from moe_comm.errors import ConfigError, MissingDependency, PeerRaised
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers.moe.config import MoEConfig
@@ -205,9 +205,11 @@ def _check_choices(rank: int, world: int, _: Any) -> None:
     assert isinstance(call(gathered, chunk_bytes=1), SerialCall)
     for dispatcher in (shared, peers):
         assert isinstance(call(dispatcher, chunks="auto"), SerialCall)
-    for dispatcher, name in ((gathered, "pipelined"), (gathered, "device"), (shared, "device"), (peers, "device")):
+    for dispatcher, name in ((gathered, "pipelined"), (gathered, "device"), (shared, "device")):
         with pytest.raises(ConfigError, match=f"the {name} executor"):
             call(dispatcher, executor=name)
+    with pytest.raises((ConfigError, MissingDependency), match=r"TRITON_INTERPRET=1|pip install"):
+        call(peers, executor="device")
     reasons = [
         explain_overlap(each, tokens=8, top_k=2, hidden=D, ffn=F).splitlines()
         for each in (shared, network, gathered, peers)

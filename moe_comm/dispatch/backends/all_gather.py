@@ -33,8 +33,9 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.group_scales import GROUP, RowGroups, decode_groups, encode_groups
 from moe_comm.dispatch.sums import scale_
 from moe_comm.dispatch.types import DispatchHandle
-from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack
+from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack, unpack_scaled
 from moe_comm.kernels.accumulate import accumulate_dtype
+from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import take
 
 
@@ -54,19 +55,28 @@ class AllGatherDispatcher(AllToAllDispatcher):
         """Return None, because the collectives record their own bytes."""
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
+        handle = self._gathered(x_TD, ids_TK, header)
+        wire_dtype, routes = self.options.wire_dtypes.of(header.op), handle.state
+        x_PD = self._gather_rows(x_TD, routes.tokens_W, wire_dtype, describe(header))
+        return x_PD[routes.gathered_R // handle.top_k], handle
+
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
+        handle = self._gathered(x_TD, ids_TK, header)
+        wire_dtype, routes = self.options.wire_dtypes.of(header.op), handle.state
+        packed_PX = self._gather_padded(pack(x_TD, wire_dtype), routes.tokens_W, describe(header))
+        return unpack_scaled(take(packed_PX, routes.gathered_R // handle.top_k), wire_dtype, handle.hidden), handle
+
+    def _gathered(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> DispatchHandle:
+        """Run the handshake of a dispatch, gather the ids of all ranks, and return a handle with ``GatheredRoutes``."""
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
         routes = self._routes(ids_TK, counts)
-        description = describe(header)
         # int32 is enough: the handshake has checked the range of the ids.
-        ids_PK = self._gather_padded(ids_TK.to(torch.int32), counts.tokens_W, description, fill=-1)
+        ids_PK = self._gather_padded(ids_TK.to(torch.int32), counts.tokens_W, describe(header), fill=-1)
         own = self.local_experts
         local_PK = torch.where((ids_PK >= own.start) & (ids_PK < own.stop), ids_PK - own.start, -1)
         order, _ = plain.order_slots(local_PK, len(own))
-        gathered_R = order[: sum(routes.receive)]
-        x_PD = self._gather_rows(x_TD, counts.tokens_W, self.options.wire_dtypes.of(header.op), description)
-        rows_RD = x_PD[gathered_R // ids_TK.shape[1]]
         handle = self._handle(x_TD, counts, routes, header)
-        return rows_RD, replace(handle, state=GatheredRoutes(**vars(routes), gathered_R=gathered_R))
+        return replace(handle, state=GatheredRoutes(**vars(routes), gathered_R=order[: sum(routes.receive)]))
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         if self.options.deterministic or self.options.wire_dtypes.of(header.op).narrows(handle.dtype):

@@ -34,8 +34,8 @@ from moe_comm.dispatch.group_scales import RowGroups, decode_groups, encode_grou
 from moe_comm.dispatch.handshake import Counts, Handshake, Words
 from moe_comm.dispatch.sums import scale_, take, weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
-from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack
-from moe_comm.errors import RoutingError
+from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack, unpack_scaled
+from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.topology import ExpertPlacement
 
 
@@ -63,6 +63,7 @@ class AllToAllDispatcher(Dispatcher):
     """For any device and number of hosts. ``make_dispatcher`` compares the settings of ranks; this class does not."""
 
     name = "all_to_all"
+    checks_ids = True  # the handshake checks when it counts the slots
     packs = True
 
     def __init__(
@@ -75,9 +76,6 @@ class AllToAllDispatcher(Dispatcher):
 
     def _report_stop(self, text: str) -> None:
         self.channel.give_up(text)
-
-    def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
-        return None  # the handshake checks the ids when it counts the slots
 
     def prepare_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> DispatchHandle:
         """Run the handshake of a dispatch and compute its routes. No rows move.
@@ -106,6 +104,13 @@ class AllToAllDispatcher(Dispatcher):
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         handle = self.prepare_dispatch(x_TD, ids_TK, header)
         return self.send(x_TD, handle, header), handle
+
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
+        handle = self.prepare_dispatch(x_TD, ids_TK, header)
+        routes, wire_dtype = handle.state, self.options.wire_dtypes.of(header.op)
+        packed_SX = take(pack(x_TD, wire_dtype), routes.slot_S // handle.top_k)
+        packed_RX = self._to_experts(packed_SX, routes, describe(header))
+        return unpack_scaled(packed_RX, wire_dtype, handle.hidden), handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         self.check_headers(header, rows_RD.device)

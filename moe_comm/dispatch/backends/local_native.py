@@ -9,7 +9,9 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.header import Header
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.backends.native import NativeRows, supported
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
+from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import DTYPE_CODES, native, native_is_built, private_heap
 from moe_comm.topology import ExpertPlacement
 
@@ -38,6 +40,11 @@ class NativeLocalDispatcher(LocalDispatcher):
         if header.fault is None and supported(x_TD):
             return self._rows.send(x_TD, ids_TK, header)
         return super()._send(x_TD, ids_TK, header)
+
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
+        if x_TD.is_cpu:  # the handle must be the native core's
+            return Dispatcher._send_scaled(self, x_TD, ids_TK, header)
+        return super()._send_scaled(x_TD, ids_TK, header)
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         if isinstance(handle.state, self._core.Layout):

@@ -20,7 +20,7 @@ from moe_comm.dispatch.base import ID_DTYPES
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
-from moe_comm.errors import InputError, MoeCommError, RoutingError
+from moe_comm.errors import InputError, MoeCommError
 from moe_comm.runtime.memory import DTYPE_CODES
 from moe_comm.topology import ExpertPlacement
 
@@ -29,6 +29,7 @@ class SharedMemoryDispatcher(PendingDispatcher):
     """Zero-copy transfer between CPU ranks of one host. Construction is collective over ``group``."""
 
     name = "shared_memory"
+    checks_ids = True  # the native core checks
     collectives_in_flight = False
 
     def __init__(
@@ -89,9 +90,6 @@ class SharedMemoryDispatcher(PendingDispatcher):
                 f"shared_memory moves float32, bfloat16 and float16 rows on the CPU; got {x_TD.dtype} on {x_TD.device}"
             )
         return super()._fault(x_TD, ids_TK)
-
-    def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
-        return None  # the native core checks the ids
 
     def own_rows(self, handle: DispatchHandle, sent: int) -> int:
         own: int = handle.state.own

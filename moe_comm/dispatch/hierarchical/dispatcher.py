@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
 from moe_comm.dispatch.sums import weighted_sum
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import WireDtype, bytes_per_row, pack, rounded, unpack
-from moe_comm.errors import ConfigError, PeerError, RoutingError
+from moe_comm.errors import ConfigError, PeerError
 from moe_comm.runtime.memory import take, warm_rows
 from moe_comm.topology import ExpertPlacement
 
@@ -130,6 +131,7 @@ class HierarchicalDispatcher(Dispatcher):
     """
 
     name = "hierarchical"
+    checks_ids = True  # the handshake checks when it counts the slots
     packs = True
 
     def __init__(
@@ -169,9 +171,6 @@ class HierarchicalDispatcher(Dispatcher):
     def _report_stop(self, text: str) -> None:
         self.channel.give_up(text)
 
-    def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
-        return None  # the handshake checks the ids when it counts the slots
-
     # --- the three primitives ---
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
@@ -209,6 +208,14 @@ class HierarchicalDispatcher(Dispatcher):
         rows_per_expert = tuple(counts.rows_WE[:, own.start : own.stop].sum(0).tolist())
         handle = make_handle(header, x_TD, rows_per_expert, rows_RD.shape[0], counts.num_dropped, state)
         return rows_RD, handle
+
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> NoReturn:
+        fault = header.fault or ConfigError(
+            "hierarchical decodes fp8 rows before it forwards them inside a host, so it cannot return them as values "
+            "and scales; dispatch with the wire dtype 'same' or 'bf16', or use all_to_all"
+        )
+        self._send(x_TD, ids_TK, replace(header, fault=fault))
+        raise fault
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         self._check_headers(header, rows_RD.device)

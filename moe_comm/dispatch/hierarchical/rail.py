@@ -10,11 +10,15 @@ the own host are moved inside it meanwhile.
 
 Every exchange is a collective of all ranks, with no rows between most of them. All ranks therefore detect a rank that
 died or is late, and errors have the rank numbers of the whole group.
+
+Over NCCL, rows are packed and received in memory that is registered with NCCL, if torch and NCCL support it
+(``comm/registered.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -24,6 +28,7 @@ from torch import Tensor
 
 from moe_comm.comm.channel import Channel, PendingTensor
 from moe_comm.comm.header import Header, describe
+from moe_comm.comm.registered import registered_memory
 from moe_comm.dispatch.hierarchical.relay_routes import OPS, HostMap, WireBytes
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.memory import warm_rows
@@ -113,6 +118,8 @@ class Rail:
         self._channel, self._hosts, self._chunks = channel, hosts, chunks
         self._host = hosts.host(rank)
         self._ranks = hosts.rail(rank)
+        self._has_exchanged = False
+        """Whether rows of the group's main device were exchanged, which creates the communicator of NCCL."""
 
     def start(
         self, tensor_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], header: Header, kind: str
@@ -142,7 +149,8 @@ class Rail:
         for chunk in range(count):
             send, receive = ([_cut(block, chunk, count) for block in host_blocks] for host_blocks in (sent, received))
             send[self._host] = receive[self._host] = range(0)
-            rows_NX = rows_of(self.others(send))
+            with self._registered():
+                rows_NX = rows_of(self.others(send))
             pending = self._start(
                 rows_NX, [len(rows) for rows in send], [len(rows) for rows in receive], header, "rows"
             )
@@ -159,10 +167,22 @@ class Rail:
         for host, peer in enumerate(self._ranks):
             if host != self._host:
                 send[peer], receive[peer] = send_H[host], receive_H[host]
-        pending = self._channel.start_all_to_all(far_N, send, receive, describe(header))
+        out = None
+        if kind == "rows":
+            with self._registered() as registered:
+                out = far_N.new_empty(sum(receive), *far_N.shape[1:]) if registered else None
+        pending = self._channel.start_all_to_all(far_N, send, receive, describe(header), out)
+        self._has_exchanged |= self._channel.transfer_device(far_N.device).type == self._channel.rows_device.type
         # Wait now on GPUs: NCCL may deadlock if ranks run the kernels of two communicators (this one and the host's) in
         # different orders.
         return PendingTensor.completed(pending()) if far_N.is_cuda else pending
+
+    @contextmanager
+    def _registered(self) -> Iterator[bool]:
+        """Context manager: new CUDA tensors are registered with NCCL, if possible; yields whether they are."""
+        memory = registered_memory(self._channel.comm) if self._has_exchanged else None
+        with nullcontext() if memory is None else memory.allocating():
+            yield memory is not None
 
     def own(self, tensor_N: Tensor, rows_H: Sequence[int]) -> Tensor:
         """Return this host's block of ``tensor_N``."""

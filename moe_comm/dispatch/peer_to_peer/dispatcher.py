@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_comm.comm.header import Header, describe
+from moe_comm.comm.header import DISPATCH_FIXED, Header, describe
 from moe_comm.dispatch.base import dispatch_by, make_handle
 from moe_comm.dispatch.peer_to_peer.low_latency import (
     LowLatencyBuffers,
@@ -37,6 +37,8 @@ from moe_comm.dispatch.peer_to_peer.rows import RowFormat
 from moe_comm.dispatch.peer_to_peer.streams import record_stream
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.errors import ConfigError, HeapError, InputError
+from moe_comm.gpu.heap import capturing
+from moe_comm.gpu.protocol import SAME
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +91,12 @@ class PeerToPeerDispatcher(PeerToPeerPrimitives):
 
         Raises:
             ConfigError: no ``capacity_rows``.
-            InputError, HeapError: on this rank; on other ranks in ``check``.
+            InputError, RankMismatch, HeapError: on this rank; on other ranks in ``check``.
+                ``dispatch`` on another rank is a mismatch.
         """
         if self.peer_options.capacity_rows is None:
             raise ConfigError("dispatch_fixed needs PeerToPeerOptions(capacity_rows=...), the same on every rank")
-        header = self.dispatch_header(x_TD, ids_TK, label)
+        header = self.dispatch_header(x_TD, ids_TK, label, DISPATCH_FIXED)
         ends: list[Tensor] = []
         dispatched = dispatch_by(self, x_TD, lambda x: self._send_fixed(x, ids_TK, header, ends))
         return FixedDispatched(dispatched.rows_RD, ends[0], dispatched.handle)
@@ -115,7 +118,8 @@ class PeerToPeerDispatcher(PeerToPeerPrimitives):
         if header.fault is not None:
             raise header.fault
         form = self._form(x_TD, header.op)
-        x_TD = dense(self._round_rows(x_TD.detach(), form, sends=True))
+        x_TD = x_TD.detach()
+        x_TD = dense(self._round_rows(x_TD, form) if form.packing == SAME else x_TD)
         ids_TK = ids_TK.to(torch.int64).contiguous()
         with KernelOperation(self, header, x_TD, ids_TK):
             buffers = self._buffers_for(form, max_tokens, header)
@@ -161,9 +165,9 @@ class PeerToPeerDispatcher(PeerToPeerPrimitives):
     def _buffers_for(self, form: RowFormat, max_tokens: int, header: Header) -> LowLatencyBuffers:
         buffers = self._low_latency_buffers.get((form.hidden, form.dtype, max_tokens))
         if buffers is None:
-            self._not_captured(
-                f"the first low_latency_dispatch of {max_tokens} tokens", "call it and its combine once before"
-            )
+            if capturing(self.device):
+                what = f"the first low_latency_dispatch of {max_tokens} tokens"
+                self._refuse_capture(what, "call it and its combine once before")
             header = replace(header, label=f"low latency, {max_tokens} tokens")
             buffers = make_buffers(self.memory, replace(form, relay=False), max_tokens, header)
             self._low_latency_buffers[form.hidden, form.dtype, max_tokens] = buffers
@@ -198,9 +202,10 @@ class PeerToPeerDispatcher(PeerToPeerPrimitives):
         """Run ``_send`` with a receive buffer of fixed size. Append the ends of the experts' rows to ``ends``."""
         if header.fault is not None:
             self._refuse(header)
-        turns, form = self.memory.turns, self._form(x_TD, header.op)
+        turns, form = self.memory.turns, self._form(x_TD, "dispatch")
         capacity = self.peer_options.capacity_rows or 0
-        x_TD, ids_TK = dense(self._round_rows(x_TD, form, sends=True)), ids_TK.to(torch.int64).contiguous()
+        x_TD = dense(self._round_rows(x_TD, form) if form.packing == SAME else x_TD)
+        ids_TK = ids_TK.to(torch.int64).contiguous()
         with KernelOperation(self, header, x_TD, ids_TK):
             try:
                 received = form.allocate(turns.heap, capacity)

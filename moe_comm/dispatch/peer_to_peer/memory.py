@@ -37,7 +37,7 @@ from moe_comm.gpu.protocol import (
     GroupShape,
     blocks_bytes,
 )
-from moe_comm.gpu.turns import Turns
+from moe_comm.gpu.turns import SLICE_NS, Turns
 from moe_comm.runtime.host import host_key_int64
 
 WATCH_INTERVAL_S = 0.25
@@ -92,11 +92,13 @@ class PeerGroupMemory:
     """One rank's memory block and its state of the protocol, shared by dispatchers of a group.
 
     turns: state of the protocol, in which a turn is one operation of all ranks.
+    on_host: whether kernels run on the CPU. A launch then returns after the kernel has ended.
     failed: error after which the group is unusable. uncombined: a low-latency dispatch that has not been combined.
     """
 
     def __init__(self, channel: Channel | None, turns: Turns) -> None:
         self.channel, self.turns = channel, turns
+        self.on_host = turns.device.type == "cpu"
         self._order = stream_order(channel.comm.keep if channel is not None else None, turns.device)
         self._timeout_s = 0.0
         self.failed: PeerError | None = None
@@ -104,11 +106,6 @@ class PeerGroupMemory:
         self._watch: PeerWatch | None = None
         if channel is not None and channel.comm.peers is not None:
             self._watch = PeerWatch(channel.comm.peers, turns.abort)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether kernels run on the CPU. A launch then returns after the kernel has ended."""
-        return self.turns.device.type == "cpu"
 
     @property
     def rank(self) -> int:
@@ -128,14 +125,19 @@ class PeerGroupMemory:
                 f"rank {self.rank} begins {describe(header)} between {self.uncombined} and its low_latency_combine; "
                 "call low_latency_combine first, because the dispatch and its combine are one turn of the protocol"
             )
-        if self.turns.failed:
+        if self.turns.plan.failed():
             # An unchecked operation failed. The progress of other ranks is unknown.
             raise self._mark_unusable(self.error_of(self.turns.report, header, None))
         self._timeout_s = timeout_s
-        self._order.enter()
+        if not self.on_host:
+            self._order.enter()
         if self._watch is not None:
             self._watch.on = True
         self.turns.begin(timeout_s)
+
+    def join(self) -> None:
+        """Let the next operation wait for the current stream, which runs kernels that use the last operation."""
+        self._order.join()
 
     def end(self) -> None:
         """Finish an operation, after its last kernel is queued or after an error."""
@@ -149,13 +151,15 @@ class PeerGroupMemory:
             InputError, RoutingError, RankMismatch, HeapError: on every rank. The group remains usable.
             PeerDied, PeerTimeout: the group is unusable.
         """
+        plan = self.turns.plan
+        if plan.wait(plan.turn, SLICE_NS) and not plan.failed():  # usually the turn completes in this time
+            return
         try:
-            failed = self.turns.wait()
+            self.turns.wait()
         except PeerTimeout as error:
             self.failed = error
             raise
-        if failed:
-            self.raise_fault(header, ids_TK)
+        self.raise_fault(header, ids_TK)
 
     def raise_fault(self, header: Header, ids_TK: Tensor | None = None) -> None:
         """Raise the fault that the device has reported, if any; see ``check``."""
@@ -164,10 +168,13 @@ class PeerGroupMemory:
         report = self.turns.report
         late = report.turn < self.turns.turn  # the fault of an earlier, unchecked operation; see ``begin``
         error = self.error_of(report, header, None if late else ids_TK)
-        if late or isinstance(error, PeerError):
-            raise self._mark_unusable(error)
-        self.turns.reset_fault()
-        raise error
+        try:
+            if late or isinstance(error, PeerError):
+                raise self._mark_unusable(error)
+            self.turns.reset_fault()
+            raise error
+        finally:
+            del error  # its traceback refers to this frame: a cycle would keep the caller's rows in the heap
 
     def _mark_unusable(self, error: Exception) -> PeerError:
         """Record and return the error that makes the group unusable."""

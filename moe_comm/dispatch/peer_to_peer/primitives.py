@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from moe_comm.dispatch.peer_to_peer.streams import OperationStream
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded
-from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RoutingError, mark_known
+from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, mark_known
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.launch import Launcher, compiled_archs, compiled_for
@@ -43,6 +43,7 @@ from moe_comm.gpu.limits import check_shared
 from moe_comm.gpu.protocol import (
     HEADER_WORDS,
     MOST_SLOTS,
+    NOT_RELAYED,
     NOTHING,
     NOWHERE,
     ROW_LINK_WORDS,
@@ -51,10 +52,12 @@ from moe_comm.gpu.protocol import (
     Ints,
     Offer,
     Reduction,
+    RowFlags,
     Sending,
     address,
 )
 from moe_comm.gpu.turns import Turns
+from moe_comm.kernels.fp8 import ScaledRows
 from moe_comm.runtime.memory import DTYPE_CODES, native
 from moe_comm.topology import ExpertPlacement
 
@@ -63,6 +66,8 @@ ROOM_WORD = HEADER_WORDS - 1
 of a fault ends before this word."""
 BLOCKS_ON_HOST = 4
 """Default number of thread blocks in emulation."""
+
+RowsT = TypeVar("RowsT", Tensor, ScaledRows)
 
 
 class PeerToPeerPrimitives(PendingDispatcher):
@@ -85,6 +90,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
     """
 
     name = "peer_to_peer"
+    checks_ids = True  # the count kernel checks
     collectives_in_flight = True
     packs = True
 
@@ -131,6 +137,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
         self._blocks = self.peer_options.num_blocks or _default_blocks(self.device)
         self._pack_header: Callable[..., bytes] = native().pack_header
         self._forms: dict[tuple[int, torch.dtype, str], RowFormat] = {}
+        self._sendings: dict[tuple[tuple[int, int], bool], Sending] = {}
         self._stream = OperationStream(self.device, self.memory.turns.heap, self.peer_options.own_stream)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -157,38 +164,55 @@ class PeerToPeerPrimitives(PendingDispatcher):
             )
         return super()._fault(x_TD, ids_TK)
 
-    def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
-        return None  # the count kernel checks ids
+    def _send(
+        self, x_TD: Tensor, ids_TK: Tensor, header: Header, *, wait: bool = True
+    ) -> tuple[Tensor, DispatchHandle]:
+        """Send rows. Without ``wait``, rows of peers may be in flight afterwards."""
+        return self._send_rows(x_TD, ids_TK, header, Reservation.keep, wait)
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
-        return self._send_rows(x_TD, ids_TK, header, wait=True)
+    def _send_scaled(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[ScaledRows, DispatchHandle]:
+        return self._send_rows(x_TD, ids_TK, header, Reservation.keep_scaled, True)
 
-    def _send_rows(self, x_TD: Tensor, ids_TK: Tensor, header: Header, *, wait: bool) -> tuple[Tensor, DispatchHandle]:
-        """Run ``_send``; without ``wait``, rows of peers may be in flight afterwards."""
+    def _send_rows(
+        self, x_TD: Tensor, ids_TK: Tensor, header: Header, keep: Callable[[Reservation, int], RowsT], wait: bool
+    ) -> tuple[RowsT, DispatchHandle]:
+        """Send rows. keep: returns the received rows, and queues the kernels that compute them."""
         if header.fault is not None:
             self._refuse(header)
-        self._not_captured("dispatch", "use dispatch_fixed")
+        if capturing(self.device):
+            self._refuse_capture("dispatch", "use dispatch_fixed")
         turns, form = self.memory.turns, self._form(x_TD, header.op)
-        x_TD, ids_TK = dense(self._round_rows(x_TD, form, sends=True)), ids_TK.to(torch.int64).contiguous()
-        with KernelOperation(self, header, x_TD, ids_TK), Reservation(form, turns.heap) as reserved:
-            room = reserved.num_bytes.to_bytes(8, sys.byteorder)
-            packed = self.packed(header)[: ROOM_WORD * 8] + room
-            place_TK = self._move_rows(packed, x_TD, ids_TK, form, reserved.offer, reserved.capacity, wait)
-            self.memory.check(header, ids_TK)
+        if form.rounds and form.packing == SAME:
+            x_TD = self._round_rows(x_TD, form)
+        x_TD, ids_TK = dense(x_TD), ids_TK.to(torch.int64).contiguous()
+        with KernelOperation(self, header, x_TD, ids_TK):
+            reserved = Reservation(form, turns.heap)
+            in_flight = False
             try:
-                counts = turns.counted(ROOM_WORD)
-                check_room(form, counts.rows_W, counts.word_W, header)
-                rows_RD = reserved.keep(counts.rows_W[self.rank]).rows()
+                room = reserved.num_bytes.to_bytes(8, sys.byteorder)
+                packed = self.packed(header)[: ROOM_WORD * 8] + room
+                place_TK = self._move_rows(packed, x_TD, ids_TK, form, reserved.offer, reserved.capacity, wait)
+                self.memory.check(header, ids_TK)
+                in_flight = not wait
+                own_L, rows_W, rooms_W, num_dropped = turns.plan.counted(ROOM_WORD)
+                check_room(form, rows_W, rooms_W, header)
+                rows = keep(reserved, rows_W[self.rank])
             except BaseException:
-                if not wait:
+                if in_flight:
                     turns.arrive(0, self.world)  # the memory is used again after the rows of peers are written
+                reserved.free()
                 raise
-            self._stream.use_by_caller(rows_RD, place_TK)
-        sizes = tuple(counts.own_L), rows_RD.shape[0], counts.dropped
-        return rows_RD, make_handle(header, x_TD, *sizes, state=place_TK)
+            if self._stream.is_separate:
+                tensors = (rows.values_RD, rows.scale_RB) if isinstance(rows, ScaledRows) else (rows,)
+                self._stream.use_by_caller(*tensors, place_TK)
+        handle = make_handle(header, x_TD, tuple(own_L), rows_W[self.rank], num_dropped, place_TK)
+        return rows, handle
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
-        return self.sum_rounded(self._round_rows(rows_RD, self._form(rows_RD, header.op)), weights_TK, handle, header)
+        form = self._form(rows_RD, header.op)
+        if form.rounds:
+            rows_RD = self._round_rows(rows_RD, form)
+        return self.sum_rounded(rows_RD, weights_TK, handle, header)
 
     def sum_rounded(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         """Run ``_sum`` for rows that are rounded to the wire dtype."""
@@ -198,13 +222,13 @@ class PeerToPeerPrimitives(PendingDispatcher):
             return self._sum_reduced(rows_RD, weights_TK, handle, header)
         with KernelOperation(self, header, rows_RD, weights_TK):
             try:
-                read_RD = readable(heap, rows_RD)
+                _read_RD, at = readable(heap, rows_RD)
             except HeapError as problem:
                 self._raise_no_room(header, problem)
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
             self.memory.turns.sum(
                 self.packed(header),
-                Offer(offset_of(heap, read_RD)),
+                Offer(at),
                 handle.state,
                 weights_TK,
                 y_TD,
@@ -212,7 +236,8 @@ class PeerToPeerPrimitives(PendingDispatcher):
                 self._blocks,
             )
             self._check_if_blocking(header)
-            self._stream.use_by_caller(y_TD)
+            if self._stream.is_separate:
+                self._stream.use_by_caller(y_TD)
         return y_TD
 
     def _sum_reduced(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle, header: Header) -> Tensor:
@@ -220,7 +245,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
         heap = self.memory.turns.heap
         with KernelOperation(self, header, rows_RD, weights_TK):
             try:
-                read_RD = readable(heap, rows_RD)
+                read_RD, at = readable(heap, rows_RD)
                 reduced_RD = heap.rows(rows_RD.shape[0], handle.hidden, handle.dtype)
                 links_R2 = heap.rows(rows_RD.shape[0], ROW_LINK_WORDS, torch.int64)
             except HeapError as problem:
@@ -229,7 +254,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
             y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
             self.memory.turns.sum_reduced(
                 self.packed(header),
-                Offer(offset_of(heap, read_RD), offset_of(heap, reduced_RD), links=offset_of(heap, links_R2)),
+                Offer(at, offset_of(heap, reduced_RD), links=offset_of(heap, links_R2)),
                 handle.state,
                 weights_TK,
                 y_TD,
@@ -248,7 +273,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
         weights_TK, heap = weights_TK.contiguous(), self.memory.turns.heap
         with KernelOperation(self, header, grad_TD, rows_RD, weights_TK):
             try:
-                read_RD = readable(heap, rows_RD)
+                _read_RD, at = (None, 0) if rows_RD is None else readable(heap, rows_RD)
                 grad_RD = heap.rows(handle.num_rows, handle.hidden, handle.dtype)
             except HeapError as problem:
                 self._raise_no_room(header, problem)
@@ -257,7 +282,7 @@ class PeerToPeerPrimitives(PendingDispatcher):
                 dots_TK = torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device=grad_TD.device)
             self.memory.turns.spread(
                 self.packed(header),
-                Offer(offset_of(heap, read_RD), offset_of(heap, grad_RD)),
+                Offer(at, offset_of(heap, grad_RD)),
                 handle.state,
                 weights_TK,
                 grad_TD,
@@ -274,8 +299,35 @@ class PeerToPeerPrimitives(PendingDispatcher):
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> IncomingRows:
         # Rows that are decoded or relayed complete together.
         wait = header.fault is not None or not self._form(x_TD, header.op).bare
-        rows_RD, handle = self._send_rows(x_TD, ids_TK, header, wait=wait)
+        rows_RD, handle = self._send(x_TD, ids_TK, header, wait=wait)
         return PeerIncomingRows(self, rows_RD, handle, header, complete=wait)
+
+    def start_dispatch_aside(
+        self, x_TD: Tensor, ids_TK: Tensor, header: Header, num_blocks: int | None
+    ) -> IncomingRows:
+        """Run ``start_dispatch`` on a separate stream, on at most ``num_blocks`` thread blocks.
+
+        On a GPU the caller's stream then does not wait for this rank's own rows either: ``row_flags`` has flags for
+        them too. Rows in fp8 and relayed rows are complete, as after ``start_dispatch``.
+        """
+        if header.fault is not None or not self._form(x_TD, header.op).bare:
+            return self.start_dispatch(x_TD, ids_TK, header)
+        blocks, stream = self._blocks, self._stream
+        self._blocks = min(blocks, num_blocks or blocks)
+        stream.aside, stream.caller_waits = True, False
+        try:
+            return self.start_dispatch(x_TD, ids_TK, header)
+        finally:
+            self._blocks, stream.aside, stream.caller_waits = blocks, False, True
+
+    def row_flags(self) -> RowFlags:
+        """Return the flags of the rows of the last dispatch, for kernels that wait for them."""
+        return self.memory.turns.row_flags()
+
+    @property
+    def device_counts_WE(self) -> Tensor:
+        """[W, E] int64 rows of each rank for each expert in the last dispatch, on the device, until the next one."""
+        return self.memory.turns.scratch.counts_WE
 
     def rows_by_source(self, incoming: IncomingRows) -> Ints:
         return self.memory.turns.counts_WE()
@@ -337,26 +389,23 @@ class PeerToPeerPrimitives(PendingDispatcher):
     ) -> Tensor:
         """Queue the kernels of a dispatch. Return [T, K], which will have the location of each slot's row."""
         turns, place_TK = self.memory.turns, torch.empty_like(ids_TK)
-        links = relay_links(form, turns.heap, offer, capacity, self._blocks)
-        how = Sending(self._blocks, *form.words, self._bulk, wait)
+        links = relay_links(form, turns.heap, offer, capacity, self._blocks) if form.relay else NOT_RELAYED
+        how = self._sendings.get((form.words, wait))
+        if how is None:
+            how = self._sendings[form.words, wait] = Sending(self._blocks, *form.words, self._bulk, wait)
         turns.dispatch(packed, offer, ids_TK, place_TK, x_TD, DTYPE_CODES[x_TD.dtype], how, links)
         return place_TK
 
     def packed(self, header: Header) -> bytes:
         """Return ``header.pack()``, computed in native code."""
         fault = header.fault
-        return self._pack_header(
-            header.compared(), header.label, fault_word(fault), "" if fault is None else str(fault)
-        )
+        if fault is None:
+            return self._pack_header(header.compared(), header.label, 0, "")
+        return self._pack_header(header.compared(), header.label, fault_word(fault), str(fault))
 
-    def _not_captured(self, what: str, instead: str) -> None:
-        """Raise if the current stream is being captured: the host cannot wait for kernels during a capture.
-
-        Raises:
-            ConfigError: the current stream is being captured.
-        """
-        if capturing(self.device):
-            raise ConfigError(f"a CUDA graph cannot capture {what} of peer_to_peer, which waits on the host: {instead}")
+    def _refuse_capture(self, what: str, instead: str) -> NoReturn:
+        """Raise the error of an operation for which the host waits, while a CUDA graph captures the stream."""
+        raise ConfigError(f"a CUDA graph cannot capture {what} of peer_to_peer, which waits on the host: {instead}")
 
     def _refuse(self, header: Header) -> NoReturn:
         """Report the fault (invalid input) of this rank in a meeting, so that every rank raises it.
@@ -383,9 +432,9 @@ class PeerToPeerPrimitives(PendingDispatcher):
         if self.memory.on_host or (self.options.checked and not capturing(self.device)):
             self.memory.check(header)
 
-    def _round_rows(self, rows_RD: Tensor, form: RowFormat, sends: bool = False) -> Tensor:
-        """Round rows to the wire dtype. With ``sends``, rows that the kernel encodes are returned unchanged."""
-        if not form.rounds or (sends and form.packing != SAME):
+    def _round_rows(self, rows_RD: Tensor, form: RowFormat) -> Tensor:
+        """Round rows to the wire dtype."""
+        if not form.rounds:
             return rows_RD
         if form.wire_dtype.scales == "group":
             return rounded_in_groups(rows_RD, form.wire_dtype)
@@ -413,18 +462,22 @@ class KernelOperation:
 
     def __enter__(self) -> None:
         dispatcher = self._dispatcher
-        dispatcher._stream.enter(self._used)
+        if dispatcher._stream.is_separate:
+            dispatcher._stream.enter(self._used)
         try:
             dispatcher.memory.begin(self._header, dispatcher.options.timeout_s)
         except BaseException:
-            dispatcher._stream.leave(failed=True)
+            if dispatcher._stream.is_separate:
+                dispatcher._stream.leave(failed=True)
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if isinstance(error, MoeCommError):
             mark_known(error)
-        self._dispatcher.memory.end()
-        self._dispatcher._stream.leave(failed=kind is not None)
+        dispatcher = self._dispatcher
+        dispatcher.memory.end()
+        if dispatcher._stream.is_separate:
+            dispatcher._stream.leave(failed=kind is not None)
 
 
 def _indexed(device: torch.device) -> torch.device:

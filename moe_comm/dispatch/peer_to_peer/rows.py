@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.wire_dtype import WireDtype, apply_scales
+from moe_comm.dispatch.wire_dtype import WireDtype, apply_scales, as_scaled
 from moe_comm.errors import HeapError
 from moe_comm.gpu.blocks import ALIGN, round_up
 from moe_comm.gpu.heap import Heap, HeapBlock
 from moe_comm.gpu.protocol import BLOCK_SCALES, NOT_RELAYED, ROW_SCALES, SAME, UNLIMITED, Offer, RelayLinks
+from moe_comm.kernels.fp8 import ScaledRows
 
 
 @dataclass(frozen=True)
@@ -128,37 +129,58 @@ class ReceiveBuffer:
         form, values_RD = self.form, self.rows_RX[:, : self.form.hidden]
         return apply_scales(values_RD, self.scale_RS, form.wire_dtype, form.dtype, counts)
 
+    def scaled(self) -> ScaledRows:
+        """Return the encoded rows, after they have been received. The buffer must have scales."""
+        assert self.scale_RS is not None
+        return as_scaled(self.rows_RX[:, : self.form.hidden], self.scale_RS)
+
 
 class Reservation:
     """The largest free range of a heap, offered to peers before this rank knows how many rows it will receive.
 
-    Leaving the context frees what ``keep`` has not kept.
+    Call ``keep`` or ``free``.
     """
 
     def __init__(self, form: RowFormat, heap: Heap) -> None:
         self._form, self._heap, self._block = form, heap, heap.reserve()
         first, self.num_bytes = (0, 0) if self._block is None else (self._block.first, self._block.size)
-        self.capacity = form.capacity(self.num_bytes)
-        self.offer = form.offer(first, self.capacity)._replace(room=self.capacity)
+        if form.bare and form.row_bytes:
+            self.capacity = self.num_bytes // form.row_bytes
+            self.offer = Offer(first, room=self.capacity)
+        else:
+            self.capacity = form.capacity(self.num_bytes)
+            self.offer = form.offer(first, self.capacity)._replace(room=self.capacity)
 
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def free(self) -> None:
+        """Free the range, unless rows were kept in it."""
         if self._block is not None:
             self._heap.keep(self._block)
             self._block = None
 
-    def keep(self, num_rows: int) -> ReceiveBuffer:
-        """Return the buffer of ``num_rows`` received rows, and free the rest."""
-        block, offer, sizes = self._block, self.offer, self._form.part_bytes(num_rows)
+    def keep(self, num_rows: int) -> Tensor:
+        """Return ``num_rows`` received rows, [R, D] and decoded, and free the rest."""
+        block, form = self._block, self._form
+        if not form.bare:
+            return self._keep(num_rows).rows()
         assert block is not None
         self._block = None
+        self._heap.shrink(block, num_rows * form.row_bytes)
+        return block.matrix(0, num_rows, form.hidden, form.dtype)
+
+    def keep_scaled(self, num_rows: int) -> ScaledRows:
+        """Return ``num_rows`` received rows as they were encoded, and free the rest. The format must have scales."""
+        return self._keep(num_rows).scaled()
+
+    def _keep(self, num_rows: int) -> ReceiveBuffer:
+        block, form = self._block, self._form
+        assert block is not None
+        self._block = None
+        offer, sizes = self.offer, form.part_bytes(num_rows)
         offsets = (max(0, at - block.first) for at in (offer.rows, offer.scales, offer.links))
         ranges = [(offset, size) for offset, size in zip(offsets, sizes, strict=True) if size]
         kept = iter(self._heap.keep(block, *ranges))
         parts = ((next(kept) if size else block, 0) for size in sizes)
-        return ReceiveBuffer(self._form, offer, *self._form._tensors(num_rows, *parts))
+        return ReceiveBuffer(form, offer, *form._tensors(num_rows, *parts))
 
 
 def relay_links(form: RowFormat, heap: Heap, offer: Offer, num_rows: int, blocks: int) -> RelayLinks:
@@ -169,20 +191,24 @@ def relay_links(form: RowFormat, heap: Heap, offer: Offer, num_rows: int, blocks
     return RelayLinks(rows_at, scales_at, links_at, num_rows, blocks)
 
 
-def readable(heap: Heap, rows_RD: Tensor | None) -> Tensor | None:
-    """Return ``rows_RD`` in memory that peers can read: unchanged, or copied into the heap.
+def readable(heap: Heap, rows_RD: Tensor) -> tuple[Tensor, int]:
+    """Return ``rows_RD`` in memory that peers can read, and its offset for an ``Offer``; 0 for no rows.
+
+    The rows are unchanged, or copied into the heap.
 
     Raises:
         HeapError: no room for the copy.
     """
-    if rows_RD is None or not rows_RD.numel() or (heap.owns(rows_RD) and rows_RD.is_contiguous()):
-        return rows_RD
-    return heap.rows(rows_RD.shape[0], rows_RD.shape[1], rows_RD.dtype).copy_(rows_RD)
+    if not rows_RD.numel():
+        return rows_RD, 0
+    if not (heap.owns(rows_RD) and rows_RD.is_contiguous()):
+        rows_RD = heap.rows(rows_RD.shape[0], rows_RD.shape[1], rows_RD.dtype).copy_(rows_RD)
+    return rows_RD, heap.offset(rows_RD)
 
 
-def offset_of(heap: Heap, rows_RD: Tensor | None) -> int:
-    """Return the offset of ``rows_RD`` for an ``Offer``; 0 for no rows."""
-    return heap.offset(rows_RD) if rows_RD is not None and rows_RD.numel() else 0
+def offset_of(heap: Heap, rows_RD: Tensor) -> int:
+    """Return the offset of ``rows_RD``, which the heap owns, for an ``Offer``; 0 for no rows."""
+    return heap.offset(rows_RD) if rows_RD.numel() else 0
 
 
 def check_room(form: RowFormat, rows_W: Sequence[int], rooms_W: Sequence[int], header: Header) -> None:
@@ -190,7 +216,8 @@ def check_room(form: RowFormat, rows_W: Sequence[int], rooms_W: Sequence[int], h
 
     rows_W: number of rows that each rank receives. rooms_W: bytes of the largest free block of each rank's heap.
     """
-    if form.buffer_bytes(max(rows_W)) <= min(rooms_W):
+    most, room = max(rows_W), min(rooms_W)
+    if (form.bare and 0 < most * form.row_bytes <= room) or form.buffer_bytes(most) <= room:
         return
     for rank, rows in enumerate(rows_W):
         if (needed := form.buffer_bytes(rows)) > rooms_W[rank]:

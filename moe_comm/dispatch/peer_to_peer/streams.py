@@ -11,21 +11,28 @@ from moe_comm.gpu.heap import Heap
 class OperationStream:
     """The stream of a dispatcher's kernels: the caller's, or with ``own`` a separate one (on GPUs).
 
+    is_separate: whether kernels run on a separate stream. If not, no other method needs to be called.
     event: recorded after the last operation on a separate stream.
     caller_waits: whether the caller's stream waits for each operation.
+    aside: whether operations run on a separate stream also without ``own``.
     """
 
     def __init__(self, device: torch.device, heap: Heap, own: bool) -> None:
         self.event: torch.cuda.Event | None = None
         self.caller_waits = True
-        self._device, self._heap = device, heap
-        self._stream = torch.cuda.Stream(device) if own and device.type == "cuda" else None
+        self.aside = False
+        self._device, self._heap, self._own = device, heap, own
+        self._stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None
+        self.is_separate = self._stream is not None
 
     def enter(self, used: tuple[Tensor | None, ...]) -> None:
         """Make the stream current, after the caller's queued work. Keep ``used`` alive until the operation ends."""
-        if self._stream is None:
+        if self._device.type != "cuda" or not (self._own or self.aside):
             return
+        if self._stream is None:
+            # Peers wait for these kernels, so their blocks start before those of the caller's kernels.
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._caller = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(self._caller)
         self._record(self._stream, *used)
@@ -41,6 +48,7 @@ class OperationStream:
         torch.cuda.set_stream(self._caller)
         if self.caller_waits:
             self._caller.wait_stream(self._stream)
+        self._caller = None
 
     def use_by_caller(self, *results: Tensor | None) -> None:
         """Record that the caller's stream uses ``results``. Call it between ``enter`` and ``leave``."""

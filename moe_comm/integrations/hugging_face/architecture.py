@@ -241,7 +241,14 @@ def _comparable(config: TransformerConfig) -> TransformerConfig:
     attention = config.attention
     if attention.mla is not None:
         attention = replace(attention, head_dim=attention.mla.rope_dim, kv_heads=attention.heads)
-    moe = replace(config.moe, router=router, capacity=None, recompute=False, experts_per_rank=None)
+    moe = replace(
+        config.moe,
+        router=router,
+        capacity=None,
+        recompute=False,
+        experts_per_rank=None,
+        expert_gemm_dtype="same",
+    )
     return replace(config, moe=moe, attention=attention, dense_ffn=config.dense_ffn if config.dense_layers else 0)
 
 

@@ -13,6 +13,7 @@ from moe_comm.dispatch.types import INVALID_LOGITS
 from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.kernels.autocast import compute_dtype, without_autocast
 from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.options import Overlap
@@ -33,6 +34,7 @@ def expert_layer(
     *,
     width: int = 0,
     label: str = "",
+    scaled: bool = False,
 ) -> Tensor:
     """Return the weighted sum of the expert outputs of each token, [T, D]. Collective over the dispatcher's group.
 
@@ -41,13 +43,14 @@ def expert_layer(
         ids_TK: global expert ids; -1 drops a slot.
         weights_TK: routing weights, any floating dtype.
         run: computes the rows of the call, with autocast disabled.
-        overlap, width, label: see ``dispatch_rows``. With ``overlap``, ``run`` must call ``ExpertCall.compute``.
+        overlap, width, label, scaled: see ``dispatch_rows``. With ``overlap`` or ``scaled``, ``run`` must call
+            ``ExpertCall.compute``.
 
     Raises:
         RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
     """
     call = dispatch_rows(
-        dispatcher, x_TD, mark_invalid(ids_TK, weights_TK), weights_TK, overlap, width=width, label=label
+        dispatcher, x_TD, mark_invalid(ids_TK, weights_TK), weights_TK, overlap, width=width, label=label, scaled=scaled
     )
     with call.abort_on_error(), without_autocast(x_TD):
         rows = run(call)
@@ -63,17 +66,19 @@ def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     return torch.where(finite_T, ids_TK, INVALID_LOGITS)
 
 
-def run_experts(layout: ExpertsLayout, weights: Any, call: ExpertCall) -> Tensor:
+def run_experts(layout: ExpertsLayout, weights: Any, call: ExpertCall, gemm_dtype: GemmDtype = "same") -> Tensor:
     """Run the local experts of a module on the rows of ``call``.
 
     Args:
         layout: storage layout of the weights. Its ``num_experts`` may be larger than the number of local experts.
         weights: object whose attributes are the parameters of ``layout``, as local tensors.
+        gemm_dtype: see ``Experts.gemm_dtype``.
     """
     cast = {name: getattr(weights, name).to(call.rows.dtype) for name in layout.parameters}
     w13, w2 = cast["gate_up_proj"], cast["down_proj"]
     if layout.transposed:
         # Views: the GEMMs accept any strides, and autograd returns the gradients in transformers' layout.
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    mlp = ExpertMLP((w13, w2, cast.get("gate_up_proj_bias"), cast.get("down_proj_bias")), layout.activation)
+    tensors = w13, w2, cast.get("gate_up_proj_bias"), cast.get("down_proj_bias")
+    mlp = ExpertMLP(tensors, layout.activation, gemm_dtype=gemm_dtype)
     return call.compute(call.rows, call.handle.rows_per_expert, mlp)

@@ -28,6 +28,7 @@ from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.integrations.hugging_face.guards import guard_libraries
+from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
@@ -57,6 +58,7 @@ class EPExperts(nn.Module):
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
+    gemm_dtype: GemmDtype = "same"
 
     def __init__(
         self,
@@ -106,10 +108,11 @@ class EPExperts(nn.Module):
             x_TD,
             top_k_index,
             top_k_weights,
-            partial(run_experts, self.layout, self),
+            partial(run_experts, self.layout, self, gemm_dtype=self.gemm_dtype),
             self.overlap,
             width=self.layout.ffn,
             label=self.label,
+            scaled=self.gemm_dtype == "fp8",
         )
         return y_TD.to(hidden_states.dtype)
 
@@ -146,6 +149,7 @@ def parallelize_moe(
     backend: str = "auto",
     options: DispatchOptions | None = None,
     overlap: Overlap | Literal["auto"] | None = None,
+    expert_gemm_dtype: GemmDtype = "same",
 ) -> Any:
     """Make the MoE blocks of a loaded transformers model expert-parallel over ``group``. Collective.
 
@@ -172,6 +176,8 @@ def parallelize_moe(
         options: timeouts and checks.
         overlap: executor of dispatch, experts and combine, see ``MoELayer``. It does not change the results. None runs
             them serially.
+        expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs a hidden size
+            that is a multiple of 128, and runs without overlap.
 
     Returns:
         ``model``.
@@ -179,7 +185,7 @@ def parallelize_moe(
     Raises:
         UnsupportedModel: the model has no MoE block, has one of an unsupported kind, or is already distributed by
             other means. The model is unchanged.
-        ConfigError: the model is already swapped, or the backend is unknown.
+        ConfigError: the model is already swapped, the backend is unknown, or fp8 does not support the hidden size.
     """
     overlap = Overlap.of(overlap)
     already = swapped_experts(model)
@@ -191,6 +197,8 @@ def parallelize_moe(
         )
     blocks = find_experts(model)
     _refuse_conflicts(model, blocks)
+    for _, layout in blocks.values():
+        check_gemm_dtype(expert_gemm_dtype, layout.hidden)
     device = next(iter(blocks.values()))[0].get_parameter("down_proj").device
     effective = options or DispatchOptions()
     traffic = Traffic(
@@ -198,6 +206,7 @@ def parallelize_moe(
         wire_dtypes=effective.wire_dtypes,
         overlap=overlap is not None,
         fused=overlap is not None and overlap.uses_kernels,
+        scaled=expert_gemm_dtype == "fp8",
     )
     dispatchers = {
         count: make_dispatcher(count, group, backend=backend, options=options, traffic=traffic, device=device)
@@ -208,6 +217,7 @@ def parallelize_moe(
         parent, _, child = name.rpartition(".")
         block = model.get_submodule(parent)
         swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name, overlap, _router_of(block, child))
+        swapped.gemm_dtype = expert_gemm_dtype
         setattr(block, child, swapped)
         del experts  # free the full weights of this block before the next one is swapped
     prepare_ddp(model)

@@ -121,7 +121,7 @@ def tiling_for(dtype: torch.dtype, at: int, mean_rows: float, *, weights: bool =
 
 
 @triton.jit
-def _tile(  # type: ignore[no-untyped-def]
+def compute_tile(  # type: ignore[no-untyped-def]
     rows_ptr, rows_stride, w_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
     start, first_m, count, first_n, columns, inner,
     ELEMENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -178,12 +178,12 @@ def grouped_mm_kernel(  # type: ignore[no-untyped-def]
             tile_m, tile_n = tile_at(tile, tiles_m, tiles_n)
             first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
             if TAIL < BLOCK_M and count - first_m <= TAIL:
-                _tile(
+                compute_tile(
                     rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
                     start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, TAIL, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
             else:
-                _tile(
+                compute_tile(
                     rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
                     start, first_m, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip

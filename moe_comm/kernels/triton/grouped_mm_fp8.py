@@ -1,13 +1,8 @@
-"""Grouped GEMM of e4m3 rows and weights with fp32 scales per block, in the convention of DeepSeek-V3.
+"""Grouped GEMM of e4m3 rows and weights with fp32 scales per block; ``kernels/fp8.py`` defines the arithmetic.
 
-    rows     e4m3 [R, K], scales [R, K / 128]              one scale per row and 128 channels, as on the wire
-    weights  e4m3 [E, N, K], scales [E, N / 128, K / 128]  one scale per block of 128 x 128
-
-    out[r, n] = sum over blocks b of  scale[r, b] * scale[e, n / 128, b] * (sum over k in b of rows[r, k] * w[e, n, k])
-
-The tensor cores compute the inner sums. Each is multiplied by its scales and added to an fp32 sum, so that the reduced
-precision of Hopper's fp8 accumulators affects sums of at most 128 products. With this operator experts read the rows of
-an fp8 dispatch as they are received, without a copy in bf16. There is no backward pass.
+The tensor cores compute the sums of a block. Each is multiplied by its scales and added to an fp32 sum, so that the
+reduced precision of Hopper's fp8 accumulators affects sums of at most 128 products. With this operator experts read the
+rows of an fp8 dispatch as they are received, without a copy in bf16. There is no backward pass.
 
 GPUs before sm_89 have no e4m3 instructions: values are converted to bf16, exactly, and multiplied in bf16.
 """
@@ -36,9 +31,6 @@ from moe_comm.kernels.triton.quantize import BLOCK, CONVERTS_FROM
 
 E4M3 = (torch.float8_e4m3fn, torch.uint8)
 """Dtypes of values: e4m3, or its bytes."""
-LARGEST = 448.0
-"""Largest e4m3 value."""
-_SMALLEST_SCALE = 2.0**-126
 TILING = Tiling(128, 128, BLOCK, 8, 4, tail=64)
 SMALL = Tiling(64, 128, BLOCK, 4, 4)
 CONSUMER_TILING = Tiling(64, 128, BLOCK, 4, 3)
@@ -210,21 +202,6 @@ def grouped_mm_fp8(
     out_RN = torch.empty(rows[0].shape[0], weights[0].shape[1], dtype=dtype, device=rows[0].device)
     grouped_mm_fp8_into(rows, weights, counts_E, out_RN)
     return out_RN
-
-
-def quantize_weights(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values [E, N, K] and fp32 scales [E, N / 128, K / 128] of weights; fractions are rounded up.
-
-    A scale is the largest magnitude of its block divided by 448. In plain torch, once per update of the weights.
-    """
-    experts, columns, inner = w_ENK.shape
-    blocks_n, blocks_k = -(-columns // BLOCK), -(-inner // BLOCK)
-    padded = w_ENK.new_zeros(experts, blocks_n * BLOCK, blocks_k * BLOCK, dtype=torch.float32)
-    padded[:, :columns, :inner] = w_ENK
-    tiles = padded.view(experts, blocks_n, BLOCK, blocks_k, BLOCK)
-    scale_ECB = (tiles.abs().amax((2, 4)) / LARGEST).clamp_min(_SMALLEST_SCALE)
-    values = (tiles / scale_ECB[:, :, None, :, None]).to(torch.float8_e4m3fn).view(padded.shape)
-    return values[:, :columns, :inner].contiguous(), scale_ECB
 
 
 def _check_fp8(name: str, values: Tensor, scales: Tensor, dims: int, blocks: tuple[int, ...]) -> None:

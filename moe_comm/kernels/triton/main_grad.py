@@ -24,20 +24,23 @@ def main_grad_of(w_END: Tensor) -> Tensor | None:
     return main if main.shape == w_END.shape and main.device == w_END.device else None
 
 
-def weight_grad_into(w_END: Tensor, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor) -> None:
-    """Write the gradient of ``w_END`` into ``out_END``, or add it to ``w_END.main_grad`` if the parameter has one.
+def weight_grad(w_END: Tensor, grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor) -> Tensor | None:
+    """Return the gradient of ``w_END``, or add it to ``w_END.main_grad`` if the parameter has one.
 
-    In the second case ``w_END.grad_added_to_main_grad`` becomes True, which tells the hooks of Megatron that the
-    gradient from autograd is a dummy: it only makes the hooks run. ``out_END`` is then not written, or zeroed if
-    ``w_END.zero_out_wgrad`` is set.
+    In the second case the result is None: autograd then accumulates nothing, and its hooks run without a gradient. If
+    the parameter has an attribute ``grad_added_to_main_grad``, which Megatron's data parallelism sets to False, the
+    attribute becomes True and the result is a dummy, because Megatron's hooks require a gradient. The dummy is not
+    initialised, or is zero if ``w_END.zero_out_wgrad`` is set.
 
-    Other arguments and errors are those of ``grouped_weight_grad_into``.
+    Arguments and errors are those of ``grouped_weight_grad_into``.
     """
     main_END = main_grad_of(w_END)
     if main_END is None:
-        grouped_weight_grad_into(grad_RN, rows_RD, counts_E, out_END)
-        return
+        grad_END = torch.empty_like(w_END)
+        grouped_weight_grad_into(grad_RN, rows_RD, counts_E, grad_END)
+        return grad_END
     grouped_weight_grad_into(grad_RN, rows_RD, counts_E, main_END, add=True)
-    w_END.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if getattr(w_END, "zero_out_wgrad", False):
-        out_END.zero_()
+    if not hasattr(w_END, "grad_added_to_main_grad"):
+        return None
+    w_END.grad_added_to_main_grad = True
+    return torch.zeros_like(w_END) if getattr(w_END, "zero_out_wgrad", False) else torch.empty_like(w_END)

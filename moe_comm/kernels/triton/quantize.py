@@ -1,4 +1,4 @@
-"""Quantize rows to e4m3 with their scales, optionally fused with SwiGLU or its gradient.
+"""Quantize rows to e4m3 with their scales, optionally fused with SwiGLU or its gradient; and weights.
 
     | D values, e4m3 | to 4 bytes | fp32 scales: 1, or one for 128 channels | to 16 bytes |
 
@@ -80,7 +80,7 @@ def _magnitude(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scale_for(peak, POWER_OF_TWO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the fp32 scale of blocks with maximum magnitude ``peak``; see ``wire_dtype.scales_for``."""
+    """Return the fp32 scale of blocks with maximum magnitude ``peak``; see ``kernels.fp8.scales_for``."""
     scale = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, 448.0, tl.float32)), 1.1754943508222875e-38)  # 2 ** -126
     if POWER_OF_TWO:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF).to(tl.float32, bitcast=True)
@@ -165,6 +165,55 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + row * width + column, rounded(y, ELEMENT), mask=inside)
 
 
+@triton.jit
+def quantize_weights_kernel(  # type: ignore[no-untyped-def]
+    w_ptr, w_stride_expert, w_stride_column, w_stride_inner,
+    values_ptr,  # [experts, columns, inner] uint8, dense
+    scale_ptr,  # [experts, columns / BLOCK, inner / BLOCK] fp32, dense
+    columns, inner, CONVERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantize one block of BLOCK x BLOCK weights per program, with one scale."""
+    expert = int64(tl.program_id(2))
+    column = (int64(tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    k = (int64(tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = (column < columns) & (k < inner)
+    at = expert * w_stride_expert + column * w_stride_column + k * w_stride_inner
+    x = tl.load(w_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    peak = tl.max(tl.max(_magnitude(x), axis=1, keep_dims=True), axis=0, keep_dims=True)
+    scale = _scale_for(peak, False)
+    block = (expert * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(scale_ptr + block + tl.zeros((1, 1), tl.int32), scale)
+    bits = e4m3_bits(tl.div_rn(x, tl.broadcast_to(scale, (BLOCK, BLOCK))), CONVERTS)
+    tl.store(values_ptr + (expert * columns + column) * inner + k, bits, mask=inside)
+
+
+def quantize_weights(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``kernels.fp8.quantize_weights`` of fp32, bf16 or fp16 weights with any strides: the same bits.
+
+    Raises:
+        InputError: another dtype.
+        ConfigError: CPU tensors, and kernels are not interpreted.
+    """
+    check_tensors("quantize_weights", w_ENK)
+    if w_ENK.dim() != 3 or w_ENK.dtype not in DTYPES:
+        raise InputError(
+            f"quantize_weights needs [E, N, K] of {', '.join(map(str, DTYPES))}; got {tuple(w_ENK.shape)} of "
+            f"{w_ENK.dtype}"
+        )
+    experts, columns, inner = w_ENK.shape
+    grid = -(-inner // BLOCK), -(-columns // BLOCK), experts
+    values = torch.empty(w_ENK.shape, dtype=torch.float8_e4m3fn, device=w_ENK.device)
+    scale_ECB = torch.empty(*grid[::-1], dtype=torch.float32, device=w_ENK.device)
+    if w_ENK.numel():
+        with on_device_of(w_ENK):
+            quantize_weights_kernel[grid](
+                w_ENK, *w_ENK.stride(), values.view(torch.uint8), scale_ECB, columns, inner,
+                CONVERTS=capability(w_ENK) >= CONVERTS_FROM, BLOCK=BLOCK,
+                **options(w_ENK, num_warps=8, enable_fp_fusion=False),
+            )  # fmt: skip
+    return values, scale_ECB
+
+
 def quantize(rows_RD: Tensor, scales: ScaleFormat = ScaleFormat()) -> Tensor:
     """Return packed rows, uint8 [R, ``scales.row_bytes(D)``].
 
@@ -214,7 +263,11 @@ def dequantize(packed_RB: Tensor, scales: ScaleFormat, hidden: int, dtype: torch
 
 
 def dequantize_rows(
-    values_RD: Tensor, scale_RS: Tensor, scales: ScaleFormat, dtype: torch.dtype, counts: Tensor | None = None
+    values_RD: Tensor,
+    scale_RS: Tensor,
+    scales: ScaleFormat = ScaleFormat(),
+    dtype: torch.dtype = torch.bfloat16,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Return [R, D] of ``dtype`` from e4m3 values and their scales in separate tensors.
 

@@ -93,6 +93,14 @@ def _quantize_specs() -> tuple[KernelSpec, ...]:
             "ELEMENT": DTYPES[BF16], "PER_ROW": False, "COUNTED": counted, "BLOCK": quantize.BLOCK, "BLOCKS": 8
         }  # fmt: skip
         specs.append(_spec(name, quantize.dequantize_kernel, BF16, constants))
+    for targets in ((80,), (90, 100)):
+        constants = {
+            "CONVERTS": targets[0] >= quantize.CONVERTS_FROM, "BLOCK": quantize.BLOCK, "w_stride_inner": 1
+        }  # fmt: skip
+        spec = _spec(
+            "quantize_weights", quantize.quantize_weights_kernel, BF16, constants, 8, exact=True, targets=targets
+        )
+        specs.append(spec)
     return tuple(specs)
 
 

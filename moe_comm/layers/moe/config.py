@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
@@ -12,6 +12,7 @@ from moe_comm.deprecated import converted_parameters, warn_renamed
 from moe_comm.dispatch.capacity import Capacity
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation
+from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ class MoEConfig:
         capacity: maximum number of rows per expert; None drops no row.
         recompute: recompute the activations of experts in backward instead of storing them.
         experts_per_rank: number of real experts on each expert-parallel rank; None distributes them evenly.
+        expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs ``hidden`` to
+            be a multiple of 128, and runs without overlap. If the wire dtype of dispatch is fp8, experts read the
+            received bytes.
 
     Raises:
-        ConfigError: a size is out of range, or ``shared_gate`` without a shared expert.
+        ConfigError: a size is out of range, ``shared_gate`` without a shared expert, or fp8 with another ``hidden``.
     """
 
     hidden: int
@@ -61,10 +65,12 @@ class MoEConfig:
     capacity: Capacity | None = None
     recompute: bool = False
     experts_per_rank: tuple[int, ...] | None = None
+    expert_gemm_dtype: GemmDtype = field(default="same", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.hidden < 1 or self.ffn < 1 or self.shared_ffn < 0:
             raise ConfigError(f"hidden and ffn must be at least 1; got {self.hidden}, {self.ffn}, {self.shared_ffn}")
+        check_gemm_dtype(self.expert_gemm_dtype, self.hidden)
         if self.shared_gate and not self.shared_ffn:
             raise ConfigError("shared_gate needs a shared expert; set shared_ffn")
 

@@ -14,6 +14,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.kernels.autocast import cast_parameter
 from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.overlap.executors.serial import run_mlp
 from moe_comm.topology import ExpertPlacement, Sharding, Split
 
@@ -58,10 +59,14 @@ class Experts(nn.Module):
         b2: [E, D] or None. For slices it is [E, D / count]: each rank adds its own columns.
         recompute: False by default. True: recompute activations in backward instead of storing them; costs one more
             GEMM.
+        gemm_dtype: operands of the forward GEMMs. "same": in the dtype of the rows. "fp8": e4m3 with one fp32 scale per
+            128 channels of a row and per 128 x 128 weights; results and backward stay in the dtype of the rows.
 
     Raises:
         ConfigError: a size is below 1; or the number of slices does not divide F, or D if there is a bias.
     """
+
+    gemm_dtype: GemmDtype
 
     @attribute_parameters("recompute")
     def __init__(
@@ -84,7 +89,7 @@ class Experts(nn.Module):
             raise ConfigError(f"ffn = {ffn} must be a multiple of etp = {part.count}, which splits the expert's width")
         self.num_experts, self.hidden, self.ffn, self.part = num_experts, hidden, ffn, part
         self.activation = activation_of(activation)
-        self.transposed, self.recompute = transposed, False
+        self.transposed, self.recompute, self.gemm_dtype = transposed, False, "same"
         width = ffn // part.count
         width_h = 2 * width if self.activation.gated else width
 
@@ -190,4 +195,4 @@ class Experts(nn.Module):
             # Pad this rank's columns with zeros: combine adds the outputs of the slices.
             before, width = self.part.index * b2.shape[1], b2.shape[1]
             b2 = F.pad(b2, (before, self.hidden - before - width))
-        return ExpertMLP((w13, w2, b13, b2), self.activation, self.recompute)
+        return ExpertMLP((w13, w2, b13, b2), self.activation, self.recompute, self.gemm_dtype)

@@ -43,7 +43,7 @@ from moe_comm.layers.moe.losses import attach_loss
 from moe_comm.layers.moe.router import Router, Routing, recomputing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_rank, group_size
-from moe_comm.layers.parallel.interleave import Steps
+from moe_comm.layers.parallel.interleave import Steps, finish
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.serial import serial_call
@@ -246,6 +246,7 @@ class MoELayer(ParallelModule):
             opts.wire_dtypes,
             overlap is not None,
             overlap is not None and overlap.uses_kernels,
+            config.expert_gemm_dtype == "fp8",
         )
 
         def make_on(target: torch.device | str | None) -> Dispatcher:
@@ -275,7 +276,7 @@ class MoELayer(ParallelModule):
         on_meta = factory | {"device": "meta"}
         experts = Experts(num_local, hidden, config.ffn, activation, bias=config.expert_bias, part=part, **on_meta)
         experts.to_empty(device=device or torch.get_default_device())
-        experts.recompute = config.recompute
+        experts.recompute, experts.gemm_dtype = config.recompute, config.expert_gemm_dtype
         shared = None
         if config.shared_ffn:
             shared = SharedExpert(hidden, config.shared_ffn, activation, gate=config.shared_gate, **factory)
@@ -336,9 +337,7 @@ class MoELayer(ParallelModule):
             InputError, RoutingError, RankMismatch: invalid input; raised on all ranks, before rows move.
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
-        call = MoECall(self._steps(x, routing, token_index))
-        call.compute()
-        return call.result()
+        return finish(self._steps(x, routing, token_index))
 
     @torch._disable_dynamo
     def begin(self, x: Tensor, routing: Routing | None = None, token_index: Tensor | None = None) -> MoECall:
@@ -382,13 +381,14 @@ class MoELayer(ParallelModule):
 
     def _route(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> tuple[Tensor, Routing]:
         """Return the tokens as [T, D], and their routing."""
-        if x.shape[-1] != self.router.hidden:
-            fault = InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
+        router = self.router
+        if x.shape[-1] != router.hidden:
+            fault = InputError(f"this layer's hidden size is {router.hidden}; got x {tuple(x.shape)}")
             self._exchange_without_tokens(x, routing, token_index)
             self.dispatcher.refuse(fault, x, label=self.label)
         x_TD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if routing is None:
-            routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1)
+            routing = router(x_TD, x.shape[0] if x.dim() == 3 else 1)
         return x_TD, routing
 
     def _select_slots(self, routing: Routing, token_index: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -410,13 +410,13 @@ class MoELayer(ParallelModule):
         return ids_TK, weights_TK, identity_T1
 
     def _dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertCall:
-        overlap = self.overlap
+        overlap, scaled = self.overlap, getattr(self.experts, "gemm_dtype", "same") == "fp8"
         if overlap is None:
-            return serial_call(self.dispatcher, x_TD, ids_TK, weights_TK, self.label)
+            return serial_call(self.dispatcher, x_TD, ids_TK, weights_TK, self.label, scaled)
         from moe_comm.overlap.executors.choice import dispatch_rows  # slow: imports all executors
 
         return dispatch_rows(
-            self.dispatcher, x_TD, ids_TK, weights_TK, overlap, width=self.experts.ffn, label=self.label
+            self.dispatcher, x_TD, ids_TK, weights_TK, overlap, width=self.experts.ffn, label=self.label, scaled=scaled
         )
 
     def _aux_loss_factor(self) -> int:

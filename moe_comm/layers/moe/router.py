@@ -258,7 +258,8 @@ class Router(nn.Module):
         c = self.config
         losses = self.training and (c.balance_loss or c.z_loss)
         aux_loss = self._aux_loss(logits_TE, scores_TE, ids_TK, num_sequences) if losses else None
-        self._count(ids_TK)
+        if self.training and not recomputing():
+            self.load_E.add_(expert_counts(ids_TK, c.num_choices))
         return Routing(ids_TK, weights_TK, logits_TE, aux_loss)
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
@@ -345,11 +346,6 @@ class Router(nn.Module):
             self.losses["z"] = z.detach()
             aux = aux + c.z_loss * z
         return aux
-
-    @torch.no_grad()
-    def _count(self, ids_TK: Tensor) -> None:
-        if self.training and not recomputing():
-            self.load_E += expert_counts(ids_TK, self.config.num_choices)
 
     @torch.no_grad()
     def take_load(self, group: ProcessGroup | None = None) -> Tensor:

@@ -46,7 +46,7 @@ def single_rank_copy(layer: MoELayer, dtype: torch.dtype | None = None) -> MoELa
         dtype=w13.dtype,
         device=w13.device,
     )
-    all_experts.recompute = experts.recompute
+    all_experts.recompute, all_experts.gemm_dtype = experts.recompute, experts.gemm_dtype
     single_router = Router(router.hidden, router.config, None, dtype=router.weight.dtype, device=router.weight.device)
     copied = MoELayer(
         single_router,

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
 from moe_comm.dispatch.pending import PendingDispatcher
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.expert_mlp import SERIAL_ONLY
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
 from moe_comm.overlap.executors.device import DeviceCall, device_fault
+from moe_comm.overlap.executors.device_rows import PeerDeviceCall
 from moe_comm.overlap.executors.pipelined import PipelinedCall
 from moe_comm.overlap.executors.serial import SerialCall, serial_call
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
@@ -34,6 +37,7 @@ def dispatch_rows(
     *,
     width: int = 0,
     label: str = "",
+    scaled: bool = False,
 ) -> ExpertCall:
     """Dispatch the rows of one call of a layer. Collective.
 
@@ -46,23 +50,32 @@ def dispatch_rows(
             except the device executor, whose kernels have their own bits.
         width: F of the experts, from which "auto" estimates the compute time; the same on every rank.
         label: Name of the layer, for error messages.
+        scaled: The experts have fp8 GEMMs (``ExpertMLP.gemm_dtype``), which run serially.
 
     Returns:
         The call, with ``compute`` and ``combine``.
 
     Raises:
-        ConfigError: the named executor does not support this dispatcher. For Triton also MissingDependency.
+        ConfigError: the named executor does not support this dispatcher, or fp8 GEMMs.
+        MissingDependency: Triton is not installed, for its kernels.
         InputError, RoutingError, RankMismatch: on every rank, before rows move.
         PeerDied, PeerTimeout: a rank failed or did not call in time.
     """
     if overlap is None or overlap.executor == "serial":
-        return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
+        return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
     use_kernels = overlap.uses_kernels
     pipelined_requested = overlap.executor == "pipelined"
+    if scaled:
+        if use_kernels or pipelined_requested:
+            dispatcher.refuse(ConfigError(SERIAL_ONLY), x_TD, label=label)
+        return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label, scaled)
     if use_kernels or pipelined_requested:
         fault = device_fault(dispatcher, x_TD) if use_kernels else pipelined_fault(dispatcher)
         if fault is not None:
             dispatcher.refuse(fault, x_TD, label=label)
+    if use_kernels and isinstance(dispatcher, PeerToPeerPrimitives):
+        _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
+        return PeerDeviceCall(dispatcher, x_TD, ids_TK, weights_TK, overlap, label)
     if isinstance(dispatcher, AllToAllDispatcher) and (use_kernels or sends_chunks(dispatcher)):
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         weights_grad = torch.is_grad_enabled() and weights_TK.requires_grad

@@ -21,13 +21,15 @@ from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels.activations import SwiGLU
-from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.kernels.expert_mlp import SERIAL_ONLY, ExpertMLP
 from moe_comm.kernels.swiglu import swiglu
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
+from moe_comm.overlap.executors.device_rows import peer_fault
 from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
 from moe_comm.overlap.tuning.choose import choose, on_gpus
 from moe_comm.overlap.tuning.store import OverlapChoice
@@ -95,8 +97,12 @@ def fused_combine(dispatch: ChunkedDispatch, rows_RF: Tensor, w_EDF: Tensor, wei
 
 def device_fault(dispatcher: Dispatcher, x_TD: Tensor) -> MoeCommError | None:
     """Return the error if the kernels cannot run a whole layer, else None."""
+    if isinstance(dispatcher, PeerToPeerPrimitives):
+        return peer_fault(dispatcher, x_TD)
     if type(dispatcher) is not AllToAllDispatcher:
-        return ConfigError(f"the device executor needs the dispatcher all_to_all; got {dispatcher.name}")
+        return ConfigError(
+            f"the device executor needs the dispatcher peer_to_peer or all_to_all; got {dispatcher.name}"
+        )
     return _fault(dispatcher, x_TD.dtype, x_TD.device)
 
 
@@ -118,12 +124,14 @@ class DeviceCall(ExpertCall):
         """Return [R, F], the activations. ``combine`` multiplies them by the last weights.
 
         Raises:
-            ConfigError: the experts have biases.
+            ConfigError: the experts have biases, or fp8 GEMMs.
         """
         w13_EGD, self._w2_EDF, b13_EG, b2_ED = mlp.tensors
         assert w13_EGD is not None
         if b13_EG is not None or b2_ED is not None:
             raise ConfigError("the device executor runs experts without biases; use Overlap(executor='pipelined')")
+        if mlp.gemm_dtype == "fp8":
+            raise ConfigError(SERIAL_ONLY)
         mlp.check_weights(rows)
         h_RG: Tensor = _kernels().multiply_dispatched(self._fused, rows, w13_EGD)
         return swiglu(h_RG) if isinstance(mlp.activation, SwiGLU) else mlp.activation.fn(h_RG)

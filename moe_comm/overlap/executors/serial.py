@@ -22,8 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import Dispatched, DispatchHandle
+from moe_comm.kernels import expert_mlp_fp8
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.kernels.expert_mlp import Alloc, BackwardInputs, ExpertMLP, LocalExperts
+from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.kernels.native import TRITON_DEVICES
 from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.overlap.executors.base import ExpertCall
@@ -54,12 +56,23 @@ class _Call:
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, call: _Call, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows_RD: Tensor,
+        values_RD: Tensor | None,
+        scale_RB: Tensor | None,
+        call: _Call,
+        *tensors: Tensor | None,
+    ) -> Tensor:
         experts = call.experts.with_tensors(tensors)
-        if call.counts_E is not None and rows_RD.stride(1) != 1:
+        if values_RD is None and call.counts_E is not None and rows_RD.stride(1) != 1:
             rows_RD = rows_RD.contiguous()
         out_RD = call.alloc(rows_RD.shape[0], experts.columns, rows_RD.dtype, rows_RD.device)
-        if call.counts_E is None:
+        if values_RD is not None and scale_RB is not None:
+            assert isinstance(experts, ExpertMLP)
+            h_RG = expert_mlp_fp8.forward(experts, ScaledRows(values_RD, scale_RB), call.sizes, out_RD)
+            rows_RD, saved_RG = values_RD, h_RG if call.save_hidden else None
+        elif call.counts_E is None:
             mlp_pass = experts.forward(rows_RD, out_RD, call.sizes, call.save_hidden, warm_rows)
             mlp_pass.all_rows()
             saved_RG = mlp_pass.saved_RG
@@ -69,7 +82,7 @@ class _Grouped(torch.autograd.Function):
 
             h_RG = expert_mlp_gpu.forward(experts, rows_RD, call.counts_E, out_RD)
             saved_RG = h_RG if call.save_hidden else None
-        ctx.save_for_backward(rows_RD, saved_RG, *tensors)
+        ctx.save_for_backward(rows_RD, scale_RB, saved_RG, *tensors)
         ctx.call = call
         return out_RD
 
@@ -78,14 +91,21 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         with EVENTS.span(Kind.COMPUTE, "backward of experts", layer=call.label), call.guard():
-            rows_RD, saved_RG, *tensors = ctx.saved_tensors
-            needs_rows, _, *needs = needed_gradients(ctx)
+            rows_RD, scale_RB, saved_RG, *tensors = ctx.saved_tensors
+            needs_rows, _, _, _, *needs = needed_gradients(ctx)
             experts = call.experts.with_tensors(tensors)
             grad_RD = grad_RD if grad_RD.stride(-1) == 1 else grad_RD.contiguous()
+            if scale_RB is not None:
+                assert isinstance(experts, ExpertMLP)
+                scaled = ScaledRows(rows_RD, scale_RB)
+                if saved_RG is None:
+                    saved_RG = expert_mlp_fp8.hidden_rows(experts, scaled, call.sizes, grad_RD.dtype)
+                rows_RD = scaled.dequantized(grad_RD.dtype)
             rows, width = rows_RD.shape
             grad_rows = call.alloc(rows, width, rows_RD.dtype, rows_RD.device) if needs_rows else None
-            grads = [warm_like(t) if t is not None and need else None for t, need in zip(tensors, needs, strict=True)]
             if call.counts_E is None:
+                needed = zip(tensors, needs, strict=True)
+                grads = [warm_like(t) if t is not None and need else None for t, need in needed]
                 inputs = BackwardInputs(
                     rows_RD, saved_RG, grad_RD, call.sizes, grad_rows, tuple(needs), warm_rows, per_expert=True
                 )
@@ -94,8 +114,11 @@ class _Grouped(torch.autograd.Function):
                 assert isinstance(experts, ExpertMLP)
                 from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU
 
-                expert_mlp_gpu.backward(experts, rows_RD, saved_RG, grad_RD, call.counts_E, grad_rows, grads)
-            return grad_rows, None, *grads
+                of_weights = expert_mlp_gpu.backward(
+                    experts, rows_RD, saved_RG, grad_RD, call.counts_E, grad_rows, needs
+                )
+                grads = [*of_weights, *[None] * (len(tensors) - len(of_weights))]
+            return grad_rows, None, None, None, *grads
 
 
 def grouped(
@@ -105,6 +128,7 @@ def grouped(
     alloc: Alloc = warm_rows,
     label: str = "",
     guard: Guard = nullcontext,
+    scaled: ScaledRows | None = None,
 ) -> Tensor:
     """Run each expert on its own rows. Differentiable once.
 
@@ -114,13 +138,21 @@ def grouped(
         alloc: Allocates the output and the rows' gradient, which other ranks may read in place.
         label: Name of the layer, for the span of backward.
         guard: Context of backward.
+        scaled: The rows for experts with fp8 GEMMs, which then do not read ``rows_RD``. None: quantize ``rows_RD``.
 
     Returns:
         [R, columns]. Gradients of experts without rows are zeros.
     """
     tensors = experts.tensors
     # Grad mode is off inside the autograd function, so check here whether there will be a backward pass.
-    has_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows_RD, *tensors))
+    has_backward = False
+    if torch.is_grad_enabled():
+        for t in (rows_RD, *tensors):  # a generator is slower
+            has_backward = has_backward or (t is not None and t.requires_grad)
+    if isinstance(experts, ExpertMLP) and experts.gemm_dtype == "fp8":
+        scaled = quantize_rows(rows_RD.detach()) if scaled is None else scaled
+    else:
+        scaled = None
     counts_E = None
     if isinstance(experts, ExpertMLP) and rows_RD.device.type in TRITON_DEVICES:
         from moe_comm.kernels import expert_mlp_gpu  # only where rows are on a GPU
@@ -136,7 +168,8 @@ def grouped(
         guard,
         counts_E,
     )
-    return _Grouped.apply(rows_RD, call, *tensors)  # type: ignore[no-any-return]
+    values_RD, scale_RB = (None, None) if scaled is None else (scaled.values_RD, scaled.scale_RB)
+    return _Grouped.apply(rows_RD, values_RD, scale_RB, call, *tensors)  # type: ignore[no-any-return]
 
 
 def run_mlp(rows_RD: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP, alloc: Alloc = warm_rows) -> Tensor:
@@ -169,9 +202,11 @@ def grouped_mlp(rows_RD: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP,
     return grouped(mlp, rows_RD, rows_per_expert, alloc)
 
 
-def serial_call(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str) -> SerialCall:
-    """Dispatch the rows of one call of a layer for the serial executor."""
-    return SerialCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label), weights_TK)
+def serial_call(
+    dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str, scaled: bool = False
+) -> SerialCall:
+    """Dispatch the rows of one call of a layer for the serial executor. scaled: for experts with fp8 GEMMs."""
+    return SerialCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label, scaled=scaled), weights_TK)
 
 
 class SerialCall(ExpertCall):
@@ -179,7 +214,7 @@ class SerialCall(ExpertCall):
 
     def __init__(self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor) -> None:
         self._dispatcher, self._handle, self._weights_TK = dispatcher, dispatched.handle, weights_TK
-        self.rows = dispatched.rows_RD
+        self.rows, self._scaled = dispatched.rows_RD, dispatched.scaled
 
     @property
     def handle(self) -> DispatchHandle:
@@ -190,7 +225,8 @@ class SerialCall(ExpertCall):
         mlp.check(rows, rows_per_expert)
         # A bound method of this object would keep its rows alive as long as the autograd graph.
         guard = partial(dispatcher.abort_on_error, label)
-        return grouped(mlp, rows, rows_per_expert, dispatcher.empty_rows, label, guard)
+        scaled, self._scaled = self._scaled, None  # autograd keeps what backward needs
+        return grouped(mlp, rows, rows_per_expert, dispatcher.empty_rows, label, guard, scaled)
 
     def combine(self, rows: Tensor) -> Tensor:
         return self._dispatcher.combine(rows, self._weights_TK, self._handle)

@@ -34,6 +34,7 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from moe_comm.comm.header import Header
 from moe_comm.dispatch.base import dispatch_by
 from moe_comm.dispatch.checksums import exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
@@ -47,6 +48,8 @@ from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
+
+StartDispatch = Callable[[Tensor, Tensor, Header], IncomingRows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +71,21 @@ class SharedDispatch(RowDispatch):
 
     @classmethod
     def open(
-        cls, dispatcher: PendingDispatcher, x_TD: Tensor, ids_TK: Tensor, overlap: Overlap, *, label: str = ""
+        cls,
+        dispatcher: PendingDispatcher,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        overlap: Overlap,
+        *,
+        label: str = "",
+        start: StartDispatch | None = None,
     ) -> tuple[SharedDispatch, SharedSend]:
         """Run the handshake of a dispatch and write this rank's rows. Collective.
 
         The returned ``SharedSend`` must be closed before the group runs another operation.
+
+        Args:
+            start: Starts the dispatch; None: ``dispatcher.start_dispatch``.
 
         Raises:
             ConfigError: the wire dtype has scales per group of rows.
@@ -84,7 +97,7 @@ class SharedDispatch(RowDispatch):
             raise ConfigError(f"overlap needs wire dtypes with scales for each row; got {wire_dtypes}")
         header = dispatcher.dispatch_header(x_TD, ids_TK, label)
         with dispatch_span(dispatcher, "dispatch", label) as span:
-            incoming = dispatcher.start_dispatch(x_TD.detach(), ids_TK, header)
+            incoming = (start or dispatcher.start_dispatch)(x_TD.detach(), ids_TK, header)
             record_handle(span, dispatcher, incoming.handle)
         try:
             handle, placement = incoming.handle, dispatcher.placement
@@ -127,6 +140,11 @@ class SharedDispatch(RowDispatch):
             return send.rows_RD, self.handle
 
         return dispatch_by(self.dispatcher, x_TD, complete, self.handle.label, counted=False)
+
+    def dispatch_in_flight(self, send: SharedSend, x_TD: Tensor) -> Tensor:
+        """Return the rows of the dispatch, differentiable, before they are complete; see ``SharedSend.close``."""
+        rows = send.rows_RD, self.handle
+        return dispatch_by(self.dispatcher, x_TD, lambda _: rows, self.handle.label, counted=False).rows_RD
 
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
         self.dispatcher.refuse(fault, torch.empty(0, dtype=self.handle.dtype), label=self.handle.label)

@@ -22,21 +22,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_comm.comm.header import COLLECTIVE, OPS
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.dispatch_spans import KINDS
 from moe_comm.dispatch.types import DispatchHandle
-from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.needed_grads import needed_gradients
 from moe_comm.kernels.row_invariant import product_into
-from moe_comm.kernels.triton.interpreter import INTERPRETING
-from moe_comm.kernels.triton.launch import DTYPES
-from moe_comm.kernels.triton.main_grad import weight_grad_into
+from moe_comm.kernels.triton.main_grad import weight_grad
 from moe_comm.overlap.checks import combine_fault, weights_fault
 from moe_comm.overlap.ring import Ring
+from moe_comm.overlap.triton.arrived_mm import rows_fault
 from moe_comm.overlap.triton.launch import TritonDispatch, run_combine, run_dispatch
-from moe_comm.overlap.triton.memory import NOT_INTERPRETED
 from moe_comm.overlap.triton.routes import RowPositions
 from moe_comm.overlap.triton.tiling import ExpertTiling
 
@@ -69,12 +67,10 @@ def dispatch_matmul(
 
 def kernels_fault(dispatcher: Dispatcher, dtype: torch.dtype, device: torch.device) -> MoeCommError | None:
     """Return the error if the kernels do not support rows of ``dtype`` on ``device``, else None."""
-    if device.type == "cpu" and not INTERPRETING:
-        return ConfigError(NOT_INTERPRETED)
-    if dtype not in DTYPES:
-        return InputError(f"the Triton kernels support float32, bfloat16 and float16; got {dtype}")
+    if (fault := rows_fault(dtype, device)) is not None:
+        return fault
     wire_dtypes = dispatcher.options.wire_dtypes
-    if any(wire_dtypes.of(op).narrows(dtype) for op in OPS if op != COLLECTIVE):
+    if any(wire_dtypes.of(op).narrows(dtype) for op in KINDS):
         return ConfigError(
             "the Triton kernels send rows in their own dtype; use DispatchOptions without wire_dtypes, or "
             "Overlap(backend='chunked')"
@@ -165,18 +161,16 @@ class _MatmulCombine(torch.autograd.Function):
         return result.h_RG if needs_rows else None, grad_w, grad_TK, None
 
 
-def _weight_gradient(dispatch: TritonDispatch, grad_RG: Tensor, rows_RD: Tensor, like_EGD: Tensor) -> Tensor:
-    """Return [E, G, D] = grad.T @ rows by expert; zeros for an expert without rows.
+def _weight_gradient(dispatch: TritonDispatch, grad_RG: Tensor, rows_RD: Tensor, w_EGD: Tensor) -> Tensor | None:
+    """Return the gradient of the weights, grad.T @ rows by expert; zeros for an expert without rows.
 
-    In 16 bits it is one kernel, which adds to ``main_grad`` of the weights if they have one (``weight_grad_into``).
+    In 16 bits it is one kernel, which adds to ``main_grad`` of the weights if they have one (``weight_grad``).
     """
     counts = dispatch.handle.rows_per_expert
     if grad_RG.dtype != torch.float32:
-        grad_EGD = torch.empty_like(like_EGD, memory_format=torch.contiguous_format)
         counts_E = torch.tensor(counts, dtype=torch.int64).to(grad_RG.device, non_blocking=True)
-        weight_grad_into(like_EGD, grad_RG, rows_RD, counts_E, grad_EGD)
-        return grad_EGD
-    grad_EGD = torch.zeros_like(like_EGD, memory_format=torch.contiguous_format)
+        return weight_grad(w_EGD, grad_RG, rows_RD, counts_E)
+    grad_EGD = torch.zeros_like(w_EGD, memory_format=torch.contiguous_format)
     with torch.autocast(grad_RG.device.type, enabled=False):
         for grad, rows, out in zip(grad_RG.split(counts), rows_RD.split(counts), grad_EGD, strict=True):
             if grad.shape[0]:

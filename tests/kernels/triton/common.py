@@ -6,9 +6,13 @@ import importlib
 import os
 import warnings
 from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from moe_comm.kernels import native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,3 +34,25 @@ def some_ids(tokens: int, top_k: int, experts: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     ids_TK = torch.rand(tokens, experts, generator=generator).topk(top_k).indices
     return ids_TK.masked_fill(torch.rand(tokens, top_k, generator=generator) < 0.2, -1)
+
+
+def run_plain_and_triton(work: Any) -> tuple[Any, Any, list[str]]:
+    """Return the result of ``work`` in plain torch and with the kernels, and the kernels that ran."""
+    plain = work()
+    launched: list[str] = []
+    kernels("device")
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", counted)
+        native.TRITON_DEVICES.add("cpu")
+        try:
+            return plain, work(), launched
+        finally:
+            native.TRITON_DEVICES.discard("cpu")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.fp8 import quantize_weights
 from tests.kernels.triton.common import DTYPES, drawn, kernels
 from tests.overlap.triton.common import needs_triton
 from tests.pool import RankPool
@@ -29,13 +30,13 @@ def _dequantized(values: Tensor, scales: Tensor, row_block: int) -> Tensor:
 
 def _operands(counts: list[int], inner: int, columns: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return packed rows as values and scales in place, as a dispatch delivers them, and quantized weights."""
-    quantize, mm = kernels("quantize"), kernels("grouped_mm_fp8")
+    quantize = kernels("quantize")
     rows_RK = drawn(sum(counts), inner) * torch.logspace(-2, 2, max(sum(counts), 1))[: sum(counts), None]
     packed_RB = quantize.quantize(rows_RK)
     first = -(-inner // 4)
     scale_RB = packed_RB.view(torch.float32)[:, first : first + -(-inner // 128)]
     w_ENK = drawn(len(counts), columns, inner, seed=1) / inner**0.5
-    return (packed_RB[:, :inner], scale_RB), mm.quantize_weights(w_ENK)
+    return (packed_RB[:, :inner], scale_RB), quantize_weights(w_ENK)
 
 
 def _compare_with_float64(rank: int, world: int, case: str) -> None:
@@ -61,10 +62,9 @@ def test_products_agree_with_float64_on_dequantized_operands(interpreter: RankPo
 
 
 def _quantize_weights(rank: int, world: int, arg: None) -> None:
-    mm = kernels("grouped_mm_fp8")
     w_ENK = drawn(2, 150, 200, dtype=torch.bfloat16)
     w_ENK[1, :128, :128] = 0
-    values, scales = mm.quantize_weights(w_ENK)
+    values, scales = quantize_weights(w_ENK)
     assert values.shape == w_ENK.shape and scales.shape == (2, 2, 2)
     back = _dequantized(values, scales, 128)
     assert not back[1, :128, :128].any()

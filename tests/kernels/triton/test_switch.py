@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,33 +14,11 @@ from moe_comm.kernels import native
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing
 from moe_comm.topology import ExpertPlacement
-from tests.kernels.triton.common import drawn, kernels, some_ids
+from tests.kernels.triton.common import drawn, kernels, run_plain_and_triton, some_ids
 from tests.overlap.triton.common import needs_triton
 from tests.pool import RankPool
 
 pytestmark = needs_triton
-
-
-def _run_plain_and_triton(work: Any) -> tuple[Any, Any, list[str]]:
-    """Return the result of ``work`` in plain torch and with the kernels, and the kernels that ran."""
-    plain = work()
-    launched: list[str] = []
-    kernels("device")
-    from triton.runtime import interpreter
-
-    launch = interpreter.GridExecutor.__call__
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launched.append(self.fn.__name__)
-        return launch(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.GridExecutor, "__call__", counted)
-        native.TRITON_DEVICES.add("cpu")
-        try:
-            return plain, work(), launched
-        finally:
-            native.TRITON_DEVICES.discard("cpu")
 
 
 def _dispatch(rank: int, world: int, arg: None) -> None:
@@ -56,7 +32,7 @@ def _dispatch(rank: int, world: int, arg: None) -> None:
         assert x_TD.grad is not None and weights_TK.grad is not None
         return [sent.rows_RD.detach(), y_TD.detach(), x_TD.grad, weights_TK.grad]
 
-    plain, actual, launched = _run_plain_and_triton(work)
+    plain, actual, launched = run_plain_and_triton(work)
     assert {"take_rows_kernel", "weighted_sum_kernel", "scale_rows_kernel"} == set(launched)
     assert all(map(torch.equal, plain, actual))
 
@@ -72,7 +48,7 @@ def _wire_dtype(rank: int, world: int, name: str) -> None:
         packed_RX = pack(drawn(3, 150, dtype=torch.bfloat16), wire_dtype)
         return [packed_RX, unpack(packed_RX, wire_dtype, 150, torch.bfloat16)]
 
-    plain, actual, launched = _run_plain_and_triton(work)
+    plain, actual, launched = run_plain_and_triton(work)
     assert launched == ["quantize_kernel", "dequantize_kernel"]
     assert all(map(torch.equal, plain, actual))
 
@@ -95,7 +71,7 @@ def _experts(rank: int, world: int, recompute: bool) -> None:
         results = [out_RD.detach(), rows_RD.grad, experts.w13.grad, experts.w2.grad]
         return [t for t in results if t is not None]
 
-    plain, results, launched = _run_plain_and_triton(work)
+    plain, results, launched = run_plain_and_triton(work)
     assert launched.count("grouped_mm_kernel") == (5 if recompute else 4), launched
     assert launched.count("grouped_weight_grad_kernel") == 2
     assert "swiglu_kernel" in launched and "swiglu_backward_kernel" in launched
@@ -110,23 +86,26 @@ def test_experts_launch_grouped_gemms(interpreter: RankPool, recompute: bool) ->
     interpreter.run(_experts, recompute)
 
 
-def _experts_with_main_grad(rank: int, world: int, zero_out: bool) -> None:
+def _experts_with_main_grad(rank: int, world: int, marks: dict[str, bool]) -> None:
+    """marks: other attributes of the weights."""
     counts, dtype = [3, 0, 5], torch.bfloat16
 
     def work(main: bool) -> list[Tensor]:
         experts = Experts(3, 12, 10, dtype=dtype)
         experts.reset_parameters(3, std=0.5)
         for seed, w in enumerate((experts.w13, experts.w2)):
-            vars(w).update(main_grad=drawn(*w.shape, seed=seed) if main else None, zero_out_wgrad=zero_out)
+            vars(w).update(marks | {"main_grad": drawn(*w.shape, seed=seed)} if main else {})
         for seed in (1, 2):
             experts(drawn(8, 12, dtype=dtype, seed=seed + 5), counts).backward(drawn(8, 12, dtype=dtype, seed=seed))
         results = []
         for seed, w in enumerate((experts.w13, experts.w2)):
-            assert w.grad is not None
-            assert vars(w).get("grad_added_to_main_grad", False) == main
-            results.append(vars(w)["main_grad"] - drawn(*w.shape, seed=seed) if main else w.grad.float())
-            if main and zero_out:
-                assert not w.grad.any()
+            if not main:
+                assert w.grad is not None
+                results.append(w.grad.float())
+                continue
+            results.append(vars(w)["main_grad"] - drawn(*w.shape, seed=seed))
+            assert vars(w).get("grad_added_to_main_grad", False) == (w.grad is not None) == bool(marks)
+            assert not marks.get("zero_out_wgrad") or (w.grad is not None and not w.grad.any())
         return results
 
     native.TRITON_DEVICES.add("cpu")
@@ -139,16 +118,20 @@ def _experts_with_main_grad(rank: int, world: int, zero_out: bool) -> None:
         native.TRITON_DEVICES.discard("cpu")
 
 
-@pytest.mark.parametrize("zero_out", [False, True])
-def test_weight_gradients_of_experts_are_added_to_main_grad(interpreter: RankPool, zero_out: bool) -> None:
-    interpreter.run(_experts_with_main_grad, zero_out)
+@pytest.mark.parametrize(
+    "marks",
+    [{}, {"grad_added_to_main_grad": False}, {"grad_added_to_main_grad": False, "zero_out_wgrad": True}],
+    ids=["no dummy", "dummy", "zeros"],
+)
+def test_weight_gradients_of_experts_are_added_to_main_grad(interpreter: RankPool, marks: dict[str, bool]) -> None:
+    interpreter.run(_experts_with_main_grad, marks)
 
 
 def _launches_of_unsupported_experts(rank: int, world: int, arg: None) -> list[str]:
     launched: list[str] = []
     for dtype, bias in ((torch.float32, False), (torch.bfloat16, True)):
         experts = Experts(2, 6, 4, "relu2", bias=bias, dtype=dtype)
-        launched += _run_plain_and_triton(lambda e=experts, d=dtype: e(drawn(4, 6, dtype=d), [1, 3]))[2]
+        launched += run_plain_and_triton(lambda e=experts, d=dtype: e(drawn(4, 6, dtype=d), [1, 3]))[2]
     return launched
 
 
@@ -172,7 +155,7 @@ def _router(rank: int, world: int, drop_invalid: bool) -> None:
         assert router.weight.grad is not None
         return routing, router.weight.grad, int(router.invalid), router.load_E
 
-    plain, actual, launched = _run_plain_and_triton(work)
+    plain, actual, launched = run_plain_and_triton(work)
     assert launched.count("route_kernel") == 1
     assert launched.count("route_backward_kernel") == (0 if drop_invalid else 1)
     assert torch.equal(actual[0].ids_TK, plain[0].ids_TK) and torch.equal(actual[3], plain[3])

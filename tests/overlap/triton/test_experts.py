@@ -189,6 +189,37 @@ def test_output_and_gradients_are_those_of_one_process(
             assert torch.equal(grad, exact_grad)
 
 
+def _accumulate(rank: int, world: int, marked: bool) -> None:
+    """Compare the sums in ``main_grad`` after two backward passes with twice the gradient of one pass.
+
+    marked: whether the weights have the attribute by which Megatron requires a gradient from autograd.
+    """
+    case, dtype = CASES["empty experts"], torch.bfloat16
+    inputs = {name: values[rank] for name, values in _global_inputs(case, dtype).items()}
+    dispatcher = AllToAllDispatcher(case.placement, dist.group.WORLD, rank)
+
+    def run(w1: Tensor, w2: Tensor) -> None:
+        h, dispatch = dispatch_matmul(dispatcher, inputs["x"], inputs["ids"], w1, SMALL)
+        matmul_combine(h, w2, inputs["weights"], dispatch).backward(inputs["grad"])
+
+    plain_weights, weights = ([inputs[w].clone().requires_grad_() for w in ("w1", "w2")] for _ in range(2))
+    run(*plain_weights)
+    for w in weights:
+        vars(w).update(main_grad=torch.full(w.shape, 0.5), **({"grad_added_to_main_grad": False} if marked else {}))
+    for _ in range(2):
+        run(*weights)
+    for w, plain_w in zip(weights, plain_weights, strict=True):
+        assert plain_w.grad is not None
+        assert bool(plain_w.grad.any()) == (rank < 2), "experts 0 and 1 have rows"
+        assert torch.equal(((vars(w)["main_grad"] - 0.5) / 2).to(dtype), plain_w.grad)
+        assert (w.grad is not None) == vars(w).get("grad_added_to_main_grad", False) == marked
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_weight_gradients_are_added_to_main_grad(marked: bool, interpreted: RankPool) -> None:
+    interpreted.run(_accumulate, marked)
+
+
 def _compare_tilings(rank: int, world: int, dtype: torch.dtype) -> None:
     """Run two tilings on random numbers. Compare their bits, and the sums with those of the dispatcher's combine."""
     case = CASES["balanced"]

@@ -1,0 +1,194 @@
+"""Grouped GEMM of rows that ``peer_to_peer`` is still receiving: a tile starts when the rows of its sources are there.
+
+    rank 0    push ──── rows ────▶ rank 1's heap, then the flag (expert, rank 0) in rank 1's control area
+
+    rank 1    tiles of own rows │ tiles of rank 0's rows, after its flags │ ...          arrived_mm, in one launch
+
+Rows, flags and faults are those of csrc/cuda/args.h: ``push`` sets the word ``arrived(expert, source)`` to the number
+of the turn after the last of these rows. Nothing is copied between the host and the device. Programs take tiles from a
+list (``tile_list.py``) with counters, one for each source rank: own rows first, then of any rank whose rows are there,
+so no program waits for a late rank while other rows can be computed. A program that starts late, because ``push``
+occupied its processor, takes fewer tiles. No program waits for another one of this launch. The bits of a row depend
+neither on the order of the tiles nor on their rows: they are those of ``grouped_mm``.
+
+The kernel waits for kernels of other ranks, so it leaves processors free (``waiting_programs``): this rank's ``push``,
+which the peers wait for, has been launched before, and always has a processor to run on.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.gpu.protocol import ABORTED, ARRIVED, REPORT_WORDS, TIMED_OUT, RowFlags
+from moe_comm.kernels.triton.device import int64
+from moe_comm.kernels.triton.grouped_mm import Tiling, compute_tile, tiling_for
+from moe_comm.kernels.triton.interpreter import INTERPRETING
+from moe_comm.kernels.triton.launch import DTYPES, capability, on_device_of, options, processors, waiting_programs
+from moe_comm.overlap.triton.device import words_of
+from moe_comm.overlap.triton.flags import clock_ns, rest
+from moe_comm.overlap.triton.memory import NOT_INTERPRETED
+from moe_comm.overlap.triton.tile_list import TILE_WORDS, TileList
+
+_WORDS = tl.constexpr(TILE_WORDS)
+_TIMED_OUT, _ABORTED, _ARRIVED = (tl.constexpr(value) for value in (TIMED_OUT, ABORTED, ARRIVED))
+_FAULT, _WHO, _WHAT, _EXPECTED, _VALUE = (
+    tl.constexpr(REPORT_WORDS.index(name)) for name in ("fault", "who", "what", "expected", "value")
+)
+_STATE_FAULT = tl.constexpr(1)
+"""Index of ``fault`` in State of csrc/cuda/args.h."""
+
+
+@triton.jit
+def _arrived(flags_ptr, counts_ptr, expert, first_source, last_source, world, turn):  # type: ignore[no-untyped-def]
+    """Return the index of the first flag of ``expert`` that is not raised, or -1. Acquires the rows of the others."""
+    late = tl.full((), -1, tl.int64)
+    for source in range(first_source, last_source + 1):
+        word = expert * world + source
+        if tl.load(counts_ptr + word) > 0:  # a rank without rows sets no flag
+            value = tl.atomic_add(flags_ptr + word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
+            if (value < turn) & (late < 0):
+                late = word
+    return late
+
+
+@triton.jit
+def _report(flag_ptr, source, turn, state_ptr, report_ptr, abort_ptr):  # type: ignore[no-untyped-def]
+    """Report a missing flag of rank ``source``, as ``fail`` of csrc/cuda/machine.h does. The first report counts."""
+    aborted = tl.load(abort_ptr, volatile=True) != 0
+    fault = tl.where(aborted, int64(_ABORTED), int64(_TIMED_OUT))
+    if tl.atomic_cas(state_ptr + _STATE_FAULT, tl.full((), 0, tl.int64), fault, sem="acq_rel", scope="gpu") == 0:
+        tl.store(report_ptr + _WHO, source)
+        tl.store(report_ptr + _WHAT, int64(_ARRIVED))
+        tl.store(report_ptr + _EXPECTED, int64(turn))
+        tl.store(report_ptr + _VALUE, tl.load(flag_ptr, volatile=True))
+        tl.debug_barrier()
+        tl.atomic_xchg(report_ptr + _FAULT, fault, sem="release", scope="sys")
+
+
+VARYING = ("rank", "world", "first_flag", "turn", "timeout_ns")
+"""Arguments whose values do not cause a recompilation."""
+
+
+@triton.jit(do_not_specialize=VARYING)
+def arrived_mm_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr,  # [R, inner]
+    rows_stride,
+    w_ptr,  # [E, columns, inner], any strides
+    w_stride_expert, w_stride_column, w_stride_inner,
+    items_ptr, ends_ptr, taken_ptr, counts_ptr,  # items_N5, ends_W, taken_V and rows_EW of TileList
+    out_ptr,  # [R, columns]
+    out_stride, columns, inner,
+    peers_ptr, state_ptr, report_ptr, abort_ptr, rank, world, first_flag, turn, timeout_ns,  # RowFlags
+    ELEMENT: tl.constexpr,
+    WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
+    TAIL: tl.constexpr,  # BLOCK_M of tiles whose rows fit
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute out[r] = rows[r] @ w[expert of r].T, tile by tile of the list, each after the flags of its rows.
+
+    A program takes the next tile of the nearest source in the ring whose next tile is complete. Words that other
+    programs or ranks change are read by atomics, which return the same value to all warps.
+    """
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    flags_ptr = words_of(peers_ptr, rank) + first_flag
+    zero = tl.full((), 0, tl.int64)
+    nearest = 0  # all tiles of nearer sources are taken
+    start_ns = clock_ns()
+    while nearest < world:
+        tile, missing, lost = zero - 1, zero - 1, zero
+        for step in range(nearest, world):
+            if (tile < 0) & (lost == 0):
+                first = tl.load(ends_ptr + step - 1, mask=step > 0, other=0)
+                total = (tl.load(ends_ptr + step) - first) * tiles_n
+                taken = tl.atomic_add(taken_ptr + step, zero, sem="relaxed")
+                if taken < total:
+                    item_ptr = items_ptr + (first + taken // tiles_n) * _WORDS
+                    late = _arrived(
+                        flags_ptr, counts_ptr, tl.load(item_ptr), tl.load(item_ptr + 3), tl.load(item_ptr + 4), world,
+                        turn,
+                    )  # fmt: skip
+                    if late < 0:
+                        if tl.atomic_cas(taken_ptr + step, taken, taken + 1, sem="relaxed") == taken:
+                            tile = first * tiles_n + taken
+                        else:
+                            lost = zero + 1  # another program has taken it
+                    elif missing < 0:
+                        missing = late
+                elif step == nearest:
+                    nearest = step + 1
+        if tile >= 0:
+            item_ptr = items_ptr + tile // tiles_n * _WORDS
+            expert, start, end = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+            count = (end - start).to(tl.int32)
+            first_n = (tile % tiles_n).to(tl.int32) * BLOCK_N
+            w_expert_ptr = w_ptr + expert * w_stride_expert
+            if TAIL < BLOCK_M and count <= TAIL:
+                compute_tile(
+                    rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+                    start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, TAIL, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            else:
+                compute_tile(
+                    rows_ptr, rows_stride, w_expert_ptr, w_stride_column, w_stride_inner, out_ptr, out_stride,
+                    start, 0, count, first_n, columns, inner, ELEMENT, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            start_ns = clock_ns()
+        elif missing >= 0:
+            rest()
+            # The clock and the abort word may differ between warps: the first thread counts, and the next poll decides.
+            late = (clock_ns() - start_ns >= timeout_ns) | (tl.load(abort_ptr, volatile=True) != 0)
+            failed = tl.atomic_add(taken_ptr + world, late.to(tl.int64), sem="relaxed")
+            if failed > 0:
+                _report(flags_ptr + missing, missing % world, turn, state_ptr, report_ptr, abort_ptr)
+                nearest = world
+
+
+def rows_fault(dtype: torch.dtype, device: torch.device) -> MoeCommError | None:
+    """Return the error if the kernels do not support rows of ``dtype`` on ``device``, else None."""
+    if device.type == "cpu" and not INTERPRETING:
+        return ConfigError(NOT_INTERPRETED)
+    if dtype not in DTYPES:
+        return InputError(f"the Triton kernels support float32, bfloat16 and float16; got {dtype}")
+    return None
+
+
+def sending_blocks(device: torch.device, requested: int | None) -> int:
+    """Return the number of thread blocks of ``push`` beside this kernel: ``requested``, or one for 8 processors."""
+    return requested or max(1, processors(device) // 8)
+
+
+def tiling_of(rows_RD: Tensor, experts: int) -> Tiling:
+    """Return the tile for rows of ``experts`` experts, that of ``grouped_mm``."""
+    return tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / max(experts, 1))
+
+
+def arrived_mm_into(rows_RD: Tensor, w_END: Tensor, tiles: TileList, flags: RowFlags, out_RN: Tensor) -> None:
+    """Write out[r] = rows[r] @ w[e].T for each row r of expert e, after the rows have been received. No autograd.
+
+    A rank that does not send its rows in time is reported as a fault of the dispatch; the rows of ``out_RN`` that
+    depend on it are then not written.
+
+    Args:
+        rows_RD: [R, D] fp32, bf16 or fp16, dense; rows in flight.
+        w_END: [E, N, D] weights of this rank's experts, of the same dtype, any strides.
+        tiles: of these rows, with ``tiling_of(rows_RD, E).rows`` rows. A list is used once.
+        flags: of the dispatch.
+        out_RN: [R, N], dense.
+    """
+    experts, columns, inner = w_END.shape
+    if not out_RN.numel() or not experts:
+        return
+    tiling = tiling_of(rows_RD, experts)
+    with on_device_of(rows_RD):
+        arrived_mm_kernel[(waiting_programs(rows_RD.device),)](
+            rows_RD, rows_RD.stride(0), w_END, *w_END.stride(), tiles.items_N5, tiles.ends_W, tiles.taken_V,
+            tiles.rows_EW, out_RN, out_RN.stride(0), columns, inner,
+            flags.peers_W, flags.state, flags.report, flags.abort, flags.rank, flags.world, flags.first_flag,
+            flags.turn, flags.timeout_ns,
+            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, TAIL=tiling.tail_rows, **tiling.blocks,
+            **options(rows_RD, num_warps=tiling.warps, num_stages=tiling.stages),
+        )  # fmt: skip

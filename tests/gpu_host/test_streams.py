@@ -1,0 +1,61 @@
+"""The stream of ``peer_to_peer`` operations, with simulated streams."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.dispatch.peer_to_peer.streams import OperationStream
+
+CUDA = torch.device("cuda", 0)
+
+
+class Stream:
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        self.priority, self.waited = priority, list[Stream]()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """Return a list with the current stream."""
+    stream = [Stream()]
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda new: stream.__setitem__(0, new))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    return stream
+
+
+def _run(operations: OperationStream, current: list[Stream]) -> Stream:
+    """Run an operation. Return its stream."""
+    operations.enter(())
+    used = current[0]
+    operations.leave(failed=False)
+    return used
+
+
+def test_an_operation_runs_on_the_callers_stream_unless_it_has_its_own(current: list[Stream]) -> None:
+    heap: Any = None  # not used without tensors
+    caller = current[0]
+    assert _run(OperationStream(CUDA, heap, own=False), current) is caller
+    own = _run(OperationStream(CUDA, heap, own=True), current)
+    assert own is not caller and own.waited == [caller] and caller.waited == [own] and current == [caller]
+
+
+def test_the_caller_does_not_wait_for_an_operation_aside(current: list[Stream]) -> None:
+    heap: Any = None
+    caller, operations = current[0], OperationStream(CUDA, heap, own=False)
+    operations.aside, operations.caller_waits = True, False
+    aside = _run(operations, current)
+    assert aside is not caller and aside.waited == [caller] and not caller.waited and current == [caller]
+    assert aside.priority < caller.priority, "a lower number is a higher priority"
+    operations.aside, operations.caller_waits = False, True
+    assert _run(operations, current) is caller and not caller.waited
+    operations.aside = True
+    assert _run(operations, current) is aside

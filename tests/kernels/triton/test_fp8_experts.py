@@ -1,0 +1,100 @@
+"""Experts with fp8 GEMMs in Triton kernels, compared with plain torch, which defines them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.dispatch import DispatchOptions, WireDtypes
+from moe_comm.dispatch.backends.local import LocalDispatcher
+from moe_comm.errors import InputError
+from moe_comm.kernels.fp8 import ScaledRows, quantize_rows, quantize_weights
+from moe_comm.layers.moe.experts import Experts
+from moe_comm.overlap.executors.serial import serial_call
+from moe_comm.topology import ExpertPlacement
+from tests.kernels.triton.common import drawn, kernels, run_plain_and_triton, some_ids
+from tests.overlap.triton.common import needs_triton
+from tests.pool import RankPool
+
+pytestmark = needs_triton
+DTYPES = (torch.bfloat16, torch.float32)
+TOLERANCE = 2e-2
+"""Relative to the norm. The kernels add the products of a block in another order. So an activation near the middle of
+two e4m3 numbers may round to the other one, which changes it by 2^-3."""
+
+
+def _quantized(rank: int, world: int, dtype: torch.dtype) -> None:
+    rows_RD, w_ENK = drawn(5, 300, dtype=dtype), drawn(2, 200, 150, dtype=dtype)
+    w_ENK[1, :128, :128] = 0
+    w_ENK[0, 3, 5] = torch.inf
+
+    def work() -> list[Tensor]:
+        rows = quantize_rows(rows_RD)
+        one_scale = ScaledRows(rows.values_RD, rows.scale_RB[:, :1].expand(-1, 3))
+        weights = [*quantize_weights(w_ENK), *quantize_weights(w_ENK.transpose(1, 2))]
+        values = [rows.values_RD, weights[0], weights[2]]
+        nan = [v.view(torch.uint8) & 0x7F if v.float().isnan().any() else v.view(torch.uint8) for v in values]
+        return [*nan, rows.scale_RB, *weights[1::2], rows.dequantized(dtype), one_scale.dequantized(dtype)]
+
+    plain, actual, launched = run_plain_and_triton(work)
+    assert launched.count("quantize_weights_kernel") == 2 and "quantize_kernel" in launched
+    assert launched.count("dequantize_kernel") == 2
+    for one, other in zip(actual, plain, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_weights_have_the_same_bytes(interpreter: RankPool, dtype: torch.dtype) -> None:
+    """Also weights with any strides, and blocks with an infinity, which become NaN of any sign."""
+    interpreter.run(_quantized, dtype, timeout=60)
+
+
+def _refused(rank: int, world: int, arg: None) -> None:
+    quantize = kernels("quantize")
+    for wrong in (torch.zeros(2, 3), torch.zeros(2, 3, 4, dtype=torch.float64)):
+        with pytest.raises(InputError, match="quantize_weights"):
+            quantize.quantize_weights(wrong)
+
+
+def test_wrong_weights_are_input_errors(interpreter: RankPool) -> None:
+    interpreter.run(_refused)
+
+
+def _layer(rank: int, world: int, arg: tuple[torch.dtype, str, bool]) -> None:
+    dtype, activation, bias = arg
+
+    def work() -> list[Tensor]:
+        dispatcher = LocalDispatcher(
+            ExpertPlacement.balanced(4, 1), options=DispatchOptions(wire_dtypes=WireDtypes("fp8_block"))
+        )
+        experts = Experts(4, 256, 40, activation, bias=bias, dtype=dtype)
+        experts.reset_parameters(3, std=0.2)
+        experts.gemm_dtype = "fp8"
+        x_TD, weights_TK = drawn(9, 256, dtype=dtype).requires_grad_(), drawn(9, 2, seed=1).requires_grad_()
+        call = serial_call(dispatcher, x_TD, some_ids(9, 2, 4), weights_TK, "", scaled=True)
+        y_TD = call.combine(experts(call.rows, call.handle.rows_per_expert, call.compute))
+        y_TD.backward(drawn(9, 256, dtype=dtype, seed=2))
+        grads = [x_TD.grad, weights_TK.grad, *(p.grad for p in experts.parameters())]
+        return [y_TD.detach(), *(grad for grad in grads if grad is not None)]
+
+    plain, actual, launched = run_plain_and_triton(work)
+    assert launched.count("grouped_mm_fp8_kernel") == launched.count("quantize_weights_kernel") == 2
+    # Packed rows are gathered; rows are dequantized in backward only.
+    assert launched.count("quantize_kernel") == 2 and launched.count("dequantize_kernel") == 1
+    assert len(actual) == len(plain) == (7 if bias else 5)
+    for one, other in zip(actual, plain, strict=True):
+        assert (one.double() - other.double()).norm() <= TOLERANCE * other.double().norm()
+
+
+@pytest.mark.parametrize(
+    "arg",
+    [
+        (torch.bfloat16, "swiglu", False),
+        (torch.bfloat16, "gelu", True),
+        (torch.float32, "swiglu", True),
+    ],
+    ids=str,
+)
+def test_the_layer_with_kernels_is_near_plain_torch(interpreter: RankPool, arg: tuple[torch.dtype, str, bool]) -> None:
+    interpreter.run(_layer, arg, timeout=120)
