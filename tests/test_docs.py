@@ -137,7 +137,8 @@ def test_commands_parse(page: str, line: str) -> None:
         loaded = config.load(
             file if file.suffix else params["config"], [*(params["overrides"] or []), *(params["settings"] or [])]
         )
-        loaded.parallel.mapping(params.get("ranks") or loaded.parallel.ranks)
+        if not loaded.parallel.auto:
+            loaded.parallel.mapping(params.get("ranks") or loaded.parallel.ranks)
     if params.get("mappings"):
         pytest.importorskip("moe_comm.bench.parity.compare").chosen(params["mappings"])
 

@@ -29,6 +29,7 @@ from moe_comm.cli.options import (
     chosen,
     load,
 )
+from moe_comm.errors import ConfigError
 
 bench = typer.Typer(no_args_is_help=True, help="Measure dispatch, MoE layers, training steps, and overlap.")
 
@@ -91,7 +92,21 @@ def bench_layer(
 
 @bench.command("train")
 def bench_train(
-    ranks: Ranks = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ranks to start, over all hosts; torchrun's ranks are used under torchrun.  [default: 2, or hosts x "
+            "ranks per host]",
+        ),
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, max=64, help="Number of hosts; several are network namespaces, which need root.")
+    ] = 1,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(min=1, help="Ranks per host.  [default: 1 with several hosts]")
+    ] = None,
+    link_gbit: LinkGbit = 1.0,
     preset: Annotated[
         Preset, typer.Option(help="Shape: comm (many small experts) or compute (few wide experts).")
     ] = Preset.comm,
@@ -99,19 +114,48 @@ def bench_train(
     seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.  [default: the preset's]")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank.  [default: the preset's]")] = None,
     sharding: Annotated[str, typer.Option(help="Sharding in moe_comm: replicate, zero1 or fsdp.")] = "replicate",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override for moe_comm, such as parallel.ep=1; repeatable."),
+    ] = None,
+    variants: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variant",
+            metavar="NAME:KEY=VALUE,...",
+            help="Another configuration of moe_comm to compare with, such as ep1:parallel.ep=1; repeatable.",
+        ),
+    ] = None,
     peers: Peers = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Calibrate this machine, and predict the steps of moe_comm.")
+    ] = False,
+    trace: Annotated[
+        str | None, typer.Option(metavar="OUT", help="File for a Perfetto trace of one step of moe_comm.")
+    ] = None,
     warmup: Warmup = 2,
     steps: Annotated[int, typer.Option(min=1, help="Number of measured rounds; the median is reported.")] = 7,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Compare training steps with Hugging Face (EP with FSDP2, FSDP2, DDP), DeepSpeed AutoEP, and one process."""
+    """Compare training steps with Hugging Face (EP with FSDP2, FSDP2, DDP), DeepSpeed (AutoEP, ZeRO), and one process.
+
+    With several hosts, also between hosts with a shaped link.
+    """
     settings = load("moe_comm.bench.train.settings", "bench")
-    overrides = {"layers": layers, "seq_len": seq_len, "batch": batch}
-    values = chosen(peers, ranks=ranks, sharding=sharding, warmup=warmup, steps=steps, seed=seed)
+    if hosts > 1 or ranks_per_host is not None:
+        world = hosts * (ranks_per_host or 1)
+        if ranks not in (None, world):
+            raise ConfigError(f"{hosts} hosts x {ranks_per_host or 1} ranks per host are {world}; got --ranks {ranks}")
+        ranks = world
+    shape = {"layers": layers, "seq_len": seq_len, "batch": batch}
+    values = chosen(peers, ranks=ranks or 2, sharding=sharding, warmup=warmup, steps=steps, seed=seed)
+    values |= {"hosts": hosts, "link_gbit": link_gbit, "settings": tuple(overrides or ())}
+    values["variants"] = tuple(settings.Variant.parse(text) for text in variants or ())
     values |= settings.TRAIN_PRESETS[preset.value]
-    values |= {key: value for key, value in overrides.items() if value is not None}
-    load("moe_comm.bench.train.benchmark", "bench").main(settings.TrainBench(**values), json_out)
+    values |= {key: value for key, value in shape.items() if value is not None}
+    main = load("moe_comm.bench.train.benchmark", "bench").main
+    main(settings.TrainBench(**values), json_out, trace, predict=predict)
 
 
 @bench.command("overlap")

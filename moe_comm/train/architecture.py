@@ -40,6 +40,7 @@ def transformer_config(section: ModelSection, vocab: int, seq_len: int) -> Trans
             shared_ffn=section.shared_ffn,
             capacity=_capacity(section),
             recompute=section.recompute_experts,
+            expert_gemm_dtype=section.expert_gemm_dtype,
         ),
         max_length=section.max_length or seq_len,
         dense_layers=tuple(range(section.first_dense)),
@@ -87,9 +88,15 @@ def _router(section: ModelSection) -> RouterConfig:
 
 
 def with_training_settings(architecture: TransformerConfig, section: ModelSection) -> TransformerConfig:
-    """Return ``architecture`` with the losses, capacity and recomputation of ``section``."""
+    """Return ``architecture`` with the losses, capacity, recomputation and GEMM dtype of ``section``."""
     router = replace(architecture.moe.router, balance_loss=section.aux_loss, z_loss=section.z_loss)
-    moe = replace(architecture.moe, router=router, capacity=_capacity(section), recompute=section.recompute_experts)
+    moe = replace(
+        architecture.moe,
+        router=router,
+        capacity=_capacity(section),
+        recompute=section.recompute_experts,
+        expert_gemm_dtype=section.expert_gemm_dtype,
+    )
     return replace(architecture, moe=moe)
 
 

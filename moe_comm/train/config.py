@@ -38,6 +38,10 @@ from moe_comm.train.sections import (
 Tree = dict[str, Any]
 FILE_BYTES = 1 << 20
 """Maximum size of a configuration file."""
+AUTO = "auto"
+"""Value of the key ``parallel`` that lets the planner choose."""
+CHOSEN = ("tp", "cp", "dp", "pp", "ep", "etp", "schedule", "virtual", "sharding", "overlap_chunks", "backend")
+"""Keys of [parallel] that the planner chooses."""
 MAX_ERRORS = 20
 """Maximum number of invalid keys in one error message."""
 
@@ -86,14 +90,24 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
     Args:
         path: a ``.toml`` or ``.json`` file, or the name of a preset. None: the defaults.
         overrides: assignments such as ``model.experts=16``. Values have TOML syntax; a bare word is a string.
+            ``parallel=auto`` sets ``parallel.auto`` and removes the keys that the planner chooses from the file; other
+            overrides of these keys remain.
 
     Raises:
         ConfigError: unreadable or malformed file, unknown key, value of the wrong type or out of range.
     """
     source = "the overrides" if path is None else str(path)
     tree: Tree = {} if path is None else _read(Path(path))
+    # First, so that the keys of other overrides are constraints.
+    if any(_is_auto(text) for text in overrides):
+        section = tree.get("parallel")
+        given = section if isinstance(section, dict) else {}
+        tree["parallel"] = {"auto": True} | {key: value for key, value in given.items() if key not in CHOSEN}
+    elif tree.get("parallel") == AUTO:
+        tree["parallel"] = {"auto": True}
     for text in overrides:
-        _override(tree, text)
+        if not _is_auto(text):
+            _override(tree, text)
     _check_values(tree, source)
     try:
         return TrainConfig.model_validate(tree)
@@ -107,7 +121,10 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
 def dump(config: TrainConfig) -> str:
     """Return ``config`` as TOML with all settings that are not None; ``load`` restores it unchanged."""
     lines: list[str] = []
-    for name, section in config.model_dump(mode="json", exclude_none=True).items():
+    tree = config.model_dump(mode="json", exclude_none=True)
+    if config.parallel.auto:  # a key that is set would be a constraint of the planner
+        tree["parallel"] = config.parallel.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    for name, section in tree.items():
         lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items()), ""]
     return "\n".join(lines)
 
@@ -131,6 +148,12 @@ def _read(path: Path) -> Tree:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # malformed TOML or JSON, or not UTF-8
         raise ConfigError(f"{path} is not a valid {path.suffix[1:].upper()} file: {error}") from error
+
+
+def _is_auto(text: str) -> bool:
+    """Return whether an override is ``parallel=auto``."""
+    key, _, value = text.partition("=")
+    return key.strip() == "parallel" and _value(value.strip()) == AUTO
 
 
 def _override(tree: Tree, text: str) -> None:

@@ -33,6 +33,7 @@ from moe_comm.plan.pipeline.schedules import can_split, check_micro_batches
 from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, picture
 from moe_comm.train.architecture import family_of
+from moe_comm.train.auto.choose import choose, described, resolved
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
 from moe_comm.train.loop.build import DTYPES, FULL_PRECISION, architecture_of, build_stages, stage_plan
@@ -89,12 +90,20 @@ class DryRun:
 def describe(config: TrainConfig) -> str:
     """Return the model, mapping and memory of ``config`` as plain text.
 
+    With ``parallel.auto``, the mapping is planned for ``parallel.machine``, and the first line explains it.
+
     Raises:
-        ConfigError: the model cannot be built, or the batch cannot be split over the ranks.
+        ConfigError: the model cannot be built, the batch cannot be split over the ranks, or ``parallel.auto`` is set
+            without ``parallel.machine``.
     """
+    line = ""
+    if config.parallel.auto:
+        world = config.parallel.ranks
+        choice = choose(config, ModelShape.of(architecture_of(config, _vocab(config))), described(config, world))
+        config, line = resolved(config, world, choice.settings), choice.text + "\n\n"
     result = examine(config)
     parameters = _parameters(result.shape, config.data.seq_len)
-    return "\n\n".join([_title(result, config), parameters, _mapping(result), _memory(result, config)]) + "\n"
+    return line + "\n\n".join([_title(result, config), parameters, _mapping(result), _memory(result, config)]) + "\n"
 
 
 def examine(config: TrainConfig) -> DryRun:

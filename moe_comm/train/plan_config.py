@@ -97,7 +97,7 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
         },
         "model": _model(request) | {"recompute": mapping.recompute},
         "optimizer": {"kind": request.policy.optimizer, "lr": _LR},
-        "parallel": _parallel(request, mapping),
+        "parallel": parallel_settings(request, mapping),
     }
     step, fit = candidate.step, candidate.fit
     comments = [
@@ -118,8 +118,9 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
 def differences(request: PlanRequest, candidate: PlanCandidate) -> tuple[str, ...]:
     """Return the deviations of ``moe-comm train`` from the plan that affect step time or memory."""
     mapping, policy, deviations = candidate.mapping, request.policy, []
-    if mapping.overlap != "none" and mapping.sharding != "fsdp":
-        deviations.append("gradients are summed and weights gathered after the last backward pass, without overlap")
+    one_host = request.cluster.direct and request.cluster.hosts == 1
+    if mapping.overlap not in ("none", "chunks") and mapping.sharding != "fsdp" and one_host:
+        deviations.append("CPU ranks of one host sum gradients and gather weights after the last backward pass")
     if mapping.fuses and not _interleaves(request, mapping):
         deviations.append(
             "communication overlaps in chunks with the adjacent matrix products, but not with other operators; that "
@@ -138,7 +139,8 @@ def differences(request: PlanRequest, candidate: PlanCandidate) -> tuple[str, ..
     return tuple(deviations)
 
 
-def _parallel(request: PlanRequest, mapping: Mapping) -> Table[str, object]:
+def parallel_settings(request: PlanRequest, mapping: Mapping) -> dict[str, object]:
+    """Return the keys of [parallel] with which the trainer runs ``mapping``. Missing keys are defaults."""
     p = mapping.parallel
     settings: dict[str, object] = {"ranks": p.world}
     settings |= {axis: getattr(p, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
@@ -148,10 +150,14 @@ def _parallel(request: PlanRequest, mapping: Mapping) -> Table[str, object]:
     if mapping.dispatcher != "all_to_all":
         settings["backend"] = mapping.dispatcher
         # The plan assumes that combine sends partial sums; by default the library sends each expert output row.
-        if sends_sums(mapping.dispatcher, request.shape, p.ep, request.load.size):
+        if sends_sums(
+            mapping.dispatcher, request.shape, p.ep, request.load.size, deterministic=request.load.deterministic
+        ):
             settings["deterministic"] = False
     if mapping.fuses:
         settings |= {"overlap_chunks": "auto", "interleave": _interleaves(request, mapping)}
+    elif mapping.overlap == "chunks":
+        settings["overlap_chunks"] = "auto"
     return settings
 
 

@@ -7,6 +7,8 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes
+from moe_comm.errors import ConfigError
+from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig
 
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
@@ -150,6 +152,8 @@ class ModelSection(Section):
         dtype: dtype of the computation; master weights are fp32.
         recompute: activations that the backward pass recomputes.
         recompute_experts: save only the input rows of experts, for one extra matrix product in backward.
+        expert_gemm_dtype: operands of the experts' forward GEMMs; see ``moe_comm.layers.MoEConfig``. "fp8" needs
+            ``hidden`` to be a multiple of 128.
         max_length: maximum sequence length of the model. None: ``data.seq_len``.
     """
 
@@ -189,6 +193,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_experts: bool = False
+    expert_gemm_dtype: GemmDtype = "same"
     max_length: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
@@ -254,7 +259,13 @@ class OptimizerSection(Section):
 class ParallelSection(Section):
     """Parallelism and communication; see ``moe_comm.topology.ParallelConfig``.
 
+    ``parallel = "auto"`` stands for a section with ``auto = true``.
+
     Attributes:
+        auto: the planner chooses the degrees, schedule, virtual, sharding, overlap_chunks and backend when the run
+            starts. Those that are set here are kept.
+        machine: with ``auto``, the name of an accelerator or the path of a hardware description, as the planner takes
+            them. None: measure the ranks when the run starts.
         ranks: processes that the command line starts. Under torchrun, its world size is used.
         tp: tensor-parallel size, with sequence parallelism.
         cp: context-parallel size.
@@ -268,6 +279,8 @@ class ParallelSection(Section):
         stage_layers: layers of each stage. None: even split.
         sharding: "replicate" (no sharding), "zero1" (shard optimizer state and masters) or "fsdp" (shard everything).
         compress: send gradients as bf16 and sum them in fp32.
+        overlap_gradients: reduce gradients beside the last backward pass, and gather the weights of "zero1" beside the
+            next forward pass, with the same bits. "auto": between hosts and on GPUs.
         overlap_chunks: chunks in which communication overlaps with the matrix products of linear layers (with tp, or
             with cp and "ulysses") and experts. 0: no overlap. "auto": see ``moe_comm.overlap.options.Overlap``.
         executor: executor of MoE layers with ``overlap_chunks``; see ``moe_comm.overlap.options.Overlap``.
@@ -279,6 +292,8 @@ class ParallelSection(Section):
         timeout_s: seconds to wait for a peer.
     """
 
+    auto: bool = False
+    machine: str | None = Field(default=None, min_length=1)
     ranks: int = Field(default=2, ge=1)
     tp: int = Field(default=1, ge=1)
     cp: int = Field(default=1, ge=1)
@@ -292,6 +307,7 @@ class ParallelSection(Section):
     stage_layers: list[int] | None = None
     sharding: Literal["replicate", "zero1", "fsdp"] = "replicate"
     compress: bool = False
+    overlap_gradients: Literal["auto", "on", "off"] = "auto"
     overlap_chunks: NonNegativeInt | Literal["auto"] = 0
     executor: Literal["auto", "serial", "pipelined", "device"] = "auto"
     interleave: bool = False
@@ -301,8 +317,16 @@ class ParallelSection(Section):
     deterministic: bool = True
     timeout_s: float = Field(default=300.0, gt=0)
 
+    @model_validator(mode="after")
+    def _check_machine(self) -> Self:
+        if self.machine is not None and not self.auto:
+            raise ValueError("machine requires auto, because only the planner uses it")
+        return self
+
     def mapping(self, world: int) -> ParallelConfig:
-        """Return the mapping of ``world`` ranks. Raises ``ConfigError`` if the sizes do not fit."""
+        """Return the mapping of ``world`` ranks. Raises ``ConfigError`` if the sizes do not fit, or with ``auto``."""
+        if self.auto:
+            raise ConfigError("parallel.auto chooses the mapping when a run starts; use moe-comm train")
         return ParallelConfig.of(world, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, etp=self.etp)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.train import benchmark as train
-from moe_comm.bench.train.settings import RIVALS, TRAIN_PEERS, TRAIN_PRESETS, TrainBench
+from moe_comm.bench.train.settings import RIVALS, TRAIN_PEERS, TRAIN_PRESETS, TrainBench, Variant
 from moe_comm.cli import run
 from moe_comm.errors import ConfigError
 
@@ -49,6 +49,8 @@ def test_all_contestants_have_the_same_losses(result: dict[str, Any]) -> None:
     assert set(result["peers"]) == set(TINY.peers) and result["skipped"] == {}
     assert all(row["loss_rel_diff"] < 1e-5 for row in result["peers"].values())
     assert len(result["losses"]) == 3 and result["losses"][-1] < result["losses"][0]
+    over_links = {"hosts", "link_gbit", "ranks_per_host", "bytes_per_link", "exposed_communication_ms", "variants"}
+    assert not over_links & (set(result) | set(result["settings"]) | set(result["peers"]["hf_ddp"]))
 
 
 def test_rates_and_speedups_follow_from_the_times(result: dict[str, Any]) -> None:
@@ -75,7 +77,7 @@ def test_the_parts_of_a_step_add_up(result: dict[str, Any]) -> None:
 
 def test_contestants_with_different_losses_are_rejected() -> None:
     def contestant(name: str, *losses: float) -> Any:
-        return SimpleNamespace(kind=SimpleNamespace(name=name), losses=list(losses))
+        return SimpleNamespace(name=name, losses=list(losses))
 
     train._check([contestant("moe_comm", 5.0), contestant("other", 5.004)])
     train._check([contestant("moe_comm", 5.0, 4.0), contestant("other", 5.0, 4.03)])
@@ -99,6 +101,11 @@ def test_one_rank_compares_single_process_loops_only() -> None:
         ({"sharding": "zero3"}, "unknown sharding 'zero3'"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"vocab": 100}, "vocab must be at least 257"),
+        ({"hosts": 3}, "ranks must be divisible by hosts"),
+        ({"settings": ("parallel.epp=1",)}, "moe_comm: .*unknown key 'parallel.epp'"),
+        ({"variants": (Variant("a", ("payload.combine=fp99",)),)}, "a: .*payload.combine"),
+        ({"variants": (Variant("a", ("model.hidden=8",)),)}, "a: model.hidden is the same for all contestants"),
+        ({"variants": (Variant("hf_ddp", ("parallel.ep=1",)),)}, "a name that no other contestant has; got hf_ddp"),
     ],
 )
 def test_impossible_train_settings_are_rejected(change: dict[str, Any], message: str) -> None:
@@ -106,7 +113,27 @@ def test_impossible_train_settings_are_rejected(change: dict[str, Any], message:
         replace(TINY, **change)
 
 
+def test_a_variant_is_parsed_and_changes_only_its_own_configuration() -> None:
+    variant = Variant.parse("split:parallel.pp=2,parallel.stage_layers=[1,1],payload.combine=bf16")
+    assert variant.name == "split"
+    assert variant.overrides == ("parallel.pp=2", "parallel.stage_layers=[1,1]", "payload.combine=bf16")
+    bench = replace(TINY, sharding="zero1", settings=("parallel.ep=1",), variants=(variant,))
+    peers, own, split = (bench.config(name) for name in (None, "moe_comm", "split"))
+    assert (peers.parallel.ep, own.parallel.ep, split.parallel.ep) == (None, 1, 1)
+    assert (own.parallel.pp, split.parallel.pp, split.parallel.stage_layers) == (1, 2, [1, 1])
+    assert {config.parallel.sharding for config in (peers, own, split)} == {"zero1"}
+    assert (own.payload.combine, split.payload.combine) == ("same", "bf16")
+    assert peers.model == own.model == split.model
+    for text in ("ep1", ":parallel.ep=1", "a b:parallel.ep=1", "ep1:parallel.ep"):
+        with pytest.raises(ConfigError, match="NAME:KEY=VALUE"):
+            Variant.parse(text)
+
+
 def test_presets_are_valid_and_the_command_reports_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(TrainBench(**preset).tokens > 0 for preset in TRAIN_PRESETS.values())
     assert run(["bench", "train", "--peer", "nobody"]) == 2
     assert "unknown peer 'nobody'" in capsys.readouterr().err
+    assert run(["bench", "train", "--hosts", "2", "--variant", "a:parallel.epp=1"]) == 2
+    assert "unknown key 'parallel.epp'" in capsys.readouterr().err
+    assert run(["bench", "train", "--hosts", "2", "--ranks", "3"]) == 2
+    assert "2 hosts x 1 ranks per host are 2; got --ranks 3" in capsys.readouterr().err

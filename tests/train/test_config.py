@@ -63,9 +63,30 @@ def test_overrides_have_priority_over_the_file(tmp_path: Path) -> None:
     assert (config.run.steps, config.run.seed, config.model.family, config.model.tie) == (5, 4, "olmoe", True)
 
 
+def test_parallel_auto_leaves_the_mapping_to_the_planner(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('parallel = "auto"\n')
+    (tmp_path / "a.json").write_text('{"parallel": "auto"}')
+    config = load(path)
+    assert config.parallel.auto and config == load(tmp_path / "a.json") == load(None, ["parallel=auto"])
+    assert config.parallel.model_fields_set == {"auto"}
+    with pytest.raises(ConfigError, match="chooses the mapping when a run starts"):
+        config.parallel.mapping(2)
+    # Overrides are constraints in any order; chosen keys of the file are not, the others remain.
+    both = load("small", ["parallel.ep=2", "parallel=auto"])
+    assert both == load("small", ["parallel=auto", "parallel.ep=2"])
+    assert (both.parallel.ep, both.parallel.tp, both.parallel.ranks) == (2, 1, load("small").parallel.ranks)
+    assert load("small", ["parallel.auto=true"]).parallel.tp == load("small").parallel.tp == 2
+    # A dumped configuration has the same constraints.
+    path.write_text(dump(both))
+    assert load(path).parallel.model_fields_set == both.parallel.model_fields_set
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("parallel.machine=h100", "parallel: machine requires auto"),
+        ("parallel=manual", "section.key=value"),
         ("run.stepz=5", "unknown key 'run.stepz' (did you mean 'run.steps'?)"),
         ("model.lr=1.0", "unknown key 'model.lr' (did you mean 'optimizer.lr'?)"),
         ("modle.hidden=64", "unknown key 'modle' (did you mean 'model'?)"),

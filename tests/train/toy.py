@@ -106,8 +106,13 @@ def backward(model: Toy, data_parallel: DataParallel, parts: int = 1) -> None:
     """Run forward and backward of all micro-batches of a step, and reduce the gradients over ranks."""
     data_parallel.zero_grad()
     for part in range(parts):
-        prepare_backward(model, part == parts - 1)
-        model(torch.zeros(()), part, parts).backward()
+        last = part == parts - 1
+        prepare_backward(model, last)
+        loss = model(torch.zeros(()), part, parts)
+        if last:
+            data_parallel.begin_backward(model)
+        loss.backward()
+    data_parallel.end_backward(model)
     data_parallel.reduce()
 
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_comm.bench.calibrate.fit import accelerator_of, between_of, inside_of
+from moe_comm.bench.calibrate.fit import accelerator_of
 from moe_comm.bench.calibrate.ranks import RankMeasurements, measure
 from moe_comm.bench.calibrate.steps import CalibrationStep, measure_steps, within_steps
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link
 from moe_comm.plan.machine.hardware import Cluster
+from moe_comm.plan.machine.link_fit import between_of, inside_of
 from moe_comm.runtime.launch import launch
 
 LOOPBACK = Link("memory of one rank", 1e9, 0.0, 1.0)

@@ -14,21 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from moe_comm.bench.common.ranks import SingleRankMesh
-from moe_comm.dispatch import make_dispatcher
 from moe_comm.layers.moe.experts import Experts
-from moe_comm.layers.parallel.collectives import gather_dim, scatter_sum
 from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.plan.machine.link_fit import MeasuredTransfer
 from moe_comm.runtime.launch import available_cores, init_ranks
 from moe_comm.train import config as configuration
+from moe_comm.train.auto.transfers import WIDTH, measure_rows, measure_sum, wall_seconds
 from moe_comm.train.loop.build import architecture_of, build_stages
-from moe_comm.train.parallel.compress import GradientReducer
 from moe_comm.train.parallel.norm import squared_norm
 
 TIMEOUT_S = 300.0
@@ -69,19 +68,6 @@ EXPERT_ROWS = (40, 96, 128, 248)
 """Rows of each expert in the grouped GEMM measurement, with D = F = ``WIDTH``."""
 ROWS = (64, 512, 2048)
 """Rows per rank of the transfers."""
-WIDTH = 256
-
-MoveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-
-
-@dataclass(frozen=True)
-class MeasuredTransfer:
-    """Time of a transfer over a group of ``ranks``. ``num_bytes`` is the argument of the method of ``Cluster``."""
-
-    kind: MoveKind
-    ranks: int
-    num_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -167,19 +153,6 @@ def _cpu_seconds(work: Callable[[], Any]) -> float:
     return median(windows)
 
 
-def _wall_seconds(work: Callable[[], Any], times: int) -> float:
-    """Return the wall seconds of ``work``: the median over windows of the mean of ``times`` calls."""
-    work()
-    windows = []
-    for _ in range(WINDOWS):
-        _barrier()
-        start = time.perf_counter()
-        for _ in range(times):
-            work()
-        windows.append((time.perf_counter() - start) / times)
-    return median(windows)
-
-
 def _until_all(work: Callable[[], Any]) -> float:
     """Return the wall seconds from a common start until all ranks have done ``work``."""
 
@@ -187,7 +160,7 @@ def _until_all(work: Callable[[], Any]) -> float:
         work()
         _barrier()
 
-    return _wall_seconds(work_and_barrier, 1)
+    return wall_seconds(work_and_barrier, 1, WINDOWS)
 
 
 def _products(name: str) -> tuple[tuple[int, int, int, float], ...]:
@@ -258,61 +231,16 @@ def _passes() -> list[MeasuredPass]:
 
 
 def _moves(rank: int, world: int) -> list[MeasuredTransfer]:
-    groups = [(world, dist.group.WORLD)]
+    assert dist.group.WORLD is not None
+    groups = [dist.group.WORLD]
     if world > 2:
         for first in range(0, world - 1, 2):
             pair = dist.new_group([first, first + 1])
             if rank in (first, first + 1):
-                groups.append((2, pair))
+                groups.append(pair)
     results: list[MeasuredTransfer] = []
-    for size, group in groups:
-        results += [one for rows in ROWS for one in _moves_of(size, group, rows)]
-        results += [_sums_of(size, group, elements) for elements in SUMMED]
+    for group in groups:
+        results += [one for rows in ROWS for one in measure_rows(group, rows, WINDOWS)]
+        results += [measure_sum(group, elements, WINDOWS) for elements in SUMMED]
         _barrier()
-    return results
-
-
-def _sums_of(size: int, group: Any, elements: int) -> MeasuredTransfer:
-    """Measure the all-reduce of gradients."""
-    grads = [torch.randn(elements // 4) for _ in range(4)]
-    times = max(1, min(8, (1 << 20) // elements))
-    return MeasuredTransfer(
-        "all_reduce", size, 4 * elements, _wall_seconds(lambda: GradientReducer().sum_all(grads, group), times)
-    )
-
-
-def _moves_of(size: int, group: Any, rows: int) -> list[MeasuredTransfer]:
-    x_RD = torch.randn(rows, WIDTH)
-    gathered = x_RD.repeat(size, 1)
-    times = max(1, min(8, 4096 // rows))
-    results = [
-        MeasuredTransfer("all_gather", size, gathered.nbytes, _wall_seconds(lambda: gather_dim(x_RD, group, 0), times)),
-        MeasuredTransfer(
-            "reduce_scatter", size, gathered.nbytes, _wall_seconds(lambda: scatter_sum(gathered, group, 0), times)
-        ),
-    ]
-    dispatcher = make_dispatcher(size, group)
-    ids_T1 = (torch.arange(rows) % size).view(-1, 1)
-    weights_T1 = torch.ones(rows, 1)
-
-    def dispatch_and_combine() -> None:
-        sent = dispatcher.dispatch(x_RD, ids_T1)
-        rows_RD = sent.rows_RD
-        out_RD = dispatcher.empty_rows(len(rows_RD), WIDTH, rows_RD.dtype, rows_RD.device)
-        dispatcher.combine(out_RD.copy_(rows_RD), weights_T1, sent.handle)
-
-    results.append(MeasuredTransfer("all_to_all", size, x_RD.nbytes, _wall_seconds(dispatch_and_combine, times) / 2))
-    dispatcher.close()
-    group_rank, buffer = dist.get_rank(group), torch.empty_like(x_RD)
-    other = group_rank ^ 1
-
-    def ping_pong() -> None:
-        for sender in (0, 1):
-            if group_rank & 1 == sender:
-                dist.send(x_RD, group=group, group_dst=other)
-            else:
-                dist.recv(buffer, group=group, group_src=other)
-
-    if other < size:
-        results.append(MeasuredTransfer("send", 2, x_RD.nbytes, _wall_seconds(ping_pong, times) / 2))
     return results

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_comm.bench.calibrate.fit import LEAST_S, nearest, shape_of
+from moe_comm.bench.calibrate.fit import LEAST_S, shape_of
 from moe_comm.bench.calibrate.ranks import MODELS, TIMEOUT_S
 from moe_comm.plan.machine.hardware import Cluster
+from moe_comm.plan.machine.link_fit import nearest
 from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Mapping, PlacedMapping
 from moe_comm.plan.step.step import StepModel
@@ -164,9 +165,7 @@ def _trainer(model: int, mapping: str, stack: contextlib.ExitStack) -> Any:
     config = configuration.load(None, overrides)
     mesh = ParallelMesh(config.parallel.mapping(ranks.world))
     train_state = build(config, architecture_of(config, sizes["vocab"]), mesh)
-    for stage in train_state.stages:
-        stack.callback(stage.close)  # type: ignore[arg-type]
-    stack.callback(train_state.runner.close)
+    stack.callback(train_state.close)
     return Trainer(config, train_state, _Feed(sizes["vocab"], mesh), ranks)
 
 

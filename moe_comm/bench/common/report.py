@@ -128,23 +128,43 @@ def layer_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def train_tables(result: dict[str, Any]) -> list[Table]:
-    """Return the table of ``bench train``: throughput of each loop, and the breakdown of this library's step."""
+    """Return the table of ``bench train``: throughput of each loop, and the breakdown of this library's step.
+
+    With several hosts, also the exposed communication and the bytes that a host sends.
+    """
     s, m = result["settings"], result["machine"]
     heading = (
         f"{s['ranks']} ranks, {s['batch']} x {s['seq_len']} tokens per rank, {s['layers']} layers, D {s['hidden']}, "
         f"F {s['ffn']}, E {s['experts']}, K {s['top_k']}, {s['dtype']}; {m['cpu']}, {m['cores']} cores, {m['isa']}"
     )
+    variants = result.get("variants", {})
+    rows = {"moe_comm": result | {"speedup": None}, **variants, **result["peers"]}
     parts = ("compute", "communication", "data", "checkpoint", "loop")
-    breakdown = "step of moe_comm: " + ", ".join(f"{part} {result['step'][part]:.1%}" for part in parts)
+    breakdowns = [
+        f"step of {name}: " + ", ".join(f"{part} {rows[name]['step'][part]:.1%}" for part in parts)
+        for name in ("moe_comm", *variants)
+    ]
     gemm = f"torch.mm on all ranks at once: {result['gemm_gflops']:.0f} GFLOP/s in total"
-    caption = "\n".join(filter(None, (breakdown, gemm, _skipped(result))))
-    table = _table(heading, "", "tokens/s", "step ms", "MFU", "than moe_comm", "loss differs by", caption=caption)
-    for name, row in {"moe_comm": result | {"speedup": None}, **result["peers"]}.items():
+    caption = "\n".join(filter(None, (*breakdowns, gemm, _skipped(result))))
+    columns = ["tokens/s", "step ms", "MFU", "than moe_comm", "loss differs by"]
+    if hosts := result.get("hosts"):
+        links = ", ".join(f"{rate:.2f}" for rate in result["link_gbit_measured"])
+        heading = (
+            f"{hosts} hosts x {result['ranks_per_host']} rank(s), links of {result['link_gbit']:g} Gbit/s "
+            f"(measured {links}); {heading}"
+        )
+        columns += ["exposed ms", "sent MB"]
+        caption += "\nexposed: communication in the step, where it was measured; sent: bytes of a host on its link"
+    predicted = any(row.get("predicted_ms") is not None for row in rows.values())
+    columns += ["predicted ms"] if predicted else []
+    table = _table(heading, "", *columns, caption=caption)
+    for name, row in rows.items():
         compared = "" if row["speedup"] is None else _faster_or_slower(row["speedup"])
         differs = f"{row['loss_rel_diff']:.0e}" if "loss_rel_diff" in row else ""
-        table.add_row(
-            name, _number(row["tokens_per_s"]), _number(row["step_ms"]), f"{row['mfu']:.0%}", compared, differs
-        )
+        cells = [_number(row["tokens_per_s"]), _number(row["step_ms"]), f"{row['mfu']:.0%}", compared, differs]
+        if hosts:
+            cells += [_number(row.get("exposed_communication_ms")), f"{max(row['bytes_per_link']['sent']) / 1e6:.1f}"]
+        table.add_row(name, *cells, *([_number(row.get("predicted_ms"))] if predicted else []))
     return [table]
 
 

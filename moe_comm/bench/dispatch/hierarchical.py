@@ -36,7 +36,7 @@ from moe_comm.bench.common.inputs import (
 from moe_comm.bench.common.interleave import measure_interleaved
 from moe_comm.bench.common.ranks import on_ranks
 from moe_comm.bench.common.settings import BatchShape
-from moe_comm.bench.hosts.namespaces import INTERFACE, Hosts
+from moe_comm.bench.hosts.namespaces import Hosts, interface_bytes
 from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap, inter_host_bytes
@@ -200,24 +200,15 @@ def _counted(bench: HierarchicalBench) -> dict[str, int]:
 def _link_bytes(contestant: _Contestant) -> int:
     """Return the bytes that the interfaces of all hosts send during one forward and backward."""
     dist.barrier()
-    before = _interface_bytes()
+    before = interface_bytes().sent
     dist.barrier()
     contestant.forward()
     contestant.backward()
     dist.barrier()
     by_rank: list[Any] = [None] * dist.get_world_size()
     # Ranks of one host share its network namespace and interface, so each is counted once.
-    dist.all_gather_object(by_rank, (str(Path("/proc/self/ns/net").readlink()), _interface_bytes() - before))
+    dist.all_gather_object(by_rank, (str(Path("/proc/self/ns/net").readlink()), interface_bytes().sent - before))
     return sum(dict(by_rank).values())
-
-
-def _interface_bytes() -> int:
-    """Return the number of bytes that the interface of this host has sent, including headers."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(numbers.split()[8])
-    raise ConfigError(f"this host has no interface {INTERFACE}")
 
 
 def main(bench: HierarchicalBench, json_out: str | None = None) -> dict[str, Any]:

@@ -29,7 +29,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 from moe_comm.errors import ConfigError
 
@@ -115,6 +116,26 @@ def burst_bytes(link_gbit: float) -> int:
 def host_address(index: int) -> str:
     """Return the address of a host."""
     return f"{NETWORK}.{index + 1}"
+
+
+class InterfaceBytes(NamedTuple):
+    """Bytes that the interface of a host has sent and received, including headers."""
+
+    sent: int
+    received: int
+
+
+def interface_bytes() -> InterfaceBytes:
+    """Return the byte counters of the interface of this host. Call it on a host.
+
+    Raises:
+        ConfigError: this process is not on a host.
+    """
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            return InterfaceBytes(sent=int(numbers.split()[8]), received=int(numbers.split()[0]))
+    raise ConfigError(f"this host has no interface {INTERFACE}")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Session:
 
     def copies(self) -> Parts:
         """Return the parameters and correction biases that the modules of this rank use, except FSDP shards."""
+        self.trainer.train_state.data_parallel.wait_weights()
         parts: Parts = {}
         for stage in self.stages:
             shardings = shardings_of(stage)
@@ -93,9 +94,7 @@ def session(config: TrainConfig, **options: Any) -> Iterator[Session]:
     feed = CorpusFeed(corpus, mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
     with contextlib.ExitStack() as stack:
         stack.enter_context(feed)
-        for stage in train_state.stages:
-            stack.callback(stage.close)  # type: ignore[arg-type]
-        stack.callback(train_state.runner.close)
+        stack.callback(train_state.close)
         yield Session(Trainer(config, train_state, feed, ranks, **options), corpus, mesh)
 
 

@@ -1,14 +1,17 @@
 """``moe-comm bench train``: training steps against the training loops of other libraries on the same ranks.
 
 All contestants start from the same weights and use the same batches. They are built in the same processes and are
-interleaved step by step, so that noise affects them equally. Their losses are compared after each step.
+interleaved step by step, so that noise affects them equally. Their losses are compared after each step. With several
+hosts (``bench.hosts``), the ranks are distributed over them, and the bytes on the links are counted in each step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -18,37 +21,58 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.bench.common import machine, report
-from moe_comm.bench.common.clock import Clock, summarize, sync_group, sync_single_rank
+from moe_comm.bench.common.clock import Clock, Stats, summarize, sync_group, sync_single_rank
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.common.interleave import rotated
 from moe_comm.bench.common.ranks import SingleRankMesh, cores_of_group, on_ranks, pinned_to
+from moe_comm.bench.hosts.namespaces import Hosts, interface_bytes, unavailable_reason
+from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
+from moe_comm.bench.plan.benchmark import calibrated
+from moe_comm.bench.plan.settings import PlanBench
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
 from moe_comm.bench.train.own_loop import MoeCommTraining, OneProcessTraining
 from moe_comm.bench.train.peers import PEERS
-from moe_comm.bench.train.settings import LR, RIVALS, TrainBench
+from moe_comm.bench.train.prediction import predicted_ms
+from moe_comm.bench.train.settings import LR, OWN, RIVALS, TrainBench
+from moe_comm.bench.train.trace import write_trace
+from moe_comm.errors import ConfigError
 from moe_comm.integrations.hugging_face.architecture import to_hugging_face
 from moe_comm.integrations.hugging_face.weights import write_folder
 from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.observe.perfetto import check_package
+from moe_comm.observe.records import SpanLine
+from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.plan.model.shape import ModelShape
+from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
-from moe_comm.train import config as configuration
+from moe_comm.train.auto.choose import resolve_parallel
 from moe_comm.train.loop.build import architecture_of, build_stages
 from moe_comm.train.loop.job import open_corpus
 from moe_comm.train.metrics import StepTimes
 from moe_comm.train.ranks import Ranks
 
-KINDS: dict[str, type[TrainContestant]] = {
-    MoeCommTraining.name: MoeCommTraining,
-    OneProcessTraining.name: OneProcessTraining,
-} | PEERS
 FIRST_STEP, LATER_STEPS = 1e-3, 1e-2
 """Largest allowed relative difference of a loss from that of this library: in the first step, and in later steps."""
+PREFIX = "moe_comm-bench-"
+TIMEOUT_S = 3600.0
+"""Time limit with several hosts."""
+LINK_BYTES = 32 << 20
+"""Bytes sent to measure the links, or those of one second if the link is slower."""
 PARTS = ("compute", "communication", "data", "checkpoint", "loop")
+
+
+def kind_of(name: str) -> type[TrainContestant]:
+    """Return the class of a contestant. Names that are not peers are configurations of this library."""
+    return OneProcessTraining if name == OneProcessTraining.name else PEERS.get(name, MoeCommTraining)
 
 
 def select_contestants(bench: TrainBench) -> tuple[list[str], dict[str, str]]:
     """Return the names of the contestants that can run, and the reasons why the others cannot."""
-    reasons = {name: KINDS[name].unavailable_reason(bench) for name in (MoeCommTraining.name, *bench.peers)}
+    reasons: dict[str, str | None] = {}
+    for name in (*bench.own_names, *bench.peers):
+        kind = kind_of(name)
+        one_host = kind.single_process and bench.hosts > 1
+        reasons[name] = "runs in one process, on one host" if one_host else kind.unavailable_reason(bench)
     return (
         [name for name, reason in reasons.items() if reason is None],
         {name: reason for name, reason in reasons.items() if reason is not None},
@@ -56,15 +80,23 @@ def select_contestants(bench: TrainBench) -> tuple[list[str], dict[str, str]]:
 
 
 class _ContestantRun:
-    """One training loop of the comparison. ``contestant`` is None on ranks that do not run it."""
+    """One training loop of the comparison. ``contestant`` is None on ranks that do not run it.
 
-    def __init__(self, kind: type[TrainContestant], inputs: ContestantInputs, cores: set[int]) -> None:
-        self.kind, self.inputs, self.cores = kind, inputs, cores
+    Attributes:
+        traffic: for each round, the bytes per step that the interface of this host sent and received. Empty with one
+            host.
+        spans: spans of the last step if it was traced.
+    """
+
+    def __init__(self, name: str, inputs: ContestantInputs, cores: set[int]) -> None:
+        self.name, self.kind, self.inputs, self.cores = name, kind_of(name), inputs, cores
         self.losses: list[float] = []
+        self.traffic: list[tuple[int, int]] = []
+        self.spans: list[SpanLine] = []
         self.contestant: TrainContestant | None = None
         with self._affinity():
-            if inputs.ranks.is_first or not kind.single_process:
-                self.contestant = kind(inputs)
+            if inputs.ranks.is_first or not self.kind.single_process:
+                self.contestant = self.kind(inputs)
 
     def _affinity(self) -> contextlib.AbstractContextManager[None]:
         """Give all cores to a contestant in a single process."""
@@ -72,25 +104,63 @@ class _ContestantRun:
             return pinned_to(self.cores)
         return contextlib.nullcontext()
 
-    def step(self, clock: Clock, step: int) -> None:
-        """Time one step and record its loss. Collective."""
+    def run_round(self, clock: Clock, number: int, traced: bool = False) -> None:
+        """Time a step, and record its loss, its traffic and, if ``traced``, its spans. Collective.
+
+        See ``TrainBench.steps_per_round``.
+        """
         contestant, loss = self.contestant, 0.0
+        each = self.inputs.bench.steps_per_round
+        *lead, step = range(number * each, (number + 1) * each)
+        before = interface_bytes() if self.inputs.bench.hosts > 1 else None
         with self._affinity():
             if contestant is None:
-                clock.measure(self.kind.name, ("step", lambda: None))
+                clock.measure(self.name, ("step", lambda: None))
             else:
-                contestant.prepare(step)
-                clock.measure(self.kind.name, ("step", partial(contestant.step, step)))
+                phases = [("lead", partial(contestant.step, one)) for one in lead]
+                if lead:
+                    phases.append(("prepare", partial(contestant.prepare, step)))
+                contestant.prepare(number * each)
+                clock.measure(self.name, *phases, ("step", partial(contestant.step, step)))
                 loss = contestant.loss()
+        if traced and isinstance(contestant, MoeCommTraining):
+            self.spans = contestant.spans(f"step of {self.name}")
+        if contestant is not None:
+            contestant.finish()
         self.losses.append(float(self.inputs.ranks.sum(torch.tensor([loss], dtype=torch.float64))))
+        if before is not None:  # the sum above has waited for all ranks
+            after = interface_bytes()
+            self.traffic.append(((after.sent - before.sent) // each, (after.received - before.received) // each))
+
+    def measure_compute(self, clock: Clock, steps: int) -> None:
+        """Time steps without communication, after the last step. Collective."""
+        assert self.contestant is not None
+        for _ in range(1 + steps):
+            gc.collect()
+            clock.measure(self.name, ("compute", self.contestant.compute_step))
+        del clock.times[self.name, "compute"][0]
 
     def close(self) -> None:
         if self.contestant is not None:
             self.contestant.close()
 
 
-def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
+def run(
+    bench: TrainBench,
+    threads: int = 1,
+    *,
+    folder: str | None = None,
+    trace: str | None = None,
+    cluster: Cluster | None = None,
+) -> dict[str, Any]:
     """Run the benchmark on this rank and return the result, the same on every rank. Collective over the default group.
+
+    Args:
+        bench: settings of the benchmark.
+        threads: number of threads of this rank.
+        folder: folder for the weights and the text, which all ranks can read. None: rank 0 creates a temporary one.
+        trace: file for a Perfetto trace of the last step of each configuration of this library.
+        cluster: description of this machine with these ranks, for predictions. None: no predictions.
 
     Raises:
         WrongAnswer: the losses of two contestants differ.
@@ -98,11 +168,11 @@ def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
     names, skipped = select_contestants(bench)
     ranks = Ranks.make()
     with contextlib.ExitStack() as stack:
-        inputs = _make_inputs(bench, ranks, stack)
+        inputs = _make_inputs(bench, ranks, folder, stack)
         cores = cores_of_group()
-        contestant_runs = []
+        contestant_runs: list[_ContestantRun] = []
         for name in names:
-            contestant_runs.append(_ContestantRun(KINDS[name], inputs, cores))
+            contestant_runs.append(_ContestantRun(name, _with_config(inputs, name), cores))
             stack.callback(contestant_runs[-1].close)
             ranks.barrier()
         clock = Clock(sync_group if bench.ranks > 1 else sync_single_rank)
@@ -113,31 +183,55 @@ def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
         gc.collect()
         gc.disable()
         stack.callback(gc.enable)
-        for step in range(bench.warmup + bench.steps):
+        last = bench.warmup + bench.steps - 1
+        for step in range(last + 1):
             if step == bench.warmup:
                 clock.clear()
                 rates.clear()
             for contestant_run in rotated(contestant_runs, step):
                 gc.collect()
-                contestant_run.step(clock, step)
+                contestant_run.run_round(clock, step, traced=trace is not None and step == last)
             ranks.barrier()
             rates.append(gemm_flops(size=size))
             _check(contestant_runs)
-        own_loop = contestant_runs[0].contestant
-        assert isinstance(own_loop, MoeCommTraining)
-        breakdown = _breakdown([step_report.times for step_report in own_loop.reports[bench.warmup :]])
+        for contestant_run in contestant_runs:
+            if bench.hosts > 1 and contestant_run.kind.measures_compute:
+                contestant_run.measure_compute(clock, bench.steps)
+        own_loops = {one.name: one.contestant for one in contestant_runs if isinstance(one.contestant, MoeCommTraining)}
+        own_loops.pop(OneProcessTraining.name, None)
+        each = bench.steps_per_round
+        breakdowns = {
+            name: _breakdown([step_report.times for step_report in own_loop.reports[each - 1 :: each][bench.warmup :]])
+            for name, own_loop in own_loops.items()
+        }
+        traffic = {one.name: one.traffic[bench.warmup :] for one in contestant_runs}
+        spans = [one.spans for one in contestant_runs if one.name in own_loops]
         by_rank: list[Any] = [None] * bench.ranks
-        dist.all_gather_object(by_rank, (dict(clock.times), median(rates), breakdown))
-    stats = summarize([times for times, _, _ in by_rank])
-    peak = sum(rate for _, rate, _ in by_rank)
+        dist.all_gather_object(by_rank, (dict(clock.times), median(rates), breakdowns, traffic, spans))
+    if trace is not None and ranks.is_first:
+        write_trace(list(zip(*(spans for *_, spans in by_rank), strict=True)), bench.ranks_per_host, trace)
+    stats = summarize([times for times, *_ in by_rank])
+    peak = sum(rate for _, rate, *_ in by_rank)
     rows = {name: _row(bench, stats[name, "step"], flops, peak) for name in names}
+    for name, own_loop in own_loops.items():
+        rows[name]["step"] = _mean([breakdowns[name] for _, _, breakdowns, *_ in by_rank])
+        if bench.hosts > 1 or bench.variants or cluster is not None:
+            rows[name] |= {"mapping": own_loop.degrees, "backend": own_loop.backend}
+        if cluster is not None:
+            rows[name]["predicted_ms"] = predicted_ms(inputs, own_loop, cluster)
+    if bench.hosts > 1:
+        first_ranks = by_rank[:: bench.ranks_per_host]
+        for name in names:
+            rows[name] |= _exposed(rows[name], stats.get((name, "compute")))
+            rows[name]["bytes_per_link"] = _bytes_per_link([traffic[name] for *_, traffic, _ in first_ranks])
     for contestant_run in contestant_runs[1:]:
-        row = rows[contestant_run.kind.name]
-        row["speedup"] = row["step_ms"] / rows[MoeCommTraining.name]["step_ms"]
+        row = rows[contestant_run.name]
+        row["speedup"] = row["step_ms"] / rows[OWN]["step_ms"]
         row["loss_rel_diff"] = _difference(contestant_run, contestant_runs[0])
         if contestant_run.kind.note:
             row["note"] = contestant_run.kind.note
-    own_row = rows.pop(MoeCommTraining.name)
+    own_row = rows.pop(OWN)
+    variants = {variant.name: rows.pop(variant.name) for variant in bench.variants}
     speedups = {name: row["speedup"] for name, row in rows.items()}
     best = min((name for name in rows if name in RIVALS), key=speedups.__getitem__, default=None)
     return {
@@ -146,8 +240,8 @@ def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
         "speedup": None if best is None else speedups[best],
         "best_peer": best,
         "speedup_over_all": min(speedups.values(), default=None),
+        **({"variants": variants} if variants else {}),
         "peers": rows,
-        "step": _mean([split for _, _, split in by_rank]),
         "losses": contestant_runs[0].losses,
         "flops_per_token": flops,
         "gemm_gflops": peak * 1e-9,
@@ -157,14 +251,16 @@ def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
     }
 
 
-def _make_inputs(bench: TrainBench, ranks: Ranks, stack: contextlib.ExitStack) -> ContestantInputs:
-    """Return the inputs of the contestants. The first rank writes a folder with the initial weights."""
-    own = stack.enter_context(tempfile.TemporaryDirectory(prefix="moe_comm-bench-")) if ranks.is_first else ""
-    folder = Path(ranks.broadcast_text(own))
-    config = configuration.load(None, [*bench.overrides, f"data.cache={folder}"])
+def _make_inputs(bench: TrainBench, ranks: Ranks, folder: str | None, stack: contextlib.ExitStack) -> ContestantInputs:
+    """Return the inputs of the peers. The first rank writes a folder with the initial weights."""
+    if folder is None:
+        own = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)) if ranks.is_first else ""
+        folder = ranks.broadcast_text(own)
+    config = bench.config()
+    config = config.model_copy(update={"data": config.data.model_copy(update={"cache": folder})})
     corpus = open_corpus(config, ranks)
     architecture = architecture_of(config, corpus.vocab_size)
-    inputs = ContestantInputs(bench, config, architecture, corpus, ranks, folder / "weights")
+    inputs = ContestantInputs(bench, config, architecture, corpus, ranks, Path(folder) / "weights")
     if ranks.is_first:
         (model,) = build_stages(config, architecture, SingleRankMesh())
         initialize(model, bench.seed)
@@ -176,6 +272,39 @@ def _make_inputs(bench: TrainBench, ranks: Ranks, stack: contextlib.ExitStack) -
     return inputs
 
 
+def _with_config(inputs: ContestantInputs, name: str) -> ContestantInputs:
+    """Return the inputs of the contestant ``name``. Collective if the planner chooses its parallel settings."""
+    if name not in inputs.bench.own_names:
+        return inputs
+    config, ranks = inputs.bench.config(name), inputs.ranks
+    if config.parallel.auto:
+        config, text = resolve_parallel(config, ModelShape.of(inputs.architecture), ranks, "cpu", lambda: None)
+        if ranks.is_first:
+            print(f"{name}: {text}", file=sys.stderr, flush=True)
+    return replace(inputs, config=config)
+
+
+def _exposed(row: dict[str, Any], compute: Stats | None) -> dict[str, float]:
+    """Return the exposed communication of a contestant if it was measured.
+
+    It is the communication time of this library's training loop, or the difference from steps without communication.
+    """
+    if "step" in row:
+        return {"exposed_communication_ms": row["step"]["seconds"]["communication"] * 1e3}
+    if compute is None:
+        return {}
+    return {
+        "exposed_communication_ms": row["step_ms"] - compute["median_ms"],
+        "compute_ms": compute["median_ms"],
+    }
+
+
+def _bytes_per_link(hosts: list[list[tuple[int, int]]]) -> dict[str, list[float]]:
+    """Return the median bytes of a step on the link of each host. ``hosts``: sent and received bytes by step."""
+    sent, received = ([median(step[way] for step in steps) for steps in hosts] for way in (0, 1))
+    return {"sent": sent, "received": received}
+
+
 def _check(contestant_runs: list[_ContestantRun]) -> None:
     """Compare the losses of the last step with those of this library."""
     first = len(contestant_runs[0].losses) == 1
@@ -184,7 +313,7 @@ def _check(contestant_runs: list[_ContestantRun]) -> None:
         loss, expected = contestant_run.losses[-1], contestant_runs[0].losses[-1]
         if not abs(loss - expected) <= allowed * abs(expected):
             raise WrongAnswer(
-                f"{contestant_run.kind.name}: the loss of step {len(contestant_run.losses)} is {loss:.6g}, but that of "
+                f"{contestant_run.name}: the loss of step {len(contestant_run.losses)} is {loss:.6g}, but that of "
                 f"moe_comm is {expected:.6g} (allowed relative difference: {allowed:g}). "
                 "Please report this with the settings."
             )
@@ -220,24 +349,55 @@ def _mean(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return mean
 
 
-def main(bench: TrainBench, json_out: str | None = None) -> dict[str, Any]:
-    """Run ``moe-comm bench train``: measure, print a table, write JSON.
+def main(
+    bench: TrainBench, json_out: str | None = None, trace: str | None = None, *, predict: bool = False
+) -> dict[str, Any]:
+    """Run ``moe-comm bench train``: measure, print a table, write files.
 
-    Starts the ranks. Under torchrun, uses the ranks of torchrun, and only rank 0 prints.
+    Starts the ranks, on several hosts in network namespaces. Under torchrun, uses the ranks of torchrun, and only rank
+    0 prints.
 
     Args:
         bench: settings of the benchmark.
         json_out: file for the JSON object; ``-`` is standard output.
+        trace: file for a Perfetto trace of one step of each configuration of this library.
+        predict: calibrate this machine first, and predict the step of each configuration of this library.
 
     Returns:
         The JSON object; empty on ranks of torchrun other than 0.
+
+    Raises:
+        ConfigError: the hosts cannot be created (not root, or no iproute2).
+        MissingDependency: the package that writes ``trace`` is not installed.
+        WrongAnswer: the losses of two contestants differ.
+        RankFailed: a rank raised another exception, was killed, or exceeded the time limit.
     """
-    report.check_writable(json_out)
+    for out in (json_out, trace):
+        report.check_writable(out)
+    if trace is not None:
+        check_package("bench")
+        if not EVENTS.enabled:
+            raise ConfigError("no spans are recorded, because the native core is not built; run: pip install -e .")
+    if bench.hosts > 1 and (problem := unavailable_reason()):
+        raise ConfigError(f"cannot create {bench.hosts} hosts: {problem}")
     info = machine.machine_info("cpu")
-    result = on_ranks(run, bench, bench.ranks, "cpu")
+    cluster = calibrated(PlanBench(link_gbit=bench.link_gbit), bench.ranks, bench.hosts) if predict else None
+    work = partial(run, trace=trace, cluster=cluster)
+    result = on_ranks(work, bench, bench.ranks, "cpu") if bench.hosts == 1 else _on_hosts(work, bench)
     if result is None:
         return {}
     result["machine"] = info
     report.write_json(result, json_out)
     report.show(report.train_tables(result), json_out)
     return result
+
+
+def _on_hosts(work: partial[dict[str, Any]], bench: TrainBench) -> dict[str, Any]:
+    """Run ``work`` on ranks in network namespaces."""
+    # The launcher removes the folder, because ranks are killed when another one fails.
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, Hosts(bench.hosts, bench.link_gbit) as hosts:
+        links = measure_links(hosts, min(LINK_BYTES, round(bench.link_gbit * 1e9 / 8)))
+        args = (partial(work, folder=folder), bench, bench.ranks, "cpu")
+        result: dict[str, Any] = run_on_hosts(on_ranks, args, hosts, bench.ranks_per_host, TIMEOUT_S)[0]
+    settings = {"hosts": bench.hosts, "ranks_per_host": bench.ranks_per_host, "link_gbit": bench.link_gbit}
+    return result | settings | {"link_gbit_measured": links}

@@ -42,11 +42,13 @@ class TrainContestant(ABC):
 
     Attributes:
         single_process: only the first rank builds and runs it, with all cores, and the other ranks wait.
+        measures_compute: it has ``compute_step``.
         note: remark in the result.
     """
 
     name: ClassVar[str]
     single_process: ClassVar[bool] = False
+    measures_compute: ClassVar[bool] = False
     note: ClassVar[str] = ""
 
     @classmethod
@@ -64,6 +66,13 @@ class TrainContestant(ABC):
     @abstractmethod
     def step(self, step: int) -> None:
         """Update the weights once. Collective, unless it runs in a single process."""
+
+    def compute_step(self) -> None:
+        """Repeat the last step with the same computation and without communication. The weights are then invalid."""
+        raise NotImplementedError
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait for transfers of the last step that are in flight. Not timed."""
 
     @abstractmethod
     def loss(self) -> float:

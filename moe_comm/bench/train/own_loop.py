@@ -7,18 +7,25 @@ from dataclasses import replace
 
 from moe_comm.bench.common.ranks import SingleRankMesh
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
-from moe_comm.bench.train.settings import TrainBench
-from moe_comm.topology import ParallelMesh
+from moe_comm.bench.train.settings import OWN, TrainBench
+from moe_comm.layers.moe.load import moe_layers
+from moe_comm.observe.records import SpanLine
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.event_reader import read_spans
+from moe_comm.runtime.events import EVENTS
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.loop.build import build
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.metrics import StepReport
 from moe_comm.train.ranks import Ranks
 
+STEP = Kind.STEP.name.lower()
+
 
 class MoeCommTraining(TrainContestant):
     """Distributes the batch and the experts over all ranks. Reading a batch is part of the step, as in a run."""
 
-    name = "moe_comm"
+    name = OWN
 
     @classmethod
     def unavailable_reason(cls, bench: TrainBench) -> str | None:
@@ -28,9 +35,10 @@ class MoeCommTraining(TrainContestant):
         self._open(inputs, ParallelMesh(inputs.config.parallel.mapping(inputs.bench.ranks)), inputs.ranks)
 
     def _open(self, inputs: ContestantInputs, mesh: ParallelMesh, ranks: Ranks) -> None:
-        self._first = ranks.is_first
+        self._rank = ranks.rank
         self._stack = ExitStack()
         self._feed = self._stack.enter_context(inputs.feed(mesh))
+        self.config = inputs.config
         self._train_state = build(inputs.config, inputs.architecture, mesh)
         self._trainer = Trainer(inputs.config, self._train_state, self._feed, ranks)
         self.reports: list[StepReport] = []
@@ -38,13 +46,40 @@ class MoeCommTraining(TrainContestant):
     def step(self, step: int) -> None:
         self.reports.append(self._trainer.train_step(step))
 
+    def finish(self) -> None:
+        self._train_state.data_parallel.wait_weights()
+
+    def spans(self, title: str) -> list[SpanLine]:
+        """Return the spans of the last step, on the monotonic clock. The span of the step is named ``title``.
+
+        Call it directly after ``step``. It is empty if the step has more spans than the recorder stores.
+        """
+        lines = [SpanLine.of(span, 0) for span in read_spans(EVENTS.region)]
+        first = max((at for at, line in enumerate(lines) if line.kind == STEP), default=len(lines))
+        step = [replace(line, rank=self._rank) for line in lines[first:] if line.end_ns]
+        return [replace(step[0], name=title), *step[1:]] if step else []
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The mapping."""
+        return self._train_state.mesh.config
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees of the mapping by axis."""
+        return {axis: self.parallel.sizes[axis] for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
+
+    @property
+    def backend(self) -> str:
+        """Name of the dispatch backend of the MoE layers on this rank."""
+        names = (layer.dispatcher.name for stage in self._train_state.stages for _, layer in moe_layers(stage))
+        return next(names, "")
+
     def loss(self) -> float:
-        return self.reports[-1].loss if self._first else 0.0
+        return self.reports[-1].loss if self._rank == 0 else 0.0
 
     def close(self) -> None:
-        for stage in self._train_state.stages:
-            stage.close()  # type: ignore[operator]
-        self._train_state.runner.close()
+        self._train_state.close()
         self._stack.close()
 
 

@@ -4,6 +4,8 @@
     hf_fsdp2          FSDP2 for all parameters, including experts: weights are sent, tokens are not
     hf_ddp            full model on each rank, DistributedDataParallel
     deepspeed_autoep  DeepSpeed's AutoEP over all ranks
+    deepspeed_zero1   full model on each rank, DeepSpeed's ZeRO-1: optimizer state sharded
+    deepspeed_zero2   full model on each rank, DeepSpeed's ZeRO-2: optimizer state and gradients sharded
     hf_one_process    one process, no communication
 
 Each rank trains on its own sequences of the global batch (``ep_size == fsdp_size`` in transformers, no tensor
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+from abc import abstractmethod
 from contextlib import ExitStack
 from importlib import import_module, util
 from typing import Any, ClassVar
@@ -163,16 +166,24 @@ class HuggingFaceDDPTraining(HuggingFaceTraining):
     """torch's DistributedDataParallel."""
 
     name = "hf_ddp"
+    measures_compute = True
 
     def build(self, inputs: ContestantInputs) -> nn.Module:
         return DistributedDataParallel(self.load(inputs), gradient_as_bucket_view=True)
 
+    def compute_step(self) -> None:
+        with self.model.no_sync():  # type: ignore[operator]
+            self.step(0)
 
-class DeepSpeedAutoEP(HuggingFaceTraining):
-    """DeepSpeed's own MoE blocks in a model of transformers, expert-parallel over all ranks, without ZeRO."""
 
-    name = "deepspeed_autoep"
-    ds_config: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+class DeepSpeedTraining(HuggingFaceTraining):
+    """A model of transformers in an engine of DeepSpeed. Subclasses distribute it over ranks.
+
+    Attributes:
+        module: the module of DeepSpeed that it needs.
+    """
+
+    module: ClassVar[str]
 
     @classmethod
     def unavailable_reason(cls, bench: TrainBench) -> str | None:
@@ -180,23 +191,26 @@ class DeepSpeedAutoEP(HuggingFaceTraining):
             return "not installed: pip install deepspeed"
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         try:
-            import_module("deepspeed.module_inject.auto_ep")
+            import_module(cls.module)
         except Exception as fault:  # building extensions and probing devices can raise any exception
-            return f"deepspeed.module_inject.auto_ep cannot be imported: {fault}"
+            return f"{cls.module} cannot be imported: {fault}"
         return super().unavailable_reason(bench)
+
+    @abstractmethod
+    def ds_config(self, bench: TrainBench) -> dict[str, Any]:
+        """Return the part of DeepSpeed's configuration that distributes the model."""
 
     def build(self, inputs: ContestantInputs) -> nn.Module:
         deepspeed: Any = import_module("deepspeed")
         deepspeed.utils.logger.setLevel(logging.ERROR)
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-        ranks = inputs.bench.ranks
         model = self.load(inputs)
         _patch_registry_for_deepspeed()
-        config = self.ds_config | {
+        config = {
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
             "train_micro_batch_size_per_gpu": inputs.bench.batch,
-            "expert_parallel": {"enabled": True, "autoep_size": ranks, "preset_model": "qwen3_moe"},
-            "zero_optimization": {"stage": 0},
-        }
+        } | self.ds_config(inputs.bench)
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
         return self._engine  # type: ignore[no-any-return]
 
@@ -208,6 +222,37 @@ class DeepSpeedAutoEP(HuggingFaceTraining):
         self._engine.backward(loss * self.ranks_in_mean)
         self._engine.step()
         self._loss = loss.detach()
+
+
+class DeepSpeedAutoEP(DeepSpeedTraining):
+    """DeepSpeed's own MoE blocks, expert-parallel over all ranks, without ZeRO."""
+
+    name = "deepspeed_autoep"
+    module = "deepspeed.module_inject.auto_ep"
+
+    def ds_config(self, bench: TrainBench) -> dict[str, Any]:
+        return {
+            "expert_parallel": {"enabled": True, "autoep_size": bench.ranks, "preset_model": "qwen3_moe"},
+            "zero_optimization": {"stage": 0},
+        }
+
+
+class DeepSpeedZero1(DeepSpeedTraining):
+    """ZeRO-1 with the full model on each rank."""
+
+    name = "deepspeed_zero1"
+    module = "deepspeed.runtime.zero.stage_1_and_2"
+    stage: ClassVar[int] = 1
+
+    def ds_config(self, bench: TrainBench) -> dict[str, Any]:
+        return {"zero_optimization": {"stage": self.stage}}
+
+
+class DeepSpeedZero2(DeepSpeedZero1):
+    """ZeRO-2 with the full model on each rank."""
+
+    name = "deepspeed_zero2"
+    stage = 2
 
 
 def _patch_registry_for_deepspeed() -> None:
@@ -238,6 +283,8 @@ PEERS: dict[str, type[TrainContestant]] = {
         HuggingFaceFSDPTraining,
         HuggingFaceDDPTraining,
         DeepSpeedAutoEP,
+        DeepSpeedZero1,
+        DeepSpeedZero2,
         HuggingFaceOneProcess,
     )
 }

@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from moe_comm.bench.common.settings import check_choice
 from moe_comm.errors import ConfigError
+from moe_comm.train import config as configuration
+from moe_comm.train.config import TrainConfig
 
+OWN = "moe_comm"
+"""Name of the training loop of this library with the settings of the benchmark, to which all others are compared."""
 Sharding = Literal["replicate", "zero1", "fsdp"]
-TRAIN_PEERS = ("hf_ep_fsdp2", "hf_fsdp2", "hf_ddp", "deepspeed_autoep", "one_process", "hf_one_process")
+TRAIN_PEERS = (
+    "hf_ep_fsdp2",
+    "hf_fsdp2",
+    "hf_ddp",
+    "deepspeed_autoep",
+    "deepspeed_zero1",
+    "deepspeed_zero2",
+    "one_process",
+    "hf_one_process",
+)
 RIVALS = ("hf_ep_fsdp2", "hf_fsdp2", "deepspeed_autoep")
 """Peers that distribute experts or shard weights over ranks. ``speedup`` is relative to the fastest of them, and
 ``speedup_over_all`` to the fastest of all peers, including those that need the full model on each rank."""
+
+FREE_KEYS = ("parallel", "payload", "data.micro_batches", "model.recompute", "model.recompute_experts")
+"""Sections and keys of a ``TrainConfig`` that do not change the trained function, so that losses stay comparable."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another configuration of this library, which is a contestant of its own.
+
+    Attributes:
+        name: name of the contestant.
+        overrides: overrides of the ``TrainConfig``, after those of the benchmark. An override of a whole section
+            (``parallel=...``) replaces the earlier overrides of its keys.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse ``NAME:KEY=VALUE,KEY=VALUE``. A comma inside a value is allowed if no ``KEY=`` follows it.
+
+        Raises:
+            ConfigError: the text does not have this form.
+        """
+        name, _, rest = text.partition(":")
+        overrides = tuple(re.split(r",(?=[\w.]+=)", rest))
+        if not re.fullmatch(r"[\w.-]+", name) or not all(re.match(r"[\w.]+=", override) for override in overrides):
+            raise ConfigError(f"a variant is NAME:KEY=VALUE,KEY=VALUE, such as ep1:parallel.ep=1; got {text!r}")
+        return cls(name, overrides)
 
 
 @dataclass(frozen=True)
@@ -20,7 +64,7 @@ class TrainBench:
     """One Qwen3-MoE model in fp32 and one global batch for all contestants.
 
     Args:
-        ranks: processes on this host, each with its own cores. This library distributes batch and experts over them.
+        ranks: processes over all hosts, each with its own cores. This library distributes batch and experts over them.
         hidden, layers, heads, kv_heads, experts, top_k, ffn, vocab: sizes of the model; ffn is the width of an expert.
         seq_len: tokens per sequence.
         batch: sequences per rank and step.
@@ -28,6 +72,13 @@ class TrainBench:
         warmup: number of discarded steps.
         steps: number of steps whose median is reported.
         peers: training loops to compare with. Those that are not installed are skipped and reported.
+        hosts: number of hosts. Several hosts are network namespaces with shaped links, see ``bench.hosts``.
+        link_gbit: rate of each host's link in Gbit/s, with several hosts.
+        settings: overrides of the ``TrainConfig`` of this library. They must be under ``FREE_KEYS``.
+        variants: further configurations of this library, which start from ``settings``.
+
+    Raises:
+        ConfigError: a size is out of range, a name is unknown or not unique, or a setting is invalid.
     """
 
     ranks: int = 2
@@ -46,6 +97,10 @@ class TrainBench:
     steps: int = 7
     seed: int = 0
     peers: tuple[str, ...] = TRAIN_PEERS
+    hosts: int = 1
+    link_gbit: float = 1.0
+    settings: tuple[str, ...] = ()
+    variants: tuple[Variant, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -62,6 +117,53 @@ class TrainBench:
             raise ConfigError(
                 f"experts must be divisible by ranks for the peers; got {self.experts} experts, {self.ranks} ranks"
             )
+        if self.ranks % self.hosts:
+            raise ConfigError(f"ranks must be divisible by hosts; got {self.ranks} ranks, {self.hosts} hosts")
+        names = [OWN, *TRAIN_PEERS, *(variant.name for variant in self.variants)]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"a variant needs a name that no other contestant has; got {', '.join(repeated)}")
+        for name in self.own_names:
+            self.config(name)
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.ranks // self.hosts
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Names of the configurations of this library."""
+        return (OWN, *(variant.name for variant in self.variants))
+
+    def config(self, name: str | None = None) -> TrainConfig:
+        """Return the configuration with one of ``own_names``, or that of the peers for None.
+
+        Raises:
+            ConfigError: an override is invalid, or changes what is trained.
+        """
+        if name is None:
+            return configuration.load(None, self.overrides)
+        extra = self.settings + next((variant.overrides for variant in self.variants if variant.name == name), ())
+        kept: list[str] = []
+        for override in (*self.overrides, *extra):
+            key = override.partition("=")[0].strip()
+            kept = [*(earlier for earlier in kept if not earlier.startswith(f"{key}.")), override]
+        try:
+            config = configuration.load(None, kept)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        for key in (override.partition("=")[0].strip() for override in extra):
+            if not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS):
+                raise ConfigError(f"{name}: {key} is the same for all contestants; known: {', '.join(FREE_KEYS)}")
+        return config
+
+    @property
+    def steps_per_round(self) -> int:
+        """Steps of a contestant in each round, of which the last is measured.
+
+        Between hosts, transfers of a step may be in flight when it ends. The step before the measured one makes the
+        measured one wait for as many transfers as it leaves.
+        """
+        return 2 if self.hosts > 1 else 1
 
     @property
     def tokens(self) -> int:
@@ -70,13 +172,13 @@ class TrainBench:
 
     @property
     def overrides(self) -> list[str]:
-        """Overrides of a ``TrainConfig`` for ``train.config.load``.
+        """Overrides of a ``TrainConfig`` for ``train.config.load``, the same for all contestants.
 
         The auxiliary loss is 0, because that of Hugging Face is a different function of the routing.
         """
         return [
             f"run.seed={self.seed}",
-            f"run.steps={self.warmup + self.steps}",
+            f"run.steps={self.steps_per_round * (self.warmup + self.steps)}",
             "data.source=pydoc",
             f"data.seq_len={self.seq_len}",
             f"data.batch={self.ranks * self.batch}",
@@ -93,8 +195,16 @@ class TrainBench:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values."""
+        """Return the settings as JSON values. Those of hosts and variants are left out if they have their defaults."""
+        optional = ("hosts", "link_gbit", "settings", "variants")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {name: value for name, value in values.items() if name not in optional}
+        if self.hosts > 1:
+            values |= {"hosts": self.hosts, "ranks_per_host": self.ranks_per_host, "link_gbit": self.link_gbit}
+        if self.settings:
+            values["settings"] = list(self.settings)
+        if self.variants:
+            values["variants"] = {variant.name: list(variant.overrides) for variant in self.variants}
         return values | {"peers": list(self.peers), "dtype": "float32"}
 
 

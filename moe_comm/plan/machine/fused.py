@@ -224,6 +224,11 @@ def gemm_combine(
     )
 
 
+def transfer_seconds(cluster: Cluster, span: GroupSpan, collective: CollectiveKind, num_bytes: float) -> float:
+    """Return the seconds of a transfer that is not fused. Arguments are as for ``fused``."""
+    return _collective(cluster, span, collective, num_bytes).seconds
+
+
 def _collective(cluster: Cluster, span: GroupSpan, collective: CollectiveKind, num_bytes: float) -> CollectiveCost:
     collectives = {"gather": cluster.all_gather, "scatter": cluster.reduce_scatter, "exchange": cluster.all_to_all}
     if collective not in collectives:

@@ -23,12 +23,21 @@ class Workload:
         dtype: dtype of matrix products and of dispatched rows.
         capacity: slots of an expert divided by its mean load. None: no token is dropped.
         imbalance: rows of the busiest rank's experts divided by the mean. 1: uniform routing. A capacity limits it.
+        deterministic: combine sends each row, never partial sums, as with ``DispatchOptions(deterministic=True)``.
+        wire: bytes of a dispatched row in transfer, relative to its bytes in memory. Below 1 with a wire dtype.
+        gradient_bytes: bytes of a gradient element in transfer. 2 with ``parallel.compress``.
+        overlap_gradients: for every overlap mode, gradient collectives overlap with the backward of the last
+            micro-batch, and weight collectives with the next forward. Not between CPU ranks of one host.
     """
 
     seq_len: int
     dtype: str = "bf16"
     capacity: float | None = None
     imbalance: float = 1.0
+    deterministic: bool = False
+    wire: float = 1.0
+    gradient_bytes: int = 4
+    overlap_gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.dtype not in BYTES:
@@ -36,6 +45,8 @@ class Workload:
         capacity = 1.0 if self.capacity is None else self.capacity
         if not (1 <= self.imbalance < math.inf and 0 < capacity < math.inf):
             raise ConfigError(f"imbalance must be at least 1, and capacity above 0 or None; got {self}")
+        if not 0 < self.wire <= 1 or self.gradient_bytes not in (2, 4):
+            raise ConfigError(f"wire must be above 0 and at most 1, and gradient_bytes 2 or 4; got {self}")
 
     @classmethod
     def assumed(cls, seq_len: int, dtype: str, capacity: float | None, imbalance: float | None = None) -> Self:

@@ -16,7 +16,7 @@ from moe_comm.plan.pipeline.schedules import can_split, stages_per_rank
 from moe_comm.topology import ParallelConfig
 
 ShardingMode = Literal["replicate", "zero1", "fsdp"]
-OverlapMode = Literal["none", "outer", "inter", "all"]
+OverlapMode = Literal["none", "outer", "chunks", "inter", "all"]
 Dispatcher = Literal["all_to_all", "all_gather", "hierarchical"]
 """Dispatch backends that the planner models."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -38,7 +38,8 @@ class Mapping:
         overlap: "none": communication and computation alternate. "outer": gradient and weight collectives overlap with
             passes, as do transfers between virtual stages, as in Megatron. "inter": in addition, transfers within a
             pass overlap with independent operators. "all": in addition, transfers overlap tile by tile with the
-            operator that needs them.
+            operator that needs them. "chunks": that alone, between the ranks of several hosts, as
+            ``parallel.overlap_chunks`` of the trainer without interleaved micro-batches.
         pipeline: name of the pipeline schedule in ``moe_comm.train``. None: 1F1B, or interleaved 1F1B with several
             stages per rank; naming that schedule is normalized to None.
         dispatcher: dispatch backend (``moe_comm.plan.step.dispatching``).
@@ -112,7 +113,7 @@ class Mapping:
     @property
     def waits_for_stages(self) -> bool:
         """Whether a rank idles during a transfer from a neighbouring stage."""
-        return self.overlap == "none" or (self.overlap == "outer" and self.virtual == 1)
+        return self.overlap in ("none", "chunks") or (self.overlap == "outer" and self.virtual == 1)
 
     @property
     def schedule(self) -> str:

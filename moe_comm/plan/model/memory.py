@@ -248,7 +248,7 @@ def _dispatched(shape: ModelShape, mapping: Mapping, load: Workload, size: int, 
     ranks = p.ep * p.etp
     sent, rows = (shape.chosen * share * p.etp for share in (kept_fraction, load.busiest(p.ep)))
     if mapping.dispatcher == "all_gather":
-        sums = sends_sums("all_gather", shape, p.ep, size)
+        sums = sends_sums("all_gather", shape, p.ep, size, deterministic=load.deterministic)
         return ranks + rows + (SUM_BYTES / size * (ranks + rows) if sums else sent + rows)
     hosts = 1 if host is None else -(-ranks // host)
     if mapping.dispatcher == "hierarchical" and hosts > 1:

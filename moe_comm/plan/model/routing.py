@@ -34,8 +34,15 @@ def remote_copies(shape: ModelShape, hosts: int, kept_fraction: float) -> float:
     return hosts_reached(shape, hosts, kept_fraction) * (hosts - 1) / hosts
 
 
-def sends_sums(dispatcher: Dispatcher, shape: ModelShape, ranks: int, size: int) -> bool:
-    """Return whether combine sends sums instead of rows. ``ranks``: ep degree. ``size``: bytes of an element."""
+def sends_sums(
+    dispatcher: Dispatcher, shape: ModelShape, ranks: int, size: int, *, deterministic: bool = False
+) -> bool:
+    """Return whether combine sends sums instead of rows.
+
+    ``ranks``: ep degree. ``size``: bytes of an element. ``deterministic``: as in ``Workload``.
+    """
+    if deterministic:
+        return False
     fewer = SUM_BYTES * ranks < shape.chosen * size
     return dispatcher == "hierarchical" or (dispatcher == "all_gather" and fewer)
 

@@ -44,10 +44,11 @@ class SearchSpace:
     """The mappings to consider.
 
     overlap, recompute, sharding, dispatcher: allowed values. micro_batches: sequences of a micro-batch; None: all
-    powers of two that divide the batch. virtual: pipeline stages per rank; None: all numbers that divide a rank's
-    layers evenly. folded: False: experts are distributed inside data parallelism (etp equals tp, ep divides dp). wide:
-    cp may exceed a host, and ep groups may straddle hosts. schedule: allowed schedules. gpipe is not faster than 1f1b
-    and takes more memory, so it is not a default.
+    powers of two that divide the batch. steps: number of micro-batches in a step; None: any. fixed: required degrees,
+    as (axis, size). virtual: pipeline stages per rank; None: all numbers that divide a rank's layers evenly. folded:
+    False: experts are distributed inside data parallelism (etp equals tp, ep divides dp). wide: cp may exceed a host,
+    and ep groups may straddle hosts. schedule: allowed schedules. gpipe is not faster than 1f1b and takes more memory,
+    so it is not a default.
     """
 
     overlap: tuple[OverlapMode, ...] = ("none",)
@@ -55,6 +56,8 @@ class SearchSpace:
     sharding: tuple[ShardingMode, ...] = ("replicate", "zero1", "fsdp")
     dispatcher: tuple[Dispatcher, ...] = get_args(Dispatcher)
     micro_batches: tuple[int, ...] | None = None
+    steps: int | None = None
+    fixed: tuple[tuple[str, int], ...] = ()
     virtual: tuple[int, ...] | None = None
     folded: bool | None = None
     wide: bool = False
@@ -110,13 +113,11 @@ class SearchSpace:
 
     def dispatchers(self, request: PlanRequest, parallel: ParallelConfig) -> tuple[Dispatcher, ...]:
         """Return the dispatchers that apply to these degrees and can be faster than ``all_to_all``."""
-        shape, load, cluster = request.shape, request.load, request.cluster
-        result = tuple(name for name in self.dispatcher if inapplicable(name, cluster, parallel) is None)
+        result = tuple(name for name in self.dispatcher if inapplicable(name, request.cluster, parallel) is None)
         if "all_to_all" not in result:
             return result
-        rows = (min(1.0, load.capacity or 1.0), load.busiest(parallel.ep), load.size)
-        placed = PlacedMapping(Mapping(parallel), cluster)
-        return tuple(dispatcher for dispatcher in result if beats_all_to_all(dispatcher, shape, placed, *rows))
+        placed = PlacedMapping(Mapping(parallel), request.cluster)
+        return tuple(name for name in result if beats_all_to_all(name, request.shape, placed, request.load))
 
     def degrees(self, request: PlanRequest, rejected: Counter[str] | None = None) -> Iterator[ParallelConfig]:
         """Yield degrees that divide the model, the batch and the cluster's hosts.
@@ -138,7 +139,8 @@ class SearchSpace:
                     elif request.global_batch % dp:
                         rejected["sequences of a batch are not divisible by dp"] += 1
                     else:
-                        yield from self._experts(request, ParallelConfig(tp, cp, dp, pp), host)
+                        mappings = self._experts(request, ParallelConfig(tp, cp, dp, pp), host)
+                        yield from (p for p in mappings if all(getattr(p, axis) == size for axis, size in self.fixed))
 
     def shapes(self, request: PlanRequest, parallel: ParallelConfig) -> Iterator[PipelineShape]:
         """Yield the pipeline shapes that divide the batch and the layers."""
@@ -151,6 +153,8 @@ class SearchSpace:
 
     def sizes(self, sequences: int) -> tuple[int, ...]:
         """Return the micro-batch sizes that divide the ``sequences`` of a rank in a step."""
+        if self.steps is not None:
+            return () if sequences % self.steps else (sequences // self.steps,)
         powers = (1 << power for power in range(sequences.bit_length()))
         return tuple(size for size in self.micro_batches or powers if not sequences % size)
 

@@ -14,7 +14,8 @@ on other hosts), which relay them. At the same time, it dispatches tokens to its
 relayed after all of them have been received or, with overlap, host by host (DeepSeek-V3, arXiv 2412.19437, section
 3.2.2).
 
-A combine that sends sums requires ``DispatchOptions(deterministic=False)``.
+A combine that sends sums requires ``DispatchOptions(deterministic=False)``. With ``DispatchRows.deterministic``,
+combine sends rows: between hosts k b (H - 1) / H with hierarchical. ``DispatchRows.wire`` scales the bytes of rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from functools import lru_cache
 from moe_comm.plan.machine import fused
 from moe_comm.plan.machine.collectives import CollectiveCost, GroupSpan, PodRanks, exchange
 from moe_comm.plan.machine.hardware import Cluster
+from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Dispatcher, PlacedMapping
 from moe_comm.plan.model.routing import SUM_BYTES, hosts_reached, sends_sums
 from moe_comm.plan.model.shape import ModelShape
@@ -42,7 +44,8 @@ class DispatchRows:
 
     tokens: tokens of the rank. routed: their rows if none is dropped. kept_fraction: share of the rows that is not
     dropped. imbalance: rows of the busiest rank's experts divided by ``routed``. size: bytes of an element. parts:
-    number of ranks over which each expert is sharded; each row is sent to all of them.
+    number of ranks over which each expert is sharded; each row is sent to all of them. deterministic, wire: as in
+    ``moe_comm.plan.model.load.Workload``.
     """
 
     tokens: float
@@ -52,6 +55,8 @@ class DispatchRows:
     hidden: int
     size: int
     parts: int = 1
+    deterministic: bool = False
+    wire: float = 1.0
 
     @property
     def row_bytes(self) -> int:
@@ -59,7 +64,7 @@ class DispatchRows:
 
     def for_parts(self, parts: int) -> DispatchRows:
         """Return the rows if each expert is sharded over ``parts`` ranks."""
-        return replace(self, routed=self.routed * parts, parts=parts)
+        return replace(self, routed=self.routed * parts / self.parts, parts=parts)
 
     @property
     def token_bytes(self) -> float:
@@ -119,18 +124,22 @@ def dispatching(
         return _all_gather(shape, cluster, span, rows)
     if dispatcher == "hierarchical":
         return _hierarchical(shape, cluster, span, rows, overlapped)
-    num_bytes = rows.busiest_bytes
-    transfer = DispatchTransfer(cluster.all_to_all(num_bytes, span), "exchange", num_bytes)
+    transfer = _exchanged_rows(cluster, span, rows)
     permute = rows.token_bytes + rows.sent_bytes
     return DispatchCost(transfer, transfer, permute, permute)
 
 
-def beats_all_to_all(
-    dispatcher: Dispatcher, shape: ModelShape, placed: PlacedMapping, kept_fraction: float, imbalance: float, size: int
-) -> bool:
+def _exchanged_rows(cluster: Cluster, span: GroupSpan, rows: DispatchRows) -> DispatchTransfer:
+    num_bytes = rows.busiest_bytes * rows.wire
+    return DispatchTransfer(cluster.all_to_all(num_bytes, span), "exchange", num_bytes)
+
+
+def beats_all_to_all(dispatcher: Dispatcher, shape: ModelShape, placed: PlacedMapping, load: Workload) -> bool:
     """Return whether the transfers of a dispatcher are faster than those of ``all_to_all`` for many rows."""
-    spans = (placed.spans["ep"], placed.spans["etp"], placed.spans["experts"])
-    rows = (kept_fraction, imbalance, placed.mapping.parallel.etp, size)
+    spans, p = (placed.spans["ep"], placed.spans["etp"], placed.spans["experts"]), placed.mapping.parallel
+    kept_fraction, imbalance = min(1.0, load.capacity or 1.0), load.busiest(p.ep)
+    rows = DispatchRows(MANY, MANY * shape.chosen, kept_fraction, imbalance, shape.hidden, load.size)
+    rows = replace(rows, deterministic=load.deterministic, wire=load.wire).for_parts(p.etp)
     return dispatcher == "all_to_all" or _beats_all_to_all(dispatcher, shape, placed.cluster, spans, rows)
 
 
@@ -140,17 +149,14 @@ def _beats_all_to_all(
     shape: ModelShape,
     cluster: Cluster,
     spans: tuple[GroupSpan, GroupSpan, GroupSpan],
-    rows: tuple[float, float, int, int],
+    rows: DispatchRows,
 ) -> bool:
-    kept_fraction, imbalance, etp, size = rows
     ep, parts, experts = spans
+    etp = rows.parts
 
     def seconds(name: Dispatcher) -> float:
         gathers = name == "all_gather"
-        routed = MANY * shape.chosen
-        rows_of_rank = DispatchRows(MANY, routed, kept_fraction, imbalance, shape.hidden, size).for_parts(
-            etp if gathers else 1
-        )
+        rows_of_rank = rows.for_parts(etp if gathers else 1)
         costs = dispatching(name, shape, cluster, experts if gathers else ep, rows_of_rank, overlapped=True)
         total = costs.dispatch.cost.seconds + costs.combine.cost.seconds
         if gathers or etp == 1:
@@ -164,11 +170,13 @@ def _beats_all_to_all(
 
 def _all_gather(shape: ModelShape, cluster: Cluster, span: GroupSpan, rows: DispatchRows) -> DispatchCost:
     gathered_bytes = span.ranks * rows.token_bytes
-    dispatch = DispatchTransfer(cluster.all_gather(gathered_bytes, span), "gather", gathered_bytes)
+    wire_bytes = gathered_bytes * rows.wire
+    dispatch = DispatchTransfer(cluster.all_gather(wire_bytes, span), "gather", wire_bytes)
     select_bytes = 2 * rows.busiest_bytes
-    if not sends_sums("all_gather", shape, span.ranks // rows.parts, rows.size):
-        num_bytes = rows.busiest_bytes
-        combine = DispatchTransfer(cluster.all_to_all(num_bytes, span), "exchange", num_bytes)
+    # With a wire dtype, combine sends rows.
+    deterministic = rows.deterministic or rows.wire < 1
+    if not sends_sums("all_gather", shape, span.ranks // rows.parts, rows.size, deterministic=deterministic):
+        combine = _exchanged_rows(cluster, span, rows)
         unpermute = rows.token_bytes + rows.sent_bytes
         return DispatchCost(dispatch, combine, 0.0, unpermute, receive_bytes=select_bytes, sort_after_dispatch=False)
     sum_ratio = SUM_BYTES / rows.size
@@ -194,21 +202,29 @@ def _hierarchical(
     reached = hosts_reached(shape, hosts, rows.kept_fraction)
     # The rows of several ranks vary less than those of one rank, and no token is sent to a host twice.
     imbalance = 1 + (rows.imbalance / rows.kept_fraction - 1) / math.sqrt(ranks)
-    # Bytes sent to each other host.
+    # Bytes sent to each other host: copies of tokens, or rows.
     copy_bytes = min(1.0, reached / hosts * imbalance) * rows.token_bytes
+    row_bytes = rows.sent_bytes / hosts * imbalance if rows.deterministic else copy_bytes
     rail = GroupSpan(tuple(PodRanks(part.pod, part.hosts, part.hosts, 1, 1) for part in span.parts))
-    across = copy_bytes * (hosts - min(part.hosts for part in span.parts))
-    wire = exchange(net, rail, 0.0, tuple(copy_bytes * (part.hosts - 1) for part in span.parts), across)
     host = GroupSpan((PodRanks(span.parts[0].pod, 1, ranks, ranks, ranks),))
     relayed = rows.busiest_bytes * (ranks - 1) / ranks
     own_host, other_hosts, all_hosts = (
         exchange(net, host, relayed * part, (0.0,)) for part in (1 / hosts, 1 - 1 / hosts, 1.0)
     )
-    seconds = max(wire.seconds, own_host.seconds) + other_hosts.seconds
-    if overlapped:
-        seconds = min(seconds, fused.overlapped(all_hosts.seconds, wire.seconds, hosts))
-    cost = CollectiveCost(seconds, wire.latency_s + other_hosts.latency_s, all_hosts.inside, wire.between, wire.across)
-    transfer = DispatchTransfer(cost, None, 0.0)
+
+    def transfer(host_bytes: float) -> DispatchTransfer:
+        host_bytes *= rows.wire
+        across = host_bytes * (hosts - min(part.hosts for part in span.parts))
+        wire = exchange(net, rail, 0.0, tuple(host_bytes * (part.hosts - 1) for part in span.parts), across)
+        seconds = max(wire.seconds, own_host.seconds) + other_hosts.seconds
+        if overlapped:
+            seconds = min(seconds, fused.overlapped(all_hosts.seconds, wire.seconds, hosts))
+        latency = wire.latency_s + other_hosts.latency_s
+        return DispatchTransfer(
+            CollectiveCost(seconds, latency, all_hosts.inside, wire.between, wire.across), None, 0.0
+        )
+
     copies_bytes = reached * rows.token_bytes
     permute, relay = rows.token_bytes + copies_bytes, copies_bytes + rows.sent_bytes + 2 * rows.busiest_bytes
-    return DispatchCost(transfer, transfer, permute, permute, receive_bytes=relay, return_bytes=relay)
+    dispatch, combine = transfer(copy_bytes), transfer(row_bytes)
+    return DispatchCost(dispatch, combine, permute, permute, receive_bytes=relay, return_bytes=relay)

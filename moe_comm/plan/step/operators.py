@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
+from moe_comm.overlap.options import DEFAULT_CHUNKS
 from moe_comm.plan.machine import fused
 from moe_comm.plan.machine.collectives import NO_COST, CollectiveCost, GroupSpan
 from moe_comm.plan.machine.fused import Gemm
@@ -166,6 +167,7 @@ class Operators:
         # A token received by all_gather is available to all shards of its experts.
         gathers = p.etp > 1 and dispatcher != "all_gather"
         sent = DispatchRows(self.tokens, routed, kept_fraction, self._busiest, shape.hidden, self._size)
+        sent = replace(sent, deterministic=self.load.deterministic, wire=self.load.wire)
         sent = sent.for_parts(1 if gathers else p.etp)
         costs = dispatching(dispatcher, shape, self.placed.cluster, span, sent, overlapped=overlapped)
         rows = routed * self._busiest * p.etp
@@ -344,15 +346,25 @@ class Operators:
 
         def operations_of(transfer: DispatchTransfer) -> tuple[Operation, ...]:
             fused_share = 0.0
-            if gemm and transfer.collective:
+            # In chunks, the trainer's executor runs over all_to_all only.
+            chunked = self.placed.mapping.overlap != "chunks" or self.placed.mapping.dispatcher == "all_to_all"
+            if gemm and transfer.collective and chunked:
                 fused_share = self._fused_share(span, gemm, transfer.collective, transfer.num_bytes)
             return (_transfer(name, transfer.cost, fused_share),)
 
         return BlockOperations(operations_of(forward), operations_of(backward))
 
     def _fused_share(self, span: GroupSpan, gemm: Gemm, collective: fused.CollectiveKind, num_bytes: float) -> float:
-        """Return the share of a transfer that fusion with a GEMM hides, if overlap is "all"; the same in backward."""
-        if self.placed.mapping.overlap != "all":
+        """Return the share of a transfer that fusion with a GEMM hides; the same in backward.
+
+        It is 0 unless overlap is "all" or "chunks". With "chunks", all chunks of the GEMM but one overlap, but none
+        between ranks that share memory, because the cores that compute copy the rows.
+        """
+        overlap, cluster = self.placed.mapping.overlap, self.placed.cluster
+        if overlap == "chunks" and not (cluster.direct and span.hosts == 1):
+            seconds = fused.transfer_seconds(cluster, span, collective, num_bytes)
+            return min(1.0, gemm.seconds(self._gpu) * (1 - 1 / DEFAULT_CHUNKS) / seconds) if seconds else 0.0
+        if overlap != "all":
             return 0.0
         transport = fused.COPIES if collective == "gather" else fused.STORES
         return fused.fused(self.placed.cluster, span, gemm, collective, num_bytes, transport).hidden

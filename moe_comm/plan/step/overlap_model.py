@@ -8,8 +8,9 @@ With overlap "inter", a transfer overlaps with independent operators (MegaScale-
                                              recomputed memory passes
 
 With "all", the rest of a transfer next to a GEMM is fused with it and is hidden as far as
-``moe_comm.plan.machine.fused`` computes (``Operation.fused_share``). A transfer uses units of the accelerator, which
-slows the overlapping computation. This slowdown counts as exposed time.
+``moe_comm.plan.machine.fused`` computes (``Operation.fused_share``). With "chunks", only the part is hidden that
+overlaps with the adjacent GEMM in chunks. A transfer uses units of the accelerator, which slows the overlapping
+computation. This slowdown counts as exposed time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def hide(one: BlockOperations, recomputed: int, overlap: OverlapMode) -> BlockOp
     """
     if overlap in ("none", "outer"):
         return one
+    if overlap == "chunks":
+        return BlockOperations(_fuse(one.forward), _fuse(one.backward))
     forward = _overlap(one.forward, _shared_seconds(one.forward, 0.0), 0.0)
     weight_grads = sum(each.weight_grad_s for each in one.backward[recomputed:])
     memory = sum(each.seconds for each in one.backward[:recomputed] if each.kind == "memory")
@@ -41,6 +44,15 @@ def hide(one: BlockOperations, recomputed: int, overlap: OverlapMode) -> BlockOp
     if overlap == "inter":
         return BlockOperations(forward, backward)
     return BlockOperations(_fuse(forward), _fuse(backward))
+
+
+def exposed_seconds(traffic_s: float, available_s: float) -> float:
+    """Return the seconds of a collective that exceed the computation which it overlaps with.
+
+    For gradient buckets that are sent during backward, ``traffic_s`` are the seconds of their collectives, and
+    ``available_s`` those of the backward pass.
+    """
+    return max(0.0, traffic_s - available_s)
 
 
 def _shared_seconds(operations: Sequence[Operation], backward: float) -> float:

@@ -6,12 +6,14 @@ The time of a pass is the sum of its operators (``operators``) minus their hidde
 it includes the collectives of the weights (``weights``). Some schedules split a backward pass into an input half and a
 weight half (``split_backward``).
 
-Without "fsdp", the tail reduces gradients and gathers weights after the last pass. Unless overlap is "none", the
-gradient collectives overlap with the backward of the last micro-batch (with its weight half if backward is split), and
-the weight collectives overlap with the forward of the first micro-batch. The collectives of one layer stay exposed.
+Without "fsdp", the tail reduces gradients and gathers weights after the last pass. Unless overlap is "none" or
+"chunks", the gradient collectives overlap with the backward of the last micro-batch (with its weight half if backward
+is split), and the weight collectives overlap with the forward of the first micro-batch. With
+``Workload.overlap_gradients`` they always do, except between CPU ranks of one host. The collectives of one layer stay
+exposed.
 
-With overlap "none", ranks wait for transfers between pipeline stages. With "outer", only the transfers between virtual
-stages overlap with passes. With the other modes, all of them do.
+With overlap "none" or "chunks", ranks wait for transfers between pipeline stages. With "outer", only the transfers
+between virtual stages overlap with passes. With the other modes, all of them do.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from moe_comm.plan.arrays import Floats
-from moe_comm.plan.machine.collectives import NO_COST, CollectiveCost
+from moe_comm.plan.machine.collectives import NO_COST, CollectiveCost, GroupSpan
 from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import PlacedMapping
 from moe_comm.plan.model.shape import ModelShape
@@ -32,7 +34,7 @@ from moe_comm.plan.pipeline.schedules import find_schedule
 from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
 from moe_comm.plan.step.blocks import BLOCKS, LINKS, BlockCost, PassCost, block_costs, links, seconds_of
 from moe_comm.plan.step.operators import BlockOperations, Operators
-from moe_comm.plan.step.overlap_model import FREE
+from moe_comm.plan.step.overlap_model import FREE, exposed_seconds
 from moe_comm.plan.step.replay import ReplayPlan, prepare, replay
 from moe_comm.plan.step.schedules import PassSeconds, pipeline_tasks
 from moe_comm.plan.step.shared_cores import shared_span
@@ -93,7 +95,7 @@ class StepModel:
 
     @cached_property
     def weights(self) -> StageWeights:
-        return StageWeights(self.shape, self.placed, self.stages, self.load.dtype)
+        return StageWeights(self.shape, self.placed, self.stages, self.load)
 
     @cached_property
     def stage_passes(self) -> tuple[BlockOperations, ...]:
@@ -230,9 +232,14 @@ class StepModel:
     def _hidden_weights(self) -> Floats:
         """The part of ``weight_seconds`` that overlaps with the computation of passes, [stages, kinds of passes]."""
         mapping = self.placed.mapping
-        if mapping.sharding != "fsdp" or mapping.overlap == "none":
+        overlaps = mapping.overlap not in ("none", "chunks") or any(map(self._overlaps_gradients, self.weights.spans))
+        if mapping.sharding != "fsdp" or not overlaps:
             return np.zeros_like(self._pass_seconds)
         return np.asarray(np.minimum(self.weight_seconds, self._pass_seconds) * FREE)
+
+    def _overlaps_gradients(self, span: GroupSpan) -> bool:
+        """Return whether gradients that are summed over ``span`` overlap with passes for every overlap mode."""
+        return self.load.overlap_gradients and (span.hosts > 1 or not self.placed.cluster.direct)
 
     @cached_property
     def _exposed_weights(self) -> Floats:
@@ -267,18 +274,23 @@ class StepModel:
         collectives = self._tail(rank)
         total = sum(cost.seconds for cost in collectives.values())
         hidden: dict[str, float] = {}
-        if self.placed.mapping.overlap != "none":
+        available: dict[str, float] = {}
+        overlaps = self.placed.mapping.overlap not in ("none", "chunks")
+        spans = dict(zip(("dense", "expert"), self.weights.spans, strict=True))
+        if overlaps or self.load.overlap_gradients:
             stages = _position_stages(self.stages)[rank]
             layers = self._counts[stages][:, 1:3].sum()
             fraction = FREE * (1 - 1 / layers) if layers else 0.0
             seconds = self._pass_seconds[stages].sum(axis=0) * fraction
             last = PassKind.WEIGHT if self.split else PassKind.BACKWARD
             available = {"gradients": float(seconds[last]), "weights": float(seconds[PassKind.FORWARD])}
-            for name, cost in collectives.items():
-                kind = name.split()[-1]
-                if overlapped := min(cost.seconds, available[kind]):
-                    hidden[name] = overlapped
-                    available[kind] -= overlapped
+        for name, cost in collectives.items():
+            family, kind = name.split()
+            if not overlaps and not self._overlaps_gradients(spans[family]):
+                continue
+            if overlapped := cost.seconds - exposed_seconds(cost.seconds, available.get(kind, 0.0)):
+                hidden[name] = overlapped
+                available[kind] -= overlapped
         return total - sum(hidden.values()), hidden
 
     # --- sums over the stages of a pipeline position ---

@@ -1,7 +1,7 @@
 """Weights of pipeline stages on one rank: their size, weight and gradient collectives, and the optimizer.
 
 With "fsdp", the weights of a stage are all-gathered before each forward and backward pass, and its gradients are
-reduce-scattered after each backward pass. Otherwise gradients are summed once per step, in fp32, and with "zero1" the
+reduce-scattered after each backward pass. Otherwise gradients are summed once per step, and with "zero1" the
 new weights are all-gathered.
 """
 
@@ -14,14 +14,14 @@ import numpy as np
 
 from moe_comm.plan.arrays import Floats
 from moe_comm.plan.machine.collectives import CollectiveCost, GroupSpan
-from moe_comm.plan.machine.hardware import BYTES, item_bytes
+from moe_comm.plan.machine.hardware import BYTES
+from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import PlacedMapping
 from moe_comm.plan.model.shape import LayerKind, ModelShape
 from moe_comm.plan.pipeline.stages import StagePlan
 
 MASTER = BYTES["fp32"]
-GRADIENT_BYTES = MASTER
-STATE_BYTES = 2 * MASTER * 3 + GRADIENT_BYTES
+STATE_BYTES = 2 * MASTER * 3 + MASTER
 """Memory traffic of AdamW per element: master and two moments, read and written, and the gradient."""
 SLOW_RING = 169.8
 """Number of ranks at which a ring that gathers sharded experts is twice as slow as its links: each layer has gigabytes,
@@ -33,11 +33,11 @@ published FSDP runs of dense models on many hosts (torchtitan, NeMo AutoModel, l
 
 
 class StageWeights:
-    """Weights of the stages of ``stages`` on the ranks of a placed mapping, for a compute dtype."""
+    """Weights of the stages of ``stages`` on the ranks of a placed mapping."""
 
-    def __init__(self, shape: ModelShape, placed: PlacedMapping, stages: StagePlan, dtype: str) -> None:
+    def __init__(self, shape: ModelShape, placed: PlacedMapping, stages: StagePlan, load: Workload) -> None:
         self.shape, self.placed, self.stages = shape, placed, stages
-        self.size = item_bytes(dtype)
+        self.size, self.gradient_bytes = load.size, load.gradient_bytes
         self._elements: dict[int, tuple[float, float]] = {}
 
     @cached_property
@@ -80,7 +80,7 @@ class StageWeights:
                     (dense, experts), self.spans, (self._rings_seconds, self._one_ring_seconds), strict=True
                 ):
                     gather += seconds(count * self.size, span, "all_gather")
-                    scatter += seconds(count * GRADIENT_BYTES, span, "reduce_scatter")
+                    scatter += seconds(count * self.gradient_bytes, span, "reduce_scatter")
                 seconds_of[dense, experts] = (gather, gather + scatter)
             result[stage] = seconds_of[dense, experts]
         return result
@@ -105,10 +105,10 @@ class StageWeights:
             return result
         for name, count, span in zip(("dense", "expert"), self.elements(rank), self.spans, strict=True):
             if sharding == "zero1":
-                result[f"{name} gradients"] = cluster.reduce_scatter(count * GRADIENT_BYTES, span)
+                result[f"{name} gradients"] = cluster.reduce_scatter(count * self.gradient_bytes, span)
                 result[f"{name} weights"] = cluster.all_gather(count * self.size, span)
             else:
-                result[f"{name} gradients"] = cluster.all_reduce(count * GRADIENT_BYTES, span)
+                result[f"{name} gradients"] = cluster.all_reduce(count * self.gradient_bytes, span)
         return result
 
     def optimizer_seconds(self, rank: int) -> float:

@@ -24,7 +24,7 @@ from moe_comm.train.architecture import transformer_config, with_training_settin
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.loop.trainer import TrainState
 from moe_comm.train.optim import OptimizerOptions, make_optimizer
-from moe_comm.train.parallel import DataParallel, DataParallelOptions
+from moe_comm.train.parallel import DataParallel, DataParallelOptions, GradientOverlap
 from moe_comm.train.pipeline.batch import ActivationShape
 from moe_comm.train.pipeline.runner import make_runner
 
@@ -135,6 +135,8 @@ def build(
             dtype=dtype,
             full_precision=FULL_PRECISION,
             compress=config.parallel.compress,
+            overlap=_gradient_overlap(config),
+            keep_gradients="rerun" in (config.run.nonfinite, config.guard.on_spike),
         ),
         tied,
     )
@@ -160,6 +162,7 @@ def build(
         timeout_s=config.parallel.timeout_s,
         # With full recomputation, both halves of a split backward would recompute the whole layer.
         split_backward=config.model.recompute != "full",
+        gradients=data_parallel,
         interleave=config.parallel.interleave,
     )
     return TrainState(
@@ -174,6 +177,13 @@ def build(
         flops_per_token=ModelShape.of(architecture).model_flops(config.data.seq_len),
         peak_flops=peak_flops,
     )
+
+
+def _gradient_overlap(config: TrainConfig) -> GradientOverlap:
+    """Return the option, or "off" for the fault that is injected into gradients between backward and reduction."""
+    if any(fault.partition(":")[0] == "nan_grad" for fault in config.faults.plan):
+        return "off"
+    return config.parallel.overlap_gradients
 
 
 @torch.no_grad()

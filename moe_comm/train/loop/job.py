@@ -1,6 +1,6 @@
 """Run training from a configuration to a result.
 
-configuration ─▶ text ─▶ model ─▶ folder ─▶ state to resume from ─▶ hooks ─▶ steps ─▶ last checkpoint ─▶ result
+configuration ─▶ text ─▶ mapping ─▶ model ─▶ folder ─▶ state to resume from ─▶ hooks ─▶ steps ─▶ checkpoint ─▶ result
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
@@ -31,6 +32,7 @@ from moe_comm.runtime.persistent_memory import PersistentMemory
 from moe_comm.runtime.watch import Watcher
 from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
+from moe_comm.train.auto.choose import resolve_parallel
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, prepare_all
 from moe_comm.train.hooks import StepHook
@@ -104,13 +106,18 @@ def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) ->
     ranks = Ranks.make()
     settings = torch.frombuffer(bytearray(configuration.dump(config).encode()), dtype=torch.uint8)
     ranks.check_equal("the configuration", digest([settings]), "start all ranks with the same file and overrides")
-    mesh = ParallelMesh(config.parallel.mapping(ranks.world), device_of_run())
+    progress = make_progress(ranks.is_first, config.run.log_every)
     corpus = open_corpus(config, ranks)
     architecture = architecture_of(config, corpus.vocab_size)
-    state = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
-    progress = make_progress(ranks.is_first, config.run.log_every)
     host_memory = open_host_memory(ranks, progress.log) if config.checkpoint.peer_every else None
-    folder = RunFolder.make(config, ranks, runs_in_memory(host_memory, ranks) if config.checkpoint.peer_every else ())
+    snapshots = runs_in_memory(host_memory, ranks) if config.checkpoint.peer_every else ()
+    if config.parallel.auto:
+        earlier = partial(RunFolder.resumed_config, config, snapshots)
+        config, text = resolve_parallel(config, ModelShape.of(architecture), ranks, device_of_run(), earlier)
+        progress.log(text)
+    mesh = ParallelMesh(config.parallel.mapping(ranks.world), device_of_run())
+    state = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
+    folder = RunFolder.make(config, ranks, snapshots)
     progress.log(_start_text(config, architecture, corpus, mesh, folder))
     return _train(_Run(config, state, corpus, ranks, folder, progress), host_memory)
 
@@ -207,7 +214,7 @@ def _train(run: _Run, host_memory: PersistentMemory | None) -> RunResult:
         if watcher is not None:
             stack.push(watcher)  # exits before the cleanup: the peers of a failed rank must not wait for it
         end = _fit(run, trainer, saver)
-        _close(run.state)
+        run.state.close()
         result = _result(run, trainer, end, time.monotonic() - began)
         if run.ranks.is_first:
             if not end.interrupted:
@@ -319,7 +326,9 @@ def _fit(run: _Run, trainer: Trainer, saver: RunSaver) -> _End:
         _record_failure(run, trainer, error, signals)
         if isinstance(error, COLLECTIVE_ERRORS):
             run.progress.log(export_hint(save_last_checkpoint(trainer, saver)))
-            _close(run.state)
+            run.state.close()
+        else:
+            run.state.data_parallel.close()  # its thread may wait for a peer
         raise
     return _End(status, saved, interrupted, validation_loss, signals[0] if signals else 0)
 
@@ -365,13 +374,6 @@ def _report(run: _Run, result: RunResult, end: _End, extra: Mapping[str, object]
         run.progress.log(str(effective))
     if end.interrupted:
         run.progress.log(export_hint(end.saved))
-
-
-def _close(state: TrainState) -> None:
-    """Release process groups and shared memory. Collective."""
-    for stage in state.stages:
-        stage.close()  # type: ignore[operator]
-    state.runner.close()
 
 
 def _versions() -> dict[str, str]:

@@ -30,6 +30,7 @@ from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.persistent_state import run_id
 
 CHECKPOINTS = "checkpoints"
+RESOLVED = "config.resolved.toml"
 
 
 class RunFolder:
@@ -70,6 +71,16 @@ class RunFolder:
             raise ConfigError(message)
         path, checkpoint, note = json.loads(message[1:])
         return cls(Path(path), Path(checkpoint) if checkpoint else None, note)
+
+    @staticmethod
+    def resumed_config(config: TrainConfig, snapshots: Collection[str] = ()) -> TrainConfig | None:
+        """Return the resolved configuration of the run that ``make`` would resume; None if it would start a new one.
+
+        Raises:
+            ConfigError: as ``make``, or the file is invalid.
+        """
+        path = _find(config, snapshots)[0]
+        return None if path is None else configuration.load(path / RESOLVED)
 
     @property
     def model(self) -> Path:
@@ -124,8 +135,17 @@ def resolve_resume_path(resume: str) -> tuple[Path, Path | None]:
 
 
 def _choose(config: TrainConfig, snapshots: Collection[str]) -> RunFolder:
+    path, checkpoint, note = _find(config, snapshots)
+    path = path or _create(Path(config.run.folder), config.run.name)
+    (path / RESOLVED).write_text(configuration.dump(config), encoding="utf-8")
+    return RunFolder(path, checkpoint, note)
+
+
+def _find(config: TrainConfig, snapshots: Collection[str]) -> tuple[Path | None, Path | None, str]:
+    """Return the folder and the checkpoint to resume from, and a message about the choice. None: a new folder."""
     parent, name, resume = Path(config.run.folder), config.run.name, config.checkpoint.resume
-    path, checkpoint, note = None, None, ""
+    path: Path | None = None
+    checkpoint, note = None, ""
     if resume == "auto":
         path = _newest(parent, name)
     elif resume != "no":
@@ -150,9 +170,7 @@ def _choose(config: TrainConfig, snapshots: Collection[str]) -> RunFolder:
             raise ConfigError(f"{path} has completed its {done} steps; increase run.steps to continue it")
         elif not has_state:
             raise ConfigError(f"checkpoint.resume: {path} has no complete checkpoint")
-    path = path or _create(parent, name)
-    (path / "config.resolved.toml").write_text(configuration.dump(config), encoding="utf-8")
-    return RunFolder(path, checkpoint, note)
+    return path, checkpoint, note
 
 
 def _newest(parent: Path, name: str) -> Path | None:

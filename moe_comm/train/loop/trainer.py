@@ -97,6 +97,13 @@ class TrainState:
     peak_flops: float | None = None
     history: History = field(default_factory=History)
 
+    def close(self) -> None:
+        """Release process groups, threads and shared memory. Collective."""
+        self.data_parallel.close()
+        for stage in self.stages:
+            stage.close()  # type: ignore[operator]
+        self.runner.close()
+
 
 @dataclass
 class _Clock:
@@ -199,9 +206,11 @@ class Trainer:
                 # Save last, so that a resumed run has the records of all steps before the checkpoint.
                 self._save(report)
                 if report.stop:
+                    self.train_state.data_parallel.wait_weights()
                     return report.stop
         finally:
             self._progress.close()
+        self.train_state.data_parallel.wait_weights()
         return "finished"
 
     def train_step(self, step: int) -> StepReport:

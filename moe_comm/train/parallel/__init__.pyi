@@ -11,5 +11,6 @@ from moe_comm.train.parallel.parameters import (
 from moe_comm.train.parallel.strategy import (
     DataParallel as DataParallel,
     DataParallelOptions as DataParallelOptions,
+    GradientOverlap as GradientOverlap,
     Strategy as Strategy,
 )

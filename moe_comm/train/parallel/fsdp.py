@@ -13,23 +13,20 @@ which gloo does not have. A dimension other than the first is sharded only if it
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.topology import ParallelMesh, shard_slice
-from moe_comm.train.parallel.compress import GradientReducer
-from moe_comm.train.parallel.fsdp_collectives import Allocates, meter
+from moe_comm.train.parallel.bucket_schedule import Transfers, blocks_of
+from moe_comm.train.parallel.fsdp_collectives import UnitCollectives
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, master_dtype, named_parameters
 from moe_comm.train.parallel.replicate import compute_in
 
@@ -44,6 +41,7 @@ class FSDPParameters:
         modules: this rank's pipeline stages; each is an FSDP root.
         trained: the parameters to shard.
         ignored: parameters of ``modules`` that FSDP ignores.
+        transfers: reduces gradients.
         reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
 
     Raises:
@@ -57,10 +55,11 @@ class FSDPParameters:
         trained: Sequence[LocalParameter],
         ignored: set[nn.Parameter],
         mesh: ParallelMesh,
-        reducer: GradientReducer,
+        transfers: Transfers,
         reshard_after_forward: bool = True,
     ) -> None:
-        self._mesh, self._reducer, self._ignored, self._reshard = mesh, reducer, ignored, reshard_after_forward
+        self._mesh, self._transfers, self._ignored, self._reshard = mesh, transfers, ignored, reshard_after_forward
+        self._units: list[UnitCollectives] = []
         self._flat = {axes: mesh.flat_mesh(*axes) for axes in (DENSE_AXES, EXPERT_AXES)}
         self.roots = list(modules)
         _check_disjoint(self.roots)
@@ -78,10 +77,12 @@ class FSDPParameters:
         default = next((dtype for _, dtype in self._kinds.values() if dtype is not None), None)
         for root in self.roots:
             self._shard(root, default)
+            if transfers.own_groups:
+                _prefetch(root)
         self._bind(trained)
 
     def _shard(self, root: nn.Module, default: torch.dtype | None) -> None:
-        blocks = list(_blocks(root))
+        blocks = list(blocks_of(root))
         # Innermost first: a unit includes the parameters of its submodules that no other unit has.
         for module in reversed(list(root.modules())):
             kinds = {self._kinds[p] for p in module.parameters(recurse=False) if p in self._kinds}
@@ -112,14 +113,15 @@ class FSDPParameters:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        meter(module)
+        group = self._flat[axes].get_group()
+        own_group = self._transfers.own_groups.get(group)
+        self._units.append(
+            UnitCollectives(module, self._transfers.thread_reducer, group, own_group, self._transfers.thread)
+        )
         # Backward can reach different parameters on different ranks (experts without rows), but the collectives must
         # match. Older versions of torch need a zero gradient for such parameters, which MoELayer provides.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        if self._reducer.compress and self._flat[axes].size() > 1:
-            channel_of(self._flat[axes].get_group())  # the first call is collective, so all ranks make it here
-            module.set_custom_reduce_scatter(_CompressedReduceScatter(self._reducer))  # type: ignore[arg-type]
 
     def _bind(self, trained: Sequence[LocalParameter]) -> None:
         """Set ``owned`` to this rank's shards of the parameters."""
@@ -141,12 +143,14 @@ class FSDPParameters:
             self.owned.append(OwnedParameter(item.name, value, item.sharding, shard, axes, even=True))
 
     def zero_grad(self) -> None:
+        self._wait()
         for param, owned in zip(self._params, self.owned, strict=True):
             param.grad = None
             owned.value.grad = None
 
     def reduce(self) -> None:
         """Sum gradients over the ranks that store the same shard. FSDP has summed them over its own ranks."""
+        self._wait()
         families: dict[tuple[str, ...], list[tuple[OwnedParameter, Tensor]]] = {}
         for param, owned in zip(self._params, self.owned, strict=True):
             self._check_storage(param, owned)
@@ -154,7 +158,7 @@ class FSDPParameters:
             families.setdefault(owned.replicated_axes, []).append((owned, grad.to(owned.value.dtype)))
         for axes, family in families.items():
             # Empty shards take part: all ranks of these groups have the same shards.
-            sums = self._reducer.sum_all([grad for _, grad in family], self._mesh.group(*axes))
+            sums = self._transfers.reducer.sum_all([grad for _, grad in family], self._mesh.group(*axes))
             for (owned, _), total in zip(family, sums, strict=True):
                 owned.value.grad = total
 
@@ -165,25 +169,16 @@ class FSDPParameters:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
+    def _wait(self) -> None:
+        for unit in self._units:
+            unit.wait()
+
     def _check_storage(self, param: DTensor, owned: OwnedParameter) -> None:
         if param.to_local().data_ptr() != owned.value.data_ptr():
             raise MoeCommError(
                 f"the storage of {owned.name} changed after the model was sharded; do not call to(), half() or "
                 "load_state_dict(assign=True) on a sharded model"
             )
-
-
-class _CompressedReduceScatter(Allocates):
-    """Reduce-scatter of FSDP that sends gradients as bf16. It has the interface of torch's ``ReduceScatter``."""
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._reducer = reducer
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        parts_WN = input_tensor.view(dist.get_world_size(group), -1)
-        output_tensor.copy_(self._reducer.scatter_sum(parts_WN, group))
 
 
 def fits(trained: LocalParameter) -> bool:
@@ -200,10 +195,15 @@ def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _blocks(root: nn.Module) -> Iterator[nn.Module]:
-    for child in root.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from (block for block in child.children() if any(True for _ in block.parameters()))
+def _prefetch(root: nn.Module) -> None:
+    """Make each unit of ``root`` gather the next one: experts during attention, the next block during experts.
+
+    Units are gathered in the order of ``modules()``, which is that of the forward pass. Backward prefetches in the
+    reverse order by itself.
+    """
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 def _check_axes(trained: LocalParameter) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.topology import ParallelMesh
-from moe_comm.train.parallel.compress import GradientReducer
+from moe_comm.train.parallel.compress import GradientReducer, buckets
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, master_dtype
 
 
@@ -56,24 +56,46 @@ class _Replica:
     has_master: bool
 
 
+class _ReplicaBucket:
+    """A ``GradientBucket`` of replicated parameters."""
+
+    def __init__(self, replicas: Sequence[_Replica], group: ProcessGroup | None) -> None:
+        self._replicas, self.group = replicas, group
+        self.params = [replica.trained.param for replica in replicas]
+
+    def pack(self) -> Tensor:
+        grads = [take_gradient(param).reshape(-1) for param in self.params]
+        return grads[0] if len(grads) == 1 else torch.cat(grads)
+
+    def reduce(self, reducer: GradientReducer, group: ProcessGroup | None, packed: Tensor) -> Tensor:
+        return reducer.sum(packed, group)
+
+    def unpack(self, total: Tensor) -> None:
+        sums = total.split([param.numel() for param in self.params])
+        for replica, total in zip(self._replicas, sums, strict=True):
+            replica.owned.value.grad = total.view(replica.owned.value.shape)
+
+
 class ReplicatedParameters:
     """Parameters that all ranks of their reduction group store, reduce and update completely."""
 
-    def __init__(self, trained: Sequence[LocalParameter], mesh: ParallelMesh, reducer: GradientReducer) -> None:
-        self._reducer = reducer
+    def __init__(self, trained: Sequence[LocalParameter], mesh: ParallelMesh, bucket_bytes: int) -> None:
         self._replicas: list[_Replica] = []
-        self._families: list[tuple[ProcessGroup | None, list[_Replica]]] = []
         families: dict[tuple[tuple[int, ...], torch.dtype], list[_Replica]] = {}
         for item in trained:
             master = compute_in(item.param, item.dtype)
             value = item.param if master is None else nn.Parameter(master)
             replica = _Replica(item, OwnedParameter(item.name, value, item.sharding), master is not None)
             self._replicas.append(replica)
-            key = (mesh.ranks(*item.sharding.sum_axes), value.dtype)
-            if key not in families:
-                families[key] = []
-                self._families.append((mesh.sum_group(item.sharding), families[key]))
-            families[key].append(replica)
+            families.setdefault((mesh.ranks(*item.sharding.sum_axes), value.dtype), []).append(replica)
+        self.buckets: list[_ReplicaBucket] = []
+        for family in families.values():
+            group = mesh.sum_group(family[0].trained.sharding)
+            # Backward completes the gradients in about the reverse order of registration.
+            family.reverse()
+            largest = 0 if group is None else bucket_bytes  # 0: one parameter each, which needs no copy
+            for bucket in buckets([replica.owned.value.nbytes for replica in family], largest):
+                self.buckets.append(_ReplicaBucket([family[i] for i in bucket], group))
         self.zero_grad()
 
     @property
@@ -85,12 +107,6 @@ class ReplicatedParameters:
             clear_gradient(replica.trained.param)
             if replica.has_master:
                 replica.owned.value.grad = None
-
-    def reduce(self) -> None:
-        for group, family in self._families:
-            grads = [take_gradient(replica.trained.param) for replica in family]
-            for replica, grad in zip(family, self._reducer.sum_all(grads, group), strict=True):
-                replica.owned.value.grad = grad
 
     @torch.no_grad()
     def publish(self) -> None:

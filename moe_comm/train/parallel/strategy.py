@@ -6,8 +6,11 @@ tokens of the step. No strategy divides gradients, and experts need no separate 
     data_parallel = DataParallel(modules, shardings, mesh, DataParallelOptions("zero1"))
     optimizer = make_optimizer(data_parallel.owned(), mesh, ...)
     each step:   zero_grad
-                 forward and backward of each micro-batch      (a ``Runner`` tells FSDP which is the last)
+                 forward and backward of each micro-batch      (a ``Runner`` marks the last backward pass)
                  reduce, clip_, optimizer.step, publish
+
+With ``overlap``, gradients are reduced while the last backward pass runs, and ZeRO gathers new weights while the next
+forward pass runs (``bucket_schedule``). The results have the same bits.
 """
 
 from __future__ import annotations
@@ -20,17 +23,23 @@ from typing import Literal, Protocol, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_values
+from moe_comm.runtime.event_layout import NO_NAME
 from moe_comm.topology import ParallelMesh, Sharding
+from moe_comm.train.parallel.bucket_schedule import BucketSchedule, Transfers
 from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
-from moe_comm.train.parallel.fsdp import FSDPParameters, fits
+from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, fits
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
 from moe_comm.train.parallel.replicate import ReplicatedParameters
+from moe_comm.train.parallel.transfer_thread import TransferThread
 from moe_comm.train.parallel.zero import ZeroParameters
 
 Strategy = Literal["replicate", "zero1", "fsdp"]
+GradientOverlap = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,11 @@ class DataParallelOptions:
         full_precision: name patterns (with ``*``) of parameters that always compute in fp32.
         compress: send gradients as bf16 and sum them in fp32; see ``moe_comm.train.parallel.compress``.
         bucket_bytes: maximum size of a gradient bucket.
+        overlap: reduce gradients beside the last backward pass of a step, and gather the weights of ZeRO beside the
+            next forward pass. "auto": for groups with ranks on several hosts, and on GPUs. On one host the CPU ranks
+            copy through shared memory with the cores that compute. FSDP also gathers the next unit while one computes.
+        keep_gradients: keep the gradients of this rank until ``zero_grad``. Otherwise ZeRO frees them when their bucket
+            is packed.
         reshard_after_forward: FSDP frees the gathered weights of a block after forward, and gathers them again for
             backward. Ignored with pipeline parallelism.
     """
@@ -52,7 +66,9 @@ class DataParallelOptions:
     dtype: torch.dtype | None = None
     full_precision: tuple[str, ...] = ()
     compress: bool = False
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = 4 << 20
+    overlap: GradientOverlap = "auto"
+    keep_gradients: bool = False
     reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
@@ -60,6 +76,8 @@ class DataParallelOptions:
             raise ConfigError(f"strategy must be one of {', '.join(get_args(Strategy))}; got {self.strategy!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"parameters compute in float32 or bfloat16; got {self.dtype}")
+        if self.overlap not in get_args(GradientOverlap):
+            raise ConfigError(f"overlap must be one of {', '.join(get_args(GradientOverlap))}; got {self.overlap!r}")
         if self.bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes must be positive; got {self.bucket_bytes}")
 
@@ -71,10 +89,6 @@ class ParameterGroup(Protocol):
     def owned(self) -> list[OwnedParameter]: ...
 
     def zero_grad(self) -> None: ...
-
-    def reduce(self) -> None: ...
-
-    def publish(self) -> None: ...
 
 
 class DataParallel:
@@ -104,38 +118,73 @@ class DataParallel:
     ) -> None:
         stages = [modules] if isinstance(modules, nn.Module) else list(modules)
         self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
-        self._reducer = GradientReducer(options.compress, options.bucket_bytes)
         trained = [self._with_compute_dtype(item) for item in local_parameters(stages, shardings, mesh)]
+        self._transfers = self._make_transfers(trained)
         self._groups = self._make_groups(stages, trained)
         names = [item.name for item in trained]
         by_name = {owned.name: owned for group in self._groups for owned in group.owned}
         counted = next((name for name in names if name in self.tied), None) if mesh.place["pp"] == 0 else None
         self._owned = [replace(by_name[name], counted=name not in self.tied or name == counted) for name in names]
+        buckets = [bucket for part in (self._zero, self._replicated) if part is not None for bucket in part.buckets]
+        self._schedule = BucketSchedule(buckets, stages, self._transfers)
 
     @property
     def traffic(self) -> GradientTraffic:
         """Bytes sent so far. FSDP's collectives are not included, except for compressed gradients."""
-        return self._reducer.traffic
+        own, other = self._transfers.reducer.traffic, self._transfers.thread_reducer.traffic
+        return GradientTraffic(own.reduced + other.reduced, own.published + other.published)
 
     def owned(self) -> list[OwnedParameter]:
         """Return the shards that this rank's optimizer updates, in the same order on all ranks of the stage."""
         return list(self._owned)
 
     def zero_grad(self) -> None:
-        """Reset all gradients. Call it before the first backward pass of a step."""
+        """Reset all gradients. Call it before the first backward pass of a step. Collective after a discarded step."""
+        self._schedule.drop()
         for group in self._groups:
             group.zero_grad()
 
+    def begin_backward(self, stage: nn.Module) -> None:
+        """Begin the last backward pass of ``stage`` in a step: its gradients are reduced as they complete.
+
+        Optional: without it, ``reduce`` reduces all gradients. All ranks of the stage make the same calls.
+        """
+        self._schedule.begin_backward(stage)
+
+    def end_backward(self, stage: nn.Module) -> None:
+        """End the last backward pass of ``stage`` in a step."""
+        self._schedule.end_backward(stage)
+
     def reduce(self) -> None:
-        """Reduce gradients over ranks into the ``grad`` of the owned shards; missing ones count as zero. Collective."""
-        for group in self._groups:
-            group.reduce()
+        """Reduce gradients over ranks into the ``grad`` of the owned shards; missing ones count as zero. Collective.
+
+        Raises:
+            PeerDied, PeerTimeout: a rank failed, possibly while the gradients were reduced in backward.
+        """
+        self._schedule.reduce()
+        if self._fsdp is not None:
+            self._fsdp.reduce()
         self._sum_tied()
 
     def publish(self) -> None:
-        """Update the model's parameters from the owned shards, after a step or a load. Collective."""
-        for group in self._groups:
-            group.publish()
+        """Update the model's parameters from the owned shards, after a step or a load. Collective.
+
+        With ``overlap``, blocks of the model wait for their weights before their next forward pass. Call
+        ``wait_weights`` before other code reads them.
+        """
+        if self._zero is not None:
+            self._schedule.publish(self._zero.buckets)
+        if self._fsdp is not None:
+            self._fsdp.publish()
+        self._replicated.publish()
+
+    def wait_weights(self) -> None:
+        """Wait until all parameters of the model have the values of the last ``publish``."""
+        self._schedule.wait_weights()
+
+    def close(self) -> None:
+        """End the thread that reduces gradients. Not collective."""
+        self._transfers.thread.close()
 
     def _make_groups(self, stages: list[nn.Module], trained: list[LocalParameter]) -> list[ParameterGroup]:
         options = self.options
@@ -147,17 +196,48 @@ class DataParallel:
             sharded = []
         sharded_set = set(sharded)
         replicated = [item for item in trained if item not in sharded_set]
-        groups: list[ParameterGroup] = []
+        self._zero: ZeroParameters | None = None
+        self._fsdp: FSDPParameters | None = None
         if sharded and options.strategy == "zero1":
-            groups.append(ZeroParameters(sharded, self.mesh, self._reducer))
+            self._zero = ZeroParameters(sharded, self.mesh, options.bucket_bytes, options.keep_gradients)
         elif sharded:
             ignored = {item.param for item in replicated}
             # Zero-bubble schedules look up a stage's weights between forward and backward, and silently omit the
             # gradients of resharded ones. Other schedules would gather the weights for each micro-batch.
             reshard = options.reshard_after_forward and self.mesh.size("pp") == 1
-            groups.append(FSDPParameters(stages, sharded, ignored, self.mesh, self._reducer, reshard))
-        groups.append(ReplicatedParameters(replicated, self.mesh, self._reducer))
-        return groups
+            self._fsdp = FSDPParameters(stages, sharded, ignored, self.mesh, self._transfers, reshard)
+        self._replicated = ReplicatedParameters(replicated, self.mesh, options.bucket_bytes)
+        groups: list[ParameterGroup | None] = [self._zero, self._fsdp, self._replicated]
+        return [group for group in groups if group is not None]
+
+    def _make_transfers(self, trained: Sequence[LocalParameter]) -> Transfers:
+        options = self.options
+        groups = {self.mesh.sum_group(item.sharding) for item in trained}
+        if options.strategy == "fsdp":
+            # The guard compares the gradients of FSDP before ``reduce``, so they must be complete.
+            groups = {self.mesh.group(*axes) for axes in (DENSE_AXES, EXPERT_AXES) if not options.keep_gradients}
+        device = trained[0].param.device if trained else torch.device("cpu")
+        return Transfers(
+            GradientReducer(options.compress, options.bucket_bytes),
+            GradientReducer(options.compress, options.bucket_bytes),
+            TransferThread(device),
+            self._own_groups({group for group in groups if group is not None}),
+        )
+
+    def _own_groups(self, groups: set[ProcessGroup]) -> dict[ProcessGroup, ProcessGroup]:
+        """Return a second group of the same ranks for each of ``groups`` that overlaps. Collective."""
+        own: dict[ProcessGroup, ProcessGroup] = {}
+        # The order of creation is the same on all ranks, so that they do not wait for each other in a cycle.
+        for group in sorted(groups, key=dist.get_process_group_ranks):
+            comm = communicator_of(group)
+            several_hosts = len(set(comm.hosts)) > 1 or self.mesh.device == "cuda"
+            if self.options.overlap == "off" or (self.options.overlap == "auto" and not several_hosts):
+                continue
+            own[group] = comm.duplicate(channel_of(group).timeout_s)
+            # Spans with a group are counted as calls of the main thread.
+            communicator_of(own[group]).span_group = NO_NAME
+            channel_of(own[group])  # the first call is collective
+        return own
 
     def _with_compute_dtype(self, trained: LocalParameter) -> LocalParameter:
         options = self.options

@@ -70,8 +70,11 @@ class _BucketEntry:
 
 
 class _Bucket:
-    def __init__(self, trained: Sequence[LocalParameter], group: ProcessGroup, reducer: GradientReducer) -> None:
-        self.group, self.reducer = group, reducer
+    """A ``WeightBucket`` of sharded parameters. keep: whether ``pack`` keeps the gradients, for comparisons."""
+
+    def __init__(self, trained: Sequence[LocalParameter], group: ProcessGroup, keep: bool) -> None:
+        self.group, self.keep = group, keep
+        self.params = [item.param for item in trained]
         self.world, index = dist.get_world_size(group), dist.get_rank(group)
         blocks = [shard_slice(item.param.shape, 0, self.world).shape(item.param.shape) for item in trained]
         first = trained[0].param
@@ -92,41 +95,56 @@ class _Bucket:
         self.dtype = trained[0].dtype
         self.gaps = any(item.gaps for item in self.entries)
 
-    def reduce(self) -> None:
+    def pack(self) -> Tensor:
         blocks_WN = self.master_N.new_empty(self.world, self.master_N.numel())
         for item in self.entries:
-            item.scatter(blocks_WN, take_gradient(item.trained.param))
-            if item.trained.param.dtype == master_dtype(item.trained.param):
-                item.trained.param.grad = None  # free the copied gradient
-        sum_N = self.reducer.scatter_sum(blocks_WN, self.group)
-        for item in self.entries:
-            item.owned.value.grad = item.local(sum_N).contiguous()
+            param = item.trained.param
+            item.scatter(blocks_WN, take_gradient(param))
+            if param.dtype == master_dtype(param) and not self.keep:
+                param.grad = None  # free the copied gradient
+        return blocks_WN
 
-    def publish(self) -> None:
+    def reduce(self, reducer: GradientReducer, group: ProcessGroup | None, packed: Tensor) -> Tensor:
+        assert group is not None
+        return reducer.scatter_sum(packed, group)
+
+    def unpack(self, total: Tensor) -> None:
+        for item in self.entries:
+            item.owned.value.grad = item.local(total).contiguous()
+
+    def pack_weights(self) -> Tensor:
         row_N = self.master_N.to(self.dtype, copy=self.gaps)
         for item in self.entries:
             if item.gaps:
                 item.local(row_N).copy_(item.owned.value)
-        blocks_WN = self.reducer.gather(row_N, self.group)
+        return row_N
+
+    def gather(self, reducer: GradientReducer, group: ProcessGroup, packed: Tensor) -> Tensor:
+        return reducer.gather(packed, group)
+
+    def unpack_weights(self, gathered: Tensor) -> None:
         for item in self.entries:
-            item.trained.param.copy_(item.gather(blocks_WN))
+            item.trained.param.copy_(item.gather(gathered))
 
 
 class ZeroParameters:
     """Parameters that all ranks of their reduction group store completely, and update in shards."""
 
-    def __init__(self, trained: Sequence[LocalParameter], mesh: ParallelMesh, reducer: GradientReducer) -> None:
+    def __init__(
+        self, trained: Sequence[LocalParameter], mesh: ParallelMesh, bucket_bytes: int, keep: bool = False
+    ) -> None:
         families: dict[tuple[tuple[int, ...], torch.dtype, torch.dtype], list[LocalParameter]] = {}
-        for item in trained:
+        # Backward completes the gradients in about the reverse order of registration.
+        for item in reversed(trained):
             key = (mesh.ranks(*item.sharding.sum_axes), master_dtype(item.param), item.dtype)
             families.setdefault(key, []).append(item)
-        self._buckets: list[_Bucket] = []
+        self.buckets: list[_Bucket] = []
         for family in families.values():
             group = mesh.sum_group(family[0].sharding)
             assert group is not None
             sizes = [item.param.numel() * master_dtype(item.param).itemsize for item in family]
-            for bucket in buckets(sizes, reducer.bucket_bytes):
-                self._buckets.append(_Bucket([family[i] for i in bucket], group, reducer))
+            for bucket in buckets(sizes, bucket_bytes):
+                self.buckets.append(_Bucket([family[i] for i in bucket], group, keep))
         self.zero_grad()
 
     @staticmethod
@@ -136,19 +154,10 @@ class ZeroParameters:
 
     @property
     def owned(self) -> list[OwnedParameter]:
-        return [item.owned for bucket in self._buckets for item in bucket.entries]
+        return [item.owned for bucket in self.buckets for item in bucket.entries]
 
     def zero_grad(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for item in bucket.entries:
                 clear_gradient(item.trained.param)
                 item.owned.value.grad = None
-
-    def reduce(self) -> None:
-        for bucket in self._buckets:
-            bucket.reduce()
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        for bucket in self._buckets:
-            bucket.publish()

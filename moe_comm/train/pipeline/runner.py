@@ -26,7 +26,7 @@ from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, communication_span
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.pipeline.batch import ActivationShape, MicroBatch, check_batches
-from moe_comm.train.pipeline.stage import AfterBackward, Stage, check_output
+from moe_comm.train.pipeline.stage import AfterBackward, GradientSync, Stage, check_output
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, Transfers, between
 
 
@@ -48,6 +48,7 @@ class Accumulation:
     Args:
         module: the whole model, which implements ``StageModule``.
         after_backward: called with ``module`` after each backward pass.
+        gradients: reduces gradients beside the last backward pass of a step.
         interleave: run two micro-batches at a time (``layers/parallel/interleave.py``), so that the communication of
             one overlaps with the computation of the other. A step then requires an even number of micro-batches.
             Losses have the same bits as without interleaving. Parameter gradients are accumulated pair by pair, so
@@ -55,10 +56,15 @@ class Accumulation:
     """
 
     def __init__(
-        self, module: nn.Module, after_backward: AfterBackward | None = None, *, interleave: bool = False
+        self,
+        module: nn.Module,
+        after_backward: AfterBackward | None = None,
+        *,
+        gradients: GradientSync | None = None,
+        interleave: bool = False,
     ) -> None:
         self._module: Any = module
-        self._after_backward = after_backward
+        self._after_backward, self._gradients = after_backward, gradients
         self._concurrent = 2 if interleave else 1
 
     def step(self, batches: Sequence[MicroBatch], scale: float | Tensor = 1.0) -> Tensor:
@@ -72,14 +78,19 @@ class Accumulation:
             raise ConfigError(f"interleaving requires an even number of micro-batches; the step has {len(batches)}")
         losses: list[Tensor] = []
         for start in range(0, len(batches), self._concurrent):
-            prepare_backward(self._module, start + self._concurrent == len(batches))
+            last = start + self._concurrent == len(batches)
+            prepare_backward(self._module, last)
             EVENTS.micro = start  # the first of two interleaved micro-batches
             with EVENTS.span(Kind.COMPUTE, "forward"):
                 new_losses = self._losses(batches[start : start + self._concurrent])
             with EVENTS.span(Kind.COMPUTE, "backward"):
+                if last and self._gradients is not None:
+                    self._gradients.begin_backward(self._module)
                 torch.autograd.backward([loss * scale for loss in new_losses])
                 if self._after_backward is not None:
                     self._after_backward(self._module)
+                if last and self._gradients is not None:
+                    self._gradients.end_backward(self._module)
             losses += [loss.detach() for loss in new_losses]
         EVENTS.micro = 0
         return torch.stack(losses).double()
@@ -98,6 +109,8 @@ class Accumulation:
     def _losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         if self._concurrent == 1:
             return [self._loss(batch) for batch in batches]
+        if self._gradients is not None:
+            self._gradients.wait_weights()  # hooks of the module and its layers do not run
         inputs = [StageInput(batch.ids_BS, batch.positions_BS, batch.documents) for batch in batches]
         outputs = self._module.forward_in_turns(inputs)
         return [self._module.loss(y, batch.targets_BS) for y, batch in zip(outputs, batches, strict=True)]
@@ -141,6 +154,8 @@ class Pipeline:
         after_backward: called with a stage's module when the gradients of a micro-batch have been added to its
             parameters, for example to accumulate them in fp32. Schedules with a split backward do not run hooks on
             parameters, but call this function.
+        gradients: reduces gradients beside the last backward pass of each stage in a step. With a split backward, the
+            last pass is one of weight gradients.
 
     Raises:
         ConfigError: plan, schedule, mesh and modules do not fit each other.
@@ -157,6 +172,7 @@ class Pipeline:
         timeout_s: float = 600.0,
         split_backward: bool = True,
         after_backward: AfterBackward | None = None,
+        gradients: GradientSync | None = None,
     ) -> None:
         self._name, self._plan, self._activations = schedule, plan, activations
         self._place = mesh.place["pp"]
@@ -181,7 +197,7 @@ class Pipeline:
             for module in self._modules:
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False)
-        self._after_backward = after_backward
+        self._after_backward, self._gradients = after_backward, gradients
         params = (param for module in self._modules for param in module.parameters())
         self._device = next((param.device for param in params), torch.device(mesh.device))
         # A separate group: it has the pipeline's long timeout, and on NCCL its own stream.
@@ -216,7 +232,7 @@ class Pipeline:
         with self._convert_errors("a pipeline step"):
             built = self._build(batches)
             for stage in built.stages:
-                stage.batches = batches
+                stage.begin(batches)
             # The last stage's targets are micro-batch indices, which ``_loss`` looks up.
             target = {"target": torch.arange(len(batches))} if self._holds_last else {}
             with COMMUNICATION, self._transfers.step():  # time counts as communication except while a stage computes
@@ -307,6 +323,7 @@ class Pipeline:
                 self._split_backward,
                 self._after_backward,
                 self._transfers,
+                self._gradients,
             )
             for index, module in zip(self._indices, self._modules, strict=True)
         ]
@@ -398,6 +415,7 @@ def make_runner(
     timeout_s: float = 600.0,
     split_backward: bool = True,
     after_backward: AfterBackward | None = None,
+    gradients: GradientSync | None = None,
     interleave: bool = False,
 ) -> Runner:
     """Return a ``Pipeline``, or ``Accumulation`` without pipeline parallelism; see both for the arguments. Collective.
@@ -406,7 +424,7 @@ def make_runner(
         ConfigError: ``interleave`` is set with a pipeline, or as ``Pipeline``.
     """
     if plan.num_stages == 1 and mesh.size("pp") == 1 and len(modules) == 1:
-        return Accumulation(modules[0], after_backward, interleave=interleave)
+        return Accumulation(modules[0], after_backward, gradients=gradients, interleave=interleave)
     if interleave:
         raise ConfigError("interleave is not supported with a pipeline")
     return Pipeline(
@@ -418,4 +436,5 @@ def make_runner(
         timeout_s=timeout_s,
         split_backward=split_backward,
         after_backward=after_backward,
+        gradients=gradients,
     )

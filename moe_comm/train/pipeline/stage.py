@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,16 @@ from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, GRADIENTS, Transfers, between
 
 AfterBackward = Callable[[nn.Module], None]
+
+
+class GradientSync(Protocol):
+    """Reduces gradients beside the backward passes; implemented by ``DataParallel``."""
+
+    def begin_backward(self, stage: nn.Module) -> None: ...
+
+    def end_backward(self, stage: nn.Module) -> None: ...
+
+    def wait_weights(self) -> None: ...
 
 
 class Stage(PipelineStage):
@@ -33,6 +43,7 @@ class Stage(PipelineStage):
         split_backward: False: compute weight gradients together with input gradients, even if the schedule defers them.
         after_backward: called with the module when the gradients of a micro-batch have been added to its parameters.
         transfers: records spans of transfers and passes.
+        gradients: reduces gradients beside the last backward pass of a step.
 
     Attributes:
         batches: micro-batches of the current step.
@@ -50,6 +61,7 @@ class Stage(PipelineStage):
         split_backward: bool,
         after_backward: AfterBackward | None,
         transfers: Transfers | None = None,
+        gradients: GradientSync | None = None,
     ) -> None:
         super().__init__(module, index, num_stages, device, input_args=x, output_args=y, group=group)
         self.batches: Sequence[MicroBatch] = ()
@@ -57,9 +69,14 @@ class Stage(PipelineStage):
         self._split_backward = split_backward
         self._full_backward: set[int] = set()  # micro-batches whose weight gradients are already computed
         self._after_backward = after_backward
+        self._gradients, self._backwards = gradients, 0
         self._batch: MicroBatch | None = None
         self._transfers = transfers or Transfers()
         self._label, self._before, self._after = f"stage {index}", between(index - 1), between(index)
+
+    def begin(self, batches: Sequence[MicroBatch]) -> None:
+        """Begin a step with these micro-batches."""
+        self.batches, self._backwards = batches, 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Tensor:
         self._batch = self.batches[fwd_chunk_id]
@@ -97,12 +114,21 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        # The order of weight gradients depends on the schedule, so the passes are counted.
+        last = False
+        if backward_type != "input":
+            self._backwards += 1
+            last = self._gradients is not None and self._backwards == len(self.batches)
+        if last:
+            self._gradients.begin_backward(self.submod)  # type: ignore[union-attr]
         gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         if backward_type != "weight":
             # autograd.grad can return strided gradients; a sent tensor must be dense.
             gradients = tuple(g.contiguous() if isinstance(g, Tensor) else g for g in gradients)
         if backward_type != "input" and self._after_backward is not None:
             self._after_backward(self.submod)
+        if last:
+            self._gradients.end_backward(self.submod)  # type: ignore[union-attr]
         return gradients, groups
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_comm.bench.calibrate import ranks as calibrate_ranks, steps as calibrate_steps
-from moe_comm.bench.calibrate.fit import accelerator_of, between_of, inside_of, nearest, pass_seconds
+from moe_comm.bench.calibrate.fit import accelerator_of, pass_seconds
 from moe_comm.bench.calibrate.machine import calibrate
 from moe_comm.bench.calibrate.ranks import (
     BATCHES,
@@ -24,7 +24,6 @@ from moe_comm.bench.calibrate.ranks import (
     UPDATED,
     WIDTH,
     MeasuredPass,
-    MeasuredTransfer,
     RankMeasurements,
     measure,
 )
@@ -33,6 +32,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import CollectiveCost, Link
 from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
 from moe_comm.plan.machine.hardware_file import load, save
+from moe_comm.plan.machine.link_fit import MeasuredTransfer, between_of, inside_of, nearest
 from tests.pool import RankPool
 
 CORE = Accelerator(

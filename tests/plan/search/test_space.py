@@ -81,6 +81,15 @@ def test_choices_can_be_fixed() -> None:
             SearchSpace.of(**settings)
 
 
+def test_degrees_and_the_number_of_micro_batches_can_be_fixed() -> None:
+    plan_request = request("mixtral-8x7b", 8, 32)
+    result = list(replace(ONE_SHARDING, fixed=(("ep", 4), ("tp", 1)), steps=4).candidates(plan_request))
+    assert {(one.parallel.ep, one.parallel.tp, one.micro_batches(32)) for one in result} == {(4, 1, 4)}
+    assert {one.parallel.dp for one in result} == {1, 2, 4, 8}
+    free = [one for one in ONE_SHARDING.candidates(plan_request) if one.micro_batches(32) == 4]
+    assert set(result) == {one for one in free if (one.parallel.ep, one.parallel.tp) == (4, 1)}
+
+
 def test_schedules_are_valid_for_the_trainer_and_can_be_fixed() -> None:
     plan_request = request("mixtral-8x7b", 16, 48)
     space = replace(ONE_SHARDING, micro_batches=(1, 2))

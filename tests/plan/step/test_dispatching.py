@@ -130,7 +130,7 @@ def test_copies_between_pods_use_the_across_link() -> None:
 def test_all_gather_is_faster_on_one_host_if_top_k_exceeds_the_ranks(top_k: int) -> None:
     """MegaScale-MoE (2505.11432), section 3.2: sending all tokens to all ranks is less if top-k exceeds the ranks."""
     model_shape, place = shape(64, top_k), PlacedMapping(Mapping.parse("ep=8", 8), cluster_named("h100", 8))
-    assert beats_all_to_all("all_gather", model_shape, place, 1.0, 1.0, 2) == (top_k > 8)
+    assert beats_all_to_all("all_gather", model_shape, place, Workload(1)) == (top_k > 8)
 
 
 def test_all_gather_sends_a_token_once_for_all_shards_of_its_experts() -> None:
@@ -149,8 +149,8 @@ def test_all_gather_sends_a_token_once_for_all_shards_of_its_experts() -> None:
             "combine sends rows or fp32 sums, whichever is less"
         )
     tensor = PlacedMapping(Mapping.parse("etp=8", 8), cluster)
-    assert beats_all_to_all("all_gather", model_shape, tensor, 1.0, 1.0, 2), "top-k is 2"
-    assert not beats_all_to_all("all_gather", shape(64, 1), tensor, 1.0, 1.0, 4)
+    assert beats_all_to_all("all_gather", model_shape, tensor, Workload(1)), "top-k is 2"
+    assert not beats_all_to_all("all_gather", shape(64, 1), tensor, Workload(1, "fp32"))
 
 
 @pytest.mark.parametrize(("top_k", "ranks", "size"), [(8, 2, 2), (8, 4, 2), (9, 4, 2), (8, 4, 4), (2, 2, 4), (3, 2, 4)])
@@ -164,12 +164,39 @@ def test_all_gather_returns_sums_if_they_are_fewer_bytes_than_rows(top_k: int, r
     assert sends_sums("all_gather", model_shape, ranks, size) == (by_sums < by_rows)
 
 
+def test_deterministic_dispatchers_return_rows() -> None:
+    model_shape, cluster = shape(64, 8), cluster_named("h100", 16)  # 2 hosts
+    rows = DispatchRows(TOKENS, TOKENS * 8, 1.0, 1.0, HIDDEN, 4, deterministic=True)
+    span, row_bytes = cluster.span(range(16)), HIDDEN * 4
+    both = {name: dispatching(name, model_shape, cluster, span, rows) for name in ALL}
+    assert both["all_gather"].combine == both["all_to_all"].combine
+    assert both["hierarchical"].combine.cost.between == pytest.approx(TOKENS * 8 / 2 * row_bytes)
+    fast = dispatching("hierarchical", model_shape, cluster, span, replace(rows, deterministic=False))
+    assert both["hierarchical"].dispatch == fast.dispatch
+    assert fast.combine.cost.between < both["hierarchical"].combine.cost.between
+    assert not sends_sums("all_gather", shape(64, 64), 2, 4, deterministic=True)
+    assert sends_sums("all_gather", shape(64, 64), 2, 4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_wire_dtype_shortens_rows_in_transfer_and_not_in_memory(name: Dispatcher) -> None:
+    model_shape, cluster = shape(64, 2), cluster_named("h100", 16)
+    rows = DispatchRows(TOKENS, TOKENS * 2, 1.0, 1.0, HIDDEN, 4, deterministic=True)
+    full, narrow = (
+        dispatching(name, model_shape, cluster, cluster.span(range(16)), replace(rows, wire=wire))
+        for wire in (1.0, 0.25)
+    )
+    for whole, part in ((full.dispatch, narrow.dispatch), (full.combine, narrow.combine)):
+        assert part.cost.between == pytest.approx(whole.cost.between / 4)
+    assert (narrow.permute_bytes, narrow.receive_bytes) == (full.permute_bytes, full.receive_bytes)
+
+
 def test_hierarchical_is_faster_if_rows_would_cross_hosts_more_than_once() -> None:
     cluster = cluster_named("h800", 64)
     place = PlacedMapping(Mapping.parse("ep=64", 64), cluster)
 
     def wins(model_shape: ModelShape) -> bool:
-        return beats_all_to_all("hierarchical", model_shape, place, 1.0, 1.0, 2)
+        return beats_all_to_all("hierarchical", model_shape, place, Workload(1))
 
     assert wins(model_named("deepseek-v3")) and wins(shape(256, 8)) and not wins(shape(256, 1))
     by_limit = [costs("hierarchical", shape(256, 8, 8, top), cluster).dispatch.cost for top in (2, 4, 8)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from moe_comm.plan.model.files import model_named
 from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Mapping, PlacedMapping
 from moe_comm.plan.step import blocks as blocks_module, step as step_module
+from moe_comm.plan.step.overlap_model import exposed_seconds
 from moe_comm.plan.step.replay import ReplayPlan, replay
 from moe_comm.plan.step.step import FULL, StepModel, StepPrediction, _period
 
@@ -264,3 +267,45 @@ def test_gpipe_is_no_faster_than_1f1b() -> None:
             for schedule in (None, "gpipe")
         )
         assert gpipe.seconds == pytest.approx(plain.seconds, rel=1e-9)
+
+
+def test_gradients_overlap_with_backward_and_weights_with_forward() -> None:
+    def result(sharding: str, host_size: int = 1, **load: object) -> StepPrediction:
+        cluster = replace(cluster_named("h100", 16, host_size), direct=True)
+        placed = PlacedMapping(Mapping.parse("ep=8", 16, sharding=sharding), cluster)
+        return StepModel(model_named("olmoe-1b-7b"), placed, Workload(4096, **load), 64).predict()  # type: ignore[arg-type]
+
+    for sharding in ("replicate", "zero1"):
+        late, early = result(sharding), result(sharding, overlap_gradients=True)
+        kinds = ("gradients", "weights") if sharding == "zero1" else ("gradients",)
+        assert {name.split()[-1] for name in early.hidden} == set(kinds) and not late.hidden
+        assert late.seconds - early.seconds == pytest.approx(sum(early.hidden.values()))
+        assert not result(sharding, 16, overlap_gradients=True).hidden, "CPU ranks of a host copy with their cores"
+    assert exposed_seconds(3.0, 2.0) == 1.0 and exposed_seconds(2.0, 3.0) == 0.0
+
+
+def test_bf16_gradients_send_half_the_bytes() -> None:
+    for sharding in ("replicate", "zero1", "fsdp"):
+        placed = PlacedMapping(Mapping.parse("ep=1", 2, sharding=sharding), cluster_named("h100", 2, 1))
+        full, half = (
+            StepModel(model_named("olmoe-1b-7b"), placed, Workload(512, gradient_bytes=size), 2).predict()
+            for size in (4, 2)
+        )
+        assert half.seconds < full.seconds
+        if sharding == "replicate":
+            sent = [sum(sum(links.values()) for links in one.sent.values()) for one in (half, full)]
+            assert sent[0] == pytest.approx(sent[1] / 2)
+
+
+def test_chunks_hide_transfers_between_hosts_behind_experts_only() -> None:
+    def result(overlap: str, host_size: int, dispatcher: str = "all_to_all") -> StepPrediction:
+        mapping = Mapping.parse("ep=4", 4, overlap=overlap, dispatcher=dispatcher)
+        cluster = replace(cluster_named("h100", 4, host_size), direct=True)
+        placed = PlacedMapping(mapping, cluster)
+        return StepModel(model_named("olmoe-1b-7b"), placed, Workload(4096), 16).predict()
+
+    serial, chunked = result("none", 1), result("chunks", 1)
+    assert set(chunked.hidden) == {"dispatch", "combine"}
+    assert serial.seconds - chunked.seconds == pytest.approx(sum(chunked.hidden.values()))
+    assert not result("chunks", 4).hidden, "ranks of a host copy rows with the cores that compute"
+    assert not result("chunks", 1, "all_gather").hidden

@@ -24,7 +24,7 @@ from moe_comm.errors import ConfigError, MissingDependency, NonFiniteLoss, RankM
 from moe_comm.train import RunResult, run
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
-from moe_comm.train.loop import job, signals
+from moe_comm.train.loop import signals
 from moe_comm.train.loop.export import export_run
 from moe_comm.train.loop.progress import Progress, make_progress
 from moe_comm.train.loop.sample import continue_text, load_model
@@ -55,7 +55,7 @@ def watched(after_step: Callable[[StepReport], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def probed(logits: list[Any]) -> Iterator[None]:
     """Before the trained model is released, append its logits for ``TOKENS`` to ``logits``. Collective."""
-    close = job._close
+    close = TrainState.close
 
     def probe(state: TrainState) -> None:
         (stage,) = state.stages
@@ -67,7 +67,7 @@ def probed(logits: list[Any]) -> Iterator[None]:
         close(state)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "_close", probe)
+        patch.setattr(TrainState, "close", probe)
         yield
 
 

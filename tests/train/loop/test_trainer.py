@@ -23,6 +23,16 @@ from tests.train.common import SGD, Session, assert_same_training, session, trai
         ("parallel.ep=2", "parallel.sharding=fsdp"),
         ("parallel.tp=2", "model.family=deepseek_v3", "model.expert_groups=2", "model.shared_ffn=24"),
         ("parallel.dp=2", "parallel.ep=1", "parallel.sharding=zero1", "data.batch=6"),
+        ("parallel.ep=2", "parallel.overlap_gradients=on", "model.recompute=full", "model.tie=true"),
+        ("parallel.ep=1", "parallel.sharding=fsdp", "parallel.overlap_gradients=on", "model.recompute=full"),
+        (
+            "parallel.dp=2",
+            "parallel.ep=1",
+            "parallel.sharding=zero1",
+            "parallel.overlap_gradients=on",
+            "parallel.overlap_chunks=2",
+            "parallel.interleave=true",
+        ),
         ("parallel.cp=2", "parallel.context=ring", "model.family=olmoe", "model.kv_heads=4"),
         ("parallel.cp=2", "parallel.context=token_ring", "model.family=mixtral", "model.window=5"),
         ("parallel.cp=2", "parallel.overlap_chunks=2", "model.family=deepseek_v3", "model.expert_groups=2"),
@@ -245,10 +255,14 @@ def test_perplexity_is_the_exponential_of_the_mean_loss_of_the_targets(shared_se
 
 
 def _leave(rank: int, world: int, settings: list[str]) -> str:
+    """Rank 1 exits between steps, or in a backward pass in which gradients are reduced."""
     with session(settings) as active:
         active.trainer.train_step(0)
-        if rank == 1:
+        if rank == 1 and "parallel.overlap_gradients=on" not in settings:
             os._exit(1)
+        if rank == 1:
+            first = next(iter(active.stages[0].parameters()))
+            first.register_hook(lambda grad: os._exit(1))
         try:
             active.trainer.train_step(1)
         except PeerError as error:
@@ -256,10 +270,11 @@ def _leave(rank: int, world: int, settings: list[str]) -> str:
     return "no error"
 
 
-def test_a_rank_that_dies_between_steps_is_a_typed_error_on_the_other(
-    pool2: RankPool, shared_settings: list[str]
+@pytest.mark.parametrize("mapping", [[], ["parallel.ep=1", "parallel.overlap_gradients=on"]])
+def test_a_rank_that_dies_between_steps_or_in_backward_is_a_typed_error_on_the_other(
+    pool2: RankPool, shared_settings: list[str], mapping: list[str]
 ) -> None:
-    assert pool2.run(_leave, shared_settings, timeout=120, expect_dead={1})[0] == "PeerDied"
+    assert pool2.run(_leave, [*shared_settings, *mapping], timeout=120, expect_dead={1})[0] == "PeerDied"
 
 
 def test_the_times_of_a_step_add_up_to_its_total(shared_settings: list[str]) -> None:

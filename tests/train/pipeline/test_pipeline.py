@@ -14,7 +14,7 @@ from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.runtime import events
 from moe_comm.runtime.events import COMMUNICATION
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
-from moe_comm.train.parallel import DataParallel, DataParallelOptions
+from moe_comm.train.parallel import DataParallel, DataParallelOptions, Strategy
 from moe_comm.train.pipeline import SCHEDULES, Accumulation
 from moe_comm.train.pipeline.stage import Stage
 from tests.pool import RankPool
@@ -27,10 +27,10 @@ def train(rank: int, world: int, case: Case) -> Any:
     mesh = ParallelMesh(ParallelConfig(dp=case.dp, pp=case.pp, ep=case.ep))
     parts = build(case, mesh)
     shardings = {name: sharding for part in parts for name, sharding in shardings_of(part).items()}
-    options = DataParallelOptions("fsdp" if case.fsdp else "replicate")
+    options = DataParallelOptions(case.strategy, overlap=case.overlap, bucket_bytes=1000)
     data_parallel = DataParallel(parts, shardings, mesh, options, TIED if case.tie else ())
     calls: list[nn.Module] = []
-    runner = make(case, parts, mesh, after_backward=calls.append)
+    runner = make(case, parts, mesh, after_backward=calls.append, gradients=data_parallel)
     batches = batches_of(case, mesh.place["dp"], case.dp)
     first = runner.step(batches, SCALE)
     evaluated = runner.forward_only(batches[:EVALUATED])
@@ -38,8 +38,11 @@ def train(rank: int, world: int, case: Case) -> Any:
     data_parallel.zero_grad()
     losses = runner.step(batches, SCALE)
     assert torch.equal(first, losses)
+    if case.overlap == "on" and case.strategy == "zero1":  # the schedule has packed all buckets
+        assert all(param.grad is None for part in parts for param in part.parameters() if param.numel())
     data_parallel.reduce()
     runner.close()
+    data_parallel.close()
     owned = data_parallel.owned()
     return losses, evaluated, pieces(owned, mesh, {item.name: item.value.grad for item in owned})
 
@@ -75,7 +78,14 @@ def test_four_stages_with_tied_embeddings(schedule: str, pool4: RankPool) -> Non
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_fsdp_inside_stages_reduces_gradients_once(schedule: str, pool4: RankPool) -> None:
-    case = Case(schedule, dp=2, fsdp=True, tie=True)
+    case = Case(schedule, dp=2, strategy="fsdp", tie=True)
+    check(case, pool4.run(train, case))
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "fsdp"])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_gradients_are_reduced_beside_the_schedule(schedule: str, strategy: Strategy, pool4: RankPool) -> None:
+    case = Case(schedule, dp=2, strategy=strategy, tie=True, overlap="on")
     check(case, pool4.run(train, case))
 
 

@@ -1,0 +1,283 @@
+"""Choose the parallel settings of a run with the planner.
+
+    given keys of [parallel] ──▶ constraints of the search ─┐
+    model, batch, dtype ──▶ PlanRequest ◀── measured ranks, or parallel.machine
+                                 │ moe_comm.plan.search
+                                 ▼
+                 resolved [parallel], and one line that says why
+
+The planner never chooses settings that change results beyond the mapping: compressed gradients, wire dtypes and
+``deterministic = false`` are priced with the settings of the configuration. If one of them would save time, the line
+says how much, and how to set it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping as Table
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, get_args
+
+from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes, bytes_per_row
+from moe_comm.errors import ConfigError
+from moe_comm.plan.machine.hardware import Cluster
+from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_comm.plan.model.load import Workload
+from moe_comm.plan.model.mapping import Dispatcher, OverlapMode, PlacedMapping, ShardingMode
+from moe_comm.plan.model.memory import MemoryPolicy
+from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.search.explain import why_slower
+from moe_comm.plan.search.fit import RESERVE
+from moe_comm.plan.search.request import PlanCandidate, PlanRequest
+from moe_comm.plan.search.search import search
+from moe_comm.plan.search.space import SearchSpace
+from moe_comm.train.auto.rates import DTYPES, measure_cluster, rates_text
+from moe_comm.train.config import CHOSEN, TrainConfig
+from moe_comm.train.plan_config import DTYPES as DTYPE_NAMES, parallel_settings
+from moe_comm.train.ranks import Ranks
+from moe_comm.train.sections import ParallelSection
+
+DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp")
+WORTH = 0.05
+"""A setting that changes results is mentioned if it would save at least this share of a step."""
+CLOSE = 0.05
+"""Predictions that differ by less count as equal, because errors are larger. The mapping with the fewest axes wins."""
+FP8_ROWS: WireDtypeName = "fp8_block"
+
+
+@dataclass(frozen=True)
+class ParallelChoice:
+    """The chosen values of ``CHOSEN`` that are not defaults, by key, and one line that explains the choice."""
+
+    settings: Table[str, Any]
+    text: str
+
+
+def resolve_parallel(
+    config: TrainConfig, shape: ModelShape, ranks: Ranks, device: str, earlier: Callable[[], TrainConfig | None]
+) -> tuple[TrainConfig, str]:
+    """Return ``config`` with explicit parallel settings, and the line to log. Collective; the same on all ranks.
+
+    Args:
+        config: a configuration with ``parallel.auto``.
+        shape: its model.
+        ranks: the ranks of the run.
+        device: "cpu" or "cuda".
+        earlier: called on rank 0; returns the configuration of the run that is resumed, if any. Its settings are kept
+            if they fit the number of ranks and the given keys.
+
+    Raises:
+        ConfigError: raised on all ranks: no mapping satisfies the given keys, runs and fits memory.
+    """
+    kept = json.loads(ranks.run_on_first(lambda: json.dumps(_kept(config, earlier(), ranks.world))))
+    if kept is not None:
+        return resolved(config, ranks.world, kept), 'parallel "auto": keeps the settings of the resumed run'
+    load = workload(config, shape)
+    cluster = None
+    if config.parallel.machine is None:
+        tokens = config.data.batch * config.data.seq_len // (config.data.micro_batches * ranks.world)
+        cluster = measure_cluster(ranks, shape, load.dtype, tokens, device)
+
+    def chosen() -> str:
+        choice = choose(config, shape, cluster or described(config, ranks.world))
+        return json.dumps([choice.settings, choice.text])
+
+    settings, text = json.loads(ranks.run_on_first(chosen))
+    return resolved(config, ranks.world, settings), text
+
+
+def described(config: TrainConfig, world: int) -> Cluster:
+    """Return ``world`` ranks of the machine that ``parallel.machine`` names or describes.
+
+    Raises:
+        ConfigError: ``parallel.machine`` is not set, unknown or invalid.
+    """
+    if config.parallel.machine is None:
+        raise ConfigError(
+            "parallel.auto measures the ranks when a run starts; set parallel.machine to plan without them"
+        )
+    return cluster_named(config.parallel.machine, world)
+
+
+def choose(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> ParallelChoice:
+    """Return the fastest parallel settings of ``config`` on all ranks of ``cluster``.
+
+    Raises:
+        ConfigError: no mapping satisfies the given keys, runs and fits memory.
+    """
+    request = PlanRequest(
+        shape,
+        cluster,
+        workload(config, shape),
+        config.data.batch,
+        MemoryPolicy(config.optimizer.kind, bool(config.optimizer.momentum_of_kind)),
+        min(RESERVE, cluster.accelerator.memory_bytes // 8),
+    )
+    space = search_space(config)
+    try:
+        result = search(request, space)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.auto: {error}; given: {_given_text(config.parallel)}") from None
+    if not result.best:
+        nearest = result.nearest[0]
+        raise ConfigError(
+            f"parallel.auto: no mapping fits memory; given: {_given_text(config.parallel)}. "
+            f"Nearest: {nearest.mapping}, {nearest.fit}"
+        )
+    best = min(result.best, key=partial(_rank_of, result.best[0].step.seconds))
+    others = [candidate for candidate in result.best if candidate is not best]
+    settings = _settings(config, request, best)
+    text = f'parallel "auto": {_describe(best, settings)}: {_seconds(best)} a step predicted'
+    text += f" ({rates_text(cluster, request.load.dtype)})"
+    for other in others[:1]:
+        described_other = _describe(other, _settings(config, request, other))
+        text += f". Next best: {described_other}: {_seconds(other)} ({why_slower(best, other)})"
+    for option, share in _offers(config, request, space, best):
+        text += f". {option} would save {share:.0%}"
+    return ParallelChoice(settings, text)
+
+
+def _rank_of(fastest_s: float, candidate: PlanCandidate) -> tuple[bool, int, float]:
+    """Return the sort key of a candidate: close to the fastest, then few axes besides dp and ep, then fast."""
+    p, seconds = candidate.mapping.parallel, candidate.step.seconds
+    return seconds > fastest_s * (1 + CLOSE), sum(size > 1 for size in (p.tp, p.cp, p.pp, p.etp)), seconds
+
+
+def workload(config: TrainConfig, shape: ModelShape) -> Workload:
+    """Return the workload of a step of ``config``."""
+    dtype = next(name for name, trained in DTYPE_NAMES.items() if trained == config.model.dtype)
+    wire_dtypes = config.payload.wire_dtypes()
+    load = Workload.assumed(config.data.seq_len, dtype, config.model.capacity)
+    return replace(
+        load,
+        deterministic=config.parallel.deterministic and wire_dtypes.invariant,
+        wire=_wire(shape.hidden, dtype, wire_dtypes),
+        gradient_bytes=2 if config.parallel.compress else 4,
+        overlap_gradients=config.parallel.overlap_gradients != "off",
+    )
+
+
+def search_space(config: TrainConfig) -> SearchSpace:
+    """Return the mappings that satisfy the given keys of ``config``. Micro-batches and recomputation are not chosen.
+
+    Raises:
+        ConfigError: ``parallel.stage_layers`` is set without ``parallel.pp``.
+    """
+    parallel, given = config.parallel, _given(config.parallel)
+    if parallel.stage_layers is not None and "pp" not in given:
+        raise ConfigError("parallel.auto: stage_layers requires pp, because it has the layers of each stage")
+    fixed = {axis: given[axis] for axis in DEGREES if axis in given}
+    sharding: tuple[ShardingMode, ...] = (given["sharding"],) if "sharding" in given else get_args(ShardingMode)
+    overlap: tuple[OverlapMode, ...] = ("none", "chunks")
+    if "overlap_chunks" in given:
+        overlap = ("chunks",) if given["overlap_chunks"] else ("none",)
+    if parallel.context != "ulysses":  # the planner prices only Ulysses
+        fixed.setdefault("cp", 1)
+    if parallel.interleave:
+        fixed.setdefault("pp", 1)
+        sharding, overlap = tuple(name for name in sharding if name != "fsdp"), ("all",)
+    backend = given.get("backend", "auto")
+    dispatchers: tuple[Dispatcher, ...] = get_args(Dispatcher)
+    if backend != "auto":  # all_to_all models those that access the memory of a peer
+        dispatchers = (backend,) if backend in dispatchers else ("all_to_all",)
+    more: dict[str, Any] = {"schedule": (given["schedule"],)} if "schedule" in given else {}
+    more |= {"virtual": (given["virtual"],)} if "virtual" in given else {}
+    return SearchSpace(
+        overlap=overlap,
+        recompute=(config.model.recompute,),
+        sharding=sharding,
+        dispatcher=dispatchers,
+        steps=config.data.micro_batches,
+        fixed=tuple(fixed.items()),
+        **more,
+    )
+
+
+def resolved(config: TrainConfig, world: int, settings: Table[str, Any]) -> TrainConfig:
+    """Return ``config`` with ``settings`` in [parallel] and without "auto".
+
+    Raises:
+        ConfigError: the settings contradict each other or the configuration.
+    """
+    parallel = config.parallel.model_dump(exclude={"auto", "machine"}) | dict(settings) | {"ranks": world}
+    tree = config.model_dump() | {"parallel": parallel}
+    try:
+        return TrainConfig.model_validate(tree)
+    except ValueError as error:
+        raise ConfigError(f"parallel.auto: {error}") from error
+
+
+def _given(parallel: ParallelSection) -> dict[str, Any]:
+    """Return the keys of ``CHOSEN`` that the configuration sets."""
+    names = [name for name in CHOSEN if name in parallel.model_fields_set]
+    return {name: getattr(parallel, name) for name in names if getattr(parallel, name) is not None}
+
+
+def _given_text(parallel: ParallelSection) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in _given(parallel).items()) or "nothing"
+
+
+def _kept(config: TrainConfig, earlier: TrainConfig | None, world: int) -> dict[str, Any] | None:
+    """Return the settings of ``earlier``; None if they contradict the number of ranks or the given keys."""
+    if earlier is None:
+        return None
+    settings = {name: getattr(earlier.parallel, name) for name in CHOSEN}
+    given = _given(config.parallel)
+    if earlier.parallel.ranks != world or any(settings[name] != value for name, value in given.items()):
+        return None
+    return settings
+
+
+def _settings(config: TrainConfig, request: PlanRequest, candidate: PlanCandidate) -> dict[str, Any]:
+    """Return the values of ``CHOSEN`` for a planned mapping. Given values are kept."""
+    mapping = candidate.mapping
+    settings = {name: value for name, value in parallel_settings(request, mapping).items() if name in CHOSEN}
+    crosses_hosts = PlacedMapping(mapping, request.cluster).spans["ep"].hosts > 1
+    if mapping.dispatcher == "all_to_all" and crosses_hosts:
+        settings["backend"] = "all_to_all"
+    return settings | _given(config.parallel)
+
+
+def _describe(candidate: PlanCandidate, settings: Table[str, Any]) -> str:
+    p = candidate.mapping.parallel
+    parts = [f"{axis} {getattr(p, axis)}" for axis in DEGREES if axis in ("dp", "ep") or getattr(p, axis) > 1]
+    parts += [str(settings["schedule"])] if p.pp > 1 else []
+    parts.append(candidate.mapping.sharding)
+    parts += [f"overlap_chunks {settings['overlap_chunks']}"] if settings.get("overlap_chunks") else []
+    return ", ".join([*parts, f"backend {settings.get('backend', 'auto')}"])
+
+
+def _seconds(candidate: PlanCandidate) -> str:
+    return f"{candidate.step.seconds:.3g} s"
+
+
+def _offers(
+    config: TrainConfig, request: PlanRequest, space: SearchSpace, best: PlanCandidate
+) -> list[tuple[str, float]]:
+    """Return the settings that change results and would save time, with the share of the step that they save."""
+    load = request.load
+    loads: dict[str, Workload] = {}
+    if not config.parallel.compress:
+        loads["bf16 gradients (parallel.compress = true)"] = replace(load, gradient_bytes=2)
+    if load.wire == 1 and request.shape.moe_layers:
+        wire = _wire(request.shape.hidden, load.dtype, WireDtypes(FP8_ROWS, FP8_ROWS, FP8_ROWS, FP8_ROWS))
+        option = f'fp8 rows (payload.dispatch, combine, dispatch_backward and combine_backward = "{FP8_ROWS}")'
+        loads[option] = replace(load, wire=min(wire, 1.0))
+    if load.deterministic:
+        loads["sums in combine (parallel.deterministic = false)"] = replace(load, deterministic=False)
+    result = []
+    for option, changed in loads.items():
+        found = search(replace(request, load=changed), space, keep=1, limit_s=5.0).best
+        share = 1 - found[0].step.seconds / best.step.seconds if found else 0.0
+        if share >= WORTH:
+            result.append((option, share))
+    return result
+
+
+def _wire(hidden: int, dtype: str, wire_dtypes: WireDtypes) -> float:
+    """Return the bytes of a row in transfer over its bytes in memory, on average over all four directions."""
+    operations = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+    torch_dtype = DTYPES[dtype]
+    sent = sum(bytes_per_row(hidden, wire_dtypes.of(name), torch_dtype) for name in operations)
+    return min(1.0, sent / (len(operations) * hidden * torch_dtype.itemsize))

@@ -1,0 +1,224 @@
+"""Measure the ranks of a run as a cluster for the planner, in a few seconds.
+
+    each rank     GEMMs of the model's widths, experts, a copy in memory          ──▶ Accelerator
+    each host     transfers between its ranks                                     ──▶ Link inside
+    every rail    transfers between the ranks with the same number on each host   ──▶ Link between
+
+All ranks, hosts and rails measure at the same time, so the rates are those of one rank while all of them work. Numbers
+that do not follow from these measurements are typical of calibrations (``moe-comm plan --calibrate``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moe_comm.layers.moe.experts import Experts
+from moe_comm.plan.machine.collectives import Link
+from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
+from moe_comm.plan.machine.link_fit import MeasuredTransfer, between_of, inside_of
+from moe_comm.plan.model.shape import ModelShape
+from moe_comm.runtime.gemm import gemm_flops
+from moe_comm.runtime.host import host_key
+from moe_comm.runtime.launch import available_cores
+from moe_comm.runtime.memory import native_is_built
+from moe_comm.train.auto.transfers import WIDTH, measure_rows, measure_sum, wall_seconds
+from moe_comm.train.ranks import Ranks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WINDOWS = 3
+GEMM_S, MOST_ROWS, MOST_ELEMENTS = 0.03, 512, 1 << 24
+"""Bounds of a measured GEMM: seconds at the best rate, rows, and elements of the weights."""
+COPIED = 1 << 26
+"""Bytes of the measured copy."""
+ROWS = {"cpu": (64, 1024, 4096), "cuda": (64, 4096, 65536)}
+"""Rows of each rank in the measured transfers."""
+SLOW_S = 0.03
+"""No larger transfer is measured after an all-reduce that takes longer."""
+CPU: dict[str, Any] = {
+    "launch_s": 7.5e-5,
+    "attention_forward": 0.27,
+    "attention_backward": 0.29,
+    "memory_reach": 1.0,
+}
+"""Numbers of a CPU rank that are not measured; typical of its calibrations."""
+NO_LINK = Link("memory of one rank", 1e9, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """Rates of one rank.
+
+    peak, dense, experts: FLOP/s of the best GEMM, of GEMMs of the model's hidden size, and of its experts in forward
+    and backward. memory: bytes read and written per second. memory_bytes: memory of the rank's host or GPU. cores: of
+    the rank's host. host: key of the host.
+    """
+
+    peak: float
+    dense: float
+    experts: float
+    memory: float
+    memory_bytes: int
+    cores: int
+    host: str
+
+
+def measure_cluster(ranks: Ranks, shape: ModelShape, dtype: str, tokens: int, device: str) -> Cluster:
+    """Measure the ranks of a run. Collective. The result is the same on all ranks.
+
+    Args:
+        ranks: the ranks of the run.
+        shape: the model. GEMMs and experts of its widths are measured.
+        dtype: "fp32" or "bf16", as in ``Workload``.
+        tokens: tokens of a micro-batch on a rank.
+        device: "cpu" or "cuda".
+
+    Raises:
+        PeerDied, PeerTimeout: a rank failed or did not respond.
+    """
+    ranks.barrier()
+    rates = json.dumps(asdict(_measure_rank(shape, dtype, tokens, device)))
+    by_rank = [RankRates(**json.loads(text)) for text in ranks.gather_texts(rates)]
+    size = host_size([one.host for one in by_rank])
+    shared = max(1.0, size / by_rank[0].cores) if device == "cpu" else 1.0
+    cluster = Cluster(
+        _accelerator(by_rank, dtype, size, shared, device),
+        ranks.world,
+        size,
+        NO_LINK,
+        NO_LINK,
+        direct=device == "cpu" and native_is_built(),
+    )
+    if size > 1:
+        with _groups(ranks, [range(first, first + size) for first in range(0, ranks.world, size)]) as group:
+            cluster = inside_of(cluster, _transfers(ranks, group, device))
+            cluster = replace(cluster, between=cluster.inside)
+    if size < ranks.world:
+        with _groups(ranks, [range(first, ranks.world, size) for first in range(size)]) as group:
+            between = between_of(cluster, _transfers(ranks, group, device), "link between hosts")
+            cluster = replace(cluster, between=between)
+    return cluster
+
+
+def host_size(hosts: Sequence[str]) -> int:
+    """Return the number of ranks on each host, given the host of each rank.
+
+    The result is 1 if hosts have different numbers of ranks, or ranks that are not consecutive: the planner then prices
+    all transfers as those between hosts.
+    """
+    counts = {len(list(group)) for _, group in groupby(hosts)}
+    consecutive = len(set(hosts)) == sum(1 for _ in groupby(hosts))
+    return counts.pop() if consecutive and len(counts) == 1 else 1
+
+
+def _measure_rank(shape: ModelShape, dtype: str, tokens: int, device: str) -> RankRates:
+    torch_dtype, cuda = DTYPES[dtype], device.startswith("cuda")
+    peak = gemm_flops(torch_dtype, device)
+    width = shape.hidden
+    rows = _rows(tokens, 2 * width**2, peak)
+    a, b = (torch.full((count, width), 0.01, dtype=torch_dtype, device=device) for count in (rows, width))
+    out = torch.empty(rows, width, dtype=torch_dtype, device=device)
+    dense = 2 * rows * width**2 / wall_seconds(lambda: torch.mm(a, b, out=out), 4, WINDOWS, device=device)
+    source = torch.ones(COPIED // 4, device=device)
+    target = torch.empty_like(source)
+    memory = 2 * COPIED / wall_seconds(lambda: target.copy_(source), 1, WINDOWS, device=device)
+    total = torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    experts = _measure_experts(shape, torch_dtype, tokens, peak, device) if shape.moe_layers else dense
+    return RankRates(peak, dense, experts, memory, total, available_cores(), host_key())
+
+
+def _measure_experts(shape: ModelShape, dtype: torch.dtype, tokens: int, peak: float, device: str) -> float:
+    """Return the FLOP/s of a few experts in forward and backward, with the rows of balanced routing."""
+    elements = 3 * shape.hidden * shape.ffn
+    count = max(1, min(8, shape.experts, MOST_ELEMENTS // elements))
+    rows = _rows(tokens * shape.top_k / shape.experts, 6 * count * elements, peak)
+    experts = Experts(count, shape.hidden, shape.ffn, dtype=dtype, device=device)
+    x_RD = torch.full((count * rows, shape.hidden), 0.01, dtype=dtype, device=device, requires_grad=True)
+    leaves = (x_RD, *experts.parameters())
+    for parameter in experts.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    grad_RD = torch.ones_like(x_RD)
+
+    def passes() -> None:
+        torch.autograd.grad(experts(x_RD, (rows,) * count), leaves, grad_RD)
+
+    return 6 * count * rows * elements / wall_seconds(passes, 2, WINDOWS, device=device)
+
+
+def _rows(wanted: float, flops_per_row: float, peak: float) -> int:
+    return max(1, min(round(wanted), MOST_ROWS, int(GEMM_S * peak / flops_per_row)))
+
+
+def _accelerator(by_rank: Sequence[RankRates], dtype: str, size: int, shared: float, device: str) -> Accelerator:
+    def mean(name: str) -> float:
+        return fmean(getattr(one, name) for one in by_rank)
+
+    cuda = device.startswith("cuda")
+    peak = max(mean("peak"), mean("dense"))
+    dense = mean("dense")
+    memory_bytes = min(one.memory_bytes for one in by_rank) // (1 if cuda else size)
+    accelerator = Accelerator(
+        f"{device} rank",
+        flops={dtype: peak},
+        efficiency={dtype: 1.0},
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=mean("memory"),
+        units=1,
+        tiles=(GemmTile(1, 1),),
+        fill_k=0,
+        sustained=dense / peak,
+        grouped=min(1.0, mean("experts") / dense),
+        shared=shared,
+    )
+    return accelerator if cuda else replace(accelerator, **CPU)
+
+
+@contextmanager
+def _groups(ranks: Ranks, members: Sequence[range]) -> Iterator[ProcessGroup]:
+    """Create a process group for each of ``members``, and yield that of this rank. Collective."""
+    if len(members) == 1:
+        assert ranks.world_group is not None
+        yield ranks.world_group
+        return
+    groups = {one: dist.new_group(list(one)) for one in members}
+    try:
+        yield next(group for one, group in groups.items() if ranks.rank in one)
+    finally:
+        for one, group in groups.items():
+            if ranks.rank in one:
+                dist.destroy_process_group(group)
+
+
+def _transfers(ranks: Ranks, group: ProcessGroup, device: str) -> list[MeasuredTransfer]:
+    """Measure transfers over ``group``, and return their mean times over all groups. Collective over all ranks."""
+    own: list[MeasuredTransfer] = []
+    for rows in ROWS["cuda" if device.startswith("cuda") else "cpu"]:
+        own += measure_rows(group, rows, WINDOWS, device)
+        own.append(measure_sum(group, rows * WIDTH, WINDOWS, device))
+        if float(ranks.sum(torch.tensor([float(own[-1].seconds > SLOW_S)]))):
+            break
+    by_key: dict[tuple[object, ...], list[MeasuredTransfer]] = {}
+    for text in ranks.gather_texts(json.dumps([asdict(one) for one in own])):
+        for one in (MeasuredTransfer(**values) for values in json.loads(text)):
+            by_key.setdefault((one.kind, one.ranks, one.num_bytes), []).append(one)
+    return [replace(same[0], seconds=fmean(one.seconds for one in same)) for same in by_key.values()]
+
+
+def rates_text(cluster: Cluster, dtype: str) -> str:
+    """Return the rates of a cluster in a few words."""
+    gpu = cluster.accelerator
+    flops = gpu.peak(dtype) * gpu.efficiency[dtype] * gpu.sustained
+    parts = [f"{flops / 1e9:,.3g} GFLOP/s a rank"]
+    parts += [f"{cluster.inside.rate / 1e9:.3g} GB/s inside a host"] if min(cluster.gpus, cluster.host_size) > 1 else []
+    parts += [f"{cluster.between.rate / 1e9:.3g} GB/s between hosts"] if cluster.hosts > 1 else []
+    return ", ".join(parts)

@@ -1,0 +1,241 @@
+"""When gradient buckets are reduced and new weights are gathered: beside the passes of the model, or between them.
+
+    main thread       forward │ backward of the last micro-batch      │ reduce │ update │ publish │ forward of the next
+                              │ layer 2    layer 1    layer 0         │ (wait) │        │         │ layer 0 │ layer 1
+    transfer thread           │           [bucket 0] [bucket 1]  [bucket 2]    │        │  [weights 2] [weights 1] ..
+
+Modules are assumed to run forward in the order of registration. A bucket is packed and sent when the last of its
+gradients is complete. All ranks of a group must reduce the same buckets in the same order, but gradients can become
+complete in a different order on each rank (experts without rows). So the order is fixed: buckets are sent in the
+reverse order of registration of their parameters, and a complete bucket waits for its predecessors. A rank's buckets
+over several groups have one order, so ranks cannot wait for each other in a cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import communication_span
+from moe_comm.train.parallel.compress import GradientReducer
+from moe_comm.train.parallel.transfer_thread import TransferThread
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What reduces gradients and gathers weights.
+
+    Attributes:
+        reducer: reduces in the main thread.
+        thread_reducer: reduces in ``thread``.
+        thread: runs the collectives of ``own_groups``.
+        own_groups: for a group of the mesh, a group of the same ranks that only ``thread`` uses. Groups without one
+            are reduced in the main thread.
+    """
+
+    reducer: GradientReducer
+    thread_reducer: GradientReducer
+    thread: TransferThread
+    own_groups: Mapping[ProcessGroup, ProcessGroup]
+
+
+class GradientBucket(Protocol):
+    """Gradients that are reduced together, over ``group`` (None: this rank)."""
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]: ...
+
+    @property
+    def group(self) -> ProcessGroup | None: ...
+
+    def pack(self) -> Tensor:
+        """Return the gradients as one tensor."""
+        ...
+
+    def reduce(self, reducer: GradientReducer, group: ProcessGroup | None, packed: Tensor) -> Tensor:
+        """Return the sum of ``packed`` over ``group``. Collective. Called by any thread."""
+        ...
+
+    def unpack(self, total: Tensor) -> None:
+        """Set the gradients of the owned shards."""
+        ...
+
+
+class WeightBucket(GradientBucket, Protocol):
+    """A bucket whose new weights are gathered from the ranks after the update."""
+
+    def pack_weights(self) -> Tensor: ...
+
+    def gather(self, reducer: GradientReducer, group: ProcessGroup, packed: Tensor) -> Tensor: ...
+
+    def unpack_weights(self, gathered: Tensor) -> None: ...
+
+
+class BucketSchedule:
+    """Reduces ``buckets`` and gathers their weights.
+
+    Buckets whose group has an own group travel beside the passes of the model: their gradients between
+    ``begin_backward`` and ``reduce``, their weights between ``publish`` and the forward pass that needs them. Others
+    are reduced in ``reduce`` and gathered in ``publish``.
+
+    Args:
+        buckets: buckets with disjoint parameters.
+        stages: this rank's pipeline stages, which have all parameters.
+    """
+
+    def __init__(self, buckets: Sequence[GradientBucket], stages: Sequence[nn.Module], transfers: Transfers) -> None:
+        index = {param: i for i, param in enumerate(param for stage in stages for param in stage.parameters())}
+        ordered = sorted(buckets, key=lambda bucket: -min((index[param] for param in bucket.params), default=0))
+        self._own_groups, self._thread = transfers.own_groups, transfers.thread
+        self._reducer, self._thread_reducer = transfers.reducer, transfers.thread_reducer
+        self._serial = [bucket for bucket in ordered if bucket.group not in self._own_groups]
+        self._overlapped = [bucket for bucket in ordered if bucket.group in self._own_groups]
+        self._bucket_of = {param: bucket for bucket in self._overlapped for param in bucket.params}
+        self._stages_left: dict[nn.Parameter, int] = {}
+        self._incomplete: dict[int, set[nn.Parameter]] = {}
+        self._reductions: list[Future[Tensor]] = []
+        self._gathers: dict[int, tuple[WeightBucket, Future[Tensor]]] = {}
+        self._in_last: set[nn.Module] = set()
+        self._stages_of = {
+            param: [stage for stage in stages if any(p is param for p in stage.parameters())]
+            for param in self._bucket_of
+        }
+        for param, owners in self._stages_of.items():
+            if len(owners) == 1:
+                param.register_post_accumulate_grad_hook(partial(self._after_gradient, owners[0]))
+        if self._overlapped:
+            self._wait_before_forward(stages)
+        self._reset()
+
+    def begin_backward(self, stage: nn.Module) -> None:
+        """Begin the last backward pass of ``stage`` in a step. Buckets are sent from now on."""
+        self._in_last.add(stage)
+
+    def end_backward(self, stage: nn.Module) -> None:
+        """End the last backward pass of ``stage``. Parameters that it did not reach have a gradient of zero."""
+        self._in_last.discard(stage)
+        for param, owners in self._stages_of.items():
+            if stage in owners:
+                self._stages_left[param] -= 1
+                if not self._stages_left[param]:
+                    self._complete(param)
+        self._send_complete()
+
+    def drop(self) -> None:
+        """Wait for the reductions of a step that is discarded, and drop their results. Collective if there are any."""
+        if self._reductions:
+            self._send_all()
+            for future in self._reductions:
+                self._wait(future, "gradients")
+        self._reset()
+
+    def reduce(self) -> None:
+        """Reduce all buckets, or wait for those in flight. Collective."""
+        self.wait_weights()  # no gather may read the masters during the next update
+        self._send_all()
+        for bucket in self._serial:
+            bucket.unpack(bucket.reduce(self._reducer, bucket.group, bucket.pack()))
+        for bucket, future in zip(self._overlapped, self._reductions, strict=True):
+            bucket.unpack(self._wait(future, "gradients"))
+        self._reset()
+
+    @torch.no_grad()
+    def publish(self, buckets: Sequence[WeightBucket]) -> None:
+        """Gather the new weights of ``buckets``. Collective."""
+        self.wait_weights()
+        # The forward pass needs the weights in the reverse order of the gradients.
+        for bucket in sorted(buckets, key=self._forward_position):
+            group, packed = bucket.group, bucket.pack_weights()
+            assert group is not None
+            own_group = self._own_groups.get(group)
+            if own_group is None:
+                bucket.unpack_weights(bucket.gather(self._reducer, group, packed))
+            else:
+                gather = partial(bucket.gather, self._thread_reducer, own_group)
+                self._gathers[id(bucket)] = bucket, self._thread.submit(gather, packed)
+
+    @torch.no_grad()
+    def wait_weights(self, buckets: Sequence[int] | None = None) -> None:
+        """Wait for the weights of ``buckets`` (ids; None: all)."""
+        for key in list(self._gathers) if buckets is None else buckets:
+            if key in self._gathers:
+                bucket, future = self._gathers.pop(key)
+                bucket.unpack_weights(self._wait(future, "weights"))
+
+    def _forward_position(self, bucket: WeightBucket) -> int:
+        return -next((i for i, other in enumerate(self._overlapped) if other is bucket), 0)
+
+    def _wait_before_forward(self, stages: Sequence[nn.Module]) -> None:
+        """Make each block wait for its weights before its forward pass.
+
+        The first block also waits for other weights that are registered before it (the embedding), with the stage. The
+        last block also waits for those that are registered after it (the head).
+        """
+        for stage in stages:
+            params, blocks = list(stage.parameters()), list(blocks_of(stage))
+            in_blocks = [set(block.parameters()) for block in blocks]
+            last = max((i for i, param in enumerate(params) if any(param in block for block in in_blocks)), default=-1)
+            early = params if last < 0 else [p for p in params[:last] if not any(p in block for block in in_blocks)]
+            needed: list[tuple[nn.Module, Iterable[nn.Parameter]]] = [
+                (stage, early),
+                *zip(blocks, in_blocks, strict=True),
+            ]
+            if last >= 0:
+                needed.append((blocks[-1], params[last + 1 :]))
+            for module, some in needed:
+                keys = sorted({id(self._bucket_of[param]) for param in some if param in self._bucket_of})
+                module.register_forward_pre_hook(partial(self._before_forward, keys))
+
+    def _before_forward(self, buckets: Sequence[int], module: nn.Module, args: object) -> None:
+        self.wait_weights(buckets)
+
+    def _after_gradient(self, stage: nn.Module, param: Tensor) -> None:
+        if stage in self._in_last:
+            assert isinstance(param, nn.Parameter)
+            self._complete(param)
+            self._send_complete()
+
+    def _complete(self, param: nn.Parameter) -> None:
+        self._incomplete[id(self._bucket_of[param])].discard(param)
+
+    def _send_complete(self) -> None:
+        while len(self._reductions) < len(self._overlapped):
+            bucket = self._overlapped[len(self._reductions)]
+            if self._incomplete[id(bucket)]:
+                return
+            self._send(bucket)
+
+    def _send_all(self) -> None:
+        for bucket in self._overlapped[len(self._reductions) :]:
+            self._send(bucket)
+
+    @torch.no_grad()
+    def _send(self, bucket: GradientBucket) -> None:
+        assert bucket.group is not None
+        reduce = partial(bucket.reduce, self._thread_reducer, self._own_groups[bucket.group])
+        self._reductions.append(self._thread.submit(reduce, bucket.pack()))
+
+    def _wait(self, future: Future[Tensor], what: str) -> Tensor:
+        with communication_span(Kind.COLLECTIVE, f"wait for {what}"):
+            return self._thread.wait(future)
+
+    def _reset(self) -> None:
+        self._reductions.clear()
+        self._in_last.clear()
+        self._stages_left = {param: len(owners) for param, owners in self._stages_of.items()}
+        self._incomplete = {id(bucket): set(bucket.params) for bucket in self._overlapped}
+
+
+def blocks_of(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of a model: the children of ModuleLists and ModuleDicts of ``root`` that have parameters."""
+    for child in root.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from (block for block in child.children() if any(True for _ in block.parameters()))
