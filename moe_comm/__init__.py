@@ -12,7 +12,7 @@ from moe_comm.integrations.post_import import after_import
 from moe_comm.lazy import attach_stub
 from moe_comm.runtime import cpu_guard
 
-# Must run before torch's first matmul. It has an effect only on CPUs where a bf16 matmul would kill the process.
+# Must run before torch's first matmul. It has an effect only on some CPUs.
 cpu_guard.apply()
 
 

@@ -92,6 +92,7 @@ def examine(more: Iterable[Callable[[DoctorReport], None]] = ()) -> DoctorReport
     _build_tools(report)
     native = _native_core(report)
     if report.data["torch"] is not None:
+        _row_bits(report)
         _gpus(report)
         _backends(report, native)
         for examination in more:
@@ -165,6 +166,42 @@ def _bf16(report: DoctorReport) -> None:
         report.add("cpu", "bf16 matmul", "note", f"{plain}; works with {setting}", advice)
     else:
         report.add("cpu", "bf16 matmul", "broken", result, "train and run in float32 on this machine")
+
+
+def _row_bits(report: DoctorReport) -> None:
+    """Test whether rows of products have the same bits for every number of rows, with the settings of this process."""
+    strict = cpu_guard.strict_mode(cpu_guard.read_cpuinfo()) or cpu_guard.STRICT_MODES["avx512f"]
+    advice = {
+        "float32": f"export {cpu_guard.MKL_VARIABLE}={strict}, or import moe_comm before the first matmul",
+        "bfloat16": f"export {cpu_guard.VARIABLE}={cpu_guard.SAFE_ISA} if bits matter more than the speed of AMX",
+    }
+    equal = {name: _rows_are_invariant(name) for name in advice if name == "float32" or _bf16_works(report)}
+    report.data["row_bits"] = equal
+    for name, same in equal.items():
+        if same:
+            report.add("cpu", f"bits of {name} rows", "ok", "do not depend on the number of rows")
+        else:
+            text = "depend on the number of rows, so results depend on the number of ranks"
+            report.add("cpu", f"bits of {name} rows", "note", text, advice[name])
+
+
+def _rows_are_invariant(dtype: str) -> bool:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    x_RD, w_FD = (torch.randn(n, 1024, generator=generator).to(getattr(torch, dtype)) for n in (256, 1024))
+    return all(
+        torch.equal(torch.mm(x_RD[:rows].clone(), w_DF), torch.mm(x_RD, w_DF)[:rows])
+        for w_DF in (w_FD, w_FD.t())
+        for rows in (4, 16, 100)
+    )
+
+
+def _bf16_works(report: DoctorReport) -> bool:
+    """Return whether the settings of this process let a bf16 matmul work."""
+    isa = os.environ.get(cpu_guard.VARIABLE) or os.environ.get("DNNL_MAX_CPU_ISA")
+    result: str = report.data["bf16"]["guarded" if isa else "unguarded"]
+    return result == "ok"
 
 
 def _try_bf16(extra: dict[str, str]) -> str:

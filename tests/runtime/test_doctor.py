@@ -21,10 +21,25 @@ def report() -> doctor.DoctorReport:
 def test_json_holds_every_topic(report: doctor.DoctorReport) -> None:
     data = json.loads(report.to_json())
     assert data["healthy"] is True
-    topics = {"python", "torch", "extras", "cpu", "pidfd", "bf16", "shm", "compiler", "nvcc", "native", "gpus", "nccl"}
+    topics = {
+        "python",
+        "torch",
+        "extras",
+        "cpu",
+        "pidfd",
+        "bf16",
+        "row_bits",
+        "shm",
+        "compiler",
+        "nvcc",
+        "native",
+        "gpus",
+        "nccl",
+    }
     assert topics | {"backends", "findings"} <= data.keys()
     assert set(data["backends"]) >= {"local", "shared_memory", "all_to_all", "all_gather"}
     assert data["native"]["isa"] in data["native"]["isas"]
+    assert data["row_bits"]["float32"] is True
     assert data["shm"]["bytes"] >= data["shm"]["free_bytes"] >= 0
 
 
