@@ -2,7 +2,8 @@
 
     main thread       forward │ backward of the last micro-batch      │ reduce │ update │ publish │ forward of the next
                               │ layer 2    layer 1    layer 0         │ (wait) │        │         │ layer 0 │ layer 1
-    transfer thread           │           [bucket 0] [bucket 1]  [bucket 2]    │        │  [weights 2] [weights 1] ..
+    lane 0                    │           [bucket 0]             [bucket 2]    │        │  [weights 2]
+    lane 1                    │                      [bucket 1]                │        │        [weights 1]
 
 Modules are assumed to run forward in the order of registration. A bucket is packed and sent when the last of its
 gradients is complete. All ranks of a group must reduce the same buckets in the same order, but gradients can become
@@ -13,20 +14,37 @@ over several groups have one order, so ranks cannot wait for each other in a cyc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_comm.layers.moe.experts import Experts
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.train.parallel.compress import GradientReducer
 from moe_comm.train.parallel.transfer_thread import TransferThread
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A thread that runs collectives in order.
+
+    Attributes:
+        thread: the thread.
+        reducer: reduces in the thread.
+        own_groups: for a group of the mesh, a group of the same ranks that only this thread uses.
+    """
+
+    thread: TransferThread
+    reducer: GradientReducer
+    own_groups: Mapping[ProcessGroup, ProcessGroup]
 
 
 @dataclass(frozen=True)
@@ -35,16 +53,17 @@ class Transfers:
 
     Attributes:
         reducer: reduces in the main thread.
-        thread_reducer: reduces in ``thread``.
-        thread: runs the collectives of ``own_groups``.
-        own_groups: for a group of the mesh, a group of the same ranks that only ``thread`` uses. Groups without one
-            are reduced in the main thread.
+        lanes: run collectives beside the main thread. Buckets alternate between them, so that the link is busy while
+            one lane begins or ends a collective. All have own groups for the same groups; other groups are reduced in
+            the main thread.
     """
 
     reducer: GradientReducer
-    thread_reducer: GradientReducer
-    thread: TransferThread
-    own_groups: Mapping[ProcessGroup, ProcessGroup]
+    lanes: Sequence[Lane]
+
+    def overlaps(self, group: ProcessGroup | None) -> bool:
+        """Return whether the lanes run the collectives of ``group``."""
+        return group in self.lanes[0].own_groups
 
 
 class GradientBucket(Protocol):
@@ -94,14 +113,18 @@ class BucketSchedule:
     def __init__(self, buckets: Sequence[GradientBucket], stages: Sequence[nn.Module], transfers: Transfers) -> None:
         index = {param: i for i, param in enumerate(param for stage in stages for param in stage.parameters())}
         ordered = sorted(buckets, key=lambda bucket: -min((index[param] for param in bucket.params), default=0))
-        self._own_groups, self._thread = transfers.own_groups, transfers.thread
-        self._reducer, self._thread_reducer = transfers.reducer, transfers.thread_reducer
-        self._serial = [bucket for bucket in ordered if bucket.group not in self._own_groups]
-        self._overlapped = [bucket for bucket in ordered if bucket.group in self._own_groups]
+        self._transfers = transfers
+        self._serial = [bucket for bucket in ordered if not transfers.overlaps(bucket.group)]
+        self._overlapped = [bucket for bucket in ordered if transfers.overlaps(bucket.group)]
+        of_group: dict[ProcessGroup | None, Iterator[Lane]] = {}
+        # The ranks of a group have the same buckets of that group, but other ones may differ (uneven experts).
+        self._lane_of = {
+            id(bucket): next(of_group.setdefault(bucket.group, cycle(transfers.lanes))) for bucket in self._overlapped
+        }
         self._bucket_of = {param: bucket for bucket in self._overlapped for param in bucket.params}
         self._stages_left: dict[nn.Parameter, int] = {}
         self._incomplete: dict[int, set[nn.Parameter]] = {}
-        self._reductions: list[Future[Tensor]] = []
+        self._reductions: list[tuple[GradientBucket, Future[Tensor]]] = []
         self._gathers: dict[int, tuple[WeightBucket, Future[Tensor]]] = {}
         self._in_last: set[nn.Module] = set()
         self._stages_of = {
@@ -133,8 +156,8 @@ class BucketSchedule:
         """Wait for the reductions of a step that is discarded, and drop their results. Collective if there are any."""
         if self._reductions:
             self._send_all()
-            for future in self._reductions:
-                self._wait(future, "gradients")
+            for bucket, future in self._reductions:
+                self._wait(bucket, future, "gradients")
         self._reset()
 
     def reduce(self) -> None:
@@ -142,9 +165,9 @@ class BucketSchedule:
         self.wait_weights()  # no gather may read the masters during the next update
         self._send_all()
         for bucket in self._serial:
-            bucket.unpack(bucket.reduce(self._reducer, bucket.group, bucket.pack()))
-        for bucket, future in zip(self._overlapped, self._reductions, strict=True):
-            bucket.unpack(self._wait(future, "gradients"))
+            bucket.unpack(bucket.reduce(self._transfers.reducer, bucket.group, bucket.pack()))
+        for bucket, future in self._reductions:
+            bucket.unpack(self._wait(bucket, future, "gradients"))
         self._reset()
 
     @torch.no_grad()
@@ -155,12 +178,12 @@ class BucketSchedule:
         for bucket in sorted(buckets, key=self._forward_position):
             group, packed = bucket.group, bucket.pack_weights()
             assert group is not None
-            own_group = self._own_groups.get(group)
-            if own_group is None:
-                bucket.unpack_weights(bucket.gather(self._reducer, group, packed))
+            lane = self._lane_of.get(id(bucket))
+            if lane is None:
+                bucket.unpack_weights(bucket.gather(self._transfers.reducer, group, packed))
             else:
-                gather = partial(bucket.gather, self._thread_reducer, own_group)
-                self._gathers[id(bucket)] = bucket, self._thread.submit(gather, packed)
+                gather = partial(bucket.gather, lane.reducer, lane.own_groups[group])
+                self._gathers[id(bucket)] = bucket, lane.thread.submit(gather, packed)
 
     @torch.no_grad()
     def wait_weights(self, buckets: Sequence[int] | None = None) -> None:
@@ -168,34 +191,38 @@ class BucketSchedule:
         for key in list(self._gathers) if buckets is None else buckets:
             if key in self._gathers:
                 bucket, future = self._gathers.pop(key)
-                bucket.unpack_weights(self._wait(future, "weights"))
+                bucket.unpack_weights(self._wait(bucket, future, "weights"))
 
     def _forward_position(self, bucket: WeightBucket) -> int:
         return -next((i for i, other in enumerate(self._overlapped) if other is bucket), 0)
 
     def _wait_before_forward(self, stages: Sequence[nn.Module]) -> None:
-        """Make each block wait for its weights before its forward pass.
+        """Make modules wait for their weights before their forward pass.
 
-        The first block also waits for other weights that are registered before it (the embedding), with the stage. The
-        last block also waits for those that are registered after it (the head).
+        Experts wait for their own, so that their transfer overlaps with the attention of the block; a block waits for
+        the others that it has. The first block also waits for weights that are registered before it (the embedding),
+        with the stage. The last block waits at its end for those that are registered after it (the head).
         """
         for stage in stages:
             params, blocks = list(stage.parameters()), list(blocks_of(stage))
             in_blocks = [set(block.parameters()) for block in blocks]
             last = max((i for i, param in enumerate(params) if any(param in block for block in in_blocks)), default=-1)
             early = params if last < 0 else [p for p in params[:last] if not any(p in block for block in in_blocks)]
-            needed: list[tuple[nn.Module, Iterable[nn.Parameter]]] = [
-                (stage, early),
-                *zip(blocks, in_blocks, strict=True),
-            ]
+            stage.register_forward_pre_hook(self._waiting_for(early))
+            for block, of_block in zip(blocks, in_blocks, strict=True):
+                for module in block.modules():
+                    if isinstance(module, Experts):
+                        of_experts = set(module.parameters())
+                        module.register_forward_pre_hook(self._waiting_for(of_experts))
+                        of_block -= of_experts
+                block.register_forward_pre_hook(self._waiting_for(of_block))
             if last >= 0:
-                needed.append((blocks[-1], params[last + 1 :]))
-            for module, some in needed:
-                keys = sorted({id(self._bucket_of[param]) for param in some if param in self._bucket_of})
-                module.register_forward_pre_hook(partial(self._before_forward, keys))
+                blocks[-1].register_forward_hook(self._waiting_for(params[last + 1 :]))
 
-    def _before_forward(self, buckets: Sequence[int], module: nn.Module, args: object) -> None:
-        self.wait_weights(buckets)
+    def _waiting_for(self, params: Iterable[nn.Parameter]) -> Callable[..., None]:
+        """Return a hook that waits for the weights of ``params``."""
+        buckets = sorted({id(self._bucket_of[param]) for param in params if param in self._bucket_of})
+        return lambda *args: self.wait_weights(buckets)
 
     def _after_gradient(self, stage: nn.Module, param: Tensor) -> None:
         if stage in self._in_last:
@@ -220,12 +247,13 @@ class BucketSchedule:
     @torch.no_grad()
     def _send(self, bucket: GradientBucket) -> None:
         assert bucket.group is not None
-        reduce = partial(bucket.reduce, self._thread_reducer, self._own_groups[bucket.group])
-        self._reductions.append(self._thread.submit(reduce, bucket.pack()))
+        lane = self._lane_of[id(bucket)]
+        reduce = partial(bucket.reduce, lane.reducer, lane.own_groups[bucket.group])
+        self._reductions.append((bucket, lane.thread.submit(reduce, bucket.pack())))
 
-    def _wait(self, future: Future[Tensor], what: str) -> Tensor:
+    def _wait(self, bucket: GradientBucket, future: Future[Tensor], what: str) -> Tensor:
         with communication_span(Kind.COLLECTIVE, f"wait for {what}"):
-            return self._thread.wait(future)
+            return self._lane_of[id(bucket)].thread.wait(future)
 
     def _reset(self) -> None:
         self._reductions.clear()

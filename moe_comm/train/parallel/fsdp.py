@@ -77,7 +77,7 @@ class FSDPParameters:
         default = next((dtype for _, dtype in self._kinds.values() if dtype is not None), None)
         for root in self.roots:
             self._shard(root, default)
-            if transfers.own_groups:
+            if transfers.lanes[0].own_groups:
                 _prefetch(root)
         self._bind(trained)
 
@@ -114,10 +114,9 @@ class FSDPParameters:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         group = self._flat[axes].get_group()
-        own_group = self._transfers.own_groups.get(group)
-        self._units.append(
-            UnitCollectives(module, self._transfers.thread_reducer, group, own_group, self._transfers.thread)
-        )
+        lane = self._transfers.lanes[0]
+        own_group = lane.own_groups.get(group)
+        self._units.append(UnitCollectives(module, lane.reducer, group, own_group, lane.thread))
         # Backward can reach different parameters on different ranks (experts without rows), but the collectives must
         # match. Older versions of torch need a zero gradient for such parameters, which MoELayer provides.
         if hasattr(module, "set_reduce_scatter_unused_params"):

@@ -30,7 +30,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.runtime.event_layout import NO_NAME
 from moe_comm.topology import ParallelMesh, Sharding
-from moe_comm.train.parallel.bucket_schedule import BucketSchedule, Transfers
+from moe_comm.train.parallel.bucket_schedule import BucketSchedule, Lane, Transfers
 from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, fits
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
@@ -40,6 +40,8 @@ from moe_comm.train.parallel.zero import ZeroParameters
 
 Strategy = Literal["replicate", "zero1", "fsdp"]
 GradientOverlap = Literal["auto", "on", "off"]
+LANES = 2
+"""Collectives that run at the same time beside the passes of the model."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,9 @@ class DataParallel:
     @property
     def traffic(self) -> GradientTraffic:
         """Bytes sent so far. FSDP's collectives are not included, except for compressed gradients."""
-        own, other = self._transfers.reducer.traffic, self._transfers.thread_reducer.traffic
-        return GradientTraffic(own.reduced + other.reduced, own.published + other.published)
+        transfers = self._transfers
+        parts = [reducer.traffic for reducer in (transfers.reducer, *(lane.reducer for lane in transfers.lanes))]
+        return GradientTraffic(sum(part.reduced for part in parts), sum(part.published for part in parts))
 
     def owned(self) -> list[OwnedParameter]:
         """Return the shards that this rank's optimizer updates, in the same order on all ranks of the stage."""
@@ -183,8 +186,9 @@ class DataParallel:
         self._schedule.wait_weights()
 
     def close(self) -> None:
-        """End the thread that reduces gradients. Not collective."""
-        self._transfers.thread.close()
+        """End the threads that reduce gradients. Not collective."""
+        for lane in self._transfers.lanes:
+            lane.thread.close()
 
     def _make_groups(self, stages: list[nn.Module], trained: list[LocalParameter]) -> list[ParameterGroup]:
         options = self.options
@@ -217,12 +221,12 @@ class DataParallel:
             # The guard compares the gradients of FSDP before ``reduce``, so they must be complete.
             groups = {self.mesh.group(*axes) for axes in (DENSE_AXES, EXPERT_AXES) if not options.keep_gradients}
         device = trained[0].param.device if trained else torch.device("cpu")
-        return Transfers(
-            GradientReducer(options.compress, options.bucket_bytes),
-            GradientReducer(options.compress, options.bucket_bytes),
-            TransferThread(device),
-            self._own_groups({group for group in groups if group is not None}),
-        )
+        overlapped = {group for group in groups if group is not None}
+        lanes = [Lane(TransferThread(device), self._new_reducer(), self._own_groups(overlapped)) for _ in range(LANES)]
+        return Transfers(self._new_reducer(), lanes)
+
+    def _new_reducer(self) -> GradientReducer:
+        return GradientReducer(self.options.compress, self.options.bucket_bytes)
 
     def _own_groups(self, groups: set[ProcessGroup]) -> dict[ProcessGroup, ProcessGroup]:
         """Return a second group of the same ranks for each of ``groups`` that overlaps. Collective."""

@@ -55,7 +55,8 @@ def shardings_of(experts: int, ep: int) -> dict[str, Sharding]:
 
 def trained_on(config: ParallelConfig, experts: int, strategy: str, kind: str) -> Any:
     mesh = ParallelMesh(config)
-    options = DataParallelOptions(strategy, bucket_bytes=900)
+    # In transfer threads too: ranks with other numbers of experts have other buckets.
+    options = DataParallelOptions(strategy, bucket_bytes=900, overlap="on" if kind == "adamw" else "off")
     shardings = shardings_of(experts, config.ep)
     data_parallel, _, _ = train(mesh, options, OPTIMIZERS[kind], shardings=shardings)
     owned = data_parallel.owned()
