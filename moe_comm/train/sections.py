@@ -285,7 +285,7 @@ class ParallelSection(Section):
             with cp and "ulysses") and experts. 0: no overlap. "auto": see ``moe_comm.overlap.options.Overlap``.
         executor: executor of MoE layers with ``overlap_chunks``; see ``moe_comm.overlap.options.Overlap``.
         interleave: run two micro-batches at a time: the all-to-all of one overlaps with the computation of the other.
-            Requires ``overlap_chunks``. Excludes pipelines, FSDP and full recomputation.
+            Requires ``overlap_chunks`` and an even number of micro-batches. A pipeline treats two as one.
         backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
         deterministic: dispatch results have the same bits for every number of ranks. False allows some backends to
             send fewer bytes.

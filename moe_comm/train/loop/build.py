@@ -112,7 +112,12 @@ def build(
         ConfigError: the mapping does not fit the model.
     """
     if mesh.size("pp") > 1:
-        check_micro_batches(config.parallel.schedule, mesh.size("pp"), config.data.micro_batches)
+        check_micro_batches(
+            config.parallel.schedule,
+            mesh.size("pp"),
+            config.data.micro_batches,
+            interleave=config.parallel.interleave,
+        )
     configure_collectives(CollectiveOptions(timeout_s=config.parallel.timeout_s))
     stages = build_stages(config, architecture, mesh)
     for stage in stages:
@@ -137,6 +142,7 @@ def build(
             compress=config.parallel.compress,
             overlap=_gradient_overlap(config),
             keep_gradients="rerun" in (config.run.nonfinite, config.guard.on_spike),
+            interleave=config.parallel.interleave,
         ),
         tied,
     )

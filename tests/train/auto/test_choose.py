@@ -119,6 +119,7 @@ def test_resolved_settings_are_explicit_and_load_unchanged() -> None:
         ("parallel.pp=2", "parallel.schedule=gpipe", "data.micro_batches=2"),
         ("parallel.cp=2",),
         ("parallel.interleave=true", "parallel.overlap_chunks=auto", "data.micro_batches=2"),
+        ("parallel.interleave=true", "parallel.overlap_chunks=auto", "data.micro_batches=4", "parallel.pp=2"),
     ],
     ids=" ".join,
 )
