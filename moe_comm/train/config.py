@@ -67,7 +67,7 @@ class TrainConfig(Section):
         parallel, micro_batches = self.parallel, self.data.micro_batches
         if not parallel.interleave:
             return self
-        messages = [] if parallel.overlap_chunks else ["parallel.overlap_chunks must not be 0"]
+        messages = [] if parallel.overlap_chunks else ["parallel.overlap_chunks must be set, and not 0"]
         try:
             check_micro_batches(parallel.schedule, parallel.pp, micro_batches, interleave=True)
         except ConfigError as error:

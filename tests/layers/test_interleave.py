@@ -294,7 +294,7 @@ def test_copies_of_a_model_have_gradients_of_their_own() -> None:
 def _invalid_settings() -> Iterator[tuple[str, str]]:
     yield "data.micro_batches=3", r"their number must be even; got 3"
     yield "parallel.pp=2", r"2 interleaved micro-batches count as 1: 1f1b over pp = 2 ranks needs at least 2"
-    yield "parallel.overlap_chunks=0", "overlap_chunks must not be 0"
+    yield "parallel.overlap_chunks=0", "overlap_chunks must be set, and not 0"
 
 
 @pytest.mark.parametrize(("setting", "message"), list(_invalid_settings()))

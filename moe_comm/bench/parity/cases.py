@@ -54,7 +54,7 @@ def _keys(section: str, values: Mapping[str, Any]) -> tuple[str, ...]:
 TIED = {"tie": "true"}
 DENSE_START = {"first_dense": 2, "dense_ffn": 96}
 """The first stage of two has no experts."""
-INTERLEAVED = {"interleave": "true", "overlap_chunks": 2, "backend": "all_to_all"}
+INTERLEAVED: dict[str, Any] = {"interleave": "true", "overlap_chunks": 2, "backend": "all_to_all"}
 
 
 CASES: tuple[ParityCase, ...] = (

@@ -89,6 +89,7 @@ class TransformerBlock(nn.Module):
             self.ffn_norm = norm_of(config, plan)
         if self.is_moe:
             self.moe = moe_of(config, self.layer, plan)
+            self.moe.beside = (attention_width(config) if config.parallel_block else 0, 0)
         else:
             self.dense = dense_of(config, plan)
 
@@ -178,6 +179,12 @@ def attention_of(config: TransformerConfig, plan: ModelPlan) -> Attention:
     return Attention(config.attention, plan.tp_group, plan.cp_group, context=plan.context, **_factory(plan))
 
 
+def attention_width(config: TransformerConfig) -> int:
+    """Return the width of a dense MLP with as much work as the projections of an attention."""
+    attention = config.attention
+    return 2 * (attention.heads + attention.kv_heads) * attention.head_dim // 3
+
+
 def dense_of(config: TransformerConfig, plan: ModelPlan) -> DenseMLP:
     """Build a dense block with this rank's part of the width."""
     return DenseMLP(config.hidden, config.dense_ffn, plan.tp_group, **_factory(plan))
@@ -189,9 +196,8 @@ def moe_of(config: TransformerConfig, layer: int, plan: ModelPlan) -> MoELayer:
     moe = replace(config.moe, recompute=config.moe.recompute and plan.recompute != "full")
     groups = MoEGroups(plan.expert_group, plan.sizes["etp"], plan.stage_group, plan.sequence_group)
     label = f"layers.{layer}.moe"
-    return MoELayer.build(
-        moe, groups, backend=plan.backend, seed=0, options=plan.options, label=label, **_factory(plan)
-    )
+    factory = _factory(plan) | {"overlap": plan.expert_overlap or plan.overlap}
+    return MoELayer.build(moe, groups, backend=plan.backend, seed=0, options=plan.options, label=label, **factory)
 
 
 def _factory(plan: ModelPlan) -> dict[str, Any]:
