@@ -19,6 +19,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError, model_validator
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.pipeline.schedules import check_micro_batches
 from moe_comm.runtime.untrusted import DEEPEST, abridged, parse_object, read_bounded, shown
 from moe_comm.train.sections import (
     CheckpointSection,
@@ -66,14 +67,11 @@ class TrainConfig(Section):
         parallel, micro_batches = self.parallel, self.data.micro_batches
         if not parallel.interleave:
             return self
-        conflicts = {
-            f"data.micro_batches ({micro_batches}) must be even": micro_batches % 2,
-            f"parallel.pp ({parallel.pp}) must be 1, because a pipeline has its own schedule": parallel.pp > 1,
-            "parallel.overlap_chunks must not be 0": not parallel.overlap_chunks,
-            'parallel.sharding must not be "fsdp", which gathers weights for one pass': parallel.sharding == "fsdp",
-            'model.recompute must not be "full", which recomputes whole layers': self.model.recompute == "full",
-        }
-        messages = [message for message, conflict in conflicts.items() if conflict]
+        messages = [] if parallel.overlap_chunks else ["parallel.overlap_chunks must be set, and not 0"]
+        try:
+            check_micro_batches(parallel.schedule, parallel.pp, micro_batches, interleave=True)
+        except ConfigError as error:
+            messages.append(f"data.micro_batches: {error}")
         if messages:
             raise ValueError(f"parallel.interleave runs two micro-batches at a time: {'; '.join(messages)}")
         return self

@@ -36,7 +36,14 @@ from moe_comm.train.architecture import family_of
 from moe_comm.train.auto.choose import choose, described, resolved
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
-from moe_comm.train.loop.build import DTYPES, FULL_PRECISION, architecture_of, build_stages, stage_plan
+from moe_comm.train.loop.build import (
+    DTYPES,
+    FULL_PRECISION,
+    architecture_of,
+    build_stages,
+    overlaps_experts,
+    stage_plan,
+)
 from moe_comm.train.optim.base import OptimizerOptions, is_matrix
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.parameters import OwnedParameter
@@ -117,7 +124,9 @@ def examine(config: TrainConfig) -> DryRun:
     mapping = config.parallel.mapping(config.parallel.ranks)
     architecture = architecture_of(config, _vocab(config))
     plan = stage_plan(config, architecture)
-    check_micro_batches(config.parallel.schedule, mapping.pp, config.data.micro_batches)
+    check_micro_batches(
+        config.parallel.schedule, mapping.pp, config.data.micro_batches, interleave=config.parallel.interleave
+    )
     tokens = _tokens(config, mapping)
     positions = []
     for pp in range(mapping.pp):
@@ -207,12 +216,14 @@ def _activations(
         dense = sum(layer in architecture.dense_layers for layer in layers)
         contents.append(StageContents(dense, len(layers) - dense, plan.is_first(stage), plan.is_last(stage)))
     split = model.recompute != "full" and can_split(parallel.schedule, plan.pp)
-    split_bytes = split_gradient_bytes(estimate, bool(parallel.overlap_chunks)) if split else (0.0, 0.0)
-    in_flight = in_flight_peaks(parallel.schedule, plan.pp, plan.virtual, n)[pp]
+    split_bytes = split_gradient_bytes(estimate, overlaps_experts(config, architecture)) if split else (0.0, 0.0)
+    interleaved = 2 if parallel.interleave else 1
+    in_flight = in_flight_peaks(parallel.schedule, plan.pp, plan.virtual, n // interleaved)[pp]
     saved = sum(peak_saved(estimate, contents, in_flight, split_bytes))
     recomputed = max(estimate.recomputed(content.dense, content.moe) for content in contents)
-    interleaved = 2 if parallel.interleave else 1
     losses = (n if parallel.schedule == "gpipe" and plan.pp > 1 else interleaved) if plan.is_last(stages[-1]) else 0
+    if model.recompute == "full":  # layers are recomputed in turns
+        recomputed *= interleaved
     return round(tokens * (interleaved * saved + recomputed)) + losses * estimate.loss(tokens)
 
 

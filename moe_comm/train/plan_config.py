@@ -21,6 +21,7 @@ from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.model.routing import sends_sums
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.search.request import PlanCandidate, PlanRequest
+from moe_comm.plan.search.space import can_run
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 FAMILIES = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
@@ -124,7 +125,12 @@ def differences(request: PlanRequest, candidate: PlanCandidate) -> tuple[str, ..
     if mapping.fuses and not _interleaves(request, mapping):
         deviations.append(
             "communication overlaps in chunks with the adjacent matrix products, but not with other operators; that "
-            "requires interleaved micro-batches: an even number, no pipeline, no fsdp and no full recomputation"
+            "requires interleaved micro-batches: an even number, and half of it must fit the schedule"
+        )
+    elif mapping.fuses and mapping.parallel.pp > 1:
+        deviations.append(
+            "two interleaved micro-batches are one pass of a stage, so the pipeline's bubble and activations are those "
+            "of half as many micro-batches of twice the size"
         )
     if mapping.overlap == "all" and mapping.dispatcher != "all_to_all":
         deviations.append(f"{mapping.dispatcher} does not overlap dispatch and combine with the expert MLPs")
@@ -163,8 +169,7 @@ def parallel_settings(request: PlanRequest, mapping: Mapping) -> dict[str, objec
 
 def _interleaves(request: PlanRequest, mapping: Mapping) -> bool:
     """Return whether the trainer can interleave micro-batches."""
-    even = mapping.micro_batches(request.global_batch) % 2 == 0
-    return even and mapping.parallel.pp == 1 and mapping.sharding != "fsdp" and mapping.recompute != "full"
+    return can_run(mapping.schedule, mapping.parallel.pp, mapping.micro_batches(request.global_batch), interleave=True)
 
 
 def _model(request: PlanRequest) -> dict[str, object]:

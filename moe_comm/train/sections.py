@@ -282,10 +282,11 @@ class ParallelSection(Section):
         overlap_gradients: reduce gradients beside the last backward pass, and gather the weights of "zero1" beside the
             next forward pass, with the same bits. "auto": between hosts and on GPUs.
         overlap_chunks: chunks in which communication overlaps with the matrix products of linear layers (with tp, or
-            with cp and "ulysses") and experts. 0: no overlap. "auto": see ``moe_comm.overlap.options.Overlap``.
+            with cp and "ulysses") and experts. 0: no overlap. "auto": see ``moe_comm.overlap.options.Overlap``. None:
+            "auto" for experts beside a shared expert, a shortcut's dense branch or a parallel attention; 0 otherwise.
         executor: executor of MoE layers with ``overlap_chunks``; see ``moe_comm.overlap.options.Overlap``.
         interleave: run two micro-batches at a time: the all-to-all of one overlaps with the computation of the other.
-            Requires ``overlap_chunks``. Excludes pipelines, FSDP and full recomputation.
+            Requires ``overlap_chunks`` and an even number of micro-batches. A pipeline treats two as one.
         backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
         deterministic: dispatch results have the same bits for every number of ranks. False allows some backends to
             send fewer bytes.
@@ -308,7 +309,7 @@ class ParallelSection(Section):
     sharding: Literal["replicate", "zero1", "fsdp"] = "replicate"
     compress: bool = False
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
-    overlap_chunks: NonNegativeInt | Literal["auto"] = 0
+    overlap_chunks: NonNegativeInt | Literal["auto"] | None = None
     executor: Literal["auto", "serial", "pipelined", "device"] = "auto"
     interleave: bool = False
     backend: Literal["auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical"] = (

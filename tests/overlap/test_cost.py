@@ -12,6 +12,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.overlap.tuning.cost import (
     CHUNKS,
     DIRECTIONS,
+    EXPERTS,
     GATHERS,
     SCATTERS,
     GroupRates,
@@ -137,3 +138,16 @@ def test_unknown_work_is_refused() -> None:
         work("matmul", "forward", 1)
     with pytest.raises(ConfigError, match="must not be negative"):
         work("gather_matmul", "forward", -1)
+
+
+@pytest.mark.parametrize(("operator", "direction"), [(o, d) for o in EXPERTS for d in DIRECTIONS])
+def test_chunks_hide_transfers_behind_other_operators_and_one_chunk_does_not(operator: str, direction: str) -> None:
+    """The experts alone are too small to hide their transfers."""
+    alone = work(operator, direction, 2048, other=16)
+    beside = replace(alone, beside=512)
+    beside_s = RATES.gemm_s(beside.load().beside)
+    assert predict(beside.load(), RATES, 1) == pytest.approx(predict(alone.load(), RATES, 1) + beside_s)
+    assert predict(beside.load(), RATES, 2) < predict(alone.load(), RATES, 2) + 0.6 * beside_s
+    assert cheapest(alone, RATES) == 1 and cheapest(beside, RATES) > 1
+    without_hiding = replace(RATES, hides=0.0)
+    assert cheapest(beside, without_hiding) == 1

@@ -80,6 +80,16 @@ def test_operators_without_measurements_are_predicted() -> None:
     assert _joint_choice(_times(EXPERTS[2], 10, 1e6, 1e6)) == OverlapChoice()
 
 
+def test_operators_beside_the_experts_are_added_to_measurements() -> None:
+    """The experts were measured alone, and are too small to hide their transfers."""
+    alone = tuple(replace(work, other=8) for work in EXPERTS)
+    beside = tuple(replace(work, beside=2048 if work.operator == "dispatch_matmul" else 0) for work in alone)
+    store = TuningStore(tuple(_times(work, 20, 20.5, 21) for work in alone))
+    for rates, chunks in ((SLOW_LINK, 2), (replace(SLOW_LINK, hides=0.0), 1)):
+        assert tuning._select(alone, store, PLACE, rates, (CHUNKED,)) == OverlapChoice()
+        assert tuning._select(beside, store, PLACE, rates, (CHUNKED,)).chunks == chunks
+
+
 @pytest.mark.parametrize("operator", FUSED)
 def test_kernels_and_programs_are_candidates_on_gpus_only(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Processors:

@@ -96,11 +96,14 @@ def test_overlap_is_written_as_far_as_the_trainer_supports_it(tmp_path: Path) ->
     assert "after the last backward pass" in gradient_difference
     over_links = replace(request, cluster=cluster_named("h100", 4))
     assert not differences(over_links, over_links.candidate(interleaved))
-    piped = Mapping.parse("pp=2,ep=2", 4, overlap="all")
+    in_pairs = Mapping.parse("pp=2,ep=2", 4, overlap="all", sharding="fsdp", recompute="full")
+    assert write_and_load(request, in_pairs, tmp_path).parallel.interleave
+    assert "two interleaved micro-batches are one pass" in differences(request, request.candidate(in_pairs))[0]
+    piped = Mapping.parse("pp=2,ep=2", 4, overlap="all", micro_batch=2)
     config = write_and_load(request, piped, tmp_path)
     assert not config.parallel.interleave and config.parallel.overlap_chunks == "auto"
     outer = Mapping.parse("ep=4", 4, overlap="outer")
-    assert write_and_load(request, outer, tmp_path).parallel.overlap_chunks == 0
+    assert not write_and_load(request, outer, tmp_path).parallel.overlap_chunks
     assert differences(request, request.candidate(outer)) == (gradient_difference,)
     assert not differences(request, request.candidate(Mapping.parse("ep=4", 4)))
     write_and_load(request, piped, tmp_path)

@@ -54,6 +54,7 @@ def _keys(section: str, values: Mapping[str, Any]) -> tuple[str, ...]:
 TIED = {"tie": "true"}
 DENSE_START = {"first_dense": 2, "dense_ffn": 96}
 """The first stage of two has no experts."""
+INTERLEAVED: dict[str, Any] = {"interleave": "true", "overlap_chunks": 2, "backend": "all_to_all"}
 
 
 CASES: tuple[ParityCase, ...] = (
@@ -87,6 +88,8 @@ CASES: tuple[ParityCase, ...] = (
     _case("cp 4, ring | ep 4", 4, cp=4, context="ring", ep=4),
     _case("cp 4, ulysses | ep 2, zero1", 4, cp=4, ep=2, sharding="zero1"),
     _case("pp 2, dp 2 | ep 2, 1f1b, fsdp", 4, pp=2, dp=2, ep=2, sharding="fsdp"),
+    _case("ep 2, edp 2, fsdp, interleaved", 4, ep=2, sharding="fsdp", **INTERLEAVED),
+    _case("pp 2, dp 2 | ep 2, zero_bubble, interleaved", 4, pp=2, ep=2, schedule="zero_bubble", **INTERLEAVED),
     _case("pp 2, dp 2 | ep 2, zbv, zero1", 4, pp=2, dp=2, ep=2, schedule="zbv", sharding="zero1"),
     _case("pp 2, dp 2 | ep 2, zbv, overlapped gradients", 4, pp=2, dp=2, ep=2, schedule="zbv", overlap_gradients="on"),
     _case("pp 2, tp 2 | ep 2, dualpipev", 4, pp=2, tp=2, ep=2, schedule="dualpipev"),

@@ -137,6 +137,8 @@ class MoELayer(ParallelModule):
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
         dropped_total: dropped slots since ``take_loads``; counted in training, and once under activation checkpointing.
         dispatch_stats: statistics of the last call.
+        beside: widths of dense MLPs with as much work as what the caller runs while rows, and results, are in flight
+            (``begin``). With the shared expert, "auto" hides transfers behind it.
         aux_scale: factor of the auxiliary losses; must be the factor by which the main loss is scaled before backward.
     """
 
@@ -161,6 +163,7 @@ class MoELayer(ParallelModule):
         self.capacity = capacity
         self.zero_experts = router.config.zero_experts
         self.label, self.overlap = label, Overlap.of(overlap)
+        self.beside = (0, 0)
         self.aux_scale: float | Tensor = 1.0
         self.num_dropped: Tensor | None = None
         self.dispatch_stats: DispatchStats | None = None
@@ -413,10 +416,20 @@ class MoELayer(ParallelModule):
         overlap, scaled = self.overlap, getattr(self.experts, "gemm_dtype", "same") == "fp8"
         if overlap is None:
             return serial_call(self.dispatcher, x_TD, ids_TK, weights_TK, self.label, scaled)
-        from moe_comm.overlap.executors.choice import dispatch_rows  # slow: imports all executors
+        from moe_comm.overlap.executors.choice import beside_columns, dispatch_rows  # slow: imports all executors
 
+        shared = getattr(self.shared, "ffn", 0)
+        top_k = ids_TK.shape[1]
         return dispatch_rows(
-            self.dispatcher, x_TD, ids_TK, weights_TK, overlap, width=self.experts.ffn, label=self.label, scaled=scaled
+            self.dispatcher,
+            x_TD,
+            ids_TK,
+            weights_TK,
+            overlap,
+            width=self.experts.ffn,
+            beside=(beside_columns(shared + self.beside[0], top_k), beside_columns(self.beside[1], top_k)),
+            label=self.label,
+            scaled=scaled,
         )
 
     def _aux_loss_factor(self) -> int:

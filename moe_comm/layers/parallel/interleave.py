@@ -10,16 +10,23 @@ Backward is interleaved as well, b before a: autograd runs operators in reverse 
 micro-batches. So gradients are dispatched while another micro-batch's attention is differentiated.
 
 The order depends only on the number of micro-batches and layers, so it is the same on all ranks. If MoE layers do not
-overlap, nothing is in flight; the results are the same.
+overlap, nothing is in flight; the results are the same. ``TurnParameters`` adds gradients of parameters in the order of
+the micro-batches, so they have the bits of sequential micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from moe_comm.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_comm.layers.attention.sequence import Documents
@@ -67,3 +74,128 @@ def take_turns(all_steps: Sequence[Steps[T]]) -> tuple[T, ...]:
         for steps in running.values():
             steps.close()
     return tuple(results)
+
+
+class TurnParameters:
+    """Second leaves of parameters, on the same memory, which micro-batches that run in turns use, except for the first.
+
+    Sequential micro-batches compute (grad + a) + b. Autograd computes the gradient b first, and would add the sum of
+    both to ``grad``, which rounds differently. With a leaf of its own, b is kept until a is complete:
+
+        backward          b of layer 1    a of layer 1    b of layer 0    a of layer 0
+        leaf.grad         b ────────────▶ None            b ────────────▶ None
+        parameter.grad                    (grad + a) + b                  (grad + a) + b
+    """
+
+    def __init__(self) -> None:
+        self._leaves: dict[nn.Parameter, list[nn.Parameter]] = {}  # of micro-batches 1, 2, ...
+        self._adds_in_order, self._adds_after_backward = True, False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TurnParameters:
+        return TurnParameters()
+
+    def leaves(self) -> list[nn.Parameter]:
+        """Return all leaves, whose gradients a split backward pass also computes."""
+        return [leaf for leaves in self._leaves.values() for leaf in leaves]
+
+    @contextmanager
+    def used(self, turn: int, *modules: nn.Module) -> Iterator[None]:
+        """Make ``modules`` use the leaves of micro-batch ``turn``.
+
+        Raises:
+            ConfigError: a parameter is sharded: an FSDP unit inside of a layer gathers its weights for one micro-batch.
+        """
+        if turn == 0 or not torch.is_grad_enabled():
+            yield
+            return
+        if self._adds_after_backward and torch._C._current_graph_task_id() == -1:  # a backward pass failed
+            for leaf in self.leaves():
+                leaf.grad = None
+            self._adds_after_backward = False
+        replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        try:
+            for part in (part for module in modules for part in module.modules()):
+                for name, param in part._parameters.items():
+                    if param is not None and param.requires_grad:
+                        replaced.append((part._parameters, name, param))
+                        part._parameters[name] = self._leaf(param, turn)
+            yield
+        finally:
+            for parameters, name, param in replaced:
+                parameters[name] = param
+
+    def steps(self, turn: int, module: nn.Module, steps: Steps[T]) -> Steps[T]:
+        """Run ``steps`` of ``module`` for micro-batch ``turn``."""
+        while True:
+            with self.used(turn, module):
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+            yield
+
+    @contextmanager
+    def assigned(self) -> Iterator[None]:
+        """Context of backward passes with ``torch.autograd.grad`` that assign or add to ``grad`` themselves."""
+        for leaf in self.leaves():
+            if leaf.grad_dtype not in (None, leaf.dtype):  # autograd.grad returns gradients of the parameter's dtype
+                leaf.grad = torch.zeros_like(leaf, dtype=leaf.grad_dtype)
+        self._adds_in_order = False
+        try:
+            yield
+        finally:
+            self._adds_in_order = True
+            self._add()
+
+    def _leaf(self, param: nn.Parameter, turn: int) -> nn.Parameter:
+        leaves = self._leaves.get(param)
+        if leaves is None:
+            from torch.distributed.tensor import DTensor  # imported here because it is slow
+
+            if isinstance(param, DTensor):
+                raise ConfigError(
+                    "FSDP units inside of a layer cannot be interleaved, unless they are gathered with the layer: set "
+                    "DataParallelOptions(interleave=True)"
+                )
+            leaves = self._leaves[param] = []
+            param.register_hook(partial(self._before_gradient, param, leaves))
+        while len(leaves) < turn:
+            leaves.append(nn.Parameter(param.detach()))
+            leaves[-1].register_post_accumulate_grad_hook(self._after_leaf)
+        leaf = leaves[turn - 1]
+        if leaf.data_ptr() != param.data_ptr() or leaf.dtype != param.dtype:
+            leaf.data = param.detach()
+        if leaf.grad_dtype != param.grad_dtype:
+            leaf.grad_dtype = param.grad_dtype
+        return leaf
+
+    @torch.no_grad()
+    def _before_gradient(self, param: nn.Parameter, leaves: Sequence[nn.Parameter], grad: Tensor) -> Tensor:
+        """Before ``grad`` is added to ``param.grad``: add it, and return the gradient of the last leaf instead."""
+        for leaf in leaves if self._adds_in_order else ():
+            if leaf.grad is not None:
+                if param.grad is None and param.grad_dtype is None:  # FSDP: micro-batches are summed in fp32
+                    param.grad, grad = grad.float(), leaf.grad
+                elif param.grad is None:
+                    grad = grad + leaf.grad
+                else:
+                    param.grad.add_(grad)
+                    grad = leaf.grad
+                leaf.grad = None
+        return grad
+
+    def _after_leaf(self, _: Tensor) -> None:
+        if not self._adds_after_backward:
+            self._adds_after_backward = True
+            Variable._execution_engine.queue_callback(self._add)
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        """Add the gradients of leaves whose parameter got no gradient since."""
+        self._adds_after_backward = False
+        for param, leaves in self._leaves.items():
+            for leaf in leaves:
+                if leaf.grad is not None:
+                    param.grad = leaf.grad if param.grad is None else param.grad.add_(leaf.grad)
+                    leaf.grad = None

@@ -25,7 +25,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.errors import ConfigError
 
 Fn = Callable[..., Tensor]
+T = TypeVar("T")
 
 
 class _RecomputedValue:
@@ -168,7 +169,7 @@ def _enter_scope(scope: _Scope) -> Iterator[None]:
         _active.scope = None
 
 
-def run_layer(recompute: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
+def run_layer(recompute: str, fn: Callable[..., T], *args: Any) -> T:
     """Run ``fn(*args)``, a layer's forward pass, with recomputation mode ``recompute``."""
     if recompute == "none" or not torch.is_grad_enabled():
         return fn(*args)
@@ -176,7 +177,7 @@ def run_layer(recompute: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
         with selective_recompute():
             return fn(*args)
     # Layers have no dropout, so the states of random generators are not needed.
-    y: Tensor = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
+    y: T = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
     return y
 
 

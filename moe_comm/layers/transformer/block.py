@@ -13,7 +13,7 @@ Between these modules each rank has its own tokens, [B, S / (cp * tp), D].
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from moe_comm.layers.attention.sequence import Documents
 from moe_comm.layers.moe.config import MoEGroups
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.parallel.dense import DenseMLP
-from moe_comm.layers.parallel.interleave import Steps, finish
+from moe_comm.layers.parallel.interleave import Steps, TurnParameters, finish, take_turns
 from moe_comm.layers.parallel.norm import RMSNorm
 from moe_comm.layers.parallel.recompute import recomputed_block, run_layer, run_layer_in_steps
 from moe_comm.layers.transformer.config import TransformerConfig
@@ -45,6 +45,14 @@ class TokenContext:
     rope: RopeTable
     documents: Documents | None = None
     index_BS: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TurnTokens:
+    """``TokenContext`` of micro-batches that run in turns, and the leaves of parameters that they use."""
+
+    tokens: tuple[TokenContext, ...]
+    parameters: TurnParameters
 
 
 class TransformerBlock(nn.Module):
@@ -81,11 +89,27 @@ class TransformerBlock(nn.Module):
             self.ffn_norm = norm_of(config, plan)
         if self.is_moe:
             self.moe = moe_of(config, self.layer, plan)
+            self.moe.beside = (attention_width(config) if config.parallel_block else 0, 0)
         else:
             self.dense = dense_of(config, plan)
 
-    def forward(self, x_BSD: Tensor, tokens: TokenContext) -> Tensor:
-        """Map [B, S / (cp * tp), D] to the same shape. Collective over all ranks of the pipeline stage."""
+    @overload
+    def forward(self, x_BSD: Tensor, tokens: TokenContext) -> Tensor: ...
+
+    @overload
+    def forward(self, x_BSD: tuple[Tensor, ...], tokens: TurnTokens) -> tuple[Tensor, ...]: ...
+
+    def forward(
+        self, x_BSD: Tensor | tuple[Tensor, ...], tokens: TokenContext | TurnTokens
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Map [B, S / (cp * tp), D] to the same shape. Collective over all ranks of the pipeline stage.
+
+        With a tuple of inputs, these micro-batches run in turns. The layer begins and ends with all of them, and is
+        recomputed in turns.
+        """
+        if isinstance(tokens, TurnTokens):
+            mode = "full" if self.recompute == "full" else "none"
+            return run_layer(mode, self._run_in_turns, x_BSD, tokens)
         return run_layer(self.recompute, self._run, x_BSD, tokens)
 
     def steps(self, x_BSD: Tensor, tokens: TokenContext) -> Steps[Tensor]:
@@ -97,6 +121,14 @@ class TransformerBlock(nn.Module):
             ConfigError: ``recompute`` is "full".
         """
         return run_layer_in_steps(self.recompute, self._steps(x_BSD, tokens))
+
+    def _run_in_turns(self, xs_BSD: tuple[Tensor, ...], tokens: TurnTokens) -> tuple[Tensor, ...]:
+        def steps(turn: int) -> Steps[Tensor]:
+            steps = self._steps(xs_BSD[turn], tokens.tokens[turn])
+            steps = steps if self.recompute == "full" else run_layer_in_steps(self.recompute, steps)
+            return tokens.parameters.steps(turn, self, steps)
+
+        return take_turns([steps(turn) for turn in range(len(xs_BSD))])
 
     def _run(self, x_BSD: Tensor, tokens: TokenContext) -> Tensor:
         if self.parallel and self.is_moe and self.moe.overlap is not None:
@@ -147,6 +179,12 @@ def attention_of(config: TransformerConfig, plan: ModelPlan) -> Attention:
     return Attention(config.attention, plan.tp_group, plan.cp_group, context=plan.context, **_factory(plan))
 
 
+def attention_width(config: TransformerConfig) -> int:
+    """Return the width of a dense MLP with as much work as the projections of an attention."""
+    attention = config.attention
+    return 2 * (attention.heads + attention.kv_heads) * attention.head_dim // 3
+
+
 def dense_of(config: TransformerConfig, plan: ModelPlan) -> DenseMLP:
     """Build a dense block with this rank's part of the width."""
     return DenseMLP(config.hidden, config.dense_ffn, plan.tp_group, **_factory(plan))
@@ -158,9 +196,8 @@ def moe_of(config: TransformerConfig, layer: int, plan: ModelPlan) -> MoELayer:
     moe = replace(config.moe, recompute=config.moe.recompute and plan.recompute != "full")
     groups = MoEGroups(plan.expert_group, plan.sizes["etp"], plan.stage_group, plan.sequence_group)
     label = f"layers.{layer}.moe"
-    return MoELayer.build(
-        moe, groups, backend=plan.backend, seed=0, options=plan.options, label=label, **_factory(plan)
-    )
+    factory = _factory(plan) | {"overlap": plan.expert_overlap or plan.overlap}
+    return MoELayer.build(moe, groups, backend=plan.backend, seed=0, options=plan.options, label=label, **factory)
 
 
 def _factory(plan: ModelPlan) -> dict[str, Any]:

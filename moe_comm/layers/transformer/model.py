@@ -18,10 +18,10 @@ from moe_comm.layers.attention.rope import Rope, RopeTable
 from moe_comm.layers.attention.sequence import Documents, local_positions
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from moe_comm.layers.parallel.interleave import StageInput, Steps, take_turns
+from moe_comm.layers.parallel.interleave import StageInput, Steps, TurnParameters, take_turns
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.norm import RMSNorm
-from moe_comm.layers.transformer.block import TokenContext, TransformerBlock, materialize
+from moe_comm.layers.transformer.block import TokenContext, TransformerBlock, TurnTokens, materialize
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.layers.transformer.shortcut import ShortcutBlock
@@ -52,6 +52,7 @@ class Transformer(ParallelModule):
         embed: embedding, on the first stage.
         layers: blocks by global id.
         norm, head: final norm and output projection, on the last stage.
+        turn_parameters: leaves of the parameters for ``forward_in_turns``.
 
     Raises:
         ConfigError: a size is not divisible by the number of ranks, or the plan has layers that do not exist.
@@ -79,6 +80,7 @@ class Transformer(ParallelModule):
                 materialize(module, plan.device)
         if config.tie and plan.has_embedding and plan.has_head:
             self.head.weight = self.embed.weight
+        self.turn_parameters = TurnParameters()
         attention = config.attention
         self.rope = Rope(attention.rope, attention.head_dim if attention.mla is None else attention.mla.rope_dim)
 
@@ -137,10 +139,12 @@ class Transformer(ParallelModule):
         """Run ``forward`` for several micro-batches, interleaved layer by layer. Collective over the stage.
 
         One micro-batch computes while transfers of another are in flight; see ``layers/parallel/interleave.py``.
-        Backward is interleaved as well if one ``torch.autograd.backward`` covers all losses, or their sum. Outputs and
-        gradients of activations have the bits of sequential micro-batches. So have gradients of parameters for two
-        micro-batches (except of a tied embedding); for more, they are added in another order. Hooks of this module, its
-        layers and their ``moe`` do not run.
+        Backward is interleaved as well if one ``torch.autograd.backward`` covers all losses of ``losses_in_turns``, or
+        their sum. Outputs and gradients have the bits of sequential micro-batches.
+
+        Layers whose forward pass must not be divided (``recompute`` "full", FSDP, other wrappers) run as modules on all
+        micro-batches. Their micro-batches take turns, but the layer ends when all are complete, so the last combine is
+        not hidden. Hooks of other layers, and of this module, do not run.
 
         Args:
             inputs: the arguments of ``forward`` for each micro-batch.
@@ -149,28 +153,46 @@ class Transformer(ParallelModule):
             The result of ``forward`` for each micro-batch.
 
         Raises:
-            ConfigError: ``recompute`` is "full", or a layer is wrapped (FSDP, activation checkpointing).
+            ConfigError: an FSDP unit inside of a layer is not gathered with the layer.
             InputError, PeerDied, PeerTimeout: as ``forward``.
         """
         from torch.distributed.fsdp import FSDPModule  # imported here because it is slow
 
-        if self.plan.recompute == "full":
-            raise ConfigError(
-                'layers with recompute "full" cannot be interleaved; set recompute to "selective" or "none"'
-            )
-        blocks = [block for block in self.layers.values() if isinstance(block, TransformerBlock)]
-        if len(blocks) < len(self.layers) or any(isinstance(block, FSDPModule) for block in blocks):
-            raise ConfigError(
-                "layers that are wrapped (FSDP, checkpointing) cannot be interleaved: replicate the weights, and use "
-                'ModelPlan(recompute="selective")'
-            )
-        return take_turns([self._steps(micro_batch, blocks) for micro_batch in inputs])
-
-    def _steps(self, inputs: StageInput, blocks: Sequence[TransformerBlock]) -> Steps[Tensor]:
-        x, tokens = self._prepare_input(inputs)
+        blocks = list(self.layers.values())
+        whole = self.plan.recompute == "full" or any(
+            not isinstance(block, TransformerBlock) or isinstance(block, FSDPModule) for block in blocks
+        )
+        if not whole:
+            return take_turns([self._steps(turn, micro_batch) for turn, micro_batch in enumerate(inputs)])
+        prepared = [self._begin_turn(turn, micro_batch) for turn, micro_batch in enumerate(inputs)]
+        xs = tuple(x for x, _ in prepared)
+        tokens = TurnTokens(tuple(tokens for _, tokens in prepared), self.turn_parameters)
         for block in blocks:
-            x = yield from block.steps(x, tokens)
-        return self._finish_output(x)
+            xs = block(xs, tokens)
+        return tuple(self._end_turn(turn, x) for turn, x in enumerate(xs))
+
+    def losses_in_turns(self, hidden: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return ``loss`` of each micro-batch of ``forward_in_turns``. Collective over the tp group."""
+        losses = []
+        for turn, (hidden_BSD, targets_BS) in enumerate(zip(hidden, targets, strict=True)):
+            with self.turn_parameters.used(turn, self.head):
+                losses.append(self.loss(hidden_BSD, targets_BS))
+        return tuple(losses)
+
+    def _steps(self, turn: int, inputs: StageInput) -> Steps[Tensor]:
+        x, tokens = self._begin_turn(turn, inputs)
+        for block in self.layers.values():
+            assert isinstance(block, TransformerBlock)
+            x = yield from self.turn_parameters.steps(turn, block, block.steps(x, tokens))
+        return self._end_turn(turn, x)
+
+    def _begin_turn(self, turn: int, inputs: StageInput) -> tuple[Tensor, TokenContext]:
+        with self.turn_parameters.used(turn, *([self.embed] if self.plan.has_embedding else [])):
+            return self._prepare_input(inputs)
+
+    def _end_turn(self, turn: int, x_BSD: Tensor) -> Tensor:
+        with self.turn_parameters.used(turn, *([self.norm] if self.plan.has_head else [])):
+            return self._finish_output(x_BSD)
 
     def _prepare_input(self, inputs: StageInput) -> tuple[Tensor, TokenContext]:
         """Return the input of the first layer and the context of its tokens."""

@@ -37,6 +37,7 @@ class ModelPlan:
         recompute: activation recomputation, see ``recompute.py``.
         overlap: overlap of linear layers with transfers over tp_group, and of MoE layers with dispatch and combine;
             None: no overlap.
+        expert_overlap: overlap of MoE layers instead of ``overlap``; None: the same.
         backend, options: dispatch of MoE layers, see ``make_dispatcher``.
         dtype: dtype of parameters and activations; None: torch's default.
         device: device of the parameters; "meta" allocates no memory.
@@ -55,6 +56,7 @@ class ModelPlan:
     context: Context = "ulysses"
     recompute: Recompute = "none"
     overlap: Overlap | None = None
+    expert_overlap: Overlap | None = None
     backend: str = "auto"
     options: DispatchOptions | None = None
     dtype: torch.dtype | None = None
@@ -78,6 +80,7 @@ class ModelPlan:
         context: Context = "ulysses",
         recompute: Recompute = "none",
         overlap: Overlap | None = None,
+        expert_overlap: Overlap | None = None,
         backend: str = "auto",
         options: DispatchOptions | None = None,
         dtype: torch.dtype | None = None,
@@ -103,6 +106,7 @@ class ModelPlan:
             context=context,
             recompute=recompute,
             overlap=overlap,
+            expert_overlap=expert_overlap,
             backend=backend,
             options=options,
             dtype=dtype,

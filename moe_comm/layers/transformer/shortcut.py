@@ -24,7 +24,14 @@ from torch import Tensor
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.interleave import Steps, finish
 from moe_comm.layers.parallel.recompute import recomputed_block
-from moe_comm.layers.transformer.block import TokenContext, TransformerBlock, attention_of, dense_of, norm_of
+from moe_comm.layers.transformer.block import (
+    TokenContext,
+    TransformerBlock,
+    attention_of,
+    attention_width,
+    dense_of,
+    norm_of,
+)
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model_plan import ModelPlan
 
@@ -82,6 +89,9 @@ class ShortcutBlock(TransformerBlock):
             raise ConfigError(f"layer {layer} of this configuration has no experts with a shortcut")
         super().__init__(config, layer, plan)
         self.schedule = schedule or Shortcut()
+        widths = (0, config.dense_ffn, attention_width(config), config.dense_ffn)  # of the modules at ``BRANCH_POINTS``
+        compute, result = (BRANCH_POINTS.index(point) + 1 for point in (self.schedule.compute, self.schedule.result))
+        self.moe.beside = (sum(widths[:compute]), sum(widths[compute:result]))
 
     def _add_modules(self, config: TransformerConfig, plan: ModelPlan) -> None:
         super()._add_modules(config, plan)

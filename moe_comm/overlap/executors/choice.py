@@ -28,6 +28,11 @@ FIRST_GEMMS = 2
 """Number of GEMMs of width F before the last one: gate and up."""
 
 
+def beside_columns(width: int, top_k: int) -> int:
+    """Return ``OperatorWork.beside`` for a dense MLP of ``width`` over all tokens, which have K rows each."""
+    return (FIRST_GEMMS + 1) * width // top_k
+
+
 def dispatch_rows(
     dispatcher: Dispatcher,
     x_TD: Tensor,
@@ -36,6 +41,7 @@ def dispatch_rows(
     overlap: Overlap | None = None,
     *,
     width: int = 0,
+    beside: tuple[int, int] = (0, 0),
     label: str = "",
     scaled: bool = False,
 ) -> ExpertCall:
@@ -49,6 +55,8 @@ def dispatch_rows(
         overlap: Executor and number of chunks; None: serial. Results and gradients have the same bits for every setting
             except the device executor, whose kernels have their own bits.
         width: F of the experts, from which "auto" estimates the compute time; the same on every rank.
+        beside: Work of the caller while rows, and results, are in flight, which "auto" hides transfers behind; see
+            ``OperatorWork.beside``. The same on every rank.
         label: Name of the layer, for error messages.
         scaled: The experts have fp8 GEMMs (``ExpertMLP.gemm_dtype``), which run serially.
 
@@ -86,6 +94,7 @@ def dispatch_rows(
             replace(overlap, backend="triton" if use_kernels else "chunked"),
             width=FIRST_GEMMS * width,
             width_back=width,
+            beside=beside,
             weights_grad=weights_grad,
             label=label,
         )
@@ -125,6 +134,7 @@ def explain_overlap(
     top_k: int,
     hidden: int,
     ffn: int,
+    shared_ffn: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> str:
@@ -136,6 +146,7 @@ def explain_overlap(
         top_k: Experts of each token.
         hidden: D.
         ffn: F.
+        shared_ffn: Width of the shared expert, which runs while rows are in flight.
         dtype: Dtype of rows and weights.
         device: Device of the rows.
 
@@ -157,8 +168,11 @@ def explain_overlap(
     device, world = torch.device(device), dispatcher.world
     experts_per_rank = -(-dispatcher.num_experts // world)
     works = tuple(
-        OperatorWork(operator, direction, tokens * top_k, hidden, width, dtype, world, experts_per_rank)
-        for operator, width in (("dispatch_matmul", FIRST_GEMMS * ffn), ("matmul_combine", ffn))
+        OperatorWork(operator, direction, tokens * top_k, hidden, width, dtype, world, experts_per_rank, beside)
+        for operator, width, beside in (
+            ("dispatch_matmul", FIRST_GEMMS * ffn, beside_columns(shared_ffn, top_k)),
+            ("matmul_combine", ffn, 0),
+        )
         for direction in DIRECTIONS
     )
     choice, rates = choose(works, dispatcher.channel, device, (CHUNKED,)), rates_of(dispatcher.channel, dtype, device)

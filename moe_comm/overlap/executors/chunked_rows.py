@@ -76,6 +76,7 @@ class ChunkedDispatch(RowDispatch):
         *,
         width: int,
         width_back: int | None = None,
+        beside: tuple[int, int] = (0, 0),
         weights_grad: bool = False,
         label: str = "",
     ) -> ChunkedDispatch:
@@ -85,6 +86,8 @@ class ChunkedDispatch(RowDispatch):
             width: Columns of the GEMM that overlaps the transfer to the experts; the same on every rank.
             width_back: The same for the GEMM before the results return. If given, one number of chunks is chosen for
                 both transfers and both directions; None: for the transfer to the experts only.
+            beside: Work of the caller while rows, and results, are in flight (``OperatorWork.beside``); the same on
+                every rank.
             weights_grad: Whether the backward pass will send gradients of routing weights; compared between ranks.
 
         Raises:
@@ -113,16 +116,17 @@ class ChunkedDispatch(RowDispatch):
         if isinstance(overlap.chunks, str) and overlap.backend != TRITON:
             works = dispatch.works("dispatch_matmul", width)[:1]
             if width_back is not None:
-                works = (*dispatch.works("dispatch_matmul", width), *dispatch.works("matmul_combine", width_back))
+                works = dispatch.works("dispatch_matmul", width, beside[0])
+                works += dispatch.works("matmul_combine", width_back, beside[1])
             chunks = choose(works[0] if len(works) == 1 else works, dispatcher.channel, x_TD.device, (CHUNKED,)).chunks
             dispatch = replace(dispatch, chunks=chunks, small=chunks == 1)
         return dispatch
 
-    def works(self, operator: str, width: int) -> tuple[OperatorWork, ...]:
+    def works(self, operator: str, width: int, beside: int = 0) -> tuple[OperatorWork, ...]:
         """Return the forward and backward work of ``operator`` with a GEMM of ``width`` columns; equal on all ranks."""
         handle, world = self.handle, self.dispatcher.world
         rows, experts = int(self.routes.rows_WE.sum()) // world, -(-self.dispatcher.num_experts // world)
-        return _works(operator, rows, handle.hidden, width, handle.dtype, world, experts)
+        return _works(operator, rows, handle.hidden, width, handle.dtype, world, experts, beside)
 
     def per_direction(self, operator: str, width: int) -> tuple[ChunkedDispatch, ChunkedDispatch]:
         """Return this dispatch with the chunks for ``operator``, forward and backward. With chunks "auto", each
@@ -365,10 +369,11 @@ class ChunkedReturn(RowReturn):
 
 @lru_cache(maxsize=1024)
 def _works(
-    operator: str, rows: int, hidden: int, width: int, dtype: torch.dtype, world: int, experts: int
+    operator: str, rows: int, hidden: int, width: int, dtype: torch.dtype, world: int, experts: int, beside: int
 ) -> tuple[OperatorWork, ...]:
     return tuple(
-        OperatorWork(operator, direction, rows, hidden, width, dtype, world, experts) for direction in DIRECTIONS
+        OperatorWork(operator, direction, rows, hidden, width, dtype, world, experts, beside)
+        for direction in DIRECTIONS
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -198,7 +198,11 @@ def _times(
     """Return seconds by choice: measured for the nearest shape, else predicted."""
     near = store.nearest(work, environment)
     if near is not None:
-        return {trial.choice: trial.ms * 1e-3 for trial in near.tried if trial.choice.backend in backends}
+        # Operators are measured alone.
+        alone, load = replace(work, beside=0).load(), work.load()
+        beside = {c: predict(load, rates, c) - predict(alone, rates, c) for c in {t.choice.chunks for t in near.tried}}
+        tried = (trial for trial in near.tried if trial.choice.backend in backends)
+        return {trial.choice: trial.ms * 1e-3 + beside[trial.choice.chunks] for trial in tried}
     if CHUNKED not in backends:
         return {}
     load = work.load()

@@ -13,6 +13,10 @@ t(i) and g(i) are the transfer and the GEMM of chunk i. "own" is the GEMM of thi
     in place   compute   [own ][peer 1][peer 2] ...            ranks of one host read each other's rows in place
                                                                (``shared.py``); each rank copies only its own rows
 
+Operators that run while rows are in flight (a shared expert, the dense branch of a shortcut) count as GEMMs "beside"
+the operator of the experts. Gathers compute them before the first chunk, scatters after the last one; with one chunk,
+no transfer is in flight during them.
+
 In the model, chunks have three costs. Small GEMMs run at a lower rate. Each chunk adds a latency and a GEMM call.
 Transfers use cores that compute: ``hides`` is the fraction of a transfer that overlaps with a GEMM. It is 0 if the
 cores copy the rows, and near 1 if the network works independently. With ``hides`` 0 the model never predicts a gain
@@ -58,7 +62,8 @@ class OperatorWork:
     rows: rows of this rank's GEMM. Linear layer: rows of all ranks. Ulysses: rows of this rank. MoE layer: rows of this
         rank's experts, as the mean over the ranks, because all ranks must pass the same number.
     sent: columns of the side (input or output) that is transferred. other: columns of the other side.
-    world: number of ranks. groups: local experts.
+    world: number of ranks. groups: local experts. beside: columns of a GEMM of ``rows`` with ``sent`` columns that is
+        as much work as the forward pass of the operators beside this one. Backward is twice as much.
 
     Raises:
         ConfigError: an unknown operator or direction, or a negative size.
@@ -72,12 +77,13 @@ class OperatorWork:
     dtype: torch.dtype
     world: int
     groups: int = 1
+    beside: int = 0
 
     def __post_init__(self) -> None:
         if self.operator not in GATHERS + SCATTERS or self.direction not in DIRECTIONS:
             names = f"{', '.join(GATHERS + SCATTERS)}; {', '.join(DIRECTIONS)}"
             raise ConfigError(f"unknown work {self.operator!r} {self.direction!r}; known: {names}")
-        if min(self.rows, self.sent, self.other) < 0 or min(self.world, self.groups) < 1:
+        if min(self.rows, self.sent, self.other, self.beside) < 0 or min(self.world, self.groups) < 1:
             raise ConfigError(f"sizes must not be negative, world and groups at least 1; got {self}")
 
     def __str__(self) -> str:
@@ -101,13 +107,18 @@ class OperatorWork:
         handshakes = 0
         if self.operator in EXPERTS:  # combine's backward also sends the routing weights and their gradients
             handshakes = 3 if self.operator == "matmul_combine" and not forward else 1
+        beside = GemmShape(self.rows, self.sent, self.beside * (1 if forward else 2))
         if gathers == forward:  # received rows: compute y; received gradient of y: compute grad_x, then grad_w
             gemm = GemmShape(self.rows, self.sent, self.other, self.groups)
-            return OperatorLoad(num_bytes, 0, gemm, self.world, gemms, True, not forward, in_place, handshakes, swaps)
+            return OperatorLoad(
+                num_bytes, 0, gemm, self.world, gemms, True, not forward, in_place, handshakes, swaps, beside
+            )
         # Compute and send y, or grad_x. After grad_x, compute grad_w; a linear layer gathers x again for it.
         gemm = GemmShape(self.rows, self.other, self.sent, self.groups)
         regathered = num_bytes if self.operator == "gather_matmul" else 0
-        return OperatorLoad(regathered, num_bytes, gemm, self.world, gemms, False, gathers, in_place, handshakes, swaps)
+        return OperatorLoad(
+            regathered, num_bytes, gemm, self.world, gemms, False, gathers, in_place, handshakes, swaps, beside
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -139,6 +150,7 @@ class OperatorLoad:
     in_place: whether peers' rows can be read in place if the group shares memory.
     handshakes: number of exchanges of a few bytes. swaps: whether a chunk is a row range that is exchanged by columns
         (Ulysses).
+    beside: GEMM of the operators that run while the transfers are in flight.
     """
 
     gathered: int
@@ -151,6 +163,7 @@ class OperatorLoad:
     in_place: bool
     handshakes: int
     swaps: bool = False
+    beside: GemmShape = GemmShape(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,7 @@ class GroupRates:
 
         Each group takes at least ``call_s``, and at least the time of the smallest measured number of rows.
         """
-        if not gemm.rows:
+        if not gemm.rows or not gemm.columns:
             return 0.0
         rows = max(gemm.rows / gemm.groups, self.gemm[0][0])
         flops = 2.0 * rows * gemm.inner * gemm.columns
@@ -220,11 +233,12 @@ def _gather(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
     gemm = rates.gemm_s(load.gemm)
     weight = gemm if load.weight else 0.0
     if chunks == 1:
-        return receive + gemm + weight
+        return receive + gemm + weight + rates.gemm_s(load.beside)
     own_rows = load.gemm.rows / load.world
     gemms = max(load.gemms_per_chunk - 1, 1)  # this rank's rows are not part of a chunk
     chunk_s = gemms * rates.gemm_s(load.gemm.with_rows((load.gemm.rows - own_rows) / gemms / chunks))
-    cores_free = chunks * (rates.chunk_s + receive * (1 - rates.hides)) + rates.gemm_s(load.gemm.with_rows(own_rows))
+    start = chunks * (rates.chunk_s + receive * (1 - rates.hides)) + rates.gemm_s(load.beside)
+    cores_free = start + rates.gemm_s(load.gemm.with_rows(own_rows))
     for chunk in range(1, chunks + 1):
         cores_free = max(cores_free, chunk * receive) + chunk_s
     return cores_free + weight
@@ -252,11 +266,11 @@ def _scatter(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:
     gemms = load.gemms_per_chunk if chunks > 1 else 1
     chunk_s = gemms * rates.gemm_s(load.gemm.with_rows(load.gemm.rows / gemms / chunks))
     if chunks == 1 and load.handshakes:  # serial execution of experts: no transfer is in flight during a GEMM
-        return gemm + send + (gemm if load.weight else 0.0)
+        return gemm + send + (gemm if load.weight else 0.0) + rates.gemm_s(load.beside)
     cores_free, network = _send_chunks(rates, chunks, chunk_s, send, chunks * receive)
     if load.weight:
         cores_free = max(cores_free, chunks * receive) + gemm
-    return max(cores_free, network)
+    return max(cores_free + rates.gemm_s(load.beside), network)
 
 
 def _scatter_columns(load: OperatorLoad, rates: GroupRates, chunks: int) -> float:

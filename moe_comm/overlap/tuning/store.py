@@ -146,7 +146,7 @@ class Measurement:
         Raises:
             KeyError, TypeError, ValueError, AttributeError: ``raw`` has another structure or invalid values.
         """
-        work = _rebuilt(OperatorWork, raw["work"], dtype=getattr(torch, raw["work"]["dtype"]))
+        work = _rebuilt(OperatorWork, {"beside": 0} | dict(raw["work"]), dtype=getattr(torch, raw["work"]["dtype"]))
         tried = tuple(_rebuilt(Trial, trial, choice=_rebuilt(OverlapChoice, trial["choice"])) for trial in raw["tried"])
         measurement = cls(work, _rebuilt(TuningEnvironment, raw["place"]), tried, int(raw["best"]))
         positive = [v for t in tried for v in (t.ms, t.choice.chunks)] + [measurement.place.bytes_per_s]

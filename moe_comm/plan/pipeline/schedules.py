@@ -93,12 +93,22 @@ def stages_per_rank(name: str, pp: int, virtual: int | None = None) -> int:
     return virtual
 
 
-def check_micro_batches(name: str, pp: int, micro_batches: int) -> None:
+def check_micro_batches(name: str, pp: int, micro_batches: int, *, interleave: bool = False) -> None:
     """Raise ConfigError, with supported numbers, if the schedule does not support a number of micro-batches per step.
 
-    Without a pipeline, all numbers are supported.
+    Without a pipeline, all numbers are supported. With ``interleave``, micro-batches run in pairs, and a schedule
+    treats a pair as one micro-batch.
     """
     find_schedule(name)
+    if interleave:
+        pairs, odd = divmod(micro_batches, 2)
+        if odd:
+            raise ConfigError(f"interleaved micro-batches run in pairs: their number must be even; got {micro_batches}")
+        try:
+            check_micro_batches(name, pp, pairs)
+        except ConfigError as error:
+            raise ConfigError(f"{micro_batches} interleaved micro-batches count as {pairs}: {error}") from None
+        return
     if micro_batches < 1:
         raise ConfigError(f"a step needs at least one micro-batch; got {micro_batches}")
     if pp == 1:

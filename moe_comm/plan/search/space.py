@@ -47,8 +47,8 @@ class SearchSpace:
     powers of two that divide the batch. steps: number of micro-batches in a step; None: any. fixed: required degrees,
     as (axis, size). virtual: pipeline stages per rank; None: all numbers that divide a rank's layers evenly. folded:
     False: experts are distributed inside data parallelism (etp equals tp, ep divides dp). wide: cp may exceed a host,
-    and ep groups may straddle hosts. schedule: allowed schedules. gpipe is not faster than 1f1b and takes more memory,
-    so it is not a default.
+    and ep groups may straddle hosts. interleave: micro-batches run in pairs, which a schedule treats as one. schedule:
+    allowed schedules. gpipe is not faster than 1f1b and takes more memory, so it is not a default.
     """
 
     overlap: tuple[OverlapMode, ...] = ("none",)
@@ -61,6 +61,7 @@ class SearchSpace:
     virtual: tuple[int, ...] | None = None
     folded: bool | None = None
     wide: bool = False
+    interleave: bool = False
     schedule: tuple[str, ...] = SCHEDULES[:-1]
 
     def __post_init__(self) -> None:
@@ -147,7 +148,7 @@ class SearchSpace:
         sequences, pp = request.global_batch // parallel.dp, parallel.pp
         for micro_batch in self.sizes(sequences):
             for schedule in self.schedule if pp > 1 else (None,):
-                if schedule is None or can_run(schedule, pp, sequences // micro_batch):
+                if can_run(schedule or "gpipe", pp, sequences // micro_batch, interleave=self.interleave):
                     for virtual in self.virtuals(request, pp, schedule):
                         yield schedule, virtual, micro_batch
 
@@ -205,10 +206,10 @@ def host_of(request: PlanRequest) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def can_run(schedule: str, pp: int, micro_batches: int) -> bool:
+def can_run(schedule: str, pp: int, micro_batches: int, *, interleave: bool = False) -> bool:
     """Return whether a schedule supports a number of micro-batches."""
     try:
-        check_micro_batches(schedule, pp, micro_batches)
+        check_micro_batches(schedule, pp, micro_batches, interleave=interleave)
     except ConfigError:
         return False
     return True

@@ -175,8 +175,7 @@ def search_space(config: TrainConfig) -> SearchSpace:
     if parallel.context != "ulysses":  # the planner prices only Ulysses
         fixed.setdefault("cp", 1)
     if parallel.interleave:
-        fixed.setdefault("pp", 1)
-        sharding, overlap = tuple(name for name in sharding if name != "fsdp"), ("all",)
+        overlap = ("all",)
     backend = given.get("backend", "auto")
     dispatchers: tuple[Dispatcher, ...] = get_args(Dispatcher)
     if backend != "auto":  # all_to_all models those that access the memory of a peer
@@ -189,6 +188,7 @@ def search_space(config: TrainConfig) -> SearchSpace:
         sharding=sharding,
         dispatcher=dispatchers,
         steps=config.data.micro_batches,
+        interleave=parallel.interleave,
         fixed=tuple(fixed.items()),
         **more,
     )

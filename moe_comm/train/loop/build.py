@@ -59,6 +59,18 @@ def stage_plan(config: TrainConfig, architecture: TransformerConfig) -> StagePla
     return plan_stages(architecture.layers, p.pp, p.schedule, virtual=p.virtual, stage_layers=p.stage_layers)
 
 
+def overlaps_experts(config: TrainConfig, architecture: TransformerConfig) -> bool:
+    """Return whether MoE layers may overlap.
+
+    By default they may if other modules can run while rows are in flight: a shared expert, or a branch in parallel with
+    the experts. The cost model then decides. A fault that flips bits needs whole dispatches.
+    """
+    if config.parallel.overlap_chunks is not None:
+        return config.parallel.overlap_chunks != 0
+    beside = bool(architecture.moe.shared_ffn) or architecture.shortcut or architecture.parallel_block
+    return beside and not any(fault.partition(":")[0] == "flip_bit" for fault in config.faults.plan)
+
+
 def _dispatch_options(config: TrainConfig) -> DispatchOptions:
     wire_dtypes = config.payload.wire_dtypes()
     return DispatchOptions(
@@ -78,7 +90,8 @@ def build_stages(
         device: device of the parameters; None: the mesh's device.
     """
     plan, parallel = stage_plan(config, architecture), config.parallel
-    chunks = parallel.overlap_chunks
+    overlap = Overlap(parallel.overlap_chunks, executor=parallel.executor) if parallel.overlap_chunks else None
+    expert_overlap = Overlap("auto", executor=parallel.executor) if overlaps_experts(config, architecture) else None
     return [
         Transformer(
             architecture,
@@ -89,7 +102,8 @@ def build_stages(
                 has_head=plan.is_last(stage),
                 context=parallel.context,
                 recompute=config.model.recompute,
-                overlap=Overlap(chunks, executor=parallel.executor) if chunks else None,
+                overlap=overlap,
+                expert_overlap=overlap or expert_overlap,
                 backend=parallel.backend,
                 options=_dispatch_options(config),
                 dtype=torch.float32,
@@ -112,7 +126,12 @@ def build(
         ConfigError: the mapping does not fit the model.
     """
     if mesh.size("pp") > 1:
-        check_micro_batches(config.parallel.schedule, mesh.size("pp"), config.data.micro_batches)
+        check_micro_batches(
+            config.parallel.schedule,
+            mesh.size("pp"),
+            config.data.micro_batches,
+            interleave=config.parallel.interleave,
+        )
     configure_collectives(CollectiveOptions(timeout_s=config.parallel.timeout_s))
     stages = build_stages(config, architecture, mesh)
     for stage in stages:
@@ -137,6 +156,7 @@ def build(
             compress=config.parallel.compress,
             overlap=_gradient_overlap(config),
             keep_gradients="rerun" in (config.run.nonfinite, config.guard.on_spike),
+            interleave=config.parallel.interleave,
         ),
         tied,
     )

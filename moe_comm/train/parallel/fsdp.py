@@ -9,6 +9,14 @@
 fully_shard gathers a unit's weights before its forward and backward passes, and reduce-scatters its gradients after
 backward. Gradients are plain sums: there is no division (``set_gradient_divide_factor(1)``), and no pre-multiplied sum,
 which gloo does not have. A dimension other than the first is sharded only if it divides by the number of ranks.
+
+Micro-batches that run in turns (``layers/parallel/interleave.py``) use the units of a block alternately. Each unit
+would be gathered for each of them, and reduce the gradient of one micro-batch before that of the other. So the block
+gathers all its units before the first micro-batch, and reduces them after the backward passes of all:
+
+    units of a block      hooks of     gathered for one pass of two micro-batches
+    block                 block        attention a, attention b, experts a, experts b
+    router, experts       block        the same, instead of twice each
 """
 
 from __future__ import annotations
@@ -16,11 +24,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from moe_comm.errors import ConfigError, MoeCommError
@@ -43,6 +52,7 @@ class FSDPParameters:
         ignored: parameters of ``modules`` that FSDP ignores.
         transfers: reduces gradients.
         reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
+        interleave: prepare ``modules`` for micro-batches that run in turns.
 
     Raises:
         ConfigError: one module directly has dense and expert parameters, a parameter is already sharded over an axis
@@ -57,6 +67,7 @@ class FSDPParameters:
         mesh: ParallelMesh,
         transfers: Transfers,
         reshard_after_forward: bool = True,
+        interleave: bool = False,
     ) -> None:
         self._mesh, self._transfers, self._ignored, self._reshard = mesh, transfers, ignored, reshard_after_forward
         self._units: list[UnitCollectives] = []
@@ -79,6 +90,8 @@ class FSDPParameters:
             self._shard(root, default)
             if transfers.lanes[0].own_groups:
                 _prefetch(root)
+            if interleave:
+                _run_in_turns(root)
         self._bind(trained)
 
     def _shard(self, root: nn.Module, default: torch.dtype | None) -> None:
@@ -203,6 +216,36 @@ def _prefetch(root: nn.Module) -> None:
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
+
+
+def _run_in_turns(root: nn.Module) -> None:
+    """Gather and reduce all units of a block with the block, and run the hooks of ``root`` for ``forward_in_turns``."""
+    for block in blocks_of(root):
+        for unit in block.modules():
+            if isinstance(unit, FSDPModule) and unit is not block:
+                state = unit._get_fsdp_state()
+                state._pre_forward_hook_handle.remove()
+                state._post_forward_hook_handle.remove()
+                block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+                block.register_forward_hook(state._post_forward)
+        block.register_forward_pre_hook(_allow_fp32_sums)
+    if hasattr(root, "forward_in_turns"):
+        model: Any = root
+        forward = model.forward_in_turns
+
+        def forward_in_turns(*args: Any) -> Any:
+            _allow_fp32_sums(root)
+            return forward(*args)
+
+        model.forward_in_turns = forward_in_turns
+        register_fsdp_forward_method(root, "forward_in_turns")
+
+
+def _allow_fp32_sums(module: nn.Module, *_: object) -> None:
+    """Let gathered 16-bit weights have fp32 gradients, in which micro-batches are summed."""
+    for param in module.parameters():
+        if not isinstance(param, DTensor) and param.dtype != master_dtype(param):
+            param.grad_dtype = None
 
 
 def _check_axes(trained: LocalParameter) -> None:

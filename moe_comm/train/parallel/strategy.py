@@ -62,6 +62,8 @@ class DataParallelOptions:
             is packed.
         reshard_after_forward: FSDP frees the gathered weights of a block after forward, and gathers them again for
             backward. Ignored with pipeline parallelism.
+        interleave: micro-batches run in turns (``Accumulation``, ``Pipeline``). FSDP then gathers all weights of a
+            block for one pass of all of them, and reduces their gradients once.
     """
 
     strategy: Strategy = "replicate"
@@ -72,6 +74,7 @@ class DataParallelOptions:
     overlap: GradientOverlap = "auto"
     keep_gradients: bool = False
     reshard_after_forward: bool = True
+    interleave: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
@@ -209,7 +212,9 @@ class DataParallel:
             # Zero-bubble schedules look up a stage's weights between forward and backward, and silently omit the
             # gradients of resharded ones. Other schedules would gather the weights for each micro-batch.
             reshard = options.reshard_after_forward and self.mesh.size("pp") == 1
-            self._fsdp = FSDPParameters(stages, sharded, ignored, self.mesh, self._transfers, reshard)
+            self._fsdp = FSDPParameters(
+                stages, sharded, ignored, self.mesh, self._transfers, reshard, options.interleave
+            )
         self._replicated = ReplicatedParameters(replicated, self.mesh, options.bucket_bytes)
         groups: list[ParameterGroup | None] = [self._zero, self._fsdp, self._replicated]
         return [group for group in groups if group is not None]

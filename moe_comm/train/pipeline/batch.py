@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.parallel.interleave import StageInput
+from moe_comm.layers.parallel.interleave import StageInput, TurnParameters
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,16 @@ class StageModule(Protocol):
         ...
 
     def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
-        """Run several micro-batches that take turns, which hides their communication. Only without a pipeline."""
+        """Run several micro-batches that take turns, which hides their communication."""
+        ...
+
+    def losses_in_turns(self, hidden: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return ``loss`` of micro-batches that took turns."""
+        ...
+
+    @property
+    def turn_parameters(self) -> TurnParameters:
+        """Leaves of the parameters that these micro-batches use."""
         ...
 
     def loss(self, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:

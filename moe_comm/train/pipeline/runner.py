@@ -51,8 +51,7 @@ class Accumulation:
         gradients: reduces gradients beside the last backward pass of a step.
         interleave: run two micro-batches at a time (``layers/parallel/interleave.py``), so that the communication of
             one overlaps with the computation of the other. A step then requires an even number of micro-batches.
-            Losses have the same bits as without interleaving. Parameter gradients are accumulated pair by pair, so
-            they have the same bits with one pair.
+            Losses and gradients have the same bits as without interleaving.
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class Accumulation:
             ConfigError: the number of interleaved micro-batches is odd, or the module does not support interleaving.
         """
         check_batches(batches)
-        if len(batches) % self._concurrent:
-            raise ConfigError(f"interleaving requires an even number of micro-batches; the step has {len(batches)}")
+        check_micro_batches("1f1b", 1, len(batches), interleave=self._concurrent > 1)
         losses: list[Tensor] = []
         for start in range(0, len(batches), self._concurrent):
             last = start + self._concurrent == len(batches)
@@ -113,7 +111,7 @@ class Accumulation:
             self._gradients.wait_weights()  # hooks of the module and its layers do not run
         inputs = [StageInput(batch.ids_BS, batch.positions_BS, batch.documents) for batch in batches]
         outputs = self._module.forward_in_turns(inputs)
-        return [self._module.loss(y, batch.targets_BS) for y, batch in zip(outputs, batches, strict=True)]
+        return list(self._module.losses_in_turns(outputs, [batch.targets_BS for batch in batches]))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         hidden = self._module(batch.ids_BS, positions=batch.positions_BS, documents=batch.documents)
@@ -156,6 +154,10 @@ class Pipeline:
             parameters, but call this function.
         gradients: reduces gradients beside the last backward pass of each stage in a step. With a split backward, the
             last pass is one of weight gradients.
+        interleave: what the schedule treats as one micro-batch are two consecutive ones, which take turns in each stage
+            (``layers/parallel/interleave.py``). A step then requires an even number of micro-batches, and half of them
+            must fit the schedule, whose bubble is that of half as many micro-batches. Losses and gradients have the
+            same bits.
 
     Raises:
         ConfigError: plan, schedule, mesh and modules do not fit each other.
@@ -173,8 +175,10 @@ class Pipeline:
         split_backward: bool = True,
         after_backward: AfterBackward | None = None,
         gradients: GradientSync | None = None,
+        interleave: bool = False,
     ) -> None:
         self._name, self._plan, self._activations = schedule, plan, activations
+        self._turns = 2 if interleave else 1
         self._place = mesh.place["pp"]
         self._indices = plan.stages_of(self._place) if plan.pp == mesh.size("pp") else ()
         info = find_schedule(schedule)
@@ -190,7 +194,7 @@ class Pipeline:
             raise ConfigError(
                 f"pipeline rank {self._place} has stages {self._indices}; got {len(modules)} modules for them"
             )
-        self._modules = list(modules)
+        self._modules: list[Any] = list(modules)
         self._split_backward = info.splits_backward and split_backward
         if self._split_backward:
             # torch looks up the parameters before the backward pass that would gather them.
@@ -227,14 +231,15 @@ class Pipeline:
             PeerDied, PeerTimeout: a stage failed, or did not respond within ``timeout_s``.
         """
         check_batches(batches)
-        check_micro_batches(self._name, self._plan.pp, len(batches))
+        check_micro_batches(self._name, self._plan.pp, len(batches), interleave=self._turns > 1)
+        passes = len(batches) // self._turns
         self._losses, self._scale = [], scale
         with self._convert_errors("a pipeline step"):
             built = self._build(batches)
             for stage in built.stages:
                 stage.begin(batches)
-            # The last stage's targets are micro-batch indices, which ``_loss`` looks up.
-            target = {"target": torch.arange(len(batches))} if self._holds_last else {}
+            # The last stage's targets are indices of passes, by which ``_loss`` looks up micro-batches.
+            target = {"target": torch.arange(passes)} if self._holds_last else {}
             with COMMUNICATION, self._transfers.step():  # time counts as communication except while a stage computes
                 built.schedule.step(**target, losses=[], return_outputs=False)
         for stage in built.stages:
@@ -324,23 +329,33 @@ class Pipeline:
                 self._after_backward,
                 self._transfers,
                 self._gradients,
+                self._turns,
             )
             for index, module in zip(self._indices, self._modules, strict=True)
         ]
         info = find_schedule(self._name)
         schedule_class: Any = get_schedule_class(info.torch_name)
         schedule = schedule_class(
-            stages[0] if info.single else stages, n_microbatches=len(batches), loss_fn=self._loss, scale_grads=False
+            stages[0] if info.single else stages,
+            n_microbatches=len(batches) // self._turns,
+            loss_fn=self._loss,
+            scale_grads=False,
         )
         self._built = _Built(key, schedule, stages)
         return self._built
 
-    def _loss(self, hidden: Tensor, index: Tensor) -> Tensor:
+    def _loss(self, hidden: Tensor | tuple[Tensor, ...], index: Tensor) -> Tensor:
         assert self._built is not None
-        last = self._built.stages[-1]
-        label = f"stage {self._indices[-1]}"
-        with COMMUNICATION.paused(), self._transfers.working("loss", label, int(index)):
-            return self._add_loss(self._modules[-1], hidden, last.batches[int(index)])
+        micro = int(index) * self._turns
+        batches = self._built.stages[-1].batches[micro : micro + self._turns]
+        label, module = f"stage {self._indices[-1]}", self._modules[-1]
+        with COMMUNICATION.paused(), self._transfers.working("loss", label, micro):
+            if isinstance(hidden, Tensor):
+                return self._add_loss(module, hidden, batches[0])
+            losses = module.losses_in_turns(hidden, [batch.targets_BS for batch in batches])
+            self._losses += [loss.detach() for loss in losses]
+            total: Tensor = sum(loss * self._scale for loss in losses)
+            return total
 
     def _add_loss(self, module: Any, hidden: Tensor, batch: MicroBatch) -> Tensor:
         loss: Tensor = module.loss(hidden, batch.targets_BS)
@@ -421,12 +436,10 @@ def make_runner(
     """Return a ``Pipeline``, or ``Accumulation`` without pipeline parallelism; see both for the arguments. Collective.
 
     Raises:
-        ConfigError: ``interleave`` is set with a pipeline, or as ``Pipeline``.
+        ConfigError: as ``Pipeline``.
     """
     if plan.num_stages == 1 and mesh.size("pp") == 1 and len(modules) == 1:
         return Accumulation(modules[0], after_backward, gradients=gradients, interleave=interleave)
-    if interleave:
-        raise ConfigError("interleave is not supported with a pipeline")
     return Pipeline(
         modules,
         mesh,
@@ -437,4 +450,5 @@ def make_runner(
         split_backward=split_backward,
         after_backward=after_backward,
         gradients=gradients,
+        interleave=interleave,
     )

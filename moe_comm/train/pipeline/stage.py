@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # no public names
 
 from moe_comm.errors import InputError
+from moe_comm.layers.parallel.interleave import StageInput, TurnParameters
 from moe_comm.runtime.events import COMMUNICATION
+from moe_comm.train.parallel.parameters import master_dtype
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, GRADIENTS, Transfers, between
 
@@ -34,16 +39,20 @@ class Stage(PipelineStage):
     The inputs of a micro-batch are looked up in ``batches`` and do not pass through the schedule, which only splits
     tensors into equal chunks and would treat a document index as an activation.
 
+    With ``turns`` = 2, what the schedule treats as one micro-batch are two consecutive ones. Their activations are sent
+    as two tensors, and they take turns in forward and backward (``layers/parallel/interleave.py``).
+
     A schedule only sends, receives and waits, except in ``forward_one_chunk`` and ``backward_..._one_chunk``. All time
     outside of these counts as communication.
 
     Args:
-        x: meta tensor of the input (token ids on the first stage).
-        y: meta tensor of the output.
+        x: meta tensor of the input of a micro-batch (token ids on the first stage).
+        y: meta tensor of its output.
         split_backward: False: compute weight gradients together with input gradients, even if the schedule defers them.
         after_backward: called with the module when the gradients of a micro-batch have been added to its parameters.
         transfers: records spans of transfers and passes.
         gradients: reduces gradients beside the last backward pass of a step.
+        turns: number of micro-batches that run together.
 
     Attributes:
         batches: micro-batches of the current step.
@@ -62,15 +71,19 @@ class Stage(PipelineStage):
         after_backward: AfterBackward | None,
         transfers: Transfers | None = None,
         gradients: GradientSync | None = None,
+        turns: int = 1,
     ) -> None:
-        super().__init__(module, index, num_stages, device, input_args=x, output_args=y, group=group)
+        super().__init__(
+            module, index, num_stages, device, input_args=(x,) * turns, output_args=(y,) * turns, group=group
+        )
         self.batches: Sequence[MicroBatch] = ()
         self._shape, self._dtype = tuple(y.shape), y.dtype
         self._split_backward = split_backward
         self._full_backward: set[int] = set()  # micro-batches whose weight gradients are already computed
         self._after_backward = after_backward
         self._gradients, self._backwards = gradients, 0
-        self._batch: MicroBatch | None = None
+        self._turns = turns
+        self._current: Sequence[MicroBatch] = ()
         self._transfers = transfers or Transfers()
         self._label, self._before, self._after = f"stage {index}", between(index - 1), between(index)
 
@@ -79,18 +92,27 @@ class Stage(PipelineStage):
         self.batches, self._backwards = batches, 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Tensor:
-        self._batch = self.batches[fwd_chunk_id]
-        inputs = (self._batch.ids_BS,) if self.is_first else ()
+        micro = fwd_chunk_id * self._turns
+        self._current = self.batches[micro : micro + self._turns]
+        inputs = tuple(batch.ids_BS for batch in self._current) if self.is_first else ()
         received = (ACTIVATIONS, self._before)
-        with COMMUNICATION.paused(), self._transfers.working("forward", self._label, fwd_chunk_id, *received):
+        with COMMUNICATION.paused(), self._working("forward", fwd_chunk_id, *received):
             y: Tensor = super().forward_one_chunk(fwd_chunk_id, inputs, {}, *more, **options)
         return y
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._batch is not None
-        y: Tensor = super().forward_maybe_with_nosync(
-            *args, positions=self._batch.positions_BS, documents=self._batch.documents
-        )
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        if self._turns == 1:
+            (batch,) = self._current
+            y = super().forward_maybe_with_nosync(*args, positions=batch.positions_BS, documents=batch.documents)
+            return self._checked(y, args)
+        if self._gradients is not None:
+            self._gradients.wait_weights()  # hooks of the module and its layers do not run
+        pairs = zip(args, self._current, strict=True)
+        module: Any = self.submod
+        outputs = module.forward_in_turns([StageInput(x, batch.positions_BS, batch.documents) for x, batch in pairs])
+        return tuple(self._checked(y, args) for y in outputs)
+
+    def _checked(self, y: Tensor, args: Sequence[Any]) -> Tensor:
         check_output(y, self.stage_index, self._shape, self._dtype)
         # A sent tensor must be dense. torch detaches it in place, so it must be neither a view nor the stage's input.
         y = y.contiguous()
@@ -103,14 +125,14 @@ class Stage(PipelineStage):
             self._full_backward.add(bwd_chunk_id)
             full_backward = True
         received = (GRADIENTS, self._after)
-        with COMMUNICATION.paused(), self._transfers.working("backward", self._label, bwd_chunk_id, *received):
+        with COMMUNICATION.paused(), self._working("backward", bwd_chunk_id, *received):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id in self._full_backward:
             self._full_backward.remove(bwd_chunk_id)
             return
-        with COMMUNICATION.paused(), self._transfers.working("backward of weights", self._label, bwd_chunk_id):
+        with COMMUNICATION.paused(), self._working("backward of weights", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
@@ -118,10 +140,15 @@ class Stage(PipelineStage):
         last = False
         if backward_type != "input":
             self._backwards += 1
-            last = self._gradients is not None and self._backwards == len(self.batches)
+            last = self._gradients is not None and self._backwards * self._turns == len(self.batches)
         if last:
             self._gradients.begin_backward(self.submod)  # type: ignore[union-attr]
-        gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        if backward_type == "weight":
+            self._sum_in_fp32()
+        if self._turns > 1 and backward_type != "full":
+            gradients, groups = self._split_backward_in_turns(backward_type, bwd_kwargs)
+        else:
+            gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if backward_type != "weight":
             # autograd.grad can return strided gradients; a sent tensor must be dense.
             gradients = tuple(g.contiguous() if isinstance(g, Tensor) else g for g in gradients)
@@ -131,24 +158,52 @@ class Stage(PipelineStage):
             self._gradients.end_backward(self.submod)  # type: ignore[union-attr]
         return gradients, groups
 
+    def _split_backward_in_turns(self, backward_type: str, bwd_kwargs: Any) -> tuple[Any, Any]:
+        """Run one half of a backward pass, as the base class does, but with the leaves of all micro-batches."""
+        if isinstance(self.submod, FSDPModule):
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        turns: TurnParameters = self.submod.turn_parameters  # type: ignore[assignment]
+        weights = [*self.submod.parameters(), *turns.leaves()]
+        if backward_type == "input":
+            outputs, grads, inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
+            return stage_backward_input(outputs, grads, inputs, iter(weights))
+        with turns.assigned():
+            return stage_backward_weight(iter(weights), bwd_kwargs["param_groups"]), None
+
+    def _sum_in_fp32(self) -> None:
+        """Give 16-bit weights of FSDP fp32 gradients, to which a split backward pass adds its own.
+
+        Otherwise it would sum the weight gradients of successive micro-batches in 16 bits.
+        """
+        if isinstance(self.submod, FSDPModule):
+            for param in self.submod.parameters():
+                if param.requires_grad and param.grad is None and param.dtype != master_dtype(param):
+                    param.grad_dtype = None
+                    param.grad = torch.zeros_like(param, dtype=master_dtype(param))
+
+    def _working(self, name: str, chunk: int, what: str = "", between: str = "") -> AbstractContextManager[None]:
+        return self._transfers.working(name, self._label, chunk * self._turns, what, between)
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
-        self._transfers.receives(ACTIVATIONS, self._before, fwd_chunk_id, ops)
+        self._transfers.receives(ACTIVATIONS, self._before, fwd_chunk_id * self._turns, ops)
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
-        self._transfers.receives(GRADIENTS, self._after, bwd_chunk_id, ops)
+        self._transfers.receives(GRADIENTS, self._after, bwd_chunk_id * self._turns, ops)
         return ops
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         ops = super().get_fwd_send_ops(fwd_chunk_id)
-        self._transfers.sends(ACTIVATIONS, self._after, fwd_chunk_id, ops)
+        self._transfers.sends(ACTIVATIONS, self._after, fwd_chunk_id * self._turns, ops)
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         ops = super().get_bwd_send_ops(bwd_chunk_id)
-        self._transfers.sends(GRADIENTS, self._before, bwd_chunk_id, ops)
+        self._transfers.sends(GRADIENTS, self._before, bwd_chunk_id * self._turns, ops)
         return ops
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:

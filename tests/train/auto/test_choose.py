@@ -105,7 +105,7 @@ def test_resolved_settings_are_explicit_and_load_unchanged() -> None:
     choice = choose(config, shape_of(config), two_hosts(GBIT))
     result = resolved(config, 2, choice.settings)
     assert not result.parallel.auto and result.parallel.mapping(2).ep == 1 and result.parallel.ranks == 2
-    assert {name for name in CHOSEN if getattr(result.parallel, name) is None} <= {"virtual"}
+    assert {name for name in CHOSEN if getattr(result.parallel, name) is None} <= {"virtual", "overlap_chunks"}
     assert result.data == config.data and result.model == config.model
 
 
@@ -119,6 +119,7 @@ def test_resolved_settings_are_explicit_and_load_unchanged() -> None:
         ("parallel.pp=2", "parallel.schedule=gpipe", "data.micro_batches=2"),
         ("parallel.cp=2",),
         ("parallel.interleave=true", "parallel.overlap_chunks=auto", "data.micro_batches=2"),
+        ("parallel.interleave=true", "parallel.overlap_chunks=auto", "data.micro_batches=4", "parallel.pp=2"),
     ],
     ids=" ".join,
 )
@@ -187,9 +188,8 @@ def test_close_predictions_prefer_fewer_axes() -> None:
 def test_overlap_is_chosen_only_if_it_hides_something() -> None:
     for given in (("parallel.pp=2",), ("parallel.pp=1",)):
         config = config_of("compute", "data.micro_batches=2", "parallel.ep=1", *given)
-        assert (
-            resolved(config, 2, choose(config, shape_of(config), two_hosts(GBIT)).settings).parallel.overlap_chunks == 0
-        )
+        result = resolved(config, 2, choose(config, shape_of(config), two_hosts(GBIT)).settings)
+        assert not result.parallel.overlap_chunks
 
 
 @pytest.mark.parametrize(
