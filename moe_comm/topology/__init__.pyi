@@ -5,7 +5,7 @@ from moe_comm.topology.parallel import (
     EXPERT_AXES as EXPERT_AXES,
     ParallelConfig as ParallelConfig,
 )
-from moe_comm.topology.placement import ExpertPlacement as ExpertPlacement
+from moe_comm.topology.placement import ExpertPlacement as ExpertPlacement, Placement as Placement
 from moe_comm.topology.sharding import (
     Box as Box,
     Sharding as Sharding,
