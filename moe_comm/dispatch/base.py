@@ -57,6 +57,8 @@ class Dispatcher(ABC):
         comm: communicator of the group; None without a group.
         calls: sequence numbers of the group's operations.
         maker: id of this dispatcher, unique in the process.
+        placement_digest: ``Placement.digest`` of the placement by which the caller replaces expert ids by ids of slots.
+            Each dispatch compares it between ranks.
     """
 
     name: ClassVar[str]
@@ -79,6 +81,7 @@ class Dispatcher(ABC):
         self.options = options or DispatchOptions()
         self.rounds = not self.packs and self.options.wire_dtypes != UNCHANGED
         self.corruption = CorruptionLog()
+        self.placement_digest = 0
         self.row_bytes: dict[tuple[str, int, torch.dtype], int] = {}
         self.calls = GroupCalls() if self.comm is None else self.comm.calls
         if self.comm is not None:
@@ -322,6 +325,7 @@ class Dispatcher(ABC):
             self._ordinal,
             self.maker,
             self.calls,
+            placement=self.placement_digest,
         )
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:

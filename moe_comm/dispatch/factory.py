@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ def make_dispatcher(
     options: DispatchOptions | None = None,
     traffic: Traffic | None = None,
     device: torch.device | str | None = None,
+    placement_digest: int = 0,
 ) -> Dispatcher:
     """Build a dispatcher for ``num_experts`` experts over the ranks of ``group``. Collective over the group.
 
@@ -49,6 +50,8 @@ def make_dispatcher(
         options: see ``DispatchOptions``.
         traffic: expected sizes, for the cost model of ``auto``.
         device: device of the rows; default: CUDA if the group has NCCL, else the CPU.
+        placement_digest: ``Placement.digest`` of the placement that the caller applies to expert ids. Ranks compare it
+            here and in each dispatch.
 
     Raises:
         ConfigError: unknown backend, a backend that cannot work for this group, or inconsistent sizes; on every rank.
@@ -76,6 +79,7 @@ def make_dispatcher(
         "number of experts": num_experts,
         "experts per rank": None if experts_per_rank is None else tuple(experts_per_rank),
         "expected traffic": traffic,
+        "placement of experts": placement_digest,
     }
     choice = _compare(group, options, traffic, device, same, fault)
     assert placement is not None, "every rank raises a fault"
@@ -84,7 +88,18 @@ def make_dispatcher(
         raise ConfigError(f"backend {name!r} cannot be used here: {problem}")
     if backend == "auto":
         warn_no_peer_access(choice)
-    return _build(name, placement, group, rank, options, device)
+    dispatcher = _build(name, placement, group, rank, options, device)
+    dispatcher.placement_digest = placement_digest
+    return dispatcher
+
+
+def refuse_dispatcher(fault: MoeCommError, group: ProcessGroup | None, options: DispatchOptions | None) -> NoReturn:
+    """Raise ``fault`` of this rank's arguments on every rank, in place of ``make_dispatcher``."""
+    options = options or DispatchOptions()
+    if rank_and_size(group)[1] > 1:
+        assert group is not None
+        compare(Channel(communicator_of(group, options.timeout_s), options.timeout_s), "a dispatcher", {}, {}, fault)
+    raise fault
 
 
 def explain_choice(
