@@ -19,7 +19,7 @@ from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.group_rank import rank_and_size
 from moe_comm.runtime.memory import native_is_built
-from moe_comm.topology import ExpertPlacement
+from moe_comm.topology import ExpertPlacement, Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +37,7 @@ def make_dispatcher(
     options: DispatchOptions | None = None,
     traffic: Traffic | None = None,
     device: torch.device | str | None = None,
-    placement_digest: int = 0,
+    expert_placement: Placement | None = None,
 ) -> Dispatcher:
     """Build a dispatcher for ``num_experts`` experts over the ranks of ``group``. Collective over the group.
 
@@ -50,8 +50,8 @@ def make_dispatcher(
         options: see ``DispatchOptions``.
         traffic: expected sizes, for the cost model of ``auto``.
         device: device of the rows; default: CUDA if the group has NCCL, else the CPU.
-        placement_digest: ``Placement.digest`` of the placement that the caller applies to expert ids. Ranks compare it
-            here and in each dispatch.
+        expert_placement: the placement by which the caller replaces expert ids by ids of slots. Ranks compare it here
+            and in each dispatch.
 
     Raises:
         ConfigError: unknown backend, a backend that cannot work for this group, or inconsistent sizes; on every rank.
@@ -73,13 +73,15 @@ def make_dispatcher(
             raise fault or ConfigError("no placement")
         from moe_comm.dispatch.backends.local_native import local_dispatcher  # loads one backend
 
-        return local_dispatcher(placement, group, options)
+        local = local_dispatcher(placement, group, options)
+        local.expert_placement = expert_placement
+        return local
     same = {
         "backend": backend,
         "number of experts": num_experts,
         "experts per rank": None if experts_per_rank is None else tuple(experts_per_rank),
         "expected traffic": traffic,
-        "placement of experts": placement_digest,
+        "placement of experts": 0 if expert_placement is None else expert_placement.digest,
     }
     choice = _compare(group, options, traffic, device, same, fault)
     assert placement is not None, "every rank raises a fault"
@@ -89,7 +91,7 @@ def make_dispatcher(
     if backend == "auto":
         warn_no_peer_access(choice)
     dispatcher = _build(name, placement, group, rank, options, device)
-    dispatcher.placement_digest = placement_digest
+    dispatcher.expert_placement = expert_placement
     return dispatcher
 
 

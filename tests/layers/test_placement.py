@@ -76,7 +76,8 @@ def build(run: Run, rank: int, world: int) -> MoELayer:
     part = ExpertSlice(rank % run.etp, run.etp)
     experts = Experts(slots.experts_per_rank[rank], HIDDEN, FFN, bias=True, part=part, dtype=run.dtype)
     router = Router(HIDDEN, config.router, group, dtype=run.dtype)
-    layer = MoELayer(router, experts, dispatcher, placement=placement, overlap=run.overlap)
+    dispatcher.expert_placement = placement
+    layer = MoELayer(router, experts, dispatcher, overlap=run.overlap)
     layer.reset_parameters(3)
     return layer
 
@@ -224,22 +225,22 @@ def test_placement_and_experts_per_rank_are_alternatives() -> None:
 
 
 def test_a_layer_and_its_dispatcher_must_have_equal_counts() -> None:
-    dispatcher = make_dispatcher(EXPERTS)
+    dispatcher = make_dispatcher(EXPERTS, expert_placement=placed((0, 1, 0, 1, 0, 1, 1, 1), 2))
     router = Router(HIDDEN, RouterConfig(EXPERTS, 2))
     with pytest.raises(ConfigError, match=r"\(3, 5\) experts on each rank, but the dispatcher has \(8,\)"):
-        MoELayer(router, Experts(8, HIDDEN, FFN), dispatcher, placement=placed((0, 1, 0, 1, 0, 1, 1, 1), 2))
+        MoELayer(router, Experts(8, HIDDEN, FFN), dispatcher)
 
 
 def dispatch_stale(rank: int, world: int, backend: str) -> list[str]:
     """Dispatch while rank 1 has an older placement, then with equal ones."""
     layer = build(Run(PERMUTATIONS[2][0], (4, 4), backend), rank, world)
     x, texts = draw(4, HIDDEN, seed=rank), []
-    layer.dispatcher.placement_digest = placed(PERMUTATIONS[2][0], world, version=2 - rank).digest
+    layer.dispatcher.expert_placement = placed(PERMUTATIONS[2][0], world, version=2 - rank)
     try:
         layer(x)
     except RankMismatch as error:
         texts.append(str(error))
-    layer.dispatcher.placement_digest = layer.placement.digest
+    layer.dispatcher.expert_placement = layer.placement
     layer(x)
     layer.dispatcher.close()
     return texts

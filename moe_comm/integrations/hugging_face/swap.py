@@ -72,14 +72,13 @@ class EPExperts(nn.Module):
         label: str,
         overlap: Overlap | None = None,
         replicated: Callable[[], nn.Parameter | None] = lambda: None,
-        placement: Placement | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
         self.dispatcher = dispatcher
         self.label, self.overlap = label, overlap
         self.num_experts = layout.num_experts
-        placement = Placement.of_layout(dispatcher.placement) if placement is None else placement
+        placement = dispatcher.expert_placement or Placement.of_layout(dispatcher.placement)
         self.placement, self.local_experts = placement, placement.experts_of(dispatcher.rank)
         for name in layout.parameters:
             self.register_parameter(name, _local_slice(getattr(experts, name), self.local_experts))
@@ -242,7 +241,7 @@ def parallelize_moe(
             options=options,
             traffic=traffic,
             device=device,
-            placement_digest=placements[count].digest,
+            expert_placement=placements[count],
         )
         for count in counts
     }
@@ -250,8 +249,7 @@ def parallelize_moe(
         experts, layout = blocks.pop(name)
         parent, _, child = name.rpartition(".")
         block = model.get_submodule(parent)
-        count, router = layout.num_experts, _router_of(block, child)
-        swapped = EPExperts(experts, layout, dispatchers[count], name, overlap, router, placements[count])
+        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name, overlap, _router_of(block, child))
         swapped.gemm_dtype = expert_gemm_dtype
         setattr(block, child, swapped)
         del experts  # free the full weights of this block before the next one is swapped

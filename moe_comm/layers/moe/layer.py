@@ -125,14 +125,13 @@ class MoELayer(ParallelModule):
         router: selects real and zero-computation experts. The layer counts over the router's ``group`` as well: a
             capacity of scope "batch" applies to the tokens of that group.
         experts: the experts of this rank, ``len(dispatcher.local_experts)`` of them, or as many expert slices.
-        dispatcher: dispatcher of the experts, or of their slices (``ExpertPlacement.sliced``).
+        dispatcher: dispatcher of the experts, or of their slices (``ExpertPlacement.sliced``). Its ``expert_placement``
+            is the placement of the complete experts; None: consecutive experts.
         shared: shared expert, or None.
         capacity: maximum number of rows per expert; None drops no row.
         label: name of the layer in error messages.
         overlap: the executor that runs dispatch, experts and combine (``overlap/executors``). "auto" selects serial or
             pipelined by a cost model (``explain_overlap``). None: serial. The results have the same bits.
-        placement: the experts of each expert-parallel rank; None: consecutive experts. The dispatcher's placement is
-            the layout of its slots.
 
     Attributes:
         placement: the expert-parallel ranks that hold each expert, complete or as slices.
@@ -158,7 +157,6 @@ class MoELayer(ParallelModule):
         capacity: Capacity | None = None,
         label: str = "",
         overlap: Overlap | Literal["auto"] | None = None,
-        placement: Placement | None = None,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
@@ -173,7 +171,7 @@ class MoELayer(ParallelModule):
         self.register_buffer("dropped_total", dropped, persistent=False)
         part = getattr(experts, "part", ExpertSlice())
         layout = ExpertPlacement(dispatcher.placement.experts_per_rank[:: part.count])
-        self.placement = Placement.of_layout(layout) if placement is None else placement
+        self.placement = dispatcher.expert_placement or Placement.of_layout(layout)
         self.place: Mapping[str, int] = {"ep": dispatcher.rank // part.count, "etp": part.index}
         self.sizes: Mapping[str, int] = {"ep": layout.world, "etp": part.count}
         if layout.sliced(part.count) != dispatcher.placement or dispatcher.rank % part.count != part.index:
@@ -197,7 +195,6 @@ class MoELayer(ParallelModule):
                 f"rank {dispatcher.rank} holds {len(dispatcher.local_experts)} experts by the dispatcher's placement "
                 f"{dispatcher.placement.experts_per_rank}, but its weights are for {experts.num_experts}"
             )
-        dispatcher.placement_digest = self.placement.digest
         self._slots = SlotTable.of(self.placement, part.count, router.weight.device)
         if dispatcher.group is not None and dispatcher.world > 1:
             shards = ExpertShards(dispatcher.group, experts.shardings_over(self.placement), self.place, self.sizes)
@@ -275,13 +272,14 @@ class MoELayer(ParallelModule):
                 options=options,
                 traffic=traffic,
                 device=target,
-                placement_digest=placement.digest,
+                expert_placement=placement,
             )
 
         if on_meta:
             from moe_comm.dispatch.deferred import DeferredDispatcher  # only "meta" needs it
 
             dispatcher: Dispatcher = DeferredDispatcher(slots, group, group_rank(group), options, make_on)
+            dispatcher.expert_placement = placement
         else:
             dispatcher = make_on(device)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -297,16 +295,7 @@ class MoELayer(ParallelModule):
         shared = None
         if config.shared_ffn:
             shared = SharedExpert(hidden, config.shared_ffn, activation, gate=config.shared_gate, **factory)
-        layer = cls(
-            router,
-            experts,
-            dispatcher,
-            shared,
-            capacity=config.capacity,
-            label=label,
-            overlap=overlap,
-            placement=placement,
-        )
+        layer = cls(router, experts, dispatcher, shared, capacity=config.capacity, label=label, overlap=overlap)
         layer.reset_parameters(_agree_on_seed(tokens_group) if seed is None else seed)
         return layer
 
