@@ -15,6 +15,7 @@ from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import (
     Decision,
     Moves,
+    PlacementKind,
     busiest_rows,
     cut_rows,
     decide,
@@ -224,7 +225,8 @@ def test_uniform_routing_never_switches(world: int, rows: int) -> None:
     current = Placement.contiguous(2 * world, world)
     for seed in range(40 // world or 1):
         window = zipf_steps(2 * world, rows, 0.0, seed, 5)
-        for kind, slots in (("relocate", 0), ("replicate", 1)):
+        kinds: tuple[tuple[PlacementKind, int], ...] = (("relocate", 0), ("replicate", 1))
+        for kind, slots in kinds:
             decision = decide(
                 window, current, kind=kind, slots=slots, threshold=0.0, **(COSTS | {"seconds_to_move": 0})
             )
