@@ -30,6 +30,7 @@ from moe_comm.train.sections import (
     OptimizerSection,
     ParallelSection,
     PayloadSection,
+    PlacementSection,
     RunSection,
     Section,
     WatchSection,
@@ -54,6 +55,7 @@ class TrainConfig(Section):
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
     parallel: ParallelSection = ParallelSection()
+    placement: PlacementSection = PlacementSection()
     payload: PayloadSection = PayloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
     watch: WatchSection = WatchSection()

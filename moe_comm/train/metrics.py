@@ -106,6 +106,37 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True)
+class PlacementReport:
+    """A switch of the placement of experts after a step.
+
+    Attributes:
+        version: largest version of a layer's placement.
+        layers: names of the layers that switched.
+        moved_bytes: bytes that all ranks sent.
+        ratio_before, ratio_after: rows of the busiest rank over the mean in the window of loads, with the old and the
+            new placement; mean of these layers.
+        saved_s, cost_s: predicted seconds, of all these layers together.
+        seconds: measured seconds on this rank.
+    """
+
+    version: int
+    layers: tuple[str, ...]
+    moved_bytes: int
+    ratio_before: float
+    ratio_after: float
+    saved_s: float
+    cost_s: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"experts of {len(self.layers)} layers moved ({self.moved_bytes:,} bytes in {self.seconds:.2g} s, version "
+            f"{self.version}): the busiest rank falls from {self.ratio_before:.2f} to {self.ratio_after:.2f} times the "
+            "mean rows"
+        )
+
+
+@dataclass(frozen=True)
 class StepReport:
     """Metrics of one training step, identical on all ranks except for ``times`` and ``memory_bytes``.
 
@@ -119,6 +150,7 @@ class StepReport:
         skipped: reason why the weights were not updated; "" if they were.
         stop: reason why training ends after this step; "" if it continues.
         reruns: number of reruns of the step, see ``moe_comm.train.resilience.guard``.
+        placement: the switch of placements after the step; None without one.
     """
 
     step: int
@@ -133,6 +165,7 @@ class StepReport:
     skipped: str = ""
     stop: str = ""
     reruns: int = 0
+    placement: PlacementReport | None = None
 
     @property
     def seconds(self) -> float:

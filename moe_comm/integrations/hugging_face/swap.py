@@ -82,7 +82,7 @@ class EPExperts(nn.Module):
         self.placement, self.local_experts = placement, placement.experts_of(dispatcher.rank)
         for name in layout.parameters:
             self.register_parameter(name, _local_slice(getattr(experts, name), self.local_experts))
-        self._slots = SlotTable.of(placement, 1, self.gate_up_proj.device)
+        self._slots = SlotTable.of(placement, 1)
         for hooks in _HOOKS:
             getattr(self, hooks).update(getattr(experts, hooks))
         self._is_full_backward_hook = experts._is_full_backward_hook

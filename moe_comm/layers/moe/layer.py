@@ -199,7 +199,7 @@ class MoELayer(ParallelModule):
                 f"rank {dispatcher.rank} holds {len(dispatcher.local_experts)} experts by the dispatcher's placement "
                 f"{dispatcher.placement.experts_per_rank}, but its weights are for {experts.num_experts}"
             )
-        self._slots = SlotTable.of(self.placement, part.count, router.weight.device)
+        self._slots = SlotTable.of(self.placement, part.count)
         if dispatcher.group is not None and dispatcher.world > 1:
             shards = ExpertShards(dispatcher.group, experts.shardings_over(self.placement), self.place, self.sizes)
             attach_experts(experts, shards, partial(getattr, router, "weight"), label)
@@ -401,7 +401,7 @@ class MoELayer(ParallelModule):
         """
         self.check_placement(placement)
         self.placement = self.dispatcher.expert_placement = placement
-        self._slots = SlotTable.of(placement, self.sizes["etp"], self.router.weight.device)
+        self._slots = SlotTable.of(placement, self.sizes["etp"])
         gradients = gradients_of(self.experts)
         if gradients is not None:
             gradients.shards = replace(gradients.shards, shardings=self.experts.shardings_over(placement))

@@ -12,7 +12,6 @@ all ranks, so nothing else is exchanged. Received rows are staged: a failure lea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import Channel
 from moe_comm.layers.parallel.collectives import channel_of, gather_values
 from moe_comm.topology import Box, Sharding
 
@@ -47,7 +47,8 @@ class MovedStack:
     ) -> MovedStack:
         """Return the stack for ranks at ``places`` on the axes "ep" and "etp", which all hold different rows."""
         sizes = {axis: 1 + max(place[axis] for place in places) for axis in ("ep", "etp")}
-        return cls(tensors, *([sharding.boxes(place, sizes) for place in places] for sharding in (old, new)))
+        before, after = ([sharding.boxes(place, sizes) for place in places] for sharding in (old, new))
+        return cls(tensors, before, after)
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,6 @@ class Transfer:
     destination: int
     from_index: Index
     to_index: Index
-
-    def nbytes(self, tensors: Sequence[Tensor]) -> int:
-        """Return the bytes of the range in all ``tensors``."""
-        return math.prod(part.stop - part.start for part in self.from_index) * sum(t.element_size() for t in tensors)
 
 
 def transfers_of(stack: MovedStack) -> Iterator[Transfer]:
@@ -132,7 +129,9 @@ def stage(stacks: Sequence[MovedStack], group: ProcessGroup | None, rank: int, w
     sizes_out = [sum(part.numel() for part in parts) for parts in sent]
     sizes_in = [sum(tensor[index].nbytes for tensor, index in parts) for parts in received]
     flat = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(part for parts in sent for part in parts)])
-    buffer = channel_of(group).all_to_all(flat, sizes_out, sizes_in, what)
+    # Not the shared channel: it takes another path on a rank whose sizes happen to be equal.
+    shared = channel_of(group)
+    buffer = Channel(shared.comm, shared.timeout_s).all_to_all(flat, sizes_out, sizes_in, what)
     offset = 0
     for tensor, index in (one for parts in received for one in parts):
         size = tensor[index].nbytes

@@ -21,17 +21,16 @@ class SlotTable:
     Args:
         placement: ranks of each expert.
         parts: number of slices of each expert; each slice has a slot of its own.
-        device: initial device of the table.
     """
 
-    def __init__(self, placement: Placement, parts: int, device: torch.device) -> None:
+    def __init__(self, placement: Placement, parts: int) -> None:
         slices = placement.layout.slice_ids(parts)
-        self._slots_EP = torch.tensor([slices[slots[0]] for slots in placement.slot_ids()], device=device)
+        self._slots_EP = torch.tensor([slices[slots[0]] for slots in placement.slot_ids()], device="cpu")
 
     @classmethod
-    def of(cls, placement: Placement, parts: int, device: torch.device) -> SlotTable | None:
+    def of(cls, placement: Placement, parts: int) -> SlotTable | None:
         """Return the table, or None if the id of each expert is the id of its slot."""
-        return None if placement.is_contiguous and parts == 1 else cls(placement, parts, device)
+        return None if placement.is_contiguous and parts == 1 else cls(placement, parts)
 
     def __call__(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return [T, K * parts] ids of the slots of each token's experts, and their weights.
