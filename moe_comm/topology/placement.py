@@ -7,6 +7,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from moe_comm.errors import ConfigError
@@ -148,6 +149,21 @@ class Placement:
         counts = layout.experts_per_rank
         return cls(tuple((rank,) for rank, count in enumerate(counts) for _ in range(count)), layout.world)
 
+    def fitting(self, num_experts: int, world: int) -> Placement:
+        """Return this placement.
+
+        Raises:
+            ConfigError: it is for another number of experts or ranks, or has copies.
+        """
+        if self.has_copies:
+            raise ConfigError("an expert has several owners; MoE layers hold each expert once")
+        if (self.num_experts, self.world) != (num_experts, world):
+            raise ConfigError(
+                f"the placement is for {self.num_experts} experts on {self.world} ranks; this layer has {num_experts} "
+                f"experts on {world} expert-parallel ranks"
+            )
+        return self
+
     @property
     def num_experts(self) -> int:
         """Number of experts, each counted once."""
@@ -158,7 +174,7 @@ class Placement:
         """The home of each expert."""
         return tuple(ranks[0] for ranks in self.owners)
 
-    @property
+    @cached_property
     def has_copies(self) -> bool:
         """Whether an expert has more than one owner."""
         return any(len(ranks) > 1 for ranks in self.owners)
@@ -177,7 +193,7 @@ class Placement:
         """The layout of the ranks' slots, in which the slots of a rank have consecutive ids."""
         return ExpertPlacement(self.slots_per_rank)
 
-    @property
+    @cached_property
     def is_contiguous(self) -> bool:
         """Whether the id of each slot is the id of its expert."""
         return not self.has_copies and list(self.homes) == sorted(self.homes)
@@ -201,10 +217,17 @@ class Placement:
                 taken[rank] += 1
         return slots
 
-    @property
+    @cached_property
     def digest(self) -> int:
-        """A 63-bit hash of owners, world and version, the same in every process."""
-        return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=8).digest(), "little") >> 1
+        """A hash of the owners (45 bits) and the version (the lowest 16 bits), the same in every process.
+
+        0 for the contiguous placement of version 0.
+        """
+        if self.is_contiguous and not self.version:
+            return 0
+        owners = json.dumps((self.owners, self.world)).encode()
+        hashed = int.from_bytes(hashlib.blake2b(owners, digest_size=8).digest(), "little")
+        return hashed >> 19 << 16 | self.version & 0xFFFF
 
     def to_json(self) -> str:
         """Return the placement as a JSON object."""

@@ -83,10 +83,11 @@ def test_the_contiguous_placement_is_the_layout_of_its_slots() -> None:
 
 
 def test_digests_differ_by_owner_world_and_version() -> None:
-    one = Placement.contiguous(4, 2)
-    others = [Placement(one.owners, 2, 1), Placement(one.owners, 3), Placement(one.owners[::-1], 2)]
+    one = Placement(((1,), (1,), (0,), (0,)), 2)
+    others = [Placement(one.owners, 2, 1), Placement(one.owners, 3), Placement(one.owners[::-1], 2, 1)]
     assert len({placement.digest for placement in (one, *others)}) == 4
-    assert Placement.contiguous(4, 2).digest == one.digest
+    assert Placement(one.owners, 2).digest == one.digest and one.digest < 2**61
+    assert Placement.contiguous(4, 2).digest == 0
 
 
 @pytest.mark.parametrize(
