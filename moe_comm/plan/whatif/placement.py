@@ -141,7 +141,7 @@ def study(run: Path, settings: Sequence[ReplaySettings], ranks: int | None = Non
     seconds = _seconds(run, loads)
     if seconds is not None:
         settings = [replace(one, seconds_per_row=seconds[0], seconds_to_move=seconds[1]) for one in settings]
-    experts = _real_experts(run)
+    experts = real_experts(run)
     layers = []
     for layer, by_step in loads.items():
         real = {step: load[:experts] for step, load in by_step.items()}
@@ -188,7 +188,8 @@ def _config(run: Path) -> dict[str, Any]:
         return {}
 
 
-def _real_experts(run: Path) -> int | None:
+def real_experts(run: Path) -> int | None:
+    """Return the number of real experts of a layer by the run's configuration; None if it is unknown."""
     experts = _config(run).get("model", {}).get("experts")
     return experts if isinstance(experts, int) else None
 
