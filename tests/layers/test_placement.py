@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +15,9 @@ from torch import Tensor
 from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.errors import ConfigError, InputError, RankMismatch, RoutingError
+from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, ZeroExperts, gather_state_dict, load_state_dict
+from moe_comm.layers.data_parallel import expert_modules, optimizer_state_dict
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, plain
 from moe_comm.layers.moe.config import MoEGroups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
@@ -281,3 +284,128 @@ def test_one_rank_needs_no_table() -> None:
     other = MoELayer.build(CONFIG, seed=3)
     x = draw(5, HIDDEN, seed=1)
     assert torch.equal(layer(x), other(x)) and layer.dispatcher.placement == ExpertPlacement((EXPERTS,))
+
+
+# --- relocation ---
+
+
+def expected_bytes(layer: MoELayer, old: Placement, new: Placement, copies: int) -> int:
+    """Return the bytes that one ep rank sends: ``copies`` fp32 tensors of each expert that leaves it."""
+    ep = layer.place["ep"]
+    leaving = [e for e, (a, b) in enumerate(zip(old.homes, new.homes, strict=True)) if a == ep != b]
+    return len(leaving) * copies * sum(p[0].numel() * 4 for p in layer.experts.parameters())
+
+
+def relocate_and_run(rank: int, world: int, arg: tuple[str, int, tuple[int, ...]]) -> None:
+    """Train two steps on consecutive experts; relocate after the first one, and again after the second one."""
+    backend, etp, homes = arg
+    old, new = Placement.contiguous(EXPERTS, world // etp), placed(homes, world // etp, 1)
+    first = Placement(old.owners, old.world, 2)
+    layers = [build(Run(None, old.slots_per_rank, backend, etp), rank, world) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.01) for layer in layers]
+    for step, placement in enumerate((new, first, None)):
+        outputs = []
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            x = draw(9, HIDDEN, seed=10 * step + rank).requires_grad_()
+            y = layer(x)
+            y.backward(draw(*y.shape, seed=70 + step))
+            assert x.grad is not None
+            outputs.append((y.detach(), x.grad))
+            for name, param in layer.named_parameters():
+                if not name.startswith("experts.") and param.grad is not None:
+                    dist.all_reduce(param.grad)
+            for _, _, gradients in expert_modules(layer):
+                gradients.stop_checking()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True)), step
+        if placement is not None:
+            before = layers[1].placement
+            sent = layers[1].relocate(placement, optimizers[1])
+            assert sent == expected_bytes(layers[1], before, placement, 3) and layers[1].placement == placement
+    for got, wanted in zip(*(gather_state_dict(layer).items() for layer in layers), strict=True):
+        assert got[0] == wanted[0] and torch.equal(got[1], wanted[1]), got[0]
+    states = [optimizer_state_dict(layer, o)["state"] for layer, o in zip(layers, optimizers, strict=True)]
+    for index, values in states[0].items():
+        assert all(torch.equal(states[1][index][key], value) for key, value in values.items())
+    assert all(layer.local_experts == layers[0].local_experts for layer in layers)
+    for layer in layers:
+        layer.dispatcher.close()
+
+
+@pytest.mark.parametrize(
+    ("world", "backend", "etp", "homes"),
+    [
+        (2, "all_to_all", 1, PERMUTATIONS[2][0]),
+        (2, "shared_memory", 1, PERMUTATIONS[2][1]),
+        (4, "all_to_all", 2, PERMUTATIONS[2][0]),
+        (4, "all_to_all", 1, (3, 1, 0, 2, 2, 3, 0, 1)),
+    ],
+)
+def test_relocation_moves_weights_and_state_of_moved_experts_only_and_changes_no_bit(
+    request: pytest.FixtureRequest, world: int, backend: str, etp: int, homes: tuple[int, ...]
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    pool.run(relocate_and_run, (backend, etp, homes), timeout=120)
+
+
+def refuse_relocation(rank: int, world: int, case: str) -> tuple[str, bool, bool]:
+    layer = build(Run(None, (4, 4)), rank, world)
+    homes = {"counts": (0, 0, 0, 1, 1, 1, 1, 1), "owners": PERMUTATIONS[2][rank]}.get(case, PERMUTATIONS[2][0])
+    weights, placement, text = layer.experts.w13.detach().clone(), layer.placement, "nothing raised"
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+    if case == "state" and rank:
+        layer.experts.w13.grad = torch.ones_like(layer.experts.w13)
+        layer.experts.expert_gradients.stop_checking()
+        optimizer.step()
+        weights = layer.experts.w13.detach().clone()
+    try:
+        layer.relocate(placed(homes, world, 1 + (case == "version" and rank)), optimizer)
+    except (ConfigError, RankMismatch) as error:
+        text = f"{type(error).__name__}: {error}"
+    unchanged = torch.equal(layer.experts.w13, weights)
+    layer(draw(3, HIDDEN, seed=rank))
+    layer.dispatcher.close()
+    return text, layer.placement is placement, unchanged
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("counts", r"ConfigError: .*number of experts of each rank, \(4, 4\); the new placement has \(3, 5\)"),
+        ("owners", "RankMismatch: ranks disagree on new placement of experts"),
+        ("version", "RankMismatch: ranks disagree on new placement of experts"),
+        ("state", "RankMismatch: ranks disagree on weights and optimizer state"),
+    ],
+)
+def test_a_relocation_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
+    pool2: RankPool, case: str, expected: str
+) -> None:
+    for text, same_placement, same_weights in pool2.run(refuse_relocation, case, timeout=60):
+        assert re.match(expected, text), text
+        assert same_placement and same_weights
+
+
+class Ending(Tensor):
+    """A tensor that ends its process when its rows are read, which is after the ranks have compared placements."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        os._exit(9)
+
+
+def relocate_while_a_rank_exits(rank: int, world: int, arg: None) -> tuple[str, bool]:
+    layer = build(Run(None, (4, 4)), rank, world)
+    weights, placement = layer.experts.w13.detach().clone(), layer.placement
+    optimizer = torch.optim.SGD(layer.parameters())
+    state = torch.zeros_like(layer.experts.w2, requires_grad=False)
+    optimizer.state[layer.experts.w2] = {"state": state.as_subclass(Ending) if rank else state}
+    try:
+        layer.relocate(placed(PERMUTATIONS[2][0], world, 1), optimizer)
+    except PeerDied as error:
+        return str(error), layer.placement is placement and torch.equal(layer.experts.w13, weights)
+    return "nothing raised", False
+
+
+def test_a_rank_that_ends_during_a_relocation_is_reported_and_the_old_placement_stays(pool2: RankPool) -> None:
+    text, unchanged = pool2.run(relocate_while_a_rank_exits, None, timeout=60, expect_dead={1})[0]
+    assert "relocating the experts" in text and "rank 1" in text and unchanged

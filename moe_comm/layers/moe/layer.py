@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
+from moe_comm.comm.group_setup import compare
 from moe_comm.deprecated import converted_parameters, renamed_attributes, renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
@@ -36,11 +37,14 @@ from moe_comm.dispatch.factory import refuse_dispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
-from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
+from moe_comm.layers.data_parallel.gradients import managed_by_fsdp
+from moe_comm.layers.data_parallel.optimizers import mark_parameter
 from moe_comm.layers.data_parallel.sync import prepare_ddp
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
+from moe_comm.layers.moe.relocation import MovedStack, stage
 from moe_comm.layers.moe.router import Router, Routing, recomputing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
 from moe_comm.layers.moe.slots import SlotTable
@@ -323,6 +327,89 @@ class MoELayer(ParallelModule):
         self.experts.reset_parameters(seed, self.local_experts, std)
         self.dropped_total.zero_()
 
+    def relocate(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Move experts to other ranks: weights, and the state of ``optimizer``. Collective over the expert group.
+
+        Call it between steps: the experts' gradients are reset, and no call of the layer may be pending. Only the rows
+        of experts that change their rank are sent. The layer computes the same bits as before. A state dict of the
+        weights that was taken before is not a part of the new experts.
+
+        Args:
+            placement: the new placement, with as many experts on each rank as before.
+            optimizer: state tensors with the shape of an expert parameter move with it. None: state does not move.
+
+        Returns:
+            Bytes that this rank sent to other ranks.
+
+        Raises:
+            ConfigError: the placement does not fit, or FSDP shards the experts; on every rank.
+            RankMismatch: ranks pass different placements; on every rank.
+            PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement.
+        """
+        dispatcher, state = self.dispatcher, {} if optimizer is None else optimizer.state
+        moved = {
+            name: [
+                param.data,
+                *(plain(value) for value in state.get(param, {}).values() if _has_shape_of(value, param)),
+            ]
+            for name, param in self.experts.named_parameters()
+        }
+        self._agree_on(placement, str([(name, [t.dtype for t in tensors]) for name, tensors in moved.items()]))
+        old, new = (self.experts.shardings_over(one) for one in (self.placement, placement))
+        places = [{"ep": r // self.sizes["etp"], "etp": r % self.sizes["etp"]} for r in range(dispatcher.world)]
+        stacks = [MovedStack.of(tensors, old[name], new[name], places) for name, tensors in moved.items()]
+        what = f"relocating the experts of layer {self.label!r} to version {placement.version}"
+        staged = stage(stacks, dispatcher.group, dispatcher.rank, what)
+        staged.apply()
+        self.set_placement(placement)
+        return staged.sent_bytes
+
+    def _agree_on(self, placement: Placement, tensors: str) -> None:
+        """Raise on all ranks unless ``placement`` is valid and it and the ``tensors`` to move are equal. Collective."""
+        fault: ConfigError | None = None
+        try:
+            self.check_placement(placement)
+            if any(managed_by_fsdp(param) for param in self.experts.parameters()):
+                raise ConfigError(f"FSDP shards the experts of layer {self.label!r}, which cannot be relocated")
+        except ConfigError as error:
+            fault = error
+        if self.dispatcher.comm is not None and self.dispatcher.world > 1:
+            channel = Channel(self.dispatcher.comm, self.dispatcher.options.timeout_s)
+            same = {
+                "new placement of experts": placement.digest,
+                "present placement": self.placement.digest,
+                "layer": self.label,
+                "weights and optimizer state": tensors,
+            }
+            compare(channel, "a relocation of experts", same, fault=fault)
+        elif fault is not None:
+            raise fault
+
+    def check_placement(self, placement: Placement) -> None:
+        """Raise ConfigError unless ``placement`` keeps the number of experts of each rank."""
+        placement.fitting(self.num_experts, self.sizes["ep"])
+        if placement.slots_per_rank != self.placement.slots_per_rank:
+            raise ConfigError(
+                f"a relocation keeps the number of experts of each rank, {self.placement.slots_per_rank}; the new "
+                f"placement has {placement.slots_per_rank}"
+            )
+
+    def set_placement(self, placement: Placement) -> None:
+        """Declare that the weights are those of ``placement``. ``relocate`` moves them; this method moves nothing.
+
+        All ranks call it between steps. The experts' gradients are reset.
+        """
+        self.check_placement(placement)
+        self.placement = self.dispatcher.expert_placement = placement
+        self._slots = SlotTable.of(placement, self.sizes["etp"], self.router.weight.device)
+        gradients = gradients_of(self.experts)
+        if gradients is not None:
+            gradients.shards = replace(gradients.shards, shardings=self.experts.shardings_over(placement))
+        for name, param in self.experts.named_parameters():
+            param.grad = None
+            if gradients is not None:
+                mark_parameter(param, gradients.shards, name)
+
     def shared_by_copies(self) -> list[Any]:
         """Return the objects that communicate with other processes."""
         return [self.dispatcher, self.router.group, self.router.sequence_group]
@@ -461,6 +548,10 @@ class MoELayer(ParallelModule):
         slots = handle.num_tokens * handle.top_k // etp
         dropped = None if self.capacity is None else self.num_dropped
         self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+
+
+def _has_shape_of(value: object, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
 def _agree_on_seed(group: ProcessGroup | None) -> int:
