@@ -22,19 +22,19 @@ LENGTH = 128
 def make_model() -> Any:
     """Return a model with random weights."""
     torch.manual_seed(0)
-    settings: dict[str, Any] = dict(
-        vocab_size=ByteTokenizer().vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=EXPERTS,
-        num_experts_per_tok=4,
-        mlp_only_layers=[],
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": ByteTokenizer().vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 4,
+        "mlp_only_layers": [],
+    }
     return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**settings)).eval()
 
 
