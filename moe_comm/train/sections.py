@@ -448,10 +448,12 @@ class ObserveSection(Section):
         events: record spans.
         records: capacity of each rank's ring buffer, in spans.
         every: the spans of every ``every``-th step are written to the run folder. 0: write spans only after faults.
+        loads: steps between the expert loads written to the run folder. 0: as ``every``.
         series: maximum number of per-layer metrics written in one step.
     """
 
     events: bool = True
     records: int = Field(default=4096, ge=64, le=2**20)
     every: int = Field(default=20, ge=0)
+    loads: int = Field(default=0, ge=0)
     series: int = Field(default=200, ge=0)

@@ -279,8 +279,8 @@ def _open_sinks(run: _Run, done: int, record_fault: Callable[[FaultRecord], None
         METRICS: JsonlSink(folder / METRICS, done, observe.series),
         "tensorboard": TensorBoardSink(folder / "tensorboard", done, observe.series),
     }
-    if observe.every:
-        sinks[LOADS] = LoadsSink(folder / LOADS, observe.every, done)
+    if observe.loads or observe.every:
+        sinks[LOADS] = LoadsSink(folder / LOADS, observe.loads or observe.every, done)
     return [NonblockingSink(sink, name, run.progress.log, record_fault) for name, sink in sinks.items()]
 
 
