@@ -72,6 +72,6 @@ from moe_comm.layers.transformer.model_plan import ModelPlan as ModelPlan
 from moe_comm.overlap.options import Overlap as Overlap
 from moe_comm.topology.mesh import ParallelMesh as ParallelMesh
 from moe_comm.topology.parallel import ParallelConfig as ParallelConfig
-from moe_comm.topology.placement import ExpertPlacement as ExpertPlacement
+from moe_comm.topology.placement import ExpertPlacement as ExpertPlacement, Placement as Placement
 
 __version__: str

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import moe_comm
-from moe_comm.cli import check, diagnose, faults, observe, plan, report, train, tune, whatif
+from moe_comm.cli import check, diagnose, faults, observe, place, plan, report, train, tune, whatif
 from moe_comm.cli.bench import bench
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.runtime import cpu_guard
@@ -73,6 +73,7 @@ app.add_typer(observe.app)
 app.add_typer(diagnose.app)
 app.add_typer(report.app)
 app.add_typer(whatif.app)
+app.add_typer(place.app)
 app.add_typer(faults.app)
 
 

@@ -230,6 +230,34 @@ def bench_hierarchical(
     module.main(module.HierarchicalBench(**values), json_out)
 
 
+@bench.command("placement")
+def bench_placement(
+    ranks: Ranks = 4,
+    tokens: Tokens = 512,
+    hidden: Hidden = 256,
+    ffn: Annotated[int, typer.Option(min=1, help="Width of each expert.")] = 512,
+    experts: Experts = 32,
+    top_k: TopK = 4,
+    zipf: Annotated[float, typer.Option(min=0, help="Exponent of the popularity of experts; 0: uniform.")] = 1.0,
+    drift: Annotated[
+        int, typer.Option(min=0, help="Steps after which two experts exchange their popularity; 0: never.")
+    ] = 0,
+    every: Annotated[int, typer.Option(min=1, help="Steps between decisions.")] = 10,
+    window: Annotated[int, typer.Option(min=1, help="Steps that each decision adds.")] = 5,
+    threshold: Annotated[float, typer.Option(min=0, help="Minimum share of the busiest rank's rows to save.")] = 0.05,
+    warmup: Warmup = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Number of measured steps.")] = 30,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """Compare an MoE layer with fixed experts and with experts that move to even the rows of the ranks."""
+    settings = load("moe_comm.bench.placement.settings", "bench").PlacementBench
+    values: dict[str, Any] = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts}
+    values |= {"top_k": top_k, "zipf": zipf, "drift": drift, "every": every, "window": window, "threshold": threshold}
+    values |= {"warmup": warmup, "iterations": steps, "seed": seed}
+    load("moe_comm.bench.placement.benchmark", "bench").main(settings(**values), json_out)
+
+
 @bench.command("plan")
 def bench_plan(
     ranks: Annotated[

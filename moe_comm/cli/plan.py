@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from moe_comm.cli.options import JsonOut, load
 from moe_comm.errors import ConfigError, MoeCommError
 
 if TYPE_CHECKING:
+    from moe_comm.plan.model.expert_loads import ExpertLoads
     from moe_comm.plan.search.request import PlanCandidate, PlanRequest
     from moe_comm.plan.search.search import SearchResult
     from moe_comm.plan.step.simulate import SimulatedStep
@@ -59,6 +60,12 @@ class ShardingOption(StrEnum):
     replicate = "replicate"
     zero1 = "zero1"
     fsdp = "fsdp"
+
+
+class PlacementOption(StrEnum):
+    fixed = "fixed"
+    relocate = "relocate"
+    replicate = "replicate"
 
 
 class DispatcherOption(StrEnum):
@@ -105,6 +112,13 @@ def plan(
         float | None,
         _option("Rows of the busiest rank's experts divided by the mean.", by="1.29; 1 with a capacity factor"),
     ] = None,
+    loads: Annotated[
+        Path | None, _option("Use the expert loads of a run instead of an imbalance.", "RUN", by="--imbalance")
+    ] = None,
+    placement: Annotated[
+        PlacementOption | None, _option("Placement of experts for these loads, with --loads.", by="fixed")
+    ] = None,
+    slots: Annotated[int | None, _option("Copies of experts per rank, to replicate.", by="1", min=1)] = None,
     host_size: Annotated[int | None, _option("Accelerators per host.", by="the hardware's", min=1, max=MOST)] = None,
     micro_batch: Annotated[int | None, _option("Sequences per micro-batch.", by="the fastest", min=1)] = None,
     recompute: Annotated[RecomputeOption | None, _option("Activations to recompute.", by="the least that fits")] = None,
@@ -160,12 +174,17 @@ def plan(
             raise ConfigError("--top applies to a search; --mapping predicts one mapping")
         if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:
             raise ConfigError(f"missing option {next(name for name, value in needed.items() if value is None)}")
+        workload = load("moe_comm.plan.model.load", "train").Workload.assumed(
+            seq_len, dtype.value, capacity_factor, imbalance
+        )
+        if loads is not None:
+            workload = replace(workload, imbalance=1.0, loads=_loads(loads, placement, slots, imbalance))
+        elif placement is not None or slots is not None:
+            raise ConfigError("--placement and --slots need the expert loads of a run: --loads RUN")
         request = load("moe_comm.plan.search.request", "train").PlanRequest(
             load("moe_comm.plan.model.files", "train").model_named(model),
             _cluster(hardware, hardware_file, gpus, host_size),
-            load("moe_comm.plan.model.load", "train").Workload.assumed(
-                seq_len, dtype.value, capacity_factor, imbalance
-            ),
+            workload,
             global_batch,
         )
         options: dict[str, Any] = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding}
@@ -179,6 +198,20 @@ def plan(
                 mapping, coupled=folded is False, **fixed
             )
             outputs.write(request, partial.candidate(request))
+
+
+def _loads(run: Path, placement: PlacementOption | None, slots: int | None, imbalance: float | None) -> ExpertLoads:
+    """Return the recorded loads of a run with a placement."""
+    if imbalance is not None:
+        raise ConfigError("--loads replaces --imbalance; pass one of them")
+    kind = (placement or PlacementOption.fixed).value
+    if slots is not None and kind != "replicate":
+        raise ConfigError("--slots applies to --placement replicate")
+    recorded = load("moe_comm.plan.whatif.placement", "train")
+    result: ExpertLoads = load("moe_comm.plan.model.expert_loads", "train").ExpertLoads.of(
+        recorded.read_loads(run), kind, (slots or 1) if kind == "replicate" else 0, recorded.real_experts(run)
+    )
+    return result
 
 
 @dataclass(frozen=True)

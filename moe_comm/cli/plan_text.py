@@ -36,6 +36,7 @@ def heading(request: PlanRequest) -> str:
     shape, cluster, load = request.shape, request.cluster, request.load
     capacity = "" if load.capacity is None else f", capacity factor {load.capacity:g}"
     uneven = "" if load.imbalance == 1 else f", imbalance {load.imbalance:g}"
+    uneven = uneven if load.loads is None else ", recorded loads of experts"
     return escape(
         f"{shape.name} ({_billions(shape.params)} parameters, {_billions(shape.active)} active) on {cluster.gpus:,} "
         f"{cluster.accelerator.name}, {cluster.host_size} per host: {request.global_batch:,} sequences of "
@@ -152,6 +153,14 @@ def _lines(request: PlanRequest, candidate: PlanCandidate) -> Iterator[Renderabl
         f"{mapping.micro_batch}; {mapping.sharding}, recompute {mapping.recompute}, overlap {mapping.overlap}"
         + (f", dispatcher {mapping.dispatcher}" if p.ep * p.etp > 1 else ""),
     )
+    if request.load.loads is not None:
+        placed = request.load.loads.placed(p.ep)
+        copies = f", {placed.copies} copies per rank" if placed.copies else ""
+        lines.add_row(
+            "placement",
+            f"[bold]{placed.kind}[/]: busiest rank {placed.before:.2f} -> {placed.ratio:.2f} times the mean{copies}; "
+            f"first layer: {escape(placed.reason)}",
+        )
     lines.add_row(
         "step",
         f"[bold]{step.seconds:.4g} s[/], {step.tokens_per_s:,.0f} tokens/s, MFU [bold]{step.mfu:.1%}[/]; bubble "

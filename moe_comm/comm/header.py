@@ -8,9 +8,9 @@ different operations exchange the same number of bytes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 
 import numpy as np
@@ -42,7 +42,7 @@ COMPARED = (
     "dtype",
     "top-k",
     "experts",
-    "requires_grad",
+    "requires_grad or the placement of experts",
     "layer, dispatcher or rows",
 )
 """Names of the first words of a header, which must be equal on all ranks."""
@@ -51,6 +51,8 @@ FAULT_SLOT = NUM_COMPARED
 TEXT_START = FAULT_SLOT + 1
 TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
+PLACEMENT_WORD = 6
+"""Index of the word with ``requires_grad``, ``scaled`` and, above these two bits, the digest of the placement."""
 ORDINAL_MASK = 0xFFF
 """Bits of a word that hold the ordinal of a dispatcher."""
 COLLECTIVES = ORDINAL_MASK
@@ -120,6 +122,7 @@ class Header:
     ordinal: number of the dispatcher in the group. maker: id of the dispatcher in this process; not compared.
     calls: the operations of the group; ``check`` updates them when ranks differ.
     scaled: whether a dispatch returns rows as values and scales.
+    placement: digest of the placement of experts, whose slots the ids of a dispatch are; 0 for the default placement.
     """
 
     op: str
@@ -136,6 +139,7 @@ class Header:
     maker: int = 0
     calls: GroupCalls | None = field(default=None, repr=False, compare=False)
     scaled: bool = False
+    placement: int = 0
 
     def compared(self) -> tuple[int, ...]:
         """Return the words that must be equal on all ranks, in the order of ``COMPARED``."""
@@ -146,7 +150,7 @@ class Header:
             _DTYPE_INDICES.get(self.dtype, -1),
             self.top_k,
             self.num_experts,
-            int(self.requires_grad) | self.scaled << 1,
+            int(self.requires_grad) | self.scaled << 1 | self.placement << 2,
             # Layer, dispatcher and dispatch (of_call) in one word. of_call differs if ranks combine the rows of several
             # dispatches in different orders.
             _origin_hash(self.label, self.ordinal) | (self.of_call & 0x7FFFFFFF) << 32,
@@ -194,12 +198,17 @@ def _format_word(index: int, words: Words) -> str:
         return OPS[value] if 0 <= value < len(OPS) else f"unknown operation {value}"
     if index == 3:
         return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
-    if index == 6:
-        return str(bool(value & 1)) + ", scaled rows" * (value >> 1)
+    if index == PLACEMENT_WORD:
+        return str(bool(value & 1)) + ", scaled rows" * (value >> 1 & 1)
     if index == 7:
         rows = f", rows of call {value >> 32}" if value >> 32 else ""
         return f"{_text(words)!r} (dispatcher {value & ORDINAL_MASK}{rows})"
     return str(value)
+
+
+def _format_placement(words: Words) -> str:
+    digest = int(words[PLACEMENT_WORD]) >> 2
+    return f"version {digest & 0xFFFF} ({digest >> 16:x})" if digest else "version 0 (contiguous)"
 
 
 def check(headers: Sequence[Words], rank: int, own: Header) -> None:
@@ -226,10 +235,16 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
         return
     for index in range(NUM_COMPARED):
         if len({words[index] for words in compared}) > 1:
-            values = ", ".join(f"rank {peer}: {_format_word(index, words)}" for peer, words in enumerate(headers))
+            what = COMPARED[index]
+            describe_word: Callable[[Words], str] = partial(_format_word, index)
+            if index == PLACEMENT_WORD:
+                same = len({words[index] >> 2 for words in compared}) == 1
+                what = "requires_grad" if same else "the placement of experts"
+                describe_word = describe_word if same else _format_placement
+            values = ", ".join(f"rank {peer}: {describe_word(words)}" for peer, words in enumerate(headers))
             layer = f" of layer {own.label!r}" if own.label else ""
             raise errors.RankMismatch(
-                f"ranks disagree on {COMPARED[index]} in {own.op} (call {own.seq}){layer}: {values}. "
+                f"ranks disagree on {what} in {own.op} (call {own.seq}){layer}: {values}. "
                 "Every rank of a group must make the same calls in the same order with the same settings."
             )
 

@@ -37,7 +37,7 @@ from moe_comm.dispatch.types import DROPPED, Dispatched, DispatchHandle, Dispatc
 from moe_comm.dispatch.wire_dtype import UNCHANGED, pack, rounded, unpack_scaled
 from moe_comm.errors import InputError, MoeCommError, PeerRaised, known_to_peers, mark_known
 from moe_comm.kernels.fp8 import BLOCK, ScaledRows, quantize_rows
-from moe_comm.topology import ExpertPlacement
+from moe_comm.topology import ExpertPlacement, Placement
 
 ID_DTYPES = (torch.int64, torch.int32)
 MESSAGE_CHARS = 160
@@ -57,6 +57,8 @@ class Dispatcher(ABC):
         comm: communicator of the group; None without a group.
         calls: sequence numbers of the group's operations.
         maker: id of this dispatcher, unique in the process.
+        expert_placement: the placement by which the caller replaces expert ids by ids of slots; each dispatch compares
+            it between ranks. None: ids of experts are ids of slots. ``placement`` is the layout of the slots.
     """
 
     name: ClassVar[str]
@@ -79,6 +81,7 @@ class Dispatcher(ABC):
         self.options = options or DispatchOptions()
         self.rounds = not self.packs and self.options.wire_dtypes != UNCHANGED
         self.corruption = CorruptionLog()
+        self.expert_placement: Placement | None = None
         self.row_bytes: dict[tuple[str, int, torch.dtype], int] = {}
         self.calls = GroupCalls() if self.comm is None else self.comm.calls
         if self.comm is not None:
@@ -322,6 +325,7 @@ class Dispatcher(ABC):
             self._ordinal,
             self.maker,
             self.calls,
+            placement=0 if self.expert_placement is None else self.expert_placement.digest,
         )
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:

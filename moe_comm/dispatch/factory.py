@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.group_rank import rank_and_size
 from moe_comm.runtime.memory import native_is_built
-from moe_comm.topology import ExpertPlacement
+from moe_comm.topology import ExpertPlacement, Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +37,7 @@ def make_dispatcher(
     options: DispatchOptions | None = None,
     traffic: Traffic | None = None,
     device: torch.device | str | None = None,
+    expert_placement: Placement | None = None,
 ) -> Dispatcher:
     """Build a dispatcher for ``num_experts`` experts over the ranks of ``group``. Collective over the group.
 
@@ -49,6 +50,8 @@ def make_dispatcher(
         options: see ``DispatchOptions``.
         traffic: expected sizes, for the cost model of ``auto``.
         device: device of the rows; default: CUDA if the group has NCCL, else the CPU.
+        expert_placement: the placement by which the caller replaces expert ids by ids of slots. Ranks compare it here
+            and in each dispatch.
 
     Raises:
         ConfigError: unknown backend, a backend that cannot work for this group, or inconsistent sizes; on every rank.
@@ -70,12 +73,15 @@ def make_dispatcher(
             raise fault or ConfigError("no placement")
         from moe_comm.dispatch.backends.local_native import local_dispatcher  # loads one backend
 
-        return local_dispatcher(placement, group, options)
+        local = local_dispatcher(placement, group, options)
+        local.expert_placement = expert_placement
+        return local
     same = {
         "backend": backend,
         "number of experts": num_experts,
         "experts per rank": None if experts_per_rank is None else tuple(experts_per_rank),
         "expected traffic": traffic,
+        "placement of experts": 0 if expert_placement is None else expert_placement.digest,
     }
     choice = _compare(group, options, traffic, device, same, fault)
     assert placement is not None, "every rank raises a fault"
@@ -84,7 +90,18 @@ def make_dispatcher(
         raise ConfigError(f"backend {name!r} cannot be used here: {problem}")
     if backend == "auto":
         warn_no_peer_access(choice)
-    return _build(name, placement, group, rank, options, device)
+    dispatcher = _build(name, placement, group, rank, options, device)
+    dispatcher.expert_placement = expert_placement
+    return dispatcher
+
+
+def refuse_dispatcher(fault: MoeCommError, group: ProcessGroup | None, options: DispatchOptions | None) -> NoReturn:
+    """Raise ``fault`` of this rank's arguments on every rank, in place of ``make_dispatcher``."""
+    options = options or DispatchOptions()
+    if rank_and_size(group)[1] > 1:
+        assert group is not None
+        compare(Channel(communicator_of(group, options.timeout_s), options.timeout_s), "a dispatcher", {}, {}, fault)
+    raise fault
 
 
 def explain_choice(

@@ -5,7 +5,8 @@
         ranks/rank-00000.jsonl      each rank: RankStep of each step
         spans/rank-00000.jsonl      each rank: SpanLine of each span of the selected steps
         loads.jsonl                 rank 0: LoadLine of each MoE layer, after step 1 and every ``observe.every`` steps
-        attempts.jsonl              Attempt: one per start of the ranks
+        placements.jsonl            rank 0: PlacementLine of each decision on the placement of experts
+    attempts.jsonl              Attempt: one per start of the ranks
         faults.jsonl                FaultRecord: detected faults
         injected.jsonl              injected faults (moe_comm.observe.faults)
 
@@ -26,10 +27,12 @@ from typing import Any, BinaryIO, TypeVar
 
 from moe_comm.errors import CorruptFile
 from moe_comm.runtime.event_layout import Span
+from moe_comm.topology.placement import Placement
+from moe_comm.topology.rebalance import Decision
 
 RANKS, SPANS = "ranks", "spans"
 ATTEMPTS, FAULTS, INJECTED, METRICS = "attempts.jsonl", "faults.jsonl", "injected.jsonl", "metrics.jsonl"
-LOADS = "loads.jsonl"
+LOADS, PLACEMENTS = "loads.jsonl", "placements.jsonl"
 MAX_LINE = 16 << 20
 MAX_RANKS = 1 << 20
 """Upper limit of rank numbers in records. Readers allocate memory for each rank."""
@@ -125,6 +128,44 @@ class LoadLine:
 
 
 @dataclass(frozen=True)
+class PlacementLine:
+    """A decision on the placement of the experts of one layer, after a step.
+
+    Attributes:
+        owners: the ranks that hold each expert after the decision; the first is its home.
+        world: number of ranks that share the experts.
+        version: number of switches since the start of training.
+        switched: whether the decision changed the placement.
+        reason, ratio_before, ratio_after, saved_s, cost_s: as in ``moe_comm.topology.rebalance.Decision``.
+    """
+
+    step: int
+    layer: str
+    owners: list[list[int]]
+    world: int
+    version: int = 0
+    switched: bool = False
+    reason: str = ""
+    ratio_before: float = 1.0
+    ratio_after: float = 1.0
+    saved_s: float = 0.0
+    cost_s: float = 0.0
+
+    @classmethod
+    def of(cls, step: int, layer: str, decision: Decision, current: Placement) -> PlacementLine:
+        """Return the line of a decision; ``current`` is the placement before it."""
+        new, values = decision.placement or current, dict(vars(decision))
+        switched = values.pop("placement") is not None
+        owners = [list(ranks) for ranks in new.owners]
+        return cls(step, layer, owners, new.world, new.version, switched, **values)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement after the decision. Raises ``ConfigError`` if the owners are invalid."""
+        return Placement(tuple(tuple(ranks) for ranks in self.owners), self.world, self.version)
+
+
+@dataclass(frozen=True)
 class Attempt:
     """A start of the ranks. Times are in seconds since 1970.
 
@@ -177,7 +218,7 @@ class FaultRecord:
     attempt: int = 0
 
 
-Line = TypeVar("Line", RankStep, SpanLine, LoadLine, Attempt, FaultRecord)
+Line = TypeVar("Line", RankStep, SpanLine, LoadLine, PlacementLine, Attempt, FaultRecord)
 
 
 class LineWriter:
@@ -300,7 +341,7 @@ def parse(values: Any, kind: type[Line]) -> Line:
 
 _TYPES = {
     kind: {one.name: one.type for one in dataclasses.fields(kind)}
-    for kind in (RankStep, SpanLine, Attempt, FaultRecord, LoadLine)
+    for kind in (RankStep, SpanLine, Attempt, FaultRecord, LoadLine, PlacementLine)
 }
 
 
@@ -330,7 +371,7 @@ def _in_range(annotation: str, key: str, value: Any) -> Any:
     return float(value) if annotation == "float" else value
 
 
-_SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
 def _read(kind: Any, key: str, value: Any) -> Any:
@@ -339,12 +380,12 @@ def _read(kind: Any, key: str, value: Any) -> Any:
     if annotation == "float" and value is None:
         return math.nan
     if annotation in _SIMPLE:
-        if isinstance(value, bool) or not isinstance(value, _SIMPLE[annotation]):
+        if isinstance(value, bool) != (annotation == "bool") or not isinstance(value, _SIMPLE[annotation]):
             raise ValueError(f"{key} must be {annotation}; got {value!r:.80}")
         return _in_range(annotation, key, value)
-    outer, _, inner = annotation.rstrip("]").partition("[")
+    outer = annotation.partition("[")[0]
     if outer == "list" and isinstance(value, list):
-        return [_read(inner, key, entry) for entry in value]
+        return [_read(annotation[len("list[") : -1], key, entry) for entry in value]
     if outer == "dict" and isinstance(value, dict):
         item = annotation.partition(", ")[2][:-1]
         return {_in_range("str", key, name): _read(item, key, entry) for name, entry in value.items()}

@@ -5,7 +5,11 @@ from moe_comm.topology.parallel import (
     EXPERT_AXES as EXPERT_AXES,
     ParallelConfig as ParallelConfig,
 )
-from moe_comm.topology.placement import ExpertPlacement as ExpertPlacement
+from moe_comm.topology.placement import ExpertPlacement as ExpertPlacement, Placement as Placement
+from moe_comm.topology.routing_placement import (
+    placement_from_routing as placement_from_routing,
+    remote_copies as remote_copies,
+)
 from moe_comm.topology.sharding import (
     Box as Box,
     Sharding as Sharding,

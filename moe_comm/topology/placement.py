@@ -1,10 +1,13 @@
-"""Expert placement: the experts that each rank holds. Needs no process group."""
+"""Placement of experts: the ranks that hold each expert, and the layout of a rank's slots. Needs no process group."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from moe_comm.errors import ConfigError
@@ -97,3 +100,149 @@ class ExpertPlacement:
         if not 0 <= expert < self.num_experts:
             raise ConfigError(f"expert id {expert} is outside 0..{self.num_experts - 1}")
         return bisect_right(self.offsets, expert) - 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks of the expert-parallel group hold each expert, in any assignment.
+
+        owners ((0,), (1, 0), (0,), (1,)) on 2 ranks    rank 0: 0 1 2   rank 1: 1 3   home of expert 1: rank 1
+
+    A rank stores its experts in ascending order of their global ids.
+
+    Args:
+        owners: for each expert the ranks that hold it. The first rank is the expert's home, which holds the optimizer
+            state; the others hold copies.
+        world: number of ranks.
+        version: number of switches since the start of training.
+
+    Raises:
+        ConfigError: there is no expert; an expert has no owner, has one owner twice or has an owner outside the world.
+    """
+
+    owners: tuple[tuple[int, ...], ...]
+    world: int
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.owners or self.world < 1 or self.version < 0:
+            raise ConfigError(
+                "a placement needs at least one expert, at least one rank and a version of at least 0; "
+                f"got {len(self.owners)} experts, {self.world} ranks, version {self.version}"
+            )
+        for expert, ranks in enumerate(self.owners):
+            if not ranks:
+                raise ConfigError(f"expert {expert} of {len(self.owners)} has no owner")
+            if len(set(ranks)) < len(ranks):
+                raise ConfigError(f"expert {expert} has an owner twice: ranks {list(ranks)}")
+            if min(ranks) < 0 or max(ranks) >= self.world:
+                raise ConfigError(f"expert {expert} has owners {list(ranks)}, but the ranks are 0..{self.world - 1}")
+
+    @classmethod
+    def contiguous(cls, num_experts: int, world: int, experts_per_rank: Sequence[int] | None = None) -> Placement:
+        """Return the placement of ``ExpertPlacement.of``: consecutive experts on each rank, and no copies."""
+        return cls.of_layout(ExpertPlacement.of(num_experts, world, experts_per_rank))
+
+    @classmethod
+    def of_layout(cls, layout: ExpertPlacement) -> Placement:
+        """Return the placement of consecutive experts with the counts of ``layout``."""
+        counts = layout.experts_per_rank
+        return cls(tuple((rank,) for rank, count in enumerate(counts) for _ in range(count)), layout.world)
+
+    def fitting(self, num_experts: int, world: int) -> Placement:
+        """Return this placement.
+
+        Raises:
+            ConfigError: it is for another number of experts or ranks, or has copies.
+        """
+        if self.has_copies:
+            raise ConfigError("an expert has several owners; MoE layers hold each expert once")
+        if (self.num_experts, self.world) != (num_experts, world):
+            raise ConfigError(
+                f"the placement is for {self.num_experts} experts on {self.world} ranks; this layer has {num_experts} "
+                f"experts on {world} expert-parallel ranks"
+            )
+        return self
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts, each counted once."""
+        return len(self.owners)
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The home of each expert."""
+        return tuple(ranks[0] for ranks in self.owners)
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether an expert has more than one owner."""
+        return any(len(ranks) > 1 for ranks in self.owners)
+
+    @property
+    def slots_per_rank(self) -> tuple[int, ...]:
+        """Number of experts that each rank holds, as home or as a copy."""
+        counts = [0] * self.world
+        for ranks in self.owners:
+            for rank in ranks:
+                counts[rank] += 1
+        return tuple(counts)
+
+    @property
+    def layout(self) -> ExpertPlacement:
+        """The layout of the ranks' slots, in which the slots of a rank have consecutive ids."""
+        return ExpertPlacement(self.slots_per_rank)
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the id of each slot is the id of its expert."""
+        return not self.has_copies and list(self.homes) == sorted(self.homes)
+
+    def experts_of(self, rank: int) -> tuple[int, ...]:
+        """Return the global ids of the experts that ``rank`` holds, as home or as a copy, ascending."""
+        return tuple(expert for expert, ranks in enumerate(self.owners) if rank in ranks)
+
+    def homes_of(self, rank: int) -> tuple[int, ...]:
+        """Return the global ids of the experts whose home is ``rank``, ascending."""
+        return tuple(expert for expert, ranks in enumerate(self.owners) if ranks[0] == rank)
+
+    def slot_ids(self) -> list[list[int]]:
+        """Return for each expert the ids of its slots in ``layout``, in the order of its owners."""
+        offsets = self.layout.offsets
+        taken = list(offsets[:-1])
+        slots = []
+        for ranks in self.owners:
+            slots.append([taken[rank] for rank in ranks])
+            for rank in ranks:
+                taken[rank] += 1
+        return slots
+
+    @cached_property
+    def digest(self) -> int:
+        """A hash of the owners (45 bits) and the version (the lowest 16 bits), the same in every process.
+
+        0 for the contiguous placement of version 0.
+        """
+        if self.is_contiguous and not self.version:
+            return 0
+        owners = json.dumps((self.owners, self.world)).encode()
+        hashed = int.from_bytes(hashlib.blake2b(owners, digest_size=8).digest(), "little")
+        return hashed >> 19 << 16 | self.version & 0xFFFF
+
+    def to_json(self) -> str:
+        """Return the placement as a JSON object."""
+        return json.dumps({"owners": self.owners, "world": self.world, "version": self.version})
+
+    @classmethod
+    def from_json(cls, text: str) -> Placement:
+        """Return the placement that ``to_json`` wrote.
+
+        Raises:
+            ConfigError: ``text`` is not such an object.
+        """
+        try:
+            value = json.loads(text)
+            owners = tuple(tuple(int(rank) for rank in ranks) for ranks in value["owners"])
+            return cls(owners, int(value["world"]), int(value["version"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"not a placement: {text[:200]!r} ({type(error).__name__}: {error})") from error

@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_comm.deprecated import renamed_attributes
 from moe_comm.errors import ConfigError
 from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES
+from moe_comm.topology.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,29 @@ class Split:
         segments: the dimension consists of this many equal segments, each of which is split separately (fused gate and
             up).
         sizes: length on each rank of the axis if the lengths differ (experts); requires one segment.
+        ids: ascending indices of the dimension that each rank of the axis holds, if they are not consecutive (experts);
+            requires one segment.
     """
 
     dim: int
     axis: str
     segments: int = 1
     sizes: tuple[int, ...] | None = None
+    ids: tuple[tuple[int, ...], ...] | None = None
+
+    @classmethod
+    def of_experts(cls, placement: Placement) -> Split:
+        """Return the split of dimension 0, which counts experts, over ``ep``.
+
+        Raises:
+            ConfigError: an expert has copies.
+        """
+        if placement.has_copies:
+            raise ConfigError("the sharding of a parameter covers each expert once, but this placement has copies")
+        if not placement.is_contiguous:
+            return cls(0, "ep", ids=tuple(map(placement.experts_of, range(placement.world))))
+        counts = placement.slots_per_rank
+        return cls(0, "ep", sizes=None if len(set(counts)) == 1 else counts)
 
 
 @renamed_attributes(whole="full")
@@ -161,6 +179,10 @@ class Sharding:
 
     def _runs_of_split(self, split: Split, index: int, parts: int) -> list[tuple[int, int]]:
         length = self.shape[split.dim]
+        if split.ids is not None:
+            if len(split.ids) != parts or sorted(itertools.chain(*split.ids)) != [*range(length)] or split.segments > 1:
+                raise ConfigError(f"ids {split.ids} do not split {length} over {split.axis} {parts}")
+            return _runs_of_ids(split.ids[index])
         if split.sizes is not None:
             if len(split.sizes) != parts or sum(split.sizes) != length or split.segments != 1:
                 raise ConfigError(f"sizes {split.sizes} do not split {length} over {split.axis} {parts}")
@@ -171,6 +193,17 @@ class Sharding:
         segment = length // split.segments
         size = segment // parts
         return [(s * segment + index * size, size) for s in range(split.segments)]
+
+
+def _runs_of_ids(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (start, length) ranges of consecutive ``ids``; one empty range if there is none."""
+    runs: list[tuple[int, int]] = []
+    for index in ids:
+        if runs and index == sum(runs[-1]):
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((index, 1))
+    return runs or [(0, 0)]
 
 
 def _clip_runs(runs: list[tuple[int, int]], rows: range) -> list[tuple[int, int]]:

@@ -31,6 +31,7 @@ from moe_comm.train.sections import (
     OptimizerSection,
     ParallelSection,
     PayloadSection,
+    PlacementSection,
     RunSection,
     Section,
     WatchSection,
@@ -55,6 +56,7 @@ class TrainConfig(Section):
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
     parallel: ParallelSection = ParallelSection()
+    placement: PlacementSection = PlacementSection()
     payload: PayloadSection = PayloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
     watch: WatchSection = WatchSection()

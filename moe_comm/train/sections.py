@@ -331,6 +331,29 @@ class ParallelSection(Section):
         return ParallelConfig.of(world, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, etp=self.etp)
 
 
+class PlacementSection(Section):
+    """Placement of experts on the expert-parallel ranks.
+
+    Attributes:
+        kind: "fixed": consecutive experts on each rank. "relocate": experts move between ranks when a few ranks get
+            most of the rows. The model, its gradients and the checkpoints do not change.
+        every: steps between decisions.
+        window: steps whose loads a decision is based on.
+        threshold: share of the busiest rank's rows that a switch must save.
+    """
+
+    kind: Literal["fixed", "relocate"] = "fixed"
+    every: int = Field(default=100, ge=1)
+    window: int = Field(default=5, ge=1)
+    threshold: float = Field(default=0.05, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check_window(self) -> Self:
+        if self.window > self.every:
+            raise ValueError(f"window ({self.window}) must be at most every ({self.every})")
+        return self
+
+
 class PayloadSection(Section):
     """Wire dtypes; see ``moe_comm.dispatch.WireDtypes``.
 
@@ -426,10 +449,12 @@ class ObserveSection(Section):
         events: record spans.
         records: capacity of each rank's ring buffer, in spans.
         every: the spans of every ``every``-th step are written to the run folder. 0: write spans only after faults.
+        loads: steps between the expert loads written to the run folder. 0: as ``every``.
         series: maximum number of per-layer metrics written in one step.
     """
 
     events: bool = True
     records: int = Field(default=4096, ge=64, le=2**20)
     every: int = Field(default=20, ge=0)
+    loads: int = Field(default=0, ge=0)
     series: int = Field(default=200, ge=0)

@@ -23,6 +23,7 @@ from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError, RoutingError, UnsupportedModel
 from moe_comm.integrations.hugging_face import expert_parameters, swap_moe, swapped_experts
 from moe_comm.kernels.activations import Activation
+from moe_comm.topology import Placement
 from tests.integrations.models import (
     SMALL,
     assert_close,
@@ -43,7 +44,8 @@ WORLD = 4
 def run_swapped(rank: int, world: int, arg: tuple[str, int, dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the logits of this rank's batch, and gradients reduced over the ranks."""
     folder, ep, settings = arg
-    model = swap_moe(load(folder, dtype=settings.get("dtype")), ep_group(ep), backend=settings.get("backend", "auto"))
+    backend, placement = settings.get("backend", "auto"), settings.get("placement")
+    model = swap_moe(load(folder, dtype=settings.get("dtype")), ep_group(ep), backend=backend, placement=placement)
     model.train()
     if settings.get("checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": settings["reentrant"]})
@@ -96,6 +98,25 @@ def test_logits_and_all_gradients_equal_those_of_the_unswapped_model(
 def test_every_backend_works_with_a_swapped_model(backend: str, saved: Callable[[str], str], pool4: RankPool) -> None:
     folder = saved("mixtral")
     compare(pool4.run(run_swapped, (folder, 2, {"backend": backend}), timeout=120), reference(folder), 2)
+
+
+def test_a_placement_moves_experts_and_changes_no_bit(saved: Callable[[str], str], pool4: RankPool) -> None:
+    folder, homes = saved("mixtral"), (1, 0, 0, 1, 1, 1, 0, 0)
+    placement = Placement(tuple((home,) for home in homes), 2)
+    expected = pool4.run(run_swapped, (folder, 2, {}), timeout=120)
+    results = pool4.run(run_swapped, (folder, 2, {"placement": placement}), timeout=120)
+    for (logits, _), (wanted, _) in zip(results, expected, strict=True):
+        assert torch.equal(logits, wanted)
+    for name in expected[0][1]:
+        copies = [
+            [torch.cat([ranks[first + r][1][name] for r in (0, 1)]) for first in (0, 2)]
+            for ranks in (results, expected)
+        ]
+        if ".experts." in name:
+            order = [expert for rank in (0, 1) for expert in placement.experts_of(rank)]
+            assert all(torch.equal(got, wanted[order]) for got, wanted in zip(*copies, strict=True)), name
+        else:
+            assert all(torch.equal(got, wanted) for got, wanted in zip(*copies, strict=True)), name
 
 
 @pytest.mark.parametrize("num_experts", [3, 7])

@@ -54,7 +54,7 @@ def build(settings: Settings, group: Any = None) -> MoELayer:
     layer = MoELayer.build(
         config, group, backend=backend, seed=0, options=options, dtype=settings.dtype, overlap=settings.overlap
     )
-    layer.experts.reset_parameters(1, layer.local_experts.start, std=0.2)
+    layer.experts.reset_parameters(1, layer.local_experts, std=0.2)
     return layer
 
 

@@ -20,9 +20,11 @@ from moe_comm.observe.records import (
     FAULTS,
     LOADS,
     METRICS,
+    PLACEMENTS,
     Attempt,
     FaultRecord,
     LoadLine,
+    PlacementLine,
     RankStep,
     append,
     read_folder,
@@ -115,6 +117,19 @@ def test_loads_are_relative_to_the_mean_of_their_layer(tmp_path: Path) -> None:
     assert data["step"] == [1, 20, 40] and data["layers"] == ["a", "b"]
     assert [one[0] for one in data["ratio"]] == [[400, 0, 0, 0], [100, 100, 100, 100], [100, 100, 100, 100]]
     assert data["ratio"][0][1] == [150, 50, 100, 100]
+
+
+def test_owners_are_shown_after_the_first_decision_and_after_switches(tmp_path: Path) -> None:
+    first, second = [[0], [0], [1], [1]], [[0], [1, 0], [0], [1]]
+    for step, owners, switched in ((10, first, False), (20, first, False), (30, second, True), (40, second, False)):
+        append(tmp_path / PLACEMENTS, PlacementLine(step, "a", owners, 2, int(step > 20), switched, "", 1.5, 1.1))
+    append(tmp_path / PLACEMENTS, PlacementLine(10, "b", first, 2, ratio_before=float("nan")))
+    (tmp_path / METRICS).write_text("")
+    data = panels(read_run(tmp_path))["placements"]
+    assert data["layers"] == ["a", "b"] and data["ranks"] == 2
+    assert data["step"] == [[10, 30], [10]]
+    assert data["owners"] == [[[0, 0, 1, 1], [0, [1, 0], 0, 1]], [[0, 0, 1, 1]]]
+    assert data["ratio"] == [[[1.5, 1.1], [1.5, 1.1]], [[None, 1.0]]]
 
 
 def test_loads_of_many_experts_and_steps_are_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,18 @@ def test_expert_load_moves_through_time_and_stragglers_have_two_views(page: Any)
         assert traces(browser, "links")[0]["type"] == "heatmap" and marks(browser, "links")
 
 
+def test_owners_of_experts_are_shown_for_all_layers_and_over_the_switches_of_one(page: Any) -> None:
+    browser = page("a")
+    last = traces(browser, "owners")[0]
+    assert last["y"] == ["layers.0.moe", "layers.1.moe", "layers.2.moe"] and len(last["x"]) == 16
+    assert sorted(last["z"][0]) == [0] * 8 + [1] * 8
+    set_to(browser, "layer", "0")
+    switches = traces(browser, "owners")[0]
+    assert switches["y"][0] == "step 1" and switches["z"][-1] == last["z"][0]
+    set_to(browser, "to", "1")
+    assert traces(browser, "owners")[0]["z"] == switches["z"][:1]
+
+
 def test_two_runs_are_overlaid_with_a_table_of_differences(page: Any) -> None:
     browser = page("both")
     assert [one["name"] for one in traces(browser, "loss")] == ["a", "b"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moe_comm import cli
+from moe_comm.observe.records import LOADS, LoadLine, append
 from moe_comm.plan.model.load import DROPLESS
 
 OPTIONS = {
@@ -414,3 +415,69 @@ def test_calibrate_saves_the_description_of_this_machine(
     assert json.loads(capsys.readouterr().out) == json.loads(elsewhere.read_text())
     assert json.loads(elsewhere.read_text())["cluster"]["gpus"] == 2
     assert run_json(capsys, hardware_file=str(elsewhere), **options) == measured
+
+
+def recorded(folder: Path, loads: list[int], experts: int | None = None) -> str:
+    """Write a run with the loads of two layers in three steps, and return its folder."""
+    for step in (1, 2, 3):
+        for layer in ("a", "b"):
+            append(folder / LOADS, LoadLine(step, layer, loads))
+    if experts is not None:
+        (folder / "config.resolved.toml").write_text(f"[model]\nexperts = {experts}\n")
+    return str(folder)
+
+
+EP4 = {"mapping": "tp=2,pp=8,ep=4"}
+
+
+def test_loads_of_a_run_replace_the_imbalance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The last one is a zero-computation expert.
+    run = recorded(tmp_path, [4000, 4000, 1000, 1000, 1000, 1000, 1000, 3000, 9999], experts=8)
+    fixed = run_json(capsys, loads=run, **EP4)
+    assert fixed["placement"]["kind"] == "fixed" and fixed["placement"]["ratio"] == 2.0
+    assert fixed["load"]["imbalance"] == 1.0 and "loads" not in fixed["load"]
+    assert fixed["step_s"] == run_json(capsys, imbalance="2", **EP4)["step_s"]
+    moved = run_json(capsys, loads=run, placement="relocate", **EP4)
+    assert moved["placement"]["kind"] == "relocate" and moved["placement"]["before"] == 2.0
+    assert moved["placement"]["ratio"] == 1.25 and moved["placement"]["copies"] == 0
+    assert moved["step_s"] < fixed["step_s"]
+    assert sum(sent["expert moves"] for sent in moved["bytes"].values() if "expert moves" in sent) > 0
+    copied = run_json(capsys, loads=run, placement="replicate", **EP4)
+    assert copied["placement"]["copies"] == 1 and copied["placement"]["ratio"] < 1.1
+    assert copied["memory"]["weights_gb"] > moved["memory"]["weights_gb"]
+    slow = run_json(capsys, "--slow", "0=1.5", loads=run, placement="replicate", **EP4)["slow"]
+    assert slow["step_s"] > copied["step_s"]
+    assert sum(sent["expert copies"] for sent in copied["bytes"].values() if "expert copies" in sent) > 0
+
+
+@pytest.mark.parametrize("placement", ["fixed", "relocate", "replicate"])
+def test_uniform_loads_answer_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str], placement: str) -> None:
+    result = run_json(capsys, loads=recorded(tmp_path, [1000] * 8), placement=placement, **EP4)
+    assert result["placement"]["kind"] == "fixed" and result["placement"]["ratio"] == 1.0
+    assert result["step_s"] == run_json(capsys, imbalance="1", **EP4)["step_s"]
+
+
+def test_the_placement_is_printed_and_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded(tmp_path, [4000, 4000, 1000, 1000, 1000, 1000, 1000, 3000])
+    assert cli.run(command_line(loads=run, placement="relocate", gpus="32", global_batch="32", top="3")) == 0
+    printed = capsys.readouterr().out
+    assert "recorded loads of experts" in printed and "times the mean" in printed
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"placement": "relocate"}, "--loads RUN"),
+        ({"loads": "RUN", "imbalance": "2"}, "--loads replaces --imbalance"),
+        ({"loads": "RUN", "slots": "1"}, "--slots applies to --placement replicate"),
+        ({"loads": "RUN", "model": "deepseek-v3"}, "the loads are of 8 experts, but deepseek-v3 has 256"),
+        ({"loads": "/nonexistent"}, "is not a run folder"),
+    ],
+)
+def test_wrong_loads_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], message: str
+) -> None:
+    run = recorded(tmp_path, [1000] * 8)
+    changed = {name: run if value == "RUN" else value for name, value in changed.items()}
+    assert cli.run(command_line(**changed)) == 2
+    assert message in error_line(capsys)

@@ -26,15 +26,19 @@ from moe_comm.observe.records import (
     INJECTED,
     LOADS,
     METRICS,
+    PLACEMENTS,
     RANKS,
     SPANS,
     Attempt,
     FaultRecord,
     LoadLine,
+    PlacementLine,
     append,
     to_json,
 )
 from moe_comm.topology import ParallelConfig
+from moe_comm.topology.placement import Placement
+from moe_comm.topology.rebalance import decide
 from tests.support.synthetic_spans import Step, spans_of
 
 Floats = NDArray[np.float64]
@@ -155,6 +159,7 @@ def write_run(folder: Path, run: SyntheticRun) -> Path:
                 key = f"{planned.kind}-{planned.step}-{rank}"
                 append(folder / INJECTED, Injection(at_s, key, planned.kind, rank, planned.step, record.attempt, key))
     loads = _write_loads(folder, run, random)
+    _write_placements(folder, mapping.ep, loads)
     _write_metrics(folder, run, timeline, loads, random)
     _write_ranks(folder, run, mapping, timeline, random)
     _write_spans(folder, run, mapping, timeline)
@@ -236,6 +241,17 @@ def _write_loads(folder: Path, run: SyntheticRun, random: np.random.Generator) -
             for layer, load_E in enumerate(load_LE):
                 file.write(to_json(LoadLine(step, f"layers.{layer}.moe", load_E.tolist())) + "\n")
     return loads
+
+
+def _write_placements(folder: Path, ep: int, loads: dict[int, NDArray[np.int64]]) -> None:
+    """Write the decision of every layer after each step with loads, without the cost of switches."""
+    for layer in range(len(next(iter(loads.values())))) if ep > 1 else ():
+        current = Placement.contiguous(len(next(iter(loads.values()))[layer]), ep)
+        for step, load_LE in loads.items():
+            window = [load_LE[layer].tolist()]
+            decision = decide(window, current, kind="relocate", seconds_per_row=1e-6, seconds_to_move=0, steps=10)
+            append(folder / PLACEMENTS, PlacementLine.of(step, f"layers.{layer}.moe", decision, current))
+            current = decision.placement or current
 
 
 def _write_metrics(

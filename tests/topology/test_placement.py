@@ -1,4 +1,4 @@
-"""``ExpertPlacement``: which rank holds which experts."""
+"""``ExpertPlacement`` and ``Placement``: which rank holds which experts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology import ExpertPlacement
+from moe_comm.topology import ExpertPlacement, Placement
 
 SEEDED = settings(deadline=None, derandomize=True)
 
@@ -53,3 +53,61 @@ def test_sizes_that_do_not_fit_are_refused_with_what_was_expected(sizes: list[in
 def test_an_expert_id_out_of_range_has_no_owner(expert: int) -> None:
     with pytest.raises(ConfigError, match=f"expert id {expert}"):
         ExpertPlacement.balanced(4, 2).owner(expert)
+
+
+def test_slots_of_a_rank_ascend_by_expert_with_copies_and_homes_apart() -> None:
+    placement = Placement(((0,), (1, 0), (0,), (1,)), 2)
+    assert [placement.experts_of(rank) for rank in range(2)] == [(0, 1, 2), (1, 3)]
+    assert [placement.homes_of(rank) for rank in range(2)] == [(0, 2), (1, 3)]
+    assert placement.slots_per_rank == (3, 2) and placement.slot_ids() == [[0], [3, 1], [2], [4]]
+    assert placement.has_copies and not placement.is_contiguous
+
+
+@SEEDED
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=20))
+def test_slot_ids_of_one_owner_per_expert_are_a_permutation_that_follows_the_owners(homes: list[int]) -> None:
+    placement = Placement(tuple((home,) for home in homes), 5, version=3)
+    slots = [slot for (slot,) in placement.slot_ids()]
+    assert sorted(slots) == list(range(len(homes)))
+    assert [placement.layout.owner(slot) for slot in slots] == homes
+    assert placement.is_contiguous == (slots == list(range(len(homes))))
+    for rank in range(5):
+        assert [slots[expert] for expert in placement.experts_of(rank)] == list(placement.layout.local_range(rank))
+    assert Placement.from_json(placement.to_json()) == placement
+
+
+def test_the_contiguous_placement_is_the_layout_of_its_slots() -> None:
+    placement = Placement.contiguous(7, 3)
+    assert placement.is_contiguous and placement.layout == ExpertPlacement.balanced(7, 3)
+    assert Placement.contiguous(3, 2, [0, 3]).experts_of(1) == (0, 1, 2)
+
+
+def test_digests_differ_by_owner_world_and_version() -> None:
+    one = Placement(((1,), (1,), (0,), (0,)), 2)
+    others = [Placement(one.owners, 2, 1), Placement(one.owners, 3), Placement(one.owners[::-1], 2, 1)]
+    assert len({placement.digest for placement in (one, *others)}) == 4
+    assert Placement(one.owners, 2).digest == one.digest and one.digest < 2**61
+    assert Placement.contiguous(4, 2).digest == 0
+
+
+@pytest.mark.parametrize(
+    ("owners", "message"),
+    [
+        ((), "0 experts"),
+        (((0,), ()), "expert 1 of 2 has no owner"),
+        (((0,), (1, 1)), r"expert 1 has an owner twice: ranks \[1, 1\]"),
+        (((0,), (2,)), r"expert 1 has owners \[2\], but the ranks are 0..1"),
+        (((-1,),), r"expert 0 has owners \[-1\]"),
+    ],
+)
+def test_wrong_owners_are_refused_with_the_expert_and_the_ranks(
+    owners: tuple[tuple[int, ...], ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Placement(owners, 2)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"owners": 3, "world": 1, "version": 0}'])
+def test_text_that_is_no_placement_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a placement"):
+        Placement.from_json(text)

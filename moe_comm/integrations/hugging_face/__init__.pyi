@@ -17,6 +17,7 @@ from moe_comm.integrations.hugging_face.linears import (
     swapped_linears as swapped_linears,
 )
 from moe_comm.integrations.hugging_face.registries import register as register
+from moe_comm.integrations.hugging_face.routing import RoutingRecord as RoutingRecord, record_routing as record_routing
 from moe_comm.integrations.hugging_face.sequence import shard_inputs as shard_inputs
 from moe_comm.integrations.hugging_face.state import save_swapped as save_swapped
 from moe_comm.integrations.hugging_face.swap import (

@@ -13,7 +13,7 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from types import MethodType
@@ -22,16 +22,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe_comm.comm.group_setup import as_group
 from moe_comm.deprecated import renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
+from moe_comm.dispatch.factory import refuse_dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.integrations.hugging_face.guards import guard_libraries
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
+from moe_comm.layers.moe.slots import SlotTable
+from moe_comm.layers.parallel.collectives import group_size
 from moe_comm.overlap.options import Overlap
-from moe_comm.topology import Sharding, Split
+from moe_comm.topology import Placement, Sharding, Split
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,8 +55,8 @@ _HOOKS = (
 class EPExperts(nn.Module):
     """The local experts of one MoE block, with the forward signature of transformers' experts modules.
 
-    Parameters keep transformers' names, layouts and order of experts. Dimension 0 holds only the experts of this rank
-    (``dispatcher.local_experts``). Their gradients already contain the rows of every rank of the expert-parallel
+    Parameters keep transformers' names and layouts. Dimension 0 holds only the experts of this rank
+    (``local_experts``), ascending by id. Their gradients already contain the rows of every rank of the expert-parallel
     group and need no reduction over it.
     """
 
@@ -74,15 +78,17 @@ class EPExperts(nn.Module):
         self.dispatcher = dispatcher
         self.label, self.overlap = label, overlap
         self.num_experts = layout.num_experts
+        placement = dispatcher.expert_placement or Placement.of_layout(dispatcher.placement)
+        self.placement, self.local_experts = placement, placement.experts_of(dispatcher.rank)
         for name in layout.parameters:
-            self.register_parameter(name, _local_slice(getattr(experts, name), dispatcher.local_experts))
+            self.register_parameter(name, _local_slice(getattr(experts, name), self.local_experts))
+        self._slots = SlotTable.of(placement, 1)
         for hooks in _HOOKS:
             getattr(self, hooks).update(getattr(experts, hooks))
         self._is_full_backward_hook = experts._is_full_backward_hook
         self.training = experts.training
         if dispatcher.group is not None and dispatcher.world > 1:
-            counts = dispatcher.placement.experts_per_rank
-            over_ep = Split(0, "ep", sizes=None if len(set(counts)) == 1 else counts)
+            over_ep = Split.of_experts(placement)
             shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in layout.parameters.items()}
             place, sizes = {"ep": dispatcher.rank, "etp": 0}, {"ep": dispatcher.world, "etp": 1}
             shards = ExpertShards(dispatcher.group, shardings, place, sizes)
@@ -103,6 +109,8 @@ class EPExperts(nn.Module):
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
         x_TD = expert_input(hidden_states, self.gate_up_proj)
+        if self._slots is not None:
+            top_k_index, top_k_weights = self._slots(top_k_index, top_k_weights)
         y_TD = expert_layer(
             self.dispatcher,
             x_TD,
@@ -126,19 +134,21 @@ class EPExperts(nn.Module):
         return copied
 
     def extra_repr(self) -> str:
-        local = self.dispatcher.local_experts
-        experts = f"experts {local.start}..{local.stop - 1}" if len(local) else "no experts"
+        local = self.local_experts
+        experts = f"experts {local[0]}..{local[-1]}" if local else "no experts"
+        if local and local[-1] - local[0] >= len(local):
+            experts = f"experts {' '.join(map(str, local))}"
         return (
             f"{experts} of {self.num_experts}, hidden={self.layout.hidden}, ffn={self.layout.ffn}, "
             f"dispatcher={self.dispatcher.name}, rank {self.dispatcher.rank} of {self.dispatcher.world}"
         )
 
 
-def _local_slice(full: nn.Parameter, experts: range) -> nn.Parameter:
+def _local_slice(full: nn.Parameter, experts: Sequence[int]) -> nn.Parameter:
     if len(experts) == full.shape[0]:
         return full
-    # Clone: a view would keep the memory of all experts alive.
-    return nn.Parameter(full.detach()[experts.start : experts.stop].clone(), requires_grad=full.requires_grad)
+    # Indexing with a list copies: a view would keep the memory of all experts alive.
+    return nn.Parameter(full.detach()[list(experts)], requires_grad=full.requires_grad)
 
 
 @renamed_parameters(ep_group="group")
@@ -150,6 +160,7 @@ def parallelize_moe(
     options: DispatchOptions | None = None,
     overlap: Overlap | Literal["auto"] | None = None,
     expert_gemm_dtype: GemmDtype = "same",
+    placement: Placement | None = None,
 ) -> Any:
     """Make the MoE blocks of a loaded transformers model expert-parallel over ``group``. Collective.
 
@@ -158,7 +169,8 @@ def parallelize_moe(
         loss = model(input_ids, labels=input_ids).loss          # each rank passes its own batch
 
     Every rank must pass a model with the same weights. After the swap, each rank runs the model on its own batch.
-    Experts are distributed in contiguous ranges of nearly equal size (7 experts on 2 ranks: 4 and 3). The weights of
+    Experts are distributed in contiguous ranges of nearly equal size (7 experts on 2 ranks: 4 and 3), or by
+    ``placement``. The weights of
     remote experts are freed when nothing else references them, so build the optimizer after the swap.
 
     Gradients: in a custom loop, divide the loss by the number of tokens on all ranks and call
@@ -178,6 +190,7 @@ def parallelize_moe(
             them serially.
         expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs a hidden size
             that is a multiple of 128, and runs without overlap.
+        placement: the ranks that hold each expert, the same in every block.
 
     Returns:
         ``model``.
@@ -185,7 +198,9 @@ def parallelize_moe(
     Raises:
         UnsupportedModel: the model has no MoE block, has one of an unsupported kind, or is already distributed by
             other means. The model is unchanged.
-        ConfigError: the model is already swapped, the backend is unknown, or fp8 does not support the hidden size.
+        ConfigError: the model is already swapped, the backend is unknown, fp8 does not support the hidden size, or the
+            placement does not fit the model.
+        RankMismatch: ranks pass different arguments.
     """
     overlap = Overlap.of(overlap)
     already = swapped_experts(model)
@@ -208,9 +223,27 @@ def parallelize_moe(
         fused=overlap is not None and overlap.uses_kernels,
         scaled=expert_gemm_dtype == "fp8",
     )
+    group = as_group(group, "ep")
+    counts = sorted({layout.num_experts for _, layout in blocks.values()})
+    placements: dict[int, Placement] = {}
+    try:
+        for count in counts:
+            world = group_size(group)
+            placements[count] = placement.fitting(count, world) if placement else Placement.contiguous(count, world)
+    except ConfigError as fault:
+        refuse_dispatcher(fault, group, options)
     dispatchers = {
-        count: make_dispatcher(count, group, backend=backend, options=options, traffic=traffic, device=device)
-        for count in sorted({layout.num_experts for _, layout in blocks.values()})
+        count: make_dispatcher(
+            count,
+            group,
+            backend=backend,
+            experts_per_rank=placements[count].slots_per_rank,
+            options=options,
+            traffic=traffic,
+            device=device,
+            expert_placement=placements[count],
+        )
+        for count in counts
     }
     for name in list(blocks):
         experts, layout = blocks.pop(name)

@@ -14,6 +14,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.moe.router import RouterConfig, ZeroExperts
+from moe_comm.topology import Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,12 +48,15 @@ class MoEConfig:
         capacity: maximum number of rows per expert; None drops no row.
         recompute: recompute the activations of experts in backward instead of storing them.
         experts_per_rank: number of real experts on each expert-parallel rank; None distributes them evenly.
+        placement: the expert-parallel ranks that hold each expert, in place of ``experts_per_rank``. The results have
+            the same bits for every placement.
         expert_gemm_dtype: operands of the experts' forward GEMMs, see ``Experts.gemm_dtype``. "fp8" needs ``hidden`` to
             be a multiple of 128, and runs without overlap. If the wire dtype of dispatch is fp8, experts read the
             received bytes.
 
     Raises:
-        ConfigError: a size is out of range, ``shared_gate`` without a shared expert, or fp8 with another ``hidden``.
+        ConfigError: a size is out of range, ``shared_gate`` without a shared expert, fp8 with another ``hidden``, or a
+            placement that does not fit.
     """
 
     hidden: int
@@ -66,6 +70,7 @@ class MoEConfig:
     recompute: bool = False
     experts_per_rank: tuple[int, ...] | None = None
     expert_gemm_dtype: GemmDtype = field(default="same", kw_only=True)
+    placement: Placement | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.hidden < 1 or self.ffn < 1 or self.shared_ffn < 0:
@@ -73,6 +78,18 @@ class MoEConfig:
         check_gemm_dtype(self.expert_gemm_dtype, self.hidden)
         if self.shared_gate and not self.shared_ffn:
             raise ConfigError("shared_gate needs a shared expert; set shared_ffn")
+        if self.placement is not None and self.experts_per_rank is not None:
+            raise ConfigError("placement determines the experts of each rank; do not set experts_per_rank as well")
+
+    def placement_on(self, world: int) -> Placement:
+        """Return the placement of the experts on ``world`` expert-parallel ranks.
+
+        Raises:
+            ConfigError: ``placement`` or ``experts_per_rank`` is for another number of experts or ranks.
+        """
+        if self.placement is None:
+            return Placement.contiguous(self.num_experts, world, self.experts_per_rank)
+        return self.placement.fitting(self.num_experts, world)
 
     @property
     def num_experts(self) -> int:

@@ -16,7 +16,7 @@ from moe_comm.kernels.autocast import cast_parameter
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.overlap.executors.serial import run_mlp
-from moe_comm.topology import ExpertPlacement, Sharding, Split
+from moe_comm.topology import Placement, Sharding, Split
 
 Compute = Callable[[Tensor, Sequence[int], ExpertMLP], Tensor]
 """Callable (rows, rows_per_expert, mlp) that returns the experts' outputs."""
@@ -107,7 +107,7 @@ class Experts(nn.Module):
         self.reset_parameters(int(torch.randint(2**31, (), device="cpu").item()))
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int, first_expert: int = 0, std: float = 0.02) -> None:
+    def reset_parameters(self, seed: int, first_expert: int | Sequence[int] = 0, std: float = 0.02) -> None:
         """Initialize weights from a normal distribution, and biases with zero.
 
         An expert's weights depend on ``seed`` and its global id only, not on its rank. A slice is initialized as the
@@ -115,13 +115,14 @@ class Experts(nn.Module):
 
         Args:
             seed: seed of all experts.
-            first_expert: global id of this rank's first expert.
+            first_expert: global id of this rank's first expert, or the ids of all its experts.
         """
         if self.w13.device.type == "meta":
             return  # tensors without memory need no values
         generator = torch.Generator("cpu")
-        for e in range(self.num_experts):
-            generator.manual_seed((seed * 1_000_003 + first_expert + e) % 2**63)
+        ids = range(first_expert, first_expert + self.num_experts) if isinstance(first_expert, int) else first_expert
+        for e, expert in enumerate(ids):
+            generator.manual_seed((seed * 1_000_003 + expert) % 2**63)
             for name, weight in (("w13", self.w13), ("w2", self.w2)):
                 full = self.sharding_of_one(name)
                 values = torch.empty(full.shape, dtype=torch.float32, device="cpu")
@@ -146,10 +147,9 @@ class Experts(nn.Module):
         }[name]
         return Sharding(shape, (Split(dim, "etp", segments),), expert=True)
 
-    def shardings_over(self, placement: ExpertPlacement) -> dict[str, Sharding]:
+    def shardings_over(self, placement: Placement) -> dict[str, Sharding]:
         """Return the sharding of each parameter [E_global, ...] over ep (by ``placement``) and etp, by name."""
-        counts = placement.experts_per_rank
-        over_ep = Split(0, "ep", sizes=None if len(set(counts)) == 1 else counts)
+        over_ep = Split.of_experts(placement)
         shardings = {}
         for name, _ in self.named_parameters():
             expert_sharding = self.sharding_of_one(name)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,19 +29,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
+from moe_comm.comm.group_setup import compare
 from moe_comm.deprecated import converted_parameters, renamed_attributes, renamed_parameters
 from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
+from moe_comm.dispatch.factory import refuse_dispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
-from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
+from moe_comm.layers.data_parallel.gradients import managed_by_fsdp
+from moe_comm.layers.data_parallel.optimizers import mark_parameter
 from moe_comm.layers.data_parallel.sync import prepare_ddp
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
+from moe_comm.layers.moe.relocation import MovedStack, stage
 from moe_comm.layers.moe.router import Router, Routing, recomputing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
+from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_rank, group_size
 from moe_comm.layers.parallel.interleave import Steps, finish
 from moe_comm.layers.parallel.module import ParallelModule
@@ -50,7 +56,7 @@ from moe_comm.overlap.executors.serial import serial_call
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
-from moe_comm.topology import ExpertPlacement, Sharding
+from moe_comm.topology import ExpertPlacement, Placement, Sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,7 +129,8 @@ class MoELayer(ParallelModule):
         router: selects real and zero-computation experts. The layer counts over the router's ``group`` as well: a
             capacity of scope "batch" applies to the tokens of that group.
         experts: the experts of this rank, ``len(dispatcher.local_experts)`` of them, or as many expert slices.
-        dispatcher: dispatcher of the experts, or of their slices (``ExpertPlacement.sliced``).
+        dispatcher: dispatcher of the experts, or of their slices (``ExpertPlacement.sliced``). Its ``expert_placement``
+            is the placement of the complete experts; None: consecutive experts.
         shared: shared expert, or None.
         capacity: maximum number of rows per expert; None drops no row.
         label: name of the layer in error messages.
@@ -131,7 +138,7 @@ class MoELayer(ParallelModule):
             pipelined by a cost model (``explain_overlap``). None: serial. The results have the same bits.
 
     Attributes:
-        placement: the experts of each expert-parallel rank, complete or as slices.
+        placement: the expert-parallel ranks that hold each expert, complete or as slices.
         place: coordinates of this rank on the axes "ep" and "etp".
         sizes: sizes of these axes.
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
@@ -170,14 +177,20 @@ class MoELayer(ParallelModule):
         dropped = torch.zeros((), dtype=torch.int64, device=router.weight.device)
         self.register_buffer("dropped_total", dropped, persistent=False)
         part = getattr(experts, "part", ExpertSlice())
-        self.placement = ExpertPlacement(dispatcher.placement.experts_per_rank[:: part.count])
+        layout = ExpertPlacement(dispatcher.placement.experts_per_rank[:: part.count])
+        self.placement = dispatcher.expert_placement or Placement.of_layout(layout)
         self.place: Mapping[str, int] = {"ep": dispatcher.rank // part.count, "etp": part.index}
-        self.sizes: Mapping[str, int] = {"ep": self.placement.world, "etp": part.count}
-        if self.placement.sliced(part.count) != dispatcher.placement or dispatcher.rank % part.count != part.index:
+        self.sizes: Mapping[str, int] = {"ep": layout.world, "etp": part.count}
+        if layout.sliced(part.count) != dispatcher.placement or dispatcher.rank % part.count != part.index:
             raise ConfigError(
                 f"slice {part.index} of {part.count} of the experts of rank {dispatcher.rank} does not match the "
                 f"dispatcher's placement {dispatcher.placement.experts_per_rank}: the {part.count} ranks that share "
                 "experts must be adjacent and hold the same number of slices"
+            )
+        if self.placement.layout != layout:
+            raise ConfigError(
+                f"the placement has {self.placement.slots_per_rank} experts on each rank, but the dispatcher has "
+                f"{layout.experts_per_rank}"
             )
         if router.config.num_experts != self.num_experts:
             raise ConfigError(
@@ -189,6 +202,7 @@ class MoELayer(ParallelModule):
                 f"rank {dispatcher.rank} holds {len(dispatcher.local_experts)} experts by the dispatcher's placement "
                 f"{dispatcher.placement.experts_per_rank}, but its weights are for {experts.num_experts}"
             )
+        self._slots = SlotTable.of(self.placement, part.count)
         if dispatcher.group is not None and dispatcher.world > 1:
             shards = ExpertShards(dispatcher.group, experts.shardings_over(self.placement), self.place, self.sizes)
             attach_experts(experts, shards, partial(getattr, router, "weight"), label)
@@ -225,7 +239,9 @@ class MoELayer(ParallelModule):
                 nothing is collective if ``seed`` is given.
 
         Raises:
-            ConfigError: ``etp`` does not divide the number of ranks or ``config.ffn``.
+            ConfigError: ``etp`` does not divide the number of ranks or ``config.ffn``, or ``config.placement`` is for
+                another number of ranks or experts.
+            RankMismatch: ranks pass different placements.
         """
         groups = MoEGroups.of(group)
         group, etp = groups.experts, groups.etp
@@ -234,10 +250,12 @@ class MoELayer(ParallelModule):
             raise ConfigError(f"etp = {etp} must divide the {ranks} ranks that share one set of experts")
         if config.ffn % etp:
             raise ConfigError(f"ffn = {config.ffn} must be a multiple of etp = {etp}, which splits the expert's width")
-        experts_per_rank = config.experts_per_rank
-        if etp > 1:
-            placement = ExpertPlacement.of(config.num_experts, ranks // etp, experts_per_rank)
-            experts_per_rank = placement.sliced(etp).experts_per_rank
+        on_meta = device is not None and torch.device(device).type == "meta"
+        try:
+            placement = config.placement_on(ranks // etp)
+        except ConfigError as fault:
+            refuse_dispatcher(fault, None if on_meta else group, options)
+        slots = placement.layout.sliced(etp)
         tokens_group = group if groups.tokens is None else groups.tokens
         itemsize, opts = (dtype or torch.get_default_dtype()).itemsize, options or DispatchOptions()
         overlap = Overlap.of(overlap)
@@ -257,17 +275,18 @@ class MoELayer(ParallelModule):
                 config.num_experts * etp,
                 group,
                 backend=backend,
-                experts_per_rank=experts_per_rank,
+                experts_per_rank=slots.experts_per_rank,
                 options=options,
                 traffic=traffic,
                 device=target,
+                expert_placement=placement,
             )
 
-        if device is not None and torch.device(device).type == "meta":
+        if on_meta:
             from moe_comm.dispatch.deferred import DeferredDispatcher  # only "meta" needs it
 
-            slice_placement = ExpertPlacement.of(config.num_experts * etp, ranks, experts_per_rank)
-            dispatcher: Dispatcher = DeferredDispatcher(slice_placement, group, group_rank(group), options, make_on)
+            dispatcher: Dispatcher = DeferredDispatcher(slots, group, group_rank(group), options, make_on)
+            dispatcher.expert_placement = placement
         else:
             dispatcher = make_on(device)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -276,8 +295,8 @@ class MoELayer(ParallelModule):
         part = ExpertSlice(dispatcher.rank % etp, etp)
         num_local = len(dispatcher.local_experts)
         # On "meta" first: values are drawn once, by layer.reset_parameters.
-        on_meta = factory | {"device": "meta"}
-        experts = Experts(num_local, hidden, config.ffn, activation, bias=config.expert_bias, part=part, **on_meta)
+        bias, empty = config.expert_bias, factory | {"device": "meta"}
+        experts = Experts(num_local, hidden, config.ffn, activation, bias=bias, part=part, **empty)
         experts.to_empty(device=device or torch.get_default_device())
         experts.recompute, experts.gemm_dtype = config.recompute, config.expert_gemm_dtype
         shared = None
@@ -293,9 +312,9 @@ class MoELayer(ParallelModule):
         return self.placement.num_experts
 
     @property
-    def local_experts(self) -> range:
-        """Global ids of the real experts that this rank holds, complete or as slices."""
-        return self.placement.local_range(self.place["ep"])
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of the real experts that this rank holds, complete or as slices, in the order of their rows."""
+        return self.placement.experts_of(self.place["ep"])
 
     def shardings(self) -> dict[str, Sharding]:
         """Return the sharding of each expert parameter by name in this layer; other parameters are replicated."""
@@ -308,8 +327,91 @@ class MoELayer(ParallelModule):
         self.router.reset_parameters(std, generator)
         if self.shared is not None:
             self.shared.reset_parameters(std, generator)
-        self.experts.reset_parameters(seed, self.local_experts.start, std)
+        self.experts.reset_parameters(seed, self.local_experts, std)
         self.dropped_total.zero_()
+
+    def relocate(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Move experts to other ranks: weights, and the state of ``optimizer``. Collective over the expert group.
+
+        Call it between steps: the experts' gradients are reset, and no call of the layer may be pending. Only the rows
+        of experts that change their rank are sent. The layer computes the same bits as before. A state dict of the
+        weights that was taken before is not a part of the new experts.
+
+        Args:
+            placement: the new placement, with as many experts on each rank as before.
+            optimizer: state tensors with the shape of an expert parameter move with it. None: state does not move.
+
+        Returns:
+            Bytes that this rank sent to other ranks.
+
+        Raises:
+            ConfigError: the placement does not fit, or FSDP shards the experts; on every rank.
+            RankMismatch: ranks pass different placements; on every rank.
+            PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement.
+        """
+        dispatcher, state = self.dispatcher, {} if optimizer is None else optimizer.state
+        moved = {
+            name: [
+                param.data,
+                *(plain(value) for value in state.get(param, {}).values() if _has_shape_of(value, param)),
+            ]
+            for name, param in self.experts.named_parameters()
+        }
+        self._agree_on(placement, str([(name, [t.dtype for t in tensors]) for name, tensors in moved.items()]))
+        old, new = (self.experts.shardings_over(one) for one in (self.placement, placement))
+        places = [{"ep": r // self.sizes["etp"], "etp": r % self.sizes["etp"]} for r in range(dispatcher.world)]
+        stacks = [MovedStack.of(tensors, old[name], new[name], places) for name, tensors in moved.items()]
+        what = f"relocating the experts of layer {self.label!r} to version {placement.version}"
+        staged = stage(stacks, dispatcher.group, dispatcher.rank, what)
+        staged.apply()
+        self.set_placement(placement)
+        return staged.sent_bytes
+
+    def _agree_on(self, placement: Placement, tensors: str) -> None:
+        """Raise on all ranks unless ``placement`` is valid and it and the ``tensors`` to move are equal. Collective."""
+        fault: ConfigError | None = None
+        try:
+            self.check_placement(placement)
+            if any(managed_by_fsdp(param) for param in self.experts.parameters()):
+                raise ConfigError(f"FSDP shards the experts of layer {self.label!r}, which cannot be relocated")
+        except ConfigError as error:
+            fault = error
+        if self.dispatcher.comm is not None and self.dispatcher.world > 1:
+            channel = Channel(self.dispatcher.comm, self.dispatcher.options.timeout_s)
+            same = {
+                "new placement of experts": placement.digest,
+                "present placement": self.placement.digest,
+                "layer": self.label,
+                "weights and optimizer state": tensors,
+            }
+            compare(channel, "a relocation of experts", same, fault=fault)
+        elif fault is not None:
+            raise fault
+
+    def check_placement(self, placement: Placement) -> None:
+        """Raise ConfigError unless ``placement`` keeps the number of experts of each rank."""
+        placement.fitting(self.num_experts, self.sizes["ep"])
+        if placement.slots_per_rank != self.placement.slots_per_rank:
+            raise ConfigError(
+                f"a relocation keeps the number of experts of each rank, {self.placement.slots_per_rank}; the new "
+                f"placement has {placement.slots_per_rank}"
+            )
+
+    def set_placement(self, placement: Placement) -> None:
+        """Declare that the weights are those of ``placement``. ``relocate`` moves them; this method moves nothing.
+
+        All ranks call it between steps. The experts' gradients are reset.
+        """
+        self.check_placement(placement)
+        self.placement = self.dispatcher.expert_placement = placement
+        self._slots = SlotTable.of(placement, self.sizes["etp"])
+        gradients = gradients_of(self.experts)
+        if gradients is not None:
+            gradients.shards = replace(gradients.shards, shardings=self.experts.shardings_over(placement))
+        for name, param in self.experts.named_parameters():
+            param.grad = None
+            if gradients is not None:
+                mark_parameter(param, gradients.shards, name)
 
     def shared_by_copies(self) -> list[Any]:
         """Return the objects that communicate with other processes."""
@@ -408,8 +510,8 @@ class MoELayer(ParallelModule):
             )
             if self.training and not recomputing():
                 self.dropped_total += self.num_dropped
-        if self.sizes["etp"] > 1:
-            ids_TK, weights_TK = self._to_slices(ids_TK, weights_TK)
+        if self._slots is not None:
+            ids_TK, weights_TK = self._slots(ids_TK, weights_TK)
         return ids_TK, weights_TK, identity_T1
 
     def _dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertCall:
@@ -448,21 +550,6 @@ class MoELayer(ParallelModule):
         empty = routing._replace(ids_TK=routing.ids_TK[:0], weights_TK=routing.weights_TK[:0])
         self._select_slots(empty, None if token_index is None else token_index.reshape(-1)[:0])
 
-    @cached_property
-    def _slice_ids(self) -> Tensor:
-        return torch.tensor(self.placement.slice_ids(self.sizes["etp"]), device=self.router.weight.device)
-
-    def _to_slices(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [T, K * etp] ids of all slices of each token's experts, and their weights."""
-        if self._slice_ids.device != ids_TK.device:
-            self._slice_ids = self._slice_ids.to(ids_TK.device)
-        slice_ids, last = self._slice_ids, self.num_experts - 1
-        # An id past the last expert becomes an id past the last slice, which dispatch rejects.
-        invalid_TK1 = torch.where(ids_TK < 0, ids_TK, ids_TK + (slice_ids.numel() - last - 1)).long().unsqueeze(-1)
-        is_expert_TK1 = ((ids_TK >= 0) & (ids_TK <= last)).unsqueeze(-1)
-        ids_TKP = torch.where(is_expert_TK1, slice_ids[ids_TK.clamp(0, last).long()], invalid_TK1)
-        return ids_TKP.flatten(1), weights_TK.unsqueeze(-1).expand_as(ids_TKP).flatten(1)
-
     def _batch_channel(self) -> Channel | None:
         group = self.router.group
         if group is None or self.capacity is None or self.capacity.scope != "batch":
@@ -474,6 +561,10 @@ class MoELayer(ParallelModule):
         slots = handle.num_tokens * handle.top_k // etp
         dropped = None if self.capacity is None else self.num_dropped
         self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
+
+
+def _has_shape_of(value: object, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
 def _agree_on_seed(group: ProcessGroup | None) -> int:

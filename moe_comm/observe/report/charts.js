@@ -112,6 +112,27 @@ function experts({ state }) {
               yaxis: { title: { text: title }, autorange: state.layer === "all" ? "reversed" : true, tickformat: "d", ...(state.layer === "all" ? { dtick: Math.max(1, Math.ceil(rows.length / 16)) } : {}) }, tall: rows.length } };
 }
 
+// Home of each expert: layers x experts after the last visible switch, or switches x experts of one layer.
+function owners({ state }) {
+  const { placements } = state.run;
+  const chosen = state.layer === "all" ? placements.layers.map((_, i) => i) : [placements.layers.indexOf((state.run.health.layers.length ? state.run.health : state.run.loads).layers[state.layer])];
+  const rows = chosen.flatMap((layer) => {
+    const visible = (placements.step[layer] || []).map((step, i) => ({ layer, step, i })).filter(({ step }) => step <= state.to);
+    return state.layer === "all" ? visible.slice(-1) : visible;
+  });
+  if (!rows.length) return { traces: [] };
+  const cells = rows.map(({ layer, i }) => placements.owners[layer][i].map((one) => [one].flat()));
+  const text = cells.map((row, at) => row.map(([home, ...copies]) => {
+    const { layer, step, i } = rows[at], [before, after] = placements.ratio[layer][i];
+    return `${plain(placements.layers[layer])}, after step ${step}<br>rank ${home}${copies.length ? `, copies on ${copies.join(", ")}` : ""}` +
+      (before === null || after === null ? "" : `<br>busiest rank ${before.toFixed(2)} → ${after.toFixed(2)} × mean`);
+  }));
+  const y = rows.map(({ layer, step }) => (state.layer === "all" ? plain(placements.layers[layer]) : `step ${step}`));
+  return { traces: [{ type: "heatmap", x: [...Array(most(cells.map((row) => row.length))).keys()], y, z: cells.map((row) => row.map(([home]) => home)), text,
+    zmin: 0, zmax: Math.max(placements.ranks - 1, 1), colorscale: FLOW_SCALE[state.theme], colorbar: bar("rank"), hoverongaps: false, hovertemplate: "expert %{x}<br>%{text}<extra></extra>" }],
+    layout: { xaxis: { title: { text: "expert" }, tickformat: "d" }, yaxis: { type: "category", automargin: true, autorange: "reversed" }, tall: rows.length } };
+}
+
 const HEALTH = { imbalance: ["busiest expert's load", "× mean"], least: ["idlest expert's load", "× mean"], mean: ["average load", "slots an expert"],
   dead_share: ["dead experts", "%"], diversity: ["routing entropy, exp(H)/E", ""], dropped: ["dropped slots", "%"], balance: ["balance loss", ""] };
 function health({ runs, state }) {
@@ -261,4 +282,4 @@ function timeline({ runs, state }) {
   return { traces, layout: { barmode: "overlay", xaxis: { title: { text: `${unit} since the start` }, rangemode: "tozero" }, yaxis: { type: "category", automargin: true, autorange: "reversed" }, showlegend: true, tall: 4 + most(runs.map((run) => run.timeline.attempts.length)) } };
 }
 
-const CHARTS = { loss, gradient, throughput, mfu, split, experts, health, stragglers, links, memory, stalls, timeline };
+const CHARTS = { loss, gradient, throughput, mfu, split, experts, owners, health, stragglers, links, memory, stalls, timeline };

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_comm.errors import CorruptFile
 from moe_comm.observe.effective import EffectiveTime, effective_time
-from moe_comm.observe.records import ATTEMPTS, METRICS
+from moe_comm.observe.records import ATTEMPTS, METRICS, PlacementLine
 from moe_comm.observe.report.rank_lines import RankLines
 from moe_comm.observe.report.read import HEALTH, PARTS, Curves, Loads, Run
 
@@ -53,6 +53,7 @@ def panels(run: Run) -> dict[str, Any]:
         "curves": curves_of(run.curves),
         "health": health_of(run.curves, run.loads),
         "loads": loads_of(run.loads),
+        "placements": placements_of(run.placements),
         "ranks": stragglers,
         "links": links_of(run.ranks),
         "timeline": timeline,
@@ -138,6 +139,35 @@ def loads_of(loads: Loads) -> dict[str, Any]:
         "per": per,
         "ratio": hundredths,
     }
+
+
+def placements_of(lines: Sequence[PlacementLine]) -> dict[str, Any]:
+    """Return the owners of experts after the first decision and after each switch, [layers][switches][experts].
+
+    An owner is a rank, or a list with the home first if the expert has copies. Evenly sampled to ``CELLS`` experts.
+    """
+    by_layer: dict[str, list[PlacementLine]] = {}
+    for line in lines:
+        chosen = by_layer.setdefault(line.layer, [])
+        if line.switched or not chosen:
+            chosen.append(line)
+    most = max(CELLS // max(sum(len(chosen[0].owners) for chosen in by_layer.values()), 1), 1)
+    for layer, chosen in by_layer.items():
+        by_layer[layer] = [chosen[i] for i in np.linspace(0, len(chosen) - 1, min(most, len(chosen))).astype(int)]
+    return {
+        "layers": [text(name) for name in by_layer],
+        "ranks": max((line.world for line in lines), default=0),
+        "step": [[line.step for line in chosen] for chosen in by_layer.values()],
+        "ratio": [[_ratios(line) for line in chosen] for chosen in by_layer.values()],
+        "owners": [
+            [[ranks if len(ranks) != 1 else ranks[0] for ranks in line.owners[:WIDE]] for line in chosen]
+            for chosen in by_layer.values()
+        ],
+    }
+
+
+def _ratios(line: PlacementLine) -> list[float | None]:
+    return [ratio if math.isfinite(ratio) else None for ratio in (line.ratio_before, line.ratio_after)]
 
 
 def ranks_of(run: Run) -> dict[str, Any]:

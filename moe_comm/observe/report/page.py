@@ -67,6 +67,13 @@ PANELS = (
         empty="No per-expert loads were recorded (observe.every).",
     ),
     Panel(
+        "owners",
+        "Ranks of the experts",
+        "The home of each expert. Choose a layer above to show its switches over time.",
+        wide=True,
+        empty="No placement decisions were recorded (placement.kind).",
+    ),
+    Panel(
         "stragglers",
         "Stragglers",
         "Mean compute time of a rank relative to the median of its pipeline stage.",

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from moe_comm.errors import ConfigError
 from moe_comm.observe import records
 from moe_comm.observe.faults import Injection
-from moe_comm.observe.records import Attempt, FaultRecord, LoadLine, RankStep
+from moe_comm.observe.records import Attempt, FaultRecord, LoadLine, PlacementLine, RankStep
 from moe_comm.observe.report.lines import all_lines, number, object_of, spread_lines
 from moe_comm.observe.report.rank_lines import RankLines, read_ranks
 from moe_comm.runtime.untrusted import read_bounded
@@ -35,7 +35,7 @@ SMALL_FILE = 4 << 20
 PARTS = ("compute", "communication", "data", "checkpoint", "loop")
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "total", *PARTS, "memory_bytes")
 HEALTH = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance")
-Record = TypeVar("Record", RankStep, LoadLine, Attempt, FaultRecord)
+Record = TypeVar("Record", PlacementLine, RankStep, LoadLine, Attempt, FaultRecord)
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Run:
     status: str
     curves: Curves
     loads: Loads
+    placements: tuple[PlacementLine, ...]
     ranks: RankLines
     attempts: tuple[Attempt, ...]
     faults: tuple[FaultRecord, ...]
@@ -100,6 +101,7 @@ def read_run(path: Path) -> Run:
     curves = _curves(path, notes)
     loads = _loads(path, notes)
     lines = read_ranks(path, notes)
+    placements = tuple(_event_records(path / records.PLACEMENTS, PlacementLine, notes, optional=True))
     attempts = tuple(_event_records(path / records.ATTEMPTS, Attempt, notes))
     faults = tuple(_event_records(path / records.FAULTS, FaultRecord, notes, optional=True))
     injected = tuple(_injections(path / records.INJECTED, notes))
@@ -112,6 +114,7 @@ def read_run(path: Path) -> Run:
         status=status if isinstance(status, str) else "running or killed",
         curves=curves,
         loads=loads,
+        placements=placements,
         ranks=lines,
         attempts=attempts,
         faults=faults,

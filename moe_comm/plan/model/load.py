@@ -8,6 +8,7 @@ from typing import Self
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware import BYTES, item_bytes
+from moe_comm.plan.model.expert_loads import ExpertLoads
 
 DROPLESS = 1.29
 """Assumed ``Workload.imbalance`` without a capacity and without a measurement: routers are not balanced in training.
@@ -28,6 +29,7 @@ class Workload:
         gradient_bytes: bytes of a gradient element in transfer. 2 with ``parallel.compress``.
         overlap_gradients: for every overlap mode, gradient collectives overlap with the backward of the last
             micro-batch, and weight collectives with the next forward. Not between CPU ranks of one host.
+        loads: recorded loads of experts and the placement of the experts, which replace ``imbalance``.
     """
 
     seq_len: int
@@ -38,6 +40,7 @@ class Workload:
     wire: float = 1.0
     gradient_bytes: int = 4
     overlap_gradients: bool = False
+    loads: ExpertLoads | None = None
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.dtype not in BYTES:
@@ -65,5 +68,5 @@ class Workload:
 
         The result is at most ``ep``, because a rank cannot receive more than all rows.
         """
-        rows = min(self.imbalance, float(ep))
+        rows = min(self.imbalance, float(ep)) if self.loads is None else self.loads.placed(ep).ratio
         return rows if self.capacity is None else min(rows, self.capacity)

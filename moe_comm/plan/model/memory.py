@@ -125,6 +125,8 @@ def memory(
     buffers = _Buffers.of(shape, mapping, load, size, host)
     by_contents: dict[tuple[StageContents, int], tuple[FixedMemory, float, int]] = {}
     memories = []
+    copies = 0 if load.loads is None else load.loads.placed(parallel.ep).copies
+    copied = copies * shape.parameters("moe")["experts"] // (shape.experts * parallel.etp) if copies else 0
     for position, ((parts, stages), peaks) in enumerate(zip(stages_of, peaks_of, strict=True)):
         if (parts, len(stages)) not in by_contents:
             layers = (parts.dense, parts.moe)
@@ -139,9 +141,9 @@ def memory(
         memories.append(
             PositionMemory(
                 position,
-                fixed_memory.params,
-                fixed_memory.weights,
-                fixed_memory.gradients,
+                fixed_memory.params + parts.moe * copied,
+                fixed_memory.weights + parts.moe * copied * size,
+                fixed_memory.gradients + parts.moe * copied * MASTER,
                 fixed_memory.optimizer,
                 round(base_activations + tokens * activations),
                 layer_buffers + round(tokens * between_halves),

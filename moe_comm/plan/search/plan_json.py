@@ -7,9 +7,10 @@ MFU are fractions of 1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.search.explain import why_slower
 from moe_comm.plan.search.fit import Fit, MappingChange
@@ -43,13 +44,14 @@ def plan_json(request: PlanRequest, candidate: PlanCandidate, search: SearchResu
     (peak of the rank with the highest peak), ``memory``, ``bytes`` (sent by a rank in a step, by kind of link and by
     operator), ``breakdown`` (seconds by cause; the sum is ``step_s``), ``hidden`` (seconds of overlapped transfers,
     which are not part of ``step_s``), ``bubble_share``, ``exposed_share``, and ``would_fit`` (changes that make the
-    mapping fit into memory; empty if it fits). With a search also ``candidates`` and ``search``.
+    mapping fit into memory; empty if it fits). With recorded loads also ``placement`` (``PlacedLoads``). With a search
+    also ``candidates`` and ``search``.
     """
     shape, cluster, load = request.shape, request.cluster, request.load
     result: dict[str, Any] = {
         "model": {"name": shape.name, "params": shape.params, "active": shape.active},
         "hardware": {"name": cluster.accelerator.name, "gpus": cluster.gpus, "host_size": cluster.host_size},
-        "load": {**asdict(load), "global_batch": request.global_batch},
+        "load": {**_load(load), "global_batch": request.global_batch},
         **_candidate(request, candidate),
         "memory": _memory(candidate.fit),
         "bytes": {
@@ -89,7 +91,18 @@ def _candidate(request: PlanRequest, candidate: PlanCandidate) -> dict[str, Any]
         "hidden": dict(step.hidden),
         "bubble_share": bubble_share(step),
         "exposed_share": exposed_share(step),
+        **(
+            {}
+            if (loads := request.load.loads) is None
+            else {"placement": asdict(loads.placed(candidate.mapping.parallel.ep))}
+        ),
     }
+
+
+def _load(load: Workload) -> dict[str, Any]:
+    values = asdict(replace(load, loads=None))
+    del values["loads"]
+    return values
 
 
 def _mapping(mapping: Mapping, global_batch: int) -> dict[str, Any]:

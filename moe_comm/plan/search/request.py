@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import check_integer
 from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.plan.model.load import Workload
@@ -40,6 +41,10 @@ class PlanRequest:
     def __post_init__(self) -> None:
         check_integer("request", global_batch=self.global_batch)
         self.cluster.accelerator.peak(self.load.dtype)
+        if self.load.loads is not None and self.load.loads.experts != self.shape.experts:
+            raise ConfigError(
+                f"the loads are of {self.load.loads.experts} experts, but {self.shape.name} has {self.shape.experts}"
+            )
 
     def fit(self, mapping: Mapping) -> Fit:
         """Return whether a mapping fits. Raises ConfigError if it cannot run."""

@@ -121,7 +121,7 @@ def _tail(model: StepModel, rank: int, predicted: StepPrediction, span: float) -
         TailOperation(
             name,
             "weights" if name.endswith("weights") else "gradients",
-            "dp_cp" if name.startswith("dense") else "edp",
+            "ep" if name.endswith(("copies", "moves")) else "dp_cp" if name.startswith("dense") else "edp",
             cost.seconds - predicted.hidden.get(name, 0.0),
             cost.seconds,
         )

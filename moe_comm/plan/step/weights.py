@@ -37,7 +37,7 @@ class StageWeights:
 
     def __init__(self, shape: ModelShape, placed: PlacedMapping, stages: StagePlan, load: Workload) -> None:
         self.shape, self.placed, self.stages = shape, placed, stages
-        self.size, self.gradient_bytes = load.size, load.gradient_bytes
+        self.size, self.gradient_bytes, self.loads = load.size, load.gradient_bytes, load.loads
         self._elements: dict[int, tuple[float, float]] = {}
 
     @cached_property
@@ -100,7 +100,7 @@ class StageWeights:
     def tail(self, rank: int) -> dict[str, CollectiveCost]:
         """Return the gradient and weight collectives after the last pass of a pipeline position."""
         sharding, cluster = self.placed.mapping.sharding, self.placed.cluster
-        result: dict[str, CollectiveCost] = {}
+        result = self._placement(rank)
         if sharding == "fsdp":
             return result
         for name, count, span in zip(("dense", "expert"), self.elements(rank), self.spans, strict=True):
@@ -110,6 +110,23 @@ class StageWeights:
             else:
                 result[f"{name} gradients"] = cluster.all_reduce(count * self.gradient_bytes, span)
         return result
+
+    def _placement(self, rank: int) -> dict[str, CollectiveCost]:
+        """Return the cost of copies of experts (gradients to the home, weights back), and of switches, per step."""
+        ep = self.placed.mapping.parallel.ep
+        placed = None if self.loads is None or ep == 1 else self.loads.placed(ep)
+        if placed is None or placed.kind == "fixed":
+            return {}
+        assert self.loads is not None
+        expert = self.elements(rank)[1] * ep / self.shape.experts
+        state = self.size + 2 * MASTER + (MASTER if self.size < MASTER else 0)
+        elements = {
+            "expert copies": placed.copies * expert * (self.gradient_bytes + self.size),
+            "expert moves": placed.moved * expert * state / self.loads.every,
+        }
+        # An all-to-all of n ranks sends (n - 1) / n of its bytes to others.
+        cost = {name: count * ep / (ep - 1) for name, count in elements.items() if count}
+        return {name: self.placed.cluster.all_to_all(count, self.placed.spans["ep"]) for name, count in cost.items()}
 
     def optimizer_seconds(self, rank: int) -> float:
         """Return the seconds of the optimizer of a pipeline position. fp32 weights are their own masters."""

@@ -22,6 +22,7 @@ from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
 from moe_comm.topology import ParallelMesh, Sharding
 from moe_comm.train.architecture import transformer_config, with_training_settings
 from moe_comm.train.config import TrainConfig
+from moe_comm.train.loop.placement import ExpertPlacements
 from moe_comm.train.loop.trainer import TrainState
 from moe_comm.train.optim import OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, GradientOverlap
@@ -185,16 +186,19 @@ def build(
         gradients=data_parallel,
         interleave=config.parallel.interleave,
     )
+    moe_names = tuple(f"layers.{layer}.moe" for layer in architecture.moe_layers)
+    num_experts = architecture.moe.num_experts
     return TrainState(
         mesh=mesh,
         stages=list(stages),
         data_parallel=data_parallel,
         optimizer=optimizer,
         runner=runner,
-        moe_names=tuple(f"layers.{layer}.moe" for layer in architecture.moe_layers),
+        moe_names=moe_names,
         num_experts=architecture.moe.router.num_choices,
         top_k=architecture.moe.router.top_k,
         flops_per_token=ModelShape.of(architecture).model_flops(config.data.seq_len),
+        placements=ExpertPlacements(config.placement, stages, moe_names, num_experts, data_parallel, optimizer),
         peak_flops=peak_flops,
     )
 

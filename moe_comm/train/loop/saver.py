@@ -79,7 +79,7 @@ class RunSaver:
             ConfigError: it was trained on other data.
         """
         loaded: Loaded = self._checkpoints.load(path, self.entries())
-        self._restore(loaded.state, str(path))
+        self._restore(loaded.state, str(path), move=True)
         return loaded.step
 
     def capture(self, step: int) -> tuple[dict[str, Entry], dict[str, Any]]:
@@ -103,17 +103,23 @@ class RunSaver:
         if snapshot is None:
             return None
         step, state = snapshot
-        self._restore(state, "the snapshot in memory")
+        self._restore(state, "the snapshot in memory", move=False)
         return step
 
-    def _restore(self, state: Mapping[str, Any], source: str) -> None:
-        """Restore everything except the tensors of ``entries``, which are loaded already."""
+    def _restore(self, state: Mapping[str, Any], source: str, move: bool) -> None:
+        """Restore everything except the tensors of ``entries``, which are loaded already.
+
+        Args:
+            move: the tensors were loaded by global expert ids. Otherwise they are this rank's experts when they were
+                saved.
+        """
         train_state = self._train_state
         self._copy_tied()
         steps = state.get("optimizer_steps")
         if not isinstance(steps, int):
             raise CheckpointError(f"{source} has no valid optimizer_steps")
         train_state.optimizer.load_steps(steps)
+        train_state.placements.load(state.get("placement"), move=move)
         train_state.data_parallel.publish()
         train_state.history.load(state.get("history"))
         self._corpus.resume(state["sampler"])
@@ -161,5 +167,6 @@ class RunSaver:
             "vocab": self._corpus.vocab_size,
             "end_of_text": self._corpus.end_of_text,
             "mapping": str(self._train_state.mesh.config),
+            "placement": self._train_state.placements.state(),
             **self._extra,
         }

@@ -30,8 +30,9 @@ from moe_comm.runtime.events import COMMUNICATION, EVENTS
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.hooks import StepHook
+from moe_comm.train.loop.placement import ExpertPlacements
 from moe_comm.train.loop.progress import Progress
-from moe_comm.train.metrics import MetricsSink, StepReport, StepTimes
+from moe_comm.train.metrics import MetricsSink, PlacementReport, StepReport, StepTimes
 from moe_comm.train.optim import LRSchedule, Optimizer, learning_rate
 from moe_comm.train.parallel import DataParallel, clip_
 from moe_comm.train.pipeline.batch import MicroBatch
@@ -82,6 +83,7 @@ class TrainState:
         moe_names: names of the MoE layers of the whole model.
         flops_per_token: forward and backward FLOPs per token of the whole model.
         peak_flops: matrix-product FLOP/s of all ranks together; None if not measured.
+        placements: the ranks of the experts of each layer.
         history: loss and gradient norm of the last updates, for spike detection. It is saved in checkpoints.
     """
 
@@ -94,6 +96,7 @@ class TrainState:
     num_experts: int
     top_k: int
     flops_per_token: float
+    placements: ExpertPlacements
     peak_flops: float | None = None
     history: History = field(default_factory=History)
 
@@ -239,7 +242,9 @@ class Trainer:
                 grad_norm, decision = self._reduce_gradients(clock)
             if decision is not StepDecision.RERUN:
                 break
-        staged_s = self._update(lr, summary, clock) if decision is StepDecision.GO else 0.0
+        staged_s, placement = 0.0, None
+        if decision is StepDecision.GO:
+            staged_s, placement = self._update(step + 1, lr, summary, clock)
         total_s = time.perf_counter() - began + saved_s
         compute_s, communication_s = max(clock.busy - clock.communication, 0.0), clock.communication + clock.agreement
         mfu = None
@@ -258,6 +263,7 @@ class Trainer:
             skipped=guard.skipped,
             stop=next((reason for reason, flag in zip(STOP_REASONS, summary.stops, strict=True) if flag), ""),
             reruns=guard.reruns,
+            placement=placement,
         )
 
     def _forward_backward(self, step: int, batch: StepBatch, clock: _Clock) -> tuple[StepSummary, StepDecision]:
@@ -290,8 +296,14 @@ class Trainer:
         clock.communication += COMMUNICATION.take()
         return norm, self._guard.after_norm(norm)
 
-    def _update(self, lr: float, summary: StepSummary, clock: _Clock) -> float:
-        """Update the weights; return the seconds waited for the saver's copy of the old ones."""
+    def _update(
+        self, step: int, lr: float, summary: StepSummary, clock: _Clock
+    ) -> tuple[float, PlacementReport | None]:
+        """Update the weights, and move experts if it is time.
+
+        Returns:
+            The seconds waited for the saver's copy of the old weights, and the switch of placements.
+        """
         train_state, staged_s = self.train_state, 0.0
         start = time.perf_counter()
         if self._saver is not None:
@@ -299,12 +311,16 @@ class Trainer:
                 staged_s = self._saver.wait_staged()
         with EVENTS.span(Kind.OPTIMIZER, train_state.optimizer.__class__.__name__):
             train_state.optimizer.step(lr)
+        with EVENTS.span(Kind.OPTIMIZER, "placement"):
+            placement = train_state.placements.after_optimizer(step, summary.loads)
+        if placement is not None and placement.layers:
+            self._progress.log(f"step {step}: {placement}")
         train_state.data_parallel.publish()
         for stage in train_state.stages:
             update_biases(stage, summary.loads, self.config.model.bias_rate)
         clock.busy += time.perf_counter() - start - staged_s
         clock.communication += COMMUNICATION.take()
-        return staged_s
+        return staged_s, placement
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -13,12 +13,16 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.parallel.parameters import OwnedParameter
 
 _ROW = 4096
+_UNIT = 1074
+"""The smallest float64 is 2**-_UNIT."""
+_DIGIT, _DIGITS = 32, (_UNIT + 1024) // 32 + 2
 
 
 def squared_norm(values: Tensor) -> Tensor:
@@ -27,10 +31,15 @@ def squared_norm(values: Tensor) -> Tensor:
     Rows of 4096 elements are summed in fp32 and the row sums in float64, which is nearly as exact as float64 and as
     fast as fp32.
     """
-    flat = values.detach().reshape(-1)
-    end = flat.numel() // _ROW * _ROW
-    rows: Tensor = torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1)
-    return rows.double().square().sum() + flat[end:].double().square().sum()
+    return squared_norms(values.detach().reshape(1, -1))[0]
+
+
+def squared_norms(stack_EN: Tensor) -> Tensor:
+    """Return the squared norm of each row as [E] float64. Its bits do not depend on the other rows."""
+    end = stack_EN.shape[1] // _ROW * _ROW
+    rows = torch.linalg.vector_norm(stack_EN[:, :end].unflatten(1, (-1, _ROW)), dim=2)
+    squares: Tensor = rows.double().square().sum(1) + stack_EN[:, end:].double().square().sum(1)
+    return squares
 
 
 def global_norm(owned: Iterable[OwnedParameter], mesh: ParallelMesh) -> float:
@@ -39,13 +48,36 @@ def global_norm(owned: Iterable[OwnedParameter], mesh: ParallelMesh) -> float:
     Call it after ``DataParallel.reduce``. A missing ``grad`` counts as zero. The norm is NaN or infinite if a gradient
     is.
     """
-    items = list(owned)
-    device = items[0].value.device if items else torch.device(mesh.device)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for item in items:
-        if item.counted and item.value.grad is not None and item.counts_once(mesh.place):
-            total += squared_norm(item.value.grad)
-    return math.sqrt(float(sum_values(total.view(1), mesh.world_group)))
+    squares = []
+    for item in owned:
+        grad = item.value.grad
+        if item.counted and grad is not None and grad.numel() and item.counts_once(mesh.place):
+            rows = grad.shape[0] if item.sharding.expert and grad.dim() else 1
+            squares.append(squared_norms(grad.detach().reshape(rows, -1)))
+    values = torch.cat(squares).tolist() if squares else []
+    return math.sqrt(_exact_sum(values, mesh.world_group))
+
+
+def _exact_sum(values: Sequence[float], group: ProcessGroup | None) -> float:
+    """Return the sum of the positive float64 ``values`` of all ranks, rounded once. Collective.
+
+    The result does not depend on the order of the values or on their distribution over ranks. Each rank adds its values
+    as integers in units of the smallest float64. The ranks then add 32-bit digits, which float64 holds exactly.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    total = sum(numerator << _UNIT >> (denominator.bit_length() - 1) for numerator, denominator in map(_ratio, finite))
+    digits = [float(total >> _DIGIT * i & (1 << _DIGIT) - 1) for i in range(_DIGITS)]
+    infinite = sum(map(math.isinf, values))
+    local = torch.tensor([*digits, infinite, len(values) - len(finite) - infinite], dtype=torch.float64)
+    *digits, infinite, nan = sum_values(local, group).tolist()
+    if nan or infinite:
+        return math.nan if nan else math.inf
+    total = sum(int(digit) << _DIGIT * i for i, digit in enumerate(digits))
+    return total / (1 << _UNIT) if total.bit_length() < _UNIT + 1024 else math.inf
+
+
+def _ratio(value: float) -> tuple[int, int]:
+    return value.as_integer_ratio()
 
 
 @torch.no_grad()

@@ -13,14 +13,14 @@ from moe_comm.layers.parallel.names import state_key
 from moe_comm.topology import Box, ParallelMesh, Sharding, ShardSlice, shard_slice
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OwnedParameter:
     """The shard of one parameter that this rank's optimizer updates.
 
     Attributes:
         name: name of the parameter in the whole model.
         value: master weights of the shard, fp32 or float64. ``DataParallel.reduce`` sets its ``grad``.
-        sharding: sharding of the parameter over tensor- and expert-parallel ranks.
+        sharding: sharding of the parameter over tensor- and expert-parallel ranks; changes when experts are relocated.
         shard: slice of this rank's local parameter that ``value`` contains; None: all of it.
         owner_axes: mesh axes over which the local parameter is sharded, fastest first; () if ``shard`` is None.
         even: the ``even`` argument of ``shard_slice``.

@@ -129,7 +129,9 @@ class DataParallel:
         names = [item.name for item in trained]
         by_name = {owned.name: owned for group in self._groups for owned in group.owned}
         counted = next((name for name in names if name in self.tied), None) if mesh.place["pp"] == 0 else None
-        self._owned = [replace(by_name[name], counted=name not in self.tied or name == counted) for name in names]
+        self._owned = [by_name[name] for name in names]
+        for owned in self._owned:
+            owned.counted = owned.name not in self.tied or owned.name == counted
         buckets = [bucket for part in (self._zero, self._replicated) if part is not None for bucket in part.buckets]
         self._schedule = BucketSchedule(buckets, stages, self._transfers)
 

@@ -38,7 +38,8 @@ class SnapshotLayout:
         for name, entry in entries.items():
             offsets[name] = end
             end += -(-entry.tensor.numel() * entry.tensor.element_size() // ALIGN) * ALIGN
-        parts = [mapping, *(f"{name} {tuple(e.tensor.shape)} {e.signature()}" for name, e in entries.items())]
+        # Without boxes, which follow from the mapping and the placement of experts in the snapshot's state.
+        parts = [mapping, *(f"{n} {tuple(e.tensor.shape)} {e.tensor.dtype} {e.shape}" for n, e in entries.items())]
         return cls(offsets, end, hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest())
 
     def views(self, entries: Mapping[str, Entry], content: Any) -> dict[str, Tensor]:

@@ -1,0 +1,106 @@
+"""Settings and synthetic routing of ``moe-comm bench placement``. Every rank generates the routing of all ranks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_comm.bench.common.settings import BatchShape, check_at_least
+from moe_comm.errors import ConfigError
+from moe_comm.topology.placement import Placement
+from moe_comm.topology.placement_replay import ReplaySettings
+
+
+@dataclass(frozen=True)
+class PlacementBench(BatchShape):
+    """Settings of the benchmark. ``iterations`` is the number of measured steps, 0: 30.
+
+    Args:
+        ffn: width of each expert.
+        zipf: exponent s of Zipf's law: the n-th most popular expert is chosen in proportion to n ** -s. 0: uniform.
+        drift: steps after which two experts exchange their popularity; 0: never.
+        every: steps between decisions.
+        window: steps that a decision sees of this and of the previous interval.
+        threshold: minimum share of the busiest rank's rows that a switch saves.
+    """
+
+    tokens: int = 512
+    hidden: int = 256
+    experts: int = 32
+    top_k: int = 4
+    warmup: int = 10
+    ffn: int = 512
+    zipf: float = 1.0
+    drift: int = 0
+    every: int = 10
+    window: int = 5
+    threshold: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "tokens", "ffn", "every", "window")
+        check_at_least(self, 0, "drift")
+        if not 0 <= self.zipf <= 10 or not 0 <= self.threshold < 1:
+            raise ConfigError(
+                f"zipf must be from 0 to 10 and threshold from 0 to below 1; got {self.zipf}, {self.threshold}"
+            )
+        if self.experts % self.ranks or self.ranks < 2:
+            raise ConfigError(f"ranks must be at least 2 and divide {self.experts} experts; got {self.ranks}")
+
+    @property
+    def steps(self) -> int:
+        """Number of measured steps."""
+        return self.iterations or 30
+
+    def replayed(self, seconds_per_row: float, seconds_to_move: float) -> ReplaySettings:
+        """Return the settings of the decisions."""
+        return ReplaySettings(
+            every=self.every,
+            window=self.window,
+            threshold=self.threshold,
+            seconds_per_row=seconds_per_row,
+            seconds_to_move=seconds_to_move,
+        )
+
+    def popularity(self, step: int) -> list[float]:
+        """Return the weight of each expert in a step."""
+        rng = random.Random(self.seed)
+        weights = [(place + 1) ** -self.zipf for place in range(self.experts)]
+        rng.shuffle(weights)
+        for _ in range(step // self.drift if self.drift else 0):
+            a, b = rng.sample(range(self.experts), 2) if self.experts > 1 else (0, 0)
+            weights[a], weights[b] = weights[b], weights[a]
+        return weights
+
+    def ids(self, step: int, rank: int) -> Tensor:
+        """Return K distinct experts of each token of a rank, [T, K] int64, drawn by popularity."""
+        generator = torch.Generator().manual_seed((self.seed * 4096 + rank) * (1 << 20) + step)
+        noise_TE = torch.rand(self.tokens, self.experts, generator=generator, dtype=torch.float64)
+        # The largest sums of log weights and Gumbel noise are a sample without replacement.
+        keys_TE = torch.tensor(self.popularity(step), dtype=torch.float64).log() - (-noise_TE.log()).log()
+        return keys_TE.topk(self.top_k, dim=1).indices
+
+    def loads(self, step: int) -> list[int]:
+        """Return the rows of each expert in a step, over all ranks."""
+        ids = torch.cat([self.ids(step, rank).flatten() for rank in range(self.ranks)])
+        loads: list[int] = torch.bincount(ids, minlength=self.experts).tolist()
+        return loads
+
+
+def eplb(loads_E: list[int], world: int, version: int) -> Placement:
+    """Return the placement of EPLB (DeepSeek) without replicas: its balanced packing of experts into ranks.
+
+    Experts by descending load go to the least loaded rank with room. The previous placement does not matter, so most
+    experts move.
+    """
+    room, homes = [len(loads_E) // world] * world, [0] * len(loads_E)
+    totals = [0] * world
+    for expert in sorted(range(len(loads_E)), key=lambda one: -loads_E[one]):
+        rank = min((rank for rank in range(world) if room[rank]), key=lambda one: totals[one])
+        homes[expert] = rank
+        totals[rank] += loads_E[expert]
+        room[rank] -= 1
+    return Placement(tuple((home,) for home in homes), world, version)

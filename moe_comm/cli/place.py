@@ -1,0 +1,92 @@
+"""``moe-comm place``: the placement of a run's experts, and what other settings would have done."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moe_comm.cli.options import JsonOut, load, one_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from moe_comm.plan.whatif.placement import PlacementStudy
+
+app = typer.Typer()
+KINDS = ("relocate", "replicate")
+EVERY, WINDOW, THRESHOLD, COPIES = (20, 100), (5,), (0.05,), (0, 1)
+"""Settings that are replayed by default: relocation, and replication with one slot."""
+DECISIONS = 10
+"""Number of decisions of a layer in the text; the JSON has all."""
+
+
+@app.command()
+def place(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Expert-parallel ranks to place on.  [default: the run's]")
+    ] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="relocate or replicate, to replay; repeatable. [by --slots]")
+    ] = None,
+    every: Annotated[
+        list[int] | None, typer.Option(min=1, help="Steps between decisions; repeatable. [20, 100]")
+    ] = None,
+    window: Annotated[list[int] | None, typer.Option(min=1, help="Steps per decision; repeatable. [5]")] = None,
+    slots: Annotated[list[int] | None, typer.Option(min=0, help="Copies per rank; repeatable. [0, 1]")] = None,
+    threshold: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=0.99, help="Minimum share of the busiest rank's rows to save; repeatable. [0.05]"),
+    ] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Show expert loads and placement decisions of a run by layer, and replay its loads with other settings."""
+    report, analysis = load("moe_comm.bench.common.report", "bench"), load("moe_comm.plan.whatif.placement", "observe")
+    report.check_writable(json_out)
+    settings = load("moe_comm.topology.placement_replay", "train").ReplaySettings
+    for name in kind or ():
+        one_of("kind of placement", name, KINDS)
+    combinations = product(every or EVERY, window or WINDOW, slots or COPIES, threshold or THRESHOLD)
+    chosen = [
+        settings(kind=name, every=n, window=w, slots=s if name == "replicate" else 0, threshold=t)
+        for n, w, s, t in combinations
+        for name in kind or (KINDS[s > 0],)
+    ]
+    study = analysis.study(run, list(dict.fromkeys(chosen)), ranks)
+    report.write_json(study.to_json(), json_out)
+    report.show(_tables(study), json_out)
+
+
+def _tables(study: PlacementStudy) -> list[Table]:
+    from rich.table import Table  # rich is imported by commands that print tables only
+
+    costs = "with" if study.costs else "no spans were recorded, so without"
+    layers = Table(
+        title=f"{Path(study.run).absolute().name}: rows of the busiest of {study.ranks} ranks over the mean",
+        title_justify="left",
+        caption="best: each step with the best placement found for its own loads, without copies",
+        caption_justify="left",
+    )
+    for name in ("layer", "steps", "hottest expert", "fixed", "realised", "best"):
+        layers.add_column(name, justify="left" if name == "layer" else "right")
+    decisions = Table(title="decisions of the run", title_justify="left")
+    for name in ("layer", "step", "before", "predicted", "realised", "decision"):
+        decisions.add_column(name, justify="left" if name in ("layer", "decision") else "right")
+    replays = Table(title=f"replays, {costs} the cost of switches", title_justify="left")
+    for name in ("layer", "kind", "every", "window", "slots", "threshold", "ratio", "switches", "last decision"):
+        replays.add_column(name, justify="left" if name in ("layer", "kind", "last decision") else "right")
+    for layer in study.layers:
+        ratios = (layer.hottest, layer.fixed, layer.realised, layer.best)
+        layers.add_row(layer.layer, str(len(layer.steps)), *(f"{ratio:.3f}" for ratio in ratios))
+        for line, realised in layer.decisions[-DECISIONS:]:
+            values = (line.ratio_before, line.ratio_after, realised)
+            text = f"switch: {line.reason}" if line.switched else f"keep: {line.reason}"
+            decisions.add_row(layer.layer, str(line.step), *(f"{value:.3f}" for value in values), text)
+        for one, result in zip(study.settings, layer.replays, strict=True):
+            reason = result.decisions[-1][1].reason if result.decisions else f"the run has less than {one.every} steps"
+            numbers = (str(one.every), str(one.window), str(one.slots), f"{one.threshold:g}", f"{result.ratio:.3f}")
+            replays.add_row(layer.layer, one.kind, *numbers, str(result.switches), reason)
+    return [layers, *([decisions] if decisions.row_count else []), replays]

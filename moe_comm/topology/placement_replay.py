@@ -1,0 +1,157 @@
+"""Replay of recorded expert loads: what the placement of experts costs with given settings.
+
+steps    1 2 3 4 5 6 7 8 9 ...          every 4, window 2
+loads    a b c d e f g h i              decision after step 4 from c d, after step 8 from c d g h
+placed   0 0 0 0 1 1 1 1 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moe_comm.errors import ConfigError
+from moe_comm.topology.assignment import Loads
+from moe_comm.topology.placement import Placement
+from moe_comm.topology.rebalance import Decision, PlacementKind, busiest_rows, decide, rebalance, replayed_ratio
+
+MOST_MEMORY = 16
+"""Largest number of intervals whose steps a decision sees."""
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """Settings of decisions, as in ``decide``. every: steps between decisions. window: steps that each adds."""
+
+    kind: PlacementKind = "relocate"
+    every: int = 100
+    window: int = 5
+    slots: int = 0
+    threshold: float = 0.05
+    seconds_per_row: float = 1.0
+    seconds_to_move: float = 0.0
+    seconds_to_publish: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.window < 1:
+            raise ConfigError(f"every and window must be at least 1; got every={self.every}, window={self.window}")
+
+    def decide(self, window: Sequence[Loads], current: Placement) -> Decision:
+        """Return the decision for the next ``every`` steps."""
+        return decide(
+            window,
+            current,
+            kind=self.kind,
+            slots=self.slots,
+            threshold=self.threshold,
+            seconds_per_row=self.seconds_per_row,
+            seconds_to_move=self.seconds_to_move,
+            seconds_to_publish=self.seconds_to_publish,
+            steps=self.every,
+        )
+
+
+@dataclass
+class LoadWindow:
+    """The recorded loads that decisions see: the last ``size`` steps of each of the last ``memory`` intervals.
+
+    With the steps of two decisions, loads that alternate between decisions do not move experts back and forth. If the
+    placement before a switch would have had fewer rows on the busiest rank since, loads change faster than they are
+    followed; the memory is then doubled.
+
+    Attributes:
+        recent: steps since the last decision.
+        intervals: steps of the decisions before.
+        previous: the placement before the last switch, until the next decision.
+    """
+
+    size: int
+    memory: int = 2
+    recent: list[Loads] = field(default_factory=list)
+    intervals: list[list[Loads]] = field(default_factory=list)
+    previous: Placement | None = None
+
+    def add(self, loads_E: Loads) -> None:
+        """Add a step."""
+        self.recent = [*self.recent, loads_E][-self.size :]
+
+    def decide(self, current: Placement, settings: ReplaySettings) -> Decision:
+        """Return the decision for the next ``settings.every`` steps, and begin a new interval."""
+        if self.previous is not None and replayed_ratio(self.recent, self.previous) < replayed_ratio(
+            self.recent, current
+        ):
+            self.memory = min(2 * self.memory, MOST_MEMORY)
+        self.intervals = [*self.intervals, self.recent][-self.memory :]
+        self.recent = []
+        decision = settings.decide([step for interval in self.intervals for step in interval], current)
+        self.previous = current if decision.placement is not None else None
+        return decision
+
+
+@dataclass(frozen=True)
+class PlacementReplay:
+    """The result of ``replay``, for the steps with recorded loads.
+
+    Attributes:
+        steps: the steps.
+        ratios: rows of the busiest rank over the mean, with the placement of the step.
+        ratio: the same over all steps.
+        decisions: (step, decision) of all decisions.
+        placement: the last one.
+        saved_rows: rows of the busiest rank that the steps saved against the first placement.
+    """
+
+    steps: tuple[int, ...]
+    ratios: tuple[float, ...]
+    ratio: float
+    decisions: tuple[tuple[int, Decision], ...]
+    placement: Placement
+    saved_rows: int
+
+    @property
+    def switches(self) -> int:
+        """Number of decisions that changed the placement."""
+        return sum(decision.placement is not None for _, decision in self.decisions)
+
+
+def replay(loads: Mapping[int, Loads], first: Placement, settings: ReplaySettings) -> PlacementReplay:
+    """Return what the decisions of ``settings`` would have done in a run that began with ``first``.
+
+    Args:
+        loads: rows of each expert by step, in order. Steps can be missing; a decision is made after the first recorded
+            step at or after its step.
+
+    Raises:
+        ConfigError: there are no loads, they do not fit ``first``, or a setting is out of range.
+    """
+    if not loads:
+        raise ConfigError("a replay needs the loads of at least one step")
+    placement, window = first, LoadWindow(settings.window)
+    ratios, decisions, busiest, saved, rows = [], [], 0, 0, 0
+    due = settings.every
+    for step, loads_E in loads.items():
+        most = busiest_rows(loads_E, placement)
+        ratios.append(replayed_ratio([loads_E], placement))
+        saved += busiest_rows(loads_E, first) - most
+        busiest, rows = busiest + most, rows + sum(loads_E)
+        window.add(loads_E)
+        if step >= due:
+            due = (step // settings.every + 1) * settings.every
+            decision = window.decide(placement, settings)
+            placement = decision.placement or placement
+            decisions.append((step, decision))
+    ratio = busiest * first.world / rows if rows else 1.0
+    return PlacementReplay(tuple(loads), tuple(ratios), ratio, tuple(decisions), placement, saved)
+
+
+def placed_ratio(loads: Iterable[Loads], placed: Iterable[Placement]) -> float:
+    """Return the rows of the busiest rank over the mean for steps with the placement of each."""
+    pairs = list(zip(loads, placed, strict=True))
+    rows = sum(sum(loads_E) for loads_E, _ in pairs)
+    busiest = sum(busiest_rows(loads_E, placement) for loads_E, placement in pairs)
+    return busiest * pairs[0][1].world / rows if rows else 1.0
+
+
+def best_ratio(loads: Mapping[int, Loads], first: Placement, slots: int = 0) -> float:
+    """Return the ratio if each step had the placement for its own loads: a bound for all forecasts."""
+    return placed_ratio(loads.values(), [rebalance(loads_E, first, slots) for loads_E in loads.values()])

@@ -1,0 +1,347 @@
+"""Placement of experts from their loads. Integers only and no process group: every rank computes the same result.
+
+    loads of each step ──sum──▶ rebalance ──candidate──▶ replay of each step ──▶ decide: switch, or keep with a reason
+
+    6 experts, loads 9 5 4 1 1 1, 3 ranks:   contiguous 14 5 2    rebalanced {0 5} {1 3} {2 4}: 10 6 5
+
+The load of an expert is its number of rows in a step. Rows of an expert with copies are divided over its owners by
+``cut_rows``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import Literal
+
+from moe_comm.errors import ConfigError
+from moe_comm.topology.assignment import Assignment, Loads, assign_homes
+from moe_comm.topology.placement import Placement
+
+PlacementKind = Literal["fixed", "relocate", "replicate"]
+KINDS: tuple[PlacementKind, ...] = ("fixed", "relocate", "replicate")
+WORTH = 2
+"""Minimum of saved seconds over the seconds of the switch."""
+NOISE = 3
+"""Minimum of saved rows, in standard deviations of the rows of the busiest rank if routing is random."""
+
+
+def cut_rows(loads_E: Loads, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Return the rows that each owner of each expert computes, in the order of its owners.
+
+    Experts with fewer owners come first, then those with more rows, then by id. Each fills its owners up to the same
+    total:
+
+        totals 7 4 2, an expert with 9 rows on all three ranks ──▶ rows 0 3 6, totals 7 7 8
+
+    Raises:
+        ConfigError: ``loads_E`` does not have one integer of at least 0 for each expert.
+    """
+    _check_loads(loads_E, placement.num_experts)
+    totals = [0] * placement.world
+    shares: list[tuple[int, ...]] = [(load,) for load in loads_E]
+    for load, ranks in zip(loads_E, placement.owners, strict=True):
+        if len(ranks) == 1:
+            totals[ranks[0]] += load
+    copied = (expert for expert, ranks in enumerate(placement.owners) if len(ranks) > 1)
+    for expert in sorted(copied, key=lambda one: (len(placement.owners[one]), -loads_E[one], one)):
+        ranks = placement.owners[expert]
+        shares[expert] = fill([totals[rank] for rank in ranks], loads_E[expert])
+        for rank, rows in zip(ranks, shares[expert], strict=True):
+            totals[rank] += rows
+    return tuple(shares)
+
+
+def fill(totals: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Divide ``rows`` so that the largest of ``totals`` plus their rows is minimal, then the second largest, and so on.
+
+    Rows that do not divide evenly go to the lowest totals, then to the first ones.
+    """
+    order = sorted(range(len(totals)), key=lambda one: (totals[one], one))
+    level, used = totals[order[0]], 1
+    left = rows
+    while used < len(order) and (totals[order[used]] - level) * used <= left:
+        left -= (totals[order[used]] - level) * used
+        level = totals[order[used]]
+        used += 1
+    base, extra = divmod(left, used)
+    parts = [0] * len(totals)
+    for place, one in enumerate(order[:used]):
+        parts[one] = level - totals[one] + base + (place < extra)
+    return tuple(parts)
+
+
+def rows_per_rank(loads_E: Loads, placement: Placement) -> tuple[int, ...]:
+    """Return the rows that each rank computes in a step with ``loads_E``.
+
+    Raises:
+        ConfigError: ``loads_E`` does not have one integer of at least 0 for each expert.
+    """
+    totals = [0] * placement.world
+    for ranks, parts in zip(placement.owners, cut_rows(loads_E, placement), strict=True):
+        for rank, rows in zip(ranks, parts, strict=True):
+            totals[rank] += rows
+    return tuple(totals)
+
+
+def busiest_rows(loads_E: Loads, placement: Placement) -> int:
+    """Return the rows of the busiest rank in a step with ``loads_E``."""
+    return max(rows_per_rank(loads_E, placement))
+
+
+def replayed_ratio(steps: Sequence[Loads], placement: Placement) -> float:
+    """Return the mean rows of the busiest rank in ``steps`` over the mean rows of a rank; 1 without rows."""
+    rows = sum(map(sum, steps))
+    busiest = sum(busiest_rows(loads_E, placement) for loads_E in steps)
+    return busiest * placement.world / rows if rows else 1.0
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Experts that a switch of placements transfers.
+
+    Attributes:
+        homes: (expert, source, destination) for each expert whose weights and optimizer state change their rank.
+        copies: (expert, source, destination) for each rank that receives the weights of an expert as a copy.
+    """
+
+    homes: tuple[tuple[int, int, int], ...]
+    copies: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, old: Placement, new: Placement) -> Moves:
+        """Return the transfers from ``old`` to ``new``. A rank that has the weights already does not receive a copy."""
+        pairs = list(enumerate(zip(old.owners, new.owners, strict=True)))
+        homes = tuple((expert, a[0], b[0]) for expert, (a, b) in pairs if a[0] != b[0])
+        copies = tuple((expert, a[0], rank) for expert, (a, b) in pairs for rank in b[1:] if rank not in a)
+        return cls(homes, copies)
+
+    @property
+    def busiest(self) -> int:
+        """The largest number of experts that one rank sends or receives."""
+        counts: dict[tuple[str, int], int] = {}
+        for _, source, destination in (*self.homes, *self.copies):
+            for key in (("send", source), ("receive", destination)):
+                counts[key] = counts.get(key, 0) + 1
+        return max(counts.values(), default=0)
+
+
+def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
+    """Return a placement with fewer rows on the busiest rank, or ``current`` if none was found.
+
+    Each rank keeps its number of homes. Experts by descending load go to the least loaded rank with room; exchanges
+    of experts then improve the busiest rank. Among equal results, the one that moves fewer experts is chosen.
+
+    Args:
+        loads_E: rows of each expert.
+        current: the placement before. Its version plus 1 is that of the result.
+        slots: copies that a rank can hold in addition to its homes. Copies are of the experts with the most rows per
+            owner, at most one on a rank, and only as many as reduce the rows of the busiest rank.
+
+    Raises:
+        ConfigError: ``loads_E`` does not fit ``current``, or more slots than there are experts on another rank.
+    """
+    _check_loads(loads_E, current.num_experts)
+    room = _room(current)
+    if not 0 <= slots <= current.num_experts - max(room):
+        raise ConfigError(
+            f"slots must be at least 0, and at most the {current.num_experts - max(room)} experts that a rank with "
+            f"{max(room)} of {current.num_experts} experts does not hold; got {slots}"
+        )
+    home_E = assign_homes(loads_E, current.homes, room)
+    owners: list[tuple[int, ...]] = [(home,) for home in home_E]
+    if slots:
+        owners = _with_copies(loads_E, current, slots)
+    best = Placement(tuple(owners), current.world, current.version + 1)
+    plain = Placement(tuple((home,) for home in home_E), current.world, current.version + 1)
+    choices = [current, plain, best] if _copies(current) <= slots else [plain, best]
+    return min(choices, key=lambda one: _quality(loads_E, one, current))
+
+
+def _quality(loads_E: Loads, new: Placement, current: Placement) -> tuple[int, int, int]:
+    moves = Moves.of(current, new)
+    copies = sum(len(ranks) - 1 for ranks in new.owners)
+    return busiest_rows(loads_E, new), len(moves.homes) + len(moves.copies), copies
+
+
+def _copies(placement: Placement) -> int:
+    """Return the largest number of copies on a rank."""
+    counts = [0] * placement.world
+    for ranks in placement.owners:
+        for rank in ranks[1:]:
+            counts[rank] += 1
+    return max(counts)
+
+
+def _room(placement: Placement) -> list[int]:
+    """Return the number of homes of each rank."""
+    counts = [0] * placement.world
+    for home in placement.homes:
+        counts[home] += 1
+    return counts
+
+
+def _with_copies(loads_E: Loads, current: Placement, slots: int) -> list[tuple[int, ...]]:
+    """Return owners with copies of the experts with the most rows per owner, where they reduce the busiest rank."""
+    world, room = current.world, _room(current)
+    owners_E = [1] * len(loads_E)
+    queue = [(-float(load), expert) for expert, load in enumerate(loads_E) if load and world > 1]
+    heapq.heapify(queue)
+    for _ in range(slots * world if queue else 0):
+        expert = heapq.heappop(queue)[1]
+        owners_E[expert] += 1
+        if owners_E[expert] < world:
+            heapq.heappush(queue, (-loads_E[expert] / owners_E[expert], expert))
+        if not queue:
+            break
+    share_E = [load * world // count for load, count in zip(loads_E, owners_E, strict=True)]
+    home_E = assign_homes(share_E, current.homes, room)
+    owners = [[home] for home in home_E]
+    totals, left = [0] * world, [slots] * world
+    for expert, home in enumerate(home_E):
+        totals[home] += share_E[expert]
+    copies = []
+    for expert in sorted(range(len(loads_E)), key=lambda one: (-share_E[one], one)):
+        for _ in range(owners_E[expert] - 1):
+            free = [rank for rank in range(world) if left[rank] and rank not in owners[expert]]
+            if not free:
+                break
+            had = current.owners[expert]
+            rank = min(free, key=lambda one: (totals[one], one not in had, one))
+            owners[expert].append(rank)
+            totals[rank] += share_E[expert]
+            left[rank] -= 1
+            copies.append((expert, rank))
+    improved = Assignment(share_E, home_E, world, copies)
+    improved.improve()
+    owners = [[home, *owners[expert][1:]] for expert, home in enumerate(improved.home_E)]
+    return _without_idle_copies(loads_E, owners, copies, world)
+
+
+def _without_idle_copies(
+    loads_E: Loads, owners: list[list[int]], copies: list[tuple[int, int]], world: int
+) -> list[tuple[int, ...]]:
+    """Remove the copies that do not reduce the rows of the busiest rank, those of the smallest shares first."""
+
+    def busiest() -> int:
+        return busiest_rows(loads_E, Placement(tuple(map(tuple, owners)), world))
+
+    limit = busiest()
+    for expert, rank in reversed(copies):
+        owners[expert].remove(rank)
+        if busiest() > limit:
+            owners[expert].append(rank)
+    return [(ranks[0], *sorted(ranks[1:])) for ranks in owners]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to switch the placement of a layer.
+
+    Attributes:
+        placement: the placement to switch to; None: keep the current one.
+        reason: why, with the numbers.
+        saved_s: seconds that the candidate saves until the next decision.
+        cost_s: seconds of the switch.
+        ratio_before: rows of the busiest rank over the mean, in the window with the current placement.
+        ratio_after: the same with the candidate; equal to ``ratio_before`` without a candidate.
+    """
+
+    placement: Placement | None
+    reason: str
+    saved_s: float = 0.0
+    cost_s: float = 0.0
+    ratio_before: float = 1.0
+    ratio_after: float = 1.0
+
+
+def decide(
+    window: Sequence[Loads],
+    current: Placement,
+    *,
+    kind: PlacementKind,
+    slots: int = 0,
+    threshold: float = 0.05,
+    seconds_per_row: float,
+    seconds_to_move: float,
+    steps: int,
+    seconds_to_publish: float = 0.0,
+) -> Decision:
+    """Decide whether to switch to the placement for the sums of ``window``.
+
+    The candidate is scored by each step of the window, not by their mean. The placement switches only if it saves more
+    than ``threshold`` of the busiest rank's rows, more rows than random routing would vary, and more than twice the
+    seconds of the switch. Loads that alternate between two decisions need a window with steps of both.
+
+    Args:
+        window: rows of each expert in each of some recent steps.
+        current: the present placement.
+        kind: "fixed": never switch. "relocate": move experts. "replicate": also add copies.
+        slots: copies per rank, for "replicate".
+        threshold: minimum share of the busiest rank's rows to save.
+        seconds_per_row: seconds of one row on its rank, forward and backward.
+        seconds_to_move: seconds in which a rank sends or receives one expert.
+        steps: steps until the next decision.
+        seconds_to_publish: seconds per step in which a rank reduces the gradient and fills the weights of one copy.
+
+    Raises:
+        ConfigError: a setting is out of range, or the loads do not fit ``current``.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"the kind of placement must be one of {', '.join(KINDS)}; got {kind!r}")
+    if not 0 <= threshold < 1 or steps < 1 or min(seconds_per_row, seconds_to_move, seconds_to_publish) < 0:
+        raise ConfigError(
+            f"threshold must be from 0 to below 1, steps at least 1 and seconds at least 0; got threshold={threshold}, "
+            f"steps={steps}, seconds_per_row={seconds_per_row}, seconds_to_move={seconds_to_move}, "
+            f"seconds_to_publish={seconds_to_publish}"
+        )
+    if slots and kind != "replicate":
+        raise ConfigError(f"slots hold copies, which kind {kind!r} does not make; got slots={slots}")
+    for loads_E in window:
+        _check_loads(loads_E, current.num_experts)
+    rows = sum(map(sum, window))
+    if kind == "fixed" or not rows:
+        return Decision(None, "the placement is fixed" if kind == "fixed" else "the window has no rows")
+    before = sum(busiest_rows(loads_E, current) for loads_E in window)
+    ratio = before * current.world / rows
+    least = sum(_least(loads_E, current.world, kind) for loads_E in window)
+    if least >= (1 - threshold) * before:
+        what = "evenly" if kind == "replicate" or least * current.world < 1.01 * rows else "because of one expert"
+        reason = f"the busiest rank has {ratio:.2f} times the mean rows and could save at most"
+        return Decision(None, f"{reason} {1 - least / before:.1%} ({what} loaded)", 0, 0, ratio, ratio)
+    sums_E = [sum(loads) for loads in zip(*window, strict=True)]
+    new = rebalance(sums_E, current, slots)
+    moves = Moves.of(current, new)
+    after = sum(busiest_rows(loads_E, new) for loads_E in window)
+    published = (_copies(new) - _copies(current)) * seconds_to_publish
+    saved_s = ((before - after) / len(window) * seconds_per_row - published) * steps
+    cost_s = moves.busiest * seconds_to_move
+    ratio_after = after * current.world / rows
+    gain, noise = 1 - after / before, NOISE * isqrt(before)
+    if gain <= threshold:
+        why = f"saves {gain:.1%} of the busiest rank's rows, not above the threshold {threshold:.1%}"
+    elif before - after <= noise:
+        why = f"saves {before - after} rows in {len(window)} steps, which may be chance (up to {noise})"
+    elif saved_s <= WORTH * cost_s:
+        why = f"saves {saved_s:.3g} s in {steps} steps, not above {WORTH} times {cost_s:.3g} s of the switch"
+    else:
+        moved = f"{len(moves.homes)} experts moved" + (f", {len(moves.copies)} copied" if moves.copies else "")
+        reason = f"the busiest rank falls from {ratio:.2f} to {ratio_after:.2f} times the mean rows: "
+        reason += f"saves {saved_s:.3g} s in {steps} steps for {cost_s:.3g} s ({moved})"
+        return Decision(new, reason, saved_s, cost_s, ratio, ratio_after)
+    return Decision(None, why, saved_s, cost_s, ratio, ratio_after)
+
+
+def _least(loads_E: Loads, world: int, kind: PlacementKind) -> int:
+    """Return a lower bound of the busiest rank's rows with any placement of this kind."""
+    mean = -(-sum(loads_E) // world)
+    return mean if kind == "replicate" else max(mean, *loads_E)
+
+
+def _check_loads(loads_E: Loads, experts: int) -> None:
+    if len(loads_E) != experts or any(not isinstance(load, int) or load < 0 for load in loads_E):
+        bad = next((load for load in loads_E if not isinstance(load, int) or load < 0), None)
+        found = f"{len(loads_E)} loads" if bad is None else repr(bad)
+        raise ConfigError(f"loads must be {experts} integers of at least 0, one for each expert; got {found}")

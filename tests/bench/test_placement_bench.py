@@ -1,0 +1,74 @@
+"""``bench placement`` end to end with tiny sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_comm import cli
+from moe_comm.bench.placement.settings import PlacementBench, eplb
+from moe_comm.errors import ConfigError
+from moe_comm.topology.placement import Placement
+from moe_comm.topology.rebalance import Moves, busiest_rows
+
+TINY = {"ranks": 2, "tokens": 256, "hidden": 32, "ffn": 64, "experts": 8, "top_k": 2, "every": 3, "warmup": 3}
+
+
+def run(out: Path, **changed: Any) -> dict[str, Any]:
+    options = TINY | {"steps": 8, "zipf": 1.5, "threshold": 0.0} | changed
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert cli.run(["bench", "placement", *words, "--json", str(out)]) == 0
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def test_bits_stay_equal_and_peers_move_more_than_decisions(tmp_path: Path) -> None:
+    result = run(tmp_path / "out.json", drift=3)
+    assert result["bits_equal"] and result["checked_steps"] == 5  # first, last, and after each of three decisions
+    assert [one["step"] for one in result["decisions"]] == [3, 6, 9]
+    assert set(result["contestants"]) == {"fixed", "relocate"} and set(result["peers"]) == {"eplb"}
+    fixed, ours, packed = (result["contestants"] | result["peers"]).values()
+    assert fixed["speedup"] == 1.0 and fixed["moved_bytes"] == fixed["switches"] == 0
+    assert result["switches"] == ours["switches"] == sum(one["switched"] for one in result["decisions"])
+    assert packed["switches"] == 3
+    expert_bytes = 4 * 3 * TINY["hidden"] * TINY["ffn"]
+    for row in (ours, packed):
+        assert row["moved_bytes"] == row["moved_experts"] * expert_bytes
+    assert result["busiest_over_mean"] == {"before": fixed["busiest_over_mean"], "after": ours["busiest_over_mean"]}
+    assert packed["busiest_over_mean"] < fixed["busiest_over_mean"] or ours["switches"] == 0
+
+
+def test_uniform_routing_does_not_switch(tmp_path: Path) -> None:
+    result = run(tmp_path / "out.json", zipf=0, threshold=0.05)
+    assert result["switches"] == result["moved_bytes"] == 0
+    assert result["busiest_over_mean"]["before"] == result["busiest_over_mean"]["after"]
+
+
+def test_routing_is_seeded_distinct_and_drifts() -> None:
+    bench = PlacementBench(ranks=4, tokens=4000, experts=16, top_k=4, zipf=1.0, drift=10)
+    ids = bench.ids(0, 1)
+    assert ids.equal(bench.ids(0, 1)) and not ids.equal(bench.ids(0, 2))
+    assert all(len(set(token)) == 4 for token in ids.tolist())
+    assert bench.popularity(0) == bench.popularity(9) != bench.popularity(10)
+    assert sorted(bench.popularity(100)) == sorted(bench.popularity(0))
+    loads, weights = bench.loads(0), bench.popularity(0)
+    assert sum(loads) == 4 * 4000 * 4
+    assert sorted(range(16), key=lambda one: loads[one])[-1] == weights.index(max(weights))
+    uniform = PlacementBench(ranks=4, tokens=4000, experts=16, top_k=4, zipf=0.0).loads(0)
+    assert max(uniform) < 1.1 * min(uniform)
+
+
+def test_eplb_packs_evenly_and_ignores_the_placement_before() -> None:
+    loads = [8, 7, 6, 5, 4, 3, 2, 1]
+    packed = eplb(loads, 2, 1)
+    assert packed.slots_per_rank == (4, 4) and busiest_rows(loads, packed) == 18
+    assert len(Moves.of(Placement.contiguous(8, 2), packed).homes) == 4
+
+
+@pytest.mark.parametrize("wrong", [{"ranks": 1}, {"ranks": 3}, {"zipf": -1.0}, {"every": 0}, {"threshold": 1.0}])
+def test_impossible_settings_are_rejected(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PlacementBench(**(TINY | wrong))

@@ -1,0 +1,85 @@
+"""``moe-comm place``: recorded loads, decisions and replays of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_comm import cli
+from moe_comm.errors import ConfigError
+from moe_comm.observe.records import ATTEMPTS, LOADS, METRICS, PLACEMENTS, Attempt, LoadLine, PlacementLine, append
+from moe_comm.plan.whatif.placement import study
+from moe_comm.topology.placement import Placement
+from moe_comm.topology.placement_replay import ReplaySettings
+from moe_comm.topology.rebalance import decide
+from tests.support.synthetic import SyntheticRun, write_run
+
+SKEWED = [4000, 3000, 2000, 1000]
+CURRENT = Placement.contiguous(4, 2)
+NEVER = ReplaySettings(every=1000)
+
+
+def write(run: Path, steps: int = 10, ep: int = 2, zero: int = 0) -> None:
+    """Write a run that switched after step 4."""
+    append(run / ATTEMPTS, Attempt(0, ep, 0.0, 1.0, 1, "fresh", {"dp": ep, "ep": ep}))
+    for step in range(1, steps + 1):
+        append(run / LOADS, LoadLine(step, "a", [*SKEWED, *[999] * zero]))
+    if zero:
+        (run / "config.resolved.toml").write_text("[model]\nexperts = 4\n")
+    decision = decide([SKEWED], CURRENT, kind="relocate", seconds_per_row=1, seconds_to_move=0, steps=4)
+    assert decision.placement is not None
+    append(run / PLACEMENTS, PlacementLine.of(4, "a", decision, CURRENT))
+    kept = decide([SKEWED], decision.placement, kind="relocate", seconds_per_row=1, seconds_to_move=0, steps=4)
+    append(run / PLACEMENTS, PlacementLine.of(8, "a", kept, decision.placement))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_realised_ratios_follow_the_recorded_placements(tmp_path: Path, zero: int) -> None:
+    write(tmp_path, zero=zero)
+    result = study(tmp_path, [NEVER, ReplaySettings(every=4)])
+    layer = result.layers[0]
+    assert result.ranks == 2 and not result.costs
+    assert layer.fixed == pytest.approx(1.4) and layer.best == 1.0 and layer.hottest == 1.0
+    assert layer.realised == pytest.approx((4 * 1.4 + 6) / 10)
+    assert [(line.step, line.switched, ratio) for line, ratio in layer.decisions] == [(4, True, 1.0), (8, False, 1.0)]
+    assert layer.decisions[0][0].ratio_after == 1.0 and layer.decisions[0][0].placement != CURRENT
+    assert [one.ratio for one in layer.replays] == pytest.approx([1.4, (4 * 1.4 + 6) / 10])
+
+
+def test_other_numbers_of_ranks_ignore_the_recorded_decisions(tmp_path: Path) -> None:
+    write(tmp_path)
+    layer = study(tmp_path, [NEVER], ranks=4).layers[0]
+    assert layer.decisions == () and layer.realised == layer.fixed == layer.hottest == 1.6
+
+
+def test_runs_without_loads_or_with_one_rank_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        study(tmp_path, [NEVER])
+    (tmp_path / METRICS).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"no expert loads.*observe\.loads=1"):
+        study(tmp_path, [NEVER])
+    append(tmp_path / LOADS, LoadLine(1, "a", SKEWED))
+    with pytest.raises(ConfigError, match="ep 1"):
+        study(tmp_path, [NEVER])
+    assert study(tmp_path, [NEVER], ranks=2).layers[0].fixed == 1.4
+
+
+def test_the_command_prints_layers_decisions_and_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(
+        tmp_path / "run", SyntheticRun(ranks=4, steps=40, ranks_per_host=2, ep=2, layers=2, span_steps=(1, 10))
+    )
+    out = tmp_path / "place.json"
+    assert cli.run(["place", str(run), "--every", "10", "--slots", "0", "--slots", "1", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "layers.1.moe" in printed and "decisions of the run" in printed and "replicate" in printed
+    result = json.loads(out.read_text())
+    assert result["ranks"] == 2 and [one["kind"] for one in result["settings"]] == ["relocate", "replicate"]
+    layer = result["layers"][0]
+    assert layer["steps"] == [1, 10, 20, 30, 40] and layer["best"] <= layer["realised"] <= layer["fixed"]
+    assert len(layer["decisions"]) == 5 and len(layer["replays"]) == 2
+    assert cli.run(["place", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    assert cli.run(["place", str(run), "--kind", "fixed"]) == 2
+    assert "unknown kind of placement 'fixed'" in capsys.readouterr().err

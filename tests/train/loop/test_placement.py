@@ -1,0 +1,244 @@
+"""Training while experts move between ranks: the same bits as with fixed experts, and switches that fail or resume."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.errors import CheckpointError, ConfigError, PeerDied
+from moe_comm.layers.moe.load import moe_layers
+from moe_comm.observe.records import ATTEMPTS, PLACEMENTS, Attempt, PlacementLine, read_lines
+from moe_comm.runtime.persistent_memory import LauncherProcess, PersistentMemory
+from moe_comm.topology import Placement
+from moe_comm.train import RunResult, run
+from moe_comm.train.checkpoint import CheckpointReader
+from moe_comm.train.config import load
+from moe_comm.train.loop import job
+from moe_comm.train.loop.placement import ExpertPlacements, SwitchTimes
+from moe_comm.train.parallel.relocation import parameters_of
+from tests.pool import RankPool
+from tests.train.common import Trained, assert_floats, session, train, whole
+from tests.train.loop.test_resume import AUTO, Crash, crash_after, losses_of, state_of
+
+EXPERTS = 8
+LONG = ("run.steps=20", f"model.experts={EXPERTS}", "model.ffn=8", "optimizer.clip=0.5", "model.aux_loss=0.01")
+
+
+def shuffled(old: Placement, seed: int) -> Placement:
+    """Return a random placement with the counts of ``old``."""
+    homes = list(old.homes)
+    random.Random(seed).shuffle(homes)
+    return Placement(tuple((home,) for home in homes), old.world, old.version + 1)
+
+
+def train_moving(rank: int, world: int, settings: list[str]) -> tuple[Trained, list[tuple[int, int]]]:
+    """Train, and move the experts of each layer after steps 3, 4 and 11; return sent and expected bytes as well."""
+    sent = []
+    with session(settings) as active:
+        state = active.trainer.train_state
+
+        def move(report: Any) -> None:
+            if report.step not in (3, 4, 11):
+                return
+            for name, old in state.placements.by_layer.items():
+                new = shuffled(old, report.step)
+                layer = dict(moe_layers(active.stages[0]))[name]
+                ep = state.mesh.place["ep"]
+                leaving = [e for e, (a, b) in enumerate(zip(old.homes, new.homes, strict=True)) if a == ep != b]
+                states = state.optimizer.state_tensors()
+                size = sum(
+                    item.value[0].numel() * 4 * (1 + len(states[item.name]))
+                    for item in parameters_of(layer, name, state.data_parallel).values()
+                )
+                sent.append((state.placements.switch(name, new), len(leaving) * size))
+            state.data_parallel.publish()
+
+        status = active.trainer.fit(move)
+        reports = active.trainer.reports
+        losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
+        trained = Trained(losses, norms, [], active.parts(), active.trainer.evaluate(), status)
+        return trained, sent
+
+
+@pytest.mark.parametrize(
+    ("world", "extra"),
+    [
+        (2, ()),
+        (4, ()),
+        (2, ("model.dtype=bfloat16",)),
+        (2, ("optimizer.kind=muon",)),
+        (2, ("optimizer.kind=lamb", "parallel.dp=2", "parallel.sharding=zero1")),
+        (4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
+    ],
+    ids=["ep2", "ep4", "bf16", "muon", "lamb", "etp2"],
+)
+def test_twenty_steps_have_the_bits_of_fixed_experts(
+    request: pytest.FixtureRequest, shared_settings: list[str], world: int, extra: tuple[str, ...]
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    settings = [*shared_settings, *LONG, *extra]
+    expected = pool.run(train, settings, timeout=200)
+    results = pool.run(train_moving, settings, timeout=200)
+    for got, wanted in zip(results, expected, strict=True):
+        assert got[0].losses == wanted.losses and got[0].norms == wanted.norms
+        assert got[0].validation == wanted.validation
+        assert all(actual == formula for actual, formula in got[1]) and any(actual for actual, _ in got[1])
+    weights = whole([wanted.parts for wanted in expected])
+    for name, value in whole([got.parts for got, _ in results]).items():
+        assert torch.equal(value, weights[name]), name
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "zero1", "fsdp"])
+@pytest.mark.parametrize("ep", [2, 4])
+def test_replicas_of_experts_move_with_every_sharding(
+    pool4: RankPool, shared_settings: list[str], sharding: str, ep: int
+) -> None:
+    settings = [*shared_settings, *LONG, f"parallel.sharding={sharding}", f"parallel.ep={ep}"]
+    expected = pool4.run(train, settings, timeout=200)
+    results = [got for got, _ in pool4.run(train_moving, settings, timeout=200)]
+    for got, wanted in zip(results, expected, strict=True):
+        assert_floats(got.losses, wanted.losses, 1e-6)
+        assert_floats(got.norms, wanted.norms, 1e-5)
+    weights = whole([wanted.parts for wanted in expected])
+    for name, value in whole([got.parts for got in results]).items():
+        assert torch.allclose(value, weights[name], rtol=1e-4, atol=1e-5), name
+
+
+# --- decisions, checkpoints and resumption ---
+
+RELOCATE = (
+    *LONG,
+    "placement.kind=relocate",
+    "placement.every=4",
+    "placement.window=3",
+    "placement.threshold=0.001",
+    "data.batch=32",
+    "data.seq_len=64",
+    "model.init_std=0.6",
+)
+
+
+def run_relocating(rank: int, world: int, settings: list[str]) -> RunResult:
+    """Run as if rows were expensive and transfers cheap, so that decisions do not depend on measured times."""
+    make = ExpertPlacements.__init__
+
+    def with_times(self: ExpertPlacements, *args: Any) -> None:
+        make(self, *args)
+        self.times = SwitchTimes(1.0, 1e-9)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertPlacements, "__init__", with_times)
+        return run(None, settings)
+
+
+def run_with_memory(rank: int, world: int, arg: tuple[list[str], LauncherProcess, int | None]) -> None:
+    settings, owner, crash = arg
+    with pytest.MonkeyPatch.context() as patch, crash_after(crash), contextlib.suppress(Crash):
+        patch.setattr(job, "open_host_memory", lambda ranks, say: PersistentMemory(owner, host="a"))
+        run_relocating(rank, world, settings)
+
+
+def metrics_of(result: RunResult) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_runs_switch_resume_and_end_with_the_bits_of_fixed_experts(pool2: RankPool, settings: list[str]) -> None:
+    fixed = pool2.run(run_relocating, [*settings, *RELOCATE, "placement.kind=fixed", "run.name=fixed"], timeout=200)[0]
+    whole_run = [*settings, *RELOCATE, "run.name=moving", "checkpoint.every=10"]
+    moving = pool2.run(run_relocating, whole_run, timeout=200)[0]
+    switches = {line["step"]: line["placement"] for line in metrics_of(moving) if "placement" in line}
+    assert switches and all(one["ratio_after"] < one["ratio_before"] for one in switches.values())
+    assert all(one["moved_bytes"] > 0 for one in switches.values())
+    decisions = list(read_lines(moving.folder / PLACEMENTS, PlacementLine))
+    assert {line.step for line in decisions} == {4, 8, 12, 16, 20}
+    for step in range(4, 21, 4):
+        switched = [line.layer for line in decisions if line.step == step and line.switched]
+        assert switched == (switches[step]["layers"] if step in switches else [])
+    names = ("loss", "grad_norm")
+    assert [[line[n] for n in names] for line in metrics_of(moving)] == [
+        [line[n] for n in names] for line in metrics_of(fixed)
+    ]
+    middle = CheckpointReader(moving.folder / "checkpoints" / "step-00000010")
+    layers = middle.state["placement"]["layers"]
+    assert any(placement["version"] for placement in layers.values())
+    assert len(middle.state["placement"]["window"]) == 3
+    resumed = pool2.run(
+        run_relocating, [*whole_run, "run.name=resumed", f"checkpoint.resume={middle.path}"], timeout=200
+    )[0]
+    assert [line["loss"] for line in metrics_of(resumed) if line["step"] > 10] == [
+        line["loss"] for line in metrics_of(moving) if line["step"] > 10
+    ]
+    last = [CheckpointReader(result.folder / "checkpoints" / "step-00000020") for result in (moving, resumed)]
+    assert last[0].state["placement"] == last[1].state["placement"]
+    for line in (line for line in decisions if line.step == 20):
+        assert json.loads(line.placement.to_json()) == last[0].state["placement"]["layers"][line.layer]
+    # Another mapping starts with consecutive experts.
+    alone = run_relocating(0, 1, [*whole_run, "run.name=alone", f"checkpoint.resume={middle.path}", "run.steps=12"])
+    first = {line["step"]: line["loss"] for line in metrics_of(alone)}[11]
+    assert_floats([first], [metrics_of(fixed)[10]["loss"]], 1e-5)
+    end = CheckpointReader(alone.folder / "checkpoints" / "step-00000012").state["placement"]
+    assert all(placement["version"] == 0 for placement in end["layers"].values())
+
+
+def test_a_snapshot_in_memory_is_restored_with_its_placement(
+    pool2: RankPool, settings: list[str], owner: LauncherProcess
+) -> None:
+    moving = [*settings, *RELOCATE]
+    expected = pool2.run(run_relocating, [*moving, "run.name=expected"], timeout=200)[0]
+    assert any(line["step"] < 10 for line in metrics_of(expected) if "placement" in line)
+    snapshots = [*moving, "run.name=memory", "checkpoint.peer_every=1"]
+    pool2.run(run_with_memory, (snapshots, owner, 10), timeout=200)
+    pool2.run(run_with_memory, ([*snapshots, AUTO], owner, None), timeout=200)
+    (folder,) = expected.folder.parent.glob("memory-*")
+    assert [attempt.source for attempt in read_lines(folder / ATTEMPTS, Attempt)] == ["fresh", "peer memory"]
+    assert losses_of(folder) == losses_of(expected.folder)
+    state, wanted = state_of(folder), state_of(expected.folder)
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+def damage_placement(rank: int, world: int, settings: list[str]) -> str:
+    with session(settings) as active:
+        placements = active.trainer.train_state.placements
+        state = placements.state()
+        state["layers"] = {name: {"owners": [[9]], "world": 2, "version": 1} for name in state["layers"]}
+        with pytest.raises((CheckpointError, ConfigError)) as caught:
+            placements.load(state, move=True)
+        return str(caught.value)
+
+
+def test_a_damaged_placement_in_a_checkpoint_is_an_error(pool2: RankPool, shared_settings: list[str]) -> None:
+    assert all("ranks are 0..1" in text for text in pool2.run(damage_placement, shared_settings, timeout=60))
+
+
+def switch_while_a_rank_exits(rank: int, world: int, settings: list[str]) -> tuple[str, bool]:
+    """Rank 1 ends in the middle of a switch, after the ranks have agreed on it."""
+    with session(settings) as active:
+        state = active.trainer.train_state
+        placements, (name, old) = state.placements, next(iter(state.placements.by_layer.items()))
+        before = {owned.name: owned.value.detach().clone() for owned in state.data_parallel.owned()}
+        if rank == 1:
+            state.optimizer.state_tensors = lambda: os._exit(9)  # type: ignore[method-assign]
+        with pytest.raises(PeerDied) as caught:
+            placements.switch(name, shuffled(old, 1))
+        same = all(torch.equal(owned.value, before[owned.name]) for owned in state.data_parallel.owned())
+        return str(caught.value), same and placements.by_layer[name] is old
+    raise AssertionError("unreachable")
+
+
+def test_a_rank_that_ends_during_a_switch_is_reported_and_the_old_placement_stays(
+    pool2: RankPool, shared_settings: list[str]
+) -> None:
+    text, same = pool2.run(switch_while_a_rank_exits, [*shared_settings, *LONG], timeout=100, expect_dead={1})[0]
+    assert "relocating the experts of layer 'layers.0.moe' to version 1" in text and same
+
+
+def test_a_window_longer_than_the_interval_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"window \(6\) must be at most every \(4\)"):
+        load(None, ["placement.kind=relocate", "placement.every=4", "placement.window=6"])
