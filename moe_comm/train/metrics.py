@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_comm.layers.moe.load import LayerLoad, load_statistics
 from moe_comm.observe.expert_health import across_layers, layers_to_write
-from moe_comm.observe.records import LineWriter, LoadLine, cut_after
+from moe_comm.observe.records import LineWriter, LoadLine, PlacementLine, cut_after
 
 SERIES = 200
 """Default maximum number of per-layer values that a sink writes for a step."""
@@ -107,11 +107,12 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class PlacementReport:
-    """A switch of the placement of experts after a step.
+    """Decisions on the placement of experts after a step, and the switch that follows from them.
 
     Attributes:
+        decisions: one for each MoE layer. Not part of stored reports.
         version: largest version of a layer's placement.
-        layers: names of the layers that switched.
+        layers: names of the layers that switched; the remaining attributes refer to them.
         moved_bytes: bytes that all ranks sent.
         ratio_before, ratio_after: rows of the busiest rank over the mean in the window of loads, with the old and the
             new placement; mean of these layers.
@@ -119,6 +120,7 @@ class PlacementReport:
         seconds: measured seconds on this rank.
     """
 
+    decisions: tuple[PlacementLine, ...]
     version: int
     layers: tuple[str, ...]
     moved_bytes: int
@@ -127,6 +129,22 @@ class PlacementReport:
     saved_s: float
     cost_s: float
     seconds: float
+
+    @classmethod
+    def of(cls, decisions: Sequence[PlacementLine], moved_bytes: int, seconds: float) -> PlacementReport:
+        """Return the report of ``decisions`` that were carried out."""
+        switches = [line for line in decisions if line.switched]
+        return cls(
+            decisions=tuple(decisions),
+            version=max(line.version for line in decisions),
+            layers=tuple(line.layer for line in switches),
+            moved_bytes=moved_bytes,
+            ratio_before=sum(line.ratio_before for line in switches) / max(len(switches), 1),
+            ratio_after=sum(line.ratio_after for line in switches) / max(len(switches), 1),
+            saved_s=sum(line.saved_s for line in switches),
+            cost_s=sum(line.cost_s for line in switches),
+            seconds=seconds,
+        )
 
     def __str__(self) -> str:
         return (
@@ -150,7 +168,7 @@ class StepReport:
         skipped: reason why the weights were not updated; "" if they were.
         stop: reason why training ends after this step; "" if it continues.
         reruns: number of reruns of the step, see ``moe_comm.train.resilience.guard``.
-        placement: the switch of placements after the step; None without one.
+        placement: decisions on the placement of experts after the step; None without any.
     """
 
     step: int
@@ -172,8 +190,9 @@ class StepReport:
         return self.times.total
 
     def without_slots(self) -> StepReport:
-        """Return the report without per-expert loads, which take megabytes in a large model."""
-        return replace(self, load=replace(self.load, slots_LE=None))
+        """Return the report without values of single experts, which take megabytes in a large model."""
+        placement = None if self.placement is None else replace(self.placement, decisions=())
+        return replace(self, load=replace(self.load, slots_LE=None), placement=placement)
 
     @property
     def tokens_per_s(self) -> float:
@@ -219,7 +238,10 @@ class JsonlSink(_LineSink):
         self._series = series
 
     def write(self, report: StepReport) -> None:
-        values = asdict(replace(report, load=NO_LOAD)) | {"loop_s": report.times.loop}
+        values = asdict(replace(report.without_slots(), load=NO_LOAD)) | {"loop_s": report.times.loop}
+        placement = values.pop("placement")
+        if placement is not None and placement["layers"]:
+            values["placement"] = {name: value for name, value in placement.items() if name != "decisions"}
         metrics = report.load.metrics()
         layers = layers_to_write(report.load.imbalance, len(metrics), self._series)
         values["load"] = {"layers": layers} | {name: [series[i] for i in layers] for name, series in metrics.items()}
@@ -242,6 +264,17 @@ class LoadsSink(_LineSink):
         if report.step == 1 or report.step % self._every == 0:
             for name, slots in zip(report.load.names, report.load.slots, strict=False):
                 self._lines.write(LoadLine(report.step, name, list(slots)))
+
+    def summary(self, step: int, values: dict[str, float]) -> None:
+        """Ignore the values."""
+
+
+class PlacementsSink(_LineSink):
+    """Write decisions on the placement of experts (``moe_comm.observe.records.PlacementLine``)."""
+
+    def write(self, report: StepReport) -> None:
+        for line in () if report.placement is None else report.placement.decisions:
+            self._lines.write(line)
 
     def summary(self, step: int, values: dict[str, float]) -> None:
         """Ignore the values."""

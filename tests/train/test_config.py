@@ -90,7 +90,7 @@ def test_parallel_auto_leaves_the_mapping_to_the_planner(tmp_path: Path) -> None
         ("run.stepz=5", "unknown key 'run.stepz' (did you mean 'run.steps'?)"),
         ("model.lr=1.0", "unknown key 'model.lr' (did you mean 'optimizer.lr'?)"),
         ("modle.hidden=64", "unknown key 'modle' (did you mean 'model'?)"),
-        ("zzz.hidden=64", "known: run, data, model, optimizer, parallel, payload, checkpoint"),
+        ("zzz.hidden=64", "known: run, data, model, optimizer, parallel, placement, payload"),
         ("model.zzz=64", "known: model.family, model.pretrained"),
         ("optimizer.lr=nan", "optimizer.lr: input should be a finite number"),
         ("optimizer.lr=inf", "optimizer.lr: input should be a finite number"),

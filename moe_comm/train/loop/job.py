@@ -24,7 +24,7 @@ from moe_comm.errors import CorruptPayload, NonFiniteLoss, PeerError, UnsettledS
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.rank_log import dump
-from moe_comm.observe.records import FAULTS, LOADS, METRICS, FaultRecord, append
+from moe_comm.observe.records import FAULTS, LOADS, METRICS, PLACEMENTS, FaultRecord, append
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
@@ -48,7 +48,7 @@ from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.loop.signals import restored_handler, stop_on_signals
 from moe_comm.train.loop.trainer import Trainer, TrainState
-from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, TensorBoardSink
+from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, PlacementsSink, TensorBoardSink
 from moe_comm.train.ranks import Ranks, digest
 from moe_comm.train.resilience.attempts import AttemptLog, carry_over
 from moe_comm.train.resilience.peer_memory import PeerSnapshots
@@ -281,6 +281,8 @@ def _open_sinks(run: _Run, done: int, record_fault: Callable[[FaultRecord], None
     }
     if observe.loads or observe.every:
         sinks[LOADS] = LoadsSink(folder / LOADS, observe.loads or observe.every, done)
+    if run.state.placements.active:
+        sinks[PLACEMENTS] = PlacementsSink(folder / PLACEMENTS, done)
     return [NonblockingSink(sink, name, run.progress.log, record_fault) for name, sink in sinks.items()]
 
 

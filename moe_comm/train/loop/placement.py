@@ -21,6 +21,7 @@ from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.load import LayerLoad, moe_layers
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, sum_values
 from moe_comm.layers.transformer.model import Transformer
+from moe_comm.observe.records import PlacementLine
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import ParallelMesh, Placement
 from moe_comm.topology.rebalance import Decision, decide
@@ -87,7 +88,7 @@ class ExpertPlacements:
         Call it between the optimizer's step and ``DataParallel.publish``.
 
         Returns:
-            A report if a layer switched, else None.
+            The decisions and what they moved; None if it is not time for decisions.
 
         Raises:
             RankMismatch, PeerDied, PeerTimeout: a switch failed.
@@ -99,25 +100,13 @@ class ExpertPlacements:
         if step % self.section.every or len(self.window) < self.section.window:
             return None
         decisions = self._decide()
-        switches = {name: one for name, one in decisions.items() if one.placement is not None}
-        if not switches:
-            return None
+        lines = [PlacementLine.of(step, name, one, self.by_layer[name]) for name, one in decisions.items()]
         began, sent = time.perf_counter(), 0
-        for name, decision in switches.items():
-            assert decision.placement is not None
-            sent += self.switch(name, decision.placement)
-        total = sum_values(torch.tensor([float(sent)], dtype=torch.float64), self._mesh.world_group)
-        ratios = [(one.ratio_before, one.ratio_after) for one in switches.values()]
-        return PlacementReport(
-            version=max(placement.version for placement in self.by_layer.values()),
-            layers=tuple(switches),
-            moved_bytes=int(total),
-            ratio_before=sum(before for before, _ in ratios) / len(ratios),
-            ratio_after=sum(after for _, after in ratios) / len(ratios),
-            saved_s=sum(one.saved_s for one in switches.values()),
-            cost_s=sum(one.cost_s for one in switches.values()),
-            seconds=time.perf_counter() - began,
-        )
+        for name, decision in decisions.items():
+            if decision.placement is not None:
+                sent += self.switch(name, decision.placement)
+        moved = sum_values(torch.tensor([float(sent)], dtype=torch.float64), self._mesh.world_group)
+        return PlacementReport.of(lines, int(moved), time.perf_counter() - began)
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state of placements and window."""

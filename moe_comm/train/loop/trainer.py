@@ -313,7 +313,7 @@ class Trainer:
             train_state.optimizer.step(lr)
         with EVENTS.span(Kind.OPTIMIZER, "placement"):
             placement = train_state.placements.after_optimizer(step, summary.loads)
-        if placement is not None:
+        if placement is not None and placement.layers:
             self._progress.log(f"step {step}: {placement}")
         train_state.data_parallel.publish()
         for stage in train_state.stages:

@@ -12,6 +12,7 @@ import torch
 
 from moe_comm.errors import CheckpointError, ConfigError, PeerDied
 from moe_comm.layers.moe.load import moe_layers
+from moe_comm.observe.records import PLACEMENTS, PlacementLine, read_lines
 from moe_comm.topology import Placement
 from moe_comm.train import RunResult, run
 from moe_comm.train.checkpoint import CheckpointReader
@@ -141,9 +142,14 @@ def test_runs_switch_resume_and_end_with_the_bits_of_fixed_experts(pool2: RankPo
     fixed = pool2.run(run_relocating, [*settings, *RELOCATE, "placement.kind=fixed", "run.name=fixed"], timeout=200)[0]
     whole_run = [*settings, *RELOCATE, "run.name=moving", "checkpoint.every=10"]
     moving = pool2.run(run_relocating, whole_run, timeout=200)[0]
-    switches = [line["placement"] for line in metrics_of(moving) if line["placement"]]
-    assert switches and all(one["ratio_after"] < one["ratio_before"] for one in switches)
-    assert all(one["moved_bytes"] > 0 for one in switches)
+    switches = {line["step"]: line["placement"] for line in metrics_of(moving) if "placement" in line}
+    assert switches and all(one["ratio_after"] < one["ratio_before"] for one in switches.values())
+    assert all(one["moved_bytes"] > 0 for one in switches.values())
+    decisions = list(read_lines(moving.folder / PLACEMENTS, PlacementLine))
+    assert {line.step for line in decisions} == {4, 8, 12, 16, 20}
+    for step in range(4, 21, 4):
+        switched = [line.layer for line in decisions if line.step == step and line.switched]
+        assert switched == (switches[step]["layers"] if step in switches else [])
     names = ("loss", "grad_norm")
     assert [[line[n] for n in names] for line in metrics_of(moving)] == [
         [line[n] for n in names] for line in metrics_of(fixed)
@@ -160,6 +166,8 @@ def test_runs_switch_resume_and_end_with_the_bits_of_fixed_experts(pool2: RankPo
     ]
     last = [CheckpointReader(result.folder / "checkpoints" / "step-00000020") for result in (moving, resumed)]
     assert last[0].state["placement"] == last[1].state["placement"]
+    for line in (line for line in decisions if line.step == 20):
+        assert json.loads(line.placement.to_json()) == last[0].state["placement"]["layers"][line.layer]
     # Another mapping starts with consecutive experts.
     alone = run_relocating(0, 1, [*whole_run, "run.name=alone", f"checkpoint.resume={middle.path}", "run.steps=12"])
     first = {line["step"]: line["loss"] for line in metrics_of(alone)}[11]
