@@ -7,6 +7,7 @@ its masters and its state once, whatever the sharding of the optimizer is.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.relocation import MovedStack, stage
 from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.topology import EXPERT_AXES, ParallelMesh, Placement
-from moe_comm.train.optim import Optimizer
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import DataParallel
+
+if TYPE_CHECKING:
+    from moe_comm.train.optim import Optimizer
 
 _STAGE = EXPERT_AXES[:-1]
 
