@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads
@@ -86,6 +87,22 @@ class LoadWindow:
         decision = settings.decide([step for interval in self.intervals for step in interval], current)
         self.previous = current if decision.placement is not None else None
         return decision
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        previous = None if self.previous is None else self.previous.to_json()
+        return {"memory": self.memory, "recent": self.recent, "intervals": self.intervals, "previous": previous}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a result of ``state``.
+
+        Raises:
+            KeyError, TypeError, ValueError, ConfigError: the state is damaged.
+        """
+        self.memory = int(state["memory"])
+        self.recent = [[int(load) for load in step] for step in state["recent"]]
+        self.intervals = [[[int(load) for load in step] for step in steps] for steps in state["intervals"]]
+        self.previous = None if state["previous"] is None else Placement.from_json(state["previous"])
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,9 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
         "optimizer": {"kind": request.policy.optimizer, "lr": _LR},
         "parallel": parallel_settings(request, mapping),
     }
+    loads = request.load.loads
+    if loads is not None and loads.placed(mapping.parallel.ep).kind != "fixed":
+        sections["placement"] = {"kind": "relocate", "every": loads.every}
     step, fit = candidate.step, candidate.fit
     comments = [
         f"{request.shape.name} on {mapping.parallel.world} {request.cluster.accelerator.name}, {mapping}.",
@@ -138,6 +141,8 @@ def differences(request: PlanRequest, candidate: PlanCandidate) -> tuple[str, ..
         deviations.append("rows from other hosts are forwarded after all of them have arrived")
     if mapping.parallel.etp > 1 and mapping.dispatcher != "all_gather":
         deviations.append("each row is sent to all ETP ranks of its expert, not sent to one and gathered by the others")
+    if request.load.loads is not None and request.load.loads.placed(mapping.parallel.ep).copies:
+        deviations.append("experts move between ranks, but none has copies on several ranks")
     if policy.reshard and mapping.sharding == "fsdp":
         deviations.append("fsdp keeps gradients, and the weights of pipeline stages, until the end of a step")
     if policy.cut_shared and request.shape.shared_ffn and mapping.parallel.tp > 1:

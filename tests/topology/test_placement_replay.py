@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -55,6 +56,24 @@ def test_loads_that_alternate_do_not_move_experts_back_and_forth(period: int) ->
     loads = {step: SKEWED if step // period % 2 else other for step in range(1, 401)}
     result = replay(loads, CURRENT, ReplaySettings(every=10, window=5))
     assert result.switches <= 5 and not any(step > 200 for step, one in result.decisions if one.placement is not None)
+
+
+def test_a_restored_window_makes_the_same_decisions() -> None:
+    settings = ReplaySettings(every=1)
+    window = LoadWindow(2)
+    for loads in (EVEN, SKEWED):
+        window.add(loads)
+        decision = window.decide(CURRENT, settings)
+    window.add(SKEWED)
+    assert decision.placement is not None and window.previous == CURRENT
+    restored = LoadWindow(2)
+    restored.load(json.loads(json.dumps(window.state())))
+    assert restored == window
+    assert restored.decide(decision.placement, settings) == window.decide(decision.placement, settings)
+    assert restored == window
+    for damaged in ({}, window.state() | {"recent": [["x"]]}, window.state() | {"previous": "{}"}):
+        with pytest.raises((KeyError, ValueError, ConfigError)):
+            LoadWindow(2).load(damaged)
 
 
 def test_a_lasting_change_of_loads_is_followed_at_the_next_decisions() -> None:

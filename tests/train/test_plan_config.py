@@ -11,13 +11,16 @@ import pytest
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_comm.plan.model.expert_loads import ExpertLoads
 from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Dispatcher, Mapping
 from moe_comm.plan.model.memory import MemoryPolicy
 from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.search.partial_mapping import PartialMapping
 from moe_comm.plan.search.request import PlanRequest
 from moe_comm.plan.search.search import search
 from moe_comm.plan.search.space import SearchSpace
+from moe_comm.topology.rebalance import PlacementKind
 from moe_comm.train.config import TrainConfig, load
 from moe_comm.train.dry_run import examine
 from moe_comm.train.loop.build import _dispatch_options
@@ -136,6 +139,26 @@ def test_the_dispatcher_is_written_and_whether_it_sends_sums(
     overlapped = replace(mapping, overlap="all")
     deviations = differences(request, request.candidate(overlapped))
     assert len(deviations) == {"all_to_all": 0, "all_gather": 1, "hierarchical": 2}[dispatcher]
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots", "loads", "written"),
+    [
+        ("relocate", 0, (40, 30, 20, 10, 0, 0, 0, 0), "relocate"),
+        ("relocate", 0, (10,) * 8, "fixed"),
+        ("fixed", 0, (40, 30, 20, 10, 0, 0, 0, 0), "fixed"),
+        ("replicate", 1, (90, 10, 0, 0, 0, 0, 0, 0), "relocate"),
+    ],
+)
+def test_the_placement_of_experts_is_written_if_loads_need_it(
+    tmp_path: Path, kind: PlacementKind, slots: int, loads: tuple[int, ...], written: str
+) -> None:
+    steps = tuple(tuple(1000 * load for load in loads) for _ in range(3))
+    workload = Workload(32, "fp32", loads=ExpertLoads((steps,), kind, slots))
+    request = PlanRequest(TINY, cluster_named("h100", 4, 4), workload, 8)
+    mapping = PartialMapping("dp=4,ep=4").candidate(request).mapping
+    assert write_and_load(request, mapping, tmp_path).placement.kind == written
+    assert ("copies" in " ".join(differences(request, request.candidate(mapping)))) == (kind == "replicate")
 
 
 def test_groups_of_experts_are_written(tmp_path: Path) -> None:
