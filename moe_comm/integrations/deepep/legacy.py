@@ -341,9 +341,7 @@ class Buffer:
         elif use_fp8 and (x.dim() != 2 or x.shape[1] % (4 * SCALE_CHANNELS if use_ue8m0 else SCALE_CHANNELS)):
             fault = InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {tuple(x.shape)}")
         elif topk_idx.dim() == 2 and _has_duplicates(topk_idx):
-            fault = InputError(
-                "a token has the same expert twice, but a low-latency block has one place for each token"
-            )
+            fault = InputError("a token has an expert twice, but a low-latency block has one place for each token")
         if fault is not None:
             dispatcher.refuse(fault, x)
         sent = dispatcher.dispatch(x, topk_idx)
