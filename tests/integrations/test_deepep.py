@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,7 +349,7 @@ def test_install_refuses_what_it_would_break(monkeypatch: pytest.MonkeyPatch, tm
             install()
         assert install(replace=True).__version__ == "2.1.0"
         uninstall()
-    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.fused_a2a", sys)
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.fused_a2a", SimpleNamespace(HAVE_DEEP_EP=False))
     with pytest.raises(ConfigError, match=r"fused_a2a was imported before install"):
         install()
     with pytest.raises(ConfigError, match="needs group="):

@@ -23,9 +23,8 @@ NAMES = ("deep_ep", "deep_ep.utils", "deep_ep.utils.event")
 CALLERS = (
     "megatron.core.transformer.moe.fused_a2a",
     "nemo_automodel.components.moe.megatron.fused_a2a",
-    "torchtitan.distributed.deepep.deepep",
 )
-"""Modules that look for DeepEP once, when they are imported."""
+"""Modules that look for DeepEP once, when they are imported, and set ``HAVE_DEEP_EP``."""
 
 
 def install(*, backend: str = "auto", timeout_s: float = 300.0, replace: bool = False) -> ModuleType:
@@ -55,13 +54,12 @@ def install(*, backend: str = "auto", timeout_s: float = 300.0, replace: bool = 
                 f"DeepEP is installed ({spec.origin}), and install() would hide it; uninstall it, or call "
                 "install(replace=True)"
             )
-    if existing is None:
-        early = [name for name in CALLERS if name in sys.modules]
-        if early:
-            raise ConfigError(
-                f"{', '.join(early)} was imported before install() and found no DeepEP; call "
-                "moe_comm.integrations.deepep.install() first"
-            )
+    early = [name for name in CALLERS if getattr(sys.modules.get(name), "HAVE_DEEP_EP", True) is False]
+    if early:
+        raise ConfigError(
+            f"{', '.join(early)} was imported before install() and found no DeepEP; call "
+            "moe_comm.integrations.deepep.install() first"
+        )
     settings = {"backend": backend, "timeout_s": timeout_s, "__module__": "deep_ep"}
     events = {"EventHandle": EventHandle, "EventOverlap": EventOverlap}
     modules = {name: ModuleType(name) for name in NAMES}
