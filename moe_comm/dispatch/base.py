@@ -444,11 +444,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        header = ctx.dispatcher.header("dispatch backward", ctx.handle, False)
-        if ctx.dispatcher.rounds:
-            grad_RD = _rounded(ctx.dispatcher, grad_RD, header)
-        with dispatch_span(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
-            return ctx.dispatcher._sum(grad_RD, None, ctx.handle, header), None, None, None
+        return dispatch_backward(ctx.dispatcher, grad_RD, ctx.handle), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -466,13 +462,34 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, weights_TK = ctx.saved_tensors
-        header = ctx.dispatcher.header("combine backward", ctx.handle, ctx.needs_input_grad[1])
         rows = rows_RD if ctx.needs_input_grad[1] else None
-        if ctx.dispatcher.rounds:
-            grad_TD = _rounded(ctx.dispatcher, grad_TD, header)
-        with dispatch_span(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
-            grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.handle, header)
+        grad_rows_RD, grad_TK = combine_backward(ctx.dispatcher, grad_TD, rows, weights_TK, ctx.handle)
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None
+
+
+def dispatch_backward(dispatcher: Dispatcher, grad_RD: Tensor, handle: DispatchHandle) -> Tensor:
+    """Return [T, D], the gradient of dispatched tokens. For operators that have their own autograd. Collective."""
+    header = dispatcher.header("dispatch backward", handle, False)
+    if dispatcher.rounds:
+        grad_RD = _rounded(dispatcher, grad_RD, header)
+    with dispatch_span(dispatcher, header.op, handle.label, handle):
+        return dispatcher._sum(grad_RD, None, handle, header)
+
+
+def combine_backward(
+    dispatcher: Dispatcher, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the rows and weights of a combine, as ``dispatch_backward``.
+
+    Args:
+        rows_RD: the combined rows; None if the weights need no gradient.
+        weights_TK: fp32 (fp64 for fp64 rows).
+    """
+    header = dispatcher.header("combine backward", handle, rows_RD is not None)
+    if dispatcher.rounds:
+        grad_TD = _rounded(dispatcher, grad_TD, header)
+    with dispatch_span(dispatcher, header.op, handle.label, handle):
+        return dispatcher._spread(grad_TD, rows_RD, weights_TK, handle, header)
 
 
 def _combined(

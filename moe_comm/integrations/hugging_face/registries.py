@@ -23,6 +23,7 @@ from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
+from moe_comm.integrations.mesh_dispatchers import shared_dispatcher
 from moe_comm.overlap.executors.base import ExpertCall
 
 if TYPE_CHECKING:
@@ -81,15 +82,6 @@ def _local_experts(module: nn.Module) -> tuple[ExpertsLayout, Dispatcher]:
     return _local[module]
 
 
-def _shared_dispatcher(num_experts: int, ep_mesh: DeviceMesh, device: torch.device) -> Dispatcher:
-    """Return the dispatcher that all layers of a model share. It is an attribute of the mesh, which they also share."""
-    mesh: Any = ep_mesh
-    dispatchers: dict[int, Dispatcher] = vars(mesh).setdefault("_moe_comm_dispatchers", {})
-    if num_experts not in dispatchers:
-        dispatchers[num_experts] = make_dispatcher(num_experts, ep_mesh.get_group(), device=device)
-    return dispatchers[num_experts]
-
-
 def _ep_implementation() -> type:
     """Define the class. Its base class requires transformers, so it cannot be defined on import."""
     from transformers.distributed.expert_parallel import EPImplementation
@@ -124,7 +116,7 @@ def _ep_implementation() -> type:
                     .to_local()
                     for t in (hidden_states, top_k_index, top_k_weights)
                 )
-            dispatcher = _shared_dispatcher(self.num_experts, self.ep_mesh, hidden_states.device)
+            dispatcher = shared_dispatcher(self.num_experts, self.ep_mesh, hidden_states.device)
             y_TD = expert_layer(dispatcher, self._input(hidden_states), top_k_index, top_k_weights, self._run)
             if self.tp_mesh.size() == 1:
                 return y_TD
