@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from tests.pool import RankPool
 
@@ -193,3 +194,76 @@ def test_overrides_replace_configs() -> None:
     x, ids = torch.randn(3, 4), torch.tensor([[0, 1], [2, 7], [1, 3]])
     rows, _, metadata = local.dispatch(x, torch.ones(3, 2), ids, torch.bincount(ids.flatten(), minlength=8))
     torch.testing.assert_close(local.combine(rows, metadata, x), 2 * x)  # without a mesh
+
+
+def debug_model(rank: int, world: int, imports: list[str]) -> tuple[list[float], list[str]]:
+    """Train the first layers of torchtitan's MoE debug model, as its ``Trainer`` builds it. Return losses."""
+    import torch.nn.functional as F
+    from torchtitan.tools import utils
+
+    utils.device_type, utils.device_module = "cpu", torch.cpu  # before the modules that copy them are imported
+    from torchtitan.config import OverrideConfig
+    from torchtitan.config.override import apply_overrides
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.qwen3 import model_registry
+    from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
+
+    config = qwen3_moe_debug()
+    config.model_spec = model_registry("debugmodel_moe")
+    model_config = config.model_spec.model
+    del model_config.layers[2:]
+    for layer in model_config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex attention needs a GPU to train
+    config.training.seq_len, config.training.local_batch_size = 32, 2
+    config.parallelism.expert_parallel_degree = world
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.override = OverrideConfig(imports=imports)  # --override.imports
+    set_spmd_backend(config.parallelism.spmd_backend)
+    parallel_dims = ParallelDims.from_config(config.parallelism, world)
+    parallel_dims.build_mesh()
+    model_config.update_from_config(config=config)
+    replaced = apply_overrides(config.override, config) if imports else []
+    with torch.device("meta"):
+        model = model_config.build()
+    model = config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    model.to_empty(device="cpu")
+    torch.manual_seed(7)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    g = torch.Generator().manual_seed(rank)
+    ids = torch.randint(model_config.vocab_size, (2, 33), generator=g)
+    losses = []
+    for _ in range(4):
+        logits = model(ids[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, replaced
+
+
+def test_the_debug_model_has_the_losses_of_torchtitans_dispatcher() -> None:
+    overrides = "moe_comm.integrations.torchtitan.overrides."
+    with RankPool(2) as pool:  # ranks that have not imported torchtitan
+        plain = pool.run(debug_model, [])
+        ours = pool.run(debug_model, [overrides + "moe_comm", overrides + "save_transfers"])
+    for (losses, _), (got, replaced) in zip(plain, ours, strict=True):
+        assert got == pytest.approx(losses, rel=2e-3) and got[-1] < got[0] - 0.1
+        assert got[0] == pytest.approx(losses[0], rel=1e-5)
+        assert sum("MoeCommTokenDispatcher" in line for line in replaced) == 2  # once for each layer
+        assert sum("MoeCommSelectiveAC" in line for line in replaced) == 1
