@@ -10,6 +10,7 @@ tokens to the ranks of their experts. Weights are loaded directly into their sha
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -36,17 +37,22 @@ _local: WeakKeyDictionary[nn.Module, tuple[ExpertsLayout, Dispatcher]] = WeakKey
 
 
 def register() -> None:
-    """Add ``"moe_comm"`` to both registries of transformers. Repeated calls have no effect.
+    """Add ``"moe_comm"`` to the registries of transformers. Repeated calls have no effect.
+
+    Versions below 5.23 have only the first registry.
 
     Raises:
-        MissingDependency: transformers is not installed, or older than 5.23.
+        MissingDependency, ConfigError: transformers is not installed, or of an unsupported version.
     """
     require_transformers()
-    from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-    if NAME not in ALL_EXPERTS_FUNCTIONS:
-        ExpertsInterface.register(NAME, experts_forward)
+    if NAME in ALL_EXPERTS_FUNCTIONS:
+        return
+    ExpertsInterface.register(NAME, experts_forward)
+    with suppress(ModuleNotFoundError):
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
         EPImplementationInterface.register(NAME, _ep_implementation())
 
 
@@ -68,7 +74,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         RoutingError: weights are NaN or infinite, or ids are out of range.
     """
     layout, dispatcher = _local_experts(self)
-    if self._is_expert_parallel:
+    if getattr(self, "_is_expert_parallel", True):  # 5.16 has no such flag
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, DROPPED)
     x_TD = expert_input(hidden_states, self.gate_up_proj)
     y_TD = expert_layer(dispatcher, x_TD, top_k_index, top_k_weights, partial(run_experts, layout, self))
