@@ -49,6 +49,7 @@ API_MODULES = {
     "moe_comm.layers": "Layers",
     "moe_comm.layers.data_parallel": "Data-parallel training loops",
     "moe_comm.integrations.hugging_face": "Hugging Face",
+    "moe_comm.integrations.deepep": "DeepEP",
     "moe_comm.topology": "Topology",
     "moe_comm.train": "Training",
     "moe_comm.train.data": "Data",

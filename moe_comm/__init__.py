@@ -18,9 +18,9 @@ cpu_guard.apply()
 
 def _register() -> None:
     """Add ``"moe_comm"`` to the registries of transformers, if its version has them."""
-    from moe_comm.errors import MissingDependency
+    from moe_comm.errors import ConfigError, MissingDependency
 
-    with contextlib.suppress(MissingDependency):
+    with contextlib.suppress(ConfigError, MissingDependency):
         # Imports parts of transformers.
         from moe_comm.integrations.hugging_face.registries import register
 

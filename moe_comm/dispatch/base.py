@@ -204,6 +204,38 @@ class Dispatcher(ABC):
             return _Combine.apply(rows_RD, weights_TK, self, handle)  # type: ignore[no-any-return]
         return _combined(self, rows_RD, weights_TK, handle, False)[0]
 
+    def spread(self, x_TD: Tensor, handle: DispatchHandle) -> Tensor:
+        """Send other rows along the routes of an earlier dispatch, without counting the slots again.
+
+        The rows are those of ``dispatch`` with the same ids, in the same order, and ``combine`` accepts ``handle`` for
+        them. Differentiable. A wire dtype is that of gradients, because this is the transfer of combine's backward.
+
+        Args:
+            x_TD: [T, D] with the shape, dtype and device of the dispatched tokens.
+            handle: from ``dispatch`` of this dispatcher.
+
+        Returns:
+            [R, D] rows of this rank's experts.
+
+        Raises:
+            InputError: shape, dtype, device or handle do not match the dispatch.
+            RankMismatch, PeerDied, PeerTimeout: as in ``combine``.
+        """
+        header = self.header("combine backward", handle, False)
+        fault = _spread_fault(self, x_TD, handle)
+        if fault is not None:
+            if self.handshakes:  # as in combine
+                self._send(x_TD.detach(), torch.empty(0, 1, dtype=torch.int64), replace(header, fault=fault))
+            raise fault
+        tokens_TD = _rounded(self, x_TD.detach(), header) if self.rounds else x_TD.detach()
+        wide = torch.float64 if x_TD.dtype is torch.float64 else torch.float32
+        ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)
+        with dispatch_span(self, header.op, handle.label, handle):
+            rows_RD, _ = self._spread(tokens_TD, None, ones_TK, handle, header)
+        if torch.is_grad_enabled() and x_TD.requires_grad:
+            rows_RD = _Dispatch.apply(x_TD, rows_RD, self, handle)
+        return rows_RD
+
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialised [num_rows, width] storage that this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)
@@ -416,11 +448,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        header = ctx.dispatcher.header("dispatch backward", ctx.handle, False)
-        if ctx.dispatcher.rounds:
-            grad_RD = _rounded(ctx.dispatcher, grad_RD, header)
-        with dispatch_span(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
-            return ctx.dispatcher._sum(grad_RD, None, ctx.handle, header), None, None, None
+        return dispatch_backward(ctx.dispatcher, grad_RD, ctx.handle), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -438,13 +466,34 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, weights_TK = ctx.saved_tensors
-        header = ctx.dispatcher.header("combine backward", ctx.handle, ctx.needs_input_grad[1])
         rows = rows_RD if ctx.needs_input_grad[1] else None
-        if ctx.dispatcher.rounds:
-            grad_TD = _rounded(ctx.dispatcher, grad_TD, header)
-        with dispatch_span(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
-            grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.handle, header)
+        grad_rows_RD, grad_TK = combine_backward(ctx.dispatcher, grad_TD, rows, weights_TK, ctx.handle)
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None
+
+
+def dispatch_backward(dispatcher: Dispatcher, grad_RD: Tensor, handle: DispatchHandle) -> Tensor:
+    """Return [T, D], the gradient of dispatched tokens. For operators that have their own autograd. Collective."""
+    header = dispatcher.header("dispatch backward", handle, False)
+    if dispatcher.rounds:
+        grad_RD = _rounded(dispatcher, grad_RD, header)
+    with dispatch_span(dispatcher, header.op, handle.label, handle):
+        return dispatcher._sum(grad_RD, None, handle, header)
+
+
+def combine_backward(
+    dispatcher: Dispatcher, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the rows and weights of a combine, as ``dispatch_backward``.
+
+    Args:
+        rows_RD: the combined rows; None if the weights need no gradient.
+        weights_TK: fp32 (fp64 for fp64 rows).
+    """
+    header = dispatcher.header("combine backward", handle, rows_RD is not None)
+    if dispatcher.rounds:
+        grad_TD = _rounded(dispatcher, grad_TD, header)
+    with dispatch_span(dispatcher, header.op, handle.label, handle):
+        return dispatcher._spread(grad_TD, rows_RD, weights_TK, handle, header)
 
 
 def _combined(
@@ -488,13 +537,30 @@ def make_handle(
     return DispatchHandle(*sizes, rows_per_expert, num_rows, num_dropped, header.label, state, header.seq, header.maker)
 
 
+def _maker_fault(dispatcher: Dispatcher, handle: DispatchHandle) -> InputError | None:
+    if handle.maker == dispatcher.maker:
+        return None
+    return InputError(
+        f"the handle of call {handle.call} belongs to another dispatcher; combine with the one that dispatched"
+    )
+
+
+def _spread_fault(dispatcher: Dispatcher, x_TD: Tensor, handle: DispatchHandle) -> MoeCommError | None:
+    given, expected = (
+        (tuple(x_TD.shape), x_TD.dtype, x_TD.device),
+        ((handle.num_tokens, handle.hidden), handle.dtype, handle.device),
+    )
+    if given == expected:
+        return _maker_fault(dispatcher, handle)
+    return InputError(f"spread needs shape, dtype and device of the dispatched tokens, {expected}; got {given}")
+
+
 def _combine_fault(
     dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle
 ) -> MoeCommError | None:
-    if handle.maker != dispatcher.maker:
-        return InputError(
-            f"the handle of call {handle.call} belongs to another dispatcher; combine with the one that dispatched"
-        )
+    fault = _maker_fault(dispatcher, handle)
+    if fault is not None:
+        return fault
     if rows_RD.shape != (handle.num_rows, handle.hidden) or rows_RD.dtype != handle.dtype:
         return InputError(
             f"combine needs rows [{handle.num_rows}, {handle.hidden}] {handle.dtype}, as returned by dispatch; "

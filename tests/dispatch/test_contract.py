@@ -135,6 +135,17 @@ def test_two_dispatches_in_flight_have_the_bits_of_separate_calls(
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_spread_sends_other_rows_along_the_same_routes(
+    backend: str, world: int, checked: bool, pools: dict[int, RankPool], device: str
+) -> None:
+    """Rows, combined output and gradient equal those of a new dispatch with the same ids."""
+    usable(backend, device)
+    assert pools[world].run(workers.spread_rows, Job(backend, device, checked=checked), timeout=120) == [[]] * world
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_shapes_may_change_from_call_to_call(
     backend: str, world: int, checked: bool, pools: dict[int, RankPool], device: str
 ) -> None:
@@ -181,6 +192,7 @@ def test_bad_input_on_one_rank_raises_the_same_error_on_every_rank(
         (workers.handle_of_another_dispatcher, "InputError"),
         (workers.bad_combine, "InputError"),
         (workers.combine_elsewhere, "InputError"),
+        (workers.spread_elsewhere, "InputError"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -226,6 +226,39 @@ def in_flight(rank: int, world: int, job: Job) -> list[bool]:
     return [all(map(torch.equal, alone, other)) for other in both]
 
 
+def spread_rows(rank: int, world: int, job: Job) -> list[str]:
+    """Spread other rows along the routes of a dispatch. Return the names of cases that differ from a new dispatch."""
+    wrong = []
+    for case in cases.CASES:
+        if case.experts_per_rank(world) is not None or case.num_experts != 8:
+            continue
+        dispatcher = build(case, dist.group.WORLD, job, rank, world)
+        part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
+        grads, ys = [], []
+        handle = dispatcher.dispatch(part.grad_TD, part.ids_TK).handle
+        for again in (False, True):
+            x_TD = part.x_TD.clone().requires_grad_()
+            given = cases.strided(x_TD.detach()).requires_grad_() if again and case.strided else x_TD
+            sent = None if again else dispatcher.dispatch(given, part.ids_TK)
+            rows_RD = dispatcher.spread(given, handle) if sent is None else sent.rows_RD
+            y_TD = dispatcher.combine(rows_RD, part.weights_TK, handle if sent is None else sent.handle)
+            y_TD.backward(part.grad_TD)
+            grads.append(given.grad)
+            ys.append((rows_RD.detach(), y_TD.detach()))
+        same = torch.equal(*grads) and all(map(torch.equal, *ys))  # type: ignore[arg-type]
+        wrong += [] if same else [case.name]
+    return wrong
+
+
+def spread_elsewhere(rank: int, world: int, job: Job) -> tuple[ErrorText, bool]:
+    """The last rank spreads rows of another width."""
+    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    rows, handle = _dispatch_with(dispatcher, job)
+    x_TD = torch.ones(6, handle.hidden + (rank == world - 1), device=job.device)
+    error_texts = caught(lambda: dispatcher.spread(x_TD, handle))
+    return error_texts, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
+
+
 def many_shapes(rank: int, world: int, job: Job) -> list[str]:
     """Run calls with changing tokens, top-k, hidden size and dtype. Return the names of those with different bits."""
     g = torch.Generator().manual_seed(7)

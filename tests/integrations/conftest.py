@@ -10,7 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import
 
 import pytest
 
-pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
+pytest.importorskip("transformers", minversion="5.16.1", reason="needs the hf extra")
 
 from tests.integrations.models import save_model
 from tests.pool import RankPool

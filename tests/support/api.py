@@ -18,6 +18,7 @@ from typing import Any
 PACKAGES = (
     "moe_comm",
     "moe_comm.dispatch",
+    "moe_comm.integrations.deepep",
     "moe_comm.integrations.hugging_face",
     "moe_comm.layers",
     "moe_comm.layers.data_parallel",

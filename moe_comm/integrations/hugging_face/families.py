@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_comm.errors import MissingDependency, UnsupportedModel
+from moe_comm.errors import UnsupportedModel
+from moe_comm.integrations.versions import require
 from moe_comm.kernels.activations import Activation, activation_of, clamped_swiglu, glu
 
 _LOOKS_LIKE_MOE = re.compile(r"(moe|experts?|mixture)", re.IGNORECASE)
@@ -162,7 +163,7 @@ def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertsLayout]]
 
     Raises:
         UnsupportedModel: the model has no experts module, or one of an unsupported kind.
-        MissingDependency: transformers >= 5.23 is not installed.
+        MissingDependency, ConfigError: as ``require_transformers``.
     """
     require_transformers()
     experts = {
@@ -193,11 +194,5 @@ def supported_experts() -> str:
 
 
 def require_transformers() -> None:
-    """Raise ``MissingDependency`` unless transformers >= 5.23 is installed. Older versions have no EP registry."""
-    try:
-        import transformers.distributed.expert_parallel
-        import transformers.integrations.moe  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency(
-            f"swapping Hugging Face models needs transformers >= 5.23 ({error}); pip install 'moe_comm[hf]'"
-        ) from error
+    """Raise ``MissingDependency`` or ``ConfigError`` unless a supported version of transformers is installed."""
+    require("transformers", "moe_comm.integrations.hugging_face")

@@ -10,6 +10,7 @@ tokens to the ranks of their experts. Weights are loaded directly into their sha
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -23,6 +24,7 @@ from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
+from moe_comm.integrations.mesh_dispatchers import shared_dispatcher
 from moe_comm.overlap.executors.base import ExpertCall
 
 if TYPE_CHECKING:
@@ -35,17 +37,22 @@ _local: WeakKeyDictionary[nn.Module, tuple[ExpertsLayout, Dispatcher]] = WeakKey
 
 
 def register() -> None:
-    """Add ``"moe_comm"`` to both registries of transformers. Repeated calls have no effect.
+    """Add ``"moe_comm"`` to the registries of transformers. Repeated calls have no effect.
+
+    Versions below 5.23 have only the first registry.
 
     Raises:
-        MissingDependency: transformers is not installed, or older than 5.23.
+        MissingDependency, ConfigError: transformers is not installed, or of an unsupported version.
     """
     require_transformers()
-    from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-    if NAME not in ALL_EXPERTS_FUNCTIONS:
-        ExpertsInterface.register(NAME, experts_forward)
+    if NAME in ALL_EXPERTS_FUNCTIONS:
+        return
+    ExpertsInterface.register(NAME, experts_forward)
+    with suppress(ModuleNotFoundError):
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
         EPImplementationInterface.register(NAME, _ep_implementation())
 
 
@@ -67,7 +74,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         RoutingError: weights are NaN or infinite, or ids are out of range.
     """
     layout, dispatcher = _local_experts(self)
-    if self._is_expert_parallel:
+    if getattr(self, "_is_expert_parallel", True):  # 5.16 has no such flag
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, DROPPED)
     x_TD = expert_input(hidden_states, self.gate_up_proj)
     y_TD = expert_layer(dispatcher, x_TD, top_k_index, top_k_weights, partial(run_experts, layout, self))
@@ -79,15 +86,6 @@ def _local_experts(module: nn.Module) -> tuple[ExpertsLayout, Dispatcher]:
         layout = read_layout(module)
         _local[module] = layout, make_dispatcher(layout.num_experts)
     return _local[module]
-
-
-def _shared_dispatcher(num_experts: int, ep_mesh: DeviceMesh, device: torch.device) -> Dispatcher:
-    """Return the dispatcher that all layers of a model share. It is an attribute of the mesh, which they also share."""
-    mesh: Any = ep_mesh
-    dispatchers: dict[int, Dispatcher] = vars(mesh).setdefault("_moe_comm_dispatchers", {})
-    if num_experts not in dispatchers:
-        dispatchers[num_experts] = make_dispatcher(num_experts, ep_mesh.get_group(), device=device)
-    return dispatchers[num_experts]
 
 
 def _ep_implementation() -> type:
@@ -124,7 +122,7 @@ def _ep_implementation() -> type:
                     .to_local()
                     for t in (hidden_states, top_k_index, top_k_weights)
                 )
-            dispatcher = _shared_dispatcher(self.num_experts, self.ep_mesh, hidden_states.device)
+            dispatcher = shared_dispatcher(self.num_experts, self.ep_mesh, hidden_states.device)
             y_TD = expert_layer(dispatcher, self._input(hidden_states), top_k_index, top_k_weights, self._run)
             if self.tp_mesh.size() == 1:
                 return y_TD

@@ -1,0 +1,457 @@
+"""``deep_ep.Buffer``: the first interface of DeepEP, and its low-latency calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
+from moe_comm.integrations.deepep.routes import Bias, GroupDispatchers, Routes, Rows, exchange, unpacked
+
+FP8_MAX = 448.0
+SCALE_CHANNELS = 128
+
+
+class Handle(tuple[Any, ...]):
+    """DeepEP's tuple of tensors, with the routes that moe_comm uses in its place."""
+
+    routes: Routes
+    """Of the dispatch; absent in a tuple from elsewhere."""
+
+
+class LowLatencyHandle(tuple[Any, ...]):
+    """DeepEP's (source tokens, ranges, max tokens, hidden, number of experts), with the handle of moe_comm.
+
+    Attributes:
+        sent: dispatch handle. mask_LS: which places of the padded rows have a row. buffer: of
+            ``get_next_low_latency_combine_buffer``.
+    """
+
+    sent: Any
+    mask_LS: Tensor
+    buffer: Tensor | None
+
+
+class Buffer:
+    """Dispatch and combine of tokens with the interface of ``deep_ep.Buffer``, on any device that moe_comm supports.
+
+    Operations run on the current stream and are queued when they return. Memory is allocated on demand, so all sizes
+    are accepted and not used. Hidden sizes, top-k, numbers of experts and of ranks are not limited.
+
+    Args:
+        group: process group of the experts.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy: stored as attributes.
+        ignored: further arguments of DeepEP.
+
+    Raises:
+        ConfigError: no ``group``.
+    """
+
+    num_sms: ClassVar[int] = 20
+    backend: ClassVar[str] = "auto"
+    timeout_s: ClassVar[float] = 300.0
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        *ignored: Any,
+        explicitly_destroy: bool = False,
+        **also_ignored: Any,
+    ) -> None:
+        self._dispatchers = GroupDispatchers(group, self.backend, self.timeout_s)
+        self.group, self.rank, self.group_size = group, self._dispatchers.rank, self._dispatchers.world
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+
+    def destroy(self) -> None:
+        """Release the dispatchers. Collective."""
+        self._dispatchers.close()
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Return True: fp8 rows are accepted on every device."""
+        return True
+
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """Store the number of SMs, which is not used.
+
+        Raises:
+            InputError: an odd number.
+        """
+        if new_num_sms % 2:
+            raise InputError(f"the number of SMs must be even; got {new_num_sms}")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Return an event at the current end of the current stream."""
+        return EventOverlap(EventHandle())
+
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> Config:
+        """Return a configuration, for any number of ranks."""
+        return Config(cls.num_sms)
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Return 0: buffers are allocated on demand."""
+        return 0
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """Return the current stream, on which all operations run. Needs CUDA."""
+        return torch.cuda.current_stream()
+
+    @torch.no_grad()
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
+        """Count tokens by rank and by expert. Not collective.
+
+        Args:
+            topk_idx: [T, K] expert ids; -1 selects none.
+
+        Returns:
+            [W] int32 tokens to each rank, None, [E] int32 tokens to each expert, [T, W] bool, and the event.
+
+        Raises:
+            InputError: not [T, K], or ids out of range. Only on this rank, which has not communicated.
+        """
+        wait_for(previous_event)
+        fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
+        if fault is not None or topk_idx.dim() != 2:
+            raise fault or InputError(f"topk_idx must be [tokens, top-k]; got {tuple(topk_idx.shape)}")
+        owner_TK = self._dispatchers.owner(topk_idx, num_experts)
+        if owner_TK.numel() and int(topk_idx.max()) >= num_experts:
+            raise InputError(f"topk_idx must be -1 or an expert id below {num_experts}; got {int(topk_idx.max())}")
+        ranks = torch.arange(self.group_size, device=topk_idx.device)
+        in_rank_TW = (owner_TK.unsqueeze(-1) == ranks).any(1)
+        per_expert = torch.bincount(topk_idx[topk_idx >= 0].long(), minlength=num_experts).int()
+        return in_rank_TW.sum(0).int(), None, per_expert, in_rank_TW, finished(async_finish)
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Rows,
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Send each token once to each rank that has one of its experts. Collective.
+
+        Args:
+            x: [T, H] of a float type, or e4m3 [T, H] and scales [T, S].
+            handle: of an earlier dispatch, whose routes are used again. Excludes ids and weights.
+            is_token_in_rank, num_tokens_per_expert: from ``get_dispatch_layout``.
+            topk_idx: [T, K] expert ids; -1 selects none. topk_weights: [T, K] fp32.
+            expert_alignment: the returned counts are rounded up to multiples of it.
+            num_worst_tokens: pad all results to this number of rows, and return an empty list.
+
+        Returns:
+            Rows ordered by (source rank, token); local expert ids, -1 for experts of other ranks; weights, 0 there; the
+            rows of each local expert; the handle; the event. With ``handle``, the rows, four None and the event.
+
+        Raises:
+            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+        """
+        wait_for(previous_event)
+        fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
+        if handle is not None:
+            routes = self._routes(handle, x, fault, topk_idx, topk_weights)
+            values, scales = routes.send_values(x)
+            rows = routes.pad(values) if scales is None else (routes.pad(values), routes.pad(scales))
+            return rows, None, None, None, None, finished(async_finish, x)
+        fault = fault or self._layout_fault(x, is_token_in_rank, num_tokens_per_expert, topk_idx, num_worst_tokens)
+        experts = 1 if num_tokens_per_expert is None else num_tokens_per_expert.shape[0]
+        got = exchange(
+            self._dispatchers, x, topk_idx, topk_weights, experts, is_token_in_rank, num_tokens_per_expert, fault
+        )
+        routes, rows = got.routes, got.x
+        if num_worst_tokens:
+            if routes.num_rows > num_worst_tokens:
+                error = InputError(f"received {routes.num_rows} rows; num_worst_tokens is {num_worst_tokens}")
+                routes.dispatcher.abort(error, label="deep_ep")
+                raise error
+            routes.padded_rows = num_worst_tokens
+            values, scales = unpacked(got.x)
+            rows = routes.pad(values) if scales is None else (routes.pad(values), routes.pad(scales))
+        ids = None if got.ids_RK is None else routes.pad(got.ids_RK, -1)
+        weights = None if got.weights_RK is None else routes.pad(got.weights_RK)
+        counts = [] if num_worst_tokens else got.aligned(expert_alignment).tolist()
+        return rows, ids, weights, counts, self._handle(routes, is_token_in_rank), finished(async_finish, x)
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        bias: Bias = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Add the rows of each token, without weights, in fp32. Collective.
+
+        Ranks are added in the order of the last slots that they own in a token, as in DeepEP's reference.
+
+        Args:
+            x: [R, H] one row for each received row.
+            topk_weights: [R, K] fp32, added in the same way.
+            bias: one or two [T, H], which the sum starts with.
+
+        Returns:
+            [T, H] in the dtype of ``x``; [T, K] or None; the event.
+
+        Raises:
+            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+        """
+        wait_for(previous_event)
+        fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
+        routes = self._routes(handle, x, fault, None, None, combines=True)
+        weights = None
+        if topk_weights is not None:
+            weights = routes.sum_weights(topk_weights[: routes.num_rows])
+        return routes.sum(x, bias), weights, finished(async_finish, x)
+
+    internode_dispatch, internode_combine = dispatch, combine
+
+    def _handle(self, routes: Routes, in_rank_TW: Tensor | None) -> Handle:
+        """Return DeepEP's tuple. Of its prefix matrix, only the column of this rank is known; the others are -1."""
+        per_rank = torch.bincount(routes.source_R.long(), minlength=self.group_size)
+        prefix_WW = per_rank.new_full((self.group_size, self.group_size), -1, dtype=torch.int32)
+        prefix_WW[:, self.rank] = per_rank.cumsum(0).int()
+        none = prefix_WW.new_empty(0)
+        handle = Handle((prefix_WW, none, none, routes.pad(routes.token_R, -1), in_rank_TW, none))
+        handle.routes = routes
+        return handle
+
+    def _routes(
+        self,
+        handle: Any,
+        x: Rows,
+        fault: MoeCommError | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        combines: bool = False,
+    ) -> Routes:
+        """Return the routes of ``handle``. Raise errors on every rank."""
+        values, _ = unpacked(x)
+        routes = getattr(handle, "routes", None)
+        dispatcher = self._dispatchers.between_ranks(values.device)
+        if routes is None:
+            fault = InputError("handle must be the fifth result of Buffer.dispatch")
+        elif topk_idx is not None or topk_weights is not None:
+            fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
+        elif combines:
+            fault = fault or routes.fault_of_rows(x)
+        if fault is not None:
+            dispatcher.refuse(fault, values)
+        assert isinstance(routes, Routes)
+        return routes
+
+    def _layout_fault(
+        self,
+        x: Rows,
+        in_rank_TW: Tensor | None,
+        per_expert: Tensor | None,
+        topk_idx: Tensor | None,
+        num_worst_tokens: int,
+    ) -> MoeCommError | None:
+        values, _ = unpacked(x)
+        if in_rank_TW is None or per_expert is None:
+            return InputError("dispatch without a handle needs is_token_in_rank and num_tokens_per_expert")
+        expected = values.shape[0], self.group_size
+        if in_rank_TW.dtype != torch.bool or tuple(in_rank_TW.shape) != expected:
+            return InputError(f"is_token_in_rank must be bool {expected}; got {in_rank_TW.dtype} {in_rank_TW.shape}")
+        if num_worst_tokens and topk_idx is None:
+            return InputError("num_worst_tokens needs topk_idx")
+        return None
+
+    # --- low latency ---
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Do nothing: there is no buffer that keeps rows."""
+
+    @torch.no_grad()
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+        """Send a row for each slot, into blocks of fixed size. Collective.
+
+        Rows have been received when this returns, so the hook does nothing. Any number of results may be kept.
+
+        Args:
+            x: [T, H]. topk_idx: [T, K]; -1 selects none.
+            num_max_dispatch_tokens_per_rank: largest T of any rank, M.
+            use_fp8: return e4m3 values and a scale for 128 channels. round_scale: scales are powers of two. use_ue8m0:
+                scales are exponents, four in an int32.
+
+        Returns:
+            [L, W * M, H] with each expert's rows in front, ordered by source rank and token; [L] int32 counts; the
+            handle; the event; the hook.
+
+        Raises:
+            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+        """
+        dispatcher = self._dispatchers.over(num_experts, x.device)
+        most = num_max_dispatch_tokens_per_rank
+        fault = None
+        if x.shape[0] > most:
+            fault = InputError(f"{x.shape[0]} tokens are more than num_max_dispatch_tokens_per_rank={most}")
+        elif use_fp8 and (x.dim() != 2 or x.shape[1] % (4 * SCALE_CHANNELS if use_ue8m0 else SCALE_CHANNELS)):
+            fault = InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {tuple(x.shape)}")
+        elif topk_idx.dim() == 2 and _has_duplicates(topk_idx):
+            fault = InputError("a token has an expert twice, but a low-latency block has one place for each token")
+        if fault is not None:
+            dispatcher.refuse(fault, x)
+        sent = dispatcher.dispatch(x, topk_idx)
+        words = torch.full((x.shape[0], 2), self.rank, dtype=torch.int32, device=x.device)
+        words[:, 1] = torch.arange(x.shape[0], device=x.device)
+        words_RX = dispatcher.dispatch(words.view(torch.float32), topk_idx).rows_RD.view(torch.int32)
+
+        counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int64, device=x.device)
+        size = self.group_size * most
+        mask_LS = torch.arange(size, device=x.device) < counts_L.unsqueeze(1)
+        expert_R = torch.arange(len(counts_L), device=x.device).repeat_interleave(counts_L)
+        per_rank_LW = torch.bincount(
+            expert_R * self.group_size + words_RX[:, 0], minlength=len(counts_L) * self.group_size
+        ).view(-1, self.group_size)
+        ranges_LW = (per_rank_LW.cumsum(1) - per_rank_LW) << 32 | per_rank_LW
+
+        def padded(rows: Tensor) -> Tensor:
+            blocks = rows.new_zeros(*mask_LS.shape, *rows.shape[1:])
+            blocks[mask_LS] = rows
+            return blocks
+
+        handle = LowLatencyHandle((padded(words_RX[:, 1]), ranges_LW, most, x.shape[1], num_experts))
+        handle.sent, handle.mask_LS, handle.buffer = sent.handle, mask_LS, None
+        rows: Rows = padded(sent.rows_RD)
+        if use_fp8:
+            values, scales = _quantized(sent.rows_RD, round_scale or use_ue8m0)
+            packed = padded(_exponents(scales) if use_ue8m0 else scales)
+            blocks = padded(values.view(torch.uint8)).view(torch.float8_e4m3fn)
+            rows = blocks, packed.transpose(1, 2).contiguous().transpose(1, 2)  # column-major, as DeepEP's kernels
+        if cumulative_local_expert_recv_stats is not None:
+            cumulative_local_expert_recv_stats += counts_L.to(cumulative_local_expert_recv_stats.dtype)
+        hook = _nothing_left if return_recv_hook else None
+        return rows, counts_L.int(), handle, finished(async_finish, x), hook
+
+    @torch.no_grad()
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
+        """Return the weighted sum of each token's expert outputs, in fp32 and in slot order. Collective.
+
+        Args:
+            x: [L, W * M, H], in the places of the dispatched rows.
+            topk_weights: [T, K] fp32.
+            zero_copy: read the buffer of ``get_next_low_latency_combine_buffer`` in place of ``x``.
+
+        Returns:
+            [T, H], the event and the hook, as in ``low_latency_dispatch``.
+
+        Raises:
+            ConfigError: ``use_logfmt``.
+            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+        """
+        dispatcher = self._dispatchers.over(handle[4], x.device)
+        blocks = handle.buffer if zero_copy and handle.buffer is not None else x
+        fault: MoeCommError | None = None
+        if use_logfmt:
+            fault = ConfigError("moe_comm has no LogFMT rows; call low_latency_combine with use_logfmt=False")
+        elif tuple(blocks.shape) != (*handle.mask_LS.shape, handle[3]):
+            fault = InputError(f"combine needs rows {(*handle.mask_LS.shape, handle[3])}; got {tuple(blocks.shape)}")
+        if fault is not None:
+            dispatcher.refuse(fault, x)
+        y_TD = dispatcher.combine(blocks[handle.mask_LS], topk_weights, handle.sent)
+        y_TD = y_TD if out is None else out.copy_(y_TD)
+        return y_TD, finished(async_finish, x), _nothing_left if return_recv_hook else None
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """Return [L, W * M, H] in the dtype of the dispatched tokens, for ``low_latency_combine(zero_copy=True)``."""
+        handle.buffer = torch.zeros(
+            *handle.mask_LS.shape, handle[3], dtype=handle.sent.dtype, device=handle.sent.device
+        )
+        return handle.buffer
+
+
+def _nothing_left() -> None:
+    """Return: the rows have been received."""
+
+
+def _event_fault(previous: Any, asynchronous: bool, allocates: bool) -> MoeCommError | None:
+    if not allocates or (previous is not None and asynchronous):
+        return None
+    return ConfigError("allocate_on_comm_stream needs previous_event and async_finish=True, as in DeepEP")
+
+
+def _has_duplicates(ids_TK: Tensor) -> bool:
+    ordered = ids_TK.sort(1).values
+    return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any())
+
+
+def _quantized(rows_RD: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Return e4m3 values and [R, D / 128] fp32 scales, with the arithmetic of DeepEP."""
+    blocks = rows_RD.float().unflatten(1, (-1, SCALE_CHANNELS))
+    largest = blocks.abs().amax(2).clamp(min=1e-4)
+    scales, factors = largest / FP8_MAX, FP8_MAX / largest
+    if powers_of_two:
+        scales = torch.exp2(scales.log2().ceil())
+        factors = scales.reciprocal()
+    values = (blocks * factors.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX)
+    return values.to(torch.float8_e4m3fn).flatten(1), scales
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """Return the exponents of powers of two, four in an int32."""
+    return (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)

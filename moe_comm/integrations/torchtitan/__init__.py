@@ -1,0 +1,8 @@
+"""Expert parallelism for torchtitan: a token dispatcher, and overrides that select it."""
+
+from moe_comm.integrations.versions import require
+from moe_comm.lazy import attach_stub
+
+require("torchtitan", "moe_comm.integrations.torchtitan")
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,0 +1,46 @@
+"""Versions of the systems that adapters are written for."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from moe_comm.errors import ConfigError, MissingDependency
+
+SUPPORTED: dict[str, tuple[str, str, str]] = {
+    "transformers": ("5.16.1", "6", "hf"),
+    "torchtitan": ("0.3.0", "0.4", "torchtitan"),
+}
+"""Package: lowest supported version, first unsupported version, and the extra that installs it."""
+
+
+def require(package: str, purpose: str) -> str:
+    """Return the installed version of ``package``.
+
+    Args:
+        purpose: what needs it, for the message.
+
+    Raises:
+        MissingDependency: it is not installed, or older than supported.
+        ConfigError: it is newer than supported.
+    """
+    lowest, above, extra = SUPPORTED[package]
+    wanted = f"{purpose} needs {package} >= {lowest}, < {above}"
+    try:
+        installed = version(package)
+    except PackageNotFoundError as error:
+        raise MissingDependency(f"{wanted}, which is not installed; run: pip install 'moe_comm[{extra}]'") from error
+    if _numbers(installed) < _numbers(lowest):
+        raise MissingDependency(f"{wanted}; {installed} is installed and older; run: pip install 'moe_comm[{extra}]'")
+    if _numbers(installed) >= _numbers(above):
+        raise ConfigError(f"{wanted}; {installed} is installed and newer; run: pip install 'moe_comm[{extra}]'")
+    return installed
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version's release, without trailing zeros: (5, 16) for 5.16.0.dev3."""
+    release = re.match(r"\d+(\.\d+)*", text)
+    numbers = [int(number) for number in release[0].split(".")] if release else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
