@@ -159,7 +159,7 @@ class ExpertPlacements:
         sent = 0
         if name in self._layers:
             layer = self._layers[name]
-            sent = relocate_experts(layer, name, placement, self._data_parallel, self._optimizer, self._mesh)
+            sent = relocate_experts(layer, name, placement, self._data_parallel, self._optimizer.state_tensors)
         self.by_layer[name] = placement
         return sent
 

@@ -6,8 +6,8 @@ its masters and its state once, whatever the sharding of the optimizer is.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,12 +16,9 @@ from moe_comm.comm.group_setup import compare
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.relocation import MovedStack, stage
 from moe_comm.layers.parallel.collectives import channel_of
-from moe_comm.topology import EXPERT_AXES, ParallelMesh, Placement
+from moe_comm.topology import EXPERT_AXES, Placement
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import DataParallel
-
-if TYPE_CHECKING:
-    from moe_comm.train.optim import Optimizer
 
 _STAGE = EXPERT_AXES[:-1]
 
@@ -32,8 +29,7 @@ def relocate_experts(
     name: str,
     placement: Placement,
     data_parallel: DataParallel,
-    optimizer: Optimizer,
-    mesh: ParallelMesh,
+    state_tensors: Callable[[], Mapping[str, Mapping[str, Tensor]]],
 ) -> int:
     """Move the experts of ``layer`` to ``placement``. Collective over the pipeline stage, between two steps.
 
@@ -41,6 +37,7 @@ def relocate_experts(
 
     Args:
         name: name of the layer in the model.
+        state_tensors: returns the optimizer state by parameter and name, as ``Optimizer.state_tensors``.
 
     Returns:
         Bytes that this rank sent to other ranks.
@@ -51,12 +48,13 @@ def relocate_experts(
         PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement.
     """
     layer.check_placement(placement)
+    mesh = data_parallel.mesh
     ranks, group = mesh.ranks(*_STAGE), mesh.group(*_STAGE)
     if group is not None:
         same = {"layer": name, "placement of experts": placement.digest, "present placement": layer.placement.digest}
         compare(channel_of(group), "a relocation of experts", same)
     items = parameters_of(layer, name, data_parallel)
-    states = optimizer.state_tensors()
+    states = state_tensors()
     shardings = layer.experts.shardings_over(placement)
     places = [mesh.config.place(rank) for rank in ranks]
     stacks = []

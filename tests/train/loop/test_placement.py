@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -12,15 +13,18 @@ import torch
 
 from moe_comm.errors import CheckpointError, ConfigError, PeerDied
 from moe_comm.layers.moe.load import moe_layers
-from moe_comm.observe.records import PLACEMENTS, PlacementLine, read_lines
+from moe_comm.observe.records import ATTEMPTS, PLACEMENTS, Attempt, PlacementLine, read_lines
+from moe_comm.runtime.persistent_memory import LauncherProcess, PersistentMemory
 from moe_comm.topology import Placement
 from moe_comm.train import RunResult, run
 from moe_comm.train.checkpoint import CheckpointReader
 from moe_comm.train.config import load
+from moe_comm.train.loop import job
 from moe_comm.train.loop.placement import ExpertPlacements, SwitchTimes
 from moe_comm.train.parallel.relocation import parameters_of
 from tests.pool import RankPool
 from tests.train.common import Trained, assert_floats, session, train, whole
+from tests.train.loop.test_resume import AUTO, Crash, crash_after, losses_of, state_of
 
 EXPERTS = 8
 LONG = ("run.steps=20", f"model.experts={EXPERTS}", "model.ffn=8", "optimizer.clip=0.5", "model.aux_loss=0.01")
@@ -133,6 +137,13 @@ def run_relocating(rank: int, world: int, settings: list[str]) -> RunResult:
         return run(None, settings)
 
 
+def run_with_memory(rank: int, world: int, arg: tuple[list[str], LauncherProcess, int | None]) -> None:
+    settings, owner, crash = arg
+    with pytest.MonkeyPatch.context() as patch, crash_after(crash), contextlib.suppress(Crash):
+        patch.setattr(job, "open_host_memory", lambda ranks, say: PersistentMemory(owner, host="a"))
+        run_relocating(rank, world, settings)
+
+
 def metrics_of(result: RunResult) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
@@ -175,6 +186,22 @@ def test_runs_switch_resume_and_end_with_the_bits_of_fixed_experts(pool2: RankPo
     assert_floats([first], [metrics_of(fixed)[10]["loss"]], 1e-5)
     end = CheckpointReader(alone.folder / "checkpoints" / "step-00000012").state["placement"]
     assert all(placement["version"] == 0 for placement in end["layers"].values())
+
+
+def test_a_snapshot_in_memory_is_restored_with_its_placement(
+    pool2: RankPool, settings: list[str], owner: LauncherProcess
+) -> None:
+    moving = [*settings, *RELOCATE]
+    expected = pool2.run(run_relocating, [*moving, "run.name=expected"], timeout=200)[0]
+    assert any(line["step"] < 10 for line in metrics_of(expected) if "placement" in line)
+    snapshots = [*moving, "run.name=memory", "checkpoint.peer_every=1"]
+    pool2.run(run_with_memory, (snapshots, owner, 10), timeout=200)
+    pool2.run(run_with_memory, ([*snapshots, AUTO], owner, None), timeout=200)
+    (folder,) = expected.folder.parent.glob("memory-*")
+    assert [attempt.source for attempt in read_lines(folder / ATTEMPTS, Attempt)] == ["fresh", "peer memory"]
+    assert losses_of(folder) == losses_of(expected.folder)
+    state, wanted = state_of(folder), state_of(expected.folder)
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
 def damage_placement(rank: int, world: int, settings: list[str]) -> str:
