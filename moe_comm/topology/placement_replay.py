@@ -16,7 +16,7 @@ from moe_comm.topology.assignment import Loads
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import Decision, PlacementKind, busiest_rows, decide, rebalance, replayed_ratio
 
-MOST_MEMORY = 16
+MOST_MEMORY = 8
 """Largest number of intervals whose steps a decision sees."""
 
 
@@ -93,16 +93,19 @@ class LoadWindow:
         previous = None if self.previous is None else self.previous.to_json()
         return {"memory": self.memory, "recent": self.recent, "intervals": self.intervals, "previous": previous}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of ``state``.
+    @classmethod
+    def of(cls, size: int, state: Mapping[str, Any]) -> LoadWindow:
+        """Return the window with a result of ``state``.
 
         Raises:
             KeyError, TypeError, ValueError, ConfigError: the state is damaged.
         """
-        self.memory = int(state["memory"])
-        self.recent = [[int(load) for load in step] for step in state["recent"]]
-        self.intervals = [[[int(load) for load in step] for step in steps] for steps in state["intervals"]]
-        self.previous = None if state["previous"] is None else Placement.from_json(state["previous"])
+        recent: list[Loads] = [[int(load) for load in step] for step in state["recent"]]
+        intervals: list[list[Loads]] = [
+            [[int(load) for load in step] for step in steps] for steps in state["intervals"]
+        ]
+        previous = None if state["previous"] is None else Placement.from_json(state["previous"])
+        return cls(size, int(state["memory"]), recent[-size:], intervals, previous)
 
 
 @dataclass(frozen=True)

@@ -338,7 +338,7 @@ class PlacementSection(Section):
         kind: "fixed": consecutive experts on each rank. "relocate": experts move between ranks when a few ranks get
             most of the rows. The model, its gradients and the checkpoints do not change.
         every: steps between decisions.
-        window: steps whose loads a decision is based on.
+        window: last steps of this and of the previous interval whose loads a decision is based on.
         threshold: share of the busiest rank's rows that a switch must save.
     """
 

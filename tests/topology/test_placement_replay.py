@@ -66,14 +66,13 @@ def test_a_restored_window_makes_the_same_decisions() -> None:
         decision = window.decide(CURRENT, settings)
     window.add(SKEWED)
     assert decision.placement is not None and window.previous == CURRENT
-    restored = LoadWindow(2)
-    restored.load(json.loads(json.dumps(window.state())))
+    restored = LoadWindow.of(2, json.loads(json.dumps(window.state())))
     assert restored == window
     assert restored.decide(decision.placement, settings) == window.decide(decision.placement, settings)
     assert restored == window
     for damaged in ({}, window.state() | {"recent": [["x"]]}, window.state() | {"previous": "{}"}):
         with pytest.raises((KeyError, ValueError, ConfigError)):
-            LoadWindow(2).load(damaged)
+            LoadWindow.of(2, damaged)
 
 
 def test_a_lasting_change_of_loads_is_followed_at_the_next_decisions() -> None:

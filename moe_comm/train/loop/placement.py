@@ -1,6 +1,6 @@
 """Placement of experts during training: the window of loads, the decisions, and the switches.
 
-step   loads of all layers ──▶ window of the last steps
+step   loads of all layers ──▶ a window of the last steps for each layer
 every ``every`` steps: each rank decides for each layer from the same integers (``topology.rebalance``)
          optimizer ─▶ move masters and state of experts ─▶ publish weights ─▶ next step
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,8 @@ from moe_comm.layers.transformer.model import Transformer
 from moe_comm.observe.records import PlacementLine
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import ParallelMesh, Placement
-from moe_comm.topology.rebalance import Decision, decide
+from moe_comm.topology.placement_replay import LoadWindow, ReplaySettings
+from moe_comm.topology.rebalance import Decision
 from moe_comm.train.metrics import PlacementReport
 from moe_comm.train.optim import Optimizer
 from moe_comm.train.parallel import DataParallel
@@ -56,7 +56,7 @@ class ExpertPlacements:
 
     Attributes:
         by_layer: the placement of each layer.
-        window: loads of the last steps: [steps][layers][experts].
+        windows: the loads that the next decision of each layer sees.
         times: measured at the first decision; None before.
     """
 
@@ -74,7 +74,7 @@ class ExpertPlacements:
         self._layers: dict[str, MoELayer] = {name: layer for stage in stages for name, layer in moe_layers(stage)}
         default = Placement.contiguous(num_experts, self._mesh.size("ep"))
         self.by_layer = dict.fromkeys(names, default)
-        self.window: deque[list[list[int]]] = deque(maxlen=section.window)
+        self.windows = {name: LoadWindow(section.window) for name in names}
         self.times: SwitchTimes | None = None
 
     @property
@@ -96,8 +96,9 @@ class ExpertPlacements:
         if not self.active:
             return None
         experts = next(iter(self.by_layer.values())).num_experts
-        self.window.append([loads[name].load_E[:experts].tolist() for name in self.by_layer])
-        if step % self.section.every or len(self.window) < self.section.window:
+        for name, window in self.windows.items():
+            window.add(loads[name].load_E[:experts].tolist())
+        if step % self.section.every or any(len(one.recent) < one.size for one in self.windows.values()):
             return None
         decisions = self._decide()
         lines = [PlacementLine.of(step, name, one, self.by_layer[name]) for name, one in decisions.items()]
@@ -110,8 +111,9 @@ class ExpertPlacements:
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state of placements and window."""
+        windows = {name: window.state() for name, window in self.windows.items()}
         placements = {name: json.loads(placement.to_json()) for name, placement in self.by_layer.items()}
-        return {"mapping": str(self._mesh.config), "layers": placements, "window": list(self.window)}
+        return {"mapping": str(self._mesh.config), "layers": placements, "windows": windows}
 
     def load(self, state: object, *, move: bool) -> None:
         """Restore a result of ``state``; that of another mapping is ignored. Collective with ``move``.
@@ -128,10 +130,10 @@ class ExpertPlacements:
             return
         try:
             saved = {name: Placement.from_json(json.dumps(state["layers"][name])) for name in self.by_layer}
-            window = [[[int(load) for load in layer] for layer in step] for step in state["window"]]
+            windows = {name: LoadWindow.of(self.section.window, state["windows"][name]) for name in self.by_layer}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the placement of experts in the checkpoint is damaged: {error!r}") from error
-        self.window.extend(window)
+        self.windows = windows
         for name, placement in saved.items():
             if placement == self.by_layer[name]:
                 continue
@@ -162,19 +164,16 @@ class ExpertPlacements:
         return sent
 
     def _decide(self) -> dict[str, Decision]:
-        times = self._measure()
-        return {
-            name: decide(
-                [step[index] for step in self.window],
-                placement,
-                kind=self.section.kind,
-                threshold=self.section.threshold,
-                seconds_per_row=times.per_row,
-                seconds_to_move=times.per_expert,
-                steps=self.section.every,
-            )
-            for index, (name, placement) in enumerate(self.by_layer.items())
-        }
+        section, times = self.section, self._measure()
+        settings = ReplaySettings(
+            kind=section.kind,
+            every=section.every,
+            window=section.window,
+            threshold=section.threshold,
+            seconds_per_row=times.per_row,
+            seconds_to_move=times.per_expert,
+        )
+        return {name: self.windows[name].decide(placement, settings) for name, placement in self.by_layer.items()}
 
     def _measure(self) -> SwitchTimes:
         """Return the times, which the ranks measure together at the first call. Collective then."""
