@@ -7,6 +7,7 @@ BLOCK is a key of ``BLOCKS``; without arguments, all blocks are written. The fol
     moe-comm bench           dispatch-2-ranks.json, dispatch-4-ranks.json, layer-comm.json, layer-compute.json,
                              layer-bf16.json, train-comm.json, train-compute.json, overlap.json,
                              overlap-layer.json, overlap-rows.json, hierarchical.json, plan.json
+                             train-{comm,compute}-2-hosts-{1,10}-gbit.json (with a variant auto:parallel=auto)
     benchmarks.small         small.json
     moe-comm parity          parity.json
     moe-comm tune            tune-2-ranks.json, tune-2-hosts.json
@@ -167,6 +168,37 @@ def train_block(folder: Path) -> str:
         f"{'; '.join(shares)}. {where(result, folder)}.",
     ]
     return "\n".join(lines)
+
+
+def train_hosts_block(folder: Path) -> str:
+    """Return the steps of moe_comm with parallel = "auto", of given mappings, and of the peers between two hosts."""
+    lines = [
+        '| link, shape | trainer | ms per step | exposed communication, ms | MB on the link | time over "auto" |',
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for rate in (1, 10):
+        for preset in ("comm", "compute"):
+            result = load(folder, f"train-{preset}-2-hosts-{rate}-gbit")
+            auto = result["variants"]["auto"]
+            given = {name: entry for name, entry in result["variants"].items() if name != "auto"}
+            own = {f'`parallel = "auto"`: {_mapping(auto)}': auto, f"given: {_mapping(result)}": result}
+            own |= {f"given: `{name}`": entry for name, entry in given.items()}
+            for name, entry in {**own, **result["peers"]}.items():
+                exposed = entry.get("exposed_communication_ms")
+                sent = max(entry["bytes_per_link"]["sent"]) / 1e6
+                lines.append(
+                    f"| {rate} Gbit/s, {preset} | {name} | {entry['step_ms']:,.0f} | "
+                    f"{'-' if exposed is None else f'{exposed:,.0f}'} | {sent:,.0f} | "
+                    f"{entry['step_ms'] / auto['step_ms']:.2f}x |"
+                )
+    lines += ["", f"Two simulated hosts with one rank each, the shapes of the table above. {where(result, folder)}."]
+    return "\n".join(lines)
+
+
+def _mapping(entry: dict[str, Any]) -> str:
+    """Return the degrees of a mapping that are used."""
+    degrees = entry["mapping"]
+    return ", ".join(f"{axis} {size}" for axis, size in degrees.items() if axis in ("dp", "ep") or size > 1)
 
 
 def parity_block(folder: Path) -> str:
@@ -355,6 +387,7 @@ BLOCKS = {
     "dispatch": ("docs/measure.md", dispatch_block),
     "layer": ("docs/measure.md", layer_block),
     "train": ("docs/measure.md", train_block),
+    "train_hosts": ("docs/measure.md", train_hosts_block),
     "parity": ("docs/parallelism.md", parity_block),
     "overlap": ("docs/overlap.md", overlap_block),
     "tune": ("docs/overlap.md", tune_block),
