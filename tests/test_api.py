@@ -49,6 +49,8 @@ def test_parameters_are_few_or_an_options_dataclass(path: str) -> None:
     value = OBJECTS[path]
     if not callable(value) or dataclasses.is_dataclass(value) or "MoETrainer" in path:  # Trainer's own parameters
         return
+    if "integrations.deepep" in path:  # DeepEP's own parameters
+        return
     functions: list[tuple[str, Any]] = [(path, value)]
     if inspect.isclass(value):
         functions += [(f"{path}.{n}", getattr(m, "__func__", m)) for n, m in methods(value)]
