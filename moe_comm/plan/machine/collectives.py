@@ -49,7 +49,9 @@ class Link:
 
     bytes_per_s: peak in one direction per accelerator. A NIC that several accelerators share counts proportionally.
     latency_s: of one hop of a collective. reach: share of the peak that large messages reach. one_sided: rate of copies
-    and stores into a peer's memory, relative to the rate over a switch (``moe_comm.plan.machine.fused``).
+    and stores into a peer's memory, relative to the rate over a switch (``moe_comm.plan.machine.fused``). processor:
+    share of a transfer's time in which it occupies the cores that compute (sockets between CPU ranks), so that it does
+    not overlap with computation.
     """
 
     name: str
@@ -57,11 +59,14 @@ class Link:
     latency_s: float
     reach: float
     one_sided: float = 1.0
+    processor: float = 0.0
 
     def __post_init__(self) -> None:
         owner = f"link {self.name!r}"
         check_positive(owner, bytes_per_s=self.bytes_per_s)
         check_share(owner, reach=self.reach, one_sided=self.one_sided)
+        if not 0 <= self.processor <= 1:
+            raise ConfigError(f"{owner}: processor must be a share from 0 to 1; got {self.processor!r}")
         if isinstance(self.latency_s, bool) or not isinstance(self.latency_s, int | float):
             raise ConfigError(f"{owner}: latency_s must be a number, got {self.latency_s!r}")
         if not 0 <= self.latency_s < math.inf:

@@ -20,12 +20,16 @@ MoveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "
 
 @dataclass(frozen=True)
 class MeasuredTransfer:
-    """Time of a transfer over a group of ``ranks``. ``num_bytes`` is the argument of the method of ``Cluster``."""
+    """Time of a transfer over a group of ``ranks``. ``num_bytes`` is the argument of the method of ``Cluster``.
+
+    processor_s: seconds in which it occupied the cores that compute; None if that was not measured.
+    """
 
     kind: MoveKind
     ranks: int
     num_bytes: int
     seconds: float
+    processor_s: float | None = None
 
 
 def inside_of(cluster: Cluster, moves: Sequence[MeasuredTransfer]) -> Cluster:
@@ -43,7 +47,10 @@ def between_of(cluster: Cluster, moves: Sequence[MeasuredTransfer], name: str) -
     def with_values(latency: float, rate: float) -> Cluster:
         return replace(cluster, host_size=1, between=Link(name, rate, latency, 1.0))
 
-    return with_values(*nearest(partial(_transfer_errors, with_values, moves), (1e-4, 1e8))).between
+    link = with_values(*nearest(partial(_transfer_errors, with_values, moves), (1e-4, 1e8))).between
+    occupied = [(one.processor_s, one.seconds) for one in moves if one.processor_s is not None]
+    total_s = sum(seconds for _, seconds in occupied)
+    return replace(link, processor=min(1.0, sum(s for s, _ in occupied) / total_s)) if total_s else link
 
 
 def _transfer_errors(

@@ -10,7 +10,7 @@ Without "fsdp", the tail reduces gradients and gathers weights after the last pa
 "chunks", the gradient collectives overlap with the backward of the last micro-batch (with its weight half if backward
 is split), and the weight collectives overlap with the forward of the first micro-batch. With
 ``Workload.overlap_gradients`` they always do, except between CPU ranks of one host. The collectives of one layer stay
-exposed.
+exposed, and so does the part of a transfer that occupies the cores that compute (``Link.processor``).
 
 With overlap "none" or "chunks", ranks wait for transfers between pipeline stages. With "outer", only the transfers
 between virtual stages overlap with passes. With the other modes, all of them do.
@@ -235,11 +235,17 @@ class StepModel:
         overlaps = mapping.overlap not in ("none", "chunks") or any(map(self._overlaps_gradients, self.weights.spans))
         if mapping.sharding != "fsdp" or not overlaps:
             return np.zeros_like(self._pass_seconds)
-        return np.asarray(np.minimum(self.weight_seconds, self._pass_seconds) * FREE)
+        free = FREE * (1 - max(map(self._occupied, self.weights.spans)))
+        return np.asarray(np.minimum(self.weight_seconds, self._pass_seconds) * free)
 
     def _overlaps_gradients(self, span: GroupSpan) -> bool:
         """Return whether gradients that are summed over ``span`` overlap with passes for every overlap mode."""
         return self.load.overlap_gradients and (span.hosts > 1 or not self.placed.cluster.direct)
+
+    def _occupied(self, span: GroupSpan) -> float:
+        """Return the share of a transfer over ``span`` that occupies the cores that compute."""
+        cluster = self.placed.cluster
+        return (cluster.between if span.hosts > 1 else cluster.inside).processor
 
     @cached_property
     def _exposed_weights(self) -> Floats:
@@ -289,7 +295,7 @@ class StepModel:
             if not overlaps and not self._overlaps_gradients(spans[family]):
                 continue
             if overlapped := cost.seconds - exposed_seconds(cost.seconds, available.get(kind, 0.0)):
-                hidden[name] = overlapped
+                hidden[name] = overlapped * (1 - self._occupied(spans[family]))
                 available[kind] -= overlapped
         return total - sum(hidden.values()), hidden
 

@@ -106,6 +106,8 @@ def measure_cluster(ranks: Ranks, shape: ModelShape, dtype: str, tokens: int, de
     if size < ranks.world:
         with _groups(ranks, [range(first, ranks.world, size) for first in range(size)]) as group:
             between = between_of(cluster, _transfers(ranks, group, device), "link between hosts")
+            if by_rank[0].cores >= 2 * size * torch.get_num_threads():
+                between = replace(between, processor=0.0)  # transfers use cores that do not compute
             cluster = replace(cluster, between=between)
     return cluster
 

@@ -51,8 +51,11 @@ def measure_sum(group: ProcessGroup, elements: int, windows: int, device: str = 
     """Measure the all-reduce of ``elements`` fp32 gradients. Collective over ``group``."""
     grads = [torch.ones(elements // 4, device=device) for _ in range(4)]
     times = max(1, min(8, (1 << 18) // elements))
+    began, began_cpu = time.perf_counter(), time.process_time()
     seconds = wall_seconds(lambda: GradientReducer().sum_all(grads, group), times, windows, group, device)
-    return MeasuredTransfer("all_reduce", dist.get_world_size(group), 4 * elements, seconds)
+    busy = min(1.0, (time.process_time() - began_cpu) / (time.perf_counter() - began))
+    processor_s = busy * seconds if device == "cpu" else None
+    return MeasuredTransfer("all_reduce", dist.get_world_size(group), 4 * elements, seconds, processor_s)
 
 
 def measure_rows(group: ProcessGroup, rows: int, windows: int, device: str = "cpu") -> list[MeasuredTransfer]:

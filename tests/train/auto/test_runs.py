@@ -46,7 +46,7 @@ def chosen_in(folder: Path) -> dict[str, object]:
     config = load(folder / "config.resolved.toml")
     assert not config.parallel.auto and config.parallel.machine is None
     written = tomllib.loads((folder / "config.resolved.toml").read_text())["parallel"]
-    assert set(CHOSEN) - set(written) <= {"virtual"}
+    assert set(CHOSEN) - set(written) <= {"virtual", "overlap_chunks"}
     return {name: getattr(config.parallel, name) for name in CHOSEN}
 
 
