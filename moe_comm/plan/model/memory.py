@@ -120,7 +120,7 @@ def memory(
     fixed = fixed_parts(shape, memory_model)
     tokens = _tokens(mapping, load)
     estimate = _estimate(shape, size, parallel.tp, mapping.recompute, rows=load.busiest(parallel.ep), etp=parallel.etp)
-    halfway = split_gradient_bytes(estimate, mapping.fuses) if split else (0.0, 0.0)
+    halfway = split_gradient_bytes(estimate, mapping.fuses or mapping.overlap == "chunks") if split else (0.0, 0.0)
     losses = estimate.loss(math.ceil(tokens)) * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
     buffers = _Buffers.of(shape, mapping, load, size, host)
     by_contents: dict[tuple[StageContents, int], tuple[FixedMemory, float, int]] = {}

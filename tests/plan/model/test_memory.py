@@ -36,6 +36,7 @@ from moe_comm.plan.pipeline.orders import pass_order
 from moe_comm.plan.search.fit import Fit, MappingChange, changes_that_fit, fits
 from moe_comm.train.config import load
 from moe_comm.train.dry_run import DryRun, examine
+from moe_comm.train.loop.build import overlaps_experts
 from tests.plan.pipelines import peak_held
 from tests.pool import RankPool
 
@@ -56,6 +57,7 @@ def dry_run_and_memory(name: str | None, *settings: str) -> tuple[DryRun, tuple[
         config.parallel.sharding,
         config.model.recompute,
         pipeline=config.parallel.schedule if run.mapping.pp > 1 else None,
+        overlap="chunks" if overlaps_experts(config, run.architecture) else "none",
     )
     policy = MemoryPolicy(optimizer.kind, optimizer.momentum_of_kind > 0)
     shape = ModelShape.of(run.architecture)
