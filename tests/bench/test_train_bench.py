@@ -14,25 +14,9 @@ from moe_comm.bench.train import benchmark as train
 from moe_comm.bench.train.settings import RIVALS, TRAIN_PEERS, TRAIN_PRESETS, TrainBench, Variant
 from moe_comm.cli import run
 from moe_comm.errors import ConfigError
+from tests.bench.tiny_train import TINY
 
 pytest.importorskip("transformers")
-
-TINY = TrainBench(
-    ranks=2,
-    hidden=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    experts=8,
-    top_k=2,
-    ffn=32,
-    vocab=300,
-    seq_len=32,
-    batch=2,
-    warmup=1,
-    steps=2,
-    peers=("hf_ep_fsdp2", "hf_fsdp2", "hf_ddp", "one_process", "hf_one_process"),
-)
 
 
 @pytest.fixture(scope="module")

@@ -13,29 +13,14 @@ import pytest
 
 from moe_comm.bench.hosts.namespaces import Hosts, unavailable_reason
 from moe_comm.bench.train import benchmark as train
-from moe_comm.bench.train.settings import TrainBench, Variant
+from moe_comm.bench.train.settings import Variant
 from moe_comm.errors import ConfigError
+from tests.bench.tiny_train import TINY
 
 pytest.importorskip("transformers")
 pb2 = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 
-TINY = TrainBench(
-    hosts=2,
-    hidden=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    experts=8,
-    top_k=2,
-    ffn=32,
-    vocab=300,
-    seq_len=32,
-    batch=2,
-    warmup=1,
-    steps=2,
-    peers=("hf_ddp", "one_process"),
-    variants=(Variant("ep1", ("parallel.ep=1",)),),
-)
+BENCH = replace(TINY, hosts=2, peers=("hf_ddp", "one_process"), variants=(Variant("ep1", ("parallel.ep=1",)),))
 PARAMETERS = 2 * 300 * 64 + 2 * (3 * 8 * 64 * 32)
 """Embedding, output layer and experts. The model has more."""
 needs_hosts = pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be created")
@@ -62,7 +47,7 @@ def result(folder: Path) -> dict[str, Any]:
     """Run the benchmark on two hosts and return the result from its output file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
-        returned = train.main(TINY, str(folder / "out.json"), str(folder / "out.pftrace"))
+        returned = train.main(BENCH, str(folder / "out.json"), str(folder / "out.pftrace"))
         assert leftovers() == []
     from_file: dict[str, Any] = json.loads((folder / "out.json").read_text())
     assert from_file == returned
@@ -122,11 +107,11 @@ def test_nothing_is_left_when_a_contestant_fails(monkeypatch: pytest.MonkeyPatch
         assert len({name for name in leftovers() if "host" in name}) == 2
     pipeline = Variant("pipeline", ("parallel.pp=2", "parallel.schedule=zbv"))
     with pytest.raises(ConfigError, match=r"rank \d on host \d .*2 layers cannot fill 4 stages"):
-        train.main(replace(TINY, peers=(), variants=(pipeline,)))
+        train.main(replace(BENCH, peers=(), variants=(pipeline,)))
     assert leftovers() == []
 
 
 def test_missing_privileges_are_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_comm.bench.hosts.namespaces.os.geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match=r"cannot create 2 hosts: .*root"):
-        train.main(TINY)
+        train.main(BENCH)

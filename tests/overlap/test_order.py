@@ -33,8 +33,6 @@ from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import HeapError
-from moe_comm.gpu.arguments import native_core
-from moe_comm.gpu.launch import NativeLauncher
 from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -53,6 +51,7 @@ from moe_comm.overlap.ulysses import matmul_swap, swap_matmul
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.pool import RankPool
+from tests.support.launches import HookedLauncher
 
 D, F, ROWS, TOKENS = 16, 32, 64, 8
 CHUNKED = Overlap(2, 1, backend="chunked", executor="pipelined")
@@ -376,19 +375,6 @@ def test_rows_of_other_peers_are_computed_while_one_peer_is_late(direction: str,
     pool4.run(_delay_last_peer, direction, timeout=120)
 
 
-class _HookedLauncher(NativeLauncher):
-    """Runs kernels on the CPU, and calls ``before`` with the name of each."""
-
-    def __init__(self, before: Callable[[str], None]) -> None:
-        super().__init__("host")
-        self._host, self._before = self.starter, before
-        self.starter = native_core().P2pStarter.python(self._start)
-
-    def _start(self, kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
-        self._before(kernel)
-        self._host.start(kernel, grid, block, shared, stream, packed)
-
-
 def _delay_push(rank: int, world: int, path: Path) -> None:
     """The kernel ``push`` of the last rank starts after the other ranks have computed each other's rows."""
     store = dist.FileStore(str(path), world)
@@ -410,7 +396,7 @@ def _delay_push(rank: int, world: int, path: Path) -> None:
     expert_mm = expert_mlp.expert_mm
     options = DispatchOptions(timeout_s=90, peer_to_peer=PeerToPeerOptions(emulate=True))
     placement = ExpertPlacement.of(world, world)
-    dispatcher = PeerToPeerDispatcher(placement, dist.group.WORLD, rank, options, "cpu", _HookedLauncher(before))
+    dispatcher = PeerToPeerDispatcher(placement, dist.group.WORLD, rank, options, "cpu", HookedLauncher(before))
     with mock.patch.object(expert_mlp, "expert_mm", counted_mm):
         _shared_layer(rank, world, dispatcher)
     assert computed == 2 * world * TOKENS
@@ -436,7 +422,7 @@ def _no_room(rank: int, world: int, path: Path) -> None:
 
     options = DispatchOptions(timeout_s=90, peer_to_peer=PeerToPeerOptions(emulate=True, heap_bytes=4096))
     placement = ExpertPlacement.of(world, world)
-    dispatcher = PeerToPeerDispatcher(placement, dist.group.WORLD, rank, options, "cpu", _HookedLauncher(before))
+    dispatcher = PeerToPeerDispatcher(placement, dist.group.WORLD, rank, options, "cpu", HookedLauncher(before))
     x, ids = torch.ones(16, 64), torch.zeros(16, 1, dtype=torch.int64)
     with pytest.raises(HeapError, match="rank 0 has no room"):
         dispatch_rows(dispatcher, x, ids, torch.ones(16, 1), SHARED, width=F)

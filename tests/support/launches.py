@@ -1,11 +1,12 @@
-"""A launcher that records launches, for tests without a device."""
+"""Launchers for tests without a device: one records launches, one runs them on the CPU and calls a function before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from moe_comm.gpu.arguments import Fields, Packer, Words, unpack
+from moe_comm.gpu.arguments import Fields, Packer, Words, native_core, unpack
+from moe_comm.gpu.launch import NativeLauncher
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,16 @@ class RecordingLauncher:
         self.launches.append(launch)
         if self.act is not None:
             self.act(launch)
+
+
+class HookedLauncher(NativeLauncher):
+    """Runs kernels on the CPU, and calls ``before`` with the name of each."""
+
+    def __init__(self, before: Callable[[str], None]) -> None:
+        super().__init__("host")
+        self._host, self._before = self.starter, before
+        self.starter = native_core().P2pStarter.python(self._start)
+
+    def _start(self, kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
+        self._before(kernel)
+        self._host.start(kernel, grid, block, shared, stream, packed)

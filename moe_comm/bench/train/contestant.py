@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -42,13 +43,11 @@ class TrainContestant(ABC):
 
     Attributes:
         single_process: only the first rank builds and runs it, with all cores, and the other ranks wait.
-        measures_compute: it has ``compute_step``.
         note: remark in the result.
     """
 
     name: ClassVar[str]
     single_process: ClassVar[bool] = False
-    measures_compute: ClassVar[bool] = False
     note: ClassVar[str] = ""
 
     @classmethod
@@ -67,9 +66,12 @@ class TrainContestant(ABC):
     def step(self, step: int) -> None:
         """Update the weights once. Collective, unless it runs in a single process."""
 
-    def compute_step(self) -> None:
-        """Repeat the last step with the same computation and without communication. The weights are then invalid."""
-        raise NotImplementedError
+    def without_communication(self) -> AbstractContextManager[object] | None:
+        """Return a context in which ``step`` computes the same without communication; None if that is not possible.
+
+        The weights are invalid afterwards.
+        """
+        return None
 
     def finish(self) -> None:  # noqa: B027
         """Wait for transfers of the last step that are in flight. Not timed."""

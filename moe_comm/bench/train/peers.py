@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import abstractmethod
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module, util
 from typing import Any, ClassVar
 
@@ -166,14 +166,12 @@ class HuggingFaceDDPTraining(HuggingFaceTraining):
     """torch's DistributedDataParallel."""
 
     name = "hf_ddp"
-    measures_compute = True
 
     def build(self, inputs: ContestantInputs) -> nn.Module:
         return DistributedDataParallel(self.load(inputs), gradient_as_bucket_view=True)
 
-    def compute_step(self) -> None:
-        with self.model.no_sync():  # type: ignore[operator]
-            self.step(0)
+    def without_communication(self) -> AbstractContextManager[object]:
+        return self.model.no_sync()  # type: ignore[no-any-return,operator]
 
 
 class DeepSpeedTraining(HuggingFaceTraining):

@@ -5,7 +5,7 @@ Its rows, flags and faults are those of ``peer_to_peer``; its bits are those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +23,6 @@ from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, PeerRaised, PeerTimeout
-from moe_comm.gpu.arguments import native_core
-from moe_comm.gpu.launch import NativeLauncher
 from moe_comm.kernels import native
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -36,6 +34,7 @@ from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.overlap.triton.common import interpreted, needs_triton
 from tests.pool import RankPool, with_longer_deadline
+from tests.support.launches import HookedLauncher
 
 pytestmark = needs_triton
 WORLD, D, F, EXPERTS = 3, 20, 8, 7
@@ -47,19 +46,6 @@ def pool() -> Iterator[RankPool]:
     """A separate pool, because its ranks import Triton as an interpreter (see ``interpreted``)."""
     with RankPool(WORLD, bare=True) as pool:
         yield pool
-
-
-class _HookedLauncher(NativeLauncher):
-    """Runs kernels on the CPU, and calls ``before`` with the name of each."""
-
-    def __init__(self, before: Callable[[str], None]) -> None:
-        super().__init__("host")
-        self._host, self._before = self.starter, before
-        self.starter = native_core().P2pStarter.python(self._start)
-
-    def _start(self, kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
-        self._before(kernel)
-        self._host.start(kernel, grid, block, shared, stream, packed)
 
 
 def _dispatcher(
@@ -306,7 +292,7 @@ def _delay_push(rank: int, world: int, path: Path) -> None:
         rest()
 
     with _triton_on_cpus(), pytest.MonkeyPatch.context() as patch:
-        dispatcher = _dispatcher(rank, world, world, _HookedLauncher(before), timeout_s=90)
+        dispatcher = _dispatcher(rank, world, world, HookedLauncher(before), timeout_s=90)
         tile_rows = kernels.tiling_of(torch.empty(TOKENS * world, D, dtype=torch.bfloat16), 1).rows
         others = (world - 1) * TOKENS // tile_rows  # tiles of other ranks than the last
         ids = torch.arange(world).repeat(TOKENS, 1)
@@ -332,7 +318,7 @@ def _hang(rank: int, world: int, arg: tuple[Path, float]) -> str:
             store.wait([f"raised {other}" for other in range(world) if other != 1])
 
     with _triton_on_cpus():
-        dispatcher = _dispatcher(rank, world, EXPERTS, _HookedLauncher(before), timeout_s)
+        dispatcher = _dispatcher(rank, world, EXPERTS, HookedLauncher(before), timeout_s)
         ids = _ids("random", rank, EXPERTS, 3)
         with pytest.raises(PeerTimeout) as error:
             _layer(dispatcher, ids, DEVICE)
