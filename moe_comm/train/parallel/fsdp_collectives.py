@@ -11,7 +11,6 @@ that FSDP prefetches run in the threads of the backend, and gradients are reduce
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +25,7 @@ from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.group_names import group_of
 from moe_comm.train.parallel.compress import GradientReducer
-from moe_comm.train.parallel.transfer_thread import TransferThread
+from moe_comm.train.parallel.transfer_thread import Transfer, TransferThread
 
 # Newer versions of torch renamed the functions and warn about the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +54,7 @@ class UnitCollectives:
         thread: TransferThread,
     ) -> None:
         self._reducer, self._own_group, self._thread = reducer, own_group, thread
-        self._pending: Future[Tensor] | None = None
+        self._pending: Transfer | None = None
         module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
         if next(module.parameters()).device.type == "cpu" or reducer.compress:  # type: ignore[attr-defined]
             if group.size() > 1:
@@ -71,7 +70,7 @@ class UnitCollectives:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             with communication_span(Kind.COLLECTIVE, "wait for gradients"):
-                self._thread.wait(pending)
+                pending.wait()
 
     def start_reduce(self, output: Tensor, parts_WN: Tensor, group: ProcessGroup) -> None:
         """Sum this rank's row of ``parts_WN`` over ``group`` into ``output``, which is complete after ``wait``."""

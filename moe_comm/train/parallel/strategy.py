@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.communicator import find_communicator
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_values
@@ -41,7 +42,7 @@ from moe_comm.train.parallel.zero import ZeroParameters
 Strategy = Literal["replicate", "zero1", "fsdp"]
 GradientOverlap = Literal["auto", "on", "off"]
 LANES = 2
-"""Collectives that run at the same time beside the passes of the model."""
+"""Collectives that run at the same time as the passes of the model."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class DataParallelOptions:
         full_precision: name patterns (with ``*``) of parameters that always compute in fp32.
         compress: send gradients as bf16 and sum them in fp32; see ``moe_comm.train.parallel.compress``.
         bucket_bytes: maximum size of a gradient bucket.
-        overlap: reduce gradients beside the last backward pass of a step, and gather the weights of ZeRO beside the
+        overlap: reduce gradients during the last backward pass of a step, and gather the weights of ZeRO during the
             next forward pass. "auto": for groups with ranks on several hosts, and on GPUs. On one host the CPU ranks
             copy through shared memory with the cores that compute. FSDP also gathers the next unit while one computes.
         keep_gradients: keep the gradients of this rank until ``zero_grad``. Otherwise ZeRO frees them when their bucket
@@ -133,7 +134,10 @@ class DataParallel:
         for owned in self._owned:
             owned.counted = owned.name not in self.tied or owned.name == counted
         buckets = [bucket for part in (self._zero, self._replicated) if part is not None for bucket in part.buckets]
-        self._schedule = BucketSchedule(buckets, stages, self._transfers)
+        transfers = self._transfers
+        if self._fsdp is not None:  # the units of FSDP use the first lane, in the order of their own gradients
+            transfers = replace(transfers, lanes=transfers.lanes[1:])
+        self._schedule = BucketSchedule(buckets, stages, transfers)
 
     @property
     def traffic(self) -> GradientTraffic:
@@ -190,10 +194,22 @@ class DataParallel:
         """Wait until all parameters of the model have the values of the last ``publish``."""
         self._schedule.wait_weights()
 
+    def finish(self) -> None:
+        """Wait for transfers in flight, and drop the gradients of a step that is discarded. Collective."""
+        self._schedule.drop()
+        self._schedule.wait_weights()
+
     def close(self) -> None:
-        """End the threads that reduce gradients. Not collective."""
+        """End the threads that reduce gradients and gather weights, and close their groups. Not collective.
+
+        Collectives that have not started are dropped, see ``finish``.
+        """
         for lane in self._transfers.lanes:
-            lane.thread.close()
+            if lane.thread.close():
+                for group, own_group in lane.own_groups.items():
+                    comm = find_communicator(group)
+                    if comm is not None:
+                        comm.close_part(own_group)
 
     def _make_groups(self, stages: list[nn.Module], trained: list[LocalParameter]) -> list[ParameterGroup]:
         options = self.options
