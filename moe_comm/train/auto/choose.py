@@ -133,7 +133,7 @@ def choose(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> Parallel
     for other in others[:1]:
         described_other = _describe(other, _settings(config, request, other))
         text += f". Next best: {described_other}: {_seconds(other)} ({why_slower(best, other)})"
-    for option, share in _offers(config, request, space, best):
+    for option, share in _offers(config, request, space, result.best[0].step.seconds):
         text += f". {option} would save {share:.0%}"
     return ParallelChoice(settings, text)
 
@@ -252,10 +252,11 @@ def _seconds(candidate: PlanCandidate) -> str:
     return f"{candidate.step.seconds:.3g} s"
 
 
-def _offers(
-    config: TrainConfig, request: PlanRequest, space: SearchSpace, best: PlanCandidate
-) -> list[tuple[str, float]]:
-    """Return the settings that change results and would save time, with the share of the step that they save."""
+def _offers(config: TrainConfig, request: PlanRequest, space: SearchSpace, fastest_s: float) -> list[tuple[str, float]]:
+    """Return the settings that change results and would save time, with the share of the step that they save.
+
+    fastest_s: seconds of the fastest mapping without them.
+    """
     load = request.load
     loads: dict[str, Workload] = {}
     if not config.parallel.compress:
@@ -263,13 +264,13 @@ def _offers(
     if load.wire == 1 and request.shape.moe_layers:
         wire = _wire(request.shape.hidden, load.dtype, WireDtypes(FP8_ROWS, FP8_ROWS, FP8_ROWS, FP8_ROWS))
         option = f'fp8 rows (payload.dispatch, combine, dispatch_backward and combine_backward = "{FP8_ROWS}")'
-        loads[option] = replace(load, wire=min(wire, 1.0))
+        loads[option] = replace(load, wire=wire)
     if load.deterministic:
         loads["sums in combine (parallel.deterministic = false)"] = replace(load, deterministic=False)
     result = []
     for option, changed in loads.items():
         found = search(replace(request, load=changed), space, keep=1, limit_s=5.0).best
-        share = 1 - found[0].step.seconds / best.step.seconds if found else 0.0
+        share = 1 - found[0].step.seconds / fastest_s if found else 0.0
         if share >= WORTH:
             result.append((option, share))
     return result
