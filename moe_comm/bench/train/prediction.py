@@ -19,11 +19,12 @@ from moe_comm.train.auto.choose import workload
 def predicted_ms(inputs: ContestantInputs, own_loop: MoeCommTraining, cluster: Cluster) -> float | None:
     """Return the predicted time of a step with the expert loads of the last step, in ms.
 
-    None if the planner does not model the configuration: a given number of chunks, or interleaved micro-batches.
+    None if the planner does not model the configuration: a given number of chunks, interleaved micro-batches, or
+    replicas of FSDP's shards.
     """
     config, parallel = own_loop.config, own_loop.parallel
     p = config.parallel
-    if p.overlap_chunks not in (None, 0, "auto") or p.interleave:
+    if p.overlap_chunks not in (None, 0, "auto") or p.interleave or p.dp_replicate > 1:
         return None
     shape = ModelShape.of(inputs.architecture)
     pipeline = p.schedule if parallel.pp > 1 else None
