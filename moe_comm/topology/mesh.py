@@ -149,6 +149,14 @@ class ParallelMesh:
         size = len(ranks) // replicas
         return [ranks[i : i + size] for i in range(0, len(ranks), size)], ranks.index(self.rank) // size
 
+    def close(self) -> None:
+        """Destroy the process groups of the mesh, except that of all ranks. Collective; the mesh is unusable then."""
+        groups = [*self._groups.values()]
+        self._groups.clear()
+        for group in groups:
+            if group is not self.world_group:
+                dist.destroy_process_group(group)
+
     def _mesh(self, grid: tuple[str, ...]) -> DeviceMesh:
         outermost_first = tuple(reversed(grid))
         mesh = torch.arange(self.config.world).view([self.sizes[axis] for axis in outermost_first])

@@ -266,6 +266,9 @@ class ParallelSection(Section):
             starts. Those that are set here are kept.
         machine: with ``auto``, the name of an accelerator or the path of a hardware description, as the planner takes
             them. None: measure the ranks when the run starts.
+        trials: with ``auto``, number of mappings of which four steps are measured before the run, if their predictions
+            differ by at most 25%. The fastest is used. None: 3 if that is at most 5% of the steps of the run and
+            ``machine`` is not given, else 0.
         ranks: processes that the command line starts. Under torchrun, its world size is used.
         tp: tensor-parallel size, with sequence parallelism.
         cp: context-parallel size.
@@ -298,6 +301,7 @@ class ParallelSection(Section):
 
     auto: bool = False
     machine: str | None = Field(default=None, min_length=1)
+    trials: NonNegativeInt | None = None
     ranks: int = Field(default=2, ge=1)
     tp: int = Field(default=1, ge=1)
     cp: int = Field(default=1, ge=1)
@@ -324,8 +328,9 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _check_machine(self) -> Self:
-        if self.machine is not None and not self.auto:
-            raise ValueError("machine requires auto, because only the planner uses it")
+        for name in ("machine", "trials"):
+            if getattr(self, name) is not None and not self.auto:
+                raise ValueError(f"{name} requires auto, because only the planner uses it")
         return self
 
     @model_validator(mode="after")
