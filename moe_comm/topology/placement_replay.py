@@ -7,49 +7,37 @@ placed   0 0 0 0 1 1 1 1 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import Decision, PlacementKind, busiest_rows, decide, rebalance, replayed_ratio
+from moe_comm.topology.rebalance import (
+    Decision,
+    DecisionSettings,
+    busiest_rows,
+    decide,
+    over_mean,
+    rebalance,
+    replayed_ratio,
+)
 
 MOST_MEMORY = 8
 """Largest number of intervals whose steps a decision sees."""
 
 
 @dataclass(frozen=True)
-class ReplaySettings:
-    """Settings of decisions, as in ``decide``. every: steps between decisions. window: steps that each adds."""
+class ReplaySettings(DecisionSettings):
+    """Settings of decisions, and ``window``: the last steps of an interval between decisions that a decision sees."""
 
-    kind: PlacementKind = "relocate"
-    every: int = 100
     window: int = 5
-    slots: int = 0
-    threshold: float = 0.05
-    seconds_per_row: float = 1.0
-    seconds_to_move: float = 0.0
-    seconds_to_publish: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.window < 1:
-            raise ConfigError(f"every and window must be at least 1; got every={self.every}, window={self.window}")
-
-    def decide(self, window: Sequence[Loads], current: Placement) -> Decision:
-        """Return the decision for the next ``every`` steps."""
-        return decide(
-            window,
-            current,
-            kind=self.kind,
-            slots=self.slots,
-            threshold=self.threshold,
-            seconds_per_row=self.seconds_per_row,
-            seconds_to_move=self.seconds_to_move,
-            seconds_to_publish=self.seconds_to_publish,
-            steps=self.every,
-        )
+        super().__post_init__()
+        if self.window < 1:
+            raise ConfigError(f"window must be at least 1; got {self.window}")
 
 
 @dataclass
@@ -76,7 +64,7 @@ class LoadWindow:
         """Add a step."""
         self.recent = [*self.recent, loads_E][-self.size :]
 
-    def decide(self, current: Placement, settings: ReplaySettings) -> Decision:
+    def decide(self, current: Placement, settings: DecisionSettings) -> Decision:
         """Return the decision for the next ``settings.every`` steps, and begin a new interval."""
         if self.previous is not None and replayed_ratio(self.recent, self.previous) < replayed_ratio(
             self.recent, current
@@ -84,7 +72,7 @@ class LoadWindow:
             self.memory = min(2 * self.memory, MOST_MEMORY)
         self.intervals = [*self.intervals, self.recent][-self.memory :]
         self.recent = []
-        decision = settings.decide([step for interval in self.intervals for step in interval], current)
+        decision = decide([step for interval in self.intervals for step in interval], current, settings)
         self.previous = current if decision.placement is not None else None
         return decision
 
@@ -151,7 +139,7 @@ def replay(loads: Mapping[int, Loads], first: Placement, settings: ReplaySetting
     due = settings.every
     for step, loads_E in loads.items():
         most = busiest_rows(loads_E, placement)
-        ratios.append(replayed_ratio([loads_E], placement))
+        ratios.append(over_mean(most, sum(loads_E), first.world))
         saved += busiest_rows(loads_E, first) - most
         busiest, rows = busiest + most, rows + sum(loads_E)
         window.add(loads_E)
@@ -160,7 +148,7 @@ def replay(loads: Mapping[int, Loads], first: Placement, settings: ReplaySetting
             decision = window.decide(placement, settings)
             placement = decision.placement or placement
             decisions.append((step, decision))
-    ratio = busiest * first.world / rows if rows else 1.0
+    ratio = over_mean(busiest, rows, first.world)
     return PlacementReplay(tuple(loads), tuple(ratios), ratio, tuple(decisions), placement, saved)
 
 
@@ -169,7 +157,7 @@ def placed_ratio(loads: Iterable[Loads], placed: Iterable[Placement]) -> float:
     pairs = list(zip(loads, placed, strict=True))
     rows = sum(sum(loads_E) for loads_E, _ in pairs)
     busiest = sum(busiest_rows(loads_E, placement) for loads_E, placement in pairs)
-    return busiest * pairs[0][1].world / rows if rows else 1.0
+    return over_mean(busiest, rows, pairs[0][1].world if pairs else 1)
 
 
 def best_ratio(loads: Mapping[int, Loads], first: Placement, slots: int = 0) -> float:

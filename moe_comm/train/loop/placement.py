@@ -23,8 +23,8 @@ from moe_comm.layers.transformer.model import Transformer
 from moe_comm.observe.records import PlacementLine
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import ParallelMesh, Placement
-from moe_comm.topology.placement_replay import LoadWindow, ReplaySettings
-from moe_comm.topology.rebalance import Decision
+from moe_comm.topology.placement_replay import LoadWindow
+from moe_comm.topology.rebalance import Decision, DecisionSettings
 from moe_comm.train.metrics import PlacementReport
 from moe_comm.train.optim import Optimizer
 from moe_comm.train.parallel import DataParallel
@@ -165,10 +165,9 @@ class ExpertPlacements:
 
     def _decide(self) -> dict[str, Decision]:
         section, times = self.section, self._measure()
-        settings = ReplaySettings(
+        settings = DecisionSettings(
             kind=section.kind,
             every=section.every,
-            window=section.window,
             threshold=section.threshold,
             seconds_per_row=times.per_row,
             seconds_to_move=times.per_expert,
