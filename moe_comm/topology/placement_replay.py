@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from moe_comm.errors import ConfigError
@@ -18,6 +19,7 @@ from moe_comm.topology.rebalance import (
     Decision,
     DecisionSettings,
     busiest_rows,
+    check_loads,
     decide,
     over_mean,
     rebalance,
@@ -82,18 +84,24 @@ class LoadWindow:
         return {"memory": self.memory, "recent": self.recent, "intervals": self.intervals, "previous": previous}
 
     @classmethod
-    def of(cls, size: int, state: Mapping[str, Any]) -> LoadWindow:
-        """Return the window with a result of ``state``.
+    def of(cls, size: int, state: Mapping[str, Any], current: Placement) -> LoadWindow:
+        """Return the window with a result of ``state``, for decisions on ``current``.
 
         Raises:
-            KeyError, TypeError, ValueError, ConfigError: the state is damaged.
+            ConfigError: the state is damaged, or of other experts or ranks.
         """
-        recent: list[Loads] = [[int(load) for load in step] for step in state["recent"]]
-        intervals: list[list[Loads]] = [
-            [[int(load) for load in step] for step in steps] for steps in state["intervals"]
-        ]
-        previous = None if state["previous"] is None else Placement.from_json(state["previous"])
-        return cls(size, int(state["memory"]), recent[-size:], intervals, previous)
+        try:
+            memory, recent, intervals = state["memory"], list(state["recent"]), list(map(list, state["intervals"]))
+            if memory not in range(2, MOST_MEMORY + 1):
+                raise ValueError(f"memory {memory!r} is not from 2 to {MOST_MEMORY}")
+            for loads_E in (*recent, *chain(*intervals)):
+                check_loads(loads_E, current.num_experts)
+            previous = None if state["previous"] is None else Placement.from_json(state["previous"])
+            if previous is not None and (previous.num_experts, previous.world) != (current.num_experts, current.world):
+                raise ValueError(f"{previous} is for other experts or ranks than {current}")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"not a window of loads: {type(error).__name__}: {error}") from error
+        return cls(size, memory, recent[-size:], intervals, previous)
 
 
 @dataclass(frozen=True)

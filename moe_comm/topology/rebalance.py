@@ -39,7 +39,7 @@ def cut_rows(loads_E: Loads, placement: Placement) -> tuple[tuple[int, ...], ...
     Raises:
         ConfigError: ``loads_E`` does not have one integer of at least 0 for each expert.
     """
-    _check_loads(loads_E, placement.num_experts)
+    check_loads(loads_E, placement.num_experts)
     totals = [0] * placement.world
     shares: list[tuple[int, ...]] = [(load,) for load in loads_E]
     for load, ranks in zip(loads_E, placement.owners, strict=True):
@@ -147,7 +147,7 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
     Raises:
         ConfigError: ``loads_E`` does not fit ``current``, or more slots than there are experts on another rank.
     """
-    _check_loads(loads_E, current.num_experts)
+    check_loads(loads_E, current.num_experts)
     room = _room(current)
     if not 0 <= slots <= current.num_experts - max(room):
         raise ConfigError(
@@ -317,7 +317,7 @@ def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettin
     """
     kind, steps, threshold = settings.kind, settings.every, settings.threshold
     for loads_E in window:
-        _check_loads(loads_E, current.num_experts)
+        check_loads(loads_E, current.num_experts)
     rows = sum(map(sum, window))
     if kind == "fixed" or not rows:
         return Decision(None, "the placement is fixed" if kind == "fixed" else "the window has no rows")
@@ -357,8 +357,9 @@ def _least(loads_E: Loads, world: int, kind: PlacementKind) -> int:
     return mean if kind == "replicate" else max(mean, *loads_E)
 
 
-def _check_loads(loads_E: Loads, experts: int) -> None:
-    if len(loads_E) != experts or any(not isinstance(load, int) or load < 0 for load in loads_E):
-        bad = next((load for load in loads_E if not isinstance(load, int) or load < 0), None)
+def check_loads(loads_E: Loads, experts: int) -> None:
+    """Raise ConfigError unless ``loads_E`` has one integer of at least 0 for each of ``experts``."""
+    bad = next((load for load in loads_E if type(load) is not int or load < 0), None)
+    if len(loads_E) != experts or bad is not None:
         found = f"{len(loads_E)} loads" if bad is None else repr(bad)
         raise ConfigError(f"loads must be {experts} integers of at least 0, one for each expert; got {found}")
