@@ -27,12 +27,16 @@ from moe_comm.topology.rebalance import (
 )
 
 MOST_MEMORY = 8
-"""Largest number of intervals whose steps a decision sees."""
+"""Largest number of intervals from whose loads a decision is made."""
 
 
 @dataclass(frozen=True)
 class ReplaySettings(DecisionSettings):
-    """Settings of decisions, and ``window``: the last steps of an interval between decisions that a decision sees."""
+    """Settings of decisions in a replay.
+
+    Args:
+        window: recorded steps of each interval between two decisions from which the decisions are made, the last ones.
+    """
 
     window: int = 5
 
@@ -44,16 +48,16 @@ class ReplaySettings(DecisionSettings):
 
 @dataclass
 class LoadWindow:
-    """The recorded loads that decisions see: the last ``size`` steps of each of the last ``memory`` intervals.
+    """The loads from which a decision is made: of the last ``size`` steps of each of the last ``memory`` intervals.
 
-    With the steps of two decisions, loads that alternate between decisions do not move experts back and forth. If the
-    placement before a switch would have had fewer rows on the busiest rank since, loads change faster than they are
-    followed; the memory is then doubled.
+    An interval is the time between two decisions. ``memory`` is 2 at first, because with one interval, loads that
+    alternate would move experts back and forth. If the placement before a switch would have had fewer rows on the
+    busiest rank in the interval after it, the switch was wrong, and ``memory`` is doubled, up to ``MOST_MEMORY``.
 
     Attributes:
-        recent: steps since the last decision.
-        intervals: steps of the decisions before.
-        previous: the placement before the last switch, until the next decision.
+        recent: loads of the last steps of the present interval.
+        intervals: loads of the intervals before, the oldest first.
+        previous: the placement before the switch of the last decision; None if it did not switch.
     """
 
     size: int

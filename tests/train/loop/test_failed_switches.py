@@ -20,9 +20,9 @@ from moe_comm.layers.moe.load import moe_layers
 from moe_comm.observe.records import PLACEMENTS, PlacementLine, read_lines
 from moe_comm.topology import Placement
 from moe_comm.train.checkpoint import CheckpointReader, latest
-from moe_comm.train.loop import placement as placements_module
+from moe_comm.train.loop import placement as placement_module
 from moe_comm.train.loop.trainer import Trainer
-from moe_comm.train.parallel.relocation import ExpertSize
+from moe_comm.train.parallel.relocation import ExpertSize, relocate_experts
 from tests.pool import RankPool
 from tests.train.checkpoint.common import patched
 from tests.train.common import session
@@ -41,19 +41,19 @@ def killed_in_switch(moment: str) -> Iterator[None]:
     moment: "agreed": before it sends rows. "received": when it has rows, before it knows that the others have theirs.
     "second": after the first layer has moved.
     """
-    relocate, calls = placements_module.relocate_experts, []
+    calls = []
 
     def count(*args: Any) -> int:
         calls.append(args)
         if moment == "agreed" or len(calls) == 2:
             kill_myself()
-        return relocate(*args)
+        return relocate_experts(*args)
 
     with ExitStack() as stack:
         if moment == "received":
             stack.enter_context(patched(rows, "gather_values", kill_myself))
         else:
-            stack.enter_context(patched(placements_module, "relocate_experts", count))
+            stack.enter_context(patched(placement_module, "relocate_experts", count))
         yield
 
 
