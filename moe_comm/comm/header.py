@@ -42,7 +42,7 @@ COMPARED = (
     "dtype",
     "top-k",
     "experts",
-    "requires_grad or the placement of experts",
+    "gradients, scales or the placement of experts",
     "layer, dispatcher or rows",
 )
 """Names of the first words of a header, which must be equal on all ranks."""
@@ -52,7 +52,9 @@ TEXT_START = FAULT_SLOT + 1
 TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
 PLACEMENT_WORD = 6
-"""Index of the word with ``requires_grad``, ``scaled`` and, above these two bits, the digest of the placement."""
+"""Index of the word with the ``FLAGS`` and, above their bits, the digest of the placement."""
+FLAGS = ("requires_grad", "whether rows are scaled", "whether routing weights require gradients")
+"""Names of the bits of this word, from the lowest one."""
 ORDINAL_MASK = 0xFFF
 """Bits of a word that hold the ordinal of a dispatcher."""
 COLLECTIVES = ORDINAL_MASK
@@ -122,6 +124,7 @@ class Header:
     ordinal: number of the dispatcher in the group. maker: id of the dispatcher in this process; not compared.
     calls: the operations of the group; ``check`` updates them when ranks differ.
     scaled: whether a dispatch returns rows as values and scales.
+    weights_grad: whether backward sends gradients of routing weights of a dispatch in chunks.
     placement: digest of the placement of experts, whose slots the ids of a dispatch are; 0 for the default placement.
     """
 
@@ -131,7 +134,7 @@ class Header:
     dtype: torch.dtype
     top_k: int
     num_experts: int
-    requires_grad: int
+    requires_grad: bool
     label: str = ""
     fault: errors.MoeCommError | None = None
     of_call: int = 0
@@ -140,6 +143,7 @@ class Header:
     calls: GroupCalls | None = field(default=None, repr=False, compare=False)
     scaled: bool = False
     placement: int = 0
+    weights_grad: bool = False
 
     def compared(self) -> tuple[int, ...]:
         """Return the words that must be equal on all ranks, in the order of ``COMPARED``."""
@@ -150,7 +154,7 @@ class Header:
             _DTYPE_INDICES.get(self.dtype, -1),
             self.top_k,
             self.num_experts,
-            int(self.requires_grad) | self.scaled << 1 | self.placement << 2,
+            self.requires_grad | self.scaled << 1 | self.weights_grad << 2 | self.placement << len(FLAGS),
             # Layer, dispatcher and dispatch (of_call) in one word. of_call differs if ranks combine the rows of several
             # dispatches in different orders.
             _origin_hash(self.label, self.ordinal) | (self.of_call & 0x7FFFFFFF) << 32,
@@ -198,8 +202,6 @@ def _format_word(index: int, words: Words) -> str:
         return OPS[value] if 0 <= value < len(OPS) else f"unknown operation {value}"
     if index == 3:
         return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
-    if index == PLACEMENT_WORD:
-        return str(bool(value & 1)) + ", scaled rows" * (value >> 1 & 1)
     if index == 7:
         rows = f", rows of call {value >> 32}" if value >> 32 else ""
         return f"{_text(words)!r} (dispatcher {value & ORDINAL_MASK}{rows})"
@@ -207,8 +209,20 @@ def _format_word(index: int, words: Words) -> str:
 
 
 def _format_placement(words: Words) -> str:
-    digest = int(words[PLACEMENT_WORD]) >> 2
+    digest = int(words[PLACEMENT_WORD]) >> len(FLAGS)
     return f"version {digest & 0xFFFF} ({digest >> 16:x})" if digest else "version 0 (contiguous)"
+
+
+def _format_flag(bit: int, words: Words) -> str:
+    return str(bool(int(words[PLACEMENT_WORD]) >> bit & 1))
+
+
+def _differing_part(values: Sequence[int]) -> tuple[str, Callable[[Words], str]]:
+    """Return the name and the format of the part in which words with flags and placement differ."""
+    for bit, name in enumerate(FLAGS):
+        if len({value >> len(FLAGS) for value in values}) == 1 and len({value >> bit & 1 for value in values}) > 1:
+            return name, partial(_format_flag, bit)
+    return "the placement of experts", _format_placement
 
 
 def check(headers: Sequence[Words], rank: int, own: Header) -> None:
@@ -238,9 +252,7 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
             what = COMPARED[index]
             describe_word: Callable[[Words], str] = partial(_format_word, index)
             if index == PLACEMENT_WORD:
-                same = len({words[index] >> 2 for words in compared}) == 1
-                what = "requires_grad" if same else "the placement of experts"
-                describe_word = describe_word if same else _format_placement
+                what, describe_word = _differing_part([int(words[index]) for words in compared])
             values = ", ".join(f"rank {peer}: {describe_word(words)}" for peer, words in enumerate(headers))
             layer = f" of layer {own.label!r}" if own.label else ""
             raise errors.RankMismatch(

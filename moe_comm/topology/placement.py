@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from moe_comm.errors import ConfigError
 
@@ -202,10 +202,6 @@ class Placement:
         """Return the global ids of the experts that ``rank`` holds, as home or as a copy, ascending."""
         return tuple(expert for expert, ranks in enumerate(self.owners) if rank in ranks)
 
-    def homes_of(self, rank: int) -> tuple[int, ...]:
-        """Return the global ids of the experts whose home is ``rank``, ascending."""
-        return tuple(expert for expert, ranks in enumerate(self.owners) if ranks[0] == rank)
-
     def slot_ids(self) -> list[list[int]]:
         """Return for each expert the ids of its slots in ``layout``, in the order of its owners."""
         offsets = self.layout.offsets
@@ -219,7 +215,7 @@ class Placement:
 
     @cached_property
     def digest(self) -> int:
-        """A hash of the owners (45 bits) and the version (the lowest 16 bits), the same in every process.
+        """A hash of the owners (44 bits) and the version (the lowest 16 bits), the same in every process.
 
         0 for the contiguous placement of version 0.
         """
@@ -227,7 +223,7 @@ class Placement:
             return 0
         owners = json.dumps((self.owners, self.world)).encode()
         hashed = int.from_bytes(hashlib.blake2b(owners, digest_size=8).digest(), "little")
-        return hashed >> 19 << 16 | self.version & 0xFFFF
+        return hashed >> 20 << 16 | self.version & 0xFFFF
 
     def to_json(self) -> str:
         """Return the placement as a JSON object."""
@@ -242,7 +238,9 @@ class Placement:
         """
         try:
             value = json.loads(text)
-            owners = tuple(tuple(int(rank) for rank in ranks) for ranks in value["owners"])
-            return cls(owners, int(value["world"]), int(value["version"]))
+            owners, world, version = tuple(map(tuple, value["owners"])), value["world"], value["version"]
+            if any(type(number) is not int for number in (world, version, *chain(*owners))):
+                raise TypeError("owners, world and version must be integers")
+            return cls(owners, world, version)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"not a placement: {text[:200]!r} ({type(error).__name__}: {error})") from error

@@ -102,7 +102,7 @@ class ChunkedDispatch(RowDispatch):
                 f"{dispatcher.options.wire_dtypes}"
             )
         header = dispatcher.dispatch_header(x_TD, ids_TK, label)
-        header = replace(header, requires_grad=header.requires_grad + 2 * weights_grad)
+        header = replace(header, weights_grad=weights_grad)
         handle = dispatcher.prepare_dispatch(x_TD, ids_TK, header)
         rows_WE = handle.state.rows_WE
         wire_dtype = dispatcher.options.wire_dtypes.of("dispatch")
