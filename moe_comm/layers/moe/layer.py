@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,6 +41,7 @@ from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
 from moe_comm.layers.data_parallel.gradients import managed_by_fsdp
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
 from moe_comm.layers.data_parallel.sync import prepare_ddp
+from moe_comm.layers.moe.call import DispatchStats, MoECall
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
@@ -61,54 +62,7 @@ from moe_comm.topology import ExpertPlacement, Placement, Sharding
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DispatchStats", "MoEConfig", "MoELayer"]
-
-
-@dataclass(frozen=True)
-class DispatchStats:
-    """Statistics of the (token, slot) pairs of one call. Summed over all ranks, etp * sent equals received.
-
-    Attributes:
-        slots: T * K of this rank.
-        sent: slots that were dispatched to an expert. The other slots were dropped, or have no real expert.
-        received: rows that this rank received for its experts or expert slices.
-        dropped: slots that the capacity dropped, a scalar tensor; None without capacity.
-    """
-
-    slots: int
-    sent: int
-    received: int
-    dropped: Tensor | None
-
-
-class MoECall:
-    """A pending call of an ``MoELayer``, returned by ``MoELayer.begin``. Each rank calls ``compute``, then ``result``:
-
-        call = layer.begin(x)     dispatch starts
-        ...                       other work: attention of another micro-batch, a parallel dense branch
-        call.compute()            shared expert, while rows are in flight; then the experts
-        ...                       other work
-        y = call.result()         results are combined
-
-    In backward, autograd runs the same operators in reverse order, so the other work hides the transfers there as well.
-    """
-
-    def __init__(self, steps: Steps[Tensor]) -> None:
-        self._steps = steps
-        next(steps)
-
-    def compute(self) -> None:
-        """Run the shared expert, and the experts on the rows as they complete; start to send the results."""
-        next(self._steps)
-
-    def result(self) -> Tensor:
-        """Return what ``MoELayer.forward`` returns."""
-        try:
-            next(self._steps)
-        except StopIteration as end:
-            y: Tensor = end.value
-            return y
-        raise RuntimeError("MoECall.result was called before MoECall.compute")
+__all__ = ["MoEConfig", "MoELayer"]
 
 
 @renamed_attributes(flow="dispatch_stats")
