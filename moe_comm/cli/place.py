@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_comm.cli.options import JsonOut, load, one_of
+from moe_comm.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 KINDS = ("relocate", "replicate")
-EVERY, WINDOW, THRESHOLD, COPIES = (20, 100), (5,), (0.05,), (0, 1)
+EVERY, WINDOW, THRESHOLD, COPIES = (20, 100), 5, (0.05,), (0, 1)
 """Settings that are replayed by default: relocation, and replication with one slot."""
 DECISIONS = 10
 """Number of decisions of a layer in the text; the JSON has all."""
@@ -30,13 +33,18 @@ def place(
         int | None, typer.Option(min=2, help="Expert-parallel ranks to place on.  [default: the run's]")
     ] = None,
     kind: Annotated[
-        list[str] | None, typer.Option(help="relocate or replicate, to replay; repeatable. [by --slots]")
+        list[str] | None, typer.Option(help="relocate or replicate (with slots), to replay; repeatable. [by --slots]")
     ] = None,
     every: Annotated[
         list[int] | None, typer.Option(min=1, help="Steps between decisions; repeatable. [20, 100]")
     ] = None,
-    window: Annotated[list[int] | None, typer.Option(min=1, help="Steps per decision; repeatable. [5]")] = None,
-    slots: Annotated[list[int] | None, typer.Option(min=0, help="Copies per rank; repeatable. [0, 1]")] = None,
+    window: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Last steps of an interval that a decision sees, at most --every; repeatable. [5]"),
+    ] = None,
+    slots: Annotated[
+        list[int] | None, typer.Option(min=0, help="Copies per rank, 0 for relocate; repeatable. [0, 1, or by --kind]")
+    ] = None,
     threshold: Annotated[
         list[float] | None,
         typer.Option(min=0, max=0.99, help="Minimum share of the busiest rank's rows to save; repeatable. [0.05]"),
@@ -47,17 +55,39 @@ def place(
     report, analysis = load("moe_comm.bench.common.report", "bench"), load("moe_comm.plan.whatif.placement", "observe")
     report.check_writable(json_out)
     settings = load("moe_comm.topology.placement_replay", "train").ReplaySettings
-    for name in kind or ():
-        one_of("kind of placement", name, KINDS)
-    combinations = product(every or EVERY, window or WINDOW, slots or COPIES, threshold or THRESHOLD)
     chosen = [
-        settings(kind=name, every=n, window=w, slots=s if name == "replicate" else 0, threshold=t)
-        for n, w, s, t in combinations
-        for name in kind or (KINDS[s > 0],)
+        settings(kind=KINDS[copies > 0], every=steps, window=last, slots=copies, threshold=share)
+        for steps, last, copies, share in product(
+            every or EVERY, window or (WINDOW,), _copies(kind, slots), threshold or THRESHOLD
+        )
     ]
+    if window is None:
+        chosen = [replace(one, window=min(one.window, one.every)) for one in chosen]
+    for one in chosen:
+        if one.window > one.every:
+            raise ConfigError(f"--window {one.window} must be at most --every {one.every}: a decision sees no more")
     study = analysis.study(run, list(dict.fromkeys(chosen)), ranks)
     report.write_json(study.to_json(), json_out)
     report.show(_tables(study), json_out)
+
+
+def _copies(kinds: Sequence[str] | None, slots: Sequence[int] | None) -> list[int]:
+    """Return the copies per rank to replay; 0 is "relocate", others are "replicate".
+
+    Raises:
+        ConfigError: a kind is unknown, or one of ``slots`` is for a kind that is not replayed.
+    """
+    for name in kinds or ():
+        one_of("kind of placement", name, KINDS)
+    if kinds is None:
+        return list(COPIES if slots is None else slots)
+    chosen = [copies for copies in (COPIES if slots is None else slots) if KINDS[copies > 0] in kinds]
+    unused = [] if slots is None else [copies for copies in slots if copies not in chosen]
+    if unused:
+        raise ConfigError(f"--slots {unused[0]} is for --kind {KINDS[unused[0] > 0]}, which is not replayed")
+    if "replicate" in kinds and not any(chosen):
+        raise ConfigError("--kind replicate needs --slots of at least 1")
+    return chosen if 0 in chosen or "relocate" not in kinds else [0, *chosen]
 
 
 def _tables(study: PlacementStudy) -> list[Table]:

@@ -6,6 +6,7 @@
         spans/rank-00000.jsonl      each rank: SpanLine of each span of the selected steps
         loads.jsonl                 rank 0: LoadLine of each MoE layer, after step 1 and every ``observe.every`` steps
         placements.jsonl            rank 0: PlacementLine of each decision on the placement of experts
+        config.resolved.toml        rank 0: all settings
     attempts.jsonl              Attempt: one per start of the ranks
         faults.jsonl                FaultRecord: detected faults
         injected.jsonl              injected faults (moe_comm.observe.faults)
@@ -33,6 +34,7 @@ from moe_comm.topology.rebalance import Decision
 RANKS, SPANS = "ranks", "spans"
 ATTEMPTS, FAULTS, INJECTED, METRICS = "attempts.jsonl", "faults.jsonl", "injected.jsonl", "metrics.jsonl"
 LOADS, PLACEMENTS = "loads.jsonl", "placements.jsonl"
+RESOLVED = "config.resolved.toml"
 MAX_LINE = 16 << 20
 MAX_RANKS = 1 << 20
 """Upper limit of rank numbers in records. Readers allocate memory for each rank."""

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from moe_comm.errors import ConfigError
 
@@ -238,7 +238,9 @@ class Placement:
         """
         try:
             value = json.loads(text)
-            owners = tuple(tuple(int(rank) for rank in ranks) for ranks in value["owners"])
-            return cls(owners, int(value["world"]), int(value["version"]))
+            owners, world, version = tuple(map(tuple, value["owners"])), value["world"], value["version"]
+            if any(type(number) is not int for number in (world, version, *chain(*owners))):
+                raise TypeError("owners, world and version must be integers")
+            return cls(owners, world, version)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"not a placement: {text[:200]!r} ({type(error).__name__}: {error})") from error

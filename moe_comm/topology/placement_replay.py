@@ -7,63 +7,57 @@ placed   0 0 0 0 1 1 1 1 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import Decision, PlacementKind, busiest_rows, decide, rebalance, replayed_ratio
+from moe_comm.topology.rebalance import (
+    Decision,
+    DecisionSettings,
+    busiest_rows,
+    check_loads,
+    decide,
+    over_mean,
+    rebalance,
+    replayed_ratio,
+)
 
 MOST_MEMORY = 8
-"""Largest number of intervals whose steps a decision sees."""
+"""Largest number of intervals from whose loads a decision is made."""
 
 
 @dataclass(frozen=True)
-class ReplaySettings:
-    """Settings of decisions, as in ``decide``. every: steps between decisions. window: steps that each adds."""
+class ReplaySettings(DecisionSettings):
+    """Settings of decisions in a replay.
 
-    kind: PlacementKind = "relocate"
-    every: int = 100
+    Args:
+        window: recorded steps of each interval between two decisions from which the decisions are made, the last ones.
+    """
+
     window: int = 5
-    slots: int = 0
-    threshold: float = 0.05
-    seconds_per_row: float = 1.0
-    seconds_to_move: float = 0.0
-    seconds_to_publish: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.window < 1:
-            raise ConfigError(f"every and window must be at least 1; got every={self.every}, window={self.window}")
-
-    def decide(self, window: Sequence[Loads], current: Placement) -> Decision:
-        """Return the decision for the next ``every`` steps."""
-        return decide(
-            window,
-            current,
-            kind=self.kind,
-            slots=self.slots,
-            threshold=self.threshold,
-            seconds_per_row=self.seconds_per_row,
-            seconds_to_move=self.seconds_to_move,
-            seconds_to_publish=self.seconds_to_publish,
-            steps=self.every,
-        )
+        super().__post_init__()
+        if self.window < 1:
+            raise ConfigError(f"window must be at least 1; got {self.window}")
 
 
 @dataclass
 class LoadWindow:
-    """The recorded loads that decisions see: the last ``size`` steps of each of the last ``memory`` intervals.
+    """The loads from which a decision is made: of the last ``size`` steps of each of the last ``memory`` intervals.
 
-    With the steps of two decisions, loads that alternate between decisions do not move experts back and forth. If the
-    placement before a switch would have had fewer rows on the busiest rank since, loads change faster than they are
-    followed; the memory is then doubled.
+    An interval is the time between two decisions. ``memory`` is 2 at first, because with one interval, loads that
+    alternate would move experts back and forth. If the placement before a switch would have had fewer rows on the
+    busiest rank in the interval after it, the switch was wrong, and ``memory`` is doubled, up to ``MOST_MEMORY``.
 
     Attributes:
-        recent: steps since the last decision.
-        intervals: steps of the decisions before.
-        previous: the placement before the last switch, until the next decision.
+        recent: loads of the last steps of the present interval.
+        intervals: loads of the intervals before, the oldest first.
+        previous: the placement before the switch of the last decision; None if it did not switch.
     """
 
     size: int
@@ -76,7 +70,7 @@ class LoadWindow:
         """Add a step."""
         self.recent = [*self.recent, loads_E][-self.size :]
 
-    def decide(self, current: Placement, settings: ReplaySettings) -> Decision:
+    def decide(self, current: Placement, settings: DecisionSettings) -> Decision:
         """Return the decision for the next ``settings.every`` steps, and begin a new interval."""
         if self.previous is not None and replayed_ratio(self.recent, self.previous) < replayed_ratio(
             self.recent, current
@@ -84,7 +78,7 @@ class LoadWindow:
             self.memory = min(2 * self.memory, MOST_MEMORY)
         self.intervals = [*self.intervals, self.recent][-self.memory :]
         self.recent = []
-        decision = settings.decide([step for interval in self.intervals for step in interval], current)
+        decision = decide([step for interval in self.intervals for step in interval], current, settings)
         self.previous = current if decision.placement is not None else None
         return decision
 
@@ -94,18 +88,24 @@ class LoadWindow:
         return {"memory": self.memory, "recent": self.recent, "intervals": self.intervals, "previous": previous}
 
     @classmethod
-    def of(cls, size: int, state: Mapping[str, Any]) -> LoadWindow:
-        """Return the window with a result of ``state``.
+    def of(cls, size: int, state: Mapping[str, Any], current: Placement) -> LoadWindow:
+        """Return the window with a result of ``state``, for decisions on ``current``.
 
         Raises:
-            KeyError, TypeError, ValueError, ConfigError: the state is damaged.
+            ConfigError: the state is damaged, or of other experts or ranks.
         """
-        recent: list[Loads] = [[int(load) for load in step] for step in state["recent"]]
-        intervals: list[list[Loads]] = [
-            [[int(load) for load in step] for step in steps] for steps in state["intervals"]
-        ]
-        previous = None if state["previous"] is None else Placement.from_json(state["previous"])
-        return cls(size, int(state["memory"]), recent[-size:], intervals, previous)
+        try:
+            memory, recent, intervals = state["memory"], list(state["recent"]), list(map(list, state["intervals"]))
+            if memory not in range(2, MOST_MEMORY + 1):
+                raise ValueError(f"memory {memory!r} is not from 2 to {MOST_MEMORY}")
+            for loads_E in (*recent, *chain(*intervals)):
+                check_loads(loads_E, current.num_experts)
+            previous = None if state["previous"] is None else Placement.from_json(state["previous"])
+            if previous is not None and (previous.num_experts, previous.world) != (current.num_experts, current.world):
+                raise ValueError(f"{previous} is for other experts or ranks than {current}")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"not a window of loads: {type(error).__name__}: {error}") from error
+        return cls(size, memory, recent[-size:], intervals, previous)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def replay(loads: Mapping[int, Loads], first: Placement, settings: ReplaySetting
     due = settings.every
     for step, loads_E in loads.items():
         most = busiest_rows(loads_E, placement)
-        ratios.append(replayed_ratio([loads_E], placement))
+        ratios.append(over_mean(most, sum(loads_E), first.world))
         saved += busiest_rows(loads_E, first) - most
         busiest, rows = busiest + most, rows + sum(loads_E)
         window.add(loads_E)
@@ -160,7 +160,7 @@ def replay(loads: Mapping[int, Loads], first: Placement, settings: ReplaySetting
             decision = window.decide(placement, settings)
             placement = decision.placement or placement
             decisions.append((step, decision))
-    ratio = busiest * first.world / rows if rows else 1.0
+    ratio = over_mean(busiest, rows, first.world)
     return PlacementReplay(tuple(loads), tuple(ratios), ratio, tuple(decisions), placement, saved)
 
 
@@ -169,7 +169,7 @@ def placed_ratio(loads: Iterable[Loads], placed: Iterable[Placement]) -> float:
     pairs = list(zip(loads, placed, strict=True))
     rows = sum(sum(loads_E) for loads_E, _ in pairs)
     busiest = sum(busiest_rows(loads_E, placement) for loads_E, placement in pairs)
-    return busiest * pairs[0][1].world / rows if rows else 1.0
+    return over_mean(busiest, rows, pairs[0][1].world if pairs else 1)
 
 
 def best_ratio(loads: Mapping[int, Loads], first: Placement, slots: int = 0) -> float:

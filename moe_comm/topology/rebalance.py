@@ -39,7 +39,7 @@ def cut_rows(loads_E: Loads, placement: Placement) -> tuple[tuple[int, ...], ...
     Raises:
         ConfigError: ``loads_E`` does not have one integer of at least 0 for each expert.
     """
-    _check_loads(loads_E, placement.num_experts)
+    check_loads(loads_E, placement.num_experts)
     totals = [0] * placement.world
     shares: list[tuple[int, ...]] = [(load,) for load in loads_E]
     for load, ranks in zip(loads_E, placement.owners, strict=True):
@@ -91,11 +91,15 @@ def busiest_rows(loads_E: Loads, placement: Placement) -> int:
     return max(rows_per_rank(loads_E, placement))
 
 
+def over_mean(busiest: int, rows: int, world: int) -> float:
+    """Return the ``busiest`` rank's rows over the mean of ``world`` ranks, which have ``rows``; 1 without rows."""
+    return busiest * world / rows if rows else 1.0
+
+
 def replayed_ratio(steps: Sequence[Loads], placement: Placement) -> float:
     """Return the mean rows of the busiest rank in ``steps`` over the mean rows of a rank; 1 without rows."""
-    rows = sum(map(sum, steps))
     busiest = sum(busiest_rows(loads_E, placement) for loads_E in steps)
-    return busiest * placement.world / rows if rows else 1.0
+    return over_mean(busiest, sum(map(sum, steps)), placement.world)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
     Raises:
         ConfigError: ``loads_E`` does not fit ``current``, or more slots than there are experts on another rank.
     """
-    _check_loads(loads_E, current.num_experts)
+    check_loads(loads_E, current.num_experts)
     room = _room(current)
     if not 0 <= slots <= current.num_experts - max(room):
         raise ConfigError(
@@ -237,6 +241,46 @@ def _without_idle_copies(
 
 
 @dataclass(frozen=True)
+class DecisionSettings:
+    """Settings of ``decide``.
+
+    Args:
+        kind: "fixed": never switch. "relocate": move experts. "replicate": also add copies.
+        every: steps between decisions.
+        slots: copies per rank, for "replicate".
+        threshold: minimum share of the busiest rank's rows to save.
+        seconds_per_row: seconds of one row on its rank, forward and backward.
+        seconds_to_move: seconds in which a rank sends or receives one expert.
+        seconds_to_publish: seconds per step in which a rank reduces the gradient and fills the weights of one copy.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    kind: PlacementKind = "relocate"
+    every: int = 100
+    slots: int = 0
+    threshold: float = 0.05
+    seconds_per_row: float = 1.0
+    seconds_to_move: float = 0.0
+    seconds_to_publish: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"the kind of placement must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        seconds = min(self.seconds_per_row, self.seconds_to_move, self.seconds_to_publish)
+        if not 0 <= self.threshold < 1 or self.every < 1 or self.slots < 0 or seconds < 0:
+            raise ConfigError(
+                "every must be at least 1, threshold from 0 to below 1, slots and seconds at least 0; got "
+                f"every={self.every}, threshold={self.threshold}, slots={self.slots}, "
+                f"seconds_per_row={self.seconds_per_row}, seconds_to_move={self.seconds_to_move}, "
+                f"seconds_to_publish={self.seconds_to_publish}"
+            )
+        if self.slots and self.kind != "replicate":
+            raise ConfigError(f"slots hold copies, which kind {self.kind!r} does not make; got slots={self.slots}")
+
+
+@dataclass(frozen=True)
 class Decision:
     """Whether to switch the placement of a layer.
 
@@ -257,18 +301,7 @@ class Decision:
     ratio_after: float = 1.0
 
 
-def decide(
-    window: Sequence[Loads],
-    current: Placement,
-    *,
-    kind: PlacementKind,
-    slots: int = 0,
-    threshold: float = 0.05,
-    seconds_per_row: float,
-    seconds_to_move: float,
-    steps: int,
-    seconds_to_publish: float = 0.0,
-) -> Decision:
+def decide(window: Sequence[Loads], current: Placement, settings: DecisionSettings) -> Decision:
     """Decide whether to switch to the placement for the sums of ``window``.
 
     The candidate is scored by each step of the window, not by their mean. The placement switches only if it saves more
@@ -278,47 +311,31 @@ def decide(
     Args:
         window: rows of each expert in each of some recent steps.
         current: the present placement.
-        kind: "fixed": never switch. "relocate": move experts. "replicate": also add copies.
-        slots: copies per rank, for "replicate".
-        threshold: minimum share of the busiest rank's rows to save.
-        seconds_per_row: seconds of one row on its rank, forward and backward.
-        seconds_to_move: seconds in which a rank sends or receives one expert.
-        steps: steps until the next decision.
-        seconds_to_publish: seconds per step in which a rank reduces the gradient and fills the weights of one copy.
 
     Raises:
-        ConfigError: a setting is out of range, or the loads do not fit ``current``.
+        ConfigError: the loads or ``slots`` do not fit ``current``.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"the kind of placement must be one of {', '.join(KINDS)}; got {kind!r}")
-    if not 0 <= threshold < 1 or steps < 1 or min(seconds_per_row, seconds_to_move, seconds_to_publish) < 0:
-        raise ConfigError(
-            f"threshold must be from 0 to below 1, steps at least 1 and seconds at least 0; got threshold={threshold}, "
-            f"steps={steps}, seconds_per_row={seconds_per_row}, seconds_to_move={seconds_to_move}, "
-            f"seconds_to_publish={seconds_to_publish}"
-        )
-    if slots and kind != "replicate":
-        raise ConfigError(f"slots hold copies, which kind {kind!r} does not make; got slots={slots}")
+    kind, steps, threshold = settings.kind, settings.every, settings.threshold
     for loads_E in window:
-        _check_loads(loads_E, current.num_experts)
+        check_loads(loads_E, current.num_experts)
     rows = sum(map(sum, window))
     if kind == "fixed" or not rows:
         return Decision(None, "the placement is fixed" if kind == "fixed" else "the window has no rows")
     before = sum(busiest_rows(loads_E, current) for loads_E in window)
-    ratio = before * current.world / rows
+    ratio = over_mean(before, rows, current.world)
     least = sum(_least(loads_E, current.world, kind) for loads_E in window)
     if least >= (1 - threshold) * before:
         what = "evenly" if kind == "replicate" or least * current.world < 1.01 * rows else "because of one expert"
         reason = f"the busiest rank has {ratio:.2f} times the mean rows and could save at most"
         return Decision(None, f"{reason} {1 - least / before:.1%} ({what} loaded)", 0, 0, ratio, ratio)
     sums_E = [sum(loads) for loads in zip(*window, strict=True)]
-    new = rebalance(sums_E, current, slots)
+    new = rebalance(sums_E, current, settings.slots)
     moves = Moves.of(current, new)
     after = sum(busiest_rows(loads_E, new) for loads_E in window)
-    published = (_copies(new) - _copies(current)) * seconds_to_publish
-    saved_s = ((before - after) / len(window) * seconds_per_row - published) * steps
-    cost_s = moves.busiest * seconds_to_move
-    ratio_after = after * current.world / rows
+    published = (_copies(new) - _copies(current)) * settings.seconds_to_publish
+    saved_s = ((before - after) / len(window) * settings.seconds_per_row - published) * steps
+    cost_s = moves.busiest * settings.seconds_to_move
+    ratio_after = over_mean(after, rows, current.world)
     gain, noise = 1 - after / before, NOISE * isqrt(before)
     if gain <= threshold:
         why = f"saves {gain:.1%} of the busiest rank's rows, not above the threshold {threshold:.1%}"
@@ -340,8 +357,9 @@ def _least(loads_E: Loads, world: int, kind: PlacementKind) -> int:
     return mean if kind == "replicate" else max(mean, *loads_E)
 
 
-def _check_loads(loads_E: Loads, experts: int) -> None:
-    if len(loads_E) != experts or any(not isinstance(load, int) or load < 0 for load in loads_E):
-        bad = next((load for load in loads_E if not isinstance(load, int) or load < 0), None)
+def check_loads(loads_E: Loads, experts: int) -> None:
+    """Raise ConfigError unless ``loads_E`` has one integer of at least 0 for each of ``experts``."""
+    bad = next((load for load in loads_E if type(load) is not int or load < 0), None)
+    if len(loads_E) != experts or bad is not None:
         found = f"{len(loads_E)} loads" if bad is None else repr(bad)
         raise ConfigError(f"loads must be {experts} integers of at least 0, one for each expert; got {found}")

@@ -338,7 +338,8 @@ class PlacementSection(Section):
         kind: "fixed": consecutive experts on each rank. "relocate": experts move between ranks when a few ranks get
             most of the rows. The model, its gradients and the checkpoints do not change.
         every: steps between decisions.
-        window: last steps of this and of the previous interval whose loads a decision is based on.
+        window: a decision is made from the loads of the last ``window`` steps before it, and of the last ``window``
+            steps before the previous decision.
         threshold: share of the busiest rank's rows that a switch must save.
     """
 

@@ -38,7 +38,7 @@ from moe_comm.observe.records import (
 )
 from moe_comm.topology import ParallelConfig
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.rebalance import decide
+from moe_comm.topology.rebalance import DecisionSettings, decide
 from tests.support.synthetic_spans import Step, spans_of
 
 Floats = NDArray[np.float64]
@@ -249,7 +249,7 @@ def _write_placements(folder: Path, ep: int, loads: dict[int, NDArray[np.int64]]
         current = Placement.contiguous(len(next(iter(loads.values()))[layer]), ep)
         for step, load_LE in loads.items():
             window = [load_LE[layer].tolist()]
-            decision = decide(window, current, kind="relocate", seconds_per_row=1e-6, seconds_to_move=0, steps=10)
+            decision = decide(window, current, DecisionSettings(every=10, seconds_per_row=1e-6))
             append(folder / PLACEMENTS, PlacementLine.of(step, f"layers.{layer}.moe", decision, current))
             current = decision.placement or current
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -66,13 +67,14 @@ def test_a_restored_window_makes_the_same_decisions() -> None:
         decision = window.decide(CURRENT, settings)
     window.add(SKEWED)
     assert decision.placement is not None and window.previous == CURRENT
-    restored = LoadWindow.of(2, json.loads(json.dumps(window.state())))
+    restored = LoadWindow.of(2, json.loads(json.dumps(window.state())), decision.placement)
     assert restored == window
     assert restored.decide(decision.placement, settings) == window.decide(decision.placement, settings)
     assert restored == window
-    for damaged in ({}, window.state() | {"recent": [["x"]]}, window.state() | {"previous": "{}"}):
-        with pytest.raises((KeyError, ValueError, ConfigError)):
-            LoadWindow.of(2, damaged)
+    wrong: tuple[dict[str, Any], ...] = ({"recent": [["x"]]}, {"previous": "{}"}, {"memory": 1}, {"intervals": [[[1]]]})
+    for damaged in ({}, *(window.state() | change for change in wrong)):
+        with pytest.raises(ConfigError, match="not a window of loads"):
+            LoadWindow.of(2, damaged, CURRENT)
 
 
 def test_a_lasting_change_of_loads_is_followed_at_the_next_decisions() -> None:
@@ -91,9 +93,9 @@ def test_the_best_ratio_bounds_every_replay() -> None:
 
 
 def test_settings_and_loads_are_checked() -> None:
-    for wrong in ({"every": 0}, {"window": 0}):
-        with pytest.raises(ConfigError, match="every and window"):
-            ReplaySettings(**wrong)  # type: ignore[arg-type]
+    for wrong in ("every", "window"):
+        with pytest.raises(ConfigError, match=f"{wrong} must be at least 1"):
+            ReplaySettings(**dict[str, Any]({wrong: 0}))
     with pytest.raises(ConfigError, match="at least one step"):
         replay({}, CURRENT, ReplaySettings())
     with pytest.raises(ConfigError, match="4 integers"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, cycle, islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import (
     Decision,
+    DecisionSettings,
     Moves,
     PlacementKind,
     busiest_rows,
@@ -27,7 +29,8 @@ from moe_comm.topology.rebalance import (
 
 SEEDED = settings(deadline=None, derandomize=True)
 LOADS = st.lists(st.integers(0, 1000), min_size=1, max_size=24)
-COSTS: dict[str, Any] = {"seconds_per_row": 1e-6, "seconds_to_move": 1e-3, "steps": 100}
+COSTS: dict[str, Any] = {"seconds_per_row": 1e-6, "seconds_to_move": 1e-3, "every": 100}
+RELOCATE = DecisionSettings("relocate", **COSTS)
 
 
 def zipf(experts: int, rows: int, s: float, rng: random.Random) -> list[int]:
@@ -193,7 +196,7 @@ def test_loads_that_do_not_fit_are_refused_with_the_numbers(loads: list[Any]) ->
     for call in (
         lambda: rebalance(loads, current),
         lambda: rows_per_rank(loads, current),
-        lambda: decide([loads], current, kind="relocate", **COSTS),
+        lambda: decide([loads], current, RELOCATE),
     ):
         with pytest.raises(ConfigError, match="4 integers of at least 0"):
             call()
@@ -213,10 +216,10 @@ def test_bad_placements_and_slots_are_refused_with_the_numbers() -> None:
         ({"kind": "often"}, "fixed, relocate, replicate"),
         ({"kind": "relocate", "slots": 1}, "slots hold copies"),
         ({"kind": "relocate", "threshold": 1.0}, "threshold=1.0"),
-        ({"kind": "relocate", "steps": 0}, "steps=0"),
+        ({"kind": "relocate", "every": 0}, "every=0"),
     ):
         with pytest.raises(ConfigError, match=match):
-            decide([[1] * 8], current, **(COSTS | wrong))
+            DecisionSettings(**(COSTS | wrong))
 
 
 @pytest.mark.parametrize("world", [2, 8, 64])
@@ -227,9 +230,8 @@ def test_uniform_routing_never_switches(world: int, rows: int) -> None:
         window = zipf_steps(2 * world, rows, 0.0, seed, 5)
         kinds: tuple[tuple[PlacementKind, int], ...] = (("relocate", 0), ("replicate", 1))
         for kind, slots in kinds:
-            decision = decide(
-                window, current, kind=kind, slots=slots, threshold=0.0, **(COSTS | {"seconds_to_move": 0})
-            )
+            settings = replace(RELOCATE, kind=kind, slots=slots, threshold=0.0, seconds_to_move=0)
+            decision = decide(window, current, settings)
             assert decision.placement is None, decision.reason
 
 
@@ -237,7 +239,7 @@ def test_uniform_routing_never_switches(world: int, rows: int) -> None:
 def test_skewed_routing_switches_once_and_the_prediction_is_the_replay(s: float) -> None:
     current = Placement.contiguous(32, 4)
     window = zipf_steps(32, 8192, s, 1, 5)
-    decision = decide(window, current, kind="relocate", **COSTS)
+    decision = decide(window, current, RELOCATE)
     assert decision.placement is not None, decision.reason
     assert decision.ratio_before == replayed_ratio(window, current)
     assert decision.ratio_after == replayed_ratio(window, decision.placement) < decision.ratio_before
@@ -246,7 +248,7 @@ def test_skewed_routing_switches_once_and_the_prediction_is_the_replay(s: float)
     assert decision.cost_s == pytest.approx(Moves.of(current, decision.placement).busiest * 1e-3)
     later = zipf_steps(32, 8192, s, 1, 10)[5:]
     assert replayed_ratio(later, decision.placement) < replayed_ratio(later, current)
-    assert decide(later, decision.placement, kind="relocate", **COSTS).placement is None
+    assert decide(later, decision.placement, RELOCATE).placement is None
 
 
 def run(steps: list[list[int]], every: int, world: int) -> list[Decision]:
@@ -254,7 +256,7 @@ def run(steps: list[list[int]], every: int, world: int) -> list[Decision]:
     placement = Placement.contiguous(len(steps[0]), world)
     decisions = []
     for end in range(every, len(steps) + 1, every):
-        decision = decide(steps[max(end - 2 * every, 0) : end], placement, kind="relocate", **COSTS)
+        decision = decide(steps[max(end - 2 * every, 0) : end], placement, RELOCATE)
         placement = decision.placement or placement
         decisions.append(decision)
     return decisions
@@ -287,26 +289,26 @@ def test_a_switch_must_save_twice_its_cost_and_more_than_the_threshold() -> None
     current = Placement.contiguous(32, 4)
 
     def reason(**changes: Any) -> str:
-        decision = decide(window, current, **({"kind": "relocate"} | COSTS | changes))
+        decision = decide(window, current, DecisionSettings(**(COSTS | changes)))
         assert decision.placement is None
         return decision.reason
 
-    paid = decide(window, current, kind="relocate", **COSTS)
+    paid = decide(window, current, RELOCATE)
     cost = paid.saved_s / paid.cost_s * 1e-3 / 2
-    assert decide(window, current, kind="relocate", **(COSTS | {"seconds_to_move": 0.99 * cost})).placement
+    assert decide(window, current, replace(RELOCATE, seconds_to_move=0.99 * cost)).placement
     assert "not above 2 times" in reason(seconds_to_move=1.01 * cost)
     gain = 1 - paid.ratio_after / paid.ratio_before
     assert "not above the threshold" in reason(threshold=gain + 1e-9) or "at most" in reason(threshold=gain + 1e-9)
     assert reason(kind="fixed") == "the placement is fixed"
     # Copies whose publication costs more than they save are not made.
-    one = [[0] * 31 + [8192]] * 5
-    copied = decide(one, current, kind="replicate", slots=1, **COSTS)
+    one, copying = [[0] * 31 + [8192]] * 5, replace(RELOCATE, kind="replicate", slots=1)
+    copied = decide(one, current, copying)
     assert copied.placement is not None and copied.placement.has_copies
-    costly = decide(one, current, kind="replicate", slots=1, seconds_to_publish=1.0, **COSTS)
+    costly = decide(one, current, replace(copying, seconds_to_publish=1.0))
     assert costly.placement is None and costly.saved_s < 0
 
 
 @pytest.mark.parametrize("window", [[], [[0] * 8] * 3])
 def test_a_window_without_rows_keeps_the_placement(window: list[list[int]]) -> None:
-    decision = decide(window, Placement.contiguous(8, 2), kind="relocate", **COSTS)
+    decision = decide(window, Placement.contiguous(8, 2), RELOCATE)
     assert decision.placement is None and "no rows" in decision.reason

@@ -94,7 +94,7 @@ def read_run(path: Path) -> Run:
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; pass a run folder, such as runs/train-20260101-120000")
-    names = (records.METRICS, records.RANKS, records.LOADS, records.ATTEMPTS, records.FAULTS, "config.resolved.toml")
+    names = (records.METRICS, records.RANKS, records.LOADS, records.ATTEMPTS, records.FAULTS, records.RESOLVED)
     if not any((path / name).exists() for name in names):
         raise ConfigError(f"{path} is not a run folder: it has none of {', '.join(names)}")
     notes: list[str] = []
@@ -106,7 +106,7 @@ def read_run(path: Path) -> Run:
     faults = tuple(_event_records(path / records.FAULTS, FaultRecord, notes, optional=True))
     injected = tuple(_injections(path / records.INJECTED, notes))
     result = _small_file(path / "result.json", json.loads, notes)
-    config = _small_file(path / "config.resolved.toml", lambda text: tomllib.loads(text.decode()), notes)
+    config = _small_file(path / records.RESOLVED, lambda text: tomllib.loads(text.decode()), notes)
     status = result.get("status")
     return Run(
         path=path,

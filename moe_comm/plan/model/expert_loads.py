@@ -9,8 +9,7 @@ from functools import lru_cache
 from moe_comm.errors import ConfigError
 from moe_comm.topology.assignment import Loads
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.placement_replay import ReplaySettings
-from moe_comm.topology.rebalance import KINDS, Moves, PlacementKind, replayed_ratio
+from moe_comm.topology.rebalance import KINDS, DecisionSettings, Moves, PlacementKind, decide, replayed_ratio
 
 LAYERS, STEPS = 8, 10
 """Number of layers, evenly spaced, and of last steps that are evaluated."""
@@ -44,7 +43,7 @@ class ExpertLoads:
     Args:
         layers: for each layer the rows of each expert in each step.
         kind: the placement, as in ``decide``. A layer that would gain too little remains fixed.
-        slots: copies per rank, for "replicate".
+        slots: copies per rank, for "replicate". A rank has at most as many as there are experts on the others.
         every: steps between switches, over which their bytes are divided.
 
     Raises:
@@ -90,12 +89,12 @@ def _last(steps: Iterable[Loads]) -> list[Loads]:
 @lru_cache(maxsize=1024)
 def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
     first = Placement.contiguous(loads.experts, ranks)
-    room = loads.experts - max(first.slots_per_rank)
-    slots = min(loads.slots, room)
-    settings = ReplaySettings(loads.kind if slots == loads.slots else "relocate", slots=slots, every=loads.every)
+    slots = min(loads.slots, loads.experts - max(first.slots_per_rank))
+    kind: PlacementKind = "relocate" if loads.kind == "replicate" and not slots else loads.kind
+    settings = DecisionSettings(kind, every=loads.every, slots=slots)
     before, after, moved, copies, reasons = 0.0, 0.0, 0, 0, []
     for steps in loads.layers:
-        decision = settings.decide(steps, first)
+        decision = decide(steps, first, settings)
         reasons.append(decision.reason)
         before += replayed_ratio(steps, first)
         after += replayed_ratio(steps, decision.placement or first)
@@ -104,5 +103,4 @@ def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
             held = zip(decision.placement.slots_per_rank, first.slots_per_rank, strict=True)
             copies = max(copies, *(new - old for new, old in held))
     count = len(loads.layers)
-    kind: PlacementKind = settings.kind if moved else "fixed"
-    return PlacedLoads(kind, before / count, after / count, moved / count, copies, reasons[0])
+    return PlacedLoads(kind if moved else "fixed", before / count, after / count, moved / count, copies, reasons[0])

@@ -96,6 +96,11 @@ def state_bytes(optimizer: Optimizer, momentum: bool, matrix: bool) -> int:
     return MASTER if optimizer == "muon" and matrix else 2 * MASTER
 
 
+def moved_bytes(optimizer: Optimizer, momentum: bool = False) -> int:
+    """Return the bytes per element that are sent with a moved expert: fp32 master weight and optimizer state."""
+    return MASTER + state_bytes(optimizer, momentum, matrix=True)
+
+
 class StageContents(NamedTuple):
     """Numbers of dense layers, MoE layers, embeddings (``first``) and heads (``last``) that a stage holds."""
 

@@ -15,6 +15,7 @@ import numpy as np
 from moe_comm.plan.arrays import Floats
 from moe_comm.plan.machine.collectives import CollectiveCost, GroupSpan
 from moe_comm.plan.machine.hardware import BYTES
+from moe_comm.plan.model.fixed_memory import moved_bytes
 from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import PlacedMapping
 from moe_comm.plan.model.shape import LayerKind, ModelShape
@@ -119,10 +120,9 @@ class StageWeights:
             return {}
         assert self.loads is not None
         expert = self.elements(rank)[1] * ep / self.shape.experts
-        state = self.size + 2 * MASTER + (MASTER if self.size < MASTER else 0)
         elements = {
             "expert copies": placed.copies * expert * (self.gradient_bytes + self.size),
-            "expert moves": placed.moved * expert * state / self.loads.every,
+            "expert moves": placed.moved * expert * moved_bytes("adamw") / self.loads.every,
         }
         # An all-to-all of n ranks sends (n - 1) / n of its bytes to others.
         cost = {name: count * ep / (ep - 1) for name, count in elements.items() if count}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,15 @@ from moe_comm.observe.records import (
     LOADS,
     METRICS,
     PLACEMENTS,
+    RESOLVED,
     SPANS,
     Attempt,
     LoadLine,
     PlacementLine,
     read_lines,
 )
+from moe_comm.plan.model.fixed_memory import moved_bytes
+from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.whatif.even_routing import EXPERTS
 from moe_comm.plan.whatif.run_spans import WAITS
 from moe_comm.plan.whatif.run_trace import read_run_trace
@@ -29,10 +32,10 @@ from moe_comm.runtime.untrusted import read_bounded
 from moe_comm.topology.assignment import Loads
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.placement_replay import PlacementReplay, ReplaySettings, best_ratio, placed_ratio, replay
-from moe_comm.topology.rebalance import replayed_ratio
+from moe_comm.topology.rebalance import over_mean, replayed_ratio
 
-MATRICES, STATE_BYTES, CONFIG_BYTES = 3, 12, 1 << 20
-"""Matrices of an expert; bytes of its fp32 master weight and optimizer state, per parameter; limit of a file."""
+CONFIG_BYTES = 1 << 20
+"""Limit of the size of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,7 @@ def _layer(
     for line, end in zip(waiting, ends, strict=False):
         after = [load for step, load in loads.items() if line.step < step <= end]
         decisions.append((line, replayed_ratio(after, line.placement)))
-    rows = sum(map(sum, loads.values()))
-    hottest = sum(max(load) for load in loads.values()) * world / rows if rows else 1.0
+    hottest = over_mean(sum(map(max, loads.values())), sum(map(sum, loads.values())), world)
     return LayerPlacement(
         layer=layer,
         steps=tuple(loads),
@@ -183,7 +185,7 @@ def _layer(
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_bounded(run / "config.resolved.toml", CONFIG_BYTES).decode())
+        return tomllib.loads(read_bounded(run / RESOLVED, CONFIG_BYTES).decode())
     except (OSError, ValueError):
         return {}
 
@@ -204,11 +206,20 @@ def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, floa
     rows = sum(sum(load) for by_step in loads.values() for step, load in by_step.items() if step in steps)
     computing = np.isin(names, EXPERTS)
     moving = np.array([name.startswith(WAITS[:2]) for name in names]) & (table.nbytes_N > 0)
-    model = _config(run).get("model", {})
-    hidden, ffn = model.get("hidden"), model.get("ffn")
-    if not rows or not computing.any() or not moving.any() or not isinstance(hidden, int) or not isinstance(ffn, int):
+    expert_bytes = _expert_bytes(_config(run))
+    if not rows or not computing.any() or not moving.any() or expert_bytes is None:
         return None
-    size = 4 if model.get("dtype") == "float32" else 2
     rate = table.nbytes_N[moving].sum() / trace.value_N[moving].sum()
-    per_row = float(trace.value_N[computing].sum()) / rows
-    return per_row, float(MATRICES * hidden * ffn * (size + STATE_BYTES) / rate)
+    return float(trace.value_N[computing].sum()) / rows, float(expert_bytes / rate)
+
+
+def _expert_bytes(config: Mapping[str, Any]) -> int | None:
+    """Return the bytes that are sent with a moved expert; None if the configuration does not have its widths."""
+    model, optimizer = config.get("model", {}), config.get("optimizer", {})
+    hidden, ffn = model.get("hidden"), model.get("ffn")
+    if not isinstance(hidden, int) or not isinstance(ffn, int) or model.get("pretrained"):
+        return None
+    # The widths of experts are all that the count of their elements depends on.
+    shape = ModelShape("run", 1, hidden, heads=1, kv_heads=1, head_dim=1, vocab=1, experts=1, top_k=1, ffn=ffn)
+    moved = moved_bytes(optimizer.get("kind", "adamw"), bool(optimizer.get("momentum")))
+    return shape.parameters("moe")["experts"] * moved

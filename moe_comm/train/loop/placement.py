@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from moe_comm.errors import CheckpointError
+from moe_comm.comm.group_setup import compare, digest
+from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.load import LayerLoad, moe_layers
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, sum_values
@@ -23,12 +24,13 @@ from moe_comm.layers.transformer.model import Transformer
 from moe_comm.observe.records import PlacementLine
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import ParallelMesh, Placement
-from moe_comm.topology.placement_replay import LoadWindow, ReplaySettings
-from moe_comm.topology.rebalance import Decision
+from moe_comm.topology.placement_replay import LoadWindow
+from moe_comm.topology.rebalance import Decision, DecisionSettings
+from moe_comm.train.checkpoint.exchange import gather_or_raise
 from moe_comm.train.metrics import PlacementReport
 from moe_comm.train.optim import Optimizer
 from moe_comm.train.parallel import DataParallel
-from moe_comm.train.parallel.relocation import declare_placement, parameters_of, relocate_experts
+from moe_comm.train.parallel.relocation import ExpertSize, check_relocation, declare_placement, relocate_experts
 from moe_comm.train.sections import PlacementSection
 
 FORWARD_BACKWARD = 6
@@ -43,6 +45,14 @@ class SwitchTimes:
 
     per_row: float
     per_expert: float
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The placements and windows of loads of all MoE layers in a checkpoint."""
+
+    placements: dict[str, Placement]
+    windows: dict[str, LoadWindow]
 
 
 class ExpertPlacements:
@@ -102,12 +112,10 @@ class ExpertPlacements:
             return None
         decisions = self._decide()
         lines = [PlacementLine.of(step, name, one, self.by_layer[name]) for name, one in decisions.items()]
-        began, sent = time.perf_counter(), 0
-        for name, decision in decisions.items():
-            if decision.placement is not None:
-                sent += self.switch(name, decision.placement)
+        began = self._now()
+        sent = self.switch({name: one.placement for name, one in decisions.items() if one.placement is not None})
         moved = sum_values(torch.tensor([float(sent)], dtype=torch.float64), self._mesh.world_group)
-        return PlacementReport.of(lines, int(moved), time.perf_counter() - began)
+        return PlacementReport.of(lines, int(moved), self._now() - began)
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state of placements and window."""
@@ -124,51 +132,95 @@ class ExpertPlacements:
                 saved one. Call ``DataParallel.publish`` afterwards.
 
         Raises:
+            CheckpointError: the state is damaged on a rank; on every rank, before experts move.
+        """
+        loaded: list[_Saved | None] = []
+
+        def read() -> int:
+            loaded.append(self._read(state))
+            return digest(loaded[0])
+
+        if len(set(gather_or_raise(self._mesh.world_group, read))) > 1:
+            raise CheckpointError("the ranks have read different placements of experts from the checkpoint")
+        saved = loaded[0]
+        if saved is None:
+            return
+        self.windows = saved.windows
+        changed = {name: one for name, one in saved.placements.items() if one != self.by_layer[name]}
+        if move:
+            self._move(changed)
+            return
+        for name, placement in changed.items():
+            if name in self._layers:
+                declare_placement(self._layers[name], name, placement, self._data_parallel)
+            self.by_layer[name] = placement
+
+    def switch(self, placements: Mapping[str, Placement]) -> int:
+        """Move the experts of some layers. Collective, between two steps; call ``DataParallel.publish`` afterwards.
+
+        Args:
+            placements: the new placement of each layer that switches.
+
+        Returns:
+            Bytes that this rank sent. It sends nothing for layers of other pipeline stages.
+
+        Raises:
+            ConfigError: a placement does not fit; on every rank, before experts move.
+            RankMismatch: ranks pass different placements; on every rank, before experts move.
+            PeerDied, PeerTimeout: a rank failed. Layers that have not been moved keep their placement.
+        """
+        fault: ConfigError | None = None
+        try:
+            self._check(placements)
+        except ConfigError as error:
+            fault = error
+        if self._mesh.world_group is not None:
+            same = {name: f"version {one.version} ({one.digest:x})" for name, one in sorted(placements.items())}
+            compare(channel_of(self._mesh.world_group), "a relocation", {"placement of experts": same}, fault=fault)
+        elif fault is not None:
+            raise fault
+        return self._move(placements)
+
+    def _check(self, placements: Mapping[str, Placement]) -> None:
+        """Raise ConfigError if experts of a layer on this rank cannot move."""
+        for name, placement in placements.items():
+            if name not in self.by_layer:
+                raise ConfigError(f"the model has no MoE layer {name!r}; it has {', '.join(self.by_layer)}")
+            if name in self._layers:
+                state_tensors = self._optimizer.state_tensors
+                check_relocation(self._layers[name], name, placement, self._data_parallel, state_tensors)
+
+    def _move(self, placements: Mapping[str, Placement]) -> int:
+        """Move the experts to ``placements``, which the ranks have checked; return the bytes that this rank sent."""
+        sent = 0
+        for name, placement in placements.items():
+            if name in self._layers:
+                state_tensors = self._optimizer.state_tensors
+                sent += relocate_experts(self._layers[name], name, placement, self._data_parallel, state_tensors)
+            self.by_layer[name] = placement
+        return sent
+
+    def _read(self, state: object) -> _Saved | None:
+        """Return the placements and windows of ``state``; None if it is of another mapping.
+
+        Raises:
             CheckpointError: the state is damaged.
         """
         if not isinstance(state, dict) or state.get("mapping") != str(self._mesh.config):
-            return
+            return None
         try:
             saved = {name: Placement.from_json(json.dumps(state["layers"][name])) for name in self.by_layer}
-            windows = {name: LoadWindow.of(self.section.window, state["windows"][name]) for name in self.by_layer}
+            self._check(saved)
+            size, windows = self.section.window, state["windows"]
+            return _Saved(saved, {name: LoadWindow.of(size, windows[name], one) for name, one in saved.items()})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the placement of experts in the checkpoint is damaged: {error!r}") from error
-        self.windows = windows
-        for name, placement in saved.items():
-            if placement == self.by_layer[name]:
-                continue
-            if move:
-                self.switch(name, placement)
-            else:
-                self._declare(name, placement)
-
-    def _declare(self, name: str, placement: Placement) -> None:
-        if name in self._layers:
-            declare_placement(self._layers[name], name, placement, self._data_parallel)
-        self.by_layer[name] = placement
-
-    def switch(self, name: str, placement: Placement) -> int:
-        """Move the experts of one layer. Collective, between two steps; call ``DataParallel.publish`` afterwards.
-
-        Returns:
-            Bytes that this rank sent; 0 if its stage does not have the layer.
-
-        Raises:
-            ConfigError, RankMismatch, PeerDied, PeerTimeout: see ``relocate_experts``. The layer keeps its placement.
-        """
-        sent = 0
-        if name in self._layers:
-            layer = self._layers[name]
-            sent = relocate_experts(layer, name, placement, self._data_parallel, self._optimizer.state_tensors)
-        self.by_layer[name] = placement
-        return sent
 
     def _decide(self) -> dict[str, Decision]:
         section, times = self.section, self._measure()
-        settings = ReplaySettings(
+        settings = DecisionSettings(
             kind=section.kind,
             every=section.every,
-            window=section.window,
             threshold=section.threshold,
             seconds_per_row=times.per_row,
             seconds_to_move=times.per_expert,
@@ -178,28 +230,17 @@ class ExpertPlacements:
     def _measure(self) -> SwitchTimes:
         """Return the times, which the ranks measure together at the first call. Collective then."""
         if self.times is None:
-            weights, num_bytes = self._expert_size()
             rows_per_s, bytes_per_s = 0.0, 0.0
-            if weights:
-                dtype = next(iter(self._layers.values())).experts.w13.dtype
-                rows_per_s = gemm_flops(dtype, self._mesh.device) / (FORWARD_BACKWARD * weights)
-                bytes_per_s = self._transfer_rate() / num_bytes
+            for name, layer in list(self._layers.items())[:1]:
+                size = ExpertSize.of(layer, name, self._data_parallel, self._optimizer.state_tensors)
+                dtype = layer.experts.w13.dtype
+                rows_per_s = gemm_flops(dtype, self._mesh.device) / (FORWARD_BACKWARD * size.weights)
+                bytes_per_s = self._transfer_rate() / max(size.num_bytes, 1)
             rates = torch.tensor([rows_per_s, bytes_per_s], dtype=torch.float64)
             rates_W2 = gather_values(rates, self._mesh.world_group, "agreeing on the time of a switch")
             slowest = rates_W2[(rates_W2 > 0).all(1)].amin(0)
             self.times = SwitchTimes(1 / float(slowest[0]), 1 / float(slowest[1]))
         return self.times
-
-    def _expert_size(self) -> tuple[int, int]:
-        """Return the weights of one expert on this rank, and the bytes that move with it; 0 without an MoE layer."""
-        weights = num_bytes = 0
-        states = self._optimizer.state_tensors()
-        for name, layer in list(self._layers.items())[:1]:
-            for item in parameters_of(layer, name, self._data_parallel).values():
-                elements = max(item.value[:1].numel(), 1)
-                weights += elements
-                num_bytes += elements * item.value.element_size() * (1 + len(states.get(item.name, {})))
-        return weights, num_bytes
 
     def _transfer_rate(self) -> float:
         """Return the bytes per second that this rank sends to the others of its expert grid. Collective."""
@@ -209,8 +250,12 @@ class ExpertPlacements:
         data = torch.zeros(size * PROBE_BYTES, dtype=torch.uint8, device=self._mesh.device)
         sizes = [PROBE_BYTES] * size
         channel.all_to_all(data, sizes, sizes, "measuring transfers")
-        began = time.perf_counter()
+        began = self._now()
         channel.all_to_all(data, sizes, sizes, "measuring transfers")
-        if data.is_cuda:
+        return (size - 1) * PROBE_BYTES / max(self._now() - began, 1e-9)
+
+    def _now(self) -> float:
+        """Return the time in seconds, after a GPU has completed its work."""
+        if self._mesh.device == "cuda":
             torch.cuda.synchronize()
-        return (size - 1) * PROBE_BYTES / max(time.perf_counter() - began, 1e-9)
+        return time.perf_counter()

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.observe.records import RESOLVED
 from moe_comm.train import config as configuration
 from moe_comm.train.checkpoint.folder import COMPLETE, complete_checkpoints
 from moe_comm.train.config import TrainConfig
@@ -30,7 +31,6 @@ from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.persistent_state import run_id
 
 CHECKPOINTS = "checkpoints"
-RESOLVED = "config.resolved.toml"
 
 
 class RunFolder:

@@ -43,7 +43,7 @@ def squared_norms(stack_EN: Tensor) -> Tensor:
 
 
 def global_norm(owned: Iterable[OwnedParameter], mesh: ParallelMesh) -> float:
-    """Return the 2-norm of the gradients of the whole model on all ranks. Collective: one all-reduce of one number.
+    """Return the 2-norm of the gradients of the whole model on all ranks. Collective: one all-reduce of 552 bytes.
 
     Call it after ``DataParallel.reduce``. A missing ``grad`` counts as zero. The norm is NaN or infinite if a gradient
     is.

@@ -6,16 +6,16 @@ its masters and its state once, whatever the sharding of the optimizer is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from moe_comm.comm.group_setup import compare
+from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.relocation import MovedStack, stage
-from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.topology import EXPERT_AXES, Placement
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import DataParallel
@@ -23,36 +23,71 @@ from moe_comm.train.parallel.strategy import DataParallel
 _STAGE = EXPERT_AXES[:-1]
 
 
-@torch.no_grad()
-def relocate_experts(
-    layer: MoELayer,
-    name: str,
-    placement: Placement,
-    data_parallel: DataParallel,
-    state_tensors: Callable[[], Mapping[str, Mapping[str, Tensor]]],
-) -> int:
-    """Move the experts of ``layer`` to ``placement``. Collective over the pipeline stage, between two steps.
+StateTensors = Callable[[], Mapping[str, Mapping[str, Tensor]]]
+"""Returns the optimizer state by parameter and name, as ``Optimizer.state_tensors``."""
 
-    Call ``DataParallel.publish`` afterwards.
+
+@dataclass(frozen=True)
+class ExpertSize:
+    """One expert on a rank.
+
+    Attributes:
+        weights: elements that the rank computes with: a complete expert, or a slice of it.
+        num_bytes: bytes of masters and optimizer state that the rank owns of it, and sends if it moves.
+    """
+
+    weights: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, layer: MoELayer, name: str, data_parallel: DataParallel, state_tensors: StateTensors) -> ExpertSize:
+        """Return the size of an expert of ``layer``. All have the same, also on ranks without one."""
+        weights = num_bytes = 0
+        mesh, states = data_parallel.mesh, state_tensors()
+        for item in parameters_of(layer, name, data_parallel).values():
+            weights += math.prod(item.sharding.local_shape(mesh.place, mesh.sizes)[1:])
+            for tensor in (item.value, *states.get(item.name, {}).values()):
+                num_bytes += math.prod(tensor.shape[1:]) * tensor.element_size()
+        return cls(weights, num_bytes)
+
+
+def check_relocation(
+    layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel, state_tensors: StateTensors
+) -> None:
+    """Raise ConfigError if ``relocate_experts`` could not move the experts of ``layer`` to ``placement``.
 
     Args:
         name: name of the layer in the model.
-        state_tensors: returns the optimizer state by parameter and name, as ``Optimizer.state_tensors``.
+    """
+    layer.check_placement(placement)
+    states = state_tensors()
+    for item in parameters_of(layer, name, data_parallel).values():
+        for key, tensor in states.get(item.name, {}).items():
+            if tensor.shape != item.value.shape:
+                raise ConfigError(
+                    f"the optimizer state {key!r} of {item.name} has shape {tuple(tensor.shape)}, but the weights have "
+                    f"{tuple(item.value.shape)}; only state with the shape of the weights can move with experts"
+                )
+
+
+@torch.no_grad()
+def relocate_experts(
+    layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel, state_tensors: StateTensors
+) -> int:
+    """Move the experts of ``layer`` to ``placement``. Collective over the pipeline stage, between two steps.
+
+    The ranks have agreed on ``placement`` and checked it (``check_relocation``). Call ``DataParallel.publish``
+    afterwards.
 
     Returns:
         Bytes that this rank sent to other ranks.
 
     Raises:
-        ConfigError: the placement has another number of experts on a rank.
-        RankMismatch: ranks pass different placements; on every rank.
         PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement.
     """
-    layer.check_placement(placement)
+    data_parallel.wait_weights()  # a gather of published weights reads the masters
     mesh = data_parallel.mesh
     ranks, group = mesh.ranks(*_STAGE), mesh.group(*_STAGE)
-    if group is not None:
-        same = {"layer": name, "placement of experts": placement.digest, "present placement": layer.placement.digest}
-        compare(channel_of(group), "a relocation of experts", same)
     items = parameters_of(layer, name, data_parallel)
     states = state_tensors()
     shardings = layer.experts.shardings_over(placement)

@@ -13,13 +13,11 @@ from pathlib import Path
 
 from moe_comm.errors import CorruptFile
 from moe_comm.observe.effective import last_step_s, step_times
-from moe_comm.observe.records import ATTEMPTS, Attempt, append, read_lines
+from moe_comm.observe.records import ATTEMPTS, RESOLVED, Attempt, append, read_lines
 from moe_comm.runtime.launch import under_torchrun
 from moe_comm.runtime.memory_server import start_ticks
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.hooks import StepHook
-
-SETTINGS = "config.resolved.toml"
 
 
 class AttemptLog(StepHook):
@@ -98,10 +96,10 @@ def folder_before(run: Path, name: str) -> Path | None:
     """Return the folder of the previous run called ``name`` in the same parent, if it did not finish."""
     pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
     folders = [path for path in run.parent.iterdir() if path != run and pattern.fullmatch(path.name)]
-    folders = [path for path in folders if (path / SETTINGS).exists()]
+    folders = [path for path in folders if (path / RESOLVED).exists()]
     if not folders:
         return None
-    newest = max(folders, key=lambda path: (path / SETTINGS).stat().st_mtime_ns)
+    newest = max(folders, key=lambda path: (path / RESOLVED).stat().st_mtime_ns)
     with contextlib.suppress(OSError, ValueError):
         if json.loads((newest / "result.json").read_text()).get("status") == "finished":
             return None

@@ -9,11 +9,21 @@ import pytest
 
 from moe_comm import cli
 from moe_comm.errors import ConfigError
-from moe_comm.observe.records import ATTEMPTS, LOADS, METRICS, PLACEMENTS, Attempt, LoadLine, PlacementLine, append
+from moe_comm.observe.records import (
+    ATTEMPTS,
+    LOADS,
+    METRICS,
+    PLACEMENTS,
+    Attempt,
+    LoadLine,
+    PlacementLine,
+    SpanLine,
+    append,
+)
 from moe_comm.plan.whatif.placement import study
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.placement_replay import ReplaySettings
-from moe_comm.topology.rebalance import decide
+from moe_comm.topology.rebalance import DecisionSettings, decide
 from tests.support.synthetic import SyntheticRun, write_run
 
 SKEWED = [4000, 3000, 2000, 1000]
@@ -28,10 +38,10 @@ def write(run: Path, steps: int = 10, ep: int = 2, zero: int = 0) -> None:
         append(run / LOADS, LoadLine(step, "a", [*SKEWED, *[999] * zero]))
     if zero:
         (run / "config.resolved.toml").write_text("[model]\nexperts = 4\n")
-    decision = decide([SKEWED], CURRENT, kind="relocate", seconds_per_row=1, seconds_to_move=0, steps=4)
+    decision = decide([SKEWED], CURRENT, DecisionSettings(every=4))
     assert decision.placement is not None
     append(run / PLACEMENTS, PlacementLine.of(4, "a", decision, CURRENT))
-    kept = decide([SKEWED], decision.placement, kind="relocate", seconds_per_row=1, seconds_to_move=0, steps=4)
+    kept = decide([SKEWED], decision.placement, DecisionSettings(every=4))
     append(run / PLACEMENTS, PlacementLine.of(8, "a", kept, decision.placement))
 
 
@@ -83,3 +93,53 @@ def test_the_command_prints_layers_decisions_and_replays(tmp_path: Path, capsys:
     assert "is not a run folder" in capsys.readouterr().err
     assert cli.run(["place", str(run), "--kind", "fixed"]) == 2
     assert "unknown kind of placement 'fixed'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", [("relocate", 0, 20, 5), ("replicate", 1, 20, 5), ("relocate", 0, 100, 5), ("replicate", 1, 100, 5)]),
+        ("--every 3", [("relocate", 0, 3, 3), ("replicate", 1, 3, 3)]),
+        ("--every 8 --window 8 --kind relocate", [("relocate", 0, 8, 8)]),
+        ("--every 8 --kind replicate", [("replicate", 1, 8, 5)]),
+        ("--every 8 --kind relocate --kind replicate --slots 2", [("relocate", 0, 8, 5), ("replicate", 2, 8, 5)]),
+        ("--every 8 --window 9", "--window 9 must be at most --every 8"),
+        ("--kind relocate --slots 1", "--slots 1 is for --kind replicate"),
+        ("--kind replicate --slots 0 --slots 1", "--slots 0 is for --kind relocate"),
+        ("--kind relocate --kind replicate --slots 0", "--kind replicate needs --slots of at least 1"),
+    ],
+)
+def test_each_option_of_the_command_takes_effect_or_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, expected: str | list[tuple[str, int, int, int]]
+) -> None:
+    write(tmp_path)
+    out = tmp_path / "place.json"
+    code = cli.run(["place", str(tmp_path), "--json", str(out), *options.split()])
+    if isinstance(expected, str):
+        assert code == 2 and expected in capsys.readouterr().err
+    else:
+        settings = json.loads(out.read_text())["settings"]
+        assert [tuple(one[name] for name in ("kind", "slots", "every", "window")) for one in settings] == expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"), [('kind = "adamw"', 2), ('kind = "sgd"', 0), ('kind = "sgd"\nmomentum = 0.9', 1)]
+)
+def test_a_switch_costs_the_master_and_state_of_an_expert_at_the_rate_of_the_run(
+    tmp_path: Path, optimizer: str, state: int
+) -> None:
+    write(tmp_path)
+    text = f"[model]\nhidden = 16\nffn = 8\nexperts = 4\n[optimizer]\n{optimizer}\n"
+    (tmp_path / "config.resolved.toml").write_text(text)
+    second = 10**9
+    for rank in (0, 1):
+        path, group = tmp_path / "spans" / f"rank-0000{rank}.jsonl", [0, 1]
+        path.parent.mkdir(exist_ok=True)
+        append(path, SpanLine(rank, "step", "step", 0, 3 * second, 1))
+        append(path, SpanLine(rank, "compute", "experts", 0, 2 * second, 1, layer="a"))
+        append(
+            path, SpanLine(rank, "dispatch", "dispatch", 2 * second, 3 * second, 1, layer="a", group=group, nbytes=1000)
+        )
+    result = study(tmp_path, [NEVER])
+    assert result.costs and result.settings[0].seconds_per_row == pytest.approx(4 / sum(SKEWED))
+    assert result.settings[0].seconds_to_move == pytest.approx(3 * 16 * 8 * 4 * (1 + state) / 1000)

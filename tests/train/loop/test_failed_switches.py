@@ -1,0 +1,302 @@
+"""Switches of placements that fail: ranks that disagree or are killed, and checkpoints with a damaged placement."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.errors import CheckpointError, ConfigError, MoeCommError, PeerError, RankMismatch
+from moe_comm.layers.moe import relocation as rows
+from moe_comm.layers.moe.load import moe_layers
+from moe_comm.observe.records import PLACEMENTS, PlacementLine, read_lines
+from moe_comm.topology import Placement
+from moe_comm.train.checkpoint import CheckpointReader, latest
+from moe_comm.train.loop import placement as placement_module
+from moe_comm.train.loop.trainer import Trainer
+from moe_comm.train.parallel.relocation import ExpertSize, relocate_experts
+from tests.pool import RankPool
+from tests.train.checkpoint.common import patched
+from tests.train.common import session
+from tests.train.loop.test_placement import LONG, RELOCATE, run_relocating, shuffled
+from tests.train.loop.test_resume import AUTO, folder_of, losses_of, state_of
+
+
+def kill_myself(*args: Any, **options: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def killed_in_switch(moment: str) -> Iterator[None]:
+    """Kill this rank in the next switch.
+
+    moment: "agreed": before it sends rows. "received": when it has rows, before it knows that the others have theirs.
+    "second": after the first layer has moved.
+    """
+    calls = []
+
+    def count(*args: Any) -> int:
+        calls.append(args)
+        if moment == "agreed" or len(calls) == 2:
+            kill_myself()
+        return relocate_experts(*args)
+
+    with ExitStack() as stack:
+        if moment == "received":
+            stack.enter_context(patched(rows, "gather_values", kill_myself))
+        else:
+            stack.enter_context(patched(placement_module, "relocate_experts", count))
+        yield
+
+
+def switch_while_a_rank_is_killed(rank: int, world: int, arg: tuple[list[str], str]) -> tuple[str, list[bool]]:
+    """Switch all layers; return the error, and for each layer whether weights, state and placement are the old ones."""
+    settings, moment = arg
+    with session(settings) as active:
+        state = active.trainer.train_state
+        old = dict(state.placements.by_layer)
+        owned = {item.name: item for item in state.data_parallel.owned()}
+        states = state.optimizer.state_tensors()
+        tensors = {name: [item.value.detach(), *states[name].values()] for name, item in owned.items()}
+        before = {name: [tensor.clone() for tensor in parts] for name, parts in tensors.items()}
+        with ExitStack() as stack:
+            if rank == 1:
+                stack.enter_context(killed_in_switch(moment))
+            with pytest.raises(PeerError) as caught:
+                state.placements.switch({name: shuffled(one, 1) for name, one in old.items()})
+        kept = []
+        for name, layer in moe_layers(active.stages[0]):
+            parts = [part for part in tensors if part.startswith(f"{name}.experts.")]
+            same = all(torch.equal(*pair) for part in parts for pair in zip(tensors[part], before[part], strict=True))
+            kept.append(same and layer.placement == old[name] == state.placements.by_layer[name])
+        return str(caught.value), kept
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize(
+    ("moment", "kept"), [("agreed", [True, True]), ("received", [True, True]), ("second", [False, True])]
+)
+def test_a_rank_killed_in_a_switch_is_reported_and_its_layer_keeps_placement_weights_and_state(
+    pool2: RankPool, shared_settings: list[str], moment: str, kept: list[bool]
+) -> None:
+    arg = ([*shared_settings, *LONG], moment)
+    text, layers = pool2.run(switch_while_a_rank_is_killed, arg, timeout=100, expect_dead={1})[0]
+    layer = 1 if moment == "second" else 0
+    assert f"relocating the experts of layer 'layers.{layer}.moe' to version 1" in text
+    assert layers == kept
+
+
+def run_until_killed(rank: int, world: int, arg: tuple[list[str], int, str]) -> str:
+    """Train; rank 1 is killed in the switch after step ``arg[1]``. Returns the error of the other rank."""
+    settings, last, moment = arg
+    with ExitStack() as stack:
+        train_step = Trainer.train_step
+
+        def train(self: Trainer, step: int) -> Any:
+            if rank == 1 and step + 1 == last:
+                stack.enter_context(killed_in_switch(moment))
+            return train_step(self, step)
+
+        stack.enter_context(patched(Trainer, "train_step", train))
+        try:
+            run_relocating(rank, world, settings)
+        except MoeCommError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def placements_at(folder: Path, step: int) -> dict[str, Placement]:
+    """Return the placement of each layer after ``step`` steps."""
+    lines = (line for line in read_lines(folder / PLACEMENTS, PlacementLine) if line.step <= step)
+    return {line.layer: line.placement for line in lines}
+
+
+@pytest.mark.parametrize("moment", ["agreed", "received"])
+def test_a_run_killed_in_a_switch_resumes_with_the_old_placement_and_the_same_losses(
+    pool2: RankPool, settings: list[str], tmp_path: Path, moment: str
+) -> None:
+    moving = [*settings, *RELOCATE, "checkpoint.every=3"]
+    whole_run = [*moving, f"run.folder={tmp_path / 'whole'}"]
+    expected = pool2.run(run_relocating, whole_run, timeout=200)[0].folder
+    switches = [line.step for line in read_lines(expected / PLACEMENTS, PlacementLine) if line.switched]
+    last = max(switches)
+    assert min(switches) < last - last % 3  # the checkpoint before has placements that were switched once already
+    killed = [*moving, f"run.folder={tmp_path / 'killed'}"]
+    pids = pool2.pids
+    text = pool2.run(run_until_killed, (killed, last, moment), timeout=200, expect_dead={1})[0]
+    assert text.startswith("PeerDied") and "relocating the experts of layer" in text
+    # Processes of other tests have segments, too.
+    assert not [path for pid in pids for path in Path("/dev/shm").glob(f"moe_comm.{pid}.*")]
+    folder = folder_of(killed)
+    path = latest(folder / "checkpoints")
+    assert path is not None
+    saved = CheckpointReader(path)
+    assert saved.step == (last - 1) // 3 * 3
+    old = {name: one["owners"] for name, one in saved.state["placement"]["layers"].items()}
+    wanted = placements_at(expected, saved.step)
+    assert old == {name: [list(ranks) for ranks in one.owners] for name, one in wanted.items()}
+    assert wanted != placements_at(expected, last)
+    pool2.run(run_relocating, [*killed, AUTO], timeout=200)
+    assert losses_of(folder) == losses_of(expected)
+    assert placements_at(folder, 20) == placements_at(expected, 20)
+    state, whole = state_of(folder), state_of(expected)
+    assert state.keys() == whole.keys() and all(torch.equal(state[name], whole[name]) for name in whole)
+
+
+# --- ranks that disagree, and damaged state ---
+
+
+def refused_switch(rank: int, world: int, arg: tuple[list[str], str]) -> tuple[str, bool, float]:
+    """Pass a wrong placement on the last rank only; return the error, whether nothing changed, and a later loss."""
+    settings, case = arg
+    with session(settings) as active:
+        state, wrong = active.trainer.train_state, rank == world - 1
+        old = dict(state.placements.by_layer)
+        new = {name: shuffled(one, 1) for name, one in old.items()}
+        name, last = next(reversed(new)), new[next(reversed(new))]
+        if wrong and case == "counts":
+            new[name] = replace(last, owners=((1 - last.homes[0],), *last.owners[1:]))
+        elif wrong and case == "ranks":
+            new[name] = Placement.contiguous(last.num_experts, 3)
+        elif wrong and case == "owners":
+            new[name] = shuffled(old[name], 2)
+        elif wrong and case == "layers":
+            del new[name]
+        elif wrong and case == "name":
+            new["layers.9.moe"] = last
+        elif wrong and case == "state":
+            factored = state.optimizer.state_tensors()
+            for tensors in factored.values():
+                tensors["row_mean"] = torch.zeros(4, 1)
+            state.optimizer.state_tensors = lambda: factored  # type: ignore[method-assign]
+        before = [owned.value.detach().clone() for owned in state.data_parallel.owned()]
+        with pytest.raises((ConfigError, RankMismatch)) as caught:
+            state.placements.switch(new)
+        after = [owned.value for owned in state.data_parallel.owned()]
+        same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        same = same and state.placements.by_layer == old
+        return f"{caught.type.__name__}: {caught.value}", same, active.trainer.evaluate()
+
+
+@pytest.mark.parametrize("mapping", ["parallel.ep=2", "parallel.ep=2 parallel.pp=2"])
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("counts", "ConfigError: .*keeps the number of experts of each rank"),
+        ("ranks", "ConfigError: .*the placement is for 8 experts on 3 ranks"),
+        ("owners", "RankMismatch: .*placement of experts .*layers.1.moe: rank 0: .version 1 .*"),
+        ("layers", "RankMismatch: .*layers.1.moe: .*not given"),
+        ("name", "ConfigError: .*the model has no MoE layer 'layers.9.moe'"),
+        ("state", "ConfigError: .*'row_mean' of layers.1.moe.experts.w13 has shape .4, 1."),
+    ],
+)
+def test_a_wrong_placement_on_one_rank_is_refused_on_all_ranks_before_experts_move(
+    pool2: RankPool, pool4: RankPool, shared_settings: list[str], case: str, expected: str, mapping: str
+) -> None:
+    if case == "state" and "pp" not in mapping:
+        expected = expected.replace("layers.1", "layers.0")
+    pool = pool4 if "pp" in mapping else pool2
+    results = pool.run(refused_switch, ([*shared_settings, *LONG, *mapping.split()], case), timeout=60)
+    for text, same, _ in results:
+        assert re.match(expected, text), text
+        assert same
+    assert len({loss for _, _, loss in results}) == 1
+
+
+DAMAGES: dict[str, Any] = {
+    "owner": {"layers": {"owners": [[9]] * 8, "world": 2, "version": 1}},
+    "ranks": {"layers": {"owners": [[0], [2]] * 4, "world": 3, "version": 1}},
+    "experts": {"layers": {"owners": [[0], [1]], "world": 2, "version": 1}},
+    "counts": {"layers": {"owners": [[0]] * 8, "world": 2, "version": 1}},
+    "type": {"layers": {"owners": [[0.5], [1]] * 4, "world": 2, "version": 1}},
+    "infinite": {"layers": {"owners": [[float("inf")], [1]] * 4, "world": 2, "version": 1}},
+    "list": {"layers": [1, 2]},
+    "load": {"windows": {"memory": 2, "recent": [[1, 2]], "intervals": [], "previous": None}},
+    "negative": {"windows": {"memory": 2, "recent": [[-1] * 8], "intervals": [], "previous": None}},
+    "memory": {"windows": {"memory": 10**9, "recent": [], "intervals": [], "previous": None}},
+    "window": {"windows": None},
+}
+
+
+def load_damaged(rank: int, world: int, arg: tuple[list[str], str]) -> list[str]:
+    """Load a placement that is damaged on rank 1 only, from a checkpoint and from memory."""
+    settings, damage = arg
+    texts = []
+    with session(settings) as active:
+        placements = active.trainer.train_state.placements
+        old = dict(placements.by_layer)
+        state = placements.state()
+        for key, value in DAMAGES[damage].items() if rank else ():
+            state[key] = dict.fromkeys(state[key], value)
+        for move in (True, False):
+            with pytest.raises(CheckpointError) as caught:
+                placements.load(state, move=move)
+            texts.append(str(caught.value))
+        assert placements.by_layer == old
+        placements.load(placements.state(), move=True)
+    return texts
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_placement_that_is_damaged_on_one_rank_is_a_checkpoint_error_on_all(
+    pool2: RankPool, shared_settings: list[str], damage: str
+) -> None:
+    for texts in pool2.run(load_damaged, ([*shared_settings, *LONG], damage), timeout=60):
+        assert all("rank 1: the placement of experts in the checkpoint is damaged" in text for text in texts), texts
+
+
+def load_other(rank: int, world: int, settings: list[str]) -> str:
+    with session(settings) as active:
+        placements = active.trainer.train_state.placements
+        state = placements.state()
+        name = next(iter(state["layers"]))
+        state["layers"][name] |= {"version": rank}
+        with pytest.raises(CheckpointError) as caught:
+            placements.load(state, move=True)
+        return str(caught.value)
+
+
+def test_ranks_that_read_different_placements_raise(pool2: RankPool, shared_settings: list[str]) -> None:
+    for text in pool2.run(load_other, [*shared_settings, *LONG], timeout=60):
+        assert "the ranks have read different placements" in text
+
+
+# --- costs ---
+
+
+def sizes_of_experts(rank: int, world: int, settings: list[str]) -> tuple[int, int]:
+    with session(settings) as active:
+        state = active.trainer.train_state
+        (name, layer), *_ = moe_layers(active.stages[0])
+        size = ExpertSize.of(layer, name, state.data_parallel, state.optimizer.state_tensors)
+        return size.weights, size.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("mapping", "slices", "shards"),
+    [
+        ("parallel.ep=4", 1, 1),
+        ("parallel.ep=4 model.experts=3", 1, 1),
+        ("parallel.ep=2", 1, 1),
+        ("parallel.ep=2 parallel.sharding=zero1", 1, 1),
+        ("parallel.ep=2 parallel.sharding=zero1 model.experts=2", 1, 2),
+        ("parallel.ep=2 parallel.sharding=fsdp model.experts=2", 1, 2),
+        ("parallel.tp=2 parallel.ep=2 parallel.etp=2", 2, 1),
+    ],
+)
+def test_the_size_of_an_expert_counts_what_a_rank_computes_with_and_what_it_owns(
+    pool4: RankPool, shared_settings: list[str], mapping: str, slices: int, shards: int
+) -> None:
+    """With fewer experts than replicas, ZeRO and FSDP divide each expert over the replicas."""
+    elements = 3 * 16 * 8
+    for weights, num_bytes in pool4.run(sizes_of_experts, [*shared_settings, *LONG, *mapping.split()], timeout=60):
+        assert weights == elements // slices
+        assert num_bytes == elements // slices // shards * 4 * 3  # master and two moments
