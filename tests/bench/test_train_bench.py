@@ -59,6 +59,18 @@ def test_the_parts_of_a_step_add_up(result: dict[str, Any]) -> None:
     assert 0 < step["communication"] < step["compute"] + 1 and step["checkpoint"] == 0
 
 
+def test_a_variant_that_moves_experts_has_the_same_losses_and_reports_its_switches() -> None:
+    moving = Variant.parse("placed:placement.kind=relocate,placement.every=1,placement.window=1,placement.threshold=0")
+    result = train.main(replace(TINY, peers=(), steps=4, variants=(moving,)))
+    row = result["variants"]["placed"]
+    assert row["loss_rel_diff"] == 0  # the bits are those of fixed experts
+    assert 0 < row["step"]["communication"] < 1 and 0 < result["step"]["communication"] < 1
+    placement = row["placement"]
+    assert (placement["switches"] > 0) == (placement["moved_bytes"] > 0)
+    assert placement["busiest_over_mean"]["before"] > 1 and placement["busiest_over_mean"]["after"] >= 1
+    assert "placement" not in result  # moe_comm itself has fixed experts
+
+
 def test_contestants_with_different_losses_are_rejected() -> None:
     def contestant(name: str, *losses: float) -> Any:
         return SimpleNamespace(name=name, losses=list(losses))

@@ -279,11 +279,81 @@ def test_ids_out_of_range_are_refused_with_a_placement_as_well(pool2: RankPool) 
         assert "10" in text, text
 
 
-def test_one_rank_needs_no_table() -> None:
-    layer = MoELayer.build(replace(CONFIG, placement=Placement.contiguous(EXPERTS, 1)), seed=3)
-    other = MoELayer.build(CONFIG, seed=3)
-    x = draw(5, HIDDEN, seed=1)
-    assert torch.equal(layer(x), other(x)) and layer.dispatcher.placement == ExpertPlacement((EXPERTS,))
+# --- one expert-parallel rank ---
+
+
+def gradients_of(layer: MoELayer, x: Tensor) -> dict[str, Tensor]:
+    """Return output and all gradients of a layer that holds all experts."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(draw(*y.shape, seed=9, dtype=x.dtype))
+    assert x.grad is not None
+    grads = {name: param.grad for name, param in layer.named_parameters() if param.grad is not None}
+    layer.zero_grad()
+    return {"y": y.detach(), "x": x.grad} | grads
+
+
+@pytest.mark.parametrize("overlap", [None, Overlap("auto"), Overlap(2)], ids=["serial", "auto", "chunks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_rank_has_the_same_bits_with_any_version_of_its_only_placement(
+    dtype: torch.dtype, overlap: Overlap | None
+) -> None:
+    """float64 rows do not use the native core."""
+    placement = Placement(((0,),) * EXPERTS, 1, version=3)
+    expected = MoELayer.build(CONFIG, seed=3, dtype=dtype)
+    layer = MoELayer.build(replace(CONFIG, placement=placement), seed=3, dtype=dtype, overlap=overlap)
+    assert layer.dispatcher.name == "local" and layer.dispatcher.placement == ExpertPlacement((EXPERTS,))
+    x = draw(9, HIDDEN, seed=1, dtype=dtype)
+    for version in (3, 4):
+        got, wanted = gradients_of(layer, x), gradients_of(expected, x)
+        assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
+        assert layer.relocate(replace(placement, version=version + 1)) == 0
+    with pytest.raises(ConfigError, match="2 ranks; this layer has 8 experts on 1"):
+        layer.relocate(Placement.contiguous(EXPERTS, 2))
+
+
+def compare_with_one_rank(rank: int, world: int, arg: tuple[tuple[int, ...], str, Overlap | None]) -> None:
+    """Compare permuted experts on all ranks with the local backend, which has the tokens of all ranks."""
+    homes, backend, overlap = arg
+    config = replace(CONFIG, router=RouterConfig(EXPERTS, 3))
+    alone = MoELayer.build(config, seed=3)
+    permuted = replace(config, placement=placed(homes, world))
+    layer = MoELayer.build(permuted, dist.group.WORLD, backend=backend, overlap=overlap, seed=3)
+    assert alone.dispatcher.name == "local"
+    xs = [draw(5 + 6 * r, HIDDEN, seed=r) for r in range(world)]
+    grads = [draw(*x.shape, seed=50 + r) for r, x in enumerate(xs)]
+    full, own = torch.cat(xs).requires_grad_(), xs[rank].clone().requires_grad_()
+    outputs = alone(full), layer(own)
+    outputs[0].backward(torch.cat(grads))
+    outputs[1].backward(grads[rank])
+    assert full.grad is not None and own.grad is not None
+    sizes = [len(x) for x in xs]
+    assert torch.equal(outputs[1], outputs[0].split(sizes)[rank])
+    assert torch.equal(own.grad, full.grad.split(sizes)[rank])
+    for name, param in layer.experts.named_parameters():
+        of_all = alone.experts.get_parameter(name).grad
+        assert param.grad is not None and of_all is not None
+        assert torch.equal(plain(param.grad), of_all[list(layer.local_experts)]), name
+    layer.dispatcher.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "overlap"),
+    [
+        ("all_to_all", None),
+        ("all_to_all", Overlap(2, 1, executor="pipelined")),
+        ("shared_memory", None),
+        ("shared_memory", Overlap(3, 1, executor="pipelined")),
+        ("all_gather", None),
+    ],
+)
+@pytest.mark.parametrize("homes", PERMUTATIONS[2][:2])
+def test_permuted_experts_have_the_bits_of_the_local_backend_with_the_tokens_of_all_ranks(
+    pool2: RankPool, homes: tuple[int, ...], backend: str, overlap: Overlap | None
+) -> None:
+    if backend == "shared_memory":
+        pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    pool2.run(compare_with_one_rank, (homes, backend, overlap), timeout=60)
 
 
 # --- relocation ---
@@ -296,12 +366,13 @@ def expected_bytes(layer: MoELayer, old: Placement, new: Placement, copies: int)
     return len(leaving) * copies * sum(p[0].numel() * 4 for p in layer.experts.parameters())
 
 
-def relocate_and_run(rank: int, world: int, arg: tuple[str, int, tuple[int, ...]]) -> None:
-    """Train two steps on consecutive experts; relocate after the first one, and again after the second one."""
-    backend, etp, homes = arg
+def relocate_and_run(rank: int, world: int, arg: tuple[str, int, tuple[int, ...], Overlap | None]) -> None:
+    """Train three steps; relocate after the first and after the second one. Compare with consecutive experts."""
+    backend, etp, homes, overlap = arg
     old, new = Placement.contiguous(EXPERTS, world // etp), placed(homes, world // etp, 1)
     first = Placement(old.owners, old.world, 2)
-    layers = [build(Run(None, old.slots_per_rank, backend, etp), rank, world) for _ in range(2)]
+    runs = (Run(None, old.slots_per_rank, backend, etp), Run(None, old.slots_per_rank, backend, etp, overlap))
+    layers = [build(run, rank, world) for run in runs]
     optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.01) for layer in layers]
     for step, placement in enumerate((new, first, None)):
         outputs = []
@@ -334,19 +405,29 @@ def relocate_and_run(rank: int, world: int, arg: tuple[str, int, tuple[int, ...]
 
 
 @pytest.mark.parametrize(
-    ("world", "backend", "etp", "homes"),
+    ("world", "backend", "etp", "homes", "overlap"),
     [
-        (2, "all_to_all", 1, PERMUTATIONS[2][0]),
-        (2, "shared_memory", 1, PERMUTATIONS[2][1]),
-        (4, "all_to_all", 2, PERMUTATIONS[2][0]),
-        (4, "all_to_all", 1, (3, 1, 0, 2, 2, 3, 0, 1)),
+        (2, "all_to_all", 1, PERMUTATIONS[2][0], None),
+        (2, "all_to_all", 1, PERMUTATIONS[2][0], Overlap(2, 1, executor="pipelined")),
+        (2, "shared_memory", 1, PERMUTATIONS[2][1], None),
+        (2, "shared_memory", 1, PERMUTATIONS[2][1], Overlap(2, 1, executor="pipelined")),
+        (2, "all_gather", 1, PERMUTATIONS[2][0], None),
+        (2, "hierarchical", 1, PERMUTATIONS[2][0], None),
+        (2, "all_to_all", 2, (0,) * EXPERTS, None),
+        (4, "all_to_all", 2, PERMUTATIONS[2][0], None),
+        (4, "all_to_all", 1, (3, 1, 0, 2, 2, 3, 0, 1), None),
     ],
 )
 def test_relocation_moves_weights_and_state_of_moved_experts_only_and_changes_no_bit(
-    request: pytest.FixtureRequest, world: int, backend: str, etp: int, homes: tuple[int, ...]
+    request: pytest.FixtureRequest,
+    world: int,
+    backend: str,
+    etp: int,
+    homes: tuple[int, ...],
+    overlap: Overlap | None,
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(relocate_and_run, (backend, etp, homes), timeout=120)
+    pool.run(relocate_and_run, (backend, etp, homes, overlap), timeout=120)
 
 
 def refuse_relocation(rank: int, world: int, case: str) -> tuple[str, bool, bool]:

@@ -221,6 +221,8 @@ def run(
         rows[name]["step"] = _mean([breakdowns[name] for _, _, breakdowns, *_ in by_rank])
         if bench.hosts > 1 or bench.variants or cluster is not None:
             rows[name] |= {"mapping": own_loop.degrees, "backend": own_loop.backend}
+        if own_loop.config.placement.kind != "fixed":
+            rows[name]["placement"] = own_loop.placement
         if cluster is not None:
             rows[name]["predicted_ms"] = predicted_ms(inputs, own_loop, cluster)
     if bench.hosts > 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from statistics import fmean
+from typing import Any
 
 from moe_comm.bench.common.ranks import SingleRankMesh
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
@@ -74,6 +76,24 @@ class MoeCommTraining(TrainContestant):
         """Name of the dispatch backend of the MoE layers on this rank."""
         names = (layer.dispatcher.name for stage in self._train_state.stages for _, layer in moe_layers(stage))
         return next(names, "")
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """The switches of the placement of experts so far.
+
+        ``busiest_over_mean``: rows of the busiest rank over the mean in the loads of the first and the last decision,
+        with the placement before and after it; mean of all layers. None without a decision.
+        """
+        decided = [report.placement for report in self.reports if report.placement is not None]
+        ratios = None
+        if decided:
+            after = [line.ratio_after if line.switched else line.ratio_before for line in decided[-1].decisions]
+            ratios = {"before": fmean(line.ratio_before for line in decided[0].decisions), "after": fmean(after)}
+        return {
+            "switches": sum(bool(one.layers) for one in decided),
+            "moved_bytes": sum(one.moved_bytes for one in decided),
+            "busiest_over_mean": ratios,
+        }
 
     def loss(self) -> float:
         return self.reports[-1].loss if self._rank == 0 else 0.0

@@ -28,7 +28,7 @@ RIVALS = ("hf_ep_fsdp2", "hf_fsdp2", "deepspeed_autoep")
 """Peers that distribute experts or shard weights over ranks. ``speedup`` is relative to the fastest of them, and
 ``speedup_over_all`` to the fastest of all peers, including those that need the full model on each rank."""
 
-FREE_KEYS = ("parallel", "payload", "data.micro_batches", "model.recompute", "model.recompute_experts")
+FREE_KEYS = ("parallel", "placement", "payload", "data.micro_batches", "model.recompute", "model.recompute_experts")
 """Sections and keys of a ``TrainConfig`` that do not change the trained function, so that losses stay comparable."""
 
 

@@ -77,8 +77,10 @@ def train_moving(rank: int, world: int, settings: list[str]) -> tuple[Trained, l
         (4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
         (4, ("parallel.pp=2", "parallel.dp=2", "parallel.ep=2")),
         (4, ("model.experts=3", "parallel.ep=4")),
+        (2, ("parallel.overlap_chunks=2", "parallel.executor=pipelined")),
+        (2, ("parallel.overlap_chunks=2", "parallel.executor=pipelined", "parallel.backend=all_to_all")),
     ],
-    ids=["ep2", "ep4", "bf16", "muon", "lamb", "etp2", "pp2", "fewer_experts_than_ranks"],
+    ids=["ep2", "ep4", "bf16", "muon", "lamb", "etp2", "pp2", "fewer_experts_than_ranks", "pipelined", "chunks"],
 )
 def test_twenty_steps_have_the_bits_of_fixed_experts(
     request: pytest.FixtureRequest, shared_settings: list[str], world: int, extra: tuple[str, ...]
@@ -111,6 +113,27 @@ def test_replicas_of_experts_move_with_every_sharding(
     weights = whole([wanted.parts for wanted in expected])
     for name, value in whole([got.parts for got in results]).items():
         assert torch.allclose(value, weights[name], rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("extra", [(), ("parallel.overlap_chunks=auto",)], ids=["serial", "overlap"])
+def test_with_one_expert_parallel_rank_experts_never_move(
+    pool2: RankPool, shared_settings: list[str], extra: tuple[str, ...]
+) -> None:
+    """On one rank, and on two that hold all experts each, the local backend has the same bits with any version."""
+    settings = [*shared_settings, *LONG, *extra, "placement.every=4", "placement.window=2", "parallel.ep=1"]
+    relocating = [*settings, "placement.kind=relocate"]
+    for ranks in (1, 2):
+        expected, kept, moved = (
+            [work(0, 1, one)] if ranks == 1 else pool2.run(work, one, timeout=200)
+            for work, one in ((train, settings), (train, relocating), (train_moving, settings))
+        )
+        assert all(sent == [(0, 0)] * 3 for _, sent in moved)
+        weights = whole([wanted.parts for wanted in expected])
+        for results in (kept, [got for got, _ in moved]):
+            for got, wanted in zip(results, expected, strict=True):
+                assert (got.losses, got.norms, got.validation) == (wanted.losses, wanted.norms, wanted.validation)
+            for name, value in whole([got.parts for got in results]).items():
+                assert torch.equal(value, weights[name]), name
 
 
 # --- decisions, checkpoints and resumption ---
