@@ -237,6 +237,7 @@ def _ranks(
         optimizer=OptimizerOptions(o.kind, momentum=o.momentum_of_kind),
         accumulates=config.data.micro_batches > 1,
         pipeline=mapping.pp > 1,
+        slots=config.placement.slots if mapping.ep > 1 else 0,
     )
     ranks = range(pp * mapping.stage, (pp + 1) * mapping.stage)
     return tuple(
@@ -249,7 +250,7 @@ class _ParameterStorage:
     """How a run stores its parameters.
 
     itemsize: bytes per element in the compute dtype. accumulates: a step has several micro-batches. pipeline: there
-    are several stages.
+    are several stages. slots: copies of experts of other ranks.
     """
 
     strategy: Strategy
@@ -257,6 +258,7 @@ class _ParameterStorage:
     optimizer: OptimizerOptions
     accumulates: bool
     pipeline: bool
+    slots: int = 0
 
     def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:
         """Return the parameter, gradient and optimizer memory of the rank at ``place``."""
@@ -266,6 +268,9 @@ class _ParameterStorage:
         for name, sharding in shardings.items():
             memory = self._shard_of(name, sharding, place, sizes).fixed(self.strategy, partial)
             total += memory
+            if sharding.expert and self.slots:
+                copies = self.slots * math.prod(sharding.local_shape(place, sizes)[1:])
+                total += FixedMemory(0, self.itemsize * copies, MASTER * copies)
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
             gathered[unit] = gathered.get(unit, 0) + memory.weights
         if self.strategy == "fsdp" and not self.pipeline:

@@ -19,6 +19,7 @@ from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.errors import ConfigError, RankMismatch
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, gather_state_dict, load_state_dict
+from moe_comm.layers.check.gradients import check_grads
 from moe_comm.layers.data_parallel import expert_modules, optimizer_state_dict
 from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.layers.moe.config import MoEGroups
@@ -293,6 +294,22 @@ def test_published_and_reduced_bytes_are_those_of_the_copies(
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     pool.run(count_bytes, (backend, etp), timeout=60)
+
+
+def check_gradients(rank: int, world: int, arg: None) -> None:
+    layer = MoELayer.build(
+        replace(CONFIG, shared_ffn=12, placement=random_placement(world, 2)), dist.group.WORLD, seed=3
+    )
+    report = check_grads(layer, tokens=17)
+    assert report.ok, str(report)
+    bits = {(one.tensor, one.equal_bits) for one in report.comparisons if one.against == "EP 1"}
+    assert {("output", True), ("input", True)} <= bits and not {("output", False), ("input", False)} & bits
+    assert all(param.grad is None for param in layer.parameters())
+    layer.dispatcher.close()
+
+
+def test_check_grads_compares_the_sums_of_the_owners(pool2: RankPool) -> None:
+    pool2.run(check_gradients, None, timeout=100)
 
 
 # --- life of the copies ---
