@@ -235,7 +235,14 @@ def _open_saver(run: _Run, host_memory: PersistentMemory | None, stack: contextl
         stack.callback(host_memory.close)
         every, timeout_s = run.config.checkpoint.peer_every, max(60.0, run.config.parallel.timeout_s)
         saver.memory = PeerSnapshots(
-            host_memory, run.ranks, run.state.mesh, run.folder.path, every, saver.capture, timeout_s=timeout_s
+            host_memory,
+            run.ranks,
+            run.state.mesh,
+            run.folder.path,
+            every,
+            saver.capture,
+            timeout_s=timeout_s,
+            growth=run.state.placements.most_state_bytes,
         )
         stack.callback(saver.memory.close)
     return saver

@@ -24,7 +24,7 @@ from moe_comm.layers.transformer.model import Transformer
 from moe_comm.observe.records import PlacementLine
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import ParallelMesh, Placement
-from moe_comm.topology.placement_replay import LoadWindow
+from moe_comm.topology.placement_replay import MOST_MEMORY, LoadWindow
 from moe_comm.topology.rebalance import Decision, DecisionSettings
 from moe_comm.train.checkpoint.exchange import gather_or_raise
 from moe_comm.train.metrics import PlacementReport
@@ -39,6 +39,8 @@ FORWARD_BACKWARD = 6
 """FLOPs of a row for each weight of its expert, in forward and backward."""
 PROBE_BYTES = 1 << 20
 """Bytes that each rank sends to each other one in the measurement of the transfer rate."""
+NUMBER_BYTES, LAYER_BYTES = 16, 1024
+"""Upper limits of the JSON of a load or of the owner of an expert, and of the names and keys of a layer."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,15 @@ class ExpertPlacements:
         windows = {name: window.state() for name, window in self.windows.items()}
         placements = {name: json.loads(placement.to_json()) for name, placement in self.by_layer.items()}
         return {"mapping": str(self._mesh.config), "layers": placements, "windows": windows}
+
+    @property
+    def most_state_bytes(self) -> int:
+        """Upper limit of the size of ``state`` as JSON; 0 if placements cannot change."""
+        if not self.active:
+            return 0
+        experts = next(iter(self.by_layer.values())).num_experts
+        numbers = experts * (2 + (1 + MOST_MEMORY) * self.section.window)  # two placements, and the loads
+        return len(self.by_layer) * (NUMBER_BYTES * numbers + LAYER_BYTES)
 
     def load(self, state: object, *, move: bool) -> None:
         """Restore a result of ``state``; that of another mapping is ignored. Collective with ``move``.

@@ -48,7 +48,7 @@ from moe_comm.train.resilience.find_snapshot import SnapshotSearch
 from moe_comm.train.resilience.persistent_state import SnapshotLayout, run_id
 
 STATE_BYTES = 64 << 10
-"""Minimum size of the JSON after the tensors. It grows slightly from step to step."""
+"""Minimum room for the JSON after the tensors."""
 BLOCK = 32 << 20
 """Bytes per message to the buddy."""
 _log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class PeerSnapshots(StepHook):
         run: folder of the run.
         capture: returns the state to save; called before the weights change again.
         timeout_s: timeout for other ranks in the background.
+        growth: bytes by which the JSON can grow after the first snapshot. A little growth always has room.
 
     Attributes:
         reports: statistics of each snapshot that all ranks have completed.
@@ -106,6 +107,7 @@ class PeerSnapshots(StepHook):
         capture: Capture,
         *,
         timeout_s: float = 300.0,
+        growth: int = 0,
     ) -> None:
         self._host_memory, self._ranks, self._mesh, self._every, self._capture = (
             host_memory,
@@ -114,6 +116,7 @@ class PeerSnapshots(StepHook):
             every,
             capture,
         )
+        self._growth = growth
         self._run = ranks.broadcast_text(run_id(run))  # the path of the folder may differ between hosts
         self._epoch = ranks.broadcast_text(secrets.token_hex(8))
         self.hosts = ranks.gather_texts(host_memory.token)
@@ -231,7 +234,8 @@ class PeerSnapshots(StepHook):
         layout = SnapshotLayout.of(job.entries, str(self._mesh.config))
         if not self._capacities:
             # Rounded up, so that memory of an earlier attempt has the same size and is reused.
-            self._allocate_slots(layout.content + STATE_BYTES * (1 + 4 * len(job.state) // STATE_BYTES))
+            room = STATE_BYTES * (1 + 4 * len(job.state) // STATE_BYTES) + self._growth
+            self._allocate_slots(layout.content + room)
         assert self._own_slots is not None
         slot = self._free_slot(self._own_slots)
         self._own_slots.clear(slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from moe_comm.layers.moe import relocation as rows
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.observe.records import PLACEMENTS, PlacementLine, read_lines
 from moe_comm.topology import Placement
+from moe_comm.topology.placement_replay import MOST_MEMORY
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.loop import placement as placement_module
 from moe_comm.train.loop.trainer import Trainer
@@ -95,13 +97,13 @@ def test_a_rank_killed_in_a_switch_is_reported_and_its_layer_keeps_placement_wei
 
 
 def run_until_killed(rank: int, world: int, arg: tuple[list[str], int, str]) -> str:
-    """Train; rank 1 is killed in the switch after step ``arg[1]``. Returns the error of the other rank."""
-    settings, last, moment = arg
+    """Train; rank 1 is killed in the first switch after step ``arg[1]`` or later. Returns the error of another rank."""
+    settings, first, moment = arg
     with ExitStack() as stack:
         train_step = Trainer.train_step
 
         def train(self: Trainer, step: int) -> Any:
-            if rank == 1 and step + 1 == last:
+            if rank == 1 and step + 1 == first:
                 stack.enter_context(killed_in_switch(moment))
             return train_step(self, step)
 
@@ -111,6 +113,22 @@ def run_until_killed(rank: int, world: int, arg: tuple[list[str], int, str]) -> 
         except MoeCommError as error:
             return f"{type(error).__name__}: {error}"
     return "nothing raised"
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    ["parallel.ep=4", "parallel.ep=2 parallel.pp=2", "parallel.ep=2 parallel.sharding=zero1"],
+    ids=["ep4", "pp2", "edp2"],
+)
+def test_ranks_of_all_groups_and_stages_raise_when_one_is_killed_in_a_switch(
+    pool4: RankPool, settings: list[str], mapping: str
+) -> None:
+    moving = [*settings, *RELOCATE, *mapping.split()]
+    pids = pool4.pids
+    texts = pool4.run(run_until_killed, (moving, 1, "agreed"), timeout=100, expect_dead={1})
+    assert all(texts[rank].startswith(("PeerDied: ", "PeerTimeout: ")) for rank in (0, 2, 3)), texts
+    # Processes of other tests have segments, too.
+    assert not [path for pid in pids for path in Path("/dev/shm").glob(f"moe_comm.{pid}.*")]
 
 
 def placements_at(folder: Path, step: int) -> dict[str, Placement]:
@@ -269,7 +287,30 @@ def test_ranks_that_read_different_placements_raise(pool2: RankPool, shared_sett
         assert "the ranks have read different placements" in text
 
 
-# --- costs ---
+# --- sizes ---
+
+
+def largest_state(rank: int, world: int, settings: list[str]) -> tuple[int, int]:
+    """Return the size of a state with as many and as large loads as possible, and the limit."""
+    with session(settings) as active:
+        placements = active.trainer.train_state.placements
+        for name, old in placements.by_layer.items():
+            window = placements.windows[name]
+            loads = [10**12] * old.num_experts
+            window.memory, window.recent = MOST_MEMORY, [loads] * window.size
+            window.intervals, window.previous = [window.recent] * MOST_MEMORY, old
+        return len(json.dumps(placements.state())), placements.most_state_bytes
+
+
+@pytest.mark.parametrize("sizes", ["model.experts=2 placement.window=1", "model.experts=64 placement.window=4"])
+def test_the_state_of_placements_has_a_limit_for_which_snapshots_in_memory_have_room(
+    pool2: RankPool, shared_settings: list[str], sizes: str
+) -> None:
+    relocate = ["placement.kind=relocate", *sizes.split()]
+    for size, limit in pool2.run(largest_state, [*shared_settings, *LONG, *relocate], timeout=60):
+        assert size <= limit < 2 * size + 4096
+    for _, limit in pool2.run(largest_state, [*shared_settings, *LONG], timeout=60):
+        assert limit == 0  # experts never move
 
 
 def sizes_of_experts(rank: int, world: int, settings: list[str]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,13 +38,13 @@ def shuffled(old: Placement, seed: int) -> Placement:
 
 
 def train_moving(rank: int, world: int, settings: list[str]) -> tuple[Trained, list[tuple[int, int]]]:
-    """Train, and move the experts of each layer after steps 3, 4 and 11; return sent and expected bytes as well."""
+    """Train, and move the experts of each layer after steps 3, 4 and 12; return sent and expected bytes as well."""
     sent = []
     with session(settings) as active:
         state = active.trainer.train_state
 
         def move(report: Any) -> None:
-            if report.step not in (3, 4, 11):
+            if report.step not in (3, 4, 12):
                 return
             before = dict(state.placements.by_layer)
             after = {name: shuffled(old, report.step) for name, old in before.items()}
@@ -123,10 +124,11 @@ def test_with_one_expert_parallel_rank_experts_never_move(
     settings = [*shared_settings, *LONG, *extra, "placement.every=4", "placement.window=2", "parallel.ep=1"]
     relocating = [*settings, "placement.kind=relocate"]
     for ranks in (1, 2):
-        expected, kept, moved = (
-            [work(0, 1, one)] if ranks == 1 else pool2.run(work, one, timeout=200)
-            for work, one in ((train, settings), (train, relocating), (train_moving, settings))
-        )
+
+        def run_on(work: Callable[..., Any], one: list[str], ranks: int = ranks) -> list[Any]:
+            return [work(0, 1, one)] if ranks == 1 else pool2.run(work, one, timeout=200)
+
+        expected, kept, moved = run_on(train, settings), run_on(train, relocating), run_on(train_moving, settings)
         assert all(sent == [(0, 0)] * 3 for _, sent in moved)
         weights = whole([wanted.parts for wanted in expected])
         for results in (kept, [got for got, _ in moved]):

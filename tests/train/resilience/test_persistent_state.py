@@ -24,13 +24,17 @@ RUN = Path("runs/a")
 
 @dataclass(frozen=True)
 class Arg:
-    """broken: steps that rank 1 cannot complete. large: steps whose JSON does not fit. hosts: host of each rank."""
+    """broken: steps that rank 1 cannot complete. large: steps whose JSON has 256 KiB. growth: room for that.
+
+    hosts: host of each rank.
+    """
 
     owner: LauncherProcess
     steps: int
     hosts: str = "ab"
     broken: tuple[int, ...] = ()
     large: tuple[int, ...] = ()
+    growth: int = 0
     width: int = 5
     run: Path = RUN
 
@@ -81,7 +85,8 @@ def _memory(rank: int, world: int, arg: Arg, live: dict[str, Tensor]) -> tuple[P
     def capture(step: int) -> tuple[dict[str, Entry], dict[str, Any]]:
         return entries(live), {"step": step, "more": "x" * (1 << 18 if step in arg.large else 10)}
 
-    return PeerSnapshots(host_memory, ranks, mesh, arg.run, 1, capture), host_memory, ranks
+    memory = PeerSnapshots(host_memory, ranks, mesh, arg.run, 1, capture, growth=arg.growth)
+    return memory, host_memory, ranks
 
 
 def _save_snapshots(rank: int, world: int, arg: Arg) -> list[SnapshotStats]:
@@ -160,6 +165,12 @@ def test_a_failed_snapshot_does_not_damage_the_previous_one(pool2: RankPool, own
 def test_a_state_that_grew_too_large_is_skipped_on_all_ranks(pool2: RankPool, owner: LauncherProcess) -> None:
     reports = pool2.run(_save_snapshots, Arg(owner, 3, large=(2,)))
     assert [[report.step for report in of_rank] for of_rank in reports] == [[1, 3], [1, 3]]
+    assert all(result.restored and result.restored[0] == 3 for result in pool2.run(_restore, Arg(owner, 0)))
+
+
+def test_a_state_that_grew_as_much_as_announced_is_saved(pool2: RankPool, owner: LauncherProcess) -> None:
+    reports = pool2.run(_save_snapshots, Arg(owner, 3, large=(2, 3), growth=1 << 18))
+    assert [[report.step for report in of_rank] for of_rank in reports] == [[1, 2, 3], [1, 2, 3]]
     assert all(result.restored and result.restored[0] == 3 for result in pool2.run(_restore, Arg(owner, 0)))
 
 
