@@ -245,16 +245,19 @@ def bench_placement(
     every: Annotated[int, typer.Option(min=1, help="Steps between decisions.")] = 10,
     window: Annotated[int, typer.Option(min=1, help="Steps that each decision adds.")] = 5,
     threshold: Annotated[float, typer.Option(min=0, help="Minimum share of the busiest rank's rows to save.")] = 0.05,
+    slots: Annotated[
+        int, typer.Option(min=0, help="Copies of experts that each rank can hold with replicate; 0: without it.")
+    ] = 1,
     warmup: Warmup = 10,
     steps: Annotated[int, typer.Option(min=1, help="Number of measured steps.")] = 30,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Compare an MoE layer with fixed experts and with experts that move to even the rows of the ranks."""
+    """Compare an MoE layer with fixed experts, and with experts that move or have copies, by the rows of the ranks."""
     settings = load("moe_comm.bench.placement.settings", "bench").PlacementBench
     values: dict[str, Any] = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts}
     values |= {"top_k": top_k, "zipf": zipf, "drift": drift, "every": every, "window": window, "threshold": threshold}
-    values |= {"warmup": warmup, "iterations": steps, "seed": seed}
+    values |= {"slots": slots, "warmup": warmup, "iterations": steps, "seed": seed}
     load("moe_comm.bench.placement.benchmark", "bench").main(settings(**values), json_out)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 
@@ -108,21 +108,25 @@ class Placement:
 
         owners ((0,), (1, 0), (0,), (1,)) on 2 ranks    rank 0: 0 1 2   rank 1: 1 3   home of expert 1: rank 1
 
-    A rank stores its experts in ascending order of their global ids.
+    A rank stores the experts that it is the home of, then copies, each in ascending order of their global ids.
 
     Args:
-        owners: for each expert the ranks that hold it. The first rank is the expert's home, which holds the optimizer
-            state; the others hold copies.
+        owners: for each expert the ranks that hold it. The first rank is the expert's home, which holds the parameters
+            and the optimizer state; the others hold copies.
         world: number of ranks.
         version: number of switches since the start of training.
+        slots: slots for copies on each rank, which may be empty. A layer can switch between placements with equal
+            ``slots``. None: each rank has as many slots as copies.
 
     Raises:
-        ConfigError: there is no expert; an expert has no owner, has one owner twice or has an owner outside the world.
+        ConfigError: there is no expert; an expert has no owner, has one owner twice or has an owner outside the world;
+            a rank has more copies than slots.
     """
 
     owners: tuple[tuple[int, ...], ...]
     world: int
     version: int = 0
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         if not self.owners or self.world < 1 or self.version < 0:
@@ -137,11 +141,19 @@ class Placement:
                 raise ConfigError(f"expert {expert} has an owner twice: ranks {list(ranks)}")
             if min(ranks) < 0 or max(ranks) >= self.world:
                 raise ConfigError(f"expert {expert} has owners {list(ranks)}, but the ranks are 0..{self.world - 1}")
+        most = self.num_experts - min(self.homes_per_rank)
+        if self.slots is not None and not max(self.copies_per_rank) <= self.slots <= most:
+            raise ConfigError(
+                f"the ranks have {list(self.copies_per_rank)} copies of other ranks' experts, and {self.slots} slots "
+                f"for them each; slots must hold all copies, and be at most the {most} experts of other ranks"
+            )
 
     @classmethod
-    def contiguous(cls, num_experts: int, world: int, experts_per_rank: Sequence[int] | None = None) -> Placement:
+    def contiguous(
+        cls, num_experts: int, world: int, experts_per_rank: Sequence[int] | None = None, slots: int | None = None
+    ) -> Placement:
         """Return the placement of ``ExpertPlacement.of``: consecutive experts on each rank, and no copies."""
-        return cls.of_layout(ExpertPlacement.of(num_experts, world, experts_per_rank))
+        return replace(cls.of_layout(ExpertPlacement.of(num_experts, world, experts_per_rank)), slots=slots)
 
     @classmethod
     def of_layout(cls, layout: ExpertPlacement) -> Placement:
@@ -153,10 +165,8 @@ class Placement:
         """Return this placement.
 
         Raises:
-            ConfigError: it is for another number of experts or ranks, or has copies.
+            ConfigError: it is for another number of experts or ranks.
         """
-        if self.has_copies:
-            raise ConfigError("an expert has several owners; MoE layers hold each expert once")
         if (self.num_experts, self.world) != (num_experts, world):
             raise ConfigError(
                 f"the placement is for {self.num_experts} experts on {self.world} ranks; this layer has {num_experts} "
@@ -179,14 +189,24 @@ class Placement:
         """Whether an expert has more than one owner."""
         return any(len(ranks) > 1 for ranks in self.owners)
 
-    @property
+    @cached_property
+    def homes_per_rank(self) -> tuple[int, ...]:
+        """Number of experts that each rank is the home of."""
+        return tuple(map(self.homes.count, range(self.world)))
+
+    @cached_property
+    def copies_per_rank(self) -> tuple[int, ...]:
+        """Number of copies that each rank holds."""
+        copies = [rank for ranks in self.owners for rank in ranks[1:]]
+        return tuple(map(copies.count, range(self.world)))
+
+    @cached_property
     def slots_per_rank(self) -> tuple[int, ...]:
-        """Number of experts that each rank holds, as home or as a copy."""
-        counts = [0] * self.world
-        for ranks in self.owners:
-            for rank in ranks:
-                counts[rank] += 1
-        return tuple(counts)
+        """Number of slots of each rank: for the experts that it is the home of, and for copies."""
+        return tuple(
+            homes + (copies if self.slots is None else self.slots)
+            for homes, copies in zip(self.homes_per_rank, self.copies_per_rank, strict=True)
+        )
 
     @property
     def layout(self) -> ExpertPlacement:
@@ -196,38 +216,41 @@ class Placement:
     @cached_property
     def is_contiguous(self) -> bool:
         """Whether the id of each slot is the id of its expert."""
-        return not self.has_copies and list(self.homes) == sorted(self.homes)
+        return sum(self.slots_per_rank) == self.num_experts and list(self.homes) == sorted(self.homes)
+
+    def homes_of(self, rank: int) -> tuple[int, ...]:
+        """Return the global ids of the experts that ``rank`` is the home of, ascending."""
+        return tuple(expert for expert, ranks in enumerate(self.owners) if rank == ranks[0])
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """Return the global ids of the experts that ``rank`` holds, as home or as a copy, ascending."""
-        return tuple(expert for expert, ranks in enumerate(self.owners) if rank in ranks)
+        """Return the global ids of the experts that ``rank`` holds: as home, then as copies, each ascending."""
+        return self.homes_of(rank) + tuple(expert for expert, ranks in enumerate(self.owners) if rank in ranks[1:])
 
     def slot_ids(self) -> list[list[int]]:
         """Return for each expert the ids of its slots in ``layout``, in the order of its owners."""
-        offsets = self.layout.offsets
-        taken = list(offsets[:-1])
-        slots = []
-        for ranks in self.owners:
-            slots.append([taken[rank] for rank in ranks])
-            for rank in ranks:
-                taken[rank] += 1
-        return slots
+        position = {
+            (expert, rank): offset + place
+            for rank, offset in enumerate(self.layout.offsets[:-1])
+            for place, expert in enumerate(self.experts_of(rank))
+        }
+        return [[position[expert, rank] for rank in ranks] for expert, ranks in enumerate(self.owners)]
 
     @cached_property
     def digest(self) -> int:
-        """A hash of the owners (44 bits) and the version (the lowest 16 bits), the same in every process.
+        """A hash of the owners and slots (44 bits) and the version (the lowest 16 bits), the same in every process.
 
-        0 for the contiguous placement of version 0.
+        0 for the contiguous placement of version 0 without slots for copies.
         """
         if self.is_contiguous and not self.version:
             return 0
-        owners = json.dumps((self.owners, self.world)).encode()
+        owners = json.dumps((self.owners, self.slots_per_rank)).encode()
         hashed = int.from_bytes(hashlib.blake2b(owners, digest_size=8).digest(), "little")
         return hashed >> 20 << 16 | self.version & 0xFFFF
 
     def to_json(self) -> str:
         """Return the placement as a JSON object."""
-        return json.dumps({"owners": self.owners, "world": self.world, "version": self.version})
+        value = {"owners": self.owners, "world": self.world, "version": self.version}
+        return json.dumps(value if self.slots is None else value | {"slots": self.slots})
 
     @classmethod
     def from_json(cls, text: str) -> Placement:
@@ -239,8 +262,9 @@ class Placement:
         try:
             value = json.loads(text)
             owners, world, version = tuple(map(tuple, value["owners"])), value["world"], value["version"]
-            if any(type(number) is not int for number in (world, version, *chain(*owners))):
-                raise TypeError("owners, world and version must be integers")
-            return cls(owners, world, version)
-        except (ValueError, TypeError, KeyError) as error:
+            slots = value.get("slots")
+            if any(type(number) is not int for number in (world, version, slots or 0, *chain(*owners))):
+                raise TypeError("owners, world, version and slots must be integers")
+            return cls(owners, world, version, slots)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"not a placement: {text[:200]!r} ({type(error).__name__}: {error})") from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
 
@@ -148,7 +148,7 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
         ConfigError: ``loads_E`` does not fit ``current``, or more slots than there are experts on another rank.
     """
     check_loads(loads_E, current.num_experts)
-    room = _room(current)
+    room = current.homes_per_rank
     if not 0 <= slots <= current.num_experts - max(room):
         raise ConfigError(
             f"slots must be at least 0, and at most the {current.num_experts - max(room)} experts that a rank with "
@@ -158,8 +158,8 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
     owners: list[tuple[int, ...]] = [(home,) for home in home_E]
     if slots:
         owners = _with_copies(loads_E, current, slots)
-    best = Placement(tuple(owners), current.world, current.version + 1)
-    plain = Placement(tuple((home,) for home in home_E), current.world, current.version + 1)
+    best = replace(current, owners=tuple(owners), version=current.version + 1)
+    plain = replace(best, owners=tuple((home,) for home in home_E))
     choices = [current, plain, best] if _copies(current) <= slots else [plain, best]
     return min(choices, key=lambda one: _quality(loads_E, one, current))
 
@@ -172,24 +172,12 @@ def _quality(loads_E: Loads, new: Placement, current: Placement) -> tuple[int, i
 
 def _copies(placement: Placement) -> int:
     """Return the largest number of copies on a rank."""
-    counts = [0] * placement.world
-    for ranks in placement.owners:
-        for rank in ranks[1:]:
-            counts[rank] += 1
-    return max(counts)
-
-
-def _room(placement: Placement) -> list[int]:
-    """Return the number of homes of each rank."""
-    counts = [0] * placement.world
-    for home in placement.homes:
-        counts[home] += 1
-    return counts
+    return max(placement.copies_per_rank)
 
 
 def _with_copies(loads_E: Loads, current: Placement, slots: int) -> list[tuple[int, ...]]:
     """Return owners with copies of the experts with the most rows per owner, where they reduce the busiest rank."""
-    world, room = current.world, _room(current)
+    world, room = current.world, current.homes_per_rank
     owners_E = [1] * len(loads_E)
     queue = [(-float(load), expert) for expert, load in enumerate(loads_E) if load and world > 1]
     heapq.heapify(queue)

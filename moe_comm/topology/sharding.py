@@ -45,16 +45,10 @@ class Split:
 
     @classmethod
     def of_experts(cls, placement: Placement) -> Split:
-        """Return the split of dimension 0, which counts experts, over ``ep``.
-
-        Raises:
-            ConfigError: an expert has copies.
-        """
-        if placement.has_copies:
-            raise ConfigError("the sharding of a parameter covers each expert once, but this placement has copies")
-        if not placement.is_contiguous:
-            return cls(0, "ep", ids=tuple(map(placement.experts_of, range(placement.world))))
-        counts = placement.slots_per_rank
+        """Return the split of dimension 0, which counts experts, over ``ep``: each expert is on its home only."""
+        if list(placement.homes) != sorted(placement.homes):
+            return cls(0, "ep", ids=tuple(map(placement.homes_of, range(placement.world))))
+        counts = placement.homes_per_rank
         return cls(0, "ep", sizes=None if len(set(counts)) == 1 else counts)
 
 

@@ -71,6 +71,20 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_copies(self) -> Self:
+        parallel = self.parallel
+        if self.placement.kind != "replicate":
+            return self
+        wrong = {
+            "parallel.pp must be 1": parallel.pp > 1,
+            "parallel.sharding must not be 'fsdp'": parallel.sharding == "fsdp",
+            "parallel.overlap_gradients must not be 'on'": parallel.overlap_gradients == "on",
+        }
+        if messages := [message for message, applies in wrong.items() if applies]:
+            raise ValueError(f"placement.kind 'replicate' makes copies of experts: {'; '.join(messages)}")
+        return self
+
+    @model_validator(mode="after")
     def _check_interleave(self) -> Self:
         parallel, micro_batches = self.parallel, self.data.micro_batches
         if not parallel.interleave:

@@ -238,6 +238,7 @@ def _ranks(
         optimizer=OptimizerOptions(o.kind, momentum=o.momentum_of_kind),
         accumulates=config.data.micro_batches > 1,
         pipeline=mapping.pp > 1,
+        slots=config.placement.slots if mapping.ep > 1 else 0,
     )
     ranks = range(pp * mapping.stage, (pp + 1) * mapping.stage)
     return tuple(
@@ -250,7 +251,7 @@ class _ParameterStorage:
     """How a run stores its parameters.
 
     replicas: blocks of ranks that each store all shards. itemsize: bytes per element in the compute dtype. accumulates:
-    a step has several micro-batches. pipeline: there are several stages.
+    a step has several micro-batches. pipeline: there are several stages. slots: copies of experts of other ranks.
     """
 
     strategy: Strategy
@@ -259,6 +260,7 @@ class _ParameterStorage:
     optimizer: OptimizerOptions
     accumulates: bool
     pipeline: bool
+    slots: int = 0
 
     def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:
         """Return the parameter, gradient and optimizer memory of the rank at ``place``."""
@@ -270,6 +272,9 @@ class _ParameterStorage:
             whole = self.replicas > 1 and shard.summing > 1 and shard.owners == 1
             memory = shard.fixed("replicate" if whole else self.strategy, partial)
             total += memory
+            if sharding.expert and self.slots:
+                copies = self.slots * math.prod(sharding.local_shape(place, sizes)[1:])
+                total += FixedMemory(0, self.itemsize * copies, MASTER * copies)
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
             gathered[unit] = gathered.get(unit, 0) + memory.weights
         if self.strategy == "fsdp" and not self.pipeline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.fp8 import GemmDtype
-from moe_comm.topology import ParallelConfig
+from moe_comm.topology import ParallelConfig, Placement
 
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
 
@@ -357,14 +358,18 @@ class PlacementSection(Section):
 
     Attributes:
         kind: "fixed": consecutive experts on each rank. "relocate": experts move between ranks when a few ranks get
-            most of the rows. The model, its gradients and the checkpoints do not change.
+            most of the rows. The model, its gradients and the checkpoints do not change. "replicate": experts with
+            many rows also get copies on other ranks. Outputs keep their bits; the gradients of copied experts are
+            summed in another order.
+        slots: with "replicate", copies that each rank can hold of each layer.
         every: steps between decisions.
         window: a decision is made from the loads of the last ``window`` steps before it, and of the last ``window``
             steps before the previous decision.
         threshold: share of the busiest rank's rows that a switch must save.
     """
 
-    kind: Literal["fixed", "relocate"] = "fixed"
+    kind: Literal["fixed", "relocate", "replicate"] = "fixed"
+    slots: int = Field(default=0, ge=0)
     every: int = Field(default=100, ge=1)
     window: int = Field(default=5, ge=1)
     threshold: float = Field(default=0.05, ge=0, lt=1)
@@ -374,6 +379,31 @@ class PlacementSection(Section):
         if self.window > self.every:
             raise ValueError(f"window ({self.window}) must be at most every ({self.every})")
         return self
+
+    @model_validator(mode="after")
+    def _check_slots(self) -> Self:
+        if bool(self.slots) != (self.kind == "replicate"):
+            raise ValueError(
+                f"slots hold the copies of kind 'replicate', which needs at least one; got kind {self.kind!r} and "
+                f"slots {self.slots}"
+            )
+        return self
+
+    def first(self, num_experts: int, world: int) -> Placement:
+        """Return the placement of the first step on ``world`` ranks.
+
+        Raises:
+            ConfigError: more slots than experts of other ranks.
+        """
+        first = Placement.contiguous(num_experts, world)
+        if self.kind != "replicate" or world == 1:
+            return first
+        if self.slots > (most := num_experts - max(first.homes_per_rank)):
+            raise ConfigError(
+                f"placement.slots can be at most {most}: {num_experts} experts less the {max(first.homes_per_rank)} "
+                f"that a rank is the home of; got {self.slots}"
+            )
+        return replace(first, slots=self.slots)
 
 
 class PayloadSection(Section):

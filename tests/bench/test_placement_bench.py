@@ -28,21 +28,35 @@ def run(out: Path, **changed: Any) -> dict[str, Any]:
 def test_bits_stay_equal_and_peers_move_more_than_decisions(tmp_path: Path) -> None:
     result = run(tmp_path / "out.json", drift=3)
     assert result["bits_equal"] and result["checked_steps"] == 5  # first, last, and after each of three decisions
-    assert [one["step"] for one in result["decisions"]] == [3, 6, 9]
-    assert set(result["contestants"]) == {"fixed", "relocate"} and set(result["peers"]) == {"eplb"}
-    fixed, ours, packed = (result["contestants"] | result["peers"]).values()
+    assert [one["step"] for one in result["decisions"]] == [3, 6, 9, 3, 6, 9]
+    assert set(result["contestants"]) == {"fixed", "relocate", "replicate"} and set(result["peers"]) == {"eplb"}
+    fixed, ours, copying, packed = (result["contestants"] | result["peers"]).values()
     assert fixed["speedup"] == 1.0 and fixed["moved_bytes"] == fixed["switches"] == 0
-    assert result["switches"] == ours["switches"] == sum(one["switched"] for one in result["decisions"])
-    assert packed["switches"] == 3
+    for name, row in (("relocate", ours), ("replicate", copying)):
+        switched = [one["switched"] for one in result["decisions"] if one["contestant"] == name]
+        assert row["switches"] == sum(switched)
+    assert result["switches"] == ours["switches"] and packed["switches"] == 3
+    assert fixed["published_bytes"] == ours["published_bytes"] == 0
     expert_bytes = 4 * 3 * TINY["hidden"] * TINY["ffn"]
-    for row in (ours, packed):
+    for row in (ours, copying, packed):
         assert row["moved_bytes"] == row["moved_experts"] * expert_bytes
     assert result["busiest_over_mean"] == {"before": fixed["busiest_over_mean"], "after": ours["busiest_over_mean"]}
     assert packed["busiest_over_mean"] < fixed["busiest_over_mean"] or ours["switches"] == 0
 
 
+def test_copies_divide_an_expert_that_has_most_of_the_rows(tmp_path: Path) -> None:
+    # Rows take far longer than publishing a copy, so the decision does not depend on the machine.
+    result = run(tmp_path / "out.json", zipf=6, tokens=4096, top_k=1, hidden=64, ffn=512)
+    relocated, copied = (result["contestants"][name] for name in ("relocate", "replicate"))
+    switches = [one for one in result["decisions"] if one["contestant"] == "replicate" and one["switched"]]
+    assert switches and copied["busiest_over_mean"] < 1.1 < 1.9 < relocated["busiest_over_mean"]
+    expert_bytes = 4 * 3 * 64 * 512
+    assert copied["published_bytes"] % expert_bytes == 0 < copied["published_bytes"] <= 4 * expert_bytes
+
+
 def test_uniform_routing_does_not_switch(tmp_path: Path) -> None:
-    result = run(tmp_path / "out.json", zipf=0, threshold=0.05)
+    result = run(tmp_path / "out.json", zipf=0, threshold=0.05, slots=0)
+    assert set(result["contestants"]) == {"fixed", "relocate"}
     assert result["switches"] == result["moved_bytes"] == 0
     assert result["busiest_over_mean"]["before"] == result["busiest_over_mean"]["after"]
 
@@ -68,7 +82,9 @@ def test_eplb_packs_evenly_and_ignores_the_placement_before() -> None:
     assert len(Moves.of(Placement.contiguous(8, 2), packed).homes) == 4
 
 
-@pytest.mark.parametrize("wrong", [{"ranks": 1}, {"ranks": 3}, {"zipf": -1.0}, {"every": 0}, {"threshold": 1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"ranks": 1}, {"ranks": 3}, {"zipf": -1.0}, {"every": 0}, {"threshold": 1.0}, {"slots": 5}]
+)
 def test_impossible_settings_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         PlacementBench(**(TINY | wrong))

@@ -119,6 +119,24 @@ def test_a_placement_moves_experts_and_changes_no_bit(saved: Callable[[str], str
             assert all(torch.equal(got, wanted) for got, wanted in zip(*copies, strict=True)), name
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_copies_of_experts_change_no_bit_of_the_output(
+    checkpointing: bool, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    folder, owners = saved("mixtral"), ((1, 0), (0,), (0,), (1, 0), (1,), (1,), (0, 1), (0,))
+    settings = {"checkpointing": checkpointing, "reentrant": False}
+    expected = pool4.run(run_swapped, (folder, 2, settings), timeout=120)
+    placement = Placement(owners, 2)
+    results = pool4.run(run_swapped, (folder, 2, settings | {"placement": placement}), timeout=120)
+    for (logits, _), (wanted, _) in zip(results, expected, strict=True):
+        assert torch.equal(logits, wanted)
+    order = [expert for rank in (0, 1) for expert in placement.homes_of(rank)]
+    for name in expected[0][1]:
+        if ".experts." in name:
+            got, wanted = (torch.cat([ranks[rank][1][name] for rank in (0, 1)]) for ranks in (results, expected))
+            torch.testing.assert_close(got, wanted[order], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("num_experts", [3, 7])
 def test_any_number_of_experts_works_with_four_ranks(num_experts: int, tmp_path: Path, pool4: RankPool) -> None:
     folder = save_model("mixtral", tmp_path, num_local_experts=num_experts)

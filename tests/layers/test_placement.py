@@ -214,7 +214,7 @@ def errors_of(rank: int, world: int, case: str) -> str:
         ("owners", "RankMismatch: ranks disagree on placement of experts when building a dispatcher"),
         ("experts", "the placement is for 5 experts on 2 ranks; this layer has 8 experts on 2"),
         ("world", "the placement is for 8 experts on 3 ranks; this layer has 8 experts on 2"),
-        ("copies", "an expert has several owners"),
+        ("copies", "RankMismatch: ranks disagree on number of experts"),
     ],
 )
 def test_a_wrong_placement_on_one_rank_is_refused_on_every_rank(pool2: RankPool, case: str, expected: str) -> None:

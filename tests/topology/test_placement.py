@@ -55,11 +55,29 @@ def test_an_expert_id_out_of_range_has_no_owner(expert: int) -> None:
         ExpertPlacement.balanced(4, 2).owner(expert)
 
 
-def test_slots_of_a_rank_ascend_by_expert_with_copies_and_homes_apart() -> None:
+def test_slots_of_a_rank_are_its_homes_then_its_copies_then_empty_slots() -> None:
     placement = Placement(((0,), (1, 0), (0,), (1,)), 2)
-    assert [placement.experts_of(rank) for rank in range(2)] == [(0, 1, 2), (1, 3)]
-    assert placement.slots_per_rank == (3, 2) and placement.slot_ids() == [[0], [3, 1], [2], [4]]
+    assert [placement.experts_of(rank) for rank in range(2)] == [(0, 2, 1), (1, 3)]
+    assert placement.slots_per_rank == (3, 2) and placement.slot_ids() == [[0], [3, 2], [1], [4]]
     assert placement.has_copies and not placement.is_contiguous
+    spare = Placement(placement.owners, 2, slots=2)
+    assert spare.slots_per_rank == (4, 4) and spare.slot_ids() == [[0], [4, 2], [1], [5]]
+    assert spare.homes_per_rank == (2, 2) and spare.copies_per_rank == (1, 0)
+    assert Placement.from_json(spare.to_json()) == spare != placement
+
+
+def test_slots_for_copies_change_the_layout_and_the_digest() -> None:
+    placement = Placement.contiguous(4, 2, slots=1)
+    assert placement.layout == ExpertPlacement((3, 3)) and not placement.is_contiguous and not placement.has_copies
+    assert placement.slot_ids() == [[0], [1], [3], [4]]
+    assert len({placement.digest, Placement.contiguous(4, 2, slots=2).digest, Placement.contiguous(4, 2).digest}) == 3
+    assert Placement.contiguous(4, 2, slots=0).digest == 0
+
+
+@pytest.mark.parametrize("slots", [0, -1, 5])
+def test_slots_that_do_not_hold_the_copies_are_refused_with_the_numbers(slots: int) -> None:
+    with pytest.raises(ConfigError, match=rf"\[1, 0\] copies of other ranks' experts, and {slots} slots"):
+        Placement(((0,), (1, 0), (0,), (1,)), 2, slots=slots)
 
 
 @SEEDED

@@ -266,6 +266,19 @@ def _peak_in_flight(actions: list[Any]) -> int:
     return peak
 
 
+def test_slots_for_copies_need_weights_and_gradients_but_no_optimizer_state() -> None:
+    mapping = ("parallel.ranks=2", "model.experts=6", "model.hidden=16", "model.ffn=24", "model.dtype=bfloat16")
+    without, with_slots = (
+        dry_run(*mapping, *extra).positions[0].ranks[0].fixed
+        for extra in ((), ("placement.kind=replicate", "placement.slots=2"))
+    )
+    layers = len(dry_run(*mapping).architecture.moe_layers)
+    elements = 2 * layers * 3 * 16 * 24
+    assert with_slots.weights - without.weights == 2 * elements
+    assert with_slots.gradients - without.gradients == 4 * elements
+    assert (with_slots.params, with_slots.optimizer) == (without.params, without.optimizer)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -147,7 +147,7 @@ def test_the_dispatcher_is_written_and_whether_it_sends_sums(
         ("relocate", 0, (40, 30, 20, 10, 0, 0, 0, 0), "relocate"),
         ("relocate", 0, (10,) * 8, "fixed"),
         ("fixed", 0, (40, 30, 20, 10, 0, 0, 0, 0), "fixed"),
-        ("replicate", 1, (90, 10, 0, 0, 0, 0, 0, 0), "relocate"),
+        ("replicate", 1, (90, 10, 0, 0, 0, 0, 0, 0), "replicate"),
     ],
 )
 def test_the_placement_of_experts_is_written_if_loads_need_it(
@@ -157,8 +157,12 @@ def test_the_placement_of_experts_is_written_if_loads_need_it(
     workload = Workload(32, "fp32", loads=ExpertLoads((steps,), kind, slots))
     request = PlanRequest(TINY, cluster_named("h100", 4, 4), workload, 8)
     mapping = PartialMapping("dp=4,ep=4").candidate(request).mapping
-    assert write_and_load(request, mapping, tmp_path).placement.kind == written
-    assert ("copies" in " ".join(differences(request, request.candidate(mapping)))) == (kind == "replicate")
+    placement = write_and_load(request, mapping, tmp_path).placement
+    assert (placement.kind, placement.slots) == (written, slots)
+    assert "copies" not in " ".join(differences(request, request.candidate(mapping)))
+    sharded = replace(mapping, sharding="fsdp")
+    assert write_and_load(request, sharded, tmp_path).placement.kind == ("fixed" if written == "fixed" else "relocate")
+    assert ("copies" in " ".join(differences(request, request.candidate(sharded)))) == (kind == "replicate")
 
 
 def test_groups_of_experts_are_written(tmp_path: Path) -> None:

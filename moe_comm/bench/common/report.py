@@ -239,12 +239,22 @@ def placement_tables(result: dict[str, Any]) -> list[Table]:
     s = result["settings"]
     drift = f", two experts exchanged every {s['drift']} steps" if s["drift"] else ""
     heading = f"{_heading(result)}; Zipf {s['zipf']:g}{drift}; decisions every {s['every']} steps"
-    columns = ("step ms", "than fixed", "busiest / mean", "switches", "experts moved", "MB moved", "switch ms")
-    table = _table(heading, "", *columns, caption=f"equal bits in {result['checked_steps']} compared steps")
+    columns = (
+        "step ms",
+        "than fixed",
+        "busiest / mean",
+        "switches",
+        "experts moved",
+        "MB moved",
+        "switch ms",
+        "MB of copies",
+    )
+    caption = f"equal bits in {result['checked_steps']} compared steps; MB of copies are sent in each step"
+    table = _table(heading, "", *columns, caption=caption)
     for name, row in (result["contestants"] | result["peers"]).items():
         moved = (str(row["switches"]), str(row["moved_experts"]), f"{row['moved_bytes'] / 1e6:.1f}")
         times = (_number(row["step_ms"]), _faster_or_slower(1 / row["speedup"]), f"{row['busiest_over_mean']:.2f}")
-        table.add_row(name, *times, *moved, _number(row["move_ms"]))
+        table.add_row(name, *times, *moved, _number(row["move_ms"]), f"{row['published_bytes'] / 1e6:.1f}")
     return [table]
 
 

@@ -4,16 +4,18 @@ These contestants have equal weights, tokens and routing, and are interleaved in
 
     fixed       consecutive experts on each rank
     relocate    every few steps, a decision from the loads of the last steps (``moe_comm.topology.rebalance``)
+    replicate   the same, with slots for copies; each step publishes them and reduces their gradients
     eplb        at the same steps, EPLB's placement of the same loads, without a decision
 
-Relocation must not change a bit: outputs, input gradients and the weight gradients of each expert are compared with
-those of the fixed layer. The first ``warmup`` steps are not timed, but all switches are.
+Outputs, input gradients and the weight gradients of each expert without copies are compared with those of the fixed
+layer, and must have the same bits. The first ``warmup`` steps are not timed, but all switches are.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -26,28 +28,38 @@ from moe_comm.bench.common.clock import Clock, sync_group
 from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.interleave import rotated, slowest
 from moe_comm.bench.common.ranks import on_ranks
-from moe_comm.bench.placement.settings import PlacementBench, eplb
+from moe_comm.bench.placement.settings import Costs, PlacementBench, eplb
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig, Routing
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.placement_replay import LoadWindow, ReplaySettings, placed_ratio
-from moe_comm.topology.rebalance import Moves, busiest_rows
+from moe_comm.topology.placement_replay import LoadWindow, ReplaySettings
+from moe_comm.topology.rebalance import Moves, busiest_rows, over_mean
 
-FIXED, PEERS = "fixed", ("eplb",)
-CONTESTANTS = (FIXED, "relocate", *PEERS)
+FIXED, RELOCATE, REPLICATE, PEERS = "fixed", "relocate", "replicate", ("eplb",)
 TRIALS = 3
 """Number of steps and of moves that measure the seconds of a row and of a move before the first decision."""
 
 
 class _Contestant:
-    """A layer, and the placements of the steps that it ran."""
+    """A layer, and the placements of the steps that it ran.
+
+    Attributes:
+        window: the loads that its next decision sees.
+        decisions: its decisions.
+        received: rows of this rank in each step.
+        published_bytes: bytes that this rank sent for copies: weights, and gradients.
+    """
 
     def __init__(self, name: str, bench: PlacementBench) -> None:
         self.name, self.bench = name, bench
+        self.window, self.decisions = LoadWindow(bench.window), list[dict[str, Any]]()
+        self.received, self.published_bytes = list[int](), 0
+        slots = bench.slots if name == REPLICATE else None
+        placement = Placement.contiguous(bench.experts, bench.ranks, slots=slots)
         router = RouterConfig(num_experts=bench.experts, top_k=bench.top_k)
         self.layer = MoELayer.build(
-            MoEConfig(hidden=bench.hidden, ffn=bench.ffn, router=router),
+            MoEConfig(hidden=bench.hidden, ffn=bench.ffn, router=router, placement=placement),
             dist.group.WORLD,
             seed=bench.seed,
             dtype=bench.torch_dtype,
@@ -68,11 +80,30 @@ class _Contestant:
         self.layer.zero_grad(set_to_none=True)
 
     def forward(self) -> None:
+        self.published_bytes += self.layer.publish_copies()
         self.y_TD = self.layer(self.x_TD, self.routing)
 
     def backward(self) -> None:
         assert self.y_TD is not None
         self.y_TD.backward(self.grad_TD)
+        if self.layer.copies is not None:
+            self.published_bytes += self.layer.copies.reduce()
+
+    def step(self, ids_TK: Tensor, clock: Clock) -> None:
+        """Run and measure a step."""
+        self.begin(ids_TK)
+        clock.measure(self.name, ("forward", self.forward), ("backward", self.backward))
+        self.placed.append(self.layer.placement)
+        assert self.layer.dispatch_stats is not None
+        self.received.append(self.layer.dispatch_stats.received)
+
+    def decide(self, step: int, settings: ReplaySettings, clock: Clock) -> None:
+        """Decide after ``step`` steps, and switch."""
+        decision = self.window.decide(self.layer.placement, settings)
+        switched = decision.placement is not None
+        self.decisions.append({"contestant": self.name, "step": step, "switched": switched} | _numbers(decision))
+        if decision.placement is not None:
+            self.move(decision.placement, clock)
 
     def move(self, placement: Placement, clock: Clock, phase: str = "move") -> None:
         """Relocate the experts, and record the time."""
@@ -97,8 +128,8 @@ class _Contestant:
         local = {
             f"{name} gradient of expert {expert}": _digest(parameter.grad[at])
             for name, parameter in self.layer.experts.named_parameters()
-            for at, expert in enumerate(self.layer.local_experts)
-            if parameter.grad is not None
+            for at, expert in enumerate(self.layer.placement.homes_of(dist.get_rank()))
+            if parameter.grad is not None and len(self.layer.placement.owners[expert]) == 1
         }
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, local)
@@ -114,50 +145,50 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     """Run the benchmark on this rank and return the result, the same on every rank. Collective.
 
     Raises:
-        WrongAnswer: a relocated layer has other bits than the fixed one.
+        WrongAnswer: a layer has other bits than the fixed one.
     """
-    layers = [_Contestant(name, bench) for name in CONTESTANTS]
+    layers = [_Contestant(name, bench) for name in (FIXED, *bench.kinds, *PEERS)]
+    deciding: dict[str, _Contestant] = {one.name: one for one in layers if one.name in bench.kinds}
     clock = Clock(sync_group, bench.device)
-    settings = _costs(layers[0], clock)
-    window, decisions, loads = LoadWindow(bench.window), [], []
+    costs = _costs(layers[0], deciding.get(REPLICATE), clock)
+    loads: list[list[int]] = []
     checked, compare = 0, True
     try:
         gc.collect()
         gc.disable()
         for step in range(bench.warmup + bench.steps):
             if step == bench.warmup:
-                for name in CONTESTANTS:  # the times of switches remain
-                    clock.times[name, "forward"], clock.times[name, "backward"], clock.times[name, "total"] = [], [], []
+                for one in layers:  # the times of switches remain
+                    for phase in ("forward", "backward", "total"):
+                        clock.times[one.name, phase] = []
+                    one.published_bytes = 0
             ids_TK, loads_E = bench.ids(step, dist.get_rank()), bench.loads(step)
             for one in rotated(layers, step):
-                one.begin(ids_TK)
-                clock.measure(one.name, ("forward", one.forward), ("backward", one.backward))
-                one.placed.append(one.layer.placement)
+                one.step(ids_TK, clock)
+                one.window.add(loads_E)
             loads.append(loads_E)
             compare = compare or step == bench.warmup + bench.steps - 1
             checked += _check(layers) if compare else 0
             compare = False
-            window.add(loads_E)
             if (step + 1) % bench.every == 0 and step + 1 < bench.warmup + bench.steps:
                 gc.collect()
-                relocating, packed = layers[1], layers[2]
-                decision = window.decide(relocating.layer.placement, settings)
-                decisions.append({"step": step + 1, "switched": decision.placement is not None} | _numbers(decision))
-                if decision.placement is not None:
-                    relocating.move(decision.placement, clock)
+                for kind in bench.kinds:
+                    deciding[kind].decide(step + 1, bench.replayed(kind, costs), clock)
+                packed = layers[-1]
                 totals_E = [sum(values) for values in zip(*loads[-bench.window :], strict=True)]
                 packed.move(eplb(totals_E, bench.ranks, packed.layer.placement.version + 1), clock)
                 compare = True
         by_rank: list[Any] = [None] * bench.ranks
         dist.all_gather_object(by_rank, dict(clock.times))
+        rows_by_rank: list[Any] = [None] * bench.ranks
+        dist.all_gather_object(rows_by_rank, {one.name: (one.received, one.published_bytes) for one in layers})
     finally:
         gc.enable()
         for one in layers:
             one.layer.dispatcher.close()
-    measured = loads[bench.warmup :]
     fixed_s = sum(slowest(by_rank, FIXED))
-    rows = {one.name: _row(one, by_rank, measured, fixed_s) for one in layers}
-    ours = rows["relocate"]
+    rows = {one.name: _row(one, by_rank, [ranks[one.name] for ranks in rows_by_rank], fixed_s) for one in layers}
+    ours = rows[RELOCATE]
     return {
         "benchmark": "placement",
         "speedup": ours["speedup"],
@@ -168,9 +199,10 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
         "checked_steps": checked,
         "contestants": {name: row for name, row in rows.items() if name not in PEERS},
         "peers": {name: rows[name] for name in PEERS},
-        "decisions": decisions,
-        "seconds_per_row": settings.seconds_per_row,
-        "seconds_to_move": settings.seconds_to_move,
+        "decisions": [decision for one in deciding.values() for decision in one.decisions],
+        "seconds_per_row": costs.per_row,
+        "seconds_to_move": costs.to_move,
+        "seconds_to_publish": costs.to_publish,
         "settings": bench.to_dict() | {"iterations": bench.steps},
         "threads_per_rank": threads,
     }
@@ -180,8 +212,9 @@ def _numbers(decision: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(decision).items() if name != "placement"}
 
 
-def _costs(fixed: _Contestant, clock: Clock) -> ReplaySettings:
-    """Measure the seconds of a row of the busiest rank, and of moving one expert to a rank and another one back."""
+def _costs(fixed: _Contestant, copying: _Contestant | None, clock: Clock) -> Costs:
+    """Measure the seconds of a row of the busiest rank, of moving one expert to a rank and another one back, and of
+    one copy on each rank in a step."""
     bench, first = fixed.bench, fixed.layer.placement
     swapped = list(first.owners)
     swapped[0], swapped[-1] = swapped[-1], swapped[0]
@@ -196,7 +229,30 @@ def _costs(fixed: _Contestant, clock: Clock) -> ReplaySettings:
     clock.clear()
     rows = median(busiest_rows(bench.loads(step), first) for step in range(TRIALS))
     seconds = median(slowest(by_rank, fixed.name))
-    return bench.replayed(seconds / rows, median(slowest(by_rank, fixed.name, "trial")))
+    per_copy = 0.0 if copying is None else _seconds_of_copies(copying, clock)
+    return Costs(seconds / rows, median(slowest(by_rank, fixed.name, "trial")), per_copy)
+
+
+def _seconds_of_copies(one: _Contestant, clock: Clock) -> float:
+    """Measure the seconds in which each rank publishes and reduces one copy."""
+    bench, first = one.bench, one.layer.placement
+    per_rank = bench.experts // bench.ranks
+    owners = [
+        (home,) if expert % per_rank else (home, (home + 1) % bench.ranks) for expert, home in enumerate(first.homes)
+    ]
+    one.layer.relocate(replace(first, owners=tuple(owners), version=1))
+    copies = one.layer.copies
+    assert copies is not None
+    for step in range(TRIALS):
+        one.begin(bench.ids(step, dist.get_rank()))
+        one.y_TD = one.layer(one.x_TD, one.routing)
+        one.y_TD.backward(one.grad_TD)
+        clock.measure(one.name, ("reduce", copies.reduce), ("publish", copies.publish))
+    one.layer.relocate(first)
+    by_rank: list[Any] = [None] * bench.ranks
+    dist.all_gather_object(by_rank, dict(clock.times))
+    clock.clear()
+    return median(slowest(by_rank, one.name))
 
 
 def _check(layers: list[_Contestant]) -> int:
@@ -212,17 +268,20 @@ def _check(layers: list[_Contestant]) -> int:
     return 1
 
 
-def _row(one: _Contestant, by_rank: list[Any], loads: list[list[int]], fixed_s: float) -> dict[str, Any]:
+def _row(one: _Contestant, by_rank: list[Any], of_ranks: list[tuple[list[int], int]], fixed_s: float) -> dict[str, Any]:
+    """of_ranks: received rows in each step, and published bytes, of each rank."""
+    steps = list(zip(*(received for received, _ in of_ranks), strict=True))[-one.bench.steps :]
     steps_s = slowest(by_rank, one.name)
     moves_s = slowest(by_rank, one.name, "move") if (one.name, "move") in by_rank[0] else []
     return {
         "step_ms": median(steps_s) * 1e3,
         "move_ms": median(moves_s) * 1e3 if moves_s else None,
         "speedup": fixed_s / (sum(steps_s) + sum(moves_s)),
-        "busiest_over_mean": placed_ratio(loads, one.placed[-len(loads) :]),
+        "busiest_over_mean": over_mean(sum(map(max, steps)), sum(map(sum, steps)), len(of_ranks)),
         "switches": one.switches,
         "moved_experts": one.moved_experts,
         "moved_bytes": one.moved_bytes,
+        "published_bytes": sum(sent for _, sent in of_ranks) // one.bench.steps,
     }
 
 
@@ -232,7 +291,7 @@ def main(bench: PlacementBench, json_out: str | None = None) -> dict[str, Any]:
     Starts the ranks. Under torchrun, uses the ranks of torchrun, and only rank 0 prints; the others return {}.
 
     Raises:
-        WrongAnswer: a relocated layer has other bits than the fixed one.
+        WrongAnswer: a layer has other bits than the fixed one.
     """
     report.check_writable(json_out)
     info = machine.machine_info(bench.device)

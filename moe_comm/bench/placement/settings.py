@@ -12,6 +12,16 @@ from moe_comm.bench.common.settings import BatchShape, check_at_least
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.placement_replay import ReplaySettings
+from moe_comm.topology.rebalance import PlacementKind
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured seconds: of a row, of moving an expert, and of a copy in a step."""
+
+    per_row: float
+    to_move: float
+    to_publish: float
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class PlacementBench(BatchShape):
         every: steps between decisions.
         window: steps that a decision sees of this and of the previous interval.
         threshold: minimum share of the busiest rank's rows that a switch saves.
+        slots: copies of experts that each rank can hold with "replicate"; 0: without it.
     """
 
     tokens: int = 512
@@ -38,6 +49,7 @@ class PlacementBench(BatchShape):
     every: int = 10
     window: int = 5
     threshold: float = 0.05
+    slots: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,20 +61,30 @@ class PlacementBench(BatchShape):
             )
         if self.experts % self.ranks or self.ranks < 2:
             raise ConfigError(f"ranks must be at least 2 and divide {self.experts} experts; got {self.ranks}")
+        if not 0 <= self.slots <= (most := self.experts - self.experts // self.ranks):
+            raise ConfigError(f"slots must be from 0 to the {most} experts of other ranks; got {self.slots}")
 
     @property
     def steps(self) -> int:
         """Number of measured steps."""
         return self.iterations or 30
 
-    def replayed(self, seconds_per_row: float, seconds_to_move: float) -> ReplaySettings:
-        """Return the settings of the decisions."""
+    @property
+    def kinds(self) -> tuple[PlacementKind, ...]:
+        """Kinds of placement that are compared with fixed experts."""
+        return ("relocate", "replicate") if self.slots else ("relocate",)
+
+    def replayed(self, kind: PlacementKind, costs: Costs) -> ReplaySettings:
+        """Return the settings of the decisions of ``kind``."""
         return ReplaySettings(
+            kind=kind,
             every=self.every,
             window=self.window,
             threshold=self.threshold,
-            seconds_per_row=seconds_per_row,
-            seconds_to_move=seconds_to_move,
+            slots=self.slots if kind == "replicate" else 0,
+            seconds_per_row=costs.per_row,
+            seconds_to_move=costs.to_move,
+            seconds_to_publish=costs.to_publish,
         )
 
     def popularity(self, step: int) -> list[float]:

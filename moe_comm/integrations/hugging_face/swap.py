@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
@@ -32,8 +32,10 @@ from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_expe
 from moe_comm.integrations.hugging_face.guards import guard_libraries
 from moe_comm.kernels.fp8 import GemmDtype, check_gemm_dtype
 from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
+from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.collectives import group_size
+from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Placement, Sharding, Split
 
@@ -55,14 +57,16 @@ _HOOKS = (
 class EPExperts(nn.Module):
     """The local experts of one MoE block, with the forward signature of transformers' experts modules.
 
-    Parameters keep transformers' names and layouts. Dimension 0 holds only the experts of this rank
-    (``local_experts``), ascending by id. Their gradients already contain the rows of every rank of the expert-parallel
-    group and need no reduction over it.
+    Parameters keep transformers' names and layouts. Dimension 0 holds only the experts whose home is this rank,
+    ascending by id; ``local_experts`` are these, then copies of other ranks' experts. Their gradients already contain
+    the rows of every rank of the expert-parallel group and need no reduction over it. With copies they do so after
+    ``moe_comm.sync_gradients``.
     """
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
     gemm_dtype: GemmDtype = "same"
+    copies: ExpertCopies | None = None
 
     def __init__(
         self,
@@ -80,8 +84,9 @@ class EPExperts(nn.Module):
         self.num_experts = layout.num_experts
         placement = dispatcher.expert_placement or Placement.of_layout(dispatcher.placement)
         self.placement, self.local_experts = placement, placement.experts_of(dispatcher.rank)
+        homes = placement.homes_of(dispatcher.rank)
         for name in layout.parameters:
-            self.register_parameter(name, _local_slice(getattr(experts, name), self.local_experts))
+            self.register_parameter(name, _local_slice(getattr(experts, name), homes))
         self._slots = SlotTable.of(placement, 1)
         for hooks in _HOOKS:
             getattr(self, hooks).update(getattr(experts, hooks))
@@ -93,6 +98,7 @@ class EPExperts(nn.Module):
             place, sizes = {"ep": dispatcher.rank, "etp": 0}, {"ep": dispatcher.world, "etp": 1}
             shards = ExpertShards(dispatcher.group, shardings, place, sizes)
             attach_experts(self, shards, replicated, label)
+            self.copies = ExpertCopies.of(self, shards, placement, label)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the expert outputs of each token. Collective.
@@ -109,6 +115,8 @@ class EPExperts(nn.Module):
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
         x_TD = expert_input(hidden_states, self.gate_up_proj)
+        if self.copies is not None and (fault := self.copies.publish_if_due()) is not None:
+            self.dispatcher.refuse(fault, x_TD, label=self.label)
         if self._slots is not None:
             top_k_index, top_k_weights = self._slots(top_k_index, top_k_weights)
         y_TD = expert_layer(
@@ -116,13 +124,21 @@ class EPExperts(nn.Module):
             x_TD,
             top_k_index,
             top_k_weights,
-            partial(run_experts, self.layout, self, gemm_dtype=self.gemm_dtype),
+            self._run,
             self.overlap,
             width=self.layout.ffn,
             label=self.label,
             scaled=self.gemm_dtype == "fp8",
         )
         return y_TD.to(hidden_states.dtype)
+
+    def _run(self, call: ExpertCall) -> Tensor:
+        weights = self if self.copies is None else SimpleNamespace(**self.copies.stacked())
+        return run_experts(self.layout, weights, call, gemm_dtype=self.gemm_dtype)
+
+    def publish_copies(self) -> int:
+        """Send the weights of experts to the ranks that hold copies; see ``MoELayer.publish_copies``. Collective."""
+        return 0 if self.copies is None else self.copies.publish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EPExperts:
         # The copy has its own weights but shares the dispatcher, which owns communication resources.
@@ -234,7 +250,7 @@ def parallelize_moe(
         refuse_dispatcher(fault, group, options)
     dispatchers = {
         count: make_dispatcher(
-            count,
+            sum(placements[count].slots_per_rank),
             group,
             backend=backend,
             experts_per_rank=placements[count].slots_per_rank,

@@ -109,6 +109,8 @@ def _before_load(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any
         if isinstance(value := state.get(prefix + name), Tensor):
             part = local_part(gradients.shards, name, value, prefix + name)
             state[prefix + name] = distribute_like(part, getattr(experts, name))
+    if (copies := getattr(experts, "copies", None)) is not None:
+        copies.weights_changed()
 
 
 def local_part(shards: ExpertShards, name: str, value: Tensor, key: str) -> Tensor:

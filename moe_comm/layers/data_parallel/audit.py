@@ -94,6 +94,11 @@ class Audit:
         self._expert_recorder, self._replicated_recorder = _ProbeRecorder(expert), _ProbeRecorder(replicated)
         replicated.register_hook(self._replicated_recorder.record)
 
+    @property
+    def recording(self) -> bool:
+        """Whether the gradients of this step will be checked."""
+        return self._expert_recorder.active
+
     def expert_delivered(self, grad: Tensor) -> None:
         """Record a gradient of ``expert`` from backward, before it is scaled."""
         self._expert_recorder.record(grad)

@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.errors import ConfigError
 from moe_comm.layers.data_parallel.audit import Audit
+from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor, plain
 from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
 from moe_comm.layers.parallel.collectives import gather_values, sum_values
@@ -98,6 +99,11 @@ class ExpertGradients:
         """
         if self.prepared_for_fsdp or self.left_to_caller:
             return
+        if getattr(experts, "copies", None) is not None and torch.is_grad_enabled() and _active_ddp() is not None:
+            raise ConfigError(
+                f"DistributedDataParallel cannot train layer {self.label!r}, whose experts may have copies on other "
+                "ranks: use a placement without copies, or a loop with moe_comm.sync_gradients"
+            )
         for name in self.shards.shardings:
             param: Any = getattr(experts, name)
             hooked_param, hooked = self._hooked.get(name, (_no_reference, False))
@@ -112,6 +118,21 @@ class ExpertGradients:
         ddp = _active_ddp()
         if ddp is not None and self.ddp is not ddp:
             self._follow_ddp(ddp, experts)
+
+    @torch.no_grad()
+    def reduce_copies(self, experts: Any) -> None:
+        """Add the gradients of copies to those of the homes, if there are copies. Collective then."""
+        copies: ExpertCopies | None = getattr(experts, "copies", None)
+        if copies is None:
+            return
+        audited = getattr(experts, self._audited) if self.audit is not None and self.audit.recording else None
+        if audited is None or audited.grad is None:
+            copies.reduce()
+            return
+        before = plain(audited.grad).clone()
+        copies.reduce()
+        assert self.audit is not None
+        self.audit.expert_delivered(plain(audited.grad) - before)
 
     def stop_checking(self) -> None:
         """Disable the comparison of gradients before optimizer steps."""

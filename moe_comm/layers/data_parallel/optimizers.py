@@ -7,7 +7,7 @@ complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards
 
 _MARK = "_moe_comm_expert"
 _AUDIT = "_moe_comm_audit"
+_COPIES = "_moe_comm_copies"
 _HOOKED = "_moe_comm_knows_experts"
 
 
@@ -34,6 +35,11 @@ def mark_of(param: Tensor) -> tuple[ExpertShards, str] | None:
 def watch_steps(param: Tensor, audit: Audit) -> None:
     """Run ``audit`` before each step of the optimizer of ``param``."""
     setattr(param, _AUDIT, audit)
+
+
+def watch_copies(param: Tensor, check: Callable[[], None]) -> None:
+    """Run ``check``, whether gradients of copies are reduced, before each step of the optimizer of ``param``."""
+    setattr(param, _COPIES, check)
 
 
 def wrap_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -65,6 +71,9 @@ def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     refuse_saving(optimizer)
+    for param in params_of(optimizer):
+        if (check := getattr(param, _COPIES, None)) is not None:
+            check()
     audits = [audit for param in params_of(optimizer) if (audit := getattr(param, _AUDIT, None)) is not None]
     # All layers of a model are reduced in the same way, so one audit is enough.
     for audit in audits[1:]:

@@ -26,8 +26,8 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
 
     Call it after the last ``backward`` of a step, in loops without DDP or FSDP. Gradients of replicated parameters are
     summed over ``group``. Gradients of experts already cover the expert-parallel group; they are summed over the ranks
-    of ``group`` with the same experts. With loss = (sum over this rank's tokens) / (tokens of all ranks), the results
-    are the gradients of one process.
+    of ``group`` with the same experts, after the gradients of copies have been added to those of the homes. With
+    loss = (sum over this rank's tokens) / (tokens of all ranks), the results are the gradients of one process.
 
     Args:
         group: None: the default group. Without ``torch.distributed`` nothing happens.
@@ -51,6 +51,7 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
     world = dist.get_world_size(group)
     experts = {id(param) for param in expert_parameters(model).values()}
     for _, module, gradients in expert_modules(model):
+        gradients.reduce_copies(module)
         edp = gradients.edp_group(group)
         if gradients.audit is not None:
             gradients.audit.group = group
@@ -101,7 +102,11 @@ def clip_grad_norm_(
 
     Raises:
         NonFiniteLoss: the norm is NaN or infinite, with ``error_if_nonfinite``; raised on all ranks, before scaling.
+        ConfigError: experts have copies, and ``sync_gradients`` has not reduced the gradients.
     """
+    for _, module, _ in expert_modules(model):
+        if (copies := getattr(module, "copies", None)) is not None:
+            copies.check_reduced()
     p = float(norm_type)
     families = _families(model)
     grads = [grad for params in families.values() for grad in _local_grads(params)]
@@ -179,7 +184,9 @@ def prepare_fsdp(
     if group is None:
         return model
     single: ProcessGroup | None = None
-    for _, module, gradients in expert_modules(model):
+    for name, module, gradients in expert_modules(model):
+        if getattr(module, "copies", None) is not None:
+            raise ConfigError(f"FSDP cannot shard the experts of {name!r}, which may have copies on other ranks")
         edp = gradients.edp_group(group)
         if edp is None:
             single = single or dist.new_group([dist.get_rank()], use_local_synchronization=True)

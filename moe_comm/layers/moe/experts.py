@@ -15,6 +15,7 @@ from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.kernels.autocast import cast_parameter
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.fp8 import GemmDtype
+from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.overlap.executors.serial import run_mlp
 from moe_comm.topology import Placement, Sharding, Split
 
@@ -59,6 +60,7 @@ class Experts(nn.Module):
         b2: [E, D] or None. For slices it is [E, D / count]: each rank adds its own columns.
         recompute: False by default. True: recompute activations in backward instead of storing them; costs one more
             GEMM.
+        copies: copies of experts of other ranks, which ``forward`` computes with as well; None if there are none.
         gemm_dtype: operands of the forward GEMMs. "same": in the dtype of the rows. "fp8": e4m3 with one fp32 scale per
             128 channels of a row and per 128 x 128 weights; results and backward stay in the dtype of the rows.
 
@@ -67,6 +69,7 @@ class Experts(nn.Module):
     """
 
     gemm_dtype: GemmDtype
+    copies: ExpertCopies | None = None
 
     @attribute_parameters("recompute")
     def __init__(
@@ -186,6 +189,9 @@ class Experts(nn.Module):
         w2: Tensor = self.w2
         b13: Tensor | None = self.b13
         b2: Tensor | None = self.b2
+        if self.copies is not None:
+            slots = self.copies.stacked()
+            w13, w2, b13, b2 = slots["w13"], slots["w2"], slots.get("b13"), slots.get("b2")
         if torch.is_autocast_enabled(rows.device.type):
             w13, w2 = cast_parameter(w13, rows), cast_parameter(w2, rows)
             b13, b2 = (None if bias is None else cast_parameter(bias, rows) for bias in (b13, b2))

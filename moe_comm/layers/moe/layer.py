@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,10 +37,12 @@ from moe_comm.dispatch.factory import refuse_dispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
+from moe_comm.layers.data_parallel.copies import ExpertCopies
 from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
 from moe_comm.layers.data_parallel.gradients import managed_by_fsdp
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
 from moe_comm.layers.data_parallel.sync import prepare_ddp
+from moe_comm.layers.moe.call import DispatchStats, MoECall
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
@@ -61,54 +63,7 @@ from moe_comm.topology import ExpertPlacement, Placement, Sharding
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DispatchStats", "MoEConfig", "MoELayer"]
-
-
-@dataclass(frozen=True)
-class DispatchStats:
-    """Statistics of the (token, slot) pairs of one call. Summed over all ranks, etp * sent equals received.
-
-    Attributes:
-        slots: T * K of this rank.
-        sent: slots that were dispatched to an expert. The other slots were dropped, or have no real expert.
-        received: rows that this rank received for its experts or expert slices.
-        dropped: slots that the capacity dropped, a scalar tensor; None without capacity.
-    """
-
-    slots: int
-    sent: int
-    received: int
-    dropped: Tensor | None
-
-
-class MoECall:
-    """A pending call of an ``MoELayer``, returned by ``MoELayer.begin``. Each rank calls ``compute``, then ``result``:
-
-        call = layer.begin(x)     dispatch starts
-        ...                       other work: attention of another micro-batch, a parallel dense branch
-        call.compute()            shared expert, while rows are in flight; then the experts
-        ...                       other work
-        y = call.result()         results are combined
-
-    In backward, autograd runs the same operators in reverse order, so the other work hides the transfers there as well.
-    """
-
-    def __init__(self, steps: Steps[Tensor]) -> None:
-        self._steps = steps
-        next(steps)
-
-    def compute(self) -> None:
-        """Run the shared expert, and the experts on the rows as they complete; start to send the results."""
-        next(self._steps)
-
-    def result(self) -> Tensor:
-        """Return what ``MoELayer.forward`` returns."""
-        try:
-            next(self._steps)
-        except StopIteration as end:
-            y: Tensor = end.value
-            return y
-        raise RuntimeError("MoECall.result was called before MoECall.compute")
+__all__ = ["MoEConfig", "MoELayer"]
 
 
 @renamed_attributes(flow="dispatch_stats")
@@ -128,7 +83,7 @@ class MoELayer(ParallelModule):
     Args:
         router: selects real and zero-computation experts. The layer counts over the router's ``group`` as well: a
             capacity of scope "batch" applies to the tokens of that group.
-        experts: the experts of this rank, ``len(dispatcher.local_experts)`` of them, or as many expert slices.
+        experts: the experts whose home is this rank, or as many expert slices.
         dispatcher: dispatcher of the experts, or of their slices (``ExpertPlacement.sliced``). Its ``expert_placement``
             is the placement of the complete experts; None: consecutive experts.
         shared: shared expert, or None.
@@ -197,15 +152,17 @@ class MoELayer(ParallelModule):
                 f"the router chooses among {router.config.num_experts} real experts, but the dispatcher has "
                 f"{self.num_experts}"
             )
-        if experts.num_experts != len(dispatcher.local_experts):
+        homes = self.placement.homes_per_rank[self.place["ep"]]
+        if experts.num_experts != homes:
             raise ConfigError(
-                f"rank {dispatcher.rank} holds {len(dispatcher.local_experts)} experts by the dispatcher's placement "
-                f"{dispatcher.placement.experts_per_rank}, but its weights are for {experts.num_experts}"
+                f"rank {dispatcher.rank} is the home of {homes} experts, with the slots {layout.experts_per_rank} of "
+                f"all ranks, but its weights are for {experts.num_experts}"
             )
         self._slots = SlotTable.of(self.placement, part.count)
         if dispatcher.group is not None and dispatcher.world > 1:
             shards = ExpertShards(dispatcher.group, experts.shardings_over(self.placement), self.place, self.sizes)
             attach_experts(experts, shards, partial(getattr, router, "weight"), label)
+            experts.copies = ExpertCopies.of(experts, shards, self.placement, label)
             prepare_ddp(self)
 
     @classmethod
@@ -272,7 +229,7 @@ class MoELayer(ParallelModule):
 
         def make_on(target: torch.device | str | None) -> Dispatcher:
             return make_dispatcher(
-                config.num_experts * etp,
+                slots.num_experts,
                 group,
                 backend=backend,
                 experts_per_rank=slots.experts_per_rank,
@@ -293,7 +250,7 @@ class MoELayer(ParallelModule):
         hidden, activation = config.hidden, config.activation
         router = Router(hidden, config.router, tokens_group, sequence_group=groups.sequence, **factory)
         part = ExpertSlice(dispatcher.rank % etp, etp)
-        num_local = len(dispatcher.local_experts)
+        num_local = placement.homes_per_rank[dispatcher.rank // etp]
         # On "meta" first: values are drawn once, by layer.reset_parameters.
         bias, empty = config.expert_bias, factory | {"device": "meta"}
         experts = Experts(num_local, hidden, config.ffn, activation, bias=bias, part=part, **empty)
@@ -312,8 +269,16 @@ class MoELayer(ParallelModule):
         return self.placement.num_experts
 
     @property
+    def copies(self) -> ExpertCopies | None:
+        """Copies of experts on other ranks than their homes; None without slots for copies."""
+        return getattr(self.experts, "copies", None)
+
+    @property
     def local_experts(self) -> tuple[int, ...]:
-        """Global ids of the real experts that this rank holds, complete or as slices, in the order of their rows."""
+        """Global ids of the real experts that this rank holds, complete or as slices, in the order of their rows.
+
+        The experts of the parameters come first, then copies.
+        """
         return self.placement.experts_of(self.place["ep"])
 
     def shardings(self) -> dict[str, Sharding]:
@@ -327,18 +292,31 @@ class MoELayer(ParallelModule):
         self.router.reset_parameters(std, generator)
         if self.shared is not None:
             self.shared.reset_parameters(std, generator)
-        self.experts.reset_parameters(seed, self.local_experts, std)
+        self.experts.reset_parameters(seed, self.placement.homes_of(self.place["ep"]), std)
+        if self.copies is not None:
+            self.copies.weights_changed()
         self.dropped_total.zero_()
+
+    def publish_copies(self) -> int:
+        """Send the weights of experts to the ranks that hold copies. Collective over the expert group.
+
+        ``forward`` does so itself after the layer is built, ``relocate``, ``moe_comm.sync_gradients`` and
+        ``load_state_dict``. Call this method on every rank after any other change of the weights.
+
+        Returns:
+            Bytes of this rank's experts that other ranks received; 0 without copies.
+        """
+        return 0 if self.copies is None else self.copies.publish()
 
     def relocate(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> int:
         """Move experts to other ranks: weights, and the state of ``optimizer``. Collective over the expert group.
 
         Call it between steps: the experts' gradients are reset, and no call of the layer may be pending. Only the rows
-        of experts that change their rank are sent. The layer computes the same bits as before. A state dict of the
-        weights that was taken before is not a part of the new experts.
+        of experts that change their home are sent; the next forward pass publishes the copies. The layer computes the
+        same bits as before. A state dict of the weights that was taken before is not a part of the new experts.
 
         Args:
-            placement: the new placement, with as many experts on each rank as before.
+            placement: the new placement, with as many homes and slots on each rank as before.
             optimizer: state tensors with the shape of an expert parameter move with it. None: state does not move.
 
         Returns:
@@ -389,12 +367,19 @@ class MoELayer(ParallelModule):
             raise fault
 
     def check_placement(self, placement: Placement) -> None:
-        """Raise ConfigError unless ``placement`` keeps the number of experts of each rank."""
+        """Raise ConfigError unless ``placement`` keeps the number of experts and slots of each rank."""
         placement.fitting(self.num_experts, self.sizes["ep"])
-        if placement.slots_per_rank != self.placement.slots_per_rank:
+        old = self.placement
+        if placement.homes_per_rank != old.homes_per_rank:
             raise ConfigError(
-                f"a relocation keeps the number of experts of each rank, {self.placement.slots_per_rank}; the new "
-                f"placement has {placement.slots_per_rank}"
+                f"a relocation keeps the number of experts of each rank, {old.homes_per_rank}; the new "
+                f"placement has {placement.homes_per_rank}"
+            )
+        if placement.slots_per_rank != old.slots_per_rank:
+            raise ConfigError(
+                f"a relocation keeps the slots of each rank, {old.slots_per_rank} with those for copies; the new "
+                f"placement has {placement.slots_per_rank}. Set Placement.slots of both to the copies that a rank can "
+                "hold"
             )
 
     def set_placement(self, placement: Placement) -> None:
@@ -412,6 +397,8 @@ class MoELayer(ParallelModule):
             param.grad = None
             if gradients is not None:
                 mark_parameter(param, gradients.shards, name)
+        if self.copies is not None:
+            self.copies.set_placement(placement)
 
     def shared_by_copies(self) -> list[Any]:
         """Return the objects that communicate with other processes."""
@@ -486,9 +473,11 @@ class MoELayer(ParallelModule):
 
     def _route(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> tuple[Tensor, Routing]:
         """Return the tokens as [T, D], and their routing."""
-        router = self.router
+        router, copies = self.router, self.copies
+        fault: InputError | ConfigError | None = None if copies is None else copies.publish_if_due()
         if x.shape[-1] != router.hidden:
             fault = InputError(f"this layer's hidden size is {router.hidden}; got x {tuple(x.shape)}")
+        if fault is not None:
             self._exchange_without_tokens(x, routing, token_index)
             self.dispatcher.refuse(fault, x, label=self.label)
         x_TD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -5,6 +5,14 @@ of a rank have consecutive ids, so a dispatcher needs no table:
 
     owners of experts 0..3: ranks 1 0 1 0            slots of rank 0: 0 1    rank 1: 2 3
     expert ids  0 1 2 3   ─▶   slot ids  2 0 3 1
+
+The rows of an expert with copies are divided over its owners. Each rank divides its own rows, in the order of (token,
+slot), into one interval per owner. Their lengths follow from the rank's own counts (``rebalance.cut_rows``), so nothing
+is exchanged, and a recomputed forward pass sends the rows to the same owners:
+
+    owners of expert 0: ranks 0 and 1    rows 0 1 2 3 4 of a rank  ─▶  0 1 2 to rank 0, 3 4 to rank 1
+
+If each rank divides its rows evenly over the ranks, then all rows are.
 """
 
 from __future__ import annotations
@@ -13,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.topology import Placement
+from moe_comm.topology.rebalance import cut_rows
 
 
 class SlotTable:
@@ -25,7 +34,10 @@ class SlotTable:
 
     def __init__(self, placement: Placement, parts: int) -> None:
         slices = placement.layout.slice_ids(parts)
-        self._slots_EP = torch.tensor([slices[slots[0]] for slots in placement.slot_ids()], device="cpu")
+        owners = [[slices[slot] for slot in slots] for slots in placement.slot_ids()]
+        self._placement = placement
+        self._slots_EP = torch.tensor([homes for homes, *_ in owners], device="cpu")
+        self._owners = {expert: slots for expert, slots in enumerate(owners) if len(slots) > 1}
 
     @classmethod
     def of(cls, placement: Placement, parts: int) -> SlotTable | None:
@@ -41,9 +53,23 @@ class SlotTable:
             self._slots_EP = self._slots_EP.to(ids_TK.device)
         slots_EP = self._slots_EP
         experts, parts = slots_EP.shape
-        invalid_TK1 = torch.where(ids_TK < 0, ids_TK, ids_TK + experts * (parts - 1)).long().unsqueeze(-1)
+        past_TK1 = (ids_TK - experts + sum(self._placement.slots_per_rank) * parts).long()
         is_expert_TK1 = ((ids_TK >= 0) & (ids_TK < experts)).unsqueeze(-1)
+        invalid_TK1 = torch.where(ids_TK < 0, ids_TK.long(), past_TK1).unsqueeze(-1)
         ids_TKP = torch.where(is_expert_TK1, slots_EP[ids_TK.clamp(0, experts - 1).long()], invalid_TK1)
+        if self._owners:
+            self._divide(ids_TK.reshape(-1), ids_TKP.view(-1, parts))
         if parts == 1:
             return ids_TKP.squeeze(-1), weights_TK
         return ids_TKP.flatten(1), weights_TK.unsqueeze(-1).expand_as(ids_TKP).flatten(1)
+
+    def _divide(self, ids_N: Tensor, slots_NP: Tensor) -> None:
+        """Write the slots of the owners of each expert with copies."""
+        experts = len(self._slots_EP)
+        valid_N = ids_N[(ids_N >= 0) & (ids_N < experts)]
+        counts = torch.bincount(valid_N, minlength=experts).tolist()
+        lengths = cut_rows(counts, self._placement)
+        for expert, owners in self._owners.items():
+            rows_N = (ids_N == expert).nonzero().squeeze(1)
+            for slots_P, rows in zip(owners, rows_N.split(lengths[expert]), strict=True):
+                slots_NP[rows] = torch.tensor(slots_P, device=slots_NP.device)

@@ -100,7 +100,6 @@ def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
         after += replayed_ratio(steps, decision.placement or first)
         if decision.placement is not None:
             moved += Moves.of(first, decision.placement).busiest
-            held = zip(decision.placement.slots_per_rank, first.slots_per_rank, strict=True)
-            copies = max(copies, *(new - old for new, old in held))
+            copies = max(copies, *decision.placement.copies_per_rank)
     count = len(loads.layers)
     return PlacedLoads(kind if moved else "fixed", before / count, after / count, moved / count, copies, reasons[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -91,6 +92,9 @@ def build_stages(
         device: device of the parameters; None: the mesh's device.
     """
     plan, parallel = stage_plan(config, architecture), config.parallel
+    if config.placement.kind == "replicate" and architecture.moe_layers:
+        placement = config.placement.first(architecture.moe.num_experts, mesh.size("ep"))
+        architecture = replace(architecture, moe=replace(architecture.moe, placement=placement, experts_per_rank=None))
     overlap = Overlap(parallel.overlap_chunks, executor=parallel.executor) if parallel.overlap_chunks else None
     expert_overlap = Overlap("auto", executor=parallel.executor) if overlaps_experts(config, architecture) else None
     return [

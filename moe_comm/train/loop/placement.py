@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from moe_comm.train.parallel import DataParallel
 from moe_comm.train.parallel.relocation import ExpertSize, check_relocation, declare_placement, relocate_experts
 from moe_comm.train.sections import PlacementSection
 
+GRADIENT_BYTES = 4
+"""Gradients are fp32."""
 FORWARD_BACKWARD = 6
 """FLOPs of a row for each weight of its expert, in forward and backward."""
 PROBE_BYTES = 1 << 20
@@ -43,10 +45,11 @@ NUMBER_BYTES, LAYER_BYTES = 16, 1024
 
 @dataclass(frozen=True)
 class SwitchTimes:
-    """Seconds of one row on its rank, and of one expert between two ranks; equal on all ranks."""
+    """Seconds of one row on its rank, of moving one expert, and of one copy in a step; equal on all ranks."""
 
     per_row: float
     per_expert: float
+    per_copy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,8 @@ class ExpertPlacements:
         self.section, self._data_parallel, self._optimizer = section, data_parallel, optimizer
         self._mesh: ParallelMesh = data_parallel.mesh
         self._layers: dict[str, MoELayer] = {name: layer for stage in stages for name, layer in moe_layers(stage)}
-        default = Placement.contiguous(num_experts, self._mesh.size("ep"))
-        self.by_layer = dict.fromkeys(names, default)
+        self._first = section.first(num_experts, self._mesh.size("ep"))
+        self.by_layer = dict.fromkeys(names, self._first)
         self.windows = {name: LoadWindow(section.window) for name in names}
         self.times: SwitchTimes | None = None
 
@@ -220,12 +223,20 @@ class ExpertPlacements:
         if not isinstance(state, dict) or state.get("mapping") != str(self._mesh.config):
             return None
         try:
-            saved = {name: Placement.from_json(json.dumps(state["layers"][name])) for name in self.by_layer}
+            saved = {
+                name: self._with_slots(Placement.from_json(json.dumps(state["layers"][name]))) for name in self.by_layer
+            }
             self._check(saved)
             size, windows = self.section.window, state["windows"]
             return _Saved(saved, {name: LoadWindow.of(size, windows[name], one) for name, one in saved.items()})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the placement of experts in the checkpoint is damaged: {error!r}") from error
+
+    def _with_slots(self, saved: Placement) -> Placement:
+        """Return a saved placement with the slots of this run, and without copies if the slots differ."""
+        if saved.slots == self._first.slots:
+            return saved
+        return replace(saved, owners=tuple((home,) for home in saved.homes), slots=self._first.slots)
 
     def _decide(self) -> dict[str, Decision]:
         section, times = self.section, self._measure()
@@ -235,22 +246,29 @@ class ExpertPlacements:
             threshold=section.threshold,
             seconds_per_row=times.per_row,
             seconds_to_move=times.per_expert,
+            slots=section.slots,
+            seconds_to_publish=times.per_copy,
         )
         return {name: self.windows[name].decide(placement, settings) for name, placement in self.by_layer.items()}
 
     def _measure(self) -> SwitchTimes:
         """Return the times, which the ranks measure together at the first call. Collective then."""
         if self.times is None:
-            rows_per_s, bytes_per_s = 0.0, 0.0
+            rates_3 = [0.0, 0.0, 0.0]
             for name, layer in list(self._layers.items())[:1]:
                 size = ExpertSize.of(layer, name, self._data_parallel, self._optimizer.state_tensors)
                 dtype = layer.experts.w13.dtype
-                rows_per_s = gemm_flops(dtype, self._mesh.device) / (FORWARD_BACKWARD * size.weights)
-                bytes_per_s = self._transfer_rate() / max(size.num_bytes, 1)
-            rates = torch.tensor([rows_per_s, bytes_per_s], dtype=torch.float64)
-            rates_W2 = gather_values(rates, self._mesh.world_group, "agreeing on the time of a switch")
-            slowest = rates_W2[(rates_W2 > 0).all(1)].amin(0)
-            self.times = SwitchTimes(1 / float(slowest[0]), 1 / float(slowest[1]))
+                bytes_per_s = self._transfer_rate()
+                rates_3 = [
+                    gemm_flops(dtype, self._mesh.device) / (FORWARD_BACKWARD * size.weights),
+                    bytes_per_s / max(size.num_bytes, 1),
+                    # weights to the copy, and its gradient back
+                    bytes_per_s / (size.weights * (dtype.itemsize + GRADIENT_BYTES)),
+                ]
+            rates = torch.tensor(rates_3, dtype=torch.float64)
+            rates_W3 = gather_values(rates, self._mesh.world_group, "agreeing on the time of a switch")
+            slowest = rates_W3[(rates_W3 > 0).all(1)].amin(0)
+            self.times = SwitchTimes(*(1 / float(rate) for rate in slowest))
         return self.times
 
     def _transfer_rate(self) -> float:

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.communicator import find_communicator
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.errors import ConfigError
+from moe_comm.layers.data_parallel import expert_modules
 from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.runtime.event_layout import NO_NAME
 from moe_comm.topology import ParallelMesh, Sharding
@@ -59,6 +60,7 @@ class DataParallelOptions:
         overlap: reduce gradients during the last backward pass of a step, and gather the weights of ZeRO during the
             next forward pass. "auto": for groups with ranks on several hosts, and on GPUs. On one host the CPU ranks
             copy through shared memory with the cores that compute. FSDP also gathers the next unit while one computes.
+            "auto" does not overlap if experts can have copies, whose gradients are added first.
         keep_gradients: keep the gradients of this rank until ``zero_grad``. Otherwise ZeRO frees them when their bucket
             is packed.
         reshard_after_forward: FSDP frees the gathered weights of a block after forward, and gathers them again for
@@ -117,7 +119,8 @@ class DataParallel:
             gradients are summed, and norms count only the first copy.
 
     Raises:
-        ConfigError: a parameter's shape contradicts its sharding, or FSDP cannot shard it.
+        ConfigError: a parameter's shape contradicts its sharding, or FSDP cannot shard it; or experts can have copies
+            on other ranks, with FSDP or with ``overlap`` "on".
     """
 
     def __init__(
@@ -129,6 +132,19 @@ class DataParallel:
         tied: Sequence[str] = (),
     ) -> None:
         stages = [modules] if isinstance(modules, nn.Module) else list(modules)
+        self._copies = [
+            copies
+            for stage in stages
+            for _, module, _ in expert_modules(stage)
+            if (copies := getattr(module, "copies", None)) is not None
+        ]
+        if self._copies:
+            if options.strategy == "fsdp" or options.overlap == "on":
+                raise ConfigError(
+                    "experts with copies on other ranks can be trained with the strategies replicate and zero1, and "
+                    f"without overlapped gradients; got {options.strategy} with overlap {options.overlap!r}"
+                )
+            options = replace(options, overlap="off")
         self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
         trained = [self._with_compute_dtype(item) for item in local_parameters(stages, shardings, mesh)]
         self._units: tuple[UnitRanks, UnitRanks] | None = None
@@ -165,6 +181,8 @@ class DataParallel:
         self._schedule.drop()
         for group in self._groups:
             group.zero_grad()
+        for copies in self._copies:
+            copies.clear()
 
     def begin_backward(self, stage: nn.Module) -> None:
         """Begin the last backward pass of ``stage`` in a step: its gradients are reduced as they complete.
@@ -180,9 +198,13 @@ class DataParallel:
     def reduce(self) -> None:
         """Reduce gradients over ranks into the ``grad`` of the owned shards; missing ones count as zero. Collective.
 
+        The gradients of copies of experts are added to those of the homes first.
+
         Raises:
             PeerDied, PeerTimeout: a rank failed, possibly while the gradients were reduced in backward.
         """
+        for copies in self._copies:
+            copies.reduce()
         self._schedule.reduce()
         if self._fsdp is not None:
             self._fsdp.reduce()
@@ -199,6 +221,8 @@ class DataParallel:
         if self._fsdp is not None:
             self._fsdp.publish()
         self._replicated.publish()
+        for copies in self._copies:
+            copies.publish()
 
     def wait_weights(self) -> None:
         """Wait until all parameters of the model have the values of the last ``publish``."""

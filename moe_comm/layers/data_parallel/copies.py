@@ -1,0 +1,245 @@
+"""Copies of experts on other ranks than their homes: published weights, and gradients that are reduced to the home.
+
+    owners of experts 0..3: (0,) (0, 1) (1,) (1,)
+
+    rank 0    w13 [2, ...]   experts 0 1                        publish    rank 0 ── weights of expert 1 ──▶ rank 1
+    rank 1    w13 [2, ...]   experts 2 3 │ slot: copy of 1      reduce     rank 0 ◀── its gradient of expert 1 ── rank 1
+
+A parameter has the experts whose home is this rank. It is a view of the first rows of a stack, whose other rows are the
+slots for copies. Executors compute with the stack, so a forward pass copies no weights. Optimizers, state dicts and
+norms see the parameter only, and count each expert once.
+
+The gradient of an expert is the sum of its owners' gradients in fp32, in the order of the owners, rounded once. It is
+the same in each run. Its bits differ from those without copies, because each owner sums the rows that it computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe_comm.comm.group_setup import channel_of
+from moe_comm.comm.sparse_rows import RowTransfer, transfer_rows
+from moe_comm.errors import ConfigError
+from moe_comm.layers.data_parallel.expert_shard import ExpertShards, plain
+from moe_comm.layers.data_parallel.optimizers import watch_copies
+from moe_comm.topology import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class _Stack:
+    """rows_SX: all slots of a parameter. copies_CX: those of copies, a leaf that collects their gradients."""
+
+    rows_SX: Tensor
+    copies_CX: Tensor
+
+
+class _Stacked(torch.autograd.Function):
+    """The stack of a parameter and its copies, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, param_HX: Tensor, copies_CX: Tensor, rows_SX: Tensor, copies: ExpertCopies) -> Tensor:
+        ctx.save_for_backward(param_HX)  # backward raises if it has changed
+        ctx.leaves, ctx.copies = (param_HX, copies_CX), copies
+        return rows_SX.data
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SX: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        param_HX, copies_CX = ctx.leaves
+        if param_HX.grad is None:
+            copies_CX.grad = None  # of a step that was discarded
+        ctx.copies.unreduced = True
+        homes = param_HX.shape[0]
+        return grad_SX[:homes], grad_SX[homes:], None, None
+
+
+class ExpertCopies:
+    """The copies of one experts module. All ranks of its expert-parallel group make the same calls.
+
+    Args:
+        experts: the module. Its parameters in ``shards`` have the experts whose home is this rank.
+        shards: group and shardings of the parameters.
+        placement: owners of the experts.
+        label: name of the layer in error messages.
+
+    Attributes:
+        unreduced: the gradients of copies have not been added to those of the homes.
+    """
+
+    def __init__(self, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> None:
+        self._experts, self._shards, self._label = experts, shards, label
+        self._stacks: dict[str, _Stack] = {}
+        self.set_placement(placement)
+
+    @classmethod
+    def of(cls, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> ExpertCopies | None:
+        """Return the copies; None if the placement has no slots for copies."""
+        has_slots = placement.slots_per_rank != placement.homes_per_rank
+        return cls(experts, shards, placement, label) if has_slots else None
+
+    def set_placement(self, placement: Placement) -> None:
+        """Use another placement with the same layout, whose copies have not been published."""
+        self.placement = placement
+        self._transfers = tuple(_transfers(placement, self._shards))
+        self._versions: list[int] = []
+        self.clear()
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Publish before the next forward pass. Called on all ranks."""
+        self._due = True
+
+    def clear(self) -> None:
+        """Drop the gradients of copies."""
+        self.unreduced = False
+        for stack in self._stacks.values():
+            stack.copies_CX.grad = None
+
+    def stacked(self) -> dict[str, Tensor]:
+        """Return all slots of each parameter by name, [slots, ...]. Differentiable."""
+        result = {}
+        for name, param in self._params().items():
+            stack = self._stack(name)
+            if torch.is_grad_enabled() and param.requires_grad:
+                result[name] = _Stacked.apply(param, stack.copies_CX, stack.rows_SX, self)
+            else:
+                result[name] = stack.rows_SX.data
+        return result
+
+    def publish_if_due(self) -> ConfigError | None:
+        """Publish if all ranks know that weights may have changed. Collective then.
+
+        Returns:
+            An error if only this rank knows that its weights have changed; None otherwise.
+        """
+        if self._due:
+            self.publish()
+        if self._versions == self._present_versions():
+            return None
+        return ConfigError(
+            f"the weights of the experts of layer {self._label!r} have changed, but not their copies on other ranks. "
+            "Call publish_copies() of the layer on every rank after the change. After sync_gradients and "
+            "load_state_dict, the next forward pass does so"
+        )
+
+    def publish(self) -> int:
+        """Send the weights of experts to the ranks that hold copies. Collective.
+
+        Returns:
+            Bytes of this rank's experts that other ranks received.
+        """
+        stacks = [self._stack(name).rows_SX for name in self._params()]
+
+        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
+            for stack, row in zip(stacks, rows, strict=True):
+                stack[one.destination_row].copy_(row)
+
+        what = f"publishing the copies of experts of layer {self._label!r}"
+        transfer_rows(channel_of(self._shards.group), self._transfers, stacks, receive, what)
+        self._due = False
+        self._versions = self._present_versions()
+        return self._count(self._transfers) * _row_bytes(stacks)
+
+    @torch.no_grad()
+    def reduce(self) -> int:
+        """Add the gradients of copies to those of the parameters of their homes. Collective, once in a step.
+
+        Returns:
+            Bytes of gradients that this rank sent.
+        """
+        if not self.unreduced:
+            return 0
+        trained = {name: param for name, param in self._params().items() if param.requires_grad}
+        copies, grads = [], []
+        for name, param in trained.items():
+            leaf, dtype = self._stack(name).copies_CX, param.grad_dtype or param.dtype
+            copies.append(torch.zeros_like(leaf, dtype=dtype) if leaf.grad is None else leaf.grad)
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=dtype)
+            grads.append(plain(param.grad))
+        sums: list[dict[int, Tensor]] = [{} for _ in grads]
+
+        def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
+            at = one.destination_row
+            for grad, row, of_rows in zip(grads, rows, sums, strict=True):
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                of_rows.setdefault(at, grad[at].to(wide)).add_(row)  # in place if the gradient is fp32
+
+        homes = [homes for homes in self.placement.homes_per_rank for _ in range(self._shards.sizes["etp"])]
+        back = [
+            RowTransfer(one.destination, one.destination_row - homes[one.destination], one.source, one.source_row)
+            for one in self._transfers
+        ]
+        what = f"reducing the gradients of copies of layer {self._label!r}"
+        transfer_rows(channel_of(self._shards.group), back, copies, receive, what)
+        for grad, of_rows in zip(grads, sums, strict=True):
+            for at, total in of_rows.items():
+                if total.dtype != grad.dtype:
+                    grad[at].copy_(total)
+        self.clear()
+        self.weights_changed()
+        return self._count(back) * _row_bytes(copies)
+
+    def check_reduced(self) -> None:
+        """Raise ConfigError if the gradients of copies have not been added to those of the homes."""
+        if self.unreduced:
+            raise ConfigError(
+                f"experts of layer {self._label!r} have copies on other ranks, whose gradients have not been added to "
+                "those of the parameters. Call moe_comm.sync_gradients(model) after backward"
+            )
+
+    def _params(self) -> dict[str, nn.Parameter]:
+        return {name: getattr(self._experts, name) for name in self._shards.shardings}
+
+    def _present_versions(self) -> list[int]:
+        return [0 if param.is_inference() else param._version for param in self._params().values()]
+
+    def _count(self, transfers: Sequence[RowTransfer]) -> int:
+        rank = self._shards.group.rank()
+        return sum(one.source == rank for one in transfers)
+
+    def _stack(self, name: str) -> _Stack:
+        """Return the stack of a parameter, after making the parameter a view of it."""
+        param: nn.Parameter = getattr(self._experts, name)
+        old, homes = self._stacks.get(name), param.shape[0]
+        if (
+            old is not None
+            and (old.rows_SX.device, old.rows_SX.dtype) == (param.device, param.dtype)
+            and (not homes or old.rows_SX.data_ptr() == param.data_ptr())
+        ):
+            return old
+        slots = self.placement.slots_per_rank[self._shards.place["ep"]]
+        with torch.inference_mode(False), torch.no_grad():
+            rows_SX = torch.zeros(slots, *param.shape[1:], dtype=param.dtype, device=param.device)
+            rows_SX[:homes] = param
+            if old is not None and old.rows_SX.device.type != "meta":
+                rows_SX[homes:] = old.rows_SX[homes:]
+            param.data = rows_SX[:homes]
+            watch_copies(param, self.check_reduced)
+            copies_CX = rows_SX.data[homes:].requires_grad_()
+            copies_CX.grad_dtype = param.grad_dtype
+        self._stacks[name] = _Stack(rows_SX, copies_CX)
+        return self._stacks[name]
+
+
+def _transfers(placement: Placement, shards: ExpertShards) -> Iterator[RowTransfer]:
+    """Yield the transfers of weights to copies, by expert and in the order of its owners.
+
+    Ranks hold equal slices of an expert if their position on the axis "etp" is equal.
+    """
+    offsets, etp, part = placement.layout.offsets, shards.sizes["etp"], shards.place["etp"]
+    for (home, *ranks), (first, *slots) in zip(placement.owners, placement.slot_ids(), strict=True):
+        for rank, slot in zip(ranks, slots, strict=True):
+            source, destination = home * etp + part, rank * etp + part
+            yield RowTransfer(source, first - offsets[home], destination, slot - offsets[rank])
+
+
+def _row_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,155 @@
+"""Training while experts get copies on other ranks, compared with fixed experts."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.errors import ConfigError
+from moe_comm.layers.moe.load import moe_layers
+from moe_comm.observe.records import PLACEMENTS, PlacementLine, read_lines
+from moe_comm.topology import Placement
+from moe_comm.train.checkpoint import CheckpointReader
+from moe_comm.train.config import load
+from tests.pool import RankPool
+from tests.train.common import Trained, assert_floats, session, train, whole
+from tests.train.loop.test_placement import LONG, RELOCATE, metrics_of, run_relocating
+
+SLOTS = 2
+REPLICATE = ("placement.kind=replicate", f"placement.slots={SLOTS}")
+
+
+def replicated(old: Placement, seed: int) -> Placement:
+    """Return a random placement with the counts and slots of ``old``, and copies."""
+    rng = random.Random(seed)
+    homes = list(old.homes)
+    rng.shuffle(homes)
+    left, owners = [SLOTS] * old.world, []
+    for home in homes:
+        chosen = [rank for rank in range(old.world) if rank != home and left[rank] and rng.random() < 0.5]
+        for rank in chosen:
+            left[rank] -= 1
+        owners.append((home, *chosen))
+    return Placement(tuple(owners), old.world, old.version + 1, old.slots)
+
+
+def train_replicating(rank: int, world: int, settings: list[str]) -> tuple[Trained, bool]:
+    """Train, and change copies after steps 2, 3 and 11; return also whether all copies have their home's weights."""
+    equal = []
+    with session([*settings, *REPLICATE, "placement.every=1000"]) as active:
+        state = active.trainer.train_state
+
+        def change(report: Any) -> None:
+            if report.step in (2, 3, 11):
+                state.placements.switch(
+                    {name: replicated(old, report.step) for name, old in state.placements.by_layer.items()}
+                )
+                state.data_parallel.publish()
+            for name, layer in moe_layers(active.stages[0]):
+                assert layer.placement == state.placements.by_layer[name] and layer.copies is not None
+                local = dict(zip(layer.local_experts, layer.copies.stacked()["w13"], strict=False))
+                shards = layer.experts.expert_gradients.shards
+                full = shards.gather("w13", layer.experts.w13.detach())
+                assert full is not None
+                one = layer.experts.sharding_of_one("w13")
+                parts = {expert: one.take(full[expert], layer.place, layer.sizes) for expert in local}
+                equal.append(all(torch.equal(parts[expert], value) for expert, value in local.items()))
+
+        status = active.trainer.fit(change)
+        reports = active.trainer.reports
+        losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
+        return Trained(losses, norms, [], active.parts(), active.trainer.evaluate(), status), all(equal)
+
+
+@pytest.mark.parametrize(
+    ("world", "extra"),
+    [
+        (2, ()),
+        (4, ()),
+        (2, ("model.dtype=bfloat16", "model.recompute=full")),
+        (4, ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2")),
+        (4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
+    ],
+    ids=["ep2", "ep4", "bf16", "zero1_edp2", "etp2"],
+)
+def test_losses_and_norms_are_those_of_fixed_experts_while_copies_change(
+    request: pytest.FixtureRequest, shared_settings: list[str], world: int, extra: tuple[str, ...]
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    settings = [*shared_settings, *LONG, *extra]
+    rtol = 2e-3 if "model.dtype=bfloat16" in extra else 1e-5
+    expected = pool.run(train, settings, timeout=200)
+    results = pool.run(train_replicating, settings, timeout=200)
+    for (got, equal), wanted in zip(results, expected, strict=True):
+        assert equal
+        assert_floats(got.losses, wanted.losses, rtol)
+        assert_floats(got.norms[:2], wanted.norms[:2], max(rtol, 1e-6))
+        assert_floats(got.norms, wanted.norms, 100 * rtol)
+    weights = whole([wanted.parts for wanted in expected])
+    assert {name: value.shape for name, value in weights.items()} == {
+        name: value.shape for name, value in whole([got.parts for got, _ in results]).items()
+    }
+
+
+def test_runs_decide_on_copies_and_resume_with_them(pool2: RankPool, settings: list[str]) -> None:
+    fixed = pool2.run(run_relocating, [*settings, *RELOCATE, "placement.kind=fixed", "run.name=fixed"], timeout=200)[0]
+    whole_run = [*settings, *RELOCATE, *REPLICATE, "run.name=copies", "checkpoint.every=10"]
+    copied = pool2.run(run_relocating, whole_run, timeout=200)[0]
+    decisions = list(read_lines(copied.folder / PLACEMENTS, PlacementLine))
+    assert any(line.switched and line.placement.has_copies for line in decisions)
+    assert all(max(line.placement.copies_per_rank) <= SLOTS for line in decisions)
+    assert_floats([line["loss"] for line in metrics_of(copied)], [line["loss"] for line in metrics_of(fixed)], 1e-5)
+    middle = CheckpointReader(copied.folder / "checkpoints" / "step-00000010")
+    placements = [Placement.from_json(json.dumps(one)) for one in middle.state["placement"]["layers"].values()]
+    assert any(one.has_copies for one in placements) and all(one.slots == SLOTS for one in placements)
+    resume = [*whole_run, f"checkpoint.resume={middle.path}"]
+    resumed = pool2.run(run_relocating, [*resume, "run.name=resumed"], timeout=200)[0]
+    assert [line["loss"] for line in metrics_of(resumed) if line["step"] > 10] == [
+        line["loss"] for line in metrics_of(copied) if line["step"] > 10
+    ]
+    last = [CheckpointReader(result.folder / "checkpoints" / "step-00000020") for result in (copied, resumed)]
+    assert last[0].state["placement"] == last[1].state["placement"]
+    # Without slots, the experts stay at their homes, and the copies are dropped.
+    without = ["placement.kind=fixed", "placement.slots=0", "run.name=without", "run.steps=12"]
+    dropped = pool2.run(run_relocating, [*resume, *without], timeout=200)[0]
+    end = CheckpointReader(dropped.folder / "checkpoints" / "step-00000012").state["placement"]["layers"]
+    for one, before in zip(end.values(), placements, strict=True):
+        after = Placement.from_json(json.dumps(one))
+        assert after.homes == before.homes and not after.has_copies and after.slots is None
+    wanted = [line["loss"] for line in metrics_of(copied)]
+    assert_floats([line["loss"] for line in metrics_of(dropped)][-2:], wanted[10:12], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("placement.slots=1",), "kind 'fixed' and slots 1"),
+        (("placement.kind=replicate",), "at least one; got kind 'replicate' and slots 0"),
+        ((*REPLICATE, "parallel.pp=2"), r"parallel\.pp must be 1"),
+        ((*REPLICATE, "parallel.sharding=fsdp"), r"parallel\.sharding must not be 'fsdp'"),
+        ((*REPLICATE, "parallel.overlap_gradients=on"), r"overlap_gradients must not be 'on'"),
+    ],
+)
+def test_settings_that_copies_do_not_support_are_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(None, settings)
+
+
+def build_with_slots(rank: int, world: int, settings: list[str]) -> str:
+    try:
+        with session(settings):
+            return "nothing raised"
+    except ConfigError as error:
+        return str(error)
+
+
+def test_more_slots_than_experts_of_other_ranks_are_refused_on_every_rank(
+    pool2: RankPool, shared_settings: list[str]
+) -> None:
+    settings = [*shared_settings, *LONG, "placement.kind=replicate", "placement.slots=5"]
+    for text in pool2.run(build_with_slots, settings, timeout=60):
+        assert "at most 4: 8 experts less the 4 that a rank is the home of; got 5" in text
