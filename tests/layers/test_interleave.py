@@ -19,17 +19,15 @@ from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import load
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in
-from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.runner import Accumulation
-from tests.layers.tiny import BY_WEIGHT, LENGTH, TINY, own
+from tests.layers.tiny import BY_WEIGHT, TINY
 from tests.layers.transfers import TransferLog, record_transfers
 from tests.pool import RankPool
+from tests.train.interleaving import OVERLAP, micro_batches
 
-OVERLAP = Overlap(chunks=2, chunk_bytes=1)
 ALL_EXPERTS = replace(TINY, dense_layers=())
 DP2 = ParallelConfig(dp=2, ep=2)
 
@@ -68,19 +66,6 @@ def test_if_one_computation_raises_the_others_are_closed() -> None:
     assert closed == [True]
 
 
-def _micro_batches(number: int, plan: ModelPlan) -> list[MicroBatch]:
-    """Return this rank's part of different micro-batches; every second one contains packed documents."""
-    generator = torch.Generator().manual_seed(11)
-    batches = []
-    for index in range(number):
-        ids, targets = torch.randint(TINY.vocab, (2, 4, LENGTH), generator=generator)
-        documents = (torch.rand(ids.shape, generator=generator) < 0.2).long().cumsum(1) if index % 2 else None
-        ids_BS, targets_BS = own(ids, plan), own(targets, plan)
-        assert ids_BS is not None and targets_BS is not None
-        batches.append(MicroBatch(ids_BS, targets_BS, None, own(documents, plan)))
-    return batches
-
-
 StepResults = dict[str, Tensor]
 
 
@@ -98,9 +83,8 @@ def _train(
     for layer in model.moe_layers():
         layer.aux_scale = 1 / number
     with record_transfers() as log:
-        for block in model.layers.values():
-            log.watch("attention", block.attention)  # type: ignore[arg-type]
-        losses = Accumulation(model, interleave=interleave).step(_micro_batches(number, plan), 0.01)
+        log.watch_attention(model)
+        losses = Accumulation(model, interleave=interleave).step(micro_batches(number, plan), 0.01)
     results = {"losses": losses}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -138,7 +122,7 @@ def _differing_results(rank: int, world: int, arg: Any) -> list[str]:
     ],
     ids=["gqa", "drops", "tp", "shortcut", "parallel", "not overlapped", "shared memory", "bf16"],
 )
-def test_interleaved_pairs_have_the_bits_of_sequential_micro_batches(
+def test_interleaved_pairs_have_the_bits_of_sequentialmicro_batches(
     pool2: RankPool, config: TransformerConfig, mapping: ParallelConfig, options: dict[str, Any]
 ) -> None:
     """Compare losses, all gradients, counted and dropped slots, and auxiliary losses."""
@@ -189,11 +173,11 @@ def test_every_rank_runs_in_the_same_order(pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_interleaving_stores_as_many_activation_bytes_as_sequential_micro_batches(recompute: Recompute) -> None:
+def test_interleaving_stores_as_many_activation_bytes_as_sequentialmicro_batches(recompute: Recompute) -> None:
     plan = ModelPlan(recompute=recompute)
     model = Transformer(TINY, plan)
     initialize(model, seed=3)
-    inputs = [StageInput(batch.ids_BS) for batch in _micro_batches(2, plan)]
+    inputs = [StageInput(batch.ids_BS) for batch in micro_batches(2, plan)]
     excluded = [*model.parameters(), *model.buffers(), *(stage_input.x for stage_input in inputs)]
     interleaved = activation_bytes(lambda: model.forward_in_turns(inputs), excluded)
     sequential = activation_bytes(lambda: [model(stage_input.x) for stage_input in inputs], excluded)
@@ -203,7 +187,7 @@ def test_interleaving_stores_as_many_activation_bytes_as_sequential_micro_batche
 def test_without_gradients_outputs_are_the_same() -> None:
     model = Transformer(BY_WEIGHT, ModelPlan(recompute="selective"))
     initialize(model, seed=3)
-    inputs = [StageInput(b.ids_BS, documents=b.documents) for b in _micro_batches(3, ModelPlan())]
+    inputs = [StageInput(b.ids_BS, documents=b.documents) for b in micro_batches(3, ModelPlan())]
     with torch.no_grad():
         outputs = model.forward_in_turns(inputs)
         for y, stage_input in zip(outputs, inputs, strict=True):
@@ -222,12 +206,12 @@ def test_layers_that_cannot_be_interleaved_raise() -> None:
 def test_an_odd_number_of_micro_batches_raises() -> None:
     runner = Accumulation(nn.Linear(1, 1), interleave=True)
     with pytest.raises(ConfigError, match="their number must be even; got 3"):
-        runner.step(_micro_batches(3, ModelPlan()))
+        runner.step(micro_batches(3, ModelPlan()))
 
 
 def _gradients(model: Transformer, in_turns: bool) -> StepResults:
     """Return the gradients of two pairs of micro-batches."""
-    batches = _micro_batches(4, ModelPlan())
+    batches = micro_batches(4, ModelPlan())
     for first in (0, 2):
         pair = batches[first : first + 2]
         targets = [batch.targets_BS for batch in pair]
@@ -265,7 +249,7 @@ def test_a_parameter_that_only_the_second_micro_batch_uses_gets_its_gradient() -
 
 def test_gradients_of_a_failed_backward_pass_are_dropped() -> None:
     expected, model = _gradients(_model(), False), _model()
-    batch = _micro_batches(1, ModelPlan())[0]
+    batch = micro_batches(1, ModelPlan())[0]
     attention = model.layers["0"].attention
     assert isinstance(attention, nn.Module)
 

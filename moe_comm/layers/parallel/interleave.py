@@ -16,7 +16,7 @@ the micro-batches, so they have the bits of sequential micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from moe_comm.errors import ConfigError
+from moe_comm.layers.parallel.recompute import new_forward
 
 if TYPE_CHECKING:
     from moe_comm.layers.attention.sequence import Documents
@@ -60,6 +61,11 @@ def take_turns(all_steps: Sequence[Steps[T]]) -> tuple[T, ...]:
 
     If one raises, the others are closed.
     """
+    return finish(in_turns(all_steps))
+
+
+def in_turns(all_steps: Sequence[Steps[T]]) -> Steps[tuple[T, ...]]:
+    """Run ``take_turns``, but yield after each step."""
     results: list[Any] = [None] * len(all_steps)
     running = dict(enumerate(all_steps))
     try:
@@ -70,10 +76,52 @@ def take_turns(all_steps: Sequence[Steps[T]]) -> tuple[T, ...]:
                 except StopIteration as end:
                     results[index] = end.value
                     del running[index]
+                else:
+                    yield
     finally:
         for steps in running.values():
             steps.close()
     return tuple(results)
+
+
+class BackwardTurns:
+    """Runs a forward pass while transfers of a backward pass of other layers are in flight, in the same thread.
+
+    MoE layers call ``advance`` in backward when they have started to send gradients, before they wait for them:
+
+        backward of b    send gradients                 experts of b, return gradients              attention of b
+        forward of a                     attention of a                                experts of a
+        in flight        gradients of b ══════════════▶ dispatch of a ═══════════════▶ gradients ═▶ combine of a ═▶
+    """
+
+    def __init__(self) -> None:
+        self._steps: Steps[None] | None = None
+
+    def advance(self) -> None:
+        """Run the next step of the forward pass, if there is one."""
+        if self._steps is not None:
+            with new_forward():
+                next(self._steps, None)
+
+    def run(self, forward: Steps[T], backward: Callable[[], None]) -> T:
+        """Run ``backward``, and ``forward`` inside of it, and return its result. If one raises, ``forward`` is closed.
+
+        Steps that ``backward`` leaves over run after it.
+        """
+        results: list[T] = []
+
+        def steps() -> Steps[None]:
+            results.append((yield from forward))
+
+        self._steps = steps()
+        try:
+            backward()
+            while not results:
+                self.advance()
+        finally:
+            self._steps.close()
+            self._steps = None
+        return results[0]
 
 
 class TurnParameters:
