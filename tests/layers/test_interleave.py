@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,9 @@ from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import load
+from moe_comm.train.parallel import DataParallel, DataParallelOptions, Strategy
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in
+from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.runner import Accumulation
 from tests.layers.tiny import BY_WEIGHT, TINY
 from tests.layers.transfers import TransferLog, record_transfers
@@ -264,6 +267,111 @@ def test_gradients_of_a_failed_backward_pass_are_dropped() -> None:
     model.zero_grad()
     actual = _gradients(model, True)
     assert all(torch.equal(actual[name], grad) for name, grad in expected.items())
+
+
+class Times(nn.Module):
+    """Multiply by ``first``, and with documents by ``second`` as well, on a stage of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.tensor([0.3, 0.7])), nn.Parameter(torch.tensor([0.9, 0.1]))
+        self.turn_parameters = TurnParameters()
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, documents: Any = None) -> Tensor:
+        y = x * self.first
+        return y if documents is None else y * self.second
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return (hidden * targets).sum()
+
+    def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
+        outputs = []
+        for turn, stage_input in enumerate(inputs):
+            with self.turn_parameters.used(turn, self):
+                outputs.append(self(stage_input.x, documents=stage_input.documents))
+        return tuple(outputs)
+
+    def losses_in_turns(self, hidden: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(map(self.loss, hidden, targets))
+
+
+def _reduced(rank: int, world: int, arg: tuple[Strategy, bool]) -> list[Tensor]:
+    """Return the gradients of two steps. Only the second micro-batch of each pair uses ``second``."""
+    strategy, interleave = arg
+    model, mesh = Times(), ParallelMesh(ParallelConfig(dp=world))
+    options = DataParallelOptions(strategy, bucket_bytes=4, overlap="on" if interleave else "off")
+    data_parallel = DataParallel(model, {}, mesh, options)
+    runner = Accumulation(model, gradients=data_parallel, interleave=interleave)
+    generator = torch.Generator().manual_seed(rank)
+    gradients = []
+    for _ in range(2):
+        data_parallel.zero_grad()
+        values = torch.rand(4, 2, 1, 2, generator=generator)
+        runner.step([MicroBatch(x, y, documents=i % 2 or None) for i, (x, y) in enumerate(values)])
+        data_parallel.reduce()
+        gradients += [owned.value.grad.clone() for owned in data_parallel.owned() if owned.value.grad is not None]
+    data_parallel.close()
+    return gradients
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_a_parameter_that_only_the_second_micro_batch_uses_is_reduced_beside_backward(
+    strategy: Strategy, pool2: RankPool
+) -> None:
+    sequential, in_turns = (pool2.run(_reduced, (strategy, interleave)) for interleave in (False, True))
+    for expected, actual in zip(sequential, in_turns, strict=True):
+        assert len(expected) == len(actual) > 0
+        assert all(map(torch.equal, actual, expected))
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+
+def test_a_first_micro_batch_without_gradient_keeps_that_of_the_second() -> None:
+    parameters, linear = TurnParameters(), nn.Linear(2, 1, bias=False)
+    first = _NoGradient.apply(linear.weight)  # type: ignore[no-untyped-call]
+    with parameters.used(1, linear):
+        second = linear(torch.tensor([1.0, 2.0]))
+    (first.sum() + second.sum()).backward()
+    assert linear.weight.grad is not None and linear.weight.grad.tolist() == [[1, 2]]
+
+
+def test_a_gradient_that_is_complete_before_that_of_the_second_micro_batch_raises() -> None:
+    """The gradient may have been reduced by then. Afterwards, all gradients are complete again."""
+    parameters, linear, x = TurnParameters(), nn.Linear(2, 1, bias=False), torch.tensor([1.0, 2.0])
+    for order in ((1, 0), (0, 1)):
+        losses = []
+        for turn in order:
+            with parameters.used(turn, linear):
+                losses.append(linear(x))
+        with pytest.raises(ConfigError, match="in their order") if order == (1, 0) else nullcontext():
+            torch.autograd.backward(losses)
+            assert linear.weight.grad is not None and linear.weight.grad.tolist() == [[2, 4]]
+        linear.zero_grad()
+
+
+def test_the_next_backward_pass_without_turns_drops_gradients_of_a_failed_one() -> None:
+    parameters, linear, x = TurnParameters(), nn.Linear(2, 1, bias=False), torch.tensor([1.0, 2.0])
+
+    def fail(_: Tensor) -> None:
+        raise InputError("no")
+
+    first = linear(x)
+    first.register_hook(fail)
+    with parameters.used(1, linear):
+        second = linear(x)
+    with pytest.raises(InputError, match="no"):
+        (first + second).backward()
+    assert linear.weight.grad is None
+    linear(x).backward()
+    assert linear.weight.grad is not None and linear.weight.grad.tolist() == [[1, 2]]
 
 
 def test_copies_of_a_model_have_gradients_of_their_own() -> None:
