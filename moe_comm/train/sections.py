@@ -293,7 +293,9 @@ class ParallelSection(Section):
             "auto" for experts beside a shared expert, a shortcut's dense branch or a parallel attention; 0 otherwise.
         executor: executor of MoE layers with ``overlap_chunks``; see ``moe_comm.overlap.options.Overlap``.
         interleave: run two micro-batches at a time: the all-to-all of one overlaps with the computation of the other.
-            Requires ``overlap_chunks`` and an even number of micro-batches. A pipeline treats two as one.
+            Requires ``overlap_chunks`` and an even number of micro-batches. A pipeline treats two as one. With the
+            schedule "dualpipev", the forward and the backward pass of each pair overlap in the same way, except with
+            FSDP.
         backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
         deterministic: dispatch results have the same bits for every number of ranks. False allows some backends to
             send fewer bytes.

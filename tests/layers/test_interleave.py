@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -19,17 +20,17 @@ from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import load
+from moe_comm.train.parallel import DataParallel, DataParallelOptions, Strategy
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.runner import Accumulation
-from tests.layers.tiny import BY_WEIGHT, LENGTH, TINY, own
+from tests.layers.tiny import BY_WEIGHT, TINY
 from tests.layers.transfers import TransferLog, record_transfers
 from tests.pool import RankPool
+from tests.train.interleaving import OVERLAP, micro_batches
 
-OVERLAP = Overlap(chunks=2, chunk_bytes=1)
 ALL_EXPERTS = replace(TINY, dense_layers=())
 DP2 = ParallelConfig(dp=2, ep=2)
 
@@ -68,19 +69,6 @@ def test_if_one_computation_raises_the_others_are_closed() -> None:
     assert closed == [True]
 
 
-def _micro_batches(number: int, plan: ModelPlan) -> list[MicroBatch]:
-    """Return this rank's part of different micro-batches; every second one contains packed documents."""
-    generator = torch.Generator().manual_seed(11)
-    batches = []
-    for index in range(number):
-        ids, targets = torch.randint(TINY.vocab, (2, 4, LENGTH), generator=generator)
-        documents = (torch.rand(ids.shape, generator=generator) < 0.2).long().cumsum(1) if index % 2 else None
-        ids_BS, targets_BS = own(ids, plan), own(targets, plan)
-        assert ids_BS is not None and targets_BS is not None
-        batches.append(MicroBatch(ids_BS, targets_BS, None, own(documents, plan)))
-    return batches
-
-
 StepResults = dict[str, Tensor]
 
 
@@ -98,9 +86,8 @@ def _train(
     for layer in model.moe_layers():
         layer.aux_scale = 1 / number
     with record_transfers() as log:
-        for block in model.layers.values():
-            log.watch("attention", block.attention)  # type: ignore[arg-type]
-        losses = Accumulation(model, interleave=interleave).step(_micro_batches(number, plan), 0.01)
+        log.watch_attention(model)
+        losses = Accumulation(model, interleave=interleave).step(micro_batches(number, plan), 0.01)
     results = {"losses": losses}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -138,7 +125,7 @@ def _differing_results(rank: int, world: int, arg: Any) -> list[str]:
     ],
     ids=["gqa", "drops", "tp", "shortcut", "parallel", "not overlapped", "shared memory", "bf16"],
 )
-def test_interleaved_pairs_have_the_bits_of_sequential_micro_batches(
+def test_interleaved_pairs_have_the_bits_of_sequentialmicro_batches(
     pool2: RankPool, config: TransformerConfig, mapping: ParallelConfig, options: dict[str, Any]
 ) -> None:
     """Compare losses, all gradients, counted and dropped slots, and auxiliary losses."""
@@ -189,11 +176,11 @@ def test_every_rank_runs_in_the_same_order(pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_interleaving_stores_as_many_activation_bytes_as_sequential_micro_batches(recompute: Recompute) -> None:
+def test_interleaving_stores_as_many_activation_bytes_as_sequentialmicro_batches(recompute: Recompute) -> None:
     plan = ModelPlan(recompute=recompute)
     model = Transformer(TINY, plan)
     initialize(model, seed=3)
-    inputs = [StageInput(batch.ids_BS) for batch in _micro_batches(2, plan)]
+    inputs = [StageInput(batch.ids_BS) for batch in micro_batches(2, plan)]
     excluded = [*model.parameters(), *model.buffers(), *(stage_input.x for stage_input in inputs)]
     interleaved = activation_bytes(lambda: model.forward_in_turns(inputs), excluded)
     sequential = activation_bytes(lambda: [model(stage_input.x) for stage_input in inputs], excluded)
@@ -203,7 +190,7 @@ def test_interleaving_stores_as_many_activation_bytes_as_sequential_micro_batche
 def test_without_gradients_outputs_are_the_same() -> None:
     model = Transformer(BY_WEIGHT, ModelPlan(recompute="selective"))
     initialize(model, seed=3)
-    inputs = [StageInput(b.ids_BS, documents=b.documents) for b in _micro_batches(3, ModelPlan())]
+    inputs = [StageInput(b.ids_BS, documents=b.documents) for b in micro_batches(3, ModelPlan())]
     with torch.no_grad():
         outputs = model.forward_in_turns(inputs)
         for y, stage_input in zip(outputs, inputs, strict=True):
@@ -222,12 +209,12 @@ def test_layers_that_cannot_be_interleaved_raise() -> None:
 def test_an_odd_number_of_micro_batches_raises() -> None:
     runner = Accumulation(nn.Linear(1, 1), interleave=True)
     with pytest.raises(ConfigError, match="their number must be even; got 3"):
-        runner.step(_micro_batches(3, ModelPlan()))
+        runner.step(micro_batches(3, ModelPlan()))
 
 
 def _gradients(model: Transformer, in_turns: bool) -> StepResults:
     """Return the gradients of two pairs of micro-batches."""
-    batches = _micro_batches(4, ModelPlan())
+    batches = micro_batches(4, ModelPlan())
     for first in (0, 2):
         pair = batches[first : first + 2]
         targets = [batch.targets_BS for batch in pair]
@@ -265,7 +252,7 @@ def test_a_parameter_that_only_the_second_micro_batch_uses_gets_its_gradient() -
 
 def test_gradients_of_a_failed_backward_pass_are_dropped() -> None:
     expected, model = _gradients(_model(), False), _model()
-    batch = _micro_batches(1, ModelPlan())[0]
+    batch = micro_batches(1, ModelPlan())[0]
     attention = model.layers["0"].attention
     assert isinstance(attention, nn.Module)
 
@@ -280,6 +267,111 @@ def test_gradients_of_a_failed_backward_pass_are_dropped() -> None:
     model.zero_grad()
     actual = _gradients(model, True)
     assert all(torch.equal(actual[name], grad) for name, grad in expected.items())
+
+
+class Times(nn.Module):
+    """Multiply by ``first``, and with documents by ``second`` as well, on a stage of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.tensor([0.3, 0.7])), nn.Parameter(torch.tensor([0.9, 0.1]))
+        self.turn_parameters = TurnParameters()
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, documents: Any = None) -> Tensor:
+        y = x * self.first
+        return y if documents is None else y * self.second
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return (hidden * targets).sum()
+
+    def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
+        outputs = []
+        for turn, stage_input in enumerate(inputs):
+            with self.turn_parameters.used(turn, self):
+                outputs.append(self(stage_input.x, documents=stage_input.documents))
+        return tuple(outputs)
+
+    def losses_in_turns(self, hidden: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(map(self.loss, hidden, targets))
+
+
+def _reduced(rank: int, world: int, arg: tuple[Strategy, bool]) -> list[Tensor]:
+    """Return the gradients of two steps. Only the second micro-batch of each pair uses ``second``."""
+    strategy, interleave = arg
+    model, mesh = Times(), ParallelMesh(ParallelConfig(dp=world))
+    options = DataParallelOptions(strategy, bucket_bytes=4, overlap="on" if interleave else "off")
+    data_parallel = DataParallel(model, {}, mesh, options)
+    runner = Accumulation(model, gradients=data_parallel, interleave=interleave)
+    generator = torch.Generator().manual_seed(rank)
+    gradients = []
+    for _ in range(2):
+        data_parallel.zero_grad()
+        values = torch.rand(4, 2, 1, 2, generator=generator)
+        runner.step([MicroBatch(x, y, documents=i % 2 or None) for i, (x, y) in enumerate(values)])
+        data_parallel.reduce()
+        gradients += [owned.value.grad.clone() for owned in data_parallel.owned() if owned.value.grad is not None]
+    data_parallel.close()
+    return gradients
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_a_parameter_that_only_the_second_micro_batch_uses_is_reduced_beside_backward(
+    strategy: Strategy, pool2: RankPool
+) -> None:
+    sequential, in_turns = (pool2.run(_reduced, (strategy, interleave)) for interleave in (False, True))
+    for expected, actual in zip(sequential, in_turns, strict=True):
+        assert len(expected) == len(actual) > 0
+        assert all(map(torch.equal, actual, expected))
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+
+def test_a_first_micro_batch_without_gradient_keeps_that_of_the_second() -> None:
+    parameters, linear = TurnParameters(), nn.Linear(2, 1, bias=False)
+    first = _NoGradient.apply(linear.weight)  # type: ignore[no-untyped-call]
+    with parameters.used(1, linear):
+        second = linear(torch.tensor([1.0, 2.0]))
+    (first.sum() + second.sum()).backward()
+    assert linear.weight.grad is not None and linear.weight.grad.tolist() == [[1, 2]]
+
+
+def test_a_gradient_that_is_complete_before_that_of_the_second_micro_batch_raises() -> None:
+    """The gradient may have been reduced by then. Afterwards, all gradients are complete again."""
+    parameters, linear, x = TurnParameters(), nn.Linear(2, 1, bias=False), torch.tensor([1.0, 2.0])
+    for order in ((1, 0), (0, 1)):
+        losses = []
+        for turn in order:
+            with parameters.used(turn, linear):
+                losses.append(linear(x))
+        with pytest.raises(ConfigError, match="in their order") if order == (1, 0) else nullcontext():
+            torch.autograd.backward(losses)
+            assert linear.weight.grad is not None and linear.weight.grad.tolist() == [[2, 4]]
+        linear.zero_grad()
+
+
+def test_the_next_backward_pass_without_turns_drops_gradients_of_a_failed_one() -> None:
+    parameters, linear, x = TurnParameters(), nn.Linear(2, 1, bias=False), torch.tensor([1.0, 2.0])
+
+    def fail(_: Tensor) -> None:
+        raise InputError("no")
+
+    first = linear(x)
+    first.register_hook(fail)
+    with parameters.used(1, linear):
+        second = linear(x)
+    with pytest.raises(InputError, match="no"):
+        (first + second).backward()
+    assert linear.weight.grad is None
+    linear(x).backward()
+    assert linear.weight.grad is not None and linear.weight.grad.tolist() == [[1, 2]]
 
 
 def test_copies_of_a_model_have_gradients_of_their_own() -> None:

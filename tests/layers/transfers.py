@@ -11,27 +11,33 @@ from unittest import mock
 from torch import Tensor, nn
 
 from moe_comm.comm.channel import Channel, PendingTensor
+from moe_comm.layers.transformer.model import Transformer
 
 
 @dataclass
 class TransferLog:
     """Log of computations and transfers.
 
-    events: (name, number of transfers in flight) of each computation, in order.
+    events: name of each computation, in order, and descriptions of the transfers in flight.
     started: number of transfers started so far.
-    in_flight: number of transfers in flight now.
+    pending: descriptions of the transfers in flight now.
     """
 
-    events: list[tuple[str, int]] = field(default_factory=list)
+    events: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     started: int = 0
-    in_flight: int = 0
+    pending: list[str] = field(default_factory=list)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of transfers in flight now."""
+        return len(self.pending)
 
     def record(self, name: str) -> None:
-        self.events.append((name, self.in_flight))
+        self.events.append((name, tuple(self.pending)))
 
     def counts(self, name: str) -> list[int]:
         """Return the number of transfers in flight at each event with this name."""
-        return [count for event, count in self.events if event == name]
+        return [len(pending) for event, pending in self.events if event == name]
 
     def watch(self, name: str, module: nn.Module) -> None:
         """Record the end of each forward pass of ``module``, and the start of its backward as "<name> backward"."""
@@ -42,6 +48,11 @@ class TransferLog:
                 output.register_hook(lambda _: self.record(f"{name} backward"))
 
         module.register_forward_hook(hook)
+
+    def watch_attention(self, model: Transformer) -> None:
+        """Watch the attention of all layers."""
+        for block in model.layers.values():
+            self.watch("attention", block.attention)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -60,13 +71,13 @@ def record_transfers() -> Iterator[TransferLog]:
     ) -> PendingTensor:
         pending = start(self, rows, send, receive, description, out)
         log.started += 1
-        log.in_flight += 1
+        log.pending.append(description)
         completed: list[bool] = []
 
         def wait() -> Tensor:
             if not completed:
                 completed.append(True)
-                log.in_flight -= 1
+                log.pending.remove(description)
             return pending()
 
         return replace(pending, wait=wait)

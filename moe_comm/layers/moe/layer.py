@@ -19,7 +19,7 @@ as an expert: it sends a token to all slices of the token's experts, and combine
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,12 +47,13 @@ from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
 from moe_comm.layers.moe.relocation import MovedStack, stage
-from moe_comm.layers.moe.router import Router, Routing, recomputing
+from moe_comm.layers.moe.router import Router, Routing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
 from moe_comm.layers.moe.slots import SlotTable
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_rank, group_size
 from moe_comm.layers.parallel.interleave import Steps, finish
 from moe_comm.layers.parallel.module import ParallelModule
+from moe_comm.layers.parallel.recompute import recomputing
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.serial import serial_call
 from moe_comm.overlap.options import Overlap
@@ -101,6 +102,8 @@ class MoELayer(ParallelModule):
         dispatch_stats: statistics of the last call.
         beside: widths of dense MLPs with as much work as what the caller runs while rows, and results, are in flight
             (``begin``). With the shared expert, "auto" hides transfers behind it.
+        in_flight_hook: called in each backward pass when it has started to send the gradients of the experts' outputs,
+            and when it has started to send those of the dispatched rows. It may use the group.
         aux_scale: factor of the auxiliary losses; must be the factor by which the main loss is scaled before backward.
     """
 
@@ -126,6 +129,7 @@ class MoELayer(ParallelModule):
         self.zero_experts = router.config.zero_experts
         self.label, self.overlap = label, Overlap.of(overlap)
         self.beside = (0, 0)
+        self.in_flight_hook: Callable[[], None] | None = None
         self.aux_scale: float | Tensor = 1.0
         self.num_dropped: Tensor | None = None
         self.dispatch_stats: DispatchStats | None = None
@@ -455,12 +459,14 @@ class MoELayer(ParallelModule):
         self._record_stats(call.handle)
         if in_parts:
             call.complete()
+        self._add_hook(call.rows)
         yield
         with call.abort_on_error():
             shared_TD = None if self.shared is None else self.shared(x_TD)
             with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
                 # Call the module, so that its hooks run: FSDP gathers the weights in one.
                 rows = self.experts(call.rows, call.handle.rows_per_expert, call.compute)
+            self._add_hook(rows)
         yield
         y_TD = call.combine(rows)
         if identity_T1 is not None and self.zero_experts.identity:
@@ -470,6 +476,12 @@ class MoELayer(ParallelModule):
         if routing.aux_loss is not None and routing.aux_loss.requires_grad:
             y_TD = attach_loss(y_TD, routing.aux_loss, self.aux_scale * self._aux_loss_factor())
         return y_TD.view(x.shape)
+
+    def _add_hook(self, rows: Tensor) -> None:
+        """Call ``in_flight_hook`` in backward before the operator that returned ``rows``."""
+        hook = self.in_flight_hook
+        if hook is not None and rows.requires_grad:
+            rows.register_hook(lambda _: hook())
 
     def _route(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> tuple[Tensor, Routing]:
         """Return the tokens as [T, D], and their routing."""

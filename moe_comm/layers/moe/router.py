@@ -30,7 +30,7 @@ from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
 from moe_comm.layers.moe.losses import global_counts, load_balance_loss, sequence_balance_loss, z_loss
-from moe_comm.layers.parallel.recompute import recomputed
+from moe_comm.layers.parallel.recompute import recomputed, recomputing
 
 Score = Literal["softmax", "sigmoid", "topk_softmax"]
 GroupScore = Literal["max", "top2_sum"]
@@ -137,11 +137,6 @@ class Routing(NamedTuple):
     weights_TK: Tensor
     logits_TE: Tensor | None = None
     aux_loss: Tensor | None = None
-
-
-def recomputing() -> bool:
-    """Return whether a backward pass is running. A forward pass is then a recomputation by activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:

@@ -16,7 +16,7 @@ the micro-batches, so they have the bits of sequential micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from moe_comm.errors import ConfigError
+from moe_comm.layers.parallel.recompute import new_forward
 
 if TYPE_CHECKING:
     from moe_comm.layers.attention.sequence import Documents
@@ -60,6 +61,11 @@ def take_turns(all_steps: Sequence[Steps[T]]) -> tuple[T, ...]:
 
     If one raises, the others are closed.
     """
+    return finish(in_turns(all_steps))
+
+
+def in_turns(all_steps: Sequence[Steps[T]]) -> Steps[tuple[T, ...]]:
+    """Run ``take_turns``, but yield after each step."""
     results: list[Any] = [None] * len(all_steps)
     running = dict(enumerate(all_steps))
     try:
@@ -70,10 +76,52 @@ def take_turns(all_steps: Sequence[Steps[T]]) -> tuple[T, ...]:
                 except StopIteration as end:
                     results[index] = end.value
                     del running[index]
+                else:
+                    yield
     finally:
         for steps in running.values():
             steps.close()
     return tuple(results)
+
+
+class BackwardTurns:
+    """Runs a forward pass while transfers of a backward pass of other layers are in flight, in the same thread.
+
+    MoE layers call ``advance`` in backward when they have started to send gradients, before they wait for them:
+
+        backward of b    send gradients                 experts of b, return gradients              attention of b
+        forward of a                     attention of a                                experts of a
+        in flight        gradients of b ══════════════▶ dispatch of a ═══════════════▶ gradients ═▶ combine of a ═▶
+    """
+
+    def __init__(self) -> None:
+        self._steps: Steps[None] | None = None
+
+    def advance(self) -> None:
+        """Run the next step of the forward pass, if there is one."""
+        if self._steps is not None:
+            with new_forward():
+                next(self._steps, None)
+
+    def run(self, forward: Steps[T], backward: Callable[[], None]) -> T:
+        """Run ``backward``, and ``forward`` inside of it, and return its result. If one raises, ``forward`` is closed.
+
+        Steps that ``backward`` leaves over run after it.
+        """
+        results: list[T] = []
+
+        def steps() -> Steps[None]:
+            results.append((yield from forward))
+
+        self._steps = steps()
+        try:
+            backward()
+            while not results:
+                self.advance()
+        finally:
+            self._steps.close()
+            self._steps = None
+        return results[0]
 
 
 class TurnParameters:
@@ -89,7 +137,9 @@ class TurnParameters:
 
     def __init__(self) -> None:
         self._leaves: dict[nn.Parameter, list[nn.Parameter]] = {}  # of micro-batches 1, 2, ...
-        self._adds_in_order, self._adds_after_backward = True, False
+        self._adds_in_order = True
+        self._task = -1  # autograd's number of the backward pass that adds gradients; -1 if none is running
+        self._complete: set[nn.Parameter] = set()  # parameters that got their gradient in it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TurnParameters:
         return TurnParameters()
@@ -108,10 +158,6 @@ class TurnParameters:
         if turn == 0 or not torch.is_grad_enabled():
             yield
             return
-        if self._adds_after_backward and torch._C._current_graph_task_id() == -1:  # a backward pass failed
-            for leaf in self.leaves():
-                leaf.grad = None
-            self._adds_after_backward = False
         replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         try:
             for part in (part for module in modules for part in module.modules()):
@@ -139,6 +185,7 @@ class TurnParameters:
     def assigned(self) -> Iterator[None]:
         """Context of backward passes with ``torch.autograd.grad`` that assign or add to ``grad`` themselves."""
         for leaf in self.leaves():
+            leaf.grad = None  # left by a failed backward pass
             if leaf.grad_dtype not in (None, leaf.dtype):  # autograd.grad returns gradients of the parameter's dtype
                 leaf.grad = torch.zeros_like(leaf, dtype=leaf.grad_dtype)
         self._adds_in_order = False
@@ -162,7 +209,7 @@ class TurnParameters:
             param.register_hook(partial(self._before_gradient, param, leaves))
         while len(leaves) < turn:
             leaves.append(nn.Parameter(param.detach()))
-            leaves[-1].register_post_accumulate_grad_hook(self._after_leaf)
+            leaves[-1].register_hook(partial(self._before_leaf, param))
         leaf = leaves[turn - 1]
         if leaf.data_ptr() != param.data_ptr() or leaf.dtype != param.dtype:
             leaf.data = param.detach()
@@ -170,10 +217,27 @@ class TurnParameters:
             leaf.grad_dtype = param.grad_dtype
         return leaf
 
+    def _enter_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self._task != -1:  # the last backward pass failed
+            for leaf in self.leaves():
+                leaf.grad = None
+        self._complete.clear()
+        self._task = task
+        Variable._execution_engine.queue_callback(self._add)
+
     @torch.no_grad()
-    def _before_gradient(self, param: nn.Parameter, leaves: Sequence[nn.Parameter], grad: Tensor) -> Tensor:
+    def _before_gradient(self, param: nn.Parameter, leaves: Sequence[nn.Parameter], grad: Tensor | None) -> Any:
         """Before ``grad`` is added to ``param.grad``: add it, and return the gradient of the last leaf instead."""
-        for leaf in leaves if self._adds_in_order else ():
+        if not self._adds_in_order:
+            return grad
+        self._enter_backward()
+        if grad is None:  # a hook must not replace it, so the leaves are added after the backward pass
+            return None
+        self._complete.add(param)
+        for leaf in leaves:
             if leaf.grad is not None:
                 if param.grad is None and param.grad_dtype is None:  # FSDP: micro-batches are summed in fp32
                     param.grad, grad = grad.float(), leaf.grad
@@ -185,15 +249,22 @@ class TurnParameters:
                 leaf.grad = None
         return grad
 
-    def _after_leaf(self, _: Tensor) -> None:
-        if not self._adds_after_backward:
-            self._adds_after_backward = True
-            Variable._execution_engine.queue_callback(self._add)
+    def _before_leaf(self, param: nn.Parameter, grad: Tensor | None) -> None:
+        """Before ``grad`` is added to the gradient of a leaf of ``param``."""
+        if not self._adds_in_order:
+            return
+        self._enter_backward()
+        if grad is not None and param in self._complete:  # param.grad may have been reduced already
+            raise ConfigError(
+                f"the gradient of a parameter {tuple(param.shape)} was complete for the first micro-batch before a "
+                "later one: micro-batches that take turns must use each parameter in their order"
+            )
 
     @torch.no_grad()
     def _add(self) -> None:
         """Add the gradients of leaves whose parameter got no gradient since."""
-        self._adds_after_backward = False
+        self._task = -1
+        self._complete.clear()
         for param, leaves in self._leaves.items():
             for leaf in leaves:
                 if leaf.grad is not None:

@@ -124,6 +124,25 @@ def _unpack(x: Tensor | _RecomputedView) -> Tensor:
 _active = threading.local()
 
 
+def recomputing() -> bool:
+    """Return whether a forward pass is a recomputation by activation checkpointing.
+
+    This is so if a backward pass is running, except inside ``new_forward``.
+    """
+    return torch._C._current_graph_task_id() != -1 and not getattr(_active, "new_forward", False)
+
+
+@contextlib.contextmanager
+def new_forward() -> Iterator[None]:
+    """Context of the forward pass of another micro-batch inside a backward pass."""
+    _active.new_forward = True
+    try:
+        with torch.enable_grad():  # off in a backward pass
+            yield
+    finally:
+        _active.new_forward = False
+
+
 def recomputed(fn: Fn, *inputs: Tensor) -> Tensor:
     """Return ``fn(*inputs)``; inside ``selective_recompute``, autograd saves the call instead of the result.
 

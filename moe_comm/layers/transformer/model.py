@@ -18,7 +18,7 @@ from moe_comm.layers.attention.rope import Rope, RopeTable
 from moe_comm.layers.attention.sequence import Documents, local_positions
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from moe_comm.layers.parallel.interleave import StageInput, Steps, TurnParameters, take_turns
+from moe_comm.layers.parallel.interleave import StageInput, Steps, TurnParameters, finish, in_turns
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.norm import RMSNorm
 from moe_comm.layers.transformer.block import TokenContext, TransformerBlock, TurnTokens, materialize
@@ -156,6 +156,10 @@ class Transformer(ParallelModule):
             ConfigError: an FSDP unit inside of a layer is not gathered with the layer.
             InputError, PeerDied, PeerTimeout: as ``forward``.
         """
+        return finish(self.forward_steps(inputs))
+
+    def forward_steps(self, inputs: Sequence[StageInput]) -> Steps[tuple[Tensor, ...]]:
+        """Run ``forward_in_turns``, but yield where other work can hide transfers in flight."""
         from torch.distributed.fsdp import FSDPModule  # imported here because it is slow
 
         blocks = list(self.layers.values())
@@ -163,12 +167,13 @@ class Transformer(ParallelModule):
             not isinstance(block, TransformerBlock) or isinstance(block, FSDPModule) for block in blocks
         )
         if not whole:
-            return take_turns([self._steps(turn, micro_batch) for turn, micro_batch in enumerate(inputs)])
+            return (yield from in_turns([self._steps(turn, one) for turn, one in enumerate(inputs)]))
         prepared = [self._begin_turn(turn, micro_batch) for turn, micro_batch in enumerate(inputs)]
         xs = tuple(x for x, _ in prepared)
         tokens = TurnTokens(tuple(tokens for _, tokens in prepared), self.turn_parameters)
         for block in blocks:
             xs = block(xs, tokens)
+            yield
         return tuple(self._end_turn(turn, x) for turn, x in enumerate(xs))
 
     def losses_in_turns(self, hidden: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.parallel.interleave import StageInput, TurnParameters
+from moe_comm.layers.moe.layer import MoELayer
+from moe_comm.layers.parallel.interleave import StageInput, Steps, TurnParameters
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class StageModule(Protocol):
 
     def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
         """Run several micro-batches that take turns, which hides their communication."""
+        ...
+
+    def forward_steps(self, inputs: Sequence[StageInput]) -> Steps[tuple[Tensor, ...]]:
+        """Run ``forward_in_turns``, but yield where other work can hide transfers in flight."""
+        ...
+
+    def moe_layers(self) -> Iterable[MoELayer]:
+        """Return the MoE layers."""
         ...
 
     def losses_in_turns(self, hidden: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,14 +20,14 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.parallel.collectives import channel_of
-from moe_comm.layers.parallel.interleave import StageInput
+from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput
 from moe_comm.plan.pipeline.schedules import check_micro_batches, find_schedule
 from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, communication_span
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.pipeline.batch import ActivationShape, MicroBatch, check_batches
-from moe_comm.train.pipeline.stage import AfterBackward, GradientSync, Stage, check_output
+from moe_comm.train.pipeline.stage import AfterBackward, GradientSync, PairedForward, Stage, check_output
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, Transfers, between
 
 
@@ -156,8 +157,9 @@ class Pipeline:
             last pass is one of weight gradients.
         interleave: what the schedule treats as one micro-batch are two consecutive ones, which take turns in each stage
             (``layers/parallel/interleave.py``). A step then requires an even number of micro-batches, and half of them
-            must fit the schedule, whose bubble is that of half as many micro-batches. Losses and gradients have the
-            same bits.
+            must fit the schedule, whose bubble is that of half as many micro-batches. With "dualpipev", the forward
+            pass of each pair runs while transfers of its backward pass are in flight, except with FSDP. Losses and
+            gradients have the same bits.
 
     Raises:
         ConfigError: plan, schedule, mesh and modules do not fit each other.
@@ -208,6 +210,8 @@ class Pipeline:
         group = dist.new_group(mesh.ranks("pp"), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
         self._group: ProcessGroup = group
         self._channel: Channel = channel_of(group)
+        sharded = any(isinstance(module, FSDPModule) for module in self._modules)
+        self._backward_turns = BackwardTurns() if interleave and schedule == "dualpipev" and not sharded else None
         self._built: _Built | None = None
         self._transfers = Transfers()
         self._losses: list[Tensor] = []
@@ -342,7 +346,32 @@ class Pipeline:
             scale_grads=False,
         )
         self._built = _Built(key, schedule, stages)
+        if self._backward_turns is not None:
+            self._overlap_pairs(schedule, stages, self._backward_turns)
         return self._built
+
+    def _overlap_pairs(self, schedule: Any, stages: Sequence[Stage], turns: BackwardTurns) -> None:
+        """Run the forward pass of each pair of passes while transfers of its backward pass are in flight."""
+        for module in self._modules:
+            for layer in module.moe_layers():
+                layer.in_flight_hook = turns.advance
+
+        def wait(key: tuple[int, int]) -> None:
+            for work in schedule.fwd_recv_ops.get(key, ()):
+                work.wait()
+            if key in schedule.fwd_recv_ops:
+                schedule.fwd_recv_ops[key] = []  # the schedule waits again, but gloo's transfers complete only once
+
+        by_index = {stage.stage_index: stage for stage in stages}
+        actions = schedule.pipeline_order_with_comms[self._place]
+        for position, action in enumerate(actions):
+            if action.sub_actions is None:
+                continue
+            forward, backward = action.sub_actions
+            actions[position] = action._replace(sub_actions=(backward, forward))
+            key = forward.stage_index, forward.microbatch_index
+            run = partial(by_index[forward.stage_index].run_paired, forward.microbatch_index, turns)
+            by_index[backward.stage_index].pair(backward.microbatch_index, PairedForward(partial(wait, key), run))
 
     def _loss(self, hidden: Tensor | tuple[Tensor, ...], index: Tensor) -> Tensor:
         assert self._built is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +16,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # no public names
 
 from moe_comm.errors import InputError
-from moe_comm.layers.parallel.interleave import StageInput, TurnParameters
-from moe_comm.runtime.events import COMMUNICATION
+from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput, Steps, TurnParameters
+from moe_comm.runtime.events import COMMUNICATION, EVENTS
 from moe_comm.train.parallel.parameters import master_dtype
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, GRADIENTS, Transfers, between
@@ -31,6 +33,17 @@ class GradientSync(Protocol):
     def end_backward(self, stage: nn.Module) -> None: ...
 
     def wait_weights(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PairedForward:
+    """A forward pass that runs while transfers of a backward pass are in flight.
+
+    wait: waits until its input is received. run: runs it and the given backward pass.
+    """
+
+    wait: Callable[[], None]
+    run: Callable[[Callable[[], None]], None]
 
 
 class Stage(PipelineStage):
@@ -82,8 +95,9 @@ class Stage(PipelineStage):
         self._full_backward: set[int] = set()  # micro-batches whose weight gradients are already computed
         self._after_backward = after_backward
         self._gradients, self._backwards = gradients, 0
-        self._turns = turns
-        self._current: Sequence[MicroBatch] = ()
+        self._turns, self._chunk = turns, 0
+        self._pairs: dict[int, PairedForward] = {}
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}  # of forward passes that ran inside of a backward pass
         self._transfers = transfers or Transfers()
         self._label, self._before, self._after = f"stage {index}", between(index - 1), between(index)
 
@@ -91,10 +105,49 @@ class Stage(PipelineStage):
         """Begin a step with these micro-batches."""
         self.batches, self._backwards = batches, 0
 
+    def pair(self, bwd_chunk_id: int, forward: PairedForward) -> None:
+        """Run ``forward`` while transfers of this stage's backward pass on ``bwd_chunk_id`` are in flight."""
+        self._pairs[bwd_chunk_id] = forward
+
+    def run_paired(self, chunk: int, turns: BackwardTurns, backward: Callable[[], None]) -> None:
+        """Run the forward pass on ``chunk`` and ``backward`` by turns.
+
+        The schedule runs ``forward_one_chunk`` later, which returns the outputs.
+        """
+        self._outputs[chunk] = turns.run(self._steps(chunk), backward)
+
+    def _steps(self, chunk: int) -> Steps[tuple[Tensor, ...]]:
+        """Run the forward pass on ``chunk`` inside of another pass, with spans of its own."""
+        module: Any = self.submod
+        args = self._ids(chunk) if self.is_first else self._retrieve_recv_activations(chunk)
+        steps = module.forward_steps(self._inputs(args, chunk))
+        while True:
+            outer = EVENTS.micro
+            try:
+                with self._working("forward", chunk):
+                    next(steps)
+            except StopIteration as end:
+                outputs: tuple[Tensor, ...] = end.value
+                return outputs
+            finally:
+                EVENTS.micro = outer
+            yield
+
+    def _inputs(self, args: Sequence[Tensor], chunk: int) -> list[StageInput]:
+        """Return the inputs of micro-batches that take turns."""
+        if self._gradients is not None:
+            self._gradients.wait_weights()  # hooks of the module and its layers do not run
+        return [StageInput(x, b.positions_BS, b.documents) for x, b in zip(args, self._batches_of(chunk), strict=True)]
+
+    def _batches_of(self, chunk: int) -> Sequence[MicroBatch]:
+        return self.batches[chunk * self._turns : (chunk + 1) * self._turns]
+
+    def _ids(self, chunk: int) -> tuple[Tensor, ...]:
+        return tuple(batch.ids_BS for batch in self._batches_of(chunk))
+
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Tensor:
-        micro = fwd_chunk_id * self._turns
-        self._current = self.batches[micro : micro + self._turns]
-        inputs = tuple(batch.ids_BS for batch in self._current) if self.is_first else ()
+        self._chunk = fwd_chunk_id
+        inputs = self._ids(fwd_chunk_id) if self.is_first else ()
         received = (ACTIVATIONS, self._before)
         with COMMUNICATION.paused(), self._working("forward", fwd_chunk_id, *received):
             y: Tensor = super().forward_one_chunk(fwd_chunk_id, inputs, {}, *more, **options)
@@ -102,14 +155,13 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         if self._turns == 1:
-            (batch,) = self._current
+            (batch,) = self._batches_of(self._chunk)
             y = super().forward_maybe_with_nosync(*args, positions=batch.positions_BS, documents=batch.documents)
             return self._checked(y, args)
-        if self._gradients is not None:
-            self._gradients.wait_weights()  # hooks of the module and its layers do not run
-        pairs = zip(args, self._current, strict=True)
-        module: Any = self.submod
-        outputs = module.forward_in_turns([StageInput(x, batch.positions_BS, batch.documents) for x, batch in pairs])
+        outputs = self._outputs.pop(self._chunk, None)
+        if outputs is None:
+            module: Any = self.submod
+            outputs = module.forward_in_turns(self._inputs(args, self._chunk))
         return tuple(self._checked(y, args) for y in outputs)
 
     def _checked(self, y: Tensor, args: Sequence[Any]) -> Tensor:
@@ -125,8 +177,15 @@ class Stage(PipelineStage):
             self._full_backward.add(bwd_chunk_id)
             full_backward = True
         received = (GRADIENTS, self._after)
+        backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
+        pair = self._pairs.get(bwd_chunk_id)
+        if pair is not None:
+            pair.wait()
         with COMMUNICATION.paused(), self._working("backward", bwd_chunk_id, *received):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            if pair is None:
+                backward()
+            else:
+                pair.run(backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id in self._full_backward:
