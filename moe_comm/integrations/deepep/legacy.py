@@ -11,17 +11,24 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
-from moe_comm.integrations.deepep.routes import Bias, GroupDispatchers, Routes, Rows, exchange, unpacked
-
-FP8_MAX = 448.0
-SCALE_CHANNELS = 128
+from moe_comm.integrations.deepep.routes import (
+    Bias,
+    GroupDispatchers,
+    Routes,
+    Rows,
+    described,
+    exchange,
+    input_fault,
+    range_fault,
+    unpacked,
+)
+from moe_comm.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, in_blocks
 
 
 class Handle(tuple[Any, ...]):
     """DeepEP's tuple of tensors, with the routes that moe_comm uses in its place."""
 
     routes: Routes
-    """Of the dispatch; absent in a tuple from elsewhere."""
 
 
 class LowLatencyHandle(tuple[Any, ...]):
@@ -72,8 +79,7 @@ class Buffer:
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
 
     def destroy(self) -> None:
-        """Release the dispatchers. Collective."""
-        self._dispatchers.close()
+        """Do nothing: the dispatchers are released with the process group."""
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -136,11 +142,12 @@ class Buffer:
         """
         wait_for(previous_event)
         fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
-        if fault is not None or topk_idx.dim() != 2:
-            raise fault or InputError(f"topk_idx must be [tokens, top-k]; got {tuple(topk_idx.shape)}")
+        if fault is None and topk_idx.dim() != 2:
+            fault = InputError(f"topk_idx must be [tokens, top-k]; got {tuple(topk_idx.shape)}")
+        fault = fault or range_fault(topk_idx, num_experts)
+        if fault is not None:
+            raise fault
         owner_TK = self._dispatchers.owner(topk_idx, num_experts)
-        if owner_TK.numel() and int(topk_idx.max()) >= num_experts:
-            raise InputError(f"topk_idx must be -1 or an expert id below {num_experts}; got {int(topk_idx.max())}")
         ranks = torch.arange(self.group_size, device=topk_idx.device)
         in_rank_TW = (owner_TK.unsqueeze(-1) == ranks).any(1)
         per_expert = torch.bincount(topk_idx[topk_idx >= 0].long(), minlength=num_experts).int()
@@ -184,26 +191,24 @@ class Buffer:
         wait_for(previous_event)
         fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            routes = self._routes(handle, x, fault, topk_idx, topk_weights)
-            values, scales = routes.send_values(x)
-            rows = routes.pad(values) if scales is None else (routes.pad(values), routes.pad(scales))
+            if topk_idx is not None or topk_weights is not None:
+                fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
+            routes = self._routes(handle, x, fault or input_fault(x, None, None))
+            rows, _, _ = routes.padded(routes.send(x), None)
             return rows, None, None, None, None, finished(async_finish, x)
         fault = fault or self._layout_fault(x, is_token_in_rank, num_tokens_per_expert, topk_idx, num_worst_tokens)
-        experts = 1 if num_tokens_per_expert is None else num_tokens_per_expert.shape[0]
+        experts = 1 if fault or num_tokens_per_expert is None else num_tokens_per_expert.shape[0]
         got = exchange(
             self._dispatchers, x, topk_idx, topk_weights, experts, is_token_in_rank, num_tokens_per_expert, fault
         )
-        routes, rows = got.routes, got.x
+        routes = got.routes
         if num_worst_tokens:
             if routes.num_rows > num_worst_tokens:
                 error = InputError(f"received {routes.num_rows} rows; num_worst_tokens is {num_worst_tokens}")
                 routes.dispatcher.abort(error, label="deep_ep")
                 raise error
             routes.padded_rows = num_worst_tokens
-            values, scales = unpacked(got.x)
-            rows = routes.pad(values) if scales is None else (routes.pad(values), routes.pad(scales))
-        ids = None if got.ids_RK is None else routes.pad(got.ids_RK, -1)
-        weights = None if got.weights_RK is None else routes.pad(got.weights_RK)
+        rows, ids, weights = routes.padded(got.x, got.weights_RK)
         counts = [] if num_worst_tokens else got.aligned(expert_alignment).tolist()
         return rows, ids, weights, counts, self._handle(routes, is_token_in_rank), finished(async_finish, x)
 
@@ -232,15 +237,15 @@ class Buffer:
             [T, H] in the dtype of ``x``; [T, K] or None; the event.
 
         Raises:
-            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+            InputError, PeerDied, PeerTimeout: on every rank.
+            RankMismatch: also if only some ranks pass ``topk_weights``, or ``bias``; on every rank.
         """
         wait_for(previous_event)
         fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
-        routes = self._routes(handle, x, fault, None, None, combines=True)
-        weights = None
-        if topk_weights is not None:
-            weights = routes.sum_weights(topk_weights[: routes.num_rows])
-        return routes.sum(x, bias), weights, finished(async_finish, x)
+        if fault is None and isinstance(handle, Handle):
+            fault = handle.routes.combine_fault(x, topk_weights, bias)
+        y, weights = self._routes(handle, x, fault).combine(x, topk_weights, bias)
+        return y, weights, finished(async_finish, x)
 
     internode_dispatch, internode_combine = dispatch, combine
 
@@ -254,29 +259,14 @@ class Buffer:
         handle.routes = routes
         return handle
 
-    def _routes(
-        self,
-        handle: Any,
-        x: Rows,
-        fault: MoeCommError | None,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        combines: bool = False,
-    ) -> Routes:
+    def _routes(self, handle: Any, x: Any, fault: MoeCommError | None) -> Routes:
         """Return the routes of ``handle``. Raise errors on every rank."""
-        values, _ = unpacked(x)
-        routes = getattr(handle, "routes", None)
-        dispatcher = self._dispatchers.between_ranks(values.device)
-        if routes is None:
+        if not isinstance(handle, Handle):
             fault = InputError("handle must be the fifth result of Buffer.dispatch")
-        elif topk_idx is not None or topk_weights is not None:
-            fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
-        elif combines:
-            fault = fault or routes.fault_of_rows(x)
         if fault is not None:
-            dispatcher.refuse(fault, values)
-        assert isinstance(routes, Routes)
-        return routes
+            values, _ = unpacked(x)
+            self._dispatchers.between_ranks(values).refuse(fault, values)
+        return handle.routes  # type: ignore[no-any-return]
 
     def _layout_fault(
         self,
@@ -287,11 +277,11 @@ class Buffer:
         num_worst_tokens: int,
     ) -> MoeCommError | None:
         values, _ = unpacked(x)
-        if in_rank_TW is None or per_expert is None:
+        if not isinstance(in_rank_TW, Tensor) or not isinstance(per_expert, Tensor) or per_expert.dim() != 1:
             return InputError("dispatch without a handle needs is_token_in_rank and num_tokens_per_expert")
-        expected = values.shape[0], self.group_size
+        expected = *values.shape[:1], self.group_size
         if in_rank_TW.dtype != torch.bool or tuple(in_rank_TW.shape) != expected:
-            return InputError(f"is_token_in_rank must be bool {expected}; got {in_rank_TW.dtype} {in_rank_TW.shape}")
+            return InputError(f"is_token_in_rank must be bool {expected}; got {described(in_rank_TW)}")
         if num_worst_tokens and topk_idx is None:
             return InputError("num_worst_tokens needs topk_idx")
         return None
@@ -336,9 +326,9 @@ class Buffer:
         dispatcher = self._dispatchers.over(num_experts, x.device)
         most = num_max_dispatch_tokens_per_rank
         fault = None
-        if x.shape[0] > most:
-            fault = InputError(f"{x.shape[0]} tokens are more than num_max_dispatch_tokens_per_rank={most}")
-        elif use_fp8 and (x.dim() != 2 or x.shape[1] % (4 * SCALE_CHANNELS if use_ue8m0 else SCALE_CHANNELS)):
+        if x.dim() != 2 or x.shape[0] > most:
+            fault = InputError(f"x must be [tokens, hidden] with at most {most} tokens; got {described(x)}")
+        elif use_fp8 and x.shape[1] % (4 * BLOCK if use_ue8m0 else BLOCK):
             fault = InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {tuple(x.shape)}")
         elif topk_idx.dim() == 2 and _has_duplicates(topk_idx):
             fault = InputError("a token has an expert twice, but a low-latency block has one place for each token")
@@ -369,7 +359,7 @@ class Buffer:
         if use_fp8:
             values, scales = _quantized(sent.rows_RD, round_scale or use_ue8m0)
             packed = padded(_exponents(scales) if use_ue8m0 else scales)
-            blocks = padded(values.view(torch.uint8)).view(torch.float8_e4m3fn)
+            blocks = padded(values.view(torch.uint8)).view(E4M3)
             rows = blocks, packed.transpose(1, 2).contiguous().transpose(1, 2)  # column-major, as DeepEP's kernels
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += counts_L.to(cumulative_local_expert_recv_stats.dtype)
@@ -442,14 +432,13 @@ def _has_duplicates(ids_TK: Tensor) -> bool:
 
 def _quantized(rows_RD: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
     """Return e4m3 values and [R, D / 128] fp32 scales, with the arithmetic of DeepEP."""
-    blocks = rows_RD.float().unflatten(1, (-1, SCALE_CHANNELS))
+    blocks = in_blocks(rows_RD.float())
     largest = blocks.abs().amax(2).clamp(min=1e-4)
-    scales, factors = largest / FP8_MAX, FP8_MAX / largest
+    scales, factors = largest / E4M3_MAX, E4M3_MAX / largest
     if powers_of_two:
         scales = torch.exp2(scales.log2().ceil())
         factors = scales.reciprocal()
-    values = (blocks * factors.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX)
-    return values.to(torch.float8_e4m3fn).flatten(1), scales
+    return (blocks * factors.unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).flatten(1), scales
 
 
 def _exponents(scales: Tensor) -> Tensor:
