@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.deepep.events import EventHandle, EventOverlap, finished, wait_for
 from moe_comm.integrations.deepep.routes import (
     Bias,
-    GroupDispatchers,
+    GroupBuffer,
     Received,
     Routes,
     Rows,
-    exchange,
     input_fault,
     unpacked,
 )
@@ -68,7 +66,7 @@ class EPHandle:
         return self.recv_src_metadata[: self.routes.num_rows, 2:].long()
 
 
-class ElasticBuffer:
+class ElasticBuffer(GroupBuffer):
     """Dispatch and combine of tokens with the interface of ``deep_ep.ElasticBuffer``; see ``Buffer``.
 
     Args:
@@ -81,9 +79,6 @@ class ElasticBuffer:
     Raises:
         ConfigError: no ``group``.
     """
-
-    backend: ClassVar[str] = "auto"
-    timeout_s: ClassVar[float] = 300.0
 
     def __init__(
         self,
@@ -101,8 +96,8 @@ class ElasticBuffer:
         explicitly_destroy: bool = False,
         **also_ignored: Any,
     ) -> None:
-        self._dispatchers = GroupDispatchers(group, self.backend, self.timeout_s)
-        self.group, self.rank_idx, self.num_ranks = group, self._dispatchers.rank, self._dispatchers.world
+        super().__init__(group)
+        self.rank_idx, self.num_ranks = self.group_rank, self.group_size
         self.num_bytes, self.num_max_tokens_per_rank = num_bytes or 0, num_max_tokens_per_rank
         self.allow_multiple_reduction, self.deterministic = allow_multiple_reduction, True
         self.allow_hybrid_mode, self.explicitly_destroy = False, explicitly_destroy
@@ -110,9 +105,6 @@ class ElasticBuffer:
         self.num_scaleup_ranks = self.num_nvlink_ranks = self.num_ranks
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_allocated_qps = 1
-
-    def destroy(self) -> None:
-        """Do nothing: the dispatchers are released with the process group."""
 
     @staticmethod
     def get_buffer_size_hint(*ignored: Any, **also_ignored: Any) -> int:
@@ -127,10 +119,6 @@ class ElasticBuffer:
     def capture() -> EventHandle:
         """Return an event at the current end of the current stream."""
         return EventHandle()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, on which all operations run. Needs CUDA."""
-        return torch.cuda.current_stream()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Return (1, number of ranks): rows are not relayed by the buffer."""
@@ -193,7 +181,14 @@ class ElasticBuffer:
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 fault = InputError("with a handle, topk_idx must be None and do_cpu_sync must not be True")
-            return *self._again(x, topk_weights, handle, fault), handle, finished(async_with_compute_stream, x)
+            routes, weights = self._routes(handle, EPHandle, x), None
+            routes.check(fault or input_fault(x, handle.topk_idx, topk_weights), x)
+            rows = routes.send(x)
+            if topk_weights is not None:
+                assert routes.local_ids_RK is not None
+                bits = routes.send_words(topk_weights.contiguous().view(torch.int32))
+                weights = bits.view(torch.float32).masked_fill(routes.local_ids_RK < 0, 0.0)
+            return *_laid_out(handle, rows, weights), handle, finished(async_with_compute_stream, x)
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         tokens, synchronised = len(unpacked(x)[0]), do_cpu_sync is None or do_cpu_sync
         if num_experts is None or topk_idx is None:
@@ -203,7 +198,7 @@ class ElasticBuffer:
                 f"num_max_tokens_per_rank, here or in the constructor, must be at least the {tokens} tokens and 1; got "
                 f"{most}"
             )
-        got = exchange(self._dispatchers, x, topk_idx, topk_weights, num_experts or 1, fault=fault)
+        got = self._exchange(x, topk_idx, topk_weights, num_experts or 1, fault=fault)
         assert topk_idx is not None and num_experts is not None
         if not synchronised:
             got.routes.padded_rows = self.num_ranks * most
@@ -213,30 +208,6 @@ class ElasticBuffer:
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += got.rows_per_expert.to(cumulative_local_expert_recv_stats.dtype)
         return *_laid_out(made, got.x, got.weights_RK), made, finished(async_with_compute_stream, x)
-
-    def _again(
-        self, x: Rows, topk_weights: Tensor | None, handle: Any, fault: MoeCommError | None
-    ) -> tuple[Rows, Tensor | None, Tensor | None]:
-        """Dispatch along the routes of ``handle``."""
-        routes, weights = self._routes(handle, x, fault, lambda: input_fault(x, handle.topk_idx, topk_weights)), None
-        rows = routes.send(x)
-        if topk_weights is not None:
-            assert routes.local_ids_RK is not None
-            bits = routes.send_words(topk_weights.contiguous().view(torch.int32))
-            weights = bits.view(torch.float32).masked_fill(routes.local_ids_RK < 0, 0.0)
-        return _laid_out(handle, rows, weights)
-
-    def _routes(
-        self, handle: Any, x: Any, fault: MoeCommError | None, check: Callable[[], MoeCommError | None]
-    ) -> Routes:
-        """Return the routes of ``handle``. Raise errors, also those of ``check``, on every rank."""
-        if not isinstance(handle, EPHandle):
-            fault = InputError("handle must be the fourth result of ElasticBuffer.dispatch")
-        fault = fault or check()
-        if fault is not None:
-            values, _ = unpacked(x)
-            self._dispatchers.between_ranks(values).refuse(fault, values)
-        return handle.routes  # type: ignore[no-any-return]
 
     def _handle(
         self,
@@ -316,16 +287,15 @@ class ElasticBuffer:
         """
         wait_for(previous_event, previous_event_before_epilogue)
         fault = _event_fault(previous_event, allocate_on_comm_stream)
-        expanded = isinstance(handle, EPHandle) and handle.do_expand
-        if fault is None and expanded and not self.allow_multiple_reduction:
+        routes, expanded = self._routes(handle, EPHandle, x), handle.num_expanded_tokens if handle.do_expand else None
+        if handle.do_expand and not self.allow_multiple_reduction:
             fault = ConfigError(
                 "combine of expanded rows adds the rows of a token on each rank first; make the ElasticBuffer with "
                 "allow_multiple_reduction=True"
             )
-        size = handle.num_expanded_tokens if expanded else None
-        routes = self._routes(handle, x, fault, lambda: handle.routes.combine_fault(x, topk_weights, bias, size))
+        routes.check(fault or routes.combine_fault(x, topk_weights, bias, expanded), x)
         place_RK, weights = handle.place_RK, topk_weights
-        if expanded:
+        if handle.do_expand:
             x = plain.weighted_sum(x, place_RK, None)
             if weights is not None:  # a rank without rows has nothing to index
                 weights = weights[place_RK.clamp(min=0)] if len(weights) else weights.new_zeros(place_RK.shape)

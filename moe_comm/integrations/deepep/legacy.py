@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.dispatch.base import ID_DTYPES
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
 from moe_comm.integrations.deepep.routes import (
     Bias,
-    GroupDispatchers,
+    GroupBuffer,
     Routes,
     Rows,
-    described,
-    exchange,
+    fault_of,
     input_fault,
     range_fault,
     unpacked,
@@ -44,7 +44,7 @@ class LowLatencyHandle(tuple[Any, ...]):
     buffer: Tensor | None
 
 
-class Buffer:
+class Buffer(GroupBuffer):
     """Dispatch and combine of tokens with the interface of ``deep_ep.Buffer``, on any device that moe_comm supports.
 
     Operations run on the current stream and are queued when they return. Memory is allocated on demand, so all sizes
@@ -60,8 +60,6 @@ class Buffer:
     """
 
     num_sms: ClassVar[int] = 20
-    backend: ClassVar[str] = "auto"
-    timeout_s: ClassVar[float] = 300.0
 
     def __init__(
         self,
@@ -73,13 +71,10 @@ class Buffer:
         explicitly_destroy: bool = False,
         **also_ignored: Any,
     ) -> None:
-        self._dispatchers = GroupDispatchers(group, self.backend, self.timeout_s)
-        self.group, self.rank, self.group_size = group, self._dispatchers.rank, self._dispatchers.world
+        super().__init__(group)
+        self.rank = self.group_rank
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-
-    def destroy(self) -> None:
-        """Do nothing: the dispatchers are released with the process group."""
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -116,10 +111,6 @@ class Buffer:
         """Return 0: buffers are allocated on demand."""
         return 0
 
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, on which all operations run. Needs CUDA."""
-        return torch.cuda.current_stream()
-
     @torch.no_grad()
     def get_dispatch_layout(
         self,
@@ -142,12 +133,10 @@ class Buffer:
         """
         wait_for(previous_event)
         fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
-        if fault is None and topk_idx.dim() != 2:
-            fault = InputError(f"topk_idx must be [tokens, top-k]; got {tuple(topk_idx.shape)}")
-        fault = fault or range_fault(topk_idx, num_experts)
+        fault = fault or fault_of("topk_idx", topk_idx, ID_DTYPES, (None, None)) or range_fault(topk_idx, num_experts)
         if fault is not None:
             raise fault
-        owner_TK = self._dispatchers.owner(topk_idx, num_experts)
+        owner_TK = self._owner(topk_idx, num_experts)
         ranks = torch.arange(self.group_size, device=topk_idx.device)
         in_rank_TW = (owner_TK.unsqueeze(-1) == ranks).any(1)
         per_expert = torch.bincount(topk_idx[topk_idx >= 0].long(), minlength=num_experts).int()
@@ -193,14 +182,20 @@ class Buffer:
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
-            routes = self._routes(handle, x, fault or input_fault(x, None, None))
+            routes = self._routes(handle, Handle, x)
+            routes.check(fault or input_fault(x, None, None), x)
             rows, _, _ = routes.padded(routes.send(x), None)
             return rows, None, None, None, None, finished(async_finish, x)
-        fault = fault or self._layout_fault(x, is_token_in_rank, num_tokens_per_expert, topk_idx, num_worst_tokens)
-        experts = 1 if fault or num_tokens_per_expert is None else num_tokens_per_expert.shape[0]
-        got = exchange(
-            self._dispatchers, x, topk_idx, topk_weights, experts, is_token_in_rank, num_tokens_per_expert, fault
+        if num_worst_tokens and topk_idx is None:
+            fault = InputError("num_worst_tokens needs topk_idx")
+        counts, layout = num_tokens_per_expert, (len(unpacked(x)[0]), self.group_size)
+        fault = (
+            fault
+            or fault_of("num_tokens_per_expert", counts, (torch.int32, torch.int64), (None,))
+            or fault_of("is_token_in_rank", is_token_in_rank, (torch.bool,), layout)
         )
+        experts = 1 if fault or counts is None else len(counts)
+        got = self._exchange(x, topk_idx, topk_weights, experts, is_token_in_rank, counts, fault)
         routes = got.routes
         if num_worst_tokens:
             if routes.num_rows > num_worst_tokens:
@@ -209,8 +204,8 @@ class Buffer:
                 raise error
             routes.padded_rows = num_worst_tokens
         rows, ids, weights = routes.padded(got.x, got.weights_RK)
-        counts = [] if num_worst_tokens else got.aligned(expert_alignment).tolist()
-        return rows, ids, weights, counts, self._handle(routes, is_token_in_rank), finished(async_finish, x)
+        aligned = [] if num_worst_tokens else got.aligned(expert_alignment).tolist()
+        return rows, ids, weights, aligned, self._handle(routes, is_token_in_rank), finished(async_finish, x)
 
     @torch.no_grad()
     def combine(
@@ -242,9 +237,9 @@ class Buffer:
         """
         wait_for(previous_event)
         fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
-        if fault is None and isinstance(handle, Handle):
-            fault = handle.routes.combine_fault(x, topk_weights, bias)
-        y, weights = self._routes(handle, x, fault).combine(x, topk_weights, bias)
+        routes = self._routes(handle, Handle, x)
+        routes.check(fault or routes.combine_fault(x, topk_weights, bias), x)
+        y, weights = routes.combine(x, topk_weights, bias)
         return y, weights, finished(async_finish, x)
 
     internode_dispatch, internode_combine = dispatch, combine
@@ -258,33 +253,6 @@ class Buffer:
         handle = Handle((prefix_WW, none, none, routes.pad(routes.token_R, -1), in_rank_TW, none))
         handle.routes = routes
         return handle
-
-    def _routes(self, handle: Any, x: Any, fault: MoeCommError | None) -> Routes:
-        """Return the routes of ``handle``. Raise errors on every rank."""
-        if not isinstance(handle, Handle):
-            fault = InputError("handle must be the fifth result of Buffer.dispatch")
-        if fault is not None:
-            values, _ = unpacked(x)
-            self._dispatchers.between_ranks(values).refuse(fault, values)
-        return handle.routes  # type: ignore[no-any-return]
-
-    def _layout_fault(
-        self,
-        x: Rows,
-        in_rank_TW: Tensor | None,
-        per_expert: Tensor | None,
-        topk_idx: Tensor | None,
-        num_worst_tokens: int,
-    ) -> MoeCommError | None:
-        values, _ = unpacked(x)
-        if not isinstance(in_rank_TW, Tensor) or not isinstance(per_expert, Tensor) or per_expert.dim() != 1:
-            return InputError("dispatch without a handle needs is_token_in_rank and num_tokens_per_expert")
-        expected = *values.shape[:1], self.group_size
-        if in_rank_TW.dtype != torch.bool or tuple(in_rank_TW.shape) != expected:
-            return InputError(f"is_token_in_rank must be bool {expected}; got {described(in_rank_TW)}")
-        if num_worst_tokens and topk_idx is None:
-            return InputError("num_worst_tokens needs topk_idx")
-        return None
 
     # --- low latency ---
 
@@ -323,17 +291,16 @@ class Buffer:
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        dispatcher = self._dispatchers.over(num_experts, x.device)
-        most = num_max_dispatch_tokens_per_rank
-        fault = None
-        if x.dim() != 2 or x.shape[0] > most:
-            fault = InputError(f"x must be [tokens, hidden] with at most {most} tokens; got {described(x)}")
-        elif use_fp8 and x.shape[1] % (4 * BLOCK if use_ue8m0 else BLOCK):
+        values, most = unpacked(x)[0], num_max_dispatch_tokens_per_rank
+        dispatcher, fault = self._dispatcher(values, num_experts), input_fault(x, topk_idx, None)
+        if fault is None and len(x) > most:
+            fault = InputError(f"{len(x)} tokens are more than num_max_dispatch_tokens_per_rank={most}")
+        elif fault is None and use_fp8 and x.shape[1] % (4 * BLOCK if use_ue8m0 else BLOCK):
             fault = InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {tuple(x.shape)}")
-        elif topk_idx.dim() == 2 and _has_duplicates(topk_idx):
+        elif fault is None and _has_duplicates(topk_idx):
             fault = InputError("a token has an expert twice, but a low-latency block has one place for each token")
         if fault is not None:
-            dispatcher.refuse(fault, x)
+            dispatcher.refuse(fault, values)
         sent = dispatcher.dispatch(x, topk_idx)
         words = torch.full((x.shape[0], 2), self.rank, dtype=torch.int32, device=x.device)
         words[:, 1] = torch.arange(x.shape[0], device=x.device)
@@ -394,7 +361,7 @@ class Buffer:
             ConfigError: ``use_logfmt``.
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        dispatcher = self._dispatchers.over(handle[4], x.device)
+        dispatcher = self._dispatcher(x, handle[4])
         blocks = handle.buffer if zero_copy and handle.buffer is not None else x
         fault: MoeCommError | None = None
         if use_logfmt:

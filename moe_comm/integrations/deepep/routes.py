@@ -12,8 +12,9 @@ rank, token, expert ids, weights and scales.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,37 +35,149 @@ Rows = Tensor | tuple[Tensor, Tensor]
 Bias = Tensor | tuple[Tensor, Tensor] | None
 
 
-class GroupDispatchers:
-    """The dispatchers over the ranks of ``group``, created on first use, which is collective.
+def unpacked(x: Any) -> tuple[Tensor, Any]:
+    """Return values and scales. Values that are no tensor are replaced by an empty one; see ``input_fault``."""
+    values, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+    return values if isinstance(values, Tensor) else torch.empty(0), scales
+
+
+def fault_of(
+    name: str, value: Any, dtypes: Sequence[torch.dtype], *shapes: tuple[int | None, ...]
+) -> InputError | None:
+    """Return the error for a value that is no tensor with one of ``dtypes`` and ``shapes``. None: any size."""
+    got = type(value).__name__
+    if isinstance(value, Tensor):
+        got = f"{value.dtype} {list(value.shape)}"
+        fits = (
+            len(shape) == value.dim() and all(n in (None, m) for n, m in zip(shape, value.shape, strict=True))
+            for shape in shapes
+        )
+        if value.dtype in dtypes and any(fits):
+            return None
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return InputError(f"{name} must be {names} {str(list(shapes[-1])).replace('None', '*')}; got {got}")
+
+
+def input_fault(x: Any, topk_idx: Any, topk_weights: Any) -> InputError | None:
+    """Return the error for rows, ids and weights that a dispatch cannot send, without communication."""
+    values, scales = unpacked(x)
+    fault = fault_of("x", values, FLOATS if scales is None else (E4M3,), (None, None))
+    if fault is None and scales is not None:
+        fault = fault_of("the scales of x", scales, (torch.float32, torch.int32), (len(values), None))
+    if fault is None and topk_idx is not None:
+        fault = fault_of("topk_idx", topk_idx, ID_DTYPES, (len(values), None))
+    if fault is not None or topk_weights is None:
+        return fault
+    if topk_idx is None:
+        return InputError("topk_weights needs topk_idx")
+    return fault_of("topk_weights", topk_weights, (torch.float32,), tuple(topk_idx.shape))
+
+
+def range_fault(ids_TK: Tensor, num_experts: int) -> InputError | None:
+    """Return the error for ids out of range."""
+    low, high = (int(v) for v in torch.aminmax(ids_TK)) if ids_TK.numel() else (DROPPED, DROPPED)
+    if low >= DROPPED and high < num_experts and num_experts > 0:
+        return None
+    return InputError(f"topk_idx must be -1 or an expert id below {num_experts}; got ids from {low} to {high}")
+
+
+class GroupBuffer:
+    """What both buffers share. Dispatchers are created on first use, which is collective.
 
     Raises:
         ConfigError: there is no process group.
     """
 
-    def __init__(self, group: ProcessGroup | None, backend: str, timeout_s: float) -> None:
+    backend: ClassVar[str] = "auto"
+    timeout_s: ClassVar[float] = 300.0
+
+    def __init__(self, group: ProcessGroup | None) -> None:
         if group is None:
             raise ConfigError("a deep_ep buffer of moe_comm needs group=, a torch.distributed process group")
-        self.group, self.rank, self.world = group, group.rank(), group.size()
-        self._backend, self._options = backend, DispatchOptions(timeout_s=timeout_s)
+        self.group, self.group_rank, self.group_size = group, group.rank(), group.size()
 
-    def over(self, num_experts: int, device: torch.device) -> Dispatcher:
-        """Return the dispatcher of ``num_experts`` experts for rows on ``device``."""
-        return shared_dispatcher(num_experts, self.group, device, self._backend, self._options)
+    def destroy(self) -> None:
+        """Do nothing: the dispatchers are released with the process group."""
 
-    def between_ranks(self, x: Tensor) -> Dispatcher:
-        """Return the dispatcher whose experts are the ranks, for rows like ``x``."""
-        return self.over(self.world, x.device)
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """Return the current stream, on which all operations run. Needs CUDA."""
+        return torch.cuda.current_stream()
 
-    def owner(self, ids_TK: Tensor, num_experts: int) -> Tensor:
+    def _dispatcher(self, x: Tensor, num_experts: int | None = None) -> Dispatcher:
+        """Return the dispatcher of ``num_experts`` experts, or the one whose experts are the ranks, for rows as x."""
+        options = DispatchOptions(timeout_s=self.timeout_s)
+        return shared_dispatcher(num_experts or self.group_size, self.group, x.device, self.backend, options)
+
+    def _owner(self, ids_TK: Tensor, num_experts: int) -> Tensor:
         """Return the rank of each expert id; -1 for -1."""
-        offsets = ExpertPlacement.of(num_experts, self.world).offsets
-        ends = torch.tensor(offsets[1:], device=ids_TK.device)
-        owner_TK = torch.bucketize(ids_TK.long(), ends, right=True)
-        return owner_TK.masked_fill_(ids_TK < 0, DROPPED)
+        ends = torch.tensor(ExpertPlacement.of(num_experts, self.group_size).offsets[1:], device=ids_TK.device)
+        return torch.bucketize(ids_TK.long(), ends, right=True).masked_fill_(ids_TK < 0, DROPPED)
 
-    def local_range(self, num_experts: int) -> range:
-        """Return the ids of this rank's experts."""
-        return ExpertPlacement.of(num_experts, self.world).local_range(self.rank)
+    def _routes(self, handle: Any, kind: type[Any], x: Any) -> Routes:
+        """Return the routes of a handle. Any other value raises InputError on every rank."""
+        if not isinstance(handle, kind):
+            values, _ = unpacked(x)
+            fault = InputError(f"handle must come from dispatch of the same buffer; got {type(handle).__name__}")
+            self._dispatcher(values).refuse(fault, values)
+        return handle.routes  # type: ignore[no-any-return]
+
+    def _exchange(
+        self,
+        x: Rows,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        num_experts: int,
+        is_token_in_rank: Tensor | None = None,
+        tokens_per_expert: Tensor | None = None,
+        fault: MoeCommError | None = None,
+    ) -> Received:
+        """Send each token once to each rank that has one of its experts. Collective. No autograd.
+
+        Args:
+            is_token_in_rank, tokens_per_expert: [T, W] and [E], in place of ids.
+            fault: error of this rank, which all ranks raise.
+
+        Raises:
+            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+        """
+        values_TD, _ = unpacked(x)
+        dispatcher, device, tokens = self._dispatcher(values_TD), values_TD.device, len(values_TD)
+        fault = fault or input_fault(x, topk_idx, topk_weights)
+        if fault is None and topk_idx is not None:
+            fault = range_fault(topk_idx, num_experts)
+        if fault is not None:
+            dispatcher.refuse(fault, values_TD)
+        if topk_idx is not None:
+            ids_TN = last_slots(self._owner(topk_idx, num_experts))
+        else:
+            assert is_token_in_rank is not None and tokens_per_expert is not None
+            ids_TN = torch.arange(self.group_size, device=device).where(is_token_in_rank, DROPPED)
+        routes = Routes(dispatcher, ids_TN)
+        received_x = routes.send(x)
+        words = [torch.full((tokens, 1), self.group_rank, dtype=torch.int32, device=device)]
+        words.append(torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1))
+        if topk_idx is not None:
+            words.append(topk_idx.to(torch.int32))
+        if topk_weights is not None:
+            words.append(topk_weights.contiguous().view(torch.int32))
+        words_RX = routes.send_words(torch.cat(words, 1))
+        routes.num_rows, routes.num_words = words_RX.shape
+        routes.padded_rows = routes.num_rows
+        routes.source_R, routes.token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
+        if topk_idx is None:  # sum the counts of all ranks for this rank's experts
+            ids_E1 = torch.arange(num_experts, device=device).unsqueeze(1)
+            counts_E1 = tokens_per_expert.int().view(torch.float32).unsqueeze(1)  # type: ignore[union-attr]
+            counts = self._dispatcher(values_TD, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
+            return Received(routes, received_x, None, counts.view(-1, self.group_size).sum(1))
+        top_k, weights_RK = topk_idx.shape[1], None
+        own = ExpertPlacement.of(num_experts, self.group_size).local_range(self.group_rank)
+        global_ids = words_RX[:, 2 : 2 + top_k].to(topk_idx.dtype)
+        mine = (global_ids >= own.start) & (global_ids < own.stop)
+        local_ids = routes.local_ids_RK = torch.where(mine, global_ids - own.start, -1)
+        if topk_weights is not None:
+            weights_RK = words_RX[:, 2 + top_k :].contiguous().view(torch.float32).masked_fill(~mine, 0.0)
+        counts = torch.bincount(local_ids[mine].long(), minlength=len(own))
+        return Received(routes, received_x, weights_RK, counts)
 
 
 def last_slots(owner_TK: Tensor) -> Tensor:
@@ -73,65 +186,6 @@ def last_slots(owner_TK: Tensor) -> Tensor:
     for k in range(owner_TK.shape[1] - 1):
         kept[:, k].masked_fill_((owner_TK[:, k + 1 :] == owner_TK[:, k, None]).any(1), DROPPED)
     return kept
-
-
-def unpacked(x: Any) -> tuple[Tensor, Any]:
-    """Return values and scales. Values that are no tensor are replaced by an empty one; see ``input_fault``."""
-    values, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
-    return values if isinstance(values, Tensor) else torch.empty(0), scales
-
-
-def described(value: Any) -> str:
-    """Return dtype and shape of a tensor for messages."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def input_fault(x: Any, topk_idx: Any, topk_weights: Any) -> MoeCommError | None:
-    """Return the error for rows, ids and weights that a dispatch cannot send, without communication."""
-    values, scales = unpacked(x)
-    if values.dim() != 2:
-        return InputError("x must be a tensor [tokens, hidden], or a tuple of such a tensor and its scales")
-    tokens = values.shape[0]
-    if scales is None and values.dtype not in FLOATS:
-        return InputError(f"x must be bfloat16 or another float type, or a tuple (e4m3, scales); got {values.dtype}")
-    if scales is not None and not (
-        values.dtype == E4M3
-        and isinstance(scales, Tensor)
-        and scales.dtype in (torch.float32, torch.int32)
-        and scales.dim() == 2
-        and scales.shape[0] == tokens
-    ):
-        return InputError(
-            f"x of values and scales must be {E4M3} [tokens, hidden] and float32 or int32 [tokens, scales]; got "
-            f"{described(values)} and {described(scales)}"
-        )
-    if topk_idx is None:
-        return None if topk_weights is None else InputError("topk_weights needs topk_idx")
-    if not (
-        isinstance(topk_idx, Tensor)
-        and topk_idx.dtype in ID_DTYPES
-        and topk_idx.dim() == 2
-        and topk_idx.shape[0] == tokens
-        and topk_idx.shape[1]
-    ):
-        return InputError(
-            f"topk_idx must be int64 (deep_ep.topk_idx_t) or int32 [{tokens}, top-k]; got {described(topk_idx)}"
-        )
-    if topk_weights is None or _is_float32(topk_weights, topk_idx.shape):
-        return None
-    return InputError(f"topk_weights must be float32 {tuple(topk_idx.shape)}; got {described(topk_weights)}")
-
-
-def _is_float32(value: Any, *shapes: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.shape in shapes
-
-
-def range_fault(ids_TK: Tensor, num_experts: int) -> MoeCommError | None:
-    """Return the error for ids out of range."""
-    low, high = (int(v) for v in torch.aminmax(ids_TK)) if ids_TK.numel() else (DROPPED, DROPPED)
-    if low >= DROPPED and high < num_experts and num_experts > 0:
-        return None
-    return InputError(f"topk_idx must be -1 or an expert id below {num_experts}; got ids from {low} to {high}")
 
 
 @dataclass(eq=False)
@@ -223,27 +277,25 @@ class Routes:
         ids = None if self.local_ids_RK is None else self.pad(self.local_ids_RK, -1)
         return self.pad_rows(x), ids, None if weights_RK is None else self.pad(weights_RK)
 
+    def check(self, fault: MoeCommError | None, x: Any) -> None:
+        """Raise ``fault`` of this rank, if any, on every rank."""
+        if fault is not None:
+            self.dispatcher.refuse(fault, unpacked(x)[0])
+
     def combine_fault(self, x: Any, topk_weights: Any, bias: Any, expanded: int | None = None) -> InputError | None:
         """Return the error for arguments that combine does not accept. expanded: rows of the expanded layout."""
-        counts = (self.num_rows, self.padded_rows) if expanded is None else (expanded,)
-        if not (isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] in counts and x.dtype in FLOATS):
-            return InputError(
-                f"combine needs [{counts[-1]}, hidden] of a float type, all rows that were received; got {described(x)}"
-            )
-        if topk_weights is not None:
-            top_k = topk_weights.shape[-1] if self.local_ids_RK is None else self.local_ids_RK.shape[1]
+        counts = [self.num_rows, self.padded_rows] if expanded is None else [expanded]
+        fault = fault_of("x, all rows that were received,", x, FLOATS, *((count, None) for count in counts))
+        if fault is None and topk_weights is not None:
+            top_k = None if self.local_ids_RK is None else self.local_ids_RK.shape[1]
             shapes = [(count, top_k) if expanded is None else (count,) for count in counts]
-            if not _is_float32(topk_weights, *shapes):
-                return InputError(f"topk_weights must be float32 {shapes[-1]}; got {described(topk_weights)}")
-        expected = self.ids_TN.shape[0], x.shape[1]
+            fault = fault_of("topk_weights", topk_weights, (torch.float32,), *shapes)
         terms = bias if isinstance(bias, tuple) else (bias,)
-        if bias is None or (
-            len(terms) in (1, 2)
-            and all(isinstance(b, Tensor) and b.shape == expected and b.dtype in FLOATS for b in terms)
-        ):
-            return None
-        got = ", ".join(map(described, terms))
-        return InputError(f"bias must be one or two tensors {expected} of a float type; got {got}")
+        if len(terms) not in (1, 2):
+            fault = fault or InputError(f"bias must be one or two tensors; got {len(terms)}")
+        for term in () if bias is None else terms:
+            fault = fault or fault_of("bias", term, FLOATS, (len(self.ids_TN), x.shape[1]))
+        return fault
 
 
 @dataclass(eq=False)
@@ -258,76 +310,3 @@ class Received:
     def aligned(self, alignment: int) -> Tensor:
         """Return the rows per expert, rounded up."""
         return (self.rows_per_expert + alignment - 1) // alignment * alignment
-
-
-def exchange(
-    dispatchers: GroupDispatchers,
-    x: Rows,
-    topk_idx: Tensor | None,
-    topk_weights: Tensor | None,
-    num_experts: int,
-    is_token_in_rank: Tensor | None = None,
-    tokens_per_expert: Tensor | None = None,
-    fault: MoeCommError | None = None,
-) -> Received:
-    """Send each token once to each rank that has one of its experts. Collective. No autograd.
-
-    Args:
-        is_token_in_rank, tokens_per_expert: [T, W] and [E], in place of ids.
-        fault: error of this rank, which all ranks raise.
-
-    Raises:
-        InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
-    """
-    values_TD, _ = unpacked(x)
-    device = values_TD.device
-    dispatcher = dispatchers.between_ranks(values_TD)
-    fault = fault or input_fault(x, topk_idx, topk_weights)
-    if fault is None and topk_idx is not None:
-        fault = range_fault(topk_idx, num_experts)
-    if fault is not None:
-        dispatcher.refuse(fault, values_TD)
-    tokens, own = values_TD.shape[0], dispatchers.local_range(num_experts)
-    if topk_idx is not None:
-        ids_TN = last_slots(dispatchers.owner(topk_idx, num_experts))
-    else:
-        assert is_token_in_rank is not None
-        ranks = torch.arange(dispatchers.world, device=device).expand(tokens, -1)
-        ids_TN = ranks.masked_fill(~is_token_in_rank, DROPPED)
-    routes = Routes(dispatcher, ids_TN)
-    received_x = routes.send(x)
-    words = [torch.full((tokens, 1), dispatchers.rank, dtype=torch.int32, device=device)]
-    words.append(torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1))
-    if topk_idx is not None:
-        words.append(topk_idx.to(torch.int32))
-    if topk_weights is not None:
-        words.append(topk_weights.contiguous().view(torch.int32))
-    words_RX = routes.send_words(torch.cat(words, 1))
-    routes.num_rows, routes.num_words = words_RX.shape
-    routes.padded_rows = routes.num_rows
-    routes.source_R, routes.token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
-    if topk_idx is None:
-        return Received(routes, received_x, None, _counts_without_ids(dispatchers, dispatcher, tokens_per_expert))
-    top_k, weights_RK = topk_idx.shape[1], None
-    global_ids = words_RX[:, 2 : 2 + top_k].to(topk_idx.dtype)
-    mine = (global_ids >= own.start) & (global_ids < own.stop)
-    local_ids = routes.local_ids_RK = torch.where(mine, global_ids - own.start, -1)
-    if topk_weights is not None:
-        weights_RK = words_RX[:, 2 + top_k :].contiguous().view(torch.float32).masked_fill(~mine, 0.0)
-    counts = torch.bincount(local_ids[mine].long(), minlength=len(own))
-    return Received(routes, received_x, weights_RK, counts)
-
-
-def _counts_without_ids(
-    dispatchers: GroupDispatchers, dispatcher: Dispatcher, tokens_per_expert: Tensor | None
-) -> Tensor:
-    """Return the rows of this rank's experts, from the counts that each rank has for all experts."""
-    assert tokens_per_expert is not None
-    placement = ExpertPlacement.of(tokens_per_expert.shape[0], dispatchers.world)
-    counts_WL = tokens_per_expert.new_zeros(dispatchers.world, max(placement.experts_per_rank), dtype=torch.int32)
-    for rank in range(dispatchers.world):
-        own = placement.local_range(rank)
-        counts_WL[rank, : len(own)] = tokens_per_expert[own.start : own.stop]
-    ids_W1 = torch.arange(dispatchers.world, device=counts_WL.device).unsqueeze(1)
-    received = dispatcher.dispatch(counts_WL.view(torch.float32), ids_W1).rows_RD.view(torch.int32)
-    return received.long().sum(0)[: placement.experts_per_rank[dispatchers.rank]]
