@@ -73,9 +73,12 @@ def gpt(case: Case, ours: str, **options: Any) -> Any:
     spec = get_gpt_layer_local_spec(num_experts=case.num_experts)
     if ours == "spec":
         spec.submodules.mlp.module = MoeCommMoELayer
+        spec.submodules.mlp.params = {"backend": "all_gather"}
     model = GPTModel(config, spec, vocab_size=32, max_sequence_length=8)
     if ours == "replaced":
         assert replace_dispatchers([model], backend="all_to_all") == 2
+    elif ours == "spec":
+        assert {layer.mlp.token_dispatcher._backend for layer in model.decoder.layers} == {"all_gather"}
     return model
 
 
