@@ -12,15 +12,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch import plain
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.deepep.events import EventHandle, EventOverlap, finished, wait_for
-from moe_comm.integrations.deepep.routes import (
-    Bias,
-    GroupBuffer,
-    Received,
-    Routes,
-    Rows,
-    input_fault,
-    unpacked,
-)
+from moe_comm.integrations.deepep.routes import Bias, GroupBuffer, Received, Routes, Rows, input_fault, unpacked
 
 Event = EventOverlap | EventHandle | None
 
@@ -97,7 +89,7 @@ class ElasticBuffer(GroupBuffer):
         **also_ignored: Any,
     ) -> None:
         super().__init__(group)
-        self.rank_idx, self.num_ranks = self.group_rank, self.group_size
+        self.rank_idx, self.num_ranks = self.rank, self.group_size
         self.num_bytes, self.num_max_tokens_per_rank = num_bytes or 0, num_max_tokens_per_rank
         self.allow_multiple_reduction, self.deterministic = allow_multiple_reduction, True
         self.allow_hybrid_mode, self.explicitly_destroy = False, explicitly_destroy
@@ -181,7 +173,8 @@ class ElasticBuffer(GroupBuffer):
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 fault = InputError("with a handle, topk_idx must be None and do_cpu_sync must not be True")
-            routes, weights = self._routes(handle, EPHandle, x), None
+            self._check_handle(handle, EPHandle, x)
+            routes, weights = handle.routes, None
             routes.check(fault or input_fault(x, handle.topk_idx, topk_weights), x)
             rows = routes.send(x)
             if topk_weights is not None:
@@ -210,14 +203,7 @@ class ElasticBuffer(GroupBuffer):
         return *_laid_out(made, got.x, got.weights_RK), made, finished(async_with_compute_stream, x)
 
     def _handle(
-        self,
-        got: Received,
-        topk_idx: Tensor,
-        num_experts: int,
-        alignment: int,
-        most: int,
-        expanded: bool,
-        synchronised: bool,
+        self, got: Received, topk_idx: Tensor, num_experts: int, alignment: int, most: int, expand: bool, sync: bool
     ) -> EPHandle:
         routes, local = got.routes, got.routes.local_ids_RK
         assert local is not None
@@ -232,11 +218,11 @@ class ElasticBuffer(GroupBuffer):
         metadata = torch.cat((source_R1, index_R1, place_RK), 1).int()
         per_rank = torch.bincount(routes.source_R.long(), minlength=self.num_ranks)
         num_expanded = int(aligned_L.sum())
-        if not synchronised:
+        if not sync:
             slots = routes.padded_rows * min(topk_idx.shape[1], max(1, len(counts_L)))
             num_expanded = -(-(slots + len(counts_L) * (alignment - 1)) // alignment) * alignment
         return EPHandle(
-            do_expand=expanded,
+            do_expand=expand,
             num_experts=num_experts,
             expert_alignment=alignment,
             num_max_tokens_per_rank=most,
@@ -244,9 +230,9 @@ class ElasticBuffer(GroupBuffer):
             topk_idx=topk_idx,
             num_recv_tokens=routes.padded_rows,
             num_expanded_tokens=num_expanded,
-            num_recv_tokens_per_expert_list=aligned_L.tolist() if synchronised else [],
+            num_recv_tokens_per_expert_list=aligned_L.tolist() if sync else [],
             psum_num_recv_tokens_per_scaleup_rank=per_rank.cumsum(0).int(),
-            psum_num_recv_tokens_per_expert=(starts_L + counts_L if expanded else aligned_L.cumsum(0)).int(),
+            psum_num_recv_tokens_per_expert=(starts_L + counts_L if expand else aligned_L.cumsum(0)).int(),
             num_unaligned_recv_tokens_per_expert=counts_L.int(),
             recv_src_metadata=routes.pad(metadata, -1),
             dst_buffer_slot_idx=metadata.new_empty(0),
@@ -267,27 +253,19 @@ class ElasticBuffer(GroupBuffer):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Add the rows of each token, without weights, in fp32. Collective.
+        """Add the rows of each token; see ``Buffer.combine``. Collective.
 
-        In the expanded layout each rank first adds the rows of a token in slot order and rounds the sum once. Ranks are
-        added in the order of the last slots that they own in a token.
-
-        Args:
-            x: [R, H] one row for each row of ``dispatch``.
-            topk_weights: [R, K], or [R] if expanded, fp32. Each slot is returned by the rank of its expert.
-            bias: one or two [T, H], which the sum starts with.
-
-        Returns:
-            [T, H] in the dtype of ``x``; [T, K] or None; the event.
+        In the expanded layout ``topk_weights`` is [R], and each rank first adds the rows of a token in slot order and
+        rounds the sum once. Each weight is returned by the rank of its expert.
 
         Raises:
             ConfigError: the expanded layout with ``allow_multiple_reduction=False``; on every rank.
-            InputError, PeerDied, PeerTimeout: on every rank.
-            RankMismatch: also if only some ranks pass ``topk_weights``, or ``bias``; on every rank.
+            InputError, RankMismatch, PeerDied, PeerTimeout: as ``Buffer.combine``.
         """
         wait_for(previous_event, previous_event_before_epilogue)
         fault = _event_fault(previous_event, allocate_on_comm_stream)
-        routes, expanded = self._routes(handle, EPHandle, x), handle.num_expanded_tokens if handle.do_expand else None
+        self._check_handle(handle, EPHandle, x)
+        routes, expanded = handle.routes, handle.num_expanded_tokens if handle.do_expand else None
         if handle.do_expand and not self.allow_multiple_reduction:
             fault = ConfigError(
                 "combine of expanded rows adds the rows of a token on each rank first; make the ElasticBuffer with "

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.dispatch import DispatchHandle
 from moe_comm.dispatch.base import ID_DTYPES
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
 from moe_comm.integrations.deepep.routes import (
+    FLOATS,
     Bias,
     GroupBuffer,
     Routes,
@@ -39,7 +41,7 @@ class LowLatencyHandle(tuple[Any, ...]):
             ``get_next_low_latency_combine_buffer``.
     """
 
-    sent: Any
+    sent: DispatchHandle
     mask_LS: Tensor
     buffer: Tensor | None
 
@@ -72,7 +74,6 @@ class Buffer(GroupBuffer):
         **also_ignored: Any,
     ) -> None:
         super().__init__(group)
-        self.rank = self.group_rank
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
 
@@ -182,10 +183,9 @@ class Buffer(GroupBuffer):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
-            routes = self._routes(handle, Handle, x)
-            routes.check(fault or input_fault(x, None, None), x)
-            rows, _, _ = routes.padded(routes.send(x), None)
-            return rows, None, None, None, None, finished(async_finish, x)
+            self._check_handle(handle, Handle, x)
+            handle.routes.check(fault or input_fault(x, None, None), x)
+            return handle.routes.pad_rows(handle.routes.send(x)), None, None, None, None, finished(async_finish, x)
         if num_worst_tokens and topk_idx is None:
             fault = InputError("num_worst_tokens needs topk_idx")
         counts, layout = num_tokens_per_expert, (len(unpacked(x)[0]), self.group_size)
@@ -237,9 +237,9 @@ class Buffer(GroupBuffer):
         """
         wait_for(previous_event)
         fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
-        routes = self._routes(handle, Handle, x)
-        routes.check(fault or routes.combine_fault(x, topk_weights, bias), x)
-        y, weights = routes.combine(x, topk_weights, bias)
+        self._check_handle(handle, Handle, x)
+        handle.routes.check(fault or handle.routes.combine_fault(x, topk_weights, bias), x)
+        y, weights = handle.routes.combine(x, topk_weights, bias)
         return y, weights, finished(async_finish, x)
 
     internode_dispatch, internode_combine = dispatch, combine
@@ -361,24 +361,22 @@ class Buffer(GroupBuffer):
             ConfigError: ``use_logfmt``.
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        dispatcher = self._dispatcher(x, handle[4])
+        self._check_handle(handle, LowLatencyHandle, x)
         blocks = handle.buffer if zero_copy and handle.buffer is not None else x
-        fault: MoeCommError | None = None
+        dispatcher = self._dispatcher(handle.mask_LS, handle[4])
+        fault: MoeCommError | None = fault_of("x", blocks, FLOATS, (*handle.mask_LS.shape, handle[3]))
+        fault = fault or fault_of("topk_weights", topk_weights, FLOATS, (handle.sent.num_tokens, handle.sent.top_k))
         if use_logfmt:
             fault = ConfigError("moe_comm has no LogFMT rows; call low_latency_combine with use_logfmt=False")
-        elif tuple(blocks.shape) != (*handle.mask_LS.shape, handle[3]):
-            fault = InputError(f"combine needs rows {(*handle.mask_LS.shape, handle[3])}; got {tuple(blocks.shape)}")
         if fault is not None:
-            dispatcher.refuse(fault, x)
+            dispatcher.refuse(fault, unpacked(x)[0])
         y_TD = dispatcher.combine(blocks[handle.mask_LS], topk_weights, handle.sent)
         y_TD = y_TD if out is None else out.copy_(y_TD)
         return y_TD, finished(async_finish, x), _nothing_left if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return [L, W * M, H] in the dtype of the dispatched tokens, for ``low_latency_combine(zero_copy=True)``."""
-        handle.buffer = torch.zeros(
-            *handle.mask_LS.shape, handle[3], dtype=handle.sent.dtype, device=handle.sent.device
-        )
+        handle.buffer = handle.mask_LS.new_zeros(*handle.mask_LS.shape, handle[3], dtype=handle.sent.dtype)
         return handle.buffer
 
 

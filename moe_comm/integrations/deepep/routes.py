@@ -94,7 +94,7 @@ class GroupBuffer:
     def __init__(self, group: ProcessGroup | None) -> None:
         if group is None:
             raise ConfigError("a deep_ep buffer of moe_comm needs group=, a torch.distributed process group")
-        self.group, self.group_rank, self.group_size = group, group.rank(), group.size()
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
 
     def destroy(self) -> None:
         """Do nothing: the dispatchers are released with the process group."""
@@ -113,13 +113,12 @@ class GroupBuffer:
         ends = torch.tensor(ExpertPlacement.of(num_experts, self.group_size).offsets[1:], device=ids_TK.device)
         return torch.bucketize(ids_TK.long(), ends, right=True).masked_fill_(ids_TK < 0, DROPPED)
 
-    def _routes(self, handle: Any, kind: type[Any], x: Any) -> Routes:
-        """Return the routes of a handle. Any other value raises InputError on every rank."""
+    def _check_handle(self, handle: Any, kind: type[Any], x: Any) -> None:
+        """Raise InputError on every rank if ``handle`` is of another kind."""
         if not isinstance(handle, kind):
             values, _ = unpacked(x)
             fault = InputError(f"handle must come from dispatch of the same buffer; got {type(handle).__name__}")
             self._dispatcher(values).refuse(fault, values)
-        return handle.routes  # type: ignore[no-any-return]
 
     def _exchange(
         self,
@@ -154,7 +153,7 @@ class GroupBuffer:
             ids_TN = torch.arange(self.group_size, device=device).where(is_token_in_rank, DROPPED)
         routes = Routes(dispatcher, ids_TN)
         received_x = routes.send(x)
-        words = [torch.full((tokens, 1), self.group_rank, dtype=torch.int32, device=device)]
+        words = [torch.full((tokens, 1), self.rank, dtype=torch.int32, device=device)]
         words.append(torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1))
         if topk_idx is not None:
             words.append(topk_idx.to(torch.int32))
@@ -170,7 +169,7 @@ class GroupBuffer:
             counts = self._dispatcher(values_TD, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
             return Received(routes, received_x, None, counts.view(-1, self.group_size).sum(1))
         top_k, weights_RK = topk_idx.shape[1], None
-        own = ExpertPlacement.of(num_experts, self.group_size).local_range(self.group_rank)
+        own = ExpertPlacement.of(num_experts, self.group_size).local_range(self.rank)
         global_ids = words_RX[:, 2 : 2 + top_k].to(topk_idx.dtype)
         mine = (global_ids >= own.start) & (global_ids < own.stop)
         local_ids = routes.local_ids_RK = torch.where(mine, global_ids - own.start, -1)

@@ -51,6 +51,11 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         ConfigError: an option of ``config`` is not supported, or the ranks of an ETP group are not adjacent.
     """
 
+    _dispatcher: Dispatcher
+    _handle: DispatchHandle
+    _ids_TK: Tensor
+    _shape: torch.Size
+
     def __init__(
         self,
         num_local_experts: int,
@@ -73,13 +78,8 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
                 f"{len(members)} with EP {self.ep_size}. Initialize Megatron with an order in which tp precedes ep"
             )
         self.num_experts: int = num_local_experts * self.ep_size
-        placement = ExpertPlacement.balanced(self.num_experts, self.ep_size)
-        self._slices_EW = torch.tensor(placement.slice_ids(self.tp_size))
+        self._slices_EW = torch.tensor(ExpertPlacement.balanced(self.num_experts, self.ep_size).slice_ids(self.tp_size))
         self._backend, self._options, self._label = backend, DispatchOptions(timeout_s=timeout_s), label
-        self._dispatcher: Dispatcher | None = None
-        self._ids_TK = torch.empty(0, 1, dtype=torch.int64)
-        self._handle: DispatchHandle | None = None
-        self._shape = torch.Size()
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens [T, H] and the probability [T, K] of each slot. The first call is collective.
@@ -128,7 +128,6 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.dispatch``.
         """
-        assert self._dispatcher is not None, "dispatch_preprocess comes first"
         sent = self._dispatcher.dispatch(hidden_states, self._ids_TK, label=self._label)
         # One token per slot: rows are ordered by (rank, slot), which is the order above.
         weights = self._dispatcher.dispatch(probs.reshape(-1, 1), self._ids_TK.view(-1, 1), label=self._label)
@@ -137,7 +136,6 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, rows per local expert [L] int64 on the CPU, and probabilities."""
-        assert self._handle is not None, "token_dispatch comes first"
         return hidden_states, torch.tensor(self._handle.rows_per_expert), probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -150,10 +148,8 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: as ``Dispatcher.combine``.
         """
-        assert self._dispatcher is not None and self._handle is not None, "token_dispatch comes first"
-        handle, self._handle = self._handle, None
         ones_TK = torch.ones(self._ids_TK.shape, device=hidden_states.device)
-        return self._dispatcher.combine(hidden_states, ones_TK, handle)
+        return self._dispatcher.combine(hidden_states, ones_TK, self._handle)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Return [S, B, H]."""
