@@ -194,11 +194,7 @@ class Dispatcher(ABC):
             (rows_RD, weights_TK), unusable = as_tensors(rows_RD, weights_TK)
         fault = unusable or _combine_fault(self, rows_RD, weights_TK, handle)
         if fault is not None:
-            if self.handshakes:
-                # Send the fault in the handshake, so that every rank raises it. _send stops at the handshake.
-                header = replace(self.header("combine", handle, False), fault=fault)
-                self._send(rows_RD.detach(), weights_TK.detach(), header)
-            raise fault
+            self._raise_fault(fault, self.header("combine", handle, False), rows_RD, everywhere=self.handshakes)
         grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
         if grad:
             return _Combine.apply(rows_RD, weights_TK, self, handle)  # type: ignore[no-any-return]
@@ -224,9 +220,7 @@ class Dispatcher(ABC):
         header = self.header("combine backward", handle, False)
         fault = _spread_fault(self, x_TD, handle)
         if fault is not None:
-            if self.handshakes:  # as in combine
-                self._send(x_TD.detach(), torch.empty(0, 1, dtype=torch.int64), replace(header, fault=fault))
-            raise fault
+            self._raise_fault(fault, header, x_TD, everywhere=self.handshakes)
         tokens_TD = _rounded(self, x_TD.detach(), header) if self.rounds else x_TD.detach()
         wide = torch.float64 if x_TD.dtype is torch.float64 else torch.float32
         ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)
@@ -268,11 +262,16 @@ class Dispatcher(ABC):
             self.num_experts,
             False,
             label,
-            fault,
+            None,
             ordinal=self._ordinal,
             calls=self.calls,
         )
-        self._send(x.new_empty(0, 0), x.new_empty(0, 1, dtype=torch.int64), header)
+        self._raise_fault(fault, header, x)
+
+    def _raise_fault(self, fault: MoeCommError, header: Header, x: Tensor, *, everywhere: bool = True) -> NoReturn:
+        """Raise ``fault`` on this rank, and ``everywhere`` on every rank: ``_send`` stops at the handshake."""
+        if everywhere:
+            self._send(x.new_empty(0, 0), x.new_empty(0, 1, dtype=torch.int64), replace(header, fault=fault))
         raise fault
 
     def abort(self, error: Exception, *, label: str = "", in_flight: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from moe_comm.errors import ConfigError, MissingDependency
@@ -10,8 +11,11 @@ from moe_comm.errors import ConfigError, MissingDependency
 SUPPORTED: dict[str, tuple[str, str, str]] = {
     "transformers": ("5.16.1", "6", "hf"),
     "torchtitan": ("0.3.0", "0.4", "torchtitan"),
+    "megatron-core": ("0.16.0", "0.17", "megatron"),
 }
 """Package: lowest supported version, first unsupported version, and the extra that installs it."""
+CHECKOUTS = {"megatron-core": "megatron.core.package_info"}
+"""Package that people also use from a checkout, without installing it: the module with its ``__version__``."""
 
 
 def require(package: str, purpose: str) -> str:
@@ -27,14 +31,24 @@ def require(package: str, purpose: str) -> str:
     lowest, above, extra = SUPPORTED[package]
     wanted = f"{purpose} needs {package} >= {lowest}, < {above}"
     try:
-        installed = version(package)
-    except PackageNotFoundError as error:
+        installed = _version(package)
+    except ImportError as error:
         raise MissingDependency(f"{wanted}, which is not installed; run: pip install 'moe_comm[{extra}]'") from error
     if _numbers(installed) < _numbers(lowest):
         raise MissingDependency(f"{wanted}; {installed} is installed and older; run: pip install 'moe_comm[{extra}]'")
     if _numbers(installed) >= _numbers(above):
         raise ConfigError(f"{wanted}; {installed} is installed and newer; run: pip install 'moe_comm[{extra}]'")
     return installed
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        if package not in CHECKOUTS:
+            raise
+        found: str = import_module(CHECKOUTS[package]).__version__
+        return found
 
 
 def _numbers(text: str) -> tuple[int, ...]:

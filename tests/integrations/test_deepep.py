@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -261,7 +262,7 @@ def faults(rank: int, world: int, _: None) -> dict[str, tuple[str, str]]:
     sent = oracle.batch(case, rank)
     assert isinstance(sent.x, Tensor)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(sent.ids, case.num_experts)
-    right = {
+    dispatch = {
         "x": sent.x,
         "num_tokens_per_rank": per_rank,
         "is_token_in_rank": in_rank,
@@ -269,7 +270,7 @@ def faults(rank: int, world: int, _: None) -> dict[str, tuple[str, str]]:
         "topk_idx": sent.ids,
         "topk_weights": sent.weights,
     }
-    rows, _, _, _, handle, _ = buffer.dispatch(**right)
+    rows, _, weights, _, handle, _ = buffer.dispatch(**dispatch)
     wrong: dict[str, dict[str, Any]] = {
         "ids of floats": {"topk_idx": sent.ids.float()},
         "id out of range": {"topk_idx": sent.ids + case.num_experts},
@@ -277,6 +278,8 @@ def faults(rank: int, world: int, _: None) -> dict[str, tuple[str, str]]:
         "weights of another shape": {"topk_weights": sent.weights[:, :1]},
         "x of integers": {"x": sent.x.int()},
         "x of one dimension": {"x": sent.x.flatten()},
+        "x of no tensor": {"x": None},
+        "experts of no vector": {"num_tokens_per_expert": per_expert[:, None]},
         "scales of another length": {"x": (sent.x.to(torch.float8_e4m3fn), torch.ones(1, 1))},
         "layout of other tokens": {"is_token_in_rank": in_rank[:-1]},
         "no layout": {"num_tokens_per_expert": None},
@@ -285,29 +288,73 @@ def faults(rank: int, world: int, _: None) -> dict[str, tuple[str, str]]:
         "handle of something else": {"handle": (1, 2), "topk_idx": None, "topk_weights": None},
         "rows of another width": {"x": sent.x[:, :-1]},
     }
-    raised = {}
-    for name, changes in wrong.items():
+    raised: dict[str, tuple[str, str]] = {}
+    last = rank == world - 1
+
+    def attempt(name: str, call: Callable[..., Any], right: dict[str, Any], changes: dict[str, Any]) -> None:
         try:
-            buffer.dispatch(**(right | (changes if rank == world - 1 else {})))
+            call(**(right | changes if last else right))
             raised[name] = "", ""
         except Exception as error:
             raised[name] = type(error).__name__, str(error)
-        assert torch.equal(buffer.dispatch(**right)[0], rows), name
-    try:
-        buffer.combine(rows[:-1] if rank == world - 1 else rows, handle)
-    except InputError as error:
-        raised["combine of fewer rows"] = "InputError", str(error)
-    assert buffer.combine(rows, handle)[0].shape == sent.x.shape
+        assert torch.equal(buffer.dispatch(**dispatch)[0], rows), name
+
+    for name, changes in wrong.items():
+        attempt(name, buffer.dispatch, dispatch, changes)
+    bias = torch.zeros_like(sent.x)
+    combine = {"x": rows, "handle": handle, "topk_weights": weights, "bias": bias}
+    combined: dict[str, dict[str, Any]] = {
+        "combine of fewer rows": {"x": rows[:-1]},
+        "combine of no tensor": {"x": None},
+        "combine with another handle": {"handle": (1, 2)},
+        "bias of other tokens": {"bias": bias[:-1]},
+        "three biases": {"bias": (bias, bias, bias)},
+        "no bias on one rank": {"bias": None},
+        "weights of fewer rows": {"topk_weights": weights[:-1]},
+        "weights of doubles": {"topk_weights": weights.double()},
+        "no weights on one rank": {"topk_weights": None},
+    }
+    for name, changes in combined.items():
+        attempt(name, buffer.combine, combine, changes)
+    assert buffer.combine(**combine)[0].shape == sent.x.shape
+
+    elastic = deep_ep.ElasticBuffer(dist.group.WORLD)
+    given = {"x": sent.x, "topk_idx": sent.ids, "topk_weights": sent.weights, "num_experts": case.num_experts}
+    attempt("no largest number of tokens", elastic.dispatch, given, {})
+    given |= {"num_max_tokens_per_rank": max(case.tokens), "do_expand": True}
+    attempt("more tokens than the largest number", elastic.dispatch, given, {"num_max_tokens_per_rank": 2})
+    expanded, _, slot_weights, made, _ = elastic.dispatch(**given)
+    replay = {"x": sent.x, "topk_weights": sent.weights, "handle": made}
+    for name, changes in {
+        "replay of double weights": {"topk_weights": sent.weights.double()},
+        "replay of another handle": {"handle": handle},
+        "replay of fewer tokens": {"x": sent.x[1:], "topk_weights": sent.weights[1:]},
+    }.items():
+        attempt(name, elastic.dispatch, replay, changes)
+    combine = {"x": expanded, "handle": made, "topk_weights": slot_weights, "bias": bias}
+    for name, changes in {
+        "fewer expanded rows": {"x": expanded[:-1]},
+        "expanded rows of one dimension": {"x": expanded[:, 0]},
+        "expanded weights of two dimensions": {"topk_weights": sent.weights},
+        "bias of another width": {"bias": bias[:, 1:]},
+    }.items():
+        attempt(name, elastic.combine, combine, changes)
+    assert elastic.combine(**combine)[0].shape == sent.x.shape
     uninstall()
     return raised
 
 
 def test_bad_arguments_of_one_rank_raise_on_every_rank(pools: dict[int, RankPool]) -> None:
+    others = {
+        "rows of another width": "RankMismatch",
+        "no bias on one rank": "RankMismatch",
+        "no weights on one rank": "RankMismatch",
+        "allocation without an event": "ConfigError",
+    }
     for outcome in pools[2].run(faults, None):
-        assert len(outcome) == 14
+        assert len(outcome) == 33 and others.keys() <= outcome.keys()
         for name, (kind, text) in outcome.items():
-            expected = {"rows of another width": "RankMismatch", "allocation without an event": "ConfigError"}
-            assert kind == expected.get(name, "InputError"), f"{name}: {kind}: {text}"
+            assert kind == others.get(name, "InputError"), f"{name}: {kind}: {text}"
 
 
 def test_install_is_found_and_uninstall_removes_it() -> None:

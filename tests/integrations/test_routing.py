@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from moe_comm.errors import UnsupportedModel
+from moe_comm.errors import InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face import record_routing, swap_moe, swapped_experts
 from moe_comm.topology import Placement, placement_from_routing, remote_copies
 from moe_comm.train.data.tokenizer import ByteTokenizer
@@ -70,6 +70,8 @@ def test_held_out_text_is_sent_to_fewer_hosts_than_with_contiguous_experts() -> 
 def test_recording_ends_with_the_context_and_needs_an_moe_block() -> None:
     model = make_model()
     with record_routing(model) as routing:
+        with pytest.raises(InputError, match="no routing has been recorded"):
+            _ = routing.ids
         model(text(1))
     tokens = len(routing.ids)
     model(text(1))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -40,21 +43,41 @@ def test_versions_are_named(
         versions.require("torchtitan", "x")
 
 
-def test_an_adapter_without_its_host_names_the_extra() -> None:
-    code = """
+@pytest.mark.parametrize(("host", "package"), [("torchtitan", "torchtitan"), ("megatron", "megatron-core")])
+def test_an_adapter_without_its_host_names_the_extra(host: str, package: str) -> None:
+    code = f"""
 import sys
-sys.modules["torchtitan"] = None
+sys.modules["{host}"] = None
 from importlib import metadata
 real = metadata.version
 def version(name):
-    if name == "torchtitan":
+    if name == "{package}":
         raise metadata.PackageNotFoundError(name)
     return real(name)
 metadata.version = version
 try:
-    import moe_comm.integrations.torchtitan
+    import moe_comm.integrations.{host}
 except ImportError as error:
     print(type(error).__name__, error)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert run.stdout.startswith("MissingDependency") and "pip install 'moe_comm[torchtitan]'" in run.stdout
+    assert run.stdout.startswith("MissingDependency") and f"pip install 'moe_comm[{host}]'" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("found", "error"), [("0.15.3", MissingDependency), ("0.16.1", None), ("0.17.0rc1", ConfigError)]
+)
+def test_a_checkout_of_megatron_is_found_without_metadata(
+    found: str, error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(versions, "version", version)  # of the installed packages
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    info: Any = ModuleType("megatron.core.package_info")
+    info.__version__ = found
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", info)
+    with nullcontext() if error is None else pytest.raises(error, match=f"{found} is installed"):
+        assert versions.require("megatron-core", "x") == found

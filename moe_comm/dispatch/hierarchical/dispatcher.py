@@ -214,8 +214,7 @@ class HierarchicalDispatcher(Dispatcher):
             "hierarchical decodes fp8 rows before it forwards them inside a host, so it cannot return them as values "
             "and scales; dispatch with the wire dtype 'same' or 'bf16', or use all_to_all"
         )
-        self._send(x_TD, ids_TK, replace(header, fault=fault))
-        raise fault
+        self._raise_fault(fault, header, x_TD)
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         self._check_headers(header, rows_RD.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch import plain
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.deepep.events import EventHandle, EventOverlap, finished, wait_for
-from moe_comm.integrations.deepep.routes import Bias, GroupDispatchers, Received, Routes, Rows, exchange, unpacked
+from moe_comm.integrations.deepep.routes import Bias, GroupBuffer, Received, Routes, Rows, input_fault, unpacked
 
 Event = EventOverlap | EventHandle | None
 
@@ -58,7 +58,7 @@ class EPHandle:
         return self.recv_src_metadata[: self.routes.num_rows, 2:].long()
 
 
-class ElasticBuffer:
+class ElasticBuffer(GroupBuffer):
     """Dispatch and combine of tokens with the interface of ``deep_ep.ElasticBuffer``; see ``Buffer``.
 
     Args:
@@ -71,9 +71,6 @@ class ElasticBuffer:
     Raises:
         ConfigError: no ``group``.
     """
-
-    backend: ClassVar[str] = "auto"
-    timeout_s: ClassVar[float] = 300.0
 
     def __init__(
         self,
@@ -91,8 +88,8 @@ class ElasticBuffer:
         explicitly_destroy: bool = False,
         **also_ignored: Any,
     ) -> None:
-        self._dispatchers = GroupDispatchers(group, self.backend, self.timeout_s)
-        self.group, self.rank_idx, self.num_ranks = group, self._dispatchers.rank, self._dispatchers.world
+        super().__init__(group)
+        self.rank_idx, self.num_ranks = self.rank, self.group_size
         self.num_bytes, self.num_max_tokens_per_rank = num_bytes or 0, num_max_tokens_per_rank
         self.allow_multiple_reduction, self.deterministic = allow_multiple_reduction, True
         self.allow_hybrid_mode, self.explicitly_destroy = False, explicitly_destroy
@@ -100,10 +97,6 @@ class ElasticBuffer:
         self.num_scaleup_ranks = self.num_nvlink_ranks = self.num_ranks
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_allocated_qps = 1
-
-    def destroy(self) -> None:
-        """Release the dispatchers. Collective."""
-        self._dispatchers.close()
 
     @staticmethod
     def get_buffer_size_hint(*ignored: Any, **also_ignored: Any) -> int:
@@ -118,10 +111,6 @@ class ElasticBuffer:
     def capture() -> EventHandle:
         """Return an event at the current end of the current stream."""
         return EventHandle()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, on which all operations run. Needs CUDA."""
-        return torch.cuda.current_stream()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Return (1, number of ranks): rows are not relayed by the buffer."""
@@ -166,7 +155,7 @@ class ElasticBuffer:
             x: [T, H] of a float type, or e4m3 [T, H] and scales [T, S].
             topk_idx: [T, K] expert ids; -1 selects none. None with ``handle``.
             topk_weights: [T, K] fp32.
-            num_max_tokens_per_rank: largest T of any rank; by default that of the constructor, or T.
+            num_max_tokens_per_rank: largest T of any rank, here or in the constructor; not needed with ``handle``.
             expert_alignment: rows of an expert are counted, and in the expanded layout padded, to multiples of it.
             handle: of an earlier dispatch, whose routes are used again.
             do_cpu_sync: False pads results to the largest possible number of rows. True with ``handle`` is an error.
@@ -180,69 +169,43 @@ class ElasticBuffer:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
         wait_for(previous_event, previous_event_before_epilogue)
-        values, _ = unpacked(x)
-        most = num_max_tokens_per_rank or (handle and handle.num_max_tokens_per_rank) or self.num_max_tokens_per_rank
         fault = _event_fault(previous_event, allocate_on_comm_stream)
         if handle is not None:
-            return self._again(x, topk_idx, topk_weights, handle, do_cpu_sync, fault, async_with_compute_stream)
-        alignment, synchronised = expert_alignment or 1, do_cpu_sync is None or do_cpu_sync
+            if topk_idx is not None or do_cpu_sync:
+                fault = InputError("with a handle, topk_idx must be None and do_cpu_sync must not be True")
+            self._check_handle(handle, EPHandle, x)
+            routes, weights = handle.routes, None
+            routes.check(fault or input_fault(x, handle.topk_idx, topk_weights), x)
+            rows = routes.send(x)
+            if topk_weights is not None:
+                assert routes.local_ids_RK is not None
+                bits = routes.send_words(topk_weights.contiguous().view(torch.int32))
+                weights = bits.view(torch.float32).masked_fill(routes.local_ids_RK < 0, 0.0)
+            return *_laid_out(handle, rows, weights), handle, finished(async_with_compute_stream, x)
+        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        tokens, synchronised = len(unpacked(x)[0]), do_cpu_sync is None or do_cpu_sync
         if num_experts is None or topk_idx is None:
             fault = InputError("dispatch without a handle needs topk_idx and num_experts")
-        elif most and values.shape[0] > most:
-            fault = InputError(f"{values.shape[0]} tokens are more than num_max_tokens_per_rank={most}")
-        elif not (most or synchronised):
-            fault = InputError("do_cpu_sync=False needs num_max_tokens_per_rank, here or in the constructor")
-        got = exchange(self._dispatchers, x, topk_idx, topk_weights, num_experts or 1, fault=fault)
+        elif not 0 < most >= tokens:
+            fault = InputError(
+                f"num_max_tokens_per_rank, here or in the constructor, must be at least the {tokens} tokens and 1; got "
+                f"{most}"
+            )
+        got = self._exchange(x, topk_idx, topk_weights, num_experts or 1, fault=fault)
         assert topk_idx is not None and num_experts is not None
         if not synchronised:
             got.routes.padded_rows = self.num_ranks * most
         if do_handle_copy:
             topk_idx = topk_idx.clone()
-        made = self._handle(got, topk_idx, num_experts, alignment, most, do_expand, synchronised)
+        made = self._handle(got, topk_idx, num_experts, expert_alignment or 1, most, do_expand, synchronised)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += got.rows_per_expert.to(cumulative_local_expert_recv_stats.dtype)
-        rows, weights = _laid_out(made, got.x, got.weights_RK)
-        ids = None if do_expand or got.ids_RK is None else got.routes.pad(got.ids_RK, -1)
-        return rows, ids, weights, made, finished(async_with_compute_stream, x)
-
-    def _again(
-        self,
-        x: Rows,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        handle: EPHandle,
-        do_cpu_sync: bool | None,
-        fault: MoeCommError | None,
-        asynchronous: bool,
-    ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        """Dispatch along the routes of ``handle``."""
-        routes = handle.routes
-        if topk_idx is not None or do_cpu_sync:
-            fault = InputError("with a handle, topk_idx must be None and do_cpu_sync must not be True")
-        if fault is not None:
-            routes.dispatcher.refuse(fault, unpacked(x)[0])
-        values, scales = routes.send_values(x)
-        weights = None
-        if topk_weights is not None:
-            local = routes.local_ids_RK
-            assert local is not None
-            bits = routes.send_words(topk_weights.contiguous().view(torch.int32))
-            weights = bits.view(torch.float32).masked_fill(local < 0, 0.0)
-        rows, weights = _laid_out(handle, values if scales is None else (values, scales), weights)
-        ids = None if handle.do_expand or routes.local_ids_RK is None else routes.pad(routes.local_ids_RK, -1)
-        return rows, ids, weights, handle, finished(asynchronous, x)
+        return *_laid_out(made, got.x, got.weights_RK), made, finished(async_with_compute_stream, x)
 
     def _handle(
-        self,
-        got: Received,
-        topk_idx: Tensor,
-        num_experts: int,
-        alignment: int,
-        most: int,
-        expanded: bool,
-        synchronised: bool,
+        self, got: Received, topk_idx: Tensor, num_experts: int, alignment: int, most: int, expand: bool, sync: bool
     ) -> EPHandle:
-        routes, local = got.routes, got.ids_RK
+        routes, local = got.routes, got.routes.local_ids_RK
         assert local is not None
         counts_L, aligned_L = got.rows_per_expert, got.aligned(alignment)
         starts_L = aligned_L.cumsum(0) - aligned_L
@@ -250,31 +213,30 @@ class ElasticBuffer:
         _, place_RK = plain.order_slots(local, max(1, len(counts_L)))
         if len(counts_L):
             place_RK = torch.where(local < 0, -1, place_RK + shift_L[local.clamp(min=0).long()])
-        most = most or topk_idx.shape[0]
         source_R1 = (routes.source_R * most + routes.token_R).unsqueeze(1)
         index_R1 = torch.arange(routes.num_rows, device=local.device).unsqueeze(1)
         metadata = torch.cat((source_R1, index_R1, place_RK), 1).int()
         per_rank = torch.bincount(routes.source_R.long(), minlength=self.num_ranks)
         num_expanded = int(aligned_L.sum())
-        if not synchronised:
+        if not sync:
             slots = routes.padded_rows * min(topk_idx.shape[1], max(1, len(counts_L)))
             num_expanded = -(-(slots + len(counts_L) * (alignment - 1)) // alignment) * alignment
         return EPHandle(
-            expanded,
-            num_experts,
-            alignment,
-            most,
-            0,
-            topk_idx,
-            routes.padded_rows,
-            num_expanded,
-            aligned_L.tolist() if synchronised else [],
-            per_rank.cumsum(0).int(),
-            (starts_L + counts_L if expanded else aligned_L.cumsum(0)).int(),
-            counts_L.int(),
-            routes.pad(metadata, -1),
-            metadata.new_empty(0),
-            routes,
+            do_expand=expand,
+            num_experts=num_experts,
+            expert_alignment=alignment,
+            num_max_tokens_per_rank=most,
+            num_sms=0,
+            topk_idx=topk_idx,
+            num_recv_tokens=routes.padded_rows,
+            num_expanded_tokens=num_expanded,
+            num_recv_tokens_per_expert_list=aligned_L.tolist() if sync else [],
+            psum_num_recv_tokens_per_scaleup_rank=per_rank.cumsum(0).int(),
+            psum_num_recv_tokens_per_expert=(starts_L + counts_L if expand else aligned_L.cumsum(0)).int(),
+            num_unaligned_recv_tokens_per_expert=counts_L.int(),
+            recv_src_metadata=routes.pad(metadata, -1),
+            dst_buffer_slot_idx=metadata.new_empty(0),
+            routes=routes,
         )
 
     @torch.no_grad()
@@ -291,71 +253,51 @@ class ElasticBuffer:
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Add the rows of each token, without weights, in fp32. Collective.
+        """Add the rows of each token; see ``Buffer.combine``. Collective.
 
-        In the expanded layout each rank first adds the rows of a token in slot order and rounds the sum once. Ranks are
-        added in the order of the last slots that they own in a token.
-
-        Args:
-            x: [R, H] one row for each row of ``dispatch``.
-            topk_weights: [R, K], or [R] if expanded, fp32. Each slot is returned by the rank of its expert.
-            bias: one or two [T, H], which the sum starts with.
-
-        Returns:
-            [T, H] in the dtype of ``x``; [T, K] or None; the event.
+        In the expanded layout ``topk_weights`` is [R], and each rank first adds the rows of a token in slot order and
+        rounds the sum once. Each weight is returned by the rank of its expert.
 
         Raises:
             ConfigError: the expanded layout with ``allow_multiple_reduction=False``; on every rank.
-            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+            InputError, RankMismatch, PeerDied, PeerTimeout: as ``Buffer.combine``.
         """
         wait_for(previous_event, previous_event_before_epilogue)
-        routes = handle.routes
         fault = _event_fault(previous_event, allocate_on_comm_stream)
-        if fault is None and not handle.do_expand:
-            fault = routes.fault_of_rows(x)
-        elif fault is None and x.shape[0] != handle.num_expanded_tokens:
-            fault = InputError(f"combine needs {handle.num_expanded_tokens} expanded rows; got {tuple(x.shape)}")
-        elif fault is None and not self.allow_multiple_reduction:
+        self._check_handle(handle, EPHandle, x)
+        routes, expanded = handle.routes, handle.num_expanded_tokens if handle.do_expand else None
+        if handle.do_expand and not self.allow_multiple_reduction:
             fault = ConfigError(
                 "combine of expanded rows adds the rows of a token on each rank first; make the ElasticBuffer with "
                 "allow_multiple_reduction=True"
             )
-        if fault is not None:
-            routes.dispatcher.refuse(fault, x)
+        routes.check(fault or routes.combine_fault(x, topk_weights, bias, expanded), x)
         place_RK, weights = handle.place_RK, topk_weights
         if handle.do_expand:
             x = plain.weighted_sum(x, place_RK, None)
-            if weights is not None and weights.shape[0]:
-                weights = weights[place_RK.clamp(min=0)]
-            elif weights is not None:
-                weights = weights.new_zeros(place_RK.shape)
+            if weights is not None:  # a rank without rows has nothing to index
+                weights = weights[place_RK.clamp(min=0)] if len(weights) else weights.new_zeros(place_RK.shape)
         if weights is not None:
-            weights = routes.sum_weights(weights[: routes.num_rows].masked_fill(place_RK < 0, 0.0))
-        return routes.sum(x, bias), weights, finished(async_with_compute_stream, x)
+            weights = weights[: routes.num_rows].masked_fill(place_RK < 0, 0.0)
+        y, weights = routes.combine(x, weights, bias)
+        return y, weights, finished(async_with_compute_stream, x)
 
 
-def _laid_out(handle: EPHandle, x: Rows, weights_RK: Tensor | None) -> tuple[Rows, Tensor | None]:
-    """Return rows and weights in the layout of ``handle``, with padding."""
-    values, scales = unpacked(x)
-    routes = handle.routes
+def _laid_out(handle: EPHandle, x: Rows, weights_RK: Tensor | None) -> tuple[Rows, Tensor | None, Tensor | None]:
+    """Return rows, ids and weights in the layout of ``handle``, with padding."""
     if not handle.do_expand:
-        rows = routes.pad(values) if scales is None else (routes.pad(values), routes.pad(scales))
-        return rows, None if weights_RK is None else routes.pad(weights_RK)
+        return handle.routes.padded(x, weights_RK)
     has_slot = handle.place_RK >= 0
     place_N, row_N = handle.place_RK[has_slot], has_slot.nonzero()[:, 0]
 
-    def expanded(rows: Tensor) -> Tensor:
-        bytes_RX = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
-        out = bytes_RX.new_zeros(handle.num_expanded_tokens, *rows.shape[1:])
-        out[place_N] = bytes_RX[row_N]
-        return out.view(rows.dtype)
+    def expanded(rows_NX: Tensor) -> Tensor:
+        bits_NX = rows_NX.view(torch.uint8) if rows_NX.dtype.itemsize == 1 else rows_NX
+        out = bits_NX.new_zeros(handle.num_expanded_tokens, *rows_NX.shape[1:])
+        out[place_N] = bits_NX
+        return out.view(rows_NX.dtype)
 
-    rows = expanded(values) if scales is None else (expanded(values), expanded(scales))
-    if weights_RK is None:
-        return rows, None
-    weights_N = weights_RK.new_zeros(handle.num_expanded_tokens)
-    weights_N[place_N] = weights_RK[has_slot]
-    return rows, weights_N
+    rows = (expanded(x[0][row_N]), expanded(x[1][row_N])) if isinstance(x, tuple) else expanded(x[row_N])
+    return rows, None, None if weights_RK is None else expanded(weights_RK[has_slot])
 
 
 def _event_fault(previous: Any, allocates: bool) -> MoeCommError | None:

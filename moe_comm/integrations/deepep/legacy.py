@@ -9,19 +9,28 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.dispatch import DispatchHandle
+from moe_comm.dispatch.base import ID_DTYPES
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
-from moe_comm.integrations.deepep.routes import Bias, GroupDispatchers, Routes, Rows, exchange, unpacked
-
-FP8_MAX = 448.0
-SCALE_CHANNELS = 128
+from moe_comm.integrations.deepep.routes import (
+    FLOATS,
+    Bias,
+    GroupBuffer,
+    Routes,
+    Rows,
+    fault_of,
+    input_fault,
+    range_fault,
+    unpacked,
+)
+from moe_comm.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, in_blocks
 
 
 class Handle(tuple[Any, ...]):
     """DeepEP's tuple of tensors, with the routes that moe_comm uses in its place."""
 
     routes: Routes
-    """Of the dispatch; absent in a tuple from elsewhere."""
 
 
 class LowLatencyHandle(tuple[Any, ...]):
@@ -32,12 +41,12 @@ class LowLatencyHandle(tuple[Any, ...]):
             ``get_next_low_latency_combine_buffer``.
     """
 
-    sent: Any
+    sent: DispatchHandle
     mask_LS: Tensor
     buffer: Tensor | None
 
 
-class Buffer:
+class Buffer(GroupBuffer):
     """Dispatch and combine of tokens with the interface of ``deep_ep.Buffer``, on any device that moe_comm supports.
 
     Operations run on the current stream and are queued when they return. Memory is allocated on demand, so all sizes
@@ -53,8 +62,6 @@ class Buffer:
     """
 
     num_sms: ClassVar[int] = 20
-    backend: ClassVar[str] = "auto"
-    timeout_s: ClassVar[float] = 300.0
 
     def __init__(
         self,
@@ -66,14 +73,9 @@ class Buffer:
         explicitly_destroy: bool = False,
         **also_ignored: Any,
     ) -> None:
-        self._dispatchers = GroupDispatchers(group, self.backend, self.timeout_s)
-        self.group, self.rank, self.group_size = group, self._dispatchers.rank, self._dispatchers.world
+        super().__init__(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-
-    def destroy(self) -> None:
-        """Release the dispatchers. Collective."""
-        self._dispatchers.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -110,10 +112,6 @@ class Buffer:
         """Return 0: buffers are allocated on demand."""
         return 0
 
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, on which all operations run. Needs CUDA."""
-        return torch.cuda.current_stream()
-
     @torch.no_grad()
     def get_dispatch_layout(
         self,
@@ -136,11 +134,10 @@ class Buffer:
         """
         wait_for(previous_event)
         fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
-        if fault is not None or topk_idx.dim() != 2:
-            raise fault or InputError(f"topk_idx must be [tokens, top-k]; got {tuple(topk_idx.shape)}")
-        owner_TK = self._dispatchers.owner(topk_idx, num_experts)
-        if owner_TK.numel() and int(topk_idx.max()) >= num_experts:
-            raise InputError(f"topk_idx must be -1 or an expert id below {num_experts}; got {int(topk_idx.max())}")
+        fault = fault or fault_of("topk_idx", topk_idx, ID_DTYPES, (None, None)) or range_fault(topk_idx, num_experts)
+        if fault is not None:
+            raise fault
+        owner_TK = self._owner(topk_idx, num_experts)
         ranks = torch.arange(self.group_size, device=topk_idx.device)
         in_rank_TW = (owner_TK.unsqueeze(-1) == ranks).any(1)
         per_expert = torch.bincount(topk_idx[topk_idx >= 0].long(), minlength=num_experts).int()
@@ -184,28 +181,31 @@ class Buffer:
         wait_for(previous_event)
         fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            routes = self._routes(handle, x, fault, topk_idx, topk_weights)
-            values, scales = routes.send_values(x)
-            rows = routes.pad(values) if scales is None else (routes.pad(values), routes.pad(scales))
-            return rows, None, None, None, None, finished(async_finish, x)
-        fault = fault or self._layout_fault(x, is_token_in_rank, num_tokens_per_expert, topk_idx, num_worst_tokens)
-        experts = 1 if num_tokens_per_expert is None else num_tokens_per_expert.shape[0]
-        got = exchange(
-            self._dispatchers, x, topk_idx, topk_weights, experts, is_token_in_rank, num_tokens_per_expert, fault
+            if topk_idx is not None or topk_weights is not None:
+                fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
+            self._check_handle(handle, Handle, x)
+            handle.routes.check(fault or input_fault(x, None, None), x)
+            return handle.routes.pad_rows(handle.routes.send(x)), None, None, None, None, finished(async_finish, x)
+        if num_worst_tokens and topk_idx is None:
+            fault = InputError("num_worst_tokens needs topk_idx")
+        counts, layout = num_tokens_per_expert, (len(unpacked(x)[0]), self.group_size)
+        fault = (
+            fault
+            or fault_of("num_tokens_per_expert", counts, (torch.int32, torch.int64), (None,))
+            or fault_of("is_token_in_rank", is_token_in_rank, (torch.bool,), layout)
         )
-        routes, rows = got.routes, got.x
+        experts = 1 if fault or counts is None else len(counts)
+        got = self._exchange(x, topk_idx, topk_weights, experts, is_token_in_rank, counts, fault)
+        routes = got.routes
         if num_worst_tokens:
             if routes.num_rows > num_worst_tokens:
                 error = InputError(f"received {routes.num_rows} rows; num_worst_tokens is {num_worst_tokens}")
                 routes.dispatcher.abort(error, label="deep_ep")
                 raise error
             routes.padded_rows = num_worst_tokens
-            values, scales = unpacked(got.x)
-            rows = routes.pad(values) if scales is None else (routes.pad(values), routes.pad(scales))
-        ids = None if got.ids_RK is None else routes.pad(got.ids_RK, -1)
-        weights = None if got.weights_RK is None else routes.pad(got.weights_RK)
-        counts = [] if num_worst_tokens else got.aligned(expert_alignment).tolist()
-        return rows, ids, weights, counts, self._handle(routes, is_token_in_rank), finished(async_finish, x)
+        rows, ids, weights = routes.padded(got.x, got.weights_RK)
+        aligned = [] if num_worst_tokens else got.aligned(expert_alignment).tolist()
+        return rows, ids, weights, aligned, self._handle(routes, is_token_in_rank), finished(async_finish, x)
 
     @torch.no_grad()
     def combine(
@@ -232,15 +232,15 @@ class Buffer:
             [T, H] in the dtype of ``x``; [T, K] or None; the event.
 
         Raises:
-            InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
+            InputError, PeerDied, PeerTimeout: on every rank.
+            RankMismatch: also if only some ranks pass ``topk_weights``, or ``bias``; on every rank.
         """
         wait_for(previous_event)
         fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
-        routes = self._routes(handle, x, fault, None, None, combines=True)
-        weights = None
-        if topk_weights is not None:
-            weights = routes.sum_weights(topk_weights[: routes.num_rows])
-        return routes.sum(x, bias), weights, finished(async_finish, x)
+        self._check_handle(handle, Handle, x)
+        handle.routes.check(fault or handle.routes.combine_fault(x, topk_weights, bias), x)
+        y, weights = handle.routes.combine(x, topk_weights, bias)
+        return y, weights, finished(async_finish, x)
 
     internode_dispatch, internode_combine = dispatch, combine
 
@@ -253,48 +253,6 @@ class Buffer:
         handle = Handle((prefix_WW, none, none, routes.pad(routes.token_R, -1), in_rank_TW, none))
         handle.routes = routes
         return handle
-
-    def _routes(
-        self,
-        handle: Any,
-        x: Rows,
-        fault: MoeCommError | None,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        combines: bool = False,
-    ) -> Routes:
-        """Return the routes of ``handle``. Raise errors on every rank."""
-        values, _ = unpacked(x)
-        routes = getattr(handle, "routes", None)
-        dispatcher = self._dispatchers.between_ranks(values.device)
-        if routes is None:
-            fault = InputError("handle must be the fifth result of Buffer.dispatch")
-        elif topk_idx is not None or topk_weights is not None:
-            fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
-        elif combines:
-            fault = fault or routes.fault_of_rows(x)
-        if fault is not None:
-            dispatcher.refuse(fault, values)
-        assert isinstance(routes, Routes)
-        return routes
-
-    def _layout_fault(
-        self,
-        x: Rows,
-        in_rank_TW: Tensor | None,
-        per_expert: Tensor | None,
-        topk_idx: Tensor | None,
-        num_worst_tokens: int,
-    ) -> MoeCommError | None:
-        values, _ = unpacked(x)
-        if in_rank_TW is None or per_expert is None:
-            return InputError("dispatch without a handle needs is_token_in_rank and num_tokens_per_expert")
-        expected = values.shape[0], self.group_size
-        if in_rank_TW.dtype != torch.bool or tuple(in_rank_TW.shape) != expected:
-            return InputError(f"is_token_in_rank must be bool {expected}; got {in_rank_TW.dtype} {in_rank_TW.shape}")
-        if num_worst_tokens and topk_idx is None:
-            return InputError("num_worst_tokens needs topk_idx")
-        return None
 
     # --- low latency ---
 
@@ -333,17 +291,16 @@ class Buffer:
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        dispatcher = self._dispatchers.over(num_experts, x.device)
-        most = num_max_dispatch_tokens_per_rank
-        fault = None
-        if x.shape[0] > most:
-            fault = InputError(f"{x.shape[0]} tokens are more than num_max_dispatch_tokens_per_rank={most}")
-        elif use_fp8 and (x.dim() != 2 or x.shape[1] % (4 * SCALE_CHANNELS if use_ue8m0 else SCALE_CHANNELS)):
+        values, most = unpacked(x)[0], num_max_dispatch_tokens_per_rank
+        dispatcher, fault = self._dispatcher(values, num_experts), input_fault(x, topk_idx, None)
+        if fault is None and len(x) > most:
+            fault = InputError(f"{len(x)} tokens are more than num_max_dispatch_tokens_per_rank={most}")
+        elif fault is None and use_fp8 and x.shape[1] % (4 * BLOCK if use_ue8m0 else BLOCK):
             fault = InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {tuple(x.shape)}")
-        elif topk_idx.dim() == 2 and _has_duplicates(topk_idx):
+        elif fault is None and _has_duplicates(topk_idx):
             fault = InputError("a token has an expert twice, but a low-latency block has one place for each token")
         if fault is not None:
-            dispatcher.refuse(fault, x)
+            dispatcher.refuse(fault, values)
         sent = dispatcher.dispatch(x, topk_idx)
         words = torch.full((x.shape[0], 2), self.rank, dtype=torch.int32, device=x.device)
         words[:, 1] = torch.arange(x.shape[0], device=x.device)
@@ -369,7 +326,7 @@ class Buffer:
         if use_fp8:
             values, scales = _quantized(sent.rows_RD, round_scale or use_ue8m0)
             packed = padded(_exponents(scales) if use_ue8m0 else scales)
-            blocks = padded(values.view(torch.uint8)).view(torch.float8_e4m3fn)
+            blocks = padded(values.view(torch.uint8)).view(E4M3)
             rows = blocks, packed.transpose(1, 2).contiguous().transpose(1, 2)  # column-major, as DeepEP's kernels
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += counts_L.to(cumulative_local_expert_recv_stats.dtype)
@@ -404,24 +361,22 @@ class Buffer:
             ConfigError: ``use_logfmt``.
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        dispatcher = self._dispatchers.over(handle[4], x.device)
+        self._check_handle(handle, LowLatencyHandle, x)
         blocks = handle.buffer if zero_copy and handle.buffer is not None else x
-        fault: MoeCommError | None = None
+        dispatcher = self._dispatcher(handle.mask_LS, handle[4])
+        fault: MoeCommError | None = fault_of("x", blocks, FLOATS, (*handle.mask_LS.shape, handle[3]))
+        fault = fault or fault_of("topk_weights", topk_weights, FLOATS, (handle.sent.num_tokens, handle.sent.top_k))
         if use_logfmt:
             fault = ConfigError("moe_comm has no LogFMT rows; call low_latency_combine with use_logfmt=False")
-        elif tuple(blocks.shape) != (*handle.mask_LS.shape, handle[3]):
-            fault = InputError(f"combine needs rows {(*handle.mask_LS.shape, handle[3])}; got {tuple(blocks.shape)}")
         if fault is not None:
-            dispatcher.refuse(fault, x)
+            dispatcher.refuse(fault, unpacked(x)[0])
         y_TD = dispatcher.combine(blocks[handle.mask_LS], topk_weights, handle.sent)
         y_TD = y_TD if out is None else out.copy_(y_TD)
         return y_TD, finished(async_finish, x), _nothing_left if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return [L, W * M, H] in the dtype of the dispatched tokens, for ``low_latency_combine(zero_copy=True)``."""
-        handle.buffer = torch.zeros(
-            *handle.mask_LS.shape, handle[3], dtype=handle.sent.dtype, device=handle.sent.device
-        )
+        handle.buffer = handle.mask_LS.new_zeros(*handle.mask_LS.shape, handle[3], dtype=handle.sent.dtype)
         return handle.buffer
 
 
@@ -442,14 +397,13 @@ def _has_duplicates(ids_TK: Tensor) -> bool:
 
 def _quantized(rows_RD: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
     """Return e4m3 values and [R, D / 128] fp32 scales, with the arithmetic of DeepEP."""
-    blocks = rows_RD.float().unflatten(1, (-1, SCALE_CHANNELS))
+    blocks = in_blocks(rows_RD.float())
     largest = blocks.abs().amax(2).clamp(min=1e-4)
-    scales, factors = largest / FP8_MAX, FP8_MAX / largest
+    scales, factors = largest / E4M3_MAX, E4M3_MAX / largest
     if powers_of_two:
         scales = torch.exp2(scales.log2().ceil())
         factors = scales.reciprocal()
-    values = (blocks * factors.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX)
-    return values.to(torch.float8_e4m3fn).flatten(1), scales
+    return (blocks * factors.unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).flatten(1), scales
 
 
 def _exponents(scales: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
-from moe_comm.integrations.mesh_dispatchers import shared_dispatcher
+from moe_comm.integrations.shared_dispatchers import shared_dispatcher
 from moe_comm.overlap.executors.base import ExpertCall
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_comm.errors import InputError
 from moe_comm.integrations.hugging_face.families import find_experts
 from moe_comm.integrations.hugging_face.swap import swapped_experts
 
@@ -31,7 +32,13 @@ class RoutingRecord:
 
     @property
     def ids(self) -> Tensor:
-        """The ids of all blocks, one after the other. A placement for all blocks needs the tokens of each."""
+        """The ids of all blocks, one after the other. A placement for all blocks needs the tokens of each.
+
+        Raises:
+            InputError: no block has run.
+        """
+        if not self._parts:
+            raise InputError("no routing has been recorded; run the model inside the context of record_routing")
         return torch.cat(list(self.layers.values()))
 
 

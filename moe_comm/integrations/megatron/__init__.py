@@ -1,0 +1,8 @@
+"""Expert parallelism for Megatron-Core: a token dispatcher, and two ways to put it into MoE layers."""
+
+from moe_comm.integrations.versions import require
+from moe_comm.lazy import attach_stub
+
+require("megatron-core", "moe_comm.integrations.megatron")
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
