@@ -20,11 +20,12 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_
 PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test adapters slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
+.PHONY: help install build train test adapters wheels slow lint format docs notebooks gpu-script sanitize neon fuzz bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
 	@echo "make adapters  the adapters with the systems that they are for, in build/hosts"
+	@echo "make wheels    manylinux wheels, each run where there is no compiler, in build/wheels"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make docs      the site in build/site, its links checked      make notebooks  execute the tutorials"
 	@echo "make gpu-script  benchmarks/gpu.sh with emulated kernels and small sizes"
@@ -67,22 +68,33 @@ test: build
 # another package there. OLDER: versions of transformers whose tests run in processes of their own.
 HOSTS := build/hosts
 OLDER := 5.16.1 5.19.0
-$(HOSTS)/.installed: tests/integrations/hosts/requirements.txt $(STAMP)
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(HOSTS) -r $<
+$(HOSTS)/.installed: tests/integrations/hosts/requirements.txt Makefile $(STAMP)
+	rm -rf $(HOSTS) $(OLDER:%=build/transformers-%)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(HOSTS) -r $<
 	@set -e; for version in $(OLDER); do \
-	  $(BIN)/python -m pip install --quiet --upgrade --no-deps --target build/transformers-$$version transformers==$$version; \
+	  $(BIN)/python -m pip install --quiet --no-deps --target build/transformers-$$version transformers==$$version; \
 	done
 	@# 5.16.1 needs an older huggingface_hub than the environment has.
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target build/transformers-5.16.1 \
+	$(BIN)/python -m pip install --quiet --no-deps --target build/transformers-5.16.1 \
 	  huggingface_hub==1.17.0 httpx==0.28.1 httpcore
 	@touch '$@'
 
+# A system that is absent, or is found in another version, ends this with an error; its tests alone would be skipped.
 adapters: build $(HOSTS)/.installed
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m tests.integrations.hosts.installed
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m pytest --durations=5 tests/integrations/hosts $(TEST_ARGS)
 	@set -e; for version in $(OLDER); do \
-	  $(TEST_ENV) PYTHONPATH=$(CURDIR)/build/transformers-$$version $(BIN)/python -m pytest \
-	    tests/integrations/test_swap.py tests/integrations/test_experts_interface.py $(TEST_ARGS); \
+	  export $(TEST_ENV) PYTHONPATH=$(CURDIR)/build/transformers-$$version; \
+	  $(BIN)/python -c "import transformers as t; assert t.__version__ == '$$version', t.__version__"; \
+	  $(BIN)/python -m pytest tests/integrations/test_swap.py tests/integrations/test_experts_interface.py $(TEST_ARGS); \
 	done
+
+# Other interpreters than those that are found: make wheels PYTHONS="python3.12 /opt/python/bin/python3.13".
+PYTHONS ?=
+TORCH_INDEX ?=
+wheels: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m benchmarks.wheels build/wheels \
+	  $(addprefix --python=,$(PYTHONS)) $(addprefix --torch-index=,$(TORCH_INDEX))
 
 slow: build
 	$(TEST_ENV) $(BIN)/python -m pytest --durations=15 -m slow $(TEST_ARGS)

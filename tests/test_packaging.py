@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.wheels import faults_of
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CHILD = {"capture_output": True, "text": True, "timeout": 280, "check": False}
@@ -132,35 +134,79 @@ def test_ci_distinguishes_passed_from_no_test_ran(
     assert bool(message) or not process.stderr
 
 
-def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a wheel that pip built in isolation from a copy of the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("csrc", "moe_comm"):
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "constraints.txt"):
         shutil.copy(ROOT / name, source)
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    env |= {"MOE_COMM_CUDA": "off"}
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(source)]
-    process = subprocess.run(build, env=env, **CHILD)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(source)]
+    process = subprocess.run(build, env=clean_environment() | {"MOE_COMM_CUDA": "off"}, **CHILD)
     assert process.returncode == 0, process.stderr
-    (wheel,) = tmp_path.glob("moe_comm-*.whl")
+    (path,) = folder.glob("moe_comm-*.whl")
+    return path
+
+
+def clean_environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert any(re.fullmatch(r"moe_comm/_C\..*\.so", name) for name in names)
-    assert {"moe_comm/py.typed", "moe_comm/_C.pyi", "moe_comm/cli/__init__.py"} <= set(names)
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"moe_comm"}
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
-    process = subprocess.run(install, env=env, **CHILD)
+    process = subprocess.run(install, env=clean_environment(), **CHILD)
     assert process.returncode == 0, process.stderr
     code = (
         "import moe_comm, moe_comm._C as core; "
         "print(moe_comm.__file__, core.cuda_probe(), core.isa(), 'cuda/kernels.cu' in core.cuda_sources())"
     )
-    env |= {"PYTHONPATH": str(site)}
+    env = clean_environment() | {"PYTHONPATH": str(site)}
     process = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, **CHILD)
     assert process.returncode == 0, process.stderr
     assert process.stdout.startswith(str(site))
     assert " None " in process.stdout
     assert process.stdout.endswith(" True\n"), "a wheel without CUDA must contain the device code for NVRTC"
+
+
+def test_a_wheel_has_every_file_the_device_code_and_the_metadata(wheel: Path) -> None:
+    assert faults_of(wheel) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "old", "new", "fault"),
+    [
+        (r"moe_comm/py\.typed", None, None, "no moe_comm/py.typed"),
+        (r"moe_comm/_C\.pyi", None, None, "no moe_comm/_C.pyi"),
+        (r"moe_comm/train/presets/tiny\.toml", None, None, "no moe_comm/train/presets/tiny.toml"),
+        (r"moe_comm/_C\..*\.so", None, None, "0 native cores instead of 1"),
+        (r"moe_comm/_C\..*\.so", b"#include", b"#exclude", "no text of cuda/kernels.cu"),
+        (r"moe_comm/_C\..*\.so", b"libc.so.6", b"libc10.so", "links libc10"),
+        (r".*/METADATA", b"Provides-Extra: hf\n", b"", "no extra hf in METADATA"),
+        (r".*/METADATA", b"Requires-Dist: torch", b"Requires-Dist: jax", "no requirement torch in METADATA"),
+        (r".*/entry_points\.txt", b"moe-comm", b"other", "no command moe-comm"),
+        (r".*/top_level\.txt", b"moe_comm", b"moe_comm", ""),
+    ],
+)
+def test_what_a_wheel_lacks_is_reported(
+    pattern: str, old: bytes | None, new: bytes | None, fault: str, wheel: Path, tmp_path: Path
+) -> None:
+    """Remove a file of a wheel, or replace bytes in it."""
+    damaged = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(damaged, "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            if re.fullmatch(pattern, name):
+                if old is None or new is None:
+                    continue
+                assert old in content
+                content = content.replace(old, new)
+            target.writestr(name, content)
+    faults = faults_of(damaged)
+    assert any(fault in line for line in faults) if fault else faults == []

@@ -1,3 +1,7 @@
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 
 #include "kernels.h"
@@ -6,18 +10,32 @@ namespace moe_comm {
 
 namespace {
 
+#if defined(__x86_64__)
+struct Features {
+  bool avx2 = false, avx512 = false;
+};
+
+// All features that CMakeLists.txt enables for the files of an instruction set, and the registers that the operating
+// system saves. Not __builtin_cpu_supports: in the runtime library of zig c++, which builds the wheels, it is always 0.
+Features features() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & bit_OSXSAVE) == 0 || (c & bit_F16C) == 0) return {};
+  unsigned saved = 0, upper = 0;
+  __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return {};
+  const auto all = [](unsigned given, unsigned wanted) { return (given & wanted) == wanted; };
+  constexpr unsigned ymm = 0x6, zmm = 0xe6;
+  return {all(saved, ymm) && all(b, bit_AVX2 | bit_BMI2),
+          all(saved, zmm) && all(b, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ)};
+}
+#endif
+
 std::vector<const Kernels*> usable() {
   std::vector<const Kernels*> all;
 #if defined(__x86_64__)
-  // All features that CMakeLists.txt enables for that file.
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c")) {
-    all.push_back(&avx512::table());
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2")) {
-    all.push_back(&avx2::table());
-  }
+  const Features cpu = features();
+  if (cpu.avx512) all.push_back(&avx512::table());
+  if (cpu.avx2) all.push_back(&avx2::table());
 #elif defined(__aarch64__)
   all.push_back(&neon::table());
 #endif

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import moe_comm
-from moe_comm.integrations.hugging_face import prepare_accelerator, swap_moe
+from moe_comm.integrations.hugging_face import expert_mesh, prepare_accelerator, swap_moe
 from tests.integrations.loops import (
     OWN,
     STEPS,
+    OwnGPT,
     TrainingCase,
     assert_equals_one_process,
     check_against_one_process,
@@ -30,7 +32,7 @@ from tests.integrations.loops import (
     product,
     with_accelerate,
 )
-from tests.integrations.models import ep_group, load, save_model
+from tests.integrations.models import VOCAB, ep_group, load, num_targets, save_model, token_loss
 from tests.integrations.test_state import assert_same
 from tests.pool import RankPool
 
@@ -105,6 +107,90 @@ def test_ranks_without_experts_train_save_and_resume(
     check(pool4, [replace(case, stop=STEPS, out=""), replace(case, stop=2), case])
     check(pool2, [replace(case, ep=2, stop=STEPS, resume=f"{case.out}-3", out="")])
     check(pool4, [replace(case, stop=STEPS, resume=f"{case.out}-2", out="")])
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sequences of each rank. same: the router of every block chooses the same experts for all tokens."""
+
+    folder: str
+    wrapper: str
+    ep: int
+    sequences: tuple[int, ...]
+    same: bool = False
+
+    def model(self, mesh: Any = None) -> Any:
+        if self.folder == OWN:
+            return OwnGPT(mesh and mesh.get_group("ep"))
+        model = load(self.folder).train()
+        if self.same:
+            for name, param in model.named_parameters():
+                if name.endswith((".gate.weight", ".router.weight")):
+                    param.data.zero_()  # top-k of equal logits
+        return swap_moe(model, mesh)
+
+    def ids(self) -> list[Tensor]:
+        ids = torch.randint(3, VOCAB, (sum(self.sequences), 9), generator=torch.Generator().manual_seed(5))
+        return list(ids.split(self.sequences))
+
+
+def clipped_step(rank: int, world: int, cases: list[Step]) -> list[tuple[dict[str, Tensor], float]]:
+    """Return the whole model after one step of SGD with clipped gradients, and the norm that clipping returns."""
+    results = []
+    for case in cases:
+        with launched(rank, world):
+            accelerator = prepare_accelerator(make_accelerator(TrainingCase(case.folder, case.wrapper, accumulate=1)))
+            model = case.model(expert_mesh(case.ep, accelerator.device.type))
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
+            ids = case.ids()
+            loss = token_loss(model(input_ids=ids[rank]).logits, ids[rank], num_targets(ids))
+            accelerator.backward(loss * world)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            results.append((moe_comm.state_dict(model), float(norm)))
+    return results
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradient_sums_and_the_norm_of_clipping_equal_one_process(
+    world: int, wrapper: str, folders: list[str], pool2: RankPool, pool4: RankPool
+) -> None:
+    uneven, none = (3, 1, 2, 2)[:world], (0, 2, 1, 3)[:world]
+    cases = [Step(folder, wrapper, ep, uneven) for folder in folders for ep in {2, world}]
+    # transformers runs no batch of 0 sequences.
+    cases += [
+        Step(OWN, wrapper, 2, uneven),
+        Step(OWN, wrapper, world, none),
+        Step(folders[1], wrapper, world, uneven, same=True),
+    ]
+    results = {2: pool2, 4: pool4}[world].run(clipped_step, cases)
+    for case, *ranks in zip(cases, *results, strict=True):
+        model, ids = case.model(), case.ids()
+        token_loss(model(input_ids=torch.cat(ids)).logits, torch.cat(ids), num_targets(ids)).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        assert norm > 0.1
+        torch.optim.SGD(model.parameters(), 1.0).step()
+        for state, got in ranks:
+            assert got == pytest.approx(norm, rel=1e-5), str(case)
+            assert state.keys() == model.state_dict().keys()
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def meshes(rank: int, world: int, _: None) -> tuple[list[int], list[int], str, str]:
+    mesh = expert_mesh(2)
+    assert mesh is not None
+    ranks = [dist.get_process_group_ranks(mesh.get_group(name)) for name in ("ep", "edp")]
+    return (*ranks, error_of(expert_mesh, 3), error_of(expert_mesh, 0))
+
+
+def test_expert_mesh_has_consecutive_ranks_of_different_experts(pool4: RankPool) -> None:
+    for rank, (ep, edp, *errors) in enumerate(pool4.run(meshes)):
+        start = rank // 2 * 2
+        assert ep == [start, start + 1] and edp == [rank % 2, rank % 2 + 2]
+        assert all(error.startswith("ConfigError") and "4" in error for error in errors)
+    assert expert_mesh() is None
 
 
 def write(rank: int, world: int, arg: tuple[TrainingCase, str]) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+from moe_comm.integrations.expert_mesh import expert_mesh as expert_mesh
 from moe_comm.integrations.hugging_face.accelerator import prepare_accelerator as prepare_accelerator
 from moe_comm.integrations.hugging_face.architecture import (
     from_hugging_face as from_hugging_face,

