@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import re
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import moe_comm
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.errors import ConfigError, RankMismatch
+from moe_comm.errors import ConfigError, PeerDied, RankMismatch
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, gather_state_dict, load_state_dict
 from moe_comm.layers.check.gradients import check_grads
 from moe_comm.layers.data_parallel import expert_modules, optimizer_state_dict
@@ -407,6 +408,24 @@ def misuse(rank: int, world: int, case: str) -> str:
 def test_misuse_of_copies_raises_on_every_rank(pool2: RankPool, case: str, expected: str) -> None:
     for text in pool2.run(misuse, case, timeout=60):
         assert re.match(expected, text), text
+
+
+def publish_while_a_rank_exits(rank: int, world: int, backend: str) -> str:
+    layer = build(Run(random_placement(world, 2), backend), rank, world)
+    layer(draw(4, HIDDEN, seed=rank))
+    if rank:
+        os._exit(9)
+    try:
+        layer.publish_copies()
+    except PeerDied as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("backend", ["all_to_all", "shared_memory"])
+def test_a_rank_that_ends_before_copies_are_published_is_reported(pool2: RankPool, backend: str) -> None:
+    text = pool2.run(publish_while_a_rank_exits, backend, timeout=60, expect_dead={1})[0]
+    assert "publishing the copies of experts" in text and "rank 1" in text
 
 
 def test_slots_on_one_rank_are_refused() -> None:
