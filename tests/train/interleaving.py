@@ -16,7 +16,7 @@ from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, GradientOverlap, Strategy
-from moe_comm.train.pipeline import ActivationShape, MicroBatch, make_runner, plan_stages
+from moe_comm.train.pipeline import ActivationShape, MicroBatch, RunnerOptions, make_runner, plan_stages
 from tests.layers.tiny import BY_WEIGHT, LENGTH, TINY, own
 
 FOUR_LAYERS = replace(TINY, layers=4)
@@ -103,10 +103,7 @@ def train(
         plan,
         case.schedule,
         ActivationShape(case.config.hidden, case.dtype or torch.float32, case.mapping.tp),
-        timeout_s=case.timeout_s,
-        split_backward=case.recompute != "full",
-        gradients=data_parallel,
-        interleave=interleave,
+        RunnerOptions(case.timeout_s, case.recompute != "full", data_parallel, interleave),
     )
     for _ in range(steps):
         data_parallel.zero_grad()
