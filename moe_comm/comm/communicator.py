@@ -195,6 +195,18 @@ class Communicator:
         name = f"duplicate/{self.num_duplicates}"
         return self.keep(("subgroup", name), lambda: self._subgroup(name, range(self.world), timeout_s))
 
+    def close_part(self, part: ProcessGroup) -> None:
+        """Close a group that ``subgroup`` or ``duplicate`` has returned, unless it is closed.
+
+        No operation of it may be in flight. Not collective.
+        """
+        comm = registry.communicators.get(part)
+        if comm is None:
+            return
+        comm.close()
+        for key in [key for key, kept in self._objects.items() if kept is part or kept is comm]:
+            del self._objects[key]
+
     def _subgroup(self, name: str, members: Sequence[int], timeout_s: float) -> ProcessGroup:
         store = PrefixStore(name, self.store)
         group = _group_like(self.group, store, members.index(self.rank), len(members), timedelta(seconds=timeout_s))

@@ -149,7 +149,7 @@ class ExpertMLP(LocalExperts):
     gemm_dtype: GemmDtype = "same"
 
     def with_tensors(self, tensors: Sequence[Tensor | None] = ()) -> ExpertMLP:
-        return ExpertMLP(tuple(tensors), self.activation, self.recompute)
+        return ExpertMLP(tuple(tensors), self.activation, self.recompute, self.gemm_dtype)
 
     @property
     def columns(self) -> int:

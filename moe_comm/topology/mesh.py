@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,12 +114,48 @@ class ParallelMesh:
         """Return the group over which the gradient of a parameter with ``sharding`` is summed."""
         return self.group(*sharding.sum_axes)
 
-    def flat_mesh(self, *axes: str) -> DeviceMesh:
-        """Return a 1-D DeviceMesh over the group of ``axes``, such as ("cp", "dp") for FSDP. Not collective."""
+    def flat_mesh(self, *axes: str, replicas: int = 1) -> DeviceMesh:
+        """Return a 1-D DeviceMesh over the group of ``axes``, such as ("cp", "dp") for FSDP.
+
+        Args:
+            replicas: number of blocks of consecutive ranks into which the group is divided. The mesh is that of this
+                rank's block. Collective over the block if it is more than 1.
+
+        Raises:
+            ConfigError: ``replicas`` does not divide the group.
+        """
+        ranks, block = self._blocks(axes, replicas)
+        group = self._make(ranks[block]) if replicas > 1 else self._groups[ranks[block]]
+        return DeviceMesh.from_group(group, self.device, mesh_dim_names=("_".join(axes),))
+
+    def replica_group(self, *axes: str, replicas: int) -> ProcessGroup | None:
+        """Return the group of the ranks with this rank's position in the other blocks of ``flat_mesh``. Collective.
+
+        None if ``replicas`` is 1.
+        """
+        if replicas == 1:
+            return None
+        ranks, block = self._blocks(axes, replicas)
+        place = ranks[block].index(self.rank)
+        return self._make(tuple(members[place] for members in ranks))
+
+    def _blocks(self, axes: Sequence[str], replicas: int) -> tuple[list[tuple[int, ...]], int]:
+        """Return the ranks of each block of the group over ``axes``, and the index of this rank's block."""
         ranks = self.ranks(*axes)
         if ranks not in self._groups:
             raise ConfigError(f"the mesh has no group over {axes}; expected one of {GROUPS}")
-        return DeviceMesh.from_group(self._groups[ranks], self.device, mesh_dim_names=("_".join(axes),))
+        if len(ranks) % replicas:
+            raise ConfigError(f"{replicas} replicas do not divide the {len(ranks)} ranks of {' x '.join(axes)}")
+        size = len(ranks) // replicas
+        return [ranks[i : i + size] for i in range(0, len(ranks), size)], ranks.index(self.rank) // size
+
+    def close(self) -> None:
+        """Destroy the process groups of the mesh, except that of all ranks. Collective; the mesh is unusable then."""
+        groups = [*self._groups.values()]
+        self._groups.clear()
+        for group in groups:
+            if group is not self.world_group:
+                dist.destroy_process_group(group)
 
     def _mesh(self, grid: tuple[str, ...]) -> DeviceMesh:
         outermost_first = tuple(reversed(grid))

@@ -65,6 +65,12 @@ class TrainConfig(Section):
     faults: FaultsSection = FaultsSection()
 
     @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.placement.kind != "fixed" and self.parallel.dp_replicate > 1:
+            raise ValueError(f'placement.kind = "{self.placement.kind}" requires parallel.dp_replicate = 1')
+        return self
+
+    @model_validator(mode="after")
     def _check_interleave(self) -> Self:
         parallel, micro_batches = self.parallel, self.data.micro_batches
         if not parallel.interleave:

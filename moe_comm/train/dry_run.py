@@ -233,6 +233,7 @@ def _ranks(
     o = config.optimizer
     storage = _ParameterStorage(
         strategy=config.parallel.sharding if mapping.world > 1 else "replicate",  # FSDP needs a process group
+        replicas=config.parallel.dp_replicate,
         itemsize=DTYPES[config.model.dtype].itemsize,
         optimizer=OptimizerOptions(o.kind, momentum=o.momentum_of_kind),
         accumulates=config.data.micro_batches > 1,
@@ -248,11 +249,12 @@ def _ranks(
 class _ParameterStorage:
     """How a run stores its parameters.
 
-    itemsize: bytes per element in the compute dtype. accumulates: a step has several micro-batches. pipeline: there
-    are several stages.
+    replicas: blocks of ranks that each store all shards. itemsize: bytes per element in the compute dtype. accumulates:
+    a step has several micro-batches. pipeline: there are several stages.
     """
 
     strategy: Strategy
+    replicas: int
     itemsize: int
     optimizer: OptimizerOptions
     accumulates: bool
@@ -264,7 +266,9 @@ class _ParameterStorage:
         gathered: dict[str, int] = {}
         partial = self.strategy == "fsdp" and not (self.accumulates or self.pipeline)
         for name, sharding in shardings.items():
-            memory = self._shard_of(name, sharding, place, sizes).fixed(self.strategy, partial)
+            shard = self._shard_of(name, sharding, place, sizes)
+            whole = self.replicas > 1 and shard.summing > 1 and shard.owners == 1
+            memory = shard.fixed("replicate" if whole else self.strategy, partial)
             total += memory
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
             gathered[unit] = gathered.get(unit, 0) + memory.weights
@@ -281,6 +285,8 @@ class _ParameterStorage:
         index = 0
         for axis in reversed(owners):
             index = index * sizes[axis] + place[axis]
+        ranks = math.prod(sizes[axis] for axis in owners)
+        shards = max(1, ranks // self.replicas)
         o = self.optimizer
         muon = is_matrix(OwnedParameter(name, _EMPTY, sharding)) and not _matches(name, o.muon_excludes)
         return ParameterShard(
@@ -288,8 +294,8 @@ class _ParameterStorage:
             MASTER if _matches(name, FULL_PRECISION) else self.itemsize,
             state_bytes(o.kind, o.momentum > 0, muon),
             summing=math.prod(sizes[axis] for axis in sharding.sum_axes),
-            owners=math.prod(sizes[axis] for axis in owners),
-            index=index,
+            owners=shards,
+            index=index % shards,
         )
 
 

@@ -266,6 +266,9 @@ class ParallelSection(Section):
             starts. Those that are set here are kept.
         machine: with ``auto``, the name of an accelerator or the path of a hardware description, as the planner takes
             them. None: measure the ranks when the run starts.
+        trials: with ``auto``, number of mappings of which four steps are measured before the run, if their predictions
+            differ by at most 25%. The fastest is used. None: 3 if that is at most 5% of the steps of the run and
+            ``machine`` is not given, else 0.
         ranks: processes that the command line starts. Under torchrun, its world size is used.
         tp: tensor-parallel size, with sequence parallelism.
         cp: context-parallel size.
@@ -278,8 +281,11 @@ class ParallelSection(Section):
         virtual: pipeline stages per rank (interleaved schedules).
         stage_layers: layers of each stage. None: even split.
         sharding: "replicate" (no sharding), "zero1" (shard optimizer state and masters) or "fsdp" (shard everything).
+        dp_replicate: with "fsdp", number of blocks of consecutive ranks, such as hosts, that each store all shards
+            (HSDP). Weights are gathered within a block; gradients are summed within a block, then over the blocks. It
+            must divide dp, and the ranks that share an expert unless there is only one.
         compress: send gradients as bf16 and sum them in fp32.
-        overlap_gradients: reduce gradients beside the last backward pass, and gather the weights of "zero1" beside the
+        overlap_gradients: reduce gradients during the last backward pass, and gather the weights of "zero1" during the
             next forward pass, with the same bits. "auto": between hosts and on GPUs.
         overlap_chunks: chunks in which communication overlaps with the matrix products of linear layers (with tp, or
             with cp and "ulysses") and experts. 0: no overlap. "auto": see ``moe_comm.overlap.options.Overlap``. None:
@@ -297,6 +303,7 @@ class ParallelSection(Section):
 
     auto: bool = False
     machine: str | None = Field(default=None, min_length=1)
+    trials: NonNegativeInt | None = None
     ranks: int = Field(default=2, ge=1)
     tp: int = Field(default=1, ge=1)
     cp: int = Field(default=1, ge=1)
@@ -309,6 +316,7 @@ class ParallelSection(Section):
     virtual: int | None = Field(default=None, ge=1)
     stage_layers: list[int] | None = None
     sharding: Literal["replicate", "zero1", "fsdp"] = "replicate"
+    dp_replicate: int = Field(default=1, ge=1)
     compress: bool = False
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
     overlap_chunks: NonNegativeInt | Literal["auto"] | None = None
@@ -322,15 +330,28 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _check_machine(self) -> Self:
-        if self.machine is not None and not self.auto:
-            raise ValueError("machine requires auto, because only the planner uses it")
+        for name in ("machine", "trials"):
+            if getattr(self, name) is not None and not self.auto:
+                raise ValueError(f"{name} requires auto, because only the planner uses it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.dp_replicate > 1 and (self.auto or self.sharding != "fsdp"):
+            raise ValueError('dp_replicate requires sharding = "fsdp", and no auto')
         return self
 
     def mapping(self, world: int) -> ParallelConfig:
         """Return the mapping of ``world`` ranks. Raises ``ConfigError`` if the sizes do not fit, or with ``auto``."""
         if self.auto:
             raise ConfigError("parallel.auto chooses the mapping when a run starts; use moe-comm train")
-        return ParallelConfig.of(world, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, etp=self.etp)
+        result = ParallelConfig.of(world, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, etp=self.etp)
+        sizes = {"dp": result.dp, "edp": result.edp}
+        if result.dp % self.dp_replicate or (result.edp > 1 and result.edp % self.dp_replicate):
+            raise ConfigError(
+                f"dp_replicate must divide dp, and edp unless it is 1; got {self.dp_replicate} and {sizes}"
+            )
+        return result
 
 
 class PlacementSection(Section):

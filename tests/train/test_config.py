@@ -86,6 +86,7 @@ def test_parallel_auto_leaves_the_mapping_to_the_planner(tmp_path: Path) -> None
     ("override", "message"),
     [
         ("parallel.machine=h100", "parallel: machine requires auto"),
+        ("parallel.dp_replicate=2", 'parallel: dp_replicate requires sharding = "fsdp"'),
         ("parallel=manual", "section.key=value"),
         ("run.stepz=5", "unknown key 'run.stepz' (did you mean 'run.steps'?)"),
         ("model.lr=1.0", "unknown key 'model.lr' (did you mean 'optimizer.lr'?)"),

@@ -160,6 +160,15 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
         ("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "parallel.etp=2", "parallel.sharding=zero1"),
         ("parallel.ep=1", "model.experts=3", "model.top_k=1", "parallel.sharding=zero1", "model.ffn=21"),
         ("parallel.ep=2", "model.experts=1", "model.top_k=1", "parallel.sharding=fsdp"),
+        ("parallel.tp=1", "parallel.dp=4", "parallel.ep=1", "parallel.sharding=fsdp", "parallel.dp_replicate=2"),
+        (
+            "parallel.tp=1",
+            "parallel.dp=4",
+            "parallel.ep=2",
+            "parallel.sharding=fsdp",
+            "parallel.dp_replicate=2",
+            "model.dtype=bfloat16",
+        ),
     ],
     ids=" ".join,
 )

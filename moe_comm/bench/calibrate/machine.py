@@ -22,7 +22,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link
 from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.plan.machine.link_fit import between_of, inside_of
-from moe_comm.runtime.launch import launch
+from moe_comm.runtime.launch import available_cores, launch
 
 LOOPBACK = Link("memory of one rank", 1e9, 0.0, 1.0)
 """Placeholder for a link that a cluster does not have."""
@@ -68,7 +68,9 @@ def calibrate(
     if on_hosts is not None:
         log(f"transfers between {hosts} hosts")
         by_host: list[RankMeasurements] = on_hosts(measure, (("moves",),))
-        between = between_of(cluster, [transfer for rank in by_host for transfer in rank.moves], link)
+        transfers = [transfer for rank in by_host for transfer in rank.moves]
+        # The hosts are on this machine and share its cores.
+        between = between_of(cluster, transfers, link, spare_cores=available_cores() >= 2 * ranks)
         cluster = replace(cluster, host_size=ranks // hosts, between=between)
     return cluster
 

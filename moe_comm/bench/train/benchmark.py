@@ -48,6 +48,7 @@ from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.train.auto.choose import resolve_parallel
 from moe_comm.train.loop.build import architecture_of, build_stages
 from moe_comm.train.loop.job import open_corpus
+from moe_comm.train.loop.trial import trial_seconds
 from moe_comm.train.metrics import StepTimes
 from moe_comm.train.ranks import Ranks
 
@@ -282,7 +283,9 @@ def _with_config(inputs: ContestantInputs, name: str) -> ContestantInputs:
         return inputs
     config, ranks = inputs.bench.config(name), inputs.ranks
     if config.parallel.auto:
-        config, text = resolve_parallel(config, ModelShape.of(inputs.architecture), ranks, "cpu", lambda: None)
+        architecture, corpus = inputs.architecture, inputs.corpus
+        trial = partial(trial_seconds, architecture=architecture, corpus=corpus, ranks=ranks, device="cpu")
+        config, text = resolve_parallel(config, ModelShape.of(architecture), ranks, "cpu", lambda: None, trial)
         if ranks.is_first:
             print(f"{name}: {text}", file=sys.stderr, flush=True)
     return replace(inputs, config=config)

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from moe_comm.dispatch.types import DispatchHandle
-from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.errors import ConfigError
+from moe_comm.kernels.expert_mlp import SERIAL_ONLY, ExpertMLP
 
 
 class ExpertCall(ABC):
@@ -63,3 +64,11 @@ class ExpertCall(ABC):
     @abstractmethod
     def abort_on_error(self) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception between dispatch and combine to the other ranks."""
+
+
+def check_device_experts(mlp: ExpertMLP) -> None:
+    """Raise ConfigError if the device executor cannot run these experts."""
+    if any(bias is not None for bias in mlp.tensors[2:]):
+        raise ConfigError("the device executor runs experts without biases; use Overlap(executor='pipelined')")
+    if mlp.gemm_dtype == "fp8":
+        raise ConfigError(SERIAL_ONLY)

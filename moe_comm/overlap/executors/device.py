@@ -25,9 +25,9 @@ from moe_comm.dispatch.peer_to_peer.primitives import PeerToPeerPrimitives
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels.activations import SwiGLU
-from moe_comm.kernels.expert_mlp import SERIAL_ONLY, ExpertMLP
+from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.swiglu import swiglu
-from moe_comm.overlap.executors.base import ExpertCall
+from moe_comm.overlap.executors.base import ExpertCall, check_device_experts
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device_rows import peer_fault
 from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
@@ -126,12 +126,9 @@ class DeviceCall(ExpertCall):
         Raises:
             ConfigError: the experts have biases, or fp8 GEMMs.
         """
-        w13_EGD, self._w2_EDF, b13_EG, b2_ED = mlp.tensors
+        w13_EGD, self._w2_EDF, *_ = mlp.tensors
         assert w13_EGD is not None
-        if b13_EG is not None or b2_ED is not None:
-            raise ConfigError("the device executor runs experts without biases; use Overlap(executor='pipelined')")
-        if mlp.gemm_dtype == "fp8":
-            raise ConfigError(SERIAL_ONLY)
+        check_device_experts(mlp)
         mlp.check_weights(rows)
         h_RG: Tensor = _kernels().multiply_dispatched(self._fused, rows, w13_EGD)
         return swiglu(h_RG) if isinstance(mlp.activation, SwiGLU) else mlp.activation.fn(h_RG)

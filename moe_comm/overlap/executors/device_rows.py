@@ -27,7 +27,7 @@ from moe_comm.errors import ConfigError, InputError, MissingDependency, MoeCommE
 from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.kernels.expert_mlp import Alloc, ExpertMLP
 from moe_comm.kernels.needed_grads import needed_gradients, needs_autograd
-from moe_comm.overlap.executors.base import ExpertCall
+from moe_comm.overlap.executors.base import ExpertCall, check_device_experts
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, SharedSend, can_pipeline
 from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
@@ -191,13 +191,12 @@ class PeerDeviceCall(ExpertCall):
         """Return [R, D], the experts' outputs.
 
         Raises:
-            ConfigError: the experts have biases.
+            ConfigError: the experts have biases, or fp8 GEMMs.
         """
-        w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
+        w13_EGD, w2_EDF, *_ = mlp.tensors
         assert w13_EGD is not None
         assert w2_EDF is not None
-        if b13_EG is not None or b2_ED is not None:
-            raise ConfigError("the device executor runs experts without biases; use Overlap(executor='pipelined')")
+        check_device_experts(mlp)
         run, handle, experts = self._run, self.handle, len(self._received.dispatch.dispatcher.local_experts)
         if w13_EGD.shape[0] != experts or w13_EGD.shape[2] != handle.hidden or w13_EGD.device != handle.device:
             raise InputError(

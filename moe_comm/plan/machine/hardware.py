@@ -243,6 +243,10 @@ class Cluster:
             parts.append(PodRanks(pod, len(per_host), int(per_host.sum()), int(per_host.min()), int(per_host.max())))
         return GroupSpan(tuple(parts))
 
+    def free_share(self, span: GroupSpan) -> float:
+        """Return the share of a transfer over ``span`` that leaves the cores that compute free (``Link.processor``)."""
+        return 1 - (self.between if span.hosts > 1 else self.inside).processor
+
     def all_gather(self, num_bytes: float, group: GroupSpan | Iterable[int]) -> CollectiveCost:
         """Return the cost of an all-gather. ``num_bytes``: the gathered result on each rank."""
         return collectives.ring(self.network, num_bytes, self._span(group), rounds=1)

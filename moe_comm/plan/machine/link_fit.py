@@ -41,13 +41,18 @@ def inside_of(cluster: Cluster, moves: Sequence[MeasuredTransfer]) -> Cluster:
     return with_values(*nearest(partial(_transfer_errors, with_values, moves), (1e-4, 1e-5, 2e9)))
 
 
-def between_of(cluster: Cluster, moves: Sequence[MeasuredTransfer], name: str) -> Link:
-    """Return the link between hosts fitted to ``moves``, which were measured with one rank per host."""
+def between_of(cluster: Cluster, moves: Sequence[MeasuredTransfer], name: str, *, spare_cores: bool = False) -> Link:
+    """Return the link between hosts fitted to ``moves``, which were measured with one rank per host.
+
+    spare_cores: hosts have cores for transfers besides those that compute, so ``Link.processor`` is 0.
+    """
 
     def with_values(latency: float, rate: float) -> Cluster:
         return replace(cluster, host_size=1, between=Link(name, rate, latency, 1.0))
 
     link = with_values(*nearest(partial(_transfer_errors, with_values, moves), (1e-4, 1e8))).between
+    if spare_cores:
+        return link
     occupied = [(one.processor_s, one.seconds) for one in moves if one.processor_s is not None]
     total_s = sum(seconds for _, seconds in occupied)
     return replace(link, processor=min(1.0, sum(s for s, _ in occupied) / total_s)) if total_s else link

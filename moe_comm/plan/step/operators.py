@@ -358,12 +358,14 @@ class Operators:
         """Return the share of a transfer that fusion with a GEMM hides; the same in backward.
 
         It is 0 unless overlap is "all" or "chunks". With "chunks", all chunks of the GEMM but one overlap, but none
-        between ranks that share memory, because the cores that compute copy the rows.
+        between ranks that share memory, because the cores that compute copy the rows. Transfers that occupy these cores
+        (``Link.processor``) overlap for the rest of their time.
         """
         overlap, cluster = self.placed.mapping.overlap, self.placed.cluster
         if overlap == "chunks" and not (cluster.direct and span.hosts == 1):
             seconds = fused.transfer_seconds(cluster, span, collective, num_bytes)
-            return min(1.0, gemm.seconds(self._gpu) * (1 - 1 / DEFAULT_CHUNKS) / seconds) if seconds else 0.0
+            overlapping = gemm.seconds(self._gpu) * (1 - 1 / DEFAULT_CHUNKS)
+            return min(1.0, overlapping / seconds) * cluster.free_share(span) if seconds else 0.0
         if overlap != "all":
             return 0.0
         transport = fused.COPIES if collective == "gather" else fused.STORES

@@ -235,17 +235,12 @@ class StepModel:
         overlaps = mapping.overlap not in ("none", "chunks") or any(map(self._overlaps_gradients, self.weights.spans))
         if mapping.sharding != "fsdp" or not overlaps:
             return np.zeros_like(self._pass_seconds)
-        free = FREE * (1 - max(map(self._occupied, self.weights.spans)))
+        free = FREE * min(map(self.placed.cluster.free_share, self.weights.spans))
         return np.asarray(np.minimum(self.weight_seconds, self._pass_seconds) * free)
 
     def _overlaps_gradients(self, span: GroupSpan) -> bool:
         """Return whether gradients that are summed over ``span`` overlap with passes for every overlap mode."""
         return self.load.overlap_gradients and (span.hosts > 1 or not self.placed.cluster.direct)
-
-    def _occupied(self, span: GroupSpan) -> float:
-        """Return the share of a transfer over ``span`` that occupies the cores that compute."""
-        cluster = self.placed.cluster
-        return (cluster.between if span.hosts > 1 else cluster.inside).processor
 
     @cached_property
     def _exposed_weights(self) -> Floats:
@@ -295,7 +290,7 @@ class StepModel:
             if not overlaps and not self._overlaps_gradients(spans[family]):
                 continue
             if overlapped := cost.seconds - exposed_seconds(cost.seconds, available.get(kind, 0.0)):
-                hidden[name] = overlapped * (1 - self._occupied(spans[family]))
+                hidden[name] = overlapped * self.placed.cluster.free_share(spans[family])
                 available[kind] -= overlapped
         return total - sum(hidden.values()), hidden
 

@@ -13,6 +13,7 @@ from moe_comm.runtime.launch.launcher import (
     init_ranks,
     launch,
     under_torchrun,
+    within_quota,
 )
 from moe_comm.runtime.launch.rank_main import RESTARTS_VARIABLE
 
@@ -30,4 +31,5 @@ __all__ = [
     "init_ranks",
     "launch",
     "under_torchrun",
+    "within_quota",
 ]

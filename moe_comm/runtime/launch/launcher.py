@@ -61,7 +61,11 @@ class LocalRanks:
 
 def available_cores() -> int:
     """Return the number of cores for this process: its affinity, limited by the quota of its control group."""
-    cores = len(os.sched_getaffinity(0))
+    return within_quota(len(os.sched_getaffinity(0)))
+
+
+def within_quota(cores: int) -> int:
+    """Return ``cores``, limited by the quota of this process's control group, but at least 1."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, -(-int(quota) // int(period)))

@@ -4,6 +4,8 @@
     model, batch, dtype ──▶ PlanRequest ◀── measured ranks, or parallel.machine
                                  │ moe_comm.plan.search
                                  ▼
+                 the fastest mappings ──▶ a few measured steps of each, if predictions are close
+                                 ▼
                  resolved [parallel], and one line that says why
 
 The planner never chooses settings that change results beyond the mapping: compressed gradients, wire dtypes and
@@ -14,9 +16,10 @@ says how much, and how to set it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping as Table
+from collections.abc import Callable, Mapping as Table, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any, get_args
 
 from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes, bytes_per_row
@@ -32,6 +35,7 @@ from moe_comm.plan.search.fit import RESERVE
 from moe_comm.plan.search.request import PlanCandidate, PlanRequest
 from moe_comm.plan.search.search import search
 from moe_comm.plan.search.space import SearchSpace
+from moe_comm.topology import ParallelConfig
 from moe_comm.train.auto.rates import DTYPES, measure_cluster, rates_text
 from moe_comm.train.config import CHOSEN, TrainConfig
 from moe_comm.train.plan_config import DTYPES as DTYPE_NAMES, parallel_settings
@@ -43,19 +47,39 @@ WORTH = 0.05
 """A setting that changes results is mentioned if it would save at least this share of a step."""
 CLOSE = 0.05
 """Predictions that differ by less count as equal, because errors are larger. The mapping with the fewest axes wins."""
+TRIED = 0.25
+"""Mappings are tried if they are predicted to be slower than the fastest one by at most this share."""
+TRIALS, TRIAL_STEPS = 3, 4
+"""Mappings that are tried in a long run, and steps of each. The first step is not counted."""
+LONG = 20
+"""A run is long if it has at least this many times the steps of the trials."""
+PREFIX = 'parallel "auto": '
 FP8_ROWS: WireDtypeName = "fp8_block"
 
 
 @dataclass(frozen=True)
 class ParallelChoice:
-    """The chosen values of ``CHOSEN`` that are not defaults, by key, and one line that explains the choice."""
+    """The chosen values of ``CHOSEN`` that are not defaults, by key, and one line that explains the choice.
+
+    candidates: settings and a description of the chosen mapping, and of others that may be as fast.
+    """
 
     settings: Table[str, Any]
     text: str
+    candidates: tuple[tuple[Table[str, Any], str], ...] = ()
+
+
+StepSeconds = Callable[[TrainConfig, int], Sequence[float]]
+"""Runs a number of steps of a configuration, and returns the seconds of each on this rank. Collective."""
 
 
 def resolve_parallel(
-    config: TrainConfig, shape: ModelShape, ranks: Ranks, device: str, earlier: Callable[[], TrainConfig | None]
+    config: TrainConfig,
+    shape: ModelShape,
+    ranks: Ranks,
+    device: str,
+    earlier: Callable[[], TrainConfig | None],
+    step_seconds: StepSeconds,
 ) -> tuple[TrainConfig, str]:
     """Return ``config`` with explicit parallel settings, and the line to log. Collective; the same on all ranks.
 
@@ -66,13 +90,14 @@ def resolve_parallel(
         device: "cpu" or "cuda".
         earlier: called on rank 0; returns the configuration of the run that is resumed, if any. Its settings are kept
             if they fit the number of ranks and the given keys.
+        step_seconds: measures steps, see ``parallel.trials``.
 
     Raises:
         ConfigError: raised on all ranks: no mapping satisfies the given keys, runs and fits memory.
     """
     kept = json.loads(ranks.run_on_first(lambda: json.dumps(_kept(config, earlier(), ranks.world))))
     if kept is not None:
-        return resolved(config, ranks.world, kept), 'parallel "auto": keeps the settings of the resumed run'
+        return resolved(config, ranks.world, kept), f"{PREFIX}keeps the settings of the resumed run"
     load = workload(config, shape)
     cluster = None
     if config.parallel.machine is None:
@@ -81,10 +106,34 @@ def resolve_parallel(
 
     def chosen() -> str:
         choice = choose(config, shape, cluster or described(config, ranks.world))
-        return json.dumps([choice.settings, choice.text])
+        return json.dumps([choice.settings, choice.text, choice.candidates])
 
-    settings, text = json.loads(ranks.run_on_first(chosen))
+    settings, text, candidates = json.loads(ranks.run_on_first(chosen))
+    candidates = candidates[: _trials(config)]
+    if len(candidates) > 1:
+        measured_s = [
+            _slowest_median(step_seconds(resolved(config, ranks.world, tried), TRIAL_STEPS)[1:], ranks)
+            for tried, _ in candidates
+        ]
+        settings = candidates[measured_s.index(min(measured_s))][0]
+        results = sorted(zip(measured_s, (name for _, name in candidates), strict=True))
+        measured = "; ".join(f"{name}: {seconds:.3g} s" for seconds, name in results)
+        text = f"{PREFIX}{results[0][1]}. Steps measured: {measured}. Predicted: {text.removeprefix(PREFIX)}"
     return resolved(config, ranks.world, settings), text
+
+
+def _trials(config: TrainConfig) -> int:
+    """Return the largest number of mappings to try."""
+    trials = config.parallel.trials
+    if trials is None:
+        measured = config.parallel.machine is None
+        trials = TRIALS if measured and config.run.steps >= LONG * TRIALS * TRIAL_STEPS else 0
+    return trials
+
+
+def _slowest_median(seconds: Sequence[float], ranks: Ranks) -> float:
+    """Return the median of ``seconds`` on the rank where it is largest. Collective."""
+    return max(map(float, ranks.gather_texts(repr(median(seconds)))))
 
 
 def described(config: TrainConfig, world: int) -> Cluster:
@@ -128,14 +177,27 @@ def choose(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> Parallel
     best = min(result.best, key=partial(_rank_of, result.best[0].step.seconds))
     others = [candidate for candidate in result.best if candidate is not best]
     settings = _settings(config, request, best)
-    text = f'parallel "auto": {_describe(best, settings)}: {_seconds(best)} a step predicted'
+    text = f"{PREFIX}{_describe(best, settings)}: {_seconds(best)} a step predicted"
     text += f" ({rates_text(cluster, request.load.dtype)})"
     for other in others[:1]:
         described_other = _describe(other, _settings(config, request, other))
         text += f". Next best: {described_other}: {_seconds(other)} ({why_slower(best, other)})"
-    for option, share in _offers(config, request, space, best):
+    for option, share in _offers(config, request, space, result.best[0].step.seconds):
         text += f". {option} would save {share:.0%}"
-    return ParallelChoice(settings, text)
+    candidates = []
+    for candidate in _with_other_degrees(best, result.best):
+        its_settings = _settings(config, request, candidate)
+        candidates.append((its_settings, _describe(candidate, its_settings)))
+    return ParallelChoice(settings, text, tuple(candidates))
+
+
+def _with_other_degrees(best: PlanCandidate, found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
+    """Return ``best``, and the fastest candidate of each other mapping that may be as fast."""
+    fastest: dict[ParallelConfig, PlanCandidate] = {best.mapping.parallel: best}
+    for candidate in found:
+        if candidate.step.seconds <= found[0].step.seconds * (1 + TRIED):
+            fastest.setdefault(candidate.mapping.parallel, candidate)
+    return list(fastest.values())
 
 
 def _rank_of(fastest_s: float, candidate: PlanCandidate) -> tuple[bool, int, float]:
@@ -200,7 +262,7 @@ def resolved(config: TrainConfig, world: int, settings: Table[str, Any]) -> Trai
     Raises:
         ConfigError: the settings contradict each other or the configuration.
     """
-    parallel = config.parallel.model_dump(exclude={"auto", "machine"}) | dict(settings) | {"ranks": world}
+    parallel = config.parallel.model_dump(exclude={"auto", "machine", "trials"}) | dict(settings) | {"ranks": world}
     tree = config.model_dump() | {"parallel": parallel}
     try:
         return TrainConfig.model_validate(tree)
@@ -252,10 +314,11 @@ def _seconds(candidate: PlanCandidate) -> str:
     return f"{candidate.step.seconds:.3g} s"
 
 
-def _offers(
-    config: TrainConfig, request: PlanRequest, space: SearchSpace, best: PlanCandidate
-) -> list[tuple[str, float]]:
-    """Return the settings that change results and would save time, with the share of the step that they save."""
+def _offers(config: TrainConfig, request: PlanRequest, space: SearchSpace, fastest_s: float) -> list[tuple[str, float]]:
+    """Return the settings that change results and would save time, with the share of the step that they save.
+
+    fastest_s: seconds of the fastest mapping without them.
+    """
     load = request.load
     loads: dict[str, Workload] = {}
     if not config.parallel.compress:
@@ -263,13 +326,13 @@ def _offers(
     if load.wire == 1 and request.shape.moe_layers:
         wire = _wire(request.shape.hidden, load.dtype, WireDtypes(FP8_ROWS, FP8_ROWS, FP8_ROWS, FP8_ROWS))
         option = f'fp8 rows (payload.dispatch, combine, dispatch_backward and combine_backward = "{FP8_ROWS}")'
-        loads[option] = replace(load, wire=min(wire, 1.0))
+        loads[option] = replace(load, wire=wire)
     if load.deterministic:
         loads["sums in combine (parallel.deterministic = false)"] = replace(load, deterministic=False)
     result = []
     for option, changed in loads.items():
         found = search(replace(request, load=changed), space, keep=1, limit_s=5.0).best
-        share = 1 - found[0].step.seconds / best.step.seconds if found else 0.0
+        share = 1 - found[0].step.seconds / fastest_s if found else 0.0
         if share >= WORTH:
             result.append((option, share))
     return result

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -24,13 +25,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moe_comm.layers.moe.experts import Experts
+from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.plan.machine.collectives import Link
 from moe_comm.plan.machine.hardware import Accelerator, Cluster, GemmTile
 from moe_comm.plan.machine.link_fit import MeasuredTransfer, between_of, inside_of
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.runtime.host import host_key
-from moe_comm.runtime.launch import available_cores
+from moe_comm.runtime.launch import within_quota
 from moe_comm.runtime.memory import native_is_built
 from moe_comm.train.auto.transfers import WIDTH, measure_rows, measure_sum, wall_seconds
 from moe_comm.train.ranks import Ranks
@@ -60,8 +62,9 @@ class RankRates:
     """Rates of one rank.
 
     peak, dense, experts: FLOP/s of the best GEMM, of GEMMs of the model's hidden size, and of its experts in forward
-    and backward. memory: bytes read and written per second. memory_bytes: memory of the rank's host or GPU. cores: of
-    the rank's host. host: key of the host.
+    and backward. memory: bytes read and written per second. memory_bytes: memory of the rank's host or GPU. cores: ids
+    of the cores on which the rank may run. quota: cores that the ranks of a host may use together. threads: that
+    compute. host: key of the host.
     """
 
     peak: float
@@ -69,7 +72,9 @@ class RankRates:
     experts: float
     memory: float
     memory_bytes: int
-    cores: int
+    cores: Sequence[int]
+    quota: int
+    threads: int
     host: str
 
 
@@ -84,13 +89,15 @@ def measure_cluster(ranks: Ranks, shape: ModelShape, dtype: str, tokens: int, de
         device: "cpu" or "cuda".
 
     Raises:
-        PeerDied, PeerTimeout: a rank failed or did not respond.
+        PeerDied, PeerTimeout, RuntimeError: a rank failed or did not respond.
     """
     ranks.barrier()
     rates = json.dumps(asdict(_measure_rank(shape, dtype, tokens, device)))
     by_rank = [RankRates(**json.loads(text)) for text in ranks.gather_texts(rates)]
     size = host_size([one.host for one in by_rank])
-    shared = max(1.0, size / by_rank[0].cores) if device == "cpu" else 1.0
+    first_host = [one.cores for one in by_rank if one.host == by_rank[0].host]
+    cores = min(len(set().union(*first_host)), by_rank[0].quota)
+    shared = max(1.0, size / cores) if device == "cpu" else 1.0
     cluster = Cluster(
         _accelerator(by_rank, dtype, size, shared, device),
         ranks.world,
@@ -105,9 +112,9 @@ def measure_cluster(ranks: Ranks, shape: ModelShape, dtype: str, tokens: int, de
             cluster = replace(cluster, between=cluster.inside)
     if size < ranks.world:
         with _groups(ranks, [range(first, ranks.world, size) for first in range(size)]) as group:
-            between = between_of(cluster, _transfers(ranks, group, device), "link between hosts")
-            if by_rank[0].cores >= 2 * size * torch.get_num_threads():
-                between = replace(between, processor=0.0)  # transfers use cores that do not compute
+            spare_cores = cores >= 2 * size * by_rank[0].threads
+            transfers = _transfers(ranks, group, device)
+            between = between_of(cluster, transfers, "link between hosts", spare_cores=spare_cores)
             cluster = replace(cluster, between=between)
     return cluster
 
@@ -136,7 +143,8 @@ def _measure_rank(shape: ModelShape, dtype: str, tokens: int, device: str) -> Ra
     memory = 2 * COPIED / wall_seconds(lambda: target.copy_(source), 1, WINDOWS, device=device)
     total = torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     experts = _measure_experts(shape, torch_dtype, tokens, peak, device) if shape.moe_layers else dense
-    return RankRates(peak, dense, experts, memory, total, available_cores(), host_key())
+    cores, quota = sorted(os.sched_getaffinity(0)), within_quota(os.cpu_count() or 1)
+    return RankRates(peak, dense, experts, memory, total, cores, quota, torch.get_num_threads(), host_key())
 
 
 def _measure_experts(shape: ModelShape, dtype: torch.dtype, tokens: int, peak: float, device: str) -> float:
@@ -188,11 +196,12 @@ def _accelerator(by_rank: Sequence[RankRates], dtype: str, size: int, shared: fl
 @contextmanager
 def _groups(ranks: Ranks, members: Sequence[range]) -> Iterator[ProcessGroup]:
     """Create a process group for each of ``members``, and yield that of this rank. Collective."""
+    assert ranks.world_group is not None
     if len(members) == 1:
-        assert ranks.world_group is not None
         yield ranks.world_group
         return
-    groups = {one: dist.new_group(list(one)) for one in members}
+    timeout = timedelta(seconds=channel_of(ranks.world_group).timeout_s)
+    groups = {one: dist.new_group(list(one), timeout=timeout) for one in members}
     try:
         yield next(group for one, group in groups.items() if ranks.rank in one)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from statistics import median
 from typing import Any
 
@@ -86,8 +87,8 @@ def measure_rows(group: ProcessGroup, rows: int, windows: int, device: str = "cp
         out_RD = dispatcher.empty_rows(len(rows_RD), WIDTH, rows_RD.dtype, rows_RD.device)
         dispatcher.combine(out_RD.copy_(rows_RD), weights_T1, sent.handle)
 
-    results.append(MeasuredTransfer("all_to_all", size, x_RD.nbytes, seconds(dispatch_and_combine) / 2))
-    dispatcher.close()
+    with closing(dispatcher):
+        results.append(MeasuredTransfer("all_to_all", size, x_RD.nbytes, seconds(dispatch_and_combine) / 2))
     other, buffer = rank ^ 1, torch.empty_like(x_RD)
 
     def ping_pong() -> None:

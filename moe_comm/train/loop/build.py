@@ -153,6 +153,7 @@ def build(
         mesh,
         DataParallelOptions(
             strategy=config.parallel.sharding,
+            replicas=config.parallel.dp_replicate,
             dtype=dtype,
             full_precision=FULL_PRECISION,
             compress=config.parallel.compress,

@@ -48,6 +48,7 @@ from moe_comm.train.loop.run_folder import RunFolder
 from moe_comm.train.loop.saver import RunSaver
 from moe_comm.train.loop.signals import restored_handler, stop_on_signals
 from moe_comm.train.loop.trainer import Trainer, TrainState
+from moe_comm.train.loop.trial import trial_seconds
 from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, PlacementsSink, TensorBoardSink
 from moe_comm.train.ranks import Ranks, digest
 from moe_comm.train.resilience.attempts import AttemptLog, carry_over
@@ -113,7 +114,9 @@ def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) ->
     snapshots = runs_in_memory(host_memory, ranks) if config.checkpoint.peer_every else ()
     if config.parallel.auto:
         earlier = partial(RunFolder.resumed_config, config, snapshots)
-        config, text = resolve_parallel(config, ModelShape.of(architecture), ranks, device_of_run(), earlier)
+        device = device_of_run()
+        trial = partial(trial_seconds, architecture=architecture, corpus=corpus, ranks=ranks, device=device)
+        config, text = resolve_parallel(config, ModelShape.of(architecture), ranks, device, earlier, trial)
         progress.log(text)
     mesh = ParallelMesh(config.parallel.mapping(ranks.world), device_of_run())
     state = build(config, architecture, mesh, peak_flops(config, mesh, ranks))

@@ -55,7 +55,7 @@ class LAMB(Optimizer):
         device = updates[0].device if updates else torch.device(self.mesh.device)
         squares = torch.zeros(2, self._size, dtype=torch.float64, device=device)
         for item, update, indices in zip(self.owned, updates, self._norm_indices, strict=True):
-            if item.counts_once(self.mesh.place):
+            if item.counts_once(self.mesh):
                 for row, values in zip(squares[:, indices], (item.value, update), strict=True):
                     if is_stack(item):
                         for local, experts in stacked(item, self.mesh):

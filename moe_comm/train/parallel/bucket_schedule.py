@@ -1,4 +1,4 @@
-"""When gradient buckets are reduced and new weights are gathered: beside the passes of the model, or between them.
+"""When gradient buckets are reduced and new weights are gathered: during the passes of the model, or between them.
 
     main thread       forward │ backward of the last micro-batch      │ reduce │ update │ publish │ forward of the next
                               │ layer 2    layer 1    layer 0         │ (wait) │        │         │ layer 0 │ layer 1
@@ -15,7 +15,6 @@ over several groups have one order, so ranks cannot wait for each other in a cyc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -29,7 +28,7 @@ from moe_comm.layers.moe.experts import Experts
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.train.parallel.compress import GradientReducer
-from moe_comm.train.parallel.transfer_thread import TransferThread
+from moe_comm.train.parallel.transfer_thread import Transfer, TransferThread
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,13 @@ class Lane:
 
 @dataclass(frozen=True)
 class Transfers:
-    """What reduces gradients and gathers weights.
+    """The main thread and other threads that reduce gradients and gather weights.
 
     Attributes:
         reducer: reduces in the main thread.
-        lanes: run collectives beside the main thread. Buckets alternate between them, so that the link is busy while
-            one lane begins or ends a collective. All have own groups for the same groups; other groups are reduced in
-            the main thread.
+        lanes: run collectives while the main thread computes. Buckets alternate between them, so that the link is busy
+            while one lane begins or ends a collective. All have own groups for the same groups; other groups are
+            reduced in the main thread.
     """
 
     reducer: GradientReducer
@@ -101,7 +100,7 @@ class WeightBucket(GradientBucket, Protocol):
 class BucketSchedule:
     """Reduces ``buckets`` and gathers their weights.
 
-    Buckets whose group has an own group travel beside the passes of the model: their gradients between
+    Buckets whose group has an own group are transferred during the passes of the model: their gradients between
     ``begin_backward`` and ``reduce``, their weights between ``publish`` and the forward pass that needs them. Others
     are reduced in ``reduce`` and gathered in ``publish``.
 
@@ -116,6 +115,7 @@ class BucketSchedule:
         self._transfers = transfers
         self._serial = [bucket for bucket in ordered if not transfers.overlaps(bucket.group)]
         self._overlapped = [bucket for bucket in ordered if transfers.overlaps(bucket.group)]
+        self._backward_order = {id(bucket): i for i, bucket in enumerate(self._overlapped)}
         of_group: dict[ProcessGroup | None, Iterator[Lane]] = {}
         # The ranks of a group have the same buckets of that group, but other ones may differ (uneven experts).
         self._lane_of = {
@@ -124,13 +124,11 @@ class BucketSchedule:
         self._bucket_of = {param: bucket for bucket in self._overlapped for param in bucket.params}
         self._stages_left: dict[nn.Parameter, int] = {}
         self._incomplete: dict[int, set[nn.Parameter]] = {}
-        self._reductions: list[tuple[GradientBucket, Future[Tensor]]] = []
-        self._gathers: dict[int, tuple[WeightBucket, Future[Tensor]]] = {}
+        self._reductions: list[tuple[GradientBucket, Transfer]] = []
+        self._gathers: dict[int, tuple[WeightBucket, Transfer]] = {}
         self._in_last: set[nn.Module] = set()
-        self._stages_of = {
-            param: [stage for stage in stages if any(p is param for p in stage.parameters())]
-            for param in self._bucket_of
-        }
+        in_stage = [(stage, set(stage.parameters())) for stage in stages]
+        self._stages_of = {param: [stage for stage, params in in_stage if param in params] for param in self._bucket_of}
         for param, owners in self._stages_of.items():
             if len(owners) == 1:
                 param.register_post_accumulate_grad_hook(partial(self._after_gradient, owners[0]))
@@ -141,6 +139,7 @@ class BucketSchedule:
     def begin_backward(self, stage: nn.Module) -> None:
         """Begin the last backward pass of ``stage`` in a step. Buckets are sent from now on."""
         self._in_last.add(stage)
+        self._begun = True
 
     def end_backward(self, stage: nn.Module) -> None:
         """End the last backward pass of ``stage``. Parameters that it did not reach have a gradient of zero."""
@@ -153,11 +152,15 @@ class BucketSchedule:
         self._send_complete()
 
     def drop(self) -> None:
-        """Wait for the reductions of a step that is discarded, and drop their results. Collective if there are any."""
-        if self._reductions:
+        """Wait for the reductions of a step that is discarded, and drop their results.
+
+        Collective if the last backward pass of the step has begun. All buckets are sent then, because other ranks may
+        have sent more of them than this one.
+        """
+        if self._begun:
             self._send_all()
-            for bucket, future in self._reductions:
-                self._wait(bucket, future, "gradients")
+            for _, transfer in self._reductions:
+                _wait(transfer, "gradients")
         self._reset()
 
     def reduce(self) -> None:
@@ -166,8 +169,8 @@ class BucketSchedule:
         self._send_all()
         for bucket in self._serial:
             bucket.unpack(bucket.reduce(self._transfers.reducer, bucket.group, bucket.pack()))
-        for bucket, future in self._reductions:
-            bucket.unpack(self._wait(bucket, future, "gradients"))
+        for bucket, transfer in self._reductions:
+            bucket.unpack(_wait(transfer, "gradients"))
         self._reset()
 
     @torch.no_grad()
@@ -175,7 +178,7 @@ class BucketSchedule:
         """Gather the new weights of ``buckets``. Collective."""
         self.wait_weights()
         # The forward pass needs the weights in the reverse order of the gradients.
-        for bucket in sorted(buckets, key=self._forward_position):
+        for bucket in sorted(buckets, key=lambda bucket: -self._backward_order.get(id(bucket), 0)):
             group, packed = bucket.group, bucket.pack_weights()
             assert group is not None
             lane = self._lane_of.get(id(bucket))
@@ -190,11 +193,8 @@ class BucketSchedule:
         """Wait for the weights of ``buckets`` (ids; None: all)."""
         for key in list(self._gathers) if buckets is None else buckets:
             if key in self._gathers:
-                bucket, future = self._gathers.pop(key)
-                bucket.unpack_weights(self._wait(bucket, future, "weights"))
-
-    def _forward_position(self, bucket: WeightBucket) -> int:
-        return -next((i for i, other in enumerate(self._overlapped) if other is bucket), 0)
+                bucket, transfer = self._gathers.pop(key)
+                bucket.unpack_weights(_wait(transfer, "weights"))
 
     def _wait_before_forward(self, stages: Sequence[nn.Module]) -> None:
         """Make modules wait for their weights before their forward pass.
@@ -206,8 +206,9 @@ class BucketSchedule:
         for stage in stages:
             params, blocks = list(stage.parameters()), list(blocks_of(stage))
             in_blocks = [set(block.parameters()) for block in blocks]
-            last = max((i for i, param in enumerate(params) if any(param in block for block in in_blocks)), default=-1)
-            early = params if last < 0 else [p for p in params[:last] if not any(p in block for block in in_blocks)]
+            in_any = set().union(*in_blocks)
+            last = max((i for i, param in enumerate(params) if param in in_any), default=-1)
+            early = params if last < 0 else [param for param in params[:last] if param not in in_any]
             stage.register_forward_pre_hook(self._waiting_for(early))
             for block, of_block in zip(blocks, in_blocks, strict=True):
                 for module in block.modules():
@@ -251,15 +252,17 @@ class BucketSchedule:
         reduce = partial(bucket.reduce, lane.reducer, lane.own_groups[bucket.group])
         self._reductions.append((bucket, lane.thread.submit(reduce, bucket.pack())))
 
-    def _wait(self, bucket: GradientBucket, future: Future[Tensor], what: str) -> Tensor:
-        with communication_span(Kind.COLLECTIVE, f"wait for {what}"):
-            return self._lane_of[id(bucket)].thread.wait(future)
-
     def _reset(self) -> None:
+        self._begun = False
         self._reductions.clear()
         self._in_last.clear()
         self._stages_left = {param: len(owners) for param, owners in self._stages_of.items()}
         self._incomplete = {id(bucket): set(bucket.params) for bucket in self._overlapped}
+
+
+def _wait(transfer: Transfer, what: str) -> Tensor:
+    with communication_span(Kind.COLLECTIVE, f"wait for {what}"):
+        return transfer.wait()
 
 
 def blocks_of(root: nn.Module) -> Iterator[nn.Module]:

@@ -6,6 +6,10 @@
       or ModuleDict of the root)
     the root: embedding, norm, head       cp x dp                      the same
 
+With R replicas (HSDP), the ranks of each unit are divided into R blocks of consecutive ranks, for example hosts. A unit
+is sharded over a block, so its weights are gathered within the block. A gradient is reduce-scattered over the block,
+and the shards are then summed over the blocks.
+
 fully_shard gathers a unit's weights before its forward and backward passes, and reduce-scatters its gradients after
 backward. Gradients are plain sums: there is no division (``set_gradient_divide_factor(1)``), and no pre-multiplied sum,
 which gloo does not have. A dimension other than the first is sharded only if it divides by the number of ranks.
@@ -24,6 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,12 +40,47 @@ from torch.distributed.tensor import DTensor, Shard
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.topology import ParallelMesh, shard_slice
 from moe_comm.train.parallel.bucket_schedule import Transfers, blocks_of
-from moe_comm.train.parallel.fsdp_collectives import UnitCollectives
+from moe_comm.train.parallel.fsdp_collectives import UnitCollectives, UnitGroups
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, master_dtype, named_parameters
 from moe_comm.train.parallel.replicate import compute_in
 
 DENSE_AXES = ("cp", "dp")
 EXPERT_AXES = ("edp",)
+
+
+@dataclass(frozen=True)
+class UnitRanks:
+    """The ranks of the units with dense parameters, or of those with experts.
+
+    Attributes:
+        axes: mesh axes of the ranks.
+        mesh: the ranks over which a unit is sharded.
+        groups: the process groups of these and of the ranks that store the same shard.
+        replicas: number of blocks that each store all shards.
+    """
+
+    axes: tuple[str, ...]
+    mesh: DeviceMesh
+    groups: UnitGroups
+    replicas: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each of several ranks is a block of its own, so that nothing is sharded."""
+        return self.mesh.size() == 1 and self.replicas > 1
+
+    @classmethod
+    def of(cls, mesh: ParallelMesh, axes: tuple[str, ...], replicas: int) -> UnitRanks:
+        """Divide the ranks of ``axes`` into ``replicas`` blocks, unless there is only one rank. Collective.
+
+        Raises:
+            ConfigError: ``replicas`` does not divide the ranks.
+        """
+        if mesh.size(*axes) == 1:
+            replicas = 1
+        shards = mesh.flat_mesh(*axes, replicas=replicas)
+        groups = UnitGroups(shards.get_group(), mesh.replica_group(*axes, replicas=replicas))
+        return cls(axes, shards, groups, replicas)
 
 
 class FSDPParameters:
@@ -53,6 +93,7 @@ class FSDPParameters:
         transfers: reduces gradients.
         reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
         interleave: prepare ``modules`` for micro-batches that run in turns.
+        dense, experts: ranks of the units.
 
     Raises:
         ConfigError: one module directly has dense and expert parameters, a parameter is already sharded over an axis
@@ -66,12 +107,14 @@ class FSDPParameters:
         ignored: set[nn.Parameter],
         mesh: ParallelMesh,
         transfers: Transfers,
+        dense: UnitRanks,
+        experts: UnitRanks,
         reshard_after_forward: bool = True,
         interleave: bool = False,
     ) -> None:
         self._mesh, self._transfers, self._ignored, self._reshard = mesh, transfers, ignored, reshard_after_forward
         self._units: list[UnitCollectives] = []
-        self._flat = {axes: mesh.flat_mesh(*axes) for axes in (DENSE_AXES, EXPERT_AXES)}
+        self._dense, self._experts = dense, experts
         self.roots = list(modules)
         _check_disjoint(self.roots)
         self._shapes = {item.name: tuple(item.param.shape) for item in trained}
@@ -111,13 +154,13 @@ class FSDPParameters:
                 self._fully_shard(module, expert, None if separate else default, module is not root and self._reshard)
 
     def _fully_shard(self, module: nn.Module, expert: bool, dtype: torch.dtype | None, reshard: bool) -> None:
-        axes = EXPERT_AXES if expert else DENSE_AXES
+        ranks = self._experts if expert else self._dense
         # Inputs are not cast: modules choose their compute dtype, as without FSDP.
         policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
-        world = self._flat[axes].size()
+        world = ranks.mesh.size()
         fully_shard(
             module,
-            mesh=self._flat[axes],
+            mesh=ranks.mesh,
             reshard_after_forward=reshard,
             shard_placement_fn=lambda param: Shard(shard_slice(param.shape, 0, world, even=True).dim),
             mp_policy=policy,
@@ -126,10 +169,7 @@ class FSDPParameters:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        group = self._flat[axes].get_group()
-        lane = self._transfers.lanes[0]
-        own_group = lane.own_groups.get(group)
-        self._units.append(UnitCollectives(module, lane.reducer, group, own_group, lane.thread))
+        self._units.append(UnitCollectives(module, ranks.groups, self._transfers.lanes[0]))
         # Backward can reach different parameters on different ranks (experts without rows), but the collectives must
         # match. Older versions of torch need a zero gradient for such parameters, which MoELayer provides.
         if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -143,16 +183,15 @@ class FSDPParameters:
         for item in trained:
             param = params[item.name]
             assert isinstance(param, DTensor)
-            axes = EXPERT_AXES if item.sharding.expert else DENSE_AXES
-            flat: DeviceMesh = self._flat[axes]
-            shard = shard_slice(self._shapes[item.name], flat.get_local_rank(), flat.size(), even=True)
+            ranks = self._experts if item.sharding.expert else self._dense
+            shard = shard_slice(self._shapes[item.name], ranks.mesh.get_local_rank(), ranks.mesh.size(), even=True)
             value = nn.Parameter(param.to_local().detach())
             if value.shape != shard.shape(self._shapes[item.name]):
                 raise MoeCommError(
                     f"internal error: FSDP stores shape {tuple(value.shape)} of {item.name}, expected {shard}"
                 )
             self._params.append(param)
-            self.owned.append(OwnedParameter(item.name, value, item.sharding, shard, axes, even=True))
+            self.owned.append(OwnedParameter(item.name, value, item.sharding, shard, ranks.axes, True, ranks.replicas))
 
     def zero_grad(self) -> None:
         self._wait()

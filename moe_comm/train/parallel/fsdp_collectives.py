@@ -11,7 +11,7 @@ that FSDP prefetches run in the threads of the backend, and gradients are reduce
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +25,8 @@ from moe_comm.layers.parallel.collectives import channel_of, scatter_sum
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import communication_span
 from moe_comm.runtime.group_names import group_of
-from moe_comm.train.parallel.compress import GradientReducer
-from moe_comm.train.parallel.transfer_thread import TransferThread
+from moe_comm.train.parallel.bucket_schedule import Lane
+from moe_comm.train.parallel.transfer_thread import Transfer
 
 # Newer versions of torch renamed the functions and warn about the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,35 +35,50 @@ _MAX_WAIT = timedelta(days=1)
 """The timeout of the group ends a wait earlier."""
 
 
+@dataclass(frozen=True)
+class UnitGroups:
+    """The process groups of an FSDP unit.
+
+    Attributes:
+        shards: the ranks over which the unit is sharded.
+        replicas: the ranks that store the same shard; None: this rank.
+    """
+
+    shards: ProcessGroup
+    replicas: ProcessGroup | None = None
+
+    def own(self, lane: Lane) -> UnitGroups | None:
+        """Return groups of the same ranks for ``lane``; None if gradients are reduced in the main thread."""
+        shards = lane.own_groups.get(self.shards)
+        if shards is None:
+            return None
+        return UnitGroups(shards, None if self.replicas is None else lane.own_groups[self.replicas])
+
+
 class UnitCollectives:
     """The collectives of one FSDP unit, without those of nested units.
 
     Args:
         module: the unit.
-        reducer: compresses gradients, if it does.
-        group: group over which the unit is sharded.
-        own_group: group of the same ranks for the transfer thread; None: reduce gradients in the main thread.
-        thread: the transfer thread.
+        groups: groups of the unit.
+        lane: reduces gradients, if it has groups for the unit.
     """
 
-    def __init__(
-        self,
-        module: FSDPModule,
-        reducer: GradientReducer,
-        group: ProcessGroup,
-        own_group: ProcessGroup | None,
-        thread: TransferThread,
-    ) -> None:
-        self._reducer, self._own_group, self._thread = reducer, own_group, thread
-        self._pending: Future[Tensor] | None = None
+    def __init__(self, module: FSDPModule, groups: UnitGroups, lane: Lane) -> None:
+        self._groups, self._own_groups, self._thread = groups, groups.own(lane), lane.thread
+        self._reducer = reducer = lane.reducer
+        self._pending: Transfer | None = None
+        group = groups.shards
         module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
-        if next(module.parameters()).device.type == "cpu" or reducer.compress:  # type: ignore[attr-defined]
-            if group.size() > 1:
-                channel_of(group)  # the first call is collective, so all ranks make it here
+        on_cpu = next(module.parameters()).device.type == "cpu"  # type: ignore[attr-defined]
+        if on_cpu or reducer.compress or groups.replicas is not None:
+            for each in (group, groups.replicas):
+                if each is not None and each.size() > 1:
+                    channel_of(each)  # the first call is collective, so all ranks make it here
             module.set_custom_reduce_scatter(_RankOrderReduceScatter(self))  # type: ignore[arg-type]
         else:
             module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
-        if own_group is not None:
+        if self._own_groups is not None:
             module._set_unshard_async_op(True)
 
     def wait(self) -> None:
@@ -71,22 +86,24 @@ class UnitCollectives:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             with communication_span(Kind.COLLECTIVE, "wait for gradients"):
-                self._thread.wait(pending)
+                pending.wait()
 
-    def start_reduce(self, output: Tensor, parts_WN: Tensor, group: ProcessGroup) -> None:
-        """Sum this rank's row of ``parts_WN`` over ``group`` into ``output``, which is complete after ``wait``."""
-        if self._own_group is None or self._pending is not None:
+    def start_reduce(self, output: Tensor, parts_WN: Tensor) -> None:
+        """Sum this rank's row of ``parts_WN`` over all ranks of the unit into ``output``, complete after ``wait``."""
+        if self._own_groups is None or self._pending is not None:
             # FSDP adds a second reduction of a step to the first one at once, so both must be complete.
             self.wait()
-            output.copy_(self._sum(parts_WN, group))
+            output.copy_(self._sum(parts_WN, self._groups))
             return
-        own_group = self._own_group
-        self._pending = self._thread.submit(lambda parts: output.copy_(self._sum(parts, own_group)), parts_WN)
+        own_groups = self._own_groups
+        self._pending = self._thread.submit(lambda parts: output.copy_(self._sum(parts, own_groups)), parts_WN)
 
-    def _sum(self, parts_WN: Tensor, group: ProcessGroup) -> Tensor:
+    def _sum(self, parts_WN: Tensor, groups: UnitGroups) -> Tensor:
         if self._reducer.compress:
-            return self._reducer.scatter_sum(parts_WN, group)
-        return scatter_sum(parts_WN, group, 0)[0]
+            shard_N = self._reducer.scatter_sum(parts_WN, groups.shards)
+        else:
+            shard_N = scatter_sum(parts_WN, groups.shards, 0)[0]
+        return shard_N if groups.replicas is None else self._reducer.sum(shard_N, groups.replicas)
 
 
 class _Allocates:
@@ -135,7 +152,7 @@ class _RankOrderReduceScatter(_Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._unit.start_reduce(output_tensor, input_tensor.view(group.size(), -1), group)
+        self._unit.start_reduce(output_tensor, input_tensor.view(group.size(), -1))
 
 
 def _gather_span(group: ProcessGroup, nbytes: int) -> communication_span:

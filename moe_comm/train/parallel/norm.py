@@ -51,7 +51,7 @@ def global_norm(owned: Iterable[OwnedParameter], mesh: ParallelMesh) -> float:
     squares = []
     for item in owned:
         grad = item.value.grad
-        if item.counted and grad is not None and grad.numel() and item.counts_once(mesh.place):
+        if item.counted and grad is not None and grad.numel() and item.counts_once(mesh):
             rows = grad.shape[0] if item.sharding.expert and grad.dim() else 1
             squares.append(squared_norms(grad.detach().reshape(rows, -1)))
     values = torch.cat(squares).tolist() if squares else []

@@ -24,6 +24,7 @@ class OwnedParameter:
         shard: slice of this rank's local parameter that ``value`` contains; None: all of it.
         owner_axes: mesh axes over which the local parameter is sharded, fastest first; () if ``shard`` is None.
         even: the ``even`` argument of ``shard_slice``.
+        replicas: number of blocks into which the ranks of ``owner_axes`` are divided. Each block stores all shards.
         counted: False for the second copy of a tied parameter, which the norm excludes.
     """
 
@@ -33,11 +34,12 @@ class OwnedParameter:
     shard: ShardSlice | None = None
     owner_axes: tuple[str, ...] = ()
     even: bool = False
+    replicas: int = 1
     counted: bool = True
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """Mesh axes whose ranks own the same elements."""
+        """Mesh axes whose ranks own the same elements, besides the ``replicas``."""
         return tuple(axis for axis in self.sharding.sum_axes if axis not in self.owner_axes)
 
     @property
@@ -45,9 +47,10 @@ class OwnedParameter:
         """Mesh axes over which the parameter is sharded."""
         return (*(split.axis for split in self.sharding.splits), *self.owner_axes)
 
-    def counts_once(self, place: Mapping[str, int]) -> bool:
-        """Return whether the rank at ``place`` counts for all ranks of its stage that own the same elements."""
-        return all(place[axis] == 0 for axis in self.replicated_axes)
+    def counts_once(self, mesh: ParallelMesh) -> bool:
+        """Return whether this rank counts for all ranks of its stage that own the same elements."""
+        index, shards = self._owner(mesh.place, mesh.sizes)
+        return index < shards and all(mesh.place[axis] == 0 for axis in self.replicated_axes)
 
     def boxes(self, mesh: ParallelMesh, rank: int | None = None) -> list[Box]:
         """Return the positions in the full parameter of the elements that ``rank`` (default: this rank) owns."""
@@ -64,11 +67,16 @@ class OwnedParameter:
         return shape if self.shard is None else self._shard_of(place, mesh.sizes).shape(shape)
 
     def _shard_of(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> ShardSlice:
-        index, parts = 0, 1
+        index, shards = self._owner(place, sizes)
+        return shard_slice(self.sharding.local_shape(place, sizes), index % shards, shards, self.even)
+
+    def _owner(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Return the index of the rank at ``place`` over ``owner_axes``, and the number of shards."""
+        index, ranks = 0, 1
         for axis in self.owner_axes:
-            index += place[axis] * parts
-            parts *= sizes[axis]
-        return shard_slice(self.sharding.local_shape(place, sizes), index, parts, self.even)
+            index += place[axis] * ranks
+            ranks *= sizes[axis]
+        return index, ranks // self.replicas
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.communicator import find_communicator
 from moe_comm.comm.group_setup import channel_of, communicator_of
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_values
@@ -32,7 +33,7 @@ from moe_comm.runtime.event_layout import NO_NAME
 from moe_comm.topology import ParallelMesh, Sharding
 from moe_comm.train.parallel.bucket_schedule import BucketSchedule, Lane, Transfers
 from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
-from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, fits
+from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, UnitRanks, fits
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
 from moe_comm.train.parallel.replicate import ReplicatedParameters
 from moe_comm.train.parallel.transfer_thread import TransferThread
@@ -41,7 +42,7 @@ from moe_comm.train.parallel.zero import ZeroParameters
 Strategy = Literal["replicate", "zero1", "fsdp"]
 GradientOverlap = Literal["auto", "on", "off"]
 LANES = 2
-"""Collectives that run at the same time beside the passes of the model."""
+"""Collectives that run at the same time as the passes of the model."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,16 @@ class DataParallelOptions:
         full_precision: name patterns (with ``*``) of parameters that always compute in fp32.
         compress: send gradients as bf16 and sum them in fp32; see ``moe_comm.train.parallel.compress``.
         bucket_bytes: maximum size of a gradient bucket.
-        overlap: reduce gradients beside the last backward pass of a step, and gather the weights of ZeRO beside the
+        overlap: reduce gradients during the last backward pass of a step, and gather the weights of ZeRO during the
             next forward pass. "auto": for groups with ranks on several hosts, and on GPUs. On one host the CPU ranks
             copy through shared memory with the cores that compute. FSDP also gathers the next unit while one computes.
         keep_gradients: keep the gradients of this rank until ``zero_grad``. Otherwise ZeRO frees them when their bucket
             is packed.
         reshard_after_forward: FSDP frees the gathered weights of a block after forward, and gathers them again for
             backward. Ignored with pipeline parallelism.
+        replicas: with "fsdp", number of blocks of consecutive ranks that each store all shards (HSDP). Weights are
+            gathered within a block, such as a host, and gradients are also summed over the blocks. It must divide cp x
+            dp, and edp unless that is 1. Experts with edp = ``replicas`` are not sharded.
         interleave: micro-batches run in turns (``Accumulation``, ``Pipeline``). FSDP then gathers all weights of a
             block for one pass of all of them, and reduces their gradients once.
     """
@@ -74,6 +78,7 @@ class DataParallelOptions:
     overlap: GradientOverlap = "auto"
     keep_gradients: bool = False
     reshard_after_forward: bool = True
+    replicas: int = 1
     interleave: bool = False
 
     def __post_init__(self) -> None:
@@ -83,6 +88,8 @@ class DataParallelOptions:
             raise ConfigError(f"parameters compute in float32 or bfloat16; got {self.dtype}")
         if self.overlap not in get_args(GradientOverlap):
             raise ConfigError(f"overlap must be one of {', '.join(get_args(GradientOverlap))}; got {self.overlap!r}")
+        if self.replicas < 1 or (self.replicas > 1 and self.strategy != "fsdp"):
+            raise ConfigError(f'replicas must be 1, or more with strategy "fsdp"; got {self.replicas}')
         if self.bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes must be positive; got {self.bucket_bytes}")
 
@@ -124,6 +131,10 @@ class DataParallel:
         stages = [modules] if isinstance(modules, nn.Module) else list(modules)
         self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
         trained = [self._with_compute_dtype(item) for item in local_parameters(stages, shardings, mesh)]
+        self._units: tuple[UnitRanks, UnitRanks] | None = None
+        if options.strategy == "fsdp" and dist.is_initialized():
+            dense, experts = (UnitRanks.of(mesh, axes, options.replicas) for axes in (DENSE_AXES, EXPERT_AXES))
+            self._units = dense, experts
         self._transfers = self._make_transfers(trained)
         self._groups = self._make_groups(stages, trained)
         names = [item.name for item in trained]
@@ -133,7 +144,10 @@ class DataParallel:
         for owned in self._owned:
             owned.counted = owned.name not in self.tied or owned.name == counted
         buckets = [bucket for part in (self._zero, self._replicated) if part is not None for bucket in part.buckets]
-        self._schedule = BucketSchedule(buckets, stages, self._transfers)
+        transfers = self._transfers
+        if self._fsdp is not None:  # the units of FSDP use the first lane, in the order of their own gradients
+            transfers = replace(transfers, lanes=transfers.lanes[1:])
+        self._schedule = BucketSchedule(buckets, stages, transfers)
 
     @property
     def traffic(self) -> GradientTraffic:
@@ -190,17 +204,32 @@ class DataParallel:
         """Wait until all parameters of the model have the values of the last ``publish``."""
         self._schedule.wait_weights()
 
+    def finish(self) -> None:
+        """Wait for transfers in flight, and drop the gradients of a step that is discarded. Collective."""
+        self._schedule.drop()
+        self._schedule.wait_weights()
+
     def close(self) -> None:
-        """End the threads that reduce gradients. Not collective."""
+        """End the threads that reduce gradients and gather weights, and close their groups. Not collective.
+
+        Collectives that have not started are dropped, see ``finish``.
+        """
         for lane in self._transfers.lanes:
-            lane.thread.close()
+            if lane.thread.close():
+                for group, own_group in lane.own_groups.items():
+                    comm = find_communicator(group)
+                    if comm is not None:
+                        comm.close_part(own_group)
 
     def _make_groups(self, stages: list[nn.Module], trained: list[LocalParameter]) -> list[ParameterGroup]:
         options = self.options
         if options.strategy == "zero1":
             sharded = [item for item in trained if ZeroParameters.fits(item, self.mesh)]
-        elif options.strategy == "fsdp" and dist.is_initialized():
-            sharded = [item for item in trained if fits(item)]
+        elif self._units is not None:
+            dense, experts = self._units
+            sharded = [
+                item for item in trained if fits(item) and not (experts if item.sharding.expert else dense).replicated
+            ]
         else:
             sharded = []
         sharded_set = set(sharded)
@@ -214,8 +243,9 @@ class DataParallel:
             # Zero-bubble schedules look up a stage's weights between forward and backward, and silently omit the
             # gradients of resharded ones. Other schedules would gather the weights for each micro-batch.
             reshard = options.reshard_after_forward and self.mesh.size("pp") == 1
+            assert self._units is not None
             self._fsdp = FSDPParameters(
-                stages, sharded, ignored, self.mesh, self._transfers, reshard, options.interleave
+                stages, sharded, ignored, self.mesh, self._transfers, *self._units, reshard, options.interleave
             )
         self._replicated = ReplicatedParameters(replicated, self.mesh, options.bucket_bytes)
         groups: list[ParameterGroup | None] = [self._zero, self._fsdp, self._replicated]
@@ -223,32 +253,49 @@ class DataParallel:
 
     def _make_transfers(self, trained: Sequence[LocalParameter]) -> Transfers:
         options = self.options
-        groups = {self.mesh.sum_group(item.sharding) for item in trained}
-        if options.strategy == "fsdp":
-            # The guard compares the gradients of FSDP before ``reduce``, so they must be complete.
-            groups = {self.mesh.group(*axes) for axes in (DENSE_AXES, EXPERT_AXES) if not options.keep_gradients}
+        families: list[tuple[ProcessGroup | None, ...]]
+        if self._units is None:
+            families = [(self.mesh.sum_group(item.sharding),) for item in trained]
+        elif (
+            options.keep_gradients
+        ):  # the guard compares the gradients of FSDP before ``reduce``: they must be complete
+            families = []
+        else:
+            families = [(unit.groups.shards, unit.groups.replicas) for unit in self._units]
+            families += [(self.mesh.group(*unit.axes),) for unit in self._units if unit.replicated]
         device = trained[0].param.device if trained else torch.device("cpu")
-        overlapped = {group for group in groups if group is not None}
-        lanes = [Lane(TransferThread(device), self._new_reducer(), self._own_groups(overlapped)) for _ in range(LANES)]
+        lanes = [Lane(TransferThread(device), self._new_reducer(), self._own_groups(families)) for _ in range(LANES)]
         return Transfers(self._new_reducer(), lanes)
 
     def _new_reducer(self) -> GradientReducer:
         return GradientReducer(self.options.compress, self.options.bucket_bytes)
 
-    def _own_groups(self, groups: set[ProcessGroup]) -> dict[ProcessGroup, ProcessGroup]:
-        """Return a second group of the same ranks for each of ``groups`` that overlaps. Collective."""
-        own: dict[ProcessGroup, ProcessGroup] = {}
+    def _own_groups(self, families: Sequence[tuple[ProcessGroup | None, ...]]) -> dict[ProcessGroup, ProcessGroup]:
+        """Return a second group of the same ranks for each group of the families that overlap. Collective.
+
+        families: groups over which the same gradients are reduced; all of them overlap, or none. None: one rank.
+        """
         # The order of creation is the same on all ranks, so that they do not wait for each other in a cycle.
-        for group in sorted(groups, key=dist.get_process_group_ranks):
-            comm = communicator_of(group)
-            several_hosts = len(set(comm.hosts)) > 1 or self.mesh.device == "cuda"
-            if self.options.overlap == "off" or (self.options.overlap == "auto" and not several_hosts):
+        groups = sorted(
+            {group for family in families for group in family if group is not None and group.size() > 1},
+            key=dist.get_process_group_ranks,
+        )
+        overlapped = {group for group in groups if self._overlaps(group)}
+        overlapped.update(group for family in families if overlapped & {*family} for group in family if group in groups)
+        own: dict[ProcessGroup, ProcessGroup] = {}
+        for group in groups:
+            if group not in overlapped:
                 continue
-            own[group] = comm.duplicate(channel_of(group).timeout_s)
+            own[group] = communicator_of(group).duplicate(channel_of(group).timeout_s)
             # Spans with a group are counted as calls of the main thread.
             communicator_of(own[group]).span_group = NO_NAME
             channel_of(own[group])  # the first call is collective
         return own
+
+    def _overlaps(self, group: ProcessGroup) -> bool:
+        """Return whether collectives over ``group`` run in threads. Collective in the first call for the group."""
+        several_hosts = len(set(communicator_of(group).hosts)) > 1 or self.mesh.device == "cuda"
+        return self.options.overlap == "on" or (self.options.overlap == "auto" and several_hosts)
 
     def _with_compute_dtype(self, trained: LocalParameter) -> LocalParameter:
         options = self.options

@@ -132,6 +132,10 @@ def test_links_are_recovered_from_their_own_predictions(ranks: int) -> None:
     separate_hosts = replace(reference, host_size=1, between=CABLE)
     cable = between_of(reference, transfers(separate_hosts, 2), "cable")
     assert cable.rate == pytest.approx(CABLE.rate, rel=0.05) and cable.name == "cable"
+    assert cable.processor == 0.0  # not measured
+    occupied = [replace(one, processor_s=0.75 * one.seconds) for one in transfers(separate_hosts, 2)]
+    assert between_of(reference, occupied, "cable").processor == pytest.approx(0.75)
+    assert between_of(reference, occupied, "cable", spare_cores=True).processor == 0.0
 
 
 @pytest.mark.parametrize(("share", "start"), [(0.6, 1e-3), (1.0, 2e-4), (0.9, 1e-4)])

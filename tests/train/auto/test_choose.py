@@ -192,6 +192,22 @@ def test_overlap_is_chosen_only_if_it_hides_something() -> None:
         assert not result.parallel.overlap_chunks
 
 
+def test_overlap_is_chosen_over_a_slow_link() -> None:
+    config = config_of("compute", "parallel.ep=2", "parallel.pp=1")
+    result = resolved(config, 2, choose(config, shape_of(config), two_hosts(GBIT)).settings)
+    assert result.parallel.overlap_chunks == "auto"
+
+
+def test_transfers_that_occupy_the_cores_hide_nothing() -> None:
+    serial = ("parallel.overlap_chunks=0", "parallel.overlap_gradients=off")
+    mapping = ("parallel.ep=2", "parallel.pp=1", "parallel.sharding=replicate", "parallel.backend=all_to_all")
+    with_overlap, without = config_of("compute", *mapping), config_of("compute", *mapping, *serial)
+    for processor in (0.0, 1.0):
+        cluster = two_hosts(replace(GBIT, processor=processor))
+        hidden = 1 - fastest_ms(with_overlap, cluster) / fastest_ms(without, cluster)
+        assert hidden > 0.1 if processor == 0.0 else hidden == pytest.approx(0.0, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("hosts", "size"), [("a", 1), ("aa", 2), ("ab", 1), ("aabb", 2), ("abab", 1), ("aab", 1), ("aabbcc", 2)]
 )

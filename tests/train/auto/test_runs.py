@@ -14,7 +14,7 @@ from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.plan.machine.hardware_file import save
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.train import RunResult, run
-from moe_comm.train.auto.choose import resolve_parallel
+from moe_comm.train.auto.choose import StepSeconds, resolve_parallel
 from moe_comm.train.config import CHOSEN, TrainConfig, load
 from moe_comm.train.dry_run import describe
 from moe_comm.train.loop.build import architecture_of
@@ -30,9 +30,23 @@ def _run(rank: int, world: int, arg: Loaded) -> RunResult:
     return run(*arg)
 
 
-def _resolve(rank: int, world: int, arg: list[str]) -> tuple[TrainConfig, str]:
+def _resolve(
+    rank: int, world: int, arg: list[str], step_seconds: StepSeconds = lambda *_: []
+) -> tuple[TrainConfig, str]:
     config = load(None, arg)
-    return resolve_parallel(config, ModelShape.of(architecture_of(config, 257)), Ranks.make(), "cpu", lambda: None)
+    shape = ModelShape.of(architecture_of(config, 257))
+    return resolve_parallel(config, shape, Ranks.make(), "cpu", lambda: None, step_seconds)
+
+
+def _resolve_by_trials(rank: int, world: int, arg: tuple[list[str], int]) -> tuple[TrainConfig, str]:
+    """Resolve with trials in which mappings with ``ep`` are fast. Rank 0 measures less time than the others."""
+    settings, ep = arg
+
+    def step_seconds(config: TrainConfig, steps: int) -> list[float]:
+        first, later = (0.0, 1.0) if config.parallel.ep == ep else (9.0, 2.0)
+        return [first, *[later * (1 + rank)] * (steps - 1)]
+
+    return _resolve(rank, world, settings, step_seconds)
 
 
 def _error(rank: int, world: int, arg: list[str]) -> str:
@@ -75,10 +89,29 @@ def test_two_ranks_train_and_write_the_choice(pool2: RankPool, settings: list[st
     results = pool2.run(_run, (None, [*settings, AUTO]), timeout=240)
     assert results[0].status == "finished" and results[0].steps == 4
     chosen = chosen_in(results[0].folder)
-    assert {name: chosen[name] for name in ("sharding", "backend")}.keys() == {"sharding", "backend"}
+    assert load(results[0].folder / "config.resolved.toml").parallel.mapping(2).world == 2
     # The resolved configuration trains the same run without planning.
     again = pool2.run(_run, (str(results[0].folder / "config.resolved.toml"), []), timeout=240)
     assert again[0].last_loss == results[0].last_loss and chosen_in(again[0].folder) == chosen
+
+
+def test_measured_steps_decide_between_close_predictions(pool2: RankPool, settings: list[str], tmp_path: Path) -> None:
+    given = [*settings, AUTO, fast_machine(tmp_path), "parallel.pp=1", "parallel.tp=1", "parallel.trials=3"]
+    for ep in (1, 2):
+        results = pool2.run(_resolve_by_trials, (given, ep), timeout=120)
+        assert results[0] == results[1]
+        config, text = results[0]
+        assert config.parallel.ep == ep and config.parallel.trials is None
+        assert f"ep {ep}" in text.partition(". Steps measured: ")[0] and ": 2 s" in text and ": 4 s" in text
+
+
+def test_a_run_measures_steps_and_trains_as_without(pool2: RankPool, settings: list[str]) -> None:
+    given = [*settings, AUTO, "parallel.pp=1", "parallel.tp=1", "parallel.cp=1", "parallel.etp=1", "parallel.trials=2"]
+    results = pool2.run(_run, (None, given), timeout=240)
+    chosen = chosen_in(results[0].folder)
+    again = pool2.run(_run, (str(results[0].folder / "config.resolved.toml"), []), timeout=240)
+    assert again[0].last_loss == results[0].last_loss and chosen_in(again[0].folder) == chosen
+    assert len(list(results[0].folder.parent.iterdir())) == 2, "trials write no folder"
 
 
 def test_four_ranks_keep_given_degrees(pool4: RankPool, settings: list[str]) -> None:

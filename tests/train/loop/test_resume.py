@@ -141,6 +141,10 @@ CHAINS: dict[str, tuple[tuple[str, ...], tuple[Stage, ...]]] = {
         (
             (1, ()),
             (4, ("parallel.sharding=fsdp", "parallel.ep=2")),
+            (
+                4,
+                ("parallel.sharding=fsdp", "parallel.ep=1", "parallel.dp_replicate=2", "parallel.overlap_gradients=on"),
+            ),
             (4, ("parallel.tp=2", "parallel.cp=2", "parallel.etp=2", "parallel.ep=2", "parallel.sharding=zero1")),
             (2, ("parallel.sharding=replicate", "parallel.ep=1", "parallel.etp=2")),
             (2, ("parallel.cp=2", "parallel.context=ring", "parallel.sharding=fsdp")),
@@ -150,6 +154,7 @@ CHAINS: dict[str, tuple[tuple[str, ...], tuple[Stage, ...]]] = {
         ("model.experts=2",),
         (
             (4, ("parallel.sharding=zero1", "parallel.ep=2")),
+            (4, ("parallel.sharding=fsdp", "parallel.ep=2", "parallel.dp_replicate=2")),
             (4, ("parallel.sharding=fsdp", "parallel.ep=1")),
             (4, ("parallel.sharding=fsdp", "parallel.ep=4")),
             (2, ("parallel.tp=2", "parallel.etp=2", "parallel.ep=1")),

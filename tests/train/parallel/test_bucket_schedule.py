@@ -1,4 +1,4 @@
-"""Gradients and new weights travel beside backward and forward passes, with the bits of serial transfers."""
+"""Gradients and new weights are transferred during backward and forward passes, with the bits of serial transfers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_comm.errors import ConfigError
+from moe_comm.comm.communicator import communicators
+from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
@@ -161,7 +162,7 @@ def test_backward_and_publication_do_not_wait_for_a_peer(pool2, strategy):
 
 
 def discarded(rank: int, world: int, strategy: str) -> list[bool]:
-    """Discard a step whose gradients are in flight, then reduce the next one."""
+    """Discard steps whose gradients are in flight on all ranks or on rank 1, then reduce the next one."""
     results = []
     for discard in (False, True):
         mesh = ParallelMesh(ParallelConfig(dp=world))
@@ -171,6 +172,10 @@ def discarded(rank: int, world: int, strategy: str) -> list[bool]:
         )
         if discard:
             step(model, data_parallel, torch.full((1, 4), 7.0))
+            data_parallel.zero_grad()
+            data_parallel.begin_backward(model)
+            if rank == 1:  # the backward pass of rank 0 fails at once
+                model(torch.full((1, 4), 5.0)).backward()
         step(model, data_parallel, torch.ones(1, 4))
         data_parallel.reduce()
         results.append([owned.value.grad for owned in data_parallel.owned()])
@@ -225,6 +230,30 @@ def freed(rank: int, world: int, keep: bool) -> list[bool]:
 def test_zero_frees_gradients_in_backward_unless_they_are_kept(pool2, keep):
     for kept in pool2.run(freed, keep):
         assert kept == [keep] * 3
+
+
+def closed(rank: int, world: int, strategy: str) -> tuple[int, int]:
+    """Return the number of communicators before training with overlap, and after closing it with weights in flight."""
+    mesh = ParallelMesh(ParallelConfig(dp=world))
+    before = len(communicators())
+    model = Tower()
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy, overlap="on", bucket_bytes=ONE_LAYER))
+    assert len(communicators()) > before
+    step(model, data_parallel, torch.ones(1, 4))
+    data_parallel.reduce()
+    data_parallel.publish()
+    data_parallel.finish()
+    for _ in range(2):
+        data_parallel.close()
+    with pytest.raises(MoeCommError, match="must not be used after close"):
+        step(model, data_parallel, torch.ones(1, 4))
+    return before, len(communicators())
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_close_releases_the_groups_of_the_threads(pool2, strategy):
+    for before, after in pool2.run(closed, strategy):
+        assert before == after
 
 
 def test_bad_overlap_is_refused():

@@ -16,7 +16,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.runtime.events import COMMUNICATION
 from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, shard_slice
 from moe_comm.train.optim import OptimizerOptions
-from moe_comm.train.parallel import DataParallel, DataParallelOptions
+from moe_comm.train.parallel import DataParallel, DataParallelOptions, global_norm
 from moe_comm.train.pipeline import prepare_backward
 from tests.pool import RankFailure
 from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, train
@@ -80,6 +80,46 @@ def test_every_strategy_and_mapping_trains_as_one_process_does(world, request):
                     assert difference < 1e-5, f"{config}, {strategy}, {kind}: {name} differs by {difference:.1e}"
 
 
+REPLICATED = [
+    ParallelConfig(dp=4, ep=2),  # experts are not sharded
+    ParallelConfig(dp=4),
+    ParallelConfig(tp=2, dp=2),  # dense parameters are not sharded
+    ParallelConfig(cp=2, dp=2, ep=2, etp=2),  # each expert shard is on one rank
+]
+
+
+def trained_in_blocks(rank: int, world: int, arg: tuple[ParallelConfig, str]) -> Any:
+    """Train with two blocks of FSDP; return the owned shards and the gradient norm of another step."""
+    config, overlap = arg
+    mesh = ParallelMesh(config)
+    options = DataParallelOptions("fsdp", replicas=2, overlap=overlap, bucket_bytes=300)
+    results = {}
+    for kind, optimizer in OPTIMIZERS.items():
+        data_parallel, _, model = train(mesh, options, optimizer)
+        owned = pieces(data_parallel.owned(), mesh)
+        backward(model, data_parallel, 2)
+        results[kind] = owned, global_norm(data_parallel.owned(), mesh)
+        data_parallel.finish()
+        data_parallel.close()
+    return results
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("config", REPLICATED, ids=str)
+def test_fsdp_with_replicas_trains_as_one_process_does(pool4, config, overlap):
+    alone = ParallelMesh(ParallelConfig())
+    results = pool4.run(trained_in_blocks, (config, overlap), timeout=200)
+    for kind, optimizer in OPTIMIZERS.items():
+        data_parallel, _, model = train(alone, DataParallelOptions(), optimizer)
+        expected = assemble([pieces(data_parallel.owned(), alone)])
+        backward(model, data_parallel, 2)
+        norm = global_norm(data_parallel.owned(), alone)
+        for name, value in assemble([result[kind][0] for result in results]).items():
+            difference = (value - expected[name]).abs().max() / expected[name].abs().max()
+            assert difference < 1e-5, f"{kind}: {name} differs by {difference:.1e}"
+        assert [result[kind][1] for result in results] == pytest.approx([norm] * 4, rel=1e-5)
+
+
 def test_the_closed_form_gradient_of_the_toy_equals_plain_torch():
     mesh = ParallelMesh(ParallelConfig())
     model, data_parallel = make(mesh, DataParallelOptions())
@@ -90,22 +130,24 @@ def test_the_closed_form_gradient_of_the_toy_equals_plain_torch():
         torch.testing.assert_close(owned.value.grad, param.grad, rtol=1e-6, atol=1e-6)
 
 
-def shares(rank: int, world: int, strategy: str) -> Any:
+def shares(rank: int, world: int, arg: tuple[str, int]) -> Any:
+    strategy, replicas = arg
     mesh = ParallelMesh(ParallelConfig(dp=world))
-    _, data_parallel = make(mesh, DataParallelOptions(strategy))
+    _, data_parallel = make(mesh, DataParallelOptions(strategy, replicas=replicas))
     return {o.name: (o.shard, tuple(o.value.shape), o.owner_axes) for o in data_parallel.owned()}
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_parameters_are_sharded_by_shard_slice_also_unevenly(pool4, strategy):
-    for rank, owned in enumerate(pool4.run(shares, strategy)):
+@pytest.mark.parametrize(("strategy", "replicas"), [("zero1", 1), ("fsdp", 1), ("fsdp", 2)])
+def test_parameters_are_sharded_by_shard_slice_also_unevenly(pool4, strategy, replicas):
+    shards = 4 // replicas
+    for rank, owned in enumerate(pool4.run(shares, (strategy, replicas))):
         assert owned.keys() == SHARDINGS.keys()
         for name, (shard, shape, axes) in owned.items():
             whole = SHARDINGS[name].shape
             if not whole:
                 assert shard is None
                 continue
-            assert shard == shard_slice(whole, rank, 4, even=strategy == "fsdp")
+            assert shard == shard_slice(whole, rank % shards, shards, even=strategy == "fsdp")
             assert shape == shard.shape(whole)
             assert set(axes) >= ({"edp"} if "experts" in name else {"dp"})
 
