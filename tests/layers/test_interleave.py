@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.parallel.interleave import StageInput, Steps, TurnParameters, finish, take_turns
+from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput, Steps, TurnParameters, finish, take_turns
 from moe_comm.layers.parallel.names import state_key
 from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
@@ -51,23 +52,55 @@ def test_computations_run_in_turns_to_completion() -> None:
     assert take_turns([]) == ()
 
 
-def test_if_one_computation_raises_the_others_are_closed() -> None:
-    closed = []
+def test_a_forward_pass_runs_inside_of_a_backward_pass_and_ends_after_it() -> None:
+    turns, events = BackwardTurns(), list[str]()
 
-    def open_until_closed() -> Steps[None]:
-        try:
-            yield
-            yield
-        finally:
-            closed.append(True)
+    def backward(steps: int) -> None:
+        for step in range(steps):
+            events.append(f"b{step}")
+            turns.advance()
 
-    def fails() -> Steps[None]:
+    assert turns.run(_steps("a", 3, events), partial(backward, 2)) == "A"
+    assert events == ["b0", "a0", "b1", "a1", "a2"]
+    events.clear()
+    assert turns.run(_steps("a", 1, events), partial(backward, 3)) == "A"
+    assert events == ["b0", "a0", "b1", "b2"]
+    turns.advance()  # nothing to run
+
+
+def _open_until_closed(closed: list[bool]) -> Steps[None]:
+    try:
         yield
+        yield
+    finally:
+        closed.append(True)
+
+
+def _fails() -> Steps[None]:
+    yield
+    raise InputError("no")
+
+
+def test_if_one_computation_raises_the_others_are_closed() -> None:
+    closed: list[bool] = []
+    with pytest.raises(InputError, match="no"):
+        take_turns([_open_until_closed(closed), _fails()])
+    assert closed == [True]
+
+
+def test_if_the_backward_pass_of_a_pair_raises_its_forward_pass_is_closed() -> None:
+    turns, closed = BackwardTurns(), list[bool]()
+
+    def backward() -> None:
+        turns.advance()
         raise InputError("no")
 
     with pytest.raises(InputError, match="no"):
-        take_turns([open_until_closed(), fails()])
+        turns.run(_open_until_closed(closed), backward)
     assert closed == [True]
+    with pytest.raises(InputError, match="no"):
+        turns.run(_fails(), lambda: None)
+    assert turns.run(_steps("a", 2, []), turns.advance) == "A"
 
 
 StepResults = dict[str, Tensor]

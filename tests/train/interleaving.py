@@ -42,6 +42,7 @@ class Case:
     dtype: torch.dtype | None = None
     overlap: Overlap | None = OVERLAP
     backend: str = "all_to_all"
+    replicas: int = 1
     timeout_s: float = 60
 
     @property
@@ -94,7 +95,13 @@ def train(
     shardings = {name: sharding for stage in stages for name, sharding in shardings_of(stage).items()}
     tied = next((stage.tied_names for stage in stages if stage.tied_names), ())
     options = DataParallelOptions(
-        case.strategy, case.dtype, MIXED, bucket_bytes=1 << 12, overlap=case.gradients, interleave=interleave
+        case.strategy,
+        case.dtype,
+        MIXED,
+        bucket_bytes=1 << 12,
+        overlap=case.gradients,
+        interleave=interleave,
+        replicas=case.replicas,
     )
     data_parallel = DataParallel(list(stages), shardings, mesh, options, tied)
     runner = make_runner(
