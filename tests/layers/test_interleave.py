@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.parallel.interleave import StageInput, Steps, TurnParameters, finish, take_turns
+from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput, Steps, TurnParameters, finish, take_turns
 from moe_comm.layers.parallel.names import state_key
 from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
@@ -25,6 +26,7 @@ from moe_comm.train.config import load
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, Strategy
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in
 from moe_comm.train.pipeline.batch import MicroBatch
+from moe_comm.train.pipeline.options import RunnerOptions
 from moe_comm.train.pipeline.runner import Accumulation
 from tests.layers.tiny import BY_WEIGHT, TINY
 from tests.layers.transfers import TransferLog, record_transfers
@@ -50,23 +52,55 @@ def test_computations_run_in_turns_to_completion() -> None:
     assert take_turns([]) == ()
 
 
-def test_if_one_computation_raises_the_others_are_closed() -> None:
-    closed = []
+def test_a_forward_pass_runs_inside_of_a_backward_pass_and_ends_after_it() -> None:
+    turns, events = BackwardTurns(), list[str]()
 
-    def open_until_closed() -> Steps[None]:
-        try:
-            yield
-            yield
-        finally:
-            closed.append(True)
+    def backward(steps: int) -> None:
+        for step in range(steps):
+            events.append(f"b{step}")
+            turns.advance()
 
-    def fails() -> Steps[None]:
+    assert turns.run(_steps("a", 3, events), partial(backward, 2)) == "A"
+    assert events == ["b0", "a0", "b1", "a1", "a2"]
+    events.clear()
+    assert turns.run(_steps("a", 1, events), partial(backward, 3)) == "A"
+    assert events == ["b0", "a0", "b1", "b2"]
+    turns.advance()  # nothing to run
+
+
+def _open_until_closed(closed: list[bool]) -> Steps[None]:
+    try:
         yield
+        yield
+    finally:
+        closed.append(True)
+
+
+def _fails() -> Steps[None]:
+    yield
+    raise InputError("no")
+
+
+def test_if_one_computation_raises_the_others_are_closed() -> None:
+    closed: list[bool] = []
+    with pytest.raises(InputError, match="no"):
+        take_turns([_open_until_closed(closed), _fails()])
+    assert closed == [True]
+
+
+def test_if_the_backward_pass_of_a_pair_raises_its_forward_pass_is_closed() -> None:
+    turns, closed = BackwardTurns(), list[bool]()
+
+    def backward() -> None:
+        turns.advance()
         raise InputError("no")
 
     with pytest.raises(InputError, match="no"):
-        take_turns([open_until_closed(), fails()])
+        turns.run(_open_until_closed(closed), backward)
     assert closed == [True]
+    with pytest.raises(InputError, match="no"):
+        turns.run(_fails(), lambda: None)
+    assert turns.run(_steps("a", 2, []), turns.advance) == "A"
 
 
 StepResults = dict[str, Tensor]
@@ -87,7 +121,7 @@ def _train(
         layer.aux_scale = 1 / number
     with record_transfers() as log:
         log.watch_attention(model)
-        losses = Accumulation(model, interleave=interleave).step(micro_batches(number, plan), 0.01)
+        losses = Accumulation(model, RunnerOptions(interleave=interleave)).step(micro_batches(number, plan), 0.01)
     results = {"losses": losses}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -207,7 +241,7 @@ def test_layers_that_cannot_be_interleaved_raise() -> None:
 
 
 def test_an_odd_number_of_micro_batches_raises() -> None:
-    runner = Accumulation(nn.Linear(1, 1), interleave=True)
+    runner = Accumulation(nn.Linear(1, 1), RunnerOptions(interleave=True))
     with pytest.raises(ConfigError, match="their number must be even; got 3"):
         runner.step(micro_batches(3, ModelPlan()))
 
@@ -301,7 +335,7 @@ def _reduced(rank: int, world: int, arg: tuple[Strategy, bool]) -> list[Tensor]:
     model, mesh = Times(), ParallelMesh(ParallelConfig(dp=world))
     options = DataParallelOptions(strategy, bucket_bytes=4, overlap="on" if interleave else "off")
     data_parallel = DataParallel(model, {}, mesh, options)
-    runner = Accumulation(model, gradients=data_parallel, interleave=interleave)
+    runner = Accumulation(model, RunnerOptions(gradients=data_parallel, interleave=interleave))
     generator = torch.Generator().manual_seed(rank)
     gradients = []
     for _ in range(2):

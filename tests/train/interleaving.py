@@ -16,7 +16,7 @@ from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, GradientOverlap, Strategy
-from moe_comm.train.pipeline import ActivationShape, MicroBatch, make_runner, plan_stages
+from moe_comm.train.pipeline import ActivationShape, MicroBatch, RunnerOptions, make_runner, plan_stages
 from tests.layers.tiny import BY_WEIGHT, LENGTH, TINY, own
 
 FOUR_LAYERS = replace(TINY, layers=4)
@@ -42,6 +42,7 @@ class Case:
     dtype: torch.dtype | None = None
     overlap: Overlap | None = OVERLAP
     backend: str = "all_to_all"
+    replicas: int = 1
     timeout_s: float = 60
 
     @property
@@ -94,7 +95,13 @@ def train(
     shardings = {name: sharding for stage in stages for name, sharding in shardings_of(stage).items()}
     tied = next((stage.tied_names for stage in stages if stage.tied_names), ())
     options = DataParallelOptions(
-        case.strategy, case.dtype, MIXED, bucket_bytes=1 << 12, overlap=case.gradients, interleave=interleave
+        case.strategy,
+        case.dtype,
+        MIXED,
+        bucket_bytes=1 << 12,
+        overlap=case.gradients,
+        interleave=interleave,
+        replicas=case.replicas,
     )
     data_parallel = DataParallel(list(stages), shardings, mesh, options, tied)
     runner = make_runner(
@@ -103,10 +110,7 @@ def train(
         plan,
         case.schedule,
         ActivationShape(case.config.hidden, case.dtype or torch.float32, case.mapping.tp),
-        timeout_s=case.timeout_s,
-        split_backward=case.recompute != "full",
-        gradients=data_parallel,
-        interleave=interleave,
+        RunnerOptions(case.timeout_s, case.recompute != "full", data_parallel, interleave),
     )
     for _ in range(steps):
         data_parallel.zero_grad()

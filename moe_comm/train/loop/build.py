@@ -28,6 +28,7 @@ from moe_comm.train.loop.trainer import TrainState
 from moe_comm.train.optim import OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, GradientOverlap
 from moe_comm.train.pipeline.batch import ActivationShape
+from moe_comm.train.pipeline.options import RunnerOptions
 from moe_comm.train.pipeline.runner import make_runner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -185,11 +186,13 @@ def build(
         stage_plan(config, architecture),
         config.parallel.schedule,
         ActivationShape(architecture.hidden, dtype, mesh.size("tp")),
-        timeout_s=config.parallel.timeout_s,
-        # With full recomputation, both halves of a split backward would recompute the whole layer.
-        split_backward=config.model.recompute != "full",
-        gradients=data_parallel,
-        interleave=config.parallel.interleave,
+        RunnerOptions(
+            timeout_s=config.parallel.timeout_s,
+            # With full recomputation, both halves of a split backward would recompute the whole layer.
+            split_backward=config.model.recompute != "full",
+            gradients=data_parallel,
+            interleave=config.parallel.interleave,
+        ),
     )
     moe_names = tuple(f"layers.{layer}.moe" for layer in architecture.moe_layers)
     num_experts = architecture.moe.num_experts

@@ -27,7 +27,8 @@ from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, communication_span
 from moe_comm.topology import ParallelMesh
 from moe_comm.train.pipeline.batch import ActivationShape, MicroBatch, check_batches
-from moe_comm.train.pipeline.stage import AfterBackward, GradientSync, PairedForward, Stage, check_output
+from moe_comm.train.pipeline.options import RunnerOptions
+from moe_comm.train.pipeline.stage import PairedForward, Stage, StageContext, check_output
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, Transfers, between
 
 
@@ -48,24 +49,13 @@ class Accumulation:
 
     Args:
         module: the whole model, which implements ``StageModule``.
-        after_backward: called with ``module`` after each backward pass.
-        gradients: reduces gradients beside the last backward pass of a step.
-        interleave: run two micro-batches at a time (``layers/parallel/interleave.py``), so that the communication of
-            one overlaps with the computation of the other. A step then requires an even number of micro-batches.
-            Losses and gradients have the same bits as without interleaving.
+        options: see ``RunnerOptions``.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        after_backward: AfterBackward | None = None,
-        *,
-        gradients: GradientSync | None = None,
-        interleave: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, options: RunnerOptions | None = None) -> None:
+        options = options or RunnerOptions()
         self._module: Any = module
-        self._after_backward, self._gradients = after_backward, gradients
-        self._concurrent = 2 if interleave else 1
+        self._gradients, self._turns = options.gradients, options.turns
 
     def step(self, batches: Sequence[MicroBatch], scale: float | Tensor = 1.0) -> Tensor:
         """See ``Pipeline.step``.
@@ -74,20 +64,18 @@ class Accumulation:
             ConfigError: the number of interleaved micro-batches is odd, or the module does not support interleaving.
         """
         check_batches(batches)
-        check_micro_batches("1f1b", 1, len(batches), interleave=self._concurrent > 1)
+        check_micro_batches("1f1b", 1, len(batches), interleave=self._turns > 1)
         losses: list[Tensor] = []
-        for start in range(0, len(batches), self._concurrent):
-            last = start + self._concurrent == len(batches)
+        for start in range(0, len(batches), self._turns):
+            last = start + self._turns == len(batches)
             prepare_backward(self._module, last)
             EVENTS.micro = start  # the first of two interleaved micro-batches
             with EVENTS.span(Kind.COMPUTE, "forward"):
-                new_losses = self._losses(batches[start : start + self._concurrent])
+                new_losses = self._losses(batches[start : start + self._turns])
             with EVENTS.span(Kind.COMPUTE, "backward"):
                 if last and self._gradients is not None:
                     self._gradients.begin_backward(self._module)
                 torch.autograd.backward([loss * scale for loss in new_losses])
-                if self._after_backward is not None:
-                    self._after_backward(self._module)
                 if last and self._gradients is not None:
                     self._gradients.end_backward(self._module)
             losses += [loss.detach() for loss in new_losses]
@@ -106,7 +94,7 @@ class Accumulation:
         """Nothing to do."""
 
     def _losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        if self._concurrent == 1:
+        if self._turns == 1:
             return [self._loss(batch) for batch in batches]
         if self._gradients is not None:
             self._gradients.wait_weights()  # hooks of the module and its layers do not run
@@ -146,20 +134,7 @@ class Pipeline:
         plan: placement of layers and stages.
         schedule: a name of ``SCHEDULES``.
         activations: shape and dtype of the activations between stages.
-        timeout_s: seconds that a stage waits for another one. It must be longer than the slowest step.
-        split_backward: False for models that recompute whole layers in backward (``torch.utils.checkpoint``), which a
-            split backward would recompute for input gradients and again for weight gradients. The order of the schedule
-            is kept, but weight gradients are computed together with input gradients.
-        after_backward: called with a stage's module when the gradients of a micro-batch have been added to its
-            parameters, for example to accumulate them in fp32. Schedules with a split backward do not run hooks on
-            parameters, but call this function.
-        gradients: reduces gradients beside the last backward pass of each stage in a step. With a split backward, the
-            last pass is one of weight gradients.
-        interleave: what the schedule treats as one micro-batch are two consecutive ones, which take turns in each stage
-            (``layers/parallel/interleave.py``). A step then requires an even number of micro-batches, and half of them
-            must fit the schedule, whose bubble is that of half as many micro-batches. With "dualpipev", the forward
-            pass of each pair runs while transfers of its backward pass are in flight, except with FSDP. Losses and
-            gradients have the same bits.
+        options: see ``RunnerOptions``.
 
     Raises:
         ConfigError: plan, schedule, mesh and modules do not fit each other.
@@ -172,15 +147,10 @@ class Pipeline:
         plan: StagePlan,
         schedule: str,
         activations: ActivationShape,
-        *,
-        timeout_s: float = 600.0,
-        split_backward: bool = True,
-        after_backward: AfterBackward | None = None,
-        gradients: GradientSync | None = None,
-        interleave: bool = False,
+        options: RunnerOptions | None = None,
     ) -> None:
         self._name, self._plan, self._activations = schedule, plan, activations
-        self._turns = 2 if interleave else 1
+        self._options = options = options or RunnerOptions()
         self._place = mesh.place["pp"]
         self._indices = plan.stages_of(self._place) if plan.pp == mesh.size("pp") else ()
         info = find_schedule(schedule)
@@ -197,21 +167,22 @@ class Pipeline:
                 f"pipeline rank {self._place} has stages {self._indices}; got {len(modules)} modules for them"
             )
         self._modules: list[Any] = list(modules)
-        self._split_backward = info.splits_backward and split_backward
-        if self._split_backward:
+        if info.splits_backward and options.split_backward:
             # torch looks up the parameters before the backward pass that would gather them.
             for module in self._modules:
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False)
-        self._after_backward, self._gradients = after_backward, gradients
         params = (param for module in self._modules for param in module.parameters())
         self._device = next((param.device for param in params), torch.device(mesh.device))
         # A separate group: it has the pipeline's long timeout, and on NCCL its own stream.
-        group = dist.new_group(mesh.ranks("pp"), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+        group = dist.new_group(
+            mesh.ranks("pp"), timeout=timedelta(seconds=options.timeout_s), use_local_synchronization=True
+        )
         self._group: ProcessGroup = group
         self._channel: Channel = channel_of(group)
         sharded = any(isinstance(module, FSDPModule) for module in self._modules)
-        self._backward_turns = BackwardTurns() if interleave and schedule == "dualpipev" and not sharded else None
+        pairs = options.interleave and schedule == "dualpipev" and not sharded
+        self._backward_turns = BackwardTurns() if pairs else None
         self._built: _Built | None = None
         self._transfers = Transfers()
         self._losses: list[Tensor] = []
@@ -235,8 +206,8 @@ class Pipeline:
             PeerDied, PeerTimeout: a stage failed, or did not respond within ``timeout_s``.
         """
         check_batches(batches)
-        check_micro_batches(self._name, self._plan.pp, len(batches), interleave=self._turns > 1)
-        passes = len(batches) // self._turns
+        check_micro_batches(self._name, self._plan.pp, len(batches), interleave=self._options.interleave)
+        passes = len(batches) // self._options.turns
         self._losses, self._scale = [], scale
         with self._convert_errors("a pipeline step"):
             built = self._build(batches)
@@ -320,28 +291,16 @@ class Pipeline:
             self._activations.shape(ids_BS), dtype=self._activations.dtype, device="meta", requires_grad=True
         )
         ids = torch.empty(ids_BS.shape, dtype=ids_BS.dtype, device="meta")
+        context = StageContext(self._plan.num_stages, self._device, self._group, self._options, self._transfers)
         stages = [
-            Stage(
-                module,
-                index,
-                self._plan.num_stages,
-                activation if index else ids,
-                activation,
-                self._device,
-                self._group,
-                self._split_backward,
-                self._after_backward,
-                self._transfers,
-                self._gradients,
-                self._turns,
-            )
+            Stage(module, index, activation if index else ids, activation, context)
             for index, module in zip(self._indices, self._modules, strict=True)
         ]
         info = find_schedule(self._name)
         schedule_class: Any = get_schedule_class(info.torch_name)
         schedule = schedule_class(
             stages[0] if info.single else stages,
-            n_microbatches=len(batches) // self._turns,
+            n_microbatches=len(batches) // self._options.turns,
             loss_fn=self._loss,
             scale_grads=False,
         )
@@ -375,8 +334,8 @@ class Pipeline:
 
     def _loss(self, hidden: Tensor | tuple[Tensor, ...], index: Tensor) -> Tensor:
         assert self._built is not None
-        micro = int(index) * self._turns
-        batches = self._built.stages[-1].batches[micro : micro + self._turns]
+        micro = int(index) * self._options.turns
+        batches = self._built.stages[-1].batches[micro : micro + self._options.turns]
         label, module = f"stage {self._indices[-1]}", self._modules[-1]
         with COMMUNICATION.paused(), self._transfers.working("loss", label, micro):
             if isinstance(hidden, Tensor):
@@ -455,12 +414,7 @@ def make_runner(
     plan: StagePlan,
     schedule: str,
     activations: ActivationShape,
-    *,
-    timeout_s: float = 600.0,
-    split_backward: bool = True,
-    after_backward: AfterBackward | None = None,
-    gradients: GradientSync | None = None,
-    interleave: bool = False,
+    options: RunnerOptions | None = None,
 ) -> Runner:
     """Return a ``Pipeline``, or ``Accumulation`` without pipeline parallelism; see both for the arguments. Collective.
 
@@ -468,16 +422,5 @@ def make_runner(
         ConfigError: as ``Pipeline``.
     """
     if plan.num_stages == 1 and mesh.size("pp") == 1 and len(modules) == 1:
-        return Accumulation(modules[0], after_backward, gradients=gradients, interleave=interleave)
-    return Pipeline(
-        modules,
-        mesh,
-        plan,
-        schedule,
-        activations,
-        timeout_s=timeout_s,
-        split_backward=split_backward,
-        after_backward=after_backward,
-        gradients=gradients,
-        interleave=interleave,
-    )
+        return Accumulation(modules[0], options)
+    return Pipeline(modules, mesh, plan, schedule, activations, options)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,23 @@ from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput, Steps
 from moe_comm.runtime.events import COMMUNICATION, EVENTS
 from moe_comm.train.parallel.parameters import master_dtype
 from moe_comm.train.pipeline.batch import MicroBatch
+from moe_comm.train.pipeline.options import RunnerOptions
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, GRADIENTS, Transfers, between
 
-AfterBackward = Callable[[nn.Module], None]
 
+@dataclass(frozen=True, eq=False)
+class StageContext:
+    """What the stages of a rank share.
 
-class GradientSync(Protocol):
-    """Reduces gradients beside the backward passes; implemented by ``DataParallel``."""
+    num_stages: stages of the pipeline. device, group: of the activations between stages. transfers: records spans of
+    transfers and passes.
+    """
 
-    def begin_backward(self, stage: nn.Module) -> None: ...
-
-    def end_backward(self, stage: nn.Module) -> None: ...
-
-    def wait_weights(self) -> None: ...
+    num_stages: int
+    device: torch.device
+    group: ProcessGroup
+    options: RunnerOptions = field(default_factory=RunnerOptions)
+    transfers: Transfers = field(default_factory=Transfers)
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class Stage(PipelineStage):
     The inputs of a micro-batch are looked up in ``batches`` and do not pass through the schedule, which only splits
     tensors into equal chunks and would treat a document index as an activation.
 
-    With ``turns`` = 2, what the schedule treats as one micro-batch are two consecutive ones. Their activations are sent
-    as two tensors, and they take turns in forward and backward (``layers/parallel/interleave.py``).
+    With ``interleave``, what the schedule treats as one micro-batch are two consecutive ones. Their activations are
+    sent as two tensors, and they take turns in forward and backward (``layers/parallel/interleave.py``).
 
     A schedule only sends, receives and waits, except in ``forward_one_chunk`` and ``backward_..._one_chunk``. All time
     outside of these counts as communication.
@@ -61,44 +65,25 @@ class Stage(PipelineStage):
     Args:
         x: meta tensor of the input of a micro-batch (token ids on the first stage).
         y: meta tensor of its output.
-        split_backward: False: compute weight gradients together with input gradients, even if the schedule defers them.
-        after_backward: called with the module when the gradients of a micro-batch have been added to its parameters.
-        transfers: records spans of transfers and passes.
-        gradients: reduces gradients beside the last backward pass of a step.
-        turns: number of micro-batches that run together.
 
     Attributes:
         batches: micro-batches of the current step.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        index: int,
-        num_stages: int,
-        x: Tensor,
-        y: Tensor,
-        device: torch.device,
-        group: ProcessGroup,
-        split_backward: bool,
-        after_backward: AfterBackward | None,
-        transfers: Transfers | None = None,
-        gradients: GradientSync | None = None,
-        turns: int = 1,
-    ) -> None:
+    def __init__(self, module: nn.Module, index: int, x: Tensor, y: Tensor, context: StageContext) -> None:
+        options = context.options
+        self._turns, self._gradients, self._split_backward = options.turns, options.gradients, options.split_backward
+        xs, ys = (x,) * self._turns, (y,) * self._turns
         super().__init__(
-            module, index, num_stages, device, input_args=(x,) * turns, output_args=(y,) * turns, group=group
+            module, index, context.num_stages, context.device, input_args=xs, output_args=ys, group=context.group
         )
         self.batches: Sequence[MicroBatch] = ()
         self._shape, self._dtype = tuple(y.shape), y.dtype
-        self._split_backward = split_backward
         self._full_backward: set[int] = set()  # micro-batches whose weight gradients are already computed
-        self._after_backward = after_backward
-        self._gradients, self._backwards = gradients, 0
-        self._turns, self._chunk = turns, 0
+        self._backwards = self._chunk = 0
         self._pairs: dict[int, PairedForward] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}  # of forward passes that ran inside of a backward pass
-        self._transfers = transfers or Transfers()
+        self._transfers = context.transfers
         self._label, self._before, self._after = f"stage {index}", between(index - 1), between(index)
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
@@ -120,18 +105,18 @@ class Stage(PipelineStage):
         """Run the forward pass on ``chunk`` inside of another pass, with spans of its own."""
         module: Any = self.submod
         args = self._ids(chunk) if self.is_first else self._retrieve_recv_activations(chunk)
-        steps = module.forward_steps(self._inputs(args, chunk))
-        while True:
-            outer = EVENTS.micro
-            try:
-                with self._working("forward", chunk):
-                    next(steps)
-            except StopIteration as end:
-                outputs: tuple[Tensor, ...] = end.value
-                return outputs
-            finally:
-                EVENTS.micro = outer
-            yield
+        with closing(module.forward_steps(self._inputs(args, chunk))) as steps:
+            while True:
+                outer = EVENTS.micro
+                try:
+                    with self._working("forward", chunk):
+                        next(steps)
+                except StopIteration as end:
+                    outputs: tuple[Tensor, ...] = end.value
+                    return outputs
+                finally:
+                    EVENTS.micro = outer
+                yield
 
     def _inputs(self, args: Sequence[Tensor], chunk: int) -> list[StageInput]:
         """Return the inputs of micro-batches that take turns."""
@@ -211,8 +196,6 @@ class Stage(PipelineStage):
         if backward_type != "weight":
             # autograd.grad can return strided gradients; a sent tensor must be dense.
             gradients = tuple(g.contiguous() if isinstance(g, Tensor) else g for g in gradients)
-        if backward_type != "input" and self._after_backward is not None:
-            self._after_backward(self.submod)
         if last:
             self._gradients.end_backward(self.submod)  # type: ignore[union-attr]
         return gradients, groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -112,10 +113,14 @@ def test_bytes_and_rows_equal_the_dispatched_ones(pool2: RankPool, tmp_path: Pat
 
 
 def test_pipeline_stages_record_sends_and_receives(pool2: RankPool, tmp_path: Path) -> None:
-    for schedule in ("1f1b", "zbv"):
+    interleaved = ("parallel.overlap_chunks=2", "parallel.interleave=true")
+    for schedule, settings in (("1f1b", ()), ("zbv", ()), ("dualpipev", interleaved)):
         (tmp_path / schedule).mkdir()
-        more = ("parallel.pp=2", f"parallel.schedule={schedule}", "data.micro_batches=4", "model.layers=4")
-        steps, spans = train(pool2, tmp_path / schedule, *more)
+        micros = range(0, 8, 2) if settings else range(4)  # the first of two; validation sends each
+        numbers = (f"data.micro_batches={micros.stop}", "data.batch=8", "model.layers=4")
+        steps, spans = train(
+            pool2, tmp_path / schedule, "parallel.pp=2", f"parallel.schedule={schedule}", *numbers, *settings
+        )
         moved: dict[str, set[tuple[int, int, str, str, int, int]]] = {"send": set(), "receive": set()}
         for span in spans:
             verb, _, what = span.name.partition(" ")
@@ -124,13 +129,19 @@ def test_pipeline_stages_record_sends_and_receives(pool2: RankPool, tmp_path: Pa
                 moved[verb].add((span.step, span.micro, span.layer, what, *ends))
         sends, receives = moved["send"], moved["receive"]
         assert receives and receives <= sends, receives - sends
-        assert {(what, micro) for _, micro, _, what, _, _ in sends} == {
-            (what, micro) for what in ("activations", "gradients") for micro in range(4)
-        }
+        assert {micro for _, micro, _, what, _, _ in sends if what == "activations"} == set(range(micros.stop))
+        assert {micro for _, micro, _, what, _, _ in sends if what == "gradients"} == set(micros)
         # Each receive must have its own span, also if a stage requests several receives before its next pass.
         assert len(receives) == len(sends)
         passes = [span for span in spans if span.kind == "compute" and span.layer.startswith("stage ")]
         assert {span.name for span in passes} >= {"forward", "backward", "loss"}
+        paired = [
+            (inner.layer != outer.layer, inner.micro != outer.micro)
+            for inner, outer in product(passes, passes)
+            if (inner.name, outer.name, inner.rank) == ("forward", "backward", outer.rank)
+            and outer.begin_ns <= inner.begin_ns < inner.end_ns <= outer.end_ns
+        ]
+        assert bool(paired) == bool(settings) and all(map(all, paired))
         assert all(line.waits["transfer"] > 0 for line in steps)
         assert all(line.peers.keys() == {str(1 - line.rank)} for line in steps)
 

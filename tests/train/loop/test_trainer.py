@@ -37,6 +37,14 @@ from tests.train.common import SGD, Session, assert_same_training, session, trai
         ("parallel.cp=2", "parallel.context=token_ring", "model.family=mixtral", "model.window=5"),
         ("parallel.cp=2", "parallel.overlap_chunks=2", "model.family=deepseek_v3", "model.expert_groups=2"),
         ("parallel.pp=2", "parallel.schedule=zero_bubble", "model.family=mixtral", "model.window=5"),
+        (
+            "parallel.pp=2",
+            "parallel.schedule=dualpipev",
+            "parallel.overlap_chunks=2",
+            "parallel.interleave=true",
+            "data.micro_batches=8",
+            "model.layers=4",
+        ),
         ("parallel.ep=1", "parallel.etp=2", "model.parallel_block=true"),
         (
             "parallel.ep=2",

@@ -95,10 +95,11 @@ def test_pairs_with_fsdp(case: Case, pool2: RankPool) -> None:
     [
         Case(ParallelConfig(dp=4, ep=2), dtype=torch.bfloat16, recompute="selective"),
         Case(ParallelConfig(tp=2, dp=2, ep=2), config=replace(EXPERTS_ONLY, shortcut=True)),
+        Case(ParallelConfig(dp=4, ep=2), gradients="on", replicas=2),
         Case(PP2_EP2, "zbv", dtype=torch.bfloat16, recompute="selective"),
         Case(PP2_EP2, "1f1b", recompute="full"),
     ],
-    ids=["edp", "tp, shortcut", "zbv", "1f1b, recompute"],
+    ids=["edp", "tp, shortcut", "blocks", "zbv", "1f1b, recompute"],
 )
 def test_pairs_with_fsdp_on_four_ranks(case: Case, pool4: RankPool) -> None:
     assert pool4.run(differing, (replace(case, strategy="fsdp"), 2)) == [[]] * 4

@@ -30,9 +30,17 @@ def test_pairs_have_the_bits_of_sequential_micro_batches(recompute: Recompute, p
     assert pool4.run(differing, (case, 2)) == [[]] * 4
 
 
-def test_pairs_over_shared_memory(pool4: RankPool) -> None:
-    case = Case(PP2_EP2, "dualpipev", 12, backend="shared_memory")
-    assert pool4.run(differing, (case, 1)) == [[]] * 4
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(PP2_EP2, backend="shared_memory"),
+        Case(ParallelConfig(pp=2, tp=2, ep=2), recompute="selective"),
+        Case(ParallelConfig(pp=2, cp=2, ep=2), recompute="full"),
+    ],
+    ids=["shared memory", "tp", "cp"],
+)
+def test_pairs_with_other_transfers(case: Case, pool4: RankPool) -> None:
+    assert pool4.run(differing, (replace(case, schedule="dualpipev", micro_batches=10), 1)) == [[]] * 4
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.parallel import DataParallel
-from moe_comm.train.pipeline import ActivationShape, MicroBatch, make_runner, plan_stages
+from moe_comm.train.pipeline import ActivationShape, MicroBatch, RunnerOptions, make_runner, plan_stages
 from tests.layers import tiny
 from tests.pool import RankPool
 from tests.train.pipes import FFN, HIDDEN, SCALE
@@ -55,7 +55,7 @@ def transformer(rank: int, world: int, arg: tuple[str, ParallelConfig, str, bool
     shardings = {name: sharding for stage in stages for name, sharding in shardings_of(stage).items()}
     tied = next((stage.tied_names for stage in stages if stage.tied_names), ())
     data_parallel = DataParallel(stages, shardings, mesh, tied=tied)
-    runner = make_runner(stages, mesh, plan, schedule, activations, timeout_s=60, split_backward=split_backward)
+    runner = make_runner(stages, mesh, plan, schedule, activations, RunnerOptions(60, split_backward))
     losses = runner.step(batches, SCALE)
     data_parallel.reduce()
     gradients = {stages[0].origin_of(o.name): (o.value.grad, o.sharding) for o in data_parallel.owned()}
