@@ -11,10 +11,12 @@ import pytest
 import moe_comm
 
 ROOT = Path(moe_comm.__file__).parent
+TEXTS = {file.parent: file.read_text() for file in sorted(ROOT.rglob("__init__.py"))}
 LAZY = [
-    ".".join(("moe_comm", *file.parent.relative_to(ROOT).parts))
-    for file in sorted(ROOT.rglob("__init__.py"))
-    if "attach_stub(" in file.read_text() and (file.parent.name != "torchtitan" or find_spec("torchtitan") is not None)
+    ".".join(("moe_comm", *folder.relative_to(ROOT).parts))
+    for folder, text in TEXTS.items()
+    # The folder of an adapter has the name of the system, without which it raises.
+    if "attach_stub(" in text and ("require(" not in text or find_spec(folder.name) is not None)
 ]
 
 

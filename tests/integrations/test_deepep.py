@@ -318,6 +318,23 @@ def faults(rank: int, world: int, _: None) -> dict[str, tuple[str, str]]:
         attempt(name, buffer.combine, combine, changes)
     assert buffer.combine(**combine)[0].shape == sent.x.shape
 
+    blocks, _, made, _, _ = buffer.low_latency_dispatch(sent.x, sent.ids, 20, case.num_experts, use_fp8=False)
+    fixed = {"x": sent.x, "topk_idx": sent.ids, "num_max_dispatch_tokens_per_rank": 20, "num_experts": case.num_experts}
+    for name, changes in {
+        "more tokens than a block holds": {"num_max_dispatch_tokens_per_rank": 2},
+        "one expert twice": {"topk_idx": torch.zeros_like(sent.ids)},
+        "ids of floats, low latency": {"topk_idx": sent.ids.float()},
+    }.items():
+        attempt(name, buffer.low_latency_dispatch, fixed, changes)
+    combine = {"x": blocks, "topk_idx": sent.ids, "topk_weights": sent.weights, "handle": made}
+    for name, changes in {
+        "blocks of fewer experts": {"x": blocks[1:]},
+        "low-latency weights of fewer tokens": {"topk_weights": sent.weights[1:]},
+        "LogFMT": {"use_logfmt": True},
+        "handle of the other dispatch": {"handle": handle},
+    }.items():
+        attempt(name, buffer.low_latency_combine, combine, changes)
+
     elastic = deep_ep.ElasticBuffer(dist.group.WORLD)
     given = {"x": sent.x, "topk_idx": sent.ids, "topk_weights": sent.weights, "num_experts": case.num_experts}
     attempt("no largest number of tokens", elastic.dispatch, given, {})
@@ -350,9 +367,10 @@ def test_bad_arguments_of_one_rank_raise_on_every_rank(pools: dict[int, RankPool
         "no bias on one rank": "RankMismatch",
         "no weights on one rank": "RankMismatch",
         "allocation without an event": "ConfigError",
+        "LogFMT": "ConfigError",
     }
     for outcome in pools[2].run(faults, None):
-        assert len(outcome) == 33 and others.keys() <= outcome.keys()
+        assert len(outcome) == 40 and others.keys() <= outcome.keys()
         for name, (kind, text) in outcome.items():
             assert kind == others.get(name, "InputError"), f"{name}: {kind}: {text}"
 

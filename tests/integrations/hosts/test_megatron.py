@@ -30,6 +30,7 @@ OURS = (
     *CASES,
     Case("pads to the capacity", capacity=1.0, tokens=(8, 8), pad=True),
     Case("capacity above the tokens", capacity=3.0, tokens=(5, 5), pad=True),
+    Case("all tokens to one expert", one=True, top_k=1),
     Case("zero tokens on some ranks", tokens=(0, 7)),
     Case("zero tokens, padded", tokens=(0, 8), capacity=1.0, pad=True),
 )
