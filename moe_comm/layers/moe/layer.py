@@ -46,7 +46,7 @@ from moe_comm.layers.moe.call import DispatchStats, MoECall
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
-from moe_comm.layers.moe.relocation import MovedStack, stage
+from moe_comm.layers.moe.relocation import MovedStack, moved_state, stage
 from moe_comm.layers.moe.router import Router, Routing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
 from moe_comm.layers.moe.slots import SlotTable
@@ -321,25 +321,19 @@ class MoELayer(ParallelModule):
 
         Args:
             placement: the new placement, with as many homes and slots on each rank as before.
-            optimizer: state tensors with the shape of an expert parameter move with it. None: state does not move.
+            optimizer: its state tensors of expert parameters move with them, except scalars. None: state does not move.
 
         Returns:
             Bytes that this rank sent to other ranks.
 
         Raises:
-            ConfigError: the placement does not fit, or FSDP shards the experts; on every rank.
+            ConfigError: the placement does not fit, a state tensor has not the shape of its parameter, or FSDP shards
+                the experts; on every rank.
             RankMismatch: ranks pass different placements; on every rank.
             PeerDied, PeerTimeout: a rank failed. The layer of this rank keeps its old placement.
         """
-        dispatcher, state = self.dispatcher, {} if optimizer is None else optimizer.state
-        moved = {
-            name: [
-                param.data,
-                *(plain(value) for value in state.get(param, {}).values() if _has_shape_of(value, param)),
-            ]
-            for name, param in self.experts.named_parameters()
-        }
-        self._agree_on(placement, str([(name, [t.dtype for t in tensors]) for name, tensors in moved.items()]))
+        dispatcher = self.dispatcher
+        moved = self._agree_on(placement, {} if optimizer is None else optimizer.state)
         old, new = (self.experts.shardings_over(one) for one in (self.placement, placement))
         places = [{"ep": r // self.sizes["etp"], "etp": r % self.sizes["etp"]} for r in range(dispatcher.world)]
         stacks = [MovedStack.of(tensors, old[name], new[name], places) for name, tensors in moved.items()]
@@ -349,11 +343,17 @@ class MoELayer(ParallelModule):
         self.set_placement(placement)
         return staged.sent_bytes
 
-    def _agree_on(self, placement: Placement, tensors: str) -> None:
-        """Raise on all ranks unless ``placement`` is valid and it and the ``tensors`` to move are equal. Collective."""
+    def _agree_on(self, placement: Placement, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Tensor]]:
+        """Return the weights and tensors of ``state`` to move, by the name of the parameter. Collective.
+
+        Raises on all ranks unless ``placement`` is valid, and equal on all ranks as are the tensors.
+        """
         fault: ConfigError | None = None
+        moved: dict[str, list[Tensor]] = {}
         try:
             self.check_placement(placement)
+            for name, param in self.experts.named_parameters():
+                moved[name] = [param.data, *map(plain, moved_state(name, param, state.get(param, {})))]
             if any(managed_by_fsdp(param) for param in self.experts.parameters()):
                 raise ConfigError(f"FSDP shards the experts of layer {self.label!r}, which cannot be relocated")
         except ConfigError as error:
@@ -364,11 +364,12 @@ class MoELayer(ParallelModule):
                 "new placement of experts": placement.digest,
                 "present placement": self.placement.digest,
                 "layer": self.label,
-                "weights and optimizer state": tensors,
+                "weights and optimizer state": str([(name, [t.dtype for t in parts]) for name, parts in moved.items()]),
             }
             compare(channel, "a relocation of experts", same, fault=fault)
         elif fault is not None:
             raise fault
+        return moved
 
     def check_placement(self, placement: Placement) -> None:
         """Raise ConfigError unless ``placement`` keeps the number of experts and slots of each rank."""
@@ -562,10 +563,6 @@ class MoELayer(ParallelModule):
         slots = handle.num_tokens * handle.top_k // etp
         dropped = None if self.capacity is None else self.num_dropped
         self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
-
-
-def _has_shape_of(value: object, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
 def _agree_on_seed(group: ProcessGroup | None) -> int:
