@@ -159,7 +159,10 @@ class Transformer(ParallelModule):
         return finish(self.forward_steps(inputs))
 
     def forward_steps(self, inputs: Sequence[StageInput]) -> Steps[tuple[Tensor, ...]]:
-        """Run ``forward_in_turns``, but yield where other work can hide transfers in flight."""
+        """Run ``forward_in_turns``, but yield where other work can hide transfers in flight.
+
+        With FSDP, call ``forward_in_turns``, which gathers the weights of the root.
+        """
         from torch.distributed.fsdp import FSDPModule  # imported here because it is slow
 
         blocks = list(self.layers.values())
