@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
+from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import channel_of, gather_values
 from moe_comm.topology import Box, Sharding
 
@@ -49,6 +50,27 @@ class MovedStack:
         sizes = {axis: 1 + max(place[axis] for place in places) for axis in ("ep", "etp")}
         before, after = ([sharding.boxes(place, sizes) for place in places] for sharding in (old, new))
         return cls(tensors, before, after)
+
+
+def moved_state(name: str, weights: Tensor, state: Mapping[str, object]) -> list[Tensor]:
+    """Return the tensors of the optimizer state of an expert parameter that move with ``weights``.
+
+    Scalars, such as a count of steps, stay.
+
+    Args:
+        name: name of the parameter, for the error.
+
+    Raises:
+        ConfigError: a tensor has another shape than ``weights``, so it is not known which of its rows are of an expert.
+    """
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
+    for key, value in tensors.items():
+        if value.shape != weights.shape:
+            raise ConfigError(
+                f"the optimizer state {key!r} of {name} has shape {tuple(value.shape)}, but the weights have "
+                f"{tuple(weights.shape)}; only state with the shape of the weights can move with experts"
+            )
+    return list(tensors.values())
 
 
 @dataclass(frozen=True)

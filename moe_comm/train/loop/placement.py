@@ -71,7 +71,7 @@ class ExpertPlacements:
 
     Attributes:
         by_layer: the placement of each layer.
-        windows: the loads that the next decision of each layer sees.
+        windows: the loads from which the next decision of each layer is made.
         times: measured at the first decision; None before.
     """
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.layer import MoELayer
-from moe_comm.layers.moe.relocation import MovedStack, stage
+from moe_comm.layers.moe.relocation import MovedStack, moved_state, stage
 from moe_comm.topology import EXPERT_AXES, Placement
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import DataParallel
@@ -62,12 +61,7 @@ def check_relocation(
     layer.check_placement(placement)
     states = state_tensors()
     for item in parameters_of(layer, name, data_parallel).values():
-        for key, tensor in states.get(item.name, {}).items():
-            if tensor.shape != item.value.shape:
-                raise ConfigError(
-                    f"the optimizer state {key!r} of {item.name} has shape {tuple(tensor.shape)}, but the weights have "
-                    f"{tuple(item.value.shape)}; only state with the shape of the weights can move with experts"
-                )
+        moved_state(item.name, item.value, states.get(item.name, {}))
 
 
 @torch.no_grad()
@@ -100,7 +94,7 @@ def relocate_experts(
         def same_replica(source: int, destination: int, axes: tuple[str, ...] = axes) -> bool:
             return all(places[source][axis] == places[destination][axis] for axis in axes)
 
-        tensors: list[Tensor] = [item.value.detach(), *states.get(item.name, {}).values()]
+        tensors = [item.value.detach(), *moved_state(item.name, item.value, states.get(item.name, {}))]
         stacks.append(MovedStack(tensors, old, new, same_replica))
     what = f"relocating the experts of layer {name!r} to version {placement.version}"
     staged = stage(stacks, group, ranks.index(mesh.rank), what)

@@ -25,7 +25,7 @@ from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.loop import placement as placement_module
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.parallel.relocation import ExpertSize, relocate_experts
-from tests.pool import RankPool
+from tests.pool import RankPool, with_longer_deadline
 from tests.train.checkpoint.common import patched
 from tests.train.common import session
 from tests.train.loop.test_placement import LONG, RELOCATE, run_relocating, shuffled
@@ -41,12 +41,14 @@ def killed_in_switch(moment: str) -> Iterator[None]:
     """Kill this rank in the next switch.
 
     moment: "agreed": before it sends rows. "received": when it has rows, before it knows that the others have theirs.
-    "second": after the first layer has moved.
+    "second": after the first layer has moved. "stopped": before it sends rows, with SIGSTOP instead of SIGKILL.
     """
     calls = []
 
     def count(*args: Any) -> int:
         calls.append(args)
+        if moment == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if moment == "agreed" or len(calls) == 2:
             kill_myself()
         return relocate_experts(*args)
@@ -79,7 +81,7 @@ def switch_while_a_rank_is_killed(rank: int, world: int, arg: tuple[list[str], s
             parts = [part for part in tensors if part.startswith(f"{name}.experts.")]
             same = all(torch.equal(*pair) for part in parts for pair in zip(tensors[part], before[part], strict=True))
             kept.append(same and layer.placement == old[name] == state.placements.by_layer[name])
-        return str(caught.value), kept
+        return f"{caught.type.__name__}: {caught.value}", kept
     raise AssertionError("unreachable")
 
 
@@ -94,6 +96,16 @@ def test_a_rank_killed_in_a_switch_is_reported_and_its_layer_keeps_placement_wei
     layer = 1 if moment == "second" else 0
     assert f"relocating the experts of layer 'layers.{layer}.moe' to version 1" in text
     assert layers == kept
+
+
+def test_a_rank_that_hangs_in_a_switch_is_a_timeout_on_the_others(pool2: RankPool, shared_settings: list[str]) -> None:
+    def check(deadline_s: float) -> None:
+        arg = ([*shared_settings, *LONG, f"parallel.timeout_s={deadline_s:g}"], "stopped")
+        text, layers = pool2.run(switch_while_a_rank_is_killed, arg, timeout=100, expect_dead={1})[0]
+        assert text.startswith("PeerTimeout: ") and "relocating the experts of layer 'layers.0.moe'" in text, text
+        assert layers == [True, True]
+
+    with_longer_deadline(check, 2, 20)
 
 
 def run_until_killed(rank: int, world: int, arg: tuple[list[str], int, str]) -> str:
