@@ -340,7 +340,10 @@ def load_copy_and_cast(rank: int, world: int, arg: None) -> None:
     layer, other = build(Run(random_placement(world, 2)), rank, world), build(Run(None), rank, world)
     assert not any("cop" in name for name in layer.state_dict())
     x = draw(7, HIDDEN, seed=rank)
-    layer(x)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), other(x))
+    layer(x).sum().backward()
+    moe_comm.sync_gradients(layer, dist.group.WORLD)
     with torch.no_grad():
         other.experts.w2.mul_(2)
     load_state_dict(layer, gather_state_dict(other))
