@@ -157,6 +157,26 @@ def test_copies_keep_the_bits_of_outputs_and_input_gradients_and_repeat_those_of
                     assert torch.equal(got[name], value), f"{name} of rank {rank} with {placement.owners}"
 
 
+def run_few_experts(rank: int, world: int, placement: Placement | None) -> dict[str, Any]:
+    config = replace(CONFIG, router=RouterConfig(3, 2), expert_bias=False, placement=placement)
+    layer = MoELayer.build(config, dist.group.WORLD, seed=3)
+    x = draw(8 + rank, HIDDEN, seed=rank).requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    moe_comm.sync_gradients(layer, dist.group.WORLD)
+    norm = moe_comm.clip_grad_norm_(layer.experts, 1e9)
+    layer.dispatcher.close()
+    return {"y": y.detach(), "x": x.grad, "norm": norm}
+
+
+def test_a_rank_without_experts_of_its_own_can_hold_copies(pool4: RankPool) -> None:
+    expected = pool4.run(run_few_experts, None, timeout=60)
+    results = pool4.run(run_few_experts, Placement(((0, 3), (1, 3, 2), (2,)), 4), timeout=60)
+    for wanted, got in zip(expected, results, strict=True):
+        assert torch.equal(got["y"], wanted["y"]) and torch.equal(got["x"], wanted["x"])
+        torch.testing.assert_close(got["norm"], wanted["norm"], rtol=1e-6, atol=0)
+
+
 def test_gradients_of_bf16_copies_are_summed_in_fp32_and_rounded_once(pool2: RankPool) -> None:
     placement = random_placement(2, 1)
     runs = [Run(wanted, dtype=torch.bfloat16) for wanted in (None, placement)]
@@ -320,7 +340,10 @@ def load_copy_and_cast(rank: int, world: int, arg: None) -> None:
     layer, other = build(Run(random_placement(world, 2)), rank, world), build(Run(None), rank, world)
     assert not any("cop" in name for name in layer.state_dict())
     x = draw(7, HIDDEN, seed=rank)
-    layer(x)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), other(x))
+    layer(x).sum().backward()
+    moe_comm.sync_gradients(layer, dist.group.WORLD)
     with torch.no_grad():
         other.experts.w2.mul_(2)
     load_state_dict(layer, gather_state_dict(other))

@@ -37,7 +37,9 @@ class SlotTable:
         owners = [[slices[slot] for slot in slots] for slots in placement.slot_ids()]
         self._placement = placement
         self._slots_EP = torch.tensor([homes for homes, *_ in owners], device="cpu")
-        self._owners = {expert: slots for expert, slots in enumerate(owners) if len(slots) > 1}
+        self._owners = {
+            expert: torch.tensor(slots, device="cpu") for expert, slots in enumerate(owners) if len(slots) > 1
+        }
 
     @classmethod
     def of(cls, placement: Placement, parts: int) -> SlotTable | None:
@@ -51,6 +53,7 @@ class SlotTable:
         """
         if self._slots_EP.device != ids_TK.device:
             self._slots_EP = self._slots_EP.to(ids_TK.device)
+            self._owners = {expert: slots_OP.to(ids_TK.device) for expert, slots_OP in self._owners.items()}
         slots_EP = self._slots_EP
         experts, parts = slots_EP.shape
         past_TK1 = (ids_TK - experts + sum(self._placement.slots_per_rank) * parts).long()
@@ -69,7 +72,7 @@ class SlotTable:
         valid_N = ids_N[(ids_N >= 0) & (ids_N < experts)]
         counts = torch.bincount(valid_N, minlength=experts).tolist()
         lengths = cut_rows(counts, self._placement)
-        for expert, owners in self._owners.items():
+        for expert, slots_OP in self._owners.items():
             rows_N = (ids_N == expert).nonzero().squeeze(1)
-            for slots_P, rows in zip(owners, rows_N.split(lengths[expert]), strict=True):
-                slots_NP[rows] = torch.tensor(slots_P, device=slots_NP.device)
+            for slots_P, rows in zip(slots_OP, rows_N.split(lengths[expert]), strict=True):
+                slots_NP[rows] = slots_P
