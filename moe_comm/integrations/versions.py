@@ -10,6 +10,7 @@ from moe_comm.errors import ConfigError, MissingDependency
 SUPPORTED: dict[str, tuple[str, str, str]] = {
     "transformers": ("5.16.1", "6", "hf"),
     "torchtitan": ("0.3.0", "0.4", "torchtitan"),
+    "lightning": ("2.6.0", "2.7", "lightning"),
     "deepspeed": ("0.19.8", "0.20", "deepspeed"),
 }
 """Package: lowest supported version, first unsupported version, and the extra that installs it."""
