@@ -12,6 +12,7 @@ SUPPORTED: dict[str, tuple[str, str, str]] = {
     "transformers": ("5.16.1", "6", "hf"),
     "torchtitan": ("0.3.0", "0.4", "torchtitan"),
     "megatron-core": ("0.16.0", "0.17", "megatron"),
+    "lightning": ("2.6.0", "2.7", "lightning"),
     "deepspeed": ("0.19.8", "0.20", "deepspeed"),
 }
 """Package: lowest supported version, first unsupported version, and the extra that installs it."""

@@ -1,0 +1,1 @@
+from moe_comm.integrations.lightning.strategy import ExpertParallelStrategy as ExpertParallelStrategy
