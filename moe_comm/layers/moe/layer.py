@@ -486,7 +486,7 @@ class MoELayer(ParallelModule):
 
     def _route(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> tuple[Tensor, Routing]:
         """Return the tokens as [T, D], and their routing."""
-        router, copies = self.router, self.copies
+        router, copies = self.router, getattr(self.experts, "copies", None)  # without the call of a property
         fault: InputError | ConfigError | None = None if copies is None else copies.publish_if_due()
         if x.shape[-1] != router.hidden:
             fault = InputError(f"this layer's hidden size is {router.hidden}; got x {tuple(x.shape)}")

@@ -133,8 +133,9 @@ class ExpertPlacements:
         """Upper limit of the size of ``state`` as JSON; 0 if placements cannot change."""
         if not self.active:
             return 0
-        experts = next(iter(self.by_layer.values())).num_experts
-        numbers = experts * (2 + (1 + MOST_MEMORY) * self.section.window)  # two placements, and the loads
+        experts, copies = self._first.num_experts, self.section.slots * self._first.world
+        # Two placements, and the loads.
+        numbers = 2 * (experts + copies) + experts * (1 + MOST_MEMORY) * self.section.window
         return len(self.by_layer) * (NUMBER_BYTES * numbers + LAYER_BYTES)
 
     def load(self, state: object, *, move: bool) -> None:

@@ -11,13 +11,15 @@ import torch
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.moe.load import moe_layers
-from moe_comm.observe.records import PLACEMENTS, PlacementLine, read_lines
+from moe_comm.observe.records import ATTEMPTS, PLACEMENTS, Attempt, PlacementLine, read_lines
+from moe_comm.runtime.persistent_memory import LauncherProcess
 from moe_comm.topology import Placement
 from moe_comm.train.checkpoint import CheckpointReader
 from moe_comm.train.config import load
 from tests.pool import RankPool
 from tests.train.common import Trained, assert_floats, session, train, whole
-from tests.train.loop.test_placement import LONG, RELOCATE, metrics_of, run_relocating
+from tests.train.loop.test_placement import LONG, RELOCATE, metrics_of, run_relocating, run_with_memory
+from tests.train.loop.test_resume import AUTO, losses_of
 
 SLOTS = 2
 REPLICATE = ("placement.kind=replicate", f"placement.slots={SLOTS}")
@@ -73,8 +75,9 @@ def train_replicating(rank: int, world: int, settings: list[str]) -> tuple[Train
         (2, ("model.dtype=bfloat16", "model.recompute=full")),
         (4, ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2")),
         (4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
+        (2, ("parallel.interleave=true", "parallel.overlap_chunks=2", "parallel.backend=all_to_all")),
     ],
-    ids=["ep2", "ep4", "bf16", "zero1_edp2", "etp2"],
+    ids=["ep2", "ep4", "bf16", "zero1_edp2", "etp2", "interleaved"],
 )
 def test_losses_and_norms_are_those_of_fixed_experts_while_copies_change(
     request: pytest.FixtureRequest, shared_settings: list[str], world: int, extra: tuple[str, ...]
@@ -122,6 +125,21 @@ def test_runs_decide_on_copies_and_resume_with_them(pool2: RankPool, settings: l
         assert after.homes == before.homes and not after.has_copies and after.slots is None
     wanted = [line["loss"] for line in metrics_of(copied)]
     assert_floats([line["loss"] for line in metrics_of(dropped)][-2:], wanted[10:12], 1e-5)
+
+
+def test_a_snapshot_in_memory_is_restored_with_its_copies(
+    pool2: RankPool, settings: list[str], owner: LauncherProcess
+) -> None:
+    copied = [*settings, *RELOCATE, *REPLICATE]
+    expected = pool2.run(run_relocating, [*copied, "run.name=expected"], timeout=200)[0]
+    decisions = list(read_lines(expected.folder / PLACEMENTS, PlacementLine))
+    assert any(line.switched and line.placement.has_copies and line.step < 10 for line in decisions)
+    snapshots = [*copied, "run.name=memory", "checkpoint.peer_every=1"]
+    pool2.run(run_with_memory, (snapshots, owner, 10), timeout=200)
+    pool2.run(run_with_memory, ([*snapshots, AUTO], owner, None), timeout=200)
+    (folder,) = expected.folder.parent.glob("memory-*")
+    assert [attempt.source for attempt in read_lines(folder / ATTEMPTS, Attempt)] == ["fresh", "peer memory"]
+    assert losses_of(folder) == losses_of(expected.folder)
 
 
 @pytest.mark.parametrize(
