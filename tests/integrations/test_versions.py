@@ -43,7 +43,15 @@ def test_versions_are_named(
         versions.require("torchtitan", "x")
 
 
-@pytest.mark.parametrize(("host", "package"), [("torchtitan", "torchtitan"), ("megatron", "megatron-core")])
+@pytest.mark.parametrize(
+    ("host", "package"),
+    [
+        ("torchtitan", "torchtitan"),
+        ("megatron", "megatron-core"),
+        ("deepspeed", "deepspeed"),
+        ("lightning", "lightning"),
+    ],
+)
 def test_an_adapter_without_its_host_names_the_extra(host: str, package: str) -> None:
     code = f"""
 import sys
