@@ -228,7 +228,7 @@ def _disagree(rank: int, world: int, _: Any) -> None:
     ids = _routing("random", rank, 4, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
     weights = leaves["weights"].requires_grad_(rank == 0)
-    with pytest.raises(RankMismatch, match="requires_grad"):
+    with pytest.raises(RankMismatch, match="whether routing weights require gradients"):
         dispatch_rows(dispatcher, leaves["x"].requires_grad_(), ids, weights, Overlap())
 
 
