@@ -201,6 +201,8 @@ class DeepSpeedTraining(HuggingFaceTraining):
     def build(self, inputs: ContestantInputs) -> nn.Module:
         deepspeed: Any = import_module("deepspeed")
         deepspeed.utils.logger.setLevel(logging.ERROR)
+        # DeepSpeed would compile an all-reduce through shared memory. Between hosts it could not be used.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         model = self.load(inputs)
         _patch_registry_for_deepspeed()
