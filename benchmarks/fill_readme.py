@@ -195,6 +195,21 @@ def train_hosts_block(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def train_scaling_block(folder: Path) -> str:
+    """Return the steps of moe_comm with parallel = "auto" on one, two and four hosts of one rank each."""
+    lines = ["| hosts | cores | mapping | ms per step | predicted, ms |", "|---:|---:|---|---:|---:|"]
+    for hosts in (1, 2, 4):
+        result = load(folder, f"train-comm-scaling-{hosts}")
+        auto = result["variants"]["auto"]
+        lines.append(
+            f"| {hosts} | {min(hosts, result['machine']['cores'])} | {_mapping(auto)} | {auto['step_ms']:,.0f} | "
+            f"{auto['predicted_ms']:,.0f} |"
+        )
+    link, where_measured = f"{result['settings']['link_gbit']:.0f} Gbit/s", where(result, folder)
+    lines += ["", f"Shape `comm`, one rank per host, links of {link}, the same batch for each rank. {where_measured}."]
+    return "\n".join(lines)
+
+
 def _mapping(entry: dict[str, Any]) -> str:
     """Return the degrees of a mapping that are used."""
     degrees = entry["mapping"]
@@ -388,6 +403,7 @@ BLOCKS = {
     "layer": ("docs/measure.md", layer_block),
     "train": ("docs/measure.md", train_block),
     "train_hosts": ("docs/measure.md", train_hosts_block),
+    "train_scaling": ("docs/measure.md", train_scaling_block),
     "parity": ("docs/parallelism.md", parity_block),
     "overlap": ("docs/overlap.md", overlap_block),
     "tune": ("docs/overlap.md", tune_block),

@@ -290,7 +290,8 @@ class ParallelSection(Section):
             next forward pass, with the same bits. "auto": between hosts and on GPUs.
         overlap_chunks: chunks in which communication overlaps with the matrix products of linear layers (with tp, or
             with cp and "ulysses") and experts. 0: no overlap. "auto": see ``moe_comm.overlap.options.Overlap``. None:
-            "auto" for experts beside a shared expert, a shortcut's dense branch or a parallel attention; 0 otherwise.
+            "auto" for experts of a layer with a shared expert, a shortcut's dense branch or a parallel attention; 0
+            otherwise.
         executor: executor of MoE layers with ``overlap_chunks``; see ``moe_comm.overlap.options.Overlap``.
         interleave: run two micro-batches at a time: the all-to-all of one overlaps with the computation of the other.
             Requires ``overlap_chunks`` and an even number of micro-batches. A pipeline treats two as one. With the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -42,9 +42,14 @@ class ParityCase:
 
 
 def _case(
-    name: str, ranks: int, mode: str = "dropless", model: Mapping[str, Any] = MappingProxyType({}), **parallel: Any
+    name: str,
+    ranks: int,
+    mode: str = "dropless",
+    model: Mapping[str, Any] = MappingProxyType({}),
+    more: Sequence[str] = (),
+    **parallel: Any,
 ) -> ParityCase:
-    return ParityCase(name, ranks, _keys("parallel", parallel), mode, _keys("model", model))
+    return ParityCase(name, ranks, (*_keys("parallel", parallel), *more), mode, _keys("model", model))
 
 
 def _keys(section: str, values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -55,6 +60,7 @@ TIED = {"tie": "true"}
 DENSE_START = {"first_dense": 2, "dense_ffn": 96}
 """The first stage of two has no experts."""
 INTERLEAVED: dict[str, Any] = {"interleave": "true", "overlap_chunks": 2, "backend": "all_to_all"}
+DECISIONS = ("placement.every=4", "placement.window=4", "placement.threshold=0.0")
 
 
 CASES: tuple[ParityCase, ...] = (
@@ -72,6 +78,8 @@ CASES: tuple[ParityCase, ...] = (
     _case("ep 2, all-to-all in chunks", 2, ep=2, backend="all_to_all", overlap_chunks=2),
     _case("etp 2", 2, ep=1, etp=2),
     _case("ep 2, fsdp", 2, ep=2, sharding="fsdp"),
+    _case("ep 2, experts that move", 2, ep=2, more=("placement.kind=relocate", *DECISIONS)),
+    _case("ep 2, copies of experts", 2, ep=2, more=("placement.kind=replicate", "placement.slots=1", *DECISIONS)),
     *(_case(f"pp 2, {schedule}", 2, pp=2, schedule=schedule) for schedule in PIPELINES),
     _case("pp 2, 1f1b, tied embedding", 2, model=TIED, pp=2),
     _case("pp 2, zbv, tied embedding", 2, model=TIED, pp=2, schedule="zbv"),
@@ -83,6 +91,7 @@ CASES: tuple[ParityCase, ...] = (
     _case("ep 2, capacity by rank", 2, "capacity (rank)", ep=2),
     _case("ep 4", 4, ep=4),
     _case("ep 2, edp 2, fsdp", 4, ep=2, sharding="fsdp"),
+    _case("dp 4, fsdp in 2 blocks", 4, ep=1, sharding="fsdp", dp_replicate=2, overlap_gradients="on"),
     _case("tp 2, dp 2 | ep 4", 4, tp=2, ep=4),
     _case("tp 2, cp 2 ring | etp 2, ep 2", 4, tp=2, cp=2, context="ring", etp=2, ep=2),
     _case("cp 4, ring | ep 4", 4, cp=4, context="ring", ep=4),
@@ -93,6 +102,10 @@ CASES: tuple[ParityCase, ...] = (
     _case("pp 2, dp 2 | ep 2, zbv, zero1", 4, pp=2, dp=2, ep=2, schedule="zbv", sharding="zero1"),
     _case("pp 2, dp 2 | ep 2, zbv, overlapped gradients", 4, pp=2, dp=2, ep=2, schedule="zbv", overlap_gradients="on"),
     _case("pp 2, tp 2 | ep 2, dualpipev", 4, pp=2, tp=2, ep=2, schedule="dualpipev"),
+    replace(
+        _case("pp 2, tp 2 | ep 2, dualpipev, interleaved", 4, pp=2, tp=2, ep=2, schedule="dualpipev", **INTERLEAVED),
+        model=("data.micro_batches=8",),
+    ),
     _case("pp 2, dp 2 | ep 2, zero1, tied", 4, model=TIED, pp=2, dp=2, ep=2, sharding="zero1"),
     _case("pp 2, cp 2 token ring | ep 2", 4, pp=2, cp=2, ep=2, context="token_ring"),
     _case("pp 2, cp 2 ring | etp 2", 4, pp=2, cp=2, ep=1, etp=2, context="ring"),

@@ -257,7 +257,7 @@ class Buffer(GroupBuffer):
     # --- low latency ---
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Do nothing: there is no buffer that keeps rows."""
+        """Do nothing: no rows are kept in a buffer."""
 
     @torch.no_grad()
     def low_latency_dispatch(

@@ -70,8 +70,8 @@ def overlaps_experts(config: TrainConfig, architecture: TransformerConfig) -> bo
     """
     if config.parallel.overlap_chunks is not None:
         return config.parallel.overlap_chunks != 0
-    beside = bool(architecture.moe.shared_ffn) or architecture.shortcut or architecture.parallel_block
-    return beside and not any(fault.partition(":")[0] == "flip_bit" for fault in config.faults.plan)
+    has_other_work = bool(architecture.moe.shared_ffn) or architecture.shortcut or architecture.parallel_block
+    return has_other_work and not any(fault.partition(":")[0] == "flip_bit" for fault in config.faults.plan)
 
 
 def _dispatch_options(config: TrainConfig) -> DispatchOptions:

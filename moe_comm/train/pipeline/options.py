@@ -9,7 +9,7 @@ from torch import nn
 
 
 class GradientSync(Protocol):
-    """Reduces gradients beside the backward passes; implemented by ``DataParallel``."""
+    """Reduces gradients during backward passes; implemented by ``DataParallel``."""
 
     def begin_backward(self, stage: nn.Module) -> None: ...
 
@@ -27,7 +27,7 @@ class RunnerOptions:
         split_backward: False for models that recompute whole layers in backward (``torch.utils.checkpoint``), which a
             split backward would recompute for input gradients and again for weight gradients. The order of the schedule
             is kept, but weight gradients are computed together with input gradients.
-        gradients: reduces gradients beside the last backward pass of each stage in a step. With a split backward, the
+        gradients: reduces gradients during the last backward pass of each stage in a step. With a split backward, the
             last pass is one of weight gradients.
         interleave: run two micro-batches at a time (``layers/parallel/interleave.py``), so that the communication of
             one overlaps with the computation of the other. A step then requires an even number of micro-batches. A
