@@ -56,7 +56,10 @@ from moe_comm.layers.parallel.embedding import (
     VocabParallelEmbedding as VocabParallelEmbedding,
     VocabParallelHead as VocabParallelHead,
 )
-from moe_comm.layers.parallel.interleave import StageInput as StageInput
+from moe_comm.layers.parallel.interleave import (
+    BackwardTurns as BackwardTurns,
+    StageInput as StageInput,
+)
 from moe_comm.layers.parallel.linear import (
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,

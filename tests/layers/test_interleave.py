@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from moe_comm.errors import ConfigError, InputError
+from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.layers.parallel.interleave import BackwardTurns, StageInput, Steps, TurnParameters, finish, take_turns
 from moe_comm.layers.parallel.names import state_key
 from moe_comm.layers.parallel.recompute import activation_bytes
@@ -101,6 +101,18 @@ def test_if_the_backward_pass_of_a_pair_raises_its_forward_pass_is_closed() -> N
     with pytest.raises(InputError, match="no"):
         turns.run(_fails(), lambda: None)
     assert turns.run(_steps("a", 2, []), turns.advance) == "A"
+
+
+def test_if_a_backward_pass_hides_an_error_of_its_forward_pass_the_pair_raises() -> None:
+    turns = BackwardTurns()
+
+    def backward() -> None:
+        for _ in range(3):
+            with suppress(InputError):
+                turns.advance()
+
+    with pytest.raises(MoeCommError, match="hid the error"):
+        turns.run(_fails(), backward)
 
 
 StepResults = dict[str, Tensor]

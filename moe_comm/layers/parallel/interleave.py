@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from moe_comm.errors import ConfigError
+from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.parallel.recompute import new_forward
 
 if TYPE_CHECKING:
@@ -95,33 +95,46 @@ class BackwardTurns:
     """
 
     def __init__(self) -> None:
-        self._steps: Steps[None] | None = None
+        self._steps: Steps[Any] | None = None
+        self._result: tuple[Any, ...] = ()  # of steps that are complete
 
     def advance(self) -> None:
         """Run the next step of the forward pass, if there is one."""
-        if self._steps is not None:
-            with new_forward():
-                next(self._steps, None)
+        steps = self._take()  # dropped if it raises
+        if steps is not None:
+            try:
+                with new_forward():
+                    next(steps)
+                self._steps = steps
+            except StopIteration as end:
+                self._result = (end.value,)
+
+    def _take(self) -> Steps[Any] | None:
+        steps, self._steps = self._steps, None
+        return steps
 
     def run(self, forward: Steps[T], backward: Callable[[], None]) -> T:
         """Run ``backward``, and ``forward`` inside of it, and return its result. If one raises, ``forward`` is closed.
 
         Steps that ``backward`` leaves over run after it.
+
+        Raises:
+            MoeCommError: ``forward`` raised inside of ``backward``, which caught the error.
         """
-        results: list[T] = []
-
-        def steps() -> Steps[None]:
-            results.append((yield from forward))
-
-        self._steps = steps()
+        self._steps = forward
         try:
             backward()
-            while not results:
-                self.advance()
+            left: Steps[T] | None = self._take()
+            if left is not None:
+                with new_forward():
+                    return finish(left)
+            if not self._result:
+                raise MoeCommError("the forward pass failed inside of the backward pass, which hid the error")
+            result: T = self._result[0]
+            return result
         finally:
-            self._steps.close()
-            self._steps = None
-        return results[0]
+            forward.close()
+            self._steps, self._result = None, ()
 
 
 class TurnParameters:

@@ -37,6 +37,7 @@ class PipelineSchedule:
     least, most: supported stages per rank (``virtual``); None: no bound. usual: the default.
     splits_backward: weight gradients are computed separately from input gradients, by ``torch.autograd.grad``. Hooks
         that wait for the accumulation of a parameter's gradient do not run.
+    pairs_passes: the schedule has pairs of a forward and a backward pass of different micro-batches.
     """
 
     torch_name: str
@@ -45,6 +46,7 @@ class PipelineSchedule:
     most: int | None
     usual: int
     splits_backward: bool
+    pairs_passes: bool = False
 
     @property
     def single(self) -> bool:
@@ -58,7 +60,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     "interleaved_1f1b": PipelineSchedule("Interleaved1F1B", "loop", 2, None, 2, False),
     "zero_bubble": PipelineSchedule("InterleavedZeroBubble", "loop", 1, None, 1, True),
     "zbv": PipelineSchedule("ZBVZeroBubble", "v", 2, 2, 2, True),
-    "dualpipev": PipelineSchedule("DualPipeV", "v", 2, 2, 2, True),
+    "dualpipev": PipelineSchedule("DualPipeV", "v", 2, 2, 2, True, pairs_passes=True),
 }
 
 

@@ -181,8 +181,15 @@ class Pipeline:
         self._group: ProcessGroup = group
         self._channel: Channel = channel_of(group)
         sharded = any(isinstance(module, FSDPModule) for module in self._modules)
-        pairs = options.interleave and schedule == "dualpipev" and not sharded
+        pairs = options.interleave and info.pairs_passes and not sharded
         self._backward_turns = BackwardTurns() if pairs else None
+        if self._backward_turns is not None:
+            for layer in self._moe_layers():
+                if layer.in_flight_hook is not None:
+                    raise ConfigError(
+                        f"{schedule} with interleave sets in_flight_hook of the MoE layers, but a layer has one"
+                    )
+                layer.in_flight_hook = self._backward_turns.advance
         self._built: _Built | None = None
         self._transfers = Transfers()
         self._losses: list[Tensor] = []
@@ -269,12 +276,18 @@ class Pipeline:
         return self._result(len(batches))
 
     def close(self) -> None:
-        """Release the buffers.
+        """Release the buffers, and reset ``in_flight_hook`` of the MoE layers.
 
         The process group is kept: torch would reuse its name for the next group, and gloo would then hang on the
         entries that this group left in the store.
         """
         self._built = None
+        if self._backward_turns is not None:
+            for layer in self._moe_layers():
+                layer.in_flight_hook = None
+
+    def _moe_layers(self) -> list[Any]:
+        return [layer for module in self._modules for layer in module.moe_layers()]
 
     @property
     def _holds_last(self) -> bool:
@@ -311,15 +324,14 @@ class Pipeline:
 
     def _overlap_pairs(self, schedule: Any, stages: Sequence[Stage], turns: BackwardTurns) -> None:
         """Run the forward pass of each pair of passes while transfers of its backward pass are in flight."""
-        for module in self._modules:
-            for layer in module.moe_layers():
-                layer.in_flight_hook = turns.advance
 
         def wait(key: tuple[int, int]) -> None:
-            for work in schedule.fwd_recv_ops.get(key, ()):
+            works = schedule.fwd_recv_ops.get(key, [])
+            for work in works:
                 work.wait()
-            if key in schedule.fwd_recv_ops:
-                schedule.fwd_recv_ops[key] = []  # the schedule waits again, but gloo's transfers complete only once
+            works.clear()  # the schedule waits again, but gloo's transfers complete only once
+            stage, chunk = key
+            self._transfers.received(ACTIVATIONS, between(stage - 1), chunk * self._options.turns)
 
         by_index = {stage.stage_index: stage for stage in stages}
         actions = schedule.pipeline_order_with_comms[self._place]

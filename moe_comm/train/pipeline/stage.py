@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,8 @@ class StageContext:
     num_stages: int
     device: torch.device
     group: ProcessGroup
-    options: RunnerOptions = field(default_factory=RunnerOptions)
-    transfers: Transfers = field(default_factory=Transfers)
+    options: RunnerOptions
+    transfers: Transfers
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,9 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Tensor:
         self._chunk = fwd_chunk_id
         inputs = self._ids(fwd_chunk_id) if self.is_first else ()
-        received = (ACTIVATIONS, self._before)
-        with COMMUNICATION.paused(), self._working("forward", fwd_chunk_id, *received):
+        has_run = fwd_chunk_id in self._outputs
+        working = nullcontext() if has_run else self._working("forward", fwd_chunk_id, ACTIVATIONS, self._before)
+        with COMMUNICATION.paused(), working:
             y: Tensor = super().forward_one_chunk(fwd_chunk_id, inputs, {}, *more, **options)
         return y
 

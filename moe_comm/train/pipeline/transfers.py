@@ -41,9 +41,7 @@ class Transfers:
     def working(self, name: str, layer: str, micro: int, what: str = "", between: str = "") -> Iterator[None]:
         """Context of a pass of stage ``layer`` on a micro-batch, which receives ``what`` over the edge ``between``."""
         EVENTS.micro = micro
-        peer = self._expected.pop((what, between, micro), -1)
-        if peer >= 0 and self._gap is not None:
-            self._gap.put(name=f"receive {what}", layer=between, peer=peer)
+        self._name_gap(what, between, micro)
         in_step = self._gap is not None
         self._close()
         try:
@@ -52,6 +50,13 @@ class Transfers:
         finally:
             if in_step:
                 self._open()
+
+    def received(self, what: str, between: str, micro: int) -> None:
+        """End the span of the wait for ``what``, which was received before its pass, and begin the next one."""
+        EVENTS.micro = micro
+        if self._name_gap(what, between, micro):
+            self._close()
+            self._open()
 
     def receives(self, what: str, between: str, micro: int, ops: Sequence[Any]) -> None:
         """Record torch's receive operations of ``what``."""
@@ -72,6 +77,14 @@ class Transfers:
         """Record a send of ``what`` to the global rank ``peer``."""
         with EVENTS.span(Kind.TRANSFER, f"send {what}", layer=between, peer=peer, nbytes=nbytes):
             pass
+
+    def _name_gap(self, what: str, between: str, micro: int) -> bool:
+        """Name the open span after an expected receive of ``what``, and return whether there is one."""
+        peer = self._expected.pop((what, between, micro), -1)
+        if peer < 0 or self._gap is None:
+            return False
+        self._gap.put(name=f"receive {what}", layer=between, peer=peer)
+        return True
 
     def _open(self) -> None:
         self._gap = EVENTS.span(Kind.TRANSFER, "between passes").__enter__()

@@ -13,6 +13,8 @@ from torch import Tensor
 from moe_comm.errors import InputError, MoeCommError
 from moe_comm.layers.transformer.config import Recompute
 from moe_comm.layers.transformer.model import Transformer
+from moe_comm.runtime.event_reader import read_spans
+from moe_comm.runtime.events import EVENTS
 from moe_comm.topology import ParallelConfig
 from tests.layers.transfers import record_transfers
 from tests.pool import RankPool, with_longer_deadline
@@ -21,6 +23,7 @@ from tests.train.interleaving import BY_WEIGHT_4, EXPERTS_ONLY, TIED, Case, diff
 PP2 = ParallelConfig(pp=2)
 PP2_EP2 = ParallelConfig(pp=2, dp=2, ep=2)
 EIGHT_LAYERS = replace(EXPERTS_ONLY, layers=8)
+SPANS_STEP = 4_321
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -105,6 +108,21 @@ def test_a_forward_pass_runs_while_transfers_of_its_backward_pass_are_in_flight(
     assert forward == (14,) * 4 and other_forward == (0,) * 4
     if recompute == "none":  # recomputation ends before it waits for the last results, which stay in the log
         assert backward == (14,) * 4 and other_backward == (0,) * 4
+
+
+def _receives(rank: int, world: int, case: Case) -> tuple[int, int]:
+    """Return how many waits for activations are recorded, and how many of them after the last forward pass began."""
+    EVENTS.step = SPANS_STEP
+    train(case, True)
+    spans = [span for span in read_spans(EVENTS.region) if span.step == SPANS_STEP]
+    begins = [span.begin_ns for span in spans if span.name == "receive activations"]
+    forward = {(span.layer, span.micro): span.begin_ns for span in reversed(spans) if span.name == "forward"}
+    return len(begins), sum(begin > max(forward.values()) for begin in begins)
+
+
+def test_the_wait_for_the_input_of_a_pair_is_recorded_before_its_forward_pass(pool2: RankPool) -> None:
+    for receives, late in pool2.run(_receives, Case(PP2, "dualpipev", 8, EXPERTS_ONLY)):
+        assert receives >= 4 and late == 0
 
 
 def _fail(rank: int, world: int, arg: tuple[str, float]) -> tuple[str, str]:
