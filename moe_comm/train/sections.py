@@ -267,9 +267,9 @@ class ParallelSection(Section):
             starts. Those that are set here are kept.
         machine: with ``auto``, the name of an accelerator or the path of a hardware description, as the planner takes
             them. None: measure the ranks when the run starts.
-        trials: with ``auto``, number of mappings of which four steps are measured before the run, if their predictions
-            differ by at most 25%. The fastest is used. None: 3 if that is at most 5% of the steps of the run and
-            ``machine`` is not given, else 0.
+        trials: with ``auto``, number of mappings with different degrees of which four steps are measured before the
+            run, of the ten fastest predictions, if they differ by at most 25%. The fastest mapping is used. None: 3 if
+            that is at most 5% of the steps of the run and ``machine`` is not given, else 0.
         ranks: processes that the command line starts. Under torchrun, its world size is used.
         tp: tensor-parallel size, with sequence parallelism.
         cp: context-parallel size.
@@ -284,7 +284,7 @@ class ParallelSection(Section):
         sharding: "replicate" (no sharding), "zero1" (shard optimizer state and masters) or "fsdp" (shard everything).
         dp_replicate: with "fsdp", number of blocks of consecutive ranks, such as hosts, that each store all shards
             (HSDP). Weights are gathered within a block; gradients are summed within a block, then over the blocks. It
-            must divide dp, and the ranks that share an expert unless there is only one.
+            must divide cp x dp, and edp unless that is 1.
         compress: send gradients as bf16 and sum them in fp32.
         overlap_gradients: reduce gradients during the last backward pass, and gather the weights of "zero1" during the
             next forward pass, with the same bits. "auto": between hosts and on GPUs.
@@ -348,10 +348,10 @@ class ParallelSection(Section):
         if self.auto:
             raise ConfigError("parallel.auto chooses the mapping when a run starts; use moe-comm train")
         result = ParallelConfig.of(world, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, etp=self.etp)
-        sizes = {"dp": result.dp, "edp": result.edp}
-        if result.dp % self.dp_replicate or (result.edp > 1 and result.edp % self.dp_replicate):
+        sizes = {"cp x dp": result.size("cp", "dp"), "edp": result.edp}
+        if sizes["cp x dp"] % self.dp_replicate or (result.edp > 1 and result.edp % self.dp_replicate):
             raise ConfigError(
-                f"dp_replicate must divide dp, and edp unless it is 1; got {self.dp_replicate} and {sizes}"
+                f"dp_replicate must divide cp x dp, and edp unless it is 1; got {self.dp_replicate} and {sizes}"
             )
         return result
 

@@ -83,6 +83,19 @@ class UnitRanks:
         return cls(axes, shards, groups, replicas)
 
 
+@dataclass(frozen=True)
+class UnitOptions:
+    """Options of FSDP units.
+
+    Attributes:
+        reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
+        interleave: micro-batches run in turns.
+    """
+
+    reshard_after_forward: bool = True
+    interleave: bool = False
+
+
 class FSDPParameters:
     """Parameters that FSDP shards. ``fully_shard`` changes ``modules`` in place.
 
@@ -91,9 +104,7 @@ class FSDPParameters:
         trained: the parameters to shard.
         ignored: parameters of ``modules`` that FSDP ignores.
         transfers: reduces gradients.
-        reshard_after_forward: free the gathered weights of each unit, except the root, after forward.
-        interleave: prepare ``modules`` for micro-batches that run in turns.
-        dense, experts: ranks of the units.
+        units: ranks of the units with dense parameters, and of those with experts.
 
     Raises:
         ConfigError: one module directly has dense and expert parameters, a parameter is already sharded over an axis
@@ -107,14 +118,12 @@ class FSDPParameters:
         ignored: set[nn.Parameter],
         mesh: ParallelMesh,
         transfers: Transfers,
-        dense: UnitRanks,
-        experts: UnitRanks,
-        reshard_after_forward: bool = True,
-        interleave: bool = False,
+        units: tuple[UnitRanks, UnitRanks],
+        options: UnitOptions,
     ) -> None:
-        self._mesh, self._transfers, self._ignored, self._reshard = mesh, transfers, ignored, reshard_after_forward
+        self._mesh, self._transfers, self._ignored, self._ranks = mesh, transfers, ignored, units
+        self._reshard = options.reshard_after_forward
         self._units: list[UnitCollectives] = []
-        self._dense, self._experts = dense, experts
         self.roots = list(modules)
         _check_disjoint(self.roots)
         self._shapes = {item.name: tuple(item.param.shape) for item in trained}
@@ -133,7 +142,7 @@ class FSDPParameters:
             self._shard(root, default)
             if transfers.lanes[0].own_groups:
                 _prefetch(root)
-            if interleave:
+            if options.interleave:
                 _run_in_turns(root)
         self._bind(trained)
 
@@ -154,7 +163,7 @@ class FSDPParameters:
                 self._fully_shard(module, expert, None if separate else default, module is not root and self._reshard)
 
     def _fully_shard(self, module: nn.Module, expert: bool, dtype: torch.dtype | None, reshard: bool) -> None:
-        ranks = self._experts if expert else self._dense
+        ranks = self._ranks[expert]
         # Inputs are not cast: modules choose their compute dtype, as without FSDP.
         policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
         world = ranks.mesh.size()
@@ -183,7 +192,7 @@ class FSDPParameters:
         for item in trained:
             param = params[item.name]
             assert isinstance(param, DTensor)
-            ranks = self._experts if item.sharding.expert else self._dense
+            ranks = self._ranks[item.sharding.expert]
             shard = shard_slice(self._shapes[item.name], ranks.mesh.get_local_rank(), ranks.mesh.size(), even=True)
             value = nn.Parameter(param.to_local().detach())
             if value.shape != shard.shape(self._shapes[item.name]):

@@ -45,7 +45,7 @@ class ExpertSize:
         mesh, states = data_parallel.mesh, state_tensors()
         for item in parameters_of(layer, name, data_parallel).values():
             weights += math.prod(item.sharding.local_shape(mesh.place, mesh.sizes)[1:])
-            for tensor in (item.value, *states.get(item.name, {}).values()):
+            for tensor in (item.value, *moved_state(item.name, item.value, states.get(item.name, {}))):
                 num_bytes += math.prod(tensor.shape[1:]) * tensor.element_size()
         return cls(weights, num_bytes)
 

@@ -15,7 +15,7 @@ forward pass runs (``bucket_schedule``). The results have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, get_args
@@ -34,7 +34,7 @@ from moe_comm.runtime.event_layout import NO_NAME
 from moe_comm.topology import ParallelMesh, Sharding
 from moe_comm.train.parallel.bucket_schedule import BucketSchedule, Lane, Transfers
 from moe_comm.train.parallel.compress import GradientReducer, GradientTraffic
-from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, UnitRanks, fits
+from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES, FSDPParameters, UnitOptions, UnitRanks, fits
 from moe_comm.train.parallel.parameters import LocalParameter, OwnedParameter, local_parameters
 from moe_comm.train.parallel.replicate import ReplicatedParameters
 from moe_comm.train.parallel.transfer_thread import TransferThread
@@ -151,8 +151,10 @@ class DataParallel:
         if options.strategy == "fsdp" and dist.is_initialized():
             dense, experts = (UnitRanks.of(mesh, axes, options.replicas) for axes in (DENSE_AXES, EXPERT_AXES))
             self._units = dense, experts
-        self._transfers = self._make_transfers(trained)
-        self._groups = self._make_groups(stages, trained)
+        sharded = [item for item in trained if self._is_sharded(item)]
+        parts = sharded, [item for item in trained if item not in set(sharded)]
+        self._transfers = self._make_transfers(*parts)
+        self._groups = self._make_groups(stages, *parts)
         names = [item.name for item in trained]
         by_name = {owned.name: owned for group in self._groups for owned in group.owned}
         counted = next((name for name in names if name in self.tied), None) if mesh.place["pp"] == 0 else None
@@ -161,7 +163,7 @@ class DataParallel:
             owned.counted = owned.name not in self.tied or owned.name == counted
         buckets = [bucket for part in (self._zero, self._replicated) if part is not None for bucket in part.buckets]
         transfers = self._transfers
-        if self._fsdp is not None:  # the units of FSDP use the first lane, in the order of their own gradients
+        if self._units is not None:
             transfers = replace(transfers, lanes=transfers.lanes[1:])
         self._schedule = BucketSchedule(buckets, stages, transfers)
 
@@ -230,7 +232,7 @@ class DataParallel:
 
     def finish(self) -> None:
         """Wait for transfers in flight, and drop the gradients of a step that is discarded. Collective."""
-        self._schedule.drop()
+        self.zero_grad()
         self._schedule.wait_weights()
 
     def close(self) -> None:
@@ -245,71 +247,61 @@ class DataParallel:
                     if comm is not None:
                         comm.close_part(own_group)
 
-    def _make_groups(self, stages: list[nn.Module], trained: list[LocalParameter]) -> list[ParameterGroup]:
+    def _is_sharded(self, item: LocalParameter) -> bool:
+        """Return whether a rank stores or updates a part of the parameter only."""
+        if self.options.strategy == "zero1":
+            return ZeroParameters.fits(item, self.mesh)
+        return self._units is not None and fits(item) and not self._units[item.sharding.expert].replicated
+
+    def _make_groups(
+        self, stages: list[nn.Module], sharded: Sequence[LocalParameter], replicated: Sequence[LocalParameter]
+    ) -> list[ParameterGroup]:
         options = self.options
-        if options.strategy == "zero1":
-            sharded = [item for item in trained if ZeroParameters.fits(item, self.mesh)]
-        elif self._units is not None:
-            dense, experts = self._units
-            sharded = [
-                item for item in trained if fits(item) and not (experts if item.sharding.expert else dense).replicated
-            ]
-        else:
-            sharded = []
-        sharded_set = set(sharded)
-        replicated = [item for item in trained if item not in sharded_set]
         self._zero: ZeroParameters | None = None
         self._fsdp: FSDPParameters | None = None
-        if sharded and options.strategy == "zero1":
-            self._zero = ZeroParameters(sharded, self.mesh, options.bucket_bytes, options.keep_gradients)
-        elif sharded:
+        if sharded and self._units is not None:
             ignored = {item.param for item in replicated}
             # Zero-bubble schedules look up a stage's weights between forward and backward, and silently omit the
             # gradients of resharded ones. Other schedules would gather the weights for each micro-batch.
             reshard = options.reshard_after_forward and self.mesh.size("pp") == 1
-            assert self._units is not None
-            self._fsdp = FSDPParameters(
-                stages, sharded, ignored, self.mesh, self._transfers, *self._units, reshard, options.interleave
-            )
+            unit_options = UnitOptions(reshard, options.interleave)
+            self._fsdp = FSDPParameters(stages, sharded, ignored, self.mesh, self._transfers, self._units, unit_options)
+        elif sharded:
+            self._zero = ZeroParameters(sharded, self.mesh, options.bucket_bytes, options.keep_gradients)
         self._replicated = ReplicatedParameters(replicated, self.mesh, options.bucket_bytes)
         groups: list[ParameterGroup | None] = [self._zero, self._fsdp, self._replicated]
         return [group for group in groups if group is not None]
 
-    def _make_transfers(self, trained: Sequence[LocalParameter]) -> Transfers:
-        options = self.options
-        families: list[tuple[ProcessGroup | None, ...]]
-        if self._units is None:
-            families = [(self.mesh.sum_group(item.sharding),) for item in trained]
-        elif (
-            options.keep_gradients
-        ):  # the guard compares the gradients of FSDP before ``reduce``: they must be complete
-            families = []
-        else:
-            families = [(unit.groups.shards, unit.groups.replicas) for unit in self._units]
-            families += [(self.mesh.group(*unit.axes),) for unit in self._units if unit.replicated]
-        device = trained[0].param.device if trained else torch.device("cpu")
-        lanes = [Lane(TransferThread(device), self._new_reducer(), self._own_groups(families)) for _ in range(LANES)]
+    def _make_transfers(self, sharded: Sequence[LocalParameter], replicated: Sequence[LocalParameter]) -> Transfers:
+        """Return the threads. With FSDP, its units use the first lane, and other parameters the second one."""
+        in_buckets = replicated if self._units is not None else [*sharded, *replicated]
+        groups = self._overlapped(self.mesh.sum_group(item.sharding) for item in in_buckets)
+        own_groups = [self._own_groups(self._unit_groups() if self._units is not None else groups)]
+        own_groups += [self._own_groups(groups) for _ in range(LANES - 1)]
+        device = next((item.param.device for item in (*sharded, *replicated)), torch.device("cpu"))
+        lanes = [Lane(TransferThread(device), self._new_reducer(), own) for own in own_groups]
         return Transfers(self._new_reducer(), lanes)
 
     def _new_reducer(self) -> GradientReducer:
         return GradientReducer(self.options.compress, self.options.bucket_bytes)
 
-    def _own_groups(self, families: Sequence[tuple[ProcessGroup | None, ...]]) -> dict[ProcessGroup, ProcessGroup]:
-        """Return a second group of the same ranks for each group of the families that overlap. Collective.
+    def _unit_groups(self) -> list[ProcessGroup | None]:
+        """Return the groups of FSDP units whose gradients are reduced in a thread. Collective."""
+        if self._units is None or self.options.keep_gradients:
+            return []  # the guard compares the gradients of FSDP before ``reduce``, so they must be complete
+        # Decided for all ranks of a unit at once: a group of replicas may be on one host and the next one on several.
+        overlapped = self._overlapped(self.mesh.group(*unit.axes) for unit in self._units)
+        units = [one for one in self._units if self.mesh.group(*one.axes) in overlapped and not one.replicated]
+        return [group for unit in units for group in (unit.groups.shards, unit.groups.replicas)]
 
-        families: groups over which the same gradients are reduced; all of them overlap, or none. None: one rank.
-        """
-        # The order of creation is the same on all ranks, so that they do not wait for each other in a cycle.
-        groups = sorted(
-            {group for family in families for group in family if group is not None and group.size() > 1},
-            key=dist.get_process_group_ranks,
-        )
-        overlapped = {group for group in groups if self._overlaps(group)}
-        overlapped.update(group for family in families if overlapped & {*family} for group in family if group in groups)
+    def _overlapped(self, groups: Iterable[ProcessGroup | None]) -> list[ProcessGroup]:
+        """Return the groups whose collectives run in threads. Collective."""
+        return [group for group in _in_order(groups) if self._overlaps(group)]
+
+    def _own_groups(self, groups: Iterable[ProcessGroup | None]) -> dict[ProcessGroup, ProcessGroup]:
+        """Return a second group of the same ranks for each group. Collective."""
         own: dict[ProcessGroup, ProcessGroup] = {}
-        for group in groups:
-            if group not in overlapped:
-                continue
+        for group in _in_order(groups):
             own[group] = communicator_of(group).duplicate(channel_of(group).timeout_s)
             # Spans with a group are counted as calls of the main thread.
             communicator_of(own[group]).span_group = NO_NAME
@@ -343,3 +335,10 @@ class DataParallel:
             total = sum_values(total, self.mesh.tied_group)
         for owned in copies:
             owned.value.grad = total.clone() if len(copies) > 1 else total
+
+
+def _in_order(groups: Iterable[ProcessGroup | None]) -> list[ProcessGroup]:
+    """Return the groups of several ranks in the same order on all ranks, so that they do not wait in a cycle."""
+    return sorted(
+        {group for group in groups if group is not None and group.size() > 1}, key=dist.get_process_group_ranks
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, shard_slic
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, global_norm
 from moe_comm.train.pipeline import prepare_backward
-from tests.pool import RankFailure
+from tests.pool import RankFailure, RankPool
 from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, train
 
 STRATEGIES = ("replicate", "zero1", "fsdp")
@@ -118,6 +119,23 @@ def test_fsdp_with_replicas_trains_as_one_process_does(pool4, config, overlap):
             difference = (value - expected[name]).abs().max() / expected[name].abs().max()
             assert difference < 1e-5, f"{kind}: {name} differs by {difference:.1e}"
         assert [result[kind][1] for result in results] == pytest.approx([norm] * 4, rel=1e-5)
+
+
+def on_uneven_hosts(rank: int, world: int, config: ParallelConfig) -> Any:
+    """Train in two blocks of ranks 0, 1 and 2, 3, of which rank 3 is on a host of its own."""
+    with patch("socket.gethostname", return_value="second" if rank == 3 else "first"):
+        return trained_in_blocks(rank, world, (config, "auto"))
+
+
+def test_replicas_of_which_some_are_on_one_host_overlap_alike():
+    config = ParallelConfig(dp=4)
+    with RankPool(4) as pool:
+        on_hosts = pool.run(on_uneven_hosts, config, timeout=200)
+    with RankPool(4) as pool:
+        expected = pool.run(trained_in_blocks, (config, "off"), timeout=200)
+    for mine, other in zip(on_hosts, expected, strict=True):
+        for kind in OPTIMIZERS:
+            assert mine[kind][1] == pytest.approx(other[kind][1], rel=1e-5)
 
 
 def test_the_closed_form_gradient_of_the_toy_equals_plain_torch():
