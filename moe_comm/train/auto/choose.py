@@ -115,10 +115,10 @@ def resolve_parallel(
             _slowest_median(step_seconds(resolved(config, ranks.world, tried), TRIAL_STEPS)[1:], ranks)
             for tried, _ in candidates
         ]
-        settings = candidates[measured_s.index(min(measured_s))][0]
-        results = sorted(zip(measured_s, (name for _, name in candidates), strict=True))
-        measured = "; ".join(f"{name}: {seconds:.3g} s" for seconds, name in results)
-        text = f"{PREFIX}{results[0][1]}. Steps measured: {measured}. Predicted: {text.removeprefix(PREFIX)}"
+        results = sorted(zip(measured_s, candidates, strict=True), key=lambda result: result[0])
+        settings, fastest = results[0][1]
+        measured = "; ".join(f"{name}: {seconds:.3g} s" for seconds, (_, name) in results)
+        text = f"{PREFIX}{fastest}. Steps measured: {measured}. Predicted: {text.removeprefix(PREFIX)}"
     return resolved(config, ranks.world, settings), text
 
 
@@ -231,6 +231,9 @@ def search_space(config: TrainConfig) -> SearchSpace:
         raise ConfigError("parallel.auto: stage_layers requires pp, because it has the layers of each stage")
     fixed = {axis: given[axis] for axis in DEGREES if axis in given}
     sharding: tuple[ShardingMode, ...] = (given["sharding"],) if "sharding" in given else get_args(ShardingMode)
+    if config.placement.kind == "replicate":  # as TrainConfig requires
+        fixed.setdefault("pp", 1)
+        sharding = tuple(mode for mode in sharding if mode != "fsdp")
     overlap: tuple[OverlapMode, ...] = ("none", "chunks")
     if "overlap_chunks" in given:
         overlap = ("chunks",) if given["overlap_chunks"] else ("none",)
