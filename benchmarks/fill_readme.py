@@ -235,7 +235,18 @@ def parity_block(folder: Path) -> str:
         if copies == 0
         else f"Replicas of a parameter differ by {copies:.0e}"
     )
-    lines += ["", f"{result['steps']} steps, fp32; largest relative differences. {note}. `{folder}/parity.json`."]
+    largest = [
+        f"{optimizer}{capacity}: losses {max(one['loss_rel_diff'] for one in entries):.0e}, weights "
+        f"{max(one['param_rel_diff'] for one in entries):.0e}"
+        for optimizer in optimizers
+        for capacity, mode in (("", "dropless"), (" with capacity limits", "capacity (batch)"))
+        if (entries := [one for one in result["mappings"] if (one["optimizer"], one["mode"]) == (optimizer, mode)])
+    ]
+    lines += [
+        "",
+        f"{result['steps']} steps, fp32; largest relative differences ({'; '.join(largest)}). {note}. "
+        f"`{folder}/parity.json`.",
+    ]
     return "\n".join(lines)
 
 

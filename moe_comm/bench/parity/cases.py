@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 PIPELINES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
@@ -18,7 +17,7 @@ class ParityCase:
         settings: overrides of the common configuration.
         mode: "dropless", "capacity (batch)" (capacity over the micro-batch) or "capacity (rank)" (capacity per rank).
             The last one has no parity, because it depends on the distribution of the tokens.
-        model: overrides that also apply to the reference process.
+        common: overrides that also apply to the reference process.
         hosts: number of hosts (network namespaces) that the ranks are distributed over.
     """
 
@@ -26,7 +25,7 @@ class ParityCase:
     ranks: int
     settings: tuple[str, ...] = ()
     mode: str = "dropless"
-    model: tuple[str, ...] = ()
+    common: tuple[str, ...] = ()
     hosts: int = 1
 
     @property
@@ -38,26 +37,23 @@ class ParityCase:
         """Overrides for ``train.config.load``."""
         scope = {"capacity (batch)": "batch", "capacity (rank)": "rank"}.get(self.mode)
         drops = [] if scope is None else ["model.capacity=1.0", f"model.capacity_scope={scope}"]
-        return [f"parallel.ranks={self.ranks}", *self.settings, *self.model, *drops]
+        return [f"parallel.ranks={self.ranks}", *self.settings, *self.common, *drops]
 
 
 def _case(
     name: str,
     ranks: int,
     mode: str = "dropless",
-    model: Mapping[str, Any] = MappingProxyType({}),
-    more: Sequence[str] = (),
+    common: Sequence[str] = (),
+    placement: Sequence[str] = (),
     **parallel: Any,
 ) -> ParityCase:
-    return ParityCase(name, ranks, (*_keys("parallel", parallel), *more), mode, _keys("model", model))
+    settings = (*(f"parallel.{key}={value}" for key, value in parallel.items()), *placement)
+    return ParityCase(name, ranks, settings, mode, tuple(common))
 
 
-def _keys(section: str, values: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{section}.{key}={value}" for key, value in values.items())
-
-
-TIED = {"tie": "true"}
-DENSE_START = {"first_dense": 2, "dense_ffn": 96}
+TIED = ("model.tie=true",)
+DENSE_START = ("model.first_dense=2", "model.dense_ffn=96")
 """The first stage of two has no experts."""
 INTERLEAVED: dict[str, Any] = {"interleave": "true", "overlap_chunks": 2, "backend": "all_to_all"}
 DECISIONS = ("placement.every=4", "placement.window=4", "placement.threshold=0.0")
@@ -65,7 +61,7 @@ DECISIONS = ("placement.every=4", "placement.window=4", "placement.threshold=0.0
 
 CASES: tuple[ParityCase, ...] = (
     _case("tp 2", 2, tp=2, ep=1),
-    _case("tp 2, overlapped", 2, model=DENSE_START, tp=2, ep=1, overlap_chunks=2),
+    _case("tp 2, overlapped", 2, common=DENSE_START, tp=2, ep=1, overlap_chunks=2),
     _case("cp 2, ulysses", 2, cp=2, ep=1),
     _case("cp 2, ring", 2, cp=2, ep=1, context="ring"),
     _case("cp 2, token ring", 2, cp=2, ep=1, context="token_ring"),
@@ -78,13 +74,13 @@ CASES: tuple[ParityCase, ...] = (
     _case("ep 2, all-to-all in chunks", 2, ep=2, backend="all_to_all", overlap_chunks=2),
     _case("etp 2", 2, ep=1, etp=2),
     _case("ep 2, fsdp", 2, ep=2, sharding="fsdp"),
-    _case("ep 2, experts that move", 2, ep=2, more=("placement.kind=relocate", *DECISIONS)),
-    _case("ep 2, copies of experts", 2, ep=2, more=("placement.kind=replicate", "placement.slots=1", *DECISIONS)),
+    _case("ep 2, experts that move", 2, ep=2, placement=("placement.kind=relocate", *DECISIONS)),
+    _case("ep 2, copies of experts", 2, ep=2, placement=("placement.kind=replicate", "placement.slots=1", *DECISIONS)),
     *(_case(f"pp 2, {schedule}", 2, pp=2, schedule=schedule) for schedule in PIPELINES),
-    _case("pp 2, 1f1b, tied embedding", 2, model=TIED, pp=2),
-    _case("pp 2, zbv, tied embedding", 2, model=TIED, pp=2, schedule="zbv"),
+    _case("pp 2, 1f1b, tied embedding", 2, common=TIED, pp=2),
+    _case("pp 2, zbv, tied embedding", 2, common=TIED, pp=2, schedule="zbv"),
     _case("pp 2, uneven stages", 2, pp=2, schedule="interleaved_1f1b", stage_layers=[1, 0, 2, 1]),
-    _case("pp 2, a stage without experts", 2, model=DENSE_START, pp=2),
+    _case("pp 2, a stage without experts", 2, common=DENSE_START, pp=2),
     _case("ep 2, capacity", 2, "capacity (batch)", ep=2),
     _case("tp 2, ep 2, capacity", 2, "capacity (batch)", tp=2, ep=2),
     _case("cp 2, ring, ep 2, capacity", 2, "capacity (batch)", cp=2, context="ring", ep=2),
@@ -102,11 +98,17 @@ CASES: tuple[ParityCase, ...] = (
     _case("pp 2, dp 2 | ep 2, zbv, zero1", 4, pp=2, dp=2, ep=2, schedule="zbv", sharding="zero1"),
     _case("pp 2, dp 2 | ep 2, zbv, overlapped gradients", 4, pp=2, dp=2, ep=2, schedule="zbv", overlap_gradients="on"),
     _case("pp 2, tp 2 | ep 2, dualpipev", 4, pp=2, tp=2, ep=2, schedule="dualpipev"),
-    replace(
-        _case("pp 2, tp 2 | ep 2, dualpipev, interleaved", 4, pp=2, tp=2, ep=2, schedule="dualpipev", **INTERLEAVED),
-        model=("data.micro_batches=8",),
+    _case(
+        "pp 2, tp 2 | ep 2, dualpipev, interleaved",
+        4,
+        common=("data.micro_batches=8",),
+        pp=2,
+        tp=2,
+        ep=2,
+        schedule="dualpipev",
+        **INTERLEAVED,
     ),
-    _case("pp 2, dp 2 | ep 2, zero1, tied", 4, model=TIED, pp=2, dp=2, ep=2, sharding="zero1"),
+    _case("pp 2, dp 2 | ep 2, zero1, tied", 4, common=TIED, pp=2, dp=2, ep=2, sharding="zero1"),
     _case("pp 2, cp 2 token ring | ep 2", 4, pp=2, cp=2, ep=2, context="token_ring"),
     _case("pp 2, cp 2 ring | etp 2", 4, pp=2, cp=2, ep=1, etp=2, context="ring"),
     _case("pp 2, tp 2 | etp 2, zbv", 4, pp=2, tp=2, ep=1, etp=2, schedule="zbv"),

@@ -174,9 +174,9 @@ def compare(
         common = [*COMMON, f"run.steps={steps}", f"data.cache={folder}"]
         references: dict[tuple[str, tuple[str, ...], str], TrainingResult] = {}
         for optimizer in optimizers:
-            for mode, model in dict.fromkeys((case.mode, case.model) for case in cases):
-                one_process = ParityCase("one process", 1, ("parallel.ep=1",), mode, model)
-                references[mode, model, optimizer] = _launch([(one_process, optimizer)], common, settings, 1)[0][0]
+            for mode, same in dict.fromkeys((case.mode, case.common) for case in cases):
+                one_process = ParityCase("one process", 1, ("parallel.ep=1",), mode, same)
+                references[mode, same, optimizer] = _launch([(one_process, optimizer)], common, settings, 1)[0][0]
         for ranks, hosts in sorted({(case.ranks, case.hosts) for case in cases}):
             jobs = [
                 (case, optimizer)
@@ -188,7 +188,7 @@ def compare(
                 batch = jobs[first : first + JOBS_PER_PROCESS]
                 results = _launch(batch, common, settings, ranks, hosts)
                 for (case, optimizer), trained in zip(batch, results, strict=True):
-                    yield _row(case, optimizer, trained, references[case.mode, case.model, optimizer])
+                    yield _row(case, optimizer, trained, references[case.mode, case.common, optimizer])
 
 
 def _launch(
