@@ -138,7 +138,7 @@ def test_copies_of_experts_exclude_mappings_that_do_not_support_them() -> None:
     config = config_of("comm")
     assert choose(config, shape_of(config), small).settings["sharding"] == "fsdp"
     config = config_of("comm", "placement.kind=replicate", "placement.slots=1")
-    with pytest.raises(ConfigError, match="no mapping fits memory.* Nearest: .*zero1"):
+    with pytest.raises(ConfigError, match=r"no mapping fits memory.* Nearest: .*zero1"):
         choose(config, shape_of(config), small)
 
 
