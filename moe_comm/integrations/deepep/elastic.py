@@ -167,8 +167,7 @@ class ElasticBuffer(GroupBuffer):
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        wait_for(previous_event, previous_event_before_epilogue)
-        fault = _event_fault(previous_event, allocate_on_comm_stream)
+        fault = _wait(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 fault = InputError("with a handle, topk_idx must be None and do_cpu_sync must not be True")
@@ -262,8 +261,7 @@ class ElasticBuffer(GroupBuffer):
             ConfigError: the expanded layout with ``allow_multiple_reduction=False``; on every rank.
             InputError, RankMismatch, PeerDied, PeerTimeout: as ``Buffer.combine``.
         """
-        wait_for(previous_event, previous_event_before_epilogue)
-        fault = _event_fault(previous_event, allocate_on_comm_stream)
+        fault = _wait(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         self._check_handle(handle, EPHandle, x)
         routes, expanded = handle.routes, handle.num_expanded_tokens if handle.do_expand else None
         if handle.do_expand and not self.allow_multiple_reduction:
@@ -300,7 +298,9 @@ def _laid_out(handle: EPHandle, x: Rows, weights_RK: Tensor | None) -> tuple[Row
     return rows, None, None if weights_RK is None else expanded(weights_RK[has_slot])
 
 
-def _event_fault(previous: Any, allocates: bool) -> MoeCommError | None:
+def _wait(previous: Event, before_epilogue: Event, allocates: bool) -> MoeCommError | None:
+    """Make the current stream wait for the events. Return the error for arguments that DeepEP excludes."""
+    wait_for(previous, before_epilogue)
     if previous is None or allocates:
         return None
     return ConfigError("previous_event needs allocate_on_comm_stream=True, as in DeepEP")

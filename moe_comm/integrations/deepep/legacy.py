@@ -25,7 +25,7 @@ from moe_comm.integrations.deepep.routes import (
     refuse,
     unpacked,
 )
-from moe_comm.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, in_blocks
+from moe_comm.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, in_blocks, scales_for
 
 
 class Handle(tuple[Any, ...]):
@@ -137,8 +137,7 @@ class Buffer(GroupBuffer):
         Raises:
             InputError: not [T, K], or ids out of range. Only on this rank, which has not communicated.
         """
-        wait_for(previous_event)
-        fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
+        fault = _wait(previous_event, async_finish, allocate_on_comm_stream)
         fault = fault or fault_of("topk_idx", topk_idx, ID_DTYPES, (None, None)) or range_fault(topk_idx, num_experts)
         if fault is not None:
             raise fault
@@ -183,8 +182,7 @@ class Buffer(GroupBuffer):
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        wait_for(previous_event)
-        fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
+        fault = _wait(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
@@ -200,15 +198,9 @@ class Buffer(GroupBuffer):
             or fault_of("num_tokens_per_expert", counts, (torch.int32, torch.int64), (None,))
             or fault_of("is_token_in_rank", is_token_in_rank, (torch.bool,), (len(unpacked(x)[0]), self.group_size))
         )
+        experts = 1 if fault or counts is None else len(counts)
         routes, rows, weights = self._exchange(
-            x,
-            topk_idx,
-            topk_weights,
-            1 if fault or counts is None else len(counts),
-            is_token_in_rank=is_token_in_rank,
-            tokens_per_expert=counts,
-            least_rows=num_worst_tokens,
-            fault=fault,
+            x, topk_idx, topk_weights, experts, is_token_in_rank, counts, least_rows=num_worst_tokens, fault=fault
         )
         if routes.num_rows > num_worst_tokens > 0:
             error = InputError(f"received {routes.num_rows} rows; num_worst_tokens is {num_worst_tokens}")
@@ -246,8 +238,7 @@ class Buffer(GroupBuffer):
             InputError, PeerDied, PeerTimeout: on every rank.
             RankMismatch: also if only some ranks pass ``topk_weights``, or ``bias``; on every rank.
         """
-        wait_for(previous_event)
-        fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
+        fault = _wait(previous_event, async_finish, allocate_on_comm_stream)
         self._check_handle(handle, Handle, x)
         handle.routes.check(fault or handle.routes.combine_fault(x, topk_weights, bias))
         y, weights = handle.routes.combine(x, topk_weights, bias)
@@ -323,16 +314,15 @@ class Buffer(GroupBuffer):
 
         handle = LowLatencyHandle((None, None, most, x.shape[1], num_experts))
         handle.sent, handle.mask_LS, handle.buffer = sent.handle, mask_LS, None
-        rows: Rows = padded(sent.rows_RD)
         if use_fp8:
-            values, scales = _quantized(sent.rows_RD, round_scale or use_ue8m0)
-            packed = padded(_exponents(scales) if use_ue8m0 else scales)
-            blocks = padded(values.view(torch.uint8)).view(E4M3)
-            rows = blocks, packed.transpose(1, 2).contiguous().transpose(1, 2)  # column-major, as DeepEP's kernels
+            values, scales = _quantized(sent.rows_RD, round_scale, use_ue8m0)
+            by_column = padded(scales).mT.contiguous().mT
+            rows: Rows = padded(values.view(torch.uint8)).view(E4M3), by_column
+        else:
+            rows = padded(sent.rows_RD)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += counts_L
-        hook = _nothing_left if return_recv_hook else None
-        return rows, counts_L, handle, finished(async_finish, x), hook
+        return rows, counts_L, handle, finished(async_finish, x), _nothing_left if return_recv_hook else None
 
     @torch.no_grad()
     def low_latency_combine(
@@ -384,7 +374,9 @@ def _nothing_left() -> None:
     """Return: the rows have been received."""
 
 
-def _event_fault(previous: Any, asynchronous: bool, allocates: bool) -> MoeCommError | None:
+def _wait(previous: EventOverlap | None, asynchronous: bool, allocates: bool) -> MoeCommError | None:
+    """Make the current stream wait for ``previous``. Return the error for arguments that DeepEP excludes."""
+    wait_for(previous)
     if not allocates or (previous is not None and asynchronous):
         return None
     return ConfigError("allocate_on_comm_stream needs previous_event and async_finish=True, as in DeepEP")
@@ -395,17 +387,12 @@ def _has_duplicates(ids_TK: Tensor) -> bool:
     return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any())
 
 
-def _quantized(rows_RD: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values and [R, D / 128] fp32 scales, with the arithmetic of DeepEP."""
+def _quantized(rows_RD: Tensor, powers_of_two: bool, exponents: bool) -> tuple[Tensor, Tensor]:
+    """Return e4m3 values and [R, D / 128] fp32 scales or, four in an int32, their exponents, as DeepEP does."""
     blocks = in_blocks(rows_RD.float())
     largest = blocks.abs().amax(2).clamp(min=1e-4)
-    scales, factors = largest / E4M3_MAX, E4M3_MAX / largest
-    if powers_of_two:
-        scales = torch.exp2(scales.log2().ceil())
-        factors = scales.reciprocal()
+    scales = scales_for(largest, powers_of_two or exponents)
+    factors = scales.reciprocal() if powers_of_two or exponents else E4M3_MAX / largest
+    if exponents:
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)
     return (blocks * factors.unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).flatten(1), scales
-
-
-def _exponents(scales: Tensor) -> Tensor:
-    """Return the exponents of powers of two, four in an int32."""
-    return (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)

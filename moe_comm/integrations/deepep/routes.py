@@ -147,9 +147,9 @@ class GroupBuffer:
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
         num_experts: int,
-        *,
         is_token_in_rank: Tensor | None = None,
         tokens_per_expert: Tensor | None = None,
+        *,
         least_rows: int = 0,
         fault: MoeCommError | None = None,
     ) -> tuple[Routes, Rows, Tensor | None]:
