@@ -196,6 +196,7 @@ def low_latency(rank: int, world: int, case: Case) -> None:
         )
         hook()
         values, scales = x if use_fp8 else (x, None)
+        assert handle == (None, None, most, case.hidden, case.num_experts)
         assert values.shape == (len(own), world * most, case.hidden) and event.event is None
         outputs = torch.full(values.shape, float("nan"), dtype=case.dtype)
         for local, expert in enumerate(own):
@@ -203,9 +204,7 @@ def low_latency(rank: int, world: int, case: Case) -> None:
             for source in range(world):
                 peer = oracle.batch(case, source)
                 token, slot = (peer.ids == expert).nonzero(as_tuple=True)
-                assert int(handle[1][local, source]) == at << 32 | len(token)
                 span = slice(at, at + len(token))
-                assert torch.equal(handle[0][local, span].long(), token)
                 assert isinstance(peer.x, Tensor)
                 if scales is None:
                     assert torch.equal(values[local, span], peer.x[token])
@@ -279,6 +278,7 @@ def faults(rank: int, world: int, _: None) -> dict[str, tuple[str, str]]:
         "x of integers": {"x": sent.x.int()},
         "x of one dimension": {"x": sent.x.flatten()},
         "x of no tensor": {"x": None},
+        "x of no dimension": {"x": torch.tensor(1.0)},
         "experts of no vector": {"num_tokens_per_expert": per_expert[:, None]},
         "scales of another length": {"x": (sent.x.to(torch.float8_e4m3fn), torch.ones(1, 1))},
         "layout of other tokens": {"is_token_in_rank": in_rank[:-1]},
@@ -324,6 +324,9 @@ def faults(rank: int, world: int, _: None) -> dict[str, tuple[str, str]]:
         "more tokens than a block holds": {"num_max_dispatch_tokens_per_rank": 2},
         "one expert twice": {"topk_idx": torch.zeros_like(sent.ids)},
         "ids of floats, low latency": {"topk_idx": sent.ids.float()},
+        "no ids, low latency": {"topk_idx": None},
+        "low-latency rows with scales": {"x": (sent.x.to(torch.float8_e4m3fn), torch.ones(len(sent.x), 1))},
+        "low-latency x of no tensor": {"x": None},
     }.items():
         attempt(name, buffer.low_latency_dispatch, fixed, changes)
     combine = {"x": blocks, "topk_idx": sent.ids, "topk_weights": sent.weights, "handle": made}
@@ -340,6 +343,7 @@ def faults(rank: int, world: int, _: None) -> dict[str, tuple[str, str]]:
     attempt("no largest number of tokens", elastic.dispatch, given, {})
     given |= {"num_max_tokens_per_rank": max(case.tokens), "do_expand": True}
     attempt("more tokens than the largest number", elastic.dispatch, given, {"num_max_tokens_per_rank": 2})
+    attempt("elastic x of no dimension", elastic.dispatch, given, {"x": torch.tensor(1.0)})
     expanded, _, slot_weights, made, _ = elastic.dispatch(**given)
     replay = {"x": sent.x, "topk_weights": sent.weights, "handle": made}
     for name, changes in {
@@ -370,9 +374,52 @@ def test_bad_arguments_of_one_rank_raise_on_every_rank(pools: dict[int, RankPool
         "LogFMT": "ConfigError",
     }
     for outcome in pools[2].run(faults, None):
-        assert len(outcome) == 40 and others.keys() <= outcome.keys()
+        assert len(outcome) == 45 and others.keys() <= outcome.keys()
         for name, (kind, text) in outcome.items():
             assert kind == others.get(name, "InputError"), f"{name}: {kind}: {text}"
+
+
+def low_latency_only(rank: int, world: int, mistakes: str) -> dict[str, tuple[str, str]]:
+    """Return what this rank raises if the last rank makes mistakes in a group without other dispatchers."""
+    deep_ep = install(timeout_s=20.0)
+    group = dist.new_group(backend="gloo")
+    buffer, case, last = deep_ep.Buffer(group), CASES[0], rank == world - 1
+    sent = oracle.batch(case, rank)
+    assert isinstance(sent.x, Tensor)
+    raised: dict[str, tuple[str, str]] = {}
+
+    def dispatch(x: Any) -> Any:
+        return buffer.low_latency_dispatch(x, sent.ids, 20, case.num_experts, use_fp8=False)
+
+    def combine(handle: Any) -> Any:
+        return buffer.low_latency_combine(rows, sent.ids, sent.weights, handle)[0]
+
+    def attempt(name: str, call: Callable[..., Any], arg: Any) -> None:
+        try:
+            call(arg)
+            raised[name] = "", ""
+        except Exception as error:
+            raised[name] = type(error).__name__, str(error)
+
+    if mistakes == "first":
+        attempt("x", dispatch, None if last else sent.x)
+    rows, _, handle, _, _ = dispatch(sent.x)
+    if mistakes == "later":
+        attempt("handle", combine, (1, 2) if last else handle)
+        with torch.device("meta" if last else "cpu"):  # a default device other than that of the rows
+            attempt("x", dispatch, None if last else sent.x)
+    assert combine(handle).shape == sent.x.shape
+    uninstall()
+    dist.destroy_process_group(group)
+    return raised
+
+
+@pytest.mark.parametrize("mistakes", ["first", "later"])
+def test_mistakes_in_a_group_with_low_latency_calls_only(mistakes: str, pools: dict[int, RankPool]) -> None:
+    for raised in pools[2].run(low_latency_only, mistakes):
+        assert raised
+        for name, (kind, text) in raised.items():
+            assert kind == "InputError" and name in text, f"{name}: {kind}: {text}"
 
 
 def test_install_is_found_and_uninstall_removes_it() -> None:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch import plain
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.deepep.events import EventHandle, EventOverlap, finished, wait_for
-from moe_comm.integrations.deepep.routes import Bias, GroupBuffer, Received, Routes, Rows, input_fault, unpacked
+from moe_comm.integrations.deepep.routes import Bias, GroupBuffer, Routes, Rows, input_fault, unpacked
 
 Event = EventOverlap | EventHandle | None
 
@@ -119,11 +119,11 @@ class ElasticBuffer(GroupBuffer):
     get_logical_domain_size = get_physical_domain_size
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *ignored: Any, **also_ignored: Any) -> int:
-        """Return 0: there is no choice of SMs."""
+        """Return 0. ``num_sms`` of the other calls is accepted and ignored."""
         return 0
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Return 1: there is no choice of queue pairs."""
+        """Return 1. ``num_qps`` of the other calls is accepted and ignored."""
         return 1
 
     @torch.no_grad()
@@ -149,18 +149,17 @@ class ElasticBuffer(GroupBuffer):
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        """Send each token once to each rank that has one of its experts. Collective.
+        """Send each token once to each rank that has one of its experts, as ``Buffer.dispatch``. Collective.
 
         Args:
-            x: [T, H] of a float type, or e4m3 [T, H] and scales [T, S].
-            topk_idx: [T, K] expert ids; -1 selects none. None with ``handle``.
-            topk_weights: [T, K] fp32.
+            x, topk_idx, topk_weights, expert_alignment: as there. In the expanded layout, the rows of an expert are
+                padded to multiples of ``expert_alignment``.
+            handle: as there, but ``topk_weights`` may be sent with it.
             num_max_tokens_per_rank: largest T of any rank, here or in the constructor; not needed with ``handle``.
-            expert_alignment: rows of an expert are counted, and in the expanded layout padded, to multiples of it.
-            handle: of an earlier dispatch, whose routes are used again.
             do_cpu_sync: False pads results to the largest possible number of rows. True with ``handle`` is an error.
             do_expand: one row per slot, ordered by (expert, source rank, token), in place of one per token. Padding is
                 always zero.
+            num_sms, num_qps, do_zero_padding, use_tma_aligned_col_major_sf: accepted and ignored.
 
         Returns:
             Rows; local ids, None if expanded; weights [R, K], or [R] if expanded, or None; the handle; the event.
@@ -168,14 +167,13 @@ class ElasticBuffer(GroupBuffer):
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        wait_for(previous_event, previous_event_before_epilogue)
-        fault = _event_fault(previous_event, allocate_on_comm_stream)
+        fault = _wait(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 fault = InputError("with a handle, topk_idx must be None and do_cpu_sync must not be True")
             self._check_handle(handle, EPHandle, x)
             routes, weights = handle.routes, None
-            routes.check(fault or input_fault(x, handle.topk_idx, topk_weights), x)
+            routes.check(fault or input_fault(x, handle.topk_idx, topk_weights))
             rows = routes.send(x)
             if topk_weights is not None:
                 assert routes.local_ids_RK is not None
@@ -183,31 +181,32 @@ class ElasticBuffer(GroupBuffer):
                 weights = bits.view(torch.float32).masked_fill(routes.local_ids_RK < 0, 0.0)
             return *_laid_out(handle, rows, weights), handle, finished(async_with_compute_stream, x)
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-        tokens, synchronised = len(unpacked(x)[0]), do_cpu_sync is None or do_cpu_sync
+        synchronised = do_cpu_sync is None or do_cpu_sync
         if num_experts is None or topk_idx is None:
             fault = InputError("dispatch without a handle needs topk_idx and num_experts")
-        elif not 0 < most >= tokens:
+        fault = fault or input_fault(x, topk_idx, topk_weights)
+        if fault is None and most < (needed := max(1, len(unpacked(x)[0]))):
             fault = InputError(
-                f"num_max_tokens_per_rank, here or in the constructor, must be at least the {tokens} tokens and 1; got "
-                f"{most}"
+                f"num_max_tokens_per_rank, here or in the constructor, must be {needed} or more, not {most}"
             )
-        got = self._exchange(x, topk_idx, topk_weights, num_experts or 1, fault=fault)
+        least = 0 if synchronised else self.num_ranks * most
+        routes, rows, weights = self._exchange(
+            x, topk_idx, topk_weights, num_experts or 1, least_rows=least, fault=fault
+        )
         assert topk_idx is not None and num_experts is not None
-        if not synchronised:
-            got.routes.padded_rows = self.num_ranks * most
         if do_handle_copy:
             topk_idx = topk_idx.clone()
-        made = self._handle(got, topk_idx, num_experts, expert_alignment or 1, most, do_expand, synchronised)
+        made = self._handle(routes, topk_idx, num_experts, expert_alignment or 1, most, do_expand, synchronised)
         if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += got.rows_per_expert.to(cumulative_local_expert_recv_stats.dtype)
-        return *_laid_out(made, got.x, got.weights_RK), made, finished(async_with_compute_stream, x)
+            cumulative_local_expert_recv_stats += routes.rows_per_expert
+        return *_laid_out(made, rows, weights), made, finished(async_with_compute_stream, x)
 
     def _handle(
-        self, got: Received, topk_idx: Tensor, num_experts: int, alignment: int, most: int, expand: bool, sync: bool
+        self, routes: Routes, topk_idx: Tensor, num_experts: int, alignment: int, most: int, expand: bool, sync: bool
     ) -> EPHandle:
-        routes, local = got.routes, got.routes.local_ids_RK
+        local = routes.local_ids_RK
         assert local is not None
-        counts_L, aligned_L = got.rows_per_expert, got.aligned(alignment)
+        counts_L, aligned_L = routes.rows_per_expert, routes.aligned(alignment)
         starts_L = aligned_L.cumsum(0) - aligned_L
         shift_L = starts_L - (counts_L.cumsum(0) - counts_L)
         _, place_RK = plain.order_slots(local, max(1, len(counts_L)))
@@ -262,8 +261,7 @@ class ElasticBuffer(GroupBuffer):
             ConfigError: the expanded layout with ``allow_multiple_reduction=False``; on every rank.
             InputError, RankMismatch, PeerDied, PeerTimeout: as ``Buffer.combine``.
         """
-        wait_for(previous_event, previous_event_before_epilogue)
-        fault = _event_fault(previous_event, allocate_on_comm_stream)
+        fault = _wait(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         self._check_handle(handle, EPHandle, x)
         routes, expanded = handle.routes, handle.num_expanded_tokens if handle.do_expand else None
         if handle.do_expand and not self.allow_multiple_reduction:
@@ -271,7 +269,7 @@ class ElasticBuffer(GroupBuffer):
                 "combine of expanded rows adds the rows of a token on each rank first; make the ElasticBuffer with "
                 "allow_multiple_reduction=True"
             )
-        routes.check(fault or routes.combine_fault(x, topk_weights, bias, expanded), x)
+        routes.check(fault or routes.combine_fault(x, topk_weights, bias, expanded))
         place_RK, weights = handle.place_RK, topk_weights
         if handle.do_expand:
             x = plain.weighted_sum(x, place_RK, None)
@@ -300,7 +298,9 @@ def _laid_out(handle: EPHandle, x: Rows, weights_RK: Tensor | None) -> tuple[Row
     return rows, None, None if weights_RK is None else expanded(weights_RK[has_slot])
 
 
-def _event_fault(previous: Any, allocates: bool) -> MoeCommError | None:
+def _wait(previous: Event, before_epilogue: Event, allocates: bool) -> MoeCommError | None:
+    """Make the current stream wait for the events. Return the error for arguments that DeepEP excludes."""
+    wait_for(previous, before_epilogue)
     if previous is None or allocates:
         return None
     return ConfigError("previous_event needs allocate_on_comm_stream=True, as in DeepEP")

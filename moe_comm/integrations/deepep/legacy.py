@@ -22,9 +22,10 @@ from moe_comm.integrations.deepep.routes import (
     fault_of,
     input_fault,
     range_fault,
+    refuse,
     unpacked,
 )
-from moe_comm.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, in_blocks
+from moe_comm.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, in_blocks, scales_for
 
 
 class Handle(tuple[Any, ...]):
@@ -35,6 +36,8 @@ class Handle(tuple[Any, ...]):
 
 class LowLatencyHandle(tuple[Any, ...]):
     """DeepEP's (source tokens, ranges, max tokens, hidden, number of experts), with the handle of moe_comm.
+
+    Source tokens and ranges, which only DeepEP's kernels read, are None.
 
     Attributes:
         sent: dispatch handle. mask_LS: which places of the padded rows have a row. buffer: of
@@ -62,6 +65,8 @@ class Buffer(GroupBuffer):
     """
 
     num_sms: ClassVar[int] = 20
+    _num_experts: int | None = None
+    """Of the last ``low_latency_dispatch``."""
 
     def __init__(
         self,
@@ -132,8 +137,7 @@ class Buffer(GroupBuffer):
         Raises:
             InputError: not [T, K], or ids out of range. Only on this rank, which has not communicated.
         """
-        wait_for(previous_event)
-        fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
+        fault = _wait(previous_event, async_finish, allocate_on_comm_stream)
         fault = fault or fault_of("topk_idx", topk_idx, ID_DTYPES, (None, None)) or range_fault(topk_idx, num_experts)
         if fault is not None:
             raise fault
@@ -178,33 +182,32 @@ class Buffer(GroupBuffer):
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        wait_for(previous_event)
-        fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
+        fault = _wait(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
             self._check_handle(handle, Handle, x)
-            handle.routes.check(fault or input_fault(x, None, None), x)
+            handle.routes.check(fault or input_fault(x, None, None))
             return handle.routes.pad_rows(handle.routes.send(x)), None, None, None, None, finished(async_finish, x)
         if num_worst_tokens and topk_idx is None:
             fault = InputError("num_worst_tokens needs topk_idx")
-        counts, layout = num_tokens_per_expert, (len(unpacked(x)[0]), self.group_size)
+        counts = num_tokens_per_expert
         fault = (
             fault
+            or input_fault(x, topk_idx, topk_weights)
             or fault_of("num_tokens_per_expert", counts, (torch.int32, torch.int64), (None,))
-            or fault_of("is_token_in_rank", is_token_in_rank, (torch.bool,), layout)
+            or fault_of("is_token_in_rank", is_token_in_rank, (torch.bool,), (len(unpacked(x)[0]), self.group_size))
         )
         experts = 1 if fault or counts is None else len(counts)
-        got = self._exchange(x, topk_idx, topk_weights, experts, is_token_in_rank, counts, fault)
-        routes = got.routes
-        if num_worst_tokens:
-            if routes.num_rows > num_worst_tokens:
-                error = InputError(f"received {routes.num_rows} rows; num_worst_tokens is {num_worst_tokens}")
-                routes.dispatcher.abort(error, label="deep_ep")
-                raise error
-            routes.padded_rows = num_worst_tokens
-        rows, ids, weights = routes.padded(got.x, got.weights_RK)
-        aligned = [] if num_worst_tokens else got.aligned(expert_alignment).tolist()
+        routes, rows, weights = self._exchange(
+            x, topk_idx, topk_weights, experts, is_token_in_rank, counts, least_rows=num_worst_tokens, fault=fault
+        )
+        if routes.num_rows > num_worst_tokens > 0:
+            error = InputError(f"received {routes.num_rows} rows; num_worst_tokens is {num_worst_tokens}")
+            routes.dispatcher.abort(error, label="deep_ep")
+            raise error
+        rows, ids, weights = routes.padded(rows, weights)
+        aligned = [] if num_worst_tokens else routes.aligned(expert_alignment).tolist()
         return rows, ids, weights, aligned, self._handle(routes, is_token_in_rank), finished(async_finish, x)
 
     @torch.no_grad()
@@ -235,10 +238,9 @@ class Buffer(GroupBuffer):
             InputError, PeerDied, PeerTimeout: on every rank.
             RankMismatch: also if only some ranks pass ``topk_weights``, or ``bias``; on every rank.
         """
-        wait_for(previous_event)
-        fault = _event_fault(previous_event, async_finish, allocate_on_comm_stream)
+        fault = _wait(previous_event, async_finish, allocate_on_comm_stream)
         self._check_handle(handle, Handle, x)
-        handle.routes.check(fault or handle.routes.combine_fault(x, topk_weights, bias), x)
+        handle.routes.check(fault or handle.routes.combine_fault(x, topk_weights, bias))
         y, weights = handle.routes.combine(x, topk_weights, bias)
         return y, weights, finished(async_finish, x)
 
@@ -291,47 +293,36 @@ class Buffer(GroupBuffer):
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        values, most = unpacked(x)[0], num_max_dispatch_tokens_per_rank
-        dispatcher, fault = self._dispatcher(values, num_experts), input_fault(x, topk_idx, None)
+        dispatcher, most = self._dispatcher(x, num_experts), num_max_dispatch_tokens_per_rank
+        self._num_experts = num_experts
+        fault = fault_of("x", x, FLOATS, (None, None)) or fault_of("topk_idx", topk_idx, ID_DTYPES, (len(x), None))
         if fault is None and len(x) > most:
             fault = InputError(f"{len(x)} tokens are more than num_max_dispatch_tokens_per_rank={most}")
         elif fault is None and use_fp8 and x.shape[1] % (4 * BLOCK if use_ue8m0 else BLOCK):
             fault = InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {tuple(x.shape)}")
         elif fault is None and _has_duplicates(topk_idx):
             fault = InputError("a token has an expert twice, but a low-latency block has one place for each token")
-        if fault is not None:
-            dispatcher.refuse(fault, values)
+        refuse(dispatcher, fault, self._device)
         sent = dispatcher.dispatch(x, topk_idx)
-        words = torch.full((x.shape[0], 2), self.rank, dtype=torch.int32, device=x.device)
-        words[:, 1] = torch.arange(x.shape[0], device=x.device)
-        words_RX = dispatcher.dispatch(words.view(torch.float32), topk_idx).rows_RD.view(torch.int32)
-
-        counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int64, device=x.device)
-        size = self.group_size * most
-        mask_LS = torch.arange(size, device=x.device) < counts_L.unsqueeze(1)
-        expert_R = torch.arange(len(counts_L), device=x.device).repeat_interleave(counts_L)
-        per_rank_LW = torch.bincount(
-            expert_R * self.group_size + words_RX[:, 0], minlength=len(counts_L) * self.group_size
-        ).view(-1, self.group_size)
-        ranges_LW = (per_rank_LW.cumsum(1) - per_rank_LW) << 32 | per_rank_LW
+        counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int32, device=x.device)
+        mask_LS = torch.arange(self.group_size * most, device=x.device) < counts_L.unsqueeze(1)
 
         def padded(rows: Tensor) -> Tensor:
             blocks = rows.new_zeros(*mask_LS.shape, *rows.shape[1:])
             blocks[mask_LS] = rows
             return blocks
 
-        handle = LowLatencyHandle((padded(words_RX[:, 1]), ranges_LW, most, x.shape[1], num_experts))
+        handle = LowLatencyHandle((None, None, most, x.shape[1], num_experts))
         handle.sent, handle.mask_LS, handle.buffer = sent.handle, mask_LS, None
-        rows: Rows = padded(sent.rows_RD)
         if use_fp8:
-            values, scales = _quantized(sent.rows_RD, round_scale or use_ue8m0)
-            packed = padded(_exponents(scales) if use_ue8m0 else scales)
-            blocks = padded(values.view(torch.uint8)).view(E4M3)
-            rows = blocks, packed.transpose(1, 2).contiguous().transpose(1, 2)  # column-major, as DeepEP's kernels
+            values, scales = _quantized(sent.rows_RD, round_scale, use_ue8m0)
+            by_column = padded(scales).mT.contiguous().mT
+            rows: Rows = padded(values.view(torch.uint8)).view(E4M3), by_column
+        else:
+            rows = padded(sent.rows_RD)
         if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += counts_L.to(cumulative_local_expert_recv_stats.dtype)
-        hook = _nothing_left if return_recv_hook else None
-        return rows, counts_L.int(), handle, finished(async_finish, x), hook
+            cumulative_local_expert_recv_stats += counts_L
+        return rows, counts_L, handle, finished(async_finish, x), _nothing_left if return_recv_hook else None
 
     @torch.no_grad()
     def low_latency_combine(
@@ -361,15 +352,14 @@ class Buffer(GroupBuffer):
             ConfigError: ``use_logfmt``.
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        self._check_handle(handle, LowLatencyHandle, x)
+        self._check_handle(handle, LowLatencyHandle, x, self._num_experts)
         blocks = handle.buffer if zero_copy and handle.buffer is not None else x
         dispatcher = self._dispatcher(handle.mask_LS, handle[4])
         fault: MoeCommError | None = fault_of("x", blocks, FLOATS, (*handle.mask_LS.shape, handle[3]))
         fault = fault or fault_of("topk_weights", topk_weights, FLOATS, (handle.sent.num_tokens, handle.sent.top_k))
         if use_logfmt:
             fault = ConfigError("moe_comm has no LogFMT rows; call low_latency_combine with use_logfmt=False")
-        if fault is not None:
-            dispatcher.refuse(fault, unpacked(x)[0])
+        refuse(dispatcher, fault, self._device)
         y_TD = dispatcher.combine(blocks[handle.mask_LS], topk_weights, handle.sent)
         y_TD = y_TD if out is None else out.copy_(y_TD)
         return y_TD, finished(async_finish, x), _nothing_left if return_recv_hook else None
@@ -384,7 +374,9 @@ def _nothing_left() -> None:
     """Return: the rows have been received."""
 
 
-def _event_fault(previous: Any, asynchronous: bool, allocates: bool) -> MoeCommError | None:
+def _wait(previous: EventOverlap | None, asynchronous: bool, allocates: bool) -> MoeCommError | None:
+    """Make the current stream wait for ``previous``. Return the error for arguments that DeepEP excludes."""
+    wait_for(previous)
     if not allocates or (previous is not None and asynchronous):
         return None
     return ConfigError("allocate_on_comm_stream needs previous_event and async_finish=True, as in DeepEP")
@@ -395,17 +387,12 @@ def _has_duplicates(ids_TK: Tensor) -> bool:
     return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any())
 
 
-def _quantized(rows_RD: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values and [R, D / 128] fp32 scales, with the arithmetic of DeepEP."""
+def _quantized(rows_RD: Tensor, powers_of_two: bool, exponents: bool) -> tuple[Tensor, Tensor]:
+    """Return e4m3 values and [R, D / 128] fp32 scales or, four in an int32, their exponents, as DeepEP does."""
     blocks = in_blocks(rows_RD.float())
     largest = blocks.abs().amax(2).clamp(min=1e-4)
-    scales, factors = largest / E4M3_MAX, E4M3_MAX / largest
-    if powers_of_two:
-        scales = torch.exp2(scales.log2().ceil())
-        factors = scales.reciprocal()
+    scales = scales_for(largest, powers_of_two or exponents)
+    factors = scales.reciprocal() if powers_of_two or exponents else E4M3_MAX / largest
+    if exponents:
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)
     return (blocks * factors.unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).flatten(1), scales
-
-
-def _exponents(scales: Tensor) -> Tensor:
-    """Return the exponents of powers of two, four in an int32."""
-    return (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)

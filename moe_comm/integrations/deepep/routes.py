@@ -13,7 +13,8 @@ rank, token, expert ids, weights and scales.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.group_setup import communicator_of
 from moe_comm.dispatch import DROPPED, Dispatcher, DispatchHandle, DispatchOptions
 from moe_comm.dispatch.base import ID_DTYPES
 from moe_comm.errors import ConfigError, InputError, MoeCommError
@@ -35,10 +38,9 @@ Rows = Tensor | tuple[Tensor, Tensor]
 Bias = Tensor | tuple[Tensor, Tensor] | None
 
 
-def unpacked(x: Any) -> tuple[Tensor, Any]:
-    """Return values and scales. Values that are no tensor are replaced by an empty one; see ``input_fault``."""
-    values, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
-    return values if isinstance(values, Tensor) else torch.empty(0), scales
+def unpacked(x: Any) -> tuple[Any, Any]:
+    """Return values and scales."""
+    return x if isinstance(x, tuple) and len(x) == 2 else (x, None)
 
 
 def fault_of(
@@ -73,6 +75,12 @@ def input_fault(x: Any, topk_idx: Any, topk_weights: Any) -> InputError | None:
     return fault_of("topk_weights", topk_weights, (torch.float32,), tuple(topk_idx.shape))
 
 
+def refuse(dispatcher: Dispatcher, fault: MoeCommError | None, device: torch.device) -> None:
+    """Raise ``fault`` of this rank, if any, on every rank. device: of the rows that would have been sent."""
+    if fault is not None:
+        dispatcher.refuse(fault, torch.empty(0, device=device))
+
+
 def range_fault(ids_TK: Tensor, num_experts: int) -> InputError | None:
     """Return the error for ids out of range."""
     low, high = (int(v) for v in torch.aminmax(ids_TK)) if ids_TK.numel() else (DROPPED, DROPPED)
@@ -103,22 +111,35 @@ class GroupBuffer:
         """Return the current stream, on which all operations run. Needs CUDA."""
         return torch.cuda.current_stream()
 
-    def _dispatcher(self, x: Tensor, num_experts: int | None = None) -> Dispatcher:
-        """Return the dispatcher of ``num_experts`` experts, or the one whose experts are the ranks, for rows as x."""
+    @cached_property
+    def _device(self) -> torch.device:
+        """Device of the last rows; before the first ones, the default of the group."""
+        return Channel(communicator_of(self.group, self.timeout_s), self.timeout_s).rows_device
+
+    def _dispatcher(self, x: Any, num_experts: int | None = None) -> Dispatcher:
+        """Return the dispatcher of ``num_experts`` experts, or the one whose experts are the ranks.
+
+        It is for the device of x. An x that is no tensor has the device of the last rows, as on the other ranks.
+        """
+        values, _ = unpacked(x)
+        if isinstance(values, Tensor):
+            self._device = values.device
         options = DispatchOptions(timeout_s=self.timeout_s)
-        return shared_dispatcher(num_experts or self.group_size, self.group, x.device, self.backend, options)
+        return shared_dispatcher(num_experts or self.group_size, self.group, self._device, self.backend, options)
 
     def _owner(self, ids_TK: Tensor, num_experts: int) -> Tensor:
         """Return the rank of each expert id; -1 for -1."""
         ends = torch.tensor(ExpertPlacement.of(num_experts, self.group_size).offsets[1:], device=ids_TK.device)
         return torch.bucketize(ids_TK.long(), ends, right=True).masked_fill_(ids_TK < 0, DROPPED)
 
-    def _check_handle(self, handle: Any, kind: type[Any], x: Any) -> None:
-        """Raise InputError on every rank if ``handle`` is of another kind."""
+    def _check_handle(self, handle: Any, kind: type[Any], x: Any, num_experts: int | None = None) -> None:
+        """Raise InputError on every rank if ``handle`` is of another kind.
+
+        num_experts: of the dispatcher that the other ranks call. A new one would wait for them to create it too.
+        """
         if not isinstance(handle, kind):
-            values, _ = unpacked(x)
             fault = InputError(f"handle must come from dispatch of the same buffer; got {type(handle).__name__}")
-            self._dispatcher(values).refuse(fault, values)
+            refuse(self._dispatcher(x, num_experts), fault, self._device)
 
     def _exchange(
         self,
@@ -128,55 +149,56 @@ class GroupBuffer:
         num_experts: int,
         is_token_in_rank: Tensor | None = None,
         tokens_per_expert: Tensor | None = None,
+        *,
+        least_rows: int = 0,
         fault: MoeCommError | None = None,
-    ) -> Received:
+    ) -> tuple[Routes, Rows, Tensor | None]:
         """Send each token once to each rank that has one of its experts. Collective. No autograd.
 
         Args:
             is_token_in_rank, tokens_per_expert: [T, W] and [E], in place of ids.
-            fault: error of this rank, which all ranks raise.
+            least_rows: rows that the caller sees at least.
+            fault: error of this rank, which all ranks raise, also that of ``input_fault``.
+
+        Returns:
+            The routes, the received rows, and the weights [R, K].
 
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        values_TD, _ = unpacked(x)
-        dispatcher, device, tokens = self._dispatcher(values_TD), values_TD.device, len(values_TD)
-        fault = fault or input_fault(x, topk_idx, topk_weights)
+        dispatcher = self._dispatcher(x)
         if fault is None and topk_idx is not None:
             fault = range_fault(topk_idx, num_experts)
-        if fault is not None:
-            dispatcher.refuse(fault, values_TD)
-        if topk_idx is not None:
-            ids_TN = last_slots(self._owner(topk_idx, num_experts))
-        else:
-            assert is_token_in_rank is not None and tokens_per_expert is not None
-            ids_TN = torch.arange(self.group_size, device=device).where(is_token_in_rank, DROPPED)
-        routes = Routes(dispatcher, ids_TN)
-        received_x = routes.send(x)
+        refuse(dispatcher, fault, self._device)
+        tokens, device = len(unpacked(x)[0]), self._device
         words = [torch.full((tokens, 1), self.rank, dtype=torch.int32, device=device)]
         words.append(torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1))
-        if topk_idx is not None:
+        if topk_idx is None:
+            assert is_token_in_rank is not None and tokens_per_expert is not None
+            ids_TN = torch.arange(self.group_size, device=device).where(is_token_in_rank, DROPPED)
+            ids_E1 = torch.arange(num_experts, device=device).unsqueeze(1)
+            counts_E1 = tokens_per_expert.int().view(torch.float32).unsqueeze(1)
+            counts_N1 = self._dispatcher(x, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
+            counts_L = counts_N1.view(-1, self.group_size).sum(1)  # of all ranks, for this rank's experts
+        else:
+            ids_TN = last_slots(self._owner(topk_idx, num_experts))
             words.append(topk_idx.to(torch.int32))
         if topk_weights is not None:
             words.append(topk_weights.contiguous().view(torch.int32))
-        words_RX = routes.send_words(torch.cat(words, 1))
-        routes.num_rows, routes.num_words = words_RX.shape
-        routes.padded_rows = routes.num_rows
-        routes.source_R, routes.token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
-        if topk_idx is None:  # sum the counts of all ranks for this rank's experts
-            ids_E1 = torch.arange(num_experts, device=device).unsqueeze(1)
-            counts_E1 = tokens_per_expert.int().view(torch.float32).unsqueeze(1)  # type: ignore[union-attr]
-            counts = self._dispatcher(values_TD, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
-            return Received(routes, received_x, None, counts.view(-1, self.group_size).sum(1))
-        top_k, weights_RK = topk_idx.shape[1], None
-        own = ExpertPlacement.of(num_experts, self.group_size).local_range(self.rank)
-        global_ids = words_RX[:, 2 : 2 + top_k].to(topk_idx.dtype)
-        mine = (global_ids >= own.start) & (global_ids < own.stop)
-        local_ids = routes.local_ids_RK = torch.where(mine, global_ids - own.start, -1)
-        if topk_weights is not None:
-            weights_RK = words_RX[:, 2 + top_k :].contiguous().view(torch.float32).masked_fill(~mine, 0.0)
-        counts = torch.bincount(local_ids[mine].long(), minlength=len(own))
-        return Received(routes, received_x, weights_RK, counts)
+        sent = dispatcher.dispatch(torch.cat(words, 1).view(torch.float32), ids_TN)
+        words_RX = sent.rows_RD.view(torch.int32)
+        local_RK = weights_RK = None
+        if topk_idx is not None:
+            own, top_k = ExpertPlacement.of(num_experts, self.group_size).local_range(self.rank), topk_idx.shape[1]
+            ids_RK = words_RX[:, 2 : 2 + top_k].to(topk_idx.dtype)
+            mine_RK = (ids_RK >= own.start) & (ids_RK < own.stop)
+            local_RK = torch.where(mine_RK, ids_RK - own.start, -1)
+            counts_L = torch.bincount(local_RK[mine_RK].long(), minlength=len(own))
+            if topk_weights is not None:
+                weights_RK = sent.rows_RD[:, 2 + top_k :].masked_fill(~mine_RK, 0.0)
+        source_R, token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
+        routes = Routes(dispatcher, ids_TN, sent.handle, source_R, token_R, local_RK, counts_L, least_rows)
+        return routes, routes.send(x), weights_RK
 
 
 def last_slots(owner_TK: Tensor) -> Tensor:
@@ -193,22 +215,38 @@ class Routes:
 
     Attributes:
         ids_TN: [T, N] int64 ranks of each token; -1 elsewhere.
-        num_rows: number R of received rows.
+        words: of the dispatch of bits.
         source_R, token_R: int32 source rank and token of each received row.
         local_ids_RK: ids of this rank's experts, -1 for experts of other ranks; None without ids.
-        padded_rows: number of rows that the caller sees; R or more.
-        num_words: width of the rows of words of the dispatch.
+        rows_per_expert: [L].
+        least_rows: rows that the caller sees at least.
     """
 
     dispatcher: Dispatcher
     ids_TN: Tensor
-    num_rows: int = 0
-    source_R: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    token_R: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    local_ids_RK: Tensor | None = None
-    padded_rows: int = 0
-    num_words: int = 0
-    _handles: dict[tuple[str, int, torch.dtype], DispatchHandle] = field(default_factory=dict, repr=False)
+    words: DispatchHandle
+    source_R: Tensor
+    token_R: Tensor
+    local_ids_RK: Tensor | None
+    rows_per_expert: Tensor
+    least_rows: int
+
+    def __post_init__(self) -> None:
+        self._handles = {(False, self.words.hidden, self.words.dtype): self.words}
+
+    @property
+    def num_rows(self) -> int:
+        """Number R of received rows."""
+        return len(self.source_R)
+
+    @property
+    def padded_rows(self) -> int:
+        """Number of rows that the caller sees."""
+        return max(self.num_rows, self.least_rows)
+
+    def aligned(self, alignment: int) -> Tensor:
+        """Return the rows per expert, rounded up."""
+        return (self.rows_per_expert + alignment - 1) // alignment * alignment
 
     def send(self, x: Rows) -> Rows:
         """Send rows. e4m3 values are sent as bf16, which holds each of them, so that combine can return bf16."""
@@ -220,7 +258,7 @@ class Routes:
 
     def _send(self, x_TD: Tensor) -> Tensor:
         """Return the rows that this rank receives. Rows of a new width or dtype count their slots once more."""
-        key = "rows", x_TD.shape[-1], x_TD.dtype
+        key = False, x_TD.shape[1], x_TD.dtype
         if key in self._handles:
             return self.dispatcher.spread(x_TD, self._handles[key])
         sent = self.dispatcher.dispatch(x_TD, self.ids_TN)
@@ -229,9 +267,7 @@ class Routes:
 
     def send_words(self, words_TX: Tensor) -> Tensor:
         """Return the received rows of any 32-bit words, as int32. ``spread`` may multiply by one, which changes NaN."""
-        sent = self.dispatcher.dispatch(words_TX.view(torch.float32), self.ids_TN)
-        self._handles.setdefault(("words", words_TX.shape[1], torch.float32), sent.handle)
-        return sent.rows_RD.view(torch.int32)
+        return self.dispatcher.dispatch(words_TX.view(torch.float32), self.ids_TN).rows_RD.view(torch.int32)
 
     def combine(self, rows_RD: Tensor, weights_RK: Tensor | None, bias: Bias) -> tuple[Tensor, Tensor | None]:
         """Return the sums of each token's rows [T, D] and weights [T, K] over the ranks. Collective.
@@ -242,21 +278,21 @@ class Routes:
         weights_TK = None
         if weights_RK is not None:
             top_k = weights_RK.shape[1]
-            padded_RX = F.pad(weights_RK[: self.num_rows], (0, max(0, self.num_words - top_k)))  # a width with routes
-            weights_TK = self._sum(padded_RX, "words")[:, :top_k]
+            padded_RX = F.pad(weights_RK[: self.num_rows], (0, max(0, self.words.hidden - top_k)))
+            weights_TK = self._sum(padded_RX)[:, :top_k]
         if bias is None:
-            return self._sum(rows_RD[: self.num_rows], "rows"), weights_TK
+            return self._sum(rows_RD[: self.num_rows]), weights_TK
         first, *more = bias if isinstance(bias, tuple) else (bias,)
         total_TD = sum((term.float() for term in more), first.float())
-        slots_TND = self._sum(rows_RD[: self.num_rows], "slots").view(*self.ids_TN.shape, rows_RD.shape[1])
+        slots_TND = self._sum(rows_RD[: self.num_rows], slots=True).view(*self.ids_TN.shape, rows_RD.shape[1])
         for slot_TD in slots_TND.unbind(1):
             total_TD = total_TD + slot_TD.float()
         return total_TD.to(rows_RD.dtype), weights_TK
 
-    def _sum(self, rows_RD: Tensor, kind: str) -> Tensor:
-        """Return [T, D] for "rows" and "words". "slots": [T * N, D], the row of each slot; zeros without one."""
-        ids = self.ids_TN.reshape(-1, 1) if kind == "slots" else self.ids_TN
-        key = kind, rows_RD.shape[1], rows_RD.dtype
+    def _sum(self, rows_RD: Tensor, slots: bool = False) -> Tensor:
+        """Return the sums [T, D]. slots: [T * N, D], the row of each slot; zeros without one."""
+        ids = self.ids_TN.reshape(-1, 1) if slots else self.ids_TN
+        key = slots, rows_RD.shape[1], rows_RD.dtype
         if key not in self._handles:
             nothing = rows_RD.new_zeros(1, 1).expand(len(ids), rows_RD.shape[1])
             self._handles[key] = self.dispatcher.dispatch(nothing, ids).handle
@@ -276,10 +312,9 @@ class Routes:
         ids = None if self.local_ids_RK is None else self.pad(self.local_ids_RK, -1)
         return self.pad_rows(x), ids, None if weights_RK is None else self.pad(weights_RK)
 
-    def check(self, fault: MoeCommError | None, x: Any) -> None:
+    def check(self, fault: MoeCommError | None) -> None:
         """Raise ``fault`` of this rank, if any, on every rank."""
-        if fault is not None:
-            self.dispatcher.refuse(fault, unpacked(x)[0])
+        refuse(self.dispatcher, fault, self.words.device)
 
     def combine_fault(self, x: Any, topk_weights: Any, bias: Any, expanded: int | None = None) -> InputError | None:
         """Return the error for arguments that combine does not accept. expanded: rows of the expanded layout."""
@@ -295,17 +330,3 @@ class Routes:
         for term in () if bias is None else terms:
             fault = fault or fault_of("bias", term, FLOATS, (len(self.ids_TN), x.shape[1]))
         return fault
-
-
-@dataclass(eq=False)
-class Received:
-    """What a rank receives: rows and scales, weights, and rows per expert; ``routes`` has the ids."""
-
-    routes: Routes
-    x: Rows
-    weights_RK: Tensor | None
-    rows_per_expert: Tensor
-
-    def aligned(self, alignment: int) -> Tensor:
-        """Return the rows per expert, rounded up."""
-        return (self.rows_per_expert + alignment - 1) // alignment * alignment
