@@ -13,7 +13,6 @@ experts. A slot is one of the K (token, expert) pairs of a token. The primitives
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -22,24 +21,23 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
 from moe_comm.comm.group_setup import communicator_of
-from moe_comm.comm.header import DTYPES, GroupCalls, Header
+from moe_comm.comm.header import GroupCalls, Header
 from moe_comm.deprecated import warn_renamed
 from moe_comm.dispatch.arrays import Array, as_tensors
+from moe_comm.dispatch.autograd import CombineFunction, DispatchFunction, combine_forward, round_rows
 from moe_comm.dispatch.checksums import CorruptionLog, exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
-from moe_comm.dispatch.group_scales import rounded_in_groups
-from moe_comm.dispatch.types import DROPPED, Dispatched, DispatchHandle, DispatchOptions, routing_error
-from moe_comm.dispatch.wire_dtype import UNCHANGED, pack, rounded, unpack_scaled
-from moe_comm.errors import InputError, MoeCommError, PeerRaised, known_to_peers, mark_known
-from moe_comm.kernels.fp8 import BLOCK, ScaledRows, quantize_rows
+from moe_comm.dispatch.input_faults import combine_fault, dispatch_fault, scaled_fault, spread_fault
+from moe_comm.dispatch.types import Dispatched, DispatchHandle, DispatchOptions
+from moe_comm.dispatch.wire_dtype import UNCHANGED, pack, unpack_scaled
+from moe_comm.errors import MoeCommError, PeerRaised, known_to_peers, mark_known
+from moe_comm.kernels.fp8 import ScaledRows, quantize_rows
 from moe_comm.topology import ExpertPlacement, Placement
 
-ID_DTYPES = (torch.int64, torch.int32)
 MESSAGE_CHARS = 160
 """Length limit for the text of an exception in a header."""
 
@@ -151,7 +149,7 @@ class Dispatcher(ABC):
         if fault is not None:
             header = replace(header, fault=fault)
         if scaled:
-            header = replace(header, scaled=True, fault=header.fault or _scaled_fault(x_TD))
+            header = replace(header, scaled=True, fault=header.fault or scaled_fault(x_TD))
         tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
         rows: ScaledRows | None = None
         with dispatch_span(self, "dispatch", label) as span:
@@ -159,7 +157,7 @@ class Dispatcher(ABC):
                 rows, handle = self._send_scaled(tokens_TD, ids_TK, header)
                 rows_RD = rows.dequantized(x_TD.dtype) if self.options.checksums else tokens_TD
             else:
-                rounded_TD = _rounded(self, tokens_TD, header) if self.rounds else tokens_TD
+                rounded_TD = round_rows(self, tokens_TD, header) if self.rounds else tokens_TD
                 rows_RD, handle = self._send(rounded_TD, ids_TK, header)
                 rows = quantize_rows(rows_RD) if scaled else None
             if self.options.checksums:
@@ -170,7 +168,7 @@ class Dispatcher(ABC):
         if rows is not None:
             rows_RD = x_TD.new_full((1, 1), torch.nan).expand(handle.num_rows, handle.hidden)
         if header.requires_grad:
-            rows_RD = _Dispatch.apply(x_TD, rows_RD, self, handle)
+            rows_RD = DispatchFunction.apply(x_TD, rows_RD, self, handle)
         return Dispatched(rows_RD, handle, rows)
 
     def combine(self, rows_RD: Tensor | Array, weights_TK: Tensor | Array, handle: DispatchHandle) -> Tensor:
@@ -192,13 +190,16 @@ class Dispatcher(ABC):
         unusable = None
         if not (isinstance(rows_RD, Tensor) and isinstance(weights_TK, Tensor)):
             (rows_RD, weights_TK), unusable = as_tensors(rows_RD, weights_TK)
-        fault = unusable or _combine_fault(self, rows_RD, weights_TK, handle)
+        fault: MoeCommError | None = unusable or combine_fault(self.maker, rows_RD, weights_TK, handle)
+        if fault is None and self.options.checksums and self.handshakes:
+            # Without a handshake the other ranks cannot learn of the fault here, so the next dispatch raises it.
+            fault = self.corruption.fault()
         if fault is not None:
             self._raise_fault(fault, self.header("combine", handle, False), rows_RD, everywhere=self.handshakes)
         grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
         if grad:
-            return _Combine.apply(rows_RD, weights_TK, self, handle)  # type: ignore[no-any-return]
-        return _combined(self, rows_RD, weights_TK, handle, False)[0]
+            return CombineFunction.apply(rows_RD, weights_TK, self, handle)  # type: ignore[no-any-return]
+        return combine_forward(self, rows_RD, weights_TK, handle, False)[0]
 
     def spread(self, x_TD: Tensor, handle: DispatchHandle) -> Tensor:
         """Send other rows along the routes of an earlier dispatch, without counting the slots again.
@@ -218,16 +219,16 @@ class Dispatcher(ABC):
             RankMismatch, PeerDied, PeerTimeout: as in ``combine``.
         """
         header = self.header("combine backward", handle, False)
-        fault = _spread_fault(self, x_TD, handle)
+        fault = spread_fault(self.maker, x_TD, handle)
         if fault is not None:
             self._raise_fault(fault, header, x_TD, everywhere=self.handshakes)
-        tokens_TD = _rounded(self, x_TD.detach(), header) if self.rounds else x_TD.detach()
+        tokens_TD = round_rows(self, x_TD.detach(), header) if self.rounds else x_TD.detach()
         wide = torch.float64 if x_TD.dtype is torch.float64 else torch.float32
         ones_TK = torch.ones(handle.num_tokens, handle.top_k, dtype=wide, device=handle.device)
         with dispatch_span(self, header.op, handle.label, handle):
             rows_RD, _ = self._spread(tokens_TD, None, ones_TK, handle, header)
         if torch.is_grad_enabled() and x_TD.requires_grad:
-            rows_RD = _Dispatch.apply(x_TD, rows_RD, self, handle)
+            rows_RD = DispatchFunction.apply(x_TD, rows_RD, self, handle)
         return rows_RD
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -253,19 +254,7 @@ class Dispatcher(ABC):
         Args:
             x: any tensor with the dtype and device of the rows that would have been sent.
         """
-        header = Header(
-            "dispatch",
-            self.calls.next(self._ordinal),
-            0,
-            x.dtype,
-            1,
-            self.num_experts,
-            False,
-            label,
-            None,
-            ordinal=self._ordinal,
-            calls=self.calls,
-        )
+        header = self._next_header("dispatch", 0, x.dtype, 1, label=label)
         self._raise_fault(fault, header, x)
 
     def _raise_fault(self, fault: MoeCommError, header: Header, x: Tensor, *, everywhere: bool = True) -> NoReturn:
@@ -321,20 +310,14 @@ class Dispatcher(ABC):
 
     def header(self, op: str, handle: DispatchHandle, requires_grad: bool) -> Header:
         """Return the next header for ``op`` on the rows of ``handle``."""
-        return Header(
+        return self._next_header(
             op,
-            self.calls.next(self._ordinal),
             handle.hidden,
             handle.dtype,
             handle.top_k,
-            self.num_experts,
-            requires_grad,
-            handle.label,
-            None,
-            handle.call,
-            self._ordinal,
-            0,
-            self.calls,
+            requires_grad=requires_grad,
+            label=handle.label,
+            of_call=handle.call,
         )
 
     def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str, op: str = "dispatch") -> Header:
@@ -342,42 +325,28 @@ class Dispatcher(ABC):
         fault = self._fault(x_TD, ids_TK)
         if fault is None and self.options.checksums:
             fault = self.corruption.fault()
-        return Header(
+        return self._next_header(
             op,
-            self.calls.next(self._ordinal),
             x_TD.shape[-1] if x_TD.dim() else 0,
             x_TD.dtype,
             ids_TK.shape[-1] if ids_TK.dim() else 0,
-            self.num_experts,
-            x_TD.requires_grad and torch.is_grad_enabled(),
-            label,
-            fault,
-            0,
-            self._ordinal,
-            self.maker,
-            self.calls,
+            requires_grad=x_TD.requires_grad and torch.is_grad_enabled(),
+            label=label,
+            fault=fault,
+            maker=self.maker,
             placement=0 if self.expert_placement is None else self.expert_placement.digest,
         )
 
+    def _next_header(
+        self, op: str, hidden: int, dtype: torch.dtype, top_k: int, requires_grad: bool = False, **fields: Any
+    ) -> Header:
+        seq, ordinal = self.calls.next(self._ordinal), self._ordinal
+        return Header(
+            op, seq, hidden, dtype, top_k, self.num_experts, requires_grad, ordinal=ordinal, calls=self.calls, **fields
+        )
+
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
-        if x_TD.dim() != 2 or ids_TK.dim() != 2 or x_TD.shape[0] != ids_TK.shape[0]:
-            return InputError(
-                f"dispatch needs x [T, D] and ids [T, K]; got {tuple(x_TD.shape)} and {tuple(ids_TK.shape)}"
-            )
-        if x_TD.dtype not in DTYPES:
-            return InputError(f"rows must be float32, bfloat16, float16 or float64; got {x_TD.dtype}")
-        if ids_TK.dtype not in ID_DTYPES:
-            return InputError(f"expert ids must be int64 or int32; got {ids_TK.dtype}")
-        if x_TD.device != ids_TK.device:
-            return InputError(f"x is on {x_TD.device} but the expert ids are on {ids_TK.device}")
-        if ids_TK.shape[1] < 1:
-            return InputError("top-k must be at least 1; got ids of width 0")
-        if self.checks_ids or not ids_TK.numel():
-            return None
-        low, high = (int(v) for v in torch.aminmax(ids_TK))
-        if low >= DROPPED and high < self.num_experts:
-            return None
-        return routing_error(ids_TK, self.num_experts)
+        return dispatch_fault(x_TD, ids_TK, None if self.checks_ids else self.num_experts)
 
     @abstractmethod
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]: ...
@@ -402,15 +371,6 @@ class Dispatcher(ABC):
         """``rows_RD`` is None if the weights need no gradient."""
 
 
-def _scaled_fault(x_TD: Tensor) -> InputError | None:
-    if x_TD.dim() == 2 and x_TD.shape[1] and not x_TD.shape[1] % BLOCK:
-        return None
-    return InputError(
-        f"scaled rows have one scale per {BLOCK} channels, so D must be a positive multiple of {BLOCK}; got x "
-        f"{tuple(x_TD.shape)}. Dispatch without scaled (expert_gemm_dtype='same'), or change the hidden size"
-    )
-
-
 class _AbortOnError:
     """Result of ``Dispatcher.abort_on_error``. A class, because ``contextmanager`` takes several calls more."""
 
@@ -428,149 +388,9 @@ class _AbortOnError:
             self._dispatcher.abort(error, label=self._label, in_flight=self._in_flight)
 
 
-def _rounded(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
-    """Return ``rows_RD`` rounded to the wire dtype of the operation."""
-    if header.fault is not None:
-        return rows_RD
-    wire_dtype = dispatcher.options.wire_dtypes.of(header.op)
-    return rounded_in_groups(rows_RD, wire_dtype) if wire_dtype.scales == "group" else rounded(rows_RD, wire_dtype)
-
-
-class _Dispatch(torch.autograd.Function):
-    """Identity on the dispatched rows. Its backward sums the K gradient rows of each token."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, rows_RD: Tensor, dispatcher: Dispatcher, handle: DispatchHandle) -> Tensor:
-        ctx.dispatcher, ctx.handle = dispatcher, handle
-        return rows_RD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        return dispatch_backward(ctx.dispatcher, grad_RD, ctx.handle), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, handle: DispatchHandle
-    ) -> Tensor:
-        y_TD, wide_TK = _combined(dispatcher, rows_RD, weights_TK, handle, True)
-        # In backward, peers read the saved rows in place again.
-        ctx.save_for_backward(rows_RD, wide_TK)
-        ctx.dispatcher, ctx.handle, ctx.weights_dtype = dispatcher, handle, weights_TK.dtype
-        return y_TD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, weights_TK = ctx.saved_tensors
-        rows = rows_RD if ctx.needs_input_grad[1] else None
-        grad_rows_RD, grad_TK = combine_backward(ctx.dispatcher, grad_TD, rows, weights_TK, ctx.handle)
-        return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None
-
-
-def dispatch_backward(dispatcher: Dispatcher, grad_RD: Tensor, handle: DispatchHandle) -> Tensor:
-    """Return [T, D], the gradient of dispatched tokens. For operators that have their own autograd. Collective."""
-    header = dispatcher.header("dispatch backward", handle, False)
-    if dispatcher.rounds:
-        grad_RD = _rounded(dispatcher, grad_RD, header)
-    with dispatch_span(dispatcher, header.op, handle.label, handle):
-        return dispatcher._sum(grad_RD, None, handle, header)
-
-
-def combine_backward(
-    dispatcher: Dispatcher, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the rows and weights of a combine, as ``dispatch_backward``.
-
-    Args:
-        rows_RD: the combined rows; None if the weights need no gradient.
-        weights_TK: fp32 (fp64 for fp64 rows).
-    """
-    header = dispatcher.header("combine backward", handle, rows_RD is not None)
-    if dispatcher.rounds:
-        grad_TD = _rounded(dispatcher, grad_TD, header)
-    with dispatch_span(dispatcher, header.op, handle.label, handle):
-        return dispatcher._spread(grad_TD, rows_RD, weights_TK, handle, header)
-
-
-def _combined(
-    dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle, grad: bool
-) -> tuple[Tensor, Tensor]:
-    """Combine without autograd. Also return the weights in the dtype of the multiplication."""
-    header = dispatcher.header("combine", handle, grad)
-    wide = torch.float64 if rows_RD.dtype is torch.float64 else torch.float32
-    wide_TK = weights_TK if weights_TK.dtype is wide else weights_TK.to(wide)
-    rounded_RD = _rounded(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
-    with dispatch_span(dispatcher, header.op, handle.label, handle):
-        return dispatcher._sum(rounded_RD, wide_TK, handle, header), wide_TK
-
-
-def dispatch_by(
-    dispatcher: Dispatcher,
-    x_TD: Tensor,
-    send: Callable[[Tensor], tuple[Tensor, DispatchHandle]],
-    label: str = "",
-    *,
-    counted: bool = True,
-) -> Dispatched:
-    """Dispatch with autograd through ``send``, which has none.
-
-    Args:
-        counted: whether the span counts as a call of the group; False if the caller records that call.
-    """
-    with dispatch_span(dispatcher, "dispatch", label, counted=counted) as span:
-        rows_RD, handle = send(x_TD.detach())
-        record_handle(span, dispatcher, handle)
-    if torch.is_grad_enabled() and x_TD.requires_grad:
-        rows_RD = _Dispatch.apply(x_TD, rows_RD, dispatcher, handle)
-    return Dispatched(rows_RD, handle)
-
-
 def make_handle(
     header: Header, x_TD: Tensor, rows_per_expert: tuple[int, ...], num_rows: int, num_dropped: int, state: Any
 ) -> DispatchHandle:
     """Return the handle of the dispatch of ``x_TD`` with ``header``."""
     sizes = x_TD.shape[0], header.top_k, x_TD.shape[1], x_TD.dtype, x_TD.device
     return DispatchHandle(*sizes, rows_per_expert, num_rows, num_dropped, header.label, state, header.seq, header.maker)
-
-
-def _maker_fault(dispatcher: Dispatcher, handle: DispatchHandle) -> InputError | None:
-    if handle.maker == dispatcher.maker:
-        return None
-    return InputError(
-        f"the handle of call {handle.call} belongs to another dispatcher; combine with the one that dispatched"
-    )
-
-
-def _spread_fault(dispatcher: Dispatcher, x_TD: Tensor, handle: DispatchHandle) -> MoeCommError | None:
-    given, expected = (
-        (tuple(x_TD.shape), x_TD.dtype, x_TD.device),
-        ((handle.num_tokens, handle.hidden), handle.dtype, handle.device),
-    )
-    if given == expected:
-        return _maker_fault(dispatcher, handle)
-    return InputError(f"spread needs shape, dtype and device of the dispatched tokens, {expected}; got {given}")
-
-
-def _combine_fault(
-    dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle
-) -> MoeCommError | None:
-    fault = _maker_fault(dispatcher, handle)
-    if fault is not None:
-        return fault
-    if rows_RD.shape != (handle.num_rows, handle.hidden) or rows_RD.dtype != handle.dtype:
-        return InputError(
-            f"combine needs rows [{handle.num_rows}, {handle.hidden}] {handle.dtype}, as returned by dispatch; "
-            f"got {tuple(rows_RD.shape)} {rows_RD.dtype}"
-        )
-    if weights_TK.shape != (handle.num_tokens, handle.top_k):
-        return InputError(f"combine needs weights [{handle.num_tokens}, {handle.top_k}]; got {tuple(weights_TK.shape)}")
-    if rows_RD.device != handle.device or weights_TK.device != handle.device:
-        return InputError(
-            f"combine needs rows and weights on {handle.device}, the device of dispatch; "
-            f"got rows on {rows_RD.device} and weights on {weights_TK.device}"
-        )
-    # Without a handshake the other ranks cannot learn of the fault here, so the next dispatch raises it.
-    return dispatcher.corruption.fault() if dispatcher.options.checksums and dispatcher.handshakes else None

@@ -16,7 +16,7 @@ from moe_comm.comm.group_setup import heap_of
 from moe_comm.comm.header import Header
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.backends.native import NativeRows
-from moe_comm.dispatch.base import ID_DTYPES
+from moe_comm.dispatch.input_faults import ID_DTYPES
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher
 from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.dispatch.wire_dtype import rounded

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import DISPATCH_FIXED, Header, describe
-from moe_comm.dispatch.base import dispatch_by, make_handle
+from moe_comm.dispatch.autograd import dispatch_by
+from moe_comm.dispatch.base import make_handle
 from moe_comm.dispatch.peer_to_peer.low_latency import (
     LowLatencyBuffers,
     LowLatencyHandle,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import DispatchHandle
-from moe_comm.dispatch.base import ID_DTYPES
+from moe_comm.dispatch.input_faults import ID_DTYPES
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
 from moe_comm.integrations.deepep.routes import (

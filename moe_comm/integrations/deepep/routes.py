@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.dispatch import DROPPED, Dispatcher, DispatchHandle, DispatchOptions
-from moe_comm.dispatch.base import ID_DTYPES
+from moe_comm.dispatch.input_faults import ID_DTYPES
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.integrations.shared_dispatchers import shared_dispatcher
 from moe_comm.kernels.fp8 import E4M3

@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.base import Dispatcher, combine_backward, dispatch_backward
+from moe_comm.dispatch.autograd import combine_backward, dispatch_backward
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from moe_comm.comm.channel import PendingTensor
 from moe_comm.comm.header import Header, describe
+from moe_comm.dispatch.autograd import dispatch_by
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes, to_slots
-from moe_comm.dispatch.base import Dispatcher, dispatch_by
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.checksums import SentChecksums, exchange_checksums
 from moe_comm.dispatch.dispatch_spans import KINDS, record_handle, sent_bytes
 from moe_comm.dispatch.sums import scale_, weighted_sum

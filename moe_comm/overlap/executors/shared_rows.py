@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import Header
-from moe_comm.dispatch.base import dispatch_by
+from moe_comm.dispatch.autograd import dispatch_by
 from moe_comm.dispatch.checksums import exchange_checksums
 from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
 from moe_comm.dispatch.pending import IncomingRows, OutgoingRows, PendingDispatcher

@@ -1,0 +1,121 @@
+"""Autograd of dispatch and combine, on top of the primitives of a dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_comm.comm.header import Header
+from moe_comm.dispatch.dispatch_spans import dispatch_span, record_handle
+from moe_comm.dispatch.group_scales import rounded_in_groups
+from moe_comm.dispatch.types import Dispatched, DispatchHandle
+from moe_comm.dispatch.wire_dtype import rounded
+
+if TYPE_CHECKING:
+    from moe_comm.dispatch.base import Dispatcher
+
+
+def round_rows(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
+    """Return ``rows_RD`` rounded to the wire dtype of the operation."""
+    if header.fault is not None:
+        return rows_RD
+    wire_dtype = dispatcher.options.wire_dtypes.of(header.op)
+    return rounded_in_groups(rows_RD, wire_dtype) if wire_dtype.scales == "group" else rounded(rows_RD, wire_dtype)
+
+
+class DispatchFunction(torch.autograd.Function):
+    """Identity on the dispatched rows. Its backward sums the K gradient rows of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows_RD: Tensor, dispatcher: Dispatcher, handle: DispatchHandle) -> Tensor:
+        ctx.dispatcher, ctx.handle = dispatcher, handle
+        return rows_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        return dispatch_backward(ctx.dispatcher, grad_RD, ctx.handle), None, None, None
+
+
+class CombineFunction(torch.autograd.Function):
+    """Combine; its backward spreads the gradients of the tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, handle: DispatchHandle
+    ) -> Tensor:
+        y_TD, wide_TK = combine_forward(dispatcher, rows_RD, weights_TK, handle, True)
+        # In backward, peers read the saved rows in place again.
+        ctx.save_for_backward(rows_RD, wide_TK)
+        ctx.dispatcher, ctx.handle, ctx.weights_dtype = dispatcher, handle, weights_TK.dtype
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, weights_TK = ctx.saved_tensors
+        rows = rows_RD if ctx.needs_input_grad[1] else None
+        grad_rows_RD, grad_TK = combine_backward(ctx.dispatcher, grad_TD, rows, weights_TK, ctx.handle)
+        return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None
+
+
+def dispatch_backward(dispatcher: Dispatcher, grad_RD: Tensor, handle: DispatchHandle) -> Tensor:
+    """Return [T, D], the gradient of dispatched tokens. For operators that have their own autograd. Collective."""
+    header = dispatcher.header("dispatch backward", handle, False)
+    if dispatcher.rounds:
+        grad_RD = round_rows(dispatcher, grad_RD, header)
+    with dispatch_span(dispatcher, header.op, handle.label, handle):
+        return dispatcher._sum(grad_RD, None, handle, header)
+
+
+def combine_backward(
+    dispatcher: Dispatcher, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the rows and weights of a combine, as ``dispatch_backward``.
+
+    Args:
+        rows_RD: the combined rows; None if the weights need no gradient.
+        weights_TK: fp32 (fp64 for fp64 rows).
+    """
+    header = dispatcher.header("combine backward", handle, rows_RD is not None)
+    if dispatcher.rounds:
+        grad_TD = round_rows(dispatcher, grad_TD, header)
+    with dispatch_span(dispatcher, header.op, handle.label, handle):
+        return dispatcher._spread(grad_TD, rows_RD, weights_TK, handle, header)
+
+
+def combine_forward(
+    dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle, grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Combine without autograd. Also return the weights in the dtype of the multiplication."""
+    header = dispatcher.header("combine", handle, grad)
+    wide = torch.float64 if rows_RD.dtype is torch.float64 else torch.float32
+    wide_TK = weights_TK if weights_TK.dtype is wide else weights_TK.to(wide)
+    rounded_RD = round_rows(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
+    with dispatch_span(dispatcher, header.op, handle.label, handle):
+        return dispatcher._sum(rounded_RD, wide_TK, handle, header), wide_TK
+
+
+def dispatch_by(
+    dispatcher: Dispatcher,
+    x_TD: Tensor,
+    send: Callable[[Tensor], tuple[Tensor, DispatchHandle]],
+    label: str = "",
+    *,
+    counted: bool = True,
+) -> Dispatched:
+    """Dispatch with autograd through ``send``, which has none.
+
+    Args:
+        counted: whether the span counts as a call of the group; False if the caller records that call.
+    """
+    with dispatch_span(dispatcher, "dispatch", label, counted=counted) as span:
+        rows_RD, handle = send(x_TD.detach())
+        record_handle(span, dispatcher, handle)
+    if torch.is_grad_enabled() and x_TD.requires_grad:
+        rows_RD = DispatchFunction.apply(x_TD, rows_RD, dispatcher, handle)
+    return Dispatched(rows_RD, handle)

@@ -1,0 +1,82 @@
+"""Checks of the arguments of a dispatcher's operations. A fault is reported to the other ranks before it is raised."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_comm.comm.header import DTYPES
+from moe_comm.dispatch.types import DROPPED, DispatchHandle, routing_error
+from moe_comm.errors import InputError, MoeCommError
+from moe_comm.kernels.fp8 import BLOCK
+
+ID_DTYPES = (torch.int64, torch.int32)
+
+
+def dispatch_fault(x_TD: Tensor, ids_TK: Tensor, num_experts: int | None) -> MoeCommError | None:
+    """Return what is wrong with the tensors of a dispatch. num_experts None: the range of ids is not checked."""
+    if x_TD.dim() != 2 or ids_TK.dim() != 2 or x_TD.shape[0] != ids_TK.shape[0]:
+        return InputError(f"dispatch needs x [T, D] and ids [T, K]; got {tuple(x_TD.shape)} and {tuple(ids_TK.shape)}")
+    if x_TD.dtype not in DTYPES:
+        return InputError(f"rows must be float32, bfloat16, float16 or float64; got {x_TD.dtype}")
+    if ids_TK.dtype not in ID_DTYPES:
+        return InputError(f"expert ids must be int64 or int32; got {ids_TK.dtype}")
+    if x_TD.device != ids_TK.device:
+        return InputError(f"x is on {x_TD.device} but the expert ids are on {ids_TK.device}")
+    if ids_TK.shape[1] < 1:
+        return InputError("top-k must be at least 1; got ids of width 0")
+    if num_experts is None or not ids_TK.numel():
+        return None
+    low, high = (int(v) for v in torch.aminmax(ids_TK))
+    if low >= DROPPED and high < num_experts:
+        return None
+    return routing_error(ids_TK, num_experts)
+
+
+def scaled_fault(x_TD: Tensor) -> InputError | None:
+    """Return why the rows of a dispatch cannot be ``scaled``."""
+    if x_TD.dim() == 2 and x_TD.shape[1] and not x_TD.shape[1] % BLOCK:
+        return None
+    return InputError(
+        f"scaled rows have one scale per {BLOCK} channels, so D must be a positive multiple of {BLOCK}; got x "
+        f"{tuple(x_TD.shape)}. Dispatch without scaled (expert_gemm_dtype='same'), or change the hidden size"
+    )
+
+
+def _maker_fault(maker: int, handle: DispatchHandle) -> InputError | None:
+    if handle.maker == maker:
+        return None
+    return InputError(
+        f"the handle of call {handle.call} belongs to another dispatcher; combine with the one that dispatched"
+    )
+
+
+def spread_fault(maker: int, x_TD: Tensor, handle: DispatchHandle) -> InputError | None:
+    """Return what is wrong with the arguments of ``Dispatcher.spread``. maker: id of the dispatcher."""
+    given, expected = (
+        (tuple(x_TD.shape), x_TD.dtype, x_TD.device),
+        ((handle.num_tokens, handle.hidden), handle.dtype, handle.device),
+    )
+    if given == expected:
+        return _maker_fault(maker, handle)
+    return InputError(f"spread needs shape, dtype and device of the dispatched tokens, {expected}; got {given}")
+
+
+def combine_fault(maker: int, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> InputError | None:
+    """Return what is wrong with the arguments of ``Dispatcher.combine``. maker: id of the dispatcher."""
+    fault = _maker_fault(maker, handle)
+    if fault is not None:
+        return fault
+    if rows_RD.shape != (handle.num_rows, handle.hidden) or rows_RD.dtype != handle.dtype:
+        return InputError(
+            f"combine needs rows [{handle.num_rows}, {handle.hidden}] {handle.dtype}, as returned by dispatch; "
+            f"got {tuple(rows_RD.shape)} {rows_RD.dtype}"
+        )
+    if weights_TK.shape != (handle.num_tokens, handle.top_k):
+        return InputError(f"combine needs weights [{handle.num_tokens}, {handle.top_k}]; got {tuple(weights_TK.shape)}")
+    if rows_RD.device != handle.device or weights_TK.device != handle.device:
+        return InputError(
+            f"combine needs rows and weights on {handle.device}, the device of dispatch; "
+            f"got rows on {rows_RD.device} and weights on {weights_TK.device}"
+        )
+    return None
