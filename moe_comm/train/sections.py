@@ -366,8 +366,8 @@ class PlacementSection(Section):
             summed in another order.
         slots: with "replicate", copies that each rank can hold of each layer.
         every: steps between decisions.
-        window: a decision is made from the loads of the last ``window`` steps before it, and of the last ``window``
-            steps before the previous decision.
+        window: a decision is made from the loads of the last ``window`` steps of the interval since the previous
+            decision, and of the interval before it. After wrong switches, from those of up to 8 intervals.
         threshold: share of the busiest rank's rows that a switch must save.
     """
 
