@@ -42,8 +42,7 @@ class ReplaySettings(DecisionSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise ConfigError(f"window must be at least 1; got {self.window}")
+        self._check_integers(window=1)
 
 
 @dataclass

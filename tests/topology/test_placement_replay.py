@@ -94,7 +94,7 @@ def test_the_best_ratio_bounds_every_replay() -> None:
 
 def test_settings_and_loads_are_checked() -> None:
     for wrong in ("every", "window"):
-        with pytest.raises(ConfigError, match=f"{wrong} must be at least 1"):
+        with pytest.raises(ConfigError, match=f"{wrong} must be an integer of at least 1; got 0"):
             ReplaySettings(**dict[str, Any]({wrong: 0}))
     with pytest.raises(ConfigError, match="at least one step"):
         replay({}, CURRENT, ReplaySettings())
