@@ -95,7 +95,7 @@ class LoadWindow:
         """
         try:
             memory, recent, intervals = state["memory"], list(state["recent"]), list(map(list, state["intervals"]))
-            if memory not in range(2, MOST_MEMORY + 1):
+            if type(memory) is not int or not 2 <= memory <= MOST_MEMORY:
                 raise ValueError(f"memory {memory!r} is not from 2 to {MOST_MEMORY}")
             for loads_E in (*recent, *chain(*intervals)):
                 check_loads(loads_E, current.num_experts)
@@ -104,7 +104,7 @@ class LoadWindow:
                 raise ValueError(f"{previous} is for other experts or ranks than {current}")
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"not a window of loads: {type(error).__name__}: {error}") from error
-        return cls(size, memory, recent[-size:], intervals, previous)
+        return cls(size, memory, recent[-size:], [steps[-size:] for steps in intervals], previous)
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,28 @@ def test_a_restored_window_makes_the_same_decisions() -> None:
     assert restored == window
     assert restored.decide(decision.placement, settings) == window.decide(decision.placement, settings)
     assert restored == window
-    wrong: tuple[dict[str, Any], ...] = ({"recent": [["x"]]}, {"previous": "{}"}, {"memory": 1}, {"intervals": [[[1]]]})
+    wrong: tuple[dict[str, Any], ...] = (
+        {"recent": [["x"]]},
+        {"previous": "{}"},
+        {"memory": 1},
+        {"memory": 2.0},
+        {"memory": True},
+        {"intervals": [[[1]]]},
+    )
     for damaged in ({}, *(window.state() | change for change in wrong)):
         with pytest.raises(ConfigError, match="not a window of loads"):
             LoadWindow.of(2, damaged, CURRENT)
+
+
+def test_a_restored_window_that_is_smaller_has_the_last_steps_of_each_interval() -> None:
+    window = LoadWindow(3)
+    for loads in (EVEN, SKEWED, SKEWED):
+        window.add(loads)
+    window.decide(CURRENT, ReplaySettings("fixed"))
+    for loads in (SKEWED, EVEN):
+        window.add(loads)
+    smaller = LoadWindow.of(1, json.loads(json.dumps(window.state())), CURRENT)
+    assert smaller.recent == [EVEN] and smaller.intervals == [[SKEWED]]
 
 
 def test_a_lasting_change_of_loads_is_followed_at_the_next_decisions() -> None:
