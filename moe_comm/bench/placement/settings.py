@@ -11,8 +11,7 @@ from torch import Tensor
 from moe_comm.bench.common.settings import BatchShape, check_at_least
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.placement_replay import ReplaySettings
-from moe_comm.topology.rebalance import PlacementKind
+from moe_comm.topology.rebalance import DecisionSettings, PlacementKind
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,11 @@ class PlacementBench(BatchShape):
         """Kinds of placement that are compared with fixed experts."""
         return ("relocate", "replicate") if self.slots else ("relocate",)
 
-    def replayed(self, kind: PlacementKind, costs: Costs) -> ReplaySettings:
+    def decisions(self, kind: PlacementKind, costs: Costs) -> DecisionSettings:
         """Return the settings of the decisions of ``kind``."""
-        return ReplaySettings(
+        return DecisionSettings(
             kind=kind,
             every=self.every,
-            window=self.window,
             threshold=self.threshold,
             slots=self.slots if kind == "replicate" else 0,
             seconds_per_row=costs.per_row,
