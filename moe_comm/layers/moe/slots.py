@@ -69,10 +69,11 @@ class SlotTable:
     def _divide(self, ids_N: Tensor, slots_NP: Tensor) -> None:
         """Write the slots of the owners of each expert with copies."""
         experts = len(self._slots_EP)
-        valid_N = ids_N[(ids_N >= 0) & (ids_N < experts)]
-        counts = torch.bincount(valid_N, minlength=experts).tolist()
-        lengths = cut_rows(counts, self._placement)
+        keys_N = torch.where((ids_N >= 0) & (ids_N < experts), ids_N, experts)
+        counts = torch.bincount(keys_N, minlength=experts + 1).tolist()
+        lengths = cut_rows(counts[:experts], self._placement)
         for expert, slots_OP in self._owners.items():
-            rows_N = (ids_N == expert).nonzero().squeeze(1)
+            # With the size, the host does not wait for the GPU.
+            rows_N = (ids_N == expert).nonzero_static(size=counts[expert]).squeeze(1)
             for slots_P, rows in zip(slots_OP, rows_N.split(lengths[expert]), strict=True):
                 slots_NP[rows] = slots_P
