@@ -16,7 +16,7 @@ the same in each run. Its bits differ from those without copies, because each ow
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,11 @@ class ExpertCopies:
         """Use another placement with the same layout, whose copies have not been published."""
         self.placement = placement
         self._transfers = tuple(_transfers(placement, self._shards))
+        homes = [homes for homes in placement.homes_per_rank for _ in range(self._shards.sizes["etp"])]
+        # Gradients of copies have no rows for homes.
+        self._back = tuple(
+            replace(one.reversed(), source_row=one.destination_row - homes[one.destination]) for one in self._transfers
+        )
         self._versions: list[int] = []
         self.clear()
         self.weights_changed()
@@ -179,20 +184,15 @@ class ExpertCopies:
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 of_rows.setdefault(at, grad[at].to(wide)).add_(row)  # in place if the gradient is fp32
 
-        homes = [homes for homes in self.placement.homes_per_rank for _ in range(self._shards.sizes["etp"])]
-        back = [
-            RowTransfer(one.destination, one.destination_row - homes[one.destination], one.source, one.source_row)
-            for one in self._transfers
-        ]
         what = f"reducing the gradients of copies of layer {self._label!r}"
-        transfer_rows(channel_of(self._shards.group), back, copies, receive, what)
+        transfer_rows(channel_of(self._shards.group), self._back, copies, receive, what)
         for grad, of_rows in zip(grads, sums, strict=True):
             for at, total in of_rows.items():
                 if total.dtype != grad.dtype:
                     grad[at].copy_(total)
         self.clear()
         self.weights_changed()
-        return self._count(back) * _row_bytes(copies)
+        return self._count(self._back) * _row_bytes(copies)
 
     def check_reduced(self) -> None:
         """Raise ConfigError if the gradients of copies have not been added to those of the homes."""
