@@ -149,9 +149,9 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
     """
     check_loads(loads_E, current.num_experts)
     room = current.homes_per_rank
-    if not 0 <= slots <= current.num_experts - max(room):
+    if not 0 <= slots <= current.most_slots:
         raise ConfigError(
-            f"slots must be at least 0, and at most the {current.num_experts - max(room)} experts that a rank with "
+            f"slots must be at least 0, and at most the {current.most_slots} experts that a rank with "
             f"{max(room)} of {current.num_experts} experts does not hold; got {slots}"
         )
     home_E = assign_homes(loads_E, current.homes, room)

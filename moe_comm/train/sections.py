@@ -401,10 +401,10 @@ class PlacementSection(Section):
         first = Placement.contiguous(num_experts, world)
         if self.kind != "replicate" or world == 1:
             return first
-        if self.slots > (most := num_experts - max(first.homes_per_rank)):
+        if self.slots > first.most_slots:
             raise ConfigError(
-                f"placement.slots can be at most {most}: {num_experts} experts less the {max(first.homes_per_rank)} "
-                f"that a rank is the home of; got {self.slots}"
+                f"placement.slots can be at most {first.most_slots}: {num_experts} experts less the "
+                f"{max(first.homes_per_rank)} that a rank is the home of; got {self.slots}"
             )
         return replace(first, slots=self.slots)
 

@@ -60,7 +60,7 @@ class PlacementBench(BatchShape):
             )
         if self.experts % self.ranks or self.ranks < 2:
             raise ConfigError(f"ranks must be at least 2 and divide {self.experts} experts; got {self.ranks}")
-        if not 0 <= self.slots <= (most := self.experts - self.experts // self.ranks):
+        if not 0 <= self.slots <= (most := Placement.contiguous(self.experts, self.ranks).most_slots):
             raise ConfigError(f"slots must be from 0 to the {most} experts of other ranks; got {self.slots}")
 
     @property
