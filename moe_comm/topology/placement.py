@@ -269,8 +269,9 @@ class Placement:
             value = json.loads(text)
             owners, world, version = tuple(map(tuple, value["owners"])), value["world"], value["version"]
             slots = value.get("slots")
-            if any(type(number) is not int for number in (world, version, slots or 0, *chain(*owners))):
+            numbers = (world, version, *chain(*owners), *(() if slots is None else (slots,)))
+            if any(type(number) is not int for number in numbers):
                 raise TypeError("owners, world, version and slots must be integers")
             return cls(owners, world, version, slots)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"not a placement: {text[:200]!r} ({type(error).__name__}: {error})") from error

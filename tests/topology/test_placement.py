@@ -131,7 +131,17 @@ def test_wrong_owners_are_refused_with_the_expert_and_the_ranks(
         Placement(owners, 2)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"owners": 3, "world": 1, "version": 0}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '"owners"',
+        '{"owners": 3, "world": 1, "version": 0}',
+        *(f'{{"owners": [[0]], "world": 1, "version": 0, "slots": {slots}}}' for slots in ("false", "0.0", '""', "[]")),
+    ],
+)
 def test_text_that_is_no_placement_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a placement"):
         Placement.from_json(text)
