@@ -36,6 +36,9 @@ class ReplaySettings(DecisionSettings):
 
     Args:
         window: recorded steps of each interval between two decisions from which the decisions are made, the last ones.
+
+    Raises:
+        ConfigError: a setting is out of range, or an interval is shorter than ``window``.
     """
 
     window: int = 5
@@ -43,6 +46,8 @@ class ReplaySettings(DecisionSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_integers(window=1)
+        if self.window > self.every:
+            raise ConfigError(f"window ({self.window}) must be at most every ({self.every})")
 
 
 @dataclass

@@ -11,6 +11,7 @@ from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement
+from moe_comm.topology.placement_replay import ReplaySettings
 
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
 
@@ -379,8 +380,7 @@ class PlacementSection(Section):
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:
-        if self.window > self.every:
-            raise ValueError(f"window ({self.window}) must be at most every ({self.every})")
+        ReplaySettings(every=self.every, window=self.window)  # raises ConfigError
         return self
 
     @model_validator(mode="after")

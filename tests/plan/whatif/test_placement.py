@@ -48,7 +48,7 @@ def write(run: Path, steps: int = 10, ep: int = 2, zero: int = 0) -> None:
 @pytest.mark.parametrize("zero", [0, 2])
 def test_realised_ratios_follow_the_recorded_placements(tmp_path: Path, zero: int) -> None:
     write(tmp_path, zero=zero)
-    result = study(tmp_path, [NEVER, ReplaySettings(every=4)])
+    result = study(tmp_path, [NEVER, ReplaySettings(every=4, window=4)])
     layer = result.layers[0]
     assert result.ranks == 2 and not result.costs
     assert layer.fixed == pytest.approx(1.4) and layer.best == 1.0 and layer.hottest == 1.0
@@ -103,7 +103,7 @@ def test_the_command_prints_layers_decisions_and_replays(tmp_path: Path, capsys:
         ("--every 8 --window 8 --kind relocate", [("relocate", 0, 8, 8)]),
         ("--every 8 --kind replicate", [("replicate", 1, 8, 5)]),
         ("--every 8 --kind relocate --kind replicate --slots 2", [("relocate", 0, 8, 5), ("replicate", 2, 8, 5)]),
-        ("--every 8 --window 9", "--window 9 must be at most --every 8"),
+        ("--every 8 --window 9", "window (9) must be at most every (8)"),
         ("--kind relocate --slots 1", "--slots 1 is for --kind replicate"),
         ("--kind replicate --slots 0 --slots 1", "--slots 0 is for --kind relocate"),
         ("--kind relocate --kind replicate --slots 0", "--kind replicate needs --slots of at least 1"),
