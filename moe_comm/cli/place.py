@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,15 +56,11 @@ def place(
     settings = load("moe_comm.topology.placement_replay", "train").ReplaySettings
     chosen = [
         settings(kind=KINDS[copies > 0], every=steps, window=last, slots=copies, threshold=share)
-        for steps, last, copies, share in product(
-            every or EVERY, window or (WINDOW,), _copies(kind, slots), threshold or THRESHOLD
+        for steps in every or EVERY
+        for last, copies, share in product(
+            window or (min(WINDOW, steps),), _copies(kind, slots), threshold or THRESHOLD
         )
     ]
-    if window is None:
-        chosen = [replace(one, window=min(one.window, one.every)) for one in chosen]
-    for one in chosen:
-        if one.window > one.every:
-            raise ConfigError(f"--window {one.window} must be at most --every {one.every}: a decision sees no more")
     study = analysis.study(run, list(dict.fromkeys(chosen)), ranks)
     report.write_json(study.to_json(), json_out)
     report.show(_tables(study), json_out)

@@ -141,6 +141,7 @@ class Placement:
                 raise ConfigError(f"expert {expert} has an owner twice: ranks {list(ranks)}")
             if min(ranks) < 0 or max(ranks) >= self.world:
                 raise ConfigError(f"expert {expert} has owners {list(ranks)}, but the ranks are 0..{self.world - 1}")
+        # Not most_slots: with uneven homes, the rank with the fewest can hold more copies than the others.
         most = self.num_experts - min(self.homes_per_rank)
         if self.slots is not None and not max(self.copies_per_rank) <= self.slots <= most:
             raise ConfigError(
@@ -193,6 +194,11 @@ class Placement:
     def homes_per_rank(self) -> tuple[int, ...]:
         """Number of experts that each rank is the home of."""
         return tuple(map(self.homes.count, range(self.world)))
+
+    @property
+    def most_slots(self) -> int:
+        """Number of slots for copies that each rank can fill: the experts that the rank with the most homes lacks."""
+        return self.num_experts - max(self.homes_per_rank)
 
     @cached_property
     def copies_per_rank(self) -> tuple[int, ...]:
@@ -263,8 +269,9 @@ class Placement:
             value = json.loads(text)
             owners, world, version = tuple(map(tuple, value["owners"])), value["world"], value["version"]
             slots = value.get("slots")
-            if any(type(number) is not int for number in (world, version, slots or 0, *chain(*owners))):
+            numbers = (world, version, *chain(*owners), *(() if slots is None else (slots,)))
+            if any(type(number) is not int for number in numbers):
                 raise TypeError("owners, world, version and slots must be integers")
             return cls(owners, world, version, slots)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"not a placement: {text[:200]!r} ({type(error).__name__}: {error})") from error

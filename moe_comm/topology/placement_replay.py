@@ -36,14 +36,18 @@ class ReplaySettings(DecisionSettings):
 
     Args:
         window: recorded steps of each interval between two decisions from which the decisions are made, the last ones.
+
+    Raises:
+        ConfigError: a setting is out of range, or an interval is shorter than ``window``.
     """
 
     window: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise ConfigError(f"window must be at least 1; got {self.window}")
+        self._check_integers(window=1)
+        if self.window > self.every:
+            raise ConfigError(f"window ({self.window}) must be at most every ({self.every})")
 
 
 @dataclass
@@ -96,7 +100,7 @@ class LoadWindow:
         """
         try:
             memory, recent, intervals = state["memory"], list(state["recent"]), list(map(list, state["intervals"]))
-            if memory not in range(2, MOST_MEMORY + 1):
+            if type(memory) is not int or not 2 <= memory <= MOST_MEMORY:
                 raise ValueError(f"memory {memory!r} is not from 2 to {MOST_MEMORY}")
             for loads_E in (*recent, *chain(*intervals)):
                 check_loads(loads_E, current.num_experts)
@@ -105,7 +109,7 @@ class LoadWindow:
                 raise ValueError(f"{previous} is for other experts or ranks than {current}")
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"not a window of loads: {type(error).__name__}: {error}") from error
-        return cls(size, memory, recent[-size:], intervals, previous)
+        return cls(size, memory, recent[-size:], [steps[-size:] for steps in intervals], previous)
 
 
 @dataclass(frozen=True)

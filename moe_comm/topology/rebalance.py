@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import inf, isqrt
 from typing import Literal
 
 from moe_comm.errors import ConfigError
@@ -149,9 +149,9 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
     """
     check_loads(loads_E, current.num_experts)
     room = current.homes_per_rank
-    if not 0 <= slots <= current.num_experts - max(room):
+    if not 0 <= slots <= current.most_slots:
         raise ConfigError(
-            f"slots must be at least 0, and at most the {current.num_experts - max(room)} experts that a rank with "
+            f"slots must be at least 0, and at most the {current.most_slots} experts that a rank with "
             f"{max(room)} of {current.num_experts} experts does not hold; got {slots}"
         )
     home_E = assign_homes(loads_E, current.homes, room)
@@ -256,16 +256,20 @@ class DecisionSettings:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"the kind of placement must be one of {', '.join(KINDS)}; got {self.kind!r}")
-        seconds = min(self.seconds_per_row, self.seconds_to_move, self.seconds_to_publish)
-        if not 0 <= self.threshold < 1 or self.every < 1 or self.slots < 0 or seconds < 0:
-            raise ConfigError(
-                "every must be at least 1, threshold from 0 to below 1, slots and seconds at least 0; got "
-                f"every={self.every}, threshold={self.threshold}, slots={self.slots}, "
-                f"seconds_per_row={self.seconds_per_row}, seconds_to_move={self.seconds_to_move}, "
-                f"seconds_to_publish={self.seconds_to_publish}"
-            )
+        self._check_integers(every=1, slots=0)
+        if not 0 <= self.threshold < 1:
+            raise ConfigError(f"threshold must be from 0 to below 1; got {self.threshold!r}")
+        for name in ("seconds_per_row", "seconds_to_move", "seconds_to_publish"):
+            if not 0 <= (value := getattr(self, name)) < inf:
+                raise ConfigError(f"{name} must be finite and at least 0; got {value!r}")
         if self.slots and self.kind != "replicate":
             raise ConfigError(f"slots hold copies, which kind {self.kind!r} does not make; got slots={self.slots}")
+
+    def _check_integers(self, **least: int) -> None:
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < bound:
+                raise ConfigError(f"{name} must be an integer of at least {bound}; got {value!r}")
 
 
 @dataclass(frozen=True)

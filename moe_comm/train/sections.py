@@ -11,6 +11,7 @@ from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.fp8 import GemmDtype
 from moe_comm.topology import ParallelConfig, Placement
+from moe_comm.topology.placement_replay import ReplaySettings
 
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
 
@@ -366,8 +367,8 @@ class PlacementSection(Section):
             summed in another order.
         slots: with "replicate", copies that each rank can hold of each layer.
         every: steps between decisions.
-        window: a decision is made from the loads of the last ``window`` steps before it, and of the last ``window``
-            steps before the previous decision.
+        window: a decision is made from the loads of the last ``window`` steps of the interval since the previous
+            decision, and of the interval before it. After wrong switches, from those of up to 8 intervals.
         threshold: share of the busiest rank's rows that a switch must save.
     """
 
@@ -379,8 +380,7 @@ class PlacementSection(Section):
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:
-        if self.window > self.every:
-            raise ValueError(f"window ({self.window}) must be at most every ({self.every})")
+        ReplaySettings(every=self.every, window=self.window)  # raises ConfigError
         return self
 
     @model_validator(mode="after")
@@ -401,10 +401,10 @@ class PlacementSection(Section):
         first = Placement.contiguous(num_experts, world)
         if self.kind != "replicate" or world == 1:
             return first
-        if self.slots > (most := num_experts - max(first.homes_per_rank)):
+        if self.slots > first.most_slots:
             raise ConfigError(
-                f"placement.slots can be at most {most}: {num_experts} experts less the {max(first.homes_per_rank)} "
-                f"that a rank is the home of; got {self.slots}"
+                f"placement.slots can be at most {first.most_slots}: {num_experts} experts less the "
+                f"{max(first.homes_per_rank)} that a rank is the home of; got {self.slots}"
             )
         return replace(first, slots=self.slots)
 

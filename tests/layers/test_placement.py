@@ -258,13 +258,14 @@ def test_a_stale_placement_raises_on_every_rank_and_names_the_versions(pool2: Ra
         assert "rank 0: version 2 (" in text and "rank 1: version 1 (" in text
 
 
-def route_out_of_range(rank: int, world: int, arg: None) -> str:
-    config = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, 2), placement=placed(PERMUTATIONS[2][0], world))
+def route_out_of_range(rank: int, world: int, arg: tuple[Placement, int]) -> str:
+    placement, wrong = arg
+    config = MoEConfig(HIDDEN, FFN, RouterConfig(EXPERTS, 2), placement=placement)
     layer = MoELayer.build(config, dist.group.WORLD, backend="all_to_all", seed=3)
     x = draw(4, HIDDEN, seed=rank)
     routing = layer.router(x, 1)
-    ids: Tensor = routing.ids_TK.clone()
-    ids[0, 0] = EXPERTS + 2 if rank else -1
+    ids: Tensor = routing.ids_TK.to(torch.int32)
+    ids[0, 0] = wrong if rank else -1
     try:
         layer(x, routing._replace(ids_TK=ids))
     except RoutingError as error:
@@ -274,9 +275,12 @@ def route_out_of_range(rank: int, world: int, arg: None) -> str:
     return "nothing raised"
 
 
-def test_ids_out_of_range_are_refused_with_a_placement_as_well(pool2: RankPool) -> None:
-    for text in pool2.run(route_out_of_range, None, timeout=60):
-        assert "10" in text, text
+@pytest.mark.parametrize("wrong", [EXPERTS + 2, 2**31 - 1])
+def test_ids_out_of_range_are_refused_with_a_placement_as_well(pool2: RankPool, wrong: int) -> None:
+    with_slots = Placement.contiguous(EXPERTS, 2, slots=2)
+    for placement, past in ((placed(PERMUTATIONS[2][0], 2), 0), (with_slots, 4)):
+        for text in pool2.run(route_out_of_range, (placement, wrong), timeout=60):
+            assert str(wrong + past) in text, text
 
 
 # --- one expert-parallel rank ---

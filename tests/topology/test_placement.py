@@ -74,6 +74,13 @@ def test_slots_for_copies_change_the_layout_and_the_digest() -> None:
     assert Placement.contiguous(4, 2, slots=0).digest == 0
 
 
+def test_most_slots_are_those_that_each_rank_can_fill() -> None:
+    uneven = Placement.contiguous(5, 2, [4, 1])
+    assert uneven.most_slots == 1 and Placement.contiguous(8, 4).most_slots == 6
+    # The rank with fewer homes can hold more copies.
+    assert Placement(((0, 1), (0, 1), (0,), (0,), (1,)), 2, slots=2).copies_per_rank == (0, 2)
+
+
 @pytest.mark.parametrize("slots", [0, -1, 5])
 def test_slots_that_do_not_hold_the_copies_are_refused_with_the_numbers(slots: int) -> None:
     with pytest.raises(ConfigError, match=rf"\[1, 0\] copies of other ranks' experts, and {slots} slots"):
@@ -124,7 +131,17 @@ def test_wrong_owners_are_refused_with_the_expert_and_the_ranks(
         Placement(owners, 2)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"owners": 3, "world": 1, "version": 0}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '"owners"',
+        '{"owners": 3, "world": 1, "version": 0}',
+        *(f'{{"owners": [[0]], "world": 1, "version": 0, "slots": {slots}}}' for slots in ("false", "0.0", '""', "[]")),
+    ],
+)
 def test_text_that_is_no_placement_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a placement"):
         Placement.from_json(text)

@@ -11,7 +11,7 @@ import pytest
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.placement_replay import LoadWindow, ReplaySettings, best_ratio, replay
-from moe_comm.topology.rebalance import busiest_rows, replayed_ratio
+from moe_comm.topology.rebalance import PlacementKind, busiest_rows, replayed_ratio
 
 CURRENT = Placement.contiguous(4, 2)
 SKEWED = [4000, 3000, 2000, 1000]
@@ -29,7 +29,9 @@ def test_skewed_loads_switch_at_the_first_decision_and_the_ratio_is_that_of_the_
 
 
 def test_even_loads_and_fixed_placements_never_switch() -> None:
-    for settings, load in ((ReplaySettings(every=2), EVEN), (ReplaySettings("fixed", every=2), SKEWED)):
+    cases: tuple[tuple[PlacementKind, list[int]], ...] = (("relocate", EVEN), ("fixed", SKEWED))
+    for kind, load in cases:
+        settings = ReplaySettings(kind, every=2, window=2)
         result = replay(dict.fromkeys(range(1, 9), load), CURRENT, settings)
         assert result.switches == 0 and result.placement is CURRENT and result.saved_rows == 0
 
@@ -60,7 +62,7 @@ def test_loads_that_alternate_do_not_move_experts_back_and_forth(period: int) ->
 
 
 def test_a_restored_window_makes_the_same_decisions() -> None:
-    settings = ReplaySettings(every=1)
+    settings = ReplaySettings(every=1, window=1)
     window = LoadWindow(2)
     for loads in (EVEN, SKEWED):
         window.add(loads)
@@ -71,10 +73,28 @@ def test_a_restored_window_makes_the_same_decisions() -> None:
     assert restored == window
     assert restored.decide(decision.placement, settings) == window.decide(decision.placement, settings)
     assert restored == window
-    wrong: tuple[dict[str, Any], ...] = ({"recent": [["x"]]}, {"previous": "{}"}, {"memory": 1}, {"intervals": [[[1]]]})
+    wrong: tuple[dict[str, Any], ...] = (
+        {"recent": [["x"]]},
+        {"previous": "{}"},
+        {"memory": 1},
+        {"memory": 2.0},
+        {"memory": True},
+        {"intervals": [[[1]]]},
+    )
     for damaged in ({}, *(window.state() | change for change in wrong)):
         with pytest.raises(ConfigError, match="not a window of loads"):
             LoadWindow.of(2, damaged, CURRENT)
+
+
+def test_a_restored_window_that_is_smaller_has_the_last_steps_of_each_interval() -> None:
+    window = LoadWindow(3)
+    for loads in (EVEN, SKEWED, SKEWED):
+        window.add(loads)
+    window.decide(CURRENT, ReplaySettings("fixed"))
+    for loads in (SKEWED, EVEN):
+        window.add(loads)
+    smaller = LoadWindow.of(1, json.loads(json.dumps(window.state())), CURRENT)
+    assert smaller.recent == [EVEN] and smaller.intervals == [[SKEWED]]
 
 
 def test_a_lasting_change_of_loads_is_followed_at_the_next_decisions() -> None:
@@ -94,8 +114,10 @@ def test_the_best_ratio_bounds_every_replay() -> None:
 
 def test_settings_and_loads_are_checked() -> None:
     for wrong in ("every", "window"):
-        with pytest.raises(ConfigError, match=f"{wrong} must be at least 1"):
+        with pytest.raises(ConfigError, match=f"{wrong} must be an integer of at least 1; got 0"):
             ReplaySettings(**dict[str, Any]({wrong: 0}))
+    with pytest.raises(ConfigError, match=r"window \(5\) must be at most every \(4\)"):
+        ReplaySettings(every=4)
     with pytest.raises(ConfigError, match="at least one step"):
         replay({}, CURRENT, ReplaySettings())
     with pytest.raises(ConfigError, match="4 integers"):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, cycle, islice, product
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -242,8 +243,14 @@ def test_bad_placements_and_slots_are_refused_with_the_numbers() -> None:
     for wrong, match in (
         ({"kind": "often"}, "fixed, relocate, replicate"),
         ({"kind": "relocate", "slots": 1}, "slots hold copies"),
-        ({"kind": "relocate", "threshold": 1.0}, "threshold=1.0"),
-        ({"kind": "relocate", "every": 0}, "every=0"),
+        ({"threshold": 1.0}, "threshold must be from 0 to below 1; got 1.0"),
+        ({"threshold": nan}, "threshold must be from 0 to below 1; got nan"),
+        ({"every": 0}, "every must be an integer of at least 1; got 0"),
+        ({"every": 2.5}, "every must be an integer of at least 1; got 2.5"),
+        ({"kind": "replicate", "slots": True}, "slots must be an integer of at least 0; got True"),
+        ({"seconds_per_row": nan}, "seconds_per_row must be finite and at least 0; got nan"),
+        ({"seconds_to_move": inf}, "seconds_to_move must be finite and at least 0; got inf"),
+        ({"seconds_to_publish": -1.0}, "seconds_to_publish must be finite and at least 0; got -1.0"),
     ):
         with pytest.raises(ConfigError, match=match):
             DecisionSettings(**(COSTS | wrong))

@@ -33,8 +33,8 @@ from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig, Routing
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.placement_replay import LoadWindow, ReplaySettings
-from moe_comm.topology.rebalance import Moves, busiest_rows, over_mean
+from moe_comm.topology.placement_replay import LoadWindow
+from moe_comm.topology.rebalance import DecisionSettings, Moves, busiest_rows, over_mean
 
 FIXED, RELOCATE, REPLICATE, PEERS = "fixed", "relocate", "replicate", ("eplb",)
 TRIALS = 3
@@ -42,7 +42,7 @@ TRIALS = 3
 
 
 class _Contestant:
-    """A layer, and the placements of the steps that it ran.
+    """A layer, and what its steps cost.
 
     Attributes:
         window: the loads that its next decision sees.
@@ -69,7 +69,6 @@ class _Contestant:
         self.x_TD, self.grad_TD = x_TD.requires_grad_(), torch.ones_like(x_TD)
         self.routing: Routing | None = None
         self.y_TD: Tensor | None = None
-        self.placed: list[Placement] = []
         self.moved_bytes = self.moved_experts = self.switches = 0
 
     def begin(self, ids_TK: Tensor) -> None:
@@ -93,11 +92,10 @@ class _Contestant:
         """Run and measure a step."""
         self.begin(ids_TK)
         clock.measure(self.name, ("forward", self.forward), ("backward", self.backward))
-        self.placed.append(self.layer.placement)
         assert self.layer.dispatch_stats is not None
         self.received.append(self.layer.dispatch_stats.received)
 
-    def decide(self, step: int, settings: ReplaySettings, clock: Clock) -> None:
+    def decide(self, step: int, settings: DecisionSettings, clock: Clock) -> None:
         """Decide after ``step`` steps, and switch."""
         decision = self.window.decide(self.layer.placement, settings)
         switched = decision.placement is not None
@@ -173,7 +171,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
             if (step + 1) % bench.every == 0 and step + 1 < bench.warmup + bench.steps:
                 gc.collect()
                 for kind in bench.kinds:
-                    deciding[kind].decide(step + 1, bench.replayed(kind, costs), clock)
+                    deciding[kind].decide(step + 1, bench.decisions(kind, costs), clock)
                 packed = layers[-1]
                 totals_E = [sum(values) for values in zip(*loads[-bench.window :], strict=True)]
                 packed.move(eplb(totals_E, bench.ranks, packed.layer.placement.version + 1), clock)

@@ -11,8 +11,7 @@ from torch import Tensor
 from moe_comm.bench.common.settings import BatchShape, check_at_least
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
-from moe_comm.topology.placement_replay import ReplaySettings
-from moe_comm.topology.rebalance import PlacementKind
+from moe_comm.topology.rebalance import DecisionSettings, PlacementKind
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class PlacementBench(BatchShape):
         zipf: exponent s of Zipf's law: the n-th most popular expert is chosen in proportion to n ** -s. 0: uniform.
         drift: steps after which two experts exchange their popularity; 0: never.
         every: steps between decisions.
-        window: steps that a decision sees of this and of the previous interval.
+        window: steps that a decision sees of this interval and of the one before, or of up to 8 after wrong switches.
         threshold: minimum share of the busiest rank's rows that a switch saves.
         slots: copies of experts that each rank can hold with "replicate"; 0: without it.
     """
@@ -61,7 +60,7 @@ class PlacementBench(BatchShape):
             )
         if self.experts % self.ranks or self.ranks < 2:
             raise ConfigError(f"ranks must be at least 2 and divide {self.experts} experts; got {self.ranks}")
-        if not 0 <= self.slots <= (most := self.experts - self.experts // self.ranks):
+        if not 0 <= self.slots <= (most := Placement.contiguous(self.experts, self.ranks).most_slots):
             raise ConfigError(f"slots must be from 0 to the {most} experts of other ranks; got {self.slots}")
 
     @property
@@ -74,12 +73,11 @@ class PlacementBench(BatchShape):
         """Kinds of placement that are compared with fixed experts."""
         return ("relocate", "replicate") if self.slots else ("relocate",)
 
-    def replayed(self, kind: PlacementKind, costs: Costs) -> ReplaySettings:
+    def decisions(self, kind: PlacementKind, costs: Costs) -> DecisionSettings:
         """Return the settings of the decisions of ``kind``."""
-        return ReplaySettings(
+        return DecisionSettings(
             kind=kind,
             every=self.every,
-            window=self.window,
             threshold=self.threshold,
             slots=self.slots if kind == "replicate" else 0,
             seconds_per_row=costs.per_row,

@@ -16,7 +16,7 @@ the same in each run. Its bits differ from those without copies, because each ow
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,21 +43,23 @@ class _Stacked(torch.autograd.Function):
     """The stack of a parameter and its copies, in place."""
 
     @staticmethod
-    def forward(ctx: Any, param_HX: Tensor, copies_CX: Tensor, rows_SX: Tensor, copies: ExpertCopies) -> Tensor:
+    def forward(
+        ctx: Any, param_HX: Tensor, copies_CX: Tensor, rows_SX: Tensor, copies: ExpertCopies, name: str
+    ) -> Tensor:
         ctx.save_for_backward(param_HX)  # backward raises if it has changed
-        ctx.leaves, ctx.copies = (param_HX, copies_CX), copies
+        ctx.copies_CX, ctx.copies, ctx.name = copies_CX, copies, name
         return rows_SX.data
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SX: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        param_HX, copies_CX = ctx.leaves
+        param_HX = ctx.copies.parameter(ctx.name)  # not the leaf of a micro-batch that takes turns (TurnParameters)
         if param_HX.grad is None:
-            copies_CX.grad = None  # of a step that was discarded
+            ctx.copies_CX.grad = None  # of a step that was discarded
         ctx.copies.unreduced = True
         homes = param_HX.shape[0]
-        return grad_SX[:homes], grad_SX[homes:], None, None
+        return grad_SX[:homes], grad_SX[homes:], None, None, None
 
 
 class ExpertCopies:
@@ -88,6 +90,11 @@ class ExpertCopies:
         """Use another placement with the same layout, whose copies have not been published."""
         self.placement = placement
         self._transfers = tuple(_transfers(placement, self._shards))
+        homes = [homes for homes in placement.homes_per_rank for _ in range(self._shards.sizes["etp"])]
+        # Gradients of copies have no rows for homes.
+        self._back = tuple(
+            replace(one.reversed(), source_row=one.destination_row - homes[one.destination]) for one in self._transfers
+        )
         self._versions: list[int] = []
         self.clear()
         self.weights_changed()
@@ -102,13 +109,18 @@ class ExpertCopies:
         for stack in self._stacks.values():
             stack.copies_CX.grad = None
 
+    def parameter(self, name: str) -> nn.Parameter:
+        """Return the parameter ``name`` of the module."""
+        param: nn.Parameter = getattr(self._experts, name)
+        return param
+
     def stacked(self) -> dict[str, Tensor]:
         """Return all slots of each parameter by name, [slots, ...]. Differentiable."""
         result = {}
         for name, param in self._params().items():
             stack = self._stack(name)
             if torch.is_grad_enabled() and param.requires_grad:
-                result[name] = _Stacked.apply(param, stack.copies_CX, stack.rows_SX, self)
+                result[name] = _Stacked.apply(param, stack.copies_CX, stack.rows_SX, self, name)
             else:
                 result[name] = stack.rows_SX.data
         return result
@@ -172,20 +184,15 @@ class ExpertCopies:
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 of_rows.setdefault(at, grad[at].to(wide)).add_(row)  # in place if the gradient is fp32
 
-        homes = [homes for homes in self.placement.homes_per_rank for _ in range(self._shards.sizes["etp"])]
-        back = [
-            RowTransfer(one.destination, one.destination_row - homes[one.destination], one.source, one.source_row)
-            for one in self._transfers
-        ]
         what = f"reducing the gradients of copies of layer {self._label!r}"
-        transfer_rows(channel_of(self._shards.group), back, copies, receive, what)
+        transfer_rows(channel_of(self._shards.group), self._back, copies, receive, what)
         for grad, of_rows in zip(grads, sums, strict=True):
             for at, total in of_rows.items():
                 if total.dtype != grad.dtype:
                     grad[at].copy_(total)
         self.clear()
         self.weights_changed()
-        return self._count(back) * _row_bytes(copies)
+        return self._count(self._back) * _row_bytes(copies)
 
     def check_reduced(self) -> None:
         """Raise ConfigError if the gradients of copies have not been added to those of the homes."""
@@ -196,7 +203,7 @@ class ExpertCopies:
             )
 
     def _params(self) -> dict[str, nn.Parameter]:
-        return {name: getattr(self._experts, name) for name in self._shards.shardings}
+        return {name: self.parameter(name) for name in self._shards.shardings}
 
     def _present_versions(self) -> list[int]:
         return [0 if param.is_inference() else param._version for param in self._params().values()]
@@ -207,7 +214,7 @@ class ExpertCopies:
 
     def _stack(self, name: str) -> _Stack:
         """Return the stack of a parameter, after making the parameter a view of it."""
-        param: nn.Parameter = getattr(self._experts, name)
+        param = self.parameter(name)
         old, homes = self._stacks.get(name), param.shape[0]
         if (
             old is not None

@@ -37,6 +37,7 @@ class SlotTable:
         owners = [[slices[slot] for slot in slots] for slots in placement.slot_ids()]
         self._placement = placement
         self._slots_EP = torch.tensor([homes for homes, *_ in owners], device="cpu")
+        self._past = placement.layout.num_experts * parts - placement.num_experts  # added to ids past the last expert
         self._owners = {
             expert: torch.tensor(slots, device="cpu") for expert, slots in enumerate(owners) if len(slots) > 1
         }
@@ -56,9 +57,8 @@ class SlotTable:
             self._owners = {expert: slots_OP.to(ids_TK.device) for expert, slots_OP in self._owners.items()}
         slots_EP = self._slots_EP
         experts, parts = slots_EP.shape
-        past_TK1 = (ids_TK - experts + sum(self._placement.slots_per_rank) * parts).long()
         is_expert_TK1 = ((ids_TK >= 0) & (ids_TK < experts)).unsqueeze(-1)
-        invalid_TK1 = torch.where(ids_TK < 0, ids_TK.long(), past_TK1).unsqueeze(-1)
+        invalid_TK1 = torch.where(ids_TK < 0, ids_TK, ids_TK.long() + self._past).unsqueeze(-1)
         ids_TKP = torch.where(is_expert_TK1, slots_EP[ids_TK.clamp(0, experts - 1).long()], invalid_TK1)
         if self._owners:
             self._divide(ids_TK.reshape(-1), ids_TKP.view(-1, parts))
@@ -69,10 +69,11 @@ class SlotTable:
     def _divide(self, ids_N: Tensor, slots_NP: Tensor) -> None:
         """Write the slots of the owners of each expert with copies."""
         experts = len(self._slots_EP)
-        valid_N = ids_N[(ids_N >= 0) & (ids_N < experts)]
-        counts = torch.bincount(valid_N, minlength=experts).tolist()
-        lengths = cut_rows(counts, self._placement)
+        keys_N = torch.where((ids_N >= 0) & (ids_N < experts), ids_N, experts)
+        counts = torch.bincount(keys_N, minlength=experts + 1).tolist()
+        lengths = cut_rows(counts[:experts], self._placement)
         for expert, slots_OP in self._owners.items():
-            rows_N = (ids_N == expert).nonzero().squeeze(1)
+            # With the size, the host does not wait for the GPU.
+            rows_N = (ids_N == expert).nonzero_static(size=counts[expert]).squeeze(1)
             for slots_P, rows in zip(slots_OP, rows_N.split(lengths[expert]), strict=True):
                 slots_NP[rows] = slots_P

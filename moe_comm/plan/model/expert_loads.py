@@ -89,7 +89,7 @@ def _last(steps: Iterable[Loads]) -> list[Loads]:
 @lru_cache(maxsize=1024)
 def _placed(loads: ExpertLoads, ranks: int) -> PlacedLoads:
     first = Placement.contiguous(loads.experts, ranks)
-    slots = min(loads.slots, loads.experts - max(first.slots_per_rank))
+    slots = min(loads.slots, first.most_slots)
     kind: PlacementKind = "relocate" if loads.kind == "replicate" and not slots else loads.kind
     settings = DecisionSettings(kind, every=loads.every, slots=slots)
     before, after, moved, copies, reasons = 0.0, 0.0, 0, 0, []

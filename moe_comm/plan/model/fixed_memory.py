@@ -101,6 +101,15 @@ def moved_bytes(optimizer: Optimizer, momentum: bool = False) -> int:
     return MASTER + state_bytes(optimizer, momentum, matrix=True)
 
 
+def copied_bytes(size: int) -> int:
+    """Return the bytes per element that are sent in a step for a copy of an expert: its weight, and its fp32 gradient.
+
+    Args:
+        size: bytes of an element in the compute dtype.
+    """
+    return size + MASTER
+
+
 class StageContents(NamedTuple):
     """Numbers of dense layers, MoE layers, embeddings (``first``) and heads (``last``) that a stage holds."""
 

@@ -15,7 +15,7 @@ import numpy as np
 from moe_comm.plan.arrays import Floats
 from moe_comm.plan.machine.collectives import CollectiveCost, GroupSpan
 from moe_comm.plan.machine.hardware import BYTES
-from moe_comm.plan.model.fixed_memory import moved_bytes
+from moe_comm.plan.model.fixed_memory import copied_bytes, moved_bytes
 from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import PlacedMapping
 from moe_comm.plan.model.shape import LayerKind, ModelShape
@@ -121,7 +121,7 @@ class StageWeights:
         assert self.loads is not None
         expert = self.elements(rank)[1] * ep / self.shape.experts
         elements = {
-            "expert copies": placed.copies * expert * (self.gradient_bytes + self.size),
+            "expert copies": placed.copies * expert * copied_bytes(self.size),
             "expert moves": placed.moved * expert * moved_bytes("adamw") / self.loads.every,
         }
         # An all-to-all of n ranks sends (n - 1) / n of its bytes to others.

@@ -23,7 +23,8 @@ from moe_comm.observe.records import (
     PlacementLine,
     read_lines,
 )
-from moe_comm.plan.model.fixed_memory import moved_bytes
+from moe_comm.plan.machine.hardware import BYTES
+from moe_comm.plan.model.fixed_memory import copied_bytes, moved_bytes
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.whatif.even_routing import EXPERTS
 from moe_comm.plan.whatif.run_spans import WAITS
@@ -65,7 +66,11 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class PlacementStudy:
-    """Placements of a run, see ``study``. costs: whether seconds are measured; without, a switch costs nothing."""
+    """Placements of a run, see ``study``.
+
+    Attributes:
+        costs: whether seconds are measured; without them, switches and copies cost nothing.
+    """
 
     run: str
     ranks: int
@@ -118,8 +123,8 @@ def read_loads(run: Path) -> dict[str, dict[int, Loads]]:
 def study(run: Path, settings: Sequence[ReplaySettings], ranks: int | None = None) -> PlacementStudy:
     """Return the placements of a run and the replays of other settings.
 
-    Seconds of rows and of moves come from the spans of the run, if it has them. Real experts are the first ones in a
-    layer's loads; zero-computation experts have no rows.
+    Seconds of rows, of moves and of copies come from the spans of the run, if it has them. Real experts are the first
+    ones in a layer's loads; zero-computation experts have no rows.
 
     Args:
         run: folder of the run.
@@ -143,7 +148,11 @@ def study(run: Path, settings: Sequence[ReplaySettings], ranks: int | None = Non
         )
     seconds = _seconds(run, loads)
     if seconds is not None:
-        settings = [replace(one, seconds_per_row=seconds[0], seconds_to_move=seconds[1]) for one in settings]
+        per_row, to_move, to_publish = seconds
+        settings = [
+            replace(one, seconds_per_row=per_row, seconds_to_move=to_move, seconds_to_publish=to_publish)
+            for one in settings
+        ]
     experts = real_experts(run)
     layers = []
     for layer, by_step in loads.items():
@@ -196,8 +205,8 @@ def real_experts(run: Path) -> int | None:
     return experts if isinstance(experts, int) else None
 
 
-def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, float] | None:
-    """Return the seconds of a row, forward and backward, and of moving one expert; None without spans."""
+def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, float, float] | None:
+    """Return the seconds of a row, of moving one expert, and of a copy in a step; None without spans."""
     if not any((run / SPANS).glob("rank-*.jsonl")):
         return None
     table = (trace := read_run_trace(run).graph).table
@@ -206,15 +215,18 @@ def _seconds(run: Path, loads: dict[str, dict[int, Loads]]) -> tuple[float, floa
     rows = sum(sum(load) for by_step in loads.values() for step, load in by_step.items() if step in steps)
     computing = np.isin(names, EXPERTS)
     moving = np.array([name.startswith(WAITS[:2]) for name in names]) & (table.nbytes_N > 0)
-    expert_bytes = _expert_bytes(_config(run))
-    if not rows or not computing.any() or not moving.any() or expert_bytes is None:
+    sizes = _expert_bytes(_config(run))
+    if not rows or not computing.any() or not moving.any() or sizes is None:
         return None
     rate = table.nbytes_N[moving].sum() / trace.value_N[moving].sum()
-    return float(trace.value_N[computing].sum()) / rows, float(expert_bytes / rate)
+    return float(trace.value_N[computing].sum()) / rows, float(sizes[0] / rate), float(sizes[1] / rate)
 
 
-def _expert_bytes(config: Mapping[str, Any]) -> int | None:
-    """Return the bytes that are sent with a moved expert; None if the configuration does not have its widths."""
+def _expert_bytes(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the bytes that are sent with a moved expert, and for a copy in each step.
+
+    None if the configuration does not have the widths of experts.
+    """
     model, optimizer = config.get("model", {}), config.get("optimizer", {})
     hidden, ffn = model.get("hidden"), model.get("ffn")
     if not isinstance(hidden, int) or not isinstance(ffn, int) or model.get("pretrained"):
@@ -222,4 +234,5 @@ def _expert_bytes(config: Mapping[str, Any]) -> int | None:
     # The widths of experts are all that the count of their elements depends on.
     shape = ModelShape("run", 1, hidden, heads=1, kv_heads=1, head_dim=1, vocab=1, experts=1, top_k=1, ffn=ffn)
     moved = moved_bytes(optimizer.get("kind", "adamw"), bool(optimizer.get("momentum")))
-    return shape.parameters("moe")["experts"] * moved
+    elements, size = shape.parameters("moe")["experts"], BYTES["bf16" if model.get("dtype") == "bfloat16" else "fp32"]
+    return elements * moved, elements * copied_bytes(size)

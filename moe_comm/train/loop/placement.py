@@ -22,6 +22,7 @@ from moe_comm.layers.moe.load import LayerLoad, moe_layers
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, sum_values
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.observe.records import PlacementLine
+from moe_comm.plan.model.fixed_memory import copied_bytes
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import ParallelMesh, Placement
 from moe_comm.topology.placement_replay import MOST_MEMORY, LoadWindow
@@ -33,8 +34,6 @@ from moe_comm.train.parallel import DataParallel
 from moe_comm.train.parallel.relocation import ExpertSize, check_relocation, declare_placement, relocate_experts
 from moe_comm.train.sections import PlacementSection
 
-GRADIENT_BYTES = 4
-"""Gradients are fp32."""
 FORWARD_BACKWARD = 6
 """FLOPs of a row for each weight of its expert, in forward and backward."""
 PROBE_BYTES = 1 << 20
@@ -263,8 +262,7 @@ class ExpertPlacements:
                 rates_3 = [
                     gemm_flops(dtype, self._mesh.device) / (FORWARD_BACKWARD * size.weights),
                     bytes_per_s / max(size.num_bytes, 1),
-                    # weights to the copy, and its gradient back
-                    bytes_per_s / (size.weights * (dtype.itemsize + GRADIENT_BYTES)),
+                    bytes_per_s / (size.weights * copied_bytes(dtype.itemsize)),
                 ]
             rates = torch.tensor(rates_3, dtype=torch.float64)
             rates_W3 = gather_values(rates, self._mesh.world_group, "agreeing on the time of a switch")

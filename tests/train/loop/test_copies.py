@@ -22,6 +22,7 @@ from tests.train.loop.test_placement import LONG, RELOCATE, metrics_of, run_relo
 from tests.train.loop.test_resume import AUTO, losses_of
 
 SLOTS = 2
+INTERLEAVED = ("parallel.interleave=true", "parallel.overlap_chunks=2")
 REPLICATE = ("placement.kind=replicate", f"placement.slots={SLOTS}")
 
 
@@ -75,9 +76,11 @@ def train_replicating(rank: int, world: int, settings: list[str]) -> tuple[Train
         (2, ("model.dtype=bfloat16", "model.recompute=full")),
         (4, ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2")),
         (4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
-        (2, ("parallel.interleave=true", "parallel.overlap_chunks=2", "parallel.backend=all_to_all")),
+        (2, (*INTERLEAVED, "parallel.backend=all_to_all")),
+        (2, (*INTERLEAVED, "data.micro_batches=4")),
+        (2, (*INTERLEAVED, "data.micro_batches=4", "model.recompute=full")),
     ],
-    ids=["ep2", "ep4", "bf16", "zero1_edp2", "etp2", "interleaved"],
+    ids=["ep2", "ep4", "bf16", "zero1_edp2", "etp2", "interleaved", "interleaved_pairs", "recomputed_pairs"],
 )
 def test_losses_and_norms_are_those_of_fixed_experts_while_copies_change(
     request: pytest.FixtureRequest, shared_settings: list[str], world: int, extra: tuple[str, ...]
