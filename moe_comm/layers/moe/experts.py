@@ -172,7 +172,8 @@ class Experts(nn.Module):
 
         Args:
             rows_RD: [R, D], grouped by expert.
-            rows_per_expert: E row counts; their sum is R.
+            rows_per_expert: E row counts; their sum is R. With slots for copies, a count for each slot, or only for the
+                E experts if no slot has a copy.
             compute: runs the expert MLP. An executor passes ``ExpertCall.compute``.
 
         Returns:
@@ -181,15 +182,15 @@ class Experts(nn.Module):
         Raises:
             InputError: shapes or dtypes do not match.
         """
-        return compute(rows_RD, rows_per_expert, self.mlp_for(rows_RD))
+        return compute(rows_RD, rows_per_expert, self._mlp_for(rows_RD, len(rows_per_expert)))
 
-    def mlp_for(self, rows: Tensor) -> ExpertMLP:
-        """Return the parameters in the dtype in which ``rows`` are computed."""
+    def _mlp_for(self, rows: Tensor, experts: int) -> ExpertMLP:
+        """Return the parameters of ``experts`` slots, 0: of all, in the dtype in which ``rows`` are computed."""
         w13: Tensor = self.w13
         w2: Tensor = self.w2
         b13: Tensor | None = self.b13
         b2: Tensor | None = self.b2
-        if self.copies is not None:
+        if self.copies is not None and experts in (0, self.copies.num_slots):
             slots = self.copies.stacked()
             w13, w2, b13, b2 = slots["w13"], slots["w2"], slots.get("b13"), slots.get("b2")
         if torch.is_autocast_enabled(rows.device.type):

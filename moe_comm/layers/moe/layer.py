@@ -465,7 +465,7 @@ class MoELayer(ParallelModule):
             shared_TD = None if self.shared is None else self.shared(x_TD)
             with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
                 # Call the module, so that its hooks run: FSDP gathers the weights in one.
-                rows = self.experts(call.rows, call.handle.rows_per_expert, call.compute)
+                rows = self.experts(call.rows, self._computed(call), call.compute)
             self._add_hook(rows)
         yield
         y_TD = call.combine(rows)
@@ -534,6 +534,12 @@ class MoELayer(ParallelModule):
             label=self.label,
             scaled=scaled,
         )
+
+    def _computed(self, call: ExpertCall) -> tuple[int, ...]:
+        """Return the rows of the slots to compute with: without the slots for copies while there is no copy."""
+        rows_per_expert, homes = call.handle.rows_per_expert, self.placement.homes_per_rank[self.place["ep"]]
+        empty = call.skips_empty_slots and homes and not self.placement.has_copies
+        return rows_per_expert[:homes] if empty else rows_per_expert
 
     def _aux_loss_factor(self) -> int:
         """Return the factor that compensates the mean over ranks that DDP and FSDP2 take of the auxiliary gradients.
