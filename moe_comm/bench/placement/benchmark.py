@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -155,7 +156,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     clock = Clock(sync_group, bench.device)
     costs = _costs(layers[0], deciding.get(REPLICATE), clock)
     loads: list[list[int]] = []
-    packed_copies = [list(one.layer.placement.homes_of(rank)) for one in layers[:1] for rank in range(bench.ranks)]
+    packed_copies = [list(layers[0].layer.placement.homes_of(rank)) for rank in range(bench.ranks)]
     rows_of_copies: list[list[float]] = []
     checked, compare = 0, True
     try:
@@ -218,7 +219,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     }
 
 
-def _ratio(steps: list[list[float]]) -> float:
+def _ratio(steps: Sequence[Sequence[float]]) -> float:
     """Return the rows of the busiest rank over the mean, for the rows of each rank in each step."""
     return sum(map(max, steps)) * len(steps[0]) / sum(map(sum, steps))
 
