@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_comm.comm import sparse_rows
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
-from moe_comm.errors import PeerError
+from moe_comm.errors import HeapError, PeerError
 from moe_comm.layers.moe.relocation import MovedStack, move_rows
 from moe_comm.topology import Box
 from tests.pool import RankPool
@@ -64,6 +67,21 @@ def move_and_compare(rank: int, world: int, arg: tuple[bool, tuple[int, ...]]) -
 @pytest.mark.parametrize("shared", [False, True])
 def test_any_permutation_of_the_rows_of_all_ranks(pool4: RankPool, shared: bool) -> None:
     pool4.run(move_and_compare, (shared, (5, 0, 7, 4)), timeout=60)
+
+
+def move_without_room(rank: int, world: int, counts: tuple[int, ...]) -> None:
+    full_memory = mock.Mock(side_effect=HeapError("/dev/shm is full"))
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            stack.enter_context(mock.patch.object(sparse_rows, "block", full_memory))
+        stack.enter_context(pytest.warns(RuntimeWarning, match="/dev/shm is full.*a test uses another method"))
+        move_and_compare(rank, world, (True, counts))
+    assert full_memory.called == (rank == 1)
+
+
+def test_a_rank_without_room_in_shared_memory_makes_all_use_the_backend(pool2: RankPool) -> None:
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    pool2.run(move_without_room, (3, 5), timeout=60)
 
 
 def test_cycles_within_one_rank() -> None:
