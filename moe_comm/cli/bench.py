@@ -243,7 +243,9 @@ def bench_placement(
         int, typer.Option(min=0, help="Steps after which two experts exchange their popularity; 0: never.")
     ] = 0,
     every: Annotated[int, typer.Option(min=1, help="Steps between decisions.")] = 10,
-    window: Annotated[int, typer.Option(min=1, help="Steps that each decision adds.")] = 5,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Steps that each decision adds, at most --every. [5, or --every]")
+    ] = None,
     threshold: Annotated[float, typer.Option(min=0, help="Minimum share of the busiest rank's rows to save.")] = 0.05,
     slots: Annotated[
         int, typer.Option(min=0, help="Copies of experts that each rank can hold with replicate; 0: without it.")
@@ -256,7 +258,8 @@ def bench_placement(
     """Compare an MoE layer with fixed experts, and with experts that move or have copies, by the rows of the ranks."""
     settings = load("moe_comm.bench.placement.settings", "bench").PlacementBench
     values: dict[str, Any] = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts}
-    values |= {"top_k": top_k, "zipf": zipf, "drift": drift, "every": every, "window": window, "threshold": threshold}
+    values |= {"top_k": top_k, "zipf": zipf, "drift": drift, "every": every, "threshold": threshold}
+    values |= {"window": min(5, every) if window is None else window}
     values |= {"slots": slots, "warmup": warmup, "iterations": steps, "seed": seed}
     load("moe_comm.bench.placement.benchmark", "bench").main(settings(**values), json_out)
 

@@ -105,7 +105,8 @@ def _tables(study: PlacementStudy) -> list[Table]:
         replays.add_column(name, justify="left" if name in ("layer", "kind", "last decision") else "right")
     for layer in study.layers:
         ratios = (layer.hottest, layer.fixed, layer.realised, layer.best)
-        layers.add_row(layer.layer, str(len(layer.steps)), *(f"{ratio:.3f}" for ratio in ratios))
+        texts = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
+        layers.add_row(layer.layer, str(len(layer.steps)), *texts)
         for line, realised in layer.decisions[-DECISIONS:]:
             values = (line.ratio_before, line.ratio_after, realised)
             text = f"switch: {line.reason}" if line.switched else f"keep: {line.reason}"

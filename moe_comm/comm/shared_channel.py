@@ -63,7 +63,7 @@ class SharedChannel(Channel):
 
         Calls through shared memory are not compared here, because they always compare.
         """
-        if not self.checked or self._uses_shared_memory(x):
+        if not self.checked or self.uses_shared_memory(x):
             return
         call = self.comm.calls.next(COLLECTIVES)
         words = torch.tensor([call, zlib.crc32(description.encode())])
@@ -77,7 +77,7 @@ class SharedChannel(Channel):
 
         With shared memory calls are always compared, otherwise if ``checked``.
         """
-        if self._uses_shared_memory(x):
+        if self.uses_shared_memory(x):
             self.all_gather(torch.zeros(1), description)
         else:
             self.compare(description, x)
@@ -95,7 +95,7 @@ class SharedChannel(Channel):
         shape, nbytes = (self.world, *tensor.shape), (self.world - 1) * tensor.nbytes
         result = (
             self._exchange_shared(tensor, shape, gather, description, nbytes)
-            if self._uses_shared_memory(tensor)
+            if self.uses_shared_memory(tensor)
             else None
         )
         return super().start_all_gather(tensor, description) if result is None else PendingTensor.completed(result)
@@ -109,7 +109,7 @@ class SharedChannel(Channel):
             chunk_bytes = rows.nbytes // self.world
             self._exchange.copy(*args, self.rank * chunk_bytes, chunk_bytes, destination)
 
-        if len({*send, *receive}) == 1 and self._uses_shared_memory(rows):
+        if len({*send, *receive}) == 1 and self.uses_shared_memory(rows):
             nbytes = rows.nbytes // self.world * (self.world - 1)
             result = self._exchange_shared(rows, rows.shape, swap, description, nbytes)
             if result is not None:
@@ -149,7 +149,7 @@ class SharedChannel(Channel):
 
     def can_sum_in_memory(self, x: Tensor) -> bool:
         """Return whether shared memory can sum tensors like ``x``. Equal on all ranks if the dtype of ``x`` is."""
-        return x.dtype in DTYPE_CODES and self._uses_shared_memory(x)
+        return x.dtype in DTYPE_CODES and self.uses_shared_memory(x)
 
     def rendezvous(
         self,
@@ -201,7 +201,8 @@ class SharedChannel(Channel):
             if rendezvous is not None:
                 rendezvous.abandon()  # has no effect after finish
 
-    def _uses_shared_memory(self, x: Tensor) -> bool:
+    def uses_shared_memory(self, x: Tensor) -> bool:
+        """Return whether tensors on the device of ``x`` are transferred through shared memory. Equal on all ranks."""
         return self._shared is not None and self.shared_memory and x.device.type == "cpu" and self.comm.failed is None
 
     def _exchange_shared(

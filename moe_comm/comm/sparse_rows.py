@@ -69,7 +69,7 @@ def transfer_rows(
         parts = row.split([shape.numel() for shape in shapes])
         receive(one, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
-    if channel.can_sum_in_memory(tensors[0]) and _through_memory(channel, transfers, here, tensors, deliver, what):
+    if channel.uses_shared_memory(tensors[0]) and _through_memory(channel, transfers, here, tensors, deliver, what):
         return
     width = sum(shape.numel() for shape in shapes)
     ordered = sorted((one for one in transfers if one.source == channel.rank), key=lambda one: one.destination)
@@ -87,13 +87,17 @@ def transfer_rows(
         deliver(one, rows[id(one)])
 
 
-def _pack(tensors: Sequence[Tensor], rows: Sequence[int], out: Tensor | None = None) -> Tensor:
+def _pack(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """Return [len(rows), width], the given rows of all tensors."""
     width = sum(tensor.shape[1:].numel() for tensor in tensors)
-    packed = tensors[0].new_empty(len(rows), width) if out is None else out
+    packed = tensors[0].new_empty(len(rows), width)
     for place, row in enumerate(rows):
-        torch.cat([tensor[row].reshape(-1) for tensor in tensors], out=packed[place])
+        _join(tensors, row, packed[place])
     return packed
+
+
+def _join(tensors: Sequence[Tensor], row: int, out: Tensor) -> None:
+    torch.cat([tensor[row].reshape(-1) for tensor in tensors], out=out)
 
 
 def _through_memory(
@@ -105,28 +109,85 @@ def _through_memory(
     what: str,
 ) -> bool:
     """Transfer through shared memory. Return False on every rank if a rank has no room."""
-    dtype, width = tensors[0].dtype, sum(tensor.shape[1:].numel() for tensor in tensors)
-    flags = channel.world * FLAG_BYTES // dtype.itemsize
+    dtype, size = tensors[0].dtype, sum(tensor.shape[1:].numel() for tensor in tensors) * tensors[0].element_size()
+    step = aligned_bytes(size)
     by_rank: list[dict[int, int]] = [{} for _ in range(channel.world)]  # rows in the block of each rank
     for one in transfers:
         rows = by_rank[one.source]
         rows.setdefault(one.source_row, len(rows))
+    own = by_rank[channel.rank]
+
+    def fill(block_: Tensor) -> None:
+        for row, place in own.items():
+            _join(tensors, row, block_[place * step : place * step + size].view(dtype))
+
+    def use(read: Read) -> None:
+        for one in here:
+            deliver(one, read(one.source, by_rank[one.source][one.source_row] * step, size).view(dtype))
+
+    return share_blocks(channel, SharedBlocks(len(own) * step, len(transfers) * size, fill, use), what)
+
+
+BLOCK_ALIGN = 64
+"""Alignment of what ``Read`` returns, in bytes: that of a cache line, and enough for all dtypes."""
+Read = Callable[[int, int, int], Tensor]
+"""Function of a rank, the first byte in its block (a multiple of ``BLOCK_ALIGN``), and a number of bytes. Returns them
+as uint8 [bytes], valid during ``SharedBlocks.use``."""
+
+
+def aligned_bytes(size: int) -> int:
+    """Return ``size`` rounded up to a multiple of ``BLOCK_ALIGN``."""
+    return -(-size // BLOCK_ALIGN) * BLOCK_ALIGN
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """One rank's part in ``share_blocks``.
+
+    Attributes:
+        size: bytes of this rank's block.
+        transferred: bytes that all ranks read; compared between ranks.
+        fill: writes this rank's block, uint8 [size].
+        use: called once, when the blocks of all ranks are filled. Peers read this rank's block until it returns on all
+            ranks.
+    """
+
+    size: int
+    transferred: int
+    fill: Callable[[Tensor], None]
+    use: Callable[[Read], None]
+
+
+def share_blocks(channel: SharedChannel, blocks: SharedBlocks, what: str) -> bool:
+    """Let each rank read a block of each other rank in shared memory. Collective.
+
+    Requires ``channel.uses_shared_memory`` of CPU tensors.
+
+    Returns:
+        False on every rank if a rank has no room; ``use`` was not called then.
+
+    Raises:
+        RankMismatch, PeerDied, PeerTimeout: a rank failed, or made another call. ``use`` may have been called.
+        PeerError: ``use`` raised on another rank.
+    """
+    flags = channel.world * FLAG_BYTES
+    word = torch.float32
 
     def offer(heap: Heap) -> Tensor:
-        rows = list(by_rank[channel.rank])
-        offered = block(heap, 1, flags + len(rows) * width, dtype).view(-1)
-        _pack(tensors, rows, offered[flags:].view(len(rows), width))
+        offered = block(heap, 1, (flags + aligned_bytes(blocks.size)) // word.itemsize, word).view(-1)
+        blocks.fill(offered.view(torch.uint8)[flags : flags + blocks.size])
         return offered
 
     def body(rendezvous: Any) -> bool:
         peers = [rank for rank in range(channel.world) if rank != channel.rank]
-        while peers:  # all of them first: if one has no room, no row is received
+        while peers:  # all of them first: if one has no room, nothing is read
             peers.remove(rendezvous.next(peers))
-        for one in here:
-            first = (flags + by_rank[one.source][one.source_row] * width) * dtype.itemsize
-            row = from_capsule(rendezvous.rows(one.source, first, 1, width, DTYPE_CODES[dtype]))
-            deliver(one, row[0])
+
+        def read(rank: int, first: int, size: int) -> Tensor:
+            words = rendezvous.rows(rank, flags + first, 1, -(-size // word.itemsize), DTYPE_CODES[word])
+            return from_capsule(words).view(-1).view(torch.uint8)[:size]
+
+        blocks.use(read)
         return True
 
-    total = len(transfers) * width * dtype.itemsize
-    return channel.rendezvous(total, dtype, what, offer, body) is True
+    return channel.rendezvous(blocks.transferred, word, what, offer, body) is True

@@ -48,7 +48,7 @@ def test_a_difference_is_detected_and_per_rank_capacity_has_no_parity() -> None:
         ParityCase("same", 1),
         ParityCase("by rank", 1, (), "capacity (rank)"),
     ]
-    cases += [ParityCase("other model", 1, (), model=("model.tie=true",))]
+    cases += [ParityCase("other model", 1, common=("model.tie=true",))]
     rows = {row.mapping: row for row in parity.compare(cases, ("sgd",), 2, SMALL)}
     assert {name: row.ok for name, row in rows.items()} == {
         "other weights": False,

@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 
 from moe_comm import cli
-from moe_comm.bench.placement.settings import PlacementBench, eplb
+from moe_comm.bench.placement.settings import PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import Moves, busiest_rows
 
-TINY = {"ranks": 2, "tokens": 256, "hidden": 32, "ffn": 64, "experts": 8, "top_k": 2, "every": 3, "warmup": 3}
+TINY = {
+    "ranks": 2,
+    "tokens": 256,
+    "hidden": 32,
+    "ffn": 64,
+    "experts": 8,
+    "top_k": 2,
+    "every": 3,
+    "window": 3,
+    "warmup": 3,
+}
 
 
 def run(out: Path, **changed: Any) -> dict[str, Any]:
@@ -29,8 +39,12 @@ def test_bits_stay_equal_and_peers_move_more_than_decisions(tmp_path: Path) -> N
     result = run(tmp_path / "out.json", drift=3)
     assert result["bits_equal"] and result["checked_steps"] == 5  # first, last, and after each of three decisions
     assert [one["step"] for one in result["decisions"]] == [3, 6, 9, 3, 6, 9]
-    assert set(result["contestants"]) == {"fixed", "relocate", "replicate"} and set(result["peers"]) == {"eplb"}
-    fixed, ours, copying, packed = (result["contestants"] | result["peers"]).values()
+    assert set(result["contestants"]) == {"fixed", "relocate", "replicate"} and set(result["peers"]) == {
+        "eplb",
+        "eplb_copies",
+    }
+    fixed, ours, copying, packed, replicas = (result["contestants"] | result["peers"]).values()
+    assert 1 <= replicas["busiest_over_mean"] < fixed["busiest_over_mean"]
     assert fixed["speedup"] == 1.0 and fixed["moved_bytes"] == fixed["switches"] == 0
     for name, row in (("relocate", ours), ("replicate", copying)):
         switched = [one["switched"] for one in result["decisions"] if one["contestant"] == name]
@@ -82,8 +96,16 @@ def test_eplb_packs_evenly_and_ignores_the_placement_before() -> None:
     assert len(Moves.of(Placement.contiguous(8, 2), packed).homes) == 4
 
 
+def test_eplb_replicates_the_experts_with_the_most_rows_per_replica() -> None:
+    loads = [120, 50, 40, 30]
+    packed = eplb_replicas(loads, 2, 1)  # expert 0 has both spare slots: 60 rows per replica, then 40
+    assert packed == [[1, 0, 3], [0, 0, 2]] and rows_of_replicas(loads, packed) == [120, 120]
+    assert eplb_replicas([6, 1], 2, 1) == [[0, 0], [0, 1]]  # twice on one rank
+    assert rows_of_replicas([6, 1], [[0, 0], [0, 1]]) == [4, 3]
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"ranks": 1}, {"ranks": 3}, {"zipf": -1.0}, {"every": 0}, {"threshold": 1.0}, {"slots": 5}]
+    "wrong", [{"ranks": 1}, {"ranks": 3}, {"zipf": -1.0}, {"every": 0}, {"threshold": 1.0}, {"slots": 5}, {"window": 4}]
 )
 def test_impossible_settings_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

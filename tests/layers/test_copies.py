@@ -169,6 +169,41 @@ def run_few_experts(rank: int, world: int, placement: Placement | None) -> dict[
     return {"y": y.detach(), "x": x.grad, "norm": norm}
 
 
+def run_with_empty_slots(rank: int, world: int, run: Run) -> None:
+    """Compare a layer with empty slots with one without, then fill the slots, and empty them again."""
+    homes = Placement.contiguous(EXPERTS, world, slots=3)
+    layers = [build(replace(run, placement=one), rank, world) for one in (None, homes)]
+    for placement in (homes, replace(random_placement(world, 4, slots=3), version=1), replace(homes, version=2)):
+        if placement.version:
+            layers[1].relocate(placement)
+            layers[0].relocate(replace(placement, owners=tuple((home,) for home in placement.homes), slots=None))
+        results = []
+        for layer in layers:
+            x, routing = tokens_of(layer, run, rank)
+            y = layer(x, routing)
+            layer.zero_grad()
+            y.backward(draw(*y.shape, seed=50 + rank))
+            results.append((y.detach(), x.grad, routing.weights_TK.grad))
+        for got, wanted in zip(*results, strict=True):
+            assert got is not None and wanted is not None and torch.equal(got, wanted)
+        copies = layers[1].copies
+        assert copies is not None and copies.unreduced == placement.has_copies
+        assert (copies.reduce() > 0) <= placement.has_copies
+        if not placement.has_copies:
+            for ours, plain_one in zip(layers[1].experts.parameters(), layers[0].experts.parameters(), strict=True):
+                assert ours.grad is not None and plain_one.grad is not None
+                assert torch.equal(plain(ours.grad), plain(plain_one.grad))
+                assert plain(ours.grad).untyped_storage().nbytes() < ours.untyped_storage().nbytes()
+    for layer in layers:
+        layer.dispatcher.close()
+
+
+@pytest.mark.parametrize("backend", ["all_to_all", "shared_memory"])
+@pytest.mark.parametrize("overlap", [None, Overlap(2, 1, executor="pipelined")])
+def test_slots_without_copies_have_no_gradients(pool2: RankPool, backend: str, overlap: Overlap | None) -> None:
+    pool2.run(run_with_empty_slots, Run(None, backend, overlap=overlap), timeout=60)
+
+
 def test_a_rank_without_experts_of_its_own_can_hold_copies(pool4: RankPool) -> None:
     expected = pool4.run(run_few_experts, None, timeout=60)
     results = pool4.run(run_few_experts, Placement(((0, 3), (1, 3, 2), (2,)), 4), timeout=60)

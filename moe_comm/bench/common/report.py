@@ -252,6 +252,9 @@ def placement_tables(result: dict[str, Any]) -> list[Table]:
     caption = f"equal bits in {result['checked_steps']} compared steps; MB of copies are sent in each step"
     table = _table(heading, "", *columns, caption=caption)
     for name, row in (result["contestants"] | result["peers"]).items():
+        if row.get("computed"):
+            table.add_row(name, "-", "-", f"{row['busiest_over_mean']:.2f}", *["-"] * 5)
+            continue
         moved = (str(row["switches"]), str(row["moved_experts"]), f"{row['moved_bytes'] / 1e6:.1f}")
         times = (_number(row["step_ms"]), _faster_or_slower(1 / row["speedup"]), f"{row['busiest_over_mean']:.2f}")
         table.add_row(name, *times, *moved, _number(row["move_ms"]), f"{row['published_bytes'] / 1e6:.1f}")

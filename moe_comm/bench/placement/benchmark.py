@@ -7,6 +7,9 @@ These contestants have equal weights, tokens and routing, and are interleaved in
     replicate   the same, with slots for copies; each step publishes them and reduces their gradients
     eplb        at the same steps, EPLB's placement of the same loads, without a decision
 
+EPLB with replicas in as many slots is not run, because its replicas have no homes: only the rows of its ranks are
+computed (``eplb_copies``).
+
 Outputs, input gradients and the weight gradients of each expert without copies are compared with those of the fixed
 layer, and must have the same bits. The first ``warmup`` steps are not timed, but all switches are.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -28,7 +32,7 @@ from moe_comm.bench.common.clock import Clock, sync_group
 from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.interleave import rotated, slowest
 from moe_comm.bench.common.ranks import on_ranks
-from moe_comm.bench.placement.settings import Costs, PlacementBench, eplb
+from moe_comm.bench.placement.settings import Costs, PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig, Routing
@@ -150,6 +154,8 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     clock = Clock(sync_group, bench.device)
     costs = _costs(layers[0], deciding.get(REPLICATE), clock)
     loads: list[list[int]] = []
+    packed_copies = [list(layers[0].layer.placement.homes_of(rank)) for rank in range(bench.ranks)]
+    rows_of_copies: list[list[float]] = []
     checked, compare = 0, True
     try:
         gc.collect()
@@ -165,6 +171,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
                 one.step(ids_TK, clock)
                 one.window.add(loads_E)
             loads.append(loads_E)
+            rows_of_copies.append(rows_of_replicas(loads_E, packed_copies))
             compare = compare or step == bench.warmup + bench.steps - 1
             checked += _check(layers) if compare else 0
             compare = False
@@ -175,6 +182,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
                 packed = layers[-1]
                 totals_E = [sum(values) for values in zip(*loads[-bench.window :], strict=True)]
                 packed.move(eplb(totals_E, bench.ranks, packed.layer.placement.version + 1), clock)
+                packed_copies = eplb_replicas(totals_E, bench.ranks, bench.slots)
                 compare = True
         by_rank: list[Any] = [None] * bench.ranks
         dist.all_gather_object(by_rank, dict(clock.times))
@@ -187,6 +195,9 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
     fixed_s = sum(slowest(by_rank, FIXED))
     rows = {one.name: _row(one, by_rank, [ranks[one.name] for ranks in rows_by_rank], fixed_s) for one in layers}
     ours = rows[RELOCATE]
+    peers: dict[str, Any] = {name: rows[name] for name in PEERS}
+    if bench.slots:
+        peers["eplb_copies"] = {"busiest_over_mean": _ratio(rows_of_copies[-bench.steps :]), "computed": True}
     return {
         "benchmark": "placement",
         "speedup": ours["speedup"],
@@ -196,7 +207,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
         "bits_equal": checked > 0,  # a difference raises
         "checked_steps": checked,
         "contestants": {name: row for name, row in rows.items() if name not in PEERS},
-        "peers": {name: rows[name] for name in PEERS},
+        "peers": peers,
         "decisions": [decision for one in deciding.values() for decision in one.decisions],
         "seconds_per_row": costs.per_row,
         "seconds_to_move": costs.to_move,
@@ -204,6 +215,11 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
         "settings": bench.to_dict() | {"iterations": bench.steps},
         "threads_per_rank": threads,
     }
+
+
+def _ratio(steps: Sequence[Sequence[float]]) -> float:
+    """Return the rows of the busiest rank over the mean, for the rows of each rank in each step."""
+    return over_mean(sum(map(max, steps)), sum(map(sum, steps)), len(steps[0]))
 
 
 def _numbers(decision: Any) -> dict[str, Any]:
@@ -275,7 +291,7 @@ def _row(one: _Contestant, by_rank: list[Any], of_ranks: list[tuple[list[int], i
         "step_ms": median(steps_s) * 1e3,
         "move_ms": median(moves_s) * 1e3 if moves_s else None,
         "speedup": fixed_s / (sum(steps_s) + sum(moves_s)),
-        "busiest_over_mean": over_mean(sum(map(max, steps)), sum(map(sum, steps)), len(of_ranks)),
+        "busiest_over_mean": _ratio(steps),
         "switches": one.switches,
         "moved_experts": one.moved_experts,
         "moved_bytes": one.moved_bytes,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ class PlacementBench(BatchShape):
         zipf: exponent s of Zipf's law: the n-th most popular expert is chosen in proportion to n ** -s. 0: uniform.
         drift: steps after which two experts exchange their popularity; 0: never.
         every: steps between decisions.
-        window: steps that a decision sees of this interval and of the one before, or of up to 8 after wrong switches.
+        window: steps that a decision sees of this interval and of the one before, or of up to 8 after wrong switches; at
+            most ``every``.
         threshold: minimum share of the busiest rank's rows that a switch saves.
         slots: copies of experts that each rank can hold with "replicate"; 0: without it.
     """
@@ -54,6 +57,8 @@ class PlacementBench(BatchShape):
         super().__post_init__()
         check_at_least(self, 1, "tokens", "ffn", "every", "window")
         check_at_least(self, 0, "drift")
+        if self.window > self.every:
+            raise ConfigError(f"window {self.window} must be at most every {self.every}: a decision sees no more steps")
         if not 0 <= self.zipf <= 10 or not 0 <= self.threshold < 1:
             raise ConfigError(
                 f"zipf must be from 0 to 10 and threshold from 0 to below 1; got {self.zipf}, {self.threshold}"
@@ -113,14 +118,37 @@ class PlacementBench(BatchShape):
 def eplb(loads_E: list[int], world: int, version: int) -> Placement:
     """Return the placement of EPLB (DeepSeek) without replicas: its balanced packing of experts into ranks.
 
-    Experts by descending load go to the least loaded rank with room. The previous placement does not matter, so most
-    experts move.
+    The previous placement does not matter, so most experts move.
     """
-    room, homes = [len(loads_E) // world] * world, [0] * len(loads_E)
-    totals = [0] * world
-    for expert in sorted(range(len(loads_E)), key=lambda one: -loads_E[one]):
-        rank = min((rank for rank in range(world) if room[rank]), key=lambda one: totals[one])
-        homes[expert] = rank
-        totals[rank] += loads_E[expert]
-        room[rank] -= 1
+    homes = [0] * len(loads_E)
+    for rank, experts in enumerate(eplb_replicas(loads_E, world, 0)):
+        for expert in experts:
+            homes[expert] = rank
     return Placement(tuple((home,) for home in homes), world, version)
+
+
+def eplb_replicas(loads_E: list[int], world: int, slots: int) -> list[list[int]]:
+    """Return the experts of each rank's replicas by EPLB, with ``slots`` more on each rank than its share of experts.
+
+    Each spare slot goes to the expert with the most rows per replica. Replicas by descending rows then go to the rank
+    with the least rows that has room. An expert can be on a rank twice, and no replica is its home.
+    """
+    counts = [1] * len(loads_E)
+    for _ in range(slots * world):
+        counts[max(range(len(loads_E)), key=lambda one: loads_E[one] / counts[one])] += 1
+    room, totals = [len(loads_E) // world + slots] * world, [0.0] * world
+    packed: list[list[int]] = [[] for _ in range(world)]
+    replicas = [(load / count, expert) for expert, (load, count) in enumerate(zip(loads_E, counts, strict=True))]
+    for rows, expert in sorted(replicas, key=lambda one: -one[0]):
+        for _ in range(counts[expert]):
+            rank = min((rank for rank in range(world) if room[rank]), key=lambda one: totals[one])
+            packed[rank].append(expert)
+            totals[rank] += rows
+            room[rank] -= 1
+    return packed
+
+
+def rows_of_replicas(loads_E: list[int], packed: list[list[int]]) -> list[float]:
+    """Return the rows of each rank, if the rows of each expert are divided evenly over its replicas."""
+    counts = Counter(chain(*packed))
+    return [sum(loads_E[expert] / counts[expert] for expert in experts) for experts in packed]

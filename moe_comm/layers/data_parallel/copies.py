@@ -133,7 +133,7 @@ class ExpertCopies:
         """
         if self._due:
             self.publish()
-        if self._versions == self._present_versions():
+        if not self.placement.has_copies or self._versions == self._present_versions():
             return None
         return ConfigError(
             f"the weights of the experts of layer {self._label!r} have changed, but not their copies on other ranks. "
@@ -158,6 +158,11 @@ class ExpertCopies:
         self._due = False
         self._versions = self._present_versions()
         return self._count(self._transfers) * _row_bytes(stacks)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of this rank: its experts, and those for copies."""
+        return self.placement.slots_per_rank[self._shards.place["ep"]]
 
     @torch.no_grad()
     def reduce(self) -> int:
@@ -222,9 +227,8 @@ class ExpertCopies:
             and (not homes or old.rows_SX.data_ptr() == param.data_ptr())
         ):
             return old
-        slots = self.placement.slots_per_rank[self._shards.place["ep"]]
         with torch.inference_mode(False), torch.no_grad():
-            rows_SX = torch.zeros(slots, *param.shape[1:], dtype=param.dtype, device=param.device)
+            rows_SX = torch.zeros(self.num_slots, *param.shape[1:], dtype=param.dtype, device=param.device)
             rows_SX[:homes] = param
             if old is not None and old.rows_SX.device.type != "meta":
                 rows_SX[homes:] = old.rows_SX[homes:]

@@ -172,7 +172,8 @@ class Experts(nn.Module):
 
         Args:
             rows_RD: [R, D], grouped by expert.
-            rows_per_expert: E row counts; their sum is R.
+            rows_per_expert: E row counts; their sum is R. With slots for copies, a count for each slot, or only for the
+                E experts if no slot has a copy.
             compute: runs the expert MLP. An executor passes ``ExpertCall.compute``.
 
         Returns:
@@ -181,17 +182,21 @@ class Experts(nn.Module):
         Raises:
             InputError: shapes or dtypes do not match.
         """
-        return compute(rows_RD, rows_per_expert, self.mlp_for(rows_RD))
+        return compute(rows_RD, rows_per_expert, self.mlp_for(rows_RD, len(rows_per_expert)))
 
-    def mlp_for(self, rows: Tensor) -> ExpertMLP:
-        """Return the parameters in the dtype in which ``rows`` are computed."""
+    def mlp_for(self, rows: Tensor, slots: int = 0) -> ExpertMLP:
+        """Return the parameters in the dtype in which ``rows`` are computed.
+
+        Args:
+            slots: number of experts to compute with: this rank's, or those and all slots for copies. 0: all.
+        """
         w13: Tensor = self.w13
         w2: Tensor = self.w2
         b13: Tensor | None = self.b13
         b2: Tensor | None = self.b2
-        if self.copies is not None:
-            slots = self.copies.stacked()
-            w13, w2, b13, b2 = slots["w13"], slots["w2"], slots.get("b13"), slots.get("b2")
+        if self.copies is not None and slots in (0, self.copies.num_slots):
+            stacks = self.copies.stacked()
+            w13, w2, b13, b2 = stacks["w13"], stacks["w2"], stacks.get("b13"), stacks.get("b2")
         if torch.is_autocast_enabled(rows.device.type):
             w13, w2 = cast_parameter(w13, rows), cast_parameter(w2, rows)
             b13, b2 = (None if bias is None else cast_parameter(bias, rows) for bias in (b13, b2))

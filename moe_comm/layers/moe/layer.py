@@ -46,7 +46,7 @@ from moe_comm.layers.moe.call import DispatchStats, MoECall
 from moe_comm.layers.moe.config import MoEConfig, MoEGroups, join_groups
 from moe_comm.layers.moe.experts import Experts, ExpertSlice
 from moe_comm.layers.moe.losses import attach_loss
-from moe_comm.layers.moe.relocation import MovedStack, moved_state, stage
+from moe_comm.layers.moe.relocation import MovedStack, move_rows, moved_state
 from moe_comm.layers.moe.router import Router, Routing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
 from moe_comm.layers.moe.slots import SlotTable
@@ -338,10 +338,9 @@ class MoELayer(ParallelModule):
         places = [{"ep": r // self.sizes["etp"], "etp": r % self.sizes["etp"]} for r in range(dispatcher.world)]
         stacks = [MovedStack.of(tensors, old[name], new[name], places) for name, tensors in moved.items()]
         what = f"relocating the experts of layer {self.label!r} to version {placement.version}"
-        staged = stage(stacks, dispatcher.group, dispatcher.rank, what)
-        staged.apply()
+        sent_bytes = move_rows(stacks, dispatcher.group, dispatcher.rank, what)
         self.set_placement(placement)
-        return staged.sent_bytes
+        return sent_bytes
 
     def _agree_on(self, placement: Placement, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Tensor]]:
         """Return the weights and tensors of ``state`` to move, by the name of the parameter. Collective.
@@ -358,15 +357,15 @@ class MoELayer(ParallelModule):
                 raise ConfigError(f"FSDP shards the experts of layer {self.label!r}, which cannot be relocated")
         except ConfigError as error:
             fault = error
-        if self.dispatcher.comm is not None and self.dispatcher.world > 1:
-            channel = Channel(self.dispatcher.comm, self.dispatcher.options.timeout_s)
+        group = self.dispatcher.group
+        if group is not None and self.dispatcher.world > 1:
             same = {
                 "new placement of experts": placement.digest,
                 "present placement": self.placement.digest,
                 "layer": self.label,
                 "weights and optimizer state": str([(name, [t.dtype for t in parts]) for name, parts in moved.items()]),
             }
-            compare(channel, "a relocation of experts", same, fault=fault)
+            compare(channel_of(group), "a relocation of experts", same, fault=fault)
         elif fault is not None:
             raise fault
         return moved
@@ -466,7 +465,7 @@ class MoELayer(ParallelModule):
             shared_TD = None if self.shared is None else self.shared(x_TD)
             with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
                 # Call the module, so that its hooks run: FSDP gathers the weights in one.
-                rows = self.experts(call.rows, call.handle.rows_per_expert, call.compute)
+                rows = self.experts(call.rows, self._computed(call), call.compute)
             self._add_hook(rows)
         yield
         y_TD = call.combine(rows)
@@ -535,6 +534,12 @@ class MoELayer(ParallelModule):
             label=self.label,
             scaled=scaled,
         )
+
+    def _computed(self, call: ExpertCall) -> tuple[int, ...]:
+        """Return the rows of the slots to compute with: without the slots for copies while there is no copy."""
+        rows_per_expert, homes = call.handle.rows_per_expert, self.placement.homes_per_rank[self.place["ep"]]
+        empty = call.skips_empty_slots and homes and not self.placement.has_copies
+        return rows_per_expert[:homes] if empty else rows_per_expert
 
     def _aux_loss_factor(self) -> int:
         """Return the factor that compensates the mean over ranks that DDP and FSDP2 take of the auxiliary gradients.

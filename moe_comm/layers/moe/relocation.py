@@ -7,11 +7,15 @@
     rank 1    w13[3] ──────────────▶ rank 0, slot 1  slots of rank 1: experts 2 3 ─▶ 0 2
 
 Only rows of experts that change their rank are sent. Each rank computes the same list of transfers from the boxes of
-all ranks, so nothing else is exchanged. Received rows are staged: a failure leaves the tensors unchanged.
+all ranks, so nothing else is exchanged. Each rank packs the rows that leave their place into one block. CPU ranks of
+one host read the blocks of their peers in shared memory; other ranks send them with one all-to-all. A failure leaves
+the tensors unchanged: they are written after all ranks have their rows, or restored from the rank's own block.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +24,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
+from moe_comm.comm.shared_channel import SharedChannel
+from moe_comm.comm.sparse_rows import Read, SharedBlocks, aligned_bytes, share_blocks
 from moe_comm.errors import ConfigError
-from moe_comm.layers.parallel.collectives import channel_of, gather_values
+from moe_comm.layers.parallel.collectives import channel_of
+from moe_comm.runtime.memory import warm_rows
 from moe_comm.topology import Box, Sharding
 
 Index = tuple[slice, ...]
@@ -100,73 +107,188 @@ def transfers_of(stack: MovedStack) -> Iterator[Transfer]:
 
 
 @dataclass(frozen=True)
-class Relocation:
-    """Staged rows. Nothing has changed until ``apply``.
+class _Piece:
+    """A range of one tensor that changes its rank, and its position in the block that its source packs."""
+
+    transfer: Transfer
+    tensor: Tensor
+    start: int
+    size: int
+
+    def pack(self, block: Tensor) -> None:
+        """Copy the range into the source's block, uint8."""
+        rows = self.tensor[self.transfer.from_index]
+        self._rows(block[self.start :], rows).copy_(rows)
+
+    def unpack(self, block: Tensor, index: Index) -> None:
+        """Copy the range from ``block``, where it begins, to ``index`` of the tensor."""
+        rows = self.tensor[index]
+        rows.copy_(self._rows(block, rows))
+
+    def _rows(self, block: Tensor, like: Tensor) -> Tensor:
+        return block[: self.size].view(like.dtype).view(like.shape)
+
+
+class _Moves:
+    """All ranges that change their place.
 
     Attributes:
-        sent_bytes: bytes that this rank sent to other ranks.
+        going, coming: ranges that this rank sends, and that it receives.
+        staying: ranges of a tensor that change their place on this rank, in an order in which none overwrites a later
+            one; True: its rows must be kept, and are written at the end.
+        sizes: [source][destination], bytes between different ranks. Equal on all ranks.
     """
 
-    sent_bytes: int
-    _rows: Sequence[tuple[Tensor, Index, Tensor]]
+    def __init__(self, stacks: Sequence[MovedStack], rank: int) -> None:
+        world = len(stacks[0].old) if stacks else 1
+        self.rank, self.sizes = rank, [[0] * world for _ in range(world)]
+        self.staying = list[tuple[Tensor, Transfer, bool]]()
+        # Finished moves within this rank: a tensor, where its rows were, and where they are now, or a copy of them.
+        self._done = list[tuple[Tensor, Index, Index | Tensor]]()
+        crossing = []
+        for stack in stacks:
+            local = []
+            for transfer in transfers_of(stack):
+                if transfer.source != transfer.destination:
+                    crossing += [(transfer, tensor) for tensor in stack.tensors]
+                elif transfer.source == rank:
+                    local.append(transfer)
+            order = list(_in_order(local))
+            self.staying += [(tensor, transfer, keep) for tensor in stack.tensors for transfer, keep in order]
+        pieces = []
+        for transfer, tensor in sorted(crossing, key=lambda one: (one[0].source, one[0].destination)):
+            size = math.prod(part.stop - part.start for part in transfer.from_index) * tensor.element_size()
+            sizes = self.sizes[transfer.source]
+            pieces.append(_Piece(transfer, tensor, sum(sizes), size))
+            sizes[transfer.destination] += aligned_bytes(size)
+        self.going = [piece for piece in pieces if piece.transfer.source == rank]
+        self.coming = [piece for piece in pieces if piece.transfer.destination == rank]
 
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Write the staged rows."""
-        for tensor, index, rows in self._rows:
-            tensor[index].copy_(rows)
+    def pack(self, block: Tensor) -> None:
+        """Copy what this rank sends into its block."""
+        for piece in self.going:
+            piece.pack(block)
+
+    def apply(self, read: Read) -> None:
+        """Write all ranges to their new places."""
+        kept = []
+        for tensor, transfer, keep in self.staying:
+            origin, target = transfer.from_index, transfer.to_index
+            if keep:
+                rows = tensor[origin].clone()
+                kept.append((tensor, target, rows))
+                self._done.append((tensor, origin, rows))
+            else:
+                tensor[target].copy_(tensor[origin])
+                self._done.append((tensor, origin, target))
+        for tensor, target, rows in kept:
+            tensor[target].copy_(rows)
+        for piece in self.coming:
+            piece.unpack(read(piece.transfer.source, piece.start, piece.size), piece.transfer.to_index)
+
+    def undo(self, block: Tensor) -> None:
+        """Undo ``apply``, also one that raised.
+
+        What it overwrote has been moved or sent, because a rank keeps its number of rows.
+        """
+        for tensor, origin, rows in reversed(self._done):
+            tensor[origin].copy_(rows if isinstance(rows, Tensor) else tensor[rows])
+        for piece in self.going:
+            piece.unpack(block[piece.start :], piece.transfer.from_index)
+
+
+def _in_order(transfers: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
+    """Yield moves within a rank, so that none overwrites rows that a later one reads.
+
+    Experts that stay on a rank keep their order. So they move down in ascending order, or up in descending order. If
+    moves form a cycle, True is yielded with one of them: its rows must be kept.
+    """
+    waiting = list(transfers)
+    unread = Counter(one.from_index[0].start for one in waiting)
+    while waiting:
+        before = len(waiting)
+        for _ in range(2):
+            blocked = []
+            for one in waiting:
+                if unread[one.to_index[0].start]:
+                    blocked.append(one)
+                else:
+                    unread[one.from_index[0].start] -= 1
+                    yield one, False
+            waiting = blocked[::-1]
+        if len(waiting) == before:
+            one = waiting.pop(0)
+            unread[one.from_index[0].start] -= 1
+            yield one, True
 
 
 @torch.no_grad()
-def stage(stacks: Sequence[MovedStack], group: ProcessGroup | None, rank: int, what: str) -> Relocation:
-    """Transfer the rows of ``stacks`` that change their rank, and stage them. Collective over ``group``.
+def move_rows(stacks: Sequence[MovedStack], group: ProcessGroup | None, rank: int, what: str) -> int:
+    """Move the rows of ``stacks`` that change their place. Collective over ``group``.
 
     Args:
-        stacks: the same stacks on all ranks, in the same order.
+        stacks: the same stacks on all ranks, in the same order. Each rank has as many rows before as after.
         rank: position of this rank in ``group``, as in the boxes.
         what: description of the transfer, for errors.
+
+    Returns:
+        Bytes that this rank sent to other ranks.
 
     Raises:
         PeerDied, PeerTimeout: a rank died, or did not take part in time. The tensors are unchanged.
     """
-    rows: list[tuple[Tensor, Index, Tensor]] = []
-    world = len(stacks[0].old) if stacks else 1
-    sent: list[list[Tensor]] = [[] for _ in range(world)]
-    received: list[list[tuple[Tensor, Index]]] = [[] for _ in range(world)]
-    transfers_exist = False
-    for stack in stacks:
-        for transfer in transfers_of(stack):
-            here, there = transfer.source == rank, transfer.destination == rank
-            transfers_exist = transfers_exist or transfer.source != transfer.destination
-            for tensor in stack.tensors if here or there else ():
-                if here and there:
-                    rows.append((tensor, transfer.to_index, tensor[transfer.from_index].clone()))
-                elif here:
-                    sent[transfer.destination].append(_as_bytes(tensor[transfer.from_index]))
-                else:
-                    received[transfer.source].append((tensor, transfer.to_index))
-    if group is None or not transfers_exist:
-        return Relocation(0, rows)
-    device = stacks[0].tensors[0].device
-    sizes_out = [sum(part.numel() for part in parts) for parts in sent]
-    sizes_in = [sum(tensor[index].nbytes for tensor, index in parts) for parts in received]
-    flat = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(part for parts in sent for part in parts)])
+    moves = _Moves(stacks, rank)
+    if group is not None and any(map(sum, moves.sizes)):
+        like, channel = stacks[0].tensors[0], channel_of(group)
+        if not channel.uses_shared_memory(like) or not _through_memory(moves, channel, what):
+            _through_backend(moves, channel, like.device, what)
+    else:
+        moves.apply(_nothing)
+    return sum(piece.size for piece in moves.going)
+
+
+def _nothing(source: int, first: int, size: int) -> Tensor:
+    raise AssertionError("nothing was sent")
+
+
+def _through_memory(moves: _Moves, channel: SharedChannel, what: str) -> bool:
+    """Send through shared memory, with two copies. Return False on every rank if a rank has no room."""
+    own: list[Tensor] = []
+    changed = False
+
+    def fill(block: Tensor) -> None:
+        own.append(block)
+        moves.pack(block)
+
+    def use(read: Read) -> None:
+        nonlocal changed
+        changed = True
+        moves.apply(read)
+
+    try:
+        blocks = SharedBlocks(sum(moves.sizes[moves.rank]), sum(map(sum, moves.sizes)), fill, use)
+        return share_blocks(channel, blocks, what)
+    except BaseException:
+        if changed:
+            moves.undo(own[0])
+        raise
+    finally:
+        own.clear()  # a traceback references this frame
+
+
+def _through_backend(moves: _Moves, channel: SharedChannel, device: torch.device, what: str) -> None:
+    """Send with one all-to-all."""
+    sizes, rank = moves.sizes, moves.rank
+    block = warm_rows(1, sum(sizes[rank]), torch.uint8, device).view(-1)
+    moves.pack(block)
+    receive = [of_source[rank] for of_source in sizes]
     # Not the shared channel: it takes another path on a rank whose sizes happen to be equal.
-    shared = channel_of(group)
-    buffer = Channel(shared.comm, shared.timeout_s).all_to_all(flat, sizes_out, sizes_in, what)
-    offset = 0
-    for tensor, index in (one for parts in received for one in parts):
-        size = tensor[index].nbytes
-        # Copied, because the view of a dtype needs an aligned start.
-        staged = buffer[offset : offset + size].clone().view(tensor.dtype).view(tensor[index].shape)
-        rows.append((tensor, index, staged))
-        offset += size
-    gather_values(torch.ones(1), group, f"{what}: all ranks have their rows")
-    return Relocation(flat.numel(), rows)
-
-
-def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.detach().contiguous().view(-1).view(torch.uint8)
+    backend = Channel(channel.comm, channel.timeout_s)
+    received = backend.all_to_all(block, sizes[rank], receive, what)
+    backend.all_gather(torch.ones(1, device=channel.control_device), f"{what}: all ranks have their rows")
+    # of the block of each source, of which this rank has a part
+    starts = [sum(receive[:source]) - sum(of_source[:rank]) for source, of_source in enumerate(sizes)]
+    moves.apply(lambda source, first, size: received[starts[source] + first :])
 
 
 def _by_expert(boxes_by_rank: Sequence[Sequence[Box]]) -> dict[int, list[tuple[int, Box]]]:

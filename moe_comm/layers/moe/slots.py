@@ -36,8 +36,10 @@ class SlotTable:
         slices = placement.layout.slice_ids(parts)
         owners = [[slices[slot] for slot in slots] for slots in placement.slot_ids()]
         self._placement = placement
-        self._slots_EP = torch.tensor([homes for homes, *_ in owners], device="cpu")
-        self._past = placement.layout.num_experts * parts - placement.num_experts  # added to ids past the last expert
+        # What is added to an id: 0 to negative ids, and to those past the last expert as many as there are more slots.
+        by_expert = [[slot - expert for slot in homes] for expert, (homes, *_) in enumerate(owners)]
+        more = sum(placement.slots_per_rank) * parts - placement.num_experts
+        self._added_EP = torch.tensor([[0] * parts, *by_expert, [more] * parts], device="cpu")
         self._owners = {
             expert: torch.tensor(slots, device="cpu") for expert, slots in enumerate(owners) if len(slots) > 1
         }
@@ -52,14 +54,12 @@ class SlotTable:
 
         Negative ids remain. An id past the last expert becomes an id past the last slot, which dispatch rejects.
         """
-        if self._slots_EP.device != ids_TK.device:
-            self._slots_EP = self._slots_EP.to(ids_TK.device)
+        if self._added_EP.device != ids_TK.device:
+            self._added_EP = self._added_EP.to(ids_TK.device)
             self._owners = {expert: slots_OP.to(ids_TK.device) for expert, slots_OP in self._owners.items()}
-        slots_EP = self._slots_EP
-        experts, parts = slots_EP.shape
-        is_expert_TK1 = ((ids_TK >= 0) & (ids_TK < experts)).unsqueeze(-1)
-        invalid_TK1 = torch.where(ids_TK < 0, ids_TK, ids_TK.long() + self._past).unsqueeze(-1)
-        ids_TKP = torch.where(is_expert_TK1, slots_EP[ids_TK.clamp(0, experts - 1).long()], invalid_TK1)
+        parts = self._added_EP.shape[1]
+        ids_TK = ids_TK.long()
+        ids_TKP = ids_TK.unsqueeze(-1) + self._added_EP[ids_TK.clamp(-1, self._placement.num_experts) + 1]
         if self._owners:
             self._divide(ids_TK.reshape(-1), ids_TKP.view(-1, parts))
         if parts == 1:
@@ -68,7 +68,7 @@ class SlotTable:
 
     def _divide(self, ids_N: Tensor, slots_NP: Tensor) -> None:
         """Write the slots of the owners of each expert with copies."""
-        experts = len(self._slots_EP)
+        experts = self._placement.num_experts
         keys_N = torch.where((ids_N >= 0) & (ids_N < experts), ids_N, experts)
         counts = torch.bincount(keys_N, minlength=experts + 1).tolist()
         lengths = cut_rows(counts[:experts], self._placement)

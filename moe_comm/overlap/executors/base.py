@@ -25,9 +25,12 @@ class ExpertCall(ABC):
         rows: [R, D] rows of this rank's experts. If the executor overlaps computation with the dispatch, ``rows`` is an
             empty tensor that only connects the autograd functions of dispatch and compute.
         handle: the dispatch handle.
+        skips_empty_slots: whether ``compute`` accepts parameters without those of the last experts, if these have no
+            rows, with the counts of the others.
     """
 
     rows: Tensor
+    skips_empty_slots = False
 
     @property
     @abstractmethod

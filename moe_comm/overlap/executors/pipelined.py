@@ -186,7 +186,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         dispatch, send, back = run.forward, run.send, None
         run.send = None
-        handle, experts = dispatch.handle, settings.with_tensors(tensors)
+        experts = settings.with_tensors(tensors)
         try:
             if send is not None:
                 send.start(None)
@@ -195,7 +195,7 @@ class _Experts(torch.autograd.Function):
             rows_RD = input_RD if send is None else send.rows_RD
             assert rows_RD is not None
             out_RD = _rows(rows_RD, experts.columns) if back is None else back.rows_RD
-            mlp_pass = experts.forward(rows_RD, out_RD, handle.rows_per_expert, keep_h, warm_rows)
+            mlp_pass = experts.forward(rows_RD, out_RD, _sizes(dispatch, tensors), keep_h, warm_rows)
             run_ranges(
                 dispatch.segments, send, back, lambda row_range: mlp_pass.row_range(row_range.expert, row_range.rows)
             )
@@ -247,7 +247,7 @@ class _Backward:
         dispatch, send, back = run.backward, run.gradients, None
         run.gradients = None
         needs = tuple(ctx.needs_input_grad[5:])
-        self._tensors, self._sizes = tensors, dispatch.handle.rows_per_expert
+        self._tensors, self._sizes = tensors, _sizes(dispatch, tensors)
         self._grads: list[Tensor | None] = [None] * len(tensors)
         self.grad_rows_RD: Tensor | None = None
         try:
@@ -317,6 +317,12 @@ class _Backward:
         return True
 
 
+def _sizes(dispatch: RowDispatch, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Return the rows of each expert that has parameters."""
+    assert tensors[0] is not None
+    return dispatch.handle.rows_per_expert[: tensors[0].shape[0]]
+
+
 def _expert_slices(sizes: Sequence[int]) -> list[tuple[int, slice]]:
     """Return the rows of each expert that has any."""
     return [
@@ -338,6 +344,8 @@ def _rows(like: Tensor, width: int) -> Tensor:
 class PipelinedCall(ExpertCall):
     """One call of a whole layer; ``rows`` is the autograd token."""
 
+    skips_empty_slots = True
+
     def __init__(self, dispatch: RowDispatch, start: Start, x_TD: Tensor, weights_TK: Tensor) -> None:
         # A copy: the caller may change its tensor in place before backward.
         wide_TK = weights_TK.detach().to(dispatch.sum_dtype, copy=True)
@@ -358,7 +366,7 @@ class PipelinedCall(ExpertCall):
 
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         dispatch, run = self._dispatch, self._run
-        experts, w13 = len(dispatch.dispatcher.local_experts), mlp.tensors[0]
+        experts, w13 = len(rows_per_expert), mlp.tensors[0]
         assert w13 is not None
         if w13.shape[0] != experts or w13.shape[2] != dispatch.handle.hidden or w13.device != dispatch.handle.device:
             raise InputError(

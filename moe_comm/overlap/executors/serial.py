@@ -212,6 +212,8 @@ def serial_call(
 class SerialCall(ExpertCall):
     """One call of the serial executor. No rows are in flight between its steps."""
 
+    skips_empty_slots = True
+
     def __init__(self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor) -> None:
         self._dispatcher, self._handle, self._weights_TK = dispatcher, dispatched.handle, weights_TK
         self.rows, self._scaled = dispatched.rows_RD, dispatched.scaled

@@ -47,7 +47,7 @@ class LayerPlacement:
         layer: name of the layer.
         steps: steps with recorded loads.
         fixed: rows of the busiest rank over the mean, if the experts had kept their first placement.
-        realised: the same with the placements of the run.
+        realised: the same with the placements of the run; None for another number of ranks than the run's.
         best: the same if each step had the best placement for its own loads that was found, without copies.
         hottest: rows of the busiest expert over the mean of a rank. No placement without copies has a lower ratio.
         decisions: the recorded decisions; for each switch also the realised ratio until the next one.
@@ -57,7 +57,7 @@ class LayerPlacement:
     layer: str
     steps: tuple[int, ...]
     fixed: float
-    realised: float
+    realised: float | None
     best: float
     hottest: float
     decisions: tuple[tuple[PlacementLine, float], ...]
@@ -157,18 +157,23 @@ def study(run: Path, settings: Sequence[ReplaySettings], ranks: int | None = Non
     layers = []
     for layer, by_step in loads.items():
         real = {step: load[:experts] for step, load in by_step.items()}
-        decisions = recorded.get(layer, []) if world == own else []
+        decisions = recorded.get(layer, []) if world == own else None
         layers.append(_layer(layer, real, world, decisions, settings))
     return PlacementStudy(str(run), world, seconds is not None, tuple(settings), tuple(layers))
 
 
 def _layer(
-    layer: str, loads: dict[int, Loads], world: int, lines: Sequence[PlacementLine], settings: Sequence[ReplaySettings]
+    layer: str,
+    loads: dict[int, Loads],
+    world: int,
+    lines: Sequence[PlacementLine] | None,
+    settings: Sequence[ReplaySettings],
 ) -> LayerPlacement:
+    """lines: the recorded decisions; None if they are for another number of ranks."""
     experts = len(next(iter(loads.values())))
     first = Placement.contiguous(experts, world)
     placed, current = [], first
-    waiting = sorted(lines, key=lambda line: line.step)
+    waiting = sorted(lines or (), key=lambda line: line.step)
     switches = [line for line in waiting if line.switched]
     for step in loads:
         while switches and switches[0].step < step:
@@ -184,7 +189,7 @@ def _layer(
         layer=layer,
         steps=tuple(loads),
         fixed=replayed_ratio(list(loads.values()), first),
-        realised=placed_ratio(loads.values(), placed),
+        realised=None if lines is None else placed_ratio(loads.values(), placed),
         best=best_ratio(loads, first),
         hottest=max(hottest, 1.0),
         decisions=tuple(decisions),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.layers.moe.layer import MoELayer
-from moe_comm.layers.moe.relocation import MovedStack, moved_state, stage
+from moe_comm.layers.moe.relocation import MovedStack, move_rows, moved_state
 from moe_comm.topology import EXPERT_AXES, Placement
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import DataParallel
@@ -97,10 +97,9 @@ def relocate_experts(
         tensors = [item.value.detach(), *moved_state(item.name, item.value, states.get(item.name, {}))]
         stacks.append(MovedStack(tensors, old, new, same_replica))
     what = f"relocating the experts of layer {name!r} to version {placement.version}"
-    staged = stage(stacks, group, ranks.index(mesh.rank), what)
-    staged.apply()
+    sent_bytes = move_rows(stacks, group, ranks.index(mesh.rank), what)
     declare_placement(layer, name, placement, data_parallel)
-    return staged.sent_bytes
+    return sent_bytes
 
 
 def declare_placement(layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel) -> None:

@@ -61,7 +61,7 @@ def test_realised_ratios_follow_the_recorded_placements(tmp_path: Path, zero: in
 def test_other_numbers_of_ranks_ignore_the_recorded_decisions(tmp_path: Path) -> None:
     write(tmp_path)
     layer = study(tmp_path, [NEVER], ranks=4).layers[0]
-    assert layer.decisions == () and layer.realised == layer.fixed == layer.hottest == 1.6
+    assert layer.decisions == () and layer.realised is None and layer.fixed == layer.hottest == 1.6
 
 
 def test_runs_without_loads_or_with_one_rank_are_refused(tmp_path: Path) -> None:
@@ -89,6 +89,8 @@ def test_the_command_prints_layers_decisions_and_replays(tmp_path: Path, capsys:
     layer = result["layers"][0]
     assert layer["steps"] == [1, 10, 20, 30, 40] and layer["best"] <= layer["realised"] <= layer["fixed"]
     assert len(layer["decisions"]) == 5 and len(layer["replays"]) == 2
+    assert cli.run(["place", str(run), "--ranks", "4", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["layers"][0]["realised"] is None and " - " in capsys.readouterr().out
     assert cli.run(["place", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
     assert cli.run(["place", str(run), "--kind", "fixed"]) == 2

@@ -40,8 +40,8 @@ def kill_myself(*args: Any, **options: Any) -> None:
 def killed_in_switch(moment: str) -> Iterator[None]:
     """Kill this rank in the next switch.
 
-    moment: "agreed": before it sends rows. "received": when it has rows, before it knows that the others have theirs.
-    "second": after the first layer has moved. "stopped": before it sends rows, with SIGSTOP instead of SIGKILL.
+    moment: "agreed": before it sends rows. "received": when it has rows, before it tells the others that it has read
+    theirs. "second": after the first layer has moved. "stopped": before it sends rows, with SIGSTOP instead of SIGKILL.
     """
     calls = []
 
@@ -55,7 +55,7 @@ def killed_in_switch(moment: str) -> Iterator[None]:
 
     with ExitStack() as stack:
         if moment == "received":
-            stack.enter_context(patched(rows, "gather_values", kill_myself))
+            stack.enter_context(patched(rows._Moves, "apply", kill_myself))
         else:
             stack.enter_context(patched(placement_module, "relocate_experts", count))
         yield
