@@ -130,6 +130,7 @@ def short(mapping: Mapping) -> str:
     parts = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
     parts += [mapping.pipeline] if mapping.pipeline else []
     parts += [f"mb{mapping.micro_batch}", mapping.sharding]
+    parts += [f"replicas{mapping.replicas}"] if mapping.replicas > 1 else []
     if mapping.recompute != "none":
         parts.append(f"recompute-{mapping.recompute}")
     if mapping.overlap != "none":
@@ -146,11 +147,12 @@ def _lines(request: PlanRequest, candidate: PlanCandidate) -> Iterator[Renderabl
     lines.add_column(overflow="fold")
     mapping = candidate.mapping
     schedule = f" ({mapping.schedule})" if p.pp > 1 else ""
+    replicas = f" with {mapping.replicas} replicas" if mapping.replicas > 1 else ""
     lines.add_row(
         "mapping",
         f"attention tp {p.tp}, cp {p.cp}, dp {p.dp}; experts etp {p.etp}, ep {p.ep}, edp {p.edp}; pipeline pp {p.pp}, "
         f"vpp {mapping.virtual}{schedule}; {mapping.micro_batches(request.global_batch)} micro-batches of "
-        f"{mapping.micro_batch}; {mapping.sharding}, recompute {mapping.recompute}, overlap {mapping.overlap}"
+        f"{mapping.micro_batch}; {mapping.sharding}{replicas}, recompute {mapping.recompute}, overlap {mapping.overlap}"
         + (f", dispatcher {mapping.dispatcher}" if p.ep * p.etp > 1 else ""),
     )
     if request.load.loads is not None:

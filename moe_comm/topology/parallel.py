@@ -100,6 +100,19 @@ class ParallelConfig:
             ep = tp * cp * dp // etp
         return cls(tp, cp, dp, pp, ep, etp)
 
+    def check_replicas(self, replicas: int) -> None:
+        """Check that FSDP can divide the ranks that share parameters into ``replicas`` blocks.
+
+        Raises:
+            ConfigError: ``replicas`` does not divide cp x dp, or edp unless that is 1.
+        """
+        sizes = {"cp x dp": self.size("cp", "dp"), "edp": self.edp}
+        if replicas < 1 or sizes["cp x dp"] % replicas or (self.edp > 1 and self.edp % replicas):
+            raise ConfigError(
+                f"replicas of FSDP's shards (dp_replicate) must divide cp x dp, and edp unless it is 1; "
+                f"got {replicas} and {sizes}"
+            )
+
     @property
     def stage(self) -> int:
         """Number of ranks of one pipeline stage."""

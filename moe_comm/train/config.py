@@ -42,7 +42,10 @@ FILE_BYTES = 1 << 20
 """Maximum size of a configuration file."""
 AUTO = "auto"
 """Value of the key ``parallel`` that lets the planner choose."""
-CHOSEN = ("tp", "cp", "dp", "pp", "ep", "etp", "schedule", "virtual", "sharding", "overlap_chunks", "backend")
+CHOSEN = (
+    *("tp", "cp", "dp", "pp", "ep", "etp"),
+    *("schedule", "virtual", "sharding", "dp_replicate", "overlap_chunks", "backend"),
+)
 """Keys of [parallel] that the planner chooses."""
 MAX_ERRORS = 20
 """Maximum number of invalid keys in one error message."""

@@ -268,18 +268,16 @@ class _ParameterStorage:
         gathered: dict[str, int] = {}
         partial = self.strategy == "fsdp" and not (self.accumulates or self.pipeline)
         for name, sharding in shardings.items():
-            shard = self._shard_of(name, sharding, place, sizes)
-            whole = self.replicas > 1 and shard.summing > 1 and shard.owners == 1
-            memory = shard.fixed("replicate" if whole else self.strategy, partial)
+            memory = self._shard_of(name, sharding, place, sizes).fixed(self.strategy, partial)
             total += memory
             if sharding.expert and self.slots:
                 copies = self.slots * math.prod(sharding.local_shape(place, sizes)[1:])
                 total += FixedMemory(0, self.itemsize * copies, MASTER * copies)
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
-            gathered[unit] = gathered.get(unit, 0) + memory.weights
+            gathered[unit] = gathered.get(unit, 0) + memory.weights - memory.resident
         if self.strategy == "fsdp" and not self.pipeline:
             root = gathered.pop("", 0)
-            total = replace(total, weights=root + sum(sorted(gathered.values())[-2:]))
+            total = replace(total, weights=total.resident + root + sum(sorted(gathered.values())[-2:]))
         return total
 
     def _shard_of(self, name: str, sharding: Sharding, place: Coordinates, sizes: Coordinates) -> ParameterShard:
@@ -290,8 +288,6 @@ class _ParameterStorage:
         index = 0
         for axis in reversed(owners):
             index = index * sizes[axis] + place[axis]
-        ranks = math.prod(sizes[axis] for axis in owners)
-        shards = max(1, ranks // self.replicas)
         o = self.optimizer
         muon = is_matrix(OwnedParameter(name, _EMPTY, sharding)) and not _matches(name, o.muon_excludes)
         return ParameterShard(
@@ -299,8 +295,9 @@ class _ParameterStorage:
             MASTER if _matches(name, FULL_PRECISION) else self.itemsize,
             state_bytes(o.kind, o.momentum > 0, muon),
             summing=math.prod(sizes[axis] for axis in sharding.sum_axes),
-            owners=shards,
-            index=index % shards,
+            ranks=math.prod(sizes[axis] for axis in owners),
+            index=index,
+            replicas=self.replicas,
         )
 
 

@@ -166,6 +166,7 @@ def parallel_settings(request: PlanRequest, mapping: Mapping) -> dict[str, objec
     if p.pp > 1:
         settings |= {"schedule": mapping.schedule, "virtual": mapping.virtual}
     settings["sharding"] = mapping.sharding
+    settings |= {"dp_replicate": mapping.replicas} if mapping.replicas > 1 else {}
     if mapping.dispatcher != "all_to_all":
         settings["backend"] = mapping.dispatcher
         # The plan assumes that combine sends partial sums; by default the library sends each expert output row.

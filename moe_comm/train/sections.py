@@ -264,8 +264,8 @@ class ParallelSection(Section):
     ``parallel = "auto"`` stands for a section with ``auto = true``.
 
     Attributes:
-        auto: the planner chooses the degrees, schedule, virtual, sharding, overlap_chunks and backend when the run
-            starts. Those that are set here are kept.
+        auto: the planner chooses the degrees, schedule, virtual, sharding, dp_replicate, overlap_chunks and backend
+            when the run starts. Those that are set here are kept.
         machine: with ``auto``, the name of an accelerator or the path of a hardware description, as the planner takes
             them. None: measure the ranks when the run starts.
         trials: with ``auto``, number of mappings with different degrees of which four steps are measured before the
@@ -340,8 +340,9 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
-        if self.dp_replicate > 1 and (self.auto or self.sharding != "fsdp"):
-            raise ValueError('dp_replicate requires sharding = "fsdp", and no auto')
+        chosen = self.auto and "sharding" not in self.model_fields_set
+        if self.dp_replicate > 1 and self.sharding != "fsdp" and not chosen:
+            raise ValueError('dp_replicate requires sharding = "fsdp"')
         return self
 
     def mapping(self, world: int) -> ParallelConfig:
@@ -349,11 +350,7 @@ class ParallelSection(Section):
         if self.auto:
             raise ConfigError("parallel.auto chooses the mapping when a run starts; use moe-comm train")
         result = ParallelConfig.of(world, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, etp=self.etp)
-        sizes = {"cp x dp": result.size("cp", "dp"), "edp": result.edp}
-        if sizes["cp x dp"] % self.dp_replicate or (result.edp > 1 and result.edp % self.dp_replicate):
-            raise ConfigError(
-                f"dp_replicate must divide cp x dp, and edp unless it is 1; got {self.dp_replicate} and {sizes}"
-            )
+        result.check_replicas(self.dp_replicate)
         return result
 
 

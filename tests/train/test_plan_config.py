@@ -181,3 +181,11 @@ def test_a_model_name_with_line_breaks_stays_a_comment() -> None:
     model = replace(model_named("tiny"), name="two\n[run]\nname = 1")
     request = PlanRequest(model, cluster_named("h100", 1), Workload(64, "fp32"), 2)
     assert "# two [run] name = 1 on 1 h100" in train_config(request, request.candidate(Mapping.parse("", 1)))
+
+
+def test_replicas_are_written(tmp_path: Path) -> None:
+    request = PlanRequest(TINY, cluster_named("h100", 8, 4), Workload(32, "fp32"), 8)
+    config = write_and_load(request, Mapping.parse("dp=8,ep=2,replicas=2", 8, sharding="fsdp"), tmp_path)
+    assert (config.parallel.sharding, config.parallel.dp_replicate, config.parallel.ep) == ("fsdp", 2, 2)
+    config = write_and_load(request, Mapping.parse("dp=8,ep=2", 8, sharding="fsdp"), tmp_path)
+    assert config.parallel.dp_replicate == 1

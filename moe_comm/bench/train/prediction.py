@@ -19,13 +19,13 @@ from moe_comm.train.auto.choose import workload
 def predicted_ms(inputs: ContestantInputs, own_loop: MoeCommTraining, cluster: Cluster) -> float | None:
     """Return the predicted time of a step with the expert loads of the last step, in ms.
 
-    None if the planner does not model the configuration: a given number of chunks, interleaved micro-batches,
-    replicas of FSDP's shards, or experts that move between ranks.
+    None if the planner does not model the configuration: a given number of chunks, interleaved micro-batches, or
+    experts that move between ranks.
     """
     config, parallel = own_loop.config, own_loop.parallel
     p = config.parallel
     moves = config.placement.kind != "fixed"
-    if p.overlap_chunks not in (None, 0, "auto") or p.interleave or p.dp_replicate > 1 or moves:
+    if p.overlap_chunks not in (None, 0, "auto") or p.interleave or moves:
         return None
     shape = ModelShape.of(inputs.architecture)
     pipeline = p.schedule if parallel.pp > 1 else None
@@ -34,6 +34,7 @@ def predicted_ms(inputs: ContestantInputs, own_loop: MoeCommTraining, cluster: C
         virtual=stages_per_rank(p.schedule, parallel.pp, p.virtual),
         micro_batch=config.data.batch // (parallel.dp * config.data.micro_batches),
         sharding=p.sharding,
+        replicas=p.dp_replicate,
         recompute=config.model.recompute,
         pipeline=pipeline,
         overlap="chunks" if p.overlap_chunks else "none",

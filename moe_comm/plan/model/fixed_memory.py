@@ -12,7 +12,8 @@ c is the element size of the compute dtype, and ``state`` the bytes of optimizer
     ** until the last micro-batch's backward; 4 M with one micro-batch and no pipeline
 
 M is N divided by the number of ranks that hold the same parameter, rounded up as ``shard_slice`` does. If no other rank
-holds it, zero1 equals replicate.
+holds it, zero1 equals replicate. With R replicas of FSDP's shards, M is N divided by the ranks of one of R blocks. If a
+block has one rank, fsdp equals replicate.
 
 ``ParameterShard.fixed`` applies the table to one parameter. ``fixed_parts`` applies it to a model's matrices, on the
 ranks that hold the most. The trainer's dry run applies it to the parameters of the built model, for every rank. A rank
@@ -41,7 +42,8 @@ Optimizer = Literal["adamw", "sgd", "lamb", "muon"]
 class FixedMemory:
     """Bytes on one rank that do not depend on its tokens. ``params`` counts elements.
 
-    ``at_update`` bytes are only allocated during the optimizer update.
+    ``at_update`` bytes are only allocated during the optimizer update. ``resident`` is the part of ``weights`` that is
+    not sharded, and therefore never gathered or freed.
     """
 
     params: int = 0
@@ -49,6 +51,7 @@ class FixedMemory:
     gradients: int = 0
     optimizer: int = 0
     at_update: int = 0
+    resident: int = 0
 
     def __add__(self, other: FixedMemory) -> FixedMemory:
         return FixedMemory(*(first + second for first, second in zip(astuple(self), astuple(other), strict=True)))
@@ -59,28 +62,36 @@ class ParameterShard:
     """One rank's shard of a parameter.
 
     size: bytes of an element in the compute dtype. state: bytes of optimizer state per element. summing: number of
-    ranks over which the gradient is summed. owners, index: number of ranks that share masters and optimizer state, and
-    index of this rank among them.
+    ranks over which the gradient is summed. ranks, index: number of ranks over which masters and optimizer state are
+    sharded, and index of this rank among them. replicas: blocks of these ranks that each store all shards.
     """
 
     shape: tuple[int, ...]
     size: int
     state: int
     summing: int
-    owners: int
+    ranks: int
     index: int = 0
+    replicas: int = 1
+
+    @property
+    def owners(self) -> int:
+        """Number of ranks of a block."""
+        return self.ranks // self.replicas if self.ranks > 1 else 1
 
     def fixed(self, sharding: ShardingMode, partial: bool) -> FixedMemory:
         """Return the bytes, with gathered weights. ``partial``: with fsdp, the rank holds only its gradient shard."""
         number = math.prod(self.shape)
-        unsharded = not self.shape or not number or (sharding == "zero1" and self.owners == 1)
-        if sharding == "replicate" or unsharded:
+        # FSDP leaves parameters to plain replication if each of several ranks is a block of its own.
+        alone = self.owners == 1 and (sharding == "zero1" or self.ranks > 1)
+        if sharding == "replicate" or not self.shape or not number or alone:
             masters = MASTER * number if self.size < MASTER else 0
             summed = masters if self.summing > 1 else 0
-            return FixedMemory(number, self.size * number, MASTER * number, masters + self.state * number, summed)
+            weights = self.size * number
+            return FixedMemory(number, weights, MASTER * number, masters + self.state * number, summed, weights)
         largest_shard, own_shard = (
             math.prod(shard_slice(self.shape, at, self.owners, sharding == "fsdp").shape(self.shape))
-            for at in (0, self.index)
+            for at in (0, self.index % self.owners)
         )
         gradients = MASTER * (largest_shard if partial else number)
         masters = MASTER * largest_shard
@@ -124,7 +135,7 @@ class FixedMemoryModel:
     """Fixed memory of a matrix under one sharding of parameters and optimizer state.
 
     size: bytes of an element in the compute dtype. partial: with fsdp, ranks hold only their shard of the gradients.
-    cut_shared: tensor-parallel ranks shard the shared experts.
+    cut_shared: tensor-parallel ranks shard the shared experts. replicas: as in ``Mapping``.
     """
 
     parallel: ParallelConfig
@@ -134,6 +145,7 @@ class FixedMemoryModel:
     momentum: bool
     partial: bool
     cut_shared: bool
+    replicas: int = 1
 
     def block(self, block: Block) -> FixedMemory:
         return sum((self.weight(weight) for weight in block.weights if weight.owned), FixedMemory())
@@ -145,9 +157,10 @@ class FixedMemoryModel:
         # If each tensor-parallel rank has the complete parameter and its own tokens, they sum gradients too.
         replicated = not _is_expert(weight) and not self._is_tp_sharded(weight)
         summing = p.edp if _is_expert(weight) else p.cp * p.dp * (p.tp if replicated else 1)
-        owners = p.cp * p.dp if fsdp and replicated else summing
+        ranks = p.cp * p.dp if fsdp and replicated else summing
         state = state_bytes(self.optimizer, self.momentum, matrix)
-        return ParameterShard(self._local(weight), size, state, summing, owners).fixed(self.sharding, self.partial)
+        shard = ParameterShard(self._local(weight), size, state, summing, ranks, replicas=self.replicas)
+        return shard.fixed(self.sharding, self.partial)
 
     def _local(self, weight: Weight) -> tuple[int, ...]:
         """Return the shape of a rank's shard, output dimension first."""
@@ -196,15 +209,17 @@ def fixed_parts(
 
 def fixed_of(parts: StageContents, memory_of_part: Sequence[FixedMemory], gathered: bool) -> FixedMemory:
     """Return the memory of a stage. Without ``gathered``, only its two largest layers hold complete weights."""
-    totals = [0, 0, 0, 0, 0]
+    totals = [0, 0, 0, 0, 0, 0]
     for count, part in zip(parts, memory_of_part, strict=True):
-        values = (part.params, part.weights, part.gradients, part.optimizer, part.at_update)
+        values = (part.params, part.weights, part.gradients, part.optimizer, part.at_update, part.resident)
         for index, value in enumerate(values):
             totals[index] += count * value
     if not gathered:
         dense, moe, first, last = memory_of_part
-        largest = sorted([dense.weights] * min(parts.dense, 2) + [moe.weights] * min(parts.moe, 2))[-2:]
-        totals[1] = parts.first * first.weights + parts.last * last.weights + sum(largest)
+        freed = [part.weights - part.resident for part in (dense, moe)]
+        largest = sorted([freed[0]] * min(parts.dense, 2) + [freed[1]] * min(parts.moe, 2))[-2:]
+        resident = parts.dense * dense.resident + parts.moe * moe.resident
+        totals[1] = parts.first * first.weights + parts.last * last.weights + resident + sum(largest)
     return FixedMemory(*totals)
 
 

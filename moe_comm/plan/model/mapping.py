@@ -23,7 +23,7 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """In increasing order of recomputed work."""
 MICRO_BATCHES = (1, 2, 4)
 """Micro-batch sizes (sequences) to try if a mapping does not set one."""
-_KEYS = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+_KEYS = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "replicas")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Mapping:
         pipeline: name of the pipeline schedule in ``moe_comm.train``. None: 1F1B, or interleaved 1F1B with several
             stages per rank; naming that schedule is normalized to None.
         dispatcher: dispatch backend (``moe_comm.plan.step.dispatching``).
+        replicas: with "fsdp", number of blocks of consecutive ranks that each store all shards, as
+            ``parallel.dp_replicate`` of the trainer.
     """
 
     parallel: ParallelConfig
@@ -53,9 +55,14 @@ class Mapping:
     overlap: OverlapMode = "none"
     pipeline: str | None = None
     dispatcher: Dispatcher = "all_to_all"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        check_integer("mapping", virtual=self.virtual, micro_batch=self.micro_batch)
+        check_integer("mapping", virtual=self.virtual, micro_batch=self.micro_batch, replicas=self.replicas)
+        if self.replicas > 1:
+            if self.sharding != "fsdp":
+                raise ConfigError(f"replicas = {self.replicas} requires sharding fsdp; got {self.sharding}")
+            self.parallel.check_replicas(self.replicas)
         if self.virtual > 1 and self.parallel.pp == 1:
             raise ConfigError(f"vpp = {self.virtual} needs a pipeline, but pp is 1")
         if self.pipeline is not None:
@@ -70,7 +77,7 @@ class Mapping:
         """Return the mapping that a text like "tp=2,cp=1,pp=8,vpp=1,ep=8,etp=1" describes on ``gpus`` ranks.
 
         Missing degrees are 1, except dp, which takes the remaining ranks, and vpp, which defaults to the usual value of
-        the schedule in ``pipeline``.
+        the schedule in ``pipeline``. With sharding "fsdp", the text can also have ``replicas``.
 
         Args:
             text: the degrees.
@@ -90,7 +97,7 @@ class Mapping:
             if key in degrees:
                 raise ConfigError(f"{key} occurs twice in {text!r}")
             degrees[key] = int(value)
-        virtual = degrees.pop("vpp", None)
+        virtual, replicas = degrees.pop("vpp", None), degrees.pop("replicas", 1)
         if coupled and degrees.setdefault("etp", degrees.get("tp", 1)) != degrees.get("tp", 1):
             raise ConfigError(
                 f"without folding, etp must equal tp; got etp={degrees['etp']}, tp={degrees.get('tp', 1)}"
@@ -99,7 +106,7 @@ class Mapping:
         if virtual is None:
             pipeline = settings.get("pipeline")
             virtual = stages_per_rank(str(pipeline), parallel.pp) if pipeline is not None else 1
-        return cls(parallel, virtual, **settings)  # type: ignore[arg-type]
+        return cls(parallel, virtual, replicas=replicas, **settings)  # type: ignore[arg-type]
 
     @property
     def stages(self) -> int:
@@ -143,7 +150,8 @@ class Mapping:
     def degrees(self) -> str:
         """The degrees in the form of ``parse`` and of the option ``--mapping``."""
         p = self.parallel
-        return f"tp={p.tp},cp={p.cp},dp={p.dp},pp={p.pp},vpp={self.virtual},ep={p.ep},etp={p.etp}"
+        replicas = f",replicas={self.replicas}" if self.replicas > 1 else ""
+        return f"tp={p.tp},cp={p.cp},dp={p.dp},pp={p.pp},vpp={self.virtual},ep={p.ep},etp={p.etp}{replicas}"
 
     def __str__(self) -> str:
         settings = [f"micro-batch {self.micro_batch}", self.sharding, f"recompute {self.recompute}"]
@@ -178,6 +186,34 @@ class PlacedMapping:
         successor in the pipeline.
         """
         return _spans(self.cluster, self.mapping.parallel)
+
+    @cached_property
+    def unit_spans(self) -> tuple[UnitSpans, UnitSpans]:
+        """Spans of FSDP's units with dense parameters, and of those with experts."""
+        p, replicas = self.mapping.parallel, self.mapping.replicas
+        return (
+            UnitSpans.of(self.cluster, p.cp * p.dp, p.tp, replicas),
+            UnitSpans.of(self.cluster, p.edp, p.etp * p.ep, replicas),
+        )
+
+
+@dataclass(frozen=True)
+class UnitSpans:
+    """The ranks of an FSDP unit: those over which it is sharded, and those that store the same shard.
+
+    rank        0  1  2  3   4  5  6  7
+    shard       0  1  2  3   0  1  2  3      shards: ranks 0 to 3; replicas: ranks 0 and 4
+    """
+
+    shards: GroupSpan
+    replicas: GroupSpan
+
+    @classmethod
+    def of(cls, cluster: Cluster, ranks: int, stride: int, replicas: int) -> UnitSpans:
+        """Divide ``ranks`` ranks into ``replicas`` blocks. Parameters of one rank have no replicas."""
+        replicas = replicas if ranks > 1 else 1
+        shards = ranks // replicas
+        return cls(_span(cluster, shards, stride), _span(cluster, replicas, stride * shards))
 
 
 def dispatch_span(dispatcher: Dispatcher, cluster: Cluster, parallel: ParallelConfig) -> GroupSpan:

@@ -2,7 +2,8 @@
 
     weights      in the compute dtype; with fsdp the gathered ones: the root's and those of the two largest layers
     gradients    fp32; with fsdp only the rank's shard if no gradients are accumulated
-    optimizer    fp32 masters and state, sharded over tp x cp x dp (experts: edp) with zero1 and fsdp
+    optimizer    fp32 masters and state, sharded over tp x cp x dp (experts: edp) with zero1 and fsdp, or over the ranks
+                 of one of several replicas
     activations  saved by micro-batches in flight, recomputed by the largest layer, and the loss
     buffers      of one running layer: see ``_Buffers``; and gradients between the halves of a split backward pass:
                  see ``split_memory``
@@ -116,7 +117,9 @@ def memory(
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
     optimizer, momentum = policy.optimizer, policy.momentum
-    memory_model = FixedMemoryModel(parallel, sharding, size, optimizer, momentum, partial, policy.cut_shared)
+    memory_model = FixedMemoryModel(
+        parallel, sharding, size, optimizer, momentum, partial, policy.cut_shared, mapping.replicas
+    )
     fixed = fixed_parts(shape, memory_model)
     tokens = _tokens(mapping, load)
     estimate = _estimate(shape, size, parallel.tp, mapping.recompute, rows=load.busiest(parallel.ep), etp=parallel.etp)

@@ -67,6 +67,7 @@ def label(mapping: Mapping) -> str:
     degrees |= {"ep": p.ep, "etp": p.etp, "micro-batch": mapping.micro_batch}
     parts = [f"{axis} {size}" for axis, size in degrees.items() if size > 1]
     parts += ([mapping.pipeline] if mapping.pipeline else []) + [mapping.sharding]
+    parts += [f"replicas {mapping.replicas}"] if mapping.replicas > 1 else []
     parts += [f"recompute {mapping.recompute}"] if mapping.recompute != "none" else []
     parts += [f"overlap {mapping.overlap}"] if mapping.overlap != "none" else []
     parts += [f"dispatcher {mapping.dispatcher}"] if mapping.dispatcher != "all_to_all" else []

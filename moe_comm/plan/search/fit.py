@@ -19,7 +19,10 @@ RESERVE = 4 << 30
 """Default bytes that are not available to tensors: contexts, library workspaces, communicators and allocator
 fragmentation. This is an assumption; they take 2 to 5 GiB."""
 _SHARDING: tuple[ShardingMode, ...] = ("replicate", "zero1", "fsdp")
-_ORDER = ("recompute", "sharding", "micro-batch", "schedule", "dispatcher", "vpp", "ep", "etp", "pp", "tp", "cp")
+_ORDER = (
+    *("recompute", "sharding", "replicas", "micro-batch", "schedule", "dispatcher"),
+    *("vpp", "ep", "etp", "pp", "tp", "cp"),
+)
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ def changes_that_fit(
 ) -> tuple[MappingChange, ...]:
     """Return single changes with which the mapping fits, the smallest of each kind.
 
-    The kinds are recompute, sharding, a smaller micro-batch, 1F1B, another dispatcher, fewer stages per rank, and a
-    higher degree (tp, cp and pp reduce dp). If no single change suffices, return pairs of changes, the smallest of each
-    pair of kinds. An empty result means that no two changes suffice.
+    The kinds are recompute, sharding, fewer replicas, a smaller micro-batch, 1F1B, another dispatcher, fewer stages per
+    rank, and a higher degree (tp, cp and pp reduce dp). If no single change suffices, return pairs of changes, the
+    smallest of each pair of kinds. An empty result means that no two changes suffice.
 
     ``host``: accelerators of a host, beyond which tensors are not sharded. None: any number.
     """
@@ -131,6 +134,8 @@ def _changed(
         yield "recompute", f"recompute {recompute}", replace(mapping, recompute=recompute)
     for sharding in _SHARDING[_SHARDING.index(mapping.sharding) + 1 :]:
         yield "sharding", f"sharding {sharding}", replace(mapping, sharding=sharding)
+    for value in reversed(divisors(mapping.replicas)[:-1]):
+        yield "replicas", f"replicas {value}", replace(mapping, replicas=value)
     for value in reversed(divisors(mapping.micro_batch)[:-1]):
         yield "micro-batch", f"micro-batch {value}", replace(mapping, micro_batch=value)
     if mapping.pipeline is not None:
@@ -147,7 +152,8 @@ def _changed(
             degree = getattr(p, axis) * times
             try:
                 parallel = replace(p, **{axis: degree}) if expert else replace(p, **{axis: degree, "dp": p.dp // times})
-            except ConfigError:  # ep x etp no longer divides the stage
+                parallel.check_replicas(mapping.replicas)
+            except ConfigError:  # ep x etp no longer divides the stage, or the replicas its ranks
                 continue
             if indivisible(shape, parallel, load, host) is None:
                 # With fewer ranks of a host per expert group, hierarchical dispatch may have no rows to relay.

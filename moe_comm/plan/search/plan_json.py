@@ -114,6 +114,7 @@ def _mapping(mapping: Mapping, global_batch: int) -> dict[str, Any]:
         "micro_batch": mapping.micro_batch,
         "micro_batches": mapping.micro_batches(global_batch),
         "sharding": mapping.sharding,
+        "replicas": mapping.replicas,
         "recompute": mapping.recompute,
         "overlap": mapping.overlap,
         "schedule": mapping.schedule if p.pp > 1 else None,

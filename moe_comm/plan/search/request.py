@@ -13,6 +13,7 @@ from moe_comm.plan.model.memory import DEFAULT_POLICY, MemoryPolicy, memory
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.search.fit import RESERVE, Fit, fits
 from moe_comm.plan.step.step import StepModel, StepPrediction
+from moe_comm.topology import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,30 @@ class PlanRequest:
                 f"the loads are of {self.load.loads.experts} experts, but {self.shape.name} has {self.shape.experts}"
             )
 
+    def replicates(self, parallel: ParallelConfig, replicas: int) -> bool:
+        """Return whether FSDP can have this number of replicas of its shards."""
+        try:
+            parallel.check_replicas(replicas)
+        except ConfigError:
+            return False
+        return replicas == 1 or not self._moves_experts(parallel)
+
+    def _moves_experts(self, parallel: ParallelConfig) -> bool:
+        return self.load.loads is not None and self.load.loads.placed(parallel.ep).kind != "fixed"
+
+    def _check_replicas(self, mapping: Mapping) -> None:
+        if mapping.replicas > 1 and self._moves_experts(mapping.parallel):
+            raise ConfigError(f"replicas = {mapping.replicas} requires a fixed placement of experts")
+
     def fit(self, mapping: Mapping) -> Fit:
         """Return whether a mapping fits. Raises ConfigError if it cannot run."""
+        self._check_replicas(mapping)
         memories = memory(self.shape, mapping, self.load, self.global_batch, self.policy, self.cluster.host_size)
         return fits(memories, self.cluster.accelerator, self.reserve)
 
     def model(self, mapping: Mapping) -> StepModel:
         """Return the cost model of a step with a mapping. Raises ConfigError if it cannot run."""
+        self._check_replicas(mapping)
         return StepModel(self.shape, PlacedMapping(mapping, self.cluster), self.load, self.global_batch)
 
     def candidate(self, mapping: Mapping) -> PlanCandidate:

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.model.mapping import Dispatcher, Mapping, OverlapMode, ShardingMode
+from moe_comm.plan.model.mapping import Dispatcher, Mapping, OverlapMode
 from moe_comm.plan.pipeline.schedules import can_split
 from moe_comm.plan.search.bound import BoundedStepModel, PassBounds
 from moe_comm.plan.search.fit import Fit, MappingChange, changes_that_fit
 from moe_comm.plan.search.request import PlanCandidate, PlanRequest
-from moe_comm.plan.search.space import PipelineShape, SearchSpace, host_of
+from moe_comm.plan.search.space import PipelineShape, SearchSpace, Storage, host_of
 from moe_comm.topology import ParallelConfig
 
 KEPT = 10
@@ -52,8 +52,8 @@ class NearestMapping:
 class SearchResult:
     """The result of a search.
 
-    best: the fastest mappings that fit, in order. Of mappings that differ only in recomputation, sharding, overlap or
-        dispatcher, only the fastest is included.
+    best: the fastest mappings that fit, in order. Of mappings that differ only in recomputation, sharding, replicas,
+        overlap or dispatcher, only the fastest is included.
     tried: number of mappings that can run. All of them were considered. pruned: number that was not replayed, by
         reason. replayed: number that was.
     nearest: if none fits, those with the least missing memory. gpus: if none fits, a larger number of accelerators on
@@ -125,8 +125,8 @@ def gpus_that_fit(request: PlanRequest, space: SearchSpace | None = None, limit_
     for times in SIZES if not request.cluster.pods else ():
         larger = replace(request, cluster=replace(request.cluster, gpus=times * request.cluster.gpus))
         for p in space.degrees(larger):
-            lean_mappings = _leanest(space, list(space.shapes(larger, p)), space.dispatchers(larger, p), p, None)
-            if any(_fit(larger, mapping) for mapping in lean_mappings):
+            trades = _Trades(list(space.shapes(larger, p)), space.dispatchers(larger, p), space.storages(larger, p))
+            if any(_fit(larger, mapping) for mapping in trades.leanest(space, p, None)):
                 return larger.cluster.gpus
             if time.perf_counter() > ends:
                 return None
@@ -139,13 +139,43 @@ Key = tuple[ParallelConfig, PipelineShape]
 
 @dataclass(frozen=True)
 class _OpenNode:
-    """Mappings that share these settings. recompute: index in ``space.recompute``. sharding: shardings left to try."""
+    """Mappings that share these settings. recompute: index in ``space.recompute``. storages: those left to try."""
 
     key: Key
     overlap: OverlapMode
     dispatcher: Dispatcher
     recompute: int
-    sharding: tuple[ShardingMode, ...]
+    storages: tuple[Storage, ...]
+
+
+@dataclass(frozen=True)
+class _Trades:
+    """The settings of mappings with the same degrees, besides recomputation and overlap."""
+
+    shapes: list[PipelineShape]
+    dispatchers: tuple[Dispatcher, ...]
+    storages: tuple[Storage, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.shapes) * len(self.dispatchers) * len(self.storages)
+
+    def leanest(self, space: SearchSpace, p: ParallelConfig, micro_batch: int | None) -> Iterator[Mapping]:
+        """Yield a few mappings for each storage and dispatcher. One of them takes the least memory.
+
+        They have the smallest micro-batch, for each schedule the fewest stages per rank, and the most recomputation.
+        Without a pipeline, the largest micro-batch is also tried, because fsdp takes less memory in a step with one
+        micro-batch.
+        """
+        eligible = [one for one in self.shapes if micro_batch in (None, one[2])]
+        smallest = {schedule: (schedule, virtual, size) for schedule, virtual, size in reversed(eligible)}
+        lean = sorted(smallest.values(), key=eligible.index)
+        # hierarchical takes more memory than all_to_all.
+        names = tuple(one for one in self.dispatchers if one != "hierarchical" or "all_to_all" not in self.dispatchers)
+        recompute, overlap = space.recompute[-1], space.overlap[0]
+        for schedule, virtual, size in dict.fromkeys(lean + (eligible[-1:] if p.pp == 1 else [])):
+            for (sharding, replicas), name in product(reversed(self.storages), names):
+                yield Mapping(p, virtual, size, sharding, recompute, overlap, schedule, name, replicas)
 
 
 class _Search:
@@ -162,23 +192,24 @@ class _Search:
         self._pushed = 0
         self._lean: dict[tuple[ParallelConfig, int | None], bool] = {}
         self._nearest: dict[ParallelConfig, NearestMapping] = {}
-        self._shapes: dict[ParallelConfig, list[PipelineShape]] = {}
-        self._dispatchers: dict[ParallelConfig, tuple[Dispatcher, ...]] = {}
+        self._trades: dict[ParallelConfig, _Trades] = {}
         for p in space.degrees(request, rejected):
-            dispatchers, shapes = space.dispatchers(request, p), list(space.shapes(request, p))
-            if dispatchers and shapes:
-                self._shapes[p], self._dispatchers[p] = shapes, dispatchers
-            elif not dispatchers:
+            trades = _Trades(list(space.shapes(request, p)), space.dispatchers(request, p), space.storages(request, p))
+            if not trades.dispatchers:
                 rejected[f"dispatcher {space.dispatcher[0]} does not apply"] += 1
-            else:
+            elif not trades.shapes:
                 rejected["micro-batches are too few or too many for the pipeline"] += 1
-        self.tried = sum(map(self._mappings, self._shapes))
+            elif not trades.storages:
+                rejected[f"sharding and {space.replicas} replicas do not apply"] += 1
+            else:
+                self._trades[p] = trades
+        self.tried = sum(map(self._mappings, self._trades))
 
     def result(self) -> SearchResult:
-        for p, shapes in self._shapes.items():
+        for p, trades in self._trades.items():
             if self._can_fit(p, None):
-                for shape, overlap, dispatcher in product(shapes, self.space.overlap, self._dispatchers[p]):
-                    self._push_open(_OpenNode((p, shape), overlap, dispatcher, 0, self.space.sharding))
+                for shape, overlap, dispatcher in product(trades.shapes, self.space.overlap, trades.dispatchers):
+                    self._push_open(_OpenNode((p, shape), overlap, dispatcher, 0, trades.storages))
             else:
                 self.too_large += self._mappings(p)
         best, complete = self._run()
@@ -195,7 +226,7 @@ class _Search:
         )
 
     def _mappings(self, p: ParallelConfig) -> int:
-        return len(self._shapes[p]) * len(self.space.trades()) * len(self._dispatchers[p])
+        return self._trades[p].count * len(self.space.recompute) * len(self.space.overlap)
 
     def _run(self) -> tuple[tuple[PlanCandidate, ...], bool]:
         best: dict[Key, PlanCandidate] = {}
@@ -218,11 +249,13 @@ class _Search:
         p, (schedule, virtual, micro_batch) = node.key
         space, unsettled = self.space, []
         if not node.recompute and not self._can_fit(p, micro_batch):
-            self.too_large += len(space.recompute) * len(node.sharding)
+            self.too_large += len(space.recompute) * len(node.storages)
             return
-        for sharding in node.sharding:
-            recompute = space.recompute[node.recompute]
-            mapping = Mapping(p, virtual, micro_batch, sharding, recompute, node.overlap, schedule, node.dispatcher)
+        for storage in node.storages:
+            recompute, (sharding, replicas) = space.recompute[node.recompute], storage
+            mapping = Mapping(
+                p, virtual, micro_batch, sharding, recompute, node.overlap, schedule, node.dispatcher, replicas
+            )
             fits = self._fits(mapping)
             if fits:
                 bounded = BoundedStepModel.of(self.request, mapping)
@@ -231,9 +264,9 @@ class _Search:
             else:
                 self.too_large += 1
             if not fits or can_split(schedule, p.pp):
-                unsettled.append(sharding)
+                unsettled.append(storage)
         if unsettled and node.recompute + 1 < len(space.recompute):
-            self._push_open(replace(node, recompute=node.recompute + 1, sharding=tuple(unsettled)))
+            self._push_open(replace(node, recompute=node.recompute + 1, storages=tuple(unsettled)))
 
     def _replay(self, bounded: BoundedStepModel) -> None:
         mapping = bounded.placed.mapping
@@ -255,7 +288,7 @@ class _Search:
 
     def _can_fit(self, p: ParallelConfig, micro_batch: int | None) -> bool:
         if (p, micro_batch) not in self._lean:
-            lean_mappings = _leanest(self.space, self._shapes[p], self._dispatchers[p], p, micro_batch)
+            lean_mappings = self._trades[p].leanest(self.space, p, micro_batch)
             self._lean[p, micro_batch] = any(self._fits(mapping) for mapping in lean_mappings)
         return self._lean[p, micro_batch]
 
@@ -280,29 +313,6 @@ class _Search:
         heapq.heappush(self._queue, (bound, self._pushed, entry))
 
 
-def _leanest(
-    space: SearchSpace,
-    shapes: list[PipelineShape],
-    dispatchers: tuple[Dispatcher, ...],
-    p: ParallelConfig,
-    micro_batch: int | None,
-) -> Iterator[Mapping]:
-    """Yield a few mappings for each sharding and dispatcher. One of them takes the least memory.
-
-    They have the smallest micro-batch, for each schedule the fewest stages per rank, and the most recomputation.
-    Without a pipeline, the largest micro-batch is also tried, because fsdp takes less memory in a step with one
-    micro-batch.
-    """
-    eligible = [one for one in shapes if micro_batch in (None, one[2])]
-    smallest = {schedule: (schedule, virtual, size) for schedule, virtual, size in reversed(eligible)}
-    lean = sorted(smallest.values(), key=eligible.index)
-    # hierarchical takes more memory than all_to_all.
-    dispatchers = tuple(one for one in dispatchers if one != "hierarchical" or "all_to_all" not in dispatchers)
-    for schedule, virtual, size in dict.fromkeys(lean + (eligible[-1:] if p.pp == 1 else [])):
-        for sharding, dispatcher in product(reversed(space.sharding), dispatchers):
-            yield Mapping(p, virtual, size, sharding, space.recompute[-1], space.overlap[0], schedule, dispatcher)
-
-
 def _fit(request: PlanRequest, mapping: Mapping) -> Fit | None:
     """Return None if the mapping cannot run."""
     try:
@@ -324,7 +334,8 @@ def _nothing_runs(request: PlanRequest, space: SearchSpace, rejected: Counter[st
     )
     # With one sequence per accelerator, the batch is divisible by every dp.
     divisible = replace(request, global_batch=gpus)
-    least = min((p.dp for p in space.degrees(divisible) if space.dispatchers(divisible, p)), default=None)
+    runnable = (p for p in space.degrees(divisible) if space.dispatchers(divisible, p) and space.storages(divisible, p))
+    least = min((p.dp for p in runnable), default=None)
     if least is None:
         reasons = "; ".join(why for why, _ in rejected.most_common(3))
         return f"{message}: {reasons or 'no degrees divide the model'}. Change the number of accelerators or seq_len"

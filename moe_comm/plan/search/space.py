@@ -3,6 +3,7 @@
     degrees       tp x cp x dp x pp = gpus, etp x ep divides a position's tp x cp x dp   (``SearchSpace.degrees``)
     shapes        schedule, stages per rank (vpp) and micro-batch, as divisibility allows  (``SearchSpace.shapes``)
     trades        memory against time: recompute x sharding x overlap                    (``SearchSpace.trades``)
+    sharding      "fsdp" also with one replica per host, if hosts have equal ranks        (``SearchSpace.storages``)
     dispatchers   that apply to the degrees and can be the fastest                       (``SearchSpace.dispatchers``)
 
 Degrees are divisors, not only powers of two: 60 layers on 240 accelerators allow pp 15.
@@ -25,6 +26,7 @@ from typing import Any, get_args
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.transformer.config import Recompute
+from moe_comm.plan.machine.collectives import check_integer
 from moe_comm.plan.model.mapping import Dispatcher, Mapping, OverlapMode, PlacedMapping, ShardingMode, inapplicable
 from moe_comm.plan.pipeline.schedules import check_micro_batches, find_schedule
 from moe_comm.plan.search.fit import divisors, indivisible
@@ -32,7 +34,9 @@ from moe_comm.plan.search.request import PlanRequest
 from moe_comm.plan.step.dispatching import beats_all_to_all
 from moe_comm.topology import ParallelConfig
 
-Trade = tuple[Recompute, ShardingMode, OverlapMode]
+Storage = tuple[ShardingMode, int]
+"""Sharding and replicas."""
+Trade = tuple[Recompute, Storage, OverlapMode]
 PipelineShape = tuple[str | None, int, int]
 """Schedule (None: no pipeline), stages per rank, micro-batch."""
 SCHEDULES = ("1f1b", "zero_bubble", "zbv", "dualpipev", "interleaved_1f1b", "gpipe")
@@ -48,7 +52,8 @@ class SearchSpace:
     as (axis, size). virtual: pipeline stages per rank; None: all numbers that divide a rank's layers evenly. folded:
     False: experts are distributed inside data parallelism (etp equals tp, ep divides dp). wide: cp may exceed a host,
     and ep groups may straddle hosts. interleave: micro-batches run in pairs, which a schedule treats as one. schedule:
-    allowed schedules. gpipe is not faster than 1f1b and takes more memory, so it is not a default.
+    allowed schedules. gpipe is not faster than 1f1b and takes more memory, so it is not a default. replicas: of fsdp's
+    shards; None: 1, and the number of hosts that the ranks with the same dense parameters cover.
     """
 
     overlap: tuple[OverlapMode, ...] = ("none",)
@@ -63,6 +68,7 @@ class SearchSpace:
     wide: bool = False
     interleave: bool = False
     schedule: tuple[str, ...] = SCHEDULES[:-1]
+    replicas: int | None = None
 
     def __post_init__(self) -> None:
         allowed_values: dict[str, tuple[Any, ...]] = {
@@ -82,6 +88,8 @@ class SearchSpace:
             value = getattr(self, name)
             if value is not None and not (value and all(type(one) is int and one >= 1 for one in value)):
                 raise ConfigError(f"{name} must be integers of at least 1, or None; got {value!r}")
+        if self.replicas is not None:
+            check_integer("search space", replicas=self.replicas)
 
     @classmethod
     def of(cls, **settings: object) -> SearchSpace:
@@ -97,20 +105,36 @@ class SearchSpace:
             if name not in names:
                 raise ConfigError(f"a search space has no {name!r}; it has {', '.join(sorted(names))}")
             if value is not None:
-                values[name] = value if isinstance(value, tuple | bool) else (value,)
+                values[name] = value if isinstance(value, tuple | bool) or name == "replicas" else (value,)
         return cls(**values)
 
     def candidates(self, request: PlanRequest) -> Iterator[Mapping]:
         """Yield all mappings that can run, whether they fit memory or not."""
         for parallel in self.degrees(request):
-            dispatchers = self.dispatchers(request, parallel)
-            for schedule, virtual, micro_batch in self.shapes(request, parallel):
-                for (recompute, sharding, overlap), dispatcher in product(self.trades(), dispatchers):
-                    yield Mapping(parallel, virtual, micro_batch, sharding, recompute, overlap, schedule, dispatcher)
+            dispatchers, trades = self.dispatchers(request, parallel), self.trades(request, parallel)
+            for schedule, virtual, size in self.shapes(request, parallel):
+                for (recompute, (sharding, replicas), overlap), name in product(trades, dispatchers):
+                    yield Mapping(parallel, virtual, size, sharding, recompute, overlap, schedule, name, replicas)
 
-    def trades(self) -> tuple[Trade, ...]:
-        """Return the settings that are independent of degrees, micro-batch, stages and dispatcher."""
-        return tuple((r, s, o) for r in self.recompute for s in self.sharding for o in self.overlap)
+    def trades(self, request: PlanRequest, parallel: ParallelConfig) -> tuple[Trade, ...]:
+        """Return the settings that are independent of micro-batch, stages and dispatcher."""
+        return tuple(product(self.recompute, self.storages(request, parallel), self.overlap))
+
+    def storages(self, request: PlanRequest, parallel: ParallelConfig) -> tuple[Storage, ...]:
+        """Return sharding and replicas, in decreasing order of memory.
+
+        Replicas require "fsdp", and experts that do not move.
+        """
+        result: list[Storage] = []
+        for sharding in self.sharding:
+            if sharding == "fsdp":
+                span = PlacedMapping(Mapping(parallel), request.cluster).spans["dp_cp"]
+                hosts = span.hosts if 1 < span.fewest == span.most else 1
+                numbers = (hosts, 1) if self.replicas is None else (self.replicas,)
+                result += [(sharding, one) for one in dict.fromkeys(numbers) if request.replicates(parallel, one)]
+            elif self.replicas in (None, 1):
+                result.append((sharding, 1))
+        return tuple(result)
 
     def dispatchers(self, request: PlanRequest, parallel: ParallelConfig) -> tuple[Dispatcher, ...]:
         """Return the dispatchers that apply to these degrees and can be faster than ``all_to_all``."""

@@ -147,6 +147,7 @@ class _World:
     """Ranks as [positions, cells, ranks of a cell]. A cell is a block of consecutive ranks.
 
     Blocks of tp * cp ranks and of etp * ep ranks start at rank 0. A cell is the least common multiple of both sizes.
+    With "fsdp", the ranks of one of its replicas are also in one cell.
     """
 
     parallel: ParallelConfig
@@ -157,7 +158,7 @@ class _World:
         mapping = model.placed.mapping
         p = mapping.parallel
         tied = math.lcm(p.tp * p.cp, p.etp * p.ep)
-        return cls(p, p.stage if mapping.sharding == "fsdp" else tied)
+        return cls(p, math.lcm(tied, p.stage // mapping.replicas) if mapping.sharding == "fsdp" else tied)
 
     @property
     def size(self) -> int:

@@ -6,11 +6,12 @@ The time of a pass is the sum of its operators (``operators``) minus their hidde
 it includes the collectives of the weights (``weights``). Some schedules split a backward pass into an input half and a
 weight half (``split_backward``).
 
-Without "fsdp", the tail reduces gradients and gathers weights after the last pass. Unless overlap is "none" or
-"chunks", the gradient collectives overlap with the backward of the last micro-batch (with its weight half if backward
-is split), and the weight collectives overlap with the forward of the first micro-batch. With
-``Workload.overlap_gradients`` they always do, except between CPU ranks of one host. The collectives of one layer stay
-exposed, and so does the part of a transfer that occupies the cores that compute (``Link.processor``).
+Without "fsdp", the tail reduces gradients and gathers weights after the last pass. With replicas of "fsdp", it sums the
+shards of gradients over the replicas. Unless overlap is "none" or "chunks", the gradient collectives overlap with the
+backward of the last micro-batch (with its weight half if backward is split), and the weight collectives overlap with
+the forward of the first micro-batch. With ``Workload.overlap_gradients`` they always do, except between CPU ranks of
+one host. The collectives of one layer stay exposed, and so does the part of a transfer that occupies the cores that
+compute (``Link.processor``).
 
 With overlap "none" or "chunks", ranks wait for transfers between pipeline stages. With "outer", only the transfers
 between virtual stages overlap with passes. With the other modes, all of them do.
@@ -38,7 +39,7 @@ from moe_comm.plan.step.overlap_model import FREE, exposed_seconds
 from moe_comm.plan.step.replay import ReplayPlan, prepare, replay
 from moe_comm.plan.step.schedules import PassSeconds, pipeline_tasks
 from moe_comm.plan.step.shared_cores import shared_span
-from moe_comm.plan.step.weights import StageWeights
+from moe_comm.plan.step.weights import FAMILIES, StageWeights
 
 BACK = (PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT)
 """Passes that run the blocks of a stage in reverse order."""
@@ -235,7 +236,7 @@ class StepModel:
         overlaps = mapping.overlap not in ("none", "chunks") or any(map(self._overlaps_gradients, self.weights.spans))
         if mapping.sharding != "fsdp" or not overlaps:
             return np.zeros_like(self._pass_seconds)
-        free = FREE * min(map(self.placed.cluster.free_share, self.weights.spans))
+        free = FREE * min(map(self.placed.cluster.free_share, self.weights.shard_spans))
         return np.asarray(np.minimum(self.weight_seconds, self._pass_seconds) * free)
 
     def _overlaps_gradients(self, span: GroupSpan) -> bool:
@@ -277,14 +278,18 @@ class StepModel:
         hidden: dict[str, float] = {}
         available: dict[str, float] = {}
         overlaps = self.placed.mapping.overlap not in ("none", "chunks")
-        spans = dict(zip(("dense", "expert"), self.weights.spans, strict=True))
+        spans = dict(zip(FAMILIES, self.weights.spans, strict=True))
         if overlaps or self.load.overlap_gradients:
             stages = _position_stages(self.stages)[rank]
             layers = self._counts[stages][:, 1:3].sum()
             fraction = FREE * (1 - 1 / layers) if layers else 0.0
             seconds = self._pass_seconds[stages].sum(axis=0) * fraction
             last = PassKind.WEIGHT if self.split else PassKind.BACKWARD
-            available = {"gradients": float(seconds[last]), "weights": float(seconds[PassKind.FORWARD])}
+            # With "fsdp", the scatters of the pass run before the sums over replicas.
+            gathers = 0.0 if self.split else self.weight_seconds[stages, PassKind.FORWARD]
+            scatters = np.minimum(self.weight_seconds[stages, last] - gathers, self._hidden_weights[stages, last])
+            available = {"gradients": max(0.0, float(seconds[last] - scatters.sum()))}
+            available["weights"] = float(seconds[PassKind.FORWARD])
         for name, cost in collectives.items():
             family, kind = name.split()
             if not overlaps and not self._overlaps_gradients(spans[family]):
@@ -335,6 +340,9 @@ class StepModel:
         add("stages", links(self._hop), self.micro_batches * float(neighbours(self.stages)[rank]))
         for name, moved in self._tail(rank).items():
             add(name, links(moved), 1)
+        if self.placed.mapping.sharding == "fsdp":
+            for name, sent in self.weights.fsdp_sent(rank).items():
+                add(name, sent, self.micro_batches)
         return {name: sent for name, sent in result.items() if any(sent.values())}
 
 

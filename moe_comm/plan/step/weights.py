@@ -1,8 +1,9 @@
 """Weights of pipeline stages on one rank: their size, weight and gradient collectives, and the optimizer.
 
 With "fsdp", the weights of a stage are all-gathered before each forward and backward pass, and its gradients are
-reduce-scattered after each backward pass. Otherwise gradients are summed once per step, and with "zero1" the
-new weights are all-gathered.
+reduce-scattered after each backward pass. With replicas, both are within a block, and the shards of the gradients are
+summed over the blocks once per step. Otherwise gradients are summed once per step, and with "zero1" the new weights are
+all-gathered.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import PlacedMapping
 from moe_comm.plan.model.shape import LayerKind, ModelShape
 from moe_comm.plan.pipeline.stages import StagePlan
+from moe_comm.plan.step.blocks import links
 
 MASTER = BYTES["fp32"]
+FAMILIES = ("dense", "expert")
 STATE_BYTES = 2 * MASTER * 3 + MASTER
 """Memory traffic of AdamW per element: master and two moments, read and written, and the gradient."""
 SLOW_RING = 169.8
@@ -70,41 +73,65 @@ class StageWeights:
             self._elements[rank] = dense, experts
         return self._elements[rank]
 
+    @property
+    def shard_spans(self) -> tuple[GroupSpan, GroupSpan]:
+        """Ranks over which "fsdp" shards dense weights, and experts."""
+        dense, experts = self.placed.unit_spans
+        return dense.shards, experts.shards
+
     def fsdp_seconds(self) -> Floats:
         """Return the seconds of the "fsdp" collectives of a micro-batch in forward and backward, [stages, 2]."""
         result = np.zeros((self.stages.num_stages, 2))
         seconds_of: dict[tuple[float, float], tuple[float, float]] = {}
         for stage, (dense, experts) in enumerate(self.stage_elements.tolist()):
             if (dense, experts) not in seconds_of:
-                gather = scatter = 0.0
-                for count, span, seconds in zip(
-                    (dense, experts), self.spans, (self._rings_seconds, self._one_ring_seconds), strict=True
-                ):
-                    gather += seconds(count * self.size, span, "all_gather")
-                    scatter += seconds(count * self.gradient_bytes, span, "reduce_scatter")
+                gather, scatter = (sum(cost.seconds for cost in costs) for costs in self._fsdp_costs(dense, experts))
                 seconds_of[dense, experts] = (gather, gather + scatter)
             result[stage] = seconds_of[dense, experts]
         return result
 
-    def _rings_seconds(self, num_bytes: float, span: GroupSpan, collective: str) -> float:
-        """Return the seconds of a collective that uses the NICs of all ranks of the group on a host."""
-        cost: CollectiveCost = getattr(self.placed.cluster, collective)(num_bytes, span)
-        return cost.seconds
+    def fsdp_sent(self, rank: int) -> dict[str, dict[str, float]]:
+        """Return the bytes that the "fsdp" collectives of a micro-batch send, by collective and kind of link."""
+        gathers, scatters = self._fsdp_costs(*self.elements(rank))
+        result = {}
+        for family, gather, scatter in zip(FAMILIES, gathers, scatters, strict=True):
+            result[f"{family} weights"] = {link: 2 * num_bytes for link, num_bytes in links(gather).items()}
+            result[f"{family} gradients"] = links(scatter)
+        return result
 
-    def _one_ring_seconds(self, num_bytes: float, span: GroupSpan, collective: str) -> float:
-        """Return the seconds of a collective of sharded experts: a ring with one NIC per host (``SLOW_RING``)."""
+    def _fsdp_costs(
+        self, dense: float, experts: float
+    ) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
+        """Return the cost of gathering weights once, and of scattering gradients: dense ones, and those of experts."""
+        cluster, spans = self.placed.cluster, self.shard_spans
+        gathers = (
+            cluster.all_gather(dense * self.size, spans[0]),
+            self._one_ring(experts * self.size, spans[1], "all_gather"),
+        )
+        scatters = (
+            cluster.reduce_scatter(dense * self.gradient_bytes, spans[0]),
+            self._one_ring(experts * self.gradient_bytes, spans[1], "reduce_scatter"),
+        )
+        return gathers, scatters
+
+    def _one_ring(self, num_bytes: float, span: GroupSpan, collective: str) -> CollectiveCost:
+        """Return the cost of a collective of sharded experts: a ring with one NIC per host (``SLOW_RING``)."""
         single_nic = replace(span, parts=tuple(replace(part, fewest=1) for part in span.parts))
         cost: CollectiveCost = getattr(self.placed.cluster, collective)(num_bytes, single_nic)
         slowdown = 1 + span.ranks / SLOW_RING if span.hosts > 1 and span.fewest > 1 else 1.0
-        return cost.latency_s + (cost.seconds - cost.latency_s) * slowdown
+        return replace(cost, seconds=cost.latency_s + (cost.seconds - cost.latency_s) * slowdown)
 
     def tail(self, rank: int) -> dict[str, CollectiveCost]:
         """Return the gradient and weight collectives after the last pass of a pipeline position."""
         sharding, cluster = self.placed.mapping.sharding, self.placed.cluster
         result = self._placement(rank)
         if sharding == "fsdp":
+            units = self.placed.unit_spans if self.placed.mapping.replicas > 1 else ()
+            for name, count, unit in zip(FAMILIES, self.elements(rank), units, strict=False):
+                shard = count * self.gradient_bytes / unit.shards.ranks
+                result[f"{name} gradients"] = cluster.all_reduce(shard, unit.replicas)
             return result
-        for name, count, span in zip(("dense", "expert"), self.elements(rank), self.spans, strict=True):
+        for name, count, span in zip(FAMILIES, self.elements(rank), self.spans, strict=True):
             if sharding == "zero1":
                 result[f"{name} gradients"] = cluster.reduce_scatter(count * self.gradient_bytes, span)
                 result[f"{name} weights"] = cluster.all_gather(count * self.size, span)
@@ -130,9 +157,8 @@ class StageWeights:
 
     def optimizer_seconds(self, rank: int) -> float:
         """Return the seconds of the optimizer of a pipeline position. fp32 weights are their own masters."""
-        owners = (1, 1)
+        owned = sum(self.elements(rank))
         if self.placed.mapping.sharding != "replicate":
-            owners = (self.spans[0].ranks, self.spans[1].ranks)
-        owned = sum(count / ranks for count, ranks in zip(self.elements(rank), owners, strict=True))
+            owned = sum(count / span.ranks for count, span in zip(self.elements(rank), self.shard_spans, strict=True))
         traffic = STATE_BYTES + (self.size if self.size < MASTER else 0)
         return self.placed.cluster.accelerator.memory_seconds(owned * traffic)

@@ -231,6 +231,7 @@ def search_space(config: TrainConfig) -> SearchSpace:
         raise ConfigError("parallel.auto: stage_layers requires pp, because it has the layers of each stage")
     fixed = {axis: given[axis] for axis in DEGREES if axis in given}
     sharding: tuple[ShardingMode, ...] = (given["sharding"],) if "sharding" in given else get_args(ShardingMode)
+    replicas = given.get("dp_replicate", None if config.placement.kind == "fixed" else 1)
     if config.placement.kind == "replicate":  # as TrainConfig requires
         fixed.setdefault("pp", 1)
         sharding = tuple(mode for mode in sharding if mode != "fsdp")
@@ -255,6 +256,7 @@ def search_space(config: TrainConfig) -> SearchSpace:
         steps=config.data.micro_batches,
         interleave=parallel.interleave,
         fixed=tuple(fixed.items()),
+        replicas=replicas,
         **more,
     )
 
@@ -309,6 +311,7 @@ def _describe(candidate: PlanCandidate, settings: Table[str, Any]) -> str:
     parts = [f"{axis} {getattr(p, axis)}" for axis in DEGREES if axis in ("dp", "ep") or getattr(p, axis) > 1]
     parts += [str(settings["schedule"])] if p.pp > 1 else []
     parts.append(candidate.mapping.sharding)
+    parts += [f"dp_replicate {candidate.mapping.replicas}"] if candidate.mapping.replicas > 1 else []
     parts += [f"overlap_chunks {settings['overlap_chunks']}"] if settings.get("overlap_chunks") else []
     return ", ".join([*parts, f"backend {settings.get('backend', 'auto')}"])
 

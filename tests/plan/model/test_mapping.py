@@ -19,6 +19,8 @@ def test_a_mapping_is_parsed() -> None:
     assert result.micro_batches(256) == 16
     assert str(result).startswith("tp=2,cp=1,dp=8,pp=8,vpp=7,ep=8,etp=1,micro-batch 2")
     assert Mapping.parse("", 4).parallel == ParallelConfig(dp=4)
+    replicated = Mapping.parse("dp=8,replicas=2", 8, sharding="fsdp")
+    assert replicated.replicas == 2 and Mapping.parse(replicated.degrees, 8, sharding="fsdp") == replicated
 
 
 def test_coupled_experts_have_the_tensor_parallel_size_of_attention() -> None:

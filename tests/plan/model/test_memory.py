@@ -58,6 +58,7 @@ def dry_run_and_memory(name: str | None, *settings: str) -> tuple[DryRun, tuple[
         config.model.recompute,
         pipeline=config.parallel.schedule if run.mapping.pp > 1 else None,
         overlap="chunks" if overlaps_experts(config, run.architecture) else "none",
+        replicas=config.parallel.dp_replicate,
     )
     policy = MemoryPolicy(optimizer.kind, optimizer.momentum_of_kind > 0)
     shape = ModelShape.of(run.architecture)
@@ -70,6 +71,8 @@ QWEN = ("qwen3-30b-a3b", "model.layers=5")
 DEEPSEEK = ("deepseek-v3", "model.layers=12", "parallel.ranks=64", "parallel.pp=4", "parallel.dp=16", "parallel.ep=8")
 INTERLEAVED = ("parallel.schedule=interleaved_1f1b", "model.recompute=selective", "parallel.virtual=3")
 SMALL = ("data.seq_len=32", "data.batch=16", "data.micro_batches=4", "model.hidden=64", "model.layers=4")
+
+HSDP = (None, *SMALL, "parallel.ranks=4", "parallel.dp=4", "parallel.sharding=fsdp", "parallel.dp_replicate=2")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,12 @@ SMALL = ("data.seq_len=32", "data.batch=16", "data.micro_batches=4", "model.hidd
         (None, *SMALL, "parallel.ranks=4", "parallel.pp=2", "parallel.dp=2", "parallel.schedule=zbv", "model.tie=true"),
         (None, *SMALL, "optimizer.kind=sgd", "parallel.ranks=4", "parallel.dp=4", "parallel.ep=2"),
         (None, *SMALL, "parallel.ranks=4", "parallel.dp=4", "parallel.etp=2", "model.recompute=selective"),
+        (*HSDP, "parallel.ep=1", "model.dtype=bfloat16"),
+        (*HSDP, "parallel.ep=2", "model.dtype=bfloat16", "data.micro_batches=1"),
+        (*HSDP, "parallel.ep=2"),
+        (*HSDP, "parallel.ep=4"),
+        (*HSDP, "parallel.ep=2", "parallel.tp=2", "parallel.ranks=8", "parallel.pp=1"),
+        (*HSDP, "parallel.ep=1", "parallel.pp=2", "parallel.ranks=8"),
     ],
     ids=lambda settings: " ".join(str(one).split(".")[-1] for one in settings),
 )

@@ -17,6 +17,8 @@ SMALL = {
     "cells of several groups": ("tp=2,cp=2,pp=2,ep=2", 32, {}),
     "no pipeline": ("ep=4", 16, {"sharding": "replicate"}),
     "sharded weights": ("ep=4,pp=2", 16, {"sharding": "fsdp"}),
+    "replicas": ("ep=2,pp=2,replicas=2", 16, {"sharding": "fsdp"}),
+    "replicas of experts": ("tp=2,ep=4,etp=2,replicas=2", 16, {"sharding": "fsdp", "overlap": "outer"}),
     "overlap": ("tp=2,pp=2,ep=4", 16, {"overlap": "all"}),
     "alone": ("", 1, {}),
     "zero bubble": ("tp=2,pp=2,vpp=2,ep=2", 16, {"pipeline": "zero_bubble"}),

@@ -135,7 +135,10 @@ def test_bytes_of_gradients_and_weights_are_those_of_the_sharding() -> None:
     assert zero1["expert gradients"] == pytest.approx(4 * experts * 7 / 8)
     assert zero1["expert weights"] == pytest.approx(2 * experts * 7 / 8)
     assert replicate["expert gradients"] == pytest.approx(2 * 4 * experts * 7 / 8)
-    assert "expert weights" not in replicate and sent("fsdp") == {}
+    assert "expert weights" not in replicate
+    fsdp = step("mixtral-8x7b", "ep=8", 64, sharding="fsdp", batch=64).sent  # one micro-batch
+    assert sum(fsdp["expert gradients"].values()) == pytest.approx(4 * experts * 7 / 8)
+    assert sum(fsdp["expert weights"].values()) == pytest.approx(2 * 2 * experts * 7 / 8)
 
 
 def test_sharded_weights_cost_the_time_that_compute_does_not_hide() -> None:

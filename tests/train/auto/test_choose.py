@@ -142,6 +142,41 @@ def test_copies_of_experts_exclude_mappings_that_do_not_support_them() -> None:
         choose(config, shape_of(config), small)
 
 
+def hosts_of_two(between: Link) -> Cluster:
+    return replace(two_hosts(between), gpus=4, host_size=2, inside=FAST)
+
+
+def test_the_link_between_hosts_decides_whether_shards_are_replicated() -> None:
+    config = config_of("comm", "parallel.sharding=fsdp", "parallel.pp=1", "parallel.ep=1", "data.batch=16")
+    for link, replicas in ((GBIT, 2), (FAST, 1)):
+        choice = choose(config, shape_of(config), hosts_of_two(link))
+        result = resolved(config, 4, choice.settings)
+        assert result.parallel.dp_replicate == replicas
+        assert ("fsdp, dp_replicate 2" in choice.text.partition("Next best")[0]) == (replicas == 2)
+    for kind in ("relocate", "fixed"):
+        given = config_of("comm", "parallel.sharding=fsdp", "parallel.ep=1", "data.batch=16", f"placement.kind={kind}")
+        assert search_space(given).replicas == (1 if kind == "relocate" else None)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_given_replicas_are_kept(replicas: int) -> None:
+    link = GBIT if replicas == 1 else FAST
+    settings = ("parallel.pp=1", "data.batch=16", f"parallel.dp_replicate={replicas}")
+    config = config_of("comm", *settings, *(("parallel.sharding=fsdp",) if replicas == 1 else ()))
+    result = resolved(config, 4, choose(config, shape_of(config), hosts_of_two(link)).settings)
+    assert (result.parallel.sharding, result.parallel.dp_replicate) == ("fsdp", replicas)
+    config = config_of("comm", "parallel.dp_replicate=3")
+    with pytest.raises(ConfigError, match=r"sharding and 3 replicas do not apply.*given: dp_replicate = 3"):
+        choose(config, shape_of(config), hosts_of_two(GBIT))
+
+
+def test_given_replicas_that_contradict_other_keys_raise() -> None:
+    with pytest.raises(ConfigError, match='dp_replicate requires sharding = "fsdp"'):
+        config_of("comm", "parallel.sharding=zero1", "parallel.dp_replicate=2")
+    with pytest.raises(ConfigError, match=r'placement.kind = "relocate" requires parallel.dp_replicate = 1'):
+        config_of("comm", "placement.kind=relocate", "parallel.dp_replicate=2")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

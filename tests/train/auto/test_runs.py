@@ -121,6 +121,18 @@ def test_four_ranks_keep_given_degrees(pool4: RankPool, settings: list[str]) -> 
     assert chosen["tp"] == 2 and results[0].first_loss == pytest.approx(results[1].first_loss)
 
 
+def test_replicas_over_a_slow_link_between_hosts_train(pool4: RankPool, settings: list[str], tmp_path: Path) -> None:
+    fast = Link("fast", 20e9, 1e-6, 1.0)
+    save(Cluster(CORE, 4, 2, fast, GBIT, start_s=1e-6, direct=True), tmp_path / "hosts.json")
+    given = [*settings, AUTO, f"parallel.machine={tmp_path / 'hosts.json'}", "parallel.ranks=4"]
+    given += ["parallel.sharding=fsdp", "parallel.pp=1", "parallel.ep=1"]
+    results = pool4.run(_run, (None, given), timeout=240)
+    assert results[0].status == "finished" and chosen_in(results[0].folder)["dp_replicate"] == 2
+    sharded = pool4.run(_run, (None, [*given, "parallel.dp_replicate=1"]), timeout=240)
+    assert chosen_in(sharded[0].folder)["dp_replicate"] == 1
+    assert results[0].last_loss == pytest.approx(sharded[0].last_loss, rel=1e-5)
+
+
 def test_a_resumed_run_keeps_the_first_choice(
     pool2: RankPool, settings: list[str], machine: str, tmp_path: Path
 ) -> None:
