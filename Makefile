@@ -66,12 +66,17 @@ test: build
 
 # Other systems are installed beside the environment and without dependencies, so that none of them replaces torch or
 # another package there. OLDER: versions of transformers whose tests run in processes of their own.
+# axolotl has its own folder, with the versions that it requires of what other systems import too. It and DeepSpeed's
+# AutoEP run with transformers 5.16.1.
 HOSTS := build/hosts
+AXOLOTL := build/axolotl
 OLDER := 5.16.1 5.19.0
-$(HOSTS)/.installed: tests/integrations/hosts/requirements.txt Makefile $(STAMP)
-	rm -rf $(HOSTS) $(OLDER:%=build/transformers-%)
+REQUIREMENTS := tests/integrations/hosts/requirements
+$(HOSTS)/.installed: $(REQUIREMENTS).txt $(REQUIREMENTS)-axolotl.txt Makefile $(STAMP)
+	rm -rf $(HOSTS) $(AXOLOTL) $(OLDER:%=build/transformers-%)
 	@# Only DeepSpeed is built from source; its setup.py imports torch, and compiles nothing.
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(HOSTS) -r $<
+	$(BIN)/python -m pip install --quiet --no-deps --target $(AXOLOTL) -r $(REQUIREMENTS)-axolotl.txt
 	@set -e; for version in $(OLDER); do \
 	  $(BIN)/python -m pip install --quiet --no-deps --target build/transformers-$$version transformers==$$version; \
 	done
@@ -82,8 +87,12 @@ $(HOSTS)/.installed: tests/integrations/hosts/requirements.txt Makefile $(STAMP)
 
 # A system that is absent, or is found in another version, ends this with an error; its tests alone would be skipped.
 adapters: build $(HOSTS)/.installed
-	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m tests.integrations.hosts.installed
-	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m pytest --durations=5 tests/integrations/hosts $(TEST_ARGS)
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m tests.integrations.hosts.installed requirements.txt
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(HOSTS) $(BIN)/python -m pytest --durations=5 tests/integrations/hosts \
+	  --ignore=tests/integrations/hosts/test_axolotl.py --ignore=tests/integrations/hosts/test_autoep.py $(TEST_ARGS)
+	@set -e; export $(TEST_ENV) PYTHONPATH=$(CURDIR)/$(AXOLOTL):$(CURDIR)/build/transformers-5.16.1:$(CURDIR)/$(HOSTS); \
+	  $(BIN)/python -m tests.integrations.hosts.installed requirements-axolotl.txt; \
+	  $(BIN)/python -m pytest tests/integrations/hosts/test_axolotl.py tests/integrations/hosts/test_autoep.py $(TEST_ARGS)
 	@set -e; for version in $(OLDER); do \
 	  export $(TEST_ENV) PYTHONPATH=$(CURDIR)/build/transformers-$$version; \
 	  $(BIN)/python -c "import transformers as t; assert t.__version__ == '$$version', t.__version__"; \

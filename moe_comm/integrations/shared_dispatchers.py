@@ -9,7 +9,6 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.group_setup import as_group, communicator_of
 from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
-from moe_comm.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 def shared_dispatcher(
     num_experts: int,
-    group: ProcessGroup | DeviceMesh,
+    group: ProcessGroup | DeviceMesh | None,
     device: torch.device,
     backend: str = "auto",
     options: DispatchOptions | None = None,
@@ -25,12 +24,12 @@ def shared_dispatcher(
     """Return the dispatcher over a group, which the first call with these arguments makes. That call is collective.
 
     Args:
-        group: a process group, or a mesh of one dimension.
+        group: a process group, or a mesh of one dimension. None: this process has all experts.
         device, backend, options: see ``make_dispatcher``.
     """
     members, options = as_group(group), options or DispatchOptions()
     if members is None:
-        raise ConfigError("shared_dispatcher needs a process group")
+        return make_dispatcher(num_experts, backend=backend, options=options, device=device)
     dispatchers: dict[object, Dispatcher] = communicator_of(members, options.timeout_s).keep("shared dispatchers", dict)
     key = num_experts, device.type, backend, options
     if key not in dispatchers:

@@ -10,6 +10,7 @@ from moe_comm.errors import ConfigError, MissingDependency
 
 SUPPORTED: dict[str, tuple[str, str, str]] = {
     "transformers": ("5.16.1", "6", "hf"),
+    "axolotl": ("0.19.0", "0.20", "axolotl"),
     "torchtitan": ("0.3.0", "0.4", "torchtitan"),
     "megatron-core": ("0.16.0", "0.17", "megatron"),
     "lightning": ("2.6.0", "2.7", "lightning"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +47,7 @@ def test_versions_are_named(
 @pytest.mark.parametrize(
     ("host", "package"),
     [
+        ("axolotl", "axolotl"),
         ("torchtitan", "torchtitan"),
         ("megatron", "megatron-core"),
         ("deepspeed", "deepspeed"),
@@ -70,6 +72,24 @@ except ImportError as error:
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout.startswith("MissingDependency") and f"pip install 'moe_comm[{host}]'" in run.stdout
+
+
+def test_an_old_axolotl_does_not_train_without_its_plugin(tmp_path: Path) -> None:
+    """axolotl logs the ImportError of a plugin and continues. MissingDependency is an ImportError."""
+    (tmp_path / "axolotl").mkdir()
+    (tmp_path / "axolotl" / "__init__.py").touch()
+    (tmp_path / "axolotl-0.18.0.dist-info").mkdir()
+    (tmp_path / "axolotl-0.18.0.dist-info" / "METADATA").write_text("Name: axolotl\nVersion: 0.18.0\n")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import moe_comm.integrations.axolotl
+except Exception as error:
+    print(isinstance(error, ImportError), error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout.startswith("False") and "axolotl >= 0.19.0, < 0.20; 0.18.0 is installed" in run.stdout
 
 
 @pytest.mark.parametrize(

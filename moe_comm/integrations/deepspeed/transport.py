@@ -1,10 +1,12 @@
-"""``deepspeed.moe.layer.MoE`` without its capacity buffers.
+"""MoE layers of DeepSpeed whose rows are moved by the dispatchers of this library.
 
-    DeepSpeed   gate ─▶ [E, C, D] with empty slots ─▶ all-to-all ─▶ experts ─▶ all-to-all ─▶ gather, weigh, sum
-    moe_comm    gate ─▶ ids, weights ─▶ dispatch the rows in use ─▶ experts ─▶ combine
+    ``MoE``     DeepSpeed   gate ─▶ [E, C, D] with empty slots ─▶ all-to-all ─▶ experts ─▶ all-to-all ─▶ weigh, sum
+                moe_comm    gate ─▶ ids, weights ─▶ dispatch the rows in use ─▶ experts ─▶ combine
 
-The gate decides as before, with its capacity, random token selection and auxiliary loss. A slot that it drops has the
-id -1. Only the rows that are in use are sent and computed.
+    AutoEP      DeepSpeed   router ─▶ sort, copy ─▶ all-to-all ─▶ permute, pad ─▶ experts ─▶ the same back, weigh, sum
+                moe_comm    router ─▶ ids, weights ─▶ dispatch ─▶ experts ─▶ combine
+
+Gates and routers decide as before. A slot that a capacity drops has the id -1.
 """
 
 from __future__ import annotations
@@ -12,45 +14,33 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, apply_scores_before_experts_if_enabled
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.integrations.shared_dispatchers import shared_dispatcher
 
 
-class Transport:
-    """The dispatchers that the layers of one model share, by number of experts and name of their group."""
-
-    def __init__(self, backend: str, options: DispatchOptions | None) -> None:
-        self._backend, self._options = backend, options
-        self._dispatchers: dict[tuple[int, str], Dispatcher] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Transport:
-        return self  # copies of a model use the same groups
-
-    def dispatcher(self, layer: MOELayer, num_experts: int, device: torch.device) -> Dispatcher:
-        """Return the dispatcher of ``layer``, which the first call makes. That call is collective."""
-        key = num_experts, layer.ep_group_name
-        if key not in self._dispatchers:
-            if layer.ep_size > 1 and layer.ep_group is None:
-                raise ConfigError(
-                    "the MoE layer has no expert-parallel group; call deepspeed.initialize(model=...) first, or "
-                    "set_deepspeed_parallelism() of the layer"
-                )
-            group = layer.ep_group if layer.ep_size > 1 else None
-            self._dispatchers[key] = make_dispatcher(
-                num_experts, group, backend=self._backend, options=self._options, device=device
-            )
-        return self._dispatchers[key]
+def _dispatcher(layer: Any, num_experts: int, device: torch.device) -> Dispatcher:
+    """Return the dispatcher of the group of ``layer``, which the first call makes. That call is collective."""
+    if layer.ep_size > 1 and layer.ep_group is None:
+        raise ConfigError(
+            "the MoE layer has no expert-parallel group; call deepspeed.initialize(model=...) first, or "
+            "set_deepspeed_parallelism() of the layer"
+        )
+    group = layer.ep_group if layer.ep_size > 1 else None
+    return shared_dispatcher(num_experts, group, device, *layer.transport)
 
 
 class MoeCommMOELayer(MOELayer):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """DeepSpeed's ``MOELayer`` after ``swap_transport``. Parameters and their names are the same."""
 
-    transport: Transport
+    transport: tuple[str, DispatchOptions | None]
 
     def forward(self, *input: Any, **kwargs: Any) -> Tensor:
         """Return the outputs of the experts, weighted and added, in the shape of the input.
@@ -65,7 +55,7 @@ class MoeCommMOELayer(MOELayer):  # type: ignore[misc, no-any-unimported, unused
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         # As routes: capacity, experts, ids [K, T] and their positions in the buffers, weights [K, T] in fp32.
         self.l_aux, _, num_experts, ids_KT, _, weights_KT, self.exp_counts = self.gate(x_TD, used_token, True, False)
-        dispatcher = self.transport.dispatcher(self, num_experts, x_TD.device)
+        dispatcher = _dispatcher(self, num_experts, x_TD.device)
         sent = dispatcher.dispatch(x_TD, ids_KT.t().contiguous(), label="deepspeed")
         parts = sent.rows_RD.split(sent.handle.rows_per_expert)
         out_RD = torch.cat(
@@ -82,17 +72,42 @@ def _run(expert: nn.Module, rows_RD: Tensor) -> Tensor:
     return out_11RD[0, 0]
 
 
+class MoeCommAutoEPLayer(AutoEPMoELayer):  # type: ignore[misc, no-any-unimported, unused-ignore]
+    """DeepSpeed's ``AutoEPMoELayer`` after ``swap_transport``. Parameters and their names are the same."""
+
+    transport: tuple[str, DispatchOptions | None]
+
+    def _deepep_route(self, tokens: Tensor, ro: Any) -> Tensor:
+        """Return the outputs of the experts [T, D], weighted and added. Collective.
+
+        Args:
+            tokens: [T, D].
+            ro: the router's scores [T, K] and expert ids [T, K].
+        """
+        x_TD, weights_TK, ids_TK = tokens, ro.top_scores, ro.selected_experts
+        if self.score_apply == "pre":  # each slot becomes a token, which the router's score multiplies
+            x_TD = apply_scores_before_experts_if_enabled(x_TD.repeat_interleave(self.top_k, 0), weights_TK, "pre")
+            ids_TK = ids_TK.reshape(-1, 1)
+            weights_TK = torch.ones(ids_TK.shape, device=x_TD.device)
+        dispatcher = _dispatcher(self, self.num_experts, x_TD.device)
+        sent = dispatcher.dispatch(x_TD, ids_TK, label="deepspeed AutoEP")
+        counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int32, device=x_TD.device)
+        y_TD = dispatcher.combine(self.experts(sent.rows_RD, counts_L), weights_TK, sent.handle)
+        return y_TD.view(tokens.shape[0], -1, tokens.shape[1]).sum(1) if self.score_apply == "pre" else y_TD
+
+
 def swap_transport(model: nn.Module, *, backend: str = "auto", options: DispatchOptions | None = None) -> nn.Module:
-    """Move the rows of all ``deepspeed.moe.layer.MoE`` layers of ``model`` with the dispatchers of this library.
+    """Move the rows of all MoE layers of ``model`` with the dispatchers of this library.
 
-        model = swap_transport(model)
+        model = swap_transport(model)                                   # deepspeed.moe.layer.MoE
         engine, optimizer, _, _ = deepspeed.initialize(model=model, ...)
+        swap_transport(engine.module)                                   # layers that AutoEP has made
 
-    Call it before or after ``deepspeed.initialize``. Parameters, ZeRO groups, gates, auxiliary losses and checkpoints
-    remain DeepSpeed's.
+    ``deepspeed.initialize`` makes the layers of AutoEP; those of ``MoE`` may be swapped before or after it. Parameters,
+    ZeRO groups, routers, auxiliary losses and checkpoints remain DeepSpeed's.
 
     Args:
-        backend, options: see ``make_dispatcher``. All layers share their dispatchers.
+        backend, options: see ``make_dispatcher``. Layers with the same group share their dispatchers.
 
     Returns:
         ``model``, changed in place.
@@ -100,17 +115,20 @@ def swap_transport(model: nn.Module, *, backend: str = "auto", options: Dispatch
     Raises:
         UnsupportedModel: no such layer, or one that uses Tutel or tensor parallelism. The model is unchanged.
     """
-    layers = [module for module in model.modules() if isinstance(module, MOELayer)]
+    layers = [module for module in model.modules() if isinstance(module, MOELayer | AutoEPMoELayer)]
     if not layers:
-        raise UnsupportedModel("the model has no deepspeed.moe.layer.MoE")
-    if any(layer.use_tutel for layer in layers):
+        raise UnsupportedModel("the model has no deepspeed.moe.layer.MoE and no layer of AutoEP")
+    if any(getattr(layer, "use_tutel", False) for layer in layers):
         raise UnsupportedModel("use_tutel=True lets Tutel build the buffers of DeepSpeed; set use_tutel=False")
-    if bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
+    folded = [handles.spec.tp_size for layer in layers if (handles := getattr(layer, "folding_group_handles", None))]
+    if max([bwc_tensor_model_parallel_world_size(groups.mpu), *folded]) > 1:
         raise UnsupportedModel(
             "tensor parallelism of DeepSpeed gives the ranks of a layer the same tokens; use it without"
         )
-    transport = Transport(backend, options)
     for layer in layers:
-        layer.__class__ = MoeCommMOELayer
-        layer.transport = transport
+        layer.transport = backend, options
+        if isinstance(layer, MOELayer):
+            layer.__class__ = MoeCommMOELayer
+        else:
+            layer.__class__, layer.comm_backend = MoeCommAutoEPLayer, DEEPEP_BACKEND  # this calls _deepep_route
     return model

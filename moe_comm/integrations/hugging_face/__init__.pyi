@@ -31,6 +31,7 @@ from moe_comm.integrations.hugging_face.swap import (
 from moe_comm.integrations.hugging_face.trainer import (
     MoETrainer as MoETrainer,
     MoETrainerMixin as MoETrainerMixin,
+    prepare_trainer as prepare_trainer,
 )
 from moe_comm.layers.data_parallel.state import gather_state_dict as gather_state_dict
 from moe_comm.layers.data_parallel.sync import sum_replicated_gradients as sum_replicated_gradients

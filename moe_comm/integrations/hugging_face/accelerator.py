@@ -55,11 +55,18 @@ def prepare_accelerator(accelerator: Any) -> Any:
         ``accelerator``.
     """
     if not isinstance(accelerator, _HandlesExperts):
-        cls = type(accelerator)
-        accelerator.__class__ = type(cls.__name__, (_HandlesExperts, cls), {"__module__": cls.__module__})
+        with_mixin(accelerator, _HandlesExperts)
         accelerator.register_save_state_pre_hook(partial(_write, accelerator))
         accelerator.register_load_state_pre_hook(partial(_read, accelerator))
     return accelerator
+
+
+def with_mixin(instance: Any, mixin: type) -> Any:
+    """Return ``instance``, whose class is replaced by a subclass that inherits from ``mixin`` first."""
+    cls = type(instance)
+    if not issubclass(cls, mixin):
+        instance.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    return instance
 
 
 def has_distributed_experts(model: Any) -> bool:

@@ -26,6 +26,7 @@ from moe_comm.integrations.hugging_face.accelerator import (
     has_distributed_experts,
     load_full,
     prepare_accelerator,
+    with_mixin,
     write_on,
 )
 from moe_comm.layers.data_parallel import load_optimizer_state_dict, optimizer_state_dict, state_dict
@@ -115,3 +116,17 @@ class MoETrainer(MoETrainerMixin, Trainer):
     model = moe_comm.swap_moe(AutoModelForCausalLM.from_pretrained(folder), dist.group.WORLD)
     MoETrainer(model, TrainingArguments(...), train_dataset=data).train()
     """
+
+
+def prepare_trainer(trainer: Any) -> Any:
+    """Add ``MoETrainerMixin`` to a trainer that another program has created.
+
+    Args:
+        trainer: a ``Trainer`` that has not prepared its model yet. Changed in place: its class is replaced by a
+            subclass.
+
+    Returns:
+        ``trainer``.
+    """
+    prepare_accelerator(trainer.accelerator)
+    return with_mixin(trainer, MoETrainerMixin)

@@ -1,6 +1,6 @@
-"""Check that everything in requirements.txt is imported in its version. Then no test of this folder is skipped.
+"""Check that everything in a file of requirements is imported in its version. Then no test of this folder is skipped.
 
-PYTHONPATH=build/hosts python -m tests.integrations.hosts.installed
+PYTHONPATH=build/hosts python -m tests.integrations.hosts.installed requirements.txt
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import importlib
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
 def fault_of(requirement: str) -> str | None:
@@ -36,11 +34,12 @@ def fault_of(requirement: str) -> str | None:
 
 def main() -> None:
     """Print one line for each fault. The exit code is 1 if there is one."""
-    lines = [line.split("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    requirements = Path(__file__).with_name(sys.argv[1])
+    lines = [line.split("#")[0].strip() for line in requirements.read_text().splitlines()]
     faults = [fault for line in lines if line and (fault := fault_of(line))]
     if faults:
         sys.exit("\n".join(faults))
-    print(f"{sum(map(bool, lines))} packages of {REQUIREMENTS.name} are installed")
+    print(f"{sum(map(bool, lines))} packages of {requirements.name} are installed")
 
 
 if __name__ == "__main__":

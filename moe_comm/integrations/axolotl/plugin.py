@@ -1,0 +1,90 @@
+"""The plugin: it swaps the experts of the loaded model and prepares axolotl's trainer for them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from axolotl.integrations.base import BasePlugin
+from axolotl.utils.distributed import init_distributed_state
+
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.errors import ConfigError
+from moe_comm.integrations.hugging_face import expert_mesh, prepare_trainer, swap_moe
+from moe_comm.layers.data_parallel import state_dict
+from moe_comm.overlap.options import Overlap
+
+UNSUPPORTED = {
+    "deepspeed": "its ZeRO treats experts as replicated; use DDP",
+    "fsdp": "its wrapping shards experts over all ranks; use DDP",
+    "fsdp_config": "its wrapping shards experts over all ranks; use DDP",
+    "rl": "it loads a second model",
+    "lora_target_parameters": "adapters of experts are not distributed; use lora_target_modules",
+    "fix_untrained_tokens": "it writes the model on rank 0 only",
+    "relora": "it merges adapters on rank 0 only",
+}
+"""Option of axolotl: why the plugin rejects it."""
+SIZES = "expert_parallel_size", "tensor_parallel_size", "context_parallel_size", "dp_shard_size"
+"""Options of axolotl that must be 1, because the ranks of an expert-parallel group have different batches."""
+
+
+class MoeCommPlugin(BasePlugin):  # type: ignore[misc, no-any-unimported, unused-ignore]
+    """Expert parallelism in axolotl's DDP.
+
+        plugins:
+          - moe_comm.integrations.axolotl.MoeCommPlugin
+        moe_comm_ep_size: 8
+
+    Each rank loads the whole model, keeps its part of the experts, and trains on its own batches. Gradients and the
+    norm of ``max_grad_norm`` are those of one process. Checkpoints and the final model contain all experts. Adapters
+    (LoRA) of modules other than experts are supported.
+    """
+
+    def get_input_args(self) -> str:
+        """Return the path of the options."""
+        return "moe_comm.integrations.axolotl.MoeCommArgs"
+
+    def register(self, cfg: Any) -> None:
+        """Check the options of the YAML before anything is loaded.
+
+        Raises:
+            ConfigError: an option is not supported.
+        """
+        for option, reason in UNSUPPORTED.items():
+            if cfg.get(option):
+                raise ConfigError(f"moe_comm does not support {option} of axolotl: {reason}")
+        for option in SIZES:
+            if (cfg.get(option) or 1) > 1:
+                raise ConfigError(f"moe_comm needs {option}: 1, because each rank has its own batch; got {cfg[option]}")
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        """Distribute the experts. Collective.
+
+        Raises:
+            UnsupportedModel, ConfigError, RankMismatch: as ``swap_moe`` and ``expert_mesh``.
+        """
+        init_distributed_state()
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter's model
+        overlap = cfg.moe_comm_overlap
+        swap_moe(
+            base,
+            expert_mesh(cfg.moe_comm_ep_size, base.device.type),
+            backend=cfg.moe_comm_backend,
+            options=DispatchOptions(timeout_s=cfg.moe_comm_timeout_s),
+            overlap=Overlap() if overlap is True else overlap or None,
+        )
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Prepare the trainer for experts that differ between ranks."""
+        prepare_trainer(trainer)
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        """Gather all experts on the ranks that write the final model. Collective.
+
+        axolotl calls ``save_pretrained`` on rank 0 of each host after this.
+        """
+        if dist.is_initialized() and "save_pretrained" in vars(model):  # not an adapter's model; axolotl calls it twice
+            whole = state_dict(model, rank0_only=True, cpu=True)
+            write = type(model).save_pretrained
+            model.save_pretrained = partial(write, model, is_main_process=bool(whole), state_dict=whole)
