@@ -25,7 +25,7 @@ help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
 	@echo "make adapters  the adapters with the systems that they are for, in build/hosts"
-	@echo "make wheels    manylinux wheels, each run where there is no compiler, in build/wheels"
+	@echo "make wheels    manylinux wheels for x86-64 and aarch64, each run without a compiler, in build/wheels"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make docs      the site in build/site, its links checked      make notebooks  execute the tutorials"
 	@echo "make gpu-script  benchmarks/gpu.sh with emulated kernels and small sizes"
@@ -100,11 +100,13 @@ adapters: build $(HOSTS)/.installed
 	done
 
 # Other interpreters than those that are found: make wheels PYTHONS="python3.12 /opt/python/bin/python3.13".
+# Wheels for another machine than this one are run under qemu: Debian's qemu-user.
 PYTHONS ?=
+MACHINES ?=
 TORCH_INDEX ?=
 wheels: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m benchmarks.wheels build/wheels \
-	  $(addprefix --python=,$(PYTHONS)) $(addprefix --torch-index=,$(TORCH_INDEX))
+	  $(addprefix --python=,$(PYTHONS)) $(addprefix --machine=,$(MACHINES)) $(addprefix --torch-index=,$(TORCH_INDEX))
 
 slow: build
 	$(TEST_ENV) $(BIN)/python -m pytest --durations=15 -m slow $(TEST_ARGS)

@@ -3,6 +3,9 @@
 Environment: ``MOE_COMM_CUDA=auto|on|off`` (compile csrc/cuda with nvcc), ``MOE_COMM_CUDA_ARCHS`` (only for these
 architectures, such as ``90a-real``), ``MOE_COMM_WERROR=on|off`` (treat warnings as errors), ``CXX`` (the compiler),
 ``MOE_COMM_JOBS`` (number of files compiled at once; by default one per core).
+
+A build for another machine sets ``_PYTHON_HOST_PLATFORM`` (linux-aarch64), ``SETUPTOOLS_EXT_SUFFIX``
+(.cpython-311-aarch64-linux-gnu.so) and ``CXX``; benchmarks/wheels.py is an example.
 """
 
 from __future__ import annotations
@@ -47,7 +50,16 @@ class CMakeBuild(build_ext):
             f"-DMOE_COMM_CUDA_ARCHS={os.environ.get('MOE_COMM_CUDA_ARCHS', '')}",
             f"-DMOE_COMM_WERROR={os.environ.get('MOE_COMM_WERROR', 'off')}",
         ]
-        build = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
+        if machine := os.environ.get("_PYTHON_HOST_PLATFORM", "").removeprefix("linux-"):
+            # The headers of this Python serve: its version has the same ones on every 64-bit Linux, except for macros
+            # that only the interpreter's own sources use.
+            configure += [
+                "-DCMAKE_SYSTEM_NAME=Linux",
+                f"-DCMAKE_SYSTEM_PROCESSOR={machine}",
+                f"-DPython_INCLUDE_DIR={sysconfig.get_path('include')}",
+            ]
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = ROOT / "build" / f"native-{target.name.split('.')[1]}"
         # A build folder remembers its tools, and those of an isolated build are gone afterwards: start afresh when
         # anything about the configuration changed.
         stamp, key = build / "configured", "\n".join([*configure, os.environ.get("CXX", "")])
@@ -58,11 +70,11 @@ class CMakeBuild(build_ext):
         jobs = os.environ.get("MOE_COMM_JOBS", str(len(os.sched_getaffinity(0))))
         self._run([tool("cmake"), "--build", str(build), "--target", "_C", "-j", jobs])
         # Copied rather than built there: an editable and an ordinary build have other targets but share this folder.
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         # A new file, not new bytes in the old one: a running process has that one mapped.
         fresh = target.with_suffix(".new")
-        shutil.copy2(build / target.name, fresh)
+        (built,) = build.glob("_C.*.so")  # named for the Python that builds
+        shutil.copy2(built, fresh)
         fresh.replace(target)
 
     @staticmethod

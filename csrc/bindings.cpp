@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -325,6 +326,9 @@ PYBIND11_MODULE(_C, m) {
         "Remove /dev/shm/<prefix>.<pid>.* of processes that have exited. Return how many were removed.");
   m.def("isa", [] { return std::string(kernels().name); }, "Return the instruction set in use.");
   m.def("isas", &isa_names, "Return the instruction sets that this CPU supports, best first.");
+  m.def(
+      "fence", [] { std::atomic_thread_fence(std::memory_order_seq_cst); },
+      "Order the loads and stores before this call before those after it, as other processes see them.");
   m.def("set_isa", &set_isa, "Use another instruction set (tests). Return False if this CPU does not support it.");
   m.def("cuda_sources", &cuda_sources, "Return the device code of this build for NVRTC: path below csrc -> text.");
   m.def(

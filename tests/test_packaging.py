@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.wheels import faults_of
+from benchmarks import emulated
+from benchmarks.wheels import MACHINES, faults_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -210,3 +211,63 @@ def test_what_a_wheel_lacks_is_reported(
             target.writestr(name, content)
     faults = faults_of(damaged)
     assert any(fault in line for line in faults) if fault else faults == []
+
+
+def test_a_native_core_for_another_machine_than_the_tag_is_reported(wheel: Path, tmp_path: Path) -> None:
+    (machine,) = (name for name in MACHINES if wheel.name.endswith(f"_{name}.whl"))
+    (other,) = MACHINES.keys() - {machine}
+    renamed = tmp_path / wheel.name.replace(machine, other)
+    shutil.copy(wheel, renamed)
+    (fault,) = faults_of(renamed)
+    assert re.fullmatch(rf"moe_comm/_C\..*-{machine}-.*\.so is not for {other}", fault)
+
+    # The name of the native core alone does not make it one for the other machine.
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(renamed, "w") as target:
+        for name in source.namelist():
+            target.writestr(name.replace(f"-{machine}-", f"-{other}-"), source.read(name))
+    (fault,) = faults_of(renamed)
+    assert fault.endswith(f"is not for {other}")
+
+
+def test_what_emulation_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert emulated.lacking("s390x") == "s390x is not emulated"
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "qemu-aarch64" else f"/usr/bin/{name}")
+    assert emulated.lacking("aarch64") == "qemu-aarch64 is missing (Debian: qemu-user)"
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert emulated.lacking("aarch64") == ""
+
+
+def test_an_emulated_python_is_the_executable_of_the_processes_that_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Commands in place of apt-get, dpkg and the emulator; the emulated Python is that of this test."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    log, package = tmp_path / "log", tmp_path / "guest" / "apt" / "archives" / "a.deb"
+    scripts = {
+        "apt-get": f'echo "$@" >> {log}; case "$*" in *download-only*) touch {package};; esac',
+        "dpkg": f'mkdir -p "$3/usr/bin"; ln -s {sys.executable} "$3/usr/bin/python3"',
+        # qemu-aarch64 -cpu CPU -L ROOT -0 NAME PROGRAM ARGUMENT...
+        "qemu-aarch64": 'test "$1 $3 $5" = "-cpu -L -0" && exec -a "$6" "$7" "${@:8}"',
+    }
+    for name, script in scripts.items():
+        (commands / name).write_text(f"#!/bin/bash\n{script}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    guest = emulated.make("aarch64", tmp_path / "guest")
+    assert guest.version == ".".join(map(str, sys.version_info[:2]))
+    assert all(
+        "APT::Architecture=arm64" in line and "Dir::State::status=/dev/null" in line
+        for line in log.read_text().splitlines()
+    )
+    inner = "import sys; print(sys.executable)"
+    code = f"import subprocess, sys; print(subprocess.check_output([sys.executable, '-c', {inner!r}], text=True))"
+    assert subprocess.run([guest.python, "-c", code], **CHILD).stdout.strip() == str(guest.python)
+    cores = (tmp_path / "guest" / "root" / "proc" / "cpuinfo").read_text()
+    assert re.findall(r"^processor\t: (\d+)$", cores, re.MULTILINE) == [
+        str(number) for number in range(os.cpu_count() or 1)
+    ]
+
+    (commands / "apt-get").write_text("#!/bin/bash\necho no network >&2; exit 100\n")
+    with pytest.raises(OSError, match=r"exit status 100\nno network"):
+        emulated.make("aarch64", tmp_path / "guest")

@@ -50,8 +50,7 @@ Communicator::Communicator(std::shared_ptr<Heap> heap, int rank, int world, Opti
   own->waiting_for.store(-1);
   own->step.store(-1);
   own->since_ns.store(now_ns());
-  std::atomic_thread_fence(std::memory_order_release);
-  own->magic = kMagic;
+  own->magic.store(kMagic, std::memory_order_release);
 }
 
 Communicator::~Communicator() {
@@ -87,7 +86,7 @@ void Communicator::attach(const std::vector<std::string>& names) {
                       " bytes of addresses. Use the same reserve_bytes on all ranks");
     }
     const Control& other = control(p);
-    if (other.magic != kMagic || static_cast<int>(other.rank) != p) {
+    if (other.magic.load(std::memory_order_acquire) != kMagic || static_cast<int>(other.rank) != p) {
       throw HeapError("shared memory " + name + " has no control record of rank " + std::to_string(p) +
                       " of this group; it belongs to another group or rank");
     }

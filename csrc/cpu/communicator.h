@@ -42,7 +42,7 @@ struct Record {
 };
 
 struct Control {
-  uint64_t magic;
+  std::atomic<uint64_t> magic;  // written after pid and rank
   int32_t pid;
   uint32_t rank;
   alignas(64) std::atomic<uint32_t> doorbell;  // rung by peers

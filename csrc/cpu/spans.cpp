@@ -130,18 +130,19 @@ void SpanWriter::put_rows(const Span& span, const uint32_t* rows, int64_t number
   number = std::min(number, kRowsWords);
   const int64_t remaining = kRowsWords - rows_head_ % kRowsWords;
   if (number > remaining) rows_head_ += remaining;  // rows of one span are contiguous
-  std::memcpy(base_ + kHeaderBytes + kNamesBytes + 4 * (rows_head_ % kRowsWords), rows, 4 * number);
-  record->rows_at = rows_head_;
-  record->experts = static_cast<uint32_t>(number);
-  rows_head_ += number;
-  publish(base_, kRowsHeadAt, rows_head_);
+  const int64_t rows_at = std::exchange(rows_head_, rows_head_ + number);
+  publish(base_, kRowsHeadAt, rows_head_);  // before the rows: readers skip rows that may be being overwritten
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  std::memcpy(base_ + kHeaderBytes + kNamesBytes + 4 * (rows_at % kRowsWords), rows, 4 * number);
+  record->rows_at = rows_at;
+  __atomic_store_n(&record->experts, static_cast<uint32_t>(number), __ATOMIC_RELEASE);
 }
 
 void SpanWriter::put_device(const Span& span, int64_t begin_ns, int64_t end_ns) {
   Record* record = record_of(span);
   if (record == nullptr) return;
   record->device_begin_ns = begin_ns;
-  record->device_end_ns = end_ns;
+  __atomic_store_n(&record->device_end_ns, end_ns, __ATOMIC_RELEASE);
 }
 
 void SpanWriter::begin_step(int64_t step) {

@@ -26,7 +26,8 @@ GAVE_UP = "gave up"
 def _stat(pid: int) -> tuple[str, int] | None:
     """Return the state letter and the start time of a process; None if it does not exist."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # Of the main thread, as in memory_server.start_ticks.
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return fields[0], int(fields[19])

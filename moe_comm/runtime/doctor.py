@@ -175,6 +175,8 @@ def _row_bits(report: DoctorReport) -> None:
         "float32": f"export {cpu_guard.MKL_VARIABLE}={strict}, or import moe_comm before the first matmul",
         "bfloat16": f"export {cpu_guard.VARIABLE}={cpu_guard.SAFE_ISA} if bits matter more than the speed of AMX",
     }
+    if platform.machine() != "x86_64":
+        advice = dict.fromkeys(advice, "")  # these settings are for MKL and for AMX
     equal = {name: _rows_are_invariant(name) for name in advice if name == "float32" or _bf16_works(report)}
     report.data["row_bits"] = equal
     for name, same in equal.items():

@@ -9,6 +9,7 @@ from moe_comm.runtime.event_layout import (
     ACTIVE_AT,
     CALLS,
     CALLS_AT,
+    CALLS_COUNT_AT,
     FIXED,
     HEAD_AT,
     HEADER_BYTES,
@@ -28,6 +29,7 @@ from moe_comm.runtime.event_layout import (
     ranks_of,
     region_bytes,
 )
+from moe_comm.runtime.fence import fence
 
 Record: TypeAlias = tuple[int, ...]
 _KINDS = frozenset(int(kind) for kind in Kind)
@@ -87,10 +89,12 @@ def read_open(region: memoryview) -> list[Span]:
 def read_calls(region: memoryview) -> dict[tuple[tuple[int, ...], Kind], int]:
     """Return the number of calls that a rank has begun, by group and kind."""
     results = {}
-    for at in range(CALLS_AT, HEADER_BYTES - CALLS.size + 1, CALLS.size):
-        group, kind, count = CALLS.unpack_from(region, at)
-        if not group:
+    numbers = region[CALLS_AT:HEADER_BYTES].cast("q")[CALLS_COUNT_AT // LONG.size :: CALLS.size // LONG.size].tolist()
+    fence()  # the number of an entry is written after its group and kind
+    for at, count in zip(range(CALLS_AT, HEADER_BYTES, CALLS.size), numbers, strict=True):
+        if not count:
             break
+        group, kind, _ = CALLS.unpack_from(region, at)
         if kind in Kind._value2member_map_:
             results[ranks_of(read_name(region, group)), Kind(kind)] = count
     return results
@@ -101,6 +105,7 @@ def read_rows(region: memoryview, rows: int, experts: int) -> tuple[int, ...]:
     if not 0 < experts <= ROWS_WORDS - rows % ROWS_WORDS:
         return ()
     loads = struct.unpack_from(f"<{experts}I", region, HEADER_BYTES + NAMES_BYTES + 4 * (rows % ROWS_WORDS))
+    fence()
     return loads if LONG.unpack_from(region, ROWS_HEAD_AT)[0] - rows <= ROWS_WORDS else ()
 
 
@@ -111,11 +116,20 @@ def _records(region: memoryview, records: int, first: int, head: int) -> list[Re
     ring_at = HEADER_BYTES + NAMES_BYTES + 4 * ROWS_WORDS
     ring = region[ring_at : ring_at + records * RECORD_BYTES]
     begin, end = first % records, first % records + head - first
+    fence()  # records below head were written before head
     data = bytes(ring[begin * RECORD_BYTES : end * RECORD_BYTES])
     if end > records:  # the range wraps around
         data += bytes(ring[: (end - records) * RECORD_BYTES])
-    indexed = enumerate(RECORD.iter_unpack(data), first)
-    return [record for index, record in indexed if record[0] == index and record[1] and record[10] in _KINDS]
+    fence()
+    # The next span of the writer overwrites the record ``overwritten``, whose index changes first.
+    overwritten = LONG.unpack_from(region, HEAD_AT)[0] - records
+    if first <= overwritten and LONG.unpack_from(ring, overwritten % records * RECORD_BYTES)[0] == overwritten:
+        overwritten -= 1
+    return [
+        record
+        for index, record in enumerate(RECORD.iter_unpack(data), first)
+        if index > overwritten and record[0] == index and record[1] and record[10] in _KINDS
+    ]
 
 
 def _span(region: memoryview, header: RegionHeader, record: Record) -> Span:

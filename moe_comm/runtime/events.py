@@ -50,6 +50,7 @@ from moe_comm.runtime.event_layout import (
     group_text,
     region_bytes,
 )
+from moe_comm.runtime.fence import fence
 
 if TYPE_CHECKING:
     from moe_comm._C import Open, SpanRecorder
@@ -193,6 +194,7 @@ class EventRecorder(SpanRecorder):
         LONG.pack_into(buffer, NAMES_AT, names_end)
         LONG.pack_into(buffer, ACTIVE_AT, time.monotonic_ns())
         LONG.pack_into(buffer, STEP_AT, self.step)
+        fence()
         FIXED.pack_into(buffer, 0, MAGIC, os.getpid(), rank, records, start_ticks())
         self._buffer, self.records = buffer, records
         self._bind(buffer, records, threading.main_thread().ident or 0)

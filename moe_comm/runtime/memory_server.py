@@ -40,7 +40,8 @@ def start_ticks(pid: int) -> int:
     Raises:
         OSError: there is no such process.
     """
-    with open(f"/proc/{pid}/stat", "rb") as file:
+    # Of the main thread, which has the same start: a process under qemu finds another one in its own /proc/PID/stat.
+    with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:
         # The process name in parentheses may contain any character.
         return int(file.read().rpartition(b")")[2].split()[19])
 

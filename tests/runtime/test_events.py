@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from moe_comm.runtime import event_reader
 from moe_comm.runtime.event_layout import NAMES_BYTES, NO_NAME, ROWS_WORDS, Kind, group_text, ranks_of, region_bytes
 from moe_comm.runtime.event_reader import read_header, read_spans
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, EventRecorder, communication_span
@@ -80,6 +81,39 @@ with EVENTS.span(Kind.STEP, "step"), EVENTS.span(Kind.COMBINE, "combine", layer=
     print("in it", flush=True)
     signal.pause()
 """
+
+
+def test_a_span_that_is_overwritten_while_it_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer begins spans while the reader has copied the records, which is where the reader calls ``fence``."""
+    recorder = new_recorder(8)
+    record(recorder, Kind.COMPUTE, [f"span {n}" for n in range(20)])
+    assert [span.index for span in read_spans(recorder.region)] == list(range(12, 20))
+    for begun in (1, 3):
+        calls: list[int] = []
+
+        def fence(begun: int = begun, calls: list[int] = calls) -> None:
+            calls.append(0)
+            if len(calls) == 2:
+                record(recorder, Kind.COMPUTE, ["new"] * begun)
+
+        first = event_reader.LONG.unpack_from(recorder.region, event_reader.HEAD_AT)[0] - 8
+        monkeypatch.setattr(event_reader, "fence", fence)
+        assert [span.index for span in read_spans(recorder.region)] == list(range(first + begun, first + 8))
+
+
+def test_expert_rows_that_are_overwritten_while_they_are_read_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = new_recorder()
+    with recorder.span(Kind.DISPATCH, "dispatch") as span:
+        span.put_rows([1, 2], 3)
+    (result,) = event_reader.read_records(recorder.region)
+
+    def overwrite() -> None:
+        with recorder.span(Kind.DISPATCH, "next") as later:
+            later.put_rows([0] * ROWS_WORDS, 0)
+
+    assert event_reader.read_rows(recorder.region, result[7], result[16]) == (1, 2)
+    monkeypatch.setattr(event_reader, "fence", overwrite)
+    assert event_reader.read_rows(recorder.region, result[7], result[16]) == ()
 
 
 def test_open_spans_of_a_killed_process_can_be_read() -> None:

@@ -46,7 +46,8 @@ class SharedMemoryDispatcher(PendingDispatcher):
         self._rows = NativeRows(self.shared.heap, placement.offsets, rank, self.comm, self.options.timeout_s)
 
     def release(self) -> None:
-        del self.shared, self._rows
+        for name in ("shared", "_rows"):  # absent if construction failed
+            self.__dict__.pop(name, None)
 
     def set_step(self, step: int) -> None:
         """Set the training step that error reports show."""

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from moe_comm.errors import HeapError
 from moe_comm.runtime.event_layout import LONG, RECORDS, region_bytes
 from moe_comm.runtime.events import start_ticks
+from moe_comm.runtime.fence import fence
 from moe_comm.runtime.host import host_key
 
 PAGE = 4096
@@ -210,10 +211,9 @@ class StatusTable:
     def entry(self, rank: int) -> StatusEntry:
         """Return the entry of ``rank``."""
         at = self._entry_at(rank)
-        phase, timeout, acknowledged, acknowledged_ns, left_ns = (
-            LONG.unpack_from(self._view, at + field)[0]
-            for field in (_PHASE_AT, _TIMEOUT_AT, _ACKNOWLEDGED_AT, _ACKNOWLEDGED_NS_AT, _LEFT_NS_AT)
-        )
+        phase, acknowledged = self._words(at, _PHASE_AT, _ACKNOWLEDGED_AT)
+        fence()  # these two are written after the others
+        timeout, acknowledged_ns, left_ns = self._words(at, _TIMEOUT_AT, _ACKNOWLEDGED_NS_AT, _LEFT_NS_AT)
         message = ""
         if phase in (Phase.FAILED, Phase.CAUGHT):
             (size,) = struct.unpack_from("<H", self._view, at + _MESSAGE_AT)
@@ -224,6 +224,7 @@ class StatusTable:
         """Publish the phase and the progress timeout of this rank."""
         at = self._entry_at(self.rank)
         LONG.pack_into(self._view, at + _TIMEOUT_AT, int(timeout_s * 1e9))
+        fence()
         LONG.pack_into(self._view, at + _PHASE_AT, phase)
 
     def leave(self, phase: Phase, message: str = "") -> None:
@@ -232,6 +233,7 @@ class StatusTable:
         data = message.encode()[: PAGE // 2]
         struct.pack_into(f"<H{len(data)}s", self._view, at + _MESSAGE_AT, len(data), data)
         LONG.pack_into(self._view, at + _LEFT_NS_AT, time.monotonic_ns())
+        fence()
         LONG.pack_into(self._view, at + _PHASE_AT, phase)
 
     def post_fault(self, text: str, after: int) -> int:
@@ -245,6 +247,7 @@ class StatusTable:
                 return 0
             self._view[PAGE : PAGE + len(data)] = data
             LONG.pack_into(self._view, _SIZE_AT, len(data))
+            fence()
             LONG.pack_into(self._view, _FAULT_NUMBER_AT, after + 1)
         return after + 1
 
@@ -255,6 +258,7 @@ class StatusTable:
 
     def fault_text(self) -> str:
         """Return the newest fault."""
+        fence()  # the caller has read its number
         (size,) = LONG.unpack_from(self._view, _SIZE_AT)
         return bytes(self._view[PAGE : PAGE + size]).decode(errors="replace")
 
@@ -262,6 +266,7 @@ class StatusTable:
         """Publish that this rank has received fault ``number``."""
         at = self._entry_at(self.rank)
         LONG.pack_into(self._view, at + _ACKNOWLEDGED_NS_AT, time.monotonic_ns())
+        fence()
         LONG.pack_into(self._view, at + _ACKNOWLEDGED_AT, number)
 
     # --- processes ---
@@ -373,6 +378,9 @@ class StatusTable:
         except ProcessLookupError:
             return False
         return True
+
+    def _words(self, at: int, *fields: int) -> list[int]:
+        return [LONG.unpack_from(self._view, at + field)[0] for field in fields]
 
     def _entry_at(self, rank: int) -> int:
         return _table_bytes(0, self.records) + self.local_ranks.index(rank) * PAGE
