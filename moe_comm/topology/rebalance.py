@@ -91,7 +91,7 @@ def busiest_rows(loads_E: Loads, placement: Placement) -> int:
     return max(rows_per_rank(loads_E, placement))
 
 
-def over_mean(busiest: int, rows: int, world: int) -> float:
+def over_mean(busiest: float, rows: float, world: int) -> float:
     """Return the ``busiest`` rank's rows over the mean of ``world`` ranks, which have ``rows``; 1 without rows."""
     return busiest * world / rows if rows else 1.0
 

@@ -219,7 +219,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
 
 def _ratio(steps: Sequence[Sequence[float]]) -> float:
     """Return the rows of the busiest rank over the mean, for the rows of each rank in each step."""
-    return over_mean(sum(map(max, steps)), sum(map(sum, steps)), len(steps[0]))
+    return over_mean(sum(max(rows) for rows in steps), sum(map(sum, steps)), len(steps[0]))
 
 
 def _numbers(decision: Any) -> dict[str, Any]:

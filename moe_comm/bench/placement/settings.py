@@ -34,8 +34,8 @@ class PlacementBench(BatchShape):
         zipf: exponent s of Zipf's law: the n-th most popular expert is chosen in proportion to n ** -s. 0: uniform.
         drift: steps after which two experts exchange their popularity; 0: never.
         every: steps between decisions.
-        window: steps that a decision sees of this interval and of the one before, or of up to 8 after wrong switches; at
-            most ``every``.
+        window: steps that a decision sees of this interval and of the one before, or of up to 8 after wrong switches;
+            at most ``every``.
         threshold: minimum share of the busiest rank's rows that a switch saves.
         slots: copies of experts that each rank can hold with "replicate"; 0: without it.
     """
