@@ -71,7 +71,8 @@ class PlanRequest:
     def model(self, mapping: Mapping) -> StepModel:
         """Return the cost model of a step with a mapping. Raises ConfigError if it cannot run."""
         self._check_replicas(mapping)
-        return StepModel(self.shape, PlacedMapping(mapping, self.cluster), self.load, self.global_batch)
+        placed = PlacedMapping(mapping, self.cluster)
+        return StepModel(self.shape, placed, self.load, self.global_batch, self.policy.reshard)
 
     def candidate(self, mapping: Mapping) -> PlanCandidate:
         """Evaluate a mapping. Raises ConfigError if it cannot run."""

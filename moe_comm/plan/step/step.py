@@ -3,8 +3,8 @@
     step  =  pipeline of passes (replayed)  +  gradient and weight collectives (tail)  +  optimizer
 
 The time of a pass is the sum of its operators (``operators``) minus their hidden time (``overlap_model``). With "fsdp"
-it includes the collectives of the weights (``weights``). Some schedules split a backward pass into an input half and a
-weight half (``split_backward``).
+it includes the collectives of the weights (``weights``), of which each pass has an equal share. Some schedules split a
+backward pass into an input half and a weight half (``split_backward``).
 
 Without "fsdp", the tail reduces gradients and gathers weights after the last pass. With replicas of "fsdp", it sums the
 shards of gradients over the replicas. Unless overlap is "none" or "chunks", the gradient collectives overlap with the
@@ -77,10 +77,16 @@ class StepPrediction:
 
 
 class StepModel:
-    """Predict the time of a training step with batches of ``global_batch`` sequences."""
+    """Predict the time of a training step with batches of ``global_batch`` sequences.
 
-    def __init__(self, shape: ModelShape, placed: PlacedMapping, load: Workload, global_batch: int) -> None:
+    ``reshard``: as in ``MemoryPolicy``.
+    """
+
+    def __init__(
+        self, shape: ModelShape, placed: PlacedMapping, load: Workload, global_batch: int, reshard: bool = False
+    ) -> None:
         self.shape, self.placed, self.load, self.global_batch = shape, placed, load, global_batch
+        self._reshard = reshard
         self.micro_batches = placed.mapping.micro_batches(global_batch)
         self._tails: dict[int, dict[str, CollectiveCost]] = {}
 
@@ -230,14 +236,19 @@ class StepModel:
     # --- weights ---
 
     @cached_property
-    def _hidden_weights(self) -> Floats:
-        """The part of ``weight_seconds`` that overlaps with the computation of passes, [stages, kinds of passes]."""
+    def _hidden_share(self) -> float:
+        """The part of the collectives of "fsdp" that overlaps with the computation of a pass that is long enough."""
         mapping = self.placed.mapping
         overlaps = mapping.overlap not in ("none", "chunks") or any(map(self._overlaps_gradients, self.weights.spans))
-        if mapping.sharding != "fsdp" or not overlaps:
+        return FREE * min(map(self.placed.cluster.free_share, self.weights.shard_spans)) if overlaps else 0.0
+
+    @cached_property
+    def _hidden_weights(self) -> Floats:
+        """The part of ``weight_seconds`` that overlaps with the computation of passes, [stages, kinds of passes]."""
+        if self.placed.mapping.sharding != "fsdp":
             return np.zeros_like(self._pass_seconds)
-        free = FREE * min(map(self.placed.cluster.free_share, self.weights.shard_spans))
-        return np.asarray(np.minimum(self.weight_seconds, self._pass_seconds) * free)
+        one, others = (np.minimum(seconds, self._pass_seconds) for seconds in self._weight_passes)
+        return self._mean_pass(one, others) * self._hidden_share
 
     def _overlaps_gradients(self, span: GroupSpan) -> bool:
         """Return whether gradients that are summed over ``span`` overlap with passes for every overlap mode."""
@@ -250,16 +261,39 @@ class StepModel:
 
     @cached_property
     def weight_seconds(self) -> Floats:
-        """Seconds of the weight and gradient collectives of a micro-batch with "fsdp", [stages, kinds of passes].
+        """Mean seconds of the weight and gradient collectives of a pass with "fsdp", [stages, kinds of passes]."""
+        return self._mean_pass(*self._weight_passes)
 
-        If backward is split, the input half gathers the weights and the weight half scatters the gradients.
+    def _mean_pass(self, one: Floats, others: Floats) -> Floats:
+        """Return the mean over the micro-batches, one of which has other values than the others."""
+        return np.asarray((one + (self.micro_batches - 1) * others) / self.micro_batches)
+
+    @cached_property
+    def _weight_passes(self) -> tuple[Floats, Floats]:
+        """Seconds of the collectives of "fsdp" in one pass of a kind, and in each other, [stages, kinds of passes].
+
+        With ``reshard``, all passes are equal. Without it, the trainer scatters gradients in the last backward pass
+        only, and gathers the weights of pipeline stages in the first forward pass only. If backward is split, the
+        input half gathers the weights and the weight half scatters the gradients.
         """
-        result = np.zeros_like(self._pass_seconds)
-        if self.placed.mapping.sharding == "fsdp":
-            forward, backward = self.weights.fsdp_seconds().T
-            gathers, scatters = forward, backward - forward
-            result.T[:] = (forward, backward, *((gathers, scatters) if self.split else (backward, 0 * backward)))
-        return self._by_stage(result)
+        if self.placed.mapping.sharding != "fsdp":
+            return np.zeros_like(self._pass_seconds), np.zeros_like(self._pass_seconds)
+        gathers, scatters = self.weights.fsdp_seconds().T
+        none, frees = np.zeros_like(gathers), self._frees_weights
+        one = self._by_kind(gathers, gathers if frees else none, scatters)
+        if self._reshard:
+            return one, one
+        return one, self._by_kind(gathers, gathers, none) if frees else np.zeros_like(one)
+
+    @property
+    def _frees_weights(self) -> bool:
+        """Whether "fsdp" frees gathered weights after each pass."""
+        return self._reshard or self.placed.mapping.parallel.pp == 1
+
+    def _by_kind(self, forward: Floats, again: Floats, scatters: Floats) -> Floats:
+        """Return [stages, kinds of passes] from the seconds before forward, before backward and after backward."""
+        halves = (again, scatters) if self.split else (again + scatters, np.zeros_like(scatters))
+        return self._by_stage(np.stack([forward, again + scatters, *halves], axis=1))
 
     def _tail(self, rank: int) -> dict[str, CollectiveCost]:
         """Return the gradient and weight collectives after the last pass."""
@@ -285,10 +319,11 @@ class StepModel:
             fraction = FREE * (1 - 1 / layers) if layers else 0.0
             seconds = self._pass_seconds[stages].sum(axis=0) * fraction
             last = PassKind.WEIGHT if self.split else PassKind.BACKWARD
-            # With "fsdp", the scatters of the pass run before the sums over replicas.
-            gathers = 0.0 if self.split else self.weight_seconds[stages, PassKind.FORWARD]
-            scatters = np.minimum(self.weight_seconds[stages, last] - gathers, self._hidden_weights[stages, last])
-            available = {"gradients": max(0.0, float(seconds[last] - scatters.sum()))}
+            available = {"gradients": float(seconds[last])}
+            if self.placed.mapping.sharding == "fsdp":  # the scatters of the pass run before the sums over replicas
+                scatters = np.minimum(self.weights.fsdp_seconds()[stages, 1], self._pass_seconds[stages, last])
+                hidden_scatters = self._hidden_share * float(scatters.sum())
+                available["gradients"] = max(0.0, available["gradients"] - hidden_scatters)
             available["weights"] = float(seconds[PassKind.FORWARD])
         for name, cost in collectives.items():
             family, kind = name.split()
@@ -341,8 +376,10 @@ class StepModel:
         for name, moved in self._tail(rank).items():
             add(name, links(moved), 1)
         if self.placed.mapping.sharding == "fsdp":
+            passes = self.micro_batches if self._reshard else 1
             for name, sent in self.weights.fsdp_sent(rank).items():
-                add(name, sent, self.micro_batches)
+                gathers = 2 * self.micro_batches if self._frees_weights else 1
+                add(name, sent, gathers if name.endswith("weights") else passes)
         return {name: sent for name, sent in result.items() if any(sent.values())}
 
 

@@ -1,9 +1,8 @@
 """Weights of pipeline stages on one rank: their size, weight and gradient collectives, and the optimizer.
 
-With "fsdp", the weights of a stage are all-gathered before each forward and backward pass, and its gradients are
-reduce-scattered after each backward pass. With replicas, both are within a block, and the shards of the gradients are
-summed over the blocks once per step. Otherwise gradients are summed once per step, and with "zero1" the new weights are
-all-gathered.
+With "fsdp", the weights of a stage are all-gathered before passes, and its gradients are reduce-scattered after
+backward passes. With replicas, both are within a block, and the shards of the gradients are summed over the blocks once
+per step. Otherwise gradients are summed once per step, and with "zero1" the new weights are all-gathered.
 """
 
 from __future__ import annotations
@@ -80,22 +79,22 @@ class StageWeights:
         return dense.shards, experts.shards
 
     def fsdp_seconds(self) -> Floats:
-        """Return the seconds of the "fsdp" collectives of a micro-batch in forward and backward, [stages, 2]."""
+        """Return the seconds of gathering the weights of a stage once, and of scattering its gradients, [stages, 2]."""
         result = np.zeros((self.stages.num_stages, 2))
         seconds_of: dict[tuple[float, float], tuple[float, float]] = {}
         for stage, (dense, experts) in enumerate(self.stage_elements.tolist()):
             if (dense, experts) not in seconds_of:
                 gather, scatter = (sum(cost.seconds for cost in costs) for costs in self._fsdp_costs(dense, experts))
-                seconds_of[dense, experts] = (gather, gather + scatter)
+                seconds_of[dense, experts] = (gather, scatter)
             result[stage] = seconds_of[dense, experts]
         return result
 
     def fsdp_sent(self, rank: int) -> dict[str, dict[str, float]]:
-        """Return the bytes that the "fsdp" collectives of a micro-batch send, by collective and kind of link."""
+        """Return the bytes that each "fsdp" collective sends, by collective and kind of link."""
         gathers, scatters = self._fsdp_costs(*self.elements(rank))
         result = {}
         for family, gather, scatter in zip(FAMILIES, gathers, scatters, strict=True):
-            result[f"{family} weights"] = {link: 2 * num_bytes for link, num_bytes in links(gather).items()}
+            result[f"{family} weights"] = links(gather)
             result[f"{family} gradients"] = links(scatter)
         return result
 

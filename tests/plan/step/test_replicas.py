@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,6 +182,14 @@ def test_fewer_replicas_are_proposed_if_memory_is_missing() -> None:
 # ---- real ranks
 
 
+def gathered_in(active: Any, step: int) -> int:
+    """Return the bytes of weights that a rank gathers in a training step."""
+    since = max(span.index for span in read_spans(EVENTS.region)) + 1
+    active.trainer.train_step(step)
+    spans = read_spans(EVENTS.region, since=since)
+    return sum(span.nbytes for span in spans if span.name == "gather of weights")
+
+
 def transferred(rank: int, world: int, settings: list[str]) -> tuple[int, int]:
     """Return the bytes of a training step that the ranks count: gathered weights, and gradients."""
     with session(settings) as active:
@@ -188,36 +197,51 @@ def transferred(rank: int, world: int, settings: list[str]) -> tuple[int, int]:
         active.trainer.train_step(1)
         before = active.trainer.train_state.data_parallel.traffic.reduced
         assert before > traffic.reduced
-        since = max(span.index for span in read_spans(EVENTS.region)) + 1
-        active.trainer.train_step(2)
-        spans = [span for span in read_spans(EVENTS.region, since=since) if span.name == "gather of weights"]
-        reduced = active.trainer.train_state.data_parallel.traffic.reduced - before
-        return sum(span.nbytes for span in spans), reduced
+        gathered = gathered_in(active, 2)
+        return gathered, active.trainer.train_state.data_parallel.traffic.reduced - before
+
+
+def gathered_by_stage(rank: int, world: int, settings: list[str]) -> int:
+    with session(settings) as active:
+        active.trainer.train_step(1)
+        return gathered_in(active, 2)
 
 
 @pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_predicted_bytes_are_those_of_real_ranks(ep: int, compress: bool, pool4: RankPool, tmp_path: Path) -> None:
-    settings = [*write_text(tmp_path), "data.micro_batches=1", "model.vocab=260", "parallel.sharding=fsdp"]
+@pytest.mark.parametrize(("ep", "micro_batches"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_predicted_bytes_are_those_of_real_ranks(
+    ep: int, micro_batches: int, compress: bool, pool4: RankPool, tmp_path: Path
+) -> None:
+    settings = [*write_text(tmp_path), f"data.micro_batches={micro_batches}", "model.vocab=260"]
+    settings += ["parallel.sharding=fsdp"]
     settings += [f"parallel.ep={ep}", "parallel.dp_replicate=2", f"parallel.compress={str(compress).lower()}"]
     counted = pool4.run(transferred, settings, timeout=120)
     assert len(set(counted)) == 1
     gathered, reduced = counted[0]
     config = config_of([*settings, "parallel.ranks=4"])
     shape = ModelShape.of(architecture_of(config, None))
-    mapping = Mapping(config.parallel.mapping(4), micro_batch=2, sharding="fsdp", replicas=2)
+    mapping = Mapping(config.parallel.mapping(4), micro_batch=2 // micro_batches, sharding="fsdp", replicas=2)
     load = Workload(config.data.seq_len, "fp32", gradient_bytes=2 if compress else 4)
     model = StepModel(shape, PlacedMapping(mapping, cluster(4, 2)), load, config.data.batch)
     result = model.predict().sent
     weights = sum(sum(links.values()) for name, links in result.items() if name.endswith("weights"))
     gradients = [links for name, links in result.items() if name.endswith("gradients")]
-    # The trainer keeps the gathered weights of the root between its two passes.
+    # The trainer keeps the gathered weights of the root between the two passes of a micro-batch.
     root = 4 * (shape.embedding_block.params + shape.head_block.params)
-    assert gathered == weights - root / 2
+    assert gathered == weights - micro_batches * root / 2
     # FSDP counts the reduce-scatters within a block only if they are compressed.
     kinds = ("inside", "between") if compress else ("between",)
     assert reduced == sum(links[kind] for links in gradients for kind in kinds)
     assert not any(links["between"] for name, links in result.items() if name.endswith("weights"))
+
+
+def test_a_pipeline_gathers_its_weights_once_per_step(pool4: RankPool, tmp_path: Path) -> None:
+    settings = [*write_text(tmp_path), "model.vocab=260", "parallel.sharding=fsdp", "parallel.pp=2", "parallel.ep=1"]
+    settings += ["data.batch=16"]
+    one, two = (
+        pool4.run(gathered_by_stage, [*settings, f"data.micro_batches={count}"], timeout=120) for count in (2, 4)
+    )
+    assert one == two and all(one)
 
 
 def test_a_benchmark_with_replicas_is_predicted() -> None:

@@ -147,10 +147,30 @@ def test_fully_recomputed_layers_compute_both_gradients_in_the_input_half() -> N
 
 def test_sharded_weights_are_gathered_for_the_first_half_and_their_gradients_scattered_after_the_second() -> None:
     unsplit, split_model = (
-        model("mixtral-8x22b", "pp=4,ep=8", 64, pipeline=schedule, sharding="fsdp")
+        model("mixtral-8x22b", "pp=4,ep=8", 64, pipeline=schedule, sharding="fsdp", reshard=True)
         for schedule in (None, "zero_bubble")
     )
     assert split_model.weight_seconds[1:, I] == pytest.approx(unsplit.weight_seconds[1:, F])
     assert (split_model.weight_seconds[:, I] + split_model.weight_seconds[:, W]) == pytest.approx(
         unsplit.weight_seconds[:, B]
     )
+
+
+@pytest.mark.parametrize("schedule", [None, "zero_bubble"])
+def test_a_pipeline_that_keeps_weights_and_gradients_gathers_and_scatters_once_per_step(schedule: str | None) -> None:
+    each, once = (
+        model("mixtral-8x22b", "pp=4,ep=8", 64, pipeline=schedule, sharding="fsdp", reshard=reshard)
+        for reshard in (True, False)
+    )
+    gathers = each.weight_seconds[:, F]
+    assert once.weight_seconds[:, F] * once.micro_batches == pytest.approx(gathers)
+    assert once.weight_seconds[:, B] * once.micro_batches == pytest.approx(each.weight_seconds[:, B] - gathers)
+    sent, sent_once = each.predict().sent, once.predict().sent
+    for name in ("dense", "expert"):
+        times = each.micro_batches
+        assert sent[f"{name} gradients"] == {
+            link: times * count for link, count in sent_once[f"{name} gradients"].items()
+        }
+        assert sent[f"{name} weights"] == {
+            link: 2 * times * count for link, count in sent_once[f"{name} weights"].items()
+        }

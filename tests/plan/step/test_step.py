@@ -18,9 +18,11 @@ from moe_comm.plan.step.replay import ReplayPlan, replay
 from moe_comm.plan.step.step import FULL, StepModel, StepPrediction, _period
 
 
-def model(name: str, mapping: str, gpus: int, *, batch: int = 256, seq: int = 4096, **settings: object) -> StepModel:
+def model(
+    name: str, mapping: str, gpus: int, *, batch: int = 256, seq: int = 4096, reshard: bool = False, **settings: object
+) -> StepModel:
     placed = PlacedMapping(Mapping.parse(mapping, gpus, **settings), cluster_named("h100", gpus))
-    return StepModel(model_named(name), placed, Workload(seq, capacity=1.0), batch)
+    return StepModel(model_named(name), placed, Workload(seq, capacity=1.0), batch, reshard)
 
 
 def step(name: str, mapping: str, gpus: int, **settings: object) -> StepPrediction:
