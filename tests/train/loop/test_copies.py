@@ -143,9 +143,13 @@ def test_rematerialized_copies_train_with_the_same_bits_while_copies_change(
         assert torch.equal(value, weights[name]), name
 
 
-def test_runs_decide_on_copies_and_resume_with_them(pool2: RankPool, settings: list[str]) -> None:
+@pytest.mark.parametrize("extra", [(), ("placement.rematerialize=true",)], ids=["kept", "rematerialized"])
+def test_runs_decide_on_copies_and_resume_with_them(
+    pool2: RankPool, settings: list[str], extra: tuple[str, ...]
+) -> None:
+    settings = [*settings, "model.layers=4"]
     fixed = pool2.run(run_relocating, [*settings, *RELOCATE, "placement.kind=fixed", "run.name=fixed"], timeout=200)[0]
-    whole_run = [*settings, *RELOCATE, *REPLICATE, "run.name=copies", "checkpoint.every=10"]
+    whole_run = [*settings, *RELOCATE, *REPLICATE, *extra, "run.name=copies", "checkpoint.every=10"]
     copied = pool2.run(run_relocating, whole_run, timeout=200)[0]
     decisions = list(read_lines(copied.folder / PLACEMENTS, PlacementLine))
     assert any(line.switched and line.placement.has_copies for line in decisions)
@@ -162,7 +166,13 @@ def test_runs_decide_on_copies_and_resume_with_them(pool2: RankPool, settings: l
     last = [CheckpointReader(result.folder / "checkpoints" / "step-00000020") for result in (copied, resumed)]
     assert last[0].state["placement"] == last[1].state["placement"]
     # Without slots, the experts stay at their homes, and the copies are dropped.
-    without = ["placement.kind=fixed", "placement.slots=0", "run.name=without", "run.steps=12"]
+    without = [
+        "placement.kind=fixed",
+        "placement.slots=0",
+        "placement.rematerialize=false",
+        "run.name=without",
+        "run.steps=12",
+    ]
     dropped = pool2.run(run_relocating, [*resume, *without], timeout=200)[0]
     end = CheckpointReader(dropped.folder / "checkpoints" / "step-00000012").state["placement"]["layers"]
     for one, before in zip(end.values(), placements, strict=True):
