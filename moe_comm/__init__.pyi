@@ -36,7 +36,10 @@ from moe_comm.layers.check.gradients import (
     GradReport as GradReport,
     check_grads as check_grads,
 )
-from moe_comm.layers.data_parallel.attach import skip_gradient_checks as skip_gradient_checks
+from moe_comm.layers.data_parallel.attach import (
+    rematerialize_copies as rematerialize_copies,
+    skip_gradient_checks as skip_gradient_checks,
+)
 from moe_comm.layers.data_parallel.state import (
     gather_state_dict as gather_state_dict,
     load_optimizer_state_dict as load_optimizer_state_dict,

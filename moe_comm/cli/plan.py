@@ -119,6 +119,9 @@ def plan(
         PlacementOption | None, _option("Placement of experts for these loads, with --loads.", by="fixed")
     ] = None,
     slots: Annotated[int | None, _option("Copies of experts per rank, to replicate.", by="1", min=1)] = None,
+    rematerialize: Annotated[
+        bool, typer.Option("--rematerialize", help="Layers share the memory for copies where that saves memory.")
+    ] = False,
     host_size: Annotated[int | None, _option("Accelerators per host.", by="the hardware's", min=1, max=MOST)] = None,
     micro_batch: Annotated[int | None, _option("Sequences per micro-batch.", by="the fastest", min=1)] = None,
     recompute: Annotated[RecomputeOption | None, _option("Activations to recompute.", by="the least that fits")] = None,
@@ -178,9 +181,9 @@ def plan(
             seq_len, dtype.value, capacity_factor, imbalance
         )
         if loads is not None:
-            workload = replace(workload, imbalance=1.0, loads=_loads(loads, placement, slots, imbalance))
-        elif placement is not None or slots is not None:
-            raise ConfigError("--placement and --slots need the expert loads of a run: --loads RUN")
+            workload = replace(workload, imbalance=1.0, loads=_loads(loads, placement, slots, rematerialize, imbalance))
+        elif placement is not None or slots is not None or rematerialize:
+            raise ConfigError("--placement, --slots and --rematerialize need the expert loads of a run: --loads RUN")
         request = load("moe_comm.plan.search.request", "train").PlanRequest(
             load("moe_comm.plan.model.files", "train").model_named(model),
             _cluster(hardware, hardware_file, gpus, host_size),
@@ -200,16 +203,24 @@ def plan(
             outputs.write(request, partial.candidate(request))
 
 
-def _loads(run: Path, placement: PlacementOption | None, slots: int | None, imbalance: float | None) -> ExpertLoads:
+def _loads(
+    run: Path, placement: PlacementOption | None, slots: int | None, rematerialize: bool, imbalance: float | None
+) -> ExpertLoads:
     """Return the recorded loads of a run with a placement."""
     if imbalance is not None:
         raise ConfigError("--loads replaces --imbalance; pass one of them")
     kind = (placement or PlacementOption.fixed).value
     if slots is not None and kind != "replicate":
         raise ConfigError("--slots applies to --placement replicate")
+    if rematerialize and kind != "replicate":
+        raise ConfigError("--rematerialize applies to --placement replicate")
     recorded = load("moe_comm.plan.whatif.placement", "train")
     result: ExpertLoads = load("moe_comm.plan.model.expert_loads", "train").ExpertLoads.of(
-        recorded.read_loads(run), kind, (slots or 1) if kind == "replicate" else 0, recorded.real_experts(run)
+        recorded.read_loads(run),
+        kind,
+        (slots or 1) if kind == "replicate" else 0,
+        recorded.real_experts(run),
+        rematerialize,
     )
     return result
 

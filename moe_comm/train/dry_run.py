@@ -239,6 +239,7 @@ def _ranks(
         accumulates=config.data.micro_batches > 1,
         pipeline=mapping.pp > 1,
         slots=config.placement.slots if mapping.ep > 1 else 0,
+        rematerialize=config.placement.rematerialize,
     )
     ranks = range(pp * mapping.stage, (pp + 1) * mapping.stage)
     return tuple(
@@ -252,6 +253,7 @@ class _ParameterStorage:
 
     replicas: blocks of ranks that each store all shards. itemsize: bytes per element in the compute dtype. accumulates:
     a step has several micro-batches. pipeline: there are several stages. slots: copies of experts of other ranks.
+    rematerialize: the layers share memory for the experts and copies of one layer.
     """
 
     strategy: Strategy
@@ -261,18 +263,25 @@ class _ParameterStorage:
     accumulates: bool
     pipeline: bool
     slots: int = 0
+    rematerialize: bool = False
 
     def fixed(self, shardings: Mapping[str, Sharding], place: Coordinates, sizes: Coordinates) -> FixedMemory:
         """Return the parameter, gradient and optimizer memory of the rank at ``place``."""
         total = FixedMemory()
         gathered: dict[str, int] = {}
+        shared: set[str] = set()  # parameters whose memory for copies another layer has
         partial = self.strategy == "fsdp" and not (self.accumulates or self.pipeline)
         for name, sharding in shardings.items():
             memory = self._shard_of(name, sharding, place, sizes).fixed(self.strategy, partial)
             total += memory
             if sharding.expert and self.slots:
-                copies = self.slots * math.prod(sharding.local_shape(place, sizes)[1:])
-                total += FixedMemory(0, self.itemsize * copies, MASTER * copies)
+                homes, *expert = sharding.local_shape(place, sizes)
+                rows, in_expert = self.slots, name.rpartition(".")[2]
+                if self.rematerialize:
+                    rows = 0 if in_expert in shared else homes + self.slots
+                    shared.add(in_expert)
+                size = math.prod(expert)
+                total += FixedMemory(0, self.itemsize * rows * size, MASTER * self.slots * size)
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
             gathered[unit] = gathered.get(unit, 0) + memory.weights - memory.resident
         if self.strategy == "fsdp" and not self.pipeline:

@@ -104,6 +104,8 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
     if loads is not None and loads.placed(mapping.parallel.ep).kind != "fixed":
         copies = loads.placed(mapping.parallel.ep).copies if _trains_copies(mapping) else 0
         kind: dict[str, object] = {"kind": "replicate", "slots": copies} if copies else {"kind": "relocate"}
+        if copies and loads.shared_slots(mapping.parallel.ep, request.shape.moe_layers):
+            kind["rematerialize"] = True
         sections["placement"] = kind | {"every": loads.every}
     step, fit = candidate.step, candidate.fit
     comments = [

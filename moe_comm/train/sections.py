@@ -363,6 +363,9 @@ class PlacementSection(Section):
             many rows also get copies on other ranks. Outputs keep their bits; the gradients of copied experts are
             summed in another order.
         slots: with "replicate", copies that each rank can hold of each layer.
+        rematerialize: with "replicate", the layers of a rank share the memory for the weights of copies. Each layer
+            publishes the weights before its experts run, in forward and again in backward, instead of once in a step.
+            Results keep their bits.
         every: steps between decisions.
         window: a decision is made from the loads of the last ``window`` steps of the interval since the previous
             decision, and of the interval before it. After wrong switches, from those of up to 8 intervals.
@@ -371,6 +374,7 @@ class PlacementSection(Section):
 
     kind: Literal["fixed", "relocate", "replicate"] = "fixed"
     slots: int = Field(default=0, ge=0)
+    rematerialize: bool = False
     every: int = Field(default=100, ge=1)
     window: int = Field(default=5, ge=1)
     threshold: float = Field(default=0.05, ge=0, lt=1)
@@ -387,13 +391,15 @@ class PlacementSection(Section):
                 f"slots hold the copies of kind 'replicate', which needs at least one; got kind {self.kind!r} and "
                 f"slots {self.slots}"
             )
+        if self.rematerialize and self.kind != "replicate":
+            raise ValueError(f"rematerialize applies to the copies of kind 'replicate'; got kind {self.kind!r}")
         return self
 
-    def first(self, num_experts: int, world: int) -> Placement:
-        """Return the placement of the first step on ``world`` ranks.
+    def first(self, num_experts: int, world: int, layers: int) -> Placement:
+        """Return the placement of the first step on ``world`` ranks, for each of the ``layers`` MoE layers.
 
         Raises:
-            ConfigError: more slots than experts of other ranks.
+            ConfigError: more slots than experts of other ranks, or rematerialization does not save memory.
         """
         first = Placement.contiguous(num_experts, world)
         if self.kind != "replicate" or world == 1:
@@ -402,6 +408,12 @@ class PlacementSection(Section):
             raise ConfigError(
                 f"placement.slots can be at most {first.most_slots}: {num_experts} experts less the "
                 f"{max(first.homes_per_rank)} that a rank is the home of; got {self.slots}"
+            )
+        shared = max(first.homes_per_rank) + self.slots
+        if self.rematerialize and shared >= layers * self.slots:
+            raise ConfigError(
+                f"placement.rematerialize saves no memory with placement.slots {self.slots}: the memory that layers "
+                f"share has room for {shared} experts, and the slots of {layers} MoE layers for {layers * self.slots}"
             )
         return replace(first, slots=self.slots)
 

@@ -47,6 +47,8 @@ def run_swapped(rank: int, world: int, arg: tuple[str, int, dict[str, Any]]) -> 
     backend, placement = settings.get("backend", "auto"), settings.get("placement")
     model = swap_moe(load(folder, dtype=settings.get("dtype")), ep_group(ep), backend=backend, placement=placement)
     model.train()
+    if settings.get("rematerialize"):
+        moe_comm.rematerialize_copies(model)
     if settings.get("checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": settings["reentrant"]})
         model.enable_input_require_grads()
@@ -135,6 +137,21 @@ def test_copies_of_experts_change_no_bit_of_the_output(
         if ".experts." in name:
             got, wanted = (torch.cat([ranks[rank][1][name] for rank in (0, 1)]) for ranks in (results, expected))
             torch.testing.assert_close(got, wanted[order], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpointing", [{}, {"reentrant": False}, {"reentrant": True}])
+def test_rematerialized_copies_change_no_bit_of_gradients(
+    checkpointing: dict[str, Any], saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    owners = ((1, 0), (0,), (0,), (1, 0), (1,), (1,), (0, 1), (0,))
+    settings = {"placement": Placement(owners, 2), "checkpointing": bool(checkpointing)} | checkpointing
+    kept, shared = (
+        pool4.run(run_swapped, (saved("mixtral"), 2, settings | {"rematerialize": value}), timeout=120)
+        for value in (False, True)
+    )
+    for (logits, grads), (wanted, wanted_grads) in zip(shared, kept, strict=True):
+        assert torch.equal(logits, wanted) and grads.keys() == wanted_grads.keys()
+        assert all(torch.equal(grad, wanted_grads[name]) for name, grad in grads.items())
 
 
 @pytest.mark.parametrize("num_experts", [3, 7])

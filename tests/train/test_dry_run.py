@@ -279,6 +279,20 @@ def test_slots_for_copies_need_weights_and_gradients_but_no_optimizer_state() ->
     assert (with_slots.params, with_slots.optimizer) == (without.params, without.optimizer)
 
 
+def test_rematerialized_copies_need_weights_of_one_layer_and_gradients_of_all() -> None:
+    mapping = ("parallel.ranks=2", "model.experts=6", "model.hidden=16", "model.ffn=24", "model.dtype=bfloat16")
+    replicate = ("model.layers=6", "placement.kind=replicate", "placement.slots=2")
+    kept, shared = (
+        dry_run(*mapping, *replicate, f"placement.rematerialize={value}").positions[0].ranks[0].fixed
+        for value in ("false", "true")
+    )
+    expert, homes = 3 * 16 * 24, 3
+    assert kept.weights - shared.weights == 2 * expert * (6 * 2 - (homes + 2))
+    assert replace(shared, weights=kept.weights) == kept
+    with pytest.raises(ConfigError, match=r"rematerialize saves no memory with placement\.slots 2"):
+        dry_run(*mapping, *replicate, "placement.rematerialize=true", "model.layers=2")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -160,6 +160,11 @@ def test_the_placement_of_experts_is_written_if_loads_need_it(
     placement = write_and_load(request, mapping, tmp_path).placement
     assert (placement.kind, placement.slots) == (written, slots)
     assert "copies" not in " ".join(differences(request, request.candidate(mapping)))
+    if written == "replicate":  # the slots of 2 layers need less memory than 2 experts and a slot, those of 6 more
+        shared = replace(workload, loads=ExpertLoads((steps,), kind, slots, rematerialize=True))
+        for layers, saves in ((2, False), (6, True)):
+            deep = replace(request, load=shared, shape=replace(TINY, layers=layers))
+            assert write_and_load(deep, mapping, tmp_path).placement.rematerialize == saves
     sharded = replace(mapping, sharding="fsdp")
     assert write_and_load(request, sharded, tmp_path).placement.kind == ("fixed" if written == "fixed" else "relocate")
     assert ("copies" in " ".join(differences(request, request.candidate(sharded)))) == (kind == "replicate")

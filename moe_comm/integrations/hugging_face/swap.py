@@ -115,8 +115,10 @@ class EPExperts(nn.Module):
             RoutingError: weights are NaN or infinite, or ids are out of range, on any rank. Raised on every rank.
         """
         x_TD = expert_input(hidden_states, self.gate_up_proj)
-        if self.copies is not None and (fault := self.copies.publish_if_due()) is not None:
-            self.dispatcher.refuse(fault, x_TD, label=self.label)
+        if self.copies is not None:
+            if (fault := self.copies.publish_if_due()) is not None:
+                self.dispatcher.refuse(fault, x_TD, label=self.label)
+            self.copies.materialize()
         if self._slots is not None:
             top_k_index, top_k_weights = self._slots(top_k_index, top_k_weights)
         y_TD = expert_layer(
@@ -130,6 +132,8 @@ class EPExperts(nn.Module):
             label=self.label,
             scaled=self.gemm_dtype == "fp8",
         )
+        if self.copies is not None:
+            self.copies.materialize_in_backward(y_TD)
         return y_TD.to(hidden_states.dtype)
 
     def _run(self, call: ExpertCall) -> Tensor:

@@ -11,6 +11,14 @@ norms see the parameter only, and count each expert once.
 
 The gradient of an expert is the sum of its owners' gradients in fp32, in the order of the owners, rounded once. It is
 the same in each run. Its bits differ from those without copies, because each owner sums the rows that it computed.
+
+With rematerialization (``SharedStacks``), all layers of a rank use one stack in turns, and parameters have memory of
+their own. A layer fills the stack before its experts run, in forward and in backward: its own experts are copied on the
+rank, and the weights of copies are published again. While no other layer has used the stack since, it remains filled:
+
+    layer            0        1        2    │    2        1        0    │    0        1        2
+    pass             forward                │    backward               │    forward of the next micro-batch
+    publishes        yes      yes      yes       no       yes      yes       no       yes      yes
 """
 
 from __future__ import annotations
@@ -37,6 +45,27 @@ class _Stack:
 
     rows_SX: Tensor
     copies_CX: Tensor
+
+
+class SharedStacks:
+    """Memory for the stacks of several layers, of which one has its weights there.
+
+    Attributes:
+        fills: how often a layer has written its weights. A layer whose number this is has its weights there.
+    """
+
+    def __init__(self) -> None:
+        self.fills = 0
+        self._rows: dict[tuple[Any, ...], Tensor] = {}
+
+    def rows(self, name: str, param: Tensor, slots: int) -> Tensor:
+        """Return [slots, ...], the memory for the stacks of all parameters like ``param``."""
+        key = name, slots, param.shape[1:], param.dtype, param.device
+        if key not in self._rows:
+            # Of another dtype or device, before the model was cast.
+            self._rows = {other: rows for other, rows in self._rows.items() if other[:3] != key[:3]}
+            self._rows[key] = torch.zeros(slots, *param.shape[1:], dtype=param.dtype, device=param.device)
+        return self._rows[key]
 
 
 class _Stacked(torch.autograd.Function):
@@ -73,11 +102,15 @@ class ExpertCopies:
 
     Attributes:
         unreduced: the gradients of copies have not been added to those of the homes.
+        published_bytes: bytes of this rank's experts that other ranks have received so far.
     """
 
     def __init__(self, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> None:
         self._experts, self._shards, self._label = experts, shards, label
         self._stacks: dict[str, _Stack] = {}
+        self._shared: SharedStacks | None = None
+        self._fill = 0
+        self.published_bytes = 0
         self.set_placement(placement)
 
     @classmethod
@@ -98,6 +131,19 @@ class ExpertCopies:
         self._versions: list[int] = []
         self.clear()
         self.weights_changed()
+
+    def share(self, stacks: SharedStacks) -> None:
+        """Use ``stacks`` in turns with other layers. Called on all ranks, between steps."""
+        for name in self._stacks:
+            param = self.parameter(name)
+            param.data = param.detach().clone()
+        self._shared, self._fill = stacks, -1
+        self._stacks.clear()
+
+    @property
+    def rematerialized(self) -> bool:
+        """Whether the weights are published in each forward and backward pass, as layers share their stack."""
+        return self._shared is not None
 
     def weights_changed(self) -> None:
         """Publish before the next forward pass. Called on all ranks."""
@@ -125,14 +171,20 @@ class ExpertCopies:
                 result[name] = stack.rows_SX.data
         return result
 
-    def publish_if_due(self) -> ConfigError | None:
-        """Publish if all ranks know that weights may have changed. Collective then.
+    def publish_if_due(self, *, later: bool = False) -> ConfigError | None:
+        """Publish if all ranks know that weights may have changed, or that another layer uses the stack. Collective
+        then.
+
+        Args:
+            later: other layers may use a shared stack before the experts run, so ``materialize`` publishes.
 
         Returns:
             An error if only this rank knows that its weights have changed; None otherwise.
         """
-        if self._due:
-            self.publish()
+        if self._due or not self._filled:
+            if self._shared is None or (self.placement.has_copies and not later):
+                self.publish()
+            return None
         if not self.placement.has_copies or self._versions == self._present_versions():
             return None
         return ConfigError(
@@ -141,6 +193,17 @@ class ExpertCopies:
             "load_state_dict, the next forward pass does so"
         )
 
+    def materialize(self) -> None:
+        """Publish if a shared stack has not the present weights of this layer. Collective then."""
+        if self._shared is not None and (self._due or not self._filled):
+            self.publish()
+
+    def materialize_in_backward(self, result: Tensor) -> None:
+        """Call ``materialize`` in backward before the operator that computed ``result`` from the weights."""
+        if self._shared is not None and result.requires_grad:
+            result.register_hook(lambda _: self.materialize())
+
+    @torch.no_grad()
     def publish(self) -> int:
         """Send the weights of experts to the ranks that hold copies. Collective.
 
@@ -148,6 +211,10 @@ class ExpertCopies:
             Bytes of this rank's experts that other ranks received.
         """
         stacks = [self._stack(name).rows_SX for name in self._params()]
+        if self._shared is not None:
+            self._shared.fills += 1
+            for stack, param in zip(stacks, self._params().values(), strict=True):
+                stack[: param.shape[0]] = param
 
         def receive(one: RowTransfer, rows: Sequence[Tensor]) -> None:
             for stack, row in zip(stacks, rows, strict=True):
@@ -155,9 +222,22 @@ class ExpertCopies:
 
         what = f"publishing the copies of experts of layer {self._label!r}"
         transfer_rows(channel_of(self._shards.group), self._transfers, stacks, receive, what)
-        self._due = False
+        self._due, self._fill = False, 0 if self._shared is None else self._shared.fills
         self._versions = self._present_versions()
-        return self._count(self._transfers) * _row_bytes(stacks)
+        sent = self._count(self._transfers) * _row_bytes(stacks)
+        self.published_bytes += sent
+        return sent
+
+    @property
+    def _filled(self) -> bool:
+        """Whether the stack has the weights of this layer."""
+        shared = self._shared
+        return shared is None or (self._fill == shared.fills and all(map(self._fits, self._params())))
+
+    def _fits(self, name: str) -> bool:
+        """Return whether the stack of a parameter has its device and dtype."""
+        old, param = self._stacks.get(name), self.parameter(name)
+        return old is not None and (old.rows_SX.device, old.rows_SX.dtype) == (param.device, param.dtype)
 
     @property
     def num_slots(self) -> int:
@@ -218,21 +298,21 @@ class ExpertCopies:
         return sum(one.source == rank for one in transfers)
 
     def _stack(self, name: str) -> _Stack:
-        """Return the stack of a parameter, after making the parameter a view of it."""
+        """Return the stack of a parameter, after making the parameter a view of it if no other layer uses it."""
         param = self.parameter(name)
         old, homes = self._stacks.get(name), param.shape[0]
-        if (
-            old is not None
-            and (old.rows_SX.device, old.rows_SX.dtype) == (param.device, param.dtype)
-            and (not homes or old.rows_SX.data_ptr() == param.data_ptr())
-        ):
+        owned = self._shared is None and homes > 0  # the parameter is a view
+        if old is not None and self._fits(name) and (not owned or old.rows_SX.data_ptr() == param.data_ptr()):
             return old
         with torch.inference_mode(False), torch.no_grad():
-            rows_SX = torch.zeros(self.num_slots, *param.shape[1:], dtype=param.dtype, device=param.device)
-            rows_SX[:homes] = param
-            if old is not None and old.rows_SX.device.type != "meta":
-                rows_SX[homes:] = old.rows_SX[homes:]
-            param.data = rows_SX[:homes]
+            if self._shared is not None:
+                rows_SX = self._shared.rows(name, param, self.num_slots)
+            else:
+                rows_SX = torch.zeros(self.num_slots, *param.shape[1:], dtype=param.dtype, device=param.device)
+                rows_SX[:homes] = param
+                if old is not None and old.rows_SX.device.type != "meta":
+                    rows_SX[homes:] = old.rows_SX[homes:]
+                param.data = rows_SX[:homes]
             watch_copies(param, self.check_reduced)
             copies_CX = rows_SX.data[homes:].requires_grad_()
             copies_CX.grad_dtype = param.grad_dtype

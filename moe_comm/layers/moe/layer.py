@@ -452,7 +452,7 @@ class MoELayer(ParallelModule):
 
         in_parts: the caller uses the group between the steps, so the dispatch must not occupy it.
         """
-        x_TD, routing = self._route(x, routing, token_index)
+        x_TD, routing = self._route(x, routing, token_index, in_parts)
         ids_TK, weights_TK, identity_T1 = self._select_slots(routing, token_index)
         cast_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
         call = self._dispatch(cast_TD, ids_TK, weights_TK)
@@ -461,14 +461,23 @@ class MoELayer(ParallelModule):
             call.complete()
         self._add_hook(call.rows)
         yield
+        copies = self._used_copies(call)
         with call.abort_on_error():
+            if copies is not None:
+                copies.materialize()
             shared_TD = None if self.shared is None else self.shared(x_TD)
             with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
                 # Call the module, so that its hooks run: FSDP gathers the weights in one.
                 rows = self.experts(call.rows, self._computed(call), call.compute)
             self._add_hook(rows)
+            if copies is not None:  # after the hook, in which other layers may use the stack
+                copies.materialize_in_backward(rows)
         yield
+        if copies is not None and call.combine_multiplies:
+            copies.materialize()
         y_TD = call.combine(rows)
+        if copies is not None and call.combine_multiplies:
+            copies.materialize_in_backward(y_TD)
         if identity_T1 is not None and self.zero_experts.identity:
             y_TD = (y_TD.to(identity_T1.dtype) + identity_T1 * x_TD.to(y_TD.dtype)).to(y_TD.dtype)
         if shared_TD is not None:
@@ -483,10 +492,12 @@ class MoELayer(ParallelModule):
         if hook is not None and rows.requires_grad:
             rows.register_hook(lambda _: hook())
 
-    def _route(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> tuple[Tensor, Routing]:
+    def _route(
+        self, x: Tensor, routing: Routing | None, token_index: Tensor | None, in_parts: bool
+    ) -> tuple[Tensor, Routing]:
         """Return the tokens as [T, D], and their routing."""
         router, copies = self.router, getattr(self.experts, "copies", None)  # without the call of a property
-        fault: InputError | ConfigError | None = None if copies is None else copies.publish_if_due()
+        fault: InputError | ConfigError | None = None if copies is None else copies.publish_if_due(later=in_parts)
         if x.shape[-1] != router.hidden:
             fault = InputError(f"this layer's hidden size is {router.hidden}; got x {tuple(x.shape)}")
         if fault is not None:
@@ -540,6 +551,13 @@ class MoELayer(ParallelModule):
         rows_per_expert, homes = call.handle.rows_per_expert, self.placement.homes_per_rank[self.place["ep"]]
         empty = call.skips_empty_slots and homes and not self.placement.has_copies
         return rows_per_expert[:homes] if empty else rows_per_expert
+
+    def _used_copies(self, call: ExpertCall) -> ExpertCopies | None:
+        """Return the copies if a rank may compute with their slots. Equal on all ranks, unlike ``_computed``."""
+        copies = getattr(self.experts, "copies", None)  # without the call of a property
+        if copies is None or (call.skips_empty_slots and not self.placement.has_copies):
+            return None
+        return copies  # type: ignore[no-any-return]
 
     def _aux_loss_factor(self) -> int:
         """Return the factor that compensates the mean over ranks that DDP and FSDP2 take of the auxiliary gradients.

@@ -110,6 +110,8 @@ class DeviceCall(ExpertCall):
     """One call of a whole layer of experts without biases. ``rows`` is [T, D], the tokens: the kernels dispatch
     them."""
 
+    combine_multiplies = True
+
     def __init__(self, dispatch: ChunkedDispatch, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         programs = dispatch.overlap.programs
         self._dispatch, self._weights_TK, self.rows = dispatch, weights_TK, x_TD

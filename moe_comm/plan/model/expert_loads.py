@@ -45,15 +45,18 @@ class ExpertLoads:
         kind: the placement, as in ``decide``. A layer that would gain too little remains fixed.
         slots: copies per rank, for "replicate". A rank has at most as many as there are experts on the others.
         every: steps between switches, over which their bytes are divided.
+        rematerialize: layers share the memory for copies where that saves memory (``shared_slots``).
 
     Raises:
-        ConfigError: there are no loads, layers have different numbers of experts, or ``kind`` is unknown.
+        ConfigError: there are no loads, layers have different numbers of experts, ``kind`` is unknown, or
+            ``rematerialize`` is set for another kind than "replicate".
     """
 
     layers: tuple[tuple[Loads, ...], ...]
     kind: PlacementKind = "fixed"
     slots: int = 0
     every: int = 100
+    rematerialize: bool = False
 
     def __post_init__(self) -> None:
         sizes = {len(loads_E) for steps in self.layers for loads_E in steps}
@@ -63,14 +66,22 @@ class ExpertLoads:
             raise ConfigError(f"the placement must be one of {', '.join(KINDS)}; got {self.kind!r}")
         if (self.slots > 0) != (self.kind == "replicate"):
             raise ConfigError(f"placement replicate needs slots of at least 1, others need 0; got {self.slots}")
+        if self.rematerialize and self.kind != "replicate":
+            raise ConfigError(f"rematerialize applies to placement replicate; got {self.kind!r}")
 
     @classmethod
     def of(
-        cls, loads: Mapping[str, Mapping[int, Loads]], kind: PlacementKind, slots: int, experts: int | None = None
+        cls,
+        loads: Mapping[str, Mapping[int, Loads]],
+        kind: PlacementKind,
+        slots: int,
+        experts: int | None = None,
+        rematerialize: bool = False,
     ) -> ExpertLoads:
         """Return a sample of the recorded loads of a run, of its first ``experts`` experts, by layer and step."""
         chosen = list(loads.values())[:: -(-len(loads) // LAYERS) or 1]
-        return cls(tuple(tuple(tuple(load[:experts]) for load in _last(one.values())) for one in chosen), kind, slots)
+        steps = tuple(tuple(tuple(load[:experts]) for load in _last(one.values())) for one in chosen)
+        return cls(steps, kind, slots, rematerialize=rematerialize)
 
     @property
     def experts(self) -> int:
@@ -80,6 +91,12 @@ class ExpertLoads:
     def placed(self, ranks: int) -> PlacedLoads:
         """Return the loads on ``ranks`` expert-parallel ranks."""
         return _placed(self, ranks)
+
+    def shared_slots(self, ranks: int, layers: int) -> int:
+        """Return the experts in the memory that the ``layers`` of a rank share; 0 if each keeps its copies."""
+        copies = self.placed(ranks).copies
+        shared = -(-self.experts // ranks) + copies
+        return shared if self.rematerialize and shared < layers * copies else 0
 
 
 def _last(steps: Iterable[Loads]) -> list[Loads]:

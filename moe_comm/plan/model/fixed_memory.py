@@ -112,13 +112,15 @@ def moved_bytes(optimizer: Optimizer, momentum: bool = False) -> int:
     return MASTER + state_bytes(optimizer, momentum, matrix=True)
 
 
-def copied_bytes(size: int) -> int:
+def copied_bytes(size: int, rematerialized: int = 0) -> int:
     """Return the bytes per element that are sent in a step for a copy of an expert: its weight, and its fp32 gradient.
 
     Args:
         size: bytes of an element in the compute dtype.
+        rematerialized: micro-batches of a step in which the weight is sent in forward and in backward. 0: it is sent
+            once in a step.
     """
-    return size + MASTER
+    return size * (2 * rematerialized or 1) + MASTER
 
 
 class StageContents(NamedTuple):

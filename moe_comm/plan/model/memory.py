@@ -129,7 +129,7 @@ def memory(
     by_contents: dict[tuple[StageContents, int], tuple[FixedMemory, float, int]] = {}
     memories = []
     copies = 0 if load.loads is None else load.loads.placed(parallel.ep).copies
-    copied = copies * shape.parameters("moe")["experts"] // (shape.experts * parallel.etp) if copies else 0
+    expert = shape.parameters("moe")["experts"] // (shape.experts * parallel.etp) if copies else 0
     for position, ((parts, stages), peaks) in enumerate(zip(stages_of, peaks_of, strict=True)):
         if (parts, len(stages)) not in by_contents:
             layers = (parts.dense, parts.moe)
@@ -141,12 +141,14 @@ def memory(
             )
         fixed_memory, base_activations, layer_buffers = by_contents[parts, len(stages)]
         activations, between_halves = peak_saved(estimate, stages, peaks, halfway)
+        shared = 0 if load.loads is None else load.loads.shared_slots(parallel.ep, parts.moe)
+        copied = (shared or parts.moe * copies) * expert
         memories.append(
             PositionMemory(
                 position,
-                fixed_memory.params + parts.moe * copied,
-                fixed_memory.weights + parts.moe * copied * size,
-                fixed_memory.gradients + parts.moe * copied * MASTER,
+                fixed_memory.params + copied,
+                fixed_memory.weights + copied * size,
+                fixed_memory.gradients + parts.moe * copies * expert * MASTER,
                 fixed_memory.optimizer,
                 round(base_activations + tokens * activations),
                 layer_buffers + round(tokens * between_halves),

@@ -102,7 +102,7 @@ class StepModel:
 
     @cached_property
     def weights(self) -> StageWeights:
-        return StageWeights(self.shape, self.placed, self.stages, self.load)
+        return StageWeights(self.shape, self.placed, self.stages, self.load, self.micro_batches)
 
     @cached_property
     def stage_passes(self) -> tuple[BlockOperations, ...]:

@@ -36,10 +36,12 @@ published FSDP runs of dense models on many hosts (torchtitan, NeMo AutoModel, l
 
 
 class StageWeights:
-    """Weights of the stages of ``stages`` on the ranks of a placed mapping."""
+    """Weights of the stages of ``stages`` on the ranks of a placed mapping. micro_batches: of a step."""
 
-    def __init__(self, shape: ModelShape, placed: PlacedMapping, stages: StagePlan, load: Workload) -> None:
-        self.shape, self.placed, self.stages = shape, placed, stages
+    def __init__(
+        self, shape: ModelShape, placed: PlacedMapping, stages: StagePlan, load: Workload, micro_batches: int
+    ) -> None:
+        self.shape, self.placed, self.stages, self.micro_batches = shape, placed, stages, micro_batches
         self.size, self.gradient_bytes, self.loads = load.size, load.gradient_bytes, load.loads
         self._elements: dict[int, tuple[float, float]] = {}
 
@@ -146,8 +148,14 @@ class StageWeights:
             return {}
         assert self.loads is not None
         expert = self.elements(rank)[1] * ep / self.shape.experts
+        layers = sum(
+            self.shape.kind(layer) == "moe"
+            for stage in self.stages.stages_of(rank)
+            for layer in self.stages.layers_of(stage)
+        )
+        rematerialized = self.micro_batches if self.loads.shared_slots(ep, layers) else 0
         elements = {
-            "expert copies": placed.copies * expert * copied_bytes(self.size),
+            "expert copies": placed.copies * expert * copied_bytes(self.size, rematerialized),
             "expert moves": placed.moved * expert * moved_bytes("adamw") / self.loads.every,
         }
         # An all-to-all of n ranks sends (n - 1) / n of its bytes to others.

@@ -240,4 +240,6 @@ def _expert_bytes(config: Mapping[str, Any]) -> tuple[int, int] | None:
     shape = ModelShape("run", 1, hidden, heads=1, kv_heads=1, head_dim=1, vocab=1, experts=1, top_k=1, ffn=ffn)
     moved = moved_bytes(optimizer.get("kind", "adamw"), bool(optimizer.get("momentum")))
     elements, size = shape.parameters("moe")["experts"], BYTES["bf16" if model.get("dtype") == "bfloat16" else "fp32"]
-    return elements * moved, elements * copied_bytes(size)
+    rematerialized = config.get("placement", {}).get("rematerialize", False)
+    micro_batches = config.get("data", {}).get("micro_batches", 1) if rematerialized else 0
+    return elements * moved, elements * copied_bytes(size, micro_batches)

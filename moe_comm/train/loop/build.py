@@ -9,7 +9,7 @@ import torch
 
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
-from moe_comm.layers.data_parallel import leave_gradients
+from moe_comm.layers.data_parallel import leave_gradients, rematerialize_copies
 from moe_comm.layers.parallel.collectives import CollectiveOptions, configure_collectives
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
@@ -94,7 +94,7 @@ def build_stages(
     """
     plan, parallel = stage_plan(config, architecture), config.parallel
     if config.placement.kind == "replicate" and architecture.moe_layers:
-        placement = config.placement.first(architecture.moe.num_experts, mesh.size("ep"))
+        placement = config.placement.first(architecture.moe.num_experts, mesh.size("ep"), len(architecture.moe_layers))
         architecture = replace(architecture, moe=replace(architecture.moe, placement=placement, experts_per_rank=None))
     overlap = Overlap(parallel.overlap_chunks, executor=parallel.executor) if parallel.overlap_chunks else None
     expert_overlap = Overlap("auto", executor=parallel.executor) if overlaps_experts(config, architecture) else None
@@ -142,6 +142,8 @@ def build(
     stages = build_stages(config, architecture, mesh)
     for stage in stages:
         leave_gradients(stage)
+        if config.placement.rematerialize:
+            rematerialize_copies(stage)
     shardings: dict[str, Sharding] = {}
     tied: tuple[str, ...] = ()
     for stage in stages:
@@ -206,7 +208,15 @@ def build(
         num_experts=architecture.moe.router.num_choices,
         top_k=architecture.moe.router.top_k,
         flops_per_token=ModelShape.of(architecture).model_flops(config.data.seq_len),
-        placements=ExpertPlacements(config.placement, stages, moe_names, num_experts, data_parallel, optimizer),
+        placements=ExpertPlacements(
+            config.placement,
+            stages,
+            moe_names,
+            num_experts,
+            data_parallel,
+            optimizer,
+            config.data.micro_batches,
+        ),
         peak_flops=peak_flops,
     )
 

@@ -224,7 +224,10 @@ class DataParallel:
             self._fsdp.publish()
         self._replicated.publish()
         for copies in self._copies:
-            copies.publish()
+            if copies.rematerialized:
+                copies.weights_changed()
+            else:
+                copies.publish()
 
     def wait_weights(self) -> None:
         """Wait until all parameters of the model have the values of the last ``publish``."""

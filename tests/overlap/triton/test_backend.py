@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import moe_comm
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.group_setup import configure_collectives
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
+from moe_comm.layers.data_parallel.expert_shard import plain
 from moe_comm.overlap import (
     chunked,
     dispatch_matmul as dispatching,
@@ -28,7 +31,7 @@ from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.options import TRITON, Overlap
 from moe_comm.overlap.tuning.store import OverlapChoice
 from moe_comm.overlap.ulysses import matmul_swap
-from moe_comm.topology import ExpertPlacement
+from moe_comm.topology import ExpertPlacement, Placement
 from tests.overlap.triton.common import interpreted, needs_triton
 from tests.pool import RankPool
 
@@ -209,6 +212,44 @@ def _compare_executors(rank: int, world: int, arg: None) -> None:
 @needs_triton
 def test_the_device_executor_equals_the_serial_executor(interpreter_pool: RankPool) -> None:
     interpreter_pool.run(_compare_executors)
+
+
+def _compare_rematerialized(rank: int, world: int, arg: None) -> None:
+    """Layers of the device executor, whose combine multiplies by w2, find the weights of their copies in backward."""
+    interpreted("experts")
+    placements = [
+        Placement(owners, world, slots=2)
+        for owners in (((0, 1), (0,), (1, 0), (1,)), ((0,), (0, 1), (1,), (1, 0)), ((0,), (0,), (1,), (1,)))
+    ]
+    results = []
+    for rematerialize in (False, True):
+        layers = torch.nn.ModuleList(
+            MoELayer.build(
+                MoEConfig(D, 16, RouterConfig(EXPERTS, K), placement=one),
+                dist.group.WORLD,
+                backend="all_to_all",
+                overlap=Overlap(executor="device"),
+                seed=seed,
+            )
+            for seed, one in enumerate(placements)
+        )
+        if rematerialize:
+            moe_comm.rematerialize_copies(layers)
+        x = whole_numbers(T, D, seed=rank).requires_grad_()
+        y = x
+        for layer in layers:
+            y = y + layer(y)
+        y.sum().backward()
+        moe_comm.sync_gradients(layers, dist.group.WORLD)
+        results.append([y.detach(), x.grad, *(plain(param.grad) for param in layers.parameters())])
+        for layer in layers:
+            layer.dispatcher.close()
+    assert all(map(torch.equal, *results))
+
+
+@needs_triton
+def test_rematerialized_copies_keep_the_bits_of_the_device_executor(interpreter_pool: RankPool) -> None:
+    interpreter_pool.run(_compare_rematerialized)
 
 
 # --- without the interpreter ---

@@ -159,6 +159,15 @@ def test_switches_and_copies_cost_the_bytes_of_an_expert_at_the_rate_of_the_run(
     assert result.settings[0].seconds_to_publish == pytest.approx(3 * 16 * 8 * (size + 4) / 1000)
 
 
+def test_rematerialized_copies_are_published_in_forward_and_backward_of_each_micro_batch(tmp_path: Path) -> None:
+    write(tmp_path)
+    write_spans(tmp_path, 'kind = "adamw"', "bfloat16")
+    with (tmp_path / "config.resolved.toml").open("a") as file:
+        file.write("[placement]\nrematerialize = true\n[data]\nmicro_batches = 3\n")
+    (settings,) = study(tmp_path, [NEVER]).settings
+    assert settings.seconds_to_publish == pytest.approx(3 * 16 * 8 * (2 * 3 * 2 + 4) / 1000)
+
+
 def test_a_replay_makes_no_copies_that_cost_more_in_each_step_than_they_save(tmp_path: Path) -> None:
     append(tmp_path / ATTEMPTS, Attempt(0, 2, 0.0, 1.0, 1, "fresh", {"dp": 2, "ep": 2}))
     for step in (1, 100):

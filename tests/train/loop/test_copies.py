@@ -54,6 +54,8 @@ def train_replicating(rank: int, world: int, settings: list[str]) -> tuple[Train
                 state.data_parallel.publish()
             for name, layer in moe_layers(active.stages[0]):
                 assert layer.placement == state.placements.by_layer[name] and layer.copies is not None
+                if layer.copies.rematerialized:  # another layer has its weights in the stack
+                    layer.publish_copies()
                 local = dict(zip(layer.local_experts, layer.copies.stacked()["w13"], strict=False))
                 shards = layer.experts.expert_gradients.shards
                 full = shards.gather("w13", layer.experts.w13.detach())
@@ -101,9 +103,53 @@ def test_losses_and_norms_are_those_of_fixed_experts_while_copies_change(
     }
 
 
-def test_runs_decide_on_copies_and_resume_with_them(pool2: RankPool, settings: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("world", "extra"),
+    [
+        (2, ("data.micro_batches=2",)),
+        (2, ("model.dtype=bfloat16", "model.recompute=full", "data.micro_batches=2")),
+        (2, (*INTERLEAVED, "data.micro_batches=4")),
+        (2, (*INTERLEAVED, "data.micro_batches=4", "parallel.backend=all_to_all", "model.recompute=selective")),
+        (2, (*INTERLEAVED, "data.micro_batches=4", "model.recompute=full")),
+        (4, ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2", "model.recompute=selective")),
+        (4, ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=2")),
+        (4, ("parallel.backend=all_to_all", "model.shortcut=true", "model.dense_ffn=16", "parallel.overlap_chunks=2")),
+    ],
+    ids=[
+        "micro_batches",
+        "bf16_recomputed",
+        "interleaved",
+        "interleaved_chunks",
+        "interleaved_recomputed",
+        "zero1",
+        "etp2",
+        "shortcut",
+    ],
+)
+def test_rematerialized_copies_train_with_the_same_bits_while_copies_change(
+    request: pytest.FixtureRequest, shared_settings: list[str], world: int, extra: tuple[str, ...]
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    settings = [*shared_settings, *LONG, "model.layers=4", "run.steps=13", *extra]
+    kept, shared = (
+        pool.run(train_replicating, [*settings, f"placement.rematerialize={value}"], timeout=200)
+        for value in ("false", "true")
+    )
+    for (got, equal), (wanted, _) in zip(shared, kept, strict=True):
+        assert equal and got.losses == wanted.losses and got.norms == wanted.norms
+        assert got.validation == wanted.validation
+    weights = whole([wanted.parts for wanted, _ in kept])
+    for name, value in whole([got.parts for got, _ in shared]).items():
+        assert torch.equal(value, weights[name]), name
+
+
+@pytest.mark.parametrize("extra", [(), ("placement.rematerialize=true",)], ids=["kept", "rematerialized"])
+def test_runs_decide_on_copies_and_resume_with_them(
+    pool2: RankPool, settings: list[str], extra: tuple[str, ...]
+) -> None:
+    settings = [*settings, "model.layers=4"]
     fixed = pool2.run(run_relocating, [*settings, *RELOCATE, "placement.kind=fixed", "run.name=fixed"], timeout=200)[0]
-    whole_run = [*settings, *RELOCATE, *REPLICATE, "run.name=copies", "checkpoint.every=10"]
+    whole_run = [*settings, *RELOCATE, *REPLICATE, *extra, "run.name=copies", "checkpoint.every=10"]
     copied = pool2.run(run_relocating, whole_run, timeout=200)[0]
     decisions = list(read_lines(copied.folder / PLACEMENTS, PlacementLine))
     assert any(line.switched and line.placement.has_copies for line in decisions)
@@ -120,7 +166,13 @@ def test_runs_decide_on_copies_and_resume_with_them(pool2: RankPool, settings: l
     last = [CheckpointReader(result.folder / "checkpoints" / "step-00000020") for result in (copied, resumed)]
     assert last[0].state["placement"] == last[1].state["placement"]
     # Without slots, the experts stay at their homes, and the copies are dropped.
-    without = ["placement.kind=fixed", "placement.slots=0", "run.name=without", "run.steps=12"]
+    without = [
+        "placement.kind=fixed",
+        "placement.slots=0",
+        "placement.rematerialize=false",
+        "run.name=without",
+        "run.steps=12",
+    ]
     dropped = pool2.run(run_relocating, [*resume, *without], timeout=200)[0]
     end = CheckpointReader(dropped.folder / "checkpoints" / "step-00000012").state["placement"]["layers"]
     for one, before in zip(end.values(), placements, strict=True):
@@ -150,6 +202,10 @@ def test_a_snapshot_in_memory_is_restored_with_its_copies(
     [
         (("placement.slots=1",), "kind 'fixed' and slots 1"),
         (("placement.kind=replicate",), "at least one; got kind 'replicate' and slots 0"),
+        (
+            ("placement.rematerialize=true",),
+            "rematerialize applies to the copies of kind 'replicate'; got kind 'fixed'",
+        ),
         ((*REPLICATE, "parallel.pp=2"), r"parallel\.pp must be 1"),
         ((*REPLICATE, "parallel.sharding=fsdp"), r"parallel\.sharding must not be 'fsdp'"),
         ((*REPLICATE, "parallel.overlap_gradients=on"), r"overlap_gradients must not be 'on'"),
@@ -168,9 +224,20 @@ def build_with_slots(rank: int, world: int, settings: list[str]) -> str:
         return str(error)
 
 
-def test_more_slots_than_experts_of_other_ranks_are_refused_on_every_rank(
-    pool2: RankPool, shared_settings: list[str]
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("placement.slots=5",), "at most 4: 8 experts less the 4 that a rank is the home of; got 5"),
+        (
+            ("placement.slots=2", "placement.rematerialize=true"),
+            "saves no memory with placement.slots 2: the memory that layers share has room for 6 experts, and the "
+            "slots of 2 MoE layers for 4",
+        ),
+    ],
+    ids=["more_than_experts_of_other_ranks", "less_memory_without_rematerialization"],
+)
+def test_slots_that_do_not_fit_the_model_are_refused_on_every_rank(
+    pool2: RankPool, shared_settings: list[str], settings: tuple[str, ...], message: str
 ) -> None:
-    settings = [*shared_settings, *LONG, "placement.kind=replicate", "placement.slots=5"]
-    for text in pool2.run(build_with_slots, settings, timeout=60):
-        assert "at most 4: 8 experts less the 4 that a rank is the home of; got 5" in text
+    for text in pool2.run(build_with_slots, [*shared_settings, *LONG, *REPLICATE[:1], *settings], timeout=60):
+        assert message in text
