@@ -22,8 +22,8 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions
+from moe_comm.dispatch.shared import shared_dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
-from moe_comm.integrations.shared_dispatchers import shared_dispatcher
 
 
 def _dispatcher(layer: Any, num_experts: int, device: torch.device) -> Dispatcher:
