@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -77,8 +77,10 @@ def check_input(x: Any, topk_idx: Any, topk_weights: Any, num_experts: int | Non
 def check_ids(topk_idx: Any, tokens: int | None, num_experts: int | None = None) -> None:
     """Raise InputError for ids that are not [T, K], or out of range."""
     ids_TK = checked("topk_idx", topk_idx, ID_DTYPES, (tokens, None))
+    if num_experts is None:
+        return
     low, high = (int(v) for v in torch.aminmax(ids_TK)) if ids_TK.numel() else (DROPPED, DROPPED)
-    if num_experts is not None and (low < DROPPED or high >= num_experts or num_experts < 1):
+    if low < DROPPED or high >= num_experts or num_experts < 1:
         raise InputError(f"topk_idx must be -1 or an expert id below {num_experts}; got ids from {low} to {high}")
 
 
@@ -200,7 +202,8 @@ class GroupBuffer:
             if topk_weights is not None:
                 weights_RK = sent.rows_RD[:, 2 + top_k :].masked_fill(~mine_RK, 0.0)
         source_R, token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
-        routes = Routes(dispatcher, ids_TN, sent.handle, source_R, token_R, local_RK, counts_L, least_rows)
+        padded = max(len(source_R), least_rows)
+        routes = Routes(dispatcher, ids_TN, sent.handle, source_R, token_R, local_RK, counts_L, padded)
         return routes, routes.send(x), weights_RK
 
 
@@ -222,7 +225,7 @@ class Routes:
         source_R, token_R: int32 source rank and token of each received row.
         local_ids_RK: ids of this rank's experts, -1 for experts of other ranks; None without ids.
         rows_per_expert: [L].
-        least_rows: rows that the caller sees at least.
+        padded_rows: number of rows that the caller sees.
     """
 
     dispatcher: Dispatcher
@@ -232,7 +235,7 @@ class Routes:
     token_R: Tensor
     local_ids_RK: Tensor | None
     rows_per_expert: Tensor
-    least_rows: int
+    padded_rows: int
 
     def __post_init__(self) -> None:
         self._handles = {(False, self.words.hidden, self.words.dtype): self.words}
@@ -246,11 +249,6 @@ class Routes:
     def rows_per_rank(self) -> Tensor:
         """[W] int64 received rows of each source rank."""
         return torch.bincount(self.source_R.long(), minlength=self.dispatcher.world)
-
-    @property
-    def padded_rows(self) -> int:
-        """Number of rows that the caller sees."""
-        return max(self.num_rows, self.least_rows)
 
     def aligned(self, alignment: int) -> Tensor:
         """Return the rows per expert, rounded up."""
@@ -290,11 +288,9 @@ class Routes:
             weights_TK = self._sum(padded_RX)[:, :top_k]
         if bias is None:
             return self._sum(rows_RD[: self.num_rows]), weights_TK
-        first, *more = bias if isinstance(bias, tuple) else (bias,)
-        total_TD = sum((term.float() for term in more), first.float())
         slots_TND = self._sum(rows_RD[: self.num_rows], slots=True).view(*self.ids_TN.shape, rows_RD.shape[1])
-        for slot_TD in slots_TND.unbind(1):
-            total_TD = total_TD + slot_TD.float()
+        terms = (*(bias if isinstance(bias, tuple) else (bias,)), *slots_TND.unbind(1))
+        total_TD = reduce(torch.add, (term.float() for term in terms))
         return total_TD.to(rows_RD.dtype), weights_TK
 
     def _sum(self, rows_RD: Tensor, slots: bool = False) -> Tensor:
