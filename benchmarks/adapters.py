@@ -25,8 +25,8 @@ from moe_comm.bench.common.machine import machine_info, versions
 from moe_comm.bench.common.ranks import on_ranks
 from moe_comm.bench.common.settings import BatchShape
 from moe_comm.dispatch import DROPPED
+from moe_comm.dispatch.shared import shared_dispatcher
 from moe_comm.errors import MissingDependency
-from moe_comm.integrations.shared_dispatchers import shared_dispatcher
 
 CPU = torch.device("cpu")
 Calls = tuple[Callable[[], Any], Callable[[], Any]]
@@ -71,8 +71,8 @@ def deepep(shape: BatchShape, inputs: RankInputs) -> Calls:
 
 def torchtitan(shape: BatchShape, inputs: RankInputs) -> Calls:
     """``MoeCommTokenDispatcher`` of torchtitan."""
-    from moe_comm.integrations.expert_mesh import expert_mesh
     from moe_comm.integrations.torchtitan import MoeCommTokenDispatcher
+    from moe_comm.topology.expert_mesh import expert_mesh
 
     dispatcher = MoeCommTokenDispatcher(MoeCommTokenDispatcher.Config(num_experts=shape.experts, top_k=shape.top_k))
     mesh = expert_mesh()

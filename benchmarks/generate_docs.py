@@ -22,6 +22,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import typer
 
 from moe_comm import cli, errors
+from moe_comm.lazy import stub_names
 
 ROOT = Path(__file__).parent.parent
 STUDIES = ("soak", "diagnosis", "plan_validation")
@@ -49,12 +50,21 @@ API_MODULES = {
     "moe_comm.layers": "Layers",
     "moe_comm.layers.data_parallel": "Data-parallel training loops",
     "moe_comm.integrations.hugging_face": "Hugging Face",
+    "moe_comm.integrations.axolotl": "axolotl",
     "moe_comm.integrations.deepep": "DeepEP",
+    "moe_comm.integrations.deepspeed": "DeepSpeed",
+    "moe_comm.integrations.lightning": "Lightning",
+    "moe_comm.integrations.megatron": "Megatron-Core",
+    "moe_comm.integrations.torchtitan": "torchtitan",
     "moe_comm.topology": "Topology",
     "moe_comm.train": "Training",
     "moe_comm.train.data": "Data",
     "moe_comm.train.checkpoint": "Checkpoints",
 }
+ADAPTERS = tuple(
+    f"moe_comm.integrations.{name}" for name in ("axolotl", "deepspeed", "lightning", "megatron", "torchtitan")
+)
+"""Packages that need another system to be imported. Their stubs name classes and functions only."""
 
 
 def cell(text: str) -> str:
@@ -267,19 +277,24 @@ def api() -> str:
     parts: list[str] = []
     seen: set[str] = set()
     for module, title in API_MODULES.items():
-        loaded = importlib.import_module(module)
-        entries = []
-        for name in sorted(loaded.__all__, key=str.lower):
-            value = getattr(loaded, name)
-            if not (inspect.isclass(value) or inspect.isfunction(value)):
-                continue
-            path = f"{value.__module__}.{value.__qualname__}"
-            if path not in seen:
-                seen.add(path)
-                entries.append(f"::: {path}")
-        if entries:
-            parts += [f"## {title}", f"Import from `{module}`.", *entries]
+        paths = [path for path in dict.fromkeys(defined_paths(module)) if path not in seen]
+        seen.update(paths)
+        if paths:
+            parts += [f"## {title}", f"Import from `{module}`.", *(f"::: {path}" for path in paths)]
     return "\n\n".join(parts)
+
+
+def defined_paths(package: str) -> Iterator[str]:
+    """Yield each public class and function of a package, with the module that defines it."""
+    if package in ADAPTERS:
+        modules = stub_names(ROOT / package.replace(".", "/") / "__init__.pyi")
+        yield from (f"{modules[name]}.{name}" for name in sorted(modules, key=str.lower))
+        return
+    loaded = importlib.import_module(package)
+    for name in sorted(loaded.__all__, key=str.lower):
+        value = getattr(loaded, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            yield f"{value.__module__}.{value.__qualname__}"
 
 
 def mesh() -> str:

@@ -52,7 +52,9 @@ from moe_comm import _C
 assert _C.isa() == _C.isas()[0] and "cuda/kernels.cu" in _C.cuda_sources()
 print(f"native core: {', '.join(_C.isas())}")
 """
-NO_TORCH = " (no {torch} for this Python in pip's folders; name an index with TORCH_INDEX)"
+TORCH_FROM = "name an index that has torch for CPUs with --torch-index, or TORCH_INDEX of make"
+NO_TORCH = f" (no {{torch}} for this Python in pip's folders; {TORCH_FROM})"
+RUN = f"; doctor; 2 ranks: {', '.join(EXAMPLES)}"
 NVRTC = """
 from moe_comm.gpu import nvrtc
 code = nvrtc.kernels("sm_90a")
@@ -96,7 +98,7 @@ def faults_of(wheel: Path, root: Path = ROOT) -> list[str]:
     extras = set(fields.get_all("Provides-Extra", []))
     wanted = {name.replace("_", "-") for name in project["optional-dependencies"]}
     faults += [f"no extra {name} in METADATA" for name in sorted(wanted - extras)]
-    required = " ".join(fields.get_all("Requires-Dist", []))
+    required = " ".join(line for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line)
     for requirement in project["dependencies"]:
         name = re.split(r"[<>=]", requirement)[0]
         if not re.search(rf"\b{name}\b", required):
@@ -221,40 +223,44 @@ def run_examples(python: Path, folder: Path, env: Mapping[str, str]) -> None:
         run([python, name], cwd=folder, env=dict(env))
 
 
-def check(python: Path, wheel: Path, torch_index: str | None) -> str:
-    """Install a wheel with ``python`` of a new environment, run it without compilers, and return what was checked.
+def check(python: Path, wheel: Path, torch_index: str | None) -> tuple[str, bool]:
+    """Install a wheel with ``python`` of a new environment, and run it without compilers.
 
     torch is installed from ``torch_index``, or from the folders that pip is configured to find wheels in. Without a
     torch for this Python, only the native core is checked.
+
+    Returns:
+        What was checked, and whether the wheel was run with torch.
     """
     pins = read_pins()
     where = where_torch_is(torch_index)
     pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet"]
-    torch = subprocess.run([*pip, "--no-deps", *where, pins["torch"]], capture_output=True, text=True, check=False)
+    torch = subprocess.run([*pip, "--no-deps", *where, pins["torch"]], capture_output=True, check=False)
+    with_torch = torch.returncode == 0
+    wanted = ["-c", ROOT / "constraints.txt", pins["torch"], pins["nvidia-cuda-nvrtc"]]
+    run([*pip, *(wanted if with_torch else ["--no-deps", pins["numpy"]]), wheel])
     env = {"PATH": str(python.parent), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(python.parent.parent / "cache")}
     for name in COMPILERS:
         if shutil.which(name, path=env["PATH"]):
             raise SystemExit(f"{name} is in {env['PATH']}")
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = Path(folder)
-        if torch.returncode:
-            run([*pip, "--no-deps", wheel, pins["numpy"]])
-            return run([python, "-c", NATIVE_CORE], cwd=elsewhere, env=env).strip() + NO_TORCH.format(**pins)
-        run([*pip, "-c", ROOT / "constraints.txt", pins["torch"], wheel, pins["nvidia-cuda-nvrtc"]])
-        shown = run([python, "-c", NATIVE_CORE], cwd=elsewhere, env=env)
+        core = run([python, "-c", NATIVE_CORE], cwd=elsewhere, env=env).strip()
+        if not with_torch:
+            return core + NO_TORCH.format(**pins), False
         run([python.parent / "moe-comm", "doctor"], cwd=elsewhere, env=env)
         run_examples(python, elsewhere, env)
-        shown += run([python, "-c", NVRTC], cwd=elsewhere, env=env)
-    return f"{'; '.join(shown.split(chr(10))[:2])}; doctor; 2 ranks: {', '.join(EXAMPLES)}"
+        (nvrtc, *_) = run([python, "-c", NVRTC], cwd=elsewhere, env=env).splitlines()
+    return f"{core}; {nvrtc}{RUN}", True
 
 
-def check_emulated(guest: emulated.Guest, wheel: Path, tools: Path, torch_index: str | None) -> str:
-    """Install a wheel for another machine, run it under the emulator, and return what was checked. See ``check``.
+def check_emulated(guest: emulated.Guest, wheel: Path, tools: Path, torch_index: str | None) -> tuple[str, bool]:
+    """Install a wheel for another machine, and run it under the emulator. Returns as ``check``.
 
     NVRTC is left out: the device code is the same text in the wheels for all machines.
     """
     if f"-cp{guest.version.replace('.', '')}-" not in wheel.name:
-        return f"not run: this Debian has Python {guest.version} for {guest.machine}"
+        return f"not run: this Debian has Python {guest.version} for {guest.machine}", False
     pins = read_pins()
     shutil.rmtree(guest.site, ignore_errors=True)
     pip: list[str | Path] = [tools, "-m", "pip", "install", "--quiet", "--no-compile", "--target", guest.site]
@@ -277,10 +283,10 @@ def check_emulated(guest: emulated.Guest, wheel: Path, tools: Path, torch_index:
         run([*pip, *wanted, wheel])
         shown = f"{run([guest.python, '-c', NATIVE_CORE], cwd=elsewhere, env=env).strip()}, under qemu"
         if not with_torch:
-            return shown + NO_TORCH.format(**pins)
+            return shown + NO_TORCH.format(**pins), False
         run([guest.python, "-m", "moe_comm", "doctor"], cwd=elsewhere, env=env)
         run_examples(guest.python, elsewhere, env)
-    return f"{shown}; doctor; 2 ranks: {', '.join(EXAMPLES)}"
+    return shown + RUN, True
 
 
 def make_guest(machine: str, out: Path) -> emulated.Guest | str:
@@ -318,13 +324,13 @@ def main() -> None:
             if faults := faults_of(wheel):
                 raise SystemExit("\n".join([f"{wheel.name}:", *faults]))
             if isinstance(guest, emulated.Guest):
-                shown = check_emulated(guest, wheel, tools, arguments.torch_index)
+                shown, with_torch = check_emulated(guest, wheel, tools, arguments.torch_index)
             else:
-                shown = guest or check(python, wheel, arguments.torch_index)
-            complete |= "doctor" in shown
+                shown, with_torch = (guest, False) if guest else check(python, wheel, arguments.torch_index)
+            complete |= with_torch
             print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB\n    {shown}", flush=True)
     if not complete:
-        raise SystemExit("no wheel was run with torch; name an index that has torch for CPUs with TORCH_INDEX")
+        raise SystemExit(f"no wheel was run with torch; {TORCH_FROM}")
 
 
 if __name__ == "__main__":

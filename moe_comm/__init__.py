@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from moe_comm.integrations.post_import import after_import
 from moe_comm.lazy import attach_stub
 from moe_comm.runtime import cpu_guard
+from moe_comm.runtime.post_import import after_import
 
 # Must run before torch's first matmul. It has an effect only on some CPUs.
 cpu_guard.apply()

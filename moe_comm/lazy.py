@@ -14,6 +14,17 @@ from typing import Any
 from moe_comm.deprecated import warn_renamed
 
 
+def stub_names(stub: Path) -> dict[str, str]:
+    """Return the public names of a stub, each with the module that defines it."""
+    return {
+        alias.name: node.module
+        for node in ast.parse(stub.read_text("utf-8")).body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+        if alias.asname
+    }
+
+
 def attach_stub(
     package: str, file: str, renamed: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -24,14 +35,7 @@ def attach_stub(
         file: ``__file__`` of the package. Its stub has the suffix ``.pyi``, and imports as ``from a import b as b``.
         renamed: deprecated names, each with its new name.
     """
-    tree = ast.parse(Path(file).with_suffix(".pyi").read_text("utf-8"))
-    modules = {
-        alias.name: node.module
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module is not None
-        for alias in node.names
-        if alias.asname
-    }
+    modules = stub_names(Path(file).with_suffix(".pyi"))
     deprecated = renamed or {}
 
     def load(name: str) -> Any:

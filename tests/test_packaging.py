@@ -191,6 +191,7 @@ def test_a_wheel_has_every_file_the_device_code_and_the_metadata(wheel: Path) ->
         (r"moe_comm/_C\..*\.so", b"libc.so.6", b"libc10.so", "links libc10"),
         (r".*/METADATA", b"Provides-Extra: hf\n", b"", "no extra hf in METADATA"),
         (r".*/METADATA", b"Requires-Dist: torch", b"Requires-Dist: jax", "no requirement torch in METADATA"),
+        (r".*/METADATA", b"Requires-Dist: rich>=13\n", b"", "no requirement rich in METADATA"),  # of extras too
         (r".*/entry_points\.txt", b"moe-comm", b"other", "no command moe-comm"),
         (r".*/top_level\.txt", b"moe_comm", b"moe_comm", ""),
     ],

@@ -35,7 +35,7 @@ OBJECTS = re.compile(r"(gather|broadcast|scatter|send|recv)_object(_list)?$")
 ALLOWED: dict[str, dict[str, str]] = {
     "moe_comm/lazy.py": {"importlib.import_module": "names of our own modules, from a table in a package's file"},
     "moe_comm/cli/options.py": {"importlib.import_module": "names of our own modules, written in the commands"},
-    "moe_comm/integrations/versions.py": {"import_module": "Megatron-Core's version, written in the file"},
+    "moe_comm/runtime/versions.py": {"import_module": "Megatron-Core's version, written in the file"},
     "moe_comm/bench/layer/peers.py": {"import_module": "packages to compare with, written in the file"},
     "moe_comm/bench/layer/sonic.py": {"import_module": "the package to compare with, written in the file"},
     "moe_comm/bench/train/peers.py": {"import_module": "packages to compare with, written in the file"},

@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 
 from moe_comm.errors import ConfigError, MissingDependency
-from moe_comm.integrations.versions import require
 from moe_comm.lazy import attach_stub
+from moe_comm.runtime.versions import require
 
 try:
     require("axolotl", "moe_comm.integrations.axolotl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +9,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import plain
-from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.deepep.events import EventHandle, EventOverlap, finished, wait_for
-from moe_comm.integrations.deepep.routes import Bias, GroupBuffer, Routes, Rows, input_fault, unpacked
+from moe_comm.integrations.deepep.routes import Bias, GroupBuffer, Routes, Rows, check_handle, check_input, placed
 
 Event = EventOverlap | EventHandle | None
 
 
-@dataclass(eq=False)
 class EPHandle:
     """The routes of a dispatch, with the attributes of ``deep_ep.EPHandle``.
 
@@ -32,30 +30,50 @@ class EPHandle:
         recv_src_metadata: [R, 2 + K] int32: source rank times ``num_max_tokens_per_rank`` plus token; index of the row;
             place of each slot in the expanded layout, -1 elsewhere.
         routes: the routes of moe_comm.
+        place_RK: int64 place of each slot in the expanded layout; -1 elsewhere. Without padding.
     """
 
-    do_expand: bool
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
-    num_sms: int
-    topk_idx: Tensor
-    num_recv_tokens: int
-    num_expanded_tokens: int
-    num_recv_tokens_per_expert_list: list[int]
-    psum_num_recv_tokens_per_scaleup_rank: Tensor
-    psum_num_recv_tokens_per_expert: Tensor
-    num_unaligned_recv_tokens_per_expert: Tensor
-    recv_src_metadata: Tensor
-    dst_buffer_slot_idx: Tensor
-    routes: Routes
-    token_metadata_at_forward: None = None
-    channel_linked_list: None = None
+    num_sms = 0
+    token_metadata_at_forward = channel_linked_list = None
 
-    @property
-    def place_RK(self) -> Tensor:
-        """[R, K] int64 place of each slot in the expanded layout; -1 elsewhere."""
-        return self.recv_src_metadata[: self.routes.num_rows, 2:].long()
+    def __init__(
+        self, routes: Routes, topk_idx: Tensor, num_experts: int, alignment: int, most: int, expand: bool, sync: bool
+    ) -> None:
+        self.routes, self.topk_idx, self.num_experts = routes, topk_idx, num_experts
+        self.expert_alignment, self.num_max_tokens_per_rank, self.do_expand = alignment, most, expand
+        local_RK, counts_L, aligned_L = routes.local_ids_RK, routes.rows_per_expert, routes.aligned(alignment)
+        assert local_RK is not None
+        starts_L = aligned_L.cumsum(0) - aligned_L
+        shift_L = starts_L - (counts_L.cumsum(0) - counts_L)
+        _, self.place_RK = plain.order_slots(local_RK, max(1, len(counts_L)))
+        if len(counts_L):
+            self.place_RK = torch.where(local_RK < 0, -1, self.place_RK + shift_L[local_RK.clamp(min=0).long()])
+        source_R1 = (routes.source_R * most + routes.token_R).unsqueeze(1)
+        index_R1 = torch.arange(routes.num_rows, device=local_RK.device).unsqueeze(1)
+        metadata = torch.cat((source_R1, index_R1, self.place_RK), 1).int()
+        self.recv_src_metadata, self.dst_buffer_slot_idx = routes.pad(metadata, -1), metadata.new_empty(0)
+        self.num_recv_tokens = routes.padded_rows
+        self.num_expanded_tokens = int(aligned_L.sum())
+        if not sync:
+            slots = routes.padded_rows * min(topk_idx.shape[1], max(1, len(counts_L)))
+            self.num_expanded_tokens = -(-(slots + len(counts_L) * (alignment - 1)) // alignment) * alignment
+        self.num_recv_tokens_per_expert_list: list[int] = aligned_L.tolist() if sync else []
+        self.psum_num_recv_tokens_per_scaleup_rank = routes.rows_per_rank.cumsum(0).int()
+        self.psum_num_recv_tokens_per_expert = (starts_L + counts_L if expand else aligned_L.cumsum(0)).int()
+        self.num_unaligned_recv_tokens_per_expert = counts_L.int()
+
+    def laid_out(self, x: Rows, weights_RK: Tensor | None) -> tuple[Rows, Tensor | None, Tensor | None]:
+        """Return received rows, ids and weights in the layout of this handle, with padding."""
+        if not self.do_expand:
+            return self.routes.padded(x, weights_RK)
+        has_slot = self.place_RK >= 0
+        place_N, row_N = self.place_RK[has_slot], has_slot.nonzero()[:, 0]
+
+        def expanded(rows_NX: Tensor) -> Tensor:
+            return placed(rows_NX, place_N, self.num_expanded_tokens)
+
+        rows = (expanded(x[0][row_N]), expanded(x[1][row_N])) if isinstance(x, tuple) else expanded(x[row_N])
+        return rows, None, None if weights_RK is None else expanded(weights_RK[has_slot])
 
 
 class ElasticBuffer(GroupBuffer):
@@ -167,76 +185,38 @@ class ElasticBuffer(GroupBuffer):
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        fault = _wait(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        with self._checks(x):
+            _wait(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+            if handle is not None:
+                if topk_idx is not None or do_cpu_sync:
+                    raise InputError("with a handle, topk_idx must be None and do_cpu_sync must not be True")
+                check_input(x, check_handle(handle, EPHandle).topk_idx, topk_weights)
+            else:
+                if num_experts is None or topk_idx is None:
+                    raise InputError("dispatch without a handle needs topk_idx and num_experts")
+                check_input(x, topk_idx, topk_weights, num_experts)
+                if most < (needed := max(1, len(topk_idx))):
+                    raise InputError(
+                        f"num_max_tokens_per_rank, here or in the constructor, must be {needed} or more, not {most}"
+                    )
         if handle is not None:
-            if topk_idx is not None or do_cpu_sync:
-                fault = InputError("with a handle, topk_idx must be None and do_cpu_sync must not be True")
-            self._check_handle(handle, EPHandle, x)
             routes, weights = handle.routes, None
-            routes.check(fault or input_fault(x, handle.topk_idx, topk_weights))
             rows = routes.send(x)
             if topk_weights is not None:
                 assert routes.local_ids_RK is not None
                 bits = routes.send_words(topk_weights.contiguous().view(torch.int32))
                 weights = bits.view(torch.float32).masked_fill(routes.local_ids_RK < 0, 0.0)
-            return *_laid_out(handle, rows, weights), handle, finished(async_with_compute_stream, x)
-        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-        synchronised = do_cpu_sync is None or do_cpu_sync
-        if num_experts is None or topk_idx is None:
-            fault = InputError("dispatch without a handle needs topk_idx and num_experts")
-        fault = fault or input_fault(x, topk_idx, topk_weights)
-        if fault is None and most < (needed := max(1, len(unpacked(x)[0]))):
-            fault = InputError(
-                f"num_max_tokens_per_rank, here or in the constructor, must be {needed} or more, not {most}"
-            )
-        least = 0 if synchronised else self.num_ranks * most
-        routes, rows, weights = self._exchange(
-            x, topk_idx, topk_weights, num_experts or 1, least_rows=least, fault=fault
-        )
-        assert topk_idx is not None and num_experts is not None
-        if do_handle_copy:
-            topk_idx = topk_idx.clone()
-        made = self._handle(routes, topk_idx, num_experts, expert_alignment or 1, most, do_expand, synchronised)
-        if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += routes.rows_per_expert
-        return *_laid_out(made, rows, weights), made, finished(async_with_compute_stream, x)
-
-    def _handle(
-        self, routes: Routes, topk_idx: Tensor, num_experts: int, alignment: int, most: int, expand: bool, sync: bool
-    ) -> EPHandle:
-        local = routes.local_ids_RK
-        assert local is not None
-        counts_L, aligned_L = routes.rows_per_expert, routes.aligned(alignment)
-        starts_L = aligned_L.cumsum(0) - aligned_L
-        shift_L = starts_L - (counts_L.cumsum(0) - counts_L)
-        _, place_RK = plain.order_slots(local, max(1, len(counts_L)))
-        if len(counts_L):
-            place_RK = torch.where(local < 0, -1, place_RK + shift_L[local.clamp(min=0).long()])
-        source_R1 = (routes.source_R * most + routes.token_R).unsqueeze(1)
-        index_R1 = torch.arange(routes.num_rows, device=local.device).unsqueeze(1)
-        metadata = torch.cat((source_R1, index_R1, place_RK), 1).int()
-        per_rank = torch.bincount(routes.source_R.long(), minlength=self.num_ranks)
-        num_expanded = int(aligned_L.sum())
-        if not sync:
-            slots = routes.padded_rows * min(topk_idx.shape[1], max(1, len(counts_L)))
-            num_expanded = -(-(slots + len(counts_L) * (alignment - 1)) // alignment) * alignment
-        return EPHandle(
-            do_expand=expand,
-            num_experts=num_experts,
-            expert_alignment=alignment,
-            num_max_tokens_per_rank=most,
-            num_sms=0,
-            topk_idx=topk_idx,
-            num_recv_tokens=routes.padded_rows,
-            num_expanded_tokens=num_expanded,
-            num_recv_tokens_per_expert_list=aligned_L.tolist() if sync else [],
-            psum_num_recv_tokens_per_scaleup_rank=per_rank.cumsum(0).int(),
-            psum_num_recv_tokens_per_expert=(starts_L + counts_L if expand else aligned_L.cumsum(0)).int(),
-            num_unaligned_recv_tokens_per_expert=counts_L.int(),
-            recv_src_metadata=routes.pad(metadata, -1),
-            dst_buffer_slot_idx=metadata.new_empty(0),
-            routes=routes,
-        )
+        else:
+            assert topk_idx is not None and num_experts is not None
+            sync = do_cpu_sync is None or do_cpu_sync
+            least = 0 if sync else self.num_ranks * most
+            routes, rows, weights = self._exchange(x, topk_idx, topk_weights, num_experts, least_rows=least)
+            ids_TK = topk_idx.clone() if do_handle_copy else topk_idx
+            handle = EPHandle(routes, ids_TK, num_experts, expert_alignment or 1, most, do_expand, sync)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats += routes.rows_per_expert
+        return *handle.laid_out(rows, weights), handle, finished(async_with_compute_stream, x)
 
     @torch.no_grad()
     def combine(
@@ -261,15 +241,15 @@ class ElasticBuffer(GroupBuffer):
             ConfigError: the expanded layout with ``allow_multiple_reduction=False``; on every rank.
             InputError, RankMismatch, PeerDied, PeerTimeout: as ``Buffer.combine``.
         """
-        fault = _wait(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        self._check_handle(handle, EPHandle, x)
-        routes, expanded = handle.routes, handle.num_expanded_tokens if handle.do_expand else None
-        if handle.do_expand and not self.allow_multiple_reduction:
-            fault = ConfigError(
-                "combine of expanded rows adds the rows of a token on each rank first; make the ElasticBuffer with "
-                "allow_multiple_reduction=True"
-            )
-        routes.check(fault or routes.combine_fault(x, topk_weights, bias, expanded))
+        with self._checks(x):
+            _wait(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+            routes = check_handle(handle, EPHandle).routes
+            if handle.do_expand and not self.allow_multiple_reduction:
+                raise ConfigError(
+                    "combine of expanded rows adds the rows of a token on each rank first; make the ElasticBuffer with "
+                    "allow_multiple_reduction=True"
+                )
+            routes.check_combine(x, topk_weights, bias, handle.num_expanded_tokens if handle.do_expand else None)
         place_RK, weights = handle.place_RK, topk_weights
         if handle.do_expand:
             x = plain.weighted_sum(x, place_RK, None)
@@ -281,26 +261,8 @@ class ElasticBuffer(GroupBuffer):
         return y, weights, finished(async_with_compute_stream, x)
 
 
-def _laid_out(handle: EPHandle, x: Rows, weights_RK: Tensor | None) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """Return rows, ids and weights in the layout of ``handle``, with padding."""
-    if not handle.do_expand:
-        return handle.routes.padded(x, weights_RK)
-    has_slot = handle.place_RK >= 0
-    place_N, row_N = handle.place_RK[has_slot], has_slot.nonzero()[:, 0]
-
-    def expanded(rows_NX: Tensor) -> Tensor:
-        bits_NX = rows_NX.view(torch.uint8) if rows_NX.dtype.itemsize == 1 else rows_NX
-        out = bits_NX.new_zeros(handle.num_expanded_tokens, *rows_NX.shape[1:])
-        out[place_N] = bits_NX
-        return out.view(rows_NX.dtype)
-
-    rows = (expanded(x[0][row_N]), expanded(x[1][row_N])) if isinstance(x, tuple) else expanded(x[row_N])
-    return rows, None, None if weights_RK is None else expanded(weights_RK[has_slot])
-
-
-def _wait(previous: Event, before_epilogue: Event, allocates: bool) -> MoeCommError | None:
-    """Make the current stream wait for the events. Return the error for arguments that DeepEP excludes."""
+def _wait(previous: Event, before_epilogue: Event, allocates: bool) -> None:
+    """Make the current stream wait for the events. Raise ConfigError for arguments that DeepEP excludes."""
     wait_for(previous, before_epilogue)
-    if previous is None or allocates:
-        return None
-    return ConfigError("previous_event needs allocate_on_comm_stream=True, as in DeepEP")
+    if previous is not None and not allocates:
+        raise ConfigError("previous_event needs allocate_on_comm_stream=True, as in DeepEP")

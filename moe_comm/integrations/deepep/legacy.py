@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import DispatchHandle
 from moe_comm.dispatch.input_faults import ID_DTYPES
-from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.errors import ConfigError, InputError
 from moe_comm.integrations.deepep.events import Config, EventHandle, EventOverlap, finished, wait_for
 from moe_comm.integrations.deepep.routes import (
     FLOATS,
@@ -19,10 +19,12 @@ from moe_comm.integrations.deepep.routes import (
     GroupBuffer,
     Routes,
     Rows,
-    fault_of,
-    input_fault,
-    range_fault,
-    refuse,
+    check_handle,
+    check_ids,
+    check_input,
+    checked,
+    last_slots,
+    placed,
     unpacked,
 )
 from moe_comm.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, in_blocks, scales_for
@@ -137,10 +139,8 @@ class Buffer(GroupBuffer):
         Raises:
             InputError: not [T, K], or ids out of range. Only on this rank, which has not communicated.
         """
-        fault = _wait(previous_event, async_finish, allocate_on_comm_stream)
-        fault = fault or fault_of("topk_idx", topk_idx, ID_DTYPES, (None, None)) or range_fault(topk_idx, num_experts)
-        if fault is not None:
-            raise fault
+        _wait(previous_event, async_finish, allocate_on_comm_stream)
+        check_ids(topk_idx, None, num_experts)
         owner_TK = self._owner(topk_idx, num_experts)
         ranks = torch.arange(self.group_size, device=topk_idx.device)
         in_rank_TW = (owner_TK.unsqueeze(-1) == ranks).any(1)
@@ -182,25 +182,25 @@ class Buffer(GroupBuffer):
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        fault = _wait(previous_event, async_finish, allocate_on_comm_stream)
+        with self._checks(x):
+            _wait(previous_event, async_finish, allocate_on_comm_stream)
+            if handle is not None:
+                if topk_idx is not None or topk_weights is not None:
+                    raise InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
+                check_handle(handle, Handle)
+                check_input(x, None, None)
+            else:
+                if num_worst_tokens and topk_idx is None:
+                    raise InputError("num_worst_tokens needs topk_idx")
+                counts_E = checked("num_tokens_per_expert", num_tokens_per_expert, ID_DTYPES, (None,))
+                check_input(x, topk_idx, topk_weights, len(counts_E))
+                shape = len(unpacked(x)[0]), self.group_size
+                in_rank_TW = checked("is_token_in_rank", is_token_in_rank, (torch.bool,), shape)
         if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                fault = InputError("topk_idx and topk_weights must be None with a handle, which has the routes")
-            self._check_handle(handle, Handle, x)
-            handle.routes.check(fault or input_fault(x, None, None))
-            return handle.routes.pad_rows(handle.routes.send(x)), None, None, None, None, finished(async_finish, x)
-        if num_worst_tokens and topk_idx is None:
-            fault = InputError("num_worst_tokens needs topk_idx")
-        counts = num_tokens_per_expert
-        fault = (
-            fault
-            or input_fault(x, topk_idx, topk_weights)
-            or fault_of("num_tokens_per_expert", counts, (torch.int32, torch.int64), (None,))
-            or fault_of("is_token_in_rank", is_token_in_rank, (torch.bool,), (len(unpacked(x)[0]), self.group_size))
-        )
-        experts = 1 if fault or counts is None else len(counts)
+            rows, _, _ = handle.routes.padded(handle.routes.send(x), None)
+            return rows, None, None, None, None, finished(async_finish, x)
         routes, rows, weights = self._exchange(
-            x, topk_idx, topk_weights, experts, is_token_in_rank, counts, least_rows=num_worst_tokens, fault=fault
+            x, topk_idx, topk_weights, len(counts_E), in_rank_TW, counts_E, least_rows=num_worst_tokens
         )
         if routes.num_rows > num_worst_tokens > 0:
             error = InputError(f"received {routes.num_rows} rows; num_worst_tokens is {num_worst_tokens}")
@@ -208,7 +208,7 @@ class Buffer(GroupBuffer):
             raise error
         rows, ids, weights = routes.padded(rows, weights)
         aligned = [] if num_worst_tokens else routes.aligned(expert_alignment).tolist()
-        return rows, ids, weights, aligned, self._handle(routes, is_token_in_rank), finished(async_finish, x)
+        return rows, ids, weights, aligned, self._handle(routes, in_rank_TW), finished(async_finish, x)
 
     @torch.no_grad()
     def combine(
@@ -238,19 +238,18 @@ class Buffer(GroupBuffer):
             InputError, PeerDied, PeerTimeout: on every rank.
             RankMismatch: also if only some ranks pass ``topk_weights``, or ``bias``; on every rank.
         """
-        fault = _wait(previous_event, async_finish, allocate_on_comm_stream)
-        self._check_handle(handle, Handle, x)
-        handle.routes.check(fault or handle.routes.combine_fault(x, topk_weights, bias))
+        with self._checks(x):
+            _wait(previous_event, async_finish, allocate_on_comm_stream)
+            check_handle(handle, Handle).routes.check_combine(x, topk_weights, bias)
         y, weights = handle.routes.combine(x, topk_weights, bias)
         return y, weights, finished(async_finish, x)
 
     internode_dispatch, internode_combine = dispatch, combine
 
-    def _handle(self, routes: Routes, in_rank_TW: Tensor | None) -> Handle:
+    def _handle(self, routes: Routes, in_rank_TW: Tensor) -> Handle:
         """Return DeepEP's tuple. Of its prefix matrix, only the column of this rank is known; the others are -1."""
-        per_rank = torch.bincount(routes.source_R.long(), minlength=self.group_size)
-        prefix_WW = per_rank.new_full((self.group_size, self.group_size), -1, dtype=torch.int32)
-        prefix_WW[:, self.rank] = per_rank.cumsum(0).int()
+        prefix_WW = routes.token_R.new_full((self.group_size, self.group_size), -1)
+        prefix_WW[:, self.rank] = routes.rows_per_rank.cumsum(0)
         none = prefix_WW.new_empty(0)
         handle = Handle((prefix_WW, none, none, routes.pad(routes.token_R, -1), in_rank_TW, none))
         handle.routes = routes
@@ -293,33 +292,28 @@ class Buffer(GroupBuffer):
         Raises:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        dispatcher, most = self._dispatcher(x, num_experts), num_max_dispatch_tokens_per_rank
-        self._num_experts = num_experts
-        fault = fault_of("x", x, FLOATS, (None, None)) or fault_of("topk_idx", topk_idx, ID_DTYPES, (len(x), None))
-        if fault is None and len(x) > most:
-            fault = InputError(f"{len(x)} tokens are more than num_max_dispatch_tokens_per_rank={most}")
-        elif fault is None and use_fp8 and x.shape[1] % (4 * BLOCK if use_ue8m0 else BLOCK):
-            fault = InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {tuple(x.shape)}")
-        elif fault is None and _has_duplicates(topk_idx):
-            fault = InputError("a token has an expert twice, but a low-latency block has one place for each token")
-        refuse(dispatcher, fault, self._device)
+        self._num_experts, most = num_experts, num_max_dispatch_tokens_per_rank
+        with self._checks(x, num_experts) as dispatcher:
+            checked("x", x, FLOATS, (None, None))
+            check_ids(topk_idx, len(x))
+            if len(x) > most:
+                raise InputError(f"{len(x)} tokens are more than num_max_dispatch_tokens_per_rank={most}")
+            if use_fp8 and x.shape[1] % (4 * BLOCK if use_ue8m0 else BLOCK):
+                shape = tuple(x.shape)
+                raise InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {shape}")
+            if not torch.equal(last_slots(topk_idx), topk_idx):
+                raise InputError("a token has an expert twice, but a low-latency block has one place for each token")
         sent = dispatcher.dispatch(x, topk_idx)
         counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int32, device=x.device)
         mask_LS = torch.arange(self.group_size * most, device=x.device) < counts_L.unsqueeze(1)
-
-        def padded(rows: Tensor) -> Tensor:
-            blocks = rows.new_zeros(*mask_LS.shape, *rows.shape[1:])
-            blocks[mask_LS] = rows
-            return blocks
-
         handle = LowLatencyHandle((None, None, most, x.shape[1], num_experts))
         handle.sent, handle.mask_LS, handle.buffer = sent.handle, mask_LS, None
         if use_fp8:
             values, scales = _quantized(sent.rows_RD, round_scale, use_ue8m0)
-            by_column = padded(scales).mT.contiguous().mT
-            rows: Rows = padded(values.view(torch.uint8)).view(E4M3), by_column
+            by_column = placed(scales, mask_LS, *mask_LS.shape).mT.contiguous().mT
+            rows: Rows = placed(values, mask_LS, *mask_LS.shape), by_column
         else:
-            rows = padded(sent.rows_RD)
+            rows = placed(sent.rows_RD, mask_LS, *mask_LS.shape)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += counts_L
         return rows, counts_L, handle, finished(async_finish, x), _nothing_left if return_recv_hook else None
@@ -352,14 +346,14 @@ class Buffer(GroupBuffer):
             ConfigError: ``use_logfmt``.
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
-        self._check_handle(handle, LowLatencyHandle, x, self._num_experts)
-        blocks = handle.buffer if zero_copy and handle.buffer is not None else x
-        dispatcher = self._dispatcher(handle.mask_LS, handle[4])
-        fault: MoeCommError | None = fault_of("x", blocks, FLOATS, (*handle.mask_LS.shape, handle[3]))
-        fault = fault or fault_of("topk_weights", topk_weights, FLOATS, (handle.sent.num_tokens, handle.sent.top_k))
-        if use_logfmt:
-            fault = ConfigError("moe_comm has no LogFMT rows; call low_latency_combine with use_logfmt=False")
-        refuse(dispatcher, fault, self._device)
+        num_experts = handle[4] if isinstance(handle, LowLatencyHandle) else self._num_experts
+        with self._checks(x, num_experts) as dispatcher:
+            made = check_handle(handle, LowLatencyHandle)
+            given = made.buffer if zero_copy and made.buffer is not None else x
+            blocks = checked("x", given, FLOATS, (*made.mask_LS.shape, made[3]))
+            checked("topk_weights", topk_weights, FLOATS, (made.sent.num_tokens, made.sent.top_k))
+            if use_logfmt:
+                raise ConfigError("moe_comm has no LogFMT rows; call low_latency_combine with use_logfmt=False")
         y_TD = dispatcher.combine(blocks[handle.mask_LS], topk_weights, handle.sent)
         y_TD = y_TD if out is None else out.copy_(y_TD)
         return y_TD, finished(async_finish, x), _nothing_left if return_recv_hook else None
@@ -374,17 +368,11 @@ def _nothing_left() -> None:
     """Return: the rows have been received."""
 
 
-def _wait(previous: EventOverlap | None, asynchronous: bool, allocates: bool) -> MoeCommError | None:
-    """Make the current stream wait for ``previous``. Return the error for arguments that DeepEP excludes."""
+def _wait(previous: EventOverlap | None, asynchronous: bool, allocates: bool) -> None:
+    """Make the current stream wait for ``previous``. Raise ConfigError for arguments that DeepEP excludes."""
     wait_for(previous)
-    if not allocates or (previous is not None and asynchronous):
-        return None
-    return ConfigError("allocate_on_comm_stream needs previous_event and async_finish=True, as in DeepEP")
-
-
-def _has_duplicates(ids_TK: Tensor) -> bool:
-    ordered = ids_TK.sort(1).values
-    return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any())
+    if allocates and (previous is None or not asynchronous):
+        raise ConfigError("allocate_on_comm_stream needs previous_event and async_finish=True, as in DeepEP")
 
 
 def _quantized(rows_RD: Tensor, powers_of_two: bool, exponents: bool) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,11 @@ rank, token, expert ids, weights and scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import cached_property, reduce
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,8 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.group_setup import communicator_of
 from moe_comm.dispatch import DROPPED, Dispatcher, DispatchHandle, DispatchOptions
 from moe_comm.dispatch.input_faults import ID_DTYPES
+from moe_comm.dispatch.shared import shared_dispatcher
 from moe_comm.errors import ConfigError, InputError, MoeCommError
-from moe_comm.integrations.shared_dispatchers import shared_dispatcher
 from moe_comm.kernels.fp8 import E4M3
 from moe_comm.topology import ExpertPlacement
 
@@ -36,6 +37,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Rows = Tensor | tuple[Tensor, Tensor]
 """Rows [T, H], or e4m3 values [T, H] and fp32 or int32 scales [T, S]."""
 Bias = Tensor | tuple[Tensor, Tensor] | None
+HandleT = TypeVar("HandleT")
 
 
 def unpacked(x: Any) -> tuple[Any, Any]:
@@ -43,10 +45,8 @@ def unpacked(x: Any) -> tuple[Any, Any]:
     return x if isinstance(x, tuple) and len(x) == 2 else (x, None)
 
 
-def fault_of(
-    name: str, value: Any, dtypes: Sequence[torch.dtype], *shapes: tuple[int | None, ...]
-) -> InputError | None:
-    """Return the error for a value that is no tensor with one of ``dtypes`` and ``shapes``. None: any size."""
+def checked(name: str, value: Any, dtypes: Sequence[torch.dtype], *shapes: tuple[int | None, ...]) -> Tensor:
+    """Return a tensor with one of ``dtypes`` and ``shapes``, or raise InputError. None: any size."""
     got = type(value).__name__
     if isinstance(value, Tensor):
         got = f"{value.dtype} {list(value.shape)}"
@@ -55,38 +55,48 @@ def fault_of(
             for shape in shapes
         )
         if value.dtype in dtypes and any(fits):
-            return None
+            return value
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return InputError(f"{name} must be {names} {str(list(shapes[-1])).replace('None', '*')}; got {got}")
+    raise InputError(f"{name} must be {names} {str(list(shapes[-1])).replace('None', '*')}; got {got}")
 
 
-def input_fault(x: Any, topk_idx: Any, topk_weights: Any) -> InputError | None:
-    """Return the error for rows, ids and weights that a dispatch cannot send, without communication."""
+def check_input(x: Any, topk_idx: Any, topk_weights: Any, num_experts: int | None = None) -> None:
+    """Raise InputError for rows, ids and weights that a dispatch cannot send. num_experts None: any ids."""
     values, scales = unpacked(x)
-    fault = fault_of("x", values, FLOATS if scales is None else (E4M3,), (None, None))
-    if fault is None and scales is not None:
-        fault = fault_of("the scales of x", scales, (torch.float32, torch.int32), (len(values), None))
-    if fault is None and topk_idx is not None:
-        fault = fault_of("topk_idx", topk_idx, ID_DTYPES, (len(values), None))
-    if fault is not None or topk_weights is None:
-        return fault
-    if topk_idx is None:
-        return InputError("topk_weights needs topk_idx")
-    return fault_of("topk_weights", topk_weights, (torch.float32,), tuple(topk_idx.shape))
+    tokens = len(checked("x", values, FLOATS if scales is None else (E4M3,), (None, None)))
+    if scales is not None:
+        checked("the scales of x", scales, (torch.float32, torch.int32), (tokens, None))
+    if topk_idx is not None:
+        check_ids(topk_idx, tokens, num_experts)
+    if topk_weights is not None:
+        if topk_idx is None:
+            raise InputError("topk_weights needs topk_idx")
+        checked("topk_weights", topk_weights, (torch.float32,), tuple(topk_idx.shape))
 
 
-def refuse(dispatcher: Dispatcher, fault: MoeCommError | None, device: torch.device) -> None:
-    """Raise ``fault`` of this rank, if any, on every rank. device: of the rows that would have been sent."""
-    if fault is not None:
-        dispatcher.refuse(fault, torch.empty(0, device=device))
-
-
-def range_fault(ids_TK: Tensor, num_experts: int) -> InputError | None:
-    """Return the error for ids out of range."""
+def check_ids(topk_idx: Any, tokens: int | None, num_experts: int | None = None) -> None:
+    """Raise InputError for ids that are not [T, K], or out of range."""
+    ids_TK = checked("topk_idx", topk_idx, ID_DTYPES, (tokens, None))
+    if num_experts is None:
+        return
     low, high = (int(v) for v in torch.aminmax(ids_TK)) if ids_TK.numel() else (DROPPED, DROPPED)
-    if low >= DROPPED and high < num_experts and num_experts > 0:
-        return None
-    return InputError(f"topk_idx must be -1 or an expert id below {num_experts}; got ids from {low} to {high}")
+    if low < DROPPED or high >= num_experts or num_experts < 1:
+        raise InputError(f"topk_idx must be -1 or an expert id below {num_experts}; got ids from {low} to {high}")
+
+
+def check_handle(handle: Any, kind: type[HandleT]) -> HandleT:
+    """Return ``handle``, or raise InputError if it is of another kind."""
+    if isinstance(handle, kind):
+        return handle
+    raise InputError(f"handle must come from dispatch of the same buffer; got {type(handle).__name__}")
+
+
+def placed(rows_NX: Tensor, place: Tensor, *shape: int) -> Tensor:
+    """Return zeros [*shape, X] with ``rows_NX`` at ``place``, an index or a mask. Torch cannot index e4m3."""
+    bits_NX = rows_NX.view(torch.uint8) if rows_NX.dtype.itemsize == 1 else rows_NX
+    out = bits_NX.new_zeros(*shape, *rows_NX.shape[1:])
+    out[place] = bits_NX
+    return out.view(rows_NX.dtype)
 
 
 class GroupBuffer:
@@ -132,14 +142,14 @@ class GroupBuffer:
         ends = torch.tensor(ExpertPlacement.of(num_experts, self.group_size).offsets[1:], device=ids_TK.device)
         return torch.bucketize(ids_TK.long(), ends, right=True).masked_fill_(ids_TK < 0, DROPPED)
 
-    def _check_handle(self, handle: Any, kind: type[Any], x: Any, num_experts: int | None = None) -> None:
-        """Raise InputError on every rank if ``handle`` is of another kind.
-
-        num_experts: of the dispatcher that the other ranks call. A new one would wait for them to create it too.
-        """
-        if not isinstance(handle, kind):
-            fault = InputError(f"handle must come from dispatch of the same buffer; got {type(handle).__name__}")
-            refuse(self._dispatcher(x, num_experts), fault, self._device)
+    @contextmanager
+    def _checks(self, x: Any, num_experts: int | None = None) -> Iterator[Dispatcher]:
+        """Yield the dispatcher that the other ranks call next, and raise an error of the block on every rank."""
+        dispatcher = self._dispatcher(x, num_experts)
+        try:
+            yield dispatcher
+        except MoeCommError as fault:
+            dispatcher.refuse(fault, torch.empty(0, device=self._device))
 
     def _exchange(
         self,
@@ -151,14 +161,12 @@ class GroupBuffer:
         tokens_per_expert: Tensor | None = None,
         *,
         least_rows: int = 0,
-        fault: MoeCommError | None = None,
     ) -> tuple[Routes, Rows, Tensor | None]:
         """Send each token once to each rank that has one of its experts. Collective. No autograd.
 
         Args:
             is_token_in_rank, tokens_per_expert: [T, W] and [E], in place of ids.
             least_rows: rows that the caller sees at least.
-            fault: error of this rank, which all ranks raise, also that of ``input_fault``.
 
         Returns:
             The routes, the received rows, and the weights [R, K].
@@ -167,9 +175,6 @@ class GroupBuffer:
             InputError, RankMismatch, PeerDied, PeerTimeout: on every rank.
         """
         dispatcher = self._dispatcher(x)
-        if fault is None and topk_idx is not None:
-            fault = range_fault(topk_idx, num_experts)
-        refuse(dispatcher, fault, self._device)
         tokens, device = len(unpacked(x)[0]), self._device
         words = [torch.full((tokens, 1), self.rank, dtype=torch.int32, device=device)]
         words.append(torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1))
@@ -197,7 +202,8 @@ class GroupBuffer:
             if topk_weights is not None:
                 weights_RK = sent.rows_RD[:, 2 + top_k :].masked_fill(~mine_RK, 0.0)
         source_R, token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
-        routes = Routes(dispatcher, ids_TN, sent.handle, source_R, token_R, local_RK, counts_L, least_rows)
+        padded = max(len(source_R), least_rows)
+        routes = Routes(dispatcher, ids_TN, sent.handle, source_R, token_R, local_RK, counts_L, padded)
         return routes, routes.send(x), weights_RK
 
 
@@ -219,7 +225,7 @@ class Routes:
         source_R, token_R: int32 source rank and token of each received row.
         local_ids_RK: ids of this rank's experts, -1 for experts of other ranks; None without ids.
         rows_per_expert: [L].
-        least_rows: rows that the caller sees at least.
+        padded_rows: number of rows that the caller sees.
     """
 
     dispatcher: Dispatcher
@@ -229,7 +235,7 @@ class Routes:
     token_R: Tensor
     local_ids_RK: Tensor | None
     rows_per_expert: Tensor
-    least_rows: int
+    padded_rows: int
 
     def __post_init__(self) -> None:
         self._handles = {(False, self.words.hidden, self.words.dtype): self.words}
@@ -240,9 +246,9 @@ class Routes:
         return len(self.source_R)
 
     @property
-    def padded_rows(self) -> int:
-        """Number of rows that the caller sees."""
-        return max(self.num_rows, self.least_rows)
+    def rows_per_rank(self) -> Tensor:
+        """[W] int64 received rows of each source rank."""
+        return torch.bincount(self.source_R.long(), minlength=self.dispatcher.world)
 
     def aligned(self, alignment: int) -> Tensor:
         """Return the rows per expert, rounded up."""
@@ -282,11 +288,9 @@ class Routes:
             weights_TK = self._sum(padded_RX)[:, :top_k]
         if bias is None:
             return self._sum(rows_RD[: self.num_rows]), weights_TK
-        first, *more = bias if isinstance(bias, tuple) else (bias,)
-        total_TD = sum((term.float() for term in more), first.float())
         slots_TND = self._sum(rows_RD[: self.num_rows], slots=True).view(*self.ids_TN.shape, rows_RD.shape[1])
-        for slot_TD in slots_TND.unbind(1):
-            total_TD = total_TD + slot_TD.float()
+        terms = (*(bias if isinstance(bias, tuple) else (bias,)), *slots_TND.unbind(1))
+        total_TD = reduce(torch.add, (term.float() for term in terms))
         return total_TD.to(rows_RD.dtype), weights_TK
 
     def _sum(self, rows_RD: Tensor, slots: bool = False) -> Tensor:
@@ -303,30 +307,22 @@ class Routes:
         missing = self.padded_rows - rows.shape[0]
         return rows if missing <= 0 else torch.cat((rows, rows.new_full((missing, *rows.shape[1:]), fill)))
 
-    def pad_rows(self, x: Rows) -> Rows:
-        """Pad rows, or values and scales."""
-        return (self.pad(x[0]), self.pad(x[1])) if isinstance(x, tuple) else self.pad(x)
-
     def padded(self, x: Rows, weights_RK: Tensor | None) -> tuple[Rows, Tensor | None, Tensor | None]:
         """Return rows, local ids and weights of a dispatch, with padding."""
+        rows = (self.pad(x[0]), self.pad(x[1])) if isinstance(x, tuple) else self.pad(x)
         ids = None if self.local_ids_RK is None else self.pad(self.local_ids_RK, -1)
-        return self.pad_rows(x), ids, None if weights_RK is None else self.pad(weights_RK)
+        return rows, ids, None if weights_RK is None else self.pad(weights_RK)
 
-    def check(self, fault: MoeCommError | None) -> None:
-        """Raise ``fault`` of this rank, if any, on every rank."""
-        refuse(self.dispatcher, fault, self.words.device)
-
-    def combine_fault(self, x: Any, topk_weights: Any, bias: Any, expanded: int | None = None) -> InputError | None:
-        """Return the error for arguments that combine does not accept. expanded: rows of the expanded layout."""
+    def check_combine(self, x: Any, topk_weights: Any, bias: Any, expanded: int | None = None) -> None:
+        """Raise InputError for arguments that combine does not accept. expanded: rows of the expanded layout."""
         counts = [self.num_rows, self.padded_rows] if expanded is None else [expanded]
-        fault = fault_of("x, all rows that were received,", x, FLOATS, *((count, None) for count in counts))
-        if fault is None and topk_weights is not None:
+        rows = checked("x, all rows that were received,", x, FLOATS, *((count, None) for count in counts))
+        if topk_weights is not None:
             top_k = None if self.local_ids_RK is None else self.local_ids_RK.shape[1]
             shapes = [(count, top_k) if expanded is None else (count,) for count in counts]
-            fault = fault_of("topk_weights", topk_weights, (torch.float32,), *shapes)
+            checked("topk_weights", topk_weights, (torch.float32,), *shapes)
         terms = bias if isinstance(bias, tuple) else (bias,)
         if len(terms) not in (1, 2):
-            fault = fault or InputError(f"bias must be one or two tensors; got {len(terms)}")
+            raise InputError(f"bias must be one or two tensors; got {len(terms)}")
         for term in () if bias is None else terms:
-            fault = fault or fault_of("bias", term, FLOATS, (len(self.ids_TN), x.shape[1]))
-        return fault
+            checked("bias", term, FLOATS, (len(self.ids_TN), rows.shape[1]))

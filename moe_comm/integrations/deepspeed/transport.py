@@ -21,26 +21,38 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions
+from moe_comm.dispatch import Dispatched, Dispatcher, DispatchOptions
+from moe_comm.dispatch.shared import shared_dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
-from moe_comm.integrations.shared_dispatchers import shared_dispatcher
 
 
-def _dispatcher(layer: Any, num_experts: int, device: torch.device) -> Dispatcher:
-    """Return the dispatcher of the group of ``layer``, which the first call makes. That call is collective."""
+def _check_parallelism(layer: Any) -> None:
+    """Raise UnsupportedModel for tensor parallelism. DeepSpeed knows of it only after ``deepspeed.initialize``."""
+    folding = getattr(layer, "folding_group_handles", None)  # of AutoEP
+    if max(bwc_tensor_model_parallel_world_size(groups.mpu), folding.spec.tp_size if folding else 1) > 1:
+        raise UnsupportedModel(
+            "tensor parallelism of DeepSpeed gives the ranks of a layer the same tokens; use it without"
+        )
+
+
+def _dispatch(layer: Any, num_experts: int, x_TD: Tensor, ids_TK: Tensor) -> tuple[Dispatcher, Dispatched]:
+    """Dispatch over the group of ``layer``. The first call makes the dispatcher. Collective."""
+    _check_parallelism(layer)
     if layer.ep_size > 1 and layer.ep_group is None:
         raise ConfigError(
             "the MoE layer has no expert-parallel group; call deepspeed.initialize(model=...) first, or "
             "set_deepspeed_parallelism() of the layer"
         )
     group = layer.ep_group if layer.ep_size > 1 else None
-    return shared_dispatcher(num_experts, group, device, *layer.transport)
+    dispatcher = shared_dispatcher(num_experts, group, x_TD.device, *layer.transport)
+    return dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=layer.label)
 
 
 class MoeCommMOELayer(MOELayer):  # type: ignore[misc, no-any-unimported, unused-ignore]
     """DeepSpeed's ``MOELayer`` after ``swap_transport``. Parameters and their names are the same."""
 
     transport: tuple[str, DispatchOptions | None]
+    label: str
 
     def forward(self, *input: Any, **kwargs: Any) -> Tensor:
         """Return the outputs of the experts, weighted and added, in the shape of the input.
@@ -55,8 +67,7 @@ class MoeCommMOELayer(MOELayer):  # type: ignore[misc, no-any-unimported, unused
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         # As routes: capacity, experts, ids [K, T] and their positions in the buffers, weights [K, T] in fp32.
         self.l_aux, _, num_experts, ids_KT, _, weights_KT, self.exp_counts = self.gate(x_TD, used_token, True, False)
-        dispatcher = _dispatcher(self, num_experts, x_TD.device)
-        sent = dispatcher.dispatch(x_TD, ids_KT.t().contiguous(), label="deepspeed")
+        dispatcher, sent = _dispatch(self, num_experts, x_TD, ids_KT.t().contiguous())
         parts = sent.rows_RD.split(sent.handle.rows_per_expert)
         out_RD = torch.cat(
             [_run(expert, rows) for expert, rows in zip(self.experts.deepspeed_experts, parts, strict=True)]
@@ -76,6 +87,7 @@ class MoeCommAutoEPLayer(AutoEPMoELayer):  # type: ignore[misc, no-any-unimporte
     """DeepSpeed's ``AutoEPMoELayer`` after ``swap_transport``. Parameters and their names are the same."""
 
     transport: tuple[str, DispatchOptions | None]
+    label: str
 
     def _deepep_route(self, tokens: Tensor, ro: Any) -> Tensor:
         """Return the outputs of the experts [T, D], weighted and added. Collective.
@@ -89,8 +101,7 @@ class MoeCommAutoEPLayer(AutoEPMoELayer):  # type: ignore[misc, no-any-unimporte
             x_TD = apply_scores_before_experts_if_enabled(x_TD.repeat_interleave(self.top_k, 0), weights_TK, "pre")
             ids_TK = ids_TK.reshape(-1, 1)
             weights_TK = torch.ones(ids_TK.shape, device=x_TD.device)
-        dispatcher = _dispatcher(self, self.num_experts, x_TD.device)
-        sent = dispatcher.dispatch(x_TD, ids_TK, label="deepspeed AutoEP")
+        dispatcher, sent = _dispatch(self, self.num_experts, x_TD, ids_TK)
         counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int32, device=x_TD.device)
         y_TD = dispatcher.combine(self.experts(sent.rows_RD, counts_L), weights_TK, sent.handle)
         return y_TD.view(tokens.shape[0], -1, tokens.shape[1]).sum(1) if self.score_apply == "pre" else y_TD
@@ -113,20 +124,18 @@ def swap_transport(model: nn.Module, *, backend: str = "auto", options: Dispatch
         ``model``, changed in place.
 
     Raises:
-        UnsupportedModel: no such layer, or one that uses Tutel or tensor parallelism. The model is unchanged.
+        UnsupportedModel: no such layer, or one that uses Tutel or tensor parallelism. The model is unchanged. If
+            ``deepspeed.initialize`` starts tensor parallelism later, the first forward pass raises this.
     """
-    layers = [module for module in model.modules() if isinstance(module, MOELayer | AutoEPMoELayer)]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MOELayer | AutoEPMoELayer)}
     if not layers:
         raise UnsupportedModel("the model has no deepspeed.moe.layer.MoE and no layer of AutoEP")
-    if any(getattr(layer, "use_tutel", False) for layer in layers):
+    if any(getattr(layer, "use_tutel", False) for layer in layers.values()):
         raise UnsupportedModel("use_tutel=True lets Tutel build the buffers of DeepSpeed; set use_tutel=False")
-    folded = [handles.spec.tp_size for layer in layers if (handles := getattr(layer, "folding_group_handles", None))]
-    if max([bwc_tensor_model_parallel_world_size(groups.mpu), *folded]) > 1:
-        raise UnsupportedModel(
-            "tensor parallelism of DeepSpeed gives the ranks of a layer the same tokens; use it without"
-        )
-    for layer in layers:
-        layer.transport = backend, options
+    for layer in layers.values():
+        _check_parallelism(layer)
+    for name, layer in layers.items():
+        layer.transport, layer.label = (backend, options), name
         if isinstance(layer, MOELayer):
             layer.__class__ = MoeCommMOELayer
         else:

@@ -1,4 +1,3 @@
-from moe_comm.integrations.expert_mesh import expert_mesh as expert_mesh
 from moe_comm.integrations.hugging_face.accelerator import prepare_accelerator as prepare_accelerator
 from moe_comm.integrations.hugging_face.architecture import (
     from_hugging_face as from_hugging_face,
@@ -35,3 +34,4 @@ from moe_comm.integrations.hugging_face.trainer import (
 )
 from moe_comm.layers.data_parallel.state import gather_state_dict as gather_state_dict
 from moe_comm.layers.data_parallel.sync import sum_replicated_gradients as sum_replicated_gradients
+from moe_comm.topology.expert_mesh import expert_mesh as expert_mesh

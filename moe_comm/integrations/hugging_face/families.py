@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import UnsupportedModel
-from moe_comm.integrations.versions import require
 from moe_comm.kernels.activations import Activation, activation_of, clamped_swiglu, glu
+from moe_comm.runtime.versions import require
 
 _LOOKS_LIKE_MOE = re.compile(r"(moe|experts?|mixture)", re.IGNORECASE)
 

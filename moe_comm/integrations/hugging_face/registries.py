@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_comm.dispatch import Dispatcher, make_dispatcher
+from moe_comm.dispatch.shared import shared_dispatcher
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
-from moe_comm.integrations.shared_dispatchers import shared_dispatcher
 from moe_comm.overlap.executors.base import ExpertCall
 
 if TYPE_CHECKING:

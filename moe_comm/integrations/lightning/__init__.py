@@ -1,7 +1,7 @@
 """Expert parallelism for Lightning: ``ExpertParallelStrategy`` trains and saves models with distributed experts."""
 
-from moe_comm.integrations.versions import require
 from moe_comm.lazy import attach_stub
+from moe_comm.runtime.versions import require
 
 require("lightning", "moe_comm.integrations.lightning")
 

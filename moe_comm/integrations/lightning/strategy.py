@@ -13,7 +13,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 
-from moe_comm.integrations.expert_mesh import expert_mesh
 from moe_comm.layers.data_parallel import (
     expert_parameters,
     load_optimizer_state_dict,
@@ -22,6 +21,7 @@ from moe_comm.layers.data_parallel import (
     prepare_ddp,
     state_dict,
 )
+from moe_comm.topology.expert_mesh import expert_mesh
 
 
 class ExpertParallelStrategy(DDPStrategy):  # type: ignore[misc, no-any-unimported, unused-ignore]

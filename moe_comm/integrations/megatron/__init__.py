@@ -1,7 +1,7 @@
 """Expert parallelism for Megatron-Core: a token dispatcher, and two ways to put it into MoE layers."""
 
-from moe_comm.integrations.versions import require
 from moe_comm.lazy import attach_stub
+from moe_comm.runtime.versions import require
 
 require("megatron-core", "moe_comm.integrations.megatron")
 

@@ -22,8 +22,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from moe_comm.dispatch import DROPPED, Dispatcher, DispatchHandle, DispatchOptions
+from moe_comm.dispatch.shared import shared_dispatcher
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.integrations.shared_dispatchers import shared_dispatcher
 from moe_comm.topology import ExpertPlacement
 
 UNSUPPORTED = {
@@ -67,7 +67,7 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         timeout_s: float = 300.0,
         label: str = "",
     ) -> None:
-        check_config(config)
+        _check_config(config)
         super().__init__(config=config, pg_collection=pg_collection)
         members = dist.get_process_group_ranks(self.tp_ep_group)
         slices = [members.index(rank) for rank in dist.get_process_group_ranks(self.tp_group)]
@@ -156,7 +156,7 @@ class MoeCommTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc, no-any-u
         return hidden_states.view(self._shape)
 
 
-def check_config(config: Any) -> None:
+def _check_config(config: Any) -> None:
     """Raise ConfigError for an option of Megatron's ``TransformerConfig`` that the dispatcher does not support."""
     for option, reason in UNSUPPORTED.items():
         if getattr(config, option, False):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import nn
 
-from moe_comm.integrations.megatron.dispatcher import MoeCommTokenDispatcher, check_config
+from moe_comm.integrations.megatron.dispatcher import MoeCommTokenDispatcher
 
 
 def replace_dispatchers(
@@ -34,7 +35,16 @@ def replace_dispatchers(
     chunks = [model] if isinstance(model, nn.Module) else model
     layers = [pair for chunk in chunks for pair in chunk.named_modules() if isinstance(pair[1], MoELayer)]
     for name, layer in layers:
-        _replace(layer, backend, timeout_s, name)
+        before = layer.token_dispatcher
+        layer.token_dispatcher = MoeCommTokenDispatcher(
+            layer.num_local_experts,
+            layer.local_expert_indices,
+            layer.config,
+            SimpleNamespace(ep=before.ep_group, expt_tp=before.tp_group, tp_ep=before.tp_ep_group),
+            backend=backend,
+            timeout_s=timeout_s,
+            label=name,
+        )
     return len(layers)
 
 
@@ -63,24 +73,15 @@ class MoeCommMoELayer(MoELayer):  # type: ignore[misc, no-any-unimported, unused
         backend: str = "auto",
         timeout_s: float = 300.0,
     ) -> None:
-        check_config(config)
+        groups = pg_collection or get_default_pg_collection()
+        local = config.num_moe_experts // groups.ep.size()
+        own = range(groups.ep.rank() * local, (groups.ep.rank() + 1) * local)
+        # Before anything is allocated, because it checks the options.
+        dispatcher = MoeCommTokenDispatcher(local, own, config, groups, backend=backend, timeout_s=timeout_s)
         kind = config.moe_token_dispatcher_type
         config.moe_token_dispatcher_type = "allgather"  # needs neither CUDA nor DeepEP
         try:
-            super().__init__(config, submodules, layer_number, pg_collection)
+            super().__init__(config, submodules, layer_number, groups)
         finally:
             config.moe_token_dispatcher_type = kind
-        _replace(self, backend, timeout_s)
-
-
-def _replace(layer: Any, backend: str, timeout_s: float, label: str = "") -> None:
-    previous = layer.token_dispatcher
-    layer.token_dispatcher = MoeCommTokenDispatcher(
-        layer.num_local_experts,
-        layer.local_expert_indices,
-        layer.config,
-        SimpleNamespace(ep=previous.ep_group, expt_tp=previous.tp_group, tp_ep=previous.tp_ep_group),
-        backend=backend,
-        timeout_s=timeout_s,
-        label=label,
-    )
+        self.token_dispatcher = dispatcher

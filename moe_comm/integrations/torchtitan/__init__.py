@@ -1,7 +1,7 @@
 """Expert parallelism for torchtitan: a token dispatcher, and overrides that select it."""
 
-from moe_comm.integrations.versions import require
 from moe_comm.lazy import attach_stub
+from moe_comm.runtime.versions import require
 
 require("torchtitan", "moe_comm.integrations.torchtitan")
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.errors import MoeCommError
 from tests.pool import RankPool
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read on import
@@ -219,25 +221,87 @@ def test_an_engine_trains_as_with_deepspeeds_transport(
 
 
 def refuse(rank: int, world: int, _: None) -> list[str]:
+    """Return the errors of an unused Tutel, no MoE layer, no group, and rows of another dtype on the last rank."""
     from moe_comm.integrations.deepspeed import swap_transport
 
     layer = make(case("refused", k=2), world, rank, grouped=False)
     layer.deepspeed_moe.use_tutel = True  # Tutel is not installed
-    errors = []
-    for model in (layer, nn.Linear(2, 2)):
-        try:
-            swap_transport(model)
-        except UnsupportedModel as error:
-            errors.append(str(error))
+    errors = [error_of(swap_transport, layer), error_of(swap_transport, nn.Linear(2, 2))]
     layer.deepspeed_moe.use_tutel = False
-    try:
-        swap_transport(layer)(torch.ones(1, 4, HIDDEN))
-    except ConfigError as error:
-        errors.append(str(error))
+    model = swap_transport(nn.ModuleDict({"block": layer}))
+    x = torch.ones(1, 4, HIDDEN)
+    errors.append(error_of(model["block"], x))
+    layer.set_deepspeed_parallelism()
+    errors.append(error_of(model["block"], x.bfloat16() if rank == world - 1 else x))
     return errors
 
 
-def test_unsupported_models_raise_on_every_rank(pools: dict[int, RankPool]) -> None:
-    for tutel, none, no_group in pools[2].run(refuse):
-        assert "use_tutel=False" in tutel and "no deepspeed.moe.layer.MoE" in none
-        assert "deepspeed.initialize" in no_group
+def error_of(call: Callable[..., object], *args: Any) -> str:
+    try:
+        call(*args)
+    except MoeCommError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_errors_raise_on_every_rank(pools: dict[int, RankPool]) -> None:
+    for tutel, none, no_group, mismatch in pools[2].run(refuse):
+        assert tutel.startswith("UnsupportedModel") and "use_tutel=False" in tutel
+        assert none.startswith("UnsupportedModel") and "no deepspeed.moe.layer.MoE" in none
+        assert no_group.startswith("ConfigError") and "deepspeed.initialize" in no_group
+        assert mismatch.startswith("RankMismatch") and "block.deepspeed_moe" in mismatch
+
+
+class TensorParallel:
+    """An ``mpu``, as of Megatron, with one tensor-parallel group of all ranks."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.alone = [dist.new_group([one]) for one in range(world)][rank]
+
+    def get_model_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.world
+
+    def get_model_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_group(self) -> Any:
+        return self.alone
+
+
+def tensor_parallel(rank: int, world: int, swapped_first: bool) -> str:
+    """Return the error of ``swap_transport`` or of the first step, whichever follows ``deepspeed.initialize``."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    from moe_comm.integrations.deepspeed import swap_transport
+
+    own = case("tensor-parallel", k=1)
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    model: nn.Module = Model(own, 1, rank)
+    if swapped_first:
+        swap_transport(model)
+    try:
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, config={"train_micro_batch_size_per_gpu": 1}, mpu=TensorParallel(rank, world)
+        )
+        return error_of(engine, *inputs(own, 0)) if swapped_first else error_of(swap_transport, engine.module)
+    finally:
+        groups.mpu = None
+
+
+@pytest.mark.parametrize("swapped_first", [True, False])
+def test_tensor_parallelism_is_found_before_and_after_initialize(
+    swapped_first: bool, pools: dict[int, RankPool]
+) -> None:
+    for error in pools[2].run(tensor_parallel, swapped_first):
+        assert error.startswith("UnsupportedModel") and "tensor parallelism" in error

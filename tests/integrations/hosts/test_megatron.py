@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_comm.errors import ConfigError
 from tests.integrations.hosts.routed import (
     CASES,
     Case,
@@ -65,8 +66,8 @@ def test_equals_the_allgather_dispatcher(world: int, ep: int, etp: int, pools: d
                 assert torch.equal(got, want), case.name
 
 
-def gpt(case: Case, ours: str, **options: Any) -> Any:
-    """Return a GPT model of Megatron-Core with MoE layers. ours: "", "spec" or "replaced"."""
+def gpt(case: Case, ours: str, backend: str, **options: Any) -> Any:
+    """Return a GPT model of Megatron-Core with MoE layers. ours: "", "spec" or "replaced". backend: for ours."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -76,13 +77,19 @@ def gpt(case: Case, ours: str, **options: Any) -> Any:
     spec = get_gpt_layer_local_spec(num_experts=case.num_experts)
     if ours == "spec":
         spec.submodules.mlp.module = MoeCommMoELayer
-        spec.submodules.mlp.params = {"backend": "all_gather"}
+        spec.submodules.mlp.params = {"backend": backend}
     model = GPTModel(config, spec, vocab_size=32, max_sequence_length=8)
     if ours == "replaced":
-        assert replace_dispatchers([model], backend="all_to_all") == 2
-    elif ours == "spec":
-        assert {layer.mlp.token_dispatcher._backend for layer in model.decoder.layers} == {"all_gather"}
+        assert replace_dispatchers([model], backend=backend) == 2
     return model
+
+
+def loss_of(model: Any, rank: int) -> Tensor:
+    """Return the loss of this rank's tokens."""
+    ids = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(rank))
+    mask = torch.ones(1, 1, 8, 8).triu(1).bool()
+    loss: Tensor = model(ids[:, :-1], torch.arange(8).expand(2, -1), mask, labels=ids[:, 1:]).mean()
+    return loss
 
 
 def trained(rank: int, world: int, arg: tuple[int, Case, str, dict[str, Any]]) -> tuple[list[float], dict[str, Tensor]]:
@@ -90,13 +97,13 @@ def trained(rank: int, world: int, arg: tuple[int, Case, str, dict[str, Any]]) -
     etp, case, ours, options = arg
     with megatron_on_cpu(expert_model_parallel_size=world // etp, expert_tensor_parallel_size=etp):
         torch.manual_seed(7)
-        model = gpt(case, ours, expert_model_parallel_size=world // etp, expert_tensor_parallel_size=etp, **options)
+        backend = "all_gather" if ours == "spec" else "all_to_all"
+        sizes = {"expert_model_parallel_size": world // etp, "expert_tensor_parallel_size": etp}
+        model = gpt(case, ours, backend, **sizes, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ids = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(rank))
-        mask = torch.ones(1, 1, 8, 8).triu(1).bool()
         losses, grads = [], {}
         for _ in range(3):
-            loss = model(ids[:, :-1], torch.arange(8).expand(2, -1), mask, labels=ids[:, 1:]).mean()
+            loss = loss_of(model, rank)
             loss.backward()
             grads = grads or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             optimizer.step()
@@ -126,6 +133,21 @@ def test_a_model_trains_as_with_the_allgather_dispatcher(
         assert any("router" in name for name in grads)
         for name, grad in grads.items():
             torch.testing.assert_close(grad, expected_grads[name], rtol=1e-4, atol=1e-6)
+
+
+def unknown_backend(rank: int, world: int, ours: str) -> str:
+    """Return the error of the first step of a model whose dispatchers have a backend that does not exist."""
+    with megatron_on_cpu(expert_model_parallel_size=world):
+        model = gpt(Case("backend"), ours, "nccl", expert_model_parallel_size=world)
+        with pytest.raises(ConfigError) as found:
+            loss_of(model, rank)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("ours", ["spec", "replaced"])
+def test_options_reach_the_dispatchers(ours: str, pools: dict[int, RankPool]) -> None:
+    for error in pools[2].run(unknown_backend, ours):
+        assert "unknown dispatch backend 'nccl'" in error
 
 
 def identity(rank: int, world: int, etp: int) -> tuple[Tensor, ...]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_comm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def expert_mesh(ep_size: int | None = None, device_type: str = "cpu") -> DeviceMesh | None:
@@ -37,6 +33,4 @@ def expert_mesh(ep_size: int | None = None, device_type: str = "cpu") -> DeviceM
         raise ConfigError(f"ep_size={ep_size} must be positive and divide the number of ranks, {world}")
     if not dist.is_initialized():
         return None
-    from torch.distributed.device_mesh import init_device_mesh  # imports DTensor
-
     return init_device_mesh(device_type, (world // ep_size, ep_size), mesh_dim_names=("edp", "ep"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moe_comm.errors import ConfigError, MissingDependency
-from moe_comm.integrations import versions
+from moe_comm.runtime import versions
 
 
 @pytest.mark.parametrize(
