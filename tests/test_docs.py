@@ -167,12 +167,12 @@ def shell_lines(page: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_shell_lines_use_existing_commands(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
     text = page.read_text()
-    for target in re.findall(r"^make ([a-z]+)", "\n".join(shell_lines(page)), re.MULTILINE):
+    for target in re.findall(r"^make ([a-z-]+)", "\n".join(shell_lines(page)), re.MULTILINE):
         assert target in targets
-    for target in re.findall(r"`make ([a-z]+)", text):
+    for target in re.findall(r"`make ([a-z-]+)", text):
         assert target in targets
     for named in re.findall(r"moe_comm\[([a-z0-9,]+)\]", text):
         assert set(named.split(",")) <= extras
