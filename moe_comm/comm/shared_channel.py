@@ -11,6 +11,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -200,6 +201,16 @@ class SharedChannel(Channel):
         finally:
             if rendezvous is not None:
                 rendezvous.abandon()  # has no effect after finish
+
+    def reserve(self, num_bytes: int) -> None:
+        """Grow the shared memory of this rank so that it has a free block of ``num_bytes``. Not collective.
+
+        New pages take several times as long as the copy of their bytes, so a later call that offers such a block is
+        faster. Nothing happens without shared memory, or without room.
+        """
+        if self._shared is not None and self.shared_memory:
+            with suppress(HeapError):
+                block(self._shared.heap, 1, -(-num_bytes // 4), torch.float32)
 
     def uses_shared_memory(self, x: Tensor) -> bool:
         """Return whether tensors on the device of ``x`` are transferred through shared memory. Equal on all ranks."""

@@ -163,7 +163,11 @@ class PlacementLine:
 
     @property
     def placement(self) -> Placement:
-        """The placement after the decision. Raises ``ConfigError`` if the owners are invalid."""
+        """The placement after the decision, with experts in ascending order on each rank.
+
+        Raises:
+            ConfigError: the owners are invalid.
+        """
         return Placement(tuple(tuple(ranks) for ranks in self.owners), self.world, self.version)
 
 

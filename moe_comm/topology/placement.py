@@ -108,7 +108,7 @@ class Placement:
 
         owners ((0,), (1, 0), (0,), (1,)) on 2 ranks    rank 0: 0 1 2   rank 1: 1 3   home of expert 1: rank 1
 
-    A rank stores the experts that it is the home of, then copies, each in ascending order of their global ids.
+    A rank stores the experts that it is the home of, then copies in ascending order of their global ids.
 
     Args:
         owners: for each expert the ranks that hold it. The first rank is the expert's home, which holds the parameters
@@ -117,16 +117,18 @@ class Placement:
         version: number of switches since the start of training.
         slots: slots for copies on each rank, which may be empty. A layer can switch between placements with equal
             ``slots``. None: each rank has as many slots as copies.
+        order: for each rank the experts that it is the home of, in the order in which it stores them. None: ascending.
 
     Raises:
         ConfigError: there is no expert; an expert has no owner, has one owner twice or has an owner outside the world;
-            a rank has more copies than slots.
+            a rank has more copies than slots; ``order`` does not fit ``owners``.
     """
 
     owners: tuple[tuple[int, ...], ...]
     world: int
     version: int = 0
     slots: int | None = None
+    order: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.owners or self.world < 1 or self.version < 0:
@@ -148,6 +150,12 @@ class Placement:
                 f"the ranks have {list(self.copies_per_rank)} copies of other ranks' experts, and {self.slots} slots "
                 f"for them each; slots must hold all copies, and be at most the {most} experts of other ranks"
             )
+        if self.order is not None:
+            ascending = self._ascending_homes
+            if tuple(tuple(sorted(experts)) for experts in self.order) != ascending:
+                raise ConfigError(f"the ranks are the homes of the experts {ascending}; got them as {self.order}")
+            if self.order == ascending:
+                object.__setattr__(self, "order", None)  # equal placements compare as equal
 
     @classmethod
     def contiguous(
@@ -174,6 +182,25 @@ class Placement:
                 f"experts on {world} expert-parallel ranks"
             )
         return self
+
+    def with_owners(self, owners: Sequence[Sequence[int]]) -> Placement:
+        """Return the next version, with other owners.
+
+        Experts that keep their home keep their place there, and the others fill the free places. So a switch moves only
+        experts that change their rank.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        new = replace(self, owners=tuple(map(tuple, owners)), version=self.version + 1, order=None)
+        if new.homes_per_rank != self.homes_per_rank:
+            return new
+        order = []
+        for rank, stored in enumerate(new._ascending_homes):
+            old = self.homes_of(rank)
+            arriving = iter([expert for expert in stored if expert not in old])
+            order.append(tuple(expert if expert in stored else next(arriving) for expert in old))
+        return replace(new, order=tuple(order))
 
     @property
     def num_experts(self) -> int:
@@ -222,14 +249,26 @@ class Placement:
     @cached_property
     def is_contiguous(self) -> bool:
         """Whether the id of each slot is the id of its expert."""
-        return sum(self.slots_per_rank) == self.num_experts and list(self.homes) == sorted(self.homes)
+        return sum(self.slots_per_rank) == self.num_experts and self.homes_are_consecutive
+
+    @property
+    def homes_are_consecutive(self) -> bool:
+        """Whether each rank is the home of consecutive experts, in ascending order."""
+        return self.order is None and list(self.homes) == sorted(self.homes)
+
+    @cached_property
+    def _ascending_homes(self) -> tuple[tuple[int, ...], ...]:
+        homes: list[list[int]] = [[] for _ in range(self.world)]
+        for expert, ranks in enumerate(self.owners):
+            homes[ranks[0]].append(expert)
+        return tuple(map(tuple, homes))
 
     def homes_of(self, rank: int) -> tuple[int, ...]:
-        """Return the global ids of the experts that ``rank`` is the home of, ascending."""
-        return tuple(expert for expert, ranks in enumerate(self.owners) if rank == ranks[0])
+        """Return the global ids of the experts that ``rank`` is the home of, in the order in which it stores them."""
+        return (self.order or self._ascending_homes)[rank]
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """Return the global ids of the experts that ``rank`` holds: as home, then as copies, each ascending."""
+        """Return the global ids of the experts that ``rank`` holds: ``homes_of``, then the copies, ascending."""
         return self.homes_of(rank) + tuple(expert for expert, ranks in enumerate(self.owners) if rank in ranks[1:])
 
     def slot_ids(self) -> list[list[int]]:
@@ -243,20 +282,21 @@ class Placement:
 
     @cached_property
     def digest(self) -> int:
-        """A hash of the owners and slots (44 bits) and the version (the lowest 16 bits), the same in every process.
+        """A hash of all fields but the version (44 bits), and the version (the lowest 16 bits).
 
-        0 for the contiguous placement of version 0 without slots for copies.
+        The same in every process. 0 for the contiguous placement of version 0 without slots for copies.
         """
         if self.is_contiguous and not self.version:
             return 0
-        owners = json.dumps((self.owners, self.slots_per_rank)).encode()
-        hashed = int.from_bytes(hashlib.blake2b(owners, digest_size=8).digest(), "little")
+        fields = json.dumps((self.owners, self.slots_per_rank, self.order)).encode()
+        hashed = int.from_bytes(hashlib.blake2b(fields, digest_size=8).digest(), "little")
         return hashed >> 20 << 16 | self.version & 0xFFFF
 
     def to_json(self) -> str:
         """Return the placement as a JSON object."""
         value = {"owners": self.owners, "world": self.world, "version": self.version}
-        return json.dumps(value if self.slots is None else value | {"slots": self.slots})
+        options = {"slots": self.slots, "order": self.order}
+        return json.dumps(value | {name: one for name, one in options.items() if one is not None})
 
     @classmethod
     def from_json(cls, text: str) -> Placement:
@@ -268,10 +308,11 @@ class Placement:
         try:
             value = json.loads(text)
             owners, world, version = tuple(map(tuple, value["owners"])), value["world"], value["version"]
-            slots = value.get("slots")
-            numbers = (world, version, *chain(*owners), *(() if slots is None else (slots,)))
+            slots, order = value.get("slots"), value.get("order")
+            order = None if order is None else tuple(map(tuple, order))
+            numbers = (world, version, *chain(*owners, *(order or ())), *(() if slots is None else (slots,)))
             if any(type(number) is not int for number in numbers):
-                raise TypeError("owners, world, version and slots must be integers")
-            return cls(owners, world, version, slots)
+                raise TypeError("owners, world, version, slots and order must be integers")
+            return cls(owners, world, version, slots, order)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"not a placement: {text[:200]!r} ({type(error).__name__}: {error})") from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isqrt
 from typing import Literal
 
@@ -158,8 +158,8 @@ def rebalance(loads_E: Loads, current: Placement, slots: int = 0) -> Placement:
     owners: list[tuple[int, ...]] = [(home,) for home in home_E]
     if slots:
         owners = _with_copies(loads_E, current, slots)
-    best = replace(current, owners=tuple(owners), version=current.version + 1)
-    plain = replace(best, owners=tuple((home,) for home in home_E))
+    best = current.with_owners(owners)
+    plain = current.with_owners([(home,) for home in home_E])
     choices = [current, plain, best] if _copies(current) <= slots else [plain, best]
     return min(choices, key=lambda one: _quality(loads_E, one, current))
 

@@ -33,8 +33,8 @@ class Split:
         segments: the dimension consists of this many equal segments, each of which is split separately (fused gate and
             up).
         sizes: length on each rank of the axis if the lengths differ (experts); requires one segment.
-        ids: ascending indices of the dimension that each rank of the axis holds, if they are not consecutive (experts);
-            requires one segment.
+        ids: indices of the dimension that each rank of the axis holds, in the order in which it stores them, if they
+            are not consecutive (experts); requires one segment.
     """
 
     dim: int
@@ -46,7 +46,7 @@ class Split:
     @classmethod
     def of_experts(cls, placement: Placement) -> Split:
         """Return the split of dimension 0, which counts experts, over ``ep``: each expert is on its home only."""
-        if list(placement.homes) != sorted(placement.homes):
+        if not placement.homes_are_consecutive:
             return cls(0, "ep", ids=tuple(map(placement.homes_of, range(placement.world))))
         counts = placement.homes_per_rank
         return cls(0, "ep", sizes=None if len(set(counts)) == 1 else counts)

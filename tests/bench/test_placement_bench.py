@@ -91,9 +91,10 @@ def test_routing_is_seeded_distinct_and_drifts() -> None:
 
 def test_eplb_packs_evenly_and_ignores_the_placement_before() -> None:
     loads = [8, 7, 6, 5, 4, 3, 2, 1]
-    packed = eplb(loads, 2, 1)
+    first = Placement.contiguous(8, 2)
+    packed = eplb(loads, first)
     assert packed.slots_per_rank == (4, 4) and busiest_rows(loads, packed) == 18
-    assert len(Moves.of(Placement.contiguous(8, 2), packed).homes) == 4
+    assert len(Moves.of(first, packed).homes) == 4 and packed.version == 1
 
 
 def test_eplb_replicates_the_experts_with_the_most_rows_per_replica() -> None:

@@ -106,6 +106,36 @@ def test_the_contiguous_placement_is_the_layout_of_its_slots() -> None:
     assert Placement.contiguous(3, 2, [0, 3]).experts_of(1) == (0, 1, 2)
 
 
+@SEEDED
+@given(st.lists(st.permutations(range(9)), min_size=1, max_size=4))
+def test_experts_that_keep_their_home_keep_their_place(permutations: list[list[int]]) -> None:
+    placement = Placement.contiguous(9, 3)
+    for permutation in permutations:
+        owners = [placement.owners[expert] for expert in permutation]
+        new = placement.with_owners(owners)
+        assert new.owners == tuple(owners) and new.version == placement.version + 1
+        for rank in range(3):
+            for old, stored in zip(placement.homes_of(rank), new.homes_of(rank), strict=True):
+                assert stored == old or new.homes[old] != rank
+            assert sorted(new.homes_of(rank)) == [one for one, home in enumerate(new.homes) if home == rank]
+        slots = [slot for (slot,) in new.slot_ids()]
+        assert [slots[expert] for rank in range(3) for expert in new.homes_of(rank)] == list(range(9))
+        assert Placement.from_json(new.to_json()) == new
+        placement = new
+    assert placement.with_owners([(expert % 2,) for expert in range(9)]).order is None  # other numbers of homes
+
+
+def test_the_order_of_a_rank_changes_the_digest_and_must_fit() -> None:
+    owners = ((0,), (0,), (1,), (1,))
+    swapped = Placement(owners, 2, order=((1, 0), (2, 3)))
+    assert swapped.slot_ids() == [[1], [0], [2], [3]] and not swapped.is_contiguous
+    assert swapped.digest != Placement(owners, 2).digest == 0
+    assert Placement(owners, 2, order=((0, 1), (2, 3))) == Placement(owners, 2)
+    for order in (((1, 2), (0, 3)), ((0, 1),), ((0, 0, 1), (2, 3))):
+        with pytest.raises(ConfigError, match="the ranks are the homes of"):
+            Placement(owners, 2, order=order)
+
+
 def test_digests_differ_by_owner_world_and_version() -> None:
     one = Placement(((1,), (1,), (0,), (0,)), 2)
     others = [Placement(one.owners, 2, 1), Placement(one.owners, 3), Placement(one.owners[::-1], 2, 1)]
@@ -140,6 +170,7 @@ def test_wrong_owners_are_refused_with_the_expert_and_the_ranks(
         '"owners"',
         '{"owners": 3, "world": 1, "version": 0}',
         *(f'{{"owners": [[0]], "world": 1, "version": 0, "slots": {slots}}}' for slots in ("false", "0.0", '""', "[]")),
+        *(f'{{"owners": [[0]], "world": 1, "version": 0, "order": {order}}}' for order in ("0", "[0]", "[[0.0]]")),
     ],
 )
 def test_text_that_is_no_placement_is_refused(text: str) -> None:

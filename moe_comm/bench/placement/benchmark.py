@@ -19,7 +19,6 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -36,6 +35,7 @@ from moe_comm.bench.placement.settings import Costs, PlacementBench, eplb, eplb_
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig, Routing
+from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.placement_replay import LoadWindow
 from moe_comm.topology.rebalance import DecisionSettings, Moves, busiest_rows, over_mean
@@ -69,6 +69,11 @@ class _Contestant:
             dtype=bench.torch_dtype,
             label=name,
         )
+        group = self.layer.dispatcher.group
+        if name != FIXED and group is not None:  # as the trainer does
+            rows = max(placement.homes_per_rank) // 2
+            expert_bytes = sum(param[0].nbytes for param in self.layer.experts.parameters())
+            channel_of(group).reserve(rows * expert_bytes)
         x_TD = make_x(bench, dist.get_rank())
         self.x_TD, self.grad_TD = x_TD.requires_grad_(), torch.ones_like(x_TD)
         self.routing: Routing | None = None
@@ -181,7 +186,7 @@ def run(bench: PlacementBench, threads: int) -> dict[str, Any]:
                     deciding[kind].decide(step + 1, bench.decisions(kind, costs), clock)
                 packed = layers[-1]
                 totals_E = [sum(values) for values in zip(*loads[-bench.window :], strict=True)]
-                packed.move(eplb(totals_E, bench.ranks, packed.layer.placement.version + 1), clock)
+                packed.move(eplb(totals_E, packed.layer.placement), clock)
                 packed_copies = eplb_replicas(totals_E, bench.ranks, bench.slots)
                 compare = True
         by_rank: list[Any] = [None] * bench.ranks
@@ -232,7 +237,7 @@ def _costs(fixed: _Contestant, copying: _Contestant | None, clock: Clock) -> Cos
     bench, first = fixed.bench, fixed.layer.placement
     swapped = list(first.owners)
     swapped[0], swapped[-1] = swapped[-1], swapped[0]
-    other = Placement(tuple(swapped), first.world, 1)
+    other = first.with_owners(swapped)
     for step in range(TRIALS):
         fixed.begin(bench.ids(step, dist.get_rank()))
         clock.measure(fixed.name, ("forward", fixed.forward), ("backward", fixed.backward))
@@ -254,7 +259,7 @@ def _seconds_of_copies(one: _Contestant, clock: Clock) -> float:
     owners = [
         (home,) if expert % per_rank else (home, (home + 1) % bench.ranks) for expert, home in enumerate(first.homes)
     ]
-    one.layer.relocate(replace(first, owners=tuple(owners), version=1))
+    one.layer.relocate(first.with_owners(owners))
     copies = one.layer.copies
     assert copies is not None
     for step in range(TRIALS):

@@ -115,16 +115,16 @@ class PlacementBench(BatchShape):
         return loads
 
 
-def eplb(loads_E: list[int], world: int, version: int) -> Placement:
+def eplb(loads_E: list[int], current: Placement) -> Placement:
     """Return the placement of EPLB (DeepSeek) without replicas: its balanced packing of experts into ranks.
 
-    The previous placement does not matter, so most experts move.
+    The homes in ``current`` do not matter, so most experts move.
     """
     homes = [0] * len(loads_E)
-    for rank, experts in enumerate(eplb_replicas(loads_E, world, 0)):
+    for rank, experts in enumerate(eplb_replicas(loads_E, current.world, 0)):
         for expert in experts:
             homes[expert] = rank
-    return Placement(tuple((home,) for home in homes), world, version)
+    return current.with_owners([(home,) for home in homes])
 
 
 def eplb_replicas(loads_E: list[int], world: int, slots: int) -> list[list[int]]:

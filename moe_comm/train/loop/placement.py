@@ -31,7 +31,13 @@ from moe_comm.train.checkpoint.exchange import gather_or_raise
 from moe_comm.train.metrics import PlacementReport
 from moe_comm.train.optim import Optimizer
 from moe_comm.train.parallel import DataParallel
-from moe_comm.train.parallel.relocation import ExpertSize, check_relocation, declare_placement, relocate_experts
+from moe_comm.train.parallel.relocation import (
+    ExpertSize,
+    check_relocation,
+    declare_placement,
+    relocate_experts,
+    reserve_memory,
+)
 from moe_comm.train.sections import PlacementSection
 
 FORWARD_BACKWARD = 6
@@ -93,6 +99,7 @@ class ExpertPlacements:
         self.by_layer = dict.fromkeys(names, self._first)
         self.windows = {name: LoadWindow(section.window) for name in names}
         self.times: SwitchTimes | None = None
+        self._reserved = False
 
     @property
     def active(self) -> bool:
@@ -112,6 +119,10 @@ class ExpertPlacements:
         """
         if not self.active:
             return None
+        if not self._reserved:
+            self._reserved = True  # now, because the optimizer has its state after its first step
+            for name, layer in list(self._layers.items())[:1]:
+                reserve_memory(layer, name, self._data_parallel, self._optimizer.state_tensors)
         experts = next(iter(self.by_layer.values())).num_experts
         for name, window in self.windows.items():
             window.add(loads[name].load_E[:experts].tolist())
@@ -136,8 +147,8 @@ class ExpertPlacements:
         if not self.active:
             return 0
         experts, copies = self._first.num_experts, self.section.slots * self._first.world
-        # Two placements, and the loads.
-        numbers = 2 * (experts + copies) + experts * (1 + MOST_MEMORY) * self.section.window
+        # Two placements with owners and order, and the loads.
+        numbers = 2 * (2 * experts + copies) + experts * (1 + MOST_MEMORY) * self.section.window
         return len(self.by_layer) * (NUMBER_BYTES * numbers + LAYER_BYTES)
 
     def load(self, state: object, *, move: bool) -> None:

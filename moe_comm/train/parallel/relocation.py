@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.relocation import MovedStack, move_rows, moved_state
+from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.topology import EXPERT_AXES, Placement
 from moe_comm.train.parallel.parameters import OwnedParameter
 from moe_comm.train.parallel.strategy import DataParallel
@@ -100,6 +101,17 @@ def relocate_experts(
     sent_bytes = move_rows(stacks, group, ranks.index(mesh.rank), what)
     declare_placement(layer, name, placement, data_parallel)
     return sent_bytes
+
+
+def reserve_memory(layer: MoELayer, name: str, data_parallel: DataParallel, state_tensors: StateTensors) -> None:
+    """Reserve shared memory for a switch in which half of the experts of ``layer`` leave this rank.
+
+    Collective, as ``channel_of``. Otherwise the first switch waits for new pages.
+    """
+    group = data_parallel.mesh.group(*_STAGE)
+    if group is not None:
+        size = ExpertSize.of(layer, name, data_parallel, state_tensors)
+        channel_of(group).reserve(max(layer.placement.homes_per_rank) // 2 * size.num_bytes)
 
 
 def declare_placement(layer: MoELayer, name: str, placement: Placement, data_parallel: DataParallel) -> None:

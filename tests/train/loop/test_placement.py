@@ -207,7 +207,8 @@ def test_runs_switch_resume_and_end_with_the_bits_of_fixed_experts(pool2: RankPo
     last = [CheckpointReader(result.folder / "checkpoints" / "step-00000020") for result in (moving, resumed)]
     assert last[0].state["placement"] == last[1].state["placement"]
     for line in (line for line in decisions if line.step == 20):
-        assert json.loads(line.placement.to_json()) == last[0].state["placement"]["layers"][line.layer]
+        saved = last[0].state["placement"]["layers"][line.layer]
+        assert (line.owners, line.version) == (saved["owners"], saved["version"])
     # Another mapping starts with consecutive experts.
     alone = run_relocating(0, 1, [*whole_run, "run.name=alone", f"checkpoint.resume={middle.path}", "run.steps=12"])
     first = {line["step"]: line["loss"] for line in metrics_of(alone)}[11]
