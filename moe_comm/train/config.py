@@ -81,7 +81,6 @@ class TrainConfig(Section):
         wrong = {
             "parallel.pp must be 1": parallel.pp > 1,
             "parallel.sharding must not be 'fsdp'": parallel.sharding == "fsdp",
-            "parallel.overlap_gradients must not be 'on'": parallel.overlap_gradients == "on",
         }
         if messages := [message for message, applies in wrong.items() if applies]:
             raise ValueError(f"placement.kind 'replicate' makes copies of experts: {'; '.join(messages)}")

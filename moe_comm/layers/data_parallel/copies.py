@@ -155,6 +155,11 @@ class ExpertCopies:
         for stack in self._stacks.values():
             stack.copies_CX.grad = None
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the experts whose home is this rank."""
+        return list(self._params().values())
+
     def parameter(self, name: str) -> nn.Parameter:
         """Return the parameter ``name`` of the module."""
         param: nn.Parameter = getattr(self._experts, name)

@@ -14,7 +14,7 @@ over several groups have one order, so ranks cannot wait for each other in a cyc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -101,20 +101,31 @@ class BucketSchedule:
     """Reduces ``buckets`` and gathers their weights.
 
     Buckets whose group has an own group are transferred during the passes of the model: their gradients between
-    ``begin_backward`` and ``reduce``, their weights between ``publish`` and the forward pass that needs them. Others
-    are reduced in ``reduce`` and gathered in ``publish``.
+    ``begin_backward`` and ``reduce``, their weights between ``publish`` and the forward pass that needs them. Others,
+    and those with a parameter of ``serial``, are reduced in ``reduce`` and gathered in ``publish``.
 
     Args:
         buckets: buckets with disjoint parameters.
         stages: this rank's pipeline stages, which have all parameters.
+        serial: parameters whose buckets are transferred between the passes.
     """
 
-    def __init__(self, buckets: Sequence[GradientBucket], stages: Sequence[nn.Module], transfers: Transfers) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[GradientBucket],
+        stages: Sequence[nn.Module],
+        transfers: Transfers,
+        serial: Collection[nn.Parameter] = (),
+    ) -> None:
         index = {param: i for i, param in enumerate(param for stage in stages for param in stage.parameters())}
         ordered = sorted(buckets, key=lambda bucket: -min((index[param] for param in bucket.params), default=0))
         self._transfers = transfers
-        self._serial = [bucket for bucket in ordered if not transfers.overlaps(bucket.group)]
-        self._overlapped = [bucket for bucket in ordered if transfers.overlaps(bucket.group)]
+        self._overlapped = [
+            bucket
+            for bucket in ordered
+            if transfers.overlaps(bucket.group) and not any(param in serial for param in bucket.params)
+        ]
+        self._serial = [bucket for bucket in ordered if bucket not in self._overlapped]
         self._backward_order = {id(bucket): i for i, bucket in enumerate(self._overlapped)}
         of_group: dict[ProcessGroup | None, Iterator[Lane]] = {}
         # The ranks of a group have the same buckets of that group, but other ones may differ (uneven experts).

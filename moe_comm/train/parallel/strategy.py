@@ -60,7 +60,7 @@ class DataParallelOptions:
         overlap: reduce gradients during the last backward pass of a step, and gather the weights of ZeRO during the
             next forward pass. "auto": for groups with ranks on several hosts, and on GPUs. On one host the CPU ranks
             copy through shared memory with the cores that compute. FSDP also gathers the next unit while one computes.
-            "auto" does not overlap if experts can have copies, whose gradients are added first.
+            Experts that can have copies do not overlap: the gradients of copies are added first.
         keep_gradients: keep the gradients of this rank until ``zero_grad``. Otherwise ZeRO frees them when their bucket
             is packed.
         reshard_after_forward: FSDP frees the gathered weights of a block after forward, and gathers them again for
@@ -120,7 +120,7 @@ class DataParallel:
 
     Raises:
         ConfigError: a parameter's shape contradicts its sharding, or FSDP cannot shard it; or experts can have copies
-            on other ranks, with FSDP or with ``overlap`` "on".
+            on other ranks, with FSDP.
     """
 
     def __init__(
@@ -138,13 +138,12 @@ class DataParallel:
             for _, module, _ in expert_modules(stage)
             if (copies := getattr(module, "copies", None)) is not None
         ]
-        if self._copies:
-            if options.strategy == "fsdp" or options.overlap == "on":
-                raise ConfigError(
-                    "experts with copies on other ranks can be trained with the strategies replicate and zero1, and "
-                    f"without overlapped gradients; got {options.strategy} with overlap {options.overlap!r}"
-                )
-            options = replace(options, overlap="off")
+        if self._copies and options.strategy == "fsdp":
+            raise ConfigError(
+                "experts with copies on other ranks can be trained with the strategies replicate and zero1; got fsdp"
+            )
+        # The gradients of copies are added to those of the homes first, and copies are published after the homes.
+        self._after_passes = {param for copies in self._copies for param in copies.parameters}
         self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
         trained = [self._with_compute_dtype(item) for item in local_parameters(stages, shardings, mesh)]
         self._units: tuple[UnitRanks, UnitRanks] | None = None
@@ -165,7 +164,7 @@ class DataParallel:
         transfers = self._transfers
         if self._units is not None:
             transfers = replace(transfers, lanes=transfers.lanes[1:])
-        self._schedule = BucketSchedule(buckets, stages, transfers)
+        self._schedule = BucketSchedule(buckets, stages, transfers, self._after_passes)
 
     @property
     def traffic(self) -> GradientTraffic:
@@ -278,7 +277,8 @@ class DataParallel:
     def _make_transfers(self, sharded: Sequence[LocalParameter], replicated: Sequence[LocalParameter]) -> Transfers:
         """Return the threads. With FSDP, its units use the first lane, and other parameters the second one."""
         in_buckets = replicated if self._units is not None else [*sharded, *replicated]
-        groups = self._overlapped(self.mesh.sum_group(item.sharding) for item in in_buckets)
+        in_passes = [item for item in in_buckets if item.param not in self._after_passes]
+        groups = self._overlapped(self.mesh.sum_group(item.sharding) for item in in_passes)
         own_groups = [self._own_groups(self._unit_groups() if self._units is not None else groups)]
         own_groups += [self._own_groups(groups) for _ in range(LANES - 1)]
         device = next((item.param.device for item in (*sharded, *replicated)), torch.device("cpu"))

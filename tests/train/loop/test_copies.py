@@ -198,6 +198,29 @@ def test_a_snapshot_in_memory_is_restored_with_its_copies(
 
 
 @pytest.mark.parametrize(
+    "extra",
+    [
+        ("parallel.ep=4",),
+        ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2"),
+        ("parallel.ep=2", "parallel.sharding=zero1", "placement.rematerialize=true", "model.layers=4"),
+        ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=1"),
+    ],
+    ids=["ep4", "zero1", "rematerialized", "tp2"],
+)
+def test_gradients_reduced_during_backward_have_the_same_bits(
+    pool4: RankPool, shared_settings: list[str], extra: tuple[str, ...]
+) -> None:
+    settings = [*shared_settings, *LONG, *extra]
+    after, during = (
+        pool4.run(train_replicating, [*settings, f"parallel.overlap_gradients={value}"], timeout=200)
+        for value in ("off", "on")
+    )
+    for (got, equal), (wanted, _) in zip(during, after, strict=True):
+        assert equal and got.losses == wanted.losses and got.norms == wanted.norms
+        assert got.validation == wanted.validation
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         (("placement.slots=1",), "kind 'fixed' and slots 1"),
@@ -208,7 +231,6 @@ def test_a_snapshot_in_memory_is_restored_with_its_copies(
         ),
         ((*REPLICATE, "parallel.pp=2"), r"parallel\.pp must be 1"),
         ((*REPLICATE, "parallel.sharding=fsdp"), r"parallel\.sharding must not be 'fsdp'"),
-        ((*REPLICATE, "parallel.overlap_gradients=on"), r"overlap_gradients must not be 'on'"),
     ],
 )
 def test_settings_that_copies_do_not_support_are_refused(settings: tuple[str, ...], message: str) -> None:
