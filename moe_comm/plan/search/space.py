@@ -49,11 +49,12 @@ class SearchSpace:
 
     overlap, recompute, sharding, dispatcher: allowed values. micro_batches: sequences of a micro-batch; None: all
     powers of two that divide the batch. steps: number of micro-batches in a step; None: any. fixed: required degrees,
-    as (axis, size). virtual: pipeline stages per rank; None: all numbers that divide a rank's layers evenly. folded:
-    False: experts are distributed inside data parallelism (etp equals tp, ep divides dp). wide: cp may exceed a host,
-    and ep groups may straddle hosts. interleave: micro-batches run in pairs, which a schedule treats as one. schedule:
-    allowed schedules. gpipe is not faster than 1f1b and takes more memory, so it is not a default. replicas: of fsdp's
-    shards; None: 1, and the number of hosts that the ranks with the same dense parameters cover.
+    as (axis, size). ep: allowed degrees of expert parallelism; None: all. virtual: pipeline stages per rank; None: all
+    numbers that divide a rank's layers evenly. folded: False: experts are distributed inside data parallelism (etp
+    equals tp, ep divides dp). wide: cp may exceed a host, and ep groups may straddle hosts. interleave: micro-batches
+    run in pairs, which a schedule treats as one. schedule: allowed schedules. gpipe is not faster than 1f1b and takes
+    more memory, so it is not a default. replicas: of fsdp's shards; None: 1, and the number of hosts that the ranks
+    with the same dense parameters cover.
     """
 
     overlap: tuple[OverlapMode, ...] = ("none",)
@@ -63,6 +64,7 @@ class SearchSpace:
     micro_batches: tuple[int, ...] | None = None
     steps: int | None = None
     fixed: tuple[tuple[str, int], ...] = ()
+    ep: tuple[int, ...] | None = None
     virtual: tuple[int, ...] | None = None
     folded: bool | None = None
     wide: bool = False
@@ -84,7 +86,7 @@ class SearchSpace:
                 raise ConfigError(f"{name} must be a non-empty tuple of {', '.join(values)}; got {value!r}")
             # The search relies on this order, the cheapest first.
             object.__setattr__(self, name, tuple(allowed for allowed in values if allowed in value))
-        for name in ("micro_batches", "virtual"):
+        for name in ("micro_batches", "virtual", "ep"):
             value = getattr(self, name)
             if value is not None and not (value and all(type(one) is int and one >= 1 for one in value)):
                 raise ConfigError(f"{name} must be integers of at least 1, or None; got {value!r}")
@@ -165,7 +167,7 @@ class SearchSpace:
                         rejected["sequences of a batch are not divisible by dp"] += 1
                     else:
                         mappings = self._experts(request, ParallelConfig(tp, cp, dp, pp), host)
-                        yield from (p for p in mappings if all(getattr(p, axis) == size for axis, size in self.fixed))
+                        yield from (p for p in mappings if self._allows(p))
 
     def shapes(self, request: PlanRequest, parallel: ParallelConfig) -> Iterator[PipelineShape]:
         """Yield the pipeline shapes that divide the batch and the layers."""
@@ -200,6 +202,9 @@ class SearchSpace:
             for number in numbers
             if number * pp <= layers and limits.least <= number and number <= (limits.most or number)
         )
+
+    def _allows(self, p: ParallelConfig) -> bool:
+        return (self.ep is None or p.ep in self.ep) and all(getattr(p, axis) == size for axis, size in self.fixed)
 
     def _refuses(self, request: PlanRequest, p: ParallelConfig, host: int) -> str | None:
         if why := indivisible(request.shape, p, request.load, host):

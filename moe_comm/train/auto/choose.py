@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping as Table, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -31,7 +32,7 @@ from moe_comm.plan.model.mapping import Dispatcher, OverlapMode, PlacedMapping, 
 from moe_comm.plan.model.memory import MemoryPolicy
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.search.explain import why_slower
-from moe_comm.plan.search.fit import RESERVE
+from moe_comm.plan.search.fit import RESERVE, divisors
 from moe_comm.plan.search.request import PlanCandidate, PlanRequest
 from moe_comm.plan.search.search import search
 from moe_comm.plan.search.space import SearchSpace
@@ -163,7 +164,7 @@ def choose(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> Parallel
         MemoryPolicy(config.optimizer.kind, bool(config.optimizer.momentum_of_kind)),
         min(RESERVE, cluster.accelerator.memory_bytes // 8),
     )
-    space = search_space(config)
+    space = replace(search_space(config), ep=_degrees_with_slots(config, shape, cluster.gpus))
     try:
         result = search(request, space)
     except ConfigError as error:
@@ -259,6 +260,18 @@ def search_space(config: TrainConfig) -> SearchSpace:
         replicas=replicas,
         **more,
     )
+
+
+def _degrees_with_slots(config: TrainConfig, shape: ModelShape, world: int) -> tuple[int, ...] | None:
+    """Return the degrees of expert parallelism that ``config.placement`` supports; None: all, or one is given."""
+    if config.placement.kind != "replicate" or not shape.moe_layers or "ep" in _given(config.parallel):
+        return None
+    degrees = []
+    for ep in divisors(world):
+        with suppress(ConfigError):
+            config.placement.first(shape.experts, ep, shape.moe_layers)
+            degrees.append(ep)
+    return tuple(degrees)
 
 
 def resolved(config: TrainConfig, world: int, settings: Table[str, Any]) -> TrainConfig:

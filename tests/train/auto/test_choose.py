@@ -142,6 +142,16 @@ def test_copies_of_experts_exclude_mappings_that_do_not_support_them() -> None:
         choose(config, shape_of(config), small)
 
 
+def test_copies_exclude_degrees_without_room_for_them() -> None:
+    copies = ("placement.kind=replicate", "placement.slots=4", "placement.rematerialize=true", "data.batch=16")
+    config = config_of("comm", *copies)
+    for link in (GBIT, FAST):
+        choice = choose(config, shape_of(config), hosts_of_two(link))
+        assert {settings.get("ep", 1) for settings, _ in choice.candidates} <= {1, 4}  # with ep 2 nothing is saved
+    given = config_of("comm", *copies, "parallel.ep=2")
+    assert choose(given, shape_of(given), hosts_of_two(FAST)).settings["ep"] == 2
+
+
 def hosts_of_two(between: Link) -> Cluster:
     return replace(two_hosts(between), gpus=4, host_size=2, inside=FAST)
 
