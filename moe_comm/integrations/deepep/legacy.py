@@ -19,6 +19,8 @@ from moe_comm.integrations.deepep.routes import (
     GroupBuffer,
     Routes,
     Rows,
+    any_of,
+    by_slot,
     check_handle,
     check_ids,
     check_input,
@@ -141,11 +143,12 @@ class Buffer(GroupBuffer):
         """
         _wait(previous_event, async_finish, allocate_on_comm_stream)
         check_ids(topk_idx, None, num_experts)
-        owner_TK = self._owner(topk_idx, num_experts)
-        ranks = torch.arange(self.group_size, device=topk_idx.device)
-        in_rank_TW = (owner_TK.unsqueeze(-1) == ranks).any(1)
-        per_expert = torch.bincount(topk_idx[topk_idx >= 0].long(), minlength=num_experts).int()
-        return in_rank_TW.sum(0).int(), None, per_expert, in_rank_TW, finished(async_finish)
+        ids_KT = by_slot(topk_idx)
+        owner_KT = self._owners(ids_KT, num_experts)
+        in_rank_WT = torch.stack([any_of(owner_KT == rank) for rank in range(self.group_size)])
+        per_expert = torch.bincount(ids_KT.view(-1), minlength=1 + num_experts)[1:].int()
+        in_rank_TW = in_rank_WT.view(torch.bool).T.contiguous()
+        return in_rank_WT.sum(1, dtype=torch.int32), None, per_expert, in_rank_TW, finished(async_finish)
 
     @torch.no_grad()
     def dispatch(
@@ -301,7 +304,7 @@ class Buffer(GroupBuffer):
             if use_fp8 and x.shape[1] % (4 * BLOCK if use_ue8m0 else BLOCK):
                 shape = tuple(x.shape)
                 raise InputError(f"fp8 rows need a multiple of 128 channels (512 with use_ue8m0); got {shape}")
-            if not torch.equal(last_slots(topk_idx), topk_idx):
+            if not torch.equal(last_slots(topk_idx.T), topk_idx.long()):
                 raise InputError("a token has an expert twice, but a low-latency block has one place for each token")
         sent = dispatcher.dispatch(x, topk_idx)
         counts_L = torch.tensor(sent.handle.rows_per_expert, dtype=torch.int32, device=x.device)

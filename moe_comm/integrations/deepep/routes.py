@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -137,10 +137,10 @@ class GroupBuffer:
         options = DispatchOptions(timeout_s=self.timeout_s)
         return shared_dispatcher(num_experts or self.group_size, self.group, self._device, self.backend, options)
 
-    def _owner(self, ids_TK: Tensor, num_experts: int) -> Tensor:
-        """Return the rank of each expert id; -1 for -1."""
-        ends = torch.tensor(ExpertPlacement.of(num_experts, self.group_size).offsets[1:], device=ids_TK.device)
-        return torch.bucketize(ids_TK.long(), ends, right=True).masked_fill_(ids_TK < 0, DROPPED)
+    def _owners(self, ids_KT: Tensor, num_experts: int) -> Tensor:
+        """Return the rank of each expert id, [K, T] int32; -1 for -1. ids_KT: from ``by_slot``."""
+        owner_E = _owner_table(num_experts, self.group_size, ids_KT.device)
+        return owner_E.index_select(0, ids_KT.view(-1)).view(ids_KT.shape)
 
     @contextmanager
     def _checks(self, x: Any, num_experts: int | None = None) -> Iterator[Dispatcher]:
@@ -176,8 +176,12 @@ class GroupBuffer:
         """
         dispatcher = self._dispatcher(x)
         tokens, device = len(unpacked(x)[0]), self._device
-        words = [torch.full((tokens, 1), self.rank, dtype=torch.int32, device=device)]
-        words.append(torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1))
+        top_k = 0 if topk_idx is None else topk_idx.shape[1]
+        words_TX = torch.empty(
+            tokens, 2 + top_k + (0 if topk_weights is None else top_k), dtype=torch.int32, device=device
+        )
+        words_TX[:, 0] = self.rank
+        words_TX[:, 1] = torch.arange(tokens, device=device)
         if topk_idx is None:
             assert is_token_in_rank is not None and tokens_per_expert is not None
             ids_TN = torch.arange(self.group_size, device=device).where(is_token_in_rank, DROPPED)
@@ -186,33 +190,53 @@ class GroupBuffer:
             counts_N1 = self._dispatcher(x, num_experts).dispatch(counts_E1, ids_E1).rows_RD.view(torch.int32)
             counts_L = counts_N1.view(-1, self.group_size).sum(1)  # of all ranks, for this rank's experts
         else:
-            ids_TN = last_slots(self._owner(topk_idx, num_experts))
-            words.append(topk_idx.to(torch.int32))
+            ids_TN = last_slots(self._owners(by_slot(topk_idx), num_experts))
+            words_TX[:, 2 : 2 + top_k] = topk_idx
         if topk_weights is not None:
-            words.append(topk_weights.contiguous().view(torch.int32))
-        sent = dispatcher.dispatch(torch.cat(words, 1).view(torch.float32), ids_TN)
+            words_TX[:, 2 + top_k :] = topk_weights.view(torch.int32)
+        sent = dispatcher.dispatch(words_TX.view(torch.float32), ids_TN)
         words_RX = sent.rows_RD.view(torch.int32)
         local_RK = weights_RK = None
         if topk_idx is not None:
-            own, top_k = ExpertPlacement.of(num_experts, self.group_size).local_range(self.rank), topk_idx.shape[1]
-            ids_RK = words_RX[:, 2 : 2 + top_k].to(topk_idx.dtype)
-            mine_RK = (ids_RK >= own.start) & (ids_RK < own.stop)
-            local_RK = torch.where(mine_RK, ids_RK - own.start, -1)
-            counts_L = torch.bincount(local_RK[mine_RK].long(), minlength=len(own))
+            own = ExpertPlacement.of(num_experts, self.group_size).local_range(self.rank)
+            local_RK = words_RX[:, 2 : 2 + top_k] - (own.start - 1)
+            # Ones in all bits for this rank's experts: bit operations are much faster than ``masked_fill`` on CPU.
+            mine_RK = ((local_RK > 0) & (local_RK <= len(own))).int().neg_()
+            local_RK &= mine_RK
+            counts_L = torch.bincount(local_RK.view(-1), minlength=1 + len(own))[1:]
+            local_RK = local_RK.to(topk_idx.dtype).sub_(1)
             if topk_weights is not None:
-                weights_RK = sent.rows_RD[:, 2 + top_k :].masked_fill(~mine_RK, 0.0)
+                weights_RK = mine_RK.bitwise_and_(words_RX[:, 2 + top_k :]).view(torch.float32)
         source_R, token_R = words_RX[:, 0].contiguous(), words_RX[:, 1].contiguous()
         padded = max(len(source_R), least_rows)
         routes = Routes(dispatcher, ids_TN, sent.handle, source_R, token_R, local_RK, counts_L, padded)
         return routes, routes.send(x), weights_RK
 
 
-def last_slots(owner_TK: Tensor) -> Tensor:
-    """Keep the last slot of each rank in each token, and replace the others by -1."""
-    kept = owner_TK.clone()
-    for k in range(owner_TK.shape[1] - 1):
-        kept[:, k].masked_fill_((owner_TK[:, k + 1 :] == owner_TK[:, k, None]).any(1), DROPPED)
-    return kept
+@cache
+def _owner_table(num_experts: int, world: int, device: torch.device) -> Tensor:
+    """Return [1 + E] int32: -1, and the rank of each expert."""
+    counts = torch.tensor(ExpertPlacement.of(num_experts, world).experts_per_rank)
+    owner_E = torch.arange(world, dtype=torch.int32).repeat_interleave(counts)
+    return F.pad(owner_E, (1, 0), value=DROPPED).to(device)
+
+
+def by_slot(ids_TK: Tensor) -> Tensor:
+    """Return the ids plus one, [K, T] int32. CPU operations on its rows are the fastest."""
+    return ids_TK.T.to(torch.int32, memory_format=torch.contiguous_format, copy=True).add_(1)
+
+
+def last_slots(owner_KT: Tensor) -> Tensor:
+    """Keep the last slot of each rank in each token, and replace the others by -1. Returns [T, K] int64."""
+    kept_KT = owner_KT.clone()
+    for k in range(len(kept_KT) - 1):
+        kept_KT[k] |= any_of(kept_KT[k + 1 :] == kept_KT[k]).int().neg_()
+    return kept_KT.T.to(torch.int64, memory_format=torch.contiguous_format)
+
+
+def any_of(values_KT: Tensor) -> Tensor:
+    """Return [T], 1 where one of ``values_KT``, bool, is True. ``Tensor.any`` is ten times slower on CPU."""
+    return values_KT.view(torch.uint8).amax(0)
 
 
 @dataclass(eq=False)
