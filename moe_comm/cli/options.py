@@ -37,7 +37,9 @@ Hidden = Annotated[int, typer.Option(min=1, help="Hidden size.")]
 Experts = Annotated[int, typer.Option(min=1, help="Total number of experts.")]
 TopK = Annotated[int, typer.Option("--top-k", min=1, help="Experts per token.")]
 DtypeOf = Annotated[Dtype, typer.Option(help="Dtype of the rows.")]
-Backend = Annotated[str, typer.Option(help="auto, local, shared_memory, all_to_all, all_gather or hierarchical.")]
+Backend = Annotated[
+    str, typer.Option(help="auto, local, shared_memory, all_to_all, all_gather, hierarchical, or peer_to_peer on CUDA.")
+]
 DeviceOf = Annotated[Device, typer.Option(help="Device of the tensors.")]
 Iterations = Annotated[int, typer.Option(min=0, help="Number of measured rounds; 0: chosen by size.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Number of measured rounds; the median is reported.")]
