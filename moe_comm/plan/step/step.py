@@ -329,6 +329,8 @@ class StepModel:
             family, kind = name.split()
             if not overlaps and not self._overlaps_gradients(spans[family]):
                 continue
+            if family == "expert" and "expert copies" in collectives:
+                continue  # the gradients of copies are added first, and copies are published after the weights
             if overlapped := cost.seconds - exposed_seconds(cost.seconds, available.get(kind, 0.0)):
                 hidden[name] = overlapped * self.placed.cluster.free_share(spans[family])
                 available[kind] -= overlapped

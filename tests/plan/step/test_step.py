@@ -9,6 +9,7 @@ import pytest
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_comm.plan.model.expert_loads import ExpertLoads
 from moe_comm.plan.model.files import model_named
 from moe_comm.plan.model.load import Workload
 from moe_comm.plan.model.mapping import Mapping, PlacedMapping
@@ -286,6 +287,10 @@ def test_gradients_overlap_with_backward_and_weights_with_forward() -> None:
         assert {name.split()[-1] for name in early.hidden} == set(kinds) and not late.hidden
         assert late.seconds - early.seconds == pytest.approx(sum(early.hidden.values()))
         assert not result(sharding, 16, overlap_gradients=True).hidden, "CPU ranks of a host copy with their cores"
+        copies = ExpertLoads((((9000, *[500] * 63),) * 5,), "replicate", 2)
+        assert {name.split()[0] for name in early.hidden} == {"dense", "expert"}
+        with_copies = result(sharding, overlap_gradients=True, loads=copies)
+        assert with_copies.sent["expert copies"] and {name.split()[0] for name in with_copies.hidden} == {"dense"}
     assert exposed_seconds(3.0, 2.0) == 1.0 and exposed_seconds(2.0, 3.0) == 0.0
 
 
