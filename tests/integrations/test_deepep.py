@@ -325,6 +325,7 @@ def faults(rank: int, world: int, _: None) -> dict[str, tuple[str, str]]:
         "one expert twice": {"topk_idx": torch.zeros_like(sent.ids)},
         "ids of floats, low latency": {"topk_idx": sent.ids.float()},
         "no ids, low latency": {"topk_idx": None},
+        "ids without columns": {"topk_idx": sent.ids[:, :0]},
         "low-latency rows with scales": {"x": (sent.x.to(torch.float8_e4m3fn), torch.ones(len(sent.x), 1))},
         "low-latency x of no tensor": {"x": None},
     }.items():
@@ -374,7 +375,7 @@ def test_bad_arguments_of_one_rank_raise_on_every_rank(pools: dict[int, RankPool
         "LogFMT": "ConfigError",
     }
     for outcome in pools[2].run(faults, None):
-        assert len(outcome) == 45 and others.keys() <= outcome.keys()
+        assert len(outcome) == 46 and others.keys() <= outcome.keys()
         for name, (kind, text) in outcome.items():
             assert kind == others.get(name, "InputError"), f"{name}: {kind}: {text}"
 

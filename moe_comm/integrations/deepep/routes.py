@@ -77,6 +77,8 @@ def check_input(x: Any, topk_idx: Any, topk_weights: Any, num_experts: int | Non
 def check_ids(topk_idx: Any, tokens: int | None, num_experts: int | None = None) -> None:
     """Raise InputError for ids that are not [T, K], or out of range."""
     ids_TK = checked("topk_idx", topk_idx, ID_DTYPES, (tokens, None))
+    if not ids_TK.shape[1]:
+        raise InputError("topk_idx needs at least one column; -1 selects no expert")
     if num_experts is None:
         return
     low, high = (int(v) for v in torch.aminmax(ids_TK)) if ids_TK.numel() else (DROPPED, DROPPED)
@@ -230,7 +232,8 @@ def last_slots(owner_KT: Tensor) -> Tensor:
     """Keep the last slot of each rank in each token, and replace the others by -1. Returns [T, K] int64."""
     kept_KT = owner_KT.clone()
     for k in range(len(kept_KT) - 1):
-        kept_KT[k] |= any_of(kept_KT[k + 1 :] == kept_KT[k]).int().neg_()
+        repeated_T = any_of(kept_KT[k + 1 :] == kept_KT[k])
+        kept_KT[k].bitwise_or_(repeated_T.int().neg_())
     return kept_KT.T.to(torch.int64, memory_format=torch.contiguous_format)
 
 
