@@ -75,15 +75,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_copies(self) -> Self:
-        parallel = self.parallel
-        if self.placement.kind != "replicate":
-            return self
-        wrong = {
-            "parallel.pp must be 1": parallel.pp > 1,
-            "parallel.sharding must not be 'fsdp'": parallel.sharding == "fsdp",
-        }
-        if messages := [message for message, applies in wrong.items() if applies]:
-            raise ValueError(f"placement.kind 'replicate' makes copies of experts: {'; '.join(messages)}")
+        if self.placement.kind == "replicate" and self.parallel.sharding == "fsdp":
+            raise ValueError("placement.kind 'replicate' makes copies of experts: parallel.sharding must not be 'fsdp'")
         return self
 
     @model_validator(mode="after")

@@ -102,9 +102,10 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
     }
     loads = request.load.loads
     if loads is not None and loads.placed(mapping.parallel.ep).kind != "fixed":
-        copies = loads.placed(mapping.parallel.ep).copies if _trains_copies(mapping) else 0
+        copies = loads.placed(mapping.parallel.ep).copies if mapping.sharding != "fsdp" else 0
         kind: dict[str, object] = {"kind": "replicate", "slots": copies} if copies else {"kind": "relocate"}
-        if copies and loads.shared_slots(mapping.parallel.ep, request.shape.moe_layers):
+        layers = -(-request.shape.moe_layers // mapping.parallel.pp)
+        if copies and loads.shared_slots(mapping.parallel.ep, layers):
             kind["rematerialize"] = True
         sections["placement"] = kind | {"every": loads.every}
     step, fit = candidate.step, candidate.fit
@@ -121,11 +122,6 @@ def train_config(request: PlanRequest, candidate: PlanCandidate) -> str:
     text = "\n".join(lines) + "\n"
     _check_model(request, TrainConfig.model_validate(tomllib.loads(text)).model)
     return text
-
-
-def _trains_copies(mapping: Mapping) -> bool:
-    """Return whether the trainer supports copies of experts with ``mapping``."""
-    return mapping.parallel.pp == 1 and mapping.sharding != "fsdp"
 
 
 def differences(request: PlanRequest, candidate: PlanCandidate) -> tuple[str, ...]:
@@ -151,8 +147,8 @@ def differences(request: PlanRequest, candidate: PlanCandidate) -> tuple[str, ..
     if mapping.parallel.etp > 1 and mapping.dispatcher != "all_gather":
         deviations.append("each row is sent to all ETP ranks of its expert, not sent to one and gathered by the others")
     copies = 0 if request.load.loads is None else request.load.loads.placed(mapping.parallel.ep).copies
-    if copies and not _trains_copies(mapping):
-        deviations.append("experts move between ranks, but none has copies, which need pp 1 and not fsdp")
+    if copies and mapping.sharding == "fsdp":
+        deviations.append("experts move between ranks, but none has copies, which fsdp does not support")
     if policy.reshard and mapping.sharding == "fsdp":
         deviations.append("fsdp keeps gradients, and the weights of pipeline stages, until the end of a step")
     if policy.cut_shared and request.shape.shared_ffn and mapping.parallel.tp > 1:

@@ -396,7 +396,7 @@ class PlacementSection(Section):
         return self
 
     def first(self, num_experts: int, world: int, layers: int) -> Placement:
-        """Return the placement of the first step on ``world`` ranks, for each of the ``layers`` MoE layers.
+        """Return the placement of the first step on ``world`` ranks, for each MoE layer. ``layers``: those of a rank.
 
         Raises:
             ConfigError: more slots than experts of other ranks, or rematerialization does not save memory.

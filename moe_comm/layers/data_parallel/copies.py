@@ -84,10 +84,17 @@ class _Stacked(torch.autograd.Function):
     def backward(ctx: Any, grad_SX: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         param_HX = ctx.copies.parameter(ctx.name)  # not the leaf of a micro-batch that takes turns (TurnParameters)
-        if param_HX.grad is None:
-            ctx.copies_CX.grad = None  # of a step that was discarded
         ctx.copies.unreduced = True
-        homes = param_HX.shape[0]
+        homes, copies_CX = param_HX.shape[0], ctx.copies_CX
+        if ctx.copies.cleared_by_owner:
+            # Not by autograd: a split backward pass computes the gradients of the parameters of modules only.
+            if copies_CX.grad is None:
+                copies_CX.grad = grad_SX[homes:].to(copies_CX.grad_dtype or copies_CX.dtype, copy=True)
+            else:
+                copies_CX.grad += grad_SX[homes:]
+            return grad_SX[:homes], None, None, None, None
+        if param_HX.grad is None:
+            copies_CX.grad = None  # of a step that was discarded
         return grad_SX[:homes], grad_SX[homes:], None, None, None
 
 
@@ -103,6 +110,8 @@ class ExpertCopies:
     Attributes:
         unreduced: the gradients of copies have not been added to those of the homes.
         published_bytes: bytes of this rank's experts that other ranks have received so far.
+        cleared_by_owner: whether ``clear`` is called before the first backward pass of each step. If not, gradients of
+            copies are dropped in backward where those of the parameters have been reset.
     """
 
     def __init__(self, experts: nn.Module, shards: ExpertShards, placement: Placement, label: str = "") -> None:
@@ -111,6 +120,7 @@ class ExpertCopies:
         self._shared: SharedStacks | None = None
         self._fill = 0
         self.published_bytes = 0
+        self.cleared_by_owner = False
         self.set_placement(placement)
 
     @classmethod

@@ -234,8 +234,9 @@ def search_space(config: TrainConfig) -> SearchSpace:
     sharding: tuple[ShardingMode, ...] = (given["sharding"],) if "sharding" in given else get_args(ShardingMode)
     replicas = given.get("dp_replicate", None if config.placement.kind == "fixed" else 1)
     if config.placement.kind == "replicate":  # as TrainConfig requires
-        fixed.setdefault("pp", 1)
         sharding = tuple(mode for mode in sharding if mode != "fsdp")
+    if config.placement.rematerialize:  # a stage may have too few layers for it
+        fixed.setdefault("pp", 1)
     overlap: tuple[OverlapMode, ...] = ("none", "chunks")
     if "overlap_chunks" in given:
         overlap = ("chunks",) if given["overlap_chunks"] else ("none",)

@@ -94,7 +94,8 @@ def build_stages(
     """
     plan, parallel = stage_plan(config, architecture), config.parallel
     if config.placement.kind == "replicate" and architecture.moe_layers:
-        placement = config.placement.first(architecture.moe.num_experts, mesh.size("ep"), len(architecture.moe_layers))
+        layers = -(-len(architecture.moe_layers) // mesh.size("pp"))
+        placement = config.placement.first(architecture.moe.num_experts, mesh.size("ep"), layers)
         architecture = replace(architecture, moe=replace(architecture.moe, placement=placement, experts_per_rank=None))
     overlap = Overlap(parallel.overlap_chunks, executor=parallel.executor) if parallel.overlap_chunks else None
     expert_overlap = Overlap("auto", executor=parallel.executor) if overlaps_experts(config, architecture) else None

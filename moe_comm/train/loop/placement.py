@@ -95,7 +95,8 @@ class ExpertPlacements:
         self.section, self._data_parallel, self._optimizer = section, data_parallel, optimizer
         self._mesh: ParallelMesh = data_parallel.mesh
         self._layers: dict[str, MoELayer] = {name: layer for stage in stages for name, layer in moe_layers(stage)}
-        self._first = section.first(num_experts, self._mesh.size("ep"), len(names))
+        layers = -(-len(names) // self._mesh.size("pp"))
+        self._first = section.first(num_experts, self._mesh.size("ep"), layers)
         self.by_layer = dict.fromkeys(names, self._first)
         self.windows = {name: LoadWindow(section.window) for name in names}
         self.times: SwitchTimes | None = None

@@ -200,6 +200,31 @@ def test_a_snapshot_in_memory_is_restored_with_its_copies(
 @pytest.mark.parametrize(
     "extra",
     [
+        ("parallel.schedule=1f1b", "parallel.sharding=zero1", "parallel.overlap_gradients=on"),
+        ("parallel.schedule=1f1b", "placement.rematerialize=true", "model.recompute=full"),
+        ("parallel.schedule=interleaved_1f1b",),
+        ("parallel.schedule=zero_bubble", "model.recompute=selective"),
+        ("parallel.schedule=zbv", "placement.rematerialize=true"),
+        ("parallel.schedule=dualpipev", *INTERLEAVED, "data.micro_batches=8", "data.batch=16"),
+    ],
+    ids=["zero1", "rematerialized", "interleaved_1f1b", "zero_bubble", "zbv_rematerialized", "dualpipev_interleaved"],
+)
+def test_pipelines_train_as_with_fixed_experts_while_copies_change(
+    pool4: RankPool, shared_settings: list[str], extra: tuple[str, ...]
+) -> None:
+    pipeline = ("model.layers=8", "data.micro_batches=4", "parallel.pp=2", "parallel.ep=2")
+    settings = [*shared_settings, *LONG, *pipeline, *extra]
+    fixed = [text for text in settings if not text.startswith("placement.")]
+    expected, results = pool4.run(train, fixed, timeout=200), pool4.run(train_replicating, settings, timeout=200)
+    for (got, equal), wanted in zip(results, expected, strict=True):
+        assert equal
+        assert_floats(got.losses, wanted.losses)
+        assert_floats(got.norms, wanted.norms, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
         ("parallel.ep=4",),
         ("parallel.ep=2", "parallel.sharding=zero1", "data.micro_batches=2"),
         ("parallel.ep=2", "parallel.sharding=zero1", "placement.rematerialize=true", "model.layers=4"),
@@ -229,7 +254,6 @@ def test_gradients_reduced_during_backward_have_the_same_bits(
             ("placement.rematerialize=true",),
             "rematerialize applies to the copies of kind 'replicate'; got kind 'fixed'",
         ),
-        ((*REPLICATE, "parallel.pp=2"), r"parallel\.pp must be 1"),
         ((*REPLICATE, "parallel.sharding=fsdp"), r"parallel\.sharding must not be 'fsdp'"),
     ],
 )
