@@ -153,6 +153,19 @@ class Channel:
 
         return pending.then(result)
 
+    def swap(self, parts_W: Tensor, description: str) -> Tensor:
+        """All-to-all of equal parts: return [W, *shape], this rank's part from each rank.
+
+        Args:
+            parts_W: [W, *shape], the part of each rank. All ranks must have equal shapes.
+        """
+        return self.start_swap(parts_W, description)()
+
+    def start_swap(self, parts_W: Tensor, description: str) -> PendingTensor:
+        """Start ``swap``; see ``start_all_gather``."""
+        ones = [1] * self.world
+        return self.start_all_to_all(parts_W, ones, ones, description)
+
     def reduce_scatter(self, parts_WTD: Tensor, description: str) -> Tensor:
         """Return [T, D], the sum over ranks of this rank's part, in the dtype of ``parts_WTD``."""
         sent = parts_WTD.to(self.transfer_device(parts_WTD.device)).contiguous()

@@ -40,7 +40,7 @@ LOCAL_SUM_BYTES = 32_768
 class SharedChannel(Channel):
     """A channel that transfers CPU tensors through shared memory after ``attach_heap``.
 
-    It uses the group's backend for everything else: other devices, unequal splits, a full /dev/shm.
+    It uses the group's backend for everything else: other devices, ``all_to_all``, a full /dev/shm.
     ``shared_memory`` and ``checked`` are options that must be equal on all ranks; see ``CollectiveOptions``.
     """
 
@@ -101,21 +101,19 @@ class SharedChannel(Channel):
         )
         return super().start_all_gather(tensor, description) if result is None else PendingTensor.completed(result)
 
-    def start_all_to_all(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], description: str, out: Tensor | None = None
-    ) -> PendingTensor:
-        """See ``Channel.start_all_to_all``. Through shared memory it completes immediately."""
+    def start_swap(self, parts_W: Tensor, description: str) -> PendingTensor:
+        """See ``Channel.start_swap``. Through shared memory it completes immediately."""
+        part_bytes = parts_W.nbytes // self.world
 
-        def swap(args: tuple[Any, ...], destination: int) -> None:
-            chunk_bytes = rows.nbytes // self.world
-            self._exchange.copy(*args, self.rank * chunk_bytes, chunk_bytes, destination)
+        def swap(args: tuple[Any, ...], out: int) -> None:
+            self._exchange.copy(*args, self.rank * part_bytes, part_bytes, out)
 
-        if len({*send, *receive}) == 1 and self.uses_shared_memory(rows):
-            nbytes = rows.nbytes // self.world * (self.world - 1)
-            result = self._exchange_shared(rows, rows.shape, swap, description, nbytes)
-            if result is not None:
-                return PendingTensor.completed(result if out is None else out.copy_(result))
-        return super().start_all_to_all(rows, send, receive, description, out)
+        result = (
+            self._exchange_shared(parts_W, parts_W.shape, swap, description, part_bytes * (self.world - 1))
+            if self.uses_shared_memory(parts_W)
+            else None
+        )
+        return super().start_swap(parts_W, description) if result is None else PendingTensor.completed(result)
 
     def reduce_scatter(self, parts_WTD: Tensor, description: str) -> Tensor:
         if not self.can_sum_in_memory(parts_WTD):
@@ -131,8 +129,7 @@ class SharedChannel(Channel):
         if result is not None:
             return result
         # A rank has no room. Gather and sum in rank order, which gives the same bits as shared memory.
-        ones = [1] * self.world
-        return sum_in_rank_order(Channel.start_all_to_all(self, parts_WTD, ones, ones, description)())
+        return sum_in_rank_order(Channel.start_swap(self, parts_WTD, description)())
 
     def all_reduce(self, tensor: Tensor, description: str) -> Tensor:
         if not self.can_sum_in_memory(tensor):

@@ -190,8 +190,7 @@ def gathered_mm(
 
 def start_sum(channel: Channel, parts_WSN: Tensor, description: str) -> Callable[[], Tensor]:
     """Start the reduce-scatter of [W, S, N]. The returned call waits for this rank's sum, [S, N]."""
-    split_sizes = [1] * channel.world
-    pending = channel.start_all_to_all(parts_WSN, split_sizes, split_sizes, description)
+    pending = channel.start_swap(parts_WSN, description)
     return lambda: sum_in_rank_order(pending())
 
 

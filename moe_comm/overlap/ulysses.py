@@ -108,8 +108,7 @@ def _all_to_all(parts_W: Tensor, group: ProcessGroup | None) -> Tensor:
     if group_size(group) == 1:
         return parts_W
     assert group is not None
-    split_sizes = [1] * group_size(group)
-    return channel_of(group).all_to_all(parts_W, split_sizes, split_sizes, "a swap")
+    return channel_of(group).swap(parts_W, "a swap")
 
 
 class _MatmulSwap(torch.autograd.Function):
@@ -192,7 +191,7 @@ def _send_columns(plan: OperatorPlan, x_SD: Tensor, b_DN: Tensor) -> Callable[[]
     """Start to send each rank its columns of x @ b. The returned call waits for [W, S, N / W], this rank's columns."""
     world, rank = plan.ring.world, plan.ring.rank
     columns_W = b_DN.unflatten(1, (world, b_DN.shape[1] // world)).unbind(1)
-    width, split_sizes = columns_W[rank].shape[1], [1] * world
+    width = columns_W[rank].shape[1]
     # With several chunks, this rank's own columns are not sent. They are computed during the last transfer.
     peers = plan.ring.scatters[:-1] if len(plan.bounds) > 1 else plan.ring.scatters
     started = []
@@ -200,7 +199,7 @@ def _send_columns(plan: OperatorPlan, x_SD: Tensor, b_DN: Tensor) -> Callable[[]
         parts_Wsn = x_SD.new_empty(world, end - first, width)
         for peer in peers:
             row_invariant_mm(x_SD[first:end], columns_W[peer], out=parts_Wsn[peer])
-        pending = plan.channel.start_all_to_all(parts_Wsn, split_sizes, split_sizes, plan.description)
+        pending = plan.channel.start_swap(parts_Wsn, plan.description)
         started.append((first, end, pending))
     if len(started) == 1:
         return started[0][2]
@@ -220,12 +219,10 @@ def _send_columns(plan: OperatorPlan, x_SD: Tensor, b_DN: Tensor) -> Callable[[]
 def _exchange_rows(plan: OperatorPlan, x_WSk: Tensor, out_SK: Tensor) -> Iterator[slice]:
     """Start to send each rank its rows of this rank's columns. Yields the row ranges that are complete in ``out_SK``,
     which has the columns of all ranks."""
-    split_sizes = [1] * plan.ring.world
-
-    def start(first: int, end: int) -> Callable[[], Tensor]:
-        return plan.channel.start_all_to_all(x_WSk[:, first:end], split_sizes, split_sizes, plan.description)
-
-    started = [(slice(first, end), start(first, end)) for first, end in plan.bounds]
+    started = [
+        (slice(first, end), plan.channel.start_swap(x_WSk[:, first:end], plan.description))
+        for first, end in plan.bounds
+    ]
     out_SWk = out_SK.unflatten(1, (plan.ring.world, x_WSk.shape[2]))
 
     def received() -> Iterator[slice]:

@@ -50,15 +50,13 @@ def _sum_in_rank_order(parts: list[Tensor]) -> Tensor:
 
 def _compare(rank: int, world: int, dtype: torch.dtype) -> None:
     shared, backend = _channels(rank, world)
-    ones = [1] * world
     for shape in SHAPES:
         x = _draw(rank, shape, dtype)
         assert torch.equal(shared.all_gather(x, "a gather"), backend.all_gather(x, "a gather"))
         transposed = x.T if x.dim() == 2 else x
         assert torch.equal(shared.all_gather(transposed, "a gather"), backend.all_gather(transposed, "a gather"))
         parts = _draw(rank, (world, *shape), dtype)
-        swapped = shared.all_to_all(parts, ones, ones, "a swap")
-        assert torch.equal(swapped, backend.all_to_all(parts, ones, ones, "a swap"))
+        assert torch.equal(shared.swap(parts, "a swap"), backend.swap(parts, "a swap"))
         assert shared.can_sum(x) == (dtype in (torch.float32, torch.bfloat16, torch.float16))
         if shared.can_sum(x):
             inputs = [_draw(r, shape, dtype) for r in range(world)]
@@ -66,11 +64,12 @@ def _compare(rank: int, world: int, dtype: torch.dtype) -> None:
             inputs = [_draw(r, (world, *shape), dtype)[rank] for r in range(world)]
             assert torch.equal(shared.reduce_scatter(parts, "a part of a sum"), _sum_in_rank_order(inputs))
         assert torch.equal(x, _draw(rank, shape, dtype)), "a collective changed its argument"
-    uneven = [[1 + (s + r) % 2 for r in range(world)] for s in range(world)]
-    rows = _draw(rank, (sum(uneven[rank]), 3), dtype)
-    received = [row[rank] for row in uneven]
-    whole = shared.all_to_all(rows, uneven[rank], received, "unequal parts")
-    assert torch.equal(whole, backend.all_to_all(rows, uneven[rank], received, "unequal parts"))
+    # Rank 0 sends and receives one row each; the other ranks do not.
+    sizes = [[1 if 0 in (s, r) else 2 for r in range(world)] for s in range(world)]
+    rows = _draw(rank, (sum(sizes[rank]), 3), dtype)
+    received = [row[rank] for row in sizes]
+    whole = shared.all_to_all(rows, sizes[rank], received, "unequal parts")
+    assert torch.equal(whole, backend.all_to_all(rows, sizes[rank], received, "unequal parts"))
     group = dist.group.WORLD
     assert group is not None
     assert heap_of(communicator_of(group), 60.0).heap.used == 0

@@ -218,8 +218,7 @@ def _reduce_scatter(group: ProcessGroup, dim: int, x: Tensor) -> Tensor:
         return parts_W[0]
     if channel.can_sum(x):
         return channel.reduce_scatter(parts_W, description)
-    split_sizes = [1] * channel.world
-    return sum_in_rank_order(channel.all_to_all(parts_W, split_sizes, split_sizes, description))
+    return sum_in_rank_order(channel.swap(parts_W, description))
 
 
 def _all_reduce(group: ProcessGroup, dim: int, x: Tensor) -> Tensor:
@@ -232,8 +231,7 @@ def _all_reduce(group: ProcessGroup, dim: int, x: Tensor) -> Tensor:
         return sum_in_rank_order(channel.all_gather(x, description))
     # Each rank sums one slice in rank order; an all-gather then returns the slices to all ranks.
     flat = F.pad(x.reshape(-1), (0, -x.numel() % channel.world)).view(channel.world, -1)
-    split_sizes = [1] * channel.world
-    local_sum = sum_in_rank_order(channel.all_to_all(flat, split_sizes, split_sizes, description))
+    local_sum = sum_in_rank_order(channel.swap(flat, description))
     return channel.all_gather(local_sum, description).view(-1)[: x.numel()].view(x.shape)
 
 
@@ -241,6 +239,5 @@ def _swap(group: ProcessGroup, split: int, join: int, x: Tensor) -> Tensor:
     channel, description = _start_call(group, split, f"all-to-all ({split} to {join})", x)
     parts_W = _split_parts(x, split, channel.world)
     if x.numel():
-        split_sizes = [1] * channel.world
-        parts_W = channel.all_to_all(parts_W, split_sizes, split_sizes, description)
+        parts_W = channel.swap(parts_W, description)
     return _join_parts(parts_W, join)

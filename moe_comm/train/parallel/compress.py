@@ -89,8 +89,7 @@ class GradientReducer:
             return scatter_sum(chunks_WN.detach(), group, 0)[0]
         sent = chunks_WN.to(torch.bfloat16)
         self.traffic.reduced += (world - 1) * sent.nbytes // world
-        ones = [1] * world
-        return _sum_fp32(channel_of(group).all_to_all(sent, ones, ones, "compressed gradients"))
+        return _sum_fp32(channel_of(group).swap(sent, "compressed gradients"))
 
     def gather(self, shard_N: Tensor, group: ProcessGroup) -> Tensor:
         """All-gather the new weights [N] of each rank to [W, N]."""
