@@ -71,13 +71,16 @@ int PendingReceive::next(const std::vector<int>& peers) {
 
 PendingSum::PendingSum(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap, const Layout& layout,
                        int threads)
-    : PendingTransfer(std::move(communicator), std::move(heap)), layout_(layout), threads_(threads) {}
+    : PendingTransfer(std::move(communicator), std::move(heap)), layout_(layout), threads_(threads) {
+  own_record().flags_offset = -1;  // without rows, raise_flag must not write to the flags of an earlier operation
+}
+
+Record& PendingSum::own_record() { return communicator_ ? communicator_->record() : local_record_; }
 
 void PendingSum::publish_rows(int64_t rows_offset, bool computed) {
-  Record& own = communicator_ ? communicator_->record() : local_record_;
+  Record& own = own_record();
   own.rows_offset = rows_offset;
   own.rows_bytes = layout_.rows * layout_.hidden * dtype_bytes(layout_.dtype);
-  own.flags_offset = -1;
   if (!communicator_ || computed) return;
   own.flags_offset = alloc(communicator_->world() * kFlagBytes);
   for (int p = 0; p < communicator_->world(); ++p) {

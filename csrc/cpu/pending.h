@@ -107,6 +107,7 @@ class PendingSum : public PendingTransfer {
   void publish_rows(int64_t rows_offset, bool computed);
 
  private:
+  Record& own_record();
   // The flag of `owner` for rank `reader`; null if all of the owner's rows are already written.
   std::atomic<uint32_t>* flag(int owner, int reader);
 

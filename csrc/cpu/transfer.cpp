@@ -198,6 +198,16 @@ bool Transfer::created_here(const Layout& layout, Op& op) const {
   return false;
 }
 
+bool Transfer::in_heap(const Layout& layout, Rows rows, Op& op) const {
+  const int64_t bytes = layout.rows * layout.hidden * dtype_bytes(layout.dtype);
+  if (bytes == 0 || heap_->owns(rows.data, bytes)) return true;
+  op.fault = kInputFault;
+  op.fault_text =
+      "rows that are computed after start_sum must be in this rank's heap, where peers read them; allocate them with "
+      "Heap.tensor";
+  return false;
+}
+
 char* Transfer::address(int peer, int64_t offset, int64_t bytes) const {
   return communicator_ ? communicator_->address(peer, offset, bytes) : heap_->base() + offset;
 }
@@ -205,13 +215,7 @@ char* Transfer::address(int peer, int64_t offset, int64_t bytes) const {
 std::shared_ptr<PendingSum> Transfer::start_sum(Op op, const Layout& layout, Rows rows, bool computed) {
   auto pending = std::make_shared<PendingSum>(communicator_, heap_, layout, threads_);
   try {
-    if (!op.fault && created_here(layout, op)) {
-      const int64_t bytes = layout.rows * layout.hidden * dtype_bytes(layout.dtype);
-      if (!computed && bytes > 0 && !heap_->owns(rows.data, bytes)) {
-        throw std::invalid_argument(
-            "rows that are computed after start_sum must be in this rank's heap, where peers read "
-            "them; allocate them with Heap.tensor");
-      }
+    if (!op.fault && created_here(layout, op) && (computed || in_heap(layout, rows, op))) {
       pending->publish_rows(ensure_in_heap(layout, rows, *pending), computed);
     }
   } catch (const HeapError& error) {

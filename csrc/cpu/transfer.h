@@ -84,6 +84,8 @@ class Transfer {
   // Return whether this Transfer created `layout`; sets op.fault if not. Places of another Transfer do not refer to
   // these heaps.
   bool created_here(const Layout& layout, Op& op) const;
+  // Return whether `rows` are in this rank's heap; sets op.fault if not.
+  bool in_heap(const Layout& layout, Rows rows, Op& op) const;
   char* address(int peer, int64_t offset, int64_t bytes) const;
 
   std::shared_ptr<Communicator> communicator_;

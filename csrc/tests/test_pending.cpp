@@ -320,15 +320,35 @@ TEST(pending_a_rank_that_raises_no_flag_is_named_at_the_deadline) {
 
 TEST(pending_rows_that_are_computed_later_must_be_in_the_heap) {
   Random random(12);
-  Ranks ranks(1, long_timeout());
-  const Plan plan = plain_plan(random, 1, 6, 40, 6, 2, 0);
-  BlockingTransfer transfer = ranks.transfer(0, plan.expert_offsets);
-  const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[0].data(), plan.stride()}, plan.ids[0].data(),
-                                  {plan.tokens[0], plan.top_k, plan.hidden, plan.dtype});
-  CHECK_THROWS(transfer.start_sum(op_of(plan, 1, 2), *sent.layout, {plan.out[0].data(), plan.stride()}, false),
-               std::invalid_argument);
-  transfer.heap().free(sent.block);
-  int64_t call = 1;
-  run_in_halves(plan, 0, transfer, call, 31);
-  CHECK_EQ(ranks.heaps[0]->used(), int64_t{0});
+  for (const int world : {1, 3}) {
+    Ranks ranks(world, long_timeout());
+    const Plan plan = plain_plan(random, world, 6, 40, 6, 2, 0);
+    on_ranks(world, [&](int rank) {
+      const size_t r = static_cast<size_t>(rank);
+      BlockingTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      int64_t call = 1;
+      const Sent sent = transfer.send(op_of(plan, 0, call), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
+                                      {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
+      // The flags of an operation before, whose block is free when the rows of rank 0 are refused.
+      run_in_halves(plan, rank, transfer, call, 31);
+      const int64_t block = transfer.heap().alloc(plan.rows[r] * plan.row_bytes());
+      const char* const allowed = transfer.heap().base() + block;
+      const char* const rows = rank == 0 ? plan.out[r].data() : allowed;
+      Bytes before(allowed, allowed + plan.rows[r] * plan.row_bytes()), y(plan.y[r].size());
+      ++call;
+      CHECK_EQ(headers_of([&] {
+                 const auto pending =
+                     transfer.start_sum(op_of(plan, 1, call), *sent.layout, {rows, plan.stride()}, false);
+                 for (int peer = 0; peer < world; ++peer) pending->raise_flag(peer);
+                 pending->sum(plan.weights[r].data(), y.data());
+                 CHECK(!"must not be summed");
+               }),
+               world);
+      CHECK(std::equal(before.begin(), before.end(), allowed));
+      transfer.heap().free(sent.block);
+      transfer.heap().free(block);
+      run_in_halves(plan, rank, transfer, call, 31);
+      CHECK_EQ(transfer.heap().used(), int64_t{0});
+    });
+  }
 }
