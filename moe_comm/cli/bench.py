@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_comm.cli.options import (
+    AnyHosts,
     Backend,
     Device,
     DeviceOf,
@@ -100,9 +101,7 @@ def bench_train(
             "ranks per host]",
         ),
     ] = None,
-    hosts: Annotated[
-        int, typer.Option(min=1, max=64, help="Number of hosts; several are network namespaces, which need root.")
-    ] = 1,
+    hosts: AnyHosts = 1,
     ranks_per_host: Annotated[
         int | None, typer.Option(min=1, help="Ranks per host.  [default: 1 with several hosts]")
     ] = None,
@@ -250,6 +249,8 @@ def bench_placement(
     slots: Annotated[
         int, typer.Option(min=0, help="Copies of experts that each rank can hold with replicate; 0: without it.")
     ] = 1,
+    hosts: AnyHosts = 1,
+    link_gbit: LinkGbit = 1.0,
     warmup: Warmup = 10,
     steps: Annotated[int, typer.Option(min=1, help="Number of measured steps.")] = 30,
     seed: Seed = 0,
@@ -260,7 +261,8 @@ def bench_placement(
     values: dict[str, Any] = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts}
     values |= {"top_k": top_k, "zipf": zipf, "drift": drift, "every": every, "threshold": threshold}
     values |= {"window": min(5, every) if window is None else window}
-    values |= {"slots": slots, "warmup": warmup, "iterations": steps, "seed": seed}
+    values |= {"slots": slots, "hosts": hosts, "link_gbit": link_gbit}
+    values |= {"warmup": warmup, "iterations": steps, "seed": seed}
     load("moe_comm.bench.placement.benchmark", "bench").main(settings(**values), json_out)
 
 

@@ -30,6 +30,9 @@ class Preset(StrEnum):
 
 
 Ranks = Annotated[int, typer.Option(min=1, help="Ranks to start; torchrun's ranks are used under torchrun.")]
+AnyHosts = Annotated[
+    int, typer.Option(min=1, max=64, help="Number of hosts; several are network namespaces, which need root.")
+]
 Hosts = Annotated[int, typer.Option(min=2, max=64, help="Number of hosts, each a network namespace.")]
 LinkGbit = Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Tokens per rank.")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moe_comm import cli
+from moe_comm.bench.hosts.namespaces import unavailable_reason
 from moe_comm.bench.placement.settings import PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
@@ -66,6 +67,16 @@ def test_copies_divide_an_expert_that_has_most_of_the_rows(tmp_path: Path) -> No
     assert switches and copied["busiest_over_mean"] < 1.1 < 1.9 < relocated["busiest_over_mean"]
     expert_bytes = 4 * 3 * 64 * 512
     assert copied["published_bytes"] % expert_bytes == 0 < copied["published_bytes"] <= 4 * expert_bytes
+
+
+@pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "hosts can be created")
+def test_experts_move_between_hosts(tmp_path: Path) -> None:
+    result = run(tmp_path / "out.json", hosts=2, link_gbit=0.1, slots=0)
+    assert result["bits_equal"] and len(result["link_gbit_measured"]) == 2 == result["settings"]["hosts"]
+    assert 0.05 < max(result["link_gbit_measured"]) < 0.2
+    assert result["peers"]["eplb"]["switches"] == 3
+    with pytest.raises(ConfigError, match="ranks must be divisible by hosts; got 4 ranks, 3 hosts"):
+        PlacementBench(ranks=4, hosts=3)
 
 
 def test_uniform_routing_does_not_switch(tmp_path: Path) -> None:

@@ -238,7 +238,8 @@ def placement_tables(result: dict[str, Any]) -> list[Table]:
     """Return the table of ``bench placement``: steps, switches and rows of the busiest rank of each contestant."""
     s = result["settings"]
     drift = f", two experts exchanged every {s['drift']} steps" if s["drift"] else ""
-    heading = f"{_heading(result)}; Zipf {s['zipf']:g}{drift}; decisions every {s['every']} steps"
+    hosts = f"; {s['hosts']} hosts, {s['link_gbit']:g} Gbit/s" if s["hosts"] > 1 else ""
+    heading = f"{_heading(result)}{hosts}; Zipf {s['zipf']:g}{drift}; decisions every {s['every']} steps"
     columns = (
         "step ms",
         "than fixed",

@@ -34,18 +34,14 @@ from moe_comm.bench.common.inputs import (
     make_inputs,
 )
 from moe_comm.bench.common.interleave import measure_interleaved
-from moe_comm.bench.common.ranks import on_ranks
 from moe_comm.bench.common.settings import BatchShape
-from moe_comm.bench.hosts.namespaces import Hosts, interface_bytes
-from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
+from moe_comm.bench.hosts.namespaces import interface_bytes
+from moe_comm.bench.hosts.on_hosts import on_hosts
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap, inter_host_bytes
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 
-LINK_BYTES = 32 << 20
-"""Bytes sent to measure the links; much more than the burst size of a link."""
-TIMEOUT_S = 900.0
 CONTESTANTS = {
     "all_to_all": ("all_to_all", True),
     "all_gather": ("all_gather", True),
@@ -220,10 +216,7 @@ def main(bench: HierarchicalBench, json_out: str | None = None) -> dict[str, Any
     """
     report.check_writable(json_out)
     info = machine.machine_info("cpu")
-    with Hosts(bench.hosts, bench.link_gbit) as hosts:
-        links = measure_links(hosts, LINK_BYTES)
-        args = (run, bench, bench.world, "cpu")
-        results = run_on_hosts(on_ranks, args, hosts, bench.ranks_per_host, TIMEOUT_S)[0]
+    results, links = on_hosts(run, bench, bench.hosts, bench.ranks_per_host, bench.link_gbit)
     result = {
         "benchmark": "hierarchical",
         "results": results,

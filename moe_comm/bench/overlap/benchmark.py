@@ -31,6 +31,7 @@ from moe_comm.bench.common import machine, report
 from moe_comm.bench.common.interleave import measure_interleaved
 from moe_comm.bench.common.ranks import on_ranks
 from moe_comm.bench.hosts.namespaces import Hosts, unavailable_reason
+from moe_comm.bench.hosts.on_hosts import LINK_BYTES, TIMEOUT_S
 from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
 from moe_comm.bench.overlap import timeline_files
 from moe_comm.bench.overlap.contest import (
@@ -51,9 +52,6 @@ from moe_comm.errors import ConfigError
 __all__ = ["SWEEP", "OverlapBench", "main"]
 
 GEMM_SIZE, GEMM_ROUNDS = 1024, 5
-LINK_BYTES = 32 << 20
-"""Bytes sent to measure the links; much more than the burst size of a link."""
-TIMEOUT_S = 3600.0
 CONTESTS: dict[str, type[OperatorContest]] = {
     kind.operator: kind
     for kind in (GatherMatmulContest, MatmulScatterContest, DispatchMatmulContest, MatmulCombineContest)

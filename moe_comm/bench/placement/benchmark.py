@@ -31,6 +31,7 @@ from moe_comm.bench.common.clock import Clock, sync_group
 from moe_comm.bench.common.inputs import WrongAnswer, make_x
 from moe_comm.bench.common.interleave import rotated, slowest
 from moe_comm.bench.common.ranks import on_ranks
+from moe_comm.bench.hosts.on_hosts import on_hosts
 from moe_comm.bench.placement.settings import Costs, PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
@@ -307,14 +308,21 @@ def _row(one: _Contestant, by_rank: list[Any], of_ranks: list[tuple[list[int], i
 def main(bench: PlacementBench, json_out: str | None = None) -> dict[str, Any]:
     """Run ``moe-comm bench placement``: measure, print a table, write JSON.
 
-    Starts the ranks. Under torchrun, uses the ranks of torchrun, and only rank 0 prints; the others return {}.
+    Starts the ranks, on several hosts in network namespaces. Under torchrun, uses the ranks of torchrun, and only rank
+    0 prints; the others return {}.
 
     Raises:
+        ConfigError: the hosts cannot be created (not root, or no iproute2).
         WrongAnswer: a layer has other bits than the fixed one.
     """
     report.check_writable(json_out)
     info = machine.machine_info(bench.device)
-    result = on_ranks(run, bench, bench.ranks, bench.device)
+    result: dict[str, Any] | None
+    if bench.hosts > 1:
+        measured, links = on_hosts(run, bench, bench.hosts, bench.ranks // bench.hosts, bench.link_gbit)
+        result = measured | {"link_gbit_measured": links}
+    else:
+        result = on_ranks(run, bench, bench.ranks, bench.device)
     if result is None:
         return {}
     result["machine"] = info

@@ -38,6 +38,8 @@ class PlacementBench(BatchShape):
             at most ``every``.
         threshold: minimum share of the busiest rank's rows that a switch saves.
         slots: copies of experts that each rank can hold with "replicate"; 0: without it.
+        hosts: number of hosts. Several hosts are network namespaces with shaped links, see ``bench.hosts``.
+        link_gbit: rate of each host's link in Gbit/s, with several hosts.
     """
 
     tokens: int = 512
@@ -52,10 +54,12 @@ class PlacementBench(BatchShape):
     window: int = 5
     threshold: float = 0.05
     slots: int = 1
+    hosts: int = 1
+    link_gbit: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "tokens", "ffn", "every", "window")
+        check_at_least(self, 1, "tokens", "ffn", "every", "window", "hosts")
         check_at_least(self, 0, "drift")
         if self.window > self.every:
             raise ConfigError(f"window {self.window} must be at most every {self.every}: a decision sees no more steps")
@@ -65,6 +69,8 @@ class PlacementBench(BatchShape):
             )
         if self.experts % self.ranks or self.ranks < 2:
             raise ConfigError(f"ranks must be at least 2 and divide {self.experts} experts; got {self.ranks}")
+        if self.ranks % self.hosts:
+            raise ConfigError(f"ranks must be divisible by hosts; got {self.ranks} ranks, {self.hosts} hosts")
         if not 0 <= self.slots <= (most := Placement.contiguous(self.experts, self.ranks).most_slots):
             raise ConfigError(f"slots must be from 0 to the {most} experts of other ranks; got {self.slots}")
 

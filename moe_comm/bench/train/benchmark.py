@@ -25,8 +25,8 @@ from moe_comm.bench.common.clock import Clock, Stats, summarize, sync_group, syn
 from moe_comm.bench.common.inputs import WrongAnswer
 from moe_comm.bench.common.interleave import rotated
 from moe_comm.bench.common.ranks import SingleRankMesh, cores_of_group, on_ranks, pinned_to
-from moe_comm.bench.hosts.namespaces import Hosts, interface_bytes, unavailable_reason
-from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
+from moe_comm.bench.hosts.namespaces import interface_bytes, unavailable_reason
+from moe_comm.bench.hosts.on_hosts import on_hosts
 from moe_comm.bench.plan.benchmark import calibrated
 from moe_comm.bench.plan.settings import PlanBench
 from moe_comm.bench.train.contestant import ContestantInputs, TrainContestant
@@ -55,10 +55,6 @@ from moe_comm.train.ranks import Ranks
 FIRST_STEP, LATER_STEPS = 1e-3, 1e-2
 """Largest allowed relative difference of a loss from that of this library: in the first step, and in later steps."""
 PREFIX = "moe_comm-bench-"
-TIMEOUT_S = 3600.0
-"""Time limit with several hosts."""
-LINK_BYTES = 32 << 20
-"""Bytes sent to measure the links, or those of one second if the link is slower."""
 PARTS = ("compute", "communication", "data", "checkpoint", "loop")
 
 
@@ -404,9 +400,8 @@ def main(
 def _on_hosts(work: partial[dict[str, Any]], bench: TrainBench) -> dict[str, Any]:
     """Run ``work`` on ranks in network namespaces."""
     # The launcher removes the folder, because ranks are killed when another one fails.
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, Hosts(bench.hosts, bench.link_gbit) as hosts:
-        links = measure_links(hosts, min(LINK_BYTES, round(bench.link_gbit * 1e9 / 8)))
-        args = (partial(work, folder=folder), bench, bench.ranks, "cpu")
-        result: dict[str, Any] = run_on_hosts(on_ranks, args, hosts, bench.ranks_per_host, TIMEOUT_S)[0]
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        in_folder = partial(work, folder=folder)
+        result, links = on_hosts(in_folder, bench, bench.hosts, bench.ranks_per_host, bench.link_gbit)
     settings = {"hosts": bench.hosts, "ranks_per_host": bench.ranks_per_host, "link_gbit": bench.link_gbit}
     return result | settings | {"link_gbit_measured": links}
