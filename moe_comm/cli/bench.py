@@ -9,6 +9,7 @@ import typer
 from moe_comm.cli.options import (
     AnyHosts,
     Backend,
+    CoresPerRank,
     Device,
     DeviceOf,
     Dtype,
@@ -251,6 +252,7 @@ def bench_placement(
     ] = 1,
     hosts: AnyHosts = 1,
     link_gbit: LinkGbit = 1.0,
+    cores_per_rank: CoresPerRank = None,
     warmup: Warmup = 10,
     steps: Annotated[int, typer.Option(min=1, help="Number of measured steps.")] = 30,
     seed: Seed = 0,
@@ -261,7 +263,7 @@ def bench_placement(
     values: dict[str, Any] = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts}
     values |= {"top_k": top_k, "zipf": zipf, "drift": drift, "every": every, "threshold": threshold}
     values |= {"window": min(5, every) if window is None else window}
-    values |= {"slots": slots, "hosts": hosts, "link_gbit": link_gbit}
+    values |= {"slots": slots, "hosts": hosts, "link_gbit": link_gbit, "cores_per_rank": cores_per_rank}
     values |= {"warmup": warmup, "iterations": steps, "seed": seed}
     load("moe_comm.bench.placement.benchmark", "bench").main(settings(**values), json_out)
 

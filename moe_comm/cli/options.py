@@ -33,6 +33,10 @@ Ranks = Annotated[int, typer.Option(min=1, help="Ranks to start; torchrun's rank
 AnyHosts = Annotated[
     int, typer.Option(min=1, max=64, help="Number of hosts; several are network namespaces, which need root.")
 ]
+CoresPerRank = Annotated[
+    float | None,
+    typer.Option(help="Processor time of each rank in cores, so that ranks that wait leave it idle; needs root."),
+]
 Hosts = Annotated[int, typer.Option(min=2, max=64, help="Number of hosts, each a network namespace.")]
 LinkGbit = Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")]
 Tokens = Annotated[int, typer.Option(min=0, help="Tokens per rank.")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moe_comm import cli
+from moe_comm.bench.common.processor_quota import unavailable_reason as no_quota
 from moe_comm.bench.hosts.namespaces import unavailable_reason
 from moe_comm.bench.placement.settings import PlacementBench, eplb, eplb_replicas, rows_of_replicas
 from moe_comm.errors import ConfigError
@@ -77,6 +78,12 @@ def test_experts_move_between_hosts(tmp_path: Path) -> None:
     assert result["peers"]["eplb"]["switches"] == 3
     with pytest.raises(ConfigError, match="ranks must be divisible by hosts; got 4 ranks, 3 hosts"):
         PlacementBench(ranks=4, hosts=3)
+
+
+@pytest.mark.skipif(bool(no_quota()), reason=no_quota() or "processor time can be limited")
+def test_ranks_have_their_own_processor_time(tmp_path: Path) -> None:
+    result = run(tmp_path / "out.json", cores_per_rank=0.4, slots=0)
+    assert result["bits_equal"] and result["settings"]["cores_per_rank"] == 0.4
 
 
 def test_uniform_routing_does_not_switch(tmp_path: Path) -> None:

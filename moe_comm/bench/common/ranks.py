@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from moe_comm.bench.common.processor_quota import processor_quota
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.topology import ParallelConfig, ParallelMesh
@@ -81,25 +82,28 @@ class SingleRankMesh(ParallelMesh):
         self._groups, self._tied = {}, None
 
 
-def on_ranks(work: Callable[[T, int], R], argument: T, ranks: int, device: str) -> R | None:
+def on_ranks(
+    work: Callable[[T, int], R], argument: T, ranks: int, device: str, cores_per_rank: float | None = None
+) -> R | None:
     """Run ``work(argument, threads)`` on every rank of a process group and return the result of rank 0.
 
     Starts the ranks. Under torchrun, uses the ranks of torchrun instead, and returns None on ranks other than 0.
 
     Args:
         work: function at the top level of a module.
+        cores_per_rank: processor time of each rank in cores, see ``processor_quota``. None: no limit.
 
     Raises:
-        ConfigError: torchrun started a different number of ranks.
+        ConfigError: torchrun started a different number of ranks, or processor time cannot be limited.
         RankFailed: a rank raised an exception or was killed.
     """
-    return launch(_rank, (work, argument, ranks, device), ranks)[0]  # type: ignore[no-any-return]
+    return launch(_rank, (work, argument, ranks, device, cores_per_rank), ranks)[0]  # type: ignore[no-any-return]
 
 
-def _rank(work: Callable[[T, int], R], argument: T, ranks: int, device: str) -> R | None:
+def _rank(work: Callable[[T, int], R], argument: T, ranks: int, device: str, cores_per_rank: float | None) -> R | None:
     with init_ranks(device, TIMEOUT_S) as env:
         if env.world != ranks:
             raise ConfigError(f"torchrun started {env.world} ranks, but --ranks is {ranks}; pass --ranks {env.world}")
-        with pinned(env.rank, env.world) as threads:
+        with pinned(env.rank, env.world) as threads, processor_quota(cores_per_rank):
             result = work(argument, threads)
     return result if env.rank == 0 else None

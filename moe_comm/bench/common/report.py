@@ -239,6 +239,7 @@ def placement_tables(result: dict[str, Any]) -> list[Table]:
     s = result["settings"]
     drift = f", two experts exchanged every {s['drift']} steps" if s["drift"] else ""
     hosts = f"; {s['hosts']} hosts, {s['link_gbit']:g} Gbit/s" if s["hosts"] > 1 else ""
+    hosts += f"; {s['cores_per_rank']:g} cores per rank" if s["cores_per_rank"] else ""
     heading = f"{_heading(result)}{hosts}; Zipf {s['zipf']:g}{drift}; decisions every {s['every']} steps"
     columns = (
         "step ms",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -29,6 +30,16 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ``ConfigError`` if ``value`` is not in ``choices``."""
     if value not in choices:
         raise ConfigError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
+
+
+def check_cores_per_rank(cores: float | None, ranks: int) -> None:
+    """Raise ``ConfigError`` unless the cores that this process may use give each of ``ranks`` so many ``cores``."""
+    available = len(os.sched_getaffinity(0))
+    if cores is not None and not 0.01 <= cores <= available / ranks:
+        raise ConfigError(
+            f"cores_per_rank must be from 0.01 to {available / ranks:g}, as {ranks} ranks have {available} cores; got "
+            f"{cores:g}"
+        )
 
 
 @dataclass(frozen=True)

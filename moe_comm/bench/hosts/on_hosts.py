@@ -17,7 +17,12 @@ TIMEOUT_S = 3600.0
 
 
 def on_hosts(
-    work: Callable[[T, int], R], argument: T, hosts: int, ranks_per_host: int, link_gbit: float
+    work: Callable[[T, int], R],
+    argument: T,
+    hosts: int,
+    ranks_per_host: int,
+    link_gbit: float,
+    cores_per_rank: float | None = None,
 ) -> tuple[R, list[float]]:
     """Run ``work`` as ``on_ranks`` does, with ``ranks_per_host`` ranks on each of ``hosts`` simulated hosts.
 
@@ -25,10 +30,10 @@ def on_hosts(
         The result of rank 0, and the measured rates of the links by host, in Gbit/s.
 
     Raises:
-        ConfigError: the hosts cannot be created (not root, or no iproute2).
+        ConfigError: the hosts cannot be created (not root, or no iproute2), or processor time cannot be limited.
         RankFailed: a rank raised an exception that is no ``MoeCommError``, was killed, or exceeded the time limit.
     """
     with Hosts(hosts, link_gbit) as namespaces:
         links = measure_links(namespaces, min(LINK_BYTES, round(link_gbit * 1e9 / 8)))
-        args = (work, argument, hosts * ranks_per_host, "cpu")
+        args = (work, argument, hosts * ranks_per_host, "cpu", cores_per_rank)
         return run_on_hosts(on_ranks, args, namespaces, ranks_per_host, TIMEOUT_S)[0], links

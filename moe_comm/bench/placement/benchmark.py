@@ -319,10 +319,11 @@ def main(bench: PlacementBench, json_out: str | None = None) -> dict[str, Any]:
     info = machine.machine_info(bench.device)
     result: dict[str, Any] | None
     if bench.hosts > 1:
-        measured, links = on_hosts(run, bench, bench.hosts, bench.ranks // bench.hosts, bench.link_gbit)
+        per_host = bench.ranks // bench.hosts
+        measured, links = on_hosts(run, bench, bench.hosts, per_host, bench.link_gbit, bench.cores_per_rank)
         result = measured | {"link_gbit_measured": links}
     else:
-        result = on_ranks(run, bench, bench.ranks, bench.device)
+        result = on_ranks(run, bench, bench.ranks, bench.device, bench.cores_per_rank)
     if result is None:
         return {}
     result["machine"] = info

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from moe_comm.bench.common.settings import BatchShape, check_at_least
+from moe_comm.bench.common.settings import BatchShape, check_at_least, check_cores_per_rank
 from moe_comm.errors import ConfigError
 from moe_comm.topology.placement import Placement
 from moe_comm.topology.rebalance import DecisionSettings, PlacementKind
@@ -40,6 +40,7 @@ class PlacementBench(BatchShape):
         slots: copies of experts that each rank can hold with "replicate"; 0: without it.
         hosts: number of hosts. Several hosts are network namespaces with shaped links, see ``bench.hosts``.
         link_gbit: rate of each host's link in Gbit/s, with several hosts.
+        cores_per_rank: processor time of each rank in cores, see ``bench.common.processor_quota``. None: no limit.
     """
 
     tokens: int = 512
@@ -56,6 +57,7 @@ class PlacementBench(BatchShape):
     slots: int = 1
     hosts: int = 1
     link_gbit: float = 1.0
+    cores_per_rank: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +71,7 @@ class PlacementBench(BatchShape):
             )
         if self.experts % self.ranks or self.ranks < 2:
             raise ConfigError(f"ranks must be at least 2 and divide {self.experts} experts; got {self.ranks}")
+        check_cores_per_rank(self.cores_per_rank, self.ranks)
         if self.ranks % self.hosts:
             raise ConfigError(f"ranks must be divisible by hosts; got {self.ranks} ranks, {self.hosts} hosts")
         if not 0 <= self.slots <= (most := Placement.contiguous(self.experts, self.ranks).most_slots):
