@@ -9,9 +9,13 @@ from torch import Tensor
 from moe_comm.dispatch import DispatchOptions, WireDtypes
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.errors import InputError
+from moe_comm.kernels.activations import activation_of
+from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.kernels.expert_mlp_fp8 import forward_pass
 from moe_comm.kernels.fp8 import ScaledRows, quantize_rows, quantize_weights
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.overlap.executors.serial import serial_call
+from moe_comm.runtime.memory import warm_rows
 from moe_comm.topology import ExpertPlacement
 from tests.kernels.triton.common import drawn, kernels, run_plain_and_triton, some_ids
 from tests.overlap.triton.common import needs_triton
@@ -48,6 +52,30 @@ def _quantized(rank: int, world: int, dtype: torch.dtype) -> None:
 def test_rows_and_weights_have_the_same_bytes(interpreter: RankPool, dtype: torch.dtype) -> None:
     """Also weights with any strides, and blocks with an infinity, which become NaN of any sign."""
     interpreter.run(_quantized, dtype, timeout=60)
+
+
+def _ranges(rank: int, world: int, arg: None) -> None:
+    tensors = drawn(3, 80, 256, seed=1), drawn(3, 256, 40, seed=2), drawn(3, 80, seed=3), drawn(3, 256, seed=4)
+    mlp, rows_RD, sizes = ExpertMLP(tensors, activation_of("swiglu"), gemm_dtype="fp8"), drawn(9, 256), (4, 0, 5)
+
+    def work() -> list[Tensor]:
+        rows, outputs = quantize_rows(rows_RD), [torch.full((9, 256), torch.nan) for _ in range(2)]
+        at_once, by_range = (forward_pass(mlp, rows, out_RD, sizes, True, warm_rows) for out_RD in outputs)
+        at_once.all_rows()
+        for expert, first, end in ((2, 6, 9), (0, 0, 3), (2, 4, 6), (0, 3, 4)):
+            by_range.row_range(expert, slice(first, end))
+        assert at_once.saved_RG is not None and by_range.saved_RG is not None
+        return [*outputs, at_once.saved_RG, by_range.saved_RG]
+
+    plain, actual, launched = run_plain_and_triton(work)
+    assert launched.count("quantize_weights_kernel") == 4 and launched.count("grouped_mm_fp8_kernel") == 2 + 2 * 4
+    assert torch.equal(plain[0], plain[1]) and torch.equal(plain[2], plain[3])
+    for one, other in zip(actual, plain, strict=True):
+        assert (one - other).norm() <= TOLERANCE * other.norm()
+
+
+def test_row_ranges_are_computed_as_all_rows_and_weights_are_quantized_once(interpreter: RankPool) -> None:
+    interpreter.run(_ranges, None, timeout=60)
 
 
 def _refused(rank: int, world: int, arg: None) -> None:
