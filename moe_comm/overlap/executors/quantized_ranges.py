@@ -10,7 +10,7 @@ from moe_comm.runtime.memory import warm_rows
 
 
 class QuantizedRanges:
-    """Quantizes ranges of ``rows_RD``, which may be in flight, in ``scaled_format`` of the wire dtype of dispatch.
+    """Quantizes ranges of ``rows_RD`` in ``scaled_format`` of the wire dtype of dispatch. Other rows may be in flight.
 
     Attributes:
         rows: the quantized rows. Those of ranges that were not quantized are undefined.
