@@ -241,6 +241,7 @@ def test_training_with_fp8_gemms_reaches_the_same_loss_up_to_noise(tmp_path: Pat
     plain = train(0, 1, settings)
     assert plain.losses[-1] < 0.8 * plain.losses[0], "the loss must fall"
     fp8 = [*settings, "model.expert_gemm_dtype=fp8", "payload.dispatch=fp8_block"]
+    fp8 += ["parallel.ep=2", "parallel.overlap_chunks=2", "parallel.executor=pipelined"]
     for result in pools[2].run(train, fp8, timeout=120):
         assert result.losses[-1] != pytest.approx(plain.losses[-1], rel=1e-5), "the GEMMs must be in fp8"
         assert sum(result.losses[-5:]) == pytest.approx(sum(plain.losses[-5:]), rel=NOISE)
